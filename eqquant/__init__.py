@@ -1,0 +1,22 @@
+"""Functional quantization for JAX and Equinox."""
+
+from ._array import QuantizedArray as QuantizedArray
+from ._dot import quantized_dot as quantized_dot, quantized_dot_p as quantized_dot_p
+from ._materialise import (
+    MaterialiseError as MaterialiseError,
+    MaterialiseWarning as MaterialiseWarning,
+)
+from ._quantize import (
+    dequantize as dequantize,
+    from_components as from_components,
+    quantize as quantize,
+)
+from .formats import (
+    Binary as Binary,
+    Format as Format,
+    Int8 as Int8,
+    NF4 as NF4,
+    Ternary as Ternary,
+)
+from ._dispatch import quaxify as quaxify
+from .rules import register as register

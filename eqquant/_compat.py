@@ -1,0 +1,169 @@
+"""The only room that asks which JAX this is.
+
+Every private or version-dependent piece of JAX that eqquant uses is here, with the
+versions on which it was tried: 0.10.2, 0.12.0 (unless said otherwise).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.extend.core as jex_core
+from jax import lax
+from jax.interpreters import mlir
+
+
+#
+# Manual axes inside shard_map
+#
+
+
+def varying_axes(x) -> frozenset:
+    """The mesh axes over which `x` varies inside `shard_map(check_vma=True)`."""
+    aval = jax.typeof(x)
+    manual = getattr(aval, "mat", None)  # From 0.10.2; `vma` before.
+    if manual is not None:
+        return frozenset(manual.varying)
+    return frozenset(getattr(aval, "vma", frozenset()))
+
+
+def match_varying(*args):
+    """Cast the arguments to vary over the same axes, as lax does for its own
+    primitives: otherwise the transpose of a product misses a psum."""
+    axes = frozenset().union(*map(varying_axes, args))
+
+    def cast(x):
+        missing = tuple(axes - varying_axes(x))
+        if not missing:
+            return x
+        if hasattr(lax, "pcast"):
+            return lax.pcast(x, missing, to="varying")
+        return lax.pvary(x, missing)  # Before 0.10.
+
+    return tuple(map(cast, args))
+
+
+#
+# Jaxprs
+#
+
+
+def open_jaxpr(jaxpr) -> tuple[Any, list]:
+    """The jaxpr and its constants. From 0.11 on the two are one class."""
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.jaxpr, list(jaxpr.consts)
+    return jaxpr, list(getattr(jaxpr, "consts", ()))
+
+
+def subjaxprs(params: dict):
+    """The jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            item = getattr(item, "jaxpr", item)
+            if hasattr(item, "eqns") and hasattr(item, "invars"):
+                yield item
+
+
+def bind_equation(eqn, args) -> list:
+    """Evaluate one equation as JAX's own interpreter does, custom derivative rules
+    kept."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    with eqn.ctx.manager:
+        if isinstance(params, tuple):  # Up to 0.9.
+            subfuns, params = params
+            out = eqn.primitive.bind(*subfuns, *args, **params)
+        else:
+            out = eqn.primitive.bind(*args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def source_of(eqn) -> str:
+    """Where in the user's code an equation comes from."""
+    try:
+        from jax._src import source_info_util
+
+        return source_info_util.summarize(eqn.source_info)
+    except Exception:
+        return "unknown place"
+
+
+Literal = jex_core.Literal
+
+
+#
+# Parameters of the control-flow primitives
+#
+
+
+def split_scan(params: dict, args: list) -> tuple[list, list, list]:
+    """The arguments of a scan: constants, carry, scanned-over."""
+    if "num_consts" in params:
+        n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
+        return args[:n], args[n:m], args[m:]
+    groups = params["ft_in"].update(list(args)).unpack()  # From 0.11.
+    consts, carry, xs = (list(group.vals) for group in groups)
+    return consts, carry, xs
+
+
+def shard_map_manual_axes(params: dict):
+    if "newly_manual_axes" in params:  # From 0.10.2.
+        return params["newly_manual_axes"]
+    return params["manual_axes"]
+
+
+def custom_jvp_rule(eqn) -> Callable:
+    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    _, jvp = params["subfuns"] if isinstance(params, dict) else params[0]
+
+    def rule(primals, tangents):
+        out = list(jvp.call_wrapped(*primals, *tangents))
+        return out[: len(out) // 2], out[len(out) // 2 :]
+
+    return rule
+
+
+def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
+    """The flat forward and backward rules of a `custom_vjp_call`.
+
+    `forward(*args) -> (outputs, residuals)`; `backward(residuals, cotangents) ->`
+    a cotangent for each argument.
+    """
+    params = eqn.primitive.get_bind_params(eqn.params)
+    if isinstance(params, dict):
+        _, fwd, bwd = params["subfuns"]
+    else:
+        (_, fwd, bwd), params = params
+
+    def forward(*args):
+        pairs = [z for pair in zip(args, perturbed, strict=True) for z in pair]
+        flat = list(fwd.call_wrapped(*pairs))
+        _, residual_tree, forwarded = params["out_trees"]()
+        new = residual_tree.num_leaves - sum(i is not None for i in forwarded)
+        fresh = iter(flat[:new])
+        residuals = [next(fresh) if i is None else args[i] for i in forwarded]
+        return flat[new:], residuals
+
+    def backward(residuals, cotangents):
+        out = list(bwd.call_wrapped(*residuals, *cotangents))
+        if out and isinstance(out[0], list | tuple):  # From 0.11: (cotangents, aux).
+            out = list(out[0])
+        return out
+
+    return forward, backward
+
+
+#
+# Lowering
+#
+
+
+def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether the compiler, rather than shard_map, splits this program over devices."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, mlir.ShardingContext):
+        return axes.num_devices != 1
+    if isinstance(axes, mlir.SPMDAxisContext):
+        manual = axes.manual_axes | set(axes.mesh.manual_axes)
+        return manual != frozenset(axes.mesh.axis_names)
+    return False

@@ -1,0 +1,272 @@
+"""Floats to quantized arrays and back."""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int8, Num, Shaped, UInt8
+
+from ._array import QuantizedArray
+from ._pack import codes_per_byte, pack
+from ._typing import typed
+from .formats import as_format, Format
+
+
+@typed
+def quantize(
+    array: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
+    format: Format | str = "nf4",
+    *,
+    axis: int | Sequence[int] = -1,
+    check_finite: bool = True,
+) -> QuantizedArray:
+    """Quantize an array.
+
+    A pure function, which works under `jax.jit`, `jax.vmap` and `jax.eval_shape`.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (512, 256))
+        quantized = eqquant.quantize(weight, "nf4")
+        assert quantized.shape == (512, 256)
+        assert quantized.nbytes < weight.nbytes / 7
+        ```
+
+    **Arguments:**
+
+    - `array`: a floating-point array with one axis or more.
+    - `format`: a format, or the name of one: `"nf4"`, `"int8"`, `"ternary"`,
+        `"binary"`.
+    - `axis`: the axis along which blocks, or the scale of a channel, run. Normally the
+        one that a product contracts: the last of a weight used as `w @ x`, as in
+        `eqx.nn`; the first of one used as `x @ w`. With several axes, scales are shared
+        over all of them, as the weight of a convolution needs; with all axes and no
+        block size there is one scale per tensor.
+    - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
+        that the dtype of the scales cannot hold.
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][] of the shape and dtype of `array`.
+
+    **Raises:**
+
+    - `TypeError` if `array` is not floating point.
+    - `ValueError` if `format` or `axis` is not valid, or (with the number of offending
+        values) if `array` has non-finite ones. Under `jit` the latter is an
+        `eqx.error_if`, raised at run time.
+    """
+    format = as_format(format)
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"quantize: array must have a floating-point dtype, got {array.dtype}."
+        )
+    if array.ndim == 0:
+        raise ValueError("quantize: array must have at least one axis, got a scalar.")
+    if format.scale_dtype == np.float64 and not jax.config.jax_enable_x64:
+        raise ValueError(
+            "quantize: scale_dtype='float64' needs jax_enable_x64, which is off."
+        )
+    axes = _canonical_axes(axis, array.ndim)
+    codes, scales, problem = _encode(array, format, axes)
+    if check_finite:
+        if isinstance(problem, jax.core.Tracer):
+            codes, scales = eqx.error_if(
+                (codes, scales),
+                problem,
+                "eqquant.quantize: the array holds values that are not finite, or that "
+                f"{format.scale_dtype.name} scales cannot hold.",
+            )
+        elif problem:
+            _raise_not_finite(array, format)
+    shape, padding = array.shape, 0
+    inner = tuple(shape[a] for a in axes[1:])
+    if _per_tensor(axes, array.ndim, format):
+        axes, inner = axes[-1:], ()
+    size = math.prod(shape[a] for a in axes)
+    padding = format.padded(size) - size
+    return QuantizedArray(codes, scales, format, array.dtype, axes, inner, padding)
+
+
+@typed
+def dequantize(x: Any) -> Any:
+    """The floating-point array that a quantized array stands for; anything else comes
+    back as it is."""
+    return x.dequantize() if isinstance(x, QuantizedArray) else x
+
+
+@typed
+def from_components(
+    codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
+    scales: Float[Array, "*lead blocks"],
+    format: Format | str,
+    *,
+    dtype: Any = "float32",
+    axis: int | Sequence[int] = -1,
+    size: int | Sequence[int] | None = None,
+) -> QuantizedArray:
+    """A quantized array from its parts, as a loader of checkpoints has them.
+
+    **Arguments:**
+
+    - `codes`: `(*lead, packed)`, packed as `format` packs them.
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format.
+    - `format`: a format, or the name of one.
+    - `dtype`: of the array that they stand for.
+    - `axis`: where the blocked axis (or axes) of that array is.
+    - `size`: the length of the blocked axis; a tuple if there are several. By default,
+        for one axis, all that `codes` holds.
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][].
+
+    **Raises:**
+
+    `TypeError` or `ValueError` where the parts do not fit together.
+    """
+    format = as_format(format)
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"from_components: dtype must be floating point, got {dtype}.")
+    if codes.dtype != format.code_dtype:
+        raise TypeError(
+            f"from_components: codes of {format!r} must be "
+            f"{jnp.dtype(format.code_dtype)}, got {codes.dtype}."
+        )
+    if scales.dtype != format.scale_dtype:
+        raise TypeError(
+            f"from_components: scales must be {format.scale_dtype} as {format!r} has "
+            f"it, got {scales.dtype}."
+        )
+    count = 1 if isinstance(axis, int) else len(axis)
+    axes = _canonical_axes(axis, codes.ndim - 1 + count)
+    held = codes.shape[-1] * codes_per_byte(format.bits)
+    if size is None:
+        if count > 1:
+            raise ValueError("from_components: several axes need their sizes in size.")
+        size = held
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    if len(sizes) != count:
+        raise ValueError(
+            f"from_components: size must give {count} sizes, one for each of axis, got "
+            f"{size}."
+        )
+    total = math.prod(sizes)
+    if held != format.padded(total):
+        raise ValueError(
+            f"from_components: codes hold {held} values along the blocked axis, but "
+            f"{format!r} stores {format.padded(total)} for a size of {size}."
+        )
+    blocks = format.num_blocks(total)
+    if scales.shape[-1] != blocks:
+        raise ValueError(
+            f"from_components: scales must have {blocks} blocks for a size of {size}, "
+            f"got {scales.shape[-1]}."
+        )
+    padding = held - total
+    return QuantizedArray(codes, scales, format, dtype, axes, sizes[1:], padding)
+
+
+def _canonical_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
+    """Sorted, counted from the end, and checked."""
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    for a in axes:
+        if not -ndim <= a < ndim:
+            raise ValueError(
+                f"axis must be between {-ndim} and {ndim - 1} for an array of {ndim} "
+                f"axes, got {axis}."
+            )
+    out = tuple(sorted(a % ndim - ndim for a in axes))
+    if not out or len(set(out)) != len(out):
+        raise ValueError(f"axis must name one axis or several distinct, got {axis}.")
+    return out
+
+
+def _per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
+    # One scale for everything. It is stored once per row, so that the array keeps its
+    # leading axes, and a product its fast path.
+    return ndim > 1 and len(axes) == ndim and format.block_size is None
+
+
+@ft.partial(jax.jit, static_argnames=("format", "axes"))
+def _encode(array: Float[Array, "..."], format: Format, axes: tuple[int, ...]):
+    """Codes, scales, and whether some value was out of range."""
+    compute = jnp.promote_types(array.dtype, jnp.float32)
+    blocked = [a % array.ndim for a in axes]
+    lead = [a for a in range(array.ndim) if a not in blocked]
+    shape = [array.shape[a] for a in lead]
+    size = math.prod(array.shape[a] for a in blocked)
+    values = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
+    values = values.astype(compute)
+
+    block = format.block_size or max(size, 1)
+    blocks = format.num_blocks(size)
+    filled = blocks * block - size
+    if filled and size:
+        values = jnp.pad(values, [(0, 0)] * len(shape) + [(0, filled)])
+    counts = np.full(blocks, block, np.float32)
+    counts[-1:] -= filled if size else 0
+    if 0 in values.shape:
+        codes = jnp.zeros(values.shape, format.code_dtype)
+        scales = jnp.zeros((*shape, blocks), format.scale_dtype)
+        problem = jnp.zeros((), bool)
+    else:
+        values = values.reshape(*shape, blocks, block)
+        absmax = _absmax(values)
+        codes, scales = format.encode(values, absmax, counts)
+        codes = codes.reshape(*shape, blocks * block).astype(format.code_dtype)
+        largest = float(jnp.finfo(format.scale_dtype).max)
+        smallest = float(jnp.finfo(format.scale_dtype).tiny)
+        fits = jnp.isfinite(absmax)
+        if jnp.finfo(compute).bits > jnp.finfo(format.scale_dtype).bits > 16:
+            fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))
+        problem = jnp.any(~fits)
+
+    if _per_tensor(axes, array.ndim, format):
+        *shape, size = array.shape
+        codes = codes.reshape(*shape, size)
+        scales = jnp.broadcast_to(scales, (*shape, 1))
+    more = format.padded(size) - codes.shape[-1]
+    if more:
+        codes = jnp.pad(
+            codes,
+            [(0, 0)] * len(shape) + [(0, more)],
+            constant_values=format.padding_code,
+        )
+    return pack(codes, format.bits, format.group), scales, problem
+
+
+def _absmax(values: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
+    # Through the bits: a maximum of integers keeps a NaN (whose bits exceed those of
+    # any number), which XLA:CPU's maximum of floats may drop.
+    integer = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
+    bits = lax.bitcast_convert_type(values, integer)
+    bits = jnp.max(bits & jnp.iinfo(integer).max, axis=-1)
+    return lax.bitcast_convert_type(bits, values.dtype)
+
+
+def _raise_not_finite(array: Num[Array, "..."], format: Format):
+    nan = int(jnp.sum(jnp.isnan(array)))
+    infinite = int(jnp.sum(jnp.isinf(array)))
+    if nan or infinite:
+        raise ValueError(
+            f"quantize: array must be finite, but {nan} values are NaN and {infinite} "
+            f"are infinite, out of {array.size}. Pass check_finite=False to quantize "
+            "it all the same."
+        )
+    raise ValueError(
+        f"quantize: array holds values that scales in {format.scale_dtype.name} cannot "
+        "hold. Choose scale_dtype='float64', or rescale the array."
+    )

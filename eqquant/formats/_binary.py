@@ -1,0 +1,37 @@
+"""Binary: {-1, +1} times a scale, one bit each."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ._format import bound_scales, divide_blocks, Format, true_divide
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Binary(Format):
+    """{-1, +1} times the mean magnitude, stored in one bit: the sign bit. Zero is +1.
+
+    The mean magnitude is the scale with the least squared error (XNOR-Net, arXiv
+    1603.05279).
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` (the default)
+        for one scale per channel.
+    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
+    - `precision`: the arithmetic of products; see [`eqquant.Format`][].
+    """
+
+    name = "binary"
+    bits = 1
+    integer_levels = True
+
+    def encode(self, blocks, absmax, counts):
+        # Relative to absmax, so that no sum overflows, however large the weights.
+        unit = jnp.abs(divide_blocks(blocks, absmax))
+        mean = true_divide(jnp.sum(unit, -1), counts)
+        scales = bound_scales(mean * absmax, absmax, self.scale_dtype)
+        return (blocks < 0).astype(jnp.uint8), scales
+
+    def levels(self, codes, dtype):
+        return (jnp.int8(1) - (codes << jnp.uint8(1)).astype(jnp.int8)).astype(dtype)

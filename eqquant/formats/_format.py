@@ -1,0 +1,193 @@
+"""The abstract format: what every quantized array is made of."""
+
+import abc
+import dataclasses
+import math
+from typing import Any, ClassVar, Literal, TypeAlias, get_args
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8, Shaped, UInt8
+
+from .._pack import codes_per_byte
+
+
+Precision: TypeAlias = Literal["highest", "high", "default"]
+_scale_dtypes = ("bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Format(abc.ABC):
+    """How floats become codes and scales: `float = level(code) * scale`.
+
+    A format is frozen, hashable and equal by value; it is a static part of every
+    quantized array, so that changing any of its fields retraces. A subclass supplies
+    `name`, `bits` and [`encode`][], and either a `codebook` or its own [`levels`][].
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` for one scale
+        along the whole of the blocked axis (per channel).
+    - `scale_dtype`: how scales are stored: bfloat16, float32 or float64.
+    - `precision`: the arithmetic of a product that does not ask for its own.
+        `"highest"`: floating point on exactly decoded weights. `"high"`: weights exact,
+        activations rounded to no less than 15 bits. `"default"`: the fastest.
+    """
+
+    block_size: int | None = None
+    scale_dtype: Any = "float32"
+    precision: Precision = "high"
+
+    name: ClassVar[str]
+    bits: ClassVar[int]
+    # The value of each code, for formats that decode through a table.
+    codebook: ClassVar[tuple[float, ...] | None] = None
+    # Whether every level is an integer that int8 holds.
+    integer_levels: ClassVar[bool] = False
+    # The code of zero (or what stands for it), which fills a partial last group.
+    padding_code: ClassVar[int] = 0
+
+    def __post_init__(self):
+        per_byte = codes_per_byte(self.bits)
+        block_size = self.block_size
+        if block_size is not None:
+            if isinstance(block_size, bool) or not isinstance(
+                block_size, int | np.integer
+            ):
+                raise TypeError(
+                    f"{type(self).__name__}: block_size must be a positive integer or "
+                    f"None, got {block_size!r}."
+                )
+            if block_size < 1 or block_size % per_byte:
+                raise ValueError(
+                    f"{type(self).__name__}: block_size must be a positive multiple of "
+                    f"{per_byte} ({per_byte} codes share a byte), got {block_size}."
+                )
+            object.__setattr__(self, "block_size", int(block_size))
+        try:
+            scale_dtype = jnp.dtype(self.scale_dtype)
+        except TypeError:
+            scale_dtype = None
+        if scale_dtype is None or scale_dtype.name not in _scale_dtypes:
+            raise ValueError(
+                f"{type(self).__name__}: scale_dtype must be one of {_scale_dtypes}, "
+                f"got {self.scale_dtype!r}."
+            )
+        object.__setattr__(self, "scale_dtype", scale_dtype)
+        if self.precision not in get_args(Precision):
+            raise ValueError(
+                f"{type(self).__name__}: precision must be one of "
+                f"{get_args(Precision)}, got {self.precision!r}."
+            )
+
+    def __repr__(self):
+        shown = [
+            f"{field.name}={_short(getattr(self, field.name))}"
+            for field in dataclasses.fields(self)
+            if field.name == "block_size"
+            or _short(getattr(self, field.name)) != _short(field.default)
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def group(self) -> int:
+        """How many consecutive codes are packed together: see `_pack`."""
+        if codes_per_byte(self.bits) == 1:
+            return 1
+        return self.block_size or 64
+
+    @property
+    def code_dtype(self):
+        return jnp.int8 if self.bits == 8 else jnp.uint8
+
+    def padded(self, size: int) -> int:
+        """The stored length of a blocked axis of logical length `size`."""
+        multiple = self.block_size or self.group
+        return math.ceil(size / multiple) * multiple
+
+    def num_blocks(self, size: int) -> int:
+        """How many scales a blocked axis of logical length `size` has."""
+        return math.ceil(size / self.block_size) if self.block_size else 1
+
+    @abc.abstractmethod
+    def encode(
+        self,
+        blocks: Float[Array, "*lead blocks size"],
+        absmax: Float[Array, "*lead blocks"],
+        counts: Float[np.ndarray, " blocks"],
+    ) -> tuple[
+        Shaped[Array, "*lead blocks size"],
+        Float[Array, "*lead blocks"],
+    ]:
+        """Codes (one each, not packed) and scales.
+
+        **Arguments:**
+
+        - `blocks`: float32 or float64; a partial last block is filled with zeros.
+        - `absmax`: the largest magnitude of each block.
+        - `counts`: how many values of each block are real.
+        """
+
+    def levels(
+        self, codes: UInt8[Array, "*shape"] | Int8[Array, "*shape"], dtype
+    ) -> Shaped[Array, "*shape"]:
+        """The value of each code, before scaling.
+
+        By selects over the bits of the code rather than a gather: exact, and it
+        vectorises on every platform.
+        """
+        assert self.codebook is not None
+        table = [jnp.asarray(level, dtype) for level in self.codebook]
+        for bit in range(self.bits):
+            is_set = (codes & jnp.uint8(1 << bit)) != 0
+            table = [
+                jnp.where(is_set, high, low)
+                for low, high in zip(table[::2], table[1::2], strict=True)
+            ]
+        return table[0]
+
+
+def _short(value) -> str:
+    if isinstance(value, np.dtype):
+        return repr(value.name)
+    return repr(value)
+
+
+def bound_scales(
+    scales: Float[Array, "*lead blocks"],
+    absmax: Float[Array, "*lead blocks"],
+    scale_dtype,
+    *,
+    largest: int = 1,
+) -> Float[Array, "*lead blocks"]:
+    """Scales as stored, kept where they decode: that of a block of nonzero values is
+    neither flushed to zero nor so large that `largest * scale` overflows."""
+    info = jnp.finfo(scale_dtype)
+    overflow = min(float(info.max), float(jnp.finfo(scales.dtype).max) / largest)
+    top = np.asarray(overflow, scale_dtype)
+    if float(top) > overflow or float(top) * largest > jnp.finfo(scales.dtype).max:
+        top = np.nextafter(top, np.asarray(0, scale_dtype))
+    bounded = jnp.clip(
+        scales,
+        jnp.asarray(float(info.tiny), scales.dtype),
+        jnp.asarray(float(top), scales.dtype),
+    )
+    return jnp.where(absmax > 0, bounded, 0).astype(scale_dtype)
+
+
+def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
+    """`x / by`, correctly rounded.
+
+    XLA turns a division by a constant, or by a broadcast array, into a product with the
+    reciprocal, which is off in the last place: `x / x` is then not 1, and quantizing
+    what was dequantized not the identity. The comparison is true of every number, but
+    XLA cannot know, and so has to divide.
+    """
+    return x / jnp.where(x == x, jnp.asarray(by, x.dtype), 1)
+
+
+def divide_blocks(
+    blocks: Float[Array, "*lead size"], by: Float[Array, "*lead"]
+) -> Float[Array, "*lead size"]:
+    """Each block divided by its number; by 1 where that is not positive."""
+    return true_divide(blocks, jnp.where(by > 0, by, 1).astype(blocks.dtype)[..., None])

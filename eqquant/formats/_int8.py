@@ -1,0 +1,36 @@
+"""INT8: symmetric 8-bit integers."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from ._format import bound_scales, divide_blocks, Format, true_divide
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int8(Format):
+    """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`; half rounds to
+    even.
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` (the default)
+        for one scale per channel.
+    - `scale_dtype`: of the scales: float32 (whatever the dtype of the weight),
+        bfloat16 or float64.
+    - `precision`: the arithmetic of products; see [`eqquant.Format`][].
+    """
+
+    name = "int8"
+    bits = 8
+    integer_levels = True
+
+    def encode(self, blocks, absmax, counts):
+        del counts
+        scales = true_divide(absmax, 127)
+        scales = bound_scales(scales, absmax, self.scale_dtype, largest=127)
+        codes = jnp.round(divide_blocks(blocks, scales))
+        return jnp.clip(codes, -127, 127).astype(jnp.int8), scales
+
+    def levels(self, codes, dtype):
+        return codes.astype(dtype)

@@ -1,0 +1,73 @@
+"""Ternary: {-1, 0, 1} times a scale."""
+
+import dataclasses
+from typing import Literal, get_args
+
+import jax.numpy as jnp
+
+from ._format import bound_scales, divide_blocks, Format, true_divide
+
+
+_Rule = Literal["absmean", "threshold"]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Ternary(Format):
+    """{-1, 0, 1} times a scale, stored in 2 bits (two's complement).
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` (the default)
+        for one scale per channel. Quantize over all axes for one scale per tensor.
+    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
+    - `precision`: the arithmetic of products; see [`eqquant.Format`][].
+    - `rule`: which values become nonzero. `"threshold"`: those beyond half a standard
+        deviation. `"absmean"`: those that divided by the mean magnitude round to
+        nonzero, as in BitNet b1.58 (arXiv 2402.17764).
+    - `least_squares`: take the scale that minimises the squared error for these codes:
+        the mean magnitude of the nonzero ones. It is the default, the more accurate
+        choice, and the one for which quantizing what was dequantized is the identity.
+        Otherwise the scale is the mean magnitude of the whole block, as in BitNet.
+    """
+
+    rule: _Rule = "threshold"
+    least_squares: bool = True
+
+    name = "ternary"
+    bits = 2
+    integer_levels = True
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.rule not in get_args(_Rule):
+            raise ValueError(
+                f"Ternary: rule must be one of {get_args(_Rule)}, got {self.rule!r}."
+            )
+
+    def encode(self, blocks, absmax, counts):
+        # Everything relative to absmax: no sum overflows, however large the weights.
+        unit = divide_blocks(blocks, absmax)
+        magnitude = jnp.abs(unit)
+        mean_magnitude = true_divide(jnp.sum(magnitude, -1), counts)
+        if self.rule == "absmean":
+            threshold = mean_magnitude / 2
+        else:
+            mean = true_divide(jnp.sum(unit, -1), counts)
+            variance = true_divide(jnp.sum(unit**2, -1), counts) - mean**2
+            threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
+        nonzero = magnitude > threshold[..., None]
+        if self.least_squares:
+            how_many = jnp.sum(nonzero, -1, dtype=blocks.dtype)
+            total = jnp.sum(jnp.where(nonzero, magnitude, 0), -1)
+            scales = total / jnp.maximum(how_many, 1)
+        else:
+            scales = mean_magnitude
+        scales = bound_scales(scales * absmax, absmax, self.scale_dtype)
+        # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
+        codes = jnp.where(nonzero, jnp.where(unit < 0, 3, 1), 0)
+        return codes.astype(jnp.uint8), scales
+
+    def levels(self, codes, dtype):
+        low = (codes & jnp.uint8(1)).astype(jnp.int8)
+        high = (codes & jnp.uint8(2)).astype(jnp.int8)
+        return (low - high).astype(dtype)
