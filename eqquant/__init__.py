@@ -20,3 +20,13 @@ from .formats import (
 )
 from ._dispatch import quaxify as quaxify
 from .rules import register as register
+from . import debug as debug
+from ._report import Report as Report, report as report, ReportRow as ReportRow
+from ._selection import Rule as Rule
+from ._tree import (
+    dequantize_tree as dequantize_tree,
+    is_quantized as is_quantized,
+    quantize_tree as quantize_tree,
+    trainable_mask as trainable_mask,
+    tree_nbytes as tree_nbytes,
+)

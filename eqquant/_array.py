@@ -124,6 +124,9 @@ class QuantizedArray(eqx.Module):
         return values.astype(self.dtype)
 
     def __pdoc__(self, **kwargs):
+        if not hasattr(self.codes, "shape"):  # A pytree of something else.
+            parts = f"codes={self.codes!r}, scales={self.scales!r}"
+            return wl.TextDoc(f"{self.format.name}({parts})")
         del kwargs
         dtype = self.dtype.name.replace("float", "f")
         shape = ",".join(map(str, self.shape))

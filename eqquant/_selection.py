@@ -1,0 +1,209 @@
+"""Which arrays of a pytree are weights worth quantizing, and along which axis."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+
+from ._callables import is_quantized
+from .formats import as_format, Format
+
+
+Axis = int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What [`eqquant.quantize_tree`][] does with the arrays that a pattern matches.
+
+    **Arguments:**
+
+    - `format`: a format, or the name of one; `None` to leave them as they are.
+    - `axis`: as in [`eqquant.quantize`][]; `None` for what the layer contracts.
+    """
+
+    format: Format | str | None
+    axis: Axis | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A leaf of a pytree, and what is known of the node that holds it."""
+
+    path: str
+    leaf: Any
+    owner: Any
+    field: str
+    # Inside of a layer that computes its weight anew at each call.
+    reparameterised: bool
+
+
+def sites(tree: Any) -> Iterator[Site]:
+    """Every leaf, in the order of `jax.tree.leaves`; quantized arrays are leaves."""
+    return _sites(tree, "", None, "", False)
+
+
+def _sites(node, path, owner, field, reparameterised) -> Iterator[Site]:
+    children = [] if is_quantized(node) else _children(node)
+    if children is None or is_quantized(node):
+        yield Site(path, node, owner, field, reparameterised)
+        return
+    inside = reparameterised or isinstance(
+        node, eqx.nn.SpectralNorm | eqx.nn.WeightNorm
+    )
+    # A container inside of a layer is part of it: the weights of a list, say.
+    for key, child in children:
+        name = _key_name(key)
+        below = f"{path}.{name}" if path else name
+        yield from _sites(child, below, node, name, inside)
+
+
+def _children(node) -> list[tuple[Any, Any]] | None:
+    """The children of a node, or None for a leaf."""
+    children, treedef = jtu.tree_flatten_with_path(
+        node, is_leaf=lambda x: x is not node
+    )
+    if jtu.treedef_is_leaf(treedef) and children and children[0][1] is node:
+        return None
+    return [(keys[0], child) for keys, child in children]
+
+
+def _key_name(key) -> str:
+    for attribute in ("name", "key", "idx"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+#
+# What a leaf is
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """A weight, and the axis (or axes) that its layer contracts."""
+
+    axis: Axis
+
+
+# Names of dictionary entries: what Flax and Haiku call their weights.
+_kernels, _tables = ("kernel", "w"), ("embedding", "embeddings")
+
+
+def classify(site: Site) -> Weight | str:
+    """A weight, or the reason why it is none."""
+    leaf, owner, field = site.leaf, site.owner, site.field
+    if is_quantized(leaf):
+        return "already quantized"
+    if not eqx.is_inexact_array(leaf):
+        return "not a floating-point array"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return f"of dtype {leaf.dtype}"
+    if site.reparameterised:
+        return "normalised anew at each call"
+    if isinstance(owner, eqx.nn.Linear | eqx.nn.Embedding) and field == "weight":
+        return Weight(-1) if leaf.ndim > 1 else "of one axis"
+    if isinstance(owner, eqx.nn.Conv | eqx.nn.ConvTranspose) and field == "weight":
+        return Weight(tuple(range(-owner.num_spatial_dims - 1, 0)))
+    if isinstance(owner, eqx.nn.GRUCell | eqx.nn.LSTMCell):
+        if field in ("weight_ih", "weight_hh"):
+            return Weight(-1)
+    if isinstance(owner, Mapping):
+        if field in _tables and leaf.ndim == 2:
+            return Weight(-1)
+        if field in _kernels and leaf.ndim == 2:
+            return Weight(0)
+        if field in _kernels and leaf.ndim > 3:
+            return Weight(tuple(range(leaf.ndim - 1)))
+        if field in _kernels and leaf.ndim == 3:
+            return "a kernel whose contracted axes only a rule can tell"
+    return "not the weight of a known layer"
+
+
+def is_never_a_weight(site: Site) -> bool:
+    """Part of a layer whose weights are known, and not one of them: a bias, a norm."""
+    if site.reparameterised:
+        return True
+    known = type(site.owner).__module__.startswith("equinox.nn")
+    return known and isinstance(classify(site), str)
+
+
+#
+# Rules
+#
+
+
+class Rules:
+    """Ordered rules by path; the first that matches wins."""
+
+    def __init__(self, rules: Mapping[str | re.Pattern, Any] | None):
+        self._rules = [
+            (pattern, _as_rule(pattern, rule))
+            for pattern, rule in (rules or {}).items()
+        ]
+        self._used: set = set()
+
+    def find(self, site: Site) -> Rule | None:
+        for pattern, rule in self._rules:
+            if self._matches(pattern, site.path):
+                exact = isinstance(pattern, str) and pattern == site.path
+                if rule.format is not None and not exact:
+                    if site.leaf.ndim < 2 or is_never_a_weight(site):
+                        continue
+                self._used.add(pattern)
+                return rule
+        return None
+
+    def unused(self) -> list:
+        return [pattern for pattern, _ in self._rules if pattern not in self._used]
+
+    @staticmethod
+    def _matches(pattern, path: str) -> bool:
+        if isinstance(pattern, re.Pattern):
+            return pattern.fullmatch(path) is not None
+        return fnmatch.fnmatchcase(path, pattern)
+
+
+def _as_rule(pattern, rule) -> Rule:
+    if not isinstance(pattern, str | re.Pattern):
+        raise TypeError(
+            "quantize_tree: rules must have strings (with * and ?) or compiled regular "
+            f"expressions as patterns, got {pattern!r}."
+        )
+    if isinstance(rule, tuple):
+        rule = Rule(*rule)
+    elif not isinstance(rule, Rule):
+        rule = Rule(rule)
+    if rule.format is None:
+        return rule
+    return dataclasses.replace(rule, format=as_format(rule.format))
+
+
+def filter_mask(where: Any, tree: Any) -> list[bool]:
+    """For each leaf of `tree` what `where`, as `eqx.filter` takes it, says."""
+
+    def spread(spec, subtree):
+        leaves = jax.tree.leaves(subtree, is_leaf=is_quantized)
+        if callable(spec):
+            return [bool(spec(leaf)) for leaf in leaves]
+        if not isinstance(spec, bool):
+            raise TypeError(
+                "quantize_tree: where must be a function of a leaf, or a pytree prefix "
+                f"of bools and such functions; it holds {spec!r}."
+            )
+        return [spec] * len(leaves)
+
+    is_spec = lambda x: callable(x) and not isinstance(x, eqx.Module)
+    masks = jax.tree.map(spread, where, tree, is_leaf=is_spec)
+    return [
+        flag
+        for mask in jax.tree.leaves(masks, is_leaf=lambda x: isinstance(x, list))
+        for flag in mask
+    ]
