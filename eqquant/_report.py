@@ -12,7 +12,7 @@ from ._array import QuantizedArray
 from ._selection import classify, sites, Weight
 from ._tree import too_small
 from ._typing import typed
-from .formats import Format
+from .formats import as_format, Format
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,7 +195,5 @@ def _relative_error(q: QuantizedArray, source) -> float:
 def _why_not(site) -> str:
     kind = classify(site)
     if isinstance(kind, Weight):
-        from .formats import as_format
-
         return too_small(site.leaf, as_format("nf4"), kind.axis) or "not selected"
     return kind

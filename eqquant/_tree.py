@@ -206,7 +206,7 @@ def trainable_mask(model: Any) -> Any:
         model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
         model = eqquant.quantize_tree(model, "nf4")
         trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
-        assert trainable.layers[0].weight is None
+        assert trainable.layers[0].weight.scales is None
         assert trainable.layers[0].bias is not None
         ```
 
