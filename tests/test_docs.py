@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import eqquant
 import eqquant.debug
 import pytest
+from eqquant.rules import _registry
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -44,6 +45,9 @@ def python_blocks(text: str) -> Iterator[tuple[int, str]]:
 def run(text: str, origin: str, monkeypatch, tmp_path):
     """Run the blocks one after the other, as the program that a reader would type."""
     monkeypatch.chdir(tmp_path)
+    # What a page registers stays in the page.
+    rules = {name: list(known) for name, known in _registry._rules.items()}
+    monkeypatch.setattr(_registry, "_rules", rules)
     module = types.ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for start, code in python_blocks(text):
