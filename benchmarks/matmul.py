@@ -1,0 +1,108 @@
+"""Products with quantized weights, against the dense product in the same run.
+
+    python benchmarks/matmul.py
+    python benchmarks/matmul.py --formats nf4 --m 1 8 --transposed
+
+An entry is the time of the dense float32 product over the time of this one: above 1 is
+faster than dense. The error is relative to the same product with the dequantized weight,
+in float64.
+"""
+
+import argparse
+import dataclasses
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import interleaved, machine, median
+from jax import lax
+
+
+FORMATS = {"int8": "int8", "nf4": "nf4", "ternary": "ternary", "binary": "binary"}
+PRECISIONS = ("highest", "high", "default")
+
+
+def dense(x, w):
+    # The weight on the left: XLA:CPU is slow at `x @ w.T` with one row.
+    return lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T
+
+
+def dense_transposed(x, w):
+    return x @ w
+
+
+def product(x, q):
+    return x @ q.T
+
+
+def product_transposed(x, q):
+    return x @ q
+
+
+def dequantize_then_dot(x, q):
+    return dense(x, q.dequantize())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns")
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each entry")
+    parser.add_argument(
+        "--transposed", action="store_true", help="contract rows, as a gradient does"
+    )
+    options = parser.parse_args()
+
+    size = options.size
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.standard_normal((size, size), dtype=np.float32))
+    print(f"{machine()}; weight {size} x {size}; times as fast as dense float32")
+    if options.transposed:
+        print("contracting the rows: x @ w")
+    heads = [f"M={m:<4}  error  MB" for m in options.m]
+    print(f"{'format':<9}{'precision':<21}{'B/weight':>9}  " + "  ".join(heads))
+    baseline = jax.jit(dense_transposed if options.transposed else dense)
+    for name in options.formats:
+        format = eqquant.quantize(jnp.ones((8, 8)), FORMATS[name]).format
+        q = eqquant.quantize(weight, format)
+        exact = np.asarray(q.dequantize(), np.float64)
+        variants = {
+            precision: (
+                jax.jit(product_transposed if options.transposed else product),
+                q.replace(format=dataclasses.replace(format, precision=precision)),
+            )
+            for precision in PRECISIONS
+        }
+        if not options.transposed:
+            variants["dequantize, then dot"] = (jax.jit(dequantize_then_dot), q)
+        for precision, (fn, q) in variants.items():
+            cells = []
+            for m in options.m:
+                x = jnp.asarray(rng.standard_normal((m, size), dtype=np.float32))
+                compiled = fn.lower(x, q).compile()
+                temporary = compiled.memory_analysis().temp_size_in_bytes
+                times = interleaved(
+                    {
+                        "dense": lambda x=x: baseline(x, weight),
+                        "quantized": lambda x=x, q=q, c=compiled: c(x, q),
+                    },
+                    seconds=options.seconds,
+                )
+                ratio = median(times["dense"]) / median(times["quantized"])
+                reference = np.asarray(x, np.float64) @ (
+                    exact if options.transposed else exact.T
+                )
+                error = np.linalg.norm(np.asarray(compiled(x, q)) - reference)
+                error /= np.linalg.norm(reference)
+                cells.append(f"{ratio:>5.2f} {error:>7.0e} {temporary / 2**20:>3.0f}")
+            per_weight = q.nbytes / q.size
+            print(
+                f"{name:<9}{precision:<21}{per_weight:>9.3f}  " + "  ".join(cells),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
