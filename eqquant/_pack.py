@@ -11,7 +11,7 @@ byte)`. A product permutes its small operand, the activation, to match.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Shaped, UInt8
+from jaxtyping import Array, Int8, Shaped, UInt8
 
 
 def codes_per_byte(bits: int) -> int:
@@ -19,18 +19,16 @@ def codes_per_byte(bits: int) -> int:
 
 
 def pack(
-    codes: UInt8[Array, "*lead size"], bits: int, group: int
-) -> UInt8[Array, "*lead packed"]:
-    """Pack codes below `2**bits`. `size` must be a multiple of `group`."""
+    codes: UInt8[Array, "*groups group"] | Int8[Array, "*groups group"], bits: int
+) -> UInt8[Array, "*groups bytes"] | Int8[Array, "*groups bytes"]:
+    """Pack groups of codes below `2**bits`."""
     planes = codes_per_byte(bits)
-    if planes == 1:
-        return codes
-    *lead, size = codes.shape
-    codes = codes.reshape(*lead, size // group, planes, group // planes)
-    packed = codes[..., 0, :]
+    size = codes.shape[-1] // planes
+    packed = codes[..., :size]
     for plane in range(1, planes):
-        packed = packed | (codes[..., plane, :] << jnp.uint8(plane * bits))
-    return packed.reshape(*lead, size // planes)
+        part = codes[..., plane * size : (plane + 1) * size]
+        packed = packed | (part << jnp.uint8(plane * bits))
+    return packed
 
 
 def unpack_planes(
@@ -47,7 +45,7 @@ def unpack_planes(
 def unpack(
     packed: UInt8[Array, "*lead packed"], bits: int, group: int
 ) -> UInt8[Array, "*lead size"]:
-    """Inverse of [`pack`][]: the codes in their logical order."""
+    """Inverse of [`pack`][], for groups one after the other."""
     *lead, size = packed.shape
     planes = unpack_planes(packed, bits).reshape(*lead, size * codes_per_byte(bits))
     return from_plane_order(planes, bits, group)

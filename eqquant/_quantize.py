@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int8, Num, Shaped, UInt8
+from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
 from ._pack import codes_per_byte, pack
 from ._typing import typed
 from .formats import as_format, Format
+from .formats._format import reduce_blocks
 
 
 @typed
@@ -79,7 +80,7 @@ def quantize(
             "quantize: scale_dtype='float64' needs jax_enable_x64, which is off."
         )
     axes = _canonical_axes(axis, array.ndim)
-    codes, scales, problem = _encode(array, format, axes)
+    codes, scales, problem = _encode(array, format, axes, _is_on_one_device(array))
     if check_finite:
         if isinstance(problem, jax.core.Tracer):
             codes, scales = eqx.error_if(
@@ -194,67 +195,113 @@ def _canonical_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
     return out
 
 
+def _is_on_one_device(array: Array) -> bool:
+    # A loop over rows that are split over devices would gather them.
+    if isinstance(array, jax.core.Tracer):
+        return jax.device_count() == 1
+    return len(array.sharding.device_set) == 1
+
+
 def _per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
     # One scale for everything. It is stored once per row, so that the array keeps its
     # leading axes, and a product its fast path.
     return ndim > 1 and len(axes) == ndim and format.block_size is None
 
 
-@ft.partial(jax.jit, static_argnames=("format", "axes"))
-def _encode(array: Float[Array, "..."], format: Format, axes: tuple[int, ...]):
+@ft.partial(jax.jit, static_argnames=("format", "axes", "chunked"))
+def _encode(
+    array: Float[Array, "..."], format: Format, axes: tuple[int, ...], chunked: bool
+):
     """Codes, scales, and whether some value was out of range."""
-    compute = jnp.promote_types(array.dtype, jnp.float32)
     blocked = [a % array.ndim for a in axes]
     lead = [a for a in range(array.ndim) if a not in blocked]
     shape = [array.shape[a] for a in lead]
     size = math.prod(array.shape[a] for a in blocked)
-    values = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
-    values = values.astype(compute)
+    rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
+    if 0 in rows.shape:
+        packed = format.padded(size) * format.bits // 8
+        codes = jnp.zeros((*shape, packed), format.code_dtype)
+        scales = jnp.zeros((*shape, format.num_blocks(size)), format.scale_dtype)
+        return codes, scales, jnp.zeros((), bool)
 
-    block = format.block_size or max(size, 1)
-    blocks = format.num_blocks(size)
-    filled = blocks * block - size
-    if filled and size:
-        values = jnp.pad(values, [(0, 0)] * len(shape) + [(0, filled)])
-    counts = np.full(blocks, block, np.float32)
-    counts[-1:] -= filled if size else 0
-    if 0 in values.shape:
-        codes = jnp.zeros(values.shape, format.code_dtype)
-        scales = jnp.zeros((*shape, blocks), format.scale_dtype)
-        problem = jnp.zeros((), bool)
+    compute = jnp.promote_types(array.dtype, jnp.float32)
+    per_tensor = _per_tensor(axes, array.ndim, format)
+
+    def encode(row: Float[Array, " size"]):
+        blocks, counts = _in_blocks(row.astype(compute), format)
+        absmax = _absmax(blocks)
+        codes, scales = format.encode(blocks, absmax, counts)
+        codes = codes.astype(format.code_dtype)
+        if per_tensor:
+            codes = codes.reshape(array.shape)
+        codes = _in_groups(codes, format)
+        return pack(codes, format.bits), scales, _out_of_range(absmax, format)
+
+    rows = rows.reshape(-1, size)
+    if chunked:
+        # A chunk at a time keeps temporaries in the cache, and as small as that.
+        height = max(1, _chunk_elements // size)
+        codes, scales, problem = lax.map(encode, rows, batch_size=height)
     else:
-        values = values.reshape(*shape, blocks, block)
-        absmax = _absmax(values)
-        codes, scales = format.encode(values, absmax, counts)
-        codes = codes.reshape(*shape, blocks * block).astype(format.code_dtype)
-        largest = float(jnp.finfo(format.scale_dtype).max)
-        smallest = float(jnp.finfo(format.scale_dtype).tiny)
-        fits = jnp.isfinite(absmax)
-        if jnp.finfo(compute).bits > jnp.finfo(format.scale_dtype).bits > 16:
-            fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))
-        problem = jnp.any(~fits)
-
-    if _per_tensor(axes, array.ndim, format):
-        *shape, size = array.shape
-        codes = codes.reshape(*shape, size)
-        scales = jnp.broadcast_to(scales, (*shape, 1))
-    more = format.padded(size) - codes.shape[-1]
-    if more:
-        codes = jnp.pad(
-            codes,
-            [(0, 0)] * len(shape) + [(0, more)],
-            constant_values=format.padding_code,
-        )
-    return pack(codes, format.bits, format.group), scales, problem
+        codes, scales, problem = jax.vmap(encode)(rows)
+    if per_tensor:
+        shape = array.shape[:-1]
+        scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
+    # Not before: XLA:CPU would fuse this reshape with the encoding, and no longer
+    # vectorise it.
+    codes = codes.reshape(*shape, -1)
+    return codes, scales.reshape(*shape, -1), jnp.any(problem)
 
 
-def _absmax(values: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
-    # Through the bits: a maximum of integers keeps a NaN (whose bits exceed those of
-    # any number), which XLA:CPU's maximum of floats may drop.
-    integer = jnp.int64 if values.dtype == jnp.float64 else jnp.int32
-    bits = lax.bitcast_convert_type(values, integer)
-    bits = jnp.max(bits & jnp.iinfo(integer).max, axis=-1)
-    return lax.bitcast_convert_type(bits, values.dtype)
+# What is encoded at once: half a megabyte of float32.
+_chunk_elements = 2**18
+
+
+def _in_blocks(
+    row: Float[Array, " size"], format: Format
+) -> tuple[Float[Array, "blocks block"], Float[np.ndarray, " blocks"]]:
+    """The row cut in blocks, the last one filled with zeros; and how much of each block
+    is real."""
+    (size,) = row.shape
+    blocks, block = format.num_blocks(size), format.block_size or size
+    filled = blocks * block - size
+    counts = np.full(blocks, block, np.float32)
+    counts[-1] -= filled
+    return jnp.pad(row, (0, filled)).reshape(blocks, block), counts
+
+
+def _in_groups(
+    codes: Shaped[Array, "*lead size"], format: Format
+) -> Shaped[Array, "... groups group"]:
+    """The codes of one row (or of several, for one scale per tensor) cut in the groups
+    that are packed together."""
+    if format.block_size is not None:
+        return codes
+    *lead, size = codes.shape
+    filled = format.padded(size) - size
+    if filled:
+        widths = [(0, 0)] * len(lead) + [(0, filled)]
+        codes = jnp.pad(codes, widths, constant_values=format.padding_code)
+    if format.group == 1:
+        return codes
+    return codes.reshape(*lead, -1, format.group)
+
+
+def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
+    """The largest magnitude; infinite if anything is not finite."""
+    # XLA:CPU's maximum may drop a NaN, but not an infinity.
+    magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.inf)
+    return reduce_blocks(jnp.max, magnitude)
+
+
+def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:
+    """Whether some value is not finite, or not one that scales can hold."""
+    fits = jnp.isfinite(absmax)
+    scales = jnp.finfo(format.scale_dtype)
+    if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:
+        largest, smallest = float(scales.max), float(scales.tiny)
+        fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))
+    return jnp.any(~fits)
 
 
 def _raise_not_finite(array: Num[Array, "..."], format: Format):

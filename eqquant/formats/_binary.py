@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, true_divide
+from ._format import bound_scales, divide_blocks, Format, reduce_blocks, true_divide
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,7 +29,7 @@ class Binary(Format):
     def encode(self, blocks, absmax, counts):
         # Relative to absmax, so that no sum overflows, however large the weights.
         unit = jnp.abs(divide_blocks(blocks, absmax))
-        mean = true_divide(jnp.sum(unit, -1), counts)
+        mean = true_divide(reduce_blocks(jnp.sum, unit), counts)
         scales = bound_scales(mean * absmax, absmax, self.scale_dtype)
         return (blocks < 0).astype(jnp.uint8), scales
 

@@ -5,7 +5,7 @@ from typing import Literal, get_args
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, true_divide
+from ._format import bound_scales, divide_blocks, Format, reduce_blocks, true_divide
 
 
 _Rule = Literal["absmean", "threshold"]
@@ -48,24 +48,24 @@ class Ternary(Format):
         # Everything relative to absmax: no sum overflows, however large the weights.
         unit = divide_blocks(blocks, absmax)
         magnitude = jnp.abs(unit)
-        mean_magnitude = true_divide(jnp.sum(magnitude, -1), counts)
+        mean_magnitude = true_divide(reduce_blocks(jnp.sum, magnitude), counts)
         if self.rule == "absmean":
             threshold = mean_magnitude / 2
         else:
-            mean = true_divide(jnp.sum(unit, -1), counts)
-            variance = true_divide(jnp.sum(unit**2, -1), counts) - mean**2
+            mean = true_divide(reduce_blocks(jnp.sum, unit), counts)
+            variance = true_divide(reduce_blocks(jnp.sum, unit**2), counts) - mean**2
             threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
         nonzero = magnitude > threshold[..., None]
         if self.least_squares:
-            how_many = jnp.sum(nonzero, -1, dtype=blocks.dtype)
-            total = jnp.sum(jnp.where(nonzero, magnitude, 0), -1)
+            how_many = reduce_blocks(jnp.sum, nonzero.astype(blocks.dtype))
+            total = reduce_blocks(jnp.sum, jnp.where(nonzero, magnitude, 0))
             scales = total / jnp.maximum(how_many, 1)
         else:
             scales = mean_magnitude
         scales = bound_scales(scales * absmax, absmax, self.scale_dtype)
         # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
-        codes = jnp.where(nonzero, jnp.where(unit < 0, 3, 1), 0)
-        return codes.astype(jnp.uint8), scales
+        negative = (nonzero & (blocks < 0)).astype(jnp.uint8)
+        return nonzero.astype(jnp.uint8) | (negative << jnp.uint8(1)), scales
 
     def levels(self, codes, dtype):
         low = (codes & jnp.uint8(1)).astype(jnp.int8)

@@ -1,0 +1,56 @@
+"""How fast arrays are quantized: bytes of float32 read per second, against a plain copy.
+
+    python benchmarks/quantize.py --megabytes 64
+"""
+
+import argparse
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+from _timing import interleaved, machine, median
+from eqquant._quantize import _encode
+
+
+FORMATS = {
+    "int8": eqquant.Int8(),
+    "int8 block 64": eqquant.Int8(block_size=64),
+    "nf4": eqquant.NF4(),
+    "nf4 searched": eqquant.NF4(scale_search=True),
+    "ternary": eqquant.Ternary(),
+    "ternary absmean": eqquant.Ternary(rule="absmean"),
+    "binary": eqquant.Binary(),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=64, help="of float32")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    options = parser.parse_args()
+
+    rows = options.megabytes * 2**20 // 4 // 4096
+    rng = np.random.default_rng(0)
+    weight = jnp.asarray(rng.standard_normal((rows, 4096), dtype=np.float32))
+    copy = jax.jit(jnp.copy)
+    print(f"{machine()}; {rows} x 4096 float32, {weight.nbytes / 1e6:.0f} MB")
+    print(f"{'format':<16}{'GB/s':>7}{'of a copy':>11}{'temporaries, MB':>17}")
+    for name in options.formats:
+        format = FORMATS[name]
+        lowered = _encode.lower(weight, format=format, axes=(-1,), chunked=True)
+        temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+        times = interleaved(
+            {
+                "copy": lambda: copy(weight),
+                # An eager call: the check for finite values is part of it.
+                "quantize": lambda f=format: eqquant.quantize(weight, f),
+            }
+        )
+        speed = weight.nbytes / median(times["quantize"]) / 1e9
+        ratio = median(times["copy"]) / median(times["quantize"])
+        print(f"{name:<16}{speed:>7.2f}{ratio:>11.2f}{temporary / 2**20:>17.1f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
