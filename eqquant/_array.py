@@ -281,11 +281,13 @@ class QuantizedArray(eqx.Module):
             return NotImplemented
         lead = self.lead_axes
 
+        starts = [jnp.asarray(i) for i in (*(start[i] for i in lead), 0)]
+        dtype = jnp.result_type(*starts)
+        starts = [i.astype(dtype) for i in starts]
+
         def slice_lead(a):
-            starts = [start[i] for i in lead]
-            zero = jnp.zeros((), jnp.asarray(start[0]).dtype)
             whole = (*(sizes[i] for i in lead), a.shape[-1])
-            return lax.dynamic_slice(a, (*starts, zero), whole)
+            return lax.dynamic_slice(a, starts, whole)
 
         return self._on_lead(slice_lead)
 

@@ -20,11 +20,12 @@ _FilterJit = type(eqx.filter_jit(lambda: None))
 
 
 def is_quantized(x: Any) -> bool:
-    return isinstance(x, QuantizedArray)
+    # What `eqx.partition` and the like leave of one has no components.
+    return isinstance(x, QuantizedArray) and hasattr(x.codes, "shape")
 
 
 def _is_leaf(x: Any) -> bool:
-    return isinstance(x, QuantizedArray | _FilterJit)
+    return is_quantized(x) or isinstance(x, _FilterJit)
 
 
 def substitute(value: Any, fn: Callable[[QuantizedArray], Any]) -> Any:

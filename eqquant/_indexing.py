@@ -40,12 +40,12 @@ def index_array(q: "QuantizedArray", index: Any):
     lead_integers = [axis for axis in integers if axis not in blocked]
     out = q
     if lead_integers:
-        starts = [0] * q.ndim
+        starts: list[Any] = [0] * q.ndim
         sizes = list(q.shape)
         for axis in lead_integers:
             starts[axis], sizes[axis] = _wrap(by_axis[axis], q.shape[axis]), 1
             limit[axis] = 1
-        out = out.dynamic_slice(jnp.asarray(starts), sizes)
+        out = out.dynamic_slice(starts, sizes)
     cut = out.slice(start, limit, strides)
     if cut is NotImplemented or blocked & set(integers):
         # Something cuts through blocks. Cut the other axes first, and decode only that.

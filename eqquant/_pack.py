@@ -11,7 +11,7 @@ byte)`. A product permutes its small operand, the activation, to match.
 """
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int8, Shaped, UInt8
+from jaxtyping import Array, Integer, Shaped
 
 
 def codes_per_byte(bits: int) -> int:
@@ -19,8 +19,8 @@ def codes_per_byte(bits: int) -> int:
 
 
 def pack(
-    codes: UInt8[Array, "*groups group"] | Int8[Array, "*groups group"], bits: int
-) -> UInt8[Array, "*groups bytes"] | Int8[Array, "*groups bytes"]:
+    codes: Integer[Array, "*groups group"], bits: int
+) -> Integer[Array, "*groups bytes"]:
     """Pack groups of codes below `2**bits`."""
     planes = codes_per_byte(bits)
     size = codes.shape[-1] // planes
@@ -32,8 +32,8 @@ def pack(
 
 
 def unpack_planes(
-    packed: UInt8[Array, "*lead packed"], bits: int
-) -> UInt8[Array, "*lead planes packed"]:
+    packed: Integer[Array, "*lead packed"], bits: int
+) -> Integer[Array, "*lead planes packed"]:
     """The codes in plane order: one shift and one mask per plane."""
     planes = codes_per_byte(bits)
     if planes == 1:
@@ -43,8 +43,8 @@ def unpack_planes(
 
 
 def unpack(
-    packed: UInt8[Array, "*lead packed"], bits: int, group: int
-) -> UInt8[Array, "*lead size"]:
+    packed: Integer[Array, "*lead packed"], bits: int, group: int
+) -> Integer[Array, "*lead size"]:
     """Inverse of [`pack`][], for groups one after the other."""
     *lead, size = packed.shape
     planes = unpack_planes(packed, bits).reshape(*lead, size * codes_per_byte(bits))

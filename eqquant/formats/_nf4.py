@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,13 +33,13 @@ _table = (
 )
 
 
-def _midpoint(low: float, high: float, dtype) -> np.ndarray:
+def _midpoint(low: float, high: float, dtype) -> np.floating:
     """The largest float that does not exceed the exact midpoint, so that `x > midpoint`
     is the exact comparison for every float x, and a tie goes to the lower level."""
     exact = (Fraction(low) + Fraction(high)) / 2
-    rounded = np.asarray(float(exact), dtype)
+    rounded = dtype.type(float(exact))
     if Fraction(float(rounded)) > exact:
-        rounded = np.nextafter(rounded, np.asarray(-np.inf, dtype))
+        rounded = np.nextafter(rounded, dtype.type(-np.inf))
     return rounded
 
 
@@ -50,7 +51,7 @@ def _nearest(normalised: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
         for low, high in zip(_table[:-1], _table[1:], strict=True)
     ]
 
-    def search(low: int, high: int, bits: list) -> Array | np.ndarray:
+    def search(low: int, high: int, bits: list) -> Any:
         """The midpoint to compare with next, given the bits known so far."""
         if not bits:
             return midpoints[(low + high) // 2]

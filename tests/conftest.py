@@ -1,0 +1,57 @@
+"""Eight devices made of the CPU, and every annotation of eqquant checked."""
+
+import os
+
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
+from jaxtyping import install_import_hook  # noqa: E402
+
+
+with install_import_hook("eqquant", "beartype.beartype"):
+    import eqquant
+
+import hypothesis  # noqa: E402
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+from eqquant.formats._registry import formats  # noqa: E402
+
+
+hypothesis.settings.register_profile(
+    "eqquant", deadline=None, derandomize=True, max_examples=40, database=None
+)
+hypothesis.settings.load_profile("eqquant")
+
+# A new format is picked up here. Blocked and per channel are different paths.
+FORMATS = [make() for make in formats.values()]
+FORMATS += [make(block_size=32) for make in formats.values()]
+
+
+@pytest.fixture(params=FORMATS, ids=repr)
+def format(request) -> eqquant.Format:
+    return request.param
+
+
+@pytest.fixture(params=[make() for make in formats.values()], ids=lambda f: f.name)
+def default_format(request) -> eqquant.Format:
+    return request.param
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def normal(rng):
+    """Normal arrays of any shape."""
+
+    def make(*shape: int, dtype=jnp.float32) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return make

@@ -1,0 +1,55 @@
+"""What several tests measure."""
+
+import equinox as eqx
+import eqquant
+import jax
+import numpy as np
+
+
+# Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
+# promise on normal data, with room for the small shapes of tests: float32 rounding, 15
+# bits of activations, 8 bits of both operands.
+TOLERANCE = {"highest": 3e-6, "high": 1e-4, "default": 2.5e-2}
+
+
+def relative(actual, expected) -> float:
+    """Frobenius norm of the difference, relative to the expected."""
+    actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    norm = np.linalg.norm(expected)
+    return float(np.linalg.norm(actual - expected) / (norm if norm else 1))
+
+
+def dense(tree):
+    """The same with every quantized array dequantized."""
+    return eqquant.dequantize_tree(tree)
+
+
+def assert_close(actual, expected, tolerance=TOLERANCE["high"]):
+    """Leaf by leaf: shapes and dtypes the same, values up to the tolerance."""
+    actual, expected = jax.tree.leaves(dense(actual)), jax.tree.leaves(expected)
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert relative(a, b) <= tolerance
+
+
+def assert_identical(actual, expected):
+    """Bit by bit, dtypes and structure as well."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.tobytes() == b.tobytes()
+
+
+def quantize_weights(layer, format):
+    """Every floating-point matrix of a layer, chosen by the tests themselves."""
+    return jax.tree.map(
+        lambda x: (
+            eqquant.quantize(x, format)
+            if eqx.is_inexact_array(x) and x.ndim > 1
+            else x
+        ),
+        layer,
+    )

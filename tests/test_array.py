@@ -1,0 +1,282 @@
+"""`QuantizedArray`: what it stands for, structure, indexing, pytree."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import equinox as eqx
+import eqquant
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Int8, NF4
+from helpers import assert_identical, relative
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+
+def test_properties(normal):
+    q = eqquant.quantize(normal(6, 100, dtype=jnp.bfloat16), NF4(block_size=32))
+    assert (q.shape, q.ndim, q.size, q.dtype) == ((6, 100), 2, 600, jnp.bfloat16)
+    assert q.nbytes == 6 * 64 + 6 * 4 * 4  # Four blocks a row, the last partial.
+    assert q.format == NF4(block_size=32) and q.block_size == 32
+    assert len(q) == 6
+    assert repr(q) == str(q) == "nf4:bf16[6,100]"
+    assert q.T.shape == q.mT.shape == (100, 6)
+    assert q.astype(jnp.float32).dtype == jnp.float32
+    assert q.dtype == jnp.bfloat16  # Nothing is mutated.
+
+
+def test_it_is_an_immutable_module_of_two_leaves(format, normal):
+    q = eqquant.quantize(normal(3, 5, 64), format)
+    assert isinstance(q, eqx.Module)
+    leaves = jax.tree.leaves(q)
+    assert [x is y for x, y in zip(leaves, (q.codes, q.scales), strict=True)] == [True] * 2
+    assert q.codes.shape[:-1] == q.scales.shape[:-1] == (3, 5)
+    assert q.codes.dtype in (jnp.uint8, jnp.int8) and q.scales.dtype == jnp.float32
+    with pytest.raises(Exception, match="frozen|assign"):
+        q.codes = q.codes
+
+
+def test_it_never_turns_into_an_array_by_itself(default_format, normal):
+    q = eqquant.quantize(normal(8, 64), default_format)
+    for fn in (jnp.sin, jnp.asarray, jnp.sum, lambda q: q + 1, lambda q: jnp.ones(8) * q):
+        with pytest.raises(TypeError):
+            fn(q)
+
+
+#
+# Structure is exact
+#
+
+
+def layouts():
+    shapes = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
+
+    def axes(shape):
+        some = st.sets(st.integers(0, len(shape) - 1), min_size=1)
+        return st.tuples(st.just(shape), some.map(lambda s: tuple(sorted(s))))
+
+    return shapes.flatmap(axes)
+
+
+def make(shape, axes, format):
+    w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    q = eqquant.quantize(w, format, axis=axes)
+    return q, q.dequantize()
+
+
+SMALL_BLOCKS = st.sampled_from([Int8(), NF4(block_size=2), Int8(block_size=4)])
+
+
+@hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
+def test_transpose(layout, format, data):
+    q, w = make(*layout, format)
+    permutation = data.draw(st.permutations(range(q.ndim)))
+    assert_identical(q.transpose(permutation).dequantize(), w.transpose(permutation))
+    assert_identical(q.T.dequantize(), w.T)
+    assert_identical(q.transpose(permutation).mT.T.dequantize(), w.transpose(permutation).mT.T)
+
+
+@hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
+def test_indexing(layout, format, data):
+    q, w = make(*layout, format)
+
+    def entry(size):
+        start = st.integers(-size, size) | st.none()
+        return st.one_of(
+            st.integers(-size, size - 1),
+            st.builds(slice, start, start, st.sampled_from([None, 1, 2])),
+            st.just(slice(None)),
+        )
+
+    count = data.draw(st.integers(0, q.ndim))
+    index = [data.draw(entry(size)) for size in q.shape[:count]]
+    if data.draw(st.booleans()):
+        index.append(Ellipsis)
+    for _ in range(data.draw(st.integers(0, 2))):
+        index.insert(data.draw(st.integers(0, len(index))), None)
+    index = tuple(index)
+    with warnings.catch_warnings():  # Some of these cut through blocks.
+        warnings.simplefilter("ignore", eqquant.MaterialiseWarning)
+        got = q[index]
+    assert_identical(eqquant.dequantize(got), w[index])
+
+
+def test_indexing_by_arrays(format, normal):
+    q = eqquant.quantize(normal(5, 7, 64), format)
+    w = q.dequantize()
+    for index in (
+        jnp.array([3, 0, 3]),
+        (jnp.array([[1], [2]]), slice(1, 4)),
+        (slice(None), jnp.array([6, 6])),
+        (jnp.array([1, 2]), jnp.array([0, 6])),
+        np.array([-1, 2]),
+        [0, 4],
+        (None, jnp.array([1, 2])),
+    ):
+        assert_identical(eqquant.dequantize(q[index]), w[jnp.asarray(index) if isinstance(index, list) else index])
+    assert isinstance(q[jnp.array([3, 0])], eqquant.QuantizedArray)  # Still matrices.
+    assert isinstance(q[0][jnp.array([3, 0])], jax.Array)  # Rows.
+
+
+def test_indexing_by_traced_integers(format, normal):
+    q = eqquant.quantize(normal(5, 7, 64), format)
+    get = jax.jit(lambda q, i: q[i])
+    for i in (0, 4, -1):
+        assert_identical(get(q, jnp.array(i)).dequantize(), q.dequantize()[i])
+
+
+@pytest.mark.parametrize(
+    "index, error", [(5, IndexError), ((0, 0, 0), IndexError), (1.5, TypeError), ("a", TypeError)]
+)
+def test_bad_indices(index, error, normal):
+    q = eqquant.quantize(normal(5, 64), "nf4")
+    with pytest.raises(error):
+        q[index]
+
+
+def test_rows_come_back_as_arrays(default_format, normal):
+    q = eqquant.quantize(normal(5, 64), default_format)
+    assert_identical(q[2], q.dequantize()[2])
+    rows = list(q)
+    assert len(rows) == 5 and all(isinstance(row, jax.Array) for row in rows)
+
+
+def test_reshape(default_format, normal):
+    q = eqquant.quantize(normal(4, 6, 64), default_format)
+    w = q.dequantize()
+    for shape in ((24, 64), (2, 2, 6, 64), (2, 12, 64), (4, 1, 6, 64), (-1, 64)):
+        reshaped = q.reshape(shape)
+        assert isinstance(reshaped, eqquant.QuantizedArray)
+        assert_identical(reshaped.dequantize(), w.reshape(shape))
+    front = eqquant.quantize(normal(64, 4, 6), default_format, axis=0)
+    assert_identical(front.reshape(64, 24).dequantize(), front.dequantize().reshape(64, 24))
+    with pytest.warns(eqquant.MaterialiseWarning, match="reshape"):
+        assert_identical(q.reshape(4, 384), w.reshape(4, 384))
+    with pytest.raises(ValueError, match="cannot reshape"):
+        q.reshape(5, 5)
+
+
+def test_astype(default_format, normal):
+    q = eqquant.quantize(normal(4, 64), default_format)
+    half = q.astype(jnp.float16)
+    assert half.codes is q.codes
+    assert_identical(half.dequantize(), q.dequantize().astype(jnp.float16))
+    with pytest.warns(eqquant.MaterialiseWarning, match="int32"):
+        assert q.astype(jnp.int32).dtype == jnp.int32
+
+
+#
+# from_components
+#
+
+
+def test_from_components(format, normal):
+    for axis, size in ((-1, 100), (1, 4), ((0, 2), (3, 100))):
+        q = eqquant.quantize(normal(3, 4, 100), format, axis=axis)
+        again = eqquant.from_components(
+            q.codes, q.scales, format, dtype=q.dtype, axis=axis, size=size
+        )
+        assert_identical(again, q)
+
+
+def test_from_components_checks_what_it_gets(normal):
+    q = eqquant.quantize(normal(4, 128), "nf4")
+
+    def load(codes=q.codes, scales=q.scales, format="nf4", **kwargs):
+        return eqquant.from_components(codes, scales, format, **kwargs)
+
+    assert_identical(load(), q)
+    with pytest.raises(Exception, match="lead|scales"):
+        load(scales=q.scales[:2])
+    with pytest.raises(ValueError, match="scales must have 2 blocks.*got 1"):
+        load(scales=q.scales[:, :1])
+    with pytest.raises(ValueError, match="codes hold 128 values.*stores 256"):
+        load(size=200)
+    with pytest.raises(TypeError, match="codes.*must be int8, got uint8"):
+        load(format="int8")
+    with pytest.raises(TypeError, match="scales must be float32.*got bfloat16"):
+        load(scales=q.scales.astype(jnp.bfloat16))
+    with pytest.raises(TypeError, match="dtype must be floating point, got int32"):
+        load(dtype="int32")
+    with pytest.raises(ValueError, match="axis must"):
+        load(axis=3)
+    with pytest.raises(ValueError, match="size"):
+        load(axis=(0, 1))
+    with pytest.raises(ValueError, match="size must give 1"):
+        load(size=(4, 32))
+
+
+#
+# A pytree like any other
+#
+
+
+def test_shape_is_derived_from_the_leaves(format, normal):
+    q = eqquant.quantize(normal(3, 5, 64), format)
+    first = jax.tree.map(lambda x: x[0], q)
+    assert first.shape == (5, 64)
+    assert_identical(first.dequantize(), q.dequantize()[0])
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), first, first)
+    assert stacked.shape == (2, 5, 64)
+
+
+def test_filter_vmap_over_stacked_weights(format, normal):
+    w = normal(3, 5, 64)
+    q = eqx.filter_vmap(lambda w: eqquant.quantize(w, format))(w)
+    assert_identical(q, eqquant.quantize(w, format))
+    rows = eqx.filter_vmap(lambda q: q.dequantize())(q)
+    assert_identical(rows, q.dequantize())
+
+
+def test_scan_over_stacked_layers(format, normal):
+    q = eqquant.quantize(normal(3, 64, 64) / 8, format)
+    x = normal(64)
+
+    def run(weights):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(w @ x), None), x, weights)[0]
+
+    assert relative(run(q), run(q.dequantize())) < 1e-4
+
+
+def test_serialisation(format, normal):
+    q = {"w": eqquant.quantize(normal(5, 100), format)}
+    buffer = io.BytesIO()
+    eqx.tree_serialise_leaves(buffer, q)
+    buffer.seek(0)
+    skeleton = eqx.filter_eval_shape(lambda: jax.tree.map(jnp.zeros_like, q))
+    assert_identical(eqx.tree_deserialise_leaves(buffer, skeleton), q)
+
+
+def test_pickle_deepcopy_and_tree_at(format, normal):
+    q = eqquant.quantize(normal(5, 100), format)
+    assert_identical(pickle.loads(pickle.dumps(q)), q)
+    assert_identical(copy.deepcopy(q), q)
+    doubled = eqx.tree_at(lambda q: q.scales, q, q.scales * 2)
+    assert_identical(doubled.dequantize(), q.dequantize() * 2)
+
+
+def test_filter_jit_donation_and_sharding(format, normal):
+    q = eqquant.quantize(normal(16, 64), format)
+    expected = q.dequantize()
+    assert_identical(eqx.filter_jit(lambda q: q.dequantize())(q), expected)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = eqx.filter_shard(q, NamedSharding(mesh, P("x")))
+    assert split.codes.sharding.spec == P("x")
+    assert_identical(split.dequantize(), expected)
+    donated = jax.jit(lambda q: jax.tree.map(lambda x: x + 0, q), donate_argnums=0)
+    assert_identical(donated(copy.deepcopy(q)), q)
+
+
+def test_a_format_is_part_of_the_structure(normal):
+    w = normal(4, 64)
+    a, b = (eqquant.quantize(w, NF4(precision=p)) for p in ("high", "highest"))
+    assert jax.tree.structure(a) != jax.tree.structure(b)
+    traces = []
+    count = jax.jit(lambda q: traces.append(0) or q.scales)
+    count(a), count(a), count(b)
+    assert len(traces) == 2

@@ -1,0 +1,134 @@
+"""`eqx.nn` layers run on quantized weights as they are, and decode none in full."""
+
+import equinox as eqx
+import eqquant
+import jax
+import jax.numpy as jnp
+import pytest
+from helpers import assert_close, dense, quantize_weights
+
+
+KEY = jax.random.key(0)
+
+# Odd sizes, so that no activation has as many elements as a weight.
+LAYERS = {
+    "Linear": (eqx.nn.Linear(67, 41, key=KEY), [(67,)]),
+    "MLP": (eqx.nn.MLP(67, 41, 53, 2, key=KEY), [(67,)]),
+    "GRUCell": (eqx.nn.GRUCell(67, 41, key=KEY), [(67,), (41,)]),
+    "LSTMCell": (eqx.nn.LSTMCell(67, 41, key=KEY), [(67,), ((41,), (41,))]),
+    "MultiheadAttention": (
+        eqx.nn.MultiheadAttention(2, 62, key=KEY),
+        [(7, 62), (5, 62), (5, 62)],
+    ),
+    "Sequential": (
+        eqx.nn.Sequential(
+            [
+                eqx.nn.Linear(67, 41, key=KEY),
+                eqx.nn.LayerNorm(41),
+                eqx.nn.Lambda(jax.nn.gelu),
+                eqx.nn.Linear(41, 13, key=KEY),
+            ]
+        ),
+        [(67,)],
+    ),
+}
+
+
+def inputs(shapes, normal, *batch):
+    def make(shape):
+        if isinstance(shape[0], tuple):
+            return tuple(map(make, shape))
+        return normal(*batch, *shape)
+
+    return [make(shape) for shape in shapes]
+
+
+@pytest.fixture(params=LAYERS)
+def case(request, default_format, normal):
+    layer, shapes = LAYERS[request.param]
+    return quantize_weights(layer, default_format), shapes, normal
+
+
+def check(fn, layer, *args):
+    assert_close(fn(layer, *args), fn(dense(layer), *args))
+    eqquant.debug.assert_not_materialised(fn, layer, *args)
+
+
+def test_plain(case):
+    layer, shapes, normal = case
+    check(lambda layer, *x: layer(*x), layer, *inputs(shapes, normal))
+
+
+def test_vmap_jit_grad_and_checkpoint(case):
+    layer, shapes, normal = case
+
+    @eqx.filter_jit
+    def loss(layer, *args):
+        return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(jax.vmap(layer)(*args)))
+
+    def gradient(layer, *args):
+        return jax.grad(lambda args: eqx.filter_checkpoint(loss)(layer, *args))(args)
+
+    check(gradient, layer, *inputs(shapes, normal, 3))
+
+
+def test_nested_vmap_and_scan(case):
+    layer, shapes, normal = case
+
+    def run(layer, *args):
+        def step(carry, args):
+            return carry, jax.vmap(jax.vmap(layer))(*args)
+
+        return jax.lax.scan(step, 0, args)[1]
+
+    check(run, layer, *inputs(shapes, normal, 2, 2, 3))
+
+
+def test_gradients_of_what_is_not_quantized(default_format, normal):
+    layer = quantize_weights(LAYERS["MLP"][0], default_format)
+    trainable, frozen = eqx.partition(layer, eqquant.trainable_mask(layer))
+    x = normal(5, 67)
+
+    def loss(trainable, frozen):
+        return jnp.sum(jax.vmap(eqx.combine(trainable, frozen))(x) ** 2)
+
+    grads = jax.grad(loss)(trainable, frozen)
+    assert all(linear.weight.scales is None for linear in grads.layers)
+    expected = eqx.filter_grad(lambda m: jnp.sum(jax.vmap(m)(x) ** 2))(dense(layer))
+    for a, b in zip(grads.layers, expected.layers, strict=True):
+        assert_close(a.bias, b.bias)
+
+
+def test_embedding(default_format, normal):
+    layer = quantize_weights(eqx.nn.Embedding(97, 64, key=KEY), default_format)
+    full = dense(layer)
+    for i in (0, 96):
+        assert_close(layer(i), full(i), 0)
+        assert_close(layer(jnp.array(i)), full(i), 0)
+    tokens = jnp.array([[3, 96], [0, 3]])
+    lookup = lambda layer, tokens: jax.jit(jax.vmap(jax.vmap(layer)))(tokens)
+    assert_close(lookup(layer, tokens), lookup(full, tokens), 0)
+    eqquant.debug.assert_not_materialised(lookup, layer, tokens)
+
+
+def test_stacked_layers(default_format, normal):
+    keys = jax.random.split(KEY, 3)
+    stacked = eqx.filter_vmap(lambda key: eqx.nn.Linear(53, 53, key=key))(keys)
+    layer = eqquant.quantize_tree(stacked, default_format)
+    x = normal(53)
+    each = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
+    check(each, layer, x)
+    dynamic, static = eqx.partition(layer, eqx.is_array)
+
+    def run(dynamic, x):
+        step = lambda x, layer: (eqx.combine(layer, static)(x), None)
+        return jax.lax.scan(step, x, dynamic)[0]
+
+    eqquant.debug.assert_not_materialised(run, dynamic, x)
+
+
+def test_the_walk_catches_a_materialisation(default_format, normal):
+    layer = quantize_weights(LAYERS["Linear"][0], default_format)
+    x = normal(67)
+    with pytest.raises(eqquant.MaterialiseError, match="float32"):
+        eqquant.debug.assert_not_materialised(lambda layer, x: dense(layer)(x), layer, x)
