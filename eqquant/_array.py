@@ -57,6 +57,12 @@ class QuantizedArray(eqx.Module):
     # NumPy arrays leave `x @ q` to us.
     __array_ufunc__ = None
 
+    def __array__(self, *args, **kwargs):
+        # Otherwise NumPy would put it together row by row, as any sequence.
+        raise TypeError(
+            f"{self!r} does not turn into an array by itself: use `.dequantize()`."
+        )
+
     #
     # What it stands for
     #

@@ -101,8 +101,10 @@ def contract(
     m = math.prod(free_shape)
     size = math.prod(sizes[axis] for axis in blocked)
     padding = q.padding
-    x = x.reshape(num_batch, m, *((num_rows,) if contract_rows else (-1, size)))
-    if not contract_rows:
+    if contract_rows:
+        x = x.reshape(num_batch, m, num_rows)
+    else:
+        x = x.reshape(num_batch, m, num_columns, size)
         x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
         x = x.reshape(num_batch, m, num_columns * (size + padding))
     if not batch:

@@ -25,15 +25,22 @@ def _dot_general(
     if not quantized_lhs:
         over = [(j, i) for i, j in over]
         batch = [(j, i) for i, j in batch]
-    out = contract(
-        q, x, over, batch, precision=precision, out_dtype=preferred_element_type
-    )
+    out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
+    out = contract(q, x, over, batch, precision=precision, out_dtype=out_dtype)
     if out is NotImplemented or not quantized_lhs:
         return out
     # The primitive has the free axes of the left operand first; here it is `q`.
     first = len(batch)
     free = q.ndim - len(over) - len(batch)
-    return jnp.moveaxis(out, range(out.ndim - free, out.ndim), range(first, first + free))
+    return jnp.moveaxis(out, range(-free, 0), range(first, first + free))
+
+
+def _dot_dtype(lhs, rhs):
+    """What lax makes of two dtypes, which is not what `jnp` promotes them to."""
+    if lhs == rhs:
+        return lhs
+    vectors = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs)]
+    return jax.eval_shape(lax.dot, *vectors).dtype
 
 
 @register_names("ragged_dot_general")
@@ -87,7 +94,9 @@ def _ragged_dot_general(
         begin, end, tile, group = which
         inside = jnp.clip(group, 0, groups - 1)
         weight = jax.tree.map(lambda a: a[inside], rhs)
-        y = contract(weight, x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype)
+        y = contract(
+            weight, x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype
+        )
         row = tile * height + rows
         mine = (row >= begin) & (row < end) & (group < groups)
         return out.at[tile].add(jnp.where(mine[:, None], y, 0)), None

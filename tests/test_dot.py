@@ -1,0 +1,316 @@
+"""`quantized_dot` and the products that become it."""
+
+import dataclasses
+
+import equinox as eqx
+import eqquant
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Int8, NF4
+from helpers import assert_close, relative, TOLERANCE
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+def make(normal, format, *shape, **kwargs):
+    q = eqquant.quantize(normal(*shape), format, **kwargs)
+    return q, q.dequantize()
+
+
+#
+# Values
+#
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize("m", [1, 5, 300])
+def test_both_directions_at_every_precision(format, precision, m, normal):
+    format = dataclasses.replace(format, precision=precision)
+    q, w = make(normal, format, 77, 100)
+    exact = np.asarray(w, np.float64)
+    x, y = normal(m, 100), normal(m, 77)
+    tolerance = TOLERANCE[precision]
+    assert relative(x @ q.T, np.asarray(x, np.float64) @ exact.T) < tolerance
+    assert relative(y @ q, np.asarray(y, np.float64) @ exact) < tolerance
+
+
+@hypothesis.given(data=st.data())
+def test_matmul_of_any_shapes(data):
+    dims = st.integers(1, 5)
+    k = data.draw(dims)
+    batch = data.draw(st.lists(dims, max_size=2))
+    q_batch = batch[data.draw(st.integers(0, len(batch))) :]
+    x_batch = [n if data.draw(st.booleans()) else 1 for n in batch]
+    reflected = data.draw(st.booleans())
+    q_shape = (*q_batch, *((k, data.draw(dims)) if reflected else (data.draw(dims), k)))
+    x_shape = (*x_batch, *((data.draw(dims), k) if reflected else (k, data.draw(dims))))
+    if data.draw(st.booleans()):
+        x_shape = (k,)
+    rng = np.random.default_rng(0)
+    axis = data.draw(st.integers(-len(q_shape), -1))
+    q = eqquant.quantize(
+        rng.standard_normal(q_shape).astype(np.float32),
+        Int8(precision="highest"),
+        axis=axis,
+    )
+    x = jnp.asarray(rng.standard_normal(x_shape), jnp.float32)
+    w = q.dequantize()
+    got, expected = (x @ q, x @ w) if reflected else (q @ x, w @ x)
+    assert_close(got, expected, 1e-5)
+    assert_close(np.asarray(x) @ q if reflected else q @ np.asarray(x), expected, 1e-5)
+
+
+def test_mismatched_shapes(normal):
+    q, _ = make(normal, "nf4", 8, 64)
+    with pytest.raises(ValueError, match=r"differ in size: \(3, 8\) @ \(64, 8\)"):
+        normal(3, 8) @ q.T
+    with pytest.raises(ValueError, match="at least one axis"):
+        q @ jnp.float32(1)
+    with pytest.raises(TypeError):
+        q @ "x"
+
+
+def test_the_product_of_two_quantized_arrays(normal):
+    a, dense_a = make(normal, NF4(precision="highest"), 8, 64)
+    b, dense_b = make(normal, Int8(precision="highest"), 64, 16)
+    with pytest.warns(eqquant.MaterialiseWarning, match="two quantized"):
+        assert relative(a @ b, dense_a @ dense_b) < 1e-5
+
+
+@pytest.mark.parametrize("x_dtype", [jnp.float32, jnp.bfloat16, jnp.float16, jnp.int32])
+@pytest.mark.parametrize("w_dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_result_dtypes_are_those_of_jax(x_dtype, w_dtype, normal):
+    q = eqquant.quantize(normal(9, 64, dtype=w_dtype), NF4())
+    x = (3 * normal(5, 64)).astype(x_dtype)
+    w = q.dequantize()
+    expected = x @ w.T
+    # The precision of the narrowest of the three.
+    narrow = min((x_dtype, w_dtype), key=lambda d: 32 if d == jnp.int32 else jnp.finfo(d).nmant)
+    bound = 4 * float(jnp.finfo(expected.dtype).eps) + 4 * (
+        0 if narrow == jnp.int32 else float(jnp.finfo(narrow).eps)
+    )
+    assert_close(x @ q.T, expected, bound)
+    assert_close(q @ x.T, w @ x.T, bound)
+    dot = lambda x, w: lax.dot_general(
+        x, w, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+    )
+    if x_dtype != jnp.int32:
+        assert eqquant.quaxify(dot)(x, q).dtype == jnp.float32
+        plain = lambda x, w: lax.dot_general(x, w, (((1,), (1,)), ((), ())))
+        assert eqquant.quaxify(plain)(x, q).dtype == plain(x, w).dtype
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(0)
+        for format in (Int8(), NF4(scale_dtype="float64")):
+            q = eqquant.quantize(jnp.asarray(rng.standard_normal((9, 64))), format)
+            x = jnp.asarray(rng.standard_normal((5, 64)))
+            assert (x @ q.T).dtype == jnp.float64
+            # 64 roundings of float64.
+            assert relative(x @ q.T, x @ q.dequantize().T) < 64 * 2.0**-53
+
+
+def test_precision_of_a_call_is_honoured(normal):
+    q, w = make(normal, Int8(), 50, 128)  # "high" by itself.
+    x = normal(4, 128)
+    expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
+    assert relative(x @ q.T, expected) > 1e-6
+    with jax.default_matmul_precision("float32"):
+        assert relative(x @ q.T, expected) < TOLERANCE["highest"]
+    for precision in (lax.Precision.HIGHEST, "highest", lax.Precision.DEFAULT):
+        dot = eqquant.quaxify(lambda x, w, p=precision: jnp.dot(x, w.T, precision=p))
+        error = relative(dot(x, q), expected)
+        if precision is lax.Precision.DEFAULT:
+            assert 1e-3 < error < TOLERANCE["default"]
+        else:
+            assert error < TOLERANCE["highest"]
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize("bad", [jnp.nan, jnp.inf])
+def test_what_is_not_finite_stays_so_and_stays_there(format, precision, bad, normal):
+    q, _ = make(normal, dataclasses.replace(format, precision=precision), 20, 130)
+    for column in (0, 129):
+        x = normal(4, 130).at[1, column].set(bad)
+        y = x @ q.T
+        assert not jnp.isfinite(y[1]).any() or bad == jnp.inf
+        assert not jnp.isfinite(y[1]).all()
+        assert jnp.isfinite(y[jnp.array([0, 2, 3])]).all()
+
+
+def test_activations_of_zero(format, normal):
+    q, _ = make(normal, format, 20, 100)
+    assert (jnp.zeros((3, 100)) @ q.T == 0).all()
+    assert (jnp.zeros((0, 100)) @ q.T).shape == (0, 20)
+
+
+def test_bad_operands_of_the_primitive(normal):
+    q, _ = make(normal, "nf4", 8, 64)
+    with pytest.raises(TypeError, match="does not fit"):
+        eqquant.quantized_dot(normal(3, 32), q.codes, q.scales, format=q.format)
+
+
+#
+# Transformations
+#
+
+
+def test_transformations_agree_with_the_dense_product(default_format, normal):
+    format = dataclasses.replace(default_format, precision="highest")
+    q, w = make(normal, format, 3, 20, 33)
+    one, many = normal(33), normal(4, 33)
+    fns = {
+        "jit": lambda w: jax.jit(lambda w: w[0] @ one)(w),
+        "vmap x": lambda w: jax.vmap(lambda x: w[0] @ x)(many),
+        "vmap x, in and out axes": lambda w: jax.vmap(
+            lambda x: w[0] @ x, in_axes=1, out_axes=1
+        )(many.T),
+        "jvp": lambda w: jax.jvp(lambda x: w[0] @ x, (one,), (2 * one,)),
+        "grad": lambda w: jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(one),
+        "vmap of grad": lambda w: jax.vmap(
+            jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
+        )(many),
+        "grad of vmap": lambda w: jax.grad(
+            lambda x: jnp.sum(jnp.sin(jax.vmap(lambda x: w[0] @ x)(x)))
+        )(many),
+        "hessian": lambda w: jax.hessian(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(one),
+        "linearize": lambda w: jax.linearize(lambda x: w[0] @ x, one)[1](one),
+        "checkpoint": lambda w: jax.grad(
+            jax.checkpoint(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
+        )(one),
+        "scan": lambda w: lax.scan(lambda c, x: (c + w[0] @ x, c), jnp.zeros(20), many),
+        "cond": lambda w: lax.cond(True, lambda: w[0] @ one, lambda: w[1] @ one),
+    }
+    for name, fn in fns.items():
+        for a, b in zip(jax.tree.leaves(fn(q)), jax.tree.leaves(fn(w)), strict=True):
+            assert a.shape == b.shape and relative(a, b) < 1e-5, name
+
+
+@pytest.mark.parametrize("reflected", [False, True])
+@pytest.mark.parametrize("x_axis", [None, 0, 1])
+def test_vmap_over_weights(default_format, reflected, x_axis, normal):
+    format = dataclasses.replace(default_format, precision="highest")
+    q, w = make(normal, format, 3, 20, 33)
+    size = 20 if reflected else 33
+    x = normal(size) if x_axis is None else jnp.moveaxis(normal(3, size), 0, x_axis)
+    product = lambda w, x: x @ w if reflected else w @ x
+    run = eqx.filter_vmap(product, in_axes=(0, x_axis))
+    assert_close(run(q, x), run(w, x), 1e-5)
+    pulled = lambda w, x: jax.grad(lambda x: jnp.sum(jnp.sin(run(w, x))))(x)
+    assert_close(pulled(q, x), pulled(w, x), 1e-5)
+
+
+def test_the_gradient_with_respect_to_scales(format, normal):
+    format = dataclasses.replace(format, precision="highest")
+    q, _ = make(normal, format, 30, 100)
+    x, y = normal(4, 100), normal(4, 30)
+
+    def loss(scales, product):
+        w = q.replace(scales=scales)
+        return jnp.sum(jnp.sin(product(x, w.T))) + jnp.sum(product(y, w) ** 2)
+
+    matmul = lambda x, w: x @ w
+    full = lambda x, w: x @ w.dequantize()
+    got = jax.grad(loss)(q.scales, matmul)
+    assert relative(got, jax.grad(loss)(q.scales, full)) < 1e-5
+    eqquant.debug.assert_not_materialised(
+        lambda q, x: jax.grad(lambda s: jnp.sum(x @ q.replace(scales=s).T))(q.scales), q, x
+    )
+
+
+def test_eval_shape_and_disable_jit(format, normal):
+    q, w = make(normal, format, 20, 100)
+    x = normal(4, 100)
+    shape = jax.eval_shape(lambda q, x: x @ q.T, q, x)
+    assert (shape.shape, shape.dtype) == ((4, 20), jnp.float32)
+    with jax.disable_jit():
+        assert relative(x @ q.T, x @ w.T) < TOLERANCE["high"]
+
+
+def test_export(default_format, normal):
+    from jax import export
+
+    q, _ = make(normal, default_format, 20, 100)
+    x = normal(4, 100)
+    fn = jax.jit(lambda x, codes, scales: x @ q.replace(codes=codes, scales=scales).T)
+    exported = export.export(fn)(x, q.codes, q.scales)
+    loaded = export.deserialize(exported.serialize())
+    assert relative(loaded.call(x, q.codes, q.scales), x @ q.T) == 0
+
+
+def test_no_weight_is_materialised(format, normal):
+    q, _ = make(normal, format, 211, 127)
+    x = normal(5, 127)
+    for fn in (
+        lambda x, q: x @ q.T,
+        lambda x, q: jax.grad(lambda x: jnp.sum(jnp.sin(x @ q.T)))(x),
+        lambda x, q: jax.vmap(lambda x: q @ x)(x),
+    ):
+        eqquant.debug.assert_not_materialised(fn, x, q)
+
+
+def test_temporaries_are_a_fraction_of_the_weight(default_format, normal):
+    q, _ = make(normal, default_format, 4096, 2048)
+    x = normal(8, 2048)
+    gradient = jax.grad(lambda x, q: jnp.sum((x @ q.T) ** 2))
+    for fn in (lambda x, q: x @ q.T, gradient):
+        memory = jax.jit(fn).lower(x, q).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 4 * q.size / 2
+
+
+#
+# Meshes
+#
+
+
+def mesh_of(kind):
+    return jax.make_mesh((8,), ("x",), axis_types=(kind,))
+
+
+SPECS = {
+    "weight by rows": (P(), P("x", None), P(None, "x")),
+    "weight by columns": (P(None, "x"), P(None, "x"), P()),
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("how", SPECS)
+def test_shard_map(default_format, check_vma, how, normal):
+    format = dataclasses.replace(default_format, block_size=64, precision="highest")
+    q, w = make(normal, format, 16, 512)
+    x, ct = normal(4, 512), normal(4, 16)
+    mesh = mesh_of(AxisType.Auto)
+    x_spec, w_spec, y_spec = SPECS[how]
+
+    def local(x, w):
+        y = x @ w.T
+        return lax.psum(y, "x") if how == "weight by columns" else y
+
+    def loss(x, w, specs):
+        f = jax.shard_map(
+            local, mesh=mesh, in_specs=(x_spec, specs), out_specs=y_spec, check_vma=check_vma
+        )
+        return jnp.sum(f(x, w) * ct)
+
+    split = jax.tree.map(lambda _: w_spec, q)
+    expected, gradient = jax.value_and_grad(lambda x: jnp.sum(x @ w.T * ct))(x)
+    value, got = jax.value_and_grad(loss)(x, q, split)
+    assert relative(value, expected) < 1e-5
+    if check_vma:
+        assert relative(got, gradient) < 1e-5  # Not twice, nor an eighth.
+
+
+@pytest.mark.parametrize("w_spec", [P("x"), P(None, "x")])
+def test_automatic_partitioning(default_format, w_spec, normal):
+    format = dataclasses.replace(default_format, block_size=64)
+    q, w = make(normal, format, 16, 512)
+    x = normal(4, 512)
+    split = jax.device_put(q, NamedSharding(mesh_of(AxisType.Auto), w_spec))
+    gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T))))
+    for a, b in zip(gradient(x, split), gradient(x, w), strict=True):
+        assert relative(a, b) < TOLERANCE["high"]
