@@ -44,7 +44,10 @@ class _Substitution:
         self.done = {}
 
     def __call__(self, value):
-        leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
+        try:
+            leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
+        except (TypeError, ValueError):
+            return value  # Not a pytree: a dictionary of keys without an order, say.
         new = [self.leaf(leaf) for leaf in leaves]
         if all(a is b for a, b in zip(leaves, new, strict=True)):
             return value
@@ -132,6 +135,9 @@ def _contents(cell):
 def _used_globals(function) -> dict[str, Any]:
     """The globals that a function reads and that may hold quantized arrays: pytrees,
     and functions beside it."""
+    module = function.__globals__.get("__name__", "")
+    if module.split(".")[0] in ("jax", "equinox", "eqquant"):
+        return {}  # They hold none.
     found, pending = {}, [function.__code__]
     while pending:
         code = pending.pop()

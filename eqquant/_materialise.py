@@ -22,8 +22,7 @@ _internal = ("eqquant", "jax", "equinox", "jaxtyping", "beartype", "contextlib")
 
 
 def _stacklevel() -> int:
-    """Of the first frame that is the user's, so that Python shows the warning once for
-    each place in their code."""
+    """Of the first frame that is the user's, for whom called this."""
     frame, level = sys._getframe(1), 1
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
@@ -31,6 +30,20 @@ def _stacklevel() -> int:
             return level
         frame, level = frame.f_back, level + 1
     return 2
+
+
+# Python's own filter would do, but forgets what it has shown whenever anything enters
+# `warnings.catch_warnings`, as JAX does all the time.
+_shown: set[tuple] = set()
+
+
+def _warn_once(message: str):
+    level = _stacklevel()
+    frame = sys._getframe(level - 1)
+    place = (message, frame.f_code.co_filename, frame.f_lineno)
+    if place not in _shown:
+        warnings.warn(message, MaterialiseWarning, stacklevel=level)
+        _shown.add(place)
 
 
 def materialise(q, what: str, policy: OnMaterialise):
@@ -45,5 +58,5 @@ def materialise(q, what: str, policy: OnMaterialise):
                 f"{message} Dequantize it yourself, register a rule with "
                 "`eqquant.register`, or pass `on_materialise='allow'`."
             )
-        warnings.warn(message, MaterialiseWarning, stacklevel=_stacklevel())
+        _warn_once(message)
     return q.dequantize()

@@ -225,12 +225,13 @@ def _encode(
         return codes, scales, jnp.zeros((), bool)
 
     compute = jnp.promote_types(array.dtype, jnp.float32)
+    limit = float(jnp.finfo(array.dtype).max)
     per_tensor = _per_tensor(axes, array.ndim, format)
 
     def encode(row: Float[Array, " size"]):
         blocks, counts = _in_blocks(row.astype(compute), format)
         absmax = _absmax(blocks)
-        codes, scales = format.encode(blocks, absmax, counts)
+        codes, scales = format.encode(blocks, absmax, counts, limit)
         codes = codes.astype(format.code_dtype)
         if per_tensor:
             codes = codes.reshape(array.shape)

@@ -26,11 +26,11 @@ class Binary(Format):
     bits = 1
     integer_levels = True
 
-    def encode(self, blocks, absmax, counts):
+    def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows, however large the weights.
         unit = jnp.abs(divide_blocks(blocks, absmax))
         mean = true_divide(reduce_blocks(jnp.sum, unit), counts)
-        scales = bound_scales(mean * absmax, absmax, self.scale_dtype)
+        scales = bound_scales(mean * absmax, absmax, self.scale_dtype, limit)
         return (blocks < 0).astype(jnp.uint8), scales
 
     def levels(self, codes, dtype):

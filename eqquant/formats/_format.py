@@ -116,6 +116,7 @@ class Format(abc.ABC):
         blocks: Float[Array, "*lead blocks size"],
         absmax: Float[Array, "*lead blocks"],
         counts: Float[np.ndarray, " blocks"],
+        limit: float,
     ) -> tuple[
         Shaped[Array, "*lead blocks size"],
         Float[Array, "*lead blocks"],
@@ -127,6 +128,8 @@ class Format(abc.ABC):
         - `blocks`: float32 or float64; a partial last block is filled with zeros.
         - `absmax`: the largest magnitude of each block.
         - `counts`: how many values of each block are real.
+        - `limit`: the largest magnitude that the dtype of the array has. What is
+            decoded must not exceed it: see `bound_scales`.
         """
 
     def levels(
@@ -158,15 +161,15 @@ def bound_scales(
     scales: Float[Array, "*lead blocks"],
     absmax: Float[Array, "*lead blocks"],
     scale_dtype,
+    limit: float,
     *,
     largest: int = 1,
 ) -> Float[Array, "*lead blocks"]:
     """Scales as stored, kept where they decode: that of a block of nonzero values is
-    neither flushed to zero nor so large that `largest * scale` overflows."""
+    neither flushed to zero nor so large that `largest * scale` exceeds `limit`."""
     info = jnp.finfo(scale_dtype)
-    overflow = min(float(info.max), float(jnp.finfo(scales.dtype).max) / largest)
-    top = np.asarray(overflow, scale_dtype)
-    if float(top) > overflow or float(top) * largest > jnp.finfo(scales.dtype).max:
+    top = np.asarray(min(float(info.max), limit / largest), scale_dtype)
+    if float(top) * largest > limit:
         top = np.nextafter(top, np.asarray(0, scale_dtype))
     bounded = jnp.clip(
         scales,

@@ -25,10 +25,10 @@ class Int8(Format):
     bits = 8
     integer_levels = True
 
-    def encode(self, blocks, absmax, counts):
+    def encode(self, blocks, absmax, counts, limit):
         del counts
         scales = true_divide(absmax, 127)
-        scales = bound_scales(scales, absmax, self.scale_dtype, largest=127)
+        scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=127)
         codes = jnp.round(divide_blocks(blocks, scales))
         return jnp.clip(codes, -127, 127).astype(jnp.int8), scales
 

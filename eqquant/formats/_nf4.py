@@ -97,10 +97,10 @@ class NF4(Format):
     codebook = _table
     padding_code = 7
 
-    def encode(self, blocks, absmax, counts):
+    def encode(self, blocks, absmax, counts, limit):
         del counts
         scales = self._search(blocks, absmax) if self.scale_search else absmax
-        scales = bound_scales(scales, absmax, self.scale_dtype)
+        scales = bound_scales(scales, absmax, self.scale_dtype, limit)
         return self._codes(blocks, scales), scales
 
     def _codes(self, blocks, scales):

@@ -44,7 +44,7 @@ class Ternary(Format):
                 f"Ternary: rule must be one of {get_args(_Rule)}, got {self.rule!r}."
             )
 
-    def encode(self, blocks, absmax, counts):
+    def encode(self, blocks, absmax, counts, limit):
         # Everything relative to absmax: no sum overflows, however large the weights.
         unit = divide_blocks(blocks, absmax)
         magnitude = jnp.abs(unit)
@@ -62,7 +62,7 @@ class Ternary(Format):
             scales = total / jnp.maximum(how_many, 1)
         else:
             scales = mean_magnitude
-        scales = bound_scales(scales * absmax, absmax, self.scale_dtype)
+        scales = bound_scales(scales * absmax, absmax, self.scale_dtype, limit)
         # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
         negative = (nonzero & (blocks < 0)).astype(jnp.uint8)
         return nonzero.astype(jnp.uint8) | (negative << jnp.uint8(1)), scales

@@ -45,12 +45,12 @@ def _split(q, *, sizes, axis, **_):
     parts, start = [], 0
     for size in sizes:
         lower, upper = [0] * q.ndim, list(q.shape)
-        lower[axis], upper[axis] = start, start + size
+        lower[axis], upper[axis] = start, start + int(size)
         part = q.slice(lower, upper)
         if part is NotImplemented:
             return NotImplemented
         parts.append(part)
-        start += size
+        start += int(size)
     return parts
 
 
@@ -93,12 +93,19 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
         start_index_map=tuple(numbers.start_index_map[i] for i in starts),
     )
 
-    def gather(a):
-        sizes = (*slice_sizes[:first], a.shape[-1])
-        return lax.gather(a, indices, numbers, sizes, mode=params["mode"])
+    fill = params["fill_value"]
+    if fill is not None and fill != 0 and fill == fill:
+        return NotImplemented
 
-    out = q._on_lead(gather)
-    return out if q.ndim - len(gone) >= 2 else out.dequantize()
+    def gather(a, fill=None):
+        sizes = (*slice_sizes[:first], a.shape[-1])
+        return lax.gather(
+            a, indices, numbers, sizes, mode=params["mode"], fill_value=fill
+        )
+
+    out = q.replace(codes=gather(q.codes), scales=gather(q.scales, fill))
+    # Under `vmap` an index is a slice of one element: those axes go away next.
+    return out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
 
 
 @register(lax.rev_p)
@@ -173,9 +180,9 @@ def _identity(q, **_):
     return q
 
 
-@register_names("pcast")
-def _pcast(q, *, axes, to, **_):
-    return on_components(lambda a: lax.pcast(a, axes, to=to), q)
+@register_names("pvary", "pcast")
+def _pcast(q, *, axes, **_):
+    return on_components(lambda a: lax.pcast(a, axes, to="varying"), q)
 
 
 @register(lax.optimization_barrier_p)

@@ -1,0 +1,241 @@
+"""Control flow and custom rules, under `quaxify`."""
+
+import equinox as eqx
+import eqquant
+import jax
+import jax.custom_batching
+import jax.numpy as jnp
+import pytest
+from helpers import relative
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+from test_dispatch import check, check_exact, strict
+
+
+@pytest.fixture
+def weights(default_format, normal):
+    make = lambda *shape: eqquant.quantize(normal(*shape) / 8, default_format)
+    return make(64, 64), make(3, 64, 64), normal(5, 64)
+
+
+def layer(x, w):
+    return jnp.tanh(x @ w.T)
+
+
+FLOW = {
+    "jit": lambda w, ws, x: jax.jit(layer)(x, w),
+    "remat": lambda w, ws, x: jax.checkpoint(layer)(x, w),
+    "scan, stacked": lambda w, ws, x: lax.scan(lambda x, w: (layer(x, w), x), x, ws),
+    "scan, constant": lambda w, ws, x: lax.scan(
+        lambda x, _: (layer(x, w), x), x, None, length=3
+    ),
+    "scan, carried": lambda w, ws, x: lax.scan(
+        lambda c, _: ((layer(c[0], c[1]), c[1]), None), (x, w), None, length=3
+    )[0][0],
+    "while, constant": lambda w, ws, x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1], w)), (0, x)
+    )[1],
+    "while, carried": lambda w, ws, x: lax.while_loop(
+        lambda c: c[0] < 3, lambda c: (c[0] + 1, layer(c[1], c[2]), c[2]), (0, x, w)
+    )[1],
+    "cond": lambda w, ws, x: lax.cond(
+        x[0, 0] > 0, lambda w: layer(x, w), lambda w: -layer(x, w), w
+    ),
+    "switch": lambda w, ws, x: lax.switch(
+        2, [lambda w: x @ w, lambda w: x @ w.T, lambda w: layer(x, w)], w
+    ),
+    "fori_loop": lambda w, ws, x: lax.fori_loop(0, 3, lambda i, x: layer(x, ws[i]), x),
+    "map": lambda w, ws, x: lax.map(lambda w: layer(x, w), ws),
+}
+
+
+@pytest.mark.parametrize("name", FLOW)
+def test_control_flow(name, weights):
+    fn = FLOW[name]
+    check(fn, *weights)
+    check(lambda *args: jax.jit(fn)(*args), *weights)
+
+
+@pytest.mark.parametrize("name", [n for n in FLOW if "while" not in n])
+def test_gradients_from_inside_and_outside(name, weights):
+    fn = FLOW[name]
+
+    def gradient(w, ws, x):
+        loss = lambda x: sum(map(jnp.sum, jax.tree.leaves(fn(w, ws, x))))
+        return jax.grad(loss)(x)
+
+    w, ws, x = weights
+    expected = gradient(w.dequantize(), ws.dequantize(), x)
+    # Differentiating a switch, JAX hands the weight out of the branches that use it,
+    # and zeros of its size out of the others.
+    policy = "allow" if name == "switch" else "error"
+    inside = eqquant.quaxify(gradient, on_materialise=policy)(w, ws, x)
+    assert relative(inside, expected) < 1e-3  # Through tanh, thrice.
+    outside = jax.grad(
+        lambda x: sum(map(jnp.sum, jax.tree.leaves(strict(fn)(w, ws, x))))
+    )(x)
+    assert relative(outside, expected) < 1e-3
+
+
+def test_structure_through_control_flow(weights):
+    w, *_ = weights
+    swap = lambda w: lax.cond(True, lambda w: w, lambda w: w[::-1], w)
+    assert check_exact(swap, w)
+    assert check_exact(lambda w: lax.fori_loop(0, 3, lambda i, w: w[::-1], w), w)
+
+
+def test_what_becomes_dense_in_a_loop_starts_dense(weights):
+    w, _, x = weights
+    step = lambda w: w * 0.5 + 1
+    fns = [
+        lambda w: lax.scan(lambda w, _: (step(w), None), w, None, length=3)[0],
+        lambda w: lax.fori_loop(0, 3, lambda i, w: step(w), w),
+        lambda w: lax.while_loop(lambda w: w[0, 0] < 1.5, step, w),
+        lambda w: lax.cond(x[0, 0] > 9, lambda w: w, step, w),
+        lambda w: lax.scan(lambda c, _: (w, None), step(w), None, length=2)[0],
+    ]
+    for fn in fns:
+        got = eqquant.quaxify(fn, on_materialise="allow")(w)
+        assert relative(eqquant.dequantize(got), fn(w.dequantize())) < 1e-6
+        with pytest.raises(eqquant.MaterialiseError):
+            strict(fn)(w)
+
+
+#
+# Rules of the user
+#
+
+
+@jax.custom_vjp
+def times_three_backwards(x, w):
+    return x @ w.T
+
+
+times_three_backwards.defvjp(
+    lambda x, w: (x @ w.T, w), lambda w, ct: (3 * ct @ w, jnp.zeros(w.shape))
+)
+
+
+@jax.custom_jvp
+def times_three_forwards(x, w):
+    return x @ w.T
+
+
+times_three_forwards.defjvp(
+    lambda primals, tangents: (
+        primals[0] @ primals[1].T,
+        3 * tangents[0] @ primals[1].T,
+    )
+)
+
+
+@pytest.mark.parametrize("fn", [times_three_backwards, times_three_forwards])
+def test_custom_derivatives_are_kept(fn, weights):
+    w, _, x = weights
+    check(lambda x, w: fn(x, w), x, w)
+    expected = 3 * jnp.ones((5, 64)) @ w.dequantize()
+    loss = lambda x, w: jnp.sum(fn(x, w))
+    outside = jax.grad(lambda x: eqquant.quaxify(loss)(x, w))(x)
+    assert relative(outside, expected) < 1e-4
+    inside = eqquant.quaxify(jax.grad(loss), on_materialise="error")(x, w)
+    assert relative(inside, expected) < 1e-4
+    under_jit = jax.jit(jax.grad(lambda x: eqquant.quaxify(jax.jit(loss))(x, w)))(x)
+    assert relative(under_jit, expected) < 1e-4
+
+
+def test_custom_batching_is_kept(weights):
+    @jax.custom_batching.custom_vmap
+    def product(w, x):
+        return w @ x
+
+    @product.def_vmap
+    def _(axis_size, in_batched, w, x):
+        assert in_batched == [False, True]
+        return 5 * (x @ w.T), True
+
+    w, _, x = weights
+    check(lambda w, x: product(w, x[0]), w, x)
+    expected = 5 * (x @ w.dequantize().T)
+    outside = jax.vmap(lambda x: strict(product)(w, x))(x)
+    inside = strict(lambda w, x: jax.vmap(lambda x: product(w, x))(x))(w, x)
+    assert relative(outside, expected) < 1e-4
+    assert relative(inside, expected) < 1e-4
+
+
+#
+# Meshes
+#
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "x_spec, w_spec, out_spec",
+    [
+        (P(), P("x"), P(None, "x")),
+        (P(None, "x"), P(None, "x"), P()),
+        (P("x"), P(), P("x")),
+    ],
+)
+def test_shard_map(default_format, check_vma, x_spec, w_spec, out_spec, normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q, x = eqquant.quantize(normal(16, 512), default_format), normal(8, 512)
+
+    def local(x, w):
+        y = x @ w.T
+        return lax.psum(y, "x") if out_spec == P() else y
+
+    fn = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=(x_spec, w_spec),
+        out_specs=out_spec,
+        check_vma=check_vma,
+    )
+    check(fn, x, q)
+    loss = lambda x, w: jnp.sum(jnp.sin(fn(x, w)))
+    expected = jax.grad(loss)(x, q.dequantize())
+    assert relative(jax.grad(lambda x: strict(loss)(x, q))(x), expected) < 1e-3
+
+
+#
+# Compilation
+#
+
+
+def test_eager_calls_do_not_compile_again(normal):
+    q, x = eqquant.quantize(normal(8, 64), "nf4"), normal(3, 64)
+    inner = jax.jit(lambda x, w: jnp.sin(x @ w.T))
+    fn = strict(lambda x, w: inner(x, w) + 1)
+    fn(x, q)
+    with jax.log_compiles(False), CountCompiles() as count:
+        for _ in range(3):
+            fn(x, q)
+    assert count.value == 0
+
+
+class CountCompiles:
+    def __enter__(self):
+        import jax.monitoring
+
+        self.value = 0
+
+        def listen(event, *args, **kwargs):
+            self.value += "backend_compile" in event
+
+        jax.monitoring.register_event_duration_secs_listener(listen)
+        return self
+
+    def __exit__(self, *args):
+        import jax.monitoring
+
+        jax.monitoring.clear_event_listeners()
+
+
+def test_nothing_is_left_at_run_time(normal):
+    model = eqquant.quantize_tree(eqx.nn.MLP(64, 64, 64, 2, key=jax.random.key(0)))
+    x = normal(5, 64)
+    dynamic, static = eqx.partition(model, eqx.is_array)
+    plain = lambda d, x: jax.vmap(eqx.combine(d, static))(x)
+    wrapped = lambda d, x: strict(jax.vmap(eqx.combine(d, static)))(x)
+    text = lambda fn: jax.jit(fn).lower(dynamic, x).compile().cost_analysis()["flops"]
+    assert text(wrapped) == text(plain)
