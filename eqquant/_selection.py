@@ -189,21 +189,22 @@ def _as_rule(pattern, rule) -> Rule:
 def filter_mask(where: Any, tree: Any) -> list[bool]:
     """For each leaf of `tree` what `where`, as `eqx.filter` takes it, says."""
 
+    flags: list[bool] = []
+
     def spread(spec, subtree):
         leaves = jax.tree.leaves(subtree, is_leaf=is_quantized)
         if callable(spec):
-            return [bool(spec(leaf)) for leaf in leaves]
-        if not isinstance(spec, bool):
+            flags.extend(bool(spec(leaf)) for leaf in leaves)
+        elif isinstance(spec, bool):
+            flags.extend([spec] * len(leaves))
+        else:
             raise TypeError(
                 "quantize_tree: where must be a function of a leaf, or a pytree prefix "
                 f"of bools and such functions; it holds {spec!r}."
             )
-        return [spec] * len(leaves)
 
-    is_spec = lambda x: callable(x) and not isinstance(x, eqx.Module)
-    masks = jax.tree.map(spread, where, tree, is_leaf=is_spec)
-    return [
-        flag
-        for mask in jax.tree.leaves(masks, is_leaf=lambda x: isinstance(x, list))
-        for flag in mask
-    ]
+    def is_spec(x):
+        return callable(x) and not isinstance(x, eqx.Module)
+
+    jax.tree.map(spread, where, tree, is_leaf=is_spec)
+    return flags

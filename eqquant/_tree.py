@@ -2,7 +2,6 @@
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -16,6 +15,7 @@ from ._callables import is_quantized as _is_quantized
 from ._quantize import quantize
 from ._selection import classify, filter_mask, Rules, sites, Weight
 from ._typing import typed
+from ._warn import warn
 from .formats import as_format, Format
 
 
@@ -115,10 +115,8 @@ def quantize_tree(
             if too_small(site.leaf, format, natural, min_size) is None:
                 plan.append((i, site.path, format, natural))
     if ordered.unused():
-        warnings.warn(
-            f"quantize_tree: these rules match nothing: {ordered.unused()}.",
-            stacklevel=_caller(),
-        )
+        unused = ordered.unused()
+        warn(f"quantize_tree: these rules match nothing: {unused}.", UserWarning)
 
     for i, path, chosen, axis in _with_progress(plan, leaves, progress):
         try:
@@ -141,17 +139,6 @@ def too_small(leaf, format: Format, axis, min_size: int = 256) -> str | None:
     if stored >= size * leaf.dtype.itemsize:
         return f"no smaller as {format!r}"
     return None
-
-
-def _caller() -> int:
-    frame, level = sys._getframe(1), 1
-    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in (
-        "eqquant",
-        "jaxtyping",
-        "beartype",
-    ):
-        frame, level = frame.f_back, level + 1
-    return level
 
 
 def _with_progress(plan: list, leaves: list, progress: bool | None):

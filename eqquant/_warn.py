@@ -1,0 +1,26 @@
+"""Warnings that point at the user's code."""
+
+import sys
+import warnings
+
+
+_internal = ("eqquant", "jax", "equinox", "jaxtyping", "beartype", "contextlib")
+# Python's own filter shows a warning once for each place, but forgets what it has shown
+# whenever anything enters `warnings.catch_warnings`, as JAX does all the time.
+_shown: set[tuple] = set()
+
+
+def warn(message: str, category: type[Warning], *, once: bool = False) -> None:
+    """Warn, as if from the innermost frame that is the user's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.split(".")[0] not in _internal:
+            break
+        frame = frame.f_back
+    place = (message, frame.f_code.co_filename, frame.f_lineno)
+    if once and place in _shown:
+        return
+    warnings.warn_explicit(message, category, *place[1:], module=module)
+    if once:  # Not if the filter has turned it into an error.
+        _shown.add(place)
