@@ -80,18 +80,23 @@ def quantize(
             "quantize: scale_dtype='float64' needs jax_enable_x64, which is off."
         )
     axes = _canonical_axes(axis, array.ndim)
+    if not array.size:
+        axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
     codes, scales, problem = _encode(array, format, axes, _is_on_one_device(array))
     if check_finite:
         if isinstance(problem, jax.core.Tracer):
-            codes, scales = eqx.error_if(
-                (codes, scales),
+            # By way of a scalar: what passes through `error_if` itself is no longer
+            # split over devices.
+            zero = eqx.error_if(
+                jnp.zeros((), scales.dtype),
                 problem,
                 "eqquant.quantize: the array holds values that are not finite, or that "
                 f"{format.scale_dtype.name} scales cannot hold.",
             )
+            scales = scales + zero
         elif problem:
             _raise_not_finite(array, format)
-    shape, padding = array.shape, 0
+    shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
     if _per_tensor(axes, array.ndim, format):
         axes, inner = axes[-1:], ()
@@ -238,13 +243,16 @@ def _encode(
         codes = _in_groups(codes, format)
         return pack(codes, format.bits), scales, _out_of_range(absmax, format)
 
-    rows = rows.reshape(-1, size)
     if chunked:
         # A chunk at a time keeps temporaries in the cache, and as small as that.
+        rows = rows.reshape(-1, size)
         height = max(1, _chunk_elements // size)
         codes, scales, problem = lax.map(encode, rows, batch_size=height)
     else:
-        codes, scales, problem = jax.vmap(encode)(rows)
+        # Axis by axis: to flatten them would gather what is split over devices.
+        for _ in lead:
+            encode = jax.vmap(encode)
+        codes, scales, problem = encode(rows)
     if per_tensor:
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))

@@ -2,6 +2,7 @@
 
 import dataclasses
 from fractions import Fraction
+from itertools import pairwise
 from typing import Any
 
 import jax.numpy as jnp
@@ -44,12 +45,9 @@ def _midpoint(low: float, high: float, dtype) -> np.floating:
 
 
 def _nearest(normalised: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Index of the nearest table entry: a binary search by selects, four levels deep."""
+    """Index of the nearest table entry: a binary search by selects, four deep."""
     dtype = np.dtype(normalised.dtype)
-    midpoints = [
-        _midpoint(low, high, dtype)
-        for low, high in zip(_table[:-1], _table[1:], strict=True)
-    ]
+    midpoints = [_midpoint(low, high, dtype) for low, high in pairwise(_table)]
 
     def search(low: int, high: int, bits: list) -> Any:
         """The midpoint to compare with next, given the bits known so far."""

@@ -1,7 +1,7 @@
 """Ternary: {-1, 0, 1} times a scale."""
 
 import dataclasses
-from typing import Literal, get_args
+from typing import get_args, Literal
 
 import jax.numpy as jnp
 
