@@ -1,5 +1,7 @@
 """What several tests measure."""
 
+import math
+
 import equinox as eqx
 import eqquant
 import jax
@@ -53,3 +55,8 @@ def quantize_weights(layer, format):
         ),
         layer,
     )
+
+
+def sqnr(actual, expected) -> float:
+    """Signal to quantization noise ratio, in decibels."""
+    return -20 * math.log10(relative(actual, expected))
