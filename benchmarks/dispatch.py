@@ -1,14 +1,14 @@
 """What `quaxify` costs: while tracing, and at run time.
 
-    python benchmarks/dispatch.py --layers 12
+python benchmarks/dispatch.py --layers 12
 """
 
 import argparse
 import statistics
 import time
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from _timing import interleaved, machine, median

@@ -4,8 +4,8 @@
     python benchmarks/matmul.py --formats nf4 --m 1 8 --transposed
 
 An entry is the time of the dense float32 product over the time of this one: above 1 is
-faster than dense. The error is relative to the same product with the dequantized weight,
-in float64.
+faster than dense. The error is relative to the same product with the dequantized
+weight, in float64.
 """
 
 import argparse

@@ -1,6 +1,6 @@
-"""How fast arrays are quantized: bytes of float32 read per second, against a plain copy.
+"""How fast arrays are quantized: bytes read per second, against a plain copy.
 
-    python benchmarks/quantize.py --megabytes 64
+python benchmarks/quantize.py --megabytes 64
 """
 
 import argparse
@@ -49,7 +49,10 @@ def main() -> None:
         )
         speed = weight.nbytes / median(times["quantize"]) / 1e9
         ratio = median(times["copy"]) / median(times["quantize"])
-        print(f"{name:<16}{speed:>7.2f}{ratio:>11.2f}{temporary / 2**20:>17.1f}", flush=True)
+        print(
+            f"{name:<16}{speed:>7.2f}{ratio:>11.2f}{temporary / 2**20:>17.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

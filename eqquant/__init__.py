@@ -1,6 +1,8 @@
 """Functional quantization for JAX and Equinox."""
 
+from . import debug as debug
 from ._array import QuantizedArray as QuantizedArray
+from ._dispatch import quaxify as quaxify
 from ._dot import quantized_dot as quantized_dot, quantized_dot_p as quantized_dot_p
 from ._materialise import (
     MaterialiseError as MaterialiseError,
@@ -11,16 +13,6 @@ from ._quantize import (
     from_components as from_components,
     quantize as quantize,
 )
-from .formats import (
-    Binary as Binary,
-    Format as Format,
-    Int8 as Int8,
-    NF4 as NF4,
-    Ternary as Ternary,
-)
-from ._dispatch import quaxify as quaxify
-from .rules import register as register
-from . import debug as debug
 from ._report import Report as Report, report as report, ReportRow as ReportRow
 from ._selection import Rule as Rule
 from ._tree import (
@@ -30,3 +22,11 @@ from ._tree import (
     trainable_mask as trainable_mask,
     tree_nbytes as tree_nbytes,
 )
+from .formats import (
+    Binary as Binary,
+    Format as Format,
+    Int8 as Int8,
+    NF4 as NF4,
+    Ternary as Ternary,
+)
+from .rules import register as register

@@ -212,9 +212,7 @@ class QuantizedArray(eqx.Module):
         """As `lax.broadcast_in_dim`."""
         new = [dimensions[axis] for axis in self.blocked_axes]
         old = self.shape
-        if any(
-            shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes
-        ):
+        if any(shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes):
             return NotImplemented
         lead = [i for i in range(len(shape)) if i not in new]
         onto = [lead.index(dimensions[axis]) for axis in self.lead_axes]
@@ -267,7 +265,7 @@ class QuantizedArray(eqx.Module):
         stored = self.codes.shape[-1] * per_byte
         if blocks != 1 or self.format.block_size is not None:
             unit = math.lcm(unit, stored // blocks)
-        at_end = limit == self.shape[self.axes[0]]
+        at_end = limit == self.shape[self.blocked_axes[-1]]
         if start % unit or (limit % unit and not at_end):
             return NotImplemented
         stop = stored if at_end else limit

@@ -1,4 +1,4 @@
-"""Quantized arrays inside of callables: in arguments, closures, bound methods, partials.
+"""Quantized arrays inside of callables: arguments, closures, methods, partials.
 
 JAX sees the arrays that a function closes over while it is traced, but a quantized
 array is not an array. So a function that closes over some is rebuilt around stand-ins.
@@ -15,8 +15,8 @@ import jax
 from ._array import QuantizedArray
 
 
-_Jit = type(jax.jit(lambda: None))
-_FilterJit = type(eqx.filter_jit(lambda: None))
+_Jit: type = type(jax.jit(lambda: None))
+_FilterJit: type = type(eqx.filter_jit(lambda: None))
 
 
 def is_quantized(x: Any) -> bool:
@@ -63,7 +63,7 @@ class _Substitution:
             rebuild = self.method
         elif isinstance(leaf, ft.partial):
             rebuild = self.partial
-        elif isinstance(leaf, _Jit | _FilterJit):
+        elif isinstance(leaf, (_Jit, _FilterJit)):
             # Without `jit` the same function; what it is part of is traced anyway.
             rebuild = self.jitted
         if rebuild is None:
@@ -83,9 +83,12 @@ class _Substitution:
     def partial(self, partial):
         function = self(partial.func)
         args, keywords = self(partial.args), self(partial.keywords)
-        if function is partial.func and args is partial.args:
-            if keywords is partial.keywords:
-                return partial
+        new, old = (
+            (function, args, keywords),
+            (partial.func, partial.args, partial.keywords),
+        )
+        if all(a is b for a, b in zip(new, old, strict=True)):
+            return partial
         return ft.partial(function, *args, **keywords)
 
     def jitted(self, jitted):

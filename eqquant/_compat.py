@@ -10,7 +10,21 @@ from typing import Any
 import jax
 import jax.extend.core as jex_core
 from jax import lax
-from jax.interpreters import mlir
+from jax.interpreters import ad, mlir
+
+
+def config(name: str) -> Any:
+    """An option of JAX, which type checkers do not see."""
+    return getattr(jax.config, name)
+
+
+def is_traced(x) -> bool:
+    return isinstance(x, getattr(jax, "core").Tracer)  # noqa: B009
+
+
+def zero_tangent(x):
+    """The symbolic zero tangent of a value."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
 #
@@ -38,7 +52,7 @@ def match_varying(*args):
             return x
         if hasattr(lax, "pcast"):
             return lax.pcast(x, missing, to="varying")
-        return lax.pvary(x, missing)  # Before 0.10.
+        return getattr(lax, "pvary")(x, missing)  # Before 0.10. # noqa: B009
 
     return tuple(map(cast, args))
 

@@ -217,7 +217,7 @@ def _custom_jvp_call(interpreter: "Interpreter", eqn, args):
                 scales = tangent.scales
                 return _dense(interpreter, eqn, primal.replace(scales=scales))
             if isinstance(tangent, SymbolicZero):
-                return jnp.zeros(tangent.shape, tangent.dtype)
+                return jnp.zeros_like(primal)
             return tangent
 
         tangents = [plain(p, t) for p, t in zip(primals, tangents, strict=True)]

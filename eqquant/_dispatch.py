@@ -7,7 +7,6 @@ from typing import Any, get_args
 
 import equinox as eqx
 import jax
-from jax import lax
 
 from . import _compat
 from ._array import QuantizedArray

@@ -2,8 +2,8 @@
 
 Every fast product becomes one bind of it. It is linear in the activation and in the
 scales, works on raw arrays, and knows four things beyond its shape: how it batches, how
-it differentiates, how it transposes (into itself, contracting the other axis), and which
-kernel each platform gets.
+it differentiates, how it transposes (into itself, contracting the other axis), and
+which kernel each platform gets.
 """
 
 import functools as ft
@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ._compat import match_varying
+from ._compat import config, match_varying, zero_tangent
 from .formats import Format, Precision
 from .kernels import xla
 
@@ -77,7 +77,7 @@ def _compiled(**params):
 
 @quantized_dot_p.def_impl
 def _impl(x, codes, scales, **params):
-    if jax.config.jax_disable_jit:  # Then `jit(bind)` would come back here.
+    if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
         return xla.dot(x, codes, scales, **params)
     return _compiled(**params)(x, codes, scales)
 
@@ -104,9 +104,7 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
 
 
-mlir.register_lowering(
-    quantized_dot_p, mlir.lower_fun(xla.dot, multiple_results=False)
-)
+mlir.register_lowering(quantized_dot_p, mlir.lower_fun(xla.dot, multiple_results=False))
 
 
 def _jvp(primals, tangents, **params):
@@ -119,7 +117,7 @@ def _jvp(primals, tangents, **params):
     if type(scales_dot) is not ad.Zero:
         terms.append(quantized_dot(x, codes, scales_dot, **params))
     if not terms:
-        return out, ad.Zero.from_primal_value(out)
+        return out, zero_tangent(out)
     return out, ft.reduce(operator.add, terms)
 
 

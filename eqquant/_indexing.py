@@ -3,6 +3,7 @@
 import operator
 from typing import Any, TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -70,7 +71,7 @@ def index_array(q: "QuantizedArray", index: Any):
     sizes = iter(cut.shape)
     shape = [1 if entry is None else next(sizes) for entry in kept]
     where = [i for i, entry in enumerate(kept) if entry is not None]
-    if not hasattr(cut, "broadcast_in_dim"):  # Rows, decoded.
+    if isinstance(cut, jax.Array):  # Rows, decoded.
         return cut.reshape(shape)
     return cut.broadcast_in_dim(shape, where)
 

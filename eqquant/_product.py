@@ -9,11 +9,11 @@ import math
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from ._compat import config
 from ._dot import quantized_dot
 from .formats import Precision
 
@@ -25,14 +25,12 @@ if TYPE_CHECKING:
 def as_precision(precision: Any) -> Precision | None:
     """What lax calls precision, in the terms of a format; None leaves it the choice."""
     if precision is None:
-        precision = jax.config.jax_default_matmul_precision
+        precision = config("jax_default_matmul_precision")
         if precision is None:
             return None
     if isinstance(precision, tuple):
         strictest = {as_precision(p) for p in precision}
-        return next(
-            (p for p in ("highest", "high", "default") if p in strictest), None
-        )
+        return next((p for p in ("highest", "high", "default") if p in strictest), None)
     try:
         precision = lax.Precision(precision)
     except (TypeError, ValueError):

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
+from ._compat import config, is_traced
 from ._pack import codes_per_byte, pack
 from ._typing import typed
 from .formats import as_format, Format
@@ -75,7 +76,7 @@ def quantize(
         )
     if array.ndim == 0:
         raise ValueError("quantize: array must have at least one axis, got a scalar.")
-    if format.scale_dtype == np.float64 and not jax.config.jax_enable_x64:
+    if format.scale_dtype == np.float64 and not config("jax_enable_x64"):
         raise ValueError(
             "quantize: scale_dtype='float64' needs jax_enable_x64, which is off."
         )
@@ -84,7 +85,7 @@ def quantize(
         axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
     codes, scales, problem = _encode(array, format, axes, _is_on_one_device(array))
     if check_finite:
-        if isinstance(problem, jax.core.Tracer):
+        if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer
             # split over devices.
             zero = eqx.error_if(
@@ -202,7 +203,7 @@ def _canonical_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
 
 def _is_on_one_device(array: Array) -> bool:
     # A loop over rows that are split over devices would gather them.
-    if isinstance(array, jax.core.Tracer):
+    if is_traced(array):
         return jax.device_count() == 1
     return len(array.sharding.device_set) == 1
 

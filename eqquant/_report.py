@@ -58,7 +58,7 @@ class Report:
 
     def __str__(self) -> str:
         header = ("path", "shape", "format", "bits", "before", "after", "SQNR", "")
-        table = [header]
+        table: list[tuple[str, ...]] = [header]
         for row in self.rows:
             table.append(
                 (

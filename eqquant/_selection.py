@@ -112,9 +112,9 @@ def classify(site: Site) -> Weight | str:
         return Weight(-1) if leaf.ndim > 1 else "of one axis"
     if isinstance(owner, eqx.nn.Conv | eqx.nn.ConvTranspose) and field == "weight":
         return Weight(tuple(range(-owner.num_spatial_dims - 1, 0)))
-    if isinstance(owner, eqx.nn.GRUCell | eqx.nn.LSTMCell):
-        if field in ("weight_ih", "weight_hh"):
-            return Weight(-1)
+    recurrent = isinstance(owner, eqx.nn.GRUCell | eqx.nn.LSTMCell)
+    if recurrent and field in ("weight_ih", "weight_hh"):
+        return Weight(-1)
     if isinstance(owner, Mapping):
         if field in _tables and leaf.ndim == 2:
             return Weight(-1)
@@ -153,10 +153,9 @@ class Rules:
     def find(self, site: Site) -> Rule | None:
         for pattern, rule in self._rules:
             if self._matches(pattern, site.path):
-                exact = isinstance(pattern, str) and pattern == site.path
-                if rule.format is not None and not exact:
-                    if site.leaf.ndim < 2 or is_never_a_weight(site):
-                        continue
+                excluded = site.leaf.ndim < 2 or is_never_a_weight(site)
+                if excluded and rule.format is not None and pattern != site.path:
+                    continue
                 self._used.add(pattern)
                 return rule
         return None

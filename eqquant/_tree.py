@@ -111,9 +111,12 @@ def quantize_tree(
         elif format is not None and mask is not None:
             if mask[i]:
                 plan.append((i, site.path, format, natural))
-        elif format is not None and isinstance(kind, Weight):
-            if too_small(site.leaf, format, natural, min_size) is None:
-                plan.append((i, site.path, format, natural))
+        elif (
+            format is not None
+            and isinstance(kind, Weight)
+            and not too_small(site.leaf, format, natural, min_size)
+        ):
+            plan.append((i, site.path, format, natural))
     if ordered.unused():
         unused = ordered.unused()
         warn(f"quantize_tree: these rules match nothing: {unused}.", UserWarning)

@@ -10,17 +10,18 @@ _internal = ("eqquant", "jax", "equinox", "jaxtyping", "beartype", "contextlib")
 _shown: set[tuple] = set()
 
 
+def _module(frame) -> str:
+    return frame.f_globals.get("__name__", "")
+
+
 def warn(message: str, category: type[Warning], *, once: bool = False) -> None:
     """Warn, as if from the innermost frame that is the user's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module.split(".")[0] not in _internal:
-            break
+    while frame.f_back is not None and _module(frame).split(".")[0] in _internal:
         frame = frame.f_back
     place = (message, frame.f_code.co_filename, frame.f_lineno)
     if once and place in _shown:
         return
-    warnings.warn_explicit(message, category, *place[1:], module=module)
+    warnings.warn_explicit(message, category, *place[1:], module=_module(frame))
     if once:  # Not if the filter has turned it into an error.
         _shown.add(place)

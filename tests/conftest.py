@@ -8,18 +8,18 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-from jaxtyping import install_import_hook  # noqa: E402
+from jaxtyping import install_import_hook
 
 
 with install_import_hook("eqquant", "beartype.beartype"):
     import eqquant
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import numpy as np  # noqa: E402
-import pytest  # noqa: E402
-from eqquant.formats._registry import formats  # noqa: E402
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.formats._registry import formats
 
 
 hypothesis.settings.register_profile(

@@ -2,8 +2,8 @@
 
 import math
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -49,9 +49,7 @@ def quantize_weights(layer, format):
     """Every floating-point matrix of a layer, chosen by the tests themselves."""
     return jax.tree.map(
         lambda x: (
-            eqquant.quantize(x, format)
-            if eqx.is_inexact_array(x) and x.ndim > 1
-            else x
+            eqquant.quantize(x, format) if eqx.is_inexact_array(x) and x.ndim > 1 else x
         ),
         layer,
     )

@@ -5,8 +5,8 @@ import io
 import pickle
 import warnings
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -34,7 +34,9 @@ def test_it_is_an_immutable_module_of_two_leaves(format, normal):
     q = eqquant.quantize(normal(3, 5, 64), format)
     assert isinstance(q, eqx.Module)
     leaves = jax.tree.leaves(q)
-    assert [x is y for x, y in zip(leaves, (q.codes, q.scales), strict=True)] == [True] * 2
+    assert [x is y for x, y in zip(leaves, (q.codes, q.scales), strict=True)] == [
+        True
+    ] * 2
     assert q.codes.shape[:-1] == q.scales.shape[:-1] == (3, 5)
     assert q.codes.dtype in (jnp.uint8, jnp.int8) and q.scales.dtype == jnp.float32
     with pytest.raises(Exception, match="frozen|assign"):
@@ -43,7 +45,13 @@ def test_it_is_an_immutable_module_of_two_leaves(format, normal):
 
 def test_it_never_turns_into_an_array_by_itself(default_format, normal):
     q = eqquant.quantize(normal(8, 64), default_format)
-    for fn in (jnp.sin, jnp.asarray, jnp.sum, lambda q: q + 1, lambda q: jnp.ones(8) * q):
+    for fn in (
+        jnp.sin,
+        jnp.asarray,
+        jnp.sum,
+        lambda q: q + 1,
+        lambda q: jnp.ones(8) * q,
+    ):
         with pytest.raises(TypeError):
             fn(q)
 
@@ -78,7 +86,9 @@ def test_transpose(layout, format, data):
     permutation = data.draw(st.permutations(range(q.ndim)))
     assert_identical(q.transpose(permutation).dequantize(), w.transpose(permutation))
     assert_identical(q.T.dequantize(), w.T)
-    assert_identical(q.transpose(permutation).mT.T.dequantize(), w.transpose(permutation).mT.T)
+    assert_identical(
+        q.transpose(permutation).mT.T.dequantize(), w.transpose(permutation).mT.T
+    )
 
 
 @hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
@@ -118,7 +128,10 @@ def test_indexing_by_arrays(format, normal):
         [0, 4],
         (None, jnp.array([1, 2])),
     ):
-        assert_identical(eqquant.dequantize(q[index]), w[jnp.asarray(index) if isinstance(index, list) else index])
+        assert_identical(
+            eqquant.dequantize(q[index]),
+            w[jnp.asarray(index) if isinstance(index, list) else index],
+        )
     assert isinstance(q[jnp.array([3, 0])], eqquant.QuantizedArray)  # Still matrices.
     assert isinstance(q[0][jnp.array([3, 0])], jax.Array)  # Rows.
 
@@ -131,7 +144,8 @@ def test_indexing_by_traced_integers(format, normal):
 
 
 @pytest.mark.parametrize(
-    "index, error", [(5, IndexError), ((0, 0, 0), IndexError), (1.5, TypeError), ("a", TypeError)]
+    "index, error",
+    [(5, IndexError), ((0, 0, 0), IndexError), (1.5, TypeError), ("a", TypeError)],
 )
 def test_bad_indices(index, error, normal):
     q = eqquant.quantize(normal(5, 64), "nf4")
@@ -154,7 +168,9 @@ def test_reshape(default_format, normal):
         assert isinstance(reshaped, eqquant.QuantizedArray)
         assert_identical(reshaped.dequantize(), w.reshape(shape))
     front = eqquant.quantize(normal(64, 4, 6), default_format, axis=0)
-    assert_identical(front.reshape(64, 24).dequantize(), front.dequantize().reshape(64, 24))
+    assert_identical(
+        front.reshape(64, 24).dequantize(), front.dequantize().reshape(64, 24)
+    )
     with pytest.warns(eqquant.MaterialiseWarning, match="reshape"):
         assert_identical(q.reshape(4, 384), w.reshape(4, 384))
     with pytest.raises(ValueError, match="cannot reshape"):

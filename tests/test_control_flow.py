@@ -1,7 +1,7 @@
 """Control flow and custom rules, under `quaxify`."""
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.custom_batching
 import jax.numpy as jnp

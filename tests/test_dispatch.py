@@ -3,8 +3,8 @@
 import functools as ft
 import warnings
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -30,7 +30,7 @@ def unregister():
 
 
 def check(fn, *args, tolerance=1e-4):
-    """`fn` on quantized arrays, none of them decoded in full, against the dense `fn`."""
+    """`fn` on quantized arrays, none decoded in full, against the dense `fn`."""
     got = strict(fn)(*args)
     assert_close(got, jax.tree.leaves(fn(*dense(args))), tolerance)
     return got
@@ -188,7 +188,8 @@ def test_dot_general_over_part_of_the_blocked_axes(axis, normal):
 
 
 @pytest.mark.parametrize(
-    "sizes", [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [0] * 4, [128, 128, 1, 43]]
+    "sizes",
+    [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [0] * 4, [128, 128, 1, 43]],
 )
 def test_ragged_dot(default_format, sizes, normal):
     q = eqquant.quantize(normal(4, 64, 32), default_format, axis=1)
@@ -313,7 +314,7 @@ ELEMENTWISE = {
     "integer_pow": lambda q: q**2,
     "pow": lambda q: jnp.abs(q) ** 1.5,
     "lt": lambda q: q < 0,
-    "gt": lambda q: 0 > q,
+    "gt": lambda q: q < 0,
     "where": lambda q: jnp.where(q > 0, q, 0),
     "sum": jnp.sum,
     "sort": jnp.sort,

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -89,7 +89,9 @@ def test_result_dtypes_are_those_of_jax(x_dtype, w_dtype, normal):
     w = q.dequantize()
     expected = x @ w.T
     # The precision of the narrowest of the three.
-    narrow = min((x_dtype, w_dtype), key=lambda d: 32 if d == jnp.int32 else jnp.finfo(d).nmant)
+    narrow = min(
+        (x_dtype, w_dtype), key=lambda d: 32 if d == jnp.int32 else jnp.finfo(d).nmant
+    )
     bound = 4 * float(jnp.finfo(expected.dtype).eps) + 4 * (
         0 if narrow == jnp.int32 else float(jnp.finfo(narrow).eps)
     )
@@ -219,7 +221,9 @@ def test_the_gradient_with_respect_to_scales(format, normal):
     got = jax.grad(loss)(q.scales, matmul)
     assert relative(got, jax.grad(loss)(q.scales, full)) < 1e-5
     eqquant.debug.assert_not_materialised(
-        lambda q, x: jax.grad(lambda s: jnp.sum(x @ q.replace(scales=s).T))(q.scales), q, x
+        lambda q, x: jax.grad(lambda s: jnp.sum(x @ q.replace(scales=s).T))(q.scales),
+        q,
+        x,
     )
 
 
@@ -293,7 +297,11 @@ def test_shard_map(default_format, check_vma, how, normal):
 
     def loss(x, w, specs):
         f = jax.shard_map(
-            local, mesh=mesh, in_specs=(x_spec, specs), out_specs=y_spec, check_vma=check_vma
+            local,
+            mesh=mesh,
+            in_specs=(x_spec, specs),
+            out_specs=y_spec,
+            check_vma=check_vma,
         )
         return jnp.sum(f(x, w) * ct)
 

@@ -1,7 +1,7 @@
 """`eqx.nn` layers run on quantized weights as they are, and decode none in full."""
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -131,4 +131,6 @@ def test_the_walk_catches_a_materialisation(default_format, normal):
     layer = quantize_weights(LAYERS["Linear"][0], default_format)
     x = normal(67)
     with pytest.raises(eqquant.MaterialiseError, match="float32"):
-        eqquant.debug.assert_not_materialised(lambda layer, x: dense(layer)(x), layer, x)
+        eqquant.debug.assert_not_materialised(
+            lambda layer, x: dense(layer)(x), layer, x
+        )

@@ -3,8 +3,8 @@
 import re
 import sys
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -216,7 +216,9 @@ def test_bad_arguments(model):
         eqquant.quantize_tree(model, rules={"*": "fp3"})
     with pytest.raises(TypeError, match="rules"):
         eqquant.quantize_tree(model, rules={3: "nf4"})
-    broken = eqx.tree_at(lambda m: m[0].weight, model.layers, jnp.full((64, 64), jnp.nan))
+    broken = eqx.tree_at(
+        lambda m: m[0].weight, model.layers, jnp.full((64, 64), jnp.nan)
+    )
     with pytest.raises(ValueError, match=r"at 0\.weight:.*4096 values are NaN"):
         eqquant.quantize_tree(broken)
     with pytest.raises(ValueError, match=r"at layers\.0\.weight: axis must"):
@@ -234,7 +236,9 @@ def test_abstractly_and_under_jit(model):
     assert jax.tree.structure(skeleton) == jax.tree.structure(expected)
     assert eqquant.tree_nbytes(skeleton) == eqquant.tree_nbytes(expected)
     compiled = eqx.filter_jit(eqquant.quantize_tree)(model, "nf4")
-    assert_identical(eqx.filter(compiled, eqx.is_array), eqx.filter(expected, eqx.is_array))
+    assert_identical(
+        eqx.filter(compiled, eqx.is_array), eqx.filter(expected, eqx.is_array)
+    )
 
 
 def test_quantizing_twice_changes_nothing(model):
