@@ -58,6 +58,23 @@ def match_varying(*args):
 
 
 #
+# Meshes with explicit axes
+#
+
+
+def has_explicit_axes() -> bool:
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
+def spec_of(x) -> tuple:
+    """How `x` is split, one entry for each of its axes."""
+    aval = jax.typeof(x)
+    spec = tuple(aval.sharding.spec)
+    return spec + (None,) * (aval.ndim - len(spec))
+
+
+#
 # Jaxprs
 #
 

@@ -13,9 +13,16 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ._compat import config, match_varying, zero_tangent
+from ._compat import (
+    config,
+    has_explicit_axes,
+    match_varying,
+    spec_of,
+    zero_tangent,
+)
 from .formats import Format, Precision
 from .kernels import xla
 
@@ -58,16 +65,22 @@ def quantized_dot(
     x, codes, scales = match_varying(x, codes, scales)
     if out_dtype is None:
         out_dtype = jnp.promote_types(x.dtype, weight_dtype)
-    return quantized_dot_p.bind(
-        x,
-        codes,
-        scales,
+    bind = ft.partial(
+        quantized_dot_p.bind,
         format=format,
         contract_rows=contract_rows,
         precision=format.precision if precision is None else precision,
         weight_dtype=jnp.dtype(weight_dtype),
         out_dtype=jnp.dtype(out_dtype),
     )
+    if has_explicit_axes():
+        # The loops of a lowering have no one sharding to be typed with; the result has.
+        *leading, _ = spec_of(x)
+        *_, rows, columns = spec_of(codes)
+        free = columns if contract_rows else rows
+        spec = PartitionSpec(*leading, None if free in leading else free)
+        return jax.sharding.auto_axes(bind, out_sharding=spec)(x, codes, scales)
+    return bind(x, codes, scales)
 
 
 @ft.cache

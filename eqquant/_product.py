@@ -150,21 +150,16 @@ def matmul(q: "QuantizedArray", x: Shaped[Array, "..."], *, reflected: bool):
         return jnp.swapaxes(out, -1, -2)  # (..., columns of x, rows of q)
 
     shape = jnp.broadcast_shapes(q_batch, x_batch)
-    n = len(shape)
     q = q.broadcast_to((*shape, *q.shape[-2:]))
     if q is NotImplemented:
         return NotImplemented
-    if x.ndim > 1:
-        x = jnp.broadcast_to(x, (*shape, *x.shape[-2:]))
-        batch = [(i, i) for i in range(n)]
-    else:
-        batch = []
-    over = [(q.ndim - 2 if reflected else q.ndim - 1, x_axis + x.ndim - n - 2)]
-    if x.ndim > 1:
-        over = [(over[0][0], x.ndim - 1 if reflected else x.ndim - 2)]
-    else:
-        over = [(over[0][0], 0)]
-    out = contract(q, x, over, batch, out_dtype=out_dtype)
-    if out is NotImplemented or reflected or x.ndim == 1:
+    q_axis = q.ndim - 2 if reflected else q.ndim - 1
+    if x.ndim == 1:
+        return contract(q, x, [(q_axis, 0)], out_dtype=out_dtype)
+    x = jnp.broadcast_to(x, (*shape, *x.shape[-2:]))
+    x_axis = x.ndim - 1 if reflected else x.ndim - 2
+    batch = [(i, i) for i in range(len(shape))]
+    out = contract(q, x, [(q_axis, x_axis)], batch, out_dtype=out_dtype)
+    if out is NotImplemented or reflected:
         return out
     return jnp.swapaxes(out, -1, -2)

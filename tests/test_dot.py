@@ -322,3 +322,22 @@ def test_automatic_partitioning(default_format, w_spec, normal):
     gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T))))
     for a, b in zip(gradient(x, split), gradient(x, w), strict=True):
         assert relative(a, b) < TOLERANCE["high"]
+
+
+@pytest.mark.parametrize(
+    "x_spec, w_spec, expected",
+    [(P(), P("x"), P(None, "x")), (P("x"), P(), P("x", None))],
+)
+def test_explicit_axes(default_format, x_spec, w_spec, expected, normal):
+    mesh = mesh_of(AxisType.Explicit)
+    q, w = make(normal, default_format, 16, 512)
+    x = normal(8, 512)
+    y, gradient = x @ w.T, jax.grad(lambda x: jnp.sum(jnp.sin(x @ w.T)))(x)
+    with jax.set_mesh(mesh):
+        split = jax.device_put(q, NamedSharding(mesh, w_spec))
+        rows = jax.device_put(x, NamedSharding(mesh, x_spec))
+        got = jax.jit(lambda x, q: x @ q.T)(rows, split)
+        assert jax.typeof(got).sharding.spec == expected
+        pulled = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))(rows, split)
+    assert relative(got, y) < TOLERANCE["high"]
+    assert relative(pulled, gradient) < 1e-3  # Through the sine of what is not small.
