@@ -2,13 +2,16 @@
 
     python benchmarks/matmul.py
     python benchmarks/matmul.py --formats nf4 --m 1 8 --transposed
+    python benchmarks/matmul.py --csv matmul.csv
 
 An entry is the time of the dense float32 product over the time of this one: above 1 is
-faster than dense. The error is relative to the same product with the dequantized
-weight, in float64.
+faster than dense. First the ratio of the medians, then that of the fastest runs, which
+other work on the machine disturbs less. The error is relative to the same product with
+the dequantized weight, in float64; MB are of temporaries.
 """
 
 import argparse
+import csv
 import dataclasses
 
 import eqquant
@@ -53,15 +56,17 @@ def main() -> None:
     parser.add_argument(
         "--transposed", action="store_true", help="contract rows, as a gradient does"
     )
+    parser.add_argument("--csv", help="a file to write the table to as well")
     options = parser.parse_args()
 
     size = options.size
+    entries = []
     rng = np.random.default_rng(0)
     weight = jnp.asarray(rng.standard_normal((size, size), dtype=np.float32))
     print(f"{machine()}; weight {size} x {size}; times as fast as dense float32")
     if options.transposed:
         print("contracting the rows: x @ w")
-    heads = [f"M={m:<4}  error  MB" for m in options.m]
+    heads = [f"{f'M={m}':<6} (min)  error  MB" for m in options.m]
     print(f"{'format':<9}{'precision':<21}{'B/weight':>9}  " + "  ".join(heads))
     baseline = jax.jit(dense_transposed if options.transposed else dense)
     for name in options.formats:
@@ -91,17 +96,38 @@ def main() -> None:
                     seconds=options.seconds,
                 )
                 ratio = median(times["dense"]) / median(times["quantized"])
+                fastest = min(times["dense"]) / min(times["quantized"])
                 reference = np.asarray(x, np.float64) @ (
                     exact if options.transposed else exact.T
                 )
                 error = np.linalg.norm(np.asarray(compiled(x, q)) - reference)
                 error /= np.linalg.norm(reference)
-                cells.append(f"{ratio:>5.2f} {error:>7.0e} {temporary / 2**20:>3.0f}")
+                megabytes = temporary / 2**20
+                cells.append(
+                    f"{ratio:>5.2f} ({fastest:>5.2f}) {error:>6.0e} {megabytes:>3.0f}"
+                )
+                entries.append(
+                    {
+                        "format": name,
+                        "precision": precision,
+                        "m": m,
+                        "ratio": ratio,
+                        "ratio_of_fastest": fastest,
+                        "error": error,
+                        "temporary_megabytes": megabytes,
+                        "bytes_per_weight": q.nbytes / q.size,
+                    }
+                )
             per_weight = q.nbytes / q.size
             print(
                 f"{name:<9}{precision:<21}{per_weight:>9.3f}  " + "  ".join(cells),
                 flush=True,
             )
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.DictWriter(file, entries[0])
+            writer.writeheader()
+            writer.writerows(entries)
 
 
 if __name__ == "__main__":

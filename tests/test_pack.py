@@ -45,7 +45,7 @@ def test_plane_p_holds_the_pth_run_of_a_group(bits):
         assert (packed >> (plane * bits) & (2**bits - 1) == runs[:, plane]).all()
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(
     bits=st.sampled_from(BITS),
     lead=st.lists(st.integers(0, 3), max_size=2),

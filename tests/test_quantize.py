@@ -1,5 +1,6 @@
 """`eqquant.quantize`: dtypes, shapes, axes, values, and what it composes with."""
 
+import functools as ft
 import itertools
 import math
 
@@ -11,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary
+from eqquant import Binary, NF4, Ternary
 from eqquant._quantize import _encode
 from eqquant.formats._registry import formats
-from helpers import assert_identical, sqnr
+from helpers import assert_identical, relative, sqnr, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -40,11 +41,16 @@ def test_requantizing_is_the_identity(format, dtype, normal):
         assert_identical(again, q)
 
 
-def test_searched_and_mean_scales_cannot_have_that(normal):
-    # As their documentation says; otherwise the test above would show nothing.
-    for format in (NF4(scale_search=True), Ternary(least_squares=False)):
-        values = decode(eqquant.quantize(normal(*SHAPE), format))
-        assert (decode(eqquant.quantize(values, format)) != values).any()
+def test_requantizing_with_a_searched_scale_is_the_identity_in_float32(normal):
+    # One of the scales that are tried has no error at all.
+    q = eqquant.quantize(normal(64, 256), NF4(scale_search=True))
+    assert_identical(eqquant.quantize(decode(q), q.format), q)
+
+
+def test_requantizing_with_the_mean_as_scale_cannot_be_the_identity(normal):
+    # As its documentation says; otherwise the tests above would show nothing.
+    q = eqquant.quantize(normal(*SHAPE), Ternary(least_squares=False))
+    assert (decode(eqquant.quantize(decode(q), q.format)) != decode(q)).any()
 
 
 #
@@ -94,32 +100,28 @@ def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format,
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize(
-    "extra", [{}, {"scale_dtype": "bfloat16"}], ids=["", "bfloat16 scales"]
+    "format",
+    [make() for make in formats.values()]
+    + [make(scale_dtype="bfloat16") for make in formats.values()]
+    + [NF4(scale_search=True)],
+    ids=repr,
 )
-@pytest.mark.parametrize("name", formats)
-def test_the_largest_values_stay_finite_and_accurate(name, extra, dtype, rng):
-    format = formats[name](**extra)
+def test_the_largest_values_stay_finite_and_accurate(format, dtype, rng):
     largest = float(jnp.finfo(dtype).max)
     w = rng.uniform(-1, 1, SHAPE)
-    w[:, 0], w[:, 100] = 1, -1
-    w[0] = 1
-    big = jnp.asarray(w * largest, dtype)
-    values = np.asarray(decode(eqquant.quantize(big, format)), np.float64)
-    assert np.isfinite(values).all()
+    w[:, ::32] = 1
+    w[0] = -1
+
+    def noise(w):
+        values = np.asarray(decode(eqquant.quantize(w, format)), np.float64)
+        assert np.isfinite(values).all()
+        return relative(values / largest, np.asarray(w, np.float64) / largest)
+
+    # The dtype rounds the two sets of weights differently. A scale in bfloat16 may have
+    # to give way, by one in the last of its 8 bits, so that nothing overflows.
+    slack = 2.0**-7 if format.scale_dtype == "bfloat16" else 0
     ordinary = jnp.asarray(w, dtype)
-    expected = sqnr(decode(eqquant.quantize(ordinary, format)), ordinary)
-    # The dtype rounds the two sets of weights differently; a scale in bfloat16 (0.4% to
-    # the next) may have to give way so that nothing overflows.
-    loss = expected - sqnr(values / largest, np.asarray(big, np.float64) / largest)
-    assert loss < (1 if extra else 0.1)
-
-
-def test_the_largest_values_stay_finite_when_the_scale_is_searched():
-    for dtype in FLOATS:
-        w = jnp.full((1, 64), jnp.finfo(dtype).max, dtype)
-        values = decode(eqquant.quantize(w, NF4(scale_search=True)))
-        assert jnp.isfinite(values).all()
-        assert sqnr(np.asarray(values, np.float64) / float(w[0, 0]), np.ones((1, 64))) > 40
+    assert noise(jnp.asarray(w * largest, dtype)) < 1.02 * noise(ordinary) + slack
 
 
 def test_float64(default_format):
@@ -150,9 +152,9 @@ def test_nf4_with_float64_scales_loses_nothing_to_float32():
     with jax.enable_x64(True):
         w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)))
         q = eqquant.quantize(w, NF4(scale_dtype="float64"))
-        absmax = jnp.max(jnp.abs(w), -1, keepdims=True)
-        assert_identical(q.scales, absmax)
-        assert jnp.max(jnp.abs(decode(q)), -1, keepdims=True).tolist() == absmax.tolist()
+        absmax = jnp.max(jnp.abs(w), -1)
+        assert_identical(q.scales[:, 0], absmax)
+        assert_identical(jnp.max(jnp.abs(decode(q)), -1), absmax)
 
 
 def test_float64_beyond_the_scales_is_an_error(default_format):
@@ -179,7 +181,7 @@ def test_numpy_arrays(format, normal):
 #
 
 
-@hypothesis.settings(max_examples=25)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(data=st.data())
 def test_any_shape_axis_block_size_and_dtype(data):
     ndim = data.draw(st.integers(1, 4), "ndim")
@@ -222,12 +224,6 @@ def test_a_partial_block_is_invisible(format, normal):
         )
 
 
-@pytest.mark.parametrize("size", [1, 31, 33, 65])
-def test_short_axes(format, size, normal):
-    q = eqquant.quantize(normal(3, size), format)
-    assert q.shape == (3, size) and jnp.isfinite(decode(q)).all()
-
-
 def test_zero_blocks_are_exact(format):
     w = jnp.zeros(SHAPE).at[::2, ::150].set(1)
     values = decode(eqquant.quantize(w, format))
@@ -238,11 +234,13 @@ def test_zero_blocks_are_exact(format):
 
 @pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0), (2, 0, 3), (0, 0)])
 def test_empty_arrays(format, shape):
-    axes = range(len(shape))
+    q = eqquant.quantize(jnp.zeros(shape), format)
+    assert q.shape == decode(q).shape == shape
     for count in range(1, len(shape) + 1):
-        for axis in itertools.combinations(axes, count):
-            q = eqquant.quantize(jnp.zeros(shape), format, axis=axis)
-            assert q.shape == shape and q.dequantize().shape == shape
+        for axis in itertools.combinations(range(len(shape)), count):
+            quantize = ft.partial(eqquant.quantize, format=format, axis=axis)
+            q = jax.eval_shape(quantize, jnp.zeros(shape))
+            assert q.shape == jax.eval_shape(eqquant.dequantize, q).shape == shape
 
 
 @pytest.mark.parametrize("axis", [2, -3, (0, 5)])
@@ -348,31 +346,34 @@ def test_eval_shape_tells_the_truth(format, normal):
         assert (a.shape, a.dtype) == (b.shape, b.dtype)
 
 
+def assert_same_up_to_summation(actual, expected):
+    """Scales that are a largest magnitude: bit by bit. Those that are a mean: XLA adds
+    the 512 numbers up in an order that depends on how they are split."""
+    assert_identical(actual.codes, expected.codes)
+    if expected.format.name in ("nf4", "int8"):
+        assert_identical(actual.scales, expected.scales)
+    else:
+        np.testing.assert_allclose(actual.scales, expected.scales, rtol=512 * 2**-24)
+
+
 @pytest.mark.parametrize("axis", [0, 1, 2])
 def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(*(None,) * axis, "x"))
     w = normal(16, 8, 512)
     expected = eqquant.quantize(w, default_format)
-    quantize = eqx.filter_jit(eqquant.quantize)
-    for fn in (eqquant.quantize, quantize):
-        q = fn(jax.device_put(w, sharding), default_format)
+    for quantize in (eqquant.quantize, eqx.filter_jit(eqquant.quantize)):
+        q = quantize(jax.device_put(w, sharding), default_format)
         assert q.codes.sharding.is_equivalent_to(sharding, 3)
-        assert_identical(q.codes, expected.codes)
-        if axis < 2 or default_format.name in ("nf4", "int8"):
-            assert_identical(q.scales, expected.scales)
-        else:
-            # A mean over what is split adds 512 numbers up in another order.
-            np.testing.assert_allclose(q.scales, expected.scales, rtol=512 * 2**-24)
+        assert_same_up_to_summation(q, expected)
 
 
 def test_sharded_input_on_an_explicit_mesh(default_format, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     w = normal(16, 512)
-    split = jax.device_put(w, NamedSharding(mesh, P("x")))
-    q = eqquant.quantize(split, default_format)
-    assert_identical(q, eqquant.quantize(w, default_format))
+    q = eqquant.quantize(jax.device_put(w, NamedSharding(mesh, P("x"))), default_format)
     assert jax.typeof(q.codes).sharding.spec == P("x", None)
+    assert_same_up_to_summation(q, eqquant.quantize(w, default_format))
 
 
 def test_temporaries_are_small(default_format):
@@ -394,19 +395,18 @@ def test_defect_3_binary_and_ternary_have_a_scale_and_the_right_levels(format, n
     q = eqquant.quantize(w, format)
     assert sqnr(decode(q), w) > 4
     levels = {-1, 1} if format == Binary() else {-1, 0, 1}
-    assert set(np.unique(np.asarray(decode(q) / q.scales))) == levels
+    assert set(np.unique(np.asarray(decode(q)) / np.asarray(q.scales))) == levels
     assert q.codes.nbytes == w.size * (1 if format == Binary() else 2) // 8
 
 
-def test_defect_4_padding_does_not_leak(format, normal):
+def test_defect_4_padding_does_not_leak(default_format, normal):
     w = normal(256, 100)
-    q = eqquant.quantize(w, format)
+    q = eqquant.quantize(w, default_format)
     assert q.shape == decode(q).shape == (256, 100)
     assert q.T.shape == (100, 256)
     # Nor does a gradient see it.
-    slope = jax.grad(lambda x: jnp.sum(q @ x))(jnp.ones(100))
-    assert slope.shape == (100,)
-    np.testing.assert_allclose(slope, jnp.sum(decode(q), 0), rtol=1e-4, atol=1e-4)
+    slope = jax.jit(jax.grad(lambda x: jnp.sum(q @ x)))(jnp.ones(100))
+    assert relative(slope, jnp.sum(decode(q), 0)) < TOLERANCE[default_format.precision]
 
 
 def test_defect_11_zero_and_one_are_exact_and_requantizing_does_not_drift(normal):
@@ -434,8 +434,8 @@ def test_defect_13_large_weights_do_not_saturate(format, dtype, size, rng):
     ordinary = (w / size).astype(dtype)
     expected = sqnr(decode(eqquant.quantize(ordinary, format)), ordinary)
     values = eqquant.quantize(w, format)
-    # The dtype rounds the two differently.
-    assert abs(sqnr(decode(values), w) - expected) < 0.2
+    # The dtype rounds the two differently: bfloat16 has 54 dB, int8 47 of uniform ones.
+    assert abs(sqnr(decode(values), w) - expected) < 1
 
 
 def test_defect_13_nan_is_not_zero(format):

@@ -84,7 +84,8 @@ class NF4(Format):
     - `precision`: the arithmetic of products; see [`eqquant.Format`][].
     - `scale_search`: choose for each block the scale, out of 0.80 to 1.05 of its
         largest magnitude, that minimises the squared error (on normal weights 0.6 dB
-        better). Quantizing what was dequantized is then no longer the identity.
+        better). Quantizing what was dequantized is then the identity only in float32:
+        shorter dtypes round what a searched scale decodes to.
     """
 
     block_size: int | None = 64
