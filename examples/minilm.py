@@ -236,7 +236,7 @@ def measure(name: str, model, batch, expected, short) -> dict:
         "worst": similar.min(),
         "top 1": agreement(neighbours(expected, 1), neighbours(embeddings, 1)),
         "top 10": agreement(neighbours(expected, 10), neighbours(embeddings, 10)),
-        "speed": speed(quantized, model, *batch, repeat=3),
+        "speed": speed(quantized, model, *batch, repeat=2),
         "speed of one": speed(quantized, model, *short, repeat=15),
         "embeddings": np.asarray(embeddings),
     }

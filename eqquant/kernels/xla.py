@@ -158,8 +158,10 @@ def _integer_dot(x, codes, scales, format, contract_rows, split):
     if contract_rows:
         x = x * unit
     x, x_unit = _split_int8(x) if split else _round_int8(x)
-    if exact and format.bits == 8:
-        out = multiply(x, codes)  # The codes are the int8 operand.
+    if exact and format.bits == 8 and not contract_rows:
+        # The codes are the int8 operand. Contracting rows they are cut in tiles all the
+        # same: XLA:CPU is slow at that with a whole matrix.
+        out = multiply(x, codes)
     else:
         out = _tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
     out = out.astype(jnp.float32) * x_unit
