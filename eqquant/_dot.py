@@ -79,7 +79,7 @@ def quantized_dot(
         *_, rows, columns = spec_of(codes)
         free = columns if contract_rows else rows
         spec = PartitionSpec(*leading, None if free in leading else free)
-        return jax.sharding.auto_axes(bind, out_sharding=spec)(x, codes, scales)
+        return jax.sharding.auto_axes(bind, out_sharding=spec)(x, codes, scales)  # pyright: ignore
     return bind(x, codes, scales)
 
 
