@@ -22,7 +22,7 @@ from _timing import interleaved, machine, median
 from jax import lax
 
 
-FORMATS = {"int8": "int8", "nf4": "nf4", "ternary": "ternary", "binary": "binary"}
+FORMATS = ("int8", "nf4", "ternary", "binary")
 PRECISIONS = ("highest", "high", "default")
 
 
@@ -51,7 +51,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=4096, help="rows and columns")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each entry")
     parser.add_argument(
         "--transposed", action="store_true", help="contract rows, as a gradient does"
@@ -68,61 +68,65 @@ def main() -> None:
         print("contracting the rows: x @ w")
     heads = [f"{f'M={m}':<6} (min)  error  MB" for m in options.m]
     print(f"{'format':<9}{'precision':<21}{'B/weight':>9}  " + "  ".join(heads))
-    baseline = jax.jit(dense_transposed if options.transposed else dense)
+    transposed = options.transposed
+    baseline = jax.jit(dense_transposed if transposed else dense)
+    quantized = jax.jit(product_transposed if transposed else product)
     for name in options.formats:
-        format = eqquant.quantize(jnp.ones((8, 8)), FORMATS[name]).format
-        q = eqquant.quantize(weight, format)
+        q = eqquant.quantize(weight, name)
         exact = np.asarray(q.dequantize(), np.float64)
         variants = {
             precision: (
-                jax.jit(product_transposed if options.transposed else product),
-                q.replace(format=dataclasses.replace(format, precision=precision)),
+                quantized,
+                q.replace(format=dataclasses.replace(q.format, precision=precision)),
             )
             for precision in PRECISIONS
         }
-        if not options.transposed:
+        if not transposed:
             variants["dequantize, then dot"] = (jax.jit(dequantize_then_dot), q)
-        for precision, (fn, q) in variants.items():
-            cells = []
-            for m in options.m:
-                x = jnp.asarray(rng.standard_normal((m, size), dtype=np.float32))
-                compiled = fn.lower(x, q).compile()
-                temporary = compiled.memory_analysis().temp_size_in_bytes
-                times = interleaved(
-                    {
-                        "dense": lambda x=x: baseline(x, weight),
-                        "quantized": lambda x=x, q=q, c=compiled: c(x, q),
-                    },
-                    seconds=options.seconds,
-                )
-                ratio = median(times["dense"]) / median(times["quantized"])
-                fastest = min(times["dense"]) / min(times["quantized"])
-                reference = np.asarray(x, np.float64) @ (
-                    exact if options.transposed else exact.T
-                )
-                error = np.linalg.norm(np.asarray(compiled(x, q)) - reference)
+        per_weight = q.nbytes / q.size
+        rows = {
+            variant: f"{name:<9}{variant:<21}{per_weight:>9.3f}" for variant in variants
+        }
+        for m in options.m:
+            x = jnp.asarray(rng.standard_normal((m, size), dtype=np.float32))
+            reference = np.asarray(x, np.float64) @ (exact if transposed else exact.T)
+            compiled = {
+                variant: fn.lower(x, q).compile()
+                for variant, (fn, q) in variants.items()
+            }
+            # One after the other, so that each finds its weight in no cache, as the
+            # layers of a model do.
+            times = interleaved(
+                {"dense": lambda x=x: baseline(x, weight)}
+                | {
+                    variant: lambda x=x, q=q, call=compiled[variant]: call(x, q)
+                    for variant, (_, q) in variants.items()
+                },
+                seconds=options.seconds * (1 + len(variants)),
+            )
+            for variant, (_, q) in variants.items():
+                ratio = median(times["dense"]) / median(times[variant])
+                fastest = min(times["dense"]) / min(times[variant])
+                error = np.linalg.norm(np.asarray(compiled[variant](x, q)) - reference)
                 error /= np.linalg.norm(reference)
-                megabytes = temporary / 2**20
-                cells.append(
-                    f"{ratio:>5.2f} ({fastest:>5.2f}) {error:>6.0e} {megabytes:>3.0f}"
+                memory = compiled[variant].memory_analysis()
+                megabytes = memory.temp_size_in_bytes / 2**20
+                rows[variant] += (
+                    f"  {ratio:>5.2f} ({fastest:>5.2f}) {error:>6.0e} {megabytes:>3.0f}"
                 )
                 entries.append(
                     {
                         "format": name,
-                        "precision": precision,
+                        "precision": variant,
                         "m": m,
                         "ratio": ratio,
                         "ratio_of_fastest": fastest,
                         "error": error,
                         "temporary_megabytes": megabytes,
-                        "bytes_per_weight": q.nbytes / q.size,
+                        "bytes_per_weight": per_weight,
                     }
                 )
-            per_weight = q.nbytes / q.size
-            print(
-                f"{name:<9}{precision:<21}{per_weight:>9.3f}  " + "  ".join(cells),
-                flush=True,
-            )
+        print("\n".join(rows.values()), flush=True)
     if options.csv:
         with open(options.csv, "w", newline="") as file:
             writer = csv.DictWriter(file, entries[0])

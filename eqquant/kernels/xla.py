@@ -63,8 +63,8 @@ def choose_recipe(
     int8_sums = size <= _longest_int8_sum
     exact_in_int8 = format.integer_levels and blocks == 1
     if precision == "high":
-        # Two int8 products for one of floats: worth it while decoding is what counts.
-        return "split" if exact_in_int8 and int8_sums and rows <= 256 else "float"
+        # Two int8 products for one of floats.
+        return "split" if exact_in_int8 and int8_sums else "float"
     # For many rows bfloat16 is as fast and more accurate, unless the codes are int8.
     codes_as_they_are = exact_in_int8 and format.bits == 8
     few_or_free = rows <= 128 or codes_as_they_are
@@ -302,11 +302,11 @@ def _tiled(
     return out.T if not contract_rows and m <= 8 else out
 
 
-def _after(done: Shaped[Array, "m out"], i: Int[Array, ""]) -> Int[Array, ""]:
+def _after(done: Shaped[Array, "m out"], i: Int[Array, ""] | int) -> Int[Array, ""]:
     """`i`, once `done` is known. `lax.optimization_barrier` is gone by the time that XLA
     decides on copies; this looks like arithmetic to it, and adds a zero."""
     byte = lax.bitcast_convert_type(done[0, 0], jnp.uint8).reshape(-1)[0]
-    return i + (lax.population_count(byte) >> 4).astype(i.dtype)
+    return i + (lax.population_count(byte) >> 4).astype(jnp.int32)
 
 
 def scale_gradient(
