@@ -2,7 +2,7 @@
 
 import functools as ft
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,8 +13,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
-from ._compat import config, is_traced
+from ._compat import config, is_traced, match_varying
 from ._pack import codes_per_byte, pack
+from ._pipeline import pipeline
 from ._typing import typed
 from .formats import as_format, Format
 from .formats._format import reduce_blocks
@@ -248,7 +249,7 @@ def _encode(
         # A chunk at a time keeps temporaries in the cache, and as small as that.
         rows = rows.reshape(-1, size)
         height = max(1, _chunk_elements // size)
-        codes, scales, problem = lax.map(encode, rows, batch_size=height)
+        codes, scales, problem = _map_chunks(jax.vmap(encode), rows, height)
     else:
         # Axis by axis: to flatten them would gather what is split over devices.
         for _ in lead:
@@ -257,14 +258,40 @@ def _encode(
     if per_tensor:
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
-    # Not before: XLA:CPU would fuse this reshape with the encoding, and no longer
-    # vectorise it.
     codes = codes.reshape(*shape, -1)
     return codes, scales.reshape(*shape, -1), jnp.any(problem)
 
 
-# What is encoded at once: half a megabyte of float32.
-_chunk_elements = 2**18
+def _map_chunks(fn: Callable, rows: Shaped[Array, "rows size"], height: int):
+    """`fn(rows)`, so many rows at a time, each result flattened but for its rows."""
+    count, rest = divmod(rows.shape[0], height)
+
+    def chunk(i):
+        return fn(lax.dynamic_slice_in_dim(rows, i * height, height))
+
+    def write(i, chunk, out):
+        # The reshape is here, as XLA:CPU would fuse it with the encoding, and no longer
+        # vectorise that.
+        return jax.tree.map(
+            lambda out, part: lax.dynamic_update_slice_in_dim(
+                out, part.reshape(part.shape[0], -1), i * height, 0
+            ),
+            out,
+            chunk,
+        )
+
+    def empty(part):
+        out = jnp.zeros((rows.shape[0], math.prod(part.shape[1:])), part.dtype)
+        return match_varying(out, rows)[0]
+
+    out = jax.tree.map(empty, jax.eval_shape(fn, rows))
+    if count:
+        out = pipeline(count, chunk, write, out)
+    return write(count, fn(rows[-rest:]), out) if rest else out
+
+
+# What is encoded at once: four megabytes of float32.
+_chunk_elements = 2**20
 
 
 def _in_blocks(

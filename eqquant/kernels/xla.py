@@ -4,11 +4,9 @@ The weight is decoded a tile of rows at a time, so that it never exists in full 
 floating point. What each step looks like is dictated by XLA:CPU, the platform on which
 it matters most:
 
-- A tile is decoded one iteration before it is used, and carried through the loop. That
-  makes XLA write the tile with a vectorised loop, rather than decode each element over
-  and over inside of the product.
-- The next tile waits for the product with this one (see `_after`), so that it can be
-  written where this one is: XLA would otherwise keep both, and copy each twice.
+- A tile is decoded one iteration before it is used (see `_pipeline`). That makes XLA
+  write the tile with a vectorised loop, rather than decode each element over and over
+  inside of the product.
 - Codes stay in plane order (see `_pack`); the activation is permuted instead.
 
 There are four recipes, and [`choose_recipe`][] chooses. Errors are relative (Frobenius
@@ -30,10 +28,11 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int, Int8, Shaped, UInt8
+from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from .._compat import match_varying
 from .._pack import from_plane_order, to_plane_order, unpack_planes
+from .._pipeline import pipeline
 from ..formats import Format, Precision
 
 
@@ -290,23 +289,10 @@ def _tiled(
     shape = (m, columns) if contract_rows else (rows, m) if m <= 8 else (m, rows)
     out, _, _, _ = match_varying(jnp.zeros(shape, dtype), x, codes, scales)
 
-    def step(i, carry):
-        tile, out = carry
-        out = add(i, tile, out)
-        return decoded(_after(out, i + 1)), out
-
-    tile, out = lax.fori_loop(0, count - 1, step, (decoded(0), out))
-    out = add(count - 1, tile, out)
+    out = pipeline(count, decoded, add, out)
     if rest:
         out = add(count, decoded(count, size=rest), out, size=rest)
     return out.T if not contract_rows and m <= 8 else out
-
-
-def _after(done: Shaped[Array, "m out"], i: Int[Array, ""] | int) -> Int[Array, ""]:
-    """`i`, once `done` is known. `lax.optimization_barrier` is gone by the time that XLA
-    decides on copies; this looks like arithmetic to it, and adds a zero."""
-    byte = lax.bitcast_convert_type(done[0, 0], jnp.uint8).reshape(-1)[0]
-    return i + (lax.population_count(byte) >> 4).astype(jnp.int32)
 
 
 def scale_gradient(
