@@ -1,7 +1,7 @@
 """A loop whose parts XLA:CPU leaves apart.
 
 Left to itself, XLA fuses what makes a piece into what uses it: an element is then made
-over and over inside of a product, or made by one thread where it is written to its place.
+over and over inside of a product, or by one thread where it is written to its place.
 """
 
 from collections.abc import Callable
@@ -26,8 +26,8 @@ def pipeline(
     """`for i in range(count): out = use(i, make(i), out)`, for `count` of 1 or more.
 
     A piece is made one iteration before it is used, and carried through the loop: the
-    two cannot be fused. It is not made before the last use is over, so that it can be
-    written where the last piece was: XLA would otherwise keep both, and copy each twice.
+    two cannot be fused. It is not made before the last use is over, so that it can take
+    the place of the last piece: XLA would otherwise keep both, and copy each twice.
     """
 
     def step(i, carry):
@@ -42,8 +42,8 @@ def pipeline(
 def _after(
     done: PyTree[Shaped[Array, "..."]], i: Int[Array, ""] | int
 ) -> Int[Array, ""]:
-    """`i`, once `done` is known. `lax.optimization_barrier` is gone by the time that XLA
-    decides on copies; this looks like arithmetic to it, and adds a zero."""
+    """`i`, once `done` is known. `lax.optimization_barrier` is gone by the time that
+    XLA decides on copies; this looks like arithmetic to it, and adds a zero."""
     first = jax.tree.leaves(done)[0]
     corner = lax.slice(first, (0,) * first.ndim, (1,) * first.ndim)
     byte = lax.bitcast_convert_type(corner, jnp.uint8).reshape(-1)[0]
