@@ -1,9 +1,10 @@
 """The only room that asks which JAX this is.
 
 Every private or version-dependent piece of JAX that eqquant uses is here, with the
-versions on which it was tried: 0.10.2, 0.12.0 (unless said otherwise).
+versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -65,6 +66,15 @@ def match_varying(*args):
 def has_explicit_axes() -> bool:
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.AxisType.Explicit in mesh.axis_types
+
+
+def mesh_of(x):
+    """A context of the mesh over which `x` is explicitly split, if it is. Without one,
+    operations with a scalar raise under `vmap` (0.11, 0.12)."""
+    mesh = jax.typeof(x).sharding.mesh
+    if jax.sharding.AxisType.Explicit in mesh.axis_types:
+        return jax.sharding.use_abstract_mesh(mesh)
+    return contextlib.nullcontext()
 
 
 def spec_of(x) -> tuple:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
-from ._compat import config, is_traced, match_varying
+from ._compat import config, is_traced, match_varying, mesh_of
 from ._pack import codes_per_byte, pack
 from ._pipeline import pipeline
 from ._typing import typed
@@ -254,7 +254,8 @@ def _encode(
         # Axis by axis: to flatten them would gather what is split over devices.
         for _ in lead:
             encode = jax.vmap(encode)
-        codes, scales, problem = encode(rows)
+        with mesh_of(rows):
+            codes, scales, problem = encode(rows)
     if per_tensor:
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
