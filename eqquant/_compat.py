@@ -4,7 +4,6 @@ Every private or version-dependent piece of JAX that eqquant uses is here, with 
 versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -68,20 +67,17 @@ def has_explicit_axes() -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def mesh_of(x):
-    """A context of the mesh over which `x` is explicitly split, if it is. Without one,
-    operations with a scalar raise under `vmap` (0.11, 0.12)."""
-    mesh = jax.typeof(x).sharding.mesh
-    if jax.sharding.AxisType.Explicit in mesh.axis_types:
-        return jax.sharding.use_abstract_mesh(mesh)
-    return contextlib.nullcontext()
-
-
 def spec_of(x) -> tuple:
     """How `x` is split, one entry for each of its axes."""
     aval = jax.typeof(x)
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (aval.ndim - len(spec))
+
+
+def explicit_mesh_of(x):
+    """The mesh over which `x` is explicitly split, if it is."""
+    mesh = jax.typeof(x).sharding.mesh
+    return mesh if jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
 #

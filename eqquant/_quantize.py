@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
-from ._compat import config, is_traced, match_varying, mesh_of
+from ._compat import config, explicit_mesh_of, is_traced, match_varying, spec_of
 from ._pack import codes_per_byte, pack
 from ._pipeline import pipeline
 from ._typing import typed
@@ -254,13 +255,37 @@ def _encode(
         # Axis by axis: to flatten them would gather what is split over devices.
         for _ in lead:
             encode = jax.vmap(encode)
-        with mesh_of(rows):
-            codes, scales, problem = encode(rows)
+        codes, scales, problem = _keep_split(encode, rows, format)
     if per_tensor:
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
     codes = codes.reshape(*shape, -1)
     return codes, scales.reshape(*shape, -1), jnp.any(problem)
+
+
+def _keep_split(encode: Callable, rows: Shaped[Array, "*lead size"], format: Format):
+    """`encode(rows)`. On a mesh with explicit axes the results are split as `rows` are,
+    and the compiler sees to what is in between."""
+    mesh = explicit_mesh_of(rows)
+    if mesh is None:
+        return encode(rows)
+    *lead, last = spec_of(rows)
+    *shape, size = rows.shape
+
+    def spec(length: int) -> PartitionSpec:
+        names = last if isinstance(last, tuple) else () if last is None else (last,)
+        even = length % math.prod(mesh.shape[name] for name in names) == 0
+        return PartitionSpec(*lead, last if even else None)
+
+    def flat(rows):
+        codes, scales, problem = encode(rows)
+        return codes.reshape(*shape, -1), scales.reshape(*shape, -1), problem
+
+    packed = format.padded(size) * format.bits // 8
+    out = (spec(packed), spec(format.num_blocks(size)), PartitionSpec(*lead))
+    with jax.sharding.use_abstract_mesh(mesh):
+        split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
+        return split(rows)
 
 
 def _map_chunks(fn: Callable, rows: Shaped[Array, "rows size"], height: int):

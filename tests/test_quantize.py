@@ -368,12 +368,24 @@ def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, nor
         assert_same_up_to_summation(q, expected)
 
 
-def test_sharded_input_on_an_explicit_mesh(default_format, normal):
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("size", [512, 520])
+def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
-    w = normal(16, 512)
-    q = eqquant.quantize(jax.device_put(w, NamedSharding(mesh, P("x"))), default_format)
-    assert jax.typeof(q.codes).sharding.spec == P("x", None)
-    assert_same_up_to_summation(q, eqquant.quantize(w, default_format))
+    spec = P(*(None,) * axis, "x")
+    w = normal(16, 8, size)
+    expected = eqquant.quantize(w, default_format)
+    sharded = jax.device_put(w, NamedSharding(mesh, spec))
+    for quantize in (eqquant.quantize, eqx.filter_jit(eqquant.quantize)):
+        q = quantize(sharded, default_format)
+        even = q.codes.shape[axis] % 8 == 0
+        kept = (
+            P(*(None,) * axis, "x", *(None,) * (2 - axis))
+            if even
+            else P(None, None, None)
+        )
+        assert jax.typeof(q.codes).sharding.spec == kept
+        assert_same_up_to_summation(q, expected)
 
 
 def test_temporaries_are_small(default_format):
