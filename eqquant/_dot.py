@@ -19,12 +19,13 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ._compat import (
     config,
     has_explicit_axes,
+    is_automatically_partitioned,
     match_varying,
     spec_of,
     zero_tangent,
 )
 from .formats import Format, Precision
-from .kernels import xla
+from .kernels import tpu, xla
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -117,7 +118,18 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
 
 
-mlir.register_lowering(quantized_dot_p, mlir.lower_fun(xla.dot, multiple_results=False))
+_lower_xla = mlir.lower_fun(xla.dot, multiple_results=False)
+_lower_tpu = mlir.lower_fun(tpu.dot, multiple_results=False)
+
+
+def _lower_for_tpu(ctx, *args, **params):
+    # The compiler cannot split a Pallas kernel over devices; what XLA made it can.
+    lower = _lower_xla if is_automatically_partitioned(ctx) else _lower_tpu
+    return lower(ctx, *args, **params)
+
+
+mlir.register_lowering(quantized_dot_p, _lower_xla)
+mlir.register_lowering(quantized_dot_p, _lower_for_tpu, platform="tpu")
 
 
 def _jvp(primals, tangents, **params):

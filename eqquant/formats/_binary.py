@@ -34,4 +34,7 @@ class Binary(Format):
         return (blocks < 0).astype(jnp.uint8), scales
 
     def levels(self, codes, dtype):
-        return (jnp.int8(1) - (codes << jnp.uint8(1)).astype(jnp.int8)).astype(dtype)
+        twice = codes << 1
+        if codes.dtype == jnp.uint8:
+            twice = twice.astype(jnp.int8)
+        return (1 - twice).astype(dtype)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, get_args, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8, Shaped, UInt8
+from jaxtyping import Array, Float, Integer, Shaped
 
 from .._pack import codes_per_byte
 
@@ -133,7 +133,7 @@ class Format(abc.ABC):
         """
 
     def levels(
-        self, codes: UInt8[Array, "*shape"] | Int8[Array, "*shape"], dtype
+        self, codes: Integer[Array, "*shape"], dtype
     ) -> Shaped[Array, "*shape"]:
         """The value of each code, before scaling.
 
@@ -143,7 +143,7 @@ class Format(abc.ABC):
         assert self.codebook is not None
         table = [jnp.asarray(level, dtype) for level in self.codebook]
         for bit in range(self.bits):
-            is_set = (codes & jnp.uint8(1 << bit)) != 0
+            is_set = (codes & (1 << bit)) != 0
             table = [
                 jnp.where(is_set, high, low)
                 for low, high in zip(table[::2], table[1::2], strict=True)

@@ -68,6 +68,7 @@ class Ternary(Format):
         return nonzero.astype(jnp.uint8) | (negative << jnp.uint8(1)), scales
 
     def levels(self, codes, dtype):
-        low = (codes & jnp.uint8(1)).astype(jnp.int8)
-        high = (codes & jnp.uint8(2)).astype(jnp.int8)
+        low, high = codes & 1, codes & 2
+        if codes.dtype == jnp.uint8:
+            low, high = low.astype(jnp.int8), high.astype(jnp.int8)
         return (low - high).astype(dtype)

@@ -62,8 +62,9 @@ def choose_recipe(
     int8_sums = size <= _longest_int8_sum
     exact_in_int8 = format.integer_levels and blocks == 1
     if precision == "high":
-        # Two int8 products for one of floats.
-        return "split" if exact_in_int8 and int8_sums else "float"
+        # Two int8 products for one of floats, but twice the rows to make and to add up.
+        few = rows <= 2048
+        return "split" if exact_in_int8 and int8_sums and few else "float"
     # For many rows bfloat16 is as fast and more accurate, unless the codes are int8.
     codes_as_they_are = exact_in_int8 and format.bits == 8
     few_or_free = rows <= 128 or codes_as_they_are
