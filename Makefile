@@ -7,6 +7,10 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
+# On the CPU unless something else is asked for: `JAX_PLATFORMS=cuda make demo`. (The tests
+# install the compiler for TPUs, which JAX would take for a TPU.)
+export JAX_PLATFORMS ?= cpu
+
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 

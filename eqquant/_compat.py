@@ -195,6 +195,15 @@ def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
 #
 
 
+def device_kind() -> str:
+    """Of what is compiled for: the devices of the mesh in context, as when compiling
+    ahead of time, or the default one."""
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    if described is not None:
+        return described.device_kind
+    return jax.devices()[0].device_kind
+
+
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether the compiler, rather than shard_map, splits this program over devices."""
     axes = ctx.module_context.axis_context

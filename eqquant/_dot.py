@@ -118,8 +118,13 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
 
 
+def _dot_on_tpu(x, codes, scales, **params):
+    kernel = xla if tpu.why_not(x, codes, scales, **params) else tpu
+    return kernel.dot(x, codes, scales, **params)
+
+
 _lower_xla = mlir.lower_fun(xla.dot, multiple_results=False)
-_lower_tpu = mlir.lower_fun(tpu.dot, multiple_results=False)
+_lower_tpu = mlir.lower_fun(_dot_on_tpu, multiple_results=False)
 
 
 def _lower_for_tpu(ctx, *args, **params):

@@ -132,9 +132,7 @@ class Format(abc.ABC):
             decoded must not exceed it: see `bound_scales`.
         """
 
-    def levels(
-        self, codes: Integer[Array, "*shape"], dtype
-    ) -> Shaped[Array, "*shape"]:
+    def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
         """The value of each code, before scaling.
 
         By selects over the bits of the code rather than a gather: exact, and it

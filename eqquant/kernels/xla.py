@@ -31,6 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from .._compat import match_varying
+from .._int8 import round_int8, split_int8
 from .._pack import from_plane_order, to_plane_order, unpack_planes
 from .._pipeline import pipeline
 from ..formats import Format, Precision
@@ -159,7 +160,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, split):
     multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=jnp.int32)
     if contract_rows:
         x = x * unit
-    x, x_unit = _split_int8(x) if split else _round_int8(x)
+    x, x_unit = split_int8(x) if split else _rounded(x)
     if exact and format.bits == 8 and not contract_rows:
         # The codes are the int8 operand. Contracting rows they are cut in tiles all the
         # same: XLA:CPU is slow at that with a whole matrix.
@@ -182,32 +183,10 @@ def _multiply(x, tile, *, contract_rows, dtype):
     )
 
 
-def _row_unit(x: Float[Array, "m size"]) -> Float[Array, "m 1"]:
-    # Through the bits: XLA:CPU's maximum of floats may lose a NaN, and a row with a NaN
-    # has to stay one.
-    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    absmax = lax.bitcast_convert_type(jnp.max(bits, -1, keepdims=True), jnp.float32)
-    absmax = jnp.where(jnp.isfinite(absmax), absmax, jnp.nan)
-    return jnp.where(absmax == 0, 1, absmax / 127)
-
-
-def _split_int8(
-    x: Float[Array, "m size"],
-) -> tuple[Int8[Array, "twice_m size"], Float[Array, "twice_m 1"]]:
-    """`x` as two int8 matrices, one above the other: `high * unit + low * unit/254`."""
-    unit = _row_unit(x)
-    x = x / unit
-    high = jnp.round(x)
-    low = jnp.round((x - high) * 254)
-    rows = jnp.concatenate([high, low]).astype(jnp.int8)
-    return rows, jnp.concatenate([unit, unit / 254])
-
-
-def _round_int8(
+def _rounded(
     x: Float[Array, "m size"],
 ) -> tuple[Int8[Array, "m_ size"], Float[Array, "m_ 1"]]:
-    unit = _row_unit(x)
-    x = jnp.round(x / unit).astype(jnp.int8)
+    x, unit = round_int8(x)
     if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
         x, unit = jnp.pad(x, ((0, 1), (0, 0))), jnp.pad(unit, ((0, 1), (0, 0)))
     return x, unit

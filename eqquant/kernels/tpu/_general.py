@@ -1,88 +1,25 @@
-"""Products with quantized weights on TPU: Pallas kernels that decode on the fly.
+"""The kernel that takes any format, shape and direction.
 
-A tile of codes is decoded in vector memory and multiplied at once. Nothing is expanded
-outside: codes enter as they are stored, scales too (TPUs keep a narrow matrix transposed
-in memory, and the kernel reads it that way), and only the activation, the small operand,
-is permuted and padded.
-
-What lies outside of an array in the last tile of an axis is undefined: the activation is
-padded with zeros there, and scales are masked, as zero times NaN would not be zero.
+A tile of the weight is decoded, scaled and rounded to what the matrix unit multiplies,
+in vector memory: the best there is for many rows, as the decoding is then hidden behind
+the products.
 """
 
-import functools as ft
 import math
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Int8, UInt8
+from jaxtyping import Array, Float, Int
 
-from ..formats import Format, Precision
-from . import xla
-
-
-_lanes = 128
+from ...formats import Format
+from ._tiles import from_tiles, lanes, pad_to, result_like, to_tiles
 
 
-def dot(
-    x: Float[Array, "*batch m size"],
-    codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
-    scales: Float[Array, "*batch rows blocks"],
-    *,
-    format: Format,
-    contract_rows: bool,
-    precision: Precision,
-    weight_dtype,
-    out_dtype,
-    interpret: bool = False,
-) -> Float[Array, "*batch m out"]:
-    """As [`eqquant.kernels.xla.dot`][], by a Pallas kernel where there is one."""
-    reason = why_not(x.dtype, codes.shape, scales, format, weight_dtype)
-    if reason is not None or 0 in (*x.shape, *codes.shape):
-        return xla.dot(
-            x,
-            codes,
-            scales,
-            format=format,
-            contract_rows=contract_rows,
-            precision=precision,
-            weight_dtype=weight_dtype,
-            out_dtype=out_dtype,
-        )
-    batch = codes.shape[:-2]
-
-    def flat(a):
-        return a.reshape(-1, *a.shape[-2:])
-
-    call = _contract_rows if contract_rows else _contract_columns
-    out = call(
-        flat(x),
-        flat(codes),
-        flat(scales),
-        format=format,
-        operand=_operand(x.dtype, weight_dtype, precision),
-        interpret=interpret,
-    )
-    return out.reshape(*batch, *out.shape[-2:]).astype(out_dtype)
-
-
-def why_not(x_dtype, codes_shape, scales, format: Format, weight_dtype) -> str | None:
-    """Why a product has no kernel, if it has none."""
-    for dtype in (x_dtype, weight_dtype, scales.dtype):
-        if jnp.dtype(dtype).itemsize > 4:
-            return f"TPU kernels compute in float32 at most, not {jnp.dtype(dtype)}"
-    *_, rows, packed = codes_shape
-    if _tile_bytes(packed, format) * _tile_rows(rows) > 2**21:
-        return f"a block of {format.block_size} values is too long for a tile"
-    return None
-
-
-def _operand(x_dtype, weight_dtype, precision: Precision):
-    """What the matrix unit multiplies."""
-    exact = jnp.promote_types(x_dtype, weight_dtype) == jnp.float32
-    return jnp.float32 if exact and precision != "default" else jnp.bfloat16
+def fits(packed: int, rows: int, format: Format) -> bool:
+    """Whether a tile of whole blocks is small enough."""
+    return _tile_bytes(packed, format) * _tile_rows(rows) <= 2**21
 
 
 def _tile_rows(rows: int) -> int:
@@ -94,7 +31,7 @@ def _tile_bytes(packed: int, format: Format) -> int:
     """Columns of a tile, packed: all of them, or whole registers and whole blocks."""
     block = (format.block_size or format.group) * format.bits // 8
     # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
-    whole = math.lcm(_lanes, block * (16 if format.block_size else 1))
+    whole = math.lcm(lanes, block * (16 if format.block_size else 1))
     size = math.ceil(512 / whole) * whole
     return packed if packed <= size else size
 
@@ -108,41 +45,6 @@ def _blocks(tile: int, packed: int, blocks: int, format: Format) -> int:
 
 def _tile_m(m: int, itemsize: int) -> int:
     return min(math.ceil(m / (32 // itemsize)) * (32 // itemsize), 512)
-
-
-def _pad_to(x: Array, axis: int, multiple: int) -> Array:
-    missing = -x.shape[axis] % multiple
-    if not missing:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, missing)
-    return jnp.pad(x, widths)
-
-
-def _to_tiles(
-    x: Float[Array, "batch m columns"], tile: int, format: Format
-) -> Float[Array, "batch m padded"]:
-    """The columns in plane order within each tile of so many bytes."""
-    planes = 8 // format.bits
-    x = _pad_to(x, -1, tile * planes)
-    if planes == 1:
-        return x
-    batch, m, columns = x.shape
-    width = format.group // planes
-    x = x.reshape(batch, m, columns // (tile * planes), tile // width, planes, width)
-    return jnp.swapaxes(x, -3, -2).reshape(batch, m, columns)
-
-
-def _from_tiles(
-    x: Float[Array, "batch m padded"], tile: int, columns: int, format: Format
-) -> Float[Array, "batch m columns"]:
-    planes = 8 // format.bits
-    if planes > 1:
-        batch, m, padded = x.shape
-        width = format.group // planes
-        x = x.reshape(batch, m, padded // (tile * planes), planes, tile // width, width)
-        x = jnp.swapaxes(x, -3, -2).reshape(batch, m, padded)
-    return x[..., :columns]
 
 
 def _decode(codes, scales, plane: int, format: Format) -> Float[Array, "rows bytes"]:
@@ -161,14 +63,14 @@ def _spread(
     """The scales of a tile, one for each of its bytes."""
     block = format.block_size * format.bits // 8
     scales = scales.astype(jnp.float32).T
-    rows, blocks = scales.shape
-    scales = _pad_to(scales, 1, _lanes)
-    lane = lax.broadcasted_iota(jnp.int32, (rows, _lanes), 1)
+    rows, _ = scales.shape
+    scales = pad_to(scales, 1, lanes)
+    lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
     parts = []
-    for start in range(0, tile, _lanes):
-        first = start // block // _lanes * _lanes
+    for start in range(0, tile, lanes):
+        first = start // block // lanes * lanes
         index = lax.div(lane + start, jnp.int32(block)) - first
-        source = scales[:, first : first + _lanes]
+        source = scales[:, first : first + lanes]
         parts.append(
             jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
         )
@@ -181,13 +83,6 @@ def _masked(scales, axis: int, start: Int[Array, ""], size: int):
     return jnp.where(index < size, scales, jnp.zeros_like(scales))
 
 
-def _result(x: Float[Array, "batch m size"], free: int) -> jax.ShapeDtypeStruct:
-    """The shape of a result, which inside of shard_map varies as the operands do."""
-    shape = (*x.shape[:2], free)
-    like = lambda x: jnp.broadcast_to(x[:, :, :1].astype(jnp.float32), shape)
-    return jax.eval_shape(like, x)
-
-
 def _multiply(x, w, contract: int):
     return lax.dot_general(
         x,
@@ -198,7 +93,7 @@ def _multiply(x, w, contract: int):
     )
 
 
-def _contract_columns(x, codes, scales, *, format: Format, operand, interpret: bool):
+def contract_columns(x, codes, scales, *, format: Format, operand, interpret: bool):
     """`x @ w.T`"""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
@@ -209,7 +104,7 @@ def _contract_columns(x, codes, scales, *, format: Format, operand, interpret: b
     bm = _tile_m(m, jnp.dtype(operand).itemsize)
     steps = pl.cdiv(packed, tile)
     tile_blocks = _blocks(tile, packed, blocks, format)
-    x = _pad_to(_to_tiles(x.astype(operand), tile, format), 1, bm)
+    x = pad_to(to_tiles(x.astype(operand), tile, format), 1, bm)
 
     def kernel(x, codes, scales, out, total):
         step = pl.program_id(3)
@@ -249,7 +144,7 @@ def _contract_columns(x, codes, scales, *, format: Format, operand, interpret: b
             ),
         ],
         out_specs=pl.BlockSpec((1, bm, bn), lambda b, i, j, k: (b, i, j)),
-        out_shape=_result(x, rows),
+        out_shape=result_like(x, rows),
         scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
@@ -260,7 +155,7 @@ def _contract_columns(x, codes, scales, *, format: Format, operand, interpret: b
     return out[:, :m]
 
 
-def _contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool):
+def contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool):
     """`x @ w`"""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
@@ -275,7 +170,7 @@ def _contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool
     x = x.astype(operand)
     if not format.block_size:
         x = (x * scales[..., 0][:, None, :]).astype(operand)
-    x = _pad_to(_pad_to(x, 1, bm), 2, bn)
+    x = pad_to(pad_to(x, 1, bm), 2, bn)
 
     def kernel(x, codes, scales, out, total):
         step = pl.program_id(3)
@@ -312,7 +207,7 @@ def _contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool
             ),
         ],
         out_specs=pl.BlockSpec((1, bm, tile * planes), lambda b, i, j, k: (b, i, j)),
-        out_shape=_result(x, tiles * tile * planes),
+        out_shape=result_like(x, tiles * tile * planes),
         scratch_shapes=[pltpu.VMEM((bm, tile * planes), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
@@ -320,4 +215,4 @@ def _contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool
         interpret=interpret,
         name=f"{format.name}_rows",
     )(x, codes, jnp.swapaxes(scales, 1, 2))
-    return _from_tiles(out[:, :m], tile, packed * planes, format)
+    return from_tiles(out[:, :m], tile, packed * planes, format)

@@ -1,0 +1,50 @@
+"""What is best on which chip."""
+
+import dataclasses
+
+from ..._compat import device_kind
+from ..._warn import warn
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """The choices that depend on the generation."""
+
+    # Along which axis the hardware looks bytes up: rows (fast), or lanes.
+    gather_axis: int
+    # How many rows of the weight a step decodes, by format.
+    rows: dict[str, int]
+    # How many bytes of a row are multiplied at once, without blocks.
+    chunk: int = 256
+    # Whether the matrix unit takes int8.
+    int8: bool = True
+
+
+_fourth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024}, int8=False)
+_fifth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024})
+_sixth = Chip(0, {"int8": 256, "nf4": 256, "ternary": 1024, "binary": 1024})
+
+# By what `jax.Device.device_kind` says.
+_chips = {
+    "TPU v4": _fourth,
+    "TPU v5 lite": _fifth,
+    "TPU v5e": _fifth,
+    "TPU v5": _fifth,
+    "TPU v5p": _fifth,
+    "TPU v6 lite": _sixth,
+    "TPU v6e": _sixth,
+    "TPU7x": _sixth,
+}
+
+
+def chip() -> Chip:
+    """Of the mesh in context, or of the default device. What the fourth generation does
+    works on every one."""
+    kind = device_kind()
+    if kind not in _chips and "TPU" in kind:
+        warn(
+            f"eqquant has no table for {kind!r}; it uses that of 'TPU v5 lite'.",
+            UserWarning,
+            once=True,
+        )
+    return _chips.get(kind, _fifth if "TPU" in kind else _fourth)

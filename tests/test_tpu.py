@@ -1,0 +1,259 @@
+"""The Pallas kernels: their numbers in interpret mode, and the real compiler's view."""
+
+import functools as ft
+import importlib.util
+import re
+
+import eqquant
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Int8, NF4, Ternary
+from eqquant.debug import compile_for_tpu
+from eqquant.kernels import tpu
+from eqquant.kernels.tpu import _chips
+from helpers import relative
+from jax.sharding import PartitionSpec as P
+
+
+CHIPS = ["v4", "v5e", "v5p", "v6e", "TPU7x"]
+FORMATS = [NF4(), Int8(), Ternary(), Binary()]
+# What each variant promises, with room for small shapes.
+TOLERANCE = {
+    "decode": 1e-4,
+    "decode, rounded": 2.5e-2,
+    "float32": 2e-6,
+    "bfloat16": 6e-3,
+}
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="NOT COMPILED FOR TPU: libtpu is missing (pip install libtpu)",
+)
+
+
+def multiply(x, q, *, contract_rows, precision, dtype, chip=None):
+    """By a kernel in interpret mode, padding as `quantized_dot`'s callers do."""
+    columns = q.shape[1]
+    stored = q.codes.shape[1] * 8 // q.format.bits
+    if not contract_rows:
+        x = jnp.pad(x, ((0, 0), (0, stored - columns)))
+    out = tpu.dot(
+        x,
+        q.codes,
+        q.scales,
+        format=q.format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=jnp.dtype(dtype),
+        out_dtype=jnp.float32,
+        interpret=True,
+    )
+    return out[:, :columns] if contract_rows else out
+
+
+def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    weight = jnp.asarray(rng.standard_normal((rows, columns)), jnp.float32)
+    q = eqquant.quantize(weight, format)
+    size = rows if contract_rows else columns
+    x = jnp.asarray(rng.standard_normal((m, size)), dtype)
+    out = multiply(x, q, contract_rows=contract_rows, precision=precision, dtype=dtype)
+    exact = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (exact if contract_rows else exact.T)
+    variant = tpu.choose_variant(
+        q.format,
+        precision,
+        m=m,
+        columns=q.codes.shape[1] * 8 // q.format.bits,
+        contract_rows=contract_rows,
+        dtypes=(x.dtype, jnp.dtype(dtype)),
+    )
+    assert relative(out, expected) < TOLERANCE[variant]
+
+
+@pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m", [8, 40])
+def test_kernels(format, m, dtype, precision, contract_rows):
+    options = dict(contract_rows=contract_rows, precision=precision, dtype=dtype)
+    check(format, m, 70, 200, **options)
+
+
+@hypothesis.settings(max_examples=25)
+@hypothesis.given(
+    format=st.sampled_from(
+        [*FORMATS, NF4(block_size=48), NF4(block_size=512), Int8(block_size=64)]
+    ),
+    m=st.integers(1, 70),
+    rows=st.integers(1, 600),
+    columns=st.integers(1, 2500),
+    contract_rows=st.booleans(),
+    precision=st.sampled_from(["highest", "high", "default"]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+)
+def test_kernels_of_any_shape(format, m, rows, columns, **options):
+    hypothesis.assume(columns > 16)  # Of fewer products the error may be larger.
+    check(format, m, rows, columns, **options)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("format", [NF4(), NF4(block_size=None)], ids=repr)
+def test_both_ways_to_look_up(axis, format, monkeypatch):
+    kind = "TPU v6e" if axis == 0 else "TPU v5e"
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    assert _chips.chip().gather_axis == axis
+    for precision in ("high", "default"):
+        options = dict(contract_rows=False, precision=precision, dtype="float32")
+        check(format, 8, 130, 1000, **options)
+
+
+def test_stacked_weights(normal):
+    q = eqquant.quantize(normal(3, 70, 128), "nf4")
+    x = normal(3, 5, 128)
+    out = tpu.dot(
+        x,
+        q.codes,
+        q.scales,
+        format=q.format,
+        contract_rows=False,
+        precision="high",
+        weight_dtype=jnp.float32,
+        out_dtype=jnp.float32,
+        interpret=True,
+    )
+    expected = jnp.einsum("bmk,bnk->bmn", x, q.dequantize(), precision="highest")
+    assert relative(out, expected) < TOLERANCE["decode"]
+
+
+def test_an_unknown_chip_takes_the_nearest_table_and_says_so(monkeypatch):
+    monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v99")
+    with pytest.warns(UserWarning, match="TPU v99"):
+        assert _chips.chip() == _chips._fifth
+
+
+@pytest.mark.parametrize("format", [NF4(block_size=2**20)], ids=repr)
+def test_what_has_no_kernel(format, normal):
+    q = jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((256, 2**20), jnp.float32),
+    )
+    x = jax.ShapeDtypeStruct((8, 2**20), jnp.float32)
+    options = dict(format=format, weight_dtype=jnp.float32)
+    assert "too long" in tpu.why_not(x, q.codes, q.scales, **options)
+    x = jax.ShapeDtypeStruct((8, 256), jnp.dtype("float64"))
+    assert "float64" in tpu.why_not(x, q.codes, q.scales, **options)
+
+
+#
+# The compiler for TPUs
+#
+
+
+def quantized(rows, columns, format):
+    return jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+    )
+
+
+def kernels_in(compiled) -> list[str]:
+    """The names of the Pallas kernels, in order."""
+    text = compiled.as_text()
+    calls = re.findall(r"%(\S+?)(?:\.\d+)? = .*custom_call_target=\"tpu_custom", text)
+    return calls
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_products_become_kernels(chip, format):
+    q = quantized(2048, 2048, format)
+    for m, kernel in ((8, "decode"), (256, "columns")):
+        x = jax.ShapeDtypeStruct((m, 2048), jnp.bfloat16)
+        compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
+        assert kernels_in(compiled) == [f"{format.name}_{kernel}"]
+        # Nothing of the size of the weight in bfloat16, 8 MB, nor half of it.
+        assert compiled.memory_analysis().temp_size_in_bytes < 2**22
+    compiled = compile_for_tpu(lambda x, q: x @ q, x, q, chip=chip)
+    assert kernels_in(compiled) == [f"{format.name}_rows"]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**22
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("precision", ["highest", "default"])
+def test_ragged_shapes_compile(chip, precision):
+    for format in (NF4(precision=precision), Ternary(precision=precision)):
+        q = quantized(300, 1300, format)
+        for m in (5, 40):
+            for size, fn in ((1300, lambda x, q: x @ q.T), (300, lambda x, q: x @ q)):
+                x = jax.ShapeDtypeStruct((m, size), jnp.float32)
+                assert len(kernels_in(compile_for_tpu(fn, x, q, chip=chip))) == 1
+
+
+@needs_compiler
+def test_no_component_is_expanded_outside():
+    # The scales are read where they are: no copy, no transpose.
+    q = quantized(4096, 4096, NF4())
+    x = jax.ShapeDtypeStruct((8, 4096), jnp.bfloat16)
+    compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q)
+    held = compiled.memory_analysis().argument_size_in_bytes
+    assert (held - 8 * 4096 * 2) / 4096**2 <= 0.57
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_models_and_their_gradients_become_kernels(chip, format):
+    model = eqx.filter_eval_shape(
+        lambda key: eqquant.quantize_tree(
+            eqx.nn.MLP(256, 256, 256, depth=2, key=key), format
+        ),
+        jax.random.key(0),
+    )
+    x = jax.ShapeDtypeStruct((16, 256), jnp.float32)
+    forward = compile_for_tpu(lambda m, x: jax.vmap(m)(x), model, x, chip=chip)
+    assert kernels_in(forward) == [f"{format.name}_decode"] * 3
+    backward = compile_for_tpu(
+        jax.grad(lambda x, m: jnp.sum(jax.vmap(m)(x) ** 2)), x, model, chip=chip
+    )
+    assert sorted(kernels_in(backward)) == sorted(
+        [f"{format.name}_decode"] * 3 + [f"{format.name}_rows"] * 3
+    )
+
+
+@needs_compiler
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_has_the_kernel_on_every_device(check_vma):
+    q = quantized(1024, 512, NF4())
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+
+    def fn(x, q):
+        return jax.shard_map(
+            lambda x, q: x @ q.T,
+            in_specs=(P(), P("devices")),
+            out_specs=P(None, "devices"),
+            check_vma=check_vma,
+        )(x, q)
+
+    for f in (fn, jax.grad(lambda x, q: jnp.sum(fn(x, q) ** 2))):
+        assert kernels_in(compile_for_tpu(f, x, q, devices=4))
+
+
+@needs_compiler
+def test_automatic_partitioning_compiles_without_a_kernel():
+    q = quantized(1024, 512, NF4())
+    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
+    assert not kernels_in(compile_for_tpu(lambda x, q: x @ q.T, x, q, devices=4))
+
+
+def test_compile_for_tpu_names_the_chips():
+    with pytest.raises(ValueError, match="v5e"):
+        compile_for_tpu(lambda x: x, jnp.ones(3), chip="v3")
