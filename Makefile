@@ -47,8 +47,8 @@ format: $(VENV)/.has-lint
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
-bench: $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in benchmarks/*.py; do \
+bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
+	set -e; for script in benchmarks/[a-z]*.py; do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 

@@ -123,6 +123,17 @@ def _dot_on_tpu(x, codes, scales, **params):
     return kernel.dot(x, codes, scales, **params)
 
 
+def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
+    """What a product becomes on a platform, in words. Only shapes and dtypes count."""
+    because = ""
+    if platform == "tpu":
+        reason = tpu.why_not(x, codes, scales, **params)
+        if reason is None:
+            return f"Pallas kernel, variant {tpu.variant_of(x, codes, **params)!r}"
+        because = f", as {reason}"
+    return f"XLA, recipe {xla.recipe_of(x, codes, scales, **params)!r}{because}"
+
+
 _lower_xla = mlir.lower_fun(xla.dot, multiple_results=False)
 _lower_tpu = mlir.lower_fun(_dot_on_tpu, multiple_results=False)
 

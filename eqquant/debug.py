@@ -17,6 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ._array import QuantizedArray
 from ._callables import substitute
 from ._compat import open_jaxpr, subjaxprs
+from ._dot import lowering_of, quantized_dot_p
 from ._materialise import MaterialiseError
 
 
@@ -113,6 +114,63 @@ def _in_stablehlo(text: str, sizes: set[int]) -> list[str]:
         if math.prod(map(int, dims[:-1].split("x"))) in sizes
     }
     return [f"lowered: tensor<{tensor}>" for tensor in sorted(found)]
+
+
+def explain(
+    fn: Callable, *args: Any, platform: str | None = None, **kwargs: Any
+) -> str:
+    """Say what becomes of each product with a quantized weight in a function.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        w = eqquant.quantize(jax.random.normal(jax.random.key(0), (256, 128)), "int8")
+        x = jnp.ones((5, 128))
+        print(eqquant.debug.explain(lambda x, w: x @ w.T, x, w, platform="tpu"))
+        ```
+
+    **Arguments:**
+
+    - `fn`: a function. It is traced, not run.
+    - `*args`, `**kwargs`: its arguments.
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; by default that of this process.
+        Over several TPUs, outside of `jax.shard_map`, a product gets XLA's lowering,
+        which the compiler can split; inside, that of a single TPU.
+
+    **Returns:**
+
+    A line for each product: the shapes, the format, and which lowering, in which
+    variant, for what reason. `docs/precision.md` and `docs/tpu.md` say what they are.
+    """
+    platform = jax.default_backend() if platform is None else platform
+    dynamic, static = eqx.partition((args, kwargs), eqx.is_array)
+
+    def call(dynamic):
+        args, kwargs = eqx.combine(dynamic, static)
+        return jax.tree.leaves(eqx.filter(fn(*args, **kwargs), eqx.is_array))
+
+    lines = []
+    for eqn in _equations(jax.make_jaxpr(call)(dynamic)):
+        if eqn.primitive is quantized_dot_p:
+            x, codes, scales = (var.aval for var in eqn.invars)
+            out = eqn.outvars[0].aval
+            lines.append(
+                f"{x.str_short()} by {eqn.params['format']!r} gives {out.str_short()}: "
+                + lowering_of(x, codes, scales, platform=platform, **eqn.params)
+            )
+    return "\n".join(lines) if lines else "no product with a quantized weight"
+
+
+def _equations(jaxpr: Any):
+    jaxpr, _ = open_jaxpr(jaxpr)
+    for eqn in jaxpr.eqns:
+        yield eqn
+        for inner in subjaxprs(eqn.params):
+            yield from _equations(inner)
 
 
 #

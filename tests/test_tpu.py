@@ -257,3 +257,25 @@ def test_automatic_partitioning_compiles_without_a_kernel():
 def test_compile_for_tpu_names_the_chips():
     with pytest.raises(ValueError, match="v5e"):
         compile_for_tpu(lambda x: x, jnp.ones(3), chip="v3")
+
+
+def test_explain(normal):
+    q = eqquant.quantize(normal(64, 128), "nf4")
+
+    def fn(x, q):
+        return jax.vmap(jax.jit(lambda x: q @ x))(x)
+
+    explain = ft.partial(eqquant.debug.explain, fn, normal(5, 128), q)
+    assert "Pallas kernel, variant 'decode'" in explain(platform="tpu")
+    assert "XLA, recipe 'float'" in explain(platform="cpu") == explain()
+    backward = eqquant.debug.explain(
+        jax.grad(lambda x: jnp.sum(fn(x, q))), normal(5, 128), platform="tpu"
+    )
+    assert "'float32'" in backward and len(backward.splitlines()) == 2
+    long = eqquant.quantize(normal(1, 2**19), NF4(block_size=2**19))
+    why = eqquant.debug.explain(jnp.add, 1, 1, platform="tpu")
+    assert why == "no product with a quantized weight"
+    why = eqquant.debug.explain(
+        lambda x: x @ long.T, jnp.ones((2, 2**19)), platform="tpu"
+    )
+    assert "XLA" in why and "too long" in why

@@ -72,6 +72,20 @@ def choose_recipe(
     return "round" if int8_sums and few_or_free else "bfloat16"
 
 
+def recipe_of(
+    x, codes, scales, *, format: Format, precision: Precision, weight_dtype, **_
+) -> Recipe:
+    """That of a product, by the shapes and dtypes of what it gets."""
+    return choose_recipe(
+        format,
+        precision,
+        rows=x.shape[-2],
+        size=x.shape[-1],
+        blocks=scales.shape[-1],
+        dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
+    )
+
+
 def dot(
     x: Float[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
@@ -103,13 +117,8 @@ def dot(
         columns = codes.shape[1] * 8 // format.bits
         free = columns if contract_rows else codes.shape[0]
         return jnp.zeros((x.shape[0], free), out_dtype)
-    recipe = choose_recipe(
-        format,
-        precision,
-        rows=x.shape[0],
-        size=x.shape[1],
-        blocks=scales.shape[1],
-        dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
+    recipe = recipe_of(
+        x, codes, scales, format=format, precision=precision, weight_dtype=weight_dtype
     )
     if not contract_rows:
         x = to_plane_order(x, format.bits, format.group)

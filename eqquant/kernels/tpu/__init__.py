@@ -30,13 +30,13 @@ def dot(
     interpret: bool = False,
 ) -> Float[Array, "*batch m out"]:
     """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
-    variant = choose_variant(
-        format,
-        precision,
-        m=x.shape[-2],
-        columns=codes.shape[-1] * 8 // format.bits,
+    variant = variant_of(
+        x,
+        codes,
+        format=format,
         contract_rows=contract_rows,
-        dtypes=(x.dtype, weight_dtype),
+        precision=precision,
+        weight_dtype=weight_dtype,
     )
 
     def flat(a):
@@ -56,6 +56,27 @@ def dot(
         operand = jnp.float32 if variant == "float32" else jnp.bfloat16
         out = kernel(*args, format=format, operand=operand, interpret=interpret)
     return out.reshape(*x.shape[:-1], out.shape[-1]).astype(out_dtype)
+
+
+def variant_of(
+    x,
+    codes,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    **_,
+) -> str:
+    """That of a product, by the shapes and dtypes of what it gets."""
+    return choose_variant(
+        format,
+        precision,
+        m=x.shape[-2],
+        columns=codes.shape[-1] * 8 // format.bits,
+        contract_rows=contract_rows,
+        dtypes=(x.dtype, weight_dtype),
+    )
 
 
 def choose_variant(

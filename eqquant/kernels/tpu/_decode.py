@@ -161,17 +161,24 @@ def contract_columns(
         )
 
     def combine(parts: list) -> Float[Array, "m rows"]:
-        """The digits put together, of the weights and then of the activation."""
+        """Digits put together, the highest first."""
         total = parts[0].astype(jnp.float32)
         for part in parts[1:]:
             total = total * 254 + part.astype(jnp.float32)
         return total
 
+    def rows_of(product, block: int):
+        """Those of one block, the digits of the activation put together."""
+        first = block * num_digits * padded
+        return combine(
+            [product[first + d * padded :][:padded] for d in range(num_digits)]
+        )
+
     def kernel(x, codes, scales, *rest):
         *table_refs, out = rest
         looked_up = [table[...] for table in table_refs]
         total = jnp.zeros((padded, codes.shape[1]), jnp.float32)
-        sums = None
+        sums = []
         for start in range(0, size, chunk):
             part = codes[0, :, start : start + chunk]
             decoded = [
@@ -187,30 +194,15 @@ def contract_columns(
                 for digit in zip(*decoded, strict=True)
             ]
             if not format.block_size:
-                sums = products if sums is None else list(map(jnp.add, sums, products))
+                sums = list(map(jnp.add, sums, products)) if sums else products
                 continue
             first = start // _block_bytes(format)
             for block in range(min(group, blocks - first)):
-                value = combine(
-                    [
-                        combine(
-                            [
-                                p[(block * num_digits + d) * padded :][:padded]
-                                for d in range(num_digits)
-                            ]
-                        )
-                        for p in products
-                    ]
-                )
+                value = combine([rows_of(product, block) for product in products])
                 scale = scales[0, first + block : first + block + 1, :]
                 total = total + value * scale.astype(jnp.float32)
         if not format.block_size:
-            total = combine(
-                [
-                    combine([s[d * padded :][:padded] for d in range(num_digits)])
-                    for s in sums
-                ]
-            )
+            total = combine([rows_of(s, 0) for s in sums])
             total = total * scales[0].astype(jnp.float32)
         out[0] = total
 

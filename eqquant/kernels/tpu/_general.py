@@ -61,6 +61,7 @@ def _spread(
     scales: Float[Array, "blocks rows"], tile: int, format: Format
 ) -> Float[Array, "rows bytes"]:
     """The scales of a tile, one for each of its bytes."""
+    assert format.block_size is not None
     block = format.block_size * format.bits // 8
     scales = scales.astype(jnp.float32).T
     rows, _ = scales.shape
