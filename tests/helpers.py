@@ -1,11 +1,14 @@
 """What several tests measure."""
 
+import importlib.util
 import math
+import re
 
 import eqquant
 import equinox as eqx
 import jax
 import numpy as np
+import pytest
 
 
 # Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
@@ -58,3 +61,16 @@ def quantize_weights(layer, format):
 def sqnr(actual, expected) -> float:
     """Signal to quantization noise ratio, in decibels."""
     return -20 * math.log10(relative(actual, expected))
+
+
+needs_compiler = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None,
+    reason="NOT COMPILED FOR TPU: libtpu is missing (pip install libtpu)",
+)
+
+
+def kernels_in(compiled) -> list[str]:
+    """The names of the Pallas kernels, in order."""
+    text = compiled.as_text()
+    calls = re.findall(r"%(\S+?)(?:\.\d+)? = .*custom_call_target=\"tpu_custom", text)
+    return calls

@@ -54,7 +54,9 @@ def dot(
     else:
         kernel = _general.contract_rows if contract_rows else _general.contract_columns
         operand = jnp.float32 if variant == "float32" else jnp.bfloat16
-        out = kernel(*args, format=format, operand=operand, interpret=interpret)
+        out = kernel(
+            *args, format=format, operand=operand, chip=chip(), interpret=interpret
+        )
     return out.reshape(*x.shape[:-1], out.shape[-1]).astype(out_dtype)
 
 

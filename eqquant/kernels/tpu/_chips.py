@@ -18,9 +18,19 @@ class Chip:
     chunk: int = 256
     # Whether the matrix unit takes int8.
     int8: bool = True
+    # Of the activation in bfloat16, how many rows a tile has where there are many.
+    tile_m: int = 1024
+    # What a kernel may take of the vector memory, in bytes.
+    memory: int = 2**25
 
 
-_fourth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024}, int8=False)
+_fourth = Chip(
+    1,
+    {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024},
+    int8=False,
+    tile_m=512,
+    memory=2**24,
+)
 _fifth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024})
 _sixth = Chip(0, {"int8": 256, "nf4": 256, "ternary": 1024, "binary": 1024})
 

@@ -14,7 +14,12 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ...formats import Format
+from ._chips import Chip
 from ._tiles import from_tiles, lanes, pad_to, result_like, to_tiles
+
+
+# Of a tile, about.
+_columns = 1024
 
 
 def fits(packed: int, rows: int, format: Format) -> bool:
@@ -24,7 +29,7 @@ def fits(packed: int, rows: int, format: Format) -> bool:
 
 def _tile_rows(rows: int) -> int:
     """Of a tile: all of them, or a whole number of registers."""
-    return rows if rows <= 256 else 256
+    return min(rows, 512)
 
 
 def _tile_bytes(packed: int, format: Format) -> int:
@@ -32,7 +37,7 @@ def _tile_bytes(packed: int, format: Format) -> int:
     block = (format.block_size or format.group) * format.bits // 8
     # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
     whole = math.lcm(lanes, block * (16 if format.block_size else 1))
-    size = math.ceil(512 / whole) * whole
+    size = math.ceil(_columns * format.bits // 8 / whole) * whole
     return packed if packed <= size else size
 
 
@@ -43,8 +48,11 @@ def _blocks(tile: int, packed: int, blocks: int, format: Format) -> int:
     return tile * 8 // format.bits // format.block_size
 
 
-def _tile_m(m: int, itemsize: int) -> int:
-    return min(math.ceil(m / (32 // itemsize)) * (32 // itemsize), 512)
+def _tile_m(m: int, operand, most: int) -> int:
+    """Rows of the activation of a tile: whole registers of them."""
+    size = jnp.dtype(operand).itemsize
+    register = 32 // size
+    return min(math.ceil(m / register) * register, most * 2 // size)
 
 
 def _decode(codes, scales, plane: int, format: Format) -> Float[Array, "rows bytes"]:
@@ -94,7 +102,9 @@ def _multiply(x, w, contract: int):
     )
 
 
-def contract_columns(x, codes, scales, *, format: Format, operand, interpret: bool):
+def contract_columns(
+    x, codes, scales, *, format: Format, operand, chip: Chip, interpret: bool
+):
     """`x @ w.T`"""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
@@ -102,7 +112,7 @@ def contract_columns(x, codes, scales, *, format: Format, operand, interpret: bo
     planes = 8 // format.bits
     tile = _tile_bytes(packed, format)
     bn = _tile_rows(rows)
-    bm = _tile_m(m, jnp.dtype(operand).itemsize)
+    bm = _tile_m(m, operand, chip.tile_m)
     steps = pl.cdiv(packed, tile)
     tile_blocks = _blocks(tile, packed, blocks, format)
     x = pad_to(to_tiles(x.astype(operand), tile, format), 1, bm)
@@ -148,7 +158,8 @@ def contract_columns(x, codes, scales, *, format: Format, operand, interpret: bo
         out_shape=result_like(x, rows),
         scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.memory,
         ),
         interpret=interpret,
         name=f"{format.name}_columns",
@@ -156,7 +167,9 @@ def contract_columns(x, codes, scales, *, format: Format, operand, interpret: bo
     return out[:, :m]
 
 
-def contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool):
+def contract_rows(
+    x, codes, scales, *, format: Format, operand, chip: Chip, interpret: bool
+):
     """`x @ w`"""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
@@ -164,7 +177,7 @@ def contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool)
     planes = 8 // format.bits
     tile = _tile_bytes(packed, format)
     bn = _tile_rows(rows)
-    bm = _tile_m(m, jnp.dtype(operand).itemsize)
+    bm = _tile_m(m, operand, chip.tile_m // 2)
     steps = pl.cdiv(rows, bn)
     tiles = pl.cdiv(packed, tile)
     tile_blocks = _blocks(tile, packed, blocks, format)
@@ -211,7 +224,8 @@ def contract_rows(x, codes, scales, *, format: Format, operand, interpret: bool)
         out_shape=result_like(x, tiles * tile * planes),
         scratch_shapes=[pltpu.VMEM((bm, tile * planes), jnp.float32)],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            vmem_limit_bytes=chip.memory,
         ),
         interpret=interpret,
         name=f"{format.name}_rows",
