@@ -119,7 +119,7 @@ def source_of(eqn) -> str:
     try:
         from jax._src import source_info_util
 
-        return source_info_util.summarize(eqn.source_info)
+        return source_info_util.summarize(eqn.source_info) or "unknown place"
     except Exception:
         return "unknown place"
 

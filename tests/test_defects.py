@@ -1,7 +1,7 @@
 """The defects of eformer 0.0.101, which must not come back here, by number.
 
-Of the fifteen three are about what eqquant does not have (yet): straight-through
-estimators (2 and 12, and a part of 3) and a kernel for TPUs (5).
+Two of the fifteen are about straight-through estimators, which eqquant does not have
+yet (2 and 12); the kernels for TPUs (5) are tested in `test_tpu.py`.
 """
 
 import functools as ft
