@@ -106,6 +106,13 @@ def test_both_ways_to_look_up(axis, format, monkeypatch):
         check(format, 8, 130, 1000, **options)
 
 
+@pytest.mark.parametrize("kind", sorted(_chips._chips))
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_what_each_chip_does(kind, format, monkeypatch):
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    check(format, 8, 130, 1000, contract_rows=False, precision="high", dtype="float32")
+
+
 def test_stacked_weights(normal):
     q = eqquant.quantize(normal(3, 70, 128), "nf4")
     x = normal(3, 5, 128)

@@ -1,6 +1,9 @@
 """What is best on which chip."""
 
 import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
 
 from ..._compat import device_kind
 from ..._warn import warn
@@ -16,8 +19,9 @@ class Chip:
     rows: dict[str, int]
     # How many bytes of a row are multiplied at once, without blocks.
     chunk: int = 256
-    # Whether the matrix unit takes int8.
+    # Whether the matrix unit takes int8, and which float of 8 bits if it does not.
     int8: bool = True
+    float8: Any = None
     # Of the activation in bfloat16, how many rows a tile has where there are many.
     tile_m: int = 1024
     # What a kernel may take of the vector memory, in bytes.
@@ -33,6 +37,7 @@ _fourth = Chip(
 )
 _fifth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024})
 _sixth = Chip(0, {"int8": 256, "nf4": 256, "ternary": 1024, "binary": 1024})
+_seventh = dataclasses.replace(_sixth, int8=False, float8=jnp.float8_e4m3fn)
 
 # By what `jax.Device.device_kind` says.
 _chips = {
@@ -43,7 +48,7 @@ _chips = {
     "TPU v5p": _fifth,
     "TPU v6 lite": _sixth,
     "TPU v6e": _sixth,
-    "TPU7x": _sixth,
+    "TPU7x": _seventh,
 }
 
 

@@ -76,12 +76,14 @@ class _Weights:
 
     to_int8: Callable
     unit: float
+    # Whether the bytes are floats as well: a sign and a power of two, or zero.
+    float8: bool = False
 
 
 _weights = {
     "int8": _Weights(_as_they_are, 1.0),
-    "ternary": _Weights(_signed_top_bits, 1 / 64),
-    "binary": _Weights(_signed_top_bits, 1 / 64),
+    "ternary": _Weights(_signed_top_bits, 1 / 64, float8=True),
+    "binary": _Weights(_signed_top_bits, 1 / 64, float8=True),
     "nf4": _Weights(_looked_up, 1 / 127),
 }
 
@@ -152,10 +154,13 @@ def contract_columns(
     most = min(chip.rows[format.name], 2**21 // size // lanes * lanes)
     bn = min(most, pl.cdiv(rows, lanes) * lanes)
 
+    as_float8 = weights.float8 and not chip.int8 and chip.float8 is not None
+
     def multiply(x, w):
         out = jnp.int32
         if not chip.int8:  # Every int8 is a bfloat16.
-            x, w, out = x.astype(jnp.bfloat16), w.astype(jnp.bfloat16), jnp.float32
+            x, out = x.astype(jnp.bfloat16), jnp.float32
+            w = pltpu.bitcast(w, chip.float8) if as_float8 else w.astype(x.dtype)
         return lax.dot_general(
             x, w, (((1,), (1,)), ((), ())), preferred_element_type=out
         )
@@ -225,6 +230,8 @@ def contract_columns(
         name=f"{format.name}_decode",
     )(x, codes, jnp.swapaxes(scales, 1, 2), *map(jnp.asarray, tables))
     worth = weights.unit / 254 ** max(len(tables) - 1, 0)
+    if as_float8:
+        worth = 1 / float(np.array([0x40], np.uint8).view(np.dtype(chip.float8))[0])
     return (out * unit * worth)[:, :m]
 
 
