@@ -106,7 +106,7 @@ def test_both_ways_to_look_up(axis, format, monkeypatch):
         check(format, 8, 130, 1000, **options)
 
 
-@pytest.mark.parametrize("kind", sorted(_chips._chips))
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v6e", "TPU7x"])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
 def test_what_each_chip_does(kind, format, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
