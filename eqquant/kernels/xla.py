@@ -39,7 +39,7 @@ from ..formats import Format, Precision
 
 Recipe = Literal["float", "split", "bfloat16", "round"]
 
-# Of a decoded tile: about what the caches nearest to a core hold.
+# Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
 _tile_bytes = 2**22
 # The longest sum of products of int8 that int32 holds.
 _longest_int8_sum = (2**31 - 1) // 127**2
