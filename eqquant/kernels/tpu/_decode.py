@@ -9,6 +9,7 @@ in one; and bfloat16 where the weight is a float: one digit if it is in bfloat16
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -18,8 +19,9 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ..._int8 import round_int8, split_int8
 from ...formats import Format
+from ._arrange import split_planes
 from ._chips import Chip
-from ._tiles import lanes, pad_to, result_like, to_tiles
+from ._tiles import lanes, pad_to, result_like
 from ._weights import can_become, Decoder, Kind
 
 
@@ -54,39 +56,98 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Digits:
-    """The activation as the matrix unit takes it: the rows of its digits, the highest
-    first, what one is relative to the next, and what the last is worth."""
+    """How the activation becomes what the matrix unit takes: in so many digits, each
+    `base` times what the next is worth."""
 
-    rows: Shaped[Array, "batch digits_m columns"]
     count: int
     base: int
-    unit: Float[Array, "batch m 1"] | float
+    dtype: Any
 
 
-def _digits(
-    x: Float[Array, "batch m columns"] | Int8[Array, "batch m columns"],
-    kind: Kind,
-    exact: bool,
-    chip: Chip,
-) -> _Digits:
+def _digits_of(x_dtype, kind: Kind, exact: bool, chip: Chip) -> _Digits:
     integers = kind == "int8" and chip.int8
-    if x.dtype == jnp.int8:
-        return _Digits(x if integers else x.astype(jnp.bfloat16), 1, 1, 1.0)
-    if integers and exact:
-        batch, m, columns = x.shape
-        x = x.astype(jnp.float32)
-        rows, unit = split_int8(x.reshape(batch * m, columns))
-        rows = jnp.swapaxes(rows.reshape(2, batch, m, columns), 0, 1)
-        rows = rows.reshape(batch, 2 * m, columns)
-        return _Digits(rows, 2, 254, unit[batch * m :].reshape(batch, m, 1))
-    if integers:
-        rows, unit = round_int8(x.astype(jnp.float32))
-        return _Digits(rows, 1, 1, unit)
-    high = x.astype(jnp.bfloat16)
-    if x.dtype == jnp.bfloat16 or not exact:
-        return _Digits(high, 1, 1, 1.0)
-    low = (x - high.astype(x.dtype)).astype(jnp.bfloat16)
-    return _Digits(jnp.concatenate([high, low], 1), 2, 1, 1.0)
+    dtype = jnp.int8 if integers else jnp.bfloat16
+    one = not exact or x_dtype == (jnp.int8 if integers else jnp.bfloat16)
+    if one or x_dtype == jnp.int8:
+        return _Digits(1, 1, dtype)
+    return _Digits(2, 254 if integers else 1, dtype)
+
+
+def _split(x: Float[Array, "m columns"], exact_integers: bool, digits: _Digits):
+    """The digits of the activation, in float32, and what the last is worth."""
+    m = x.shape[0]
+    one = jnp.ones((m, 1), jnp.float32)
+    if digits.dtype == jnp.int8:
+        if exact_integers:
+            return [x], one
+        if digits.count == 1:
+            rows, unit = round_int8(x)
+            return [rows.astype(jnp.float32)], unit
+        rows, unit = split_int8(x)
+        rows = rows.astype(jnp.float32)
+        return [rows[:m], rows[m:]], unit[m:]
+    if digits.count == 1:
+        return [x], one
+    high = x.astype(jnp.bfloat16).astype(jnp.float32)
+    return [high, x - high], one
+
+
+def _spread(x, digits: _Digits, chunk: int, decode: Decoder, interpret: bool):
+    """The activation in the order of the codes: its digits, once for every block of 128
+    bytes of codes, and zero in the other blocks; what the last digit is worth; and what
+    the weights are looked up in."""
+    format = decode.format
+    batch, m, _ = x.shape
+    planes = 8 // format.bits
+    group = _num_blocks(format)
+    size = lanes * planes
+    integers = x.dtype == jnp.int8
+    x = pad_to(x, 2, size)
+    rows = group * digits.count * m
+
+    def kernel(x, out, unit, *tables):
+        for ref, table in zip(tables, decode.tables(), strict=True):
+            ref[0] = table
+        parts, worth = _split(x[0].astype(jnp.float32), integers, digits)
+        unit[0] = jnp.broadcast_to(worth, (m, lanes))
+        lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
+        block = lax.div(lane, jnp.int32(lanes // group))
+        for start in range(0, x.shape[2], size):
+            part = slice(start, start + size)
+            split = [split_planes(digit[:, part], format) for digit in parts]
+            chunk_start, within = divmod(start // planes, chunk)
+            for plane in range(planes):
+                spread = [
+                    jnp.where(block == b, digit[plane], 0.0)
+                    if group > 1
+                    else digit[plane]
+                    for b in range(group)
+                    for digit in split
+                ]
+                whole = jnp.concatenate(spread) if len(spread) > 1 else spread[0]
+                if digits.dtype == jnp.int8:
+                    whole = whole.astype(jnp.int32)
+                first = chunk_start * chunk * planes + plane * chunk + within
+                out[0, :, first : first + lanes] = whole.astype(digits.dtype)
+
+    whole = lambda *shape: pl.BlockSpec((1, *shape), lambda b: (b, 0, 0))
+    return pl.pallas_call(
+        kernel,
+        grid=(batch,),
+        in_specs=[whole(m, x.shape[2])],
+        out_specs=[
+            whole(rows, x.shape[2]),
+            whole(m, lanes),
+            *[whole(32, lanes)] * decode.num_tables,
+        ],
+        out_shape=[
+            result_like(x, rows, x.shape[2], digits.dtype),
+            result_like(x, m, lanes, jnp.float32),
+            *[result_like(x, 32, lanes, jnp.int8)] * decode.num_tables,
+        ],
+        interpret=interpret,
+        name="spread",
+    )(x)
 
 
 def contract_columns(
@@ -113,11 +174,11 @@ def contract_columns(
     # Whole registers: sums of the rows of a block then need no shuffling.
     x = pad_to(x, 1, 8)
     padded = x.shape[1]
-    digits = _digits(x, kind, exact, chip)
+    digits = _digits_of(x.dtype, kind, exact, chip)
     size = pl.cdiv(packed, lanes) * lanes
     most, chunk = chip.steps[format.name]
     chunk = lanes if format.block_size or size % chunk else chunk
-    x = _spread(to_tiles(digits.rows, chunk, format), group, format)
+    x, unit, *tables = _spread(x, digits, chunk, decode, interpret)
     if format.tpu and format.tpu.tile_n:
         most = pl.cdiv(format.tpu.tile_n, lanes) * lanes
     most = min(most, 2**21 // size // lanes * lanes)
@@ -140,9 +201,9 @@ def contract_columns(
             total = (total * digits.base if digits.base > 1 else total) + low
         return total
 
-    def kernel(x, codes, scales, *rest):
+    def kernel(x, unit, codes, scales, *rest):
         *tables, out = rest
-        tables = [table[...] for table in tables]
+        tables = [table[0] for table in tables]
         total = jnp.zeros((padded, codes.shape[1]), jnp.float32)
         whole = []
         for start in range(0, size, chunk):
@@ -169,43 +230,24 @@ def contract_columns(
         if not format.block_size:
             total = decode.combine([rows_of(p, 0) for p in whole])
             total = total * scales[0].astype(jnp.float32)
-        out[0] = (total * decode.unit).astype(out.dtype)
+        out[0] = (total * (unit[0, :, :1] * decode.unit)).astype(out.dtype)
 
-    scaled = isinstance(digits.unit, float)
-    table_spec = pl.BlockSpec((32, lanes), lambda b, j: (0, 0))
     out = pl.pallas_call(
         kernel,
         grid=(batch, pl.cdiv(rows, bn)),
         in_specs=[
             pl.BlockSpec((1, x.shape[1], size * planes), lambda b, j: (b, 0, 0)),
+            pl.BlockSpec((1, padded, lanes), lambda b, j: (b, 0, 0)),
             pl.BlockSpec((1, bn, size), lambda b, j: (b, j, 0)),
             pl.BlockSpec((1, blocks, bn), lambda b, j: (b, 0, j)),
-            *[table_spec for _ in decode.tables],
+            *[pl.BlockSpec((1, 32, lanes), lambda b, j: (b, 0, 0)) for _ in tables],
         ],
         out_specs=pl.BlockSpec((1, padded, bn), lambda b, j: (b, 0, j)),
-        out_shape=result_like(
-            x[:, :padded], rows, out_dtype if scaled else jnp.float32
-        ),
+        out_shape=result_like(x, padded, rows, out_dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel")
         ),
         interpret=interpret,
         name=f"{format.name}_decode",
-    )(x, codes, jnp.swapaxes(scales, 1, 2), *decode.tables)
-    if not scaled:
-        out = out * digits.unit
+    )(x, unit, codes, jnp.swapaxes(scales, 1, 2), *tables)
     return out[:, :m]
-
-
-def _spread(
-    digits: Shaped[Array, "batch digits_m columns"], group: int, format: Format
-) -> Shaped[Array, "batch rows columns"]:
-    """Each row once for every block of a group, and zero in the others."""
-    if group == 1:
-        return digits
-    batch, rows, columns = digits.shape
-    x = digits.reshape(batch, rows, -1, group, _block_bytes(format))
-    block = jnp.arange(group)
-    mine = (block[:, None] == block)[:, None, None, :, None]
-    x = jnp.where(mine, x[:, None], jnp.zeros((), x.dtype))
-    return x.reshape(batch, group * rows, columns)

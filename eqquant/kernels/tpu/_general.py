@@ -15,8 +15,9 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ...formats import Format, TPUKernel
+from ._arrange import from_planes, to_planes
 from ._chips import Chip
-from ._tiles import from_tiles, lanes, pad_to, result_like, to_tiles
+from ._tiles import chunk_bytes, lanes, pad_to, result_like
 from ._weights import can_become, Decoder
 
 
@@ -48,8 +49,8 @@ def _tiles(
     bm = min(math.ceil(m / register) * register, most_m)
     bm = math.ceil(bm / register) * register
     tile_n = asked.tile_n or chip.tile_n
-    # Half of the memory: the compiler has temporaries of its own.
-    budget = chip.memory // 2
+    # Not all of the memory: the compiler has temporaries of its own.
+    budget = chip.memory * 2 // 3
     tiles = None
     for tile_k in (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512):
         some_rows, columns = (tile_k, tile_n) if contract_rows else (tile_n, tile_k)
@@ -57,7 +58,7 @@ def _tiles(
         tile = _tile_bytes(packed, format, columns)
         bk = tile * 8 // format.bits
         contracted, free = (bn, bk) if contract_rows else (bk, bn)
-        in_and_out = 2 * bm * (contracted * size + free * 4) + 4 * bm * free
+        in_and_out = 2 * bm * (contracted + free) * size + 4 * bm * free
         tiles = _Tiles(bm, bn, tile)
         if in_and_out + bn * bk * (size + 1) <= budget:
             break
@@ -73,19 +74,12 @@ def fits(packed: int, format: Format) -> bool:
 def _tile_bytes(packed: int, format: Format, columns: int) -> int:
     """How many bytes of a row a tile has, for about so many columns: all of them, or
     whole registers and whole blocks."""
-    block = (format.block_size or format.group) * format.bits // 8
+    chunk = chunk_bytes(format)
     # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
-    whole = math.lcm(lanes, block * (16 if format.block_size else 1))
-    size = math.ceil(columns * format.bits // 8 / whole) * whole
-    return packed if packed <= size else size
-
-
-def _chunk(tile: int, format: Format) -> int:
-    """How many bytes of a row are decoded and multiplied at once: small parts let the
-    compiler decode one while it multiplies another."""
     block = (format.block_size or format.group) * format.bits // 8
-    size = math.lcm(lanes, block)
-    return size if tile % size == 0 else tile
+    whole = math.lcm(chunk, block * (16 if format.block_size else 1))
+    size = math.ceil(columns * format.bits // 8 / whole) * whole
+    return min(math.ceil(packed / chunk) * chunk, size)
 
 
 def _spread(
@@ -128,7 +122,6 @@ class _Operand:
             floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
             kind = "float8" if floats and not scaled else "int8"
             self.decode = Decoder(format, chip, kind, 2 if exact_table else 1)
-        self.tables = self.decode.tables if self.decode else []
         self.unit = self.decode.unit if self.decode else 1.0
         # In which the weight is put together, and scaled.
         packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
@@ -184,9 +177,9 @@ def dot(
         chip=chip,
     )
     bm, bn, tile = tiles.m, tiles.rows, tiles.bytes
-    chunk = _chunk(tile, format)
+    chunk = chunk_bytes(format)
     tile_blocks = blocks
-    if format.block_size and tile != packed:
+    if format.block_size and tile < packed:
         tile_blocks = tile * planes // format.block_size
     weight = _Operand(format, operand, exact_table, chip)
     sums = jnp.int32 if operand == jnp.int8 else jnp.float32
@@ -199,14 +192,13 @@ def dot(
         size, out_size = bn, tile * planes
         row, column = 3, 2  # The axes of the grid that tiles of the weight follow.
     else:
-        x = to_tiles(x.astype(operand), chunk, format)
+        x = to_planes(x.astype(operand), format, interpret)
         x = pad_to(pad_to(x, 1, bm), 2, tile * planes)
         free, steps = pl.cdiv(rows, bn), pl.cdiv(packed, tile)
         size, out_size = tile * planes, bn
         row, column = 2, 3
 
-    def kernel(x, codes, scales, *rest):
-        *tables, out, total = rest
+    def kernel(x, codes, scales, out, total):
         step = pl.program_id(3)
 
         @pl.when(step == 0)
@@ -220,7 +212,7 @@ def dot(
             known = _masked(scales[0], axis, start, length)
             known = known.astype(jnp.float32) * weight.unit
             spread = _spread(known, tile, format, weight.compute)
-        looked_up = [table[...] for table in tables]
+        looked_up = weight.decode.tables() if weight.decode else []
         for start in range(0, tile, chunk):
             part = slice(start, start + chunk)
             scale = None if spread is None else spread[:, part]
@@ -251,6 +243,8 @@ def dot(
                     result = result * scales[0].astype(jnp.float32)
             out[0] = result.astype(out.dtype)
 
+    columns = free * out_size if contract_rows else rows
+
     def at(*axes):
         """Where a block is: at the grid's own index of some axes, or at zero."""
         return lambda *i: tuple(0 if axis is None else i[axis] for axis in axes)
@@ -262,10 +256,9 @@ def dot(
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),
             pl.BlockSpec((1, bn, tile), at(0, row, column)),
             pl.BlockSpec((1, tile_blocks, bn), at(0, column if blocked else None, row)),
-            *[pl.BlockSpec((32, lanes), at(None, None)) for _ in weight.tables],
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
-        out_shape=result_like(x, free * out_size if contract_rows else rows, out_dtype),
+        out_shape=result_like(x, x.shape[1], columns, out_dtype),
         scratch_shapes=[pltpu.VMEM((bm, out_size), sums)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
@@ -273,8 +266,8 @@ def dot(
         ),
         interpret=interpret,
         name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
-    )(x, codes, jnp.swapaxes(scales, 1, 2), *weight.tables)
+    )(x, codes, jnp.swapaxes(scales, 1, 2))
     out = out[:, :m]
-    if contract_rows:
-        out = from_tiles(out, chunk, packed * planes, format)
-    return out
+    return (
+        from_planes(out, packed * planes, format, interpret) if contract_rows else out
+    )

@@ -1,5 +1,7 @@
 """How operands are cut and ordered for the kernels."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Shaped
@@ -18,6 +20,12 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
     widths = [(0, 0)] * x.ndim
     widths[axis] = (0, missing)
     return jnp.pad(x, widths)
+
+
+def chunk_bytes(format: Format) -> int:
+    """How many bytes of a row are brought in order together: whole registers, and whole
+    groups of codes."""
+    return math.lcm(lanes, format.group * format.bits // 8)
 
 
 def to_tiles(
@@ -46,10 +54,9 @@ def from_tiles(
     return x[..., :columns]
 
 
-def result_like(
-    x: Shaped[Array, "batch m size"], free: int, dtype=jnp.float32
-) -> jax.ShapeDtypeStruct:
-    """The shape of a result, which inside of shard_map varies as the operands do."""
-    shape = (*x.shape[:2], free)
-    like = lambda x: jnp.broadcast_to(x[:, :, :1].astype(dtype), shape)
+def result_like(x: Shaped[Array, "batch m size"], *shape_and_dtype):
+    """A result of shape `(batch, *shape)`, which inside of shard_map varies as the
+    operands do."""
+    *shape, dtype = shape_and_dtype
+    like = lambda x: jnp.broadcast_to(x[:, :1, :1].astype(dtype), (len(x), *shape))
     return jax.eval_shape(like, x)

@@ -10,6 +10,7 @@ from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
@@ -97,27 +98,34 @@ class Decoder:
         self.dtype = jnp.int8 if kind == "int8" else chip.float8
         # What a digit is worth, relative to the next, and what the last is worth.
         self.base, self.unit = 1, 1.0
-        self.tables: list[Array] = []
+        self._entries: list[np.ndarray] = []
         if format.codebook is not None:
             if kind == "int8":
                 tables, scale, self.base = *_int8_digits(format, digits), _base
             else:
                 tables, scale = _float8_digits(format, np.dtype(chip.float8), digits)
             self.unit = 1 / scale
-            self.tables = [_spread_table(table, chip) for table in tables]
+            self._entries = tables
         elif format.bits < 8:
             one = np.array([0x40], np.uint8).view(np.dtype(self.dtype))[0]
             self.unit = 1 / float(one)
 
+    @property
+    def num_tables(self) -> int:
+        return len(self._entries)
+
+    def tables(self) -> list:
+        """In a kernel: what to look up."""
+        return [_make_table(entries, self.chip) for entries in self._entries]
+
     def __call__(
         self, codes: Shaped[Array, "rows bytes"], plane: int, tables: list
     ) -> list[Shaped[Array, "rows bytes"]]:
-        """One plane of a tile: its digits, the highest first. `tables` are those of
-        this decoder, as a kernel has them."""
+        """One plane of a tile: its digits, the highest first."""
         prepare, _ = _to_bytes[self.format.name]
         prepared = prepare(codes, plane, self.format)
         digits = [_lookup(table, prepared, self.chip) for table in tables]
-        digits = digits if self.tables else [prepared]
+        digits = digits if tables else [prepared]
         if self.dtype == jnp.int8:
             return digits
         return [pltpu.bitcast(digit, self.dtype) for digit in digits]
@@ -173,9 +181,10 @@ def _float8_digits(
     return [digit.view(np.int8) for digit in rounded(scale)], float(scale)
 
 
-def _spread_table(table: np.ndarray, chip: Chip) -> Array:
-    """One entry to a row or to a lane, whichever the hardware looks up."""
-    size = 32 if chip.gather_axis == 0 else lanes
-    table = np.pad(table, (0, size - len(table)))
-    table = table[:, None] if chip.gather_axis == 0 else table[None]
-    return jnp.asarray(np.broadcast_to(table, (32, lanes)))
+def _make_table(entries: np.ndarray, chip: Chip) -> Array:
+    """In a kernel: one entry to a row or to a lane, whichever the hardware looks up."""
+    index = lax.broadcasted_iota(jnp.int32, (32, lanes), chip.gather_axis)
+    table = jnp.zeros((32, lanes), jnp.int32)
+    for i, entry in enumerate(entries):
+        table = jnp.where(index == i, jnp.int32(entry), table)
+    return table.astype(jnp.int8)

@@ -1,0 +1,146 @@
+"""Kernels that bring an activation, or a result, in the order of the codes and back.
+
+XLA would copy it, through layouts whose last axis is half a register or less: for many
+rows in half the time of the product itself.
+"""
+
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
+
+from ...formats import Format
+from ._tiles import (
+    chunk_bytes,
+    from_tiles,
+    lanes,
+    pad_to,
+    result_like,
+    to_tiles,
+)
+
+
+def is_simple(format: Format) -> bool:
+    """Whether groups of codes end where registers do."""
+    return chunk_bytes(format) == lanes
+
+
+def _swap(a, b, shift: int):
+    """Every second `shift` lanes of `a` for those before of `b`."""
+    lane = lax.broadcasted_iota(jnp.int32, a.shape, 1)
+    upper = lax.rem(lax.div(lane, jnp.int32(shift)), jnp.int32(2)) == 1
+    return (
+        jnp.where(upper, pltpu.roll(b, shift, 1), a),
+        jnp.where(upper, b, pltpu.roll(a, lanes - shift, 1)),
+    )
+
+
+def _shuffle(x, outer: int, inner: int, width: int):
+    """Lanes as `(outer, inner, width)`, to `(inner, outer, width)`."""
+    if outer == 1 or inner == 1:
+        return x
+    lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    i = lax.div(lane, jnp.int32(outer * width))
+    j = lax.rem(lax.div(lane, jnp.int32(width)), jnp.int32(outer))
+    source = (j * inner + i) * width + lax.rem(lane, jnp.int32(width))
+    return jnp.take_along_axis(x, source, axis=1, mode="promise_in_bounds")
+
+
+def split_planes(
+    x: Shaped[Array, "m columns"], format: Format
+) -> list[Shaped[Array, "m 128"]]:
+    """The columns that 128 bytes of codes stand for, by planes; of 32 bits each.
+
+    A transposition of registers and parts of them, in as many steps as its number of
+    planes has bits.
+    """
+    planes = 8 // format.bits
+    parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
+    width = format.group // planes
+    if width == lanes:
+        return parts
+    parts = [_shuffle(part, lanes // format.group, planes, width) for part in parts]
+    return _transposed(parts)
+
+
+def join_planes(parts: list, format: Format) -> Shaped[Array, "m columns"]:
+    """The inverse of [`split_planes`][]."""
+    planes = len(parts)
+    width = format.group // planes
+    if width < lanes:
+        parts = _transposed(parts)
+        parts = [_shuffle(part, planes, lanes // format.group, width) for part in parts]
+    return jnp.concatenate(parts, 1)
+
+
+def _transposed(parts: list) -> list:
+    """What register it is becomes which part of a register, and the other way round."""
+    parts, count = list(parts), len(parts)
+    step = 1
+    while step < count:
+        for i in range(count):
+            if not i & step:
+                pair = _swap(parts[i], parts[i + step], lanes // count * step)
+                parts[i], parts[i + step] = pair
+        step *= 2
+    return parts
+
+
+def to_planes(x, format: Format, interpret: bool):
+    """The columns in plane order within every 128 bytes of codes (or as many as
+    `chunk_bytes` says)."""
+    if format.bits == 8 or not is_simple(format):
+        return to_tiles(x, chunk_bytes(format), format)
+    return _permuted(x, format, split_planes, "split_planes", interpret)
+
+
+def from_planes(x, columns: int, format: Format, interpret: bool):
+    """The inverse; only so many columns of it."""
+    if format.bits == 8 or not is_simple(format):
+        return from_tiles(x, chunk_bytes(format), columns, format)
+
+    def join(x, format):
+        planes = 8 // format.bits
+        parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
+        return [join_planes(parts, format)]
+
+    return _permuted(x, format, join, "join_planes", interpret)[..., :columns]
+
+
+def _permuted(x, format: Format, permute, name: str, interpret: bool):
+    size = lanes * 8 // format.bits
+    batch, m, _ = x.shape
+    x = pad_to(x, 2, size)
+    columns = x.shape[2]
+    register = 32 // x.dtype.itemsize
+    bm = min(math.ceil(m / register) * register, 256)
+    bk = math.gcd(columns, 2048) // size * size or size
+    bk = bk if columns % bk == 0 else size
+    x = pad_to(x, 1, bm)
+
+    def kernel(x, out):
+        narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
+        for start in range(0, bk, size):
+            columns = slice(start, start + size)
+            part = x[0, :, columns]
+            part = pltpu.bitcast(part, jnp.int32) if narrow else part
+            part = jnp.concatenate(permute(part, format), 1)
+            out[0, :, columns] = pltpu.bitcast(part, out.dtype) if narrow else part
+
+    spec = pl.BlockSpec((1, bm, bk), lambda b, i, k: (b, i, k))
+    out = pl.pallas_call(
+        kernel,
+        grid=(batch, x.shape[1] // bm, columns // bk),
+        in_specs=[spec],
+        out_specs=spec,
+        out_shape=result_like(x, x.shape[1], columns, x.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "parallel")
+        ),
+        interpret=interpret,
+        name=name,
+    )(x)
+    return out[:, :m]
