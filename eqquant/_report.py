@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._array import QuantizedArray
-from ._selection import classify, sites, Weight
-from ._tree import too_small
+from ._selection import classify, sites, too_small, Weight
 from ._typing import typed
 from .formats import as_format, Format
 

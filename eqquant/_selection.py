@@ -1,17 +1,20 @@
-"""Which arrays of a pytree are weights worth quantizing, and along which axis."""
+"""Which arrays of a pytree are weights worth quantizing, how, and along which axis."""
 
 import dataclasses
 import fnmatch
+import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
 from ._callables import is_quantized
+from ._warn import warn
 from .formats import as_format, Format
 
 
@@ -143,9 +146,9 @@ def is_never_a_weight(site: Site) -> bool:
 class Rules:
     """Ordered rules by path; the first that matches wins."""
 
-    def __init__(self, rules: Mapping[str | re.Pattern, Any] | None):
+    def __init__(self, rules: Mapping[str | re.Pattern, Any] | None, caller: str):
         self._rules = [
-            (pattern, _as_rule(pattern, rule))
+            (pattern, _as_rule(pattern, rule, caller))
             for pattern, rule in (rules or {}).items()
         ]
         self._used: set = set()
@@ -170,10 +173,10 @@ class Rules:
         return fnmatch.fnmatchcase(path, pattern)
 
 
-def _as_rule(pattern, rule) -> Rule:
+def _as_rule(pattern, rule, caller: str) -> Rule:
     if not isinstance(pattern, str | re.Pattern):
         raise TypeError(
-            "quantize_tree: rules must have strings (with * and ?) or compiled regular "
+            f"{caller}: rules must have strings (with * and ?) or compiled regular "
             f"expressions as patterns, got {pattern!r}."
         )
     if isinstance(rule, tuple):
@@ -185,7 +188,7 @@ def _as_rule(pattern, rule) -> Rule:
     return dataclasses.replace(rule, format=as_format(rule.format))
 
 
-def filter_mask(where: Any, tree: Any) -> list[bool]:
+def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
     """For each leaf of `tree` what `where`, as `eqx.filter` takes it, says."""
 
     flags: list[bool] = []
@@ -198,8 +201,8 @@ def filter_mask(where: Any, tree: Any) -> list[bool]:
             flags.extend([spec] * len(leaves))
         else:
             raise TypeError(
-                "quantize_tree: where must be a function of a leaf, or a pytree prefix "
-                f"of bools and such functions; it holds {spec!r}."
+                f"{caller}: where must be a function of a leaf, or a pytree prefix of "
+                f"bools and such functions; it holds {spec!r}."
             )
 
     def is_spec(x):
@@ -207,3 +210,99 @@ def filter_mask(where: Any, tree: Any) -> list[bool]:
 
     jax.tree.map(spread, where, tree, is_leaf=is_spec)
     return flags
+
+
+#
+# The choice
+#
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One weight that is chosen: the how-manyth leaf it is, and what becomes of it."""
+
+    index: int
+    path: str
+    format: Format
+    axis: Axis
+
+
+def choose(
+    model: Any,
+    format: Format | str | None,
+    *,
+    where: Any,
+    rules: Mapping | None,
+    min_size: int,
+    caller: str,
+) -> list[Choice]:
+    """What [`eqquant.quantize_tree`][] quantizes, for arguments as it takes them.
+
+    `caller` is who says so in errors.
+    """
+    format = None if format is None else as_format(format)
+    ordered = Rules(rules, caller)
+    mask = None if where is None else _filter_mask(where, model, caller)
+    if mask is not None and len(mask) != len(leaves_of(model)):
+        raise ValueError(f"{caller}: where must be a pytree prefix of model.")
+
+    choices: list[Choice] = []
+    for i, site in enumerate(sites(model)):
+        if not eqx.is_array(site.leaf) and not isinstance(site.leaf, np.ndarray):
+            continue
+        kind = classify(site)
+        natural = kind.axis if isinstance(kind, Weight) else -1
+        rule = ordered.find(site)
+        if rule is not None:
+            if rule.format is not None:
+                axis = natural if rule.axis is None else rule.axis
+                choices.append(Choice(i, site.path, as_format(rule.format), axis))
+        elif format is not None and mask is not None:
+            if mask[i]:
+                choices.append(Choice(i, site.path, format, natural))
+        elif (
+            format is not None
+            and isinstance(kind, Weight)
+            and not too_small(site.leaf, format, natural, min_size)
+        ):
+            choices.append(Choice(i, site.path, format, natural))
+    if ordered.unused():
+        unused = ordered.unused()
+        warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)
+    return choices
+
+
+def leaves_of(model: Any) -> list:
+    """The leaves that [`Choice`][] counts: quantized arrays are leaves."""
+    return jax.tree.leaves(model, is_leaf=is_quantized)
+
+
+def replace_chosen(
+    fn: Callable[[Any, Choice], Any],
+    model: Any,
+    choices: Iterable,
+    *,
+    caller: str,
+) -> Any:
+    """The model with each leaf that was chosen replaced by `fn(leaf, choice)`, one
+    after the other; errors name its path."""
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_quantized)
+    for choice in choices:
+        try:
+            leaves[choice.index] = fn(leaves[choice.index], choice)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{caller}: at {choice.path}: {error}") from error
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:
+    """Why a weight is not worth quantizing, if it is not."""
+    if leaf.size < min_size:
+        return f"smaller than {min_size}"
+    axes = (axis,) if isinstance(axis, int) else axis
+    size = math.prod(leaf.shape[a] for a in axes)
+    scales = format.num_blocks(size) * format.scale_dtype.itemsize
+    stored = format.padded(size) * format.bits / 8 + scales
+    if stored >= size * leaf.dtype.itemsize:
+        return f"no smaller as {format!r}"
+    return None
