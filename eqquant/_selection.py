@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ._callables import is_quantized
+from ._array import is_quantized
+from ._implicit import is_implicit
 from ._warn import warn
 from .formats import as_format, Format
 
@@ -53,8 +54,8 @@ def sites(tree: Any) -> Iterator[Site]:
 
 
 def _sites(node, path, owner, field, reparameterised) -> Iterator[Site]:
-    children = [] if is_quantized(node) else _children(node)
-    if children is None or is_quantized(node):
+    children = [] if is_implicit(node) else _children(node)
+    if children is None or is_implicit(node):
         yield Site(path, node, owner, field, reparameterised)
         return
     inside = reparameterised or isinstance(
@@ -194,7 +195,7 @@ def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
     flags: list[bool] = []
 
     def spread(spec, subtree):
-        leaves = jax.tree.leaves(subtree, is_leaf=is_quantized)
+        leaves = jax.tree.leaves(subtree, is_leaf=is_implicit)
         if callable(spec):
             flags.extend(bool(spec(leaf)) for leaf in leaves)
         elif isinstance(spec, bool):
@@ -274,7 +275,7 @@ def choose(
 
 def leaves_of(model: Any) -> list:
     """The leaves that [`Choice`][] counts: quantized arrays are leaves."""
-    return jax.tree.leaves(model, is_leaf=is_quantized)
+    return jax.tree.leaves(model, is_leaf=is_implicit)
 
 
 def replace_chosen(
@@ -286,7 +287,7 @@ def replace_chosen(
 ) -> Any:
     """The model with each leaf that was chosen replaced by `fn(leaf, choice)`, one
     after the other; errors name its path."""
-    leaves, treedef = jax.tree.flatten(model, is_leaf=is_quantized)
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_implicit)
     for choice in choices:
         try:
             leaves[choice.index] = fn(leaves[choice.index], choice)

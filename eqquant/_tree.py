@@ -9,8 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._array import QuantizedArray
-from ._callables import is_quantized as _is_quantized
+from ._array import is_quantized as _is_quantized, QuantizedArray
 from ._quantize import quantize
 from ._selection import Choice, choose, leaves_of, replace_chosen
 from ._typing import typed

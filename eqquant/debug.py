@@ -14,10 +14,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._array import QuantizedArray
+from ._array import is_quantized
 from ._callables import substitute
 from ._compat import open_jaxpr, subjaxprs
 from ._dot import lowering_of, quantized_dot_p
+from ._implicit import ImplicitArray
 from ._materialise import MaterialiseError
 
 
@@ -68,12 +69,14 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     """Where [`eqquant.debug.assert_not_materialised`][] sees a whole weight."""
     sizes: set[int] = set()
 
-    def watch(q: QuantizedArray):
-        shape = q.shape
-        sizes.add(math.prod(shape))
-        if len(shape) > 2:
-            sizes.add(math.prod(shape[1:]))
-        return q.codes
+    def watch(q: ImplicitArray):
+        if any(map(is_quantized, jax.tree.leaves(q, is_leaf=is_quantized))):
+            shape = q.shape
+            sizes.add(math.prod(shape))
+            if len(shape) > 2:
+                sizes.add(math.prod(shape[1:]))
+        # Anything else, so that what holds it counts as changed.
+        return jax.tree.leaves(q)[0]
 
     substitute((fn, args, kwargs), watch)
     sizes -= {0, 1}
