@@ -6,8 +6,10 @@ it differentiates, how it transposes (into itself, contracting the other axis), 
 which kernel each platform gets.
 """
 
+import dataclasses
 import functools as ft
 import operator
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +26,7 @@ from ._compat import (
     spec_of,
     zero_tangent,
 )
+from ._int8 import round_int8
 from .formats import Format, Precision
 from .kernels import tpu, xla
 
@@ -92,7 +95,7 @@ def _compiled(**params):
 @quantized_dot_p.def_impl
 def _impl(x, codes, scales, **params):
     if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
-        return xla.dot(x, codes, scales, **params)
+        return _dot_by(xla)(x, codes, scales, **params)
     return _compiled(**params)(x, codes, scales)
 
 
@@ -118,14 +121,31 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
 
 
+def _dot_by(kernel) -> Callable:
+    """The product by a kernel, after what a format says is done to the activation."""
+
+    def dot(x, codes, scales, *, format: Format, out_dtype, **params):
+        params["format"] = format
+        if format.activations == "float":
+            return kernel.dot(x, codes, scales, out_dtype=out_dtype, **params)
+        x, unit = round_int8(x.astype(jnp.float32))
+        wide = jnp.promote_types(out_dtype, jnp.float32)
+        out = kernel.dot(x, codes, scales, out_dtype=wide, **params)
+        return (out * unit).astype(out_dtype)
+
+    return dot
+
+
 def _dot_on_tpu(x, codes, scales, **params):
     kernel = xla if tpu.why_not(x, codes, scales, **params) else tpu
-    return kernel.dot(x, codes, scales, **params)
+    return _dot_by(kernel)(x, codes, scales, **params)
 
 
 def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     """What a product becomes on a platform, in words. Only shapes and dtypes count."""
     because = ""
+    if params["format"].activations == "int8":
+        x = jax.ShapeDtypeStruct(x.shape, jnp.int8)
     if platform == "tpu":
         reason = tpu.why_not(x, codes, scales, **params)
         if reason is None:
@@ -134,7 +154,7 @@ def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     return f"XLA, recipe {xla.recipe_of(x, codes, scales, **params)!r}{because}"
 
 
-_lower_xla = mlir.lower_fun(xla.dot, multiple_results=False)
+_lower_xla = mlir.lower_fun(_dot_by(xla), multiple_results=False)
 _lower_tpu = mlir.lower_fun(_dot_on_tpu, multiple_results=False)
 
 
@@ -152,10 +172,14 @@ def _jvp(primals, tangents, **params):
     x, codes, scales = primals
     x_dot, _, scales_dot = tangents
     out = quantized_dot_p.bind(x, codes, scales, **params)
+    # Straight through what rounds the activation.
+    rounding = params["format"]
+    params["format"] = dataclasses.replace(rounding, activations="float")
     terms = []
     if type(x_dot) is not ad.Zero:
         terms.append(quantized_dot(x_dot, codes, scales, **params))
     if type(scales_dot) is not ad.Zero:
+        params["format"] = rounding
         terms.append(quantized_dot(x, codes, scales_dot, **params))
     if not terms:
         return out, zero_tangent(out)
@@ -169,6 +193,7 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
     if ad.is_undefined_primal(x):
         if type(ct) is ad.Zero:
             return ad.Zero(x.aval), None, None
+        format = dataclasses.replace(format, activations="float")
         params["out_dtype"] = x.aval.dtype
         other = quantized_dot(
             ct, codes, scales, format=format, contract_rows=not contract_rows, **params
@@ -176,6 +201,9 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
         return other, None, None
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
+    if format.activations == "int8":
+        rounded, unit = round_int8(x.astype(jnp.float32))
+        x = (rounded * unit).astype(x.dtype)
     over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
     over_rows, over_columns, codes = match_varying(over_rows, over_columns, codes)
     gradient = xla.scale_gradient(

@@ -1,17 +1,23 @@
-"""Activations in int8."""
+"""Activations in int8.
+
+By products with reciprocals, as XLA may turn a division into one, or not: a tie would
+then be rounded up or down, depending on what else is compiled.
+"""
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8
 
 
-def _row_unit(x: Float[Array, "m size"]) -> Float[Array, "m 1"]:
+def _row_unit(x: Float[Array, "*m size"]) -> Float[Array, "*m 1"]:
     # Through the bits: XLA:CPU's maximum of floats may lose a NaN, and a row with a NaN
     # has to stay one.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
     absmax = lax.bitcast_convert_type(jnp.max(bits, -1, keepdims=True), jnp.float32)
     absmax = jnp.where(jnp.isfinite(absmax), absmax, jnp.nan)
-    return jnp.where(absmax == 0, 1, absmax / 127)
+    # Below that, 127ths are subnormal, and so zero.
+    is_zero = absmax < 127 * jnp.finfo(jnp.float32).tiny
+    return jnp.where(is_zero, 1, absmax * jnp.float32(1 / 127))
 
 
 def split_int8(
@@ -19,7 +25,7 @@ def split_int8(
 ) -> tuple[Int8[Array, "twice_m size"], Float[Array, "twice_m 1"]]:
     """`x` as two int8 matrices, one above the other: `high * unit + low * unit/254`."""
     unit = _row_unit(x)
-    x = x / unit
+    x = x * (1 / unit)
     high = jnp.round(x)
     low = jnp.round((x - high) * 254)
     rows = jnp.concatenate([high, low]).astype(jnp.int8)
@@ -27,8 +33,8 @@ def split_int8(
 
 
 def round_int8(
-    x: Float[Array, "m size"],
-) -> tuple[Int8[Array, "m size"], Float[Array, "m 1"]]:
+    x: Float[Array, "*m size"],
+) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
     """`x` as an int8 matrix times one number for each row."""
     unit = _row_unit(x)
-    return jnp.round(x / unit).astype(jnp.int8), unit
+    return jnp.round(x * (1 / unit)).astype(jnp.int8), unit

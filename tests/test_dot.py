@@ -38,6 +38,49 @@ def test_both_directions_at_every_precision(format, precision, m, normal):
     assert relative(y @ q, np.asarray(y, np.float64) @ exact) < tolerance
 
 
+def rounded_rows(x):
+    """Each row in 127ths of its largest magnitude, in float64."""
+    x = np.asarray(x)
+    unit = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127)
+    return np.round(x * (np.float32(1) / unit)).astype(np.float64) * unit
+
+
+@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+def test_activations_in_int8(format, precision, normal):
+    """W8A8: rows of the activation are rounded, and nothing else but by `precision`;
+    gradients see no rounding."""
+    format = dataclasses.replace(format, precision=precision, activations="int8")
+    q, w = make(normal, format, 77, 192)
+    exact = np.asarray(w, np.float64)
+    x, y = normal(2, 5, 192), normal(5, 77)
+    integers = format.integer_levels and format.block_size is None
+    tolerance = 1e-6 if integers else TOLERANCE[precision]
+    assert relative(x @ q.T, rounded_rows(x) @ exact.T) < tolerance
+    assert relative(y @ q, rounded_rows(y) @ exact) < TOLERANCE[precision]
+
+    ct = normal(2, 5, 77)
+    _, back = jax.vjp(lambda x, q: x @ q.T, x, q)
+    x_bar, q_bar = back(ct)
+    assert relative(x_bar, np.asarray(ct) @ exact) < TOLERANCE[precision]
+    levels = exact / np.where(np.asarray(q.scales) == 0, 1, q.scales).repeat(
+        192 // q.scales.shape[-1], -1
+    )
+    dense_bar = np.einsum("bmn,bmk->nk", np.asarray(ct), rounded_rows(x)) * levels
+    expected = dense_bar.reshape(77, q.scales.shape[-1], -1).sum(-1)
+    assert relative(q_bar.scales, expected) < 1e-6
+
+
+def test_activations_in_int8_are_said_and_checked(normal):
+    q, _ = make(normal, Int8(activations="int8"), 8, 64)
+    assert "activations='int8'" in repr(q.format)
+    assert "'int8'" in eqquant.debug.explain(lambda x: x @ q.T, normal(2, 64))
+    with pytest.raises(Exception, match="activations"):
+        Int8(activations="int4")
+    silent = jnp.zeros((2, 64)).at[1, 3].set(1e-37)
+    assert not np.isnan(silent @ q.T).any()
+    assert np.isnan((silent.at[0, 0].set(jnp.nan) @ q.T)[0]).all()
+
+
 @hypothesis.given(data=st.data())
 def test_matmul_of_any_shapes(data):
     dims = st.integers(1, 5)

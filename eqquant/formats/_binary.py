@@ -19,7 +19,7 @@ class Binary(Format):
     - `block_size`: how many consecutive values share one scale; `None` (the default)
         for one scale per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     """
 
     name = "binary"

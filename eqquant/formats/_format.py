@@ -14,6 +14,7 @@ from .._pack import codes_per_byte
 
 
 Precision: TypeAlias = Literal["highest", "high", "default"]
+Activations: TypeAlias = Literal["float", "int8"]
 _scale_dtypes = ("bfloat16", "float32", "float64")
 
 
@@ -33,11 +34,15 @@ class Format(abc.ABC):
     - `precision`: the arithmetic of a product that does not ask for its own.
         `"highest"`: floating point on exactly decoded weights. `"high"`: weights exact,
         activations rounded to no less than 15 bits. `"default"`: the fastest.
+    - `activations`: `"int8"` to round each row of an activation (each token) to int8
+        before a product, with `absmax / 127` of the row as its scale, whatever the
+        precision: W8A8, for [`eqquant.Int8`][]. Gradients are those of no rounding.
     """
 
     block_size: int | None = None
     scale_dtype: Any = "float32"
     precision: Precision = "high"
+    activations: Activations = "float"
 
     name: ClassVar[str]
     bits: ClassVar[int]
@@ -81,6 +86,11 @@ class Format(abc.ABC):
             raise ValueError(
                 f"{type(self).__name__}: precision must be one of "
                 f"{get_args(Precision)}, got {self.precision!r}."
+            )
+        if self.activations not in get_args(Activations):
+            raise ValueError(
+                f"{type(self).__name__}: activations must be one of "
+                f"{get_args(Activations)}, got {self.activations!r}."
             )
 
     def __repr__(self):

@@ -81,7 +81,7 @@ class NF4(Format):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     - `scale_search`: choose for each block the scale, out of 0.80 to 1.05 of its
         largest magnitude, that minimises the squared error (on normal weights 0.6 dB
         better). Quantizing what was dequantized is then the identity only in float32:

@@ -9,7 +9,7 @@ it matters most:
   inside of the product.
 - Codes stay in plane order (see `_pack`); the activation is permuted instead.
 
-There are four recipes, and [`choose_recipe`][] chooses. Errors are relative (Frobenius
+There are five recipes, and [`choose_recipe`][] chooses. Errors are relative (Frobenius
 norm), on normal activations and weights of 4096 columns:
 
 - `"float"`: the tile in float32 (float64), multiplied as such. 6e-7: rounding.
@@ -37,7 +37,7 @@ from .._pipeline import pipeline
 from ..formats import Format, Precision
 
 
-Recipe = Literal["float", "split", "bfloat16", "round"]
+Recipe = Literal["float", "split", "bfloat16", "round", "int8"]
 
 # Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
 _tile_bytes = 2**22
@@ -52,16 +52,19 @@ def choose_recipe(
     rows: int,
     size: int,
     blocks: int,
+    contract_rows: bool,
     dtypes: tuple,
 ) -> Recipe:
     """How to multiply `rows` rows of an activation, contracting `size` elements, with a
-    weight of so many `blocks` to the row."""
+    weight of so many `blocks` to the row. `dtypes` are those of the two."""
+    int8_sums = size <= _longest_int8_sum
+    exact_in_int8 = format.integer_levels and blocks == 1
+    if dtypes[0] == jnp.int8 and exact_in_int8 and int8_sums and not contract_rows:
+        return "int8"
     if all(dtype == jnp.bfloat16 for dtype in dtypes):
         return "bfloat16"  # The dense product rounds the same operands.
     if precision == "highest" or jnp.dtype("float64") in dtypes:
         return "float"
-    int8_sums = size <= _longest_int8_sum
-    exact_in_int8 = format.integer_levels and blocks == 1
     if precision == "high":
         # Two int8 products for one of floats, but twice the rows to make and to add up.
         few = rows <= 2048
@@ -73,7 +76,15 @@ def choose_recipe(
 
 
 def recipe_of(
-    x, codes, scales, *, format: Format, precision: Precision, weight_dtype, **_
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    **_,
 ) -> Recipe:
     """That of a product, by the shapes and dtypes of what it gets."""
     return choose_recipe(
@@ -82,12 +93,13 @@ def recipe_of(
         rows=x.shape[-2],
         size=x.shape[-1],
         blocks=scales.shape[-1],
+        contract_rows=contract_rows,
         dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
     )
 
 
 def dot(
-    x: Float[Array, "*batch m size"],
+    x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
     scales: Float[Array, "*batch rows blocks"],
     *,
@@ -98,7 +110,8 @@ def dot(
     out_dtype,
 ) -> Float[Array, "*batch m out"]:
     """`x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
-    `(rows, columns)` that `codes` and `scales` stand for."""
+    `(rows, columns)` that `codes` and `scales` stand for. An activation in int8 is
+    taken for the integers that it holds."""
     if codes.ndim > 2:
         one = ft.partial(
             dot,
@@ -118,12 +131,18 @@ def dot(
         free = columns if contract_rows else codes.shape[0]
         return jnp.zeros((x.shape[0], free), out_dtype)
     recipe = recipe_of(
-        x, codes, scales, format=format, precision=precision, weight_dtype=weight_dtype
+        x,
+        codes,
+        scales,
+        format=format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=weight_dtype,
     )
     if not contract_rows:
         x = to_plane_order(x, format.bits, format.group)
-    if recipe in ("split", "round"):
-        out = _integer_dot(x, codes, scales, format, contract_rows, recipe == "split")
+    if recipe in ("split", "round", "int8"):
+        out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
     else:
         compute = jnp.promote_types(x.dtype, weight_dtype)
         compute = jnp.promote_types(compute, jnp.float32)
@@ -152,9 +171,9 @@ def _float_dot(x, codes, scales, format, contract_rows, compute, operand):
     return _tiled(x, codes, scales, decode, multiply, contract_rows, compute)[:rows]
 
 
-def _integer_dot(x, codes, scales, format, contract_rows, split):
+def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     rows = x.shape[0]
-    x, scales = x.astype(jnp.float32), scales.astype(jnp.float32)
+    scales = scales.astype(jnp.float32)
     exact = format.integer_levels and scales.shape[1] == 1
     # What an integer of a row of the weight is worth.
     unit = scales[:, 0] if exact else jnp.max(jnp.abs(scales), 1) / _int8_max(format)
@@ -167,9 +186,14 @@ def _integer_dot(x, codes, scales, format, contract_rows, split):
         return _round(_decode(codes, scales * per_unit, format, jnp.float32))
 
     multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=jnp.int32)
-    if contract_rows:
-        x = x * unit
-    x, x_unit = split_int8(x) if split else _rounded(x)
+    if recipe == "int8":
+        x_unit = jnp.ones((rows, 1), jnp.float32)
+    else:
+        x = x.astype(jnp.float32)
+        to_int8 = split_int8 if recipe == "split" else round_int8
+        x, x_unit = to_int8(x * unit if contract_rows else x)
+    if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
+        x, x_unit = (jnp.pad(a, ((0, 1), (0, 0))) for a in (x, x_unit))
     if exact and format.bits == 8 and not contract_rows:
         # The codes are the int8 operand. Contracting rows they are cut in tiles all the
         # same: XLA:CPU is slow at that with a whole matrix.
@@ -179,7 +203,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, split):
     out = out.astype(jnp.float32) * x_unit
     if not contract_rows:
         out = out * unit
-    return out[:rows] + out[rows:] if split else out[:rows]
+    return out[:rows] + out[rows:] if recipe == "split" else out[:rows]
 
 
 def _multiply(x, tile, *, contract_rows, dtype):
@@ -190,15 +214,6 @@ def _multiply(x, tile, *, contract_rows, dtype):
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
     )
-
-
-def _rounded(
-    x: Float[Array, "m size"],
-) -> tuple[Int8[Array, "m_ size"], Float[Array, "m_ 1"]]:
-    x, unit = round_int8(x)
-    if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
-        x, unit = jnp.pad(x, ((0, 1), (0, 0))), jnp.pad(unit, ((0, 1), (0, 0)))
-    return x, unit
 
 
 def _int8_max(format: Format) -> int:
