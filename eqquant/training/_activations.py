@@ -45,10 +45,8 @@ def _round(x, axis):
     rows = jnp.moveaxis(x, axis, -1)
     if not rows.size:
         return x
-    flat = rows.reshape(-1, rows.shape[-1]).astype(jnp.float32)
-    rounded, unit = round_int8(flat)
-    out = (rounded * unit).reshape(rows.shape).astype(x.dtype)
-    return jnp.moveaxis(out, -1, axis)
+    rounded, unit = round_int8(rows.astype(jnp.float32))
+    return jnp.moveaxis((rounded * unit).astype(x.dtype), -1, axis)
 
 
 @_round.defjvp

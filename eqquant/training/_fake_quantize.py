@@ -11,6 +11,7 @@ from .._quantize import quantize
 from .._selection import Choice, choose, replace_chosen, sites
 from .._typing import typed
 from ..formats import Format
+from ._activations import RoundingWeight
 from ._straight_through import learned_scales, straight_through
 
 
@@ -233,4 +234,12 @@ def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
         clip=clip,
         check_finite=check_finite,
     )
-    return array
+    if choice.format.activations == "float":
+        return array
+    if not isinstance(choice.axis, int) and len(choice.axis) > 1:
+        raise ValueError(
+            "only products with `@` can round their activations while training, but "
+            f"this weight is contracted over the axes {choice.axis}, as a convolution "
+            "does it. Give it a format with activations='float' by a rule."
+        )
+    return RoundingWeight(array)
