@@ -30,3 +30,10 @@ from .formats import (
     Ternary as Ternary,
 )
 from .rules import register as register
+from .training import (
+    fake_quantize_tree as fake_quantize_tree,
+    FakeQuantized as FakeQuantized,
+    learned_scales as learned_scales,
+    round_activations as round_activations,
+    straight_through as straight_through,
+)

@@ -50,6 +50,8 @@ class Format(abc.ABC):
     codebook: ClassVar[tuple[float, ...] | None] = None
     # Whether every level is an integer that int8 holds.
     integer_levels: ClassVar[bool] = False
+    # The largest magnitude of a level.
+    largest_level: ClassVar[int] = 1
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
 
@@ -141,6 +143,16 @@ class Format(abc.ABC):
         - `limit`: the largest magnitude that the dtype of the array has. What is
             decoded must not exceed it: see `bound_scales`.
         """
+
+    def nearest(
+        self,
+        blocks: Float[Array, "*lead blocks size"],
+        scales: Float[Array, "*lead blocks"],
+    ) -> Shaped[Array, "*lead blocks size"]:
+        """The code of the level nearest to each value, for scales that are given: those
+        that were learned or calibrated."""
+        del blocks, scales
+        raise ValueError(f"{self!r} cannot be given scales: it chooses its own.")
 
     def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
         """The value of each code, before scaling.

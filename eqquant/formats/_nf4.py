@@ -100,9 +100,9 @@ class NF4(Format):
         del counts
         scales = self._search(blocks, absmax) if self.scale_search else absmax
         scales = bound_scales(scales, absmax, self.scale_dtype, limit)
-        return self._codes(blocks, scales), scales
+        return self.nearest(blocks, scales), scales
 
-    def _codes(self, blocks, scales):
+    def nearest(self, blocks, scales):
         return _nearest(divide_blocks(blocks, scales))
 
     def _search(self, blocks, absmax):
@@ -110,7 +110,7 @@ class NF4(Format):
             best_error, best_scales = best
             factor = 0.80 + 0.0125 * i.astype(absmax.dtype)
             scales = (absmax * factor).astype(self.scale_dtype).astype(absmax.dtype)
-            decoded = self.levels(self._codes(blocks, scales), blocks.dtype)
+            decoded = self.levels(self.nearest(blocks, scales), blocks.dtype)
             # Relative to absmax, so that no square over- or underflows.
             residual = unit - decoded * (scales / divisor)[..., None]
             error = jnp.sum(residual**2, -1)

@@ -1,0 +1,11 @@
+"""Training with quantized weights."""
+
+from ._activations import round_activations as round_activations
+from ._fake_quantize import (
+    fake_quantize_tree as fake_quantize_tree,
+    FakeQuantized as FakeQuantized,
+)
+from ._straight_through import (
+    learned_scales as learned_scales,
+    straight_through as straight_through,
+)
