@@ -14,7 +14,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
-from ._dropout import drop_rows
 from ._implicit import ImplicitArray, is_implicit
 
 
@@ -22,9 +21,9 @@ class LoraArray(ImplicitArray):
     """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
 
     The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. As a
-    [`eqquant.QuantizedArray`][] it needs no wrapper where a layer multiplies, indexes or
-    transposes its weight, and [`eqquant.quaxify`][] for anything else. It is a pytree
-    whose leaves all carry the leading axes of the weight, those of stacked layers.
+    [`eqquant.QuantizedArray`][] it needs no wrapper where a layer multiplies, indexes
+    or transposes its weight, and [`eqquant.quaxify`][] for anything else. It is a
+    pytree whose leaves all carry the leading axes of the weight, of stacked layers.
 
     Made by [`eqquant.lora_tree`][], not by calling the class.
 
@@ -90,7 +89,10 @@ class LoraArray(ImplicitArray):
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree of something else.
-            return wl.TextDoc(f"lora(base={self.base!r}, a={self.a!r}, b={self.b!r})")
+            parts = [wl.pdoc(x, **kwargs) for x in (self.base, self.a, self.b)]
+            return (
+                wl.TextDoc("lora(") + wl.join(wl.TextDoc(", "), parts) + wl.TextDoc(")")
+            )
         base = wl.pdoc(self.base, **kwargs)
         return wl.TextDoc(f"lora[rank={self.rank}](") + base + wl.TextDoc(")")
 
@@ -117,9 +119,9 @@ class LoraArray(ImplicitArray):
         in_axes: Sequence[int] | None = None,
         out_axes: Sequence[int] | None = None,
     ):
-        """Beside a new base `fn(part, axes, new_axes)` of each other part: which axes of
-        the weight it has, None for that of the rank, and which it should then have,
-        if the others then are as given."""
+        """A new base, and `fn(part, axes, new_axes)` of each other part: which axes of
+        the weight it has (None for that of the rank), and which it should have then,
+        when the in- and out-axes are as given."""
         if base is NotImplemented:
             return NotImplemented
         ins = self.in_axes if in_axes is None else tuple(sorted(in_axes))
@@ -334,9 +336,7 @@ class LoraArray(ImplicitArray):
         of_x = {axis: i for i, axis in (*over, *batch)}
         contracted = [axis for axis, _ in over]
         if self.key is not None:
-            x = drop_rows(
-                x, [axis for _, axis in over], self._key_for(batch), self.dropout
-            )
+            x = _drop(x, *self._key_for(batch), self.dropout)
 
         # `x` first meets the factor that has what is contracted.
         axes = self._axes
@@ -359,13 +359,26 @@ class LoraArray(ImplicitArray):
         return multiply(y, between, second, out)
 
     def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple:
-        """Keys, and the axes of the activation along which they differ. Matrices of a
+        """Keys, and the axes of the activation along which they are. Matrices of a
         stack that multiply the same activation share its mask."""
         of_x = dict(batch)
         if all(axis in of_x for axis in self.lead_axes):
             return self.key, [of_x[axis] for axis in self.lead_axes]
         assert self.key is not None
         return self.key.reshape(-1)[0], []
+
+
+def _drop(
+    x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
+) -> Float[Array, "..."]:
+    """`x` with a part `rate` of its elements zero, and the others larger for it."""
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    order = [*axes, *rest]
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
+    for _ in axes:
+        draw = jax.vmap(draw)
+    kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
+    return jnp.where(kept, x / (1 - rate), 0)
 
 
 def _lead_axes(ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]):

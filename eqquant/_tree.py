@@ -7,9 +7,10 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from ._array import is_quantized as _is_quantized, QuantizedArray
+from ._implicit import is_implicit
+from ._lora import LoraArray
 from ._quantize import quantize
 from ._selection import Choice, choose, leaves_of, replace_chosen
 from ._typing import typed
@@ -93,6 +94,8 @@ def quantize_tree(
     )
 
     def one(leaf, choice: Choice):
+        if isinstance(leaf, LoraArray):
+            return leaf.replace(base=one(leaf.base, choice))
         return quantize(
             leaf, choice.format, axis=choice.axis, check_finite=check_finite
         )
@@ -125,7 +128,7 @@ def _with_progress(
 
 @typed
 def dequantize_tree(model: Tree) -> Tree:
-    """The model with every quantized array dequantized."""
+    """The model with every quantized array dequantized; that below an adapter, too."""
     return jax.tree.map(
         lambda x: x.dequantize() if _is_quantized(x) else x,
         model,
@@ -142,6 +145,7 @@ def is_quantized(x: Any) -> bool:
 @typed
 def trainable_mask(model: Any) -> Any:
     """Which leaves to train: floating-point arrays, but nothing of a quantized array.
+    In a model with adapters: those, and nothing else.
 
     `eqx.is_inexact_array` alone is true of the scales of a quantized array, and so
     would train them.
@@ -169,18 +173,26 @@ def trainable_mask(model: Any) -> Any:
     A pytree prefix of `model`, of bools: for `eqx.partition`, `eqx.filter` and
     `optax.masked`.
     """
-    return jax.tree.map(
-        lambda x: not _is_quantized(x) and eqx.is_inexact_array(x),
-        model,
-        is_leaf=_is_quantized,
-    )
+    adapters = any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora)))
+
+    def mask(x):
+        if _is_lora(x):
+            nothing = jax.tree.map(lambda _: False, x)
+            return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
+        return not adapters and not _is_quantized(x) and eqx.is_inexact_array(x)
+
+    return jax.tree.map(mask, model, is_leaf=is_implicit)
+
+
+def _is_lora(x: Any) -> bool:
+    return isinstance(x, LoraArray)
 
 
 @typed
 def tree_nbytes(model: Any) -> int:
     """Bytes of all arrays of a pytree."""
     return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        math.prod(x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(model)
         if hasattr(x, "shape") and hasattr(x, "dtype")
     )
