@@ -28,6 +28,7 @@ from .formats import (
     Format as Format,
     Int8 as Int8,
     NF4 as NF4,
+    QuantizedScales as QuantizedScales,
     Ternary as Ternary,
 )
 from .rules import register as register

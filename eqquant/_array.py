@@ -16,13 +16,20 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ._implicit import ImplicitArray
 from ._pack import codes_per_byte, unpack
 from ._product import contract
-from .formats import Format
+from .formats import Format, QuantizedScales
+from .formats._scales import (
+    float_scales,
+    gather_scales,
+    scales_split,
+    slice_scales,
+)
 
 
 class QuantizedArray(ImplicitArray):
     """An array stored as codes and scales: `value = level(code) * scale`.
 
-    It is a pytree of exactly two leaves. Both carry the leading axes of the array, and
+    It is a pytree of exactly two leaves (three, where the scales are quantized, too:
+    [`eqquant.QuantizedScales`][]). All carry the leading axes of the array, and
     the shape is derived from them; so slicing the leaves, stacking them, scanning over
     them or mapping over them gives quantized arrays again.
 
@@ -47,7 +54,7 @@ class QuantizedArray(ImplicitArray):
     """
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
-    scales: Float[Array, "*lead blocks"]
+    scales: Float[Array, "*lead blocks"] | QuantizedScales
     format: Format = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
@@ -132,10 +139,11 @@ class QuantizedArray(ImplicitArray):
         return QuantizedArray(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None) -> "QuantizedArray":
-        """Apply `fn` to both components; `axes` says where, counted from the end, the
+        """Apply `fn` to all components; `axes` says where, counted from the end, the
         blocked axes then are."""
         axes = self.axes if axes is None else tuple(axes)
-        return self.replace(codes=fn(self.codes), scales=fn(self.scales), axes=axes)
+        codes, scales = jax.tree.map(fn, (self.codes, self.scales))
+        return self.replace(codes=codes, scales=scales, axes=axes)
 
     def _lead_index(self, axis: int) -> int:
         return self.lead_axes.index(axis)
@@ -226,7 +234,9 @@ class QuantizedArray(ImplicitArray):
         scales = self.scales
         if blocks > 1:
             block = stored // blocks
-            scales = scales[..., start // block : stop // block]
+            scales = slice_scales(scales, start // block, stop // block)
+            if scales is NotImplemented:
+                return NotImplemented
         return self.replace(
             codes=self.codes[..., start // per_byte : stop // per_byte],
             scales=scales,
@@ -266,7 +276,8 @@ class QuantizedArray(ImplicitArray):
         return n if sorted(self.axes) == list(range(-n, 0)) else None
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None):
-        return self.replace(codes=fn(self.codes, None), scales=fn(self.scales, fill))
+        scales = gather_scales(fn, self.scales, fill)
+        return self.replace(codes=fn(self.codes, None), scales=scales)
 
     def concatenate(self, others: Sequence["QuantizedArray"], dimension: int):
         if dimension in self.blocked_axes:
@@ -286,15 +297,13 @@ class QuantizedArray(ImplicitArray):
         names = first if isinstance(first, tuple) else () if first is None else (first,)
         parts = math.prod(mesh.shape[name] for name in names)
         group_bytes = max(1, self.format.group * self.format.bits // 8)
-        blocks = self.scales.shape[-1]
         if self.codes.shape[-1] % (parts * group_bytes):
             return NotImplemented
-        if blocks != 1 and blocks % parts:
+        if not scales_split(self.scales, parts):
             return NotImplemented
-        specs = (
-            PartitionSpec(*lead, first),
-            PartitionSpec(*lead, None if blocks == 1 else first),
-        )
+        # What there is one of in a row is not split; codes are, even so.
+        whole = [False, *(a.shape[-1] == 1 for a in jax.tree.leaves(self.scales))]
+        specs = [PartitionSpec(*lead, None if one else first) for one in whole]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
     def contract(
@@ -328,12 +337,13 @@ class QuantizedArray(ImplicitArray):
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
         codes = self.codes.reshape(*lead, *new, size // per_byte)
+        scales = float_scales(self.scales)
         if shared:
             scales = jnp.broadcast_to(
-                self.scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
+                scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
             )
         else:
-            scales = self.scales.reshape(*lead, *new, size // block)
+            scales = scales.reshape(*lead, *new, size // block)
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
         out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())

@@ -16,6 +16,7 @@ from jaxtyping import Array, Shaped
 from ._compat import config
 from ._dot import quantized_dot
 from .formats import Precision
+from .formats._scales import float_scales
 
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def contract(
     out = quantized_dot(
         x,
         component(q.codes),
-        component(q.scales),
+        component(float_scales(q.scales)),
         format=q.format,
         contract_rows=contract_rows,
         precision=as_precision(precision),

@@ -18,7 +18,7 @@ from ._compat import config, explicit_mesh_of, is_traced, match_varying, spec_of
 from ._pack import codes_per_byte, pack
 from ._pipeline import pipeline
 from ._typing import typed
-from .formats import as_format, Format
+from .formats import as_format, Format, QuantizedScales
 from .formats._format import reduce_blocks
 
 
@@ -106,7 +106,7 @@ def quantize(
                 f"{format.scale_dtype.name} scales cannot hold; or a scale that was "
                 "given is not positive and finite.",
             )
-            scales = scales + zero
+            scales = jax.tree.map(lambda a: a + zero.astype(a.dtype), scales)
         elif problem:
             _raise_not_finite(array, given, format)
     shape = array.shape
@@ -128,7 +128,7 @@ def dequantize(x: Any) -> Any:
 @typed
 def from_components(
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
-    scales: Float[Array, "*lead blocks"],
+    scales: Float[Array, "*lead blocks"] | QuantizedScales,
     format: Format | str,
     *,
     dtype: Any = "float32",
@@ -140,7 +140,8 @@ def from_components(
     **Arguments:**
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
-    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format.
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; for a format that
+        quantizes them an [`eqquant.QuantizedScales`][].
     - `format`: a format, or the name of one.
     - `dtype`: of the array that they stand for.
     - `axis`: where the blocked axis (or axes) of that array is.
@@ -168,6 +169,14 @@ def from_components(
         raise TypeError(
             f"from_components: scales must be {format.scale_dtype} as {format!r} has "
             f"it, got {scales.dtype}."
+        )
+    if format.quantized_scales != isinstance(scales, QuantizedScales):
+        kind = "eqquant.QuantizedScales" if format.quantized_scales else "an array"
+        raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
+    if scales.shape[:-1] != codes.shape[:-1]:
+        raise ValueError(
+            f"from_components: scales must have the leading axes {codes.shape[:-1]} of "
+            f"codes, got {scales.shape[:-1]}."
         )
     count = 1 if isinstance(axis, int) else len(axis)
     axes = _canonical_axes(axis, codes.ndim - 1 + count)
@@ -244,8 +253,7 @@ def _encode(
     if 0 in rows.shape:
         packed = format.padded(size) * format.bits // 8
         codes = jnp.zeros((*shape, packed), format.code_dtype)
-        scales = jnp.zeros((*shape, format.num_blocks(size)), format.scale_dtype)
-        return codes, scales, jnp.zeros((), bool)
+        return codes, format.no_scales(shape, size), jnp.zeros((), bool)
 
     compute = jnp.promote_types(array.dtype, jnp.float32)
     limit = float(jnp.finfo(array.dtype).max)
@@ -281,7 +289,8 @@ def _encode(
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
     codes = codes.reshape(*shape, -1)
-    return codes, scales.reshape(*shape, -1), jnp.any(problem)
+    scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
+    return codes, scales, jnp.any(problem)
 
 
 def _merge_lead(given: Float[Array, "*lead blocks"] | None):
@@ -305,10 +314,13 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
 
     def flat(inputs):
         codes, scales, problem = encode(inputs)
-        return codes.reshape(*shape, -1), scales.reshape(*shape, -1), problem
+        codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
+        return codes, scales, problem
 
     packed = format.padded(size) * format.bits // 8
-    out = (spec(packed), spec(format.num_blocks(size)), PartitionSpec(*lead))
+    scales = jax.eval_shape(lambda: format.no_scales((), size))
+    scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
+    out = (spec(packed), scales, PartitionSpec(*lead))
     with jax.sharding.use_abstract_mesh(mesh):
         split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
         return split(inputs)
@@ -403,6 +415,11 @@ def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, 
 def _check_scales(
     scales: Float[Array, "*lead blocks"], array, axes: tuple[int, ...], format: Format
 ):
+    if format.quantized_scales:
+        raise ValueError(
+            f"quantize: scales cannot be given to {format!r}, which quantizes them. "
+            "Turn that off."
+        )
     blocked = [a % array.ndim for a in axes]
     lead = [n for a, n in enumerate(array.shape) if a not in blocked]
     size = math.prod(array.shape[a] for a in blocked)

@@ -357,8 +357,7 @@ def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | No
         return f"smaller than {min_size}"
     axes = (axis,) if isinstance(axis, int) else axis
     size = math.prod(leaf.shape[a] for a in axes)
-    scales = format.num_blocks(size) * format.scale_dtype.itemsize
-    stored = format.padded(size) * format.bits / 8 + scales
+    stored = format.padded(size) * format.bits / 8 + format.scale_bytes(size)
     if stored >= size * leaf.dtype.itemsize:
         return f"no smaller as {format!r}"
     return None

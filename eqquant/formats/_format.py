@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, get_args, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -110,6 +110,11 @@ class Format(abc.ABC):
         return self.block_size or 64
 
     @property
+    def quantized_scales(self) -> bool:
+        """Whether scales are `QuantizedScales` rather than an array."""
+        return False
+
+    @property
     def code_dtype(self):
         return jnp.int8 if self.bits == 8 else jnp.uint8
 
@@ -122,6 +127,14 @@ class Format(abc.ABC):
         """How many scales a blocked axis of logical length `size` has."""
         return math.ceil(size / self.block_size) if self.block_size else 1
 
+    def no_scales(self, lead: Sequence[int], size: int):
+        """Scales that are zero, for such leading axes and such a blocked axis."""
+        return jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+
+    def scale_bytes(self, size: int) -> int:
+        """How many bytes the scales of such a blocked axis take."""
+        return self.num_blocks(size) * self.scale_dtype.itemsize
+
     @abc.abstractmethod
     def encode(
         self,
@@ -133,7 +146,7 @@ class Format(abc.ABC):
         Shaped[Array, "*lead blocks size"],
         Float[Array, "*lead blocks"],
     ]:
-        """Codes (one each, not packed) and scales.
+        """Codes (one each, not packed) and scales: floats or `QuantizedScales`.
 
         **Arguments:**
 
