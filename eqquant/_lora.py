@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from ._implicit import ImplicitArray, is_implicit
+from ._rows import rows_dot
 
 
 class LoraArray(ImplicitArray):
@@ -333,23 +334,29 @@ class LoraArray(ImplicitArray):
 
     def _contract_adapter(self, x, over, batch, precision) -> Float[Array, "..."]:
         x = x.astype(jnp.promote_types(x.dtype, self.b.dtype))
-        of_x = {axis: i for i, axis in (*over, *batch)}
+        of_w = dict((*over, *batch))
         contracted = [axis for axis, _ in over]
         if self.key is not None:
             x = _drop(x, *self._key_for(batch), self.dropout)
 
         # `x` first meets the factor that has what is contracted.
+        ins, outs = (
+            [i + self.ndim for i in axes] for axes in (self.in_axes, self.out_axes)
+        )
+        forwards = bool(set(ins) & set(contracted))
+        left = ins if forwards else outs
+        if not (self.lead_axes or batch) and set(contracted) == set(left):
+            return self._multiply_rows(x, [of_w[i] for i in left], forwards, precision)
         axes = self._axes
-        ins = {axis + self.ndim for axis in self.in_axes}
-        first, second = ("a", "b") if ins & set(contracted) else ("b", "a")
+        first, second = ("a", "b") if forwards else ("b", "a")
+        w_of = {i: axis for axis, i in of_w.items()}
         free = iter(range(self.ndim, self.ndim + x.ndim))
-        x_axes = [of_x[i] if i in of_x else next(free) for i in range(x.ndim)]
+        x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
         x_free = [i for i in x_axes if i >= self.ndim]
-        rest = [i for i in range(self.ndim) if i not in of_x.values()]
+        rest = [i for i in range(self.ndim) if i not in of_w]
         out = [*(axis for axis, _ in batch), *x_free, *rest]
-        wanted = {*out, *axes[second], None}
         met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
-        between = [i for i in met if i in wanted]
+        between = [i for i in met if i in {*out, *axes[second], None}]
 
         def multiply(x, x_axes, name, out_axes):
             spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
@@ -357,6 +364,19 @@ class LoraArray(ImplicitArray):
 
         y = multiply(x, x_axes, first, between) * self.scale
         return multiply(y, between, second, out)
+
+    def _multiply_rows(self, x, over: list[int], forwards: bool, precision):
+        """The case that matters most: each row of `x` with both matrices."""
+        free = [i for i in range(x.ndim) if i not in over]
+        shape = [x.shape[i] for i in free]
+        x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
+        a, b = self.a.reshape(self.rank, -1), self.b.reshape(-1, self.rank)
+        first, second = (a, b) if forwards else (b.T, a.T)
+        dtype = x.dtype
+        y = rows_dot(x, first.astype(dtype), precision) * self.scale
+        y = rows_dot(y, second.astype(dtype), precision)
+        kept = self.out_axes if forwards else self.in_axes
+        return y.reshape(*shape, *(self.shape[i] for i in kept))
 
     def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple:
         """Keys, and the axes of the activation along which they are. Matrices of a
