@@ -219,12 +219,14 @@ def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One weight that is chosen: the how-manyth leaf it is, and what becomes of it."""
+    """One weight that is chosen: the how-manyth leaf it is, what becomes of it, and the
+    axis (or axes) that its layer contracts."""
 
     index: int
     path: str
     format: Format
     axis: Axis
+    contracted: Axis
 
 
 def choose(
@@ -252,20 +254,19 @@ def choose(
             continue
         kind = classify(site)
         natural = kind.axis if isinstance(kind, Weight) else -1
+        chosen, axis = format, natural
         rule = ordered.find(site)
         if rule is not None:
-            if rule.format is not None:
-                axis = natural if rule.axis is None else rule.axis
-                choices.append(Choice(i, site.path, as_format(rule.format), axis))
-        elif format is not None and mask is not None:
-            if mask[i]:
-                choices.append(Choice(i, site.path, format, natural))
-        elif (
-            format is not None
-            and isinstance(kind, Weight)
-            and not too_small(site.leaf, format, natural, min_size)
+            chosen = None if rule.format is None else as_format(rule.format)
+            axis = natural if rule.axis is None else rule.axis
+        elif mask is not None:
+            chosen = format if mask[i] else None
+        elif not isinstance(kind, Weight) or (
+            format is not None and too_small(site.leaf, format, natural, min_size)
         ):
-            choices.append(Choice(i, site.path, format, natural))
+            chosen = None
+        if chosen is not None:
+            choices.append(Choice(i, site.path, chosen, axis, natural))
     if ordered.unused():
         unused = ordered.unused()
         warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)
