@@ -15,6 +15,7 @@ validate on.
 A run that was interrupted goes on where it was.
 """
 
+import argparse
 import functools as ft
 import math
 import pathlib
@@ -34,6 +35,7 @@ from tqdm import tqdm
 
 
 matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 
 HERE = pathlib.Path(__file__).parent
@@ -199,3 +201,75 @@ def train(model, text, validation, *, steps, rate, path, label):
         progress.update(STEPS_PER_CALL)
     progress.close()
     return model, history
+
+
+#
+# The output
+#
+
+
+def plot(curves: dict, path: pathlib.Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, history), colour in zip(
+        curves.items(), ("tab:blue", "tab:orange"), strict=True
+    ):
+        steps = STEPS_PER_CALL * np.arange(1, history.shape[1] + 1)
+        axis.plot(steps, history[0], color=colour, alpha=0.4, linewidth=1)
+        known = ~np.isnan(history[1])
+        label = f"{name}: {history[1, -1]:.3f}"
+        axis.plot(steps[known], history[1, known], "o-", color=colour, label=label)
+    axis.set(xlabel="Step", ylabel="Bits per character", ylim=(None, 5))
+    axis.set_title("On pages that are held out (thin: on those trained on)")
+    axis.legend()
+    axis.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    options = parser.parse_args()
+    if options.steps < STEPS_PER_CALL:
+        parser.error(f"--steps must be {STEPS_PER_CALL} or more")
+
+    *texts, vocabulary = read_text()
+    text, validation = map(jnp.asarray, texts)
+    print(
+        f"Python {platform.python_version()}'s own reference: {len(text):,} characters "
+        f"to train on, {len(validation):,} to validate on, {vocabulary} different"
+    )
+    start = Transformer(vocabulary, key=jax.random.key(0))
+    ternary = eqquant.FakeQuantized(start, None, rules=RULES)
+    models, curves = {}, {}
+    for name, model in {"float": start, "ternary": ternary}.items():
+        models[name], curves[name] = train(
+            model,
+            text,
+            validation,
+            steps=options.steps,
+            rate=options.rate,
+            path=options.output / "bitnet_lm" / f"{name}.eqx",
+            label=name,
+        )
+    models["quantized"] = models["ternary"].quantized()
+
+    bits = {name: float(validate(m, validation)) for name, m in models.items()}
+    blocks = {
+        "float": models["float"].blocks,
+        "ternary": models["ternary"].model.blocks,
+        "quantized": models["quantized"].blocks,
+    }
+    print(f"\n{'':24} bits per character   bytes of the blocks")
+    for name, value in bits.items():
+        print(f"{name:24} {value:18.4f} {eqquant.tree_nbytes(blocks[name]):21,}")
+    print(f"quantized to float: {100 * (bits['quantized'] / bits['float'] - 1):+.2f} %")
+    path = options.output / "bitnet_lm.png"
+    plot(curves, path)
+    print(f"\nPlot: {path}")
+
+
+if __name__ == "__main__":
+    main()
