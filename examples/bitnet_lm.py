@@ -42,6 +42,8 @@ HERE = pathlib.Path(__file__).parent
 LAYERS, SIZE, HEADS, CONTEXT, BATCH = 3, 128, 4, 128, 16
 # So many steps are one call, and one point of the plot.
 STEPS_PER_CALL = 20
+# So many calls later, it is validated, and saved.
+SAVE_EVERY = 5
 
 # One scale for each weight, its mean magnitude; activations of each token in int8. The
 # embedding and the head stay in floating point.
@@ -193,7 +195,7 @@ def train(model, text, validation, *, steps, rate, path, label):
     for call in range(done, calls):
         model, state, loss = several_steps(model, state, text, jnp.asarray(call))
         history[0, call] = loss
-        if (call + 1) % 5 == 0 or call + 1 == calls:
+        if (call + 1) % SAVE_EVERY == 0 or call + 1 == calls:
             history[1, call] = validate(model, validation)
             saved = model, state, history, call + 1
             _checkpoint.save(path, saved, **configuration)

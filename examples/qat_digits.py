@@ -34,6 +34,7 @@ import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
 BATCH = 64
+SAVE_EVERY = 10  # Epochs.
 FORMATS = ("int8", "nf4", "ternary", "binary")
 
 
@@ -107,7 +108,7 @@ def train(model, images, labels, *, epochs, rate, seed, path, label):
         order = rng.permutation(len(labels))
         for batch in order[: steps * BATCH].reshape(steps, BATCH):
             model, state = step(model, state, images[batch], labels[batch])
-        if (epoch + 1) % 10 == 0 or epoch + 1 == epochs:
+        if (epoch + 1) % SAVE_EVERY == 0 or epoch + 1 == epochs:
             _checkpoint.save(path, (model, state, epoch + 1), **configuration)
     return model
 

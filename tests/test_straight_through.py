@@ -29,13 +29,14 @@ def later(array, format, axis=-1):
 #
 
 
-@pytest.mark.parametrize("dtype,shape,axis", ARRAYS)
-def test_the_value_is_that_of_the_later_array(normal, format, dtype, shape, axis):
-    array = normal(*shape, dtype=dtype)
-    through = lambda a: eqquant.straight_through(a, format, axis=axis)
-    expected = later(array, format, axis)
-    assert_identical(through(array), expected)
-    assert_identical(jax.jit(through)(array), expected)
+def test_the_value_is_that_of_the_later_array(normal, format):
+    # Half of the formats have blocks, that are cut off by these shapes.
+    for dtype, shape, axis in ARRAYS[:: 2 if format.block_size is None else -2]:
+        array = normal(*shape, dtype=dtype)
+        through = lambda a, axis=axis: eqquant.straight_through(a, format, axis=axis)
+        expected = later(array, format, axis)
+        assert_identical(through(array), expected)
+        assert_identical(jax.jit(through)(array), expected)
 
 
 TRANSFORMED = {
@@ -53,32 +54,33 @@ TRANSFORMED = {
 
 
 @pytest.mark.parametrize("how", TRANSFORMED)
-def test_the_value_under_transformations(normal, default_format, how):
+@pytest.mark.parametrize("format", [NF4(), Ternary()])
+def test_the_value_under_transformations(normal, format, how):
     array = normal(7, 100)
-    fn = TRANSFORMED[how](lambda x: eqquant.straight_through(x, default_format))
-    assert_identical(fn(array), later(array, default_format))
-    assert_identical(jax.jit(fn)(array), later(array, default_format))
+    fn = TRANSFORMED[how](lambda x: eqquant.straight_through(x, format))
+    assert_identical(fn(array), later(array, format))
+    assert_identical(jax.jit(fn)(array), later(array, format))
 
 
-def test_in_float64(normal, default_format):
+@pytest.mark.parametrize("format", ["nf4", "ternary"])
+def test_in_float64(format):
     with jax.enable_x64(True):
         array = jnp.asarray(np.random.default_rng(0).standard_normal((5, 70)))
         assert array.dtype == jnp.float64
         out, gradient = jax.value_and_grad(
-            lambda x: jnp.sum(eqquant.straight_through(x, default_format) ** 2)
+            lambda x: jnp.sum(eqquant.straight_through(x, format) ** 2)
         )(array)
         assert_identical(
-            jax.jit(lambda x: eqquant.straight_through(x, default_format))(array),
-            later(array, default_format),
+            jax.jit(lambda x: eqquant.straight_through(x, format))(array),
+            later(array, format),
         )
         assert gradient.dtype == jnp.float64 and jnp.isfinite(out)
 
 
-@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
-def test_scales_are_rounded_under_jit_too(normal, scale_dtype):
+def test_scales_are_rounded_under_jit_too(normal):
     # XLA may leave out a conversion to bfloat16 and back.
     for make in (Int8, NF4, Ternary, Binary):
-        format = make(scale_dtype=scale_dtype)
+        format = make(scale_dtype="bfloat16")
         array = normal(16, 256)
         through = jax.jit(lambda x, f=format: eqquant.straight_through(x, f) * 1)
         assert_identical(through(array), later(array, format))
@@ -90,7 +92,7 @@ def test_scales_are_rounded_under_jit_too(normal, scale_dtype):
     block=st.sampled_from([None, 8, 64]),
     seed=st.integers(0, 2**16),
 )
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=6)
 def test_any_shape(shape, which, block, seed):
     format = {"nf4": NF4, "int8": Int8, "ternary": Ternary, "binary": Binary}[which]
     format = format(block_size=block)
@@ -134,7 +136,7 @@ def test_second_derivatives(normal):
     np.testing.assert_allclose(second, later(array, "int8"), rtol=1e-6)
 
 
-@pytest.mark.parametrize("format", [Ternary(), Binary(), Ternary(block_size=8)])
+@pytest.mark.parametrize("format", [Binary(), Ternary(block_size=8)])
 def test_a_clipped_gradient(normal, format):
     array = normal(6, 40)
     q = eqquant.quantize(array, format)
@@ -182,8 +184,10 @@ def lsq_reference(w, s, top, block, binary=False):
     return levels * s, inside.astype(float), np.where(inside, levels - ratio, levels)
 
 
-@pytest.mark.parametrize("block", [None, 8])
-@pytest.mark.parametrize("make,top", [(Int8, 127), (Ternary, 1), (Binary, 1)])
+@pytest.mark.parametrize(
+    "make,top,block",
+    [(Int8, 127, None), (Int8, 127, 8), (Ternary, 1, 8), (Binary, 1, None)],
+)
 def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     format = make(block_size=block)
     weight, ct = normal(6, 40), normal(6, 40)
