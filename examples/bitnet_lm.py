@@ -161,39 +161,46 @@ def validate(model, text: Int[Array, " characters"]) -> Float[Array, ""]:
     return losses.mean()
 
 
-def train(model, text, validation, *, steps, rate, path, label):
-    """The trained model, and the bits per character on the way."""
-    calls = steps // STEPS_PER_CALL
+def adamw(rate: float, steps: int) -> optax.GradientTransformation:
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 10, steps)
-    optimiser = optax.chain(
+    return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.01)
     )
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
 
-    @eqx.filter_jit
-    def several_steps(model, state, text, call):
-        arrays, static = eqx.partition((model, state), eqx.is_array)
 
-        def step(arrays, key):
-            model, state = eqx.combine(arrays, static)
-            value_and_grad = eqx.filter_value_and_grad(bits_per_character)
-            loss, gradients = value_and_grad(model, batch_of(text, key))
-            params = eqx.filter(model, eqx.is_inexact_array)
-            updates, state = optimiser.update(gradients, state, params)
-            model = eqx.apply_updates(model, updates)
-            return eqx.filter((model, state), eqx.is_array), loss
+@eqx.filter_jit
+def several_steps(model, state, text: Int[Array, " characters"], call, *schedule):
+    """So many steps in one program: a scan over them."""
+    optimiser = adamw(*schedule)
+    arrays, static = eqx.partition((model, state), eqx.is_array)
 
-        keys = jax.random.split(jax.random.key(call), STEPS_PER_CALL)
-        arrays, losses = jax.lax.scan(step, arrays, keys)
-        return *eqx.combine(arrays, static), losses.mean()
+    def step(arrays, key):
+        model, state = eqx.combine(arrays, static)
+        value_and_grad = eqx.filter_value_and_grad(bits_per_character)
+        loss, gradients = value_and_grad(model, batch_of(text, key))
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimiser.update(gradients, state, params)
+        model = eqx.apply_updates(model, updates)
+        return eqx.filter((model, state), eqx.is_array), loss
 
+    keys = jax.random.split(jax.random.key(call), STEPS_PER_CALL)
+    arrays, losses = jax.lax.scan(step, arrays, keys)
+    return *eqx.combine(arrays, static), losses.mean()
+
+
+def train(model, text, validation, *, steps, rate, path, label):
+    """The trained model, and the bits per character on the way."""
+    calls, schedule = steps // STEPS_PER_CALL, (rate, steps)
+    state = adamw(*schedule).init(eqx.filter(model, eqx.is_inexact_array))
     configuration = {"steps": steps, "rate": rate, "python": platform.python_version()}
     history = np.full((2, calls), np.nan)
     restored = _checkpoint.restore(path, (model, state, history, 0), **configuration)
     model, state, history, done = restored
     progress = tqdm(total=steps, initial=done * STEPS_PER_CALL, desc=label, unit="step")
     for call in range(done, calls):
-        model, state, loss = several_steps(model, state, text, jnp.asarray(call))
+        # As an array: another number of a call is no other program.
+        inputs = model, state, text, jnp.asarray(call)
+        model, state, loss = several_steps(*inputs, *schedule)
         history[0, call] = loss
         if (call + 1) % SAVE_EVERY == 0 or call + 1 == calls:
             history[1, call] = validate(model, validation)

@@ -86,19 +86,22 @@ def accuracy(model, images, labels) -> float:
     return float(100 * jnp.mean(predict(model, images) == labels))
 
 
+def adam(rate: float, steps: int) -> optax.GradientTransformation:
+    return optax.adam(optax.cosine_decay_schedule(rate, steps))
+
+
+@eqx.filter_jit
+def step(model, state, images, labels, *schedule):
+    gradients = eqx.filter_grad(loss)(model, images, labels)
+    updates, state = adam(*schedule).update(gradients, state)
+    return eqx.apply_updates(model, updates), state
+
+
 def train(model, images, labels, *, epochs, rate, seed, path, label):
     """The trained model. Arrays of `model` are what is trained, quantized or not."""
     steps = len(labels) // BATCH
-    schedule = optax.cosine_decay_schedule(rate, epochs * steps)
-    optimiser = optax.adam(schedule)
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
-
-    @eqx.filter_jit
-    def step(model, state, images, labels):
-        gradients = eqx.filter_grad(loss)(model, images, labels)
-        updates, state = optimiser.update(gradients, state)
-        return eqx.apply_updates(model, updates), state
-
+    schedule = rate, epochs * steps
+    state = adam(*schedule).init(eqx.filter(model, eqx.is_inexact_array))
     configuration = {"epochs": epochs, "rate": rate, "seed": seed, "label": label}
     restore = ft.partial(_checkpoint.restore, path, **configuration)
     model, state, done = restore((model, state, 0))
@@ -107,7 +110,7 @@ def train(model, images, labels, *, epochs, rate, seed, path, label):
         rng = np.random.default_rng((seed, epoch))
         order = rng.permutation(len(labels))
         for batch in order[: steps * BATCH].reshape(steps, BATCH):
-            model, state = step(model, state, images[batch], labels[batch])
+            model, state = step(model, state, images[batch], labels[batch], *schedule)
         if (epoch + 1) % SAVE_EVERY == 0 or epoch + 1 == epochs:
             _checkpoint.save(path, (model, state, epoch + 1), **configuration)
     return model

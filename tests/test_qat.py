@@ -163,11 +163,11 @@ def test_training_with_optax(format):
             new = eqx.apply_updates(model, updates), state
             return eqx.filter(new, eqx.is_array), value
 
-        carry, losses = jax.lax.scan(step, carry, length=200)
+        carry, losses = jax.lax.scan(step, carry, length=100)
         return eqx.combine(carry, static)[0], losses
 
     wrapped, losses = train(eqquant.FakeQuantized(mlp(), format))
-    assert losses[-1] < losses[0] / 3
+    assert losses[-1] < losses[0] / 2
     trained = loss(wrapped)[0]
     np.testing.assert_allclose(loss(wrapped.quantized())[0], trained, rtol=1e-2)
 
@@ -331,7 +331,7 @@ def test_bad_arguments():
         with pytest.raises(TypeError, match="rules"):
             make(model, rules={3: "int8"})
         with pytest.raises(TypeError, match=f"{name}: where must be"):
-            make(model, where=[1.5])
+            make(model, where=1.5)
         with pytest.raises(ValueError, match=r"layers\.0\.weight: axis must be"):
             wrapped = make(model, rules={"layers.0.weight": ("int8", 7)})
             wrapped(jnp.ones(64))

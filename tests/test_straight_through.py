@@ -92,14 +92,20 @@ def test_scales_are_rounded_under_jit_too(normal):
     block=st.sampled_from([None, 8, 64]),
     seed=st.integers(0, 2**16),
 )
-@hypothesis.settings(max_examples=6)
+@hypothesis.settings(max_examples=5)
 def test_any_shape(shape, which, block, seed):
     format = {"nf4": NF4, "int8": Int8, "ternary": Ternary, "binary": Binary}[which]
     format = format(block_size=block)
     array = jax.random.normal(jax.random.key(seed), shape)
-    out, pull = jax.vjp(lambda x: eqquant.straight_through(x, format), array)
-    assert_identical(out, later(array, format))
-    assert_identical(pull(array)[0], array)
+
+    @jax.jit
+    def both(x):
+        out, pull = jax.vjp(lambda x: eqquant.straight_through(x, format), x)
+        return out, later(x, format), pull(x)[0]
+
+    out, expected, gradient = both(array)
+    assert_identical(out, expected)
+    assert_identical(gradient, array)
 
 
 def test_eval_shape():
@@ -116,12 +122,21 @@ def test_eval_shape():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_gradient_is_that_of_the_identity(normal, default_format, dtype):
-    array, ct = normal(5, 100, dtype=dtype), normal(5, 100, dtype=dtype)
+    array, ct = normal(7, 100, dtype=dtype), normal(7, 100, dtype=dtype)
     through = lambda x: eqquant.straight_through(x, default_format)
-    for fn in (through, jax.jit(through), jax.vmap(through), jax.checkpoint(through)):
-        (gradient,) = jax.vjp(fn, array)[1](ct)
-        assert_identical(gradient, ct)
-        assert_identical(jax.jvp(fn, (array,), (ct,))[1], ct)
+
+    @jax.jit
+    def derivatives(array, ct):
+        fns = through, jax.vmap(through), jax.checkpoint(through)
+        both = lambda fn: (
+            jax.vjp(fn, array)[1](ct)[0],
+            jax.jvp(fn, (array,), (ct,))[1],
+        )
+        return [both(fn) for fn in fns]
+
+    for pair in (*derivatives(array, ct), jax.vjp(through, array)[1](ct)):
+        for derivative in pair:
+            assert_identical(derivative, ct)
 
 
 def test_second_derivatives(normal):
@@ -200,19 +215,19 @@ def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     value, by_weight, by_scale = lsq_reference(
         weight, scales, top, size, make is Binary
     )
-    through = lambda w, s: eqquant.straight_through(w, format, scales=s)
-    for fn in (through, jax.jit(through)):
-        out, pull = jax.vjp(fn, weight, scales)
-        np.testing.assert_allclose(out, value, rtol=1e-6)
-        of_weight, of_scales = pull(ct)
-        np.testing.assert_allclose(of_weight, ct * by_weight, rtol=1e-6)
-        summed = (np.asarray(ct, np.float64) * by_scale).reshape(6, -1, size).sum(-1)
-        expected = summed / np.sqrt(size * top)
-        np.testing.assert_allclose(of_scales, expected, rtol=1e-4, atol=1e-4)
+    through = jax.jit(lambda w, s: eqquant.straight_through(w, format, scales=s))
+    out, pull = jax.vjp(through, weight, scales)
+    np.testing.assert_allclose(out, value, rtol=1e-6)
+    of_weight, of_scales = pull(ct)
+    np.testing.assert_allclose(of_weight, ct * by_weight, rtol=1e-6)
+    summed = (np.asarray(ct, np.float64) * by_scale).reshape(6, -1, size).sum(-1)
+    # In float32, `level - ratio` is off by some 1e-7 of the ratio, up to 127.
+    expected = summed / np.sqrt(size * top)
+    np.testing.assert_allclose(of_scales, expected, rtol=1e-4, atol=1e-4)
     # What comes out is what is stored.
     stored = eqquant.quantize(weight, format, scales=scales)
     assert_identical(stored.scales, scales)
-    assert_identical(jax.jit(through)(weight, scales), stored.dequantize())
+    assert_identical(through(weight, scales), stored.dequantize())
 
 
 def test_one_learned_scale_for_an_array(normal):
@@ -230,10 +245,12 @@ def test_one_learned_scale_for_an_array(normal):
 
 def test_learned_scales_of_stacked_weights(normal):
     weight = normal(3, 6, 40)
-    scales = jax.vmap(lambda w: eqquant.learned_scales(w, "int8"))(weight)
+    scales = jax.jit(jax.vmap(lambda w: eqquant.learned_scales(w, "int8")))(weight)
     loss = lambda w, s: jnp.sum(eqquant.straight_through(w, "int8", scales=s) ** 2)
-    one_by_one = jax.vmap(jax.grad(loss, 1))(weight, scales)
-    np.testing.assert_allclose(jax.grad(loss, 1)(weight, scales), one_by_one, rtol=1e-5)
+    one_by_one = jax.jit(jax.vmap(jax.grad(loss, 1)))(weight, scales)
+    # The gradient scale is that of as many values to a scale.
+    at_once = jax.jit(jax.grad(loss, 1))(weight, scales)
+    np.testing.assert_allclose(at_once, one_by_one, rtol=1e-5)
 
 
 def test_a_block_of_zeros_can_learn():
