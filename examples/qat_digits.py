@@ -123,7 +123,7 @@ def measure(seed: int, formats, epochs: int, folder: pathlib.Path) -> dict:
     run = ft.partial(train, epochs=epochs, seed=seed)
     name = lambda what: {"path": folder / f"{what}-{seed}.eqx", "label": what}
     model = run(model, *data, rate=2e-3, **name("float"))
-    longer = run(model, *data, rate=1e-3, **name("float, longer"))
+    longer = run(model, *data, rate=1e-3, **name("float-longer"))
     size = eqquant.tree_nbytes(model)
     rows = {
         ("float", ""): (accuracy(model, *test), size),

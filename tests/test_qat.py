@@ -337,9 +337,8 @@ def test_bad_arguments():
             wrapped(jnp.ones(64))
     with pytest.raises(ValueError, match=r"at layers\.0\.weight:.*Ternary and Binary"):
         eqquant.FakeQuantized(model, "nf4", learn_scales=True)
-    broken = eqx.tree_at(
-        lambda m: m.layers[1].weight, model, jnp.full((64, 64), jnp.nan)
-    )
+    weight = lambda m: m.layers[1].weight
+    broken = eqx.tree_at(weight, model, jnp.full((64, 64), jnp.nan))
     with pytest.raises(ValueError, match=r"at layers\.1\.weight:.*4096 values are NaN"):
         eqquant.fake_quantize_tree(broken)
     whole = eqx.tree_at(weight, model, jnp.ones((64, 64), int))

@@ -68,7 +68,7 @@ def test_language_model(monkeypatch, tmp_path):
     bitnet = load("bitnet_lm", monkeypatch)
     for name, value in {
         "LAYERS": 2,
-        "SIZE": 32,
+        "SIZE": 64,
         "CONTEXT": 16,
         "BATCH": 4,
         "STEPS_PER_CALL": 5,
