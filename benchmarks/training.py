@@ -80,6 +80,22 @@ ROWS = {
 }
 
 
+def lora(format, baseline: str) -> Row:
+    def make(model):
+        if format is not None:
+            model = eqquant.quantize_tree(model, format)
+        return eqquant.lora_tree(model, 8, key=jax.random.key(2))
+
+    return Row(make, eqquant.trainable_mask, baseline)
+
+
+ROWS |= {
+    "float, LoRA": lora(None, "float"),
+    "nf4, QLoRA": lora("nf4", "float, LoRA"),
+    "nf4 twice, QLoRA": lora(eqquant.NF4(double_quantization=True), "float, LoRA"),
+}
+
+
 def make_step(row: Row, size: int) -> Callable[[], object]:
     """One step of training: always the same one, compiled the first time."""
     model = row.make(Transformer(size, key=jax.random.key(0)))

@@ -94,19 +94,19 @@ def quantize(
         _check_scales(scales, array, axes, format)
         given = scales.astype(format.scale_dtype)
     chunked = _is_on_one_device(array)
-    codes, scales, problem = _encode(array, format, axes, chunked, given)
+    codes, stored, problem = _encode(array, format, axes, chunked, given)
     if check_finite:
         if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer
             # split over devices.
             zero = eqx.error_if(
-                jnp.zeros((), scales.dtype),
+                jnp.zeros((), stored.dtype),
                 problem,
                 "eqquant.quantize: the array holds values that are not finite, or that "
                 f"{format.scale_dtype.name} scales cannot hold; or a scale that was "
                 "given is not positive and finite.",
             )
-            scales = jax.tree.map(lambda a: a + zero.astype(a.dtype), scales)
+            stored = jax.tree.map(lambda a: a + zero.astype(a.dtype), stored)
         elif problem:
             _raise_not_finite(array, given, format)
     shape = array.shape
@@ -115,7 +115,7 @@ def quantize(
         axes, inner = axes[-1:], ()
     size = math.prod(shape[a] for a in axes)
     padding = format.padded(size) - size
-    return QuantizedArray(codes, scales, format, array.dtype, axes, inner, padding)
+    return QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
 
 
 @typed

@@ -237,14 +237,16 @@ def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One weight that is chosen: the how-manyth leaf it is, and what becomes of it:
-    a format, or whatever else rules were about. `out` is as in [`Weight`][]."""
+    """One weight that is chosen: the how-manyth leaf it is; what becomes of it, a
+    format or whatever else rules were about, and along which axis; the axis (or axes)
+    that its layer contracts, and what it puts out, as in [`Weight`][]."""
 
     index: int
     path: str
     what: Any
     axis: Axis
-    out: int | None = None
+    contracted: Axis
+    out: int | None
 
     @property
     def format(self) -> Format:
@@ -306,6 +308,7 @@ def choose_among(
             continue
         kind = role(site)
         natural = kind if isinstance(kind, Weight) else Weight(-1)
+        contracted = natural.axis
         rule = rules.find(site)
         if rule is not None:
             chosen, axis = rule
@@ -321,7 +324,8 @@ def choose_among(
             )
             chosen = what if worth_it else None
         if chosen is not None:
-            choices.append(Choice(i, site.path, chosen, natural.axis, natural.out))
+            axis, out = natural.axis, natural.out
+            choices.append(Choice(i, site.path, chosen, axis, contracted, out))
     if rules.unused():
         unused = rules.unused()
         warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)

@@ -14,13 +14,13 @@ A run that was stopped goes on from its last checkpoint; `--fresh` starts over.
 
 import argparse
 import ast
-import json
 import pathlib
 import re
 import resource
 import sysconfig
 import time
 
+import _checkpoint
 import eqquant
 import equinox as eqx
 import jax
@@ -202,7 +202,7 @@ def train(name: str, model, data, options) -> dict:
     losses = np.full(options.steps, np.nan, np.float32)
     progress = (trainable, state, losses, np.zeros((), np.int32))
     if not options.fresh:
-        progress = load_checkpoint(path, run, progress)
+        progress = _checkpoint.restore(path, progress, **run)
     trainable, state, losses, done = progress
     if done:
         print(f"{name}: going on from step {int(done)} of {path}")
@@ -214,7 +214,8 @@ def train(name: str, model, data, options) -> dict:
         )
         losses[i] = loss
         if (i + 1) % options.save_every == 0 or i + 1 == options.steps:
-            save_checkpoint(path, run, (trainable, state, losses, np.int32(i + 1)))
+            progress = (trainable, state, losses, np.int32(i + 1))
+            _checkpoint.save(path, progress, **run)
     seconds = (time.perf_counter() - start) / max(1, len(steps))
 
     adapters = eqquant.tree_nbytes(trainable)
@@ -227,24 +228,6 @@ def train(name: str, model, data, options) -> dict:
         "state": eqquant.tree_nbytes(state),
         "temporary": memory.temp_size_in_bytes,
     }
-
-
-def save_checkpoint(path: pathlib.Path, run: dict, progress) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as file:
-        file.write(json.dumps(run).encode() + b"\n")
-        eqx.tree_serialise_leaves(file, progress)
-    partial.replace(path)  # At once: a checkpoint is whole, or the one before.
-
-
-def load_checkpoint(path: pathlib.Path, run: dict, skeleton):
-    if not path.exists():
-        return skeleton
-    with open(path, "rb") as file:
-        if json.loads(file.readline()) != run:
-            return skeleton
-        return eqx.tree_deserialise_leaves(file, skeleton)
 
 
 #

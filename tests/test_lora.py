@@ -1,5 +1,6 @@
 """Adapters: `lora_tree`, `LoraArray`, `merge_lora`, dropout."""
 
+import functools as ft
 import io
 import re
 
@@ -296,7 +297,7 @@ def test_shard_map_and_placement(format, normal):
         )
         assert_close(strict(fn)(x, w), fn(x, dense))
         loss = lambda x, w, fn=fn: jnp.sum(jnp.sin(fn(x, w)))
-        gradient = jax.grad(lambda x, f=strict(loss): f(x, w))(x)
+        gradient = jax.grad(ft.partial(strict(loss), w=w))(x)
         assert relative(gradient, jax.grad(loss)(x, dense)) < 1e-3
     placed = strict(lambda w: jax.device_put(w, NamedSharding(mesh, P("x"))))(w)
     assert placed.b.sharding.spec == P("x", None) and is_lora(placed)
@@ -346,9 +347,7 @@ def test_one_step_changes_adapters_and_nothing_else(format, normal):
     assert eqquant.tree_nbytes(trainable) == adapters
     # Two moments for each element of an adapter, and a counter.
     assert eqquant.tree_nbytes(state) == 2 * adapters + 4
-    _, trainable, state = train_step(optimiser)(
-        trainable, frozen, state, normal(8, 67)
-    )
+    _, trainable, state = train_step(optimiser)(trainable, frozen, state, normal(8, 67))
     after = eqx.combine(trainable, frozen)
     frozen_of = lambda tree: eqx.filter(
         eqx.filter(tree, eqx.is_array), eqquant.trainable_mask(model), inverse=True

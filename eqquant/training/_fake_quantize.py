@@ -236,10 +236,9 @@ def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
     )
     if choice.format.activations == "float":
         return array
-    if not isinstance(choice.axis, int) and len(choice.axis) > 1:
+    if not isinstance(choice.contracted, int):
         raise ValueError(
-            "only products with `@` can round their activations while training, but "
-            f"this weight is contracted over the axes {choice.axis}, as a convolution "
-            "does it. Give it a format with activations='float' by a rule."
+            "convolutions cannot round their activations while training, only products "
+            "with `@`. Give this weight a format with activations='float' by a rule."
         )
     return RoundingWeight(array)

@@ -354,7 +354,7 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     `ValueError` if there is no adapter: if it was merged already.
     """
     choices = [
-        Choice(i, site.path, None, site.leaf.in_axes)
+        Choice(i, site.path, None, site.leaf.in_axes, site.leaf.in_axes, None)
         for i, site in enumerate(sites(model))
         if isinstance(site.leaf, LoraArray)
     ]
