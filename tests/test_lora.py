@@ -633,6 +633,17 @@ def test_bad_arguments(arguments, error, message):
         eqquant.lora_tree(MLP, options.pop("rank"), **options)
 
 
+def test_what_an_optimiser_must_not_see():
+    model = eqquant.quantize_tree(MLP, eqquant.NF4(double_quantization=True))
+    trainable, _ = eqx.partition(model, eqquant.trainable_mask(model))
+    eqquant.debug.assert_trainable(trainable)
+    with pytest.raises(TypeError, match=r"layers\[0\]\.weight\.codes.*trainable_mask"):
+        eqquant.debug.assert_trainable(model)
+    floats = eqx.filter(eqquant.quantize_tree(MLP, "int8"), eqx.is_inexact_array)
+    with pytest.raises(TypeError, match=r"layers\[0\]\.weight\.scales"):
+        eqquant.debug.assert_trainable(floats)
+
+
 def test_bad_models():
     with pytest.raises(ValueError, match="it has an adapter already.*merge_lora"):
         adapted(adapted(MLP, None), None)
