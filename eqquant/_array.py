@@ -158,7 +158,7 @@ class QuantizedArray(ImplicitArray):
     def with_dtype(self, dtype) -> "QuantizedArray":
         return self.replace(dtype=jnp.dtype(dtype))
 
-    def with_shape(self, shape: Sequence[int]):
+    def with_shape(self, shape: Sequence[int]) -> Any:
         """Where the blocked axes stay whole."""
         shape, old = tuple(shape), self.shape
         # Find each blocked axis in the new shape: as many elements before and after it.
@@ -178,7 +178,7 @@ class QuantizedArray(ImplicitArray):
             return NotImplemented
         return self._on_lead(lambda a: a.reshape(*lead, a.shape[-1]), axes)
 
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]):
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         new = [dimensions[axis] for axis in self.blocked_axes]
         old = self.shape
         if any(shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes):
@@ -197,7 +197,7 @@ class QuantizedArray(ImplicitArray):
         start: Sequence[int],
         limit: Sequence[int],
         strides: Sequence[int] | None = None,
-    ):
+    ) -> Any:
         """Along the blocked axis only between blocks."""
         strides = tuple(strides or (1,) * self.ndim)
         out = self
@@ -243,7 +243,7 @@ class QuantizedArray(ImplicitArray):
             padding=stop - limit,
         )
 
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]):
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
         if any(sizes[axis] != self.shape[axis] for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
@@ -258,7 +258,7 @@ class QuantizedArray(ImplicitArray):
 
         return self._on_lead(slice_lead)
 
-    def reverse(self, dimensions: Sequence[int]):
+    def reverse(self, dimensions: Sequence[int]) -> Any:
         if any(axis in self.blocked_axes for axis in dimensions):
             return NotImplemented
         lead = [self._lead_index(axis) for axis in dimensions]
@@ -275,7 +275,7 @@ class QuantizedArray(ImplicitArray):
         n = len(self.axes)
         return n if sorted(self.axes) == list(range(-n, 0)) else None
 
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None):
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         scales = gather_scales(fn, self.scales, fill)
         return self.replace(codes=fn(self.codes, None), scales=scales)
 
@@ -285,7 +285,7 @@ class QuantizedArray(ImplicitArray):
         lead = self._lead_index(dimension)
         return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
 
-    def split_specs(self, spec: PartitionSpec, mesh):
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """Where each device gets whole groups of codes and whole blocks."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         lead = [entries[axis] for axis in self.lead_axes]
@@ -314,7 +314,7 @@ class QuantizedArray(ImplicitArray):
         *,
         precision: Any = None,
         out_dtype=None,
-    ):
+    ) -> Any:
         return contract(self, x, over, batch, precision=precision, out_dtype=out_dtype)
 
     def unflatten(self):

@@ -235,7 +235,8 @@ def _floating(tangent) -> list:
 def _instantiate(primal, tangent):
     if not isinstance(tangent, SymbolicZero):
         return tangent
-    return np.zeros(tangent.shape, tangent.dtype)
+    zero: Any = tangent
+    return np.zeros(zero.shape, zero.dtype)
 
 
 @_rule("custom_vjp_call")

@@ -8,7 +8,7 @@ rules and control flow know this interface and nothing of the parts.
 import abc
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
 import jax
@@ -29,7 +29,8 @@ class ImplicitArray(eqx.Module):
     the same kind, or `NotImplemented` where that is not possible.
     """
 
-    dtype: eqx.AbstractVar[np.dtype]
+    if TYPE_CHECKING:
+        dtype: ClassVar[Any]  # A field or a property.
 
     # NumPy arrays leave `x @ q` to us.
     __array_ufunc__ = None
@@ -89,25 +90,25 @@ class ImplicitArray(eqx.Module):
         """How many axes, at the end, [`gather`][] leaves whole; None if it cannot."""
 
     @abc.abstractmethod
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None):
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         """`fn(part, fill)`, which takes from the axes of a part but its last, with the
         [`whole_axes`][] of each flattened into that one. Where it takes what is not
         there, it fills in `fill`: None for whatever it likes, 0, or NaN."""
 
     @abc.abstractmethod
-    def permute(self, permutation: Sequence[int]) -> "ImplicitArray":
+    def permute(self, permutation: Sequence[int]) -> Any:
         """As `lax.transpose`."""
 
     @abc.abstractmethod
-    def with_dtype(self, dtype) -> "ImplicitArray":
+    def with_dtype(self, dtype) -> Any:
         """The same parts, standing for an array of another floating-point dtype."""
 
     @abc.abstractmethod
-    def with_shape(self, shape: Sequence[int]):
+    def with_shape(self, shape: Sequence[int]) -> Any:
         """As `lax.reshape`."""
 
     @abc.abstractmethod
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]):
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         """As `lax.broadcast_in_dim`."""
 
     @abc.abstractmethod
@@ -116,27 +117,27 @@ class ImplicitArray(eqx.Module):
         start: Sequence[int],
         limit: Sequence[int],
         strides: Sequence[int] | None = None,
-    ):
+    ) -> Any:
         """As `lax.slice`."""
 
     @abc.abstractmethod
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]):
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
         """As `lax.dynamic_slice`."""
 
     @abc.abstractmethod
-    def reverse(self, dimensions: Sequence[int]):
+    def reverse(self, dimensions: Sequence[int]) -> Any:
         """As `lax.rev`."""
 
     @abc.abstractmethod
-    def drop_axes(self, dimensions: Sequence[int]) -> "ImplicitArray":
+    def drop_axes(self, dimensions: Sequence[int]) -> Any:
         """As `lax.squeeze`, of axes that are not blocked."""
 
     @abc.abstractmethod
-    def concatenate(self, others: Sequence[Any], dimension: int):
+    def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
         """As `lax.concatenate`, with others of the same structure after this one."""
 
     @abc.abstractmethod
-    def split_specs(self, spec: PartitionSpec, mesh):
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """A tree of the same structure, of a `PartitionSpec` for each part, that split
         them over the mesh as `spec` splits the array."""
 
@@ -153,7 +154,7 @@ class ImplicitArray(eqx.Module):
         *,
         precision: Any = None,
         out_dtype=None,
-    ):
+    ) -> Any:
         """Contract the pairs of axes `over` (of this array, of `x`), with the pairs
         `batch` as batch axes. The result's axes are: batch, free axes of `x`, free axes
         of this array."""
@@ -264,6 +265,6 @@ def _canonical_axis(axis: int, ndim: int) -> int:
     return axis % ndim
 
 
-def is_implicit(x: Any) -> bool:
+def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:
     """Whether `x` is an implicit array, with all of its parts. Use it as `is_leaf`."""
     return isinstance(x, ImplicitArray) and x.is_whole

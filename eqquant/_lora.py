@@ -41,7 +41,7 @@ class LoraArray(ImplicitArray):
         order.
     """
 
-    base: Float[Array, "..."] | ImplicitArray
+    base: Any
     a: Float[Array, "..."]
     b: Float[Array, "..."]
     key: Key[Array, "*lead"] | None
@@ -155,7 +155,7 @@ class LoraArray(ImplicitArray):
     def with_dtype(self, dtype) -> "LoraArray":
         return self.replace(base=self.base.astype(dtype))
 
-    def with_shape(self, shape: Sequence[int]):
+    def with_shape(self, shape: Sequence[int]) -> Any:
         """Where no axes of different kinds (leading, in, out) are merged."""
         shape, old = tuple(shape), self.shape
         if 0 in old:
@@ -182,7 +182,7 @@ class LoraArray(ImplicitArray):
         base = _on_base("with_shape", self.base, shape)
         return self._on_parts(base, reshape, from_end(new_ins), from_end(new_outs))
 
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]):
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         def broadcast(part, axes, new):
             sizes = [self.rank if i is None else shape[i] for i in new]
             onto = [new.index(None if i is None else dimensions[i]) for i in axes]
@@ -197,7 +197,7 @@ class LoraArray(ImplicitArray):
         start: Sequence[int],
         limit: Sequence[int],
         strides: Sequence[int] | None = None,
-    ):
+    ) -> Any:
         strides = tuple(strides or (1,) * self.ndim)
 
         def cut(part, axes, _):
@@ -210,7 +210,7 @@ class LoraArray(ImplicitArray):
 
         return self._on_parts(_on_base("slice", self.base, start, limit, strides), cut)
 
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]):
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
         first = [jnp.asarray(i) for i in start]
         dtype = jnp.result_type(*first)
         first = [i.astype(dtype) for i in first]
@@ -222,7 +222,7 @@ class LoraArray(ImplicitArray):
 
         return self._on_parts(_on_base("dynamic_slice", self.base, first, sizes), cut)
 
-    def reverse(self, dimensions: Sequence[int]):
+    def reverse(self, dimensions: Sequence[int]) -> Any:
         def reverse(part, axes, _):
             return lax.rev(part, [axes.index(i) for i in dimensions if i in axes])
 
@@ -256,16 +256,17 @@ class LoraArray(ImplicitArray):
         if self.lead_axes:
             whole = (*self.in_axes, *self.out_axes)
         n = len(whole)
-        of_base = self.base.whole_axes if is_implicit(self.base) else 0
-        fits = sorted(whole) == list(range(-n, 0)) and of_base is not None
-        return n if fits and of_base <= n else None
+        of_base: Any = self.base.whole_axes if is_implicit(self.base) else 0
+        if of_base is None or of_base > n:
+            return None
+        return n if sorted(whole) == list(range(-n, 0)) else None
 
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None):
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         n, base = self.whole_axes, self.base
         assert n is not None
         none = None if fill is None else 0  # One part that is not a number is enough.
         if is_implicit(base):
-            more = 1 + n - base.whole_axes
+            more = 1 + n - (base.whole_axes or 0)
             base = base.gather(lambda part, fill: _flat(fn, part, more, fill), fill)
         else:
             base = _flat(fn, base, n, fill)
@@ -294,7 +295,7 @@ class LoraArray(ImplicitArray):
         }
         return self.replace(base=base, **parts)
 
-    def split_specs(self, spec: PartitionSpec, mesh):
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         specs = [PartitionSpec(*entries)]
         if is_implicit(self.base):
@@ -318,7 +319,7 @@ class LoraArray(ImplicitArray):
         *,
         precision: Any = None,
         out_dtype=None,
-    ):
+    ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
         if not jnp.issubdtype(out_dtype, jnp.floating):
@@ -337,7 +338,8 @@ class LoraArray(ImplicitArray):
         of_w = dict((*over, *batch))
         contracted = [axis for axis, _ in over]
         if self.key is not None:
-            x = _drop(x, *self._key_for(batch), self.dropout)
+            key, axes = self._key_for(batch)
+            x = _drop(x, key, axes, self.dropout)
 
         # `x` first meets the factor that has what is contracted.
         ins, outs = (
@@ -378,7 +380,7 @@ class LoraArray(ImplicitArray):
         kept = self.out_axes if forwards else self.in_axes
         return y.reshape(*shape, *(self.shape[i] for i in kept))
 
-    def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple:
+    def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
         """Keys, and the axes of the activation along which they are. Matrices of a
         stack that multiply the same activation share its mask."""
         of_x = dict(batch)
@@ -464,14 +466,13 @@ def _on_base(name: str, base, *args):
 def _contract_dense(base, x, over, batch, *, precision, out_dtype):
     dtype = jnp.promote_types(base.dtype, x.dtype)
     base, x = base.astype(dtype), x.astype(dtype)
-    numbers = (
-        tuple(zip(*over, strict=True)),
-        tuple(zip(*batch, strict=True)) or ((), ()),
-    )
+    numbers: Any = [
+        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
+    ]
     how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
     if x.ndim == len(over) + len(batch):
         # The order of the operands is no different then, and a vector goes on the
         # right: XLA:CPU transposes a matrix to have it there.
         return lax.dot_general(base, x, numbers, **how)
-    swapped = tuple(tuple(reversed(pair)) for pair in numbers)
+    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
     return lax.dot_general(x, base, swapped, **how)

@@ -127,7 +127,7 @@ class Format(abc.ABC):
         """How many scales a blocked axis of logical length `size` has."""
         return math.ceil(size / self.block_size) if self.block_size else 1
 
-    def no_scales(self, lead: Sequence[int], size: int):
+    def no_scales(self, lead: Sequence[int], size: int) -> Any:
         """Scales that are zero, for such leading axes and such a blocked axis."""
         return jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
 
@@ -144,7 +144,7 @@ class Format(abc.ABC):
         limit: float,
     ) -> tuple[
         Shaped[Array, "*lead blocks size"],
-        Float[Array, "*lead blocks"],
+        Any,
     ]:
         """Codes (one each, not packed) and scales: floats or `QuantizedScales`.
 

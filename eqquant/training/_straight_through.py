@@ -14,6 +14,7 @@ from .._pack import codes_per_byte
 from .._quantize import quantize
 from .._typing import typed
 from ..formats import as_format, Binary, Format, Int8
+from ..formats._scales import float_scales
 
 
 @typed
@@ -114,7 +115,7 @@ def learned_scales(
     # The scale of Binary is the mean magnitude of a block.
     mean = Binary(block_size=format.block_size, scale_dtype=format.scale_dtype)
     q = quantize(array, mean, axis=axis)
-    scales = q.scales
+    scales = float_scales(q.scales)
     if not isinstance(axis, int) and len(axis) == q.ndim and format.block_size is None:
         scales = scales.reshape(-1)[:1]  # One per tensor is stored once per row.
     start = scales * (2 / math.sqrt(format.largest_level))
@@ -143,7 +144,7 @@ def _(format, axis, clip, check_finite, primals, tangents):
     if not clip:
         return out, tangent
     q = quantize(array, format, axis=axis, check_finite=False)
-    each = _spread(q, q.scales)
+    each = _spread(q, float_scales(q.scales))
     # The scale itself is rounded: what it was taken from is not out of range.
     rounding = 1 + 4 * float(jnp.finfo(format.scale_dtype).eps)
     inside = jnp.abs(array) <= each * (format.largest_level * rounding)
