@@ -107,3 +107,24 @@ def test_language_model(monkeypatch, tmp_path):
     np.testing.assert_allclose(value, history[1, -1], rtol=1e-3)
     bitnet.plot({"float": history, "ternary": history}, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_qlora(monkeypatch, tmp_path):
+    qlora = load("qlora_minilm", monkeypatch)
+    pairs = qlora.read_pairs()
+    assert len(pairs) > 3000  # Those of Python itself.
+    monkeypatch.setattr(qlora, "read_pairs", lambda: pairs[:40])
+    arguments = ["--steps", "2", "--batch", "4", "--held-out", "20", "--layers", "1"]
+    arguments += ["--save-every", "1"]
+
+    run = lambda folder: qlora.main([*arguments, "--output", str(tmp_path / folder)])
+    rows = run("whole")
+    floats, quantized = rows["float32"], rows["nf4"]
+    assert quantized["frozen"] < floats["frozen"] / 7
+    assert quantized["state"] == floats["state"] == 2 * floats["adapters"] + 8
+    interrupt_after_saving(qlora, monkeypatch, lambda: run("parts"))
+    again = run("parts")
+    for name, row in rows.items():
+        assert_identical(again[name]["losses"], row["losses"])
+        assert again[name]["after"] == row["after"]
+    assert (tmp_path / "whole" / "qlora_minilm.png").exists()
