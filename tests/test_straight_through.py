@@ -311,3 +311,33 @@ def test_bad_arguments(normal):
     with pytest.raises(eqx.EquinoxRuntimeError, match="not positive"):
         fn = eqx.filter_jit(lambda w, s: eqquant.straight_through(w, "int8", scales=s))
         jax.block_until_ready(fn(normal(4, 64), -jnp.ones((4, 1))))
+
+
+#
+# Several devices
+#
+
+
+def test_in_shard_map(normal):
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
+    weight, x = normal(8, 128), normal(3, 128)
+    scales = eqquant.learned_scales(weight, "ternary")
+
+    def product(weight, scales, x):
+        return x @ eqquant.straight_through(weight, "ternary", scales=scales).T
+
+    def loss(fn):
+        return lambda *args: jnp.sum(fn(*args, x) ** 2)
+
+    split = jax.shard_map(
+        product,
+        mesh=mesh,
+        in_specs=(rows, rows, whole),
+        out_specs=jax.sharding.PartitionSpec(None, "devices"),
+    )
+    actual, expected = (
+        jax.jit(jax.grad(loss(fn), (0, 1)))(weight, scales) for fn in (split, product)
+    )
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
