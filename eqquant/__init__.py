@@ -28,6 +28,7 @@ from .formats import (
     Int8 as Int8,
     NF4 as NF4,
     Ternary as Ternary,
+    TPUKernel as TPUKernel,
 )
 from .rules import register as register
 from .training import (
