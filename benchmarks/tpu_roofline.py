@@ -34,7 +34,7 @@ FORMATS = ("int8", "nf4", "ternary", "binary")
 def dense(x, w):
     """`x @ w`, tile by tile."""
     (m, k), (_, n) = x.shape, w.shape
-    bm, bn, bk = min(m, 2048), 512, k if m <= 256 else 1024
+    bm, bn, bk = min(m, 2048), int(__import__("os").environ.get("DBN","512")), k if m <= 256 else 1024
 
     def kernel(x, w, out, total):
         @pl.when(pl.program_id(2) == 0)

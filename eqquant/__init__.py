@@ -30,6 +30,7 @@ from .formats import (
     NF4 as NF4,
     QuantizedScales as QuantizedScales,
     Ternary as Ternary,
+    TPUKernel as TPUKernel,
 )
 from .rules import register as register
 from .training import (

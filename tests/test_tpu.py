@@ -26,6 +26,8 @@ TOLERANCE = {
     "decode, rounded": 2.5e-2,
     "float32": 2e-6,
     "bfloat16": 6e-3,
+    "bfloat16, rounded": 1e-2,
+    "int8": 1e-6,
 }
 
 
@@ -64,9 +66,12 @@ def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
         m=m,
         columns=q.codes.shape[1] * 8 // q.format.bits,
         contract_rows=contract_rows,
-        dtypes=(x.dtype, jnp.dtype(dtype)),
+        dtypes=(jnp.dtype(x.dtype), jnp.dtype(dtype)),
     )
-    assert relative(out, expected) < TOLERANCE[variant]
+    tolerance = TOLERANCE[variant]
+    if variant == "decode" and dtype == "bfloat16":
+        tolerance = 2.5e-4  # NF4 in two floats of 8 bits.
+    assert relative(out, expected) < tolerance
 
 
 @pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
@@ -134,7 +139,7 @@ def test_stacked_weights(normal):
 def test_an_unknown_chip_takes_the_nearest_table_and_says_so(monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v99")
     with pytest.warns(UserWarning, match="TPU v99"):
-        assert _chips.chip() == _chips._fifth
+        assert _chips.chip() == _chips._fifth_e
 
 
 @pytest.mark.parametrize("format", [NF4(block_size=2**20)], ids=repr)

@@ -7,3 +7,4 @@ from ._nf4 import NF4 as NF4
 from ._registry import as_format as as_format
 from ._scales import QuantizedScales as QuantizedScales
 from ._ternary import Ternary as Ternary
+from ._tpu import TPUKernel as TPUKernel

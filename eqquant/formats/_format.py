@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Integer, Shaped
 
 from .._pack import codes_per_byte
+from ._tpu import TPUKernel
 
 
 Precision: TypeAlias = Literal["highest", "high", "default"]
@@ -37,12 +38,14 @@ class Format(abc.ABC):
     - `activations`: `"int8"` to round each row of an activation (each token) to int8
         before a product, with `absmax / 127` of the row as its scale, whatever the
         precision: W8A8, for [`eqquant.Int8`][]. Gradients are those of no rounding.
+    - `tpu`: an [`eqquant.TPUKernel`][] to choose the kernel and its tiles.
     """
 
     block_size: int | None = None
     scale_dtype: Any = "float32"
     precision: Precision = "high"
     activations: Activations = "float"
+    tpu: TPUKernel | None = None
 
     name: ClassVar[str]
     bits: ClassVar[int]

@@ -15,10 +15,11 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ...formats import Format, Precision
 from . import _decode, _general
 from ._chips import chip
+from ._weights import can_become
 
 
 def dot(
-    x: Float[Array, "*batch m size"],
+    x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
     scales: Float[Array, "*batch rows blocks"],
     *,
@@ -38,24 +39,22 @@ def dot(
         precision=precision,
         weight_dtype=weight_dtype,
     )
+    kernel, _, rounded = variant.partition(", ")
 
     def flat(a):
         return a.reshape(-1, *a.shape[-2:])
 
     args = flat(x), flat(codes), flat(scales)
-    if variant in ("decode", "decode, rounded"):
-        out = _decode.contract_columns(
-            *args,
-            format=format,
-            exact=variant == "decode",
-            chip=chip(),
-            interpret=interpret,
-        )
+    options = dict(format=format, out_dtype=out_dtype, chip=chip(), interpret=interpret)
+    if kernel == "decode":
+        out = _decode.contract_columns(*args, exact=not rounded, **options)
     else:
-        kernel = _general.contract_rows if contract_rows else _general.contract_columns
-        operand = jnp.float32 if variant == "float32" else jnp.bfloat16
-        out = kernel(
-            *args, format=format, operand=operand, chip=chip(), interpret=interpret
+        out = _general.dot(
+            *args,
+            contract_rows=contract_rows,
+            operand=jnp.dtype(kernel),
+            exact_table=not rounded,
+            **options,
         )
     return out.reshape(*x.shape[:-1], out.shape[-1]).astype(out_dtype)
 
@@ -77,7 +76,7 @@ def variant_of(
         m=x.shape[-2],
         columns=codes.shape[-1] * 8 // format.bits,
         contract_rows=contract_rows,
-        dtypes=(x.dtype, weight_dtype),
+        dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
     )
 
 
@@ -90,23 +89,34 @@ def choose_variant(
     contract_rows: bool,
     dtypes: tuple,
 ) -> str:
-    """Which kernel a product of `m` rows gets. Errors are relative (Frobenius norm), on
-    normal activations and weights:
+    """Which kernel a product of `m` rows gets, by the dtypes of the activation and of
+    the weight. Errors are relative (Frobenius norm), on normal activations and weights:
 
     - `"decode"`: for few rows. Activations keep 15 bits, and so does the NF4 table;
-        other levels are exact. 4e-5.
-    - `"decode, rounded"`: activations rounded to int8, and the NF4 table. 1e-2.
+        other levels are exact. 4e-5; NF4 by bfloat16 2e-4.
+    - `"decode, rounded"`: activations rounded to int8 or bfloat16, and the NF4 table to
+        int8. 1e-2.
     - `"float32"`: the matrix unit multiplies float32. 1e-6.
     - `"bfloat16"`: it multiplies what was decoded, rounded to bfloat16. 3e-3.
+    - `"bfloat16, rounded"`: the same with the NF4 table rounded to int8. 6e-3.
+    - `"int8"`: for activations in int8 it multiplies integers. Exact but for the
+        rounding of the result.
     """
-    if (
-        precision != "highest"
-        and not contract_rows
-        and _decode.fits(m, columns, format)
-    ):
-        return "decode" if precision == "high" else "decode, rounded"
-    exact = all(jnp.dtype(dtype) != jnp.bfloat16 for dtype in dtypes)
-    return "float32" if exact and precision != "default" else "bfloat16"
+    here = chip()
+    asked = format.tpu.kernel if format.tpu else None
+    few = not contract_rows and _decode.fits(m, columns, format, here)
+    if precision != "highest" and asked != "general" and few:
+        return "decode, rounded" if precision == "default" else "decode"
+    x_dtype, weight_dtype = dtypes
+    looked_up = format.codebook is not None and can_become("int8", format, here)
+    rounded = ", rounded" if precision == "default" and looked_up else ""
+    if x_dtype == jnp.int8:
+        integers = format.integer_levels and format.block_size is None
+        if integers and not contract_rows:
+            return "int8" if here.int8 else "bfloat16"
+        x_dtype = weight_dtype
+    exact = jnp.bfloat16 not in (x_dtype, weight_dtype)
+    return "float32" if exact and precision != "default" else "bfloat16" + rounded
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | None:
@@ -116,6 +126,6 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | Non
             return f"kernels for TPU compute in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
-    if not _general.fits(codes.shape[-1], codes.shape[-2], format):
+    if not _general.fits(codes.shape[-1], format):
         return f"blocks of {format.block_size} are too long for a tile"
     return None

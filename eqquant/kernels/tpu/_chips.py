@@ -1,4 +1,4 @@
-"""What is best on which chip."""
+"""What is best on which chip. `benchmarks/tpu_roofline.py --sweep` finds it anew."""
 
 import dataclasses
 from typing import Any
@@ -11,41 +11,85 @@ from ..._warn import warn
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The choices that depend on the generation."""
+    """What depends on the generation: the hardware, and the choices."""
 
     # Along which axis the hardware looks bytes up: rows (fast), or lanes.
     gather_axis: int
-    # How many rows of the weight a step decodes, by format.
-    rows: dict[str, int]
-    # How many bytes of a row are multiplied at once, without blocks.
-    chunk: int = 256
-    # Whether the matrix unit takes int8, and which float of 8 bits if it does not.
+    # What a kernel may take of the vector memory, in bytes.
+    memory: int
+    # Whether the matrix unit takes int8, and which float of 8 bits if any.
     int8: bool = True
     float8: Any = None
-    # Of the activation in bfloat16, how many rows a tile has where there are many.
-    tile_m: int = 1024
-    # What a kernel may take of the vector memory, in bytes.
-    memory: int = 2**25
+    # Whether vectors of bfloat16 are added and multiplied as such.
+    bfloat16: bool = False
+    # For few rows, by format: how many rows of the weight a step decodes, and how many
+    # bytes of each are multiplied at once (128 of them in blocks).
+    steps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # For many: rows of the activation and columns of the result of a tile.
+    tile_m: int = 2048
+    tile_n: int = 512
 
 
 _fourth = Chip(
-    1,
-    {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024},
-    int8=False,
-    tile_m=512,
+    gather_axis=1,
     memory=2**24,
+    int8=False,
+    steps={
+        "int8": (256, 256),
+        "nf4": (512, 128),
+        "ternary": (256, 256),
+        "binary": (1024, 256),
+    },
+    tile_m=512,
 )
-_fifth = Chip(1, {"int8": 256, "nf4": 512, "ternary": 256, "binary": 1024})
-_sixth = Chip(0, {"int8": 256, "nf4": 256, "ternary": 1024, "binary": 1024})
-_seventh = dataclasses.replace(_sixth, int8=False, float8=jnp.float8_e4m3fn)
+_fifth_e = Chip(
+    gather_axis=1,
+    memory=100 * 2**20,
+    float8=jnp.float8_e4m3b11fnuz,
+    steps={
+        "int8": (256, 256),
+        "nf4": (512, 128),
+        "ternary": (512, 512),
+        "binary": (1024, 256),
+    },
+)
+_fifth_p = dataclasses.replace(
+    _fifth_e, steps=_fifth_e.steps | {"ternary": (1024, 512)}
+)
+_sixth = Chip(
+    gather_axis=0,
+    memory=100 * 2**20,
+    float8=jnp.float8_e4m3b11fnuz,
+    bfloat16=True,
+    steps={
+        "int8": (256, 256),
+        "nf4": (256, 128),
+        "ternary": (512, 512),
+        "binary": (1024, 256),
+    },
+    tile_n=1024,
+)
+_seventh = dataclasses.replace(
+    _sixth,
+    memory=56 * 2**20,
+    int8=False,
+    float8=jnp.float8_e4m3fn,
+    steps={
+        "int8": (256, 256),
+        "nf4": (512, 128),
+        "ternary": (256, 128),
+        "binary": (256, 128),
+    },
+    tile_m=1024,
+)
 
 # By what `jax.Device.device_kind` says.
 _chips = {
     "TPU v4": _fourth,
-    "TPU v5 lite": _fifth,
-    "TPU v5e": _fifth,
-    "TPU v5": _fifth,
-    "TPU v5p": _fifth,
+    "TPU v5 lite": _fifth_e,
+    "TPU v5e": _fifth_e,
+    "TPU v5": _fifth_p,
+    "TPU v5p": _fifth_p,
     "TPU v6 lite": _sixth,
     "TPU v6e": _sixth,
     "TPU7x": _seventh,
@@ -62,4 +106,4 @@ def chip() -> Chip:
             UserWarning,
             once=True,
         )
-    return _chips.get(kind, _fifth if "TPU" in kind else _fourth)
+    return _chips.get(kind, _fifth_e if "TPU" in kind else _fourth)

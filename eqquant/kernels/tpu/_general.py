@@ -5,6 +5,7 @@ in vector memory: the best there is for many rows, as the decoding is then hidde
 the products.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -13,77 +14,100 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ...formats import Format
+from ...formats import Format, TPUKernel
 from ._chips import Chip
 from ._tiles import from_tiles, lanes, pad_to, result_like, to_tiles
+from ._weights import can_become, Decoder
 
 
-# Of a tile, about.
-_columns = 1024
+@dataclasses.dataclass(frozen=True)
+class _Tiles:
+    """The sizes of tiles: of the activation and the result so many rows; of the weight
+    so many rows, and bytes of a row."""
+
+    m: int
+    rows: int
+    bytes: int
 
 
-def fits(packed: int, rows: int, format: Format) -> bool:
+def _tiles(
+    m: int,
+    rows: int,
+    packed: int,
+    *,
+    format: Format,
+    contract_rows: bool,
+    operand,
+    chip: Chip,
+) -> _Tiles:
+    """As much of the contracted axis as the memory of the chip takes."""
+    asked = format.tpu or TPUKernel()
+    size = max(jnp.dtype(operand).itemsize, 2)
+    register = 32 // jnp.dtype(operand).itemsize
+    most_m = (asked.tile_m or chip.tile_m) * 2 // size
+    bm = min(math.ceil(m / register) * register, most_m)
+    bm = math.ceil(bm / register) * register
+    tile_n = asked.tile_n or chip.tile_n
+    # Half of the memory: the compiler has temporaries of its own.
+    budget = chip.memory // 2
+    tiles = None
+    for tile_k in (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512):
+        some_rows, columns = (tile_k, tile_n) if contract_rows else (tile_n, tile_k)
+        bn = math.ceil(min(rows, some_rows) / lanes) * lanes
+        tile = _tile_bytes(packed, format, columns)
+        bk = tile * 8 // format.bits
+        contracted, free = (bn, bk) if contract_rows else (bk, bn)
+        in_and_out = 2 * bm * (contracted * size + free * 4) + 4 * bm * free
+        tiles = _Tiles(bm, bn, tile)
+        if in_and_out + bn * bk * (size + 1) <= budget:
+            break
+    assert tiles is not None
+    return tiles
+
+
+def fits(packed: int, format: Format) -> bool:
     """Whether a tile of whole blocks is small enough."""
-    return _tile_bytes(packed, format) * _tile_rows(rows) <= 2**21
+    return _tile_bytes(packed, format, 8) * 512 <= 2**21
 
 
-def _tile_rows(rows: int) -> int:
-    """Of a tile: all of them, or a whole number of registers."""
-    return min(rows, 512)
-
-
-def _tile_bytes(packed: int, format: Format) -> int:
-    """Columns of a tile, packed: all of them, or whole registers and whole blocks."""
+def _tile_bytes(packed: int, format: Format, columns: int) -> int:
+    """How many bytes of a row a tile has, for about so many columns: all of them, or
+    whole registers and whole blocks."""
     block = (format.block_size or format.group) * format.bits // 8
     # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
     whole = math.lcm(lanes, block * (16 if format.block_size else 1))
-    size = math.ceil(_columns * format.bits // 8 / whole) * whole
+    size = math.ceil(columns * format.bits // 8 / whole) * whole
     return packed if packed <= size else size
 
 
-def _blocks(tile: int, packed: int, blocks: int, format: Format) -> int:
-    """How many scales a row of a tile has."""
-    if format.block_size is None or tile == packed:
-        return blocks
-    return tile * 8 // format.bits // format.block_size
-
-
-def _tile_m(m: int, operand, most: int) -> int:
-    """Rows of the activation of a tile: whole registers of them."""
-    size = jnp.dtype(operand).itemsize
-    register = 32 // size
-    return min(math.ceil(m / register) * register, most * 2 // size)
-
-
-def _decode(codes, scales, plane: int, format: Format) -> Float[Array, "rows bytes"]:
-    """One plane of a tile, `scales` spread over it."""
-    codes = codes.astype(jnp.int32)
-    if format.bits < 8:
-        codes = lax.shift_right_logical(codes, plane * format.bits)
-        codes = codes & (2**format.bits - 1)
-    levels = format.levels(codes, jnp.float32)
-    return levels if scales is None else levels * scales
+def _chunk(tile: int, format: Format) -> int:
+    """How many bytes of a row are decoded and multiplied at once: small parts let the
+    compiler decode one while it multiplies another."""
+    block = (format.block_size or format.group) * format.bits // 8
+    size = math.lcm(lanes, block)
+    return size if tile % size == 0 else tile
 
 
 def _spread(
-    scales: Float[Array, "blocks rows"], tile: int, format: Format
+    scales: Float[Array, "blocks rows"], tile: int, format: Format, dtype
 ) -> Float[Array, "rows bytes"]:
     """The scales of a tile, one for each of its bytes."""
     assert format.block_size is not None
     block = format.block_size * format.bits // 8
-    scales = scales.astype(jnp.float32).T
-    rows, _ = scales.shape
+    scales = scales.T.astype(dtype)
+    if dtype == jnp.bfloat16:  # Two rows at once.
+        scales = pltpu.bitcast(scales, jnp.int32)
     scales = pad_to(scales, 1, lanes)
-    lane = lax.broadcasted_iota(jnp.int32, (rows, lanes), 1)
+    lane = lax.broadcasted_iota(jnp.int32, (scales.shape[0], lanes), 1)
     parts = []
     for start in range(0, tile, lanes):
         first = start // block // lanes * lanes
         index = lax.div(lane + start, jnp.int32(block)) - first
         source = scales[:, first : first + lanes]
-        parts.append(
-            jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
-        )
-    return jnp.concatenate(parts, 1)[:, :tile] if len(parts) > 1 else parts[0][:, :tile]
+        part = jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
+        parts.append(pltpu.bitcast(part, dtype))
+    out = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
+    return out[:, :tile]
 
 
 def _masked(scales, axis: int, start: Int[Array, ""], size: int):
@@ -92,32 +116,97 @@ def _masked(scales, axis: int, start: Int[Array, ""], size: int):
     return jnp.where(index < size, scales, jnp.zeros_like(scales))
 
 
-def _multiply(x, w, contract: int):
-    return lax.dot_general(
-        x,
-        w.astype(x.dtype),
-        (((1,), (contract,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
+class _Operand:
+    """A plane of a tile as the matrix unit takes it, and what one is then worth."""
+
+    def __init__(self, format: Format, dtype, exact_table: bool, chip: Chip):
+        self.format, self.dtype = format, jnp.dtype(dtype)
+        blocked = format.block_size is not None
+        self.decode = None
+        if dtype != jnp.float32 and can_become("int8", format, chip):
+            scaled = blocked or format.codebook is not None
+            floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
+            kind = "float8" if floats and not scaled else "int8"
+            self.decode = Decoder(format, chip, kind, 2 if exact_table else 1)
+        self.tables = self.decode.tables if self.decode else []
+        self.unit = self.decode.unit if self.decode else 1.0
+        # In which the weight is put together, and scaled.
+        packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
+        self.compute = jnp.bfloat16 if packed else jnp.float32
+
+    def __call__(self, codes, scales, plane: int, tables):
+        if self.decode is None:
+            w = self._by_levels(codes, plane)
+        else:
+            digits = self.decode(codes, plane, tables)
+            if len(digits) == 1 and scales is None:
+                whole = digits[0].dtype != jnp.int8 or self.dtype == jnp.int8
+                return digits[0] if whole else digits[0].astype(self.dtype)
+            w = self.decode.combine([digit.astype(self.compute) for digit in digits])
+        return (w if scales is None else w * scales).astype(self.dtype)
+
+    def _by_levels(self, codes, plane: int):
+        format = self.format
+        codes = codes.astype(jnp.int32)
+        if format.bits < 8:
+            codes = lax.shift_right_logical(codes, plane * format.bits)
+            codes = codes & (2**format.bits - 1)
+        return format.levels(codes, self.compute)
+
+
+def dot(
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    operand,
+    exact_table: bool,
+    out_dtype,
+    chip: Chip,
+    interpret: bool,
+):
+    """`x @ w.T`, or `x @ w`; both operands become `operand`. The table of a format
+    keeps 15 bits of each entry, or 7."""
+    batch, m, _ = x.shape
+    _, rows, packed = codes.shape
+    blocks = scales.shape[-1]
+    blocked = format.block_size is not None
+    planes = 8 // format.bits
+    tiles = _tiles(
+        m,
+        rows,
+        packed,
+        format=format,
+        contract_rows=contract_rows,
+        operand=operand,
+        chip=chip,
     )
+    bm, bn, tile = tiles.m, tiles.rows, tiles.bytes
+    chunk = _chunk(tile, format)
+    tile_blocks = blocks
+    if format.block_size and tile != packed:
+        tile_blocks = tile * planes // format.block_size
+    weight = _Operand(format, operand, exact_table, chip)
+    sums = jnp.int32 if operand == jnp.int8 else jnp.float32
 
+    if contract_rows:
+        if not blocked:
+            x = x * scales[..., 0][:, None, :]
+        x = pad_to(pad_to(x.astype(operand), 1, bm), 2, bn)
+        free, steps = pl.cdiv(packed, tile), pl.cdiv(rows, bn)
+        size, out_size = bn, tile * planes
+        row, column = 3, 2  # The axes of the grid that tiles of the weight follow.
+    else:
+        x = to_tiles(x.astype(operand), chunk, format)
+        x = pad_to(pad_to(x, 1, bm), 2, tile * planes)
+        free, steps = pl.cdiv(rows, bn), pl.cdiv(packed, tile)
+        size, out_size = tile * planes, bn
+        row, column = 2, 3
 
-def contract_columns(
-    x, codes, scales, *, format: Format, operand, chip: Chip, interpret: bool
-):
-    """`x @ w.T`"""
-    batch, m, _ = x.shape
-    _, rows, packed = codes.shape
-    blocks = scales.shape[-1]
-    planes = 8 // format.bits
-    tile = _tile_bytes(packed, format)
-    bn = _tile_rows(rows)
-    bm = _tile_m(m, operand, chip.tile_m)
-    steps = pl.cdiv(packed, tile)
-    tile_blocks = _blocks(tile, packed, blocks, format)
-    x = pad_to(to_tiles(x.astype(operand), tile, format), 1, bm)
-
-    def kernel(x, codes, scales, out, total):
+    def kernel(x, codes, scales, *rest):
+        *tables, out, total = rest
         step = pl.program_id(3)
 
         @pl.when(step == 0)
@@ -125,109 +214,67 @@ def contract_columns(
             total[...] = jnp.zeros_like(total)
 
         spread = None
-        if format.block_size:
-            known = _masked(scales[0], 0, step * tile_blocks, blocks)
-            spread = _spread(known, tile, format)
-        packed = codes[0]
-        for plane in range(planes):
-            w = _decode(packed, spread, plane, format)
-            part = x[0, :, plane * tile : (plane + 1) * tile]
-            total[...] += _multiply(part, w, 1)
+        if blocked:
+            axis, length = (1, rows) if contract_rows else (0, blocks)
+            start = step * (bn if contract_rows else tile_blocks)
+            known = _masked(scales[0], axis, start, length)
+            known = known.astype(jnp.float32) * weight.unit
+            spread = _spread(known, tile, format, weight.compute)
+        looked_up = [table[...] for table in tables]
+        for start in range(0, tile, chunk):
+            part = slice(start, start + chunk)
+            scale = None if spread is None else spread[:, part]
+            decoded = [
+                weight(codes[0, :, part], scale, plane, looked_up)
+                for plane in range(planes)
+            ]
+            w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
+            columns = slice(start * planes, (start + chunk) * planes)
+            product = lax.dot_general(
+                x[0] if contract_rows else x[0, :, columns],
+                w,
+                (((1,), (0 if contract_rows else 1,)), ((), ())),
+                precision=lax.Precision.HIGHEST if operand == jnp.float32 else None,
+                preferred_element_type=sums,
+            )
+            if contract_rows:
+                total[:, columns] += product
+            else:
+                total[...] += product
 
         @pl.when(step == steps - 1)
         def _():
-            result = total[...]
-            if not format.block_size:
-                result = result * scales[0].astype(jnp.float32)
-            out[0] = result
+            result = total[...].astype(jnp.float32)
+            if not blocked:
+                result = result * weight.unit
+                if not contract_rows:
+                    result = result * scales[0].astype(jnp.float32)
+            out[0] = result.astype(out.dtype)
+
+    def at(*axes):
+        """Where a block is: at the grid's own index of some axes, or at zero."""
+        return lambda *i: tuple(0 if axis is None else i[axis] for axis in axes)
 
     out = pl.pallas_call(
         kernel,
-        grid=(batch, x.shape[1] // bm, pl.cdiv(rows, bn), steps),
+        grid=(batch, x.shape[1] // bm, free, steps),
         in_specs=[
-            pl.BlockSpec((1, bm, tile * planes), lambda b, i, j, k: (b, i, k)),
-            pl.BlockSpec((1, bn, tile), lambda b, i, j, k: (b, j, k)),
-            pl.BlockSpec(
-                (1, tile_blocks, bn),
-                (lambda b, i, j, k: (b, k, j))
-                if format.block_size
-                else (lambda b, i, j, k: (b, 0, j)),
-            ),
+            pl.BlockSpec((1, bm, size), at(0, 1, 3)),
+            pl.BlockSpec((1, bn, tile), at(0, row, column)),
+            pl.BlockSpec((1, tile_blocks, bn), at(0, column if blocked else None, row)),
+            *[pl.BlockSpec((32, lanes), at(None, None)) for _ in weight.tables],
         ],
-        out_specs=pl.BlockSpec((1, bm, bn), lambda b, i, j, k: (b, i, j)),
-        out_shape=result_like(x, rows),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
+        out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
+        out_shape=result_like(x, free * out_size if contract_rows else rows, out_dtype),
+        scratch_shapes=[pltpu.VMEM((bm, out_size), sums)],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=chip.memory,
         ),
         interpret=interpret,
-        name=f"{format.name}_columns",
-    )(x, codes, jnp.swapaxes(scales, 1, 2))
-    return out[:, :m]
-
-
-def contract_rows(
-    x, codes, scales, *, format: Format, operand, chip: Chip, interpret: bool
-):
-    """`x @ w`"""
-    batch, m, _ = x.shape
-    _, rows, packed = codes.shape
-    blocks = scales.shape[-1]
-    planes = 8 // format.bits
-    tile = _tile_bytes(packed, format)
-    bn = _tile_rows(rows)
-    bm = _tile_m(m, operand, chip.tile_m // 2)
-    steps = pl.cdiv(rows, bn)
-    tiles = pl.cdiv(packed, tile)
-    tile_blocks = _blocks(tile, packed, blocks, format)
-    x = x.astype(operand)
-    if not format.block_size:
-        x = (x * scales[..., 0][:, None, :]).astype(operand)
-    x = pad_to(pad_to(x, 1, bm), 2, bn)
-
-    def kernel(x, codes, scales, out, total):
-        step = pl.program_id(3)
-
-        @pl.when(step == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        spread = None
-        if format.block_size:
-            known = _masked(scales[0], 1, step * bn, rows)
-            spread = _spread(known, tile, format)
-        packed = codes[0]
-        for plane in range(planes):
-            w = _decode(packed, spread, plane, format)
-            part = slice(plane * tile, (plane + 1) * tile)
-            total[:, part] += _multiply(x[0], w, 0)
-
-        @pl.when(step == steps - 1)
-        def _():
-            out[0] = total[...]
-
-    out = pl.pallas_call(
-        kernel,
-        grid=(batch, x.shape[1] // bm, tiles, steps),
-        in_specs=[
-            pl.BlockSpec((1, bm, bn), lambda b, i, j, k: (b, i, k)),
-            pl.BlockSpec((1, bn, tile), lambda b, i, j, k: (b, k, j)),
-            pl.BlockSpec(
-                (1, tile_blocks, bn),
-                (lambda b, i, j, k: (b, j, k))
-                if format.block_size
-                else (lambda b, i, j, k: (b, 0, k)),
-            ),
-        ],
-        out_specs=pl.BlockSpec((1, bm, tile * planes), lambda b, i, j, k: (b, i, j)),
-        out_shape=result_like(x, tiles * tile * planes),
-        scratch_shapes=[pltpu.VMEM((bm, tile * planes), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=chip.memory,
-        ),
-        interpret=interpret,
-        name=f"{format.name}_rows",
-    )(x, codes, jnp.swapaxes(scales, 1, 2))
-    return from_tiles(out[:, :m], tile, packed * planes, format)
+        name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
+    )(x, codes, jnp.swapaxes(scales, 1, 2), *weight.tables)
+    out = out[:, :m]
+    if contract_rows:
+        out = from_tiles(out, chunk, packed * planes, format)
+    return out

@@ -46,8 +46,10 @@ def from_tiles(
     return x[..., :columns]
 
 
-def result_like(x: Shaped[Array, "batch m size"], free: int) -> jax.ShapeDtypeStruct:
+def result_like(
+    x: Shaped[Array, "batch m size"], free: int, dtype=jnp.float32
+) -> jax.ShapeDtypeStruct:
     """The shape of a result, which inside of shard_map varies as the operands do."""
     shape = (*x.shape[:2], free)
-    like = lambda x: jnp.broadcast_to(x[:, :, :1].astype(jnp.float32), shape)
+    like = lambda x: jnp.broadcast_to(x[:, :, :1].astype(dtype), shape)
     return jax.eval_shape(like, x)

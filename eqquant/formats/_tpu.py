@@ -1,0 +1,63 @@
+"""What a user may choose of the kernels for TPUs."""
+
+import dataclasses
+from typing import get_args, Literal
+
+
+_Kernel = Literal["decode", "general"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TPUKernel:
+    """How products run on TPUs, in place of what eqquant chooses by chip and shape.
+
+    It is part of a format, and so of the structure of a quantized array: another choice
+    is another compilation. Elsewhere it means nothing.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        format = eqquant.NF4(tpu=eqquant.TPUKernel(lookup=False))
+        w = eqquant.quantize(jax.random.normal(jax.random.key(0), (512, 512)), format)
+        x = jax.numpy.ones((8, 512))
+        print(eqquant.debug.explain(lambda x, w: x @ w.T, x, w, platform="tpu"))
+        ```
+
+    **Arguments:**
+
+    - `kernel`: `"decode"`, for few rows, where there is one for the product; or
+        `"general"`.
+    - `lookup`: whether codebooks are looked up by hardware. Without it they are decoded
+        by comparisons, always by the general kernel, and slower.
+    - `tile_m`: of a tile, at most how many rows of the activation (general).
+    - `tile_n`: how many rows of the result's other axis (both).
+    - `tile_k`: of the contracted axis, about how many elements (general).
+
+    A tile is made smaller where the shapes ask for it, and a tile that does not fit in
+    the memory of a chip is refused by the compiler.
+    """
+
+    kernel: _Kernel | None = None
+    lookup: bool = True
+    tile_m: int | None = None
+    tile_n: int | None = None
+    tile_k: int | None = None
+
+    def __post_init__(self):
+        if self.kernel not in (None, *get_args(_Kernel)):
+            raise ValueError(
+                f"TPUKernel: kernel must be one of {get_args(_Kernel)} or None, got "
+                f"{self.kernel!r}."
+            )
+        for name in ("tile_m", "tile_n", "tile_k"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(
+                    f"TPUKernel: {name} must be a positive integer or None, got "
+                    f"{size!r}."
+                )

@@ -1,0 +1,181 @@
+"""From codes to bytes that the matrix unit multiplies: int8, or floats of 8 bits.
+
+By a mask and a shift for 32 bits of codes, or by one lookup in hardware for each digit
+of a codebook. What one is worth is left to the scales.
+"""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Shaped
+
+from ...formats import Format
+from ._chips import Chip
+from ._tiles import lanes
+
+
+Kind = Literal["int8", "float8"]
+
+
+def _mask(byte: int) -> Array:
+    """The same byte four times."""
+    return jnp.uint32(byte * 0x01010101)
+
+
+def _signed_top_bits(codes, plane: int, format: Format):
+    """Codes with their sign in the top bit, moved to the top of the byte. The next bit
+    says that it is not zero: 64 is one. As a float that is a power of two."""
+    shift = 8 - format.bits * (plane + 1)
+    words = pltpu.bitcast(codes, jnp.uint32)
+    words = words << shift if shift else words
+    if format.bits == 1:
+        words = (words & _mask(0x80)) | _mask(0x40)
+    else:
+        words = words & _mask(0xC0)
+    return pltpu.bitcast(words, jnp.int8)
+
+
+def _as_they_are(codes, plane: int, format: Format):
+    return codes
+
+
+def _indices(codes, plane: int, format: Format):
+    words = pltpu.bitcast(codes, jnp.uint32)
+    shift = plane * format.bits
+    words = (words >> shift if shift else words) & _mask(2**format.bits - 1)
+    return pltpu.bitcast(words, jnp.int8)
+
+
+def _lookup(table, indices, chip: Chip):
+    rows, columns = indices.shape
+
+    def tile(i, j):
+        index = indices[i : i + 32, j : j + lanes]
+        return jnp.take_along_axis(
+            table if chip.gather_axis else table[:, : index.shape[1]],
+            index,
+            axis=chip.gather_axis,
+            mode="promise_in_bounds",
+        )
+
+    return jnp.concatenate(
+        [
+            jnp.concatenate([tile(i, j) for j in range(0, columns, lanes)], 1)
+            for i in range(0, rows, 32)
+        ],
+        0,
+    )
+
+
+# How a format becomes bytes, and which kinds of number these are.
+_to_bytes: dict[str, tuple[Callable, tuple[Kind, ...]]] = {
+    "int8": (_as_they_are, ("int8",)),
+    "ternary": (_signed_top_bits, ("int8", "float8")),
+    "binary": (_signed_top_bits, ("int8", "float8")),
+    "nf4": (_indices, ("int8", "float8")),
+}
+
+
+def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
+    """Whether the codes of a format become such bytes, on this chip."""
+    if kind == "float8" and chip.float8 is None:
+        return False
+    if format.codebook is not None and format.tpu and not format.tpu.lookup:
+        return False
+    return format.name in _to_bytes and kind in _to_bytes[format.name][1]
+
+
+class Decoder:
+    """Codes of a format to bytes: of so many digits, if it has a codebook."""
+
+    def __init__(self, format: Format, chip: Chip, kind: Kind, digits: int):
+        self.format, self.chip = format, chip
+        self.dtype = jnp.int8 if kind == "int8" else chip.float8
+        # What a digit is worth, relative to the next, and what the last is worth.
+        self.base, self.unit = 1, 1.0
+        self.tables: list[Array] = []
+        if format.codebook is not None:
+            if kind == "int8":
+                tables, scale, self.base = *_int8_digits(format, digits), _base
+            else:
+                tables, scale = _float8_digits(format, np.dtype(chip.float8), digits)
+            self.unit = 1 / scale
+            self.tables = [_spread_table(table, chip) for table in tables]
+        elif format.bits < 8:
+            one = np.array([0x40], np.uint8).view(np.dtype(self.dtype))[0]
+            self.unit = 1 / float(one)
+
+    def __call__(
+        self, codes: Shaped[Array, "rows bytes"], plane: int, tables: list
+    ) -> list[Shaped[Array, "rows bytes"]]:
+        """One plane of a tile: its digits, the highest first. `tables` are those of
+        this decoder, as a kernel has them."""
+        prepare, _ = _to_bytes[self.format.name]
+        prepared = prepare(codes, plane, self.format)
+        digits = [_lookup(table, prepared, self.chip) for table in tables]
+        digits = digits if self.tables else [prepared]
+        if self.dtype == jnp.int8:
+            return digits
+        return [pltpu.bitcast(digit, self.dtype) for digit in digits]
+
+    def combine(self, digits: list) -> Array:
+        """The digits put together, or what products with them have become."""
+        total, *rest = digits
+        for digit in rest:
+            total = (total * self.base if self.base > 1 else total) + digit
+        return total
+
+
+_base = 256
+
+
+@ft.cache
+def _int8_digits(format: Format, digits: int) -> tuple[list[np.ndarray], float]:
+    """The codebook in int8, what that leaves in 256ths, and what one has become."""
+    levels = np.array(format.codebook)
+    if digits == 1:
+        # The largest level need not be 127: other scales round the levels better.
+        scales = np.linspace(120, 127, 1401)
+    else:
+        scales = np.array([127.0])
+    errors = [np.sum((np.round(levels * s) / s - levels) ** 2) for s in scales]
+    scale = float(scales[np.argmin(errors)])
+    high = np.round(levels * scale)
+    low = np.clip(np.round((levels * scale - high) * _base), -127, 127)
+    tables = [table.astype(np.int8) for table in (high, low)[:digits]]
+    return tables, scale * _base ** (digits - 1)
+
+
+@ft.cache
+def _float8_digits(
+    format: Format, dtype: np.dtype, digits: int
+) -> tuple[list[np.ndarray], float]:
+    """The codebook in floats of 8 bits, and what these leave; as bytes."""
+    levels = np.array(format.codebook)
+
+    def rounded(scale) -> list[np.ndarray]:
+        left, out = levels * scale, []
+        for _ in range(digits):
+            out.append(left.astype(dtype))
+            left = left - out[-1].astype(np.float64)
+        return out
+
+    def error(scale) -> float:
+        total = sum(digit.astype(np.float64) for digit in rounded(scale))
+        return float(np.sum((total / scale - levels) ** 2))
+
+    # An octave of scales, as large as the larger floats that there are.
+    scale = min(np.linspace(8, 16, 2001), key=error)
+    return [digit.view(np.int8) for digit in rounded(scale)], float(scale)
+
+
+def _spread_table(table: np.ndarray, chip: Chip) -> Array:
+    """One entry to a row or to a lane, whichever the hardware looks up."""
+    size = 32 if chip.gather_axis == 0 else lanes
+    table = np.pad(table, (0, size - len(table)))
+    table = table[:, None] if chip.gather_axis == 0 else table[None]
+    return jnp.asarray(np.broadcast_to(table, (32, lanes)))
