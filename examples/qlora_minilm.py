@@ -283,6 +283,7 @@ def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
     for bar, (*_, alpha) in zip(drawn, bars, strict=True):
         bar.set_alpha(alpha)
     axes[1].bar_label(drawn, fmt="%.1f", padding=2)
+    axes[1].margins(y=0.1)
     axes[1].set_title("Right summary nearest, held out, %")
     parts = {"frozen": "weights", "adapters": "adapters", "state": "Adam's state"}
     left = np.zeros(len(rows))
@@ -333,8 +334,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     merged, report = eqquant.merge_lora(rows["nf4"]["model"], BASES["nf4"])
     errors = [row.sqnr for row in report.rows]
     print(
-        f"\nMerged and quantized again: {accuracy(merged, held_out)[0]:.1%}; of the "
-        f"weights {min(errors):.1f} to {max(errors):.1f} dB are left"
+        f"\nMerged and quantized again: {accuracy(merged, held_out)[0]:.1%}; that adds an "
+        f"error {min(errors):.1f} to {max(errors):.1f} dB below the weights"
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(f"Peak memory of all of this: {peak:.0f} MB")
