@@ -334,8 +334,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
     merged, report = eqquant.merge_lora(rows["nf4"]["model"], BASES["nf4"])
     errors = [row.sqnr for row in report.rows]
     print(
-        f"\nMerged and quantized again: {accuracy(merged, held_out)[0]:.1%}; that adds an "
-        f"error {min(errors):.1f} to {max(errors):.1f} dB below the weights"
+        f"\nMerged and quantized again: {accuracy(merged, held_out)[0]:.1%}; that adds "
+        f"an error {min(errors):.1f} to {max(errors):.1f} dB below the weights"
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(f"Peak memory of all of this: {peak:.0f} MB")
