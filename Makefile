@@ -18,19 +18,26 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo test lint format docs bench clean
+.PHONY: help demo examples test lint format docs bench clean
 
 help:
-	@echo 'make demo    run the example: a quantized sentence encoder'
-	@echo 'make test    run every test'
-	@echo 'make lint    check style and types'
-	@echo 'make format  put the style right'
-	@echo 'make docs    build the documentation into site/'
-	@echo 'make bench   run the benchmarks'
-	@echo 'make clean   remove all that the others made'
+	@echo 'make demo      run the example: a quantized sentence encoder'
+	@echo 'make examples  run the examples that train: minutes each'
+	@echo 'make test      run every test'
+	@echo 'make lint      check style and types'
+	@echo 'make format    put the style right'
+	@echo 'make docs      build the documentation into site/'
+	@echo 'make bench     run the benchmarks'
+	@echo 'make clean     remove all that the others made'
 
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
+
+# Those that train. Interrupted, they go on where they were.
+examples: $(VENV)/.has-examples $(VENV)/.has-weights
+	$(BIN)/python examples/qat_digits.py
+	$(BIN)/python examples/bitnet_lm.py
+	$(BIN)/python examples/qlora_minilm.py
 
 test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal

@@ -1,7 +1,7 @@
 """The quantized array."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,19 +10,26 @@ import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
 from jax import lax
-from jaxtyping import Array, Float, Int8, Shaped, UInt8
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int8, UInt8
 
-from ._indexing import index_array
-from ._materialise import materialise
+from ._implicit import ImplicitArray
 from ._pack import codes_per_byte, unpack
-from ._product import matmul
-from .formats import Format
+from ._product import contract
+from .formats import Format, QuantizedScales
+from .formats._scales import (
+    float_scales,
+    gather_scales,
+    scales_split,
+    slice_scales,
+)
 
 
-class QuantizedArray(eqx.Module):
+class QuantizedArray(ImplicitArray):
     """An array stored as codes and scales: `value = level(code) * scale`.
 
-    It is a pytree of exactly two leaves. Both carry the leading axes of the array, and
+    It is a pytree of exactly two leaves (three, where the scales are quantized, too:
+    [`eqquant.QuantizedScales`][]). All carry the leading axes of the array, and
     the shape is derived from them; so slicing the leaves, stacking them, scanning over
     them or mapping over them gives quantized arrays again.
 
@@ -47,21 +54,12 @@ class QuantizedArray(eqx.Module):
     """
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
-    scales: Float[Array, "*lead blocks"]
+    scales: Float[Array, "*lead blocks"] | QuantizedScales
     format: Format = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
-
-    # NumPy arrays leave `x @ q` to us.
-    __array_ufunc__ = None
-
-    def __array__(self, *args, **kwargs):
-        # Otherwise NumPy would put it together row by row, as any sequence.
-        raise TypeError(
-            f"{self!r} does not turn into an array by itself: use `.dequantize()`."
-        )
 
     #
     # What it stands for
@@ -70,6 +68,10 @@ class QuantizedArray(eqx.Module):
     @property
     def ndim(self) -> int:
         return self.codes.ndim - 1 + len(self.axes)
+
+    @property
+    def is_whole(self) -> bool:
+        return hasattr(self.codes, "shape") and hasattr(self.scales, "shape")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -81,18 +83,6 @@ class QuantizedArray(eqx.Module):
             shape[axis] = size
         lead = iter(self.codes.shape[:-1])
         return tuple(next(lead) if size is None else size for size in shape)
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of codes and scales together."""
-        return sum(
-            math.prod(a.shape) * np.dtype(a.dtype).itemsize
-            for a in (self.codes, self.scales)
-        )
 
     @property
     def block_size(self) -> int | None:
@@ -130,7 +120,7 @@ class QuantizedArray(eqx.Module):
         return values.astype(self.dtype)
 
     def __pdoc__(self, **kwargs):
-        if not hasattr(self.codes, "shape"):  # A pytree of something else.
+        if not self.is_whole:  # A pytree of something else.
             parts = f"codes={self.codes!r}, scales={self.scales!r}"
             return wl.TextDoc(f"{self.format.name}({parts})")
         del kwargs
@@ -149,48 +139,28 @@ class QuantizedArray(eqx.Module):
         return QuantizedArray(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None) -> "QuantizedArray":
-        """Apply `fn` to both components; `axes` says where, counted from the end, the
+        """Apply `fn` to all components; `axes` says where, counted from the end, the
         blocked axes then are."""
         axes = self.axes if axes is None else tuple(axes)
-        return self.replace(codes=fn(self.codes), scales=fn(self.scales), axes=axes)
+        codes, scales = jax.tree.map(fn, (self.codes, self.scales))
+        return self.replace(codes=codes, scales=scales, axes=axes)
 
     def _lead_index(self, axis: int) -> int:
         return self.lead_axes.index(axis)
 
-    def transpose(self, *axes) -> "QuantizedArray":
-        """As `jnp.transpose`: exact, and free where only the blocked axis moves."""
-        if len(axes) == 1 and isinstance(axes[0], list | tuple):
-            (axes,) = axes
-        if not axes or axes == (None,):
-            axes = tuple(reversed(range(self.ndim)))
-        permutation = [_canonical_axis(axis, self.ndim) for axis in axes]
-        if sorted(permutation) != list(range(self.ndim)):
-            raise ValueError(
-                f"transpose: axes must be a permutation of {tuple(range(self.ndim))}, "
-                f"got {tuple(axes)}."
-            )
+    def permute(self, permutation: Sequence[int]) -> "QuantizedArray":
         blocked = [permutation.index(axis) - self.ndim for axis in self.blocked_axes]
         lead = [self._lead_index(i) for i in permutation if i in self.lead_axes]
-        if lead == list(range(len(lead))):
+        if lead == list(range(len(lead))):  # Free: only the blocked axis moves.
             return self.replace(axes=tuple(blocked))
         return self._on_lead(lambda a: jnp.transpose(a, (*lead, len(lead))), blocked)
 
-    @property
-    def T(self) -> "QuantizedArray":
-        return self.transpose()
+    def with_dtype(self, dtype) -> "QuantizedArray":
+        return self.replace(dtype=jnp.dtype(dtype))
 
-    @property
-    def mT(self) -> "QuantizedArray":
-        if self.ndim < 2:
-            raise ValueError(f"mT: needs two axes or more, got shape {self.shape}.")
-        *lead, i, j = range(self.ndim)
-        return self.transpose(*lead, j, i)
-
-    def with_shape(self, shape: Sequence[int]):
-        """The same values under another shape that keeps the blocked axes whole."""
+    def with_shape(self, shape: Sequence[int]) -> Any:
+        """Where the blocked axes stay whole."""
         shape, old = tuple(shape), self.shape
-        if math.prod(shape) != math.prod(old):
-            raise ValueError(f"reshape: cannot reshape {old} into {shape}.")
         # Find each blocked axis in the new shape: as many elements before and after it.
         where: dict[int, int] = {}
         start = 0
@@ -208,8 +178,7 @@ class QuantizedArray(eqx.Module):
             return NotImplemented
         return self._on_lead(lambda a: a.reshape(*lead, a.shape[-1]), axes)
 
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]):
-        """As `lax.broadcast_in_dim`."""
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         new = [dimensions[axis] for axis in self.blocked_axes]
         old = self.shape
         if any(shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes):
@@ -223,20 +192,13 @@ class QuantizedArray(eqx.Module):
 
         return self._on_lead(broadcast, [i - len(shape) for i in new])
 
-    def broadcast_to(self, shape: Sequence[int]):
-        """As `jnp.broadcast_to`."""
-        if tuple(shape) == self.shape:
-            return self
-        offset = len(shape) - self.ndim
-        return self.broadcast_in_dim(shape, range(offset, len(shape)))
-
     def slice(
         self,
         start: Sequence[int],
         limit: Sequence[int],
         strides: Sequence[int] | None = None,
-    ):
-        """As `lax.slice`. Along the blocked axis only between blocks."""
+    ) -> Any:
+        """Along the blocked axis only between blocks."""
         strides = tuple(strides or (1,) * self.ndim)
         out = self
         for axis in self.blocked_axes:
@@ -272,15 +234,16 @@ class QuantizedArray(eqx.Module):
         scales = self.scales
         if blocks > 1:
             block = stored // blocks
-            scales = scales[..., start // block : stop // block]
+            scales = slice_scales(scales, start // block, stop // block)
+            if scales is NotImplemented:
+                return NotImplemented
         return self.replace(
             codes=self.codes[..., start // per_byte : stop // per_byte],
             scales=scales,
             padding=stop - limit,
         )
 
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]):
-        """As `lax.dynamic_slice`, with the blocked axes whole."""
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
         if any(sizes[axis] != self.shape[axis] for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
@@ -295,22 +258,64 @@ class QuantizedArray(eqx.Module):
 
         return self._on_lead(slice_lead)
 
-    def reverse(self, dimensions: Sequence[int]):
-        """As `lax.rev`."""
+    def reverse(self, dimensions: Sequence[int]) -> Any:
         if any(axis in self.blocked_axes for axis in dimensions):
             return NotImplemented
         lead = [self._lead_index(axis) for axis in dimensions]
         return self._on_lead(lambda a: lax.rev(a, lead))
 
-    def squeeze(self, dimensions: Sequence[int]):
-        """As `lax.squeeze`. What is left with fewer than two axes is an activation
-        rather than a weight, and comes back in floating point."""
+    def drop_axes(self, dimensions: Sequence[int]) -> "QuantizedArray":
         left = [i for i in range(self.ndim) if i not in dimensions]
-        if len(left) < 2 or any(axis in dimensions for axis in self.blocked_axes):
-            return jnp.squeeze(self.dequantize(), tuple(dimensions))
         axes = [left.index(axis) - len(left) for axis in self.blocked_axes]
         lead = [self._lead_index(axis) for axis in dimensions]
         return self._on_lead(lambda a: lax.squeeze(a, lead), axes)
+
+    @property
+    def whole_axes(self) -> int | None:
+        n = len(self.axes)
+        return n if sorted(self.axes) == list(range(-n, 0)) else None
+
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
+        scales = gather_scales(fn, self.scales, fill)
+        return self.replace(codes=fn(self.codes, None), scales=scales)
+
+    def concatenate(self, others: Sequence["QuantizedArray"], dimension: int):
+        if dimension in self.blocked_axes:
+            return NotImplemented
+        lead = self._lead_index(dimension)
+        return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
+
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
+        """Where each device gets whole groups of codes and whole blocks."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        lead = [entries[axis] for axis in self.lead_axes]
+        first, *others = (entries[axis] for axis in self.blocked_axes)
+        if any(entry is not None for entry in others):
+            return NotImplemented
+        if first is not None and (self.padding or self.inner):
+            return NotImplemented
+        names = first if isinstance(first, tuple) else () if first is None else (first,)
+        parts = math.prod(mesh.shape[name] for name in names)
+        group_bytes = max(1, self.format.group * self.format.bits // 8)
+        if self.codes.shape[-1] % (parts * group_bytes):
+            return NotImplemented
+        if not scales_split(self.scales, parts):
+            return NotImplemented
+        # What there is one of in a row is not split; codes are, even so.
+        whole = [False, *(a.shape[-1] == 1 for a in jax.tree.leaves(self.scales))]
+        specs = [PartitionSpec(*lead, None if one else first) for one in whole]
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        return contract(self, x, over, batch, precision=precision, out_dtype=out_dtype)
 
     def unflatten(self):
         """The same array with only the last of several blocked axes blocked, which
@@ -332,76 +337,19 @@ class QuantizedArray(eqx.Module):
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
         codes = self.codes.reshape(*lead, *new, size // per_byte)
+        scales = float_scales(self.scales)
         if shared:
             scales = jnp.broadcast_to(
-                self.scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
+                scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
             )
         else:
-            scales = self.scales.reshape(*lead, *new, size // block)
+            scales = scales.reshape(*lead, *new, size // block)
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
         out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())
         return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))
 
-    #
-    # Operators
-    #
 
-    def reshape(self, *shape) -> "QuantizedArray | Float[Array, '...']":
-        """As `jnp.reshape`: exact where the blocked axis stays whole; otherwise the
-        array is dequantized, with a warning."""
-        if len(shape) == 1 and isinstance(shape[0], list | tuple):
-            (shape,) = shape
-        known = math.prod(n for n in shape if n != -1)
-        shape = [self.size // max(known, 1) if n == -1 else n for n in shape]
-        out = self.with_shape(shape)
-        if out is NotImplemented:
-            return materialise(self, "reshape", "warn").reshape(shape)
-        return out
-
-    def astype(self, dtype) -> "QuantizedArray | Shaped[Array, '...']":
-        """The same codes and scales, standing for an array of another floating-point
-        dtype. Any other dtype: a plain array, with a warning."""
-        dtype = jax.dtypes.canonicalize_dtype(dtype)
-        if not jnp.issubdtype(dtype, jnp.floating):
-            return materialise(self, f"astype({dtype})", "warn").astype(dtype)
-        return self.replace(dtype=dtype)
-
-    def __matmul__(self, other):
-        return self._matmul(other, reflected=False)
-
-    def __rmatmul__(self, other):
-        return self._matmul(other, reflected=True)
-
-    def _matmul(self, other, reflected):
-        if isinstance(other, QuantizedArray):
-            small, large = sorted((self, other), key=lambda q: q.size)
-            other = materialise(small, "a product of two quantized arrays", "warn")
-            return large._matmul(other, reflected=reflected == (large is self))
-        if not eqx.is_array(other) and not isinstance(other, np.ndarray):
-            return NotImplemented
-        other = jnp.asarray(other)
-        out = matmul(self, other, reflected=reflected)
-        if out is NotImplemented:
-            dense = materialise(self, "matmul", "warn")
-            return other @ dense if reflected else dense @ other
-        return out
-
-    def __getitem__(self, index) -> "QuantizedArray | Float[Array, '...']":
-        """As indexing of an array. Rows of a matrix come back in floating point: only
-        they are decoded. Everything with two axes or more stays quantized."""
-        return index_array(self, index)
-
-    def __len__(self) -> int:
-        if not self.ndim:
-            raise TypeError("len() of an array without axes.")
-        return self.shape[0]
-
-    def __iter__(self):
-        return (self[i] for i in range(len(self)))
-
-
-def _canonical_axis(axis: int, ndim: int) -> int:
-    if not -ndim <= axis < ndim:
-        raise ValueError(f"axis {axis} is out of range for an array of {ndim} axes.")
-    return axis % ndim
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a quantized array, with all of its parts."""
+    return isinstance(x, QuantizedArray) and x.is_whole

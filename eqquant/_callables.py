@@ -1,6 +1,6 @@
-"""Quantized arrays inside of callables: arguments, closures, methods, partials.
+"""Implicit arrays inside of callables: arguments, closures, methods, partials.
 
-JAX sees the arrays that a function closes over while it is traced, but a quantized
+JAX sees the arrays that a function closes over while it is traced, but an implicit
 array is not an array. So a function that closes over some is rebuilt around stand-ins.
 """
 
@@ -12,26 +12,21 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from ._array import QuantizedArray
+from ._implicit import ImplicitArray, is_implicit
 
 
 _Jit: type = type(jax.jit(lambda: None))
 _FilterJit: type = type(eqx.filter_jit(lambda: None))
 
 
-def is_quantized(x: Any) -> bool:
-    # What `eqx.partition` and the like leave of one has no components.
-    return isinstance(x, QuantizedArray) and hasattr(x.codes, "shape")
-
-
 def _is_leaf(x: Any) -> bool:
-    return is_quantized(x) or isinstance(x, _FilterJit)
+    return is_implicit(x) or isinstance(x, _FilterJit)
 
 
-def substitute(value: Any, fn: Callable[[QuantizedArray], Any]) -> Any:
-    """`value` with every quantized array in it replaced by `fn` of it.
+def substitute(value: Any, fn: Callable[[ImplicitArray], Any]) -> Any:
+    """`value` with every implicit array in it replaced by `fn` of it.
 
-    `value` is a pytree whose leaves may be functions. Whatever holds no quantized array
+    `value` is a pytree whose leaves may be functions. Whatever holds no implicit array
     comes back as the same object. The order of the calls of `fn` depends on nothing but
     the structure of `value`.
     """
@@ -54,7 +49,7 @@ class _Substitution:
         return jax.tree.unflatten(treedef, new)
 
     def leaf(self, leaf):
-        if is_quantized(leaf):
+        if is_implicit(leaf):
             return self.fn(leaf)
         rebuild = None
         if isinstance(leaf, types.FunctionType):
@@ -136,7 +131,7 @@ def _contents(cell):
 
 
 def _used_globals(function) -> dict[str, Any]:
-    """The globals that a function reads and that may hold quantized arrays: pytrees,
+    """The globals that a function reads and that may hold implicit arrays: pytrees,
     and functions beside it."""
     module = function.__globals__.get("__name__", "")
     if module.split(".")[0] in ("jax", "equinox", "eqquant"):

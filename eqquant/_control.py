@@ -11,14 +11,13 @@ from typing import Any, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from . import _compat
-from ._array import QuantizedArray
-from ._callables import is_quantized
+from ._implicit import is_implicit
 from ._materialise import materialise
-from .rules._structural import component_specs, splits_evenly
 
 
 if TYPE_CHECKING:
@@ -85,14 +84,14 @@ def _remat(interpreter: "Interpreter", eqn, args):
 
 
 def _dense(interpreter: "Interpreter", eqn, x):
-    if not is_quantized(x):
+    if not is_implicit(x):
         return x
     return materialise(x, interpreter.describe(eqn), interpreter.policy)
 
 
 def _is_like(a, b) -> bool:
     """Whether a loop can carry `a` and get `b`: the same, or both plain."""
-    if is_quantized(a) or is_quantized(b):
+    if is_implicit(a) or is_implicit(b):
         return jax.tree.structure(a) == jax.tree.structure(b) and all(
             x.shape == y.shape and x.dtype == y.dtype
             for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
@@ -104,18 +103,18 @@ def _settle(interpreter: "Interpreter", eqn, body: Callable, carry: list):
     """A carry that stays as it is: what the body replaces by a plain array starts as
     one. Also the body, changed to agree where the carry starts as a plain array."""
     carry = list(carry)
-    while any(map(is_quantized, carry)):
+    while any(map(is_implicit, carry)):
         out = jax.eval_shape(body, carry)
         changed = [
             i
             for i, (a, b) in enumerate(zip(carry, out, strict=True))
-            if is_quantized(a) and not _is_like(a, b)
+            if is_implicit(a) and not _is_like(a, b)
         ]
         if not changed:
             break
         for i in changed:
             carry[i] = _dense(interpreter, eqn, carry[i])
-    quantized = [is_quantized(a) for a in carry]
+    quantized = [is_implicit(a) for a in carry]
 
     def agree(out):
         return [
@@ -123,7 +122,7 @@ def _settle(interpreter: "Interpreter", eqn, body: Callable, carry: list):
             for q, b in zip(quantized, out, strict=True)
         ]
 
-    carry = [a if is_quantized(a) else jnp.asarray(a) for a in carry]
+    carry = [a if is_implicit(a) else jnp.asarray(a) for a in carry]
     return carry, agree
 
 
@@ -177,12 +176,12 @@ def _while(interpreter: "Interpreter", eqn, args):
 @_rule("cond")
 def _cond(interpreter: "Interpreter", eqn, args):
     index, *operands = args
-    if is_quantized(index):
+    if is_implicit(index):
         index = _dense(interpreter, eqn, index)
     branches = [interpreter.function(branch) for branch in eqn.params["branches"]]
     outs = [jax.eval_shape(branch, *operands) for branch in branches]
     keep = [
-        all(is_quantized(out) and _is_like(column[0], out) for out in column)
+        all(is_implicit(out) and _is_like(column[0], out) for out in column)
         for column in zip(*outs, strict=True)
     ]
 
@@ -211,11 +210,12 @@ def _custom_jvp_call(interpreter: "Interpreter", eqn, args):
 
     def jvp(primals, tangents):
         def plain(primal, tangent):
-            if isinstance(primal, QuantizedArray):
+            if is_implicit(primal):
                 if all(isinstance(t, SymbolicZero) for t in _floating(tangent)):
                     return jnp.zeros(primal.shape, primal.dtype)
-                scales = tangent.scales
-                return _dense(interpreter, eqn, primal.replace(scales=scales))
+                decode = lambda q: _dense(interpreter, eqn, q)
+                tangent = jax.tree.map(_instantiate, primal, tangent)
+                return jax.jvp(decode, (primal,), (tangent,))[1]
             if isinstance(tangent, SymbolicZero):
                 return jnp.zeros_like(primal)
             return tangent
@@ -232,10 +232,17 @@ def _floating(tangent) -> list:
     return [t for t in leaves if t.dtype != jax.dtypes.float0]
 
 
+def _instantiate(primal, tangent):
+    if not isinstance(tangent, SymbolicZero):
+        return tangent
+    zero: Any = tangent
+    return np.zeros(zero.shape, zero.dtype)
+
+
 @_rule("custom_vjp_call")
 def _custom_vjp_call(interpreter: "Interpreter", eqn, args):
     body = interpreter.function(eqn.params["call_jaxpr"])
-    plain = [not is_quantized(x) for x in args]
+    plain = [not is_implicit(x) for x in args]
     forward, backward = _compat.custom_vjp_rules(eqn, plain)
     fn = jax.custom_vjp(lambda *args: body(*args))
 
@@ -288,13 +295,12 @@ def _shard_map(interpreter: "Interpreter", eqn, args):
     mesh = params["mesh"]
     in_specs, operands = [], []
     for x, spec in zip(args, params["in_specs"], strict=True):
-        if is_quantized(x):
-            specs = component_specs(x, spec)
-            if specs is NotImplemented or not splits_evenly(x, spec, mesh):
+        if is_implicit(x):
+            specs = x.split_specs(spec, mesh)
+            if specs is NotImplemented:
                 x = _dense(interpreter, eqn, x)
             else:
-                leaves = jax.tree.structure(x)
-                spec = jax.tree.unflatten(leaves, specs)
+                spec = specs
         in_specs.append(spec)
         operands.append(x)
     fn = interpreter.function(params["jaxpr"])

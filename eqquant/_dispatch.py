@@ -9,9 +9,9 @@ import equinox as eqx
 import jax
 
 from . import _compat
-from ._array import QuantizedArray
-from ._callables import is_quantized, substitute
+from ._callables import substitute
 from ._control import control_rule
+from ._implicit import ImplicitArray, is_implicit
 from ._materialise import materialise, OnMaterialise
 from ._typing import typed
 from .rules import rules_of
@@ -86,17 +86,18 @@ class Interpreter:
     def call(self, fn: Callable, *args, **kwargs) -> Any:
         """Call `fn` on quantized arrays, wherever they are."""
         everything = (fn, args, kwargs)
-        found: list[QuantizedArray] = []
+        found: list[ImplicitArray] = []
 
         def collect(q):
             found.append(q)
-            return q.codes  # Anything else, so that what holds it counts as changed.
+            # Anything else, so that what holds it counts as changed.
+            return jax.tree.leaves(q)[0]
 
         substitute(everything, collect)
         if not found:
             return fn(*args, **kwargs)
 
-        leaves, treedef = jax.tree.flatten(everything, is_leaf=is_quantized)
+        leaves, treedef = jax.tree.flatten(everything, is_leaf=is_implicit)
         dynamic = [x for x in leaves if eqx.is_array(x)]
         out: dict[str, Any] = {}
 
@@ -129,7 +130,7 @@ class Interpreter:
 
         for eqn in jaxpr.eqns:
             values = [read(var) for var in eqn.invars]
-            if any(isinstance(x, QuantizedArray) for x in values):
+            if any(isinstance(x, ImplicitArray) for x in values):
                 results = self.apply(eqn, values)
             else:
                 results = _compat.bind_equation(eqn, values)
@@ -148,7 +149,7 @@ class Interpreter:
                 return list(result) if multiple else [result]
         what = self.describe(eqn)
         dense = [
-            materialise(x, what, self.policy) if is_quantized(x) else x for x in args
+            materialise(x, what, self.policy) if is_implicit(x) else x for x in args
         ]
         return _compat.bind_equation(eqn, dense)
 
@@ -156,13 +157,13 @@ class Interpreter:
         return f"`{eqn.primitive.name}` (at {_compat.source_of(eqn)})"
 
 
-def stand_in_for(q: QuantizedArray) -> jax.ShapeDtypeStruct:
+def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:
     """The array for which `q` stands, without its values."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.ShapeDtypeStruct(q.shape, q.dtype)
     # How it varies over the mesh, and how it is split, follow from the components.
-    return jax.eval_shape(QuantizedArray.dequantize, q)
+    return jax.eval_shape(lambda q: q.dequantize(), q)
 
 
 def _is_traced(x: Any) -> bool:

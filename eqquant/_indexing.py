@@ -1,4 +1,4 @@
-"""Indexing of a quantized array, on its components."""
+"""Indexing of an implicit array, on its parts."""
 
 import operator
 from typing import Any, TYPE_CHECKING
@@ -11,10 +11,10 @@ from ._materialise import materialise
 
 
 if TYPE_CHECKING:
-    from ._array import QuantizedArray
+    from ._implicit import ImplicitArray
 
 
-def index_array(q: "QuantizedArray", index: Any):
+def index_array(q: "ImplicitArray", index: Any):
     """`q[index]`. An axis indexed by an integer goes away; where fewer than two axes of
     the array are left, what is left are rows, and they are decoded."""
     entries = _per_axis(index, q.shape)
@@ -121,19 +121,16 @@ def _wrap(entry: Any, size: int):
     return jnp.where(entry < 0, entry + size, entry)
 
 
-def _gather(q: "QuantizedArray", entries: list, by_axis: list):
-    """Indexing by arrays: the same one on both components, if it leaves the blocked
-    axes whole and they are last."""
-    whole = all(
-        isinstance(by_axis[axis], slice) and by_axis[axis] == slice(None)
-        for axis in q.blocked_axes
-    )
-    n = len(q.axes)
-    last = sorted(q.blocked_axes) == list(range(q.ndim - n, q.ndim))
-    if not whole or not last or None in entries[-n:]:
+def _gather(q: "ImplicitArray", entries: list, by_axis: list):
+    """Indexing by arrays: the same one on the parts, if it leaves their last axes
+    whole."""
+    n = q.whole_axes
+    if n is None or None in entries[-n:]:
+        return _decoded(q, tuple(entries))
+    if any(entry != slice(None) for entry in by_axis[-n:]):
         return _decoded(q, tuple(entries))
     index = (*entries[: len(entries) - n], slice(None))
-    out = q._on_lead(lambda a: a[index])
+    out = q.gather(lambda a, _: a[index])
     left = sum(isinstance(entry, slice) for entry in by_axis)
     return out if left >= 2 else out.dequantize()
 
@@ -143,5 +140,5 @@ def _with_new_axes(entries: list, by_axis: list) -> tuple:
     return tuple(None if entry is None else next(axes) for entry in entries)
 
 
-def _decoded(q: "QuantizedArray", index: Any):
+def _decoded(q: "ImplicitArray", index: Any):
     return materialise(q, "this indexing", "warn")[index]

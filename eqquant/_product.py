@@ -16,10 +16,12 @@ from jaxtyping import Array, Shaped
 from ._compat import config
 from ._dot import quantized_dot
 from .formats import Precision
+from .formats._scales import float_scales
 
 
 if TYPE_CHECKING:
     from ._array import QuantizedArray
+    from ._implicit import ImplicitArray
 
 
 def as_precision(precision: Any) -> Precision | None:
@@ -49,8 +51,7 @@ def contract(
     precision: Any = None,
     out_dtype=None,
 ):
-    """Contract the pairs of axes `over` (of `q`, of `x`), with the pairs `batch` as
-    batch axes. The result's axes are: batch, free axes of `x`, free axes of `q`.
+    """`ImplicitArray.contract`, of a quantized array: one `quantized_dot`.
 
     Returns NotImplemented where `q` would have to be decoded in full.
     """
@@ -111,7 +112,7 @@ def contract(
     out = quantized_dot(
         x,
         component(q.codes),
-        component(q.scales),
+        component(float_scales(q.scales)),
         format=q.format,
         contract_rows=contract_rows,
         precision=as_precision(precision),
@@ -130,7 +131,7 @@ def contract(
     return jnp.transpose(out, (*range(before), *logical))
 
 
-def matmul(q: "QuantizedArray", x: Shaped[Array, "..."], *, reflected: bool):
+def matmul(q: "ImplicitArray", x: Shaped[Array, "..."], *, reflected: bool):
     """`q @ x`, or `x @ q` if reflected, as `jnp.matmul` defines it."""
     name = f"{q.shape} @ {x.shape}" if not reflected else f"{x.shape} @ {q.shape}"
     if q.ndim == 0 or x.ndim == 0:
@@ -144,7 +145,7 @@ def matmul(q: "QuantizedArray", x: Shaped[Array, "..."], *, reflected: bool):
 
     q_batch, x_batch = q.shape[:-2], x.shape[:-2]
     if not q_batch:
-        out = contract(q, x, [(q_axis, x_axis)], out_dtype=out_dtype)
+        out = q.contract(x, [(q_axis, x_axis)], out_dtype=out_dtype)
         if out is NotImplemented or reflected or q.ndim == 1 or x.ndim == 1:
             return out
         return jnp.swapaxes(out, -1, -2)  # (..., columns of x, rows of q)
@@ -155,11 +156,11 @@ def matmul(q: "QuantizedArray", x: Shaped[Array, "..."], *, reflected: bool):
         return NotImplemented
     q_axis = q.ndim - 2 if reflected else q.ndim - 1
     if x.ndim == 1:
-        return contract(q, x, [(q_axis, 0)], out_dtype=out_dtype)
+        return q.contract(x, [(q_axis, 0)], out_dtype=out_dtype)
     x = jnp.broadcast_to(x, (*shape, *x.shape[-2:]))
     x_axis = x.ndim - 1 if reflected else x.ndim - 2
     batch = [(i, i) for i in range(len(shape))]
-    out = contract(q, x, [(q_axis, x_axis)], batch, out_dtype=out_dtype)
+    out = q.contract(x, [(q_axis, x_axis)], batch, out_dtype=out_dtype)
     if out is NotImplemented or reflected:
         return out
     return jnp.swapaxes(out, -1, -2)

@@ -18,7 +18,7 @@ from ._compat import config, explicit_mesh_of, is_traced, match_varying, spec_of
 from ._pack import codes_per_byte, pack
 from ._pipeline import pipeline
 from ._typing import typed
-from .formats import as_format, Format
+from .formats import as_format, Format, QuantizedScales
 from .formats._format import reduce_blocks
 
 
@@ -28,6 +28,7 @@ def quantize(
     format: Format | str = "nf4",
     *,
     axis: int | Sequence[int] = -1,
+    scales: Float[Array, "*lead blocks"] | None = None,
     check_finite: bool = True,
 ) -> QuantizedArray:
     """Quantize an array.
@@ -56,6 +57,9 @@ def quantize(
         `eqx.nn`; the first of one used as `x @ w`. With several axes, scales are shared
         over all of them, as the weight of a convolution needs; with all axes and no
         block size there is one scale per tensor.
+    - `scales`: `(*lead, blocks)`, positive: scales that were learned or calibrated, to
+        use instead of those that the format would choose. Every value takes its nearest
+        level. `lead` are the axes of `array` that are not blocked.
     - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
         that the dtype of the scales cannot hold.
 
@@ -66,9 +70,9 @@ def quantize(
     **Raises:**
 
     - `TypeError` if `array` is not floating point.
-    - `ValueError` if `format` or `axis` is not valid, or (with the number of offending
-        values) if `array` has non-finite ones. Under `jit` the latter is an
-        `eqx.error_if`, raised at run time.
+    - `ValueError` if `format`, `axis` or the shape of `scales` is not valid, or (with
+        the number of offending values) if `array` has non-finite ones. Under `jit` the
+        latter is an `eqx.error_if`, raised at run time.
     """
     format = as_format(format)
     array = jnp.asarray(array)
@@ -85,27 +89,33 @@ def quantize(
     axes = _canonical_axes(axis, array.ndim)
     if not array.size:
         axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
-    codes, scales, problem = _encode(array, format, axes, _is_on_one_device(array))
+    given = None
+    if scales is not None:
+        _check_scales(scales, array, axes, format)
+        given = scales.astype(format.scale_dtype)
+    chunked = _is_on_one_device(array)
+    codes, stored, problem = _encode(array, format, axes, chunked, given)
     if check_finite:
         if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer
             # split over devices.
             zero = eqx.error_if(
-                jnp.zeros((), scales.dtype),
+                jnp.zeros((), stored.dtype),
                 problem,
                 "eqquant.quantize: the array holds values that are not finite, or that "
-                f"{format.scale_dtype.name} scales cannot hold.",
+                f"{format.scale_dtype.name} scales cannot hold; or a scale that was "
+                "given is not positive and finite.",
             )
-            scales = scales + zero
+            stored = jax.tree.map(lambda a: a + zero.astype(a.dtype), stored)
         elif problem:
-            _raise_not_finite(array, format)
+            _raise_not_finite(array, given, format)
     shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
     if _per_tensor(axes, array.ndim, format):
         axes, inner = axes[-1:], ()
     size = math.prod(shape[a] for a in axes)
     padding = format.padded(size) - size
-    return QuantizedArray(codes, scales, format, array.dtype, axes, inner, padding)
+    return QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
 
 
 @typed
@@ -118,7 +128,7 @@ def dequantize(x: Any) -> Any:
 @typed
 def from_components(
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
-    scales: Float[Array, "*lead blocks"],
+    scales: Float[Array, "*lead blocks"] | QuantizedScales,
     format: Format | str,
     *,
     dtype: Any = "float32",
@@ -130,7 +140,8 @@ def from_components(
     **Arguments:**
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
-    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format.
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; for a format that
+        quantizes them an [`eqquant.QuantizedScales`][].
     - `format`: a format, or the name of one.
     - `dtype`: of the array that they stand for.
     - `axis`: where the blocked axis (or axes) of that array is.
@@ -158,6 +169,14 @@ def from_components(
         raise TypeError(
             f"from_components: scales must be {format.scale_dtype} as {format!r} has "
             f"it, got {scales.dtype}."
+        )
+    if format.quantized_scales != isinstance(scales, QuantizedScales):
+        kind = "eqquant.QuantizedScales" if format.quantized_scales else "an array"
+        raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
+    if scales.shape[:-1] != codes.shape[:-1]:
+        raise ValueError(
+            f"from_components: scales must have the leading axes {codes.shape[:-1]} of "
+            f"codes, got {scales.shape[:-1]}."
         )
     count = 1 if isinstance(axis, int) else len(axis)
     axes = _canonical_axes(axis, codes.ndim - 1 + count)
@@ -218,9 +237,14 @@ def _per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
 
 @ft.partial(jax.jit, static_argnames=("format", "axes", "chunked"))
 def _encode(
-    array: Float[Array, "..."], format: Format, axes: tuple[int, ...], chunked: bool
+    array: Float[Array, "..."],
+    format: Format,
+    axes: tuple[int, ...],
+    chunked: bool,
+    given: Float[Array, "*lead blocks"] | None = None,
 ):
-    """Codes, scales, and whether some value was out of range."""
+    """Codes, scales (those given, or those of the format), and whether some value was
+    out of range."""
     blocked = [a % array.ndim for a in axes]
     lead = [a for a in range(array.ndim) if a not in blocked]
     shape = [array.shape[a] for a in lead]
@@ -229,46 +253,57 @@ def _encode(
     if 0 in rows.shape:
         packed = format.padded(size) * format.bits // 8
         codes = jnp.zeros((*shape, packed), format.code_dtype)
-        scales = jnp.zeros((*shape, format.num_blocks(size)), format.scale_dtype)
-        return codes, scales, jnp.zeros((), bool)
+        return codes, format.no_scales(shape, size), jnp.zeros((), bool)
 
     compute = jnp.promote_types(array.dtype, jnp.float32)
     limit = float(jnp.finfo(array.dtype).max)
     per_tensor = _per_tensor(axes, array.ndim, format)
 
-    def encode(row: Float[Array, " size"]):
+    def encode(inputs):
+        row, scales = inputs
         blocks, counts = _in_blocks(row.astype(compute), format)
         absmax = _absmax(blocks)
-        codes, scales = format.encode(blocks, absmax, counts, limit)
+        problem = _out_of_range(absmax, format)
+        if scales is None:
+            codes, scales = format.encode(blocks, absmax, counts, limit)
+        else:
+            codes = format.nearest(blocks, scales)
+            problem |= ~jnp.all(_is_a_scale(scales))
         codes = codes.astype(format.code_dtype)
         if per_tensor:
             codes = codes.reshape(array.shape)
         codes = _in_groups(codes, format)
-        return pack(codes, format.bits), scales, _out_of_range(absmax, format)
+        return pack(codes, format.bits), scales, problem
 
     if chunked:
         # A chunk at a time keeps temporaries in the cache, and as small as that.
-        rows = rows.reshape(-1, size)
+        inputs = rows.reshape(-1, size), _merge_lead(given)
         height = max(1, _chunk_elements // size)
-        codes, scales, problem = _map_chunks(jax.vmap(encode), rows, height)
+        codes, scales, problem = _map_chunks(jax.vmap(encode), inputs, height)
     else:
         # Axis by axis: to flatten them would gather what is split over devices.
         for _ in lead:
             encode = jax.vmap(encode)
-        codes, scales, problem = _keep_split(encode, rows, format)
+        codes, scales, problem = _keep_split(encode, (rows, given), format)
     if per_tensor:
         shape = array.shape[:-1]
         scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
     codes = codes.reshape(*shape, -1)
-    return codes, scales.reshape(*shape, -1), jnp.any(problem)
+    scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
+    return codes, scales, jnp.any(problem)
 
 
-def _keep_split(encode: Callable, rows: Shaped[Array, "*lead size"], format: Format):
-    """`encode(rows)`. On a mesh with explicit axes the results are split as `rows` are,
-    and the compiler sees to what is in between."""
+def _merge_lead(given: Float[Array, "*lead blocks"] | None):
+    return None if given is None else given.reshape(-1, given.shape[-1])
+
+
+def _keep_split(encode: Callable, inputs: tuple, format: Format):
+    """`encode(inputs)`. On a mesh with explicit axes the results are split as the rows
+    are, which come first, and the compiler sees to what is in between."""
+    rows, _ = inputs
     mesh = explicit_mesh_of(rows)
     if mesh is None:
-        return encode(rows)
+        return encode(inputs)
     *lead, last = spec_of(rows)
     *shape, size = rows.shape
 
@@ -277,23 +312,31 @@ def _keep_split(encode: Callable, rows: Shaped[Array, "*lead size"], format: For
         even = length % math.prod(mesh.shape[name] for name in names) == 0
         return PartitionSpec(*lead, last if even else None)
 
-    def flat(rows):
-        codes, scales, problem = encode(rows)
-        return codes.reshape(*shape, -1), scales.reshape(*shape, -1), problem
+    def flat(inputs):
+        codes, scales, problem = encode(inputs)
+        codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
+        return codes, scales, problem
 
     packed = format.padded(size) * format.bits // 8
-    out = (spec(packed), spec(format.num_blocks(size)), PartitionSpec(*lead))
+    scales = jax.eval_shape(lambda: format.no_scales((), size))
+    scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
+    out = (spec(packed), scales, PartitionSpec(*lead))
     with jax.sharding.use_abstract_mesh(mesh):
         split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
-        return split(rows)
+        return split(inputs)
 
 
-def _map_chunks(fn: Callable, rows: Shaped[Array, "rows size"], height: int):
-    """`fn(rows)`, so many rows at a time, each result flattened but for its rows."""
-    count, rest = divmod(rows.shape[0], height)
+def _map_chunks(fn: Callable, inputs: tuple, height: int):
+    """`fn(inputs)`, so many rows at a time, each result flattened but for its rows."""
+    size = jax.tree.leaves(inputs)[0].shape[0]
+    count, rest = divmod(size, height)
 
     def chunk(i):
-        return fn(lax.dynamic_slice_in_dim(rows, i * height, height))
+        return fn(
+            jax.tree.map(
+                lambda a: lax.dynamic_slice_in_dim(a, i * height, height), inputs
+            )
+        )
 
     def write(i, chunk, out):
         # The reshape is here, as XLA:CPU would fuse it with the encoding, and no longer
@@ -307,13 +350,15 @@ def _map_chunks(fn: Callable, rows: Shaped[Array, "rows size"], height: int):
         )
 
     def empty(part):
-        out = jnp.zeros((rows.shape[0], math.prod(part.shape[1:])), part.dtype)
-        return match_varying(out, rows)[0]
+        out = jnp.zeros((size, math.prod(part.shape[1:])), part.dtype)
+        return match_varying(out, *jax.tree.leaves(inputs))[0]
 
-    out = jax.tree.map(empty, jax.eval_shape(fn, rows))
+    out = jax.tree.map(empty, jax.eval_shape(fn, inputs))
     if count:
         out = pipeline(count, chunk, write, out)
-    return write(count, fn(rows[-rest:]), out) if rest else out
+    if not rest:
+        return out
+    return write(count, fn(jax.tree.map(lambda a: a[-rest:], inputs)), out)
 
 
 # What is encoded at once: four megabytes of float32.
@@ -367,7 +412,34 @@ def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, 
     return jnp.any(~fits)
 
 
-def _raise_not_finite(array: Num[Array, "..."], format: Format):
+def _check_scales(
+    scales: Float[Array, "*lead blocks"], array, axes: tuple[int, ...], format: Format
+):
+    if format.quantized_scales:
+        raise ValueError(
+            f"quantize: scales cannot be given to {format!r}, which quantizes them. "
+            "Turn that off."
+        )
+    blocked = [a % array.ndim for a in axes]
+    lead = [n for a, n in enumerate(array.shape) if a not in blocked]
+    size = math.prod(array.shape[a] for a in blocked)
+    expected = (*lead, format.num_blocks(size))
+    if scales.shape != expected:
+        raise ValueError(
+            f"quantize: scales must have the shape {expected} for an array of shape "
+            f"{array.shape} in {format!r}, got {scales.shape}."
+        )
+
+
+def _is_a_scale(given: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    return (given > 0) & jnp.isfinite(given)
+
+
+def _raise_not_finite(
+    array: Num[Array, "..."],
+    given: Float[Array, "*lead blocks"] | None,
+    format: Format,
+):
     nan = int(jnp.sum(jnp.isnan(array)))
     infinite = int(jnp.sum(jnp.isinf(array)))
     if nan or infinite:
@@ -375,6 +447,13 @@ def _raise_not_finite(array: Num[Array, "..."], format: Format):
             f"quantize: array must be finite, but {nan} values are NaN and {infinite} "
             f"are infinite, out of {array.size}. Pass check_finite=False to quantize "
             "it all the same."
+        )
+    if given is not None and (
+        wrong := int(jnp.sum(~((given > 0) & (given < jnp.inf))))
+    ):
+        raise ValueError(
+            f"quantize: scales must be positive and finite, but {wrong} out of "
+            f"{given.size} are not."
         )
     raise ValueError(
         f"quantize: array holds values that scales in {format.scale_dtype.name} cannot "

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._array import QuantizedArray
-from ._selection import classify, sites, Weight
-from ._tree import too_small
+from ._implicit import ImplicitArray, is_implicit
+from ._lora import LoraArray
+from ._selection import classify, Site, sites, too_small, Weight
 from ._typing import typed
 from .formats import as_format, Format
 
@@ -146,39 +147,40 @@ def report(model: Any, original: Any = None) -> Report:
             )
         sources = [by_path[site.path] for site in found]
     rows = [
-        _row(site, source)
+        row_of(site, source)
         for site, source in zip(found, sources, strict=True)
-        if isinstance(site.leaf, QuantizedArray) or eqx.is_inexact_array(site.leaf)
+        if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
     ]
     return Report(tuple(rows))
 
 
-def _row(site, source) -> ReportRow:
+def row_of(site: Site, source: Any) -> ReportRow:
+    """What became of `source` (None if that is not known)."""
     leaf = site.leaf
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
-    if not isinstance(leaf, QuantizedArray):
-        return ReportRow(
-            site.path,
-            tuple(leaf.shape),
-            None,
-            bits,
-            before,
-            before,
-            None,
-            None,
-            _why_not(site),
-        )
+    # Of a weight with an adapter the format of the weight, and the bytes of both.
+    stored = leaf.base if isinstance(leaf, LoraArray) else leaf
+    format = stored.format if isinstance(stored, QuantizedArray) else None
+    reason = _why_not(site) if format is None else ""
     error = sqnr = None
-    if source is not None and leaf.size:
+    if is_implicit(leaf) and source is not None and leaf.size:
         error = _relative_error(leaf, source)
         sqnr = float("inf") if error == 0 else -20 * float(np.log10(error))
     return ReportRow(
-        site.path, leaf.shape, leaf.format, bits, before, leaf.nbytes, error, sqnr, ""
+        site.path,
+        tuple(leaf.shape),
+        format,
+        bits,
+        before,
+        int(leaf.nbytes),
+        error,
+        sqnr,
+        reason,
     )
 
 
-def _relative_error(q: QuantizedArray, source) -> float:
+def _relative_error(q: ImplicitArray, source) -> float:
     @jax.jit
     def measure(q, source):
         values = q.dequantize().astype(jnp.float32)

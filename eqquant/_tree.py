@@ -2,21 +2,19 @@
 
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ._array import QuantizedArray
-from ._callables import is_quantized as _is_quantized
+from ._array import is_quantized as _is_quantized, QuantizedArray
+from ._implicit import is_implicit
+from ._lora import LoraArray
 from ._quantize import quantize
-from ._selection import classify, filter_mask, Rules, sites, Weight
+from ._selection import Choice, choose, leaves_of, replace_chosen
 from ._typing import typed
-from ._warn import warn
-from .formats import as_format, Format
+from .formats import Format
 
 
 Tree = TypeVar("Tree")
@@ -90,82 +88,47 @@ def quantize_tree(
         weight cannot be quantized.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
-    format = None if format is None else as_format(format)
-    ordered = Rules(rules)
-    leaves, treedef = jax.tree.flatten(model, is_leaf=_is_quantized)
-    mask = None if where is None else filter_mask(where, model)
-    if mask is not None and len(mask) != len(leaves):
-        raise ValueError("quantize_tree: where must be a pytree prefix of model.")
+    caller = "quantize_tree"
+    choices = choose(
+        model, format, where=where, rules=rules, min_size=min_size, caller=caller
+    )
 
-    plan: list[tuple[int, str, Format, Any]] = []
-    for i, site in enumerate(sites(model)):
-        if not eqx.is_array(site.leaf) and not isinstance(site.leaf, np.ndarray):
-            continue
-        kind = classify(site)
-        natural = kind.axis if isinstance(kind, Weight) else -1
-        rule = ordered.find(site)
-        if rule is not None:
-            if rule.format is not None:
-                axis = natural if rule.axis is None else rule.axis
-                plan.append((i, site.path, as_format(rule.format), axis))
-        elif format is not None and mask is not None:
-            if mask[i]:
-                plan.append((i, site.path, format, natural))
-        elif (
-            format is not None
-            and isinstance(kind, Weight)
-            and not too_small(site.leaf, format, natural, min_size)
-        ):
-            plan.append((i, site.path, format, natural))
-    if ordered.unused():
-        unused = ordered.unused()
-        warn(f"quantize_tree: these rules match nothing: {unused}.", UserWarning)
+    def one(leaf, choice: Choice):
+        if isinstance(leaf, LoraArray):
+            return leaf.replace(base=one(leaf.base, choice))
+        return quantize(
+            leaf, choice.format, axis=choice.axis, check_finite=check_finite
+        )
 
-    for i, path, chosen, axis in _with_progress(plan, leaves, progress):
-        try:
-            leaves[i] = quantize(
-                leaves[i], chosen, axis=axis, check_finite=check_finite
-            )
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"quantize_tree: at {path}: {error}") from error
-    return jax.tree.unflatten(treedef, leaves)
+    shown = _with_progress(choices, model, progress)
+    return replace_chosen(one, model, shown, caller=caller)
 
 
-def too_small(leaf, format: Format, axis, min_size: int = 256) -> str | None:
-    """Why a weight is not worth quantizing, if it is not."""
-    if leaf.size < min_size:
-        return f"smaller than {min_size}"
-    axes = (axis,) if isinstance(axis, int) else axis
-    size = math.prod(leaf.shape[a] for a in axes)
-    scales = format.num_blocks(size) * format.scale_dtype.itemsize
-    stored = format.padded(size) * format.bits / 8 + scales
-    if stored >= size * leaf.dtype.itemsize:
-        return f"no smaller as {format!r}"
-    return None
-
-
-def _with_progress(plan: list, leaves: list, progress: bool | None):
+def _with_progress(
+    choices: list[Choice], model: Any, progress: bool | None
+) -> Iterable:
     if progress is None:
-        work = sum(leaves[i].size for i, *_ in plan)
+        leaves = leaves_of(model)
+        work = sum(leaves[choice.index].size for choice in choices)
         progress = work >= _long_work and sys.stderr.isatty()
         try:
             import tqdm
         except ImportError:
             progress = False
     if not progress:
-        return plan
+        return choices
     try:
         import tqdm
     except ImportError as error:
         raise ImportError(
             "quantize_tree: progress=True needs tqdm: `pip install eqquant[progress]`."
         ) from error
-    return tqdm.tqdm(plan, desc="quantizing", unit="array")
+    return tqdm.tqdm(choices, desc="quantizing", unit="array")
 
 
 @typed
 def dequantize_tree(model: Tree) -> Tree:
-    """The model with every quantized array dequantized."""
+    """The model with every quantized array dequantized; that below an adapter, too."""
     return jax.tree.map(
         lambda x: x.dequantize() if _is_quantized(x) else x,
         model,
@@ -182,6 +145,7 @@ def is_quantized(x: Any) -> bool:
 @typed
 def trainable_mask(model: Any) -> Any:
     """Which leaves to train: floating-point arrays, but nothing of a quantized array.
+    In a model with adapters: those, and nothing else.
 
     `eqx.is_inexact_array` alone is true of the scales of a quantized array, and so
     would train them.
@@ -209,18 +173,26 @@ def trainable_mask(model: Any) -> Any:
     A pytree prefix of `model`, of bools: for `eqx.partition`, `eqx.filter` and
     `optax.masked`.
     """
-    return jax.tree.map(
-        lambda x: not _is_quantized(x) and eqx.is_inexact_array(x),
-        model,
-        is_leaf=_is_quantized,
-    )
+    adapters = any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora)))
+
+    def mask(x):
+        if _is_lora(x):
+            nothing = jax.tree.map(lambda _: False, x)
+            return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
+        return not adapters and not _is_quantized(x) and eqx.is_inexact_array(x)
+
+    return jax.tree.map(mask, model, is_leaf=is_implicit)
+
+
+def _is_lora(x: Any) -> bool:
+    return isinstance(x, LoraArray)
 
 
 @typed
 def tree_nbytes(model: Any) -> int:
     """Bytes of all arrays of a pytree."""
     return sum(
-        math.prod(x.shape) * jnp.dtype(x.dtype).itemsize
+        math.prod(x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(model)
         if hasattr(x, "shape") and hasattr(x, "dtype")
     )

@@ -14,10 +14,11 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ._array import QuantizedArray
+from ._array import is_quantized, QuantizedArray
 from ._callables import substitute
 from ._compat import open_jaxpr, subjaxprs
 from ._dot import lowering_of, quantized_dot_p
+from ._implicit import ImplicitArray
 from ._materialise import MaterialiseError
 
 
@@ -64,16 +65,60 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
         )
 
 
+def assert_trainable(tree: Any) -> None:
+    """Check that a pytree has nothing of a quantized array in it: before it is given to
+    an optimiser, or differentiated.
+
+    Codes are integers, and have no gradient; scales have one, but to train them (or to
+    decay them, as AdamW does) is rarely meant. JAX and optax cannot tell.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqquant.quantize_tree(eqx.nn.Linear(64, 64, key=jax.random.key(0)))
+        trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+        eqquant.debug.assert_trainable(trainable)
+        ```
+
+    **Arguments:**
+
+    - `tree`: any pytree.
+
+    **Raises:**
+
+    `TypeError`, with the path of each codes or scales.
+    """
+    found = []
+    is_leaf = lambda x: isinstance(x, QuantizedArray)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf):
+        if is_leaf(leaf):
+            parts = jax.tree_util.tree_leaves_with_path(leaf)
+            found += [jax.tree_util.keystr((*path, *below)) for below, _ in parts]
+    if found:
+        raise TypeError(
+            f"parts of quantized arrays cannot be trained: {', '.join(found)}. Take "
+            "them out with `eqx.partition(model, eqquant.trainable_mask(model))`; to "
+            "train beside quantized weights see `eqquant.lora_tree`, and to train the "
+            "weights themselves `eqquant.FakeQuantized`."
+        )
+
+
 def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     """Where [`eqquant.debug.assert_not_materialised`][] sees a whole weight."""
     sizes: set[int] = set()
 
-    def watch(q: QuantizedArray):
-        shape = q.shape
-        sizes.add(math.prod(shape))
-        if len(shape) > 2:
-            sizes.add(math.prod(shape[1:]))
-        return q.codes
+    def watch(q: ImplicitArray):
+        if any(map(is_quantized, jax.tree.leaves(q, is_leaf=is_quantized))):
+            shape = q.shape
+            sizes.add(math.prod(shape))
+            if len(shape) > 2:
+                sizes.add(math.prod(shape[1:]))
+        # Anything else, so that what holds it counts as changed.
+        return jax.tree.leaves(q)[0]
 
     substitute((fn, args, kwargs), watch)
     sizes -= {0, 1}

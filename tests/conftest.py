@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("eqquant")
 # A new format is picked up here. Blocked and per channel are different paths.
 FORMATS = [make() for make in formats.values()]
 FORMATS += [make(block_size=32) for make in formats.values()]
+FORMATS += [eqquant.NF4(double_quantization=True)]
 
 
 @pytest.fixture(params=FORMATS, ids=repr)

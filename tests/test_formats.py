@@ -211,6 +211,86 @@ def test_nf4_scale_search_gains_half_a_decibel_and_loses_in_no_block(normal):
 
 
 #
+# Scales in 8 bits
+#
+
+TWICE = NF4(double_quantization=True)
+
+
+@pytest.mark.parametrize(
+    # Codes, scales, and an exponent for each 256 scales of a row.
+    "size, bits",
+    [
+        (384, 4 + 8 / 64 + 8 / 384),
+        (4096, 4 + 8 / 64 + 8 / 4096),
+        (16384, 4 + 8 / 64 + 8 / 16384),
+    ],
+)
+def test_double_quantization_costs_no_accuracy(size, bits, normal):
+    w = normal(2**20 // size, size)
+    q = eqquant.quantize(w, TWICE)
+    assert 8 * q.nbytes / q.size == pytest.approx(bits, abs=0.002)
+    if size >= 4096:
+        assert 8 * q.nbytes / q.size <= 4.127
+    once = sqnr(decode(eqquant.quantize(w, NF4())), w)
+    # Whatever part of the range of an exponent is in use.
+    for factor in (1, 1.2, 1.5, 1.9):
+        values = decode(eqquant.quantize(w * factor, TWICE)) / factor
+        assert abs(sqnr(values, w) - once) < 0.01
+
+
+def test_scales_in_8_bits_against_numpy(rng):
+    # Blocks of very different magnitudes, and more of them than share an exponent.
+    magnitude = 2.0 ** rng.uniform(-30, 30, (8, 1, 1)) * rng.uniform(1, 50, (8, 300, 1))
+    w = (magnitude * rng.standard_normal((8, 300, 64))).astype(np.float32)
+    w[0, :5] = 0
+    q = eqquant.quantize(w.reshape(8, -1), TWICE)
+    absmax = np.abs(w).max(-1).astype(np.float64)
+    for group in (slice(0, 256), slice(256, 300)):
+        largest = absmax[:, group].max(-1, keepdims=True)
+        unit = 2.0 ** np.ceil(np.log2(largest / 255))
+        codes = np.round(absmax[:, group] / unit)
+        codes = np.maximum(codes, absmax[:, group] > 0)
+        assert codes.max() <= 255
+        assert (np.asarray(q.scales.codes)[:, group] == codes).all()
+        scales = np.asarray(q.scales.astype(jnp.float64), np.float64)[:, group]
+        assert (scales == codes * unit).all()
+    assert q.scales.exponents.shape == (8, 2)
+    assert (decode(q)[0, : 5 * 64] == 0).all()
+
+
+def test_structure_with_scales_in_8_bits(normal):
+    q = eqquant.quantize(normal(3, 4, 64 * 300), TWICE)
+    w = decode(q)
+    for part in (q[1], q[:, 2:], q.transpose(1, 0, 2), q[jnp.array([2, 0])]):
+        assert part.scales.codes.shape[-1] == 300
+    assert_identical(decode(q[:, :, 64 * 256 :]), w[:, :, 64 * 256 :])
+    assert_identical(decode(q[:, :, : 64 * 256]), w[:, :, : 64 * 256])
+    with pytest.warns(eqquant.MaterialiseWarning):  # It cuts through a group.
+        assert_identical(q[:, :, 64:], w[:, :, 64:])
+    short = eqquant.quantize(normal(4, 256), TWICE)
+    assert isinstance(short[:, 64:192], eqquant.QuantizedArray)
+    assert_identical(decode(short[:, 64:192]), decode(short)[:, 64:192])
+    table = eqquant.quaxify(lambda q: jnp.take(q, jnp.array([0, 9]), axis=0))(short)
+    assert_identical(table[0], decode(short)[0])
+    assert jnp.isnan(table[1]).all()  # Out of bounds, as `jnp.take` has it.
+    again = eqquant.from_components(short.codes, short.scales, TWICE)
+    assert_identical(again, short)
+
+
+def test_what_double_quantization_cannot_be(normal):
+    with pytest.raises(ValueError, match="block_size must be an integer, got None"):
+        NF4(block_size=None, double_quantization=True)
+    with pytest.raises(ValueError, match="scale_dtype must be float32.*'bfloat16'"):
+        NF4(scale_dtype="bfloat16", double_quantization=True)
+    q = eqquant.quantize(normal(4, 64), "nf4")
+    with pytest.raises(TypeError, match="scales of .* must be eqquant.QuantizedScales"):
+        eqquant.from_components(q.codes, q.scales, TWICE)
+    with pytest.raises(ValueError, match="scales cannot be given to"):
+        eqquant.quantize(normal(4, 64), TWICE, scales=q.scales)
+
+
+#
 # Int8
 #
 

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, get_args, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -53,6 +53,8 @@ class Format(abc.ABC):
     codebook: ClassVar[tuple[float, ...] | None] = None
     # Whether every level is an integer that int8 holds.
     integer_levels: ClassVar[bool] = False
+    # The largest magnitude of a level.
+    largest_level: ClassVar[int] = 1
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
 
@@ -111,6 +113,11 @@ class Format(abc.ABC):
         return self.block_size or 64
 
     @property
+    def quantized_scales(self) -> bool:
+        """Whether scales are `QuantizedScales` rather than an array."""
+        return False
+
+    @property
     def code_dtype(self):
         return jnp.int8 if self.bits == 8 else jnp.uint8
 
@@ -123,6 +130,14 @@ class Format(abc.ABC):
         """How many scales a blocked axis of logical length `size` has."""
         return math.ceil(size / self.block_size) if self.block_size else 1
 
+    def no_scales(self, lead: Sequence[int], size: int) -> Any:
+        """Scales that are zero, for such leading axes and such a blocked axis."""
+        return jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+
+    def scale_bytes(self, size: int) -> int:
+        """How many bytes the scales of such a blocked axis take."""
+        return self.num_blocks(size) * self.scale_dtype.itemsize
+
     @abc.abstractmethod
     def encode(
         self,
@@ -132,9 +147,9 @@ class Format(abc.ABC):
         limit: float,
     ) -> tuple[
         Shaped[Array, "*lead blocks size"],
-        Float[Array, "*lead blocks"],
+        Any,
     ]:
-        """Codes (one each, not packed) and scales.
+        """Codes (one each, not packed) and scales: floats or `QuantizedScales`.
 
         **Arguments:**
 
@@ -144,6 +159,16 @@ class Format(abc.ABC):
         - `limit`: the largest magnitude that the dtype of the array has. What is
             decoded must not exceed it: see `bound_scales`.
         """
+
+    def nearest(
+        self,
+        blocks: Float[Array, "*lead blocks size"],
+        scales: Float[Array, "*lead blocks"],
+    ) -> Shaped[Array, "*lead blocks size"]:
+        """The code of the level nearest to each value, for scales that are given: those
+        that were learned or calibrated."""
+        del blocks, scales
+        raise ValueError(f"{self!r} cannot be given scales: it chooses its own.")
 
     def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
         """The value of each code, before scaling.

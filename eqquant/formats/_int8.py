@@ -24,13 +24,17 @@ class Int8(Format):
     name = "int8"
     bits = 8
     integer_levels = True
+    largest_level = 127
 
     def encode(self, blocks, absmax, counts, limit):
         del counts
         scales = true_divide(absmax, 127)
         scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=127)
+        return self.nearest(blocks, scales), scales
+
+    def nearest(self, blocks, scales):
         codes = jnp.round(divide_blocks(blocks, scales))
-        return jnp.clip(codes, -127, 127).astype(jnp.int8), scales
+        return jnp.clip(codes, -127, 127).astype(jnp.int8)
 
     def levels(self, codes, dtype):
         return codes.astype(dtype)

@@ -63,12 +63,19 @@ class Ternary(Format):
         else:
             scales = mean_magnitude
         scales = bound_scales(scales * absmax, absmax, self.scale_dtype, limit)
-        # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
-        negative = (nonzero & (blocks < 0)).astype(jnp.uint8)
-        return nonzero.astype(jnp.uint8) | (negative << jnp.uint8(1)), scales
+        return _codes(nonzero, blocks < 0), scales
+
+    def nearest(self, blocks, scales):
+        return _codes(jnp.abs(divide_blocks(blocks, scales)) > 0.5, blocks < 0)
 
     def levels(self, codes, dtype):
         low, high = codes & 1, codes & 2
         if codes.dtype == jnp.uint8:
             low, high = low.astype(jnp.int8), high.astype(jnp.int8)
         return (low - high).astype(dtype)
+
+
+def _codes(nonzero, negative):
+    # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
+    sign = (nonzero & negative).astype(jnp.uint8)
+    return nonzero.astype(jnp.uint8) | (sign << jnp.uint8(1))

@@ -6,19 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._array import QuantizedArray
-from .._product import contract
-from ._registry import register, register_names
+from .._implicit import ImplicitArray
+from ._registry import register_names, rule_for
 
 
-@register(lax.dot_general_p)
+@rule_for(lax.dot_general_p)
 def _dot_general(
     lhs, rhs, *, dimension_numbers, precision, preferred_element_type, **_
 ):
     (over_lhs, over_rhs), (batch_lhs, batch_rhs) = dimension_numbers
-    if isinstance(lhs, QuantizedArray) and isinstance(rhs, QuantizedArray):
+    if isinstance(lhs, ImplicitArray) and isinstance(rhs, ImplicitArray):
         return NotImplemented
-    quantized_lhs = isinstance(lhs, QuantizedArray)
+    quantized_lhs = isinstance(lhs, ImplicitArray)
     q, x = (lhs, rhs) if quantized_lhs else (rhs, lhs)
     over = list(zip(over_lhs, over_rhs, strict=True))
     batch = list(zip(batch_lhs, batch_rhs, strict=True))
@@ -26,7 +25,7 @@ def _dot_general(
         over = [(j, i) for i, j in over]
         batch = [(j, i) for i, j in batch]
     out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
-    out = contract(q, x, over, batch, precision=precision, out_dtype=out_dtype)
+    out = q.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
     if out is NotImplemented or not quantized_lhs:
         return out
     # The primitive has the free axes of the left operand first; here it is `q`.
@@ -63,7 +62,7 @@ def _ragged_dot_general(
     numbers = ragged_dot_dimension_numbers
     dims = numbers.dot_dimension_numbers
     if (
-        isinstance(lhs, QuantizedArray)
+        isinstance(lhs, ImplicitArray)
         or tuple(map(tuple, (*dims[0], *dims[1]))) != ((1,), (1,), (), ())
         or tuple(numbers.lhs_ragged_dimensions) != (0,)
         or tuple(numbers.rhs_group_dimensions) != (0,)
@@ -93,10 +92,8 @@ def _ragged_dot_general(
     def step(out, which):
         begin, end, tile, group = which
         inside = jnp.clip(group, 0, groups - 1)
-        weight = jax.tree.map(lambda a: a[inside], rhs)
-        y = contract(
-            weight, x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype
-        )
+        weight = rhs.dynamic_slice((inside, 0, 0), (1, *rhs.shape[1:])).squeeze((0,))
+        y = weight.contract(x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype)
         row = tile * height + rows
         mine = (row >= begin) & (row < end) & (group < groups)
         return out.at[tile].add(jnp.where(mine[:, None], y, 0)), None
@@ -106,7 +103,7 @@ def _ragged_dot_general(
     return out.reshape(tiles * height, n)[:m]
 
 
-@register(lax.conv_general_dilated_p)
+@rule_for(lax.conv_general_dilated_p)
 def _conv_general_dilated(
     lhs,
     rhs,
@@ -123,7 +120,7 @@ def _conv_general_dilated(
     **_,
 ):
     """A convolution as a product with the patches of its input."""
-    if isinstance(lhs, QuantizedArray) or batch_group_count != 1:
+    if isinstance(lhs, ImplicitArray) or batch_group_count != 1:
         return NotImplemented
     numbers = dimension_numbers
     x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
@@ -155,14 +152,14 @@ def _conv_general_dilated(
     if groups == 1:
         q = q.squeeze((0,)) if q.ndim > 3 else q
         over = [(i - 1, j - 1) for i, j in over]
-        out = contract(
-            q, patches[0], over, precision=precision, out_dtype=out_dtype
+        out = q.contract(
+            patches[0], over, precision=precision, out_dtype=out_dtype
         )  # (batch, space, out)
         if out is NotImplemented:
             return NotImplemented
     else:
-        out = contract(
-            q, patches, over, [(0, 0)], precision=precision, out_dtype=out_dtype
+        out = q.contract(
+            patches, over, [(0, 0)], precision=precision, out_dtype=out_dtype
         )  # (groups, batch, space, out / groups)
         if out is NotImplemented:
             return NotImplemented

@@ -1,9 +1,13 @@
 """Rules by primitive."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 from jax.extend.core import Primitive
+
+from .._array import QuantizedArray
+from .._implicit import ImplicitArray
 
 
 _rules: dict[str, list[Callable]] = {}
@@ -13,7 +17,8 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
     """Say what a JAX primitive does when an operand is a quantized array.
 
     The rule is called with the operands (arrays, and at least one
-    [`eqquant.QuantizedArray`][]) and the parameters of the primitive. It returns what
+    [`eqquant.QuantizedArray`][]; never a [`eqquant.LoraArray`][]) and the parameters of
+    the primitive. It returns what
     the primitive returns: a value, or for a primitive with several results a list of
     them; plain or quantized. Or it returns `NotImplemented`, and the rule registered
     before it is tried; when there is none left the operands are dequantized, under the
@@ -52,6 +57,26 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
     for primitive in primitives:
         if not isinstance(primitive, Primitive):
             raise TypeError(f"register: expected JAX primitives, got {primitive!r}.")
+
+    def decorator(rule: Callable) -> Callable:
+        @ft.wraps(rule)
+        def guarded(*operands, **params):
+            if all(isinstance(x, QuantizedArray) for x in operands if _is_implicit(x)):
+                return rule(*operands, **params)
+            return NotImplemented
+
+        rule_for(*primitives)(guarded)
+        return rule
+
+    return decorator
+
+
+def _is_implicit(x: Any) -> bool:
+    return isinstance(x, ImplicitArray)
+
+
+def rule_for(*primitives: Primitive) -> Callable[[Callable], Callable]:
+    """[`register`][], of a rule for any implicit array."""
     return register_names(*(primitive.name for primitive in primitives))
 
 

@@ -1,0 +1,478 @@
+"""A weight with an adapter beside it."""
+
+import dataclasses
+import math
+import string
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import wadler_lindig as wl
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Key
+
+from ._implicit import ImplicitArray, is_implicit
+from ._rows import rows_dot
+
+
+class LoraArray(ImplicitArray):
+    """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
+
+    The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. As a
+    [`eqquant.QuantizedArray`][] it needs no wrapper where a layer multiplies, indexes
+    or transposes its weight, and [`eqquant.quaxify`][] for anything else. It is a
+    pytree whose leaves all carry the leading axes of the weight, of stacked layers.
+
+    Made by [`eqquant.lora_tree`][], not by calling the class.
+
+    **Fields:**
+
+    - `base`: the weight, quantized or floating point.
+    - `a`: `(*lead, rank, *in)`, where `in` are the axes that the layer contracts.
+    - `b`: `(*lead, *out, rank)`.
+    - `key`: `(*lead)`, of the dropout; `None` for none. See
+        [`eqquant.with_dropout_key`][].
+    - `scale`: of the adapter: `alpha / rank`.
+    - `dropout`: which part of the activation is dropped where it enters the adapter.
+    - `in_axes`, `out_axes`: where they are in the weight, counted from its end, in
+        order.
+    """
+
+    base: Any
+    a: Float[Array, "..."]
+    b: Float[Array, "..."]
+    key: Key[Array, "*lead"] | None
+    scale: float = eqx.field(static=True)
+    dropout: float = eqx.field(static=True)
+    in_axes: tuple[int, ...] = eqx.field(static=True)
+    out_axes: tuple[int, ...] = eqx.field(static=True)
+
+    #
+    # What it stands for
+    #
+
+    @property
+    def is_whole(self) -> bool:
+        if isinstance(self.base, ImplicitArray) and not self.base.is_whole:
+            return False
+        return all(hasattr(x, "shape") for x in (self.base, self.a, self.b))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.base.shape)
+
+    @property
+    def dtype(self):
+        return self.base.dtype
+
+    @property
+    def rank(self) -> int:
+        return self.b.shape[-1]
+
+    @property
+    def lead_axes(self) -> tuple[int, ...]:
+        """The axes that the base, `a` and `b` share."""
+        return _lead_axes(self.ndim, self.in_axes, self.out_axes)
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The sum, in floating point."""
+        base = self.base.dequantize() if is_implicit(self.base) else self.base
+        wide = jnp.promote_types(self.dtype, self.b.dtype)
+        axes = self._axes
+        spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(self.ndim))}"
+        product = jnp.einsum(
+            spec, self.b, self.a, precision="highest", preferred_element_type=wide
+        )
+        return (base.astype(wide) + self.scale * product).astype(self.dtype)
+
+    def __pdoc__(self, **kwargs):
+        if not self.is_whole:  # A pytree of something else.
+            parts = [wl.pdoc(x, **kwargs) for x in (self.base, self.a, self.b)]
+            return (
+                wl.TextDoc("lora(") + wl.join(wl.TextDoc(", "), parts) + wl.TextDoc(")")
+            )
+        base = wl.pdoc(self.base, **kwargs)
+        return wl.TextDoc(f"lora[rank={self.rank}](") + base + wl.TextDoc(")")
+
+    #
+    # Structure. Each part has some of the axes of the weight; `_on_parts` is the whole
+    # mechanism: what is done to the weight is done to each part, on those that it has.
+    #
+
+    def replace(self, **fields) -> "LoraArray":
+        names = [field.name for field in dataclasses.fields(self)]
+        return LoraArray(**{n: fields.get(n, getattr(self, n)) for n in names})
+
+    @property
+    def _axes(self) -> dict[str, tuple[int | None, ...]]:
+        axes = _axes_of_parts(self.ndim, self.in_axes, self.out_axes)
+        if self.key is None:
+            del axes["key"]
+        return axes
+
+    def _on_parts(
+        self,
+        base: Any,
+        fn: Callable,
+        in_axes: Sequence[int] | None = None,
+        out_axes: Sequence[int] | None = None,
+    ):
+        """A new base, and `fn(part, axes, new_axes)` of each other part: which axes of
+        the weight it has (None for that of the rank), and which it should have then,
+        when the in- and out-axes are as given."""
+        if base is NotImplemented:
+            return NotImplemented
+        ins = self.in_axes if in_axes is None else tuple(sorted(in_axes))
+        outs = self.out_axes if out_axes is None else tuple(sorted(out_axes))
+        new = _axes_of_parts(len(base.shape), ins, outs)
+        parts = {
+            name: fn(getattr(self, name), axes, new[name])
+            for name, axes in self._axes.items()
+        }
+        return self.replace(base=base, in_axes=ins, out_axes=outs, **parts)
+
+    def _move(self, to: Callable[[int], int], ndim: int) -> tuple[list, list]:
+        """In- and out-axes, after each has got another place."""
+        ins, outs = (
+            [to(axis + self.ndim) - ndim for axis in axes]
+            for axes in (self.in_axes, self.out_axes)
+        )
+        return ins, outs
+
+    def permute(self, permutation: Sequence[int]) -> "LoraArray":
+        def permute(part, axes, new):
+            return part.transpose(
+                [axes.index(None if i is None else permutation[i]) for i in new]
+            )
+
+        moved = self._move(list(permutation).index, self.ndim)
+        base = _on_base("permute", self.base, permutation)
+        return self._on_parts(base, permute, *moved)
+
+    def with_dtype(self, dtype) -> "LoraArray":
+        return self.replace(base=self.base.astype(dtype))
+
+    def with_shape(self, shape: Sequence[int]) -> Any:
+        """Where no axes of different kinds (leading, in, out) are merged."""
+        shape, old = tuple(shape), self.shape
+        if 0 in old:
+            return NotImplemented
+        ins, outs = (
+            {axis + self.ndim for axis in axes}
+            for axes in (self.in_axes, self.out_axes)
+        )
+        new_ins, new_outs = [], []
+        for before, after in _aligned(old, shape):
+            # An axis of one element is of any kind.
+            many = {axis for axis in before if old[axis] > 1}
+            if many and many <= ins:
+                new_ins += after
+            elif many and many <= outs:
+                new_outs += after
+            elif many & (ins | outs):
+                return NotImplemented
+
+        def reshape(part, axes, new):
+            return part.reshape([self.rank if i is None else shape[i] for i in new])
+
+        from_end = lambda axes: [axis - len(shape) for axis in axes]
+        base = _on_base("with_shape", self.base, shape)
+        return self._on_parts(base, reshape, from_end(new_ins), from_end(new_outs))
+
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
+        def broadcast(part, axes, new):
+            sizes = [self.rank if i is None else shape[i] for i in new]
+            onto = [new.index(None if i is None else dimensions[i]) for i in axes]
+            return lax.broadcast_in_dim(part, sizes, onto)
+
+        moved = self._move(lambda axis: dimensions[axis], len(shape))
+        base = _on_base("broadcast_in_dim", self.base, shape, dimensions)
+        return self._on_parts(base, broadcast, *moved)
+
+    def slice(
+        self,
+        start: Sequence[int],
+        limit: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Any:
+        strides = tuple(strides or (1,) * self.ndim)
+
+        def cut(part, axes, _):
+            return lax.slice(
+                part,
+                [0 if i is None else start[i] for i in axes],
+                [self.rank if i is None else limit[i] for i in axes],
+                [1 if i is None else strides[i] for i in axes],
+            )
+
+        return self._on_parts(_on_base("slice", self.base, start, limit, strides), cut)
+
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
+        first = [jnp.asarray(i) for i in start]
+        dtype = jnp.result_type(*first)
+        first = [i.astype(dtype) for i in first]
+
+        def cut(part, axes, _):
+            begin = [jnp.zeros((), dtype) if i is None else first[i] for i in axes]
+            size = [self.rank if i is None else sizes[i] for i in axes]
+            return lax.dynamic_slice(part, begin, size) if axes else part
+
+        return self._on_parts(_on_base("dynamic_slice", self.base, first, sizes), cut)
+
+    def reverse(self, dimensions: Sequence[int]) -> Any:
+        def reverse(part, axes, _):
+            return lax.rev(part, [axes.index(i) for i in dimensions if i in axes])
+
+        return self._on_parts(_on_base("reverse", self.base, dimensions), reverse)
+
+    def drop_axes(self, dimensions: Sequence[int]) -> "LoraArray":
+        left = [axis for axis in range(self.ndim) if axis not in dimensions]
+        ins, outs = (
+            [
+                left.index(i + self.ndim) - len(left)
+                for i in axes
+                if i + self.ndim in left
+            ]
+            for axes in (self.in_axes, self.out_axes)
+        )
+
+        def drop(part, axes, _):
+            return lax.squeeze(part, [axes.index(i) for i in dimensions if i in axes])
+
+        base = _on_base("drop_axes", self.base, dimensions)
+        return self._on_parts(base, drop, ins, outs)
+
+    @property
+    def blocked_axes(self) -> tuple[int, ...]:
+        return self.base.blocked_axes if is_implicit(self.base) else ()
+
+    @property
+    def whole_axes(self) -> int | None:
+        # Out of a matrix rows, which only `b` has; out of a stack whole matrices.
+        whole = self.in_axes
+        if self.lead_axes:
+            whole = (*self.in_axes, *self.out_axes)
+        n = len(whole)
+        of_base: Any = self.base.whole_axes if is_implicit(self.base) else 0
+        if of_base is None or of_base > n:
+            return None
+        return n if sorted(whole) == list(range(-n, 0)) else None
+
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
+        n, base = self.whole_axes, self.base
+        assert n is not None
+        none = None if fill is None else 0  # One part that is not a number is enough.
+        if is_implicit(base):
+            more = 1 + n - (base.whole_axes or 0)
+            base = base.gather(lambda part, fill: _flat(fn, part, more, fill), fill)
+        else:
+            base = _flat(fn, base, n, fill)
+        if self.lead_axes:
+            lead = len(self.lead_axes)
+            take = lambda part, axes, _: _flat(fn, part, len(axes) - lead, none)
+            return self._on_parts(base, take)
+        # Those that rows are taken from, and what they become, are the out-axes.
+        out_axes = tuple(range(-base.ndim, -n))
+        return self.replace(base=base, b=fn(self.b, none), out_axes=out_axes)
+
+    def concatenate(self, others: Sequence["LoraArray"], dimension: int):
+        if dimension not in self.lead_axes:
+            return NotImplemented
+        bases = [q.base for q in others]
+        if is_implicit(self.base):
+            base = self.base.concatenate(bases, dimension)
+        else:
+            base = lax.concatenate([self.base, *bases], dimension)
+        if base is NotImplemented:
+            return NotImplemented
+        lead = self.lead_axes.index(dimension)
+        parts = {
+            name: lax.concatenate([getattr(q, name) for q in (self, *others)], lead)
+            for name in self._axes
+        }
+        return self.replace(base=base, **parts)
+
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        specs = [PartitionSpec(*entries)]
+        if is_implicit(self.base):
+            base = self.base.split_specs(spec, mesh)
+            if base is NotImplemented:
+                return NotImplemented
+            specs = jax.tree.leaves(base)
+        for axes in self._axes.values():
+            specs.append(PartitionSpec(*(i if i is None else entries[i] for i in axes)))
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
+
+    #
+    # Products
+    #
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        if out_dtype is None:
+            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+        if not jnp.issubdtype(out_dtype, jnp.floating):
+            return NotImplemented
+        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
+        if is_implicit(self.base):
+            out = self.base.contract(x, over, batch, **how)
+            if out is NotImplemented:
+                return NotImplemented
+        else:
+            out = _contract_dense(self.base, x, over, batch, **how)
+        return out + self._contract_adapter(x, over, batch, precision).astype(out_dtype)
+
+    def _contract_adapter(self, x, over, batch, precision) -> Float[Array, "..."]:
+        x = x.astype(jnp.promote_types(x.dtype, self.b.dtype))
+        of_w = dict((*over, *batch))
+        contracted = [axis for axis, _ in over]
+        if self.key is not None:
+            key, axes = self._key_for(batch)
+            x = _drop(x, key, axes, self.dropout)
+
+        # `x` first meets the factor that has what is contracted.
+        ins, outs = (
+            [i + self.ndim for i in axes] for axes in (self.in_axes, self.out_axes)
+        )
+        forwards = bool(set(ins) & set(contracted))
+        left = ins if forwards else outs
+        if not (self.lead_axes or batch) and set(contracted) == set(left):
+            return self._multiply_rows(x, [of_w[i] for i in left], forwards, precision)
+        axes = self._axes
+        first, second = ("a", "b") if forwards else ("b", "a")
+        w_of = {i: axis for axis, i in of_w.items()}
+        free = iter(range(self.ndim, self.ndim + x.ndim))
+        x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
+        x_free = [i for i in x_axes if i >= self.ndim]
+        rest = [i for i in range(self.ndim) if i not in of_w]
+        out = [*(axis for axis, _ in batch), *x_free, *rest]
+        met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
+        between = [i for i in met if i in {*out, *axes[second], None}]
+
+        def multiply(x, x_axes, name, out_axes):
+            spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
+            return jnp.einsum(spec, x, getattr(self, name), precision=precision)
+
+        y = multiply(x, x_axes, first, between) * self.scale
+        return multiply(y, between, second, out)
+
+    def _multiply_rows(self, x, over: list[int], forwards: bool, precision):
+        """The case that matters most: each row of `x` with both matrices."""
+        free = [i for i in range(x.ndim) if i not in over]
+        shape = [x.shape[i] for i in free]
+        x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
+        a, b = self.a.reshape(self.rank, -1), self.b.reshape(-1, self.rank)
+        first, second = (a, b) if forwards else (b.T, a.T)
+        dtype = x.dtype
+        y = rows_dot(x, first.astype(dtype), precision) * self.scale
+        y = rows_dot(y, second.astype(dtype), precision)
+        kept = self.out_axes if forwards else self.in_axes
+        return y.reshape(*shape, *(self.shape[i] for i in kept))
+
+    def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
+        """Keys, and the axes of the activation along which they are. Matrices of a
+        stack that multiply the same activation share its mask."""
+        of_x = dict(batch)
+        if all(axis in of_x for axis in self.lead_axes):
+            return self.key, [of_x[axis] for axis in self.lead_axes]
+        assert self.key is not None
+        return self.key.reshape(-1)[0], []
+
+
+def _drop(
+    x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
+) -> Float[Array, "..."]:
+    """`x` with a part `rate` of its elements zero, and the others larger for it."""
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    order = [*axes, *rest]
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
+    for _ in axes:
+        draw = jax.vmap(draw)
+    kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
+def _lead_axes(ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]):
+    others = {axis + ndim for axis in (*in_axes, *out_axes)}
+    return tuple(axis for axis in range(ndim) if axis not in others)
+
+
+def _axes_of_parts(
+    ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]
+) -> dict[str, tuple[int | None, ...]]:
+    """Which axis of the weight each axis of a part is; None for that of the rank."""
+    lead = _lead_axes(ndim, in_axes, out_axes)
+    ins, outs = (tuple(i + ndim for i in axes) for axes in (in_axes, out_axes))
+    return {"a": (*lead, None, *ins), "b": (*lead, *outs, None), "key": lead}
+
+
+def _spell(axes) -> str:
+    """Axes as `einsum` has them."""
+    return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)
+
+
+def _aligned(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list, list]]:
+    """The smallest runs of axes of both shapes that hold the same elements."""
+    i = j = 0
+    while i < len(old) and j < len(new):
+        before, after = [i], [j]
+        i, j = i + 1, j + 1
+        while math.prod(old[k] for k in before) != math.prod(new[k] for k in after):
+            if math.prod(old[k] for k in before) < math.prod(new[k] for k in after):
+                before.append(i)
+                i += 1
+            else:
+                after.append(j)
+                j += 1
+        yield before, after
+    yield list(range(i, len(old))), list(range(j, len(new)))  # Ones.
+
+
+def _flat(fn: Callable, part: Array, count: int, fill: Any) -> Array:
+    """`fn` of a part, so many of its axes flattened into the last."""
+    kept = part.shape[part.ndim - count :]
+    out = fn(part.reshape(*part.shape[: part.ndim - count], math.prod(kept)), fill)
+    return out.reshape(*out.shape[:-1], *kept)
+
+
+_dense: dict[str, Callable] = {
+    "permute": lax.transpose,
+    "with_shape": lax.reshape,
+    "broadcast_in_dim": lax.broadcast_in_dim,
+    "slice": lax.slice,
+    "dynamic_slice": lax.dynamic_slice,
+    "reverse": lax.rev,
+    "drop_axes": lax.squeeze,
+}
+
+
+def _on_base(name: str, base, *args):
+    return (
+        getattr(base, name)(*args) if is_implicit(base) else _dense[name](base, *args)
+    )
+
+
+def _contract_dense(base, x, over, batch, *, precision, out_dtype):
+    dtype = jnp.promote_types(base.dtype, x.dtype)
+    base, x = base.astype(dtype), x.astype(dtype)
+    numbers: Any = [
+        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
+    ]
+    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
+    if x.ndim == len(over) + len(batch):
+        # The order of the operands is no different then, and a vector goes on the
+        # right: XLA:CPU transposes a matrix to have it there.
+        return lax.dot_general(base, x, numbers, **how)
+    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
+    return lax.dot_general(x, base, swapped, **how)

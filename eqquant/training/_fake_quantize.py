@@ -1,0 +1,244 @@
+"""Models that train as if they were quantized."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import equinox as eqx
+from jaxtyping import Array, Float
+
+from .._array import QuantizedArray
+from .._quantize import quantize
+from .._selection import Choice, choose, replace_chosen, sites
+from .._typing import typed
+from ..formats import Format
+from ._activations import RoundingWeight
+from ._straight_through import learned_scales, straight_through
+
+
+Tree = TypeVar("Tree")
+
+
+@typed
+def fake_quantize_tree(
+    model: Tree,
+    format: Format | str | None = "nf4",
+    *,
+    where: Any = None,
+    rules: Mapping | None = None,
+    min_size: int = 256,
+    clip: bool = False,
+    check_finite: bool = True,
+) -> Tree:
+    """The model as `eqquant.quantize_tree` would have it, in floating point, with
+    gradients that go straight through: for use inside of a loss.
+
+    What [`eqquant.quantize_tree`][] chooses is replaced by its
+    [`eqquant.straight_through`][]: by plain arrays of the same shapes and dtypes, whose
+    values are those of the quantized weights, bit for bit. Where a format says
+    `activations="int8"`, products round their activation, too: the weight is then an
+    object with the operators of a [`eqquant.QuantizedArray`][] rather than an array.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+
+
+        @eqx.filter_jit
+        @eqx.filter_grad
+        def gradient(model, x):
+            model = eqquant.fake_quantize_tree(model, "ternary")
+            return jnp.sum(jax.vmap(model)(x) ** 2)
+
+
+        gradients = gradient(model, jnp.ones((8, 64)))  # of the float weights
+        assert gradients.layers[0].weight.shape == (256, 64)
+        ```
+
+    **Arguments:**
+
+    - `model`, `format`, `where`, `rules`, `min_size`, `check_finite`: as in
+        [`eqquant.quantize_tree`][].
+    - `clip`: as in [`eqquant.straight_through`][].
+
+    **Returns:**
+
+    A pytree of the same type.
+
+    **Raises:**
+
+    As [`eqquant.quantize_tree`][]; and `ValueError` if nothing at all is chosen.
+    """
+    caller = "fake_quantize_tree"
+    choices = choose(
+        model, format, where=where, rules=rules, min_size=min_size, caller=caller
+    )
+    _check_some(choices, caller)
+    one = lambda leaf, choice: _fake(leaf, choice, None, clip, check_finite)
+    return replace_chosen(one, model, choices, caller=caller)
+
+
+class FakeQuantized(eqx.Module):
+    """A model that trains as if it were quantized.
+
+    It is called as the model is. Its arrays are those of the model, in floating point:
+    they are what `eqx.filter_grad` differentiates and an optimiser sees.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        model = eqquant.FakeQuantized(model, "int8", rules={"layers.0.*": "nf4"})
+
+
+        @eqx.filter_jit
+        @eqx.filter_grad
+        def gradient(model, x):
+            return jnp.sum(jax.vmap(model)(x) ** 2)
+
+
+        gradients = gradient(model, jnp.ones((8, 64)))
+        model = eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradients))
+        quantized = model.quantized()
+        assert type(quantized) is eqx.nn.MLP
+        assert quantized.layers[0].weight.format == eqquant.NF4()
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree; a callable one to call it through this.
+    - `format`, `where`, `rules`, `min_size`, `check_finite`: as in
+        [`eqquant.quantize_tree`][]. The choice is made once, here.
+    - `clip`: as in [`eqquant.straight_through`][].
+    - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
+        [`eqquant.learned_scales`][], and are `scales`, in the order of `choices`.
+    """
+
+    model: Any
+    scales: tuple[Float[Array, "..."], ...] | None
+    choices: tuple[Choice, ...] = eqx.field(static=True)
+    clip: bool = eqx.field(static=True)
+    check_finite: bool = eqx.field(static=True)
+
+    @typed
+    def __init__(
+        self,
+        model: Any,
+        format: Format | str | None = "nf4",
+        *,
+        where: Any = None,
+        rules: Mapping | None = None,
+        min_size: int = 256,
+        clip: bool = False,
+        learn_scales: bool = False,
+        check_finite: bool = True,
+    ):
+        choices = choose(
+            model, format, where=where, rules=rules, min_size=min_size, caller=_name
+        )
+        _check_some(choices, _name)
+        self.model = model
+        self.choices = tuple(choices)
+        self.clip = clip
+        self.check_finite = check_finite
+        self.scales = None
+        if learn_scales:
+            scales = []
+
+            def add(leaf, choice):
+                start = learned_scales(leaf, choice.format, axis=choice.axis)
+                scales.append(start)
+
+            replace_chosen(add, model, choices, caller=_name)
+            self.scales = tuple(scales)
+
+    def __call__(self, *args, **kwargs):
+        return self.fake_quantized()(*args, **kwargs)
+
+    def fake_quantized(self) -> Any:
+        """The model with straight-through weights, as [`eqquant.fake_quantize_tree`][]
+        has it: to call another of its methods than `__call__`."""
+
+        def one(leaf, choice, scales):
+            if not isinstance(leaf, QuantizedArray):
+                return _fake(leaf, choice, scales, self.clip, self.check_finite)
+            if leaf.format != choice.format or scales is not None:
+                learned = "" if scales is None else " with scales that were learned"
+                raise ValueError(
+                    f"it was trained for {choice.format!r}{learned}, but was quantized "
+                    f"as {leaf.format!r}, and would compute something else. Convert "
+                    "what was trained with `.quantized()`."
+                )
+            return leaf
+
+        return self._replace(one)
+
+    def quantized(self) -> Any:
+        """The model with quantized weights, as it was trained: what
+        [`eqquant.quantize_tree`][] makes of it, with the scales that were learned."""
+
+        def one(leaf, choice, scales):
+            if isinstance(leaf, QuantizedArray):
+                raise ValueError("it is quantized already.")
+            return quantize(
+                leaf,
+                choice.format,
+                axis=choice.axis,
+                scales=scales,
+                check_finite=self.check_finite,
+            )
+
+        return self._replace(one)
+
+    def _replace(self, fn: Callable) -> Any:
+        paths = {i: site.path for i, site in enumerate(sites(self.model))}
+        if any(paths.get(choice.index) != choice.path for choice in self.choices):
+            raise ValueError(
+                f"{_name}: the model has another structure than when it was wrapped. "
+                "Wrap it anew."
+            )
+        scales = self.scales or (None,) * len(self.choices)
+        scales = dict(zip(self.choices, scales, strict=True))
+        one = lambda leaf, choice: fn(leaf, choice, scales[choice])
+        return replace_chosen(one, self.model, self.choices, caller=_name)
+
+
+_name = FakeQuantized.__name__
+
+
+def _check_some(choices, caller: str) -> None:
+    if not choices:
+        raise ValueError(
+            f"{caller}: no weight is chosen, so this would train in floating point. "
+            "`eqquant.report(model)` says why each array stays; see where, rules and "
+            "min_size."
+        )
+
+
+def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
+    array = straight_through(
+        leaf,
+        choice.format,
+        axis=choice.axis,
+        scales=scales,
+        clip=clip,
+        check_finite=check_finite,
+    )
+    if choice.format.activations == "float":
+        return array
+    if not isinstance(choice.contracted, int):
+        raise ValueError(
+            "convolutions cannot round their activations while training, only products "
+            "with `@`. Give this weight a format with activations='float' by a rule."
+        )
+    return RoundingWeight(array)

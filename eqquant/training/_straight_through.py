@@ -1,0 +1,200 @@
+"""Quantization that lets gradients through, as if it were not there."""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Shaped
+
+from .._array import QuantizedArray
+from .._pack import codes_per_byte
+from .._quantize import quantize
+from .._typing import typed
+from ..formats import as_format, Binary, Format, Int8
+from ..formats._scales import float_scales
+
+
+@typed
+def straight_through(
+    array: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
+    format: Format | str = "nf4",
+    *,
+    axis: int | Sequence[int] = -1,
+    scales: Float[Array, "*lead blocks"] | None = None,
+    clip: bool = False,
+    check_finite: bool = True,
+) -> Float[Array, "..."]:
+    """Quantize an array and dequantize it again, with the gradient of the identity.
+
+    The value is that of `eqquant.quantize(array, format, axis=axis).dequantize()`, bit
+    for bit. The derivative is the straight-through estimator (Bengio et al., arXiv
+    1308.3432). With `scales`, these are learned, too: step sizes as LSQ has them
+    (arXiv 1902.08153).
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        weight = jax.random.normal(jax.random.key(0), (8, 64))
+
+
+        def loss(weight, x):
+            return jnp.sum((eqquant.straight_through(weight, "nf4") @ x) ** 2)
+
+
+        gradient = jax.jit(jax.grad(loss))(weight, jnp.ones(64))
+        assert gradient.shape == weight.shape
+        ```
+
+    **Arguments:**
+
+    - `array`, `format`, `axis`, `check_finite`: as in [`eqquant.quantize`][].
+    - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]; start from
+        [`eqquant.learned_scales`][]. The gradient of the array is then always clipped,
+        as in the paper, and that of a scale is divided by the square root of how many
+        values share it times the largest level.
+    - `clip`: let no gradient through where `abs(array)` exceeds the largest level of
+        its block, by more than rounding. Of use for ternary and binary; the others cut
+        nothing off.
+
+    **Returns:**
+
+    A floating-point array of the shape and dtype of `array`.
+
+    **Raises:**
+
+    As [`eqquant.quantize`][]; and `ValueError` for `scales` with a format whose levels
+    are not integers.
+    """
+    format = as_format(format)
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            "straight_through: array must have a floating-point dtype, got "
+            f"{array.dtype}: only the float weights that were quantized can be trained."
+        )
+    axis = axis if isinstance(axis, int) else tuple(axis)
+    if scales is None:
+        return _straight_through(array, format, axis, clip, check_finite)
+    check_learnable(format, "straight_through")
+    return _learned(array, scales, format, axis, check_finite)
+
+
+@typed
+def learned_scales(
+    array: Float[Array, "..."] | Float[np.ndarray, "..."],
+    format: Format | str,
+    *,
+    axis: int | Sequence[int] = -1,
+) -> Float[Array, "*lead blocks"]:
+    """Where learned scales start: twice the mean magnitude of a block, divided by the
+    square root of the largest level (LSQ, arXiv 1902.08153, section 2.1).
+
+    **Arguments:**
+
+    - `array`, `axis`: as in [`eqquant.quantize`][].
+    - `format`: one with integer levels: INT8, ternary, binary.
+
+    **Returns:**
+
+    `(*lead, blocks)`, of the `scale_dtype` of the format: for `scales` of
+    [`eqquant.straight_through`][] and [`eqquant.quantize`][].
+
+    **Raises:**
+
+    `ValueError` for another format.
+    """
+    format = as_format(format)
+    check_learnable(format, "learned_scales")
+    # The scale of Binary is the mean magnitude of a block.
+    mean = Binary(block_size=format.block_size, scale_dtype=format.scale_dtype)
+    q = quantize(array, mean, axis=axis)
+    scales = float_scales(q.scales)
+    if not isinstance(axis, int) and len(axis) == q.ndim and format.block_size is None:
+        scales = scales.reshape(-1)[:1]  # One per tensor is stored once per row.
+    start = scales * (2 / math.sqrt(format.largest_level))
+    # A block of zeros has to start somewhere.
+    return jnp.where(start > 0, start, jnp.maximum(jnp.mean(start), 1e-6))
+
+
+def check_learnable(format: Format, caller: str) -> None:
+    if not format.integer_levels:
+        raise ValueError(
+            f"{caller}: scales are learned for formats with integer levels: Int8, "
+            f"Ternary and Binary; got {format!r}."
+        )
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
+def _straight_through(array, format, axis, clip, check_finite):
+    q = quantize(array, format, axis=axis, check_finite=check_finite)
+    return q.dequantize()
+
+
+@_straight_through.defjvp
+def _(format, axis, clip, check_finite, primals, tangents):
+    (array,), (tangent,) = primals, tangents
+    out = _straight_through(array, format, axis, clip, check_finite)
+    if not clip:
+        return out, tangent
+    q = quantize(array, format, axis=axis, check_finite=False)
+    each = _spread(q, float_scales(q.scales))
+    # The scale itself is rounded: what it was taken from is not out of range.
+    rounding = 1 + 4 * float(jnp.finfo(format.scale_dtype).eps)
+    inside = jnp.abs(array) <= each * (format.largest_level * rounding)
+    return out, jnp.where(inside, tangent, 0)
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
+def _learned(array, scales, format, axis, check_finite):
+    q = quantize(array, format, axis=axis, scales=scales, check_finite=check_finite)
+    return q.dequantize()
+
+
+@_learned.defjvp
+def _(format, axis, check_finite, primals, tangents):
+    # Equations 3 and 5 of the paper, and the gradient scale of its section 2.2.
+    (array, scales), (array_dot, scales_dot) = primals, tangents
+    out = _learned(array, scales, format, axis, check_finite)
+    q = quantize(array, format, axis=axis, scales=scales, check_finite=False)
+    each = _spread(q, scales)
+    levels = _levels(q)
+    ratio = array.astype(each.dtype) / each
+    inside = jnp.abs(ratio) < format.largest_level
+    shared_by = array.size / scales.size
+    weight = 1 / math.sqrt(shared_by * format.largest_level)
+    by_scale = (levels - jnp.where(inside, ratio, 0)) * weight
+    tangent = by_scale * _spread(q, scales_dot) + jnp.where(inside, array_dot, 0)
+    return out, tangent.astype(array.dtype)
+
+
+def _wide(dtype):
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _levels(q: QuantizedArray) -> Float[Array, "..."]:
+    """What each value of `q` is in units of its scale."""
+    return q.replace(scales=jnp.ones_like(q.scales), dtype=_wide(q.dtype)).dequantize()
+
+
+def _spread(
+    q: QuantizedArray, scales: Float[Array, "*lead blocks"]
+) -> Float[Array, "..."]:
+    """Scales of `q`, one for each of its values: an array whose codes are all 1."""
+    format = Int8(block_size=q.format.block_size, scale_dtype=q.format.scale_dtype)
+    padded = q.codes.shape[-1] * codes_per_byte(q.format.bits)
+    size = padded - q.padding
+    ones = jnp.ones((*q.codes.shape[:-1], format.padded(size)), format.code_dtype)
+    return q.replace(
+        codes=ones,
+        scales=jnp.broadcast_to(scales.astype(_wide(scales.dtype)), q.scales.shape),
+        format=format,
+        dtype=_wide(q.dtype),
+        padding=format.padded(size) - size,
+    ).dequantize()

@@ -1,0 +1,343 @@
+"""Quantization that lets gradients through: values, gradients, learned scales."""
+
+import eqquant
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Int8, NF4, Ternary
+from helpers import assert_identical
+
+
+ARRAYS = [
+    ("float32", (9, 100), -1),
+    ("bfloat16", (3, 4, 33), 1),
+    ("float16", (8, 3, 3, 3), (1, 2, 3)),
+    ("float32", (6, 70), (0, 1)),
+]
+
+
+def later(array, format, axis=-1):
+    return eqquant.quantize(array, format, axis=axis).dequantize()
+
+
+#
+# The value
+#
+
+
+def test_the_value_is_that_of_the_later_array(normal, format):
+    through = lambda a, axis: eqquant.straight_through(a, format, axis=axis)
+    # Half of the formats have blocks; these shapes cut some of them off.
+    arrays = ARRAYS[:: 2 if format.block_size is None else -2]
+    for dtype, shape, axis in arrays:
+        array = normal(*shape, dtype=dtype)
+        compiled = jax.jit(through, static_argnums=1)(array, axis)
+        assert_identical(compiled, later(array, format, axis))
+    assert_identical(through(array, axis), compiled)
+
+
+TRANSFORMED = {
+    "grad of jit": lambda f: (
+        lambda x: jax.value_and_grad(
+            lambda x: (jnp.sum(jax.jit(f)(x)), f(x)), has_aux=True
+        )(x)[0][1]
+    ),
+    "jvp": lambda f: lambda x: jax.jvp(f, (x,), (x,))[0],
+    "linearize": lambda f: lambda x: jax.linearize(f, x)[0],
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, x: (c, f(x)), 0, x[None])[1][0],
+    "remat": jax.checkpoint,
+}
+
+
+@pytest.mark.parametrize("how", TRANSFORMED)
+def test_the_value_under_transformations(normal, how):
+    array, format = normal(7, 100), Ternary()
+    fn = TRANSFORMED[how](lambda x: eqquant.straight_through(x, format))
+    assert_identical(fn(array), later(array, format))
+    assert_identical(jax.jit(fn)(array), later(array, format))
+
+
+def test_in_float64():
+    format = "ternary"
+    with jax.enable_x64(True):
+        array = jnp.asarray(np.random.default_rng(0).standard_normal((5, 70)))
+        assert array.dtype == jnp.float64
+        out, gradient = jax.value_and_grad(
+            lambda x: jnp.sum(eqquant.straight_through(x, format) ** 2)
+        )(array)
+        assert_identical(
+            jax.jit(lambda x: eqquant.straight_through(x, format))(array),
+            later(array, format),
+        )
+        assert gradient.dtype == jnp.float64 and jnp.isfinite(out)
+
+
+def test_scales_are_rounded_under_jit_too(normal):
+    # XLA may leave out a conversion to bfloat16 and back.
+    for make in (NF4, Ternary):
+        format = make(scale_dtype="bfloat16")
+        array = normal(16, 256)
+        through = jax.jit(lambda x, f=format: eqquant.straight_through(x, f) * 1)
+        assert_identical(through(array), later(array, format))
+
+
+@hypothesis.given(
+    shape=st.lists(st.integers(0, 70), min_size=1, max_size=3),
+    which=st.sampled_from(["nf4", "int8", "ternary", "binary"]),
+    block=st.sampled_from([None, 8, 64]),
+    seed=st.integers(0, 2**16),
+)
+@hypothesis.settings(max_examples=4)
+def test_any_shape(shape, which, block, seed):
+    format = {"nf4": NF4, "int8": Int8, "ternary": Ternary, "binary": Binary}[which]
+    format = format(block_size=block)
+    array = jax.random.normal(jax.random.key(seed), shape)
+
+    @jax.jit
+    def both(x):
+        out, pull = jax.vjp(lambda x: eqquant.straight_through(x, format), x)
+        return out, later(x, format), pull(x)[0]
+
+    out, expected, gradient = both(array)
+    assert_identical(out, expected)
+    assert_identical(gradient, array)
+
+
+def test_eval_shape():
+    out = jax.eval_shape(
+        eqquant.straight_through, jax.ShapeDtypeStruct((4, 64), jnp.bfloat16)
+    )
+    assert out.shape == (4, 64) and out.dtype == jnp.bfloat16
+
+
+#
+# The gradient
+#
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_gradient_is_that_of_the_identity(normal, default_format, dtype):
+    array, ct = normal(7, 100, dtype=dtype), normal(7, 100, dtype=dtype)
+    through = lambda x: eqquant.straight_through(x, default_format)
+
+    @jax.jit
+    def derivatives(array, ct):
+        fns = through, jax.vmap(through), jax.checkpoint(through)
+        both = lambda fn: (
+            jax.vjp(fn, array)[1](ct)[0],
+            jax.jvp(fn, (array,), (ct,))[1],
+        )
+        return [both(fn) for fn in fns]
+
+    for pair in (*derivatives(array, ct), jax.vjp(through, array)[1](ct)):
+        for derivative in pair:
+            assert_identical(derivative, ct)
+
+
+def test_second_derivatives(normal):
+    array = normal(4, 64)
+
+    def loss(x):
+        return jnp.sum(eqquant.straight_through(x, "int8") ** 3) / 6
+
+    # As if rounding were not there: that of x^3 / 6 at the rounded x.
+    direction = jnp.ones_like(array)
+    _, second = jax.jvp(jax.grad(loss), (array,), (direction,))
+    np.testing.assert_allclose(second, later(array, "int8"), rtol=1e-6)
+
+
+@pytest.mark.parametrize("format", [Binary(), Ternary(block_size=8)])
+def test_a_clipped_gradient(normal, format):
+    array = normal(6, 40)
+    q = eqquant.quantize(array, format)
+    block = 40 // q.scales.shape[-1]
+    outside = np.abs(array) > np.repeat(q.scales, block, -1) * (1 + 1e-6)
+    assert 0.1 < outside.mean() < 0.6
+    through = lambda x: jnp.sum(eqquant.straight_through(x, format, clip=True))
+    for grad in (jax.grad(through), jax.jit(jax.grad(through))):
+        np.testing.assert_array_equal(grad(array), np.where(outside, 0, 1))
+
+
+@pytest.mark.parametrize("format", [Int8(), NF4(scale_dtype="bfloat16")])
+def test_what_takes_the_largest_magnitude_clips_nothing(normal, format):
+    through = lambda x: jnp.sum(eqquant.straight_through(x, format, clip=True))
+    assert (jax.grad(through)(normal(32, 256)) == 1).all()
+
+
+def test_it_is_traced_once_and_cheap(normal):
+    """Against the product alone, by the compiler's own count of bytes: what reading the
+    weight and writing the rounded one cost, a few times over at the most."""
+    weight, x = normal(512, 512), normal(64, 512)
+    dense = jax.jit(lambda w, x: x @ w.T)
+    rounded = jax.jit(lambda w, x: x @ eqquant.straight_through(w, "int8").T)
+    count = lambda f: f.lower(weight, x).compile().cost_analysis()["bytes accessed"]
+    passes = (count(rounded) - count(dense)) / (2 * weight.nbytes)
+    assert 0 < passes < 3
+
+
+#
+# Learned scales
+#
+
+
+def lsq_reference(w, s, top, block, binary=False):
+    """Value, and derivatives with respect to each weight and to the scale of each, in
+    float64: equations 1, 2, 3 and 5 of arXiv 1902.08153."""
+    w, s = np.asarray(w, np.float64), np.repeat(np.asarray(s, np.float64), block, -1)
+    ratio = w / s
+    levels = np.round(np.clip(ratio, -top, top))
+    if binary:
+        levels = np.where(w < 0, -1.0, 1.0)
+    inside = np.abs(ratio) < top
+    return levels * s, inside.astype(float), np.where(inside, levels - ratio, levels)
+
+
+@pytest.mark.parametrize(
+    "make,top,block",
+    [(Int8, 127, None), (Int8, 127, 8), (Ternary, 1, 8), (Binary, 1, None)],
+)
+def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
+    format = make(block_size=block)
+    weight, ct = normal(6, 40), normal(6, 40)
+    start = eqquant.learned_scales(weight, format)
+    size = block or 40
+    mean = np.abs(weight).reshape(6, -1, size).mean(-1)
+    np.testing.assert_allclose(start, 2 * mean / np.sqrt(top), rtol=1e-5)
+    scales = start * 0.7  # So that something is cut off.
+
+    value, by_weight, by_scale = lsq_reference(
+        weight, scales, top, size, make is Binary
+    )
+    through = jax.jit(lambda w, s: eqquant.straight_through(w, format, scales=s))
+    out, pull = jax.vjp(through, weight, scales)
+    np.testing.assert_allclose(out, value, rtol=1e-6)
+    of_weight, of_scales = pull(ct)
+    np.testing.assert_allclose(of_weight, ct * by_weight, rtol=1e-6)
+    summed = (np.asarray(ct, np.float64) * by_scale).reshape(6, -1, size).sum(-1)
+    # In float32, `level - ratio` is off by some 1e-7 of the ratio, up to 127.
+    expected = summed / np.sqrt(size * top)
+    np.testing.assert_allclose(of_scales, expected, rtol=1e-4, atol=1e-4)
+    # What comes out is what is stored.
+    stored = eqquant.quantize(weight, format, scales=scales)
+    assert_identical(stored.scales, scales)
+    assert_identical(through(weight, scales), stored.dequantize())
+
+
+def test_one_learned_scale_for_an_array(normal):
+    weight = normal(6, 40)
+    scale = eqquant.learned_scales(weight, "ternary", axis=(0, 1))
+    assert scale.shape == (1,)
+    through = lambda s: jnp.sum(
+        eqquant.straight_through(weight, "ternary", axis=(0, 1), scales=s) ** 2
+    )
+    gradient = jax.grad(through)(scale)
+    assert gradient.shape == (1,) and gradient != 0
+    q = eqquant.quantize(weight, "ternary", axis=(0, 1), scales=scale)
+    assert (q.scales == scale).all()
+
+
+def test_learned_scales_of_stacked_weights(normal):
+    weight = normal(3, 6, 40)
+    scales = jax.jit(jax.vmap(lambda w: eqquant.learned_scales(w, "int8")))(weight)
+    loss = lambda w, s: jnp.sum(eqquant.straight_through(w, "int8", scales=s) ** 2)
+    one_by_one = jax.jit(jax.vmap(jax.grad(loss, 1)))(weight, scales)
+    # The gradient scale is that of as many values to a scale.
+    at_once = jax.jit(jax.grad(loss, 1))(weight, scales)
+    np.testing.assert_allclose(at_once, one_by_one, rtol=1e-5)
+
+
+def test_a_block_of_zeros_can_learn():
+    weight = jnp.ones((2, 64)).at[0].set(0)
+    assert (eqquant.learned_scales(weight, "int8") > 0).all()
+    assert (eqquant.learned_scales(weight * 0, "int8") > 0).all()
+
+
+def test_learning_a_scale_lowers_the_error(normal):
+    """Where descent on the paper's gradient goes: below the error of where it began."""
+    weight = normal(8, 256)
+    scales = eqquant.learned_scales(weight, "ternary") * 2
+
+    @jax.jit
+    def error(scales):
+        out = eqquant.straight_through(weight, "ternary", scales=scales)
+        return jnp.mean((out - weight) ** 2)
+
+    before, descend = error(scales), jax.jit(jax.grad(error))
+    for _ in range(200):
+        scales = scales - 100.0 * descend(scales)
+    # The least possible for ternary values of a normal distribution is 0.19.
+    assert error(scales) < 0.21 < before
+
+
+#
+# Errors
+#
+
+
+def test_not_finite(normal):
+    bad = normal(4, 64).at[1, 2].set(jnp.nan)
+    with pytest.raises(ValueError, match="1 values are NaN"):
+        eqquant.straight_through(bad, "nf4")
+    loss = lambda x: jnp.sum(eqquant.straight_through(x, "nf4") ** 2)
+    with pytest.raises(ValueError, match="1 values are NaN"):
+        jax.grad(loss)(bad)
+    for fn in (jax.grad(loss), jax.checkpoint(loss), jax.vmap(loss)):
+        with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
+            jax.block_until_ready(eqx.filter_jit(fn)(bad))
+    eqquant.straight_through(bad, "nf4", check_finite=False)
+
+
+def test_bad_arguments(normal):
+    with pytest.raises(TypeError, match="floating-point dtype, got int32: only the"):
+        eqquant.straight_through(jnp.ones((4, 64), jnp.int32))
+    with pytest.raises(ValueError, match="format must be one of"):
+        eqquant.straight_through(normal(4, 64), "fp3")
+    with pytest.raises(ValueError, match="axis must be between"):
+        eqquant.straight_through(normal(4, 64), axis=2)
+    with pytest.raises(ValueError, match=r"Int8, Ternary and Binary; got NF4"):
+        eqquant.learned_scales(normal(4, 64), "nf4")
+    with pytest.raises(ValueError, match=r"Int8, Ternary and Binary; got NF4"):
+        eqquant.straight_through(normal(4, 64), "nf4", scales=jnp.ones((4, 1)))
+    with pytest.raises(ValueError, match=r"shape \(4, 1\).*got \(4, 2\)"):
+        eqquant.quantize(normal(4, 64), "int8", scales=jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match="positive and finite, but 1 out of 4 are not"):
+        scales = jnp.ones((4, 1)).at[2].set(-1)
+        eqquant.quantize(normal(4, 64), "int8", scales=scales)
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not positive"):
+        fn = eqx.filter_jit(lambda w, s: eqquant.straight_through(w, "int8", scales=s))
+        jax.block_until_ready(fn(normal(4, 64), -jnp.ones((4, 1))))
+
+
+#
+# Several devices
+#
+
+
+def test_in_shard_map(normal):
+    mesh = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, whole = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
+    weight, x = normal(8, 128), normal(3, 128)
+    scales = eqquant.learned_scales(weight, "ternary")
+
+    def product(weight, scales, x):
+        return x @ eqquant.straight_through(weight, "ternary", scales=scales).T
+
+    def loss(fn):
+        return lambda *args: jnp.sum(fn(*args, x) ** 2)
+
+    split = jax.shard_map(
+        product,
+        mesh=mesh,
+        in_specs=(rows, rows, whole),
+        out_specs=jax.sharding.PartitionSpec(None, "devices"),
+    )
+    actual, expected = (
+        jax.jit(jax.grad(loss(fn), (0, 1)))(weight, scales) for fn in (split, product)
+    )
+    for a, b in zip(actual, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
