@@ -20,12 +20,13 @@ from ._compat import (
     config,
     has_explicit_axes,
     is_automatically_partitioned,
+    is_exported,
     match_varying,
     spec_of,
     zero_tangent,
 )
 from .formats import Format, Precision
-from .kernels import tpu, xla
+from .kernels import cpu, tpu, xla
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -123,6 +124,11 @@ def _dot_on_tpu(x, codes, scales, **params):
     return kernel.dot(x, codes, scales, **params)
 
 
+def _dot_on_cpu(x, codes, scales, **params):
+    kernel = xla if cpu.why_not(x, codes, scales, **params) else cpu
+    return kernel.dot(x, codes, scales, **params)
+
+
 def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     """What a product becomes on a platform, in words. Only shapes and dtypes count."""
     because = ""
@@ -131,11 +137,17 @@ def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
         if reason is None:
             return f"Pallas kernel, variant {tpu.variant_of(x, codes, **params)!r}"
         because = f", as {reason}"
+    elif platform == "cpu":
+        reason = cpu.why_not(x, codes, scales, **params)
+        if reason is None:
+            return f"native kernel {cpu.choose_kernel(x, codes, scales, **params)!r}"
+        because = f", as {reason}"
     return f"XLA, recipe {xla.recipe_of(x, codes, scales, **params)!r}{because}"
 
 
 _lower_xla = mlir.lower_fun(xla.dot, multiple_results=False)
 _lower_tpu = mlir.lower_fun(_dot_on_tpu, multiple_results=False)
+_lower_cpu = mlir.lower_fun(_dot_on_cpu, multiple_results=False)
 
 
 def _lower_for_tpu(ctx, *args, **params):
@@ -144,7 +156,15 @@ def _lower_for_tpu(ctx, *args, **params):
     return lower(ctx, *args, **params)
 
 
+def _lower_for_cpu(ctx, *args, **params):
+    # As above; and what is exported may run where there is no library.
+    portable = is_automatically_partitioned(ctx) or is_exported(ctx)
+    lower = _lower_xla if portable else _lower_cpu
+    return lower(ctx, *args, **params)
+
+
 mlir.register_lowering(quantized_dot_p, _lower_xla)
+mlir.register_lowering(quantized_dot_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(quantized_dot_p, _lower_for_tpu, platform="tpu")
 
 

@@ -42,7 +42,7 @@ Recipe = Literal["float", "split", "bfloat16", "round"]
 # Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
 _tile_bytes = 2**22
 # The longest sum of products of int8 that int32 holds.
-_longest_int8_sum = (2**31 - 1) // 127**2
+longest_int8_sum = (2**31 - 1) // 127**2
 
 
 def choose_recipe(
@@ -60,7 +60,7 @@ def choose_recipe(
         return "bfloat16"  # The dense product rounds the same operands.
     if precision == "highest" or jnp.dtype("float64") in dtypes:
         return "float"
-    int8_sums = size <= _longest_int8_sum
+    int8_sums = size <= longest_int8_sum
     exact_in_int8 = format.integer_levels and blocks == 1
     if precision == "high":
         # Two int8 products for one of floats, but twice the rows to make and to add up.

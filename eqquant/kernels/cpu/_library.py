@@ -1,0 +1,56 @@
+"""The library of native kernels: found, checked, and made known to XLA, once."""
+
+import ctypes
+import functools as ft
+import os
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from ._build import fingerprint, library
+
+
+# What a CPU may have, each with all of those before it.
+instruction_sets = ("none", "avx2", "avx512", "amx")
+
+
+class Library(NamedTuple):
+    # The best instructions that it may use: an index of `instruction_sets`.
+    instructions: int
+    scratch: Callable[..., int]
+
+
+@ft.cache
+def load() -> Library | str:
+    """The library, or why there is none.
+
+    The environment variable `EQQUANT_CPU` is read here, when the first product is
+    lowered: `off`, or the best of the instruction sets to use.
+    """
+    wanted = os.environ.get("EQQUANT_CPU", instruction_sets[-1])
+    if wanted not in ("off", *instruction_sets[1:]):
+        raise ValueError(
+            f"EQQUANT_CPU must be one of {('off', *instruction_sets[1:])}, got "
+            f"{wanted!r}."
+        )
+    if wanted == "off":
+        return "native kernels are switched off (EQQUANT_CPU=off)"
+    if not library.exists():
+        return "eqquant was installed without native kernels"
+    try:
+        native = ctypes.CDLL(str(library))
+        native.eqquant_sources.restype = ctypes.c_char_p
+        if native.eqquant_sources().decode() != fingerprint():
+            return "the native kernels are older than their sources (reinstall eqquant)"
+        handler = jax.ffi.pycapsule(native.eqquant_dot)
+        jax.ffi.register_ffi_target("eqquant_dot", handler, platform="cpu")
+    except Exception as error:  # Whatever is wrong with it, XLA serves.
+        return f"the native kernels cannot be loaded ({error})"
+    instructions = min(native.eqquant_instructions(), instruction_sets.index(wanted))
+    if not instructions:
+        return "this CPU lacks AVX2"
+    scratch = native.eqquant_scratch
+    scratch.restype = ctypes.c_int64
+    scratch.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 4, ctypes.c_int]
+    return Library(instructions, scratch)
