@@ -12,6 +12,7 @@ WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
 BIN := $(VENV)/bin
+NATIVE := $(wildcard eqquant/kernels/cpu/src/*) eqquant/kernels/cpu/_build.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
@@ -68,8 +69,11 @@ $(VENV)/.exists:
 	@touch $@
 
 # eqquant itself, editable, with one of its extras.
-$(VENV)/.has-%: $(VENV)/.exists pyproject.toml
+# That compiles the native kernels, too, if there is a compiler; what came of it is said,
+# as pip does not.
+$(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 	$(PIP) --editable '.[$*]'
+	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@
 
 # By themselves: pyproject.toml says why.

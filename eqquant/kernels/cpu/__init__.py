@@ -5,8 +5,6 @@ Codes are decoded in registers, by a table lookup, and used at once. The library
 its own threads. Nothing in it knows a format: it gets the levels of one as a table.
 """
 
-import functools as ft
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +12,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, Precision
 from ..xla import longest_int8_sum
-from ._library import instruction_sets as instruction_sets, load
+from ._library import load, status as status
 
 
 def dot(
@@ -59,21 +57,21 @@ def dot(
         x.astype(jnp.float32),
         codes,
         scales,
+        _levels(format),
         kernel=kernel,
         bits=np.int64(format.bits),
         run=np.int64(packed if format.bits == 8 else format.group * format.bits // 8),
         contract_rows=contract_rows,
-        levels=_levels(format),
     )
     return product.astype(out_dtype)
 
 
-@ft.cache
-def _levels(format: Format) -> np.ndarray:
+def _levels(format: Format) -> Float[Array, "16"]:
     """Of every value of four bits; a narrower code is the lowest of these."""
-    with jax.ensure_compile_time_eval():
-        codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
-        return np.asarray(format.levels(codes, jnp.float32))
+    if format.bits == 8:
+        return jnp.zeros(16)  # Such codes stand for themselves.
+    codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
+    return format.levels(codes, jnp.float32)
 
 
 def choose_kernel(
@@ -99,7 +97,7 @@ def choose_kernel(
     """
     library = load()
     assert not isinstance(library, str), library
-    rows, (m, size) = codes.shape[-2], x.shape[-2:]
+    m, size = x.shape[-2:]
     blocks = scales.shape[-1]
     avx512, amx = library.instructions >= 2, library.instructions >= 3
     narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
@@ -111,7 +109,6 @@ def choose_kernel(
         of_blocks = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
         if amx and of_blocks and m >= 12:
             return "split, AMX"
-    del rows
     if m <= 32:
         return "float, AVX-512" if avx512 else "float, AVX2"
     return None

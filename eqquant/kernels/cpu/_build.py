@@ -22,6 +22,8 @@ _sources = here / "src"
 # Plain x86-64: what needs more is marked so in the sources, and chosen at run time. The
 # warning is wrong about the intrinsics of some versions of GCC.
 _flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
+# Then it runs beside any C++ library, older ones included.
+_link_flags = ["-static-libstdc++", "-static-libgcc", "-s"] if sys.platform == "linux" else []
 
 
 class CannotBuild(Exception):
@@ -78,7 +80,7 @@ def build(out: pathlib.Path = library) -> pathlib.Path:
         # Beside its place first: a process that has the old one open keeps it.
         fresh = out.with_name(f"{out.name}.new")
         linked = subprocess.run(
-            [command[0], "-shared", *objects, "-o", str(fresh)],
+            [command[0], "-shared", *_link_flags, *objects, "-o", str(fresh)],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -54,3 +54,12 @@ def load() -> Library | str:
     scratch.restype = ctypes.c_int64
     scratch.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 4, ctypes.c_int]
     return Library(instructions, scratch)
+
+
+def status() -> str:
+    """One line on what there is."""
+    found = load()
+    if isinstance(found, str):
+        return f"Native CPU kernels: none; {found}. XLA serves."
+    best = instruction_sets[found.instructions]
+    return f"Native CPU kernels: up to {best}."

@@ -24,11 +24,6 @@ struct Decoder<8> {
   }
 };
 
-EQQUANT_INLINE Vector::Levels levels_of(const Product& p) {
-  static const float none[16] = {};
-  return Vector::levels(p.levels ? p.levels : none);
-}
-
 // Whether `count` is that of a whole vector, known to the compiler, or not.
 struct Whole {
   constexpr operator int() const { return Vector::size; }
@@ -96,7 +91,7 @@ struct Columns {
     const uint8_t* codes = p.codes + row * p.packed;
     // The next rows: the hardware would have to find out at each row where it goes on.
     const uint8_t* next = codes + rows * p.packed;
-    levels = levels_of(p);
+    levels = Vector::levels(p.levels);
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = part[r][i] = Vector::zero();
     for (int64_t b = 0; b < p.blocks; b++) {
@@ -137,15 +132,17 @@ void columns_of_some(const Product& p, const float* x, const float* scales, int6
     Columns<bits, rows, count, Scaling::vector>().run(p, x, scales, row, y);
 }
 
-template <int bits, int rows>
+template <int bits, int rows, int most>
 void columns_of_all(const Product& p, const float* x, int64_t row) {
-  constexpr int most = std::min(8, Vector::registers / rows);
   const int64_t columns = p.columns();
   std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
   const float* scales = scales_of(p, row, rows, buffer.data());
   int64_t m = 0;
   for (; m + most <= p.m; m += most)
     columns_of_some<bits, rows, most>(p, x + m * columns, scales, row, p.y + m * p.rows);
+  if constexpr (most > 4)
+    for (; m + 4 <= p.m; m += 4)
+      columns_of_some<bits, rows, 4>(p, x + m * columns, scales, row, p.y + m * p.rows);
   for (; m + 2 <= p.m; m += 2)
     columns_of_some<bits, rows, 2>(p, x + m * columns, scales, row, p.y + m * p.rows);
   for (; m < p.m; m++)
@@ -154,9 +151,14 @@ void columns_of_all(const Product& p, const float* x, int64_t row) {
 
 template <int bits>
 void columns(const Product& p, const float* x, int64_t begin, int64_t end) {
+  constexpr int most = Vector::activations;
   int64_t row = begin;
-  for (; row + 4 <= end; row += 4) columns_of_all<bits, 4>(p, x, row);
-  for (; row < end; row++) columns_of_all<bits, 1>(p, x, row);
+  // For few activations more rows of the weight at once, that each load of these serves
+  // more of them; for many fewer, that each row is decoded less often.
+  if (p.m < most)
+    for (; row + 4 <= end; row += 4) columns_of_all<bits, 4, 4>(p, x, row);
+  for (; row + 2 <= end; row += 2) columns_of_all<bits, 2, most>(p, x, row);
+  for (; row < end; row++) columns_of_all<bits, 1, most>(p, x, row);
 }
 
 inline void run_columns(const Product& p, const char* scratch, int64_t begin, int64_t end) {
@@ -223,7 +225,7 @@ struct Rows {
   EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
                           int64_t row, int rows, int64_t byte, float* out, int64_t ld,
                           int64_t stride, Size size) {
-    const Vector::Levels levels = levels_of(p);
+    const Vector::Levels levels = Vector::levels(p.levels);
     for (int v = 0; v < vectors; v++) move<0>(out, ld, stride, v, true, size);
     for (int r = 0; r < rows; r++) {
       Floats factor[count];

@@ -47,9 +47,10 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
 }
 
 ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
-               ffi::AnyBuffer scales, ffi::ResultBuffer<ffi::F32> y,
+               ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
+               ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
-               int64_t run, bool contract_rows, ffi::Span<const float> levels) {
+               int64_t run, bool contract_rows) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
@@ -57,7 +58,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   const Routine* routine = contract_rows ? found->rows : found->columns;
   if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
   if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return invalid("bits must be 1, 2, 4, 8");
-  if (bits < 8 && levels.size() != 16) return invalid("there must be 16 levels");
+  if (levels.element_count() != 16) return invalid("there must be 16 levels");
 
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
              of_y = y->dimensions();
@@ -83,7 +84,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   p.run = run;
   p.bfloat16_scales = scales.element_type() == ffi::BF16;
   p.contract_rows = contract_rows;
-  p.levels = bits < 8 ? levels.begin() : nullptr;
+  p.levels = levels.typed_data();
   p.digits = found->digits;
   const int64_t in = contract_rows ? p.rows : p.columns();
   const int64_t out = contract_rows ? p.columns() : p.rows;
@@ -137,13 +138,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<std::string_view>("kernel")
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("run")
-                                  .Attr<bool>("contract_rows")
-                                  .Attr<ffi::Span<const float>>("levels"));
+                                  .Attr<bool>("contract_rows"));
 
 // See instructions() in product.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }

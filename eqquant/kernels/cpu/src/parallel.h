@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -38,7 +39,9 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
     pool.Schedule(std::move(task));
   }
   work();
-  while (counters->done.load(std::memory_order_acquire) < pieces) __builtin_ia32_pause();
+  // Seldom long; where it is, the thread that is waited for may need this very core.
+  for (int i = 0; counters->done.load(std::memory_order_acquire) < pieces; i++)
+    i < 1000 ? __builtin_ia32_pause() : std::this_thread::yield();
 }
 
 }  // namespace eqquant

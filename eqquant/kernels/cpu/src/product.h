@@ -24,8 +24,8 @@ struct Product {
   int64_t run;
   bool bfloat16_scales;
   bool contract_rows;
-  // What codes stand for, for each value of four bits; narrower codes repeat. Codes of 8
-  // bits are signed integers that stand for themselves.
+  // What codes stand for, for each of the 16 values of four bits; narrower codes repeat.
+  // Codes of 8 bits are signed integers that stand for themselves.
   const float* levels;
   int digits;             // of an activation that is split: 1 or 2
 

@@ -90,8 +90,7 @@ EQQUANT_INLINE void decode_planes(__m512 levels, __m128i bytes, __m512 scale, bf
 template <int bits>
 void decode_tiles(const Product& p, const float* scales, int64_t row, int rows, int64_t begin,
                   int64_t end, bfloat16* tiles) {
-  static const float none[16] = {};
-  const __m512 levels = _mm512_loadu_ps(p.levels ? p.levels : none);
+  const __m512 levels = _mm512_loadu_ps(p.levels);
   const int64_t block = p.block_bytes();
   for (int r = 0; r < rows; r++) {
     const uint8_t* codes = p.codes + (row + r) * p.packed;

@@ -2,8 +2,8 @@
 
 struct Vector {
   static constexpr int size = 8;
-  // How much of a product is kept in the 16 registers.
-  static constexpr int registers = 8;
+  // How many sums are kept in the 16 registers, and of how many rows of activations.
+  static constexpr int registers = 8, activations = 4;
   using Floats = __m256;
   using Codes = __m256i;
   struct Levels {

@@ -3,8 +3,8 @@
 
 struct Vector {
   static constexpr int size = 16;
-  // How much of a product is kept in the 32 registers.
-  static constexpr int registers = 20;
+  // How many sums are kept in the 32 registers, and of how many rows of activations.
+  static constexpr int registers = 20, activations = 8;
   using Floats = __m512;
   using Codes = __m512i;
   using Levels = __m512;
