@@ -124,7 +124,9 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str 
             return f"native kernels compute in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
-    if format.bits not in (1, 2, 4) and not (format.bits == 8 and format.integer_levels):
+    if format.bits not in (1, 2, 4) and not (
+        format.bits == 8 and format.integer_levels
+    ):
         return f"there are no native kernels for codes like those of {format.name}"
     if scales.shape[-1] > 1 and codes.shape[-1] // scales.shape[-1] < 8:
         return f"blocks of {format.block_size} are shorter than a register"

@@ -21,9 +21,17 @@ library = here / "_native.so"
 _sources = here / "src"
 # Plain x86-64: what needs more is marked so in the sources, and chosen at run time. The
 # warning is wrong about the intrinsics of some versions of GCC.
-_flags = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-Wno-maybe-uninitialized"]
+_flags = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wno-maybe-uninitialized",
+]
 # Then it runs beside any C++ library, older ones included.
-_link_flags = ["-static-libstdc++", "-static-libgcc", "-s"] if sys.platform == "linux" else []
+_link_flags = (
+    ["-static-libstdc++", "-static-libgcc", "-s"] if sys.platform == "linux" else []
+)
 
 
 class CannotBuild(Exception):

@@ -52,7 +52,12 @@ def load() -> Library | str:
         return "this CPU lacks AVX2"
     scratch = native.eqquant_scratch
     scratch.restype = ctypes.c_int64
-    scratch.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_int64] * 4, ctypes.c_int]
+    scratch.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int,
+        *[ctypes.c_int64] * 4,
+        ctypes.c_int,
+    ]
     return Library(instructions, scratch)
 
 
