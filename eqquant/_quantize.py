@@ -20,6 +20,7 @@ from ._pipeline import pipeline
 from ._typing import typed
 from .formats import as_format, Format
 from .formats._format import reduce_blocks
+from .kernels import cpu
 
 
 @typed
@@ -85,7 +86,11 @@ def quantize(
     axes = _canonical_axes(axis, array.ndim)
     if not array.size:
         axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
-    codes, scales, problem = _encode(array, format, axes, _is_on_one_device(array))
+    if not is_traced(array) and cpu.encodes(array, format, axes):
+        codes, scales, problem = cpu.encode(array, format=format)
+    else:
+        on_one = _is_on_one_device(array)
+        codes, scales, problem = _encode(array, format, axes, on_one)
     if check_finite:
         if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer

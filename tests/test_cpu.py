@@ -15,7 +15,7 @@ import pytest
 from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.kernels import cpu, xla
 from eqquant.kernels.cpu import _build, _library
-from helpers import relative
+from helpers import assert_identical, relative
 
 
 # What each kernel promises, with room for small shapes.
@@ -129,6 +129,31 @@ def test_extreme_activations(kernel, normal):
             kernel, factor * normal(4, 128), q.codes, q.scales, q.format
         )
         assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.skipif(
+    isinstance(library, str) or library.instructions < 2,
+    reason="NATIVE ENCODER NOT RUN: it needs AVX-512",
+)
+@pytest.mark.parametrize("block_size", [32, 64, 256])
+def test_encoding_is_that_of_the_format_bit_by_bit(block_size, rng):
+    format = NF4(block_size=block_size)
+    w = rng.standard_normal((3, 37, 512)).astype(np.float32)
+    w[0, :, :32] = 0
+    w[1, 0] *= 1e-30
+    w[1, 1] *= 1e30
+    # Levels, and the boundaries between them, which are ties.
+    w[2, 0, :31] = [*format.codebook, *format.boundaries]
+    w[2, 0, 31:] = 0
+    w = jnp.asarray(w)
+    assert cpu.encodes(w, format, (-1,))
+    native = eqquant.quantize(w, format)
+    by_xla = jax.jit(lambda w: eqquant.quantize(w, format))(w)
+    assert_identical(native.codes, by_xla.codes)
+    assert_identical(native.scales, by_xla.scales)
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(ValueError, match="must be finite"):
+            eqquant.quantize(w.at[1, 36, 511].set(bad), format)
 
 
 @needs_library

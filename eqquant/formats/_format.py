@@ -110,6 +110,12 @@ class Format(abc.ABC):
         """How many scales a blocked axis of logical length `size` has."""
         return math.ceil(size / self.block_size) if self.block_size else 1
 
+    @property
+    def boundaries(self) -> tuple[float, ...] | None:
+        """If the scale of a block of float32 is its largest magnitude, and the code of a
+        value how many of certain numbers lie below what it is of that: these numbers."""
+        return None
+
     @abc.abstractmethod
     def encode(
         self,

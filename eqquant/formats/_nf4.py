@@ -96,6 +96,13 @@ class NF4(Format):
     codebook = _table
     padding_code = 7
 
+    @property
+    def boundaries(self):
+        if self.scale_search:
+            return None
+        dtype = np.dtype("float32")
+        return tuple(float(_midpoint(*pair, dtype)) for pair in pairwise(_table))
+
     def encode(self, blocks, absmax, counts, limit):
         del counts
         scales = self._search(blocks, absmax) if self.scale_search else absmax

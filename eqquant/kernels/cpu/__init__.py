@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, Precision
 from ..xla import longest_int8_sum
+from ._encode import encode as encode, encodes as encodes
 from ._library import load, status as status
 
 

@@ -43,8 +43,9 @@ def load() -> Library | str:
         native.eqquant_sources.restype = ctypes.c_char_p
         if native.eqquant_sources().decode() != fingerprint():
             return "the native kernels are older than their sources (reinstall eqquant)"
-        handler = jax.ffi.pycapsule(native.eqquant_dot)
-        jax.ffi.register_ffi_target("eqquant_dot", handler, platform="cpu")
+        for name in ("eqquant_dot", "eqquant_encode"):
+            handler = jax.ffi.pycapsule(getattr(native, name))
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # Whatever is wrong with it, XLA serves.
         return f"the native kernels cannot be loaded ({error})"
     instructions = min(native.eqquant_instructions(), instruction_sets.index(wanted))

@@ -2,6 +2,7 @@
 #include <string>
 #include <string_view>
 
+#include "encode.h"
 #include "parallel.h"
 #include "product.h"
 
@@ -126,6 +127,30 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   return ffi::Error::Success();
 }
 
+ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                  ffi::Buffer<ffi::F32> boundaries, ffi::ResultBuffer<ffi::U8> codes,
+                  ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
+                  int64_t block) {
+  if (instructions() < 2) return invalid("this CPU cannot encode");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  if (boundaries.element_count() != 16) return invalid("there must be 16 boundaries");
+  if (block < 32 || block % 32 || of_x[1] % block)
+    return invalid("block must be a multiple of 32, and divide the size of a row");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (int64_t(codes->element_count()) != rows * size / 2 ||
+      int64_t(scales->element_count()) != rows * size / block ||
+      int64_t(problems->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  const Encoding e{x.typed_data(),        boundaries.typed_data(), codes->typed_data(),
+                   scales->typed_data(),  problems->typed_data(),  rows,
+                   size,                  block};
+  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  parallel_for(pool, rows, grain,
+               [&](int64_t begin, int64_t end) { encode_avx512(e, begin, end); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace eqquant
 
@@ -145,6 +170,17 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("run")
                                   .Attr<bool>("contract_rows"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("block"));
 
 // See instructions() in product.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
