@@ -101,18 +101,22 @@ def choose_kernel(
     m, size = x.shape[-2:]
     blocks = scales.shape[-1]
     avx512, amx = library.instructions >= 2, library.instructions >= 3
-    narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-    if precision != "highest" and not contract_rows and not narrow:
-        exact_in_int8 = format.integer_levels and blocks == 1
-        if avx512 and exact_in_int8 and size <= longest_int8_sum:
-            digits = "two digits" if precision == "high" else "one digit"
-            return f"{digits}, AVX-512" if m <= 32 else None
-        of_blocks = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
-        if amx and of_blocks and m >= 12:
-            return "split, AMX"
-    if m <= 32:
-        return "float, AVX-512" if avx512 else "float, AVX2"
-    return None
+    floats = "float, AVX-512" if avx512 else "float, AVX2"
+    if precision == "highest":
+        return floats if m <= (32 if avx512 else 16) else None
+    if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
+        # What XLA has for these is fast, too.
+        if contract_rows or not avx512:
+            return floats if m <= 8 else None
+        digits = "two digits" if precision == "high" else "one digit"
+        return f"{digits}, AVX-512" if m < (8 if format.bits == 8 else 24) else None
+    in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
+    if amx and in_tiles and not contract_rows and m >= 12:
+        # XLA has one product of bfloat16 for many rows, if that is precise enough.
+        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
+        one_will_do = precision == "default" or narrow
+        return None if one_will_do and m > 128 else "split, AMX"
+    return floats if m <= (32 if avx512 else 16) else None
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:

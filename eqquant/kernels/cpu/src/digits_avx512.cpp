@@ -188,10 +188,9 @@ void all_digits(const Product& p, const Unsigned& levels, char* scratch, int64_t
   const int8_t* x = digits_in(p, scratch);
   const Row* of = rows_in(p, scratch);
   const int64_t count = p.m * p.digits, ld = digit_stride(p);
-  constexpr int most = 16 / rows;
   int64_t i = 0;
-  for (; i + most <= count; i += most)
-    Tile<bits, rows, most>().run(p, levels, x + i * ld, of, scales, row, i);
+  for (; i + 4 <= count; i += 4)
+    Tile<bits, rows, 4>().run(p, levels, x + i * ld, of, scales, row, i);
   for (; i + 2 <= count; i += 2)
     Tile<bits, rows, 2>().run(p, levels, x + i * ld, of, scales, row, i);
   for (; i < count; i++) Tile<bits, rows, 1>().run(p, levels, x + i * ld, of, scales, row, i);
@@ -201,11 +200,7 @@ template <int bits>
 void some_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const Unsigned levels = unsigned_levels(p);
   int64_t row = begin;
-  // For few activations more rows at once, that each load of these serves more of them;
-  // for many fewer, that each row is decoded less often.
-  if (p.m * p.digits <= 4)
-    for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, levels, scratch, row);
-  for (; row + 2 <= end; row += 2) all_digits<bits, 2>(p, levels, scratch, row);
+  for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, levels, scratch, row);
   for (; row < end; row++) all_digits<bits, 1>(p, levels, scratch, row);
 }
 

@@ -132,15 +132,13 @@ void columns_of_some(const Product& p, const float* x, const float* scales, int6
     Columns<bits, rows, count, Scaling::vector>().run(p, x, scales, row, y);
 }
 
-template <int bits, int rows, int most>
+template <int bits, int rows>
 void columns_of_all(const Product& p, const float* x, int64_t row) {
   const int64_t columns = p.columns();
   std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
   const float* scales = scales_of(p, row, rows, buffer.data());
   int64_t m = 0;
-  for (; m + most <= p.m; m += most)
-    columns_of_some<bits, rows, most>(p, x + m * columns, scales, row, p.y + m * p.rows);
-  if constexpr (most > 4)
+  if constexpr (rows <= Vector::rows)
     for (; m + 4 <= p.m; m += 4)
       columns_of_some<bits, rows, 4>(p, x + m * columns, scales, row, p.y + m * p.rows);
   for (; m + 2 <= p.m; m += 2)
@@ -151,14 +149,13 @@ void columns_of_all(const Product& p, const float* x, int64_t row) {
 
 template <int bits>
 void columns(const Product& p, const float* x, int64_t begin, int64_t end) {
-  constexpr int most = Vector::activations;
   int64_t row = begin;
-  // For few activations more rows of the weight at once, that each load of these serves
-  // more of them; for many fewer, that each row is decoded less often.
-  if (p.m < most)
-    for (; row + 4 <= end; row += 4) columns_of_all<bits, 4, 4>(p, x, row);
-  for (; row + 2 <= end; row += 2) columns_of_all<bits, 2, most>(p, x, row);
-  for (; row < end; row++) columns_of_all<bits, 1, most>(p, x, row);
+  // Four rows, that each load of the activation serves as many; fewer, where the sums
+  // for four rows of the activation would not stay in registers.
+  if (Vector::rows == 4 || p.m < 4)
+    for (; row + 4 <= end; row += 4) columns_of_all<bits, 4>(p, x, row);
+  for (; row + 2 <= end; row += 2) columns_of_all<bits, 2>(p, x, row);
+  for (; row < end; row++) columns_of_all<bits, 1>(p, x, row);
 }
 
 inline void run_columns(const Product& p, const char* scratch, int64_t begin, int64_t end) {

@@ -2,8 +2,9 @@
 
 struct Vector {
   static constexpr int size = 8;
-  // How many sums are kept in the 16 registers, and of how many rows of activations.
-  static constexpr int registers = 8, activations = 4;
+  // How many sums are kept in the 16 registers; for how many rows of the weight, if four
+  // of the activation.
+  static constexpr int registers = 8, rows = 2;
   using Floats = __m256;
   using Codes = __m256i;
   struct Levels {

@@ -3,8 +3,9 @@
 
 struct Vector {
   static constexpr int size = 16;
-  // How many sums are kept in the 32 registers, and of how many rows of activations.
-  static constexpr int registers = 20, activations = 8;
+  // How many sums are kept in the 32 registers; for how many rows of the weight, if four
+  // of the activation.
+  static constexpr int registers = 20, rows = 4;
   using Floats = __m512;
   using Codes = __m512i;
   using Levels = __m512;
