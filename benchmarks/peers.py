@@ -7,8 +7,8 @@ Each peer is installed into an environment of its own, in a folder that is kept
 (`--cache`), which takes some 12 GB and the first time minutes; what cannot be installed
 is named. Everyone gets the same normal weights and activations, and is measured in a
 process of its own, in turn with its own dense float32 product: an entry is how many
-times as fast as that it is (medians; in parentheses its slowest and its fastest run, over
-the median of the dense product). Copying results to NumPy counts, for both.
+times as fast as that it is (medians; in parentheses its slowest and its fastest run,
+over the median of the dense product). Copying results to NumPy counts, for both.
 
 SQNR is that of the product, against the float64 product with the weights before they
 were quantized; MB is by how much one product of 64 rows raises memory; GB/s how fast

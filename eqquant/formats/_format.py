@@ -112,8 +112,8 @@ class Format(abc.ABC):
 
     @property
     def boundaries(self) -> tuple[float, ...] | None:
-        """If the scale of a block of float32 is its largest magnitude, and the code of a
-        value how many of certain numbers lie below what it is of that: these numbers."""
+        """If the scale of a block of float32 is its largest magnitude, and the code of
+        a value how many of certain numbers lie below its share of that: the numbers."""
         return None
 
     @abc.abstractmethod
