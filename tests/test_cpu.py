@@ -259,6 +259,13 @@ def test_a_library_older_than_its_sources_is_not_used(monkeypatch):
     assert "older than their sources" in _library.load.__wrapped__()
 
 
+@needs_library
+def test_a_library_for_a_later_jax_is_not_used(monkeypatch):
+    monkeypatch.delenv("EQQUANT_CPU", raising=False)
+    monkeypatch.setattr(_library, "_interface_of_xla", lambda: 0)
+    assert "built for a later JAX" in _library.load.__wrapped__()
+
+
 def test_without_a_library_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("EQQUANT_CPU", raising=False)
     monkeypatch.setattr(_library, "library", tmp_path / "missing.so")

@@ -34,13 +34,13 @@ def encodes(array: Float[Array, "..."], format: Format, axes: tuple[int, ...]) -
 @ft.partial(jax.jit, static_argnames="format")
 def encode(
     array: Float[Array, "*lead size"], *, format: Format
-) -> tuple[
-    UInt8[Array, "*lead packed"], Float[Array, "*lead blocks"], Bool[Array, ""]
-]:
+) -> tuple[UInt8[Array, "*lead packed"], Float[Array, "*lead blocks"], Bool[Array, ""]]:
     """Codes, scales, and whether some value is not finite: bit for bit what
     `format.encode` gives."""
     *lead, size = array.shape
-    rows, blocks = math.prod(lead), size // format.block_size
+    block, boundaries = format.block_size, format.boundaries
+    assert block is not None and boundaries is not None
+    rows, blocks = math.prod(lead), size // block
     codes, scales, problems = jax.ffi.ffi_call(
         "eqquant_encode",
         (
@@ -50,8 +50,8 @@ def encode(
         ),
     )(
         array.reshape(rows, size),
-        jnp.asarray([*format.boundaries, jnp.inf], jnp.float32),
-        block=np.int64(format.block_size),
+        jnp.asarray([*boundaries, jnp.inf], jnp.float32),
+        block=np.int64(block),
     )
     codes, scales = codes.reshape(*lead, -1), scales.reshape(*lead, -1)
     return codes, scales, jnp.any(problems)

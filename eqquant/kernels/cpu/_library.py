@@ -3,6 +3,8 @@
 import ctypes
 import functools as ft
 import os
+import pathlib
+import re
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -43,6 +45,8 @@ def load() -> Library | str:
         native.eqquant_sources.restype = ctypes.c_char_p
         if native.eqquant_sources().decode() != fingerprint():
             return "the native kernels are older than their sources (reinstall eqquant)"
+        if native.eqquant_interface() > _interface_of_xla():
+            return "the native kernels were built for a later JAX (reinstall eqquant)"
         for name in ("eqquant_dot", "eqquant_encode"):
             handler = jax.ffi.pycapsule(getattr(native, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
@@ -60,6 +64,18 @@ def load() -> Library | str:
         ctypes.c_int,
     ]
     return Library(instructions, scratch)
+
+
+def _interface_of_xla() -> int:
+    """As the header files say that came with it. To register a handler of a later one
+    would not fail here, but when JAX looks for devices, and leave it with none."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (
+        re.search(rf"^#define XLA_FFI_API_{part} (\d+)", header, re.MULTILINE)
+        for part in ("MAJOR", "MINOR")
+    )
+    assert major and minor, "the version of XLA's interface was not found"
+    return int(major[1]) * 1000 + int(minor[1])
 
 
 def status() -> str:

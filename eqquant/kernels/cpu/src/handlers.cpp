@@ -198,5 +198,8 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   return routine->scratch(p);
 }
 
+// The interface of XLA that this was built for. XLA serves older ones, not newer ones.
+EQQUANT_EXPORT int eqquant_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
 // Which sources this library was built from.
 EQQUANT_EXPORT const char* eqquant_sources() { return EQQUANT_SOURCES; }
