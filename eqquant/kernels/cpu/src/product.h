@@ -52,7 +52,7 @@ extern const Routine float_avx512, float_rows_avx512;
 // For activations split in digits of 8 bits: AVX-512 VNNI.
 extern const Routine digits_avx512;
 // For many rows: operands split in two bfloat16 each, three products of these. AMX.
-extern const Routine split_amx, split_rows_amx;
+extern const Routine split_amx;
 
 // The best instructions of this machine: 0 (none of them), 1 (AVX2), 2 (AVX-512 with
 // VNNI), 3 (AMX with bfloat16).
