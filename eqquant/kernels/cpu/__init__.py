@@ -115,7 +115,7 @@ def choose_kernel(
         # XLA has one product of bfloat16 for many rows, if that is precise enough.
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         one_will_do = precision == "default" or narrow
-        return None if one_will_do and m > 128 else "split, AMX"
+        return None if one_will_do and m > 64 else "split, AMX"
     return floats if m <= (32 if avx512 else 16) else None
 
 
