@@ -12,13 +12,14 @@ WORKERS ?= 2
 export JAX_PLATFORMS ?= cpu
 
 BIN := $(VENV)/bin
+NATIVE := $(wildcard eqquant/kernels/cpu/src/*) eqquant/kernels/cpu/_build.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test lint format docs bench clean
+.PHONY: help demo examples test test-lowerings sanitize lint format docs bench peers clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
@@ -28,7 +29,10 @@ help:
 	@echo 'make format    put the style right'
 	@echo 'make docs      build the documentation into site/'
 	@echo 'make bench     run the benchmarks'
+	@echo 'make peers     compare products with those of other libraries'
 	@echo 'make clean     remove all that the others made'
+	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
+	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
 
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
@@ -41,6 +45,26 @@ examples: $(VENV)/.has-examples $(VENV)/.has-weights
 
 test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# A machine has one kind of CPU; this is how the others are tested on it.
+test-lowerings: $(VENV)/.has-test
+	set -e; for best in off avx2; do \
+		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
+			-q -n $(WORKERS) --dist worksteal tests/test_dot.py tests/test_array.py \
+			tests/test_formats.py tests/test_cpu.py; \
+	done
+
+# Without XLA, which is not built for it.
+SANITIZED := tests/native/main.cpp $(filter-out %/handlers.cpp,$(filter %.cpp,$(NATIVE)))
+SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
+
+sanitize:
+	@if ! command -v $(CXX) > /dev/null || [ "$$(uname -m)" != x86_64 ]; then \
+		echo 'NOT RUN: make sanitize needs a C++ compiler, and x86-64'; exit 0; fi; \
+	set -e; mkdir -p build/sanitize; printf '%s\n' $(SANITIZED) | xargs -P $(WORKERS) -I{} \
+		sh -c '$(CXX) -std=c++17 -O1 -g1 -Wno-maybe-uninitialized $(SANITIZERS) \
+			-Ieqquant/kernels/cpu/src -c {} -o build/sanitize/$$(basename {}).o'; \
+	$(CXX) $(SANITIZERS) build/sanitize/*.o -o build/sanitize/main; build/sanitize/main
 
 lint: $(VENV)/.has-lint
 	$(BIN)/ruff check .
@@ -55,12 +79,16 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in benchmarks/[a-z]*.py; do \
+	set -e; for script in $(filter-out %/peers.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 
+peers: $(VENV)/.has-test
+	$(BIN)/python benchmarks/peers.py
+
 clean:
 	rm -rf $(VENV) site dist build examples/output
+	rm -f eqquant/kernels/cpu/_native.so*
 	rm -rf .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -75,8 +103,11 @@ $(VENV)/.exists:
 	@touch $@
 
 # eqquant itself, editable, with one of its extras.
-$(VENV)/.has-%: $(VENV)/.exists pyproject.toml
+# That compiles the native kernels, too, if there is a compiler; what came of it is said,
+# as pip does not.
+$(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 	$(PIP) --editable '.[$*]'
+	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@
 
 # By themselves: pyproject.toml says why.

@@ -2,6 +2,7 @@
 
     python benchmarks/matmul.py
     python benchmarks/matmul.py --formats nf4 --m 1 8 --transposed
+    python benchmarks/matmul.py --formats nf4 --m 1 --ring 1.1
     python benchmarks/matmul.py --csv matmul.csv
 
 An entry is the time of the dense float32 product over the time of this one: above 1 is
@@ -13,6 +14,7 @@ the dequantized weight, in float64; MB are of temporaries.
 import argparse
 import csv
 import dataclasses
+import itertools
 
 import eqquant
 import jax
@@ -47,14 +49,31 @@ def dequantize_then_dot(x, q):
     return dense(x, q.dequantize())
 
 
+def ring(weight, gigabytes: float):
+    """Copies of a weight, one after the other, that together no cache holds."""
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
+    copies = max(1, round(gigabytes * 1e9 / size))
+    others = (jax.tree.map(jnp.copy, weight) for _ in range(copies - 1))
+    return itertools.cycle([weight, *others])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", type=int, default=4096, help="rows and columns")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument(
+        "--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS
+    )
     parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
     parser.add_argument("--seconds", type=float, default=1.0, help="for each entry")
     parser.add_argument(
         "--transposed", action="store_true", help="contract rows, as a gradient does"
+    )
+    parser.add_argument(
+        "--ring",
+        type=float,
+        default=0.0,
+        help="gigabytes of copies of each weight, to take in turn",
     )
     parser.add_argument("--csv", help="a file to write the table to as well")
     options = parser.parse_args()
@@ -71,6 +90,7 @@ def main() -> None:
     transposed = options.transposed
     baseline = jax.jit(dense_transposed if transposed else dense)
     quantized = jax.jit(product_transposed if transposed else product)
+    weights = ring(weight, options.ring)
     for name in options.formats:
         q = eqquant.quantize(weight, name)
         exact = np.asarray(q.dequantize(), np.float64)
@@ -79,7 +99,7 @@ def main() -> None:
                 quantized,
                 q.replace(format=dataclasses.replace(q.format, precision=precision)),
             )
-            for precision in PRECISIONS
+            for precision in options.precisions
         }
         if not transposed:
             variants["dequantize, then dot"] = (jax.jit(dequantize_then_dot), q)
@@ -87,6 +107,7 @@ def main() -> None:
         rows = {
             variant: f"{name:<9}{variant:<21}{per_weight:>9.3f}" for variant in variants
         }
+        rings = {name: ring(q, options.ring) for name, (_, q) in variants.items()}
         for m in options.m:
             x = jnp.asarray(rng.standard_normal((m, size), dtype=np.float32))
             reference = np.asarray(x, np.float64) @ (exact if transposed else exact.T)
@@ -97,10 +118,12 @@ def main() -> None:
             # One after the other, so that each finds its weight in no cache, as the
             # layers of a model do.
             times = interleaved(
-                {"dense": lambda x=x: baseline(x, weight)}
+                {"dense": lambda x=x: baseline(x, next(weights))}
                 | {
-                    variant: lambda x=x, q=q, call=compiled[variant]: call(x, q)
-                    for variant, (_, q) in variants.items()
+                    variant: lambda x=x, ring=rings[variant], call=compiled[variant]: (
+                        call(x, next(ring))
+                    )
+                    for variant in variants
                 },
                 seconds=options.seconds * (1 + len(variants)),
             )

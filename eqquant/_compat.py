@@ -213,3 +213,8 @@ def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
         manual = axes.manual_axes | set(axes.mesh.manual_axes)
         return manual != frozenset(axes.mesh.axis_names)
     return False
+
+
+def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
+    """Whether this program is lowered by `jax.export`, to run elsewhere."""
+    return ctx.module_context.lowering_parameters.for_export

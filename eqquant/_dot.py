@@ -22,13 +22,14 @@ from ._compat import (
     config,
     has_explicit_axes,
     is_automatically_partitioned,
+    is_exported,
     match_varying,
     spec_of,
     zero_tangent,
 )
 from ._int8 import round_int8
 from .formats import Format, Precision
-from .kernels import tpu, xla
+from .kernels import cpu, tpu, xla
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -136,26 +137,43 @@ def _dot_by(kernel) -> Callable:
     return dot
 
 
-def _dot_on_tpu(x, codes, scales, **params):
-    kernel = xla if tpu.why_not(x, codes, scales, **params) else tpu
-    return _dot_by(kernel)(x, codes, scales, **params)
+def _seen(x, format: Format):
+    """The activation as a kernel gets it: its shape and dtype."""
+    dtype = jnp.int8 if format.activations == "int8" else x.dtype
+    return jax.ShapeDtypeStruct(x.shape, dtype)
+
+
+def _dot_on(platform_kernel) -> Callable:
+    """The product by a kernel of a platform, or by XLA's where there is none."""
+
+    def dot(x, codes, scales, **params):
+        seen = _seen(x, params["format"])
+        reason = platform_kernel.why_not(seen, codes, scales, **params)
+        return _dot_by(xla if reason else platform_kernel)(x, codes, scales, **params)
+
+    return dot
 
 
 def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     """What a product becomes on a platform, in words. Only shapes and dtypes count."""
     because = ""
-    if params["format"].activations == "int8":
-        x = jax.ShapeDtypeStruct(x.shape, jnp.int8)
+    x = _seen(x, params["format"])
     if platform == "tpu":
         reason = tpu.why_not(x, codes, scales, **params)
         if reason is None:
             return f"Pallas kernel, variant {tpu.variant_of(x, codes, **params)!r}"
         because = f", as {reason}"
+    elif platform == "cpu":
+        reason = cpu.why_not(x, codes, scales, **params)
+        if reason is None:
+            return f"native kernel {cpu.choose_kernel(x, codes, scales, **params)!r}"
+        because = f", as {reason}"
     return f"XLA, recipe {xla.recipe_of(x, codes, scales, **params)!r}{because}"
 
 
 _lower_xla = mlir.lower_fun(_dot_by(xla), multiple_results=False)
-_lower_tpu = mlir.lower_fun(_dot_on_tpu, multiple_results=False)
+_lower_tpu = mlir.lower_fun(_dot_on(tpu), multiple_results=False)
+_lower_cpu = mlir.lower_fun(_dot_on(cpu), multiple_results=False)
 
 
 def _lower_for_tpu(ctx, *args, **params):
@@ -164,7 +182,15 @@ def _lower_for_tpu(ctx, *args, **params):
     return lower(ctx, *args, **params)
 
 
+def _lower_for_cpu(ctx, *args, **params):
+    # As above; and what is exported may run where there is no library.
+    portable = is_automatically_partitioned(ctx) or is_exported(ctx)
+    lower = _lower_xla if portable else _lower_cpu
+    return lower(ctx, *args, **params)
+
+
 mlir.register_lowering(quantized_dot_p, _lower_xla)
+mlir.register_lowering(quantized_dot_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(quantized_dot_p, _lower_for_tpu, platform="tpu")
 
 

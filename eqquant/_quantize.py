@@ -20,6 +20,7 @@ from ._pipeline import pipeline
 from ._typing import typed
 from .formats import as_format, Format, QuantizedScales
 from .formats._format import reduce_blocks
+from .kernels import cpu
 
 
 @typed
@@ -93,8 +94,11 @@ def quantize(
     if scales is not None:
         _check_scales(scales, array, axes, format)
         given = scales.astype(format.scale_dtype)
-    chunked = _is_on_one_device(array)
-    codes, stored, problem = _encode(array, format, axes, chunked, given)
+    if given is None and not is_traced(array) and cpu.encodes(array, format, axes):
+        codes, stored, problem = cpu.encode(array, format=format)
+    else:
+        on_one = _is_on_one_device(array)
+        codes, stored, problem = _encode(array, format, axes, on_one, given)
     if check_finite:
         if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer

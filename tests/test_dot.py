@@ -287,7 +287,8 @@ def test_export(default_format, normal):
     fn = jax.jit(lambda x, codes, scales: x @ q.replace(codes=codes, scales=scales).T)
     exported = export.export(fn)(x, q.codes, q.scales)
     loaded = export.deserialize(exported.serialize())
-    assert relative(loaded.call(x, q.codes, q.scales), x @ q.T) == 0
+    # What is exported is XLA's lowering, wherever it runs.
+    assert relative(loaded.call(x, q.codes, q.scales), x @ q.T) < TOLERANCE["high"]
 
 
 def test_no_weight_is_materialised(format, normal):

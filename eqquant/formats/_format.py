@@ -138,6 +138,12 @@ class Format(abc.ABC):
         """How many bytes the scales of such a blocked axis take."""
         return self.num_blocks(size) * self.scale_dtype.itemsize
 
+    @property
+    def boundaries(self) -> tuple[float, ...] | None:
+        """If the scale of a block of float32 is its largest magnitude, and the code of
+        a value how many of certain numbers lie below its share of that: the numbers."""
+        return None
+
     @abc.abstractmethod
     def encode(
         self,

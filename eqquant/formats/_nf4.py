@@ -130,6 +130,13 @@ class NF4(Format):
         blocks = self.num_blocks(size)
         return blocks + num_groups(blocks)
 
+    @property
+    def boundaries(self):
+        if self.scale_search or self.double_quantization:
+            return None
+        dtype = np.dtype("float32")
+        return tuple(float(_midpoint(*pair, dtype)) for pair in pairwise(_table))
+
     def encode(self, blocks, absmax, counts, limit):
         del counts
         scales = self._search(blocks, absmax) if self.scale_search else absmax

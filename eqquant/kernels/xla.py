@@ -42,7 +42,7 @@ Recipe = Literal["float", "split", "bfloat16", "round", "int8"]
 # Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
 _tile_bytes = 2**22
 # The longest sum of products of int8 that int32 holds.
-_longest_int8_sum = (2**31 - 1) // 127**2
+longest_int8_sum = (2**31 - 1) // 127**2
 
 
 def choose_recipe(
@@ -57,7 +57,7 @@ def choose_recipe(
 ) -> Recipe:
     """How to multiply `rows` rows of an activation, contracting `size` elements, with a
     weight of so many `blocks` to the row. `dtypes` are those of the two."""
-    int8_sums = size <= _longest_int8_sum
+    int8_sums = size <= longest_int8_sum
     exact_in_int8 = format.integer_levels and blocks == 1
     if dtypes[0] == jnp.int8 and exact_in_int8 and int8_sums and not contract_rows:
         return "int8"

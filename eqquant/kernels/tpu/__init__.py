@@ -9,6 +9,8 @@ What lies outside of an array in the last tile of an axis is undefined: the acti
 is padded with zeros there, and scales are masked, as zero times NaN would not be zero.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
@@ -45,7 +47,9 @@ def dot(
         return a.reshape(-1, *a.shape[-2:])
 
     args = flat(x), flat(codes), flat(scales)
-    options = dict(format=format, out_dtype=out_dtype, chip=chip(), interpret=interpret)
+    options: dict[str, Any] = dict(
+        format=format, out_dtype=out_dtype, chip=chip(), interpret=interpret
+    )
     if kernel == "decode":
         out = _decode.contract_columns(*args, exact=not rounded, **options)
     else:

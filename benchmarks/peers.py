@@ -1,0 +1,159 @@
+"""Products with quantized weights, beside those of other libraries.
+
+    python benchmarks/peers.py
+    python benchmarks/peers.py --peers eqquant bitsandbytes --m 1 8 --markdown
+
+Each peer is installed into an environment of its own, in a folder that is kept
+(`--cache`), which takes some 12 GB and the first time minutes; what cannot be installed
+is named. Everyone gets the same normal weights and activations, and is measured in a
+process of its own, in turn with its own dense float32 product: an entry is how many
+times as fast as that it is (medians; in parentheses its slowest and its fastest run,
+over the median of the dense product). Copying results to NumPy counts, for both.
+
+SQNR is that of the product, against the float64 product with the weights before they
+were quantized; MB is by how much one product of 64 rows raises memory; GB/s how fast
+float32 weights are quantized (and packed, and compiled where that happens then).
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import venv
+
+from _peers import PEERS
+
+
+# llama.cpp comes with the bindings, which compile it for this machine; torchao compiles
+# its products.
+PACKAGES = {
+    "eformer": ["eformer"],
+    "qwix": ["qwix"],
+    "bitsandbytes": ["bitsandbytes", "torch", "numpy"],
+    "torchao": ["torchao", "torch", "numpy", "setuptools"],
+    "onnxruntime": ["onnxruntime", "onnx", "numpy"],
+    "llama.cpp": ["llama-cpp-python", "numpy"],
+}
+HERE = pathlib.Path(__file__).resolve().parent
+CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+
+
+def install(name: str, cache: pathlib.Path) -> str:
+    """The Python of a peer; a `RuntimeError` says why there is none."""
+    if name not in PACKAGES:
+        return sys.executable
+    folder = cache / name
+    python = folder / "bin" / "python"
+    done = folder / ".installed"
+    if not done.exists() or done.read_text().split() != PACKAGES[name]:
+        print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
+        venv.create(folder, with_pip=True)
+        command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
+        ran = subprocess.run(
+            [*command, *PACKAGES[name]], capture_output=True, text=True
+        )
+        if ran.returncode:
+            raise RuntimeError(f"cannot be installed: {last_line(ran.stderr)}")
+        done.write_text("\n".join(PACKAGES[name]))
+    return str(python)
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "it says nothing"
+
+
+def measure(name: str, python: str, options: dict, timeout: float) -> list[dict]:
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if name.startswith("eqquant"):
+        environment["EQQUANT_CPU"] = "off" if "XLA" in name else "amx"
+    ran = subprocess.run(
+        [python, str(HERE / "_peers.py"), name, json.dumps(options)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=timeout,
+    )
+    if ran.returncode:
+        raise RuntimeError(f"fails: {last_line(ran.stderr)}")
+    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line) for line in lines]
+
+
+def cells(name: str, result: dict, ms: list[int]) -> list[str]:
+    def ratio(m):
+        median, least, most = result["ratios"][str(m)]
+        return f"{median:.2f} ({least:.2f}-{most:.2f})"
+
+    memory = result["peak_mb"]
+    return [
+        f"{name}: {result['variant']}",
+        *map(ratio, ms),
+        f"{result['bytes_per_weight']:.3f}",
+        f"{result['sqnr']:.1f}",
+        f"{result['quantized_gb_per_s']:.2f}",
+        "-" if memory is None else f"{memory:.0f}",
+    ]
+
+
+def print_table(rows: list[list[str]], markdown: bool) -> None:
+    if markdown:
+        rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+        print("\n".join("| " + " | ".join(row) + " |" for row in rows))
+        return
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(c.ljust(n) for c, n in zip(row, widths, strict=True)).rstrip())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument(
+        "--shapes", nargs="+", default=["4096x4096", "11008x4096"], help="ROWSxCOLUMNS"
+    )
+    parser.add_argument("--seconds", type=float, default=0.5, help="for each entry")
+    parser.add_argument("--timeout", type=float, default=1800, help="for each peer")
+    parser.add_argument("--cache", type=pathlib.Path, default=CACHE / "eqquant-peers")
+    parser.add_argument("--markdown", action="store_true")
+    options = parser.parse_args()
+
+    shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
+    asked = {
+        "m": options.m,
+        "shapes": shapes,
+        "seconds": options.seconds,
+        "at_least": 7,
+    }
+    found, missing, versions = [], [], {}
+    for name in options.peers:
+        try:
+            python = install(name, options.cache)
+            results = measure(name, python, asked, options.timeout)
+        except (RuntimeError, subprocess.TimeoutExpired) as problem:
+            missing.append(f"{name}: {problem}")
+            continue
+        print(f"measured {name}", file=sys.stderr, flush=True)
+        for result in results:
+            if "failed" in result:
+                missing.append(f"{name}, {result['variant']}: {result['failed']}")
+            else:
+                found.append((name, result))
+                versions[name] = result["version"]
+    head = ["", *(f"M={m}" for m in options.m), "B/weight", "SQNR dB", "GB/s", "MB"]
+    for shape in shapes:
+        print(f"\nweights of {shape[0]} x {shape[1]}, times as fast as dense float32\n")
+        of_shape = [cells(n, r, options.m) for n, r in found if r["shape"] == shape]
+        print_table([head, *of_shape], options.markdown)
+    print()
+    for name, version in versions.items():
+        print(f"{name}: {version}")
+    for line in missing:
+        print(f"NOT MEASURED: {line}")
+
+
+if __name__ == "__main__":
+    main()

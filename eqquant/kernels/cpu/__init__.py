@@ -1,0 +1,142 @@
+"""Products with quantized weights on CPUs: native kernels.
+
+Codes are decoded in registers, by a table lookup, and used at once. The library,
+`src/`, is plain C++, which XLA calls through its foreign function interface and lends
+its own threads. Nothing in it knows a format: it gets the levels of one as a table.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8, UInt8
+
+from ...formats import Format, Precision
+from ..xla import longest_int8_sum
+from ._encode import encode as encode, encodes as encodes
+from ._library import load, status as status
+
+
+def dot(
+    x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
+    codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
+    scales: Float[Array, "*batch rows blocks"],
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    out_dtype,
+    kernel: str | None = None,
+) -> Float[Array, "*batch m out"]:
+    """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
+    library = load()
+    assert not isinstance(library, str), library
+    if kernel is None:
+        kernel = choose_kernel(
+            x,
+            codes,
+            scales,
+            format=format,
+            contract_rows=contract_rows,
+            precision=precision,
+            weight_dtype=weight_dtype,
+        )
+        assert kernel is not None
+    *batch, rows, packed = codes.shape
+    m = x.shape[-2]
+    columns = packed * 8 // format.bits
+    scratch = library.scratch(
+        kernel.encode(), contract_rows, m, rows, packed, scales.shape[-1], format.bits
+    )
+    out = (*batch, m, columns if contract_rows else rows)
+    results = (
+        jax.ShapeDtypeStruct(out, jnp.float32),
+        # Of the kernel, but XLA's to allocate and to account for.
+        jax.ShapeDtypeStruct((max(scratch, 1),), jnp.uint8),
+    )
+    product, _ = jax.ffi.ffi_call("eqquant_dot", results)(
+        x.astype(jnp.float32),
+        codes,
+        scales,
+        _levels(format),
+        kernel=kernel,
+        bits=np.int64(format.bits),
+        run=np.int64(packed if format.bits == 8 else format.group * format.bits // 8),
+        contract_rows=contract_rows,
+    )
+    return product.astype(out_dtype)
+
+
+def _levels(format: Format) -> Float[Array, "16"]:
+    """Of every value of four bits; a narrower code is the lowest of these."""
+    if format.bits == 8:
+        return jnp.zeros(16)  # Such codes stand for themselves.
+    codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
+    return format.levels(codes, jnp.float32)
+
+
+def choose_kernel(
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    **_,
+) -> str | None:
+    """Which kernel a product gets, by the shapes and dtypes of its operands; `None` if
+    XLA's own are faster. Errors are relative (Frobenius norm), on normal activations
+    and weights:
+
+    - `"float, AVX-512"` (AVX2): weights exact, multiplied in float32. 1e-6.
+    - `"two digits, AVX-512"`: weights exact, activations in two int8, which is 15 bits
+        of them. 4e-5.
+    - `"one digit, AVX-512"`: activations rounded to int8. 1e-2.
+    - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
+    """
+    library = load()
+    assert not isinstance(library, str), library
+    m, size = x.shape[-2:]
+    blocks = scales.shape[-1]
+    avx512, amx = library.instructions >= 2, library.instructions >= 3
+    floats = "float, AVX-512" if avx512 else "float, AVX2"
+    if precision == "highest":
+        return floats if m <= (32 if avx512 else 16) else None
+    if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
+        # What XLA has for these is fast, too.
+        if contract_rows or not avx512:
+            return floats if m <= 8 else None
+        rounded = precision == "default" or x.dtype == jnp.int8
+        digits = "one digit" if rounded else "two digits"
+        return f"{digits}, AVX-512" if m < (8 if format.bits == 8 else 24) else None
+    in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
+    if amx and in_tiles and not contract_rows and m >= 12:
+        # XLA has one product of bfloat16 for many rows, if that is precise enough.
+        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
+        one_will_do = precision == "default" or narrow
+        return None if one_will_do and m > 64 else "split, AMX"
+    return floats if m <= (32 if avx512 else 16) else None
+
+
+def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:
+    """Why a product has no native kernel, if it has none."""
+    library = load()
+    if isinstance(library, str):
+        return library
+    for dtype in (x.dtype, weight_dtype, scales.dtype):
+        if jnp.dtype(dtype).itemsize > 4:
+            return f"native kernels compute in float32 at most, not in {dtype}"
+    if 0 in (*x.shape, *codes.shape):
+        return "there is nothing to multiply"
+    if format.bits not in (1, 2, 4) and not (
+        format.bits == 8 and format.integer_levels
+    ):
+        return f"there are no native kernels for codes like those of {format.name}"
+    if scales.shape[-1] > 1 and codes.shape[-1] // scales.shape[-1] < 8:
+        return f"blocks of {format.block_size} are shorter than a register"
+    params |= {"format": format, "weight_dtype": weight_dtype}
+    if choose_kernel(x, codes, scales, **params) is None:
+        return f"for {x.shape[-2]} rows XLA is faster than the native kernels"
+    return None

@@ -1,0 +1,87 @@
+"""The library of native kernels: found, checked, and made known to XLA, once."""
+
+import ctypes
+import functools as ft
+import os
+import pathlib
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+
+from ._build import fingerprint, library
+
+
+# What a CPU may have, each with all of those before it.
+instruction_sets = ("none", "avx2", "avx512", "amx")
+
+
+class Library(NamedTuple):
+    # The best instructions that it may use: an index of `instruction_sets`.
+    instructions: int
+    scratch: Callable[..., int]
+
+
+@ft.cache
+def load() -> Library | str:
+    """The library, or why there is none.
+
+    The environment variable `EQQUANT_CPU` is read here, when the first product is
+    lowered: `off`, or the best of the instruction sets to use.
+    """
+    wanted = os.environ.get("EQQUANT_CPU", instruction_sets[-1])
+    if wanted not in ("off", *instruction_sets[1:]):
+        raise ValueError(
+            f"EQQUANT_CPU must be one of {('off', *instruction_sets[1:])}, got "
+            f"{wanted!r}."
+        )
+    if wanted == "off":
+        return "native kernels are switched off (EQQUANT_CPU=off)"
+    if not library.exists():
+        return "eqquant was installed without native kernels"
+    try:
+        native = ctypes.CDLL(str(library))
+        native.eqquant_sources.restype = ctypes.c_char_p
+        if native.eqquant_sources().decode() != fingerprint():
+            return "the native kernels are older than their sources (reinstall eqquant)"
+        if native.eqquant_interface() > _interface_of_xla():
+            return "the native kernels were built for a later JAX (reinstall eqquant)"
+        for name in ("eqquant_dot", "eqquant_encode"):
+            handler = jax.ffi.pycapsule(getattr(native, name))
+            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+    except Exception as error:  # Whatever is wrong with it, XLA serves.
+        return f"the native kernels cannot be loaded ({error})"
+    instructions = min(native.eqquant_instructions(), instruction_sets.index(wanted))
+    if not instructions:
+        return "this CPU lacks AVX2"
+    scratch = native.eqquant_scratch
+    scratch.restype = ctypes.c_int64
+    scratch.argtypes = [
+        ctypes.c_char_p,
+        ctypes.c_int,
+        *[ctypes.c_int64] * 4,
+        ctypes.c_int,
+    ]
+    return Library(instructions, scratch)
+
+
+def _interface_of_xla() -> int:
+    """As the header files say that came with it. To register a handler of a later one
+    would not fail here, but when JAX looks for devices, and leave it with none."""
+    header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
+    major, minor = (
+        re.search(rf"^#define XLA_FFI_API_{part} (\d+)", header, re.MULTILINE)
+        for part in ("MAJOR", "MINOR")
+    )
+    assert major and minor, "the version of XLA's interface was not found"
+    return int(major[1]) * 1000 + int(minor[1])
+
+
+def status() -> str:
+    """One line on what there is."""
+    found = load()
+    if isinstance(found, str):
+        return f"Native CPU kernels: none; {found}. XLA serves."
+    best = instruction_sets[found.instructions]
+    return f"Native CPU kernels: up to {best}."

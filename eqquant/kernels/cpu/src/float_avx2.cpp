@@ -1,0 +1,22 @@
+#include <immintrin.h>
+
+#include <vector>
+
+#include "product.h"
+#include "target.h"
+
+EQQUANT_TARGET_BEGIN("avx2,fma")
+namespace eqquant {
+namespace avx2 {
+
+#include "vector_avx2.h"
+
+#include "float_kernels.h"
+
+}  // namespace avx2
+
+const Routine float_avx2 = {avx2::prepare_columns, avx2::run_columns, avx2::columns_scratch, 8};
+const Routine float_rows_avx2 = {avx2::prepare_rows, avx2::run_rows, avx2::rows_scratch, 64};
+
+}  // namespace eqquant
+EQQUANT_TARGET_END

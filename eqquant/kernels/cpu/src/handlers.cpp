@@ -1,0 +1,205 @@
+// What XLA calls: operands checked against one another, and the work shared out.
+#include <string>
+#include <string_view>
+
+#include "encode.h"
+#include "parallel.h"
+#include "product.h"
+
+namespace ffi = xla::ffi;
+
+namespace eqquant {
+namespace {
+
+// Below this many multiplications, to wake another thread takes longer than to do them.
+constexpr int64_t worth_a_thread = 1 << 17;
+
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("eqquant: " + what);
+}
+
+struct Kernel {
+  std::string_view name;
+  const Routine* columns;
+  const Routine* rows;
+  int digits;
+  int needs;
+};
+
+constexpr Kernel kernels[] = {
+    {"float, AVX2", &float_avx2, &float_rows_avx2, 0, 1},
+    {"float, AVX-512", &float_avx512, &float_rows_avx512, 0, 2},
+    {"two digits, AVX-512", &digits_avx512, nullptr, 2, 2},
+    {"one digit, AVX-512", &digits_avx512, nullptr, 1, 2},
+    {"split, AMX", &split_amx, nullptr, 0, 3},
+};
+
+const Kernel* find(std::string_view name) {
+  for (const Kernel& kernel : kernels)
+    if (kernel.name == name) return &kernel;
+  return nullptr;
+}
+
+template <class Dimensions>
+int64_t product_of(const Dimensions& dimensions, size_t count) {
+  int64_t out = 1;
+  for (size_t i = 0; i < count; i++) out *= dimensions[i];
+  return out;
+}
+
+ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
+               ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
+               ffi::ResultBuffer<ffi::F32> y,
+               ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
+               int64_t run, bool contract_rows) {
+  const Kernel* found = find(kernel);
+  if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
+  if (found->needs > instructions())
+    return invalid("this CPU cannot run '" + std::string(kernel) + "'");
+  const Routine* routine = contract_rows ? found->rows : found->columns;
+  if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
+  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return invalid("bits must be 1, 2, 4, 8");
+  if (levels.element_count() != 16) return invalid("there must be 16 levels");
+
+  const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
+             of_y = y->dimensions();
+  const size_t rank = of_x.size();
+  if (rank < 2 || of_codes.size() != rank || of_scales.size() != rank || of_y.size() != rank)
+    return invalid("operands must have the same number of axes, two or more");
+  if (codes.element_type() != (bits == 8 ? ffi::S8 : ffi::U8))
+    return invalid("codes must be int8 if they have 8 bits, and otherwise uint8");
+  if (scales.element_type() != ffi::F32 && scales.element_type() != ffi::BF16)
+    return invalid("scales must be float32 or bfloat16");
+  const size_t last = rank - 1, second = rank - 2;
+  const int64_t batch = product_of(of_x, second);
+  for (size_t i = 0; i < second; i++)
+    if (of_codes[i] != of_x[i] || of_scales[i] != of_x[i] || of_y[i] != of_x[i])
+      return invalid("operands must have the same batch axes");
+
+  Product p{};
+  p.m = of_x[second];
+  p.rows = of_codes[second];
+  p.packed = of_codes[last];
+  p.blocks = of_scales[last];
+  p.bits = static_cast<int>(bits);
+  p.run = run;
+  p.bfloat16_scales = scales.element_type() == ffi::BF16;
+  p.contract_rows = contract_rows;
+  p.levels = levels.typed_data();
+  p.digits = found->digits;
+  const int64_t in = contract_rows ? p.rows : p.columns();
+  const int64_t out = contract_rows ? p.columns() : p.rows;
+  if (of_x[last] != in || of_scales[second] != p.rows || of_y[second] != p.m || of_y[last] != out)
+    return invalid("shapes of operands do not fit");
+  if (!x.element_count() || !codes.element_count() || !batch)
+    return invalid("operands must not be empty");
+  if (run < 1 || p.packed % run) return invalid("run must divide the bytes of a row");
+  if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
+  if (p.digits && p.blocks != 1) return invalid("digits need one scale for each row");
+  if (found->needs == 3 && p.blocks > 1 && p.block_bytes() % 16)
+    return invalid("blocks must be a multiple of 16 bytes");
+  if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
+    return invalid("scratch is too small");
+
+  char* space = reinterpret_cast<char*>(scratch->typed_data());
+  const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
+  const char* all_scales = static_cast<const char*>(scales.untyped_data());
+  const int64_t scale_size = p.bfloat16_scales ? 2 : 4;
+  const int64_t units = contract_rows ? p.packed : p.rows;
+  const bool alone = p.m * p.rows * p.columns() < worth_a_thread;
+  for (int64_t i = 0; i < batch; i++) {
+    p.x = x.typed_data() + i * p.m * in;
+    p.codes = all_codes + i * p.rows * p.packed;
+    p.scales = all_scales + i * p.rows * p.blocks * scale_size;
+    p.y = y->typed_data() + i * p.m * out;
+    if (alone) {
+      routine->prepare(p, space, 0, p.m);
+      routine->run(p, space, 0, units);
+      continue;
+    }
+    parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
+      routine->prepare(p, space, begin, end);
+    });
+    parallel_for(pool, units, routine->grain, [&](int64_t begin, int64_t end) {
+      routine->run(p, space, begin, end);
+    });
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                  ffi::Buffer<ffi::F32> boundaries, ffi::ResultBuffer<ffi::U8> codes,
+                  ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
+                  int64_t block) {
+  if (instructions() < 2) return invalid("this CPU cannot encode");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  if (boundaries.element_count() != 16) return invalid("there must be 16 boundaries");
+  if (block < 32 || block % 32 || of_x[1] % block)
+    return invalid("block must be a multiple of 32, and divide the size of a row");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (int64_t(codes->element_count()) != rows * size / 2 ||
+      int64_t(scales->element_count()) != rows * size / block ||
+      int64_t(problems->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  const Encoding e{x.typed_data(),        boundaries.typed_data(), codes->typed_data(),
+                   scales->typed_data(),  problems->typed_data(),  rows,
+                   size,                  block};
+  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  parallel_for(pool, rows, grain,
+               [&](int64_t begin, int64_t end) { encode_avx512(e, begin, end); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace eqquant
+
+#define EQQUANT_EXPORT extern "C" __attribute__((visibility("default")))
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_dot(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Attr<std::string_view>("kernel")
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("run")
+                                  .Attr<bool>("contract_rows"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("block"));
+
+// See instructions() in product.h.
+EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
+
+// How much scratch a product needs, in bytes; -1 if there is no such kernel.
+EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int64_t m,
+                                       int64_t rows, int64_t packed, int64_t blocks, int bits) {
+  const eqquant::Kernel* found = eqquant::find(kernel);
+  const eqquant::Routine* routine =
+      !found ? nullptr : contract_rows ? found->rows : found->columns;
+  if (!routine) return -1;
+  eqquant::Product p{};
+  p.m = m, p.rows = rows, p.packed = packed, p.blocks = blocks, p.bits = bits;
+  p.digits = found->digits;
+  return routine->scratch(p);
+}
+
+// The interface of XLA that this was built for. XLA serves older ones, not newer ones.
+EQQUANT_EXPORT int eqquant_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+// Which sources this library was built from.
+EQQUANT_EXPORT const char* eqquant_sources() { return EQQUANT_SOURCES; }

@@ -1,0 +1,47 @@
+// Loops on XLA's own threads.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <thread>
+
+#include "xla/ffi/api/ffi.h"
+
+namespace eqquant {
+
+// `use(begin, end)` for pieces of [0, count), each but the last a multiple of `grain`.
+//
+// The calling thread works, too, and waits only for pieces that some thread has begun: so
+// it gets done however busy the others are, and a task that comes late finds no piece and
+// touches nothing but the counters.
+template <class Use>
+void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, const Use& use) {
+  const int64_t threads = std::max<int64_t>(1, pool.num_threads());
+  // Several pieces to a thread, as some have other work.
+  const int64_t wanted = (count + 4 * threads - 1) / (4 * threads);
+  const int64_t piece = (wanted + grain - 1) / grain * grain;
+  const int64_t pieces = (count + piece - 1) / piece;
+  if (threads == 1 || pieces <= 1) return use(0, count);
+
+  struct Counters {
+    std::atomic<int64_t> next{0}, done{0};
+  };
+  auto counters = std::make_shared<Counters>();
+  const auto work = [counters, pieces, piece, count, &use] {
+    for (int64_t i; (i = counters->next.fetch_add(1)) < pieces;) {
+      use(i * piece, std::min(count, (i + 1) * piece));
+      counters->done.fetch_add(1, std::memory_order_release);
+    }
+  };
+  for (int64_t i = 1; i < std::min(threads, pieces); i++) {
+    auto task = work;
+    pool.Schedule(std::move(task));
+  }
+  work();
+  // Seldom long; where it is, the thread that is waited for may need this very core.
+  for (int i = 0; counters->done.load(std::memory_order_acquire) < pieces; i++)
+    i < 1000 ? __builtin_ia32_pause() : std::this_thread::yield();
+}
+
+}  // namespace eqquant

@@ -1,0 +1,89 @@
+// What a product is, and the routines that compute it. Nothing here knows of XLA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace eqquant {
+
+// `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
+//
+// A row of `codes` is `packed` bytes. Byte j holds one code of each of `planes` planes,
+// lowest bits first. In *plane order* (plane, byte) the codes of a row are where a shift
+// leaves them, so that is the order in which a row is used; the activation is brought
+// into it, or the result out of it. In logical order a run of `run` bytes of one plane is
+// followed by the same run of the next.
+struct Product {
+  const float* x;         // (m, columns), or (m, rows) where rows are contracted
+  const uint8_t* codes;   // (rows, packed)
+  const void* scales;     // (rows, blocks)
+  float* y;               // (m, rows), or (m, columns)
+  int64_t m, rows, packed, blocks;
+  int bits;               // of a code: 1, 2, 4 or 8
+  int64_t run;
+  bool bfloat16_scales;
+  bool contract_rows;
+  // What codes stand for, for each of the 16 values of four bits; narrower codes repeat.
+  // Codes of 8 bits are signed integers that stand for themselves.
+  const float* levels;
+  int digits;             // of an activation that is split: 1 or 2
+
+  int planes() const { return 8 / bits; }
+  int64_t columns() const { return packed * planes(); }
+  int64_t block_bytes() const { return packed / blocks; }
+};
+
+// A way to compute products: `prepare` for each row of the activation, then `run` for
+// each unit of the result (rows of the weight, or bytes of all rows where those are
+// contracted). Both may be called for disjoint ranges by several threads.
+struct Routine {
+  void (*prepare)(const Product&, char* scratch, int64_t begin, int64_t end);
+  void (*run)(const Product&, const char* scratch, int64_t begin, int64_t end);
+  // Bytes of scratch that `prepare` fills and `run` reads.
+  int64_t (*scratch)(const Product&);
+  // Units that a thread takes at least, and of which it takes a multiple.
+  int64_t grain;
+};
+
+// For activations as they are. Every machine that has the library has AVX2.
+extern const Routine float_avx2, float_rows_avx2;
+extern const Routine float_avx512, float_rows_avx512;
+// For activations split in digits of 8 bits: AVX-512 VNNI.
+extern const Routine digits_avx512;
+// For many rows: operands split in two bfloat16 each, three products of these. AMX.
+extern const Routine split_amx;
+
+// The best instructions of this machine: 0 (none of them), 1 (AVX2), 2 (AVX-512 with
+// VNNI), 3 (AMX with bfloat16).
+int instructions();
+
+inline float from_bfloat16(uint16_t bits) {
+  uint32_t wide = uint32_t{bits} << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+// The scales of some rows as floats: where they are, or else converted into `buffer`.
+inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
+  if (!p.bfloat16_scales) return static_cast<const float*>(p.scales) + row * p.blocks;
+  const uint16_t* from = static_cast<const uint16_t*>(p.scales) + row * p.blocks;
+  for (int64_t i = 0; i < rows * p.blocks; i++) buffer[i] = from_bfloat16(from[i]);
+  return buffer;
+}
+
+// Calls `use(logical, planar, length)` for each run of a row in both orders.
+template <class Use>
+inline void for_each_run(const Product& p, int64_t begin, int64_t end, Use use) {
+  for (int64_t j = begin; j < end;) {
+    const int64_t offset = j % p.run, length = std::min(p.run - offset, end - j);
+    for (int plane = 0; plane < p.planes(); plane++) {
+      const int64_t logical = (j / p.run * p.planes() + plane) * p.run + offset;
+      use(logical, plane * p.packed + j, length);
+    }
+    j += length;
+  }
+}
+
+}  // namespace eqquant

@@ -1,0 +1,62 @@
+// Eight floats in AVX2. Included into the namespace, and under the target, of avx2.cpp.
+
+struct Vector {
+  static constexpr int size = 8;
+  // How many sums are kept in the 16 registers; for how many rows of the weight, if four
+  // of the activation.
+  static constexpr int registers = 8, rows = 2;
+  using Floats = __m256;
+  using Codes = __m256i;
+  struct Levels {
+    __m256 low, high;
+  };
+
+  static EQQUANT_INLINE __m256i mask(int count) {
+    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm256_cmpgt_epi32(_mm256_set1_epi32(count), lanes);
+  }
+  static EQQUANT_INLINE Floats zero() { return _mm256_setzero_ps(); }
+  static EQQUANT_INLINE Floats all(float x) { return _mm256_set1_ps(x); }
+  static EQQUANT_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
+  static EQQUANT_INLINE Floats load(const float* p, int count) {
+    return _mm256_maskload_ps(p, mask(count));
+  }
+  static EQQUANT_INLINE void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+  static EQQUANT_INLINE void store(float* p, Floats x, int count) {
+    _mm256_maskstore_ps(p, mask(count), x);
+  }
+  static EQQUANT_INLINE Floats multiply(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+  static EQQUANT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+    return _mm256_fmadd_ps(a, b, c);
+  }
+  static EQQUANT_INLINE float sum(Floats x) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    s = _mm_hadd_ps(s, s);
+    return _mm_cvtss_f32(_mm_hadd_ps(s, s));
+  }
+
+  static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {
+    return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+  }
+  static EQQUANT_INLINE __m128i bytes(const uint8_t* p, int count) {
+    uint64_t some = 0;
+    std::memcpy(&some, p, count);
+    return _mm_cvtsi64_si128(some);
+  }
+  static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm256_cvtepu8_epi32(bytes); }
+  static EQQUANT_INLINE Floats integers(__m128i bytes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
+  static EQQUANT_INLINE Levels levels(const float* table) {
+    return {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};
+  }
+  // A lookup reads three bits of each index, whatever the others are.
+  template <int bits, int plane>
+  static EQQUANT_INLINE Floats decode(Levels levels, Codes codes) {
+    const __m256i index = _mm256_srli_epi32(codes, plane * bits);
+    const __m256 low = _mm256_permutevar8x32_ps(levels.low, index);
+    if constexpr (bits < 4) return low;
+    const __m256 high = _mm256_permutevar8x32_ps(levels.high, index);
+    return _mm256_blendv_ps(low, high, _mm256_castsi256_ps(_mm256_slli_epi32(index, 28)));
+  }
+};

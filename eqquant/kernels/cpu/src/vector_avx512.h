@@ -1,0 +1,46 @@
+// Sixteen floats in AVX-512. Included into the namespace, and under the target, of
+// avx512.cpp.
+
+struct Vector {
+  static constexpr int size = 16;
+  // How many sums are kept in the 32 registers; for how many rows of the weight, if four
+  // of the activation.
+  static constexpr int registers = 20, rows = 4;
+  using Floats = __m512;
+  using Codes = __m512i;
+  using Levels = __m512;
+
+  static EQQUANT_INLINE __mmask16 mask(int count) { return (1u << count) - 1; }
+  static EQQUANT_INLINE Floats zero() { return _mm512_setzero_ps(); }
+  static EQQUANT_INLINE Floats all(float x) { return _mm512_set1_ps(x); }
+  static EQQUANT_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
+  static EQQUANT_INLINE Floats load(const float* p, int count) {
+    return _mm512_maskz_loadu_ps(mask(count), p);
+  }
+  static EQQUANT_INLINE void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
+  static EQQUANT_INLINE void store(float* p, Floats x, int count) {
+    _mm512_mask_storeu_ps(p, mask(count), x);
+  }
+  static EQQUANT_INLINE Floats multiply(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
+  static EQQUANT_INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
+    return _mm512_fmadd_ps(a, b, c);
+  }
+  static EQQUANT_INLINE float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+
+  static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  }
+  static EQQUANT_INLINE __m128i bytes(const uint8_t* p, int count) {
+    return _mm_maskz_loadu_epi8(mask(count), p);
+  }
+  static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm512_cvtepu8_epi32(bytes); }
+  static EQQUANT_INLINE Floats integers(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  }
+  static EQQUANT_INLINE Levels levels(const float* table) { return _mm512_loadu_ps(table); }
+  // A lookup reads four bits of each index, whatever the others are.
+  template <int bits, int plane>
+  static EQQUANT_INLINE Floats decode(Levels levels, Codes codes) {
+    return _mm512_permutexvar_ps(_mm512_srli_epi32(codes, plane * bits), levels);
+  }
+};

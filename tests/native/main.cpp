@@ -1,0 +1,143 @@
+// The routines of the native kernels against plain loops, without XLA. `make sanitize`
+// runs it under AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a
+// heap block of exactly its size.
+#include <cmath>
+#include <cstdio>
+#include <memory>
+#include <random>
+
+#include "product.h"
+
+using eqquant::Product;
+using eqquant::Routine;
+
+namespace {
+
+struct Case {
+  const char* name;
+  const Routine* routine;
+  bool contract_rows;
+  int digits;
+  int needs;
+  double tolerance;
+};
+
+const Case cases[] = {
+    {"float, AVX2", &eqquant::float_avx2, false, 0, 1, 1e-6},
+    {"float, AVX2, rows", &eqquant::float_rows_avx2, true, 0, 1, 1e-6},
+    {"float, AVX-512", &eqquant::float_avx512, false, 0, 2, 1e-6},
+    {"float, AVX-512, rows", &eqquant::float_rows_avx512, true, 0, 2, 1e-6},
+    {"two digits", &eqquant::digits_avx512, false, 2, 2, 2e-4},
+    {"one digit", &eqquant::digits_avx512, false, 1, 2, 4e-2},
+    {"split", &eqquant::split_amx, false, 0, 3, 3e-5},
+};
+
+std::mt19937 generator(0);
+int below(int n) { return static_cast<int>(generator() % n); }
+
+// The weight, decoded as the layout of `product.h` says.
+std::unique_ptr<double[]> decode(const Product& p) {
+  std::unique_ptr<double[]> w(new double[p.rows * p.columns()]);
+  for (int64_t row = 0; row < p.rows; row++)
+    for (int64_t j = 0; j < p.packed; j++)
+      for (int plane = 0; plane < p.planes(); plane++) {
+        const uint8_t byte = p.codes[row * p.packed + j];
+        const double level = p.bits == 8 ? static_cast<int8_t>(byte)
+                                         : p.levels[byte >> (plane * p.bits) & 15];
+        const int64_t at = row * p.blocks + j / p.block_bytes();
+        const double scale =
+            p.bfloat16_scales
+                ? eqquant::from_bfloat16(static_cast<const uint16_t*>(p.scales)[at])
+                : static_cast<const float*>(p.scales)[at];
+        const int64_t logical = (j / p.run * p.planes() + plane) * p.run + j % p.run;
+        w[row * p.columns() + logical] = level * scale;
+      }
+  return w;
+}
+
+// In two pieces, as two threads would.
+void run(const Routine& routine, const Product& p, char* scratch) {
+  const int64_t units = p.contract_rows ? p.packed : p.rows;
+  const int64_t cut = std::min(units, (units / 2 + routine.grain - 1) / routine.grain * routine.grain);
+  routine.prepare(p, scratch, 0, p.m / 2);
+  routine.prepare(p, scratch, p.m / 2, p.m);
+  routine.run(p, scratch, 0, cut);
+  if (cut < units) routine.run(p, scratch, cut, units);
+}
+
+bool check(const Case& c) {
+  std::normal_distribution<float> normal;
+  Product p{};
+  p.bits = 1 << below(4);
+  p.digits = c.digits;
+  p.contract_rows = c.contract_rows;
+  p.m = 1 + below(40);
+  p.rows = 1 + below(90);
+  // Blocks of whole runs; one scale for all where the routine wants that.
+  p.run = 8 << below(3);
+  const int64_t runs = 1 + below(6), blocks = 1 + below(5);
+  const bool one_scale = c.digits || below(2);
+  p.packed = runs * p.run * blocks;
+  p.blocks = one_scale ? 1 : blocks;
+  if (c.needs == 3 && p.blocks > 1 && p.block_bytes() % 16) p.blocks = 1;
+  if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
+  p.bfloat16_scales = below(2);
+
+  std::unique_ptr<float[]> levels(new float[16]);
+  for (int i = 0; i < 16; i++) {
+    const int code = i & ((1 << std::min(p.bits, 4)) - 1);
+    levels[i] = c.digits ? static_cast<float>(code % 5 - 2) : code * 0.3f - 1;
+  }
+  const int64_t in = p.contract_rows ? p.rows : p.columns();
+  const int64_t out = p.contract_rows ? p.columns() : p.rows;
+  std::unique_ptr<float[]> x(new float[p.m * in]), y(new float[p.m * out]);
+  for (int64_t i = 0; i < p.m * in; i++) x[i] = normal(generator);
+  std::unique_ptr<uint8_t[]> codes(new uint8_t[p.rows * p.packed]);
+  for (int64_t i = 0; i < p.rows * p.packed; i++) codes[i] = static_cast<uint8_t>(generator());
+  std::unique_ptr<float[]> scales(new float[p.rows * p.blocks]);
+  std::unique_ptr<uint16_t[]> narrow(new uint16_t[p.rows * p.blocks]);
+  for (int64_t i = 0; i < p.rows * p.blocks; i++) {
+    scales[i] = 0.5f + std::abs(normal(generator));
+    uint32_t bits;
+    std::memcpy(&bits, &scales[i], sizeof bits);
+    narrow[i] = static_cast<uint16_t>(bits >> 16);
+  }
+  p.x = x.get(), p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
+  p.scales = p.bfloat16_scales ? static_cast<void*>(narrow.get()) : scales.get();
+  const int64_t size = c.routine->scratch(p);
+  // Aligned as XLA's buffers are.
+  std::unique_ptr<char, void (*)(void*)> scratch(
+      static_cast<char*>(std::aligned_alloc(64, (size + 64) / 64 * 64)), std::free);
+  run(*c.routine, p, scratch.get());
+
+  const auto w = decode(p);
+  double error = 0, norm = 0;
+  for (int64_t m = 0; m < p.m; m++)
+    for (int64_t n = 0; n < out; n++) {
+      double sum = 0;
+      for (int64_t k = 0; k < in; k++)
+        sum += x[m * in + k] * (p.contract_rows ? w[k * out + n] : w[n * in + k]);
+      error += std::pow(y[m * out + n] - sum, 2), norm += sum * sum;
+    }
+  const double relative = std::sqrt(error / norm);
+  if (relative <= c.tolerance) return true;
+  std::printf("%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d run %ld\n", c.name,
+              relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.bits,
+              long(p.run));
+  return false;
+}
+
+}  // namespace
+
+int main() {
+  int failed = 0, ran = 0;
+  for (const Case& c : cases) {
+    if (c.needs > eqquant::instructions()) {
+      std::printf("NOT RUN, this CPU cannot: %s\n", c.name);
+      continue;
+    }
+    for (int i = 0; i < 150; i++, ran++) failed += !check(c);
+  }
+  std::printf("%d products, %d wrong\n", ran, failed);
+  return failed != 0;
+}
