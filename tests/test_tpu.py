@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary
+from eqquant import Binary, Int8, NF4, Ternary, TPUKernel
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels import tpu
+from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels.tpu import _chips
 from helpers import kernels_in, needs_compiler, relative
 from jax.sharding import PartitionSpec as P
@@ -118,6 +118,79 @@ def test_what_each_chip_does(kind, format, monkeypatch):
     check(format, 8, 130, 1000, contract_rows=False, precision="high", dtype="float32")
 
 
+@pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
+@pytest.mark.parametrize("m", [8, 40])
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_activations_in_int8(format, m, contract_rows, normal):
+    q = eqquant.quantize(normal(130, 192), format)
+    x = jnp.round(127 * jnp.tanh(normal(m, 130 if contract_rows else 192)))
+    out = multiply(
+        x.astype(jnp.int8), q, contract_rows=contract_rows, precision="high", dtype="f4"
+    )
+    w = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
+    exact = format.integer_levels and not contract_rows
+    assert relative(out, expected) < (1e-6 if exact else TOLERANCE["decode"])
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Every product by the kernels for TPUs, interpreted; a list of which ones."""
+    variants = []
+
+    def dot(*args, **params):
+        variants.append(tpu.variant_of(*args[:2], **params))
+        return tpu.dot(*args, **params, interpret=True)
+
+    jax.clear_caches()
+    monkeypatch.setattr(cpu, "why_not", lambda *args, **params: "this is a test")
+    monkeypatch.setattr(xla, "dot", dot)
+    yield variants
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+def test_gradients_through_the_kernels(format, interpreted, normal):
+    q = eqquant.quantize(normal(70, 192), format)
+    w, x = q.dequantize(), normal(5, 192)
+
+    def loss(x, w):
+        return jnp.sum((x @ w.T) ** 2)
+
+    expected = jax.grad(loss)(x, w)
+    for gradient in (jax.grad(loss), jax.vmap(jax.grad(loss), (0, None))):
+        assert relative(gradient(x, q), expected) < 2 * TOLERANCE["decode"]
+    # Mapped, these are the same two products.
+    assert interpreted == ["decode", "float32"]
+
+
+def test_what_a_user_chooses(normal):
+    def variant(m, **choice):
+        format = NF4(tpu=TPUKernel(**choice))
+        q = eqquant.quantize(normal(256, 256), format)
+        return eqquant.debug.explain(
+            lambda x, q: x @ q.T, normal(m, 256), q, platform="tpu"
+        )
+
+    assert "'decode'" in variant(8)
+    assert "'float32'" in variant(8, kernel="general")
+    assert "'float32'" in variant(8, lookup=False)
+    assert "'float32'" in variant(40, kernel="decode")  # There is none for so many.
+    check(NF4(tpu=TPUKernel(lookup=False)), 8, 70, 200, **COLUMNS)
+    tiles = TPUKernel(kernel="general", tile_m=16, tile_n=128, tile_k=512)
+    check(NF4(tpu=tiles), 40, 300, 1300, **COLUMNS)
+    check(Ternary(tpu=TPUKernel(tile_n=128)), 8, 300, 1300, **COLUMNS)
+    a, b = (eqquant.quantize(normal(8, 64), NF4(tpu=t)) for t in (None, tiles))
+    assert jax.tree.structure(a) != jax.tree.structure(b)
+    with pytest.raises(ValueError, match="tile_n must be a positive integer"):
+        TPUKernel(tile_n=0)
+    with pytest.raises(Exception, match="kernel"):
+        TPUKernel(kernel="fast")
+
+
+COLUMNS = dict(contract_rows=False, precision="high", dtype="bfloat16")
+
+
 def test_stacked_weights(normal):
     q = eqquant.quantize(normal(3, 70, 128), "nf4")
     x = normal(3, 5, 128)
@@ -204,6 +277,20 @@ def test_many_rows_fit_in_memory(chip, dtype):
         x = jax.ShapeDtypeStruct((2048, 4096), jnp.dtype(dtype))
         for fn in (lambda x, q: x @ q.T, lambda x, q: x @ q):
             assert len(kernels_in(compile_for_tpu(fn, x, q, chip=chip))) == 1
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e", "v6e", "TPU7x"])
+def test_w8a8_and_choices_compile(chip):
+    for format, kernel in (
+        (Int8(activations="int8"), "int8_columns"),
+        (Ternary(activations="int8"), "ternary_columns"),
+        (NF4(tpu=TPUKernel(lookup=False)), "nf4_columns"),
+    ):
+        q = quantized(1024, 1024, format)
+        x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
+        compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
+        assert kernels_in(compiled) == [kernel]
 
 
 @needs_compiler
