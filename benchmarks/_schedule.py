@@ -171,8 +171,9 @@ def _cycles_around(text: str) -> int:
 
 
 def estimate(fn, *args, chip: str, compile) -> Estimate:
-    """Of a function of Pallas kernels, compiled by `compile`: of the one that takes
-    longest, with the time of all of them and of what else is done."""
+    """Of a function compiled by `compile`: of that of its Pallas kernels which takes
+    longest, with the time of all of them and of what else is done. Without kernels that
+    is what the compiler expects."""
     before = set(os.listdir(_dump))
     jaxprs = []
 
@@ -183,10 +184,12 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
     compiled = compile(spy, *args, chip=chip)
     files = sorted(set(os.listdir(_dump)) - before)
     core = CORES[chip]
+    around = _cycles_around(compiled.as_text())
     kernels = [_seconds(eqn, files, core) for eqn in _pallas_calls(jaxprs[0].jaxpr)]
+    kernels = kernels or [Estimate(1, around, 0, 0, 0, 0)]
     for file in glob.glob(os.path.join(_dump, "*")):
         os.remove(file)
     longest = max(kernels, key=lambda kernel: kernel.seconds)
     seconds = sum(kernel.seconds for kernel in kernels)
-    seconds += _cycles_around(compiled.as_text()) / core.hertz
+    seconds += around / core.hertz
     return dataclasses.replace(longest, seconds=seconds)

@@ -96,7 +96,7 @@ def _compiled(**params):
 @quantized_dot_p.def_impl
 def _impl(x, codes, scales, **params):
     if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
-        return _dot_by(xla)(x, codes, scales, **params)
+        return dot_by(xla)(x, codes, scales, **params)
     return _compiled(**params)(x, codes, scales)
 
 
@@ -122,17 +122,14 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
 
 
-def _dot_by(kernel) -> Callable:
+def dot_by(kernel) -> Callable:
     """The product by a kernel, after what a format says is done to the activation."""
 
-    def dot(x, codes, scales, *, format: Format, out_dtype, **params):
-        params["format"] = format
-        if format.activations == "float":
-            return kernel.dot(x, codes, scales, out_dtype=out_dtype, **params)
-        x, unit = round_int8(x.astype(jnp.float32))
-        wide = jnp.promote_types(out_dtype, jnp.float32)
-        out = kernel.dot(x, codes, scales, out_dtype=wide, **params)
-        return (out * unit).astype(out_dtype)
+    def dot(x, codes, scales, *, format: Format, **params):
+        params |= {"format": format}
+        if format.activations == "int8":
+            x, params["x_unit"] = round_int8(x.astype(jnp.float32))
+        return kernel.dot(x, codes, scales, **params)
 
     return dot
 
@@ -149,7 +146,7 @@ def _dot_on(platform_kernel) -> Callable:
     def dot(x, codes, scales, **params):
         seen = _seen(x, params["format"])
         reason = platform_kernel.why_not(seen, codes, scales, **params)
-        return _dot_by(xla if reason else platform_kernel)(x, codes, scales, **params)
+        return dot_by(xla if reason else platform_kernel)(x, codes, scales, **params)
 
     return dot
 
@@ -171,7 +168,7 @@ def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     return f"XLA, recipe {xla.recipe_of(x, codes, scales, **params)!r}{because}"
 
 
-_lower_xla = mlir.lower_fun(_dot_by(xla), multiple_results=False)
+_lower_xla = mlir.lower_fun(dot_by(xla), multiple_results=False)
 _lower_tpu = mlir.lower_fun(_dot_on(tpu), multiple_results=False)
 _lower_cpu = mlir.lower_fun(_dot_on(cpu), multiple_results=False)
 

@@ -62,6 +62,8 @@ def test_activations_in_int8(format, precision, normal):
     _, back = jax.vjp(lambda x, q: x @ q.T, x, q)
     x_bar, q_bar = back(ct)
     assert relative(x_bar, np.asarray(ct) @ exact) < TOLERANCE[precision]
+    if getattr(format, "double_quantization", False):
+        return  # Scales in 8 bits have no gradient.
     levels = exact / np.where(np.asarray(q.scales) == 0, 1, q.scales).repeat(
         192 // q.scales.shape[-1], -1
     )

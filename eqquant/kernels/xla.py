@@ -108,10 +108,24 @@ def dot(
     precision: Precision,
     weight_dtype,
     out_dtype,
+    x_unit: Float[Array, "*batch m 1"] | None = None,
 ) -> Float[Array, "*batch m out"]:
     """`x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
     `(rows, columns)` that `codes` and `scales` stand for. An activation in int8 is
-    taken for the integers that it holds."""
+    taken for the integers that it holds, times `x_unit`."""
+    if x_unit is not None:
+        wide = jnp.promote_types(out_dtype, jnp.float32)
+        out = dot(
+            x,
+            codes,
+            scales,
+            format=format,
+            contract_rows=contract_rows,
+            precision=precision,
+            weight_dtype=weight_dtype,
+            out_dtype=wide,
+        )
+        return (out * x_unit).astype(out_dtype)
     if codes.ndim > 2:
         one = ft.partial(
             dot,

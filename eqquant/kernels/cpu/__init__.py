@@ -26,6 +26,7 @@ def dot(
     precision: Precision,
     weight_dtype,
     out_dtype,
+    x_unit: Float[Array, "*batch m 1"] | None = None,
     kernel: str | None = None,
 ) -> Float[Array, "*batch m out"]:
     """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
@@ -64,6 +65,8 @@ def dot(
         run=np.int64(packed if format.bits == 8 else format.group * format.bits // 8),
         contract_rows=contract_rows,
     )
+    if x_unit is not None:
+        product = product * x_unit
     return product.astype(out_dtype)
 
 

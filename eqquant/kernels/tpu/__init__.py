@@ -30,6 +30,7 @@ def dot(
     precision: Precision,
     weight_dtype,
     out_dtype,
+    x_unit: Float[Array, "*batch m 1"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*batch m out"]:
     """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
@@ -50,14 +51,19 @@ def dot(
     options: dict[str, Any] = dict(
         format=format, out_dtype=out_dtype, chip=chip(), interpret=interpret
     )
+    x_unit = None if x_unit is None else flat(x_unit)
     if kernel == "decode":
+        if x_unit is not None:
+            options["out_dtype"] = jnp.float32
         out = _decode.contract_columns(*args, exact=not rounded, **options)
+        out = out if x_unit is None else out * x_unit
     else:
         out = _general.dot(
             *args,
             contract_rows=contract_rows,
             operand=jnp.dtype(kernel),
             exact_table=not rounded,
+            x_unit=x_unit,
             **options,
         )
     return out.reshape(*x.shape[:-1], out.shape[-1]).astype(out_dtype)

@@ -157,11 +157,12 @@ def dot(
     operand,
     exact_table: bool,
     out_dtype,
+    x_unit=None,
     chip: Chip,
     interpret: bool,
 ):
     """`x @ w.T`, or `x @ w`; both operands become `operand`. The table of a format
-    keeps 15 bits of each entry, or 7."""
+    keeps 15 bits of each entry, or 7. The result is times `x_unit`, `(batch, m, 1)`."""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
     blocks = scales.shape[-1]
@@ -177,7 +178,8 @@ def dot(
         chip=chip,
     )
     bm, bn, tile = tiles.m, tiles.rows, tiles.bytes
-    chunk = chunk_bytes(format)
+    # Small parts let the compiler decode one while it multiplies another.
+    chunk = chunk_bytes(format) if planes > 1 else math.gcd(tile, 512)
     tile_blocks = blocks
     if format.block_size and tile < packed:
         tile_blocks = tile * planes // format.block_size
@@ -198,7 +200,12 @@ def dot(
         size, out_size = tile * planes, bn
         row, column = 2, 3
 
-    def kernel(x, codes, scales, out, total):
+    units = []
+    if x_unit is not None:
+        units = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
+
+    def kernel(x, codes, scales, *rest):
+        *unit, out, total = rest
         step = pl.program_id(3)
 
         @pl.when(step == 0)
@@ -241,6 +248,8 @@ def dot(
                 result = result * weight.unit
                 if not contract_rows:
                     result = result * scales[0].astype(jnp.float32)
+            for rows_are in unit:
+                result = result * rows_are[0, :, :1]
             out[0] = result.astype(out.dtype)
 
     columns = free * out_size if contract_rows else rows
@@ -256,6 +265,7 @@ def dot(
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),
             pl.BlockSpec((1, bn, tile), at(0, row, column)),
             pl.BlockSpec((1, tile_blocks, bn), at(0, column if blocked else None, row)),
+            *[pl.BlockSpec((1, bm, lanes), at(0, 1, None)) for _ in units],
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
         out_shape=result_like(x, x.shape[1], columns, out_dtype),
@@ -266,7 +276,7 @@ def dot(
         ),
         interpret=interpret,
         name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
-    )(x, codes, jnp.swapaxes(scales, 1, 2))
+    )(x, codes, jnp.swapaxes(scales, 1, 2), *units)
     out = out[:, :m]
     return (
         from_planes(out, packed * planes, format, interpret) if contract_rows else out
