@@ -19,12 +19,13 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-lowerings sanitize lint format docs bench peers clean
+.PHONY: help demo examples test test-slow test-lowerings sanitize lint format docs bench peers clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
 	@echo 'make examples  run the examples that train: minutes each'
-	@echo 'make test      run every test'
+	@echo 'make test      run every test, but the slow ones'
+	@echo 'make test-slow  run the slow ones: the examples that train, more kinds of TPU'
 	@echo 'make lint      check style and types'
 	@echo 'make format    put the style right'
 	@echo 'make docs      build the documentation into site/'
@@ -44,14 +45,17 @@ examples: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/qlora_minilm.py
 
 test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+
+test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
 # A machine has one kind of CPU; this is how the others are tested on it.
 test-lowerings: $(VENV)/.has-test
 	set -e; for best in off avx2; do \
 		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
-			-q -n $(WORKERS) --dist worksteal tests/test_dot.py tests/test_array.py \
-			tests/test_formats.py tests/test_cpu.py; \
+			-q -n $(WORKERS) --dist worksteal tests/test_dot.py tests/test_cpu.py \
+			-k 'both_directions or any_shapes or int8 or test_cpu'; \
 	done
 
 # Without XLA, which is not built for it.

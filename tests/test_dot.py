@@ -62,7 +62,7 @@ def test_activations_in_int8(format, precision, normal):
     _, back = jax.vjp(lambda x, q: x @ q.T, x, q)
     x_bar, q_bar = back(ct)
     assert relative(x_bar, np.asarray(ct) @ exact) < TOLERANCE[precision]
-    if getattr(format, "double_quantization", False):
+    if format.quantized_scales:
         return  # Scales in 8 bits have no gradient.
     levels = exact / np.where(np.asarray(q.scales) == 0, 1, q.scales).repeat(
         192 // q.scales.shape[-1], -1
@@ -253,6 +253,8 @@ def test_vmap_over_weights(default_format, reflected, x_axis, normal):
 
 
 def test_the_gradient_with_respect_to_scales(format, normal):
+    if format.quantized_scales:
+        pytest.skip("scales in 8 bits have no gradient")
     format = dataclasses.replace(format, precision="highest")
     q, _ = make(normal, format, 30, 100)
     x, y = normal(4, 100), normal(4, 30)

@@ -283,6 +283,7 @@ def test_ragged_dot(normal):
     assert_close(got, lax.ragged_dot(x, w.dequantize(), sizes))
 
 
+@pytest.mark.slow
 def test_shard_map_and_placement(format, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     w = array(format, normal(16, 512))

@@ -18,7 +18,8 @@ from helpers import kernels_in, needs_compiler, relative
 from jax.sharding import PartitionSpec as P
 
 
-CHIPS = ["v4", "v5e", "v5p", "v6e", "TPU7x"]
+CHIPS = ["v5e", "v6e"]
+CHIPS += [pytest.param(c, marks=pytest.mark.slow) for c in ("v4", "v5p", "TPU7x")]
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
 # What each variant promises, with room for small shapes.
 TOLERANCE = {
@@ -83,6 +84,7 @@ def test_kernels(format, m, dtype, precision, contract_rows):
     check(format, m, 70, 200, **options)
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     format=st.sampled_from(
@@ -269,6 +271,7 @@ def test_ragged_shapes_compile(chip, precision):
 
 
 @needs_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize("chip", ["v4", "v5e", "v6e"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_many_rows_fit_in_memory(chip, dtype):

@@ -13,6 +13,8 @@ import pytest
 from helpers import assert_identical
 
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 
 
