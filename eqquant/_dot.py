@@ -128,7 +128,7 @@ def dot_by(kernel) -> Callable:
     def dot(x, codes, scales, *, format: Format, **params):
         params |= {"format": format}
         if format.activations == "int8":
-            x, params["x_unit"] = round_int8(x.astype(jnp.float32))
+            x, params["x_unit"] = kernel.round_int8(x)
         return kernel.dot(x, codes, scales, **params)
 
     return dot

@@ -36,5 +36,6 @@ def round_int8(
     x: Float[Array, "*m size"],
 ) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
     """`x` as an int8 matrix times one number for each row."""
+    x = x.astype(jnp.float32)
     unit = _row_unit(x)
     return jnp.round(x * (1 / unit)).astype(jnp.int8), unit

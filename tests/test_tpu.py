@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary, TPUKernel
+from eqquant._int8 import round_int8
 from eqquant.debug import compile_for_tpu
 from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels.tpu import _chips
@@ -133,6 +134,14 @@ def test_activations_in_int8(format, m, contract_rows, normal):
     expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
     exact = format.integer_levels and not contract_rows
     assert relative(out, expected) < (1e-6 if exact else TOLERANCE["decode"])
+
+
+@pytest.mark.parametrize("shape", [(40, 256), (3, 300, 128), (2, 5, 100)])
+def test_rounding_rows(shape, normal):
+    x = normal(*shape).at[..., 3, :].set(0)
+    rows, unit = tpu._round.round_rows(x, interpret=True)
+    expected_rows, expected_unit = round_int8(x)
+    assert (rows == expected_rows).all() and (unit == expected_unit).all()
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from .._compat import match_varying
-from .._int8 import round_int8, split_int8
+from .._int8 import round_int8 as round_int8, split_int8
 from .._pack import from_plane_order, to_plane_order, unpack_planes
 from .._pipeline import pipeline
 from ..formats import Format, Precision

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
+from ..._int8 import round_int8 as round_int8
 from ...formats import Format, Precision
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes

@@ -17,7 +17,11 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ...formats import Format, Precision
 from . import _decode, _general
 from ._chips import chip
+from ._round import round_rows
 from ._weights import can_become
+
+
+round_int8 = round_rows
 
 
 def dot(
