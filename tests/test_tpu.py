@@ -81,6 +81,8 @@ def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("m", [8, 40])
 def test_kernels(format, m, dtype, precision, contract_rows):
+    if format.quantized_scales:
+        pytest.skip("kernels get scales in floating point")
     options = dict(contract_rows=contract_rows, precision=precision, dtype=dtype)
     check(format, m, 70, 200, **options)
 
@@ -375,7 +377,8 @@ def test_explain(normal):
 
     explain = ft.partial(eqquant.debug.explain, fn, normal(5, 128), q)
     assert "Pallas kernel, variant 'decode'" in explain(platform="tpu")
-    assert "XLA, recipe 'float'" in explain(platform="cpu") == explain()
+    assert "XLA, recipe 'float'" in explain(platform="gpu")
+    assert explain(platform="cpu") == explain()
     backward = eqquant.debug.explain(
         jax.grad(lambda x: jnp.sum(fn(x, q))), normal(5, 128), platform="tpu"
     )
