@@ -75,8 +75,8 @@ def _pallas_calls(jaxpr) -> list:
 
 
 def bytes_moved(eqn, results: bool = True) -> float:
-    """By the pipeline of a kernel: a block moves when its index changes. With or without
-    those of the results."""
+    """By the pipeline of a kernel: a block moves when its index changes. With those of
+    the results, or without."""
     mapping = eqn.params["grid_mapping"]
     total = 0
     count = None if results else mapping.num_inputs
