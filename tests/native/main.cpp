@@ -27,9 +27,9 @@ const Case cases[] = {
     {"float, AVX2, rows", &eqquant::float_rows_avx2, true, 0, 1, 1e-6},
     {"float, AVX-512", &eqquant::float_avx512, false, 0, 2, 1e-6},
     {"float, AVX-512, rows", &eqquant::float_rows_avx512, true, 0, 2, 1e-6},
-    {"two digits", &eqquant::digits_avx512, false, 2, 2, 2e-4},
-    {"one digit", &eqquant::digits_avx512, false, 1, 2, 4e-2},
-    {"split", &eqquant::split_amx, false, 0, 3, 3e-5},
+    {"two digits", &eqquant::digits_vnni, false, 2, 3, 2e-4},
+    {"one digit", &eqquant::digits_vnni, false, 1, 3, 4e-2},
+    {"split", &eqquant::split_amx, false, 0, 4, 3e-5},
 };
 
 std::mt19937 generator(0);

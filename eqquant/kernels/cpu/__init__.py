@@ -95,26 +95,26 @@ def choose_kernel(
     and weights:
 
     - `"float, AVX-512"` (AVX2): weights exact, multiplied in float32. 1e-6.
-    - `"two digits, AVX-512"`: weights exact, activations in two int8, which is 15 bits
+    - `"two digits, VNNI"`: weights exact, activations in two int8, which is 15 bits
         of them. 4e-5.
-    - `"one digit, AVX-512"`: activations rounded to int8. 1e-2.
+    - `"one digit, VNNI"`: activations rounded to int8. 1e-2.
     - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
     """
     library = load()
     assert not isinstance(library, str), library
     m, size = x.shape[-2:]
     blocks = scales.shape[-1]
-    avx512, amx = library.instructions >= 2, library.instructions >= 3
+    avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
     floats = "float, AVX-512" if avx512 else "float, AVX2"
     if precision == "highest":
         return floats if m <= (32 if avx512 else 16) else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
         # What XLA has for these is fast, too.
-        if contract_rows or not avx512:
+        if contract_rows or not vnni:
             return floats if m <= 8 else None
         rounded = precision == "default" or x.dtype == jnp.int8
         digits = "one digit" if rounded else "two digits"
-        return f"{digits}, AVX-512" if m < (8 if format.bits == 8 else 24) else None
+        return f"{digits}, VNNI" if m < (8 if format.bits == 8 else 24) else None
     in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
     if amx and in_tiles and not contract_rows and m >= 12:
         # XLA has one product of bfloat16 for many rows, if that is precise enough.

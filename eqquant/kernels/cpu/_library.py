@@ -14,7 +14,7 @@ from ._build import fingerprint, library
 
 
 # What a CPU may have, each with all of those before it.
-instruction_sets = ("none", "avx2", "avx512", "amx")
+instruction_sets = ("none", "avx2", "avx512", "vnni", "amx")
 
 
 class Library(NamedTuple):

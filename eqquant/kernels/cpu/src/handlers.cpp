@@ -29,9 +29,9 @@ struct Kernel {
 constexpr Kernel kernels[] = {
     {"float, AVX2", &float_avx2, &float_rows_avx2, 0, 1},
     {"float, AVX-512", &float_avx512, &float_rows_avx512, 0, 2},
-    {"two digits, AVX-512", &digits_avx512, nullptr, 2, 2},
-    {"one digit, AVX-512", &digits_avx512, nullptr, 1, 2},
-    {"split, AMX", &split_amx, nullptr, 0, 3},
+    {"two digits, VNNI", &digits_vnni, nullptr, 2, 3},
+    {"one digit, VNNI", &digits_vnni, nullptr, 1, 3},
+    {"split, AMX", &split_amx, nullptr, 0, 4},
 };
 
 const Kernel* find(std::string_view name) {
@@ -96,7 +96,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   if (run < 1 || p.packed % run) return invalid("run must divide the bytes of a row");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (p.digits && p.blocks != 1) return invalid("digits need one scale for each row");
-  if (found->needs == 3 && p.blocks > 1 && p.block_bytes() % 16)
+  if (routine == &split_amx && p.blocks > 1 && p.block_bytes() % 16)
     return invalid("blocks must be a multiple of 16 bytes");
   if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
     return invalid("scratch is too small");

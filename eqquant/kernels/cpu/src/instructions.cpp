@@ -30,10 +30,10 @@ int find_out() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return 0;
   if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
-      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq") ||
-      !__builtin_cpu_supports("avx512vnni"))
+      !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq"))
     return 1;
-  return has_amx() ? 3 : 2;
+  if (!__builtin_cpu_supports("avx512vnni")) return 2;
+  return has_amx() ? 4 : 3;
 }
 
 }  // namespace

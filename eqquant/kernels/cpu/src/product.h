@@ -49,13 +49,13 @@ struct Routine {
 // For activations as they are. Every machine that has the library has AVX2.
 extern const Routine float_avx2, float_rows_avx2;
 extern const Routine float_avx512, float_rows_avx512;
-// For activations split in digits of 8 bits: AVX-512 VNNI.
-extern const Routine digits_avx512;
+// For activations split in digits of 8 bits.
+extern const Routine digits_vnni;
 // For many rows: operands split in two bfloat16 each, three products of these. AMX.
 extern const Routine split_amx;
 
-// The best instructions of this machine: 0 (none of them), 1 (AVX2), 2 (AVX-512 with
-// VNNI), 3 (AMX with bfloat16).
+// The best instructions of this machine: 0 (none of them), 1 (AVX2), 2 (AVX-512), 3 (its
+// VNNI), 4 (AMX with bfloat16).
 int instructions();
 
 inline float from_bfloat16(uint16_t bits) {

@@ -216,7 +216,7 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
 
 }  // namespace
 
-const Routine digits_avx512 = {prepare, run, scratch_size, 8};
+const Routine digits_vnni = {prepare, run, scratch_size, 8};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END
