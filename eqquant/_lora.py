@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import string
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,8 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
+from ._adapter import contract_adapter, contract_dense, spell
 from ._implicit import ImplicitArray, is_implicit
-from ._rows import rows_dot
 
 
 class LoraArray(ImplicitArray):
@@ -81,8 +80,8 @@ class LoraArray(ImplicitArray):
         """The sum, in floating point."""
         base = self.base.dequantize() if is_implicit(self.base) else self.base
         wide = jnp.promote_types(self.dtype, self.b.dtype)
-        axes = self._axes
-        spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(self.ndim))}"
+        axes = self.axes_of_parts
+        spec = f"{spell(axes['b'])},{spell(axes['a'])}->{spell(range(self.ndim))}"
         product = jnp.einsum(
             spec, self.b, self.a, precision="highest", preferred_element_type=wide
         )
@@ -107,7 +106,8 @@ class LoraArray(ImplicitArray):
         return LoraArray(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     @property
-    def _axes(self) -> dict[str, tuple[int | None, ...]]:
+    def axes_of_parts(self) -> dict[str, tuple[int | None, ...]]:
+        """Which axis of the weight each of a part is; None for that of the rank."""
         axes = _axes_of_parts(self.ndim, self.in_axes, self.out_axes)
         if self.key is None:
             del axes["key"]
@@ -130,7 +130,7 @@ class LoraArray(ImplicitArray):
         new = _axes_of_parts(len(base.shape), ins, outs)
         parts = {
             name: fn(getattr(self, name), axes, new[name])
-            for name, axes in self._axes.items()
+            for name, axes in self.axes_of_parts.items()
         }
         return self.replace(base=base, in_axes=ins, out_axes=outs, **parts)
 
@@ -291,7 +291,7 @@ class LoraArray(ImplicitArray):
         lead = self.lead_axes.index(dimension)
         parts = {
             name: lax.concatenate([getattr(q, name) for q in (self, *others)], lead)
-            for name in self._axes
+            for name in self.axes_of_parts
         }
         return self.replace(base=base, **parts)
 
@@ -303,7 +303,7 @@ class LoraArray(ImplicitArray):
             if base is NotImplemented:
                 return NotImplemented
             specs = jax.tree.leaves(base)
-        for axes in self._axes.values():
+        for axes in self.axes_of_parts.values():
             specs.append(PartitionSpec(*(i if i is None else entries[i] for i in axes)))
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
@@ -330,77 +330,8 @@ class LoraArray(ImplicitArray):
             if out is NotImplemented:
                 return NotImplemented
         else:
-            out = _contract_dense(self.base, x, over, batch, **how)
-        return out + self._contract_adapter(x, over, batch, precision).astype(out_dtype)
-
-    def _contract_adapter(self, x, over, batch, precision) -> Float[Array, "..."]:
-        x = x.astype(jnp.promote_types(x.dtype, self.b.dtype))
-        of_w = dict((*over, *batch))
-        contracted = [axis for axis, _ in over]
-        if self.key is not None:
-            key, axes = self._key_for(batch)
-            x = _drop(x, key, axes, self.dropout)
-
-        # `x` first meets the factor that has what is contracted.
-        ins, outs = (
-            [i + self.ndim for i in axes] for axes in (self.in_axes, self.out_axes)
-        )
-        forwards = bool(set(ins) & set(contracted))
-        left = ins if forwards else outs
-        if not (self.lead_axes or batch) and set(contracted) == set(left):
-            return self._multiply_rows(x, [of_w[i] for i in left], forwards, precision)
-        axes = self._axes
-        first, second = ("a", "b") if forwards else ("b", "a")
-        w_of = {i: axis for axis, i in of_w.items()}
-        free = iter(range(self.ndim, self.ndim + x.ndim))
-        x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
-        x_free = [i for i in x_axes if i >= self.ndim]
-        rest = [i for i in range(self.ndim) if i not in of_w]
-        out = [*(axis for axis, _ in batch), *x_free, *rest]
-        met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
-        between = [i for i in met if i in {*out, *axes[second], None}]
-
-        def multiply(x, x_axes, name, out_axes):
-            spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
-            return jnp.einsum(spec, x, getattr(self, name), precision=precision)
-
-        y = multiply(x, x_axes, first, between) * self.scale
-        return multiply(y, between, second, out)
-
-    def _multiply_rows(self, x, over: list[int], forwards: bool, precision):
-        """The case that matters most: each row of `x` with both matrices."""
-        free = [i for i in range(x.ndim) if i not in over]
-        shape = [x.shape[i] for i in free]
-        x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
-        a, b = self.a.reshape(self.rank, -1), self.b.reshape(-1, self.rank)
-        first, second = (a, b) if forwards else (b.T, a.T)
-        dtype = x.dtype
-        y = rows_dot(x, first.astype(dtype), precision) * self.scale
-        y = rows_dot(y, second.astype(dtype), precision)
-        kept = self.out_axes if forwards else self.in_axes
-        return y.reshape(*shape, *(self.shape[i] for i in kept))
-
-    def _key_for(self, batch: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
-        """Keys, and the axes of the activation along which they are. Matrices of a
-        stack that multiply the same activation share its mask."""
-        of_x = dict(batch)
-        if all(axis in of_x for axis in self.lead_axes):
-            return self.key, [of_x[axis] for axis in self.lead_axes]
-        assert self.key is not None
-        return self.key.reshape(-1)[0], []
-
-
-def _drop(
-    x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
-) -> Float[Array, "..."]:
-    """`x` with a part `rate` of its elements zero, and the others larger for it."""
-    rest = [axis for axis in range(x.ndim) if axis not in axes]
-    order = [*axes, *rest]
-    draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
-    for _ in axes:
-        draw = jax.vmap(draw)
-    kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
-    return jnp.where(kept, x / (1 - rate), 0)
+            out = contract_dense(self.base, x, over, batch, **how)
+        return out + contract_adapter(self, x, over, batch, precision).astype(out_dtype)
 
 
 def _lead_axes(ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]):
@@ -411,15 +342,9 @@ def _lead_axes(ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]):
 def _axes_of_parts(
     ndim: int, in_axes: Sequence[int], out_axes: Sequence[int]
 ) -> dict[str, tuple[int | None, ...]]:
-    """Which axis of the weight each axis of a part is; None for that of the rank."""
     lead = _lead_axes(ndim, in_axes, out_axes)
     ins, outs = (tuple(i + ndim for i in axes) for axes in (in_axes, out_axes))
     return {"a": (*lead, None, *ins), "b": (*lead, *outs, None), "key": lead}
-
-
-def _spell(axes) -> str:
-    """Axes as `einsum` has them."""
-    return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)
 
 
 def _aligned(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list, list]]:
@@ -461,18 +386,3 @@ def _on_base(name: str, base, *args):
     return (
         getattr(base, name)(*args) if is_implicit(base) else _dense[name](base, *args)
     )
-
-
-def _contract_dense(base, x, over, batch, *, precision, out_dtype):
-    dtype = jnp.promote_types(base.dtype, x.dtype)
-    base, x = base.astype(dtype), x.astype(dtype)
-    numbers: Any = [
-        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
-    ]
-    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
-    if x.ndim == len(over) + len(batch):
-        # The order of the operands is no different then, and a vector goes on the
-        # right: XLA:CPU transposes a matrix to have it there.
-        return lax.dot_general(base, x, numbers, **how)
-    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
-    return lax.dot_general(x, base, swapped, **how)

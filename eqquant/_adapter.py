@@ -1,0 +1,115 @@
+"""Products with a weight and the low-rank adapter beside it."""
+
+import math
+import string
+from collections.abc import Sequence
+from typing import Any, TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Key
+
+from ._rows import rows_dot
+
+
+if TYPE_CHECKING:
+    from ._lora import LoraArray
+
+
+def contract_adapter(
+    w: "LoraArray",
+    x: Float[Array, "..."],
+    over: Sequence[tuple[int, int]],
+    batch: Sequence[tuple[int, int]],
+    precision: Any,
+) -> Float[Array, "..."]:
+    """`ImplicitArray.contract`, of the adapter alone: `scale * b @ a`, never formed."""
+    x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
+    of_w = dict((*over, *batch))
+    contracted = [axis for axis, _ in over]
+    if w.key is not None:
+        key, axes = _key_for(w, batch)
+        x = _drop(x, key, axes, w.dropout)
+
+    # `x` first meets the factor that has what is contracted.
+    ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
+    forwards = bool(set(ins) & set(contracted))
+    left = ins if forwards else outs
+    if not (w.lead_axes or batch) and set(contracted) == set(left):
+        return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
+    axes = w.axes_of_parts
+    first, second = ("a", "b") if forwards else ("b", "a")
+    w_of = {i: axis for axis, i in of_w.items()}
+    free = iter(range(w.ndim, w.ndim + x.ndim))
+    x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
+    x_free = [i for i in x_axes if i >= w.ndim]
+    rest = [i for i in range(w.ndim) if i not in of_w]
+    out = [*(axis for axis, _ in batch), *x_free, *rest]
+    met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
+    between = [i for i in met if i in {*out, *axes[second], None}]
+
+    def multiply(x, x_axes, name, out_axes):
+        spec = f"{spell(x_axes)},{spell(axes[name])}->{spell(out_axes)}"
+        return jnp.einsum(spec, x, getattr(w, name), precision=precision)
+
+    y = multiply(x, x_axes, first, between) * w.scale
+    return multiply(y, between, second, out)
+
+
+def _multiply_rows(w: "LoraArray", x, over: list[int], forwards: bool, precision):
+    """The case that matters most: each row of `x` with both matrices."""
+    free = [i for i in range(x.ndim) if i not in over]
+    shape = [x.shape[i] for i in free]
+    x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
+    a, b = w.a.reshape(w.rank, -1), w.b.reshape(-1, w.rank)
+    first, second = (a, b) if forwards else (b.T, a.T)
+    dtype = x.dtype
+    y = rows_dot(x, first.astype(dtype), precision) * w.scale
+    y = rows_dot(y, second.astype(dtype), precision)
+    kept = w.out_axes if forwards else w.in_axes
+    return y.reshape(*shape, *(w.shape[i] for i in kept))
+
+
+def _key_for(w: "LoraArray", batch: Sequence[tuple[int, int]]) -> tuple[Any, list[int]]:
+    """Keys, and the axes of the activation along which they are. Matrices of a
+    stack that multiply the same activation share its mask."""
+    of_x = dict(batch)
+    if all(axis in of_x for axis in w.lead_axes):
+        return w.key, [of_x[axis] for axis in w.lead_axes]
+    assert w.key is not None
+    return w.key.reshape(-1)[0], []
+
+
+def _drop(
+    x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
+) -> Float[Array, "..."]:
+    """`x` with a part `rate` of its elements zero, and the others larger for it."""
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    order = [*axes, *rest]
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
+    for _ in axes:
+        draw = jax.vmap(draw)
+    kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
+def contract_dense(base, x, over, batch, *, precision, out_dtype):
+    """`ImplicitArray.contract`, of an array in floating point."""
+    dtype = jnp.promote_types(base.dtype, x.dtype)
+    base, x = base.astype(dtype), x.astype(dtype)
+    numbers: Any = [
+        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
+    ]
+    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
+    if x.ndim == len(over) + len(batch):
+        # The order of the operands is no different then, and a vector goes on the
+        # right: XLA:CPU transposes a matrix to have it there.
+        return lax.dot_general(base, x, numbers, **how)
+    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
+    return lax.dot_general(x, base, swapped, **how)
+
+
+def spell(axes) -> str:
+    """Axes as `einsum` has them."""
+    return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)
