@@ -45,73 +45,121 @@ EQQUANT_INLINE void write(float* p, Vector::Floats x, int count) {
 // x @ w.T: each entry of the result is a sum along a row of the weight
 //
 
-// Where the scale comes in: once a row, once a block, or (for many rows of activations,
-// of which each would need it) with each vector decoded.
-enum class Scaling { row, block, vector };
+// Rows of the activation are taken in groups. Scratch has each group in the order in which
+// it is read: (block, vector of its bytes, plane, row, value), filled up with zeros.
+struct Group {
+  int64_t first;
+  int count;
+};
+
+constexpr int most_at_once = 4;
+
+// That of row `i`: fours as long as there are any, then two, then one.
+inline Group group_at(int64_t i, int64_t m) {
+  for (int count = most_at_once; count > 1; count /= 2) {
+    const int64_t end = m / count * count;
+    if (i < end) return {i / count * count, count};
+  }
+  return {i, 1};
+}
+
+inline int64_t vectors_of_block(const Product& p) {
+  return (p.block_bytes() + Vector::size - 1) / Vector::size;
+}
+inline int64_t group_stride(const Product& p) {  // for each of its rows
+  return p.blocks * vectors_of_block(p) * p.planes() * Vector::size;
+}
+
+inline int64_t columns_scratch(const Product& p) {
+  return p.m * group_stride(p) * static_cast<int64_t>(sizeof(float));
+}
+
+inline void prepare_columns(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  constexpr int64_t size = Vector::size;
+  const int64_t block = p.block_bytes();
+  std::vector<float> planar(p.columns());
+  for (int64_t i = begin; i < end; i++) {
+    const float* from = p.x + i * p.columns();
+    for_each_run(p, 0, p.packed, [&](int64_t logical, int64_t at, int64_t length) {
+      std::memcpy(&planar[at], from + logical, length * sizeof(float));
+    });
+    const Group group = group_at(i, p.m);
+    float* to = reinterpret_cast<float*>(scratch) + group.first * group_stride(p) +
+                (i - group.first) * size;
+    for (int64_t b = 0; b < p.blocks; b++)
+      for (int64_t j = 0; j < block; j += size)
+        for (int plane = 0; plane < p.planes(); plane++, to += group.count * size) {
+          const int64_t some = std::min(size, block - j);
+          std::memcpy(to, &planar[plane * p.packed + b * block + j], some * sizeof(float));
+          std::fill(to + some, to + size, 0.0f);
+        }
+  }
+}
+
+// Whether a row has one scale, or each block of it. A block's is worked into the levels,
+// once; only codes of 8 bits, which have no table, are multiplied with it one by one.
+enum class Scaling { row, block };
 
 template <int bits, int rows, int count, Scaling scaling>
 struct Columns {
   using Floats = Vector::Floats;
   using Codes = typename Decoder<bits>::Codes;
-  Vector::Levels levels;
+  Vector::Levels levels[rows];
+  Floats scale[rows];
   Floats sums[rows][count];
-  Floats part[rows][count];
 
-  template <int plane, class Size>
-  EQQUANT_INLINE void multiply(const Codes* codes, const float* x, int64_t packed,
-                               const Floats* scales, Size size) {
+  template <int plane>
+  EQQUANT_INLINE void multiply(const Codes* codes, const float* x) {
     Floats weight[rows];
     for (int r = 0; r < rows; r++) {
-      weight[r] = Decoder<bits>::template decode<plane>(levels, codes[r]);
-      if constexpr (scaling == Scaling::vector)
-        weight[r] = Vector::multiply(weight[r], scales[r]);
+      weight[r] = Decoder<bits>::template decode<plane>(levels[r], codes[r]);
+      if constexpr (scaling == Scaling::block && bits == 8)
+        weight[r] = Vector::multiply(weight[r], scale[r]);
     }
-    auto& into = scaling == Scaling::block ? part : sums;
     for (int i = 0; i < count; i++) {
-      const Floats some = floats_of(x + i * packed * (8 / bits) + plane * packed, size);
+      const Floats some = Vector::load(x + (plane * count + i) * Vector::size);
       for (int r = 0; r < rows; r++)
-        into[r][i] = Vector::multiply_add(weight[r], some, into[r][i]);
+        sums[r][i] = Vector::multiply_add(weight[r], some, sums[r][i]);
     }
-    if constexpr ((plane + 1) * bits < 8)
-      multiply<plane + 1>(codes, x, packed, scales, size);
+    if constexpr ((plane + 1) * bits < 8) multiply<plane + 1>(codes, x);
   }
 
   template <class Size>
-  EQQUANT_INLINE void step(const Product& p, const uint8_t* from, const float* x,
-                           const Floats* scales, Size size) {
+  EQQUANT_INLINE void step(const Product& p, const uint8_t* from, const float* x, Size size) {
     Codes codes[rows];
     for (int r = 0; r < rows; r++)
       codes[r] = Decoder<bits>::read(bytes_of(from + r * p.packed, size));
-    multiply<0>(codes, x, p.packed, scales, size);
+    multiply<0>(codes, x);
   }
 
   EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales, int64_t row,
                           float* y) {
+    constexpr int64_t values = 8 / bits * count * Vector::size;
     const int64_t block = p.block_bytes(), whole = block / Vector::size * Vector::size;
     const uint8_t* codes = p.codes + row * p.packed;
     // The next rows: the hardware would have to find out at each row where it goes on.
     const uint8_t* next = codes + rows * p.packed;
-    levels = Vector::levels(p.levels);
-    for (int r = 0; r < rows; r++)
-      for (int i = 0; i < count; i++) sums[r][i] = part[r][i] = Vector::zero();
+    const Vector::Levels plain = Vector::levels(p.levels);
+    for (int r = 0; r < rows; r++) {
+      levels[r] = plain;
+      for (int i = 0; i < count; i++) sums[r][i] = Vector::zero();
+    }
     for (int64_t b = 0; b < p.blocks; b++) {
-      Floats scale[rows];
-      if constexpr (scaling != Scaling::row)
-        for (int r = 0; r < rows; r++) scale[r] = Vector::all(scales[r * p.blocks + b]);
+      if constexpr (scaling == Scaling::block)
+        for (int r = 0; r < rows; r++) {
+          scale[r] = Vector::all(scales[r * p.blocks + b]);
+          if constexpr (bits < 8) levels[r] = Vector::scaled(plain, scale[r]);
+        }
       int64_t j = b * block;
-      for (const int64_t end = j + whole; j < end; j += Vector::size) {
+      for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
         if (j % 64 == 0)
           for (int r = 0; r < rows; r++) __builtin_prefetch(next + r * p.packed + j);
-        step(p, codes + j, x + j, scale, Whole{});
+        step(p, codes + j, x, Whole{});
       }
-      if (whole < block)
-        step(p, codes + j, x + j, scale, static_cast<int>(block - whole));
-      if constexpr (scaling == Scaling::block)
-        for (int r = 0; r < rows; r++)
-          for (int i = 0; i < count; i++) {
-            sums[r][i] = Vector::multiply_add(part[r][i], scale[r], sums[r][i]);
-            part[r][i] = Vector::zero();
-          }
+      if (whole < block) {
+        step(p, codes + j, x, static_cast<int>(block - whole));
+        x += values;
+      }
     }
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) {
@@ -122,37 +170,39 @@ struct Columns {
 };
 
 template <int bits, int rows, int count>
-void columns_of_some(const Product& p, const float* x, const float* scales, int64_t row,
-                     float* y) {
-  if (p.blocks == 1)
+void columns_of_group(const Product& p, const float* x, const float* scales, int64_t row,
+                      float* y) {
+  if constexpr (rows * count > Vector::registers)
+    return;  // As `columns` sees to.
+  else if (p.blocks == 1)
     Columns<bits, rows, count, Scaling::row>().run(p, x, scales, row, y);
-  else if constexpr (count == 1)
-    Columns<bits, rows, count, Scaling::block>().run(p, x, scales, row, y);
   else
-    Columns<bits, rows, count, Scaling::vector>().run(p, x, scales, row, y);
+    Columns<bits, rows, count, Scaling::block>().run(p, x, scales, row, y);
 }
 
 template <int bits, int rows>
 void columns_of_all(const Product& p, const float* x, int64_t row) {
-  const int64_t columns = p.columns();
   std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
   const float* scales = scales_of(p, row, rows, buffer.data());
-  int64_t m = 0;
-  if constexpr (rows <= Vector::rows)
-    for (; m + 4 <= p.m; m += 4)
-      columns_of_some<bits, rows, 4>(p, x + m * columns, scales, row, p.y + m * p.rows);
-  for (; m + 2 <= p.m; m += 2)
-    columns_of_some<bits, rows, 2>(p, x + m * columns, scales, row, p.y + m * p.rows);
-  for (; m < p.m; m++)
-    columns_of_some<bits, rows, 1>(p, x + m * columns, scales, row, p.y + m * p.rows);
+  for (int64_t m = 0; m < p.m;) {
+    const int count = group_at(m, p.m).count;
+    const float* from = x + m * group_stride(p);
+    float* y = p.y + m * p.rows;
+    switch (count) {
+      case 4: columns_of_group<bits, rows, 4>(p, from, scales, row, y); break;
+      case 2: columns_of_group<bits, rows, 2>(p, from, scales, row, y); break;
+      default: columns_of_group<bits, rows, 1>(p, from, scales, row, y);
+    }
+    m += count;
+  }
 }
 
 template <int bits>
 void columns(const Product& p, const float* x, int64_t begin, int64_t end) {
   int64_t row = begin;
-  // Four rows, that each load of the activation serves as many; fewer, where the sums
-  // for four rows of the activation would not stay in registers.
-  if (Vector::rows == 4 || p.m < 4)
+  // Four rows, that each load of the activation serves as many, if the sums for as many
+  // rows of the activation fit.
+  if (Vector::registers >= 4 * most_at_once || p.m < most_at_once)
     for (; row + 4 <= end; row += 4) columns_of_all<bits, 4>(p, x, row);
   for (; row + 2 <= end; row += 2) columns_of_all<bits, 2>(p, x, row);
   for (; row < end; row++) columns_of_all<bits, 1>(p, x, row);
@@ -165,21 +215,6 @@ inline void run_columns(const Product& p, const char* scratch, int64_t begin, in
     case 2: return columns<2>(p, x, begin, end);
     case 4: return columns<4>(p, x, begin, end);
     case 8: return columns<8>(p, x, begin, end);
-  }
-}
-
-inline int64_t columns_scratch(const Product& p) {
-  return p.m * p.columns() * static_cast<int64_t>(sizeof(float));
-}
-
-// The activation in plane order.
-inline void prepare_columns(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i++) {
-    const float* from = p.x + i * p.columns();
-    float* to = reinterpret_cast<float*>(scratch) + i * p.columns();
-    for_each_run(p, 0, p.packed, [=](int64_t logical, int64_t planar, int64_t length) {
-      std::memcpy(to + planar, from + logical, length * sizeof(float));
-    });
   }
 }
 

@@ -2,9 +2,8 @@
 
 struct Vector {
   static constexpr int size = 8;
-  // How many sums are kept in the 16 registers; for how many rows of the weight, if four
-  // of the activation.
-  static constexpr int registers = 8, rows = 2;
+  // How many sums are kept in the 16 registers.
+  static constexpr int registers = 8;
   using Floats = __m256;
   using Codes = __m256i;
   struct Levels {
@@ -49,6 +48,9 @@ struct Vector {
   }
   static EQQUANT_INLINE Levels levels(const float* table) {
     return {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};
+  }
+  static EQQUANT_INLINE Levels scaled(Levels levels, Floats by) {
+    return {multiply(levels.low, by), multiply(levels.high, by)};
   }
   // A lookup reads three bits of each index, whatever the others are.
   template <int bits, int plane>

@@ -3,9 +3,8 @@
 
 struct Vector {
   static constexpr int size = 16;
-  // How many sums are kept in the 32 registers; for how many rows of the weight, if four
-  // of the activation.
-  static constexpr int registers = 20, rows = 4;
+  // How many sums are kept in the 32 registers.
+  static constexpr int registers = 16;
   using Floats = __m512;
   using Codes = __m512i;
   using Levels = __m512;
@@ -38,6 +37,7 @@ struct Vector {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
   static EQQUANT_INLINE Levels levels(const float* table) { return _mm512_loadu_ps(table); }
+  static EQQUANT_INLINE Levels scaled(Levels levels, Floats by) { return multiply(levels, by); }
   // A lookup reads four bits of each index, whatever the others are.
   template <int bits, int plane>
   static EQQUANT_INLINE Floats decode(Levels levels, Codes codes) {
