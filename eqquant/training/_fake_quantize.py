@@ -11,8 +11,7 @@ from .._quantize import quantize
 from .._selection import Choice, choose, replace_chosen, sites
 from .._typing import typed
 from ..formats import Format
-from ._activations import RoundingWeight
-from ._straight_through import learned_scales, straight_through
+from ._straight_through import learned_scales, make_trainable
 
 
 Tree = TypeVar("Tree")
@@ -27,6 +26,7 @@ def fake_quantize_tree(
     rules: Mapping | None = None,
     min_size: int = 256,
     clip: bool = False,
+    quantized_products: bool = False,
     check_finite: bool = True,
 ) -> Tree:
     """The model as `eqquant.quantize_tree` would have it, in floating point, with
@@ -79,7 +79,8 @@ def fake_quantize_tree(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
     _check_some(choices, caller)
-    one = lambda leaf, choice: _fake(leaf, choice, None, clip, check_finite)
+    how = clip, quantized_products, check_finite
+    one = lambda leaf, choice: _fake(leaf, choice, None, *how)
     return replace_chosen(one, model, choices, caller=caller)
 
 
@@ -128,6 +129,7 @@ class FakeQuantized(eqx.Module):
     scales: tuple[Float[Array, "..."], ...] | None
     choices: tuple[Choice, ...] = eqx.field(static=True)
     clip: bool = eqx.field(static=True)
+    quantized_products: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
 
     @typed
@@ -141,6 +143,7 @@ class FakeQuantized(eqx.Module):
         min_size: int = 256,
         clip: bool = False,
         learn_scales: bool = False,
+        quantized_products: bool = False,
         check_finite: bool = True,
     ):
         choices = choose(
@@ -150,6 +153,7 @@ class FakeQuantized(eqx.Module):
         self.model = model
         self.choices = tuple(choices)
         self.clip = clip
+        self.quantized_products = quantized_products
         self.check_finite = check_finite
         self.scales = None
         if learn_scales:
@@ -169,9 +173,11 @@ class FakeQuantized(eqx.Module):
         """The model with straight-through weights, as [`eqquant.fake_quantize_tree`][]
         has it: to call another of its methods than `__call__`."""
 
+        how = self.clip, self.quantized_products, self.check_finite
+
         def one(leaf, choice, scales):
             if not isinstance(leaf, QuantizedArray):
-                return _fake(leaf, choice, scales, self.clip, self.check_finite)
+                return _fake(leaf, choice, scales, *how)
             if leaf.format != choice.format or scales is not None:
                 learned = "" if scales is None else " with scales that were learned"
                 raise ValueError(
@@ -225,20 +231,16 @@ def _check_some(choices, caller: str) -> None:
         )
 
 
-def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
-    array = straight_through(
+def _fake(leaf, choice: Choice, scales, clip, quantized_products, check_finite):
+    array = make_trainable(
         leaf,
         choice.format,
         axis=choice.axis,
         scales=scales,
         clip=clip,
         check_finite=check_finite,
+        caller="straight_through",
     )
-    if choice.format.activations == "float":
+    if quantized_products or choice.format.activations != "float":
         return array
-    if not isinstance(choice.contracted, int):
-        raise ValueError(
-            "convolutions cannot round their activations while training, only products "
-            "with `@`. Give this weight a format with activations='float' by a rule."
-        )
-    return RoundingWeight(array)
+    return array.dequantize()
