@@ -400,6 +400,30 @@ def test_what_is_not_what_was_trained():
         eqquant.quantize_tree(learned, "int8")(jnp.ones(64))
 
 
+def test_codes_that_an_optimiser_has_changed(default_format):
+    """As it was given arrays of any dtype, and gradients of as many."""
+    model = eqquant.quantize_tree(eqx.nn.Linear(64, 64, key=KEY), default_format)
+    changed = eqx.apply_updates(model, jax.tree.map(lambda x: 0.1 * x, model))
+    for use in (
+        lambda m: m(jnp.ones(64)),
+        lambda m: jnp.ones(64) @ m.weight,
+        lambda m: m.weight[0],
+        lambda m: m.weight.dequantize(),
+        eqx.filter_jit(eqquant.quaxify(lambda m: m.weight @ jnp.ones(64))),
+    ):
+        with pytest.raises(TypeError, match=r"codes of .* got float32: .*lora_tree"):
+            use(changed)
+
+
+def test_the_gradient_of_a_quantized_model_is_no_model():
+    model = eqquant.quantize_tree(mlp(), "nf4")
+    gradients = eqx.filter_grad(scalar)(model, jnp.ones(64))
+    trainable, _ = eqx.partition(model, eqquant.trainable_mask(model))
+    for part in (gradients, trainable):
+        with pytest.raises(TypeError, match=r"lost a part of itself.*eqx\.combine"):
+            part(jnp.ones(64))
+
+
 def test_nothing_to_train_quantized():
     quantized = eqquant.quantize_tree(mlp(), "nf4")
     for model, options in (

@@ -34,9 +34,11 @@ def fake_quantize_tree(
 
     What [`eqquant.quantize_tree`][] chooses is replaced by its
     [`eqquant.straight_through`][]: by plain arrays of the same shapes and dtypes, whose
-    values are those of the quantized weights, bit for bit. Where a format says
-    `activations="int8"`, products round their activation, too: the weight is then an
-    object with the operators of a [`eqquant.QuantizedArray`][] rather than an array.
+    values are those of the quantized weights, bit for bit.
+
+    With `quantized_products`, and where a format says `activations="int8"`, products
+    are those of the quantized weights as well: the weight is then an object with the
+    operators of a [`eqquant.QuantizedArray`][] rather than an array.
 
     !!! Example
 
@@ -65,6 +67,8 @@ def fake_quantize_tree(
     - `model`, `format`, `where`, `rules`, `min_size`, `check_finite`: as in
         [`eqquant.quantize_tree`][].
     - `clip`: as in [`eqquant.straight_through`][].
+    - `quantized_products`: multiply by the quantized weights, as the model that is
+        converted later will. The gradient is that of the dense product.
 
     **Returns:**
 
@@ -123,6 +127,8 @@ class FakeQuantized(eqx.Module):
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
         [`eqquant.learned_scales`][], and are `scales`, in the order of `choices`.
+    - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
+        those of `.quantized()`, bit for bit.
     """
 
     model: Any
