@@ -37,21 +37,14 @@ def round_activations(
             f"round_activations: axis must be between {-x.ndim} and {x.ndim - 1} for "
             f"an array of {x.ndim} axes, got {axis}."
         )
-    return _round(x, axis)
+    return straight_rounded(x, (axis,))
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def _round(x, axis):
-    return rounded(x, [axis])
-
-
-@_round.defjvp
-def _(axis, primals, tangents):
-    return _round(*primals, axis), *tangents
-
-
-def rounded(x: Float[Array, "..."], axes: Sequence[int]) -> Float[Array, "..."]:
-    """To int8, with one scale for all along `axes`; no gradient to speak of."""
+def straight_rounded(
+    x: Float[Array, "..."], axes: Sequence[int]
+) -> Float[Array, "..."]:
+    """The same, with one scale for all along several axes."""
     if not x.size:
         return x
     last = range(-len(axes), 0)
@@ -60,3 +53,8 @@ def rounded(x: Float[Array, "..."], axes: Sequence[int]) -> Float[Array, "..."]:
     codes, unit = round_int8(moved.reshape(*lead, -1).astype(jnp.float32))
     out = (codes * unit).astype(x.dtype).reshape(moved.shape)
     return jnp.moveaxis(out, last, axes)
+
+
+@straight_rounded.defjvp
+def _(axes, primals, tangents):
+    return straight_rounded(*primals, axes), *tangents

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 from .. import _plain as plain
 from .._array import QuantizedArray
 from .._implicit import ImplicitArray
-from ._activations import rounded
+from ._activations import straight_rounded
 
 
 def _on_both(name: str) -> Callable:
@@ -122,7 +122,7 @@ class StraightThroughArray(ImplicitArray):
         out = contract(self.q, lax.stop_gradient(x))
         if out is NotImplemented:
             return NotImplemented
-        axes = [axis for _, axis in over]
+        axes = tuple(axis for _, axis in over)
         return _product(out, x, self.master, self.q, contract, axes)
 
 
@@ -134,9 +134,9 @@ def _value(value, master):
 
 @_value.defjvp
 def _(primals, tangents):
-    value, _ = primals
+    # By itself again, here and below: there may be derivatives of derivatives.
     _, master_dot = tangents
-    return value, master_dot
+    return _value(*primals), master_dot
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
@@ -148,12 +148,14 @@ def _product(out, x, master, q, contract, axes):
 
 @ft.partial(_product.defjvp, symbolic_zeros=True)
 def _(contract, axes, primals, tangents):
-    out, x, _, q = primals
+    _, x, master, q = primals
     _, x_dot, master_dot, _ = tangents
     terms = []
     if not isinstance(x_dot, SymbolicZero):
-        terms.append(contract(q.dequantize(), x_dot))
+        weight = StraightThroughArray(master, q).dequantize()
+        terms.append(contract(weight, x_dot))
     if not isinstance(master_dot, SymbolicZero):
-        seen = rounded(x, axes) if q.format.activations == "int8" else x
+        seen = straight_rounded(x, axes) if q.format.activations == "int8" else x
         terms.append(contract(master_dot, seen))
+    out = _product(*primals, contract, axes)
     return out, sum(terms) if terms else jnp.zeros_like(out)

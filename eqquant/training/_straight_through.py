@@ -166,7 +166,7 @@ def _(primals, tangents):
     # The scale itself is rounded: what it was taken from is not out of range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
     inside = jnp.abs(array) <= each * (q.format.largest_level * rounding)
-    return array, jnp.where(inside, tangent, 0)
+    return _clipped(array, q), jnp.where(inside, tangent, 0)
 
 
 @jax.custom_jvp
@@ -187,7 +187,7 @@ def _(primals, tangents):
     weight = 1 / math.sqrt(array.size / scales.size * largest)
     by_scale = (_levels(q) - jnp.where(inside, ratio, 0)) * weight
     tangent = by_scale * _spread(q, scales_dot) + jnp.where(inside, array_dot, 0)
-    return array, tangent.astype(array.dtype)
+    return _learning(array, scales, q), tangent.astype(array.dtype)
 
 
 def _wide(dtype):
