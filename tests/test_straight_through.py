@@ -219,10 +219,11 @@ def bytes_of_step(format):
 
 @pytest.mark.slow
 @needs_compiler
-def test_on_tpu_it_is_no_more_than_one_pass(default_format):
+@pytest.mark.parametrize("format", [Int8(), NF4(), Ternary()])
+def test_on_tpu_it_is_no_more_than_one_pass(format):
     """One read and one write of each weight are 8 bytes. What rounds is fused into the
     product."""
-    assert bytes_of_step(default_format) - bytes_of_step(None) <= 8
+    assert bytes_of_step(format) - bytes_of_step(None) <= 8
 
 
 #
