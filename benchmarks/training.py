@@ -78,6 +78,14 @@ ROWS = {
     ),
     "binary": qat("binary"),
 }
+for name, format in {
+    "int8": "int8",
+    'int8 "default"': eqquant.Int8(precision="default"),
+    "nf4": "nf4",
+    "ternary": "ternary",
+    "binary": "binary",
+}.items():
+    ROWS[f"{name}, its products"] = qat(format, quantized_products=True)
 
 
 def lora(format, baseline: str) -> Row:

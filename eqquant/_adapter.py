@@ -1,4 +1,4 @@
-"""Products with a weight and the low-rank adapter beside it."""
+"""Products with a low-rank adapter."""
 
 import math
 import string
@@ -7,7 +7,6 @@ from typing import Any, TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float, Key
 
 from ._rows import rows_dot
@@ -92,22 +91,6 @@ def _drop(
         draw = jax.vmap(draw)
     kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
     return jnp.where(kept, x / (1 - rate), 0)
-
-
-def contract_dense(base, x, over, batch, *, precision, out_dtype):
-    """`ImplicitArray.contract`, of an array in floating point."""
-    dtype = jnp.promote_types(base.dtype, x.dtype)
-    base, x = base.astype(dtype), x.astype(dtype)
-    numbers: Any = [
-        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
-    ]
-    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
-    if x.ndim == len(over) + len(batch):
-        # The order of the operands is no different then, and a vector goes on the
-        # right: XLA:CPU transposes a matrix to have it there.
-        return lax.dot_general(base, x, numbers, **how)
-    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
-    return lax.dot_general(x, base, swapped, **how)
 
 
 def spell(axes) -> str:

@@ -99,8 +99,21 @@ class QuantizedArray(ImplicitArray):
         blocked = self.blocked_axes
         return tuple(axis for axis in range(self.ndim) if axis not in blocked)
 
+    def check_whole(self) -> None:
+        super().check_whole()
+        expected, actual = jnp.dtype(self.format.code_dtype), self.codes.dtype
+        if actual != expected:
+            raise TypeError(
+                f"codes of {self.format!r} must be {expected}, got {actual}: an "
+                "optimiser has added to them. They are not what can be trained. Give "
+                "it what `eqx.partition(model, eqquant.trainable_mask(model))` gives; "
+                "to train beside quantized weights see `eqquant.lora_tree`, and to "
+                "train the weights themselves `eqquant.FakeQuantized`."
+            )
+
     def dequantize(self) -> Float[Array, "..."]:
         """The array that this one stands for, in floating point."""
+        self.check_whole()
         bits, group = self.format.bits, self.format.group
         compute = jnp.promote_types(self.dtype, jnp.float32)
         if self.scales.dtype == jnp.float64:
@@ -315,6 +328,7 @@ class QuantizedArray(ImplicitArray):
         precision: Any = None,
         out_dtype=None,
     ) -> Any:
+        self.check_whole()
         return contract(self, x, over, batch, precision=precision, out_dtype=out_dtype)
 
     def unflatten(self):

@@ -231,7 +231,17 @@ class ImplicitArray(eqx.Module):
     def __rmatmul__(self, other):
         return self._matmul(other, reflected=True)
 
+    def check_whole(self) -> None:
+        """An error for what is but a part of an array: that which `eqx.partition` left,
+        or a gradient."""
+        if not self.is_whole:
+            raise TypeError(
+                f"{self!r} has lost a part of itself, and stands for nothing. After "
+                "`eqx.partition` put it together again with `eqx.combine`."
+            )
+
     def _matmul(self, other, reflected):
+        self.check_whole()
         if isinstance(other, ImplicitArray):
             small, large = sorted((self, other), key=lambda q: q.size)
             other = materialise(small, "a product of two quantized arrays", "warn")
@@ -248,6 +258,7 @@ class ImplicitArray(eqx.Module):
     def __getitem__(self, index):
         """As indexing of an array. Rows of a matrix come back in floating point: only
         they are decoded. Everything with two axes or more stays as it is stored."""
+        self.check_whole()
         return index_array(self, index)
 
     def __len__(self) -> int:

@@ -13,7 +13,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
-from ._adapter import contract_adapter, contract_dense, spell
+from . import _plain as plain
+from ._adapter import contract_adapter, spell
 from ._implicit import ImplicitArray, is_implicit
 
 
@@ -149,7 +150,7 @@ class LoraArray(ImplicitArray):
             )
 
         moved = self._move(list(permutation).index, self.ndim)
-        base = _on_base("permute", self.base, permutation)
+        base = plain.apply("permute", self.base, permutation)
         return self._on_parts(base, permute, *moved)
 
     def with_dtype(self, dtype) -> "LoraArray":
@@ -179,7 +180,7 @@ class LoraArray(ImplicitArray):
             return part.reshape([self.rank if i is None else shape[i] for i in new])
 
         from_end = lambda axes: [axis - len(shape) for axis in axes]
-        base = _on_base("with_shape", self.base, shape)
+        base = plain.apply("with_shape", self.base, shape)
         return self._on_parts(base, reshape, from_end(new_ins), from_end(new_outs))
 
     def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
@@ -189,7 +190,7 @@ class LoraArray(ImplicitArray):
             return lax.broadcast_in_dim(part, sizes, onto)
 
         moved = self._move(lambda axis: dimensions[axis], len(shape))
-        base = _on_base("broadcast_in_dim", self.base, shape, dimensions)
+        base = plain.apply("broadcast_in_dim", self.base, shape, dimensions)
         return self._on_parts(base, broadcast, *moved)
 
     def slice(
@@ -208,7 +209,9 @@ class LoraArray(ImplicitArray):
                 [1 if i is None else strides[i] for i in axes],
             )
 
-        return self._on_parts(_on_base("slice", self.base, start, limit, strides), cut)
+        return self._on_parts(
+            plain.apply("slice", self.base, start, limit, strides), cut
+        )
 
     def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
         first = [jnp.asarray(i) for i in start]
@@ -220,13 +223,15 @@ class LoraArray(ImplicitArray):
             size = [self.rank if i is None else sizes[i] for i in axes]
             return lax.dynamic_slice(part, begin, size) if axes else part
 
-        return self._on_parts(_on_base("dynamic_slice", self.base, first, sizes), cut)
+        return self._on_parts(
+            plain.apply("dynamic_slice", self.base, first, sizes), cut
+        )
 
     def reverse(self, dimensions: Sequence[int]) -> Any:
         def reverse(part, axes, _):
             return lax.rev(part, [axes.index(i) for i in dimensions if i in axes])
 
-        return self._on_parts(_on_base("reverse", self.base, dimensions), reverse)
+        return self._on_parts(plain.apply("reverse", self.base, dimensions), reverse)
 
     def drop_axes(self, dimensions: Sequence[int]) -> "LoraArray":
         left = [axis for axis in range(self.ndim) if axis not in dimensions]
@@ -242,7 +247,7 @@ class LoraArray(ImplicitArray):
         def drop(part, axes, _):
             return lax.squeeze(part, [axes.index(i) for i in dimensions if i in axes])
 
-        base = _on_base("drop_axes", self.base, dimensions)
+        base = plain.apply("drop_axes", self.base, dimensions)
         return self._on_parts(base, drop, ins, outs)
 
     @property
@@ -267,12 +272,13 @@ class LoraArray(ImplicitArray):
         none = None if fill is None else 0  # One part that is not a number is enough.
         if is_implicit(base):
             more = 1 + n - (base.whole_axes or 0)
-            base = base.gather(lambda part, fill: _flat(fn, part, more, fill), fill)
+            take = lambda part, fill: plain.gather(fn, part, more, fill)
+            base = base.gather(take, fill)
         else:
-            base = _flat(fn, base, n, fill)
+            base = plain.gather(fn, base, n, fill)
         if self.lead_axes:
             lead = len(self.lead_axes)
-            take = lambda part, axes, _: _flat(fn, part, len(axes) - lead, none)
+            take = lambda part, axes, _: plain.gather(fn, part, len(axes) - lead, none)
             return self._on_parts(base, take)
         # Those that rows are taken from, and what they become, are the out-axes.
         out_axes = tuple(range(-base.ndim, -n))
@@ -282,10 +288,7 @@ class LoraArray(ImplicitArray):
         if dimension not in self.lead_axes:
             return NotImplemented
         bases = [q.base for q in others]
-        if is_implicit(self.base):
-            base = self.base.concatenate(bases, dimension)
-        else:
-            base = lax.concatenate([self.base, *bases], dimension)
+        base = plain.apply("concatenate", self.base, bases, dimension)
         if base is NotImplemented:
             return NotImplemented
         lead = self.lead_axes.index(dimension)
@@ -325,12 +328,9 @@ class LoraArray(ImplicitArray):
         if not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
         how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
-        if is_implicit(self.base):
-            out = self.base.contract(x, over, batch, **how)
-            if out is NotImplemented:
-                return NotImplemented
-        else:
-            out = contract_dense(self.base, x, over, batch, **how)
+        out = plain.contract(self.base, x, over, batch, **how)
+        if out is NotImplemented:
+            return NotImplemented
         return out + contract_adapter(self, x, over, batch, precision).astype(out_dtype)
 
 
@@ -362,27 +362,3 @@ def _aligned(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list, lis
                 j += 1
         yield before, after
     yield list(range(i, len(old))), list(range(j, len(new)))  # Ones.
-
-
-def _flat(fn: Callable, part: Array, count: int, fill: Any) -> Array:
-    """`fn` of a part, so many of its axes flattened into the last."""
-    kept = part.shape[part.ndim - count :]
-    out = fn(part.reshape(*part.shape[: part.ndim - count], math.prod(kept)), fill)
-    return out.reshape(*out.shape[:-1], *kept)
-
-
-_dense: dict[str, Callable] = {
-    "permute": lax.transpose,
-    "with_shape": lax.reshape,
-    "broadcast_in_dim": lax.broadcast_in_dim,
-    "slice": lax.slice,
-    "dynamic_slice": lax.dynamic_slice,
-    "reverse": lax.rev,
-    "drop_axes": lax.squeeze,
-}
-
-
-def _on_base(name: str, base, *args):
-    return (
-        getattr(base, name)(*args) if is_implicit(base) else _dense[name](base, *args)
-    )

@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 
 
 HERE = pathlib.Path(__file__).parent
-LAYERS, SIZE, HEADS, CONTEXT, BATCH = 3, 128, 4, 128, 16
+LAYERS, SIZE, HEADS, CONTEXT, BATCH = 3, 128, 4, 128, 8
 # So many steps are one call, and one point of the plot.
 STEPS_PER_CALL = 20
 # So many calls later, it is validated, and saved.

@@ -162,22 +162,23 @@ def print_table(results: list[dict]) -> None:
 def plot(results: list[dict], path: pathlib.Path) -> None:
     formats = list(dict.fromkeys(f for f, how in results[0] if how == "QAT"))
     figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    bottom = min(value for rows in results for value, _ in rows.values()) - 3
     for offset, how, colour in ((-0.2, "PTQ", "tab:gray"), (0.2, "QAT", "tab:green")):
         values = np.array([[rows[f, how][0] for f in formats] for rows in results])
         where = np.arange(len(formats)) + offset
-        bars = axis.bar(where, values.mean(0), 0.38, color=colour, label=how)
-        axis.bar_label(bars, fmt="{:.2f}", label_type="center", color="white")
+        axis.bar(where, values.mean(0), 0.38, color=colour, label=how)
+        for x, value in zip(where, values.mean(0), strict=True):
+            axis.text(x, bottom + 0.4, f"{value:.2f}", ha="center", color="white")
         for row in values:
             axis.plot(where, row, "k.", markersize=4)
     level = float_accuracy(results)
     label = f"float: {level:.2f}"
     axis.axhline(level, color="k", linewidth=0.8, linestyle="--", label=label)
-    lowest = min(value for rows in results for value, _ in rows.values())
     axis.set(xticks=np.arange(len(formats)), xticklabels=formats)
-    axis.set_ylim(lowest - 2, 100)
+    axis.set_ylim(bottom, 100)
     axis.set_ylabel("Accuracy on held-out digits, %")
     axis.set_title("Quantized after training (PTQ), and trained on (QAT)")
-    axis.legend(loc="lower left", framealpha=1)
+    axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

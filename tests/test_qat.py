@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eqquant import Int8, Ternary
+from eqquant import Int8, NF4, Ternary
 from helpers import assert_identical, relative
 
 
@@ -173,6 +173,105 @@ def test_training_with_optax(format):
 
 
 #
+# Products of the later model
+#
+
+
+def both(model, format, **options):
+    """As it is trained, with products of quantized arrays, and converted."""
+    wrapped = eqquant.FakeQuantized(model, format, quantized_products=True, **options)
+    return wrapped, wrapped.quantized()
+
+
+def scalar(model, *args):
+    return jnp.sum(jnp.square(model(*args)))
+
+
+# Every format, and several recipes of docs/precision.md.
+PRODUCTS = [
+    pytest.param(format, id=repr(format))
+    for format in (
+        NF4(),
+        NF4(double_quantization=True),
+        NF4(precision="default"),
+        Int8(),
+        Int8(precision="default", block_size=32),
+        Int8(precision="highest"),
+        W8A8,
+        Ternary(),
+        Ternary(precision="default", activations="int8"),
+        eqquant.Binary(precision="default"),
+    )
+]
+
+
+@pytest.mark.parametrize("format", PRODUCTS)
+def test_products_are_those_of_the_quantized_model(normal, format):
+    """Bit for bit: one at a time, and as a batch, eagerly and compiled."""
+    wrapped, quantized = both(mlp(), format)
+    batch = jax.vmap(lambda model, x: model(x), (None, 0))
+    for fn in (lambda model, x: model(x[0]), batch, eqx.filter_jit(batch)):
+        x = normal(40, 64)
+        assert_identical(fn(wrapped, x), fn(quantized, x))
+
+
+@pytest.mark.parametrize("format", [NF4(precision="default"), W8A8])
+def test_products_in_every_layer(format):
+    """Attention, a recurrent cell under a scan, a scan over stacked layers, remat."""
+    wrapped, quantized = both(Mixed(), format, rules={"conv.*": None})
+    forward = eqx.filter_jit(jax.vmap(lambda model, x: model(x), (None, 0)))
+    tokens = jnp.stack([TOKENS, TOKENS + 1])
+    assert_identical(forward(wrapped, tokens), forward(quantized, tokens))
+
+
+def test_products_of_stacks(normal):
+    make = lambda key: eqx.nn.Linear(64, 64, key=key)
+    stacked = eqx.filter_vmap(make)(jax.random.split(KEY, 3))
+    wrapped, quantized = both(stacked, "int8")
+    run = eqx.filter_jit(lambda m, x: eqx.filter_vmap(lambda m: jax.vmap(m)(x))(m))
+    x = normal(5, 64)
+    assert_identical(run(wrapped.fake_quantized(), x), run(quantized, x))
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": True}, {"learn_scales": True}])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_gradients_of_quantized_products(normal, options, activations):
+    """Those of the straight-through dense product, however little precision that of
+    the quantized model has."""
+    format = Ternary(precision="default")
+    linear, x, ct = eqx.nn.Linear(96, 64, key=KEY), normal(40, 96), normal(40, 64)
+
+    @eqx.filter_jit
+    def gradients(wrapped, x):
+        loss = lambda both: jnp.sum(jax.vmap(both[0])(both[1]) * ct)
+        return jax.tree.leaves(eqx.filter_grad(loss)((wrapped, x)))
+
+    dense = eqquant.FakeQuantized(linear, format, **options)
+    if activations == "int8":
+        *of_weights, _ = gradients(dense, eqquant.round_activations(x))
+        expected = [*of_weights, gradients(dense, x)[-1]]
+        format = Ternary(precision="default", activations="int8")
+    else:
+        expected = gradients(dense, x)
+    ours, _ = both(linear, format, **options)
+    for a, b in zip(gradients(ours, x), expected, strict=True):
+        assert relative(a, b) < 1e-6
+
+
+def test_convolutions_and_other_functions_under_quaxify():
+    """As later the quantized model."""
+    wrapped, quantized = both(Mixed(), W8A8, rules={"conv.*": "nf4"})
+    run = eqx.filter_jit(lambda model: eqquant.quaxify(model)(TOKENS))
+    assert_identical(run(wrapped.fake_quantized()), run(quantized))
+    gradients = eqx.filter_jit(
+        eqx.filter_grad(lambda w: scalar(eqquant.quaxify(w.fake_quantized()), TOKENS))
+    )(wrapped)
+    assert all(jnp.any(x != 0) for x in jax.tree.leaves(gradients))
+    with pytest.raises(TypeError):
+        wrapped(TOKENS)
+
+
+#
 # Activations
 #
 
@@ -253,11 +352,6 @@ def test_operators_of_a_weight_that_rounds(normal):
             wrong(fake)
 
 
-def test_convolutions_cannot_round_their_activations():
-    with pytest.raises(ValueError, match=r"at conv\.weight: convolutions.*by a rule"):
-        eqquant.fake_quantize_tree(Mixed(), W8A8)
-
-
 #
 # Learned scales
 #
@@ -304,6 +398,30 @@ def test_what_is_not_what_was_trained():
     learned = eqquant.FakeQuantized(mlp(), "int8", learn_scales=True)
     with pytest.raises(ValueError, match=r"scales that were learned.*\.quantized\(\)"):
         eqquant.quantize_tree(learned, "int8")(jnp.ones(64))
+
+
+def test_codes_that_an_optimiser_has_changed(default_format):
+    """As it was given arrays of any dtype, and gradients of as many."""
+    model = eqquant.quantize_tree(eqx.nn.Linear(64, 64, key=KEY), default_format)
+    changed = eqx.apply_updates(model, jax.tree.map(lambda x: 0.1 * x, model))
+    for use in (
+        lambda m: m(jnp.ones(64)),
+        lambda m: jnp.ones(64) @ m.weight,
+        lambda m: m.weight[0],
+        lambda m: m.weight.dequantize(),
+        eqx.filter_jit(eqquant.quaxify(lambda m: m.weight @ jnp.ones(64))),
+    ):
+        with pytest.raises(TypeError, match=r"codes of .* got float32: .*lora_tree"):
+            use(changed)
+
+
+def test_the_gradient_of_a_quantized_model_is_no_model():
+    model = eqquant.quantize_tree(mlp(), "nf4")
+    gradients = eqx.filter_grad(scalar)(model, jnp.ones(64))
+    trainable, _ = eqx.partition(model, eqquant.trainable_mask(model))
+    for part in (gradients, trainable):
+        with pytest.raises(TypeError, match=r"lost a part of itself.*eqx\.combine"):
+            part(jnp.ones(64))
 
 
 def test_nothing_to_train_quantized():

@@ -1,5 +1,7 @@
 """Quantization that lets gradients through: values, gradients, learned scales."""
 
+import functools as ft
+
 import eqquant
 import equinox as eqx
 import hypothesis
@@ -9,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
-from helpers import assert_identical
+from helpers import assert_identical, needs_compiler
 
 
 ARRAYS = [
@@ -151,6 +153,25 @@ def test_second_derivatives(normal):
     np.testing.assert_allclose(second, later(array, "int8"), rtol=1e-6)
 
 
+def test_second_derivatives_of_quantized_products(normal):
+    """Those of the dense product: of `x` and the weight, there is a mixed one."""
+    linear, x = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0)), normal(64)
+
+    def mixed(quantized_products):
+        def loss(weight, x):
+            model = eqx.tree_at(lambda m: m.weight, linear, weight)
+            options = {"quantized_products": quantized_products}
+            model = eqquant.fake_quantize_tree(model, "int8", **options)
+            return jnp.sum(model(x) ** 2)
+
+        of_x = jax.grad(loss, 1)
+        direction = jnp.ones_like(linear.weight)
+        return jax.jvp(lambda w: of_x(w, x), (linear.weight,), (direction,))[1]
+
+    # The result of the product is itself part of it, up to its own rounding.
+    np.testing.assert_allclose(mixed(True), mixed(False), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("format", [Binary(), Ternary(block_size=8)])
 def test_a_clipped_gradient(normal, format):
     array = normal(6, 40)
@@ -178,6 +199,31 @@ def test_it_is_traced_once_and_cheap(normal):
     count = lambda f: f.lower(weight, x).compile().cost_analysis()["bytes accessed"]
     passes = (count(rounded) - count(dense)) / (2 * weight.nbytes)
     assert 0 < passes < 3
+
+
+@ft.cache
+def bytes_of_step(format):
+    """What value and gradients of a layer with a weight of 2048 x 2048 take, by the
+    count of the compiler for TPUs; in bytes for each element of the weight."""
+
+    @ft.partial(jax.value_and_grad, argnums=(0, 1))
+    def step(weight, x):
+        if format is not None:
+            weight = eqquant.straight_through(weight, format, check_finite=False)
+        return jnp.sum((x @ weight.T) ** 2)
+
+    shapes = [jax.ShapeDtypeStruct((n, 2048), jnp.float32) for n in (2048, 64)]
+    compiled = eqquant.debug.compile_for_tpu(step, *shapes)
+    return compiled.cost_analysis()["bytes accessed"] / 2048**2
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("format", [Int8(), NF4(), Ternary()])
+def test_on_tpu_it_is_no_more_than_one_pass(format):
+    """One read and one write of each weight are 8 bytes. What rounds is fused into the
+    product."""
+    assert bytes_of_step(format) - bytes_of_step(None) <= 8
 
 
 #

@@ -11,8 +11,7 @@ from .._quantize import quantize
 from .._selection import Choice, choose, replace_chosen, sites
 from .._typing import typed
 from ..formats import Format
-from ._activations import RoundingWeight
-from ._straight_through import learned_scales, straight_through
+from ._straight_through import learned_scales, make_trainable
 
 
 Tree = TypeVar("Tree")
@@ -27,6 +26,7 @@ def fake_quantize_tree(
     rules: Mapping | None = None,
     min_size: int = 256,
     clip: bool = False,
+    quantized_products: bool = False,
     check_finite: bool = True,
 ) -> Tree:
     """The model as `eqquant.quantize_tree` would have it, in floating point, with
@@ -34,9 +34,11 @@ def fake_quantize_tree(
 
     What [`eqquant.quantize_tree`][] chooses is replaced by its
     [`eqquant.straight_through`][]: by plain arrays of the same shapes and dtypes, whose
-    values are those of the quantized weights, bit for bit. Where a format says
-    `activations="int8"`, products round their activation, too: the weight is then an
-    object with the operators of a [`eqquant.QuantizedArray`][] rather than an array.
+    values are those of the quantized weights, bit for bit.
+
+    With `quantized_products`, and where a format says `activations="int8"`, products
+    are those of the quantized weights as well: the weight is then an object with the
+    operators of a [`eqquant.QuantizedArray`][] rather than an array.
 
     !!! Example
 
@@ -65,6 +67,8 @@ def fake_quantize_tree(
     - `model`, `format`, `where`, `rules`, `min_size`, `check_finite`: as in
         [`eqquant.quantize_tree`][].
     - `clip`: as in [`eqquant.straight_through`][].
+    - `quantized_products`: multiply by the quantized weights, as the model that is
+        converted later will. The gradient is that of the dense product.
 
     **Returns:**
 
@@ -79,7 +83,8 @@ def fake_quantize_tree(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
     _check_some(choices, caller)
-    one = lambda leaf, choice: _fake(leaf, choice, None, clip, check_finite)
+    how = clip, quantized_products, check_finite
+    one = lambda leaf, choice: _fake(leaf, choice, None, *how)
     return replace_chosen(one, model, choices, caller=caller)
 
 
@@ -122,12 +127,15 @@ class FakeQuantized(eqx.Module):
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
         [`eqquant.learned_scales`][], and are `scales`, in the order of `choices`.
+    - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
+        those of `.quantized()`, bit for bit.
     """
 
     model: Any
     scales: tuple[Float[Array, "..."], ...] | None
     choices: tuple[Choice, ...] = eqx.field(static=True)
     clip: bool = eqx.field(static=True)
+    quantized_products: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
 
     @typed
@@ -141,6 +149,7 @@ class FakeQuantized(eqx.Module):
         min_size: int = 256,
         clip: bool = False,
         learn_scales: bool = False,
+        quantized_products: bool = False,
         check_finite: bool = True,
     ):
         choices = choose(
@@ -150,6 +159,7 @@ class FakeQuantized(eqx.Module):
         self.model = model
         self.choices = tuple(choices)
         self.clip = clip
+        self.quantized_products = quantized_products
         self.check_finite = check_finite
         self.scales = None
         if learn_scales:
@@ -169,9 +179,11 @@ class FakeQuantized(eqx.Module):
         """The model with straight-through weights, as [`eqquant.fake_quantize_tree`][]
         has it: to call another of its methods than `__call__`."""
 
+        how = self.clip, self.quantized_products, self.check_finite
+
         def one(leaf, choice, scales):
             if not isinstance(leaf, QuantizedArray):
-                return _fake(leaf, choice, scales, self.clip, self.check_finite)
+                return _fake(leaf, choice, scales, *how)
             if leaf.format != choice.format or scales is not None:
                 learned = "" if scales is None else " with scales that were learned"
                 raise ValueError(
@@ -225,8 +237,8 @@ def _check_some(choices, caller: str) -> None:
         )
 
 
-def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
-    array = straight_through(
+def _fake(leaf, choice: Choice, scales, clip, quantized_products, check_finite):
+    array = make_trainable(
         leaf,
         choice.format,
         axis=choice.axis,
@@ -234,11 +246,6 @@ def _fake(leaf, choice: Choice, scales, clip: bool, check_finite: bool):
         clip=clip,
         check_finite=check_finite,
     )
-    if choice.format.activations == "float":
+    if quantized_products or choice.format.activations != "float":
         return array
-    if not isinstance(choice.contracted, int):
-        raise ValueError(
-            "convolutions cannot round their activations while training, only products "
-            "with `@`. Give this weight a format with activations='float' by a rule."
-        )
-    return RoundingWeight(array)
+    return array.dequantize()

@@ -1,12 +1,12 @@
 """Quantization that lets gradients through, as if it were not there."""
 
-import functools as ft
 import math
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from .._array import QuantizedArray
@@ -15,6 +15,7 @@ from .._quantize import quantize
 from .._typing import typed
 from ..formats import as_format, Binary, Format, Int8
 from ..formats._scales import float_scales
+from ._array import StraightThroughArray
 
 
 @typed
@@ -72,6 +73,20 @@ def straight_through(
     As [`eqquant.quantize`][]; and `ValueError` for `scales` with a format whose levels
     are not integers.
     """
+    how = {"axis": axis, "scales": scales, "clip": clip, "check_finite": check_finite}
+    return make_trainable(array, format, **how).dequantize()
+
+
+def make_trainable(
+    array,
+    format: Format | str,
+    *,
+    axis: int | Sequence[int],
+    scales,
+    clip: bool,
+    check_finite: bool,
+) -> StraightThroughArray:
+    """What [`straight_through`][] is the value of."""
     format = as_format(format)
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
@@ -79,11 +94,16 @@ def straight_through(
             "straight_through: array must have a floating-point dtype, got "
             f"{array.dtype}: only the float weights that were quantized can be trained."
         )
-    axis = axis if isinstance(axis, int) else tuple(axis)
-    if scales is None:
-        return _straight_through(array, format, axis, clip, check_finite)
-    check_learnable(format, "straight_through")
-    return _learned(array, scales, format, axis, check_finite)
+    if scales is not None:
+        check_learnable(format, "straight_through")
+    # Nothing is differentiated here: that is left to what the master weights become.
+    weights, given = lax.stop_gradient((array, scales))
+    q = quantize(weights, format, axis=axis, scales=given, check_finite=check_finite)
+    if scales is not None:
+        array = _learning(array, scales, q)
+    elif clip:
+        array = _clipped(array, q)
+    return StraightThroughArray(array, q)
 
 
 @typed
@@ -131,47 +151,42 @@ def check_learnable(format: Format, caller: str) -> None:
         )
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
-def _straight_through(array, format, axis, clip, check_finite):
-    q = quantize(array, format, axis=axis, check_finite=check_finite)
-    return q.dequantize()
+@jax.custom_jvp
+def _clipped(array, q):
+    """The array, with no derivative where it is out of the range of `q`."""
+    return array
 
 
-@_straight_through.defjvp
-def _(format, axis, clip, check_finite, primals, tangents):
-    (array,), (tangent,) = primals, tangents
-    out = _straight_through(array, format, axis, clip, check_finite)
-    if not clip:
-        return out, tangent
-    q = quantize(array, format, axis=axis, check_finite=False)
+@_clipped.defjvp
+def _(primals, tangents):
+    array, q = primals
+    tangent, _ = tangents
     each = _spread(q, float_scales(q.scales))
     # The scale itself is rounded: what it was taken from is not out of range.
-    rounding = 1 + 4 * float(jnp.finfo(format.scale_dtype).eps)
-    inside = jnp.abs(array) <= each * (format.largest_level * rounding)
-    return out, jnp.where(inside, tangent, 0)
+    rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
+    inside = jnp.abs(array) <= each * (q.format.largest_level * rounding)
+    return _clipped(array, q), jnp.where(inside, tangent, 0)
 
 
-@ft.partial(jax.custom_jvp, nondiff_argnums=(2, 3, 4))
-def _learned(array, scales, format, axis, check_finite):
-    q = quantize(array, format, axis=axis, scales=scales, check_finite=check_finite)
-    return q.dequantize()
+@jax.custom_jvp
+def _learning(array, scales, q):
+    """The array, with the derivative of what it is quantized to by these scales."""
+    return array
 
 
-@_learned.defjvp
-def _(format, axis, check_finite, primals, tangents):
+@_learning.defjvp
+def _(primals, tangents):
     # Equations 3 and 5 of the paper, and the gradient scale of its section 2.2.
-    (array, scales), (array_dot, scales_dot) = primals, tangents
-    out = _learned(array, scales, format, axis, check_finite)
-    q = quantize(array, format, axis=axis, scales=scales, check_finite=False)
+    array, scales, q = primals
+    array_dot, scales_dot, _ = tangents
     each = _spread(q, scales)
-    levels = _levels(q)
+    largest = q.format.largest_level
     ratio = array.astype(each.dtype) / each
-    inside = jnp.abs(ratio) < format.largest_level
-    shared_by = array.size / scales.size
-    weight = 1 / math.sqrt(shared_by * format.largest_level)
-    by_scale = (levels - jnp.where(inside, ratio, 0)) * weight
+    inside = jnp.abs(ratio) < largest
+    weight = 1 / math.sqrt(array.size / scales.size * largest)
+    by_scale = (_levels(q) - jnp.where(inside, ratio, 0)) * weight
     tangent = by_scale * _spread(q, scales_dot) + jnp.where(inside, array_dot, 0)
-    return out, tangent.astype(array.dtype)
+    return _learning(array, scales, q), tangent.astype(array.dtype)
 
 
 def _wide(dtype):

@@ -1,0 +1,67 @@
+"""The methods of an implicit array on a plain one: for what holds arrays of either kind
+side by side."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Shaped
+
+from ._implicit import is_implicit
+
+
+def _dynamic_slice(x, start: Sequence[Any], sizes: Sequence[int]):
+    starts = [jnp.asarray(i) for i in start]
+    dtype = jnp.result_type(*starts)
+    return lax.dynamic_slice(x, [i.astype(dtype) for i in starts], sizes)
+
+
+def _concatenate(x, others: Sequence, dimension: int):
+    return lax.concatenate([x, *others], dimension)
+
+
+_plain: dict[str, Callable] = {
+    "permute": lax.transpose,
+    "with_dtype": lax.convert_element_type,
+    "with_shape": lax.reshape,
+    "broadcast_in_dim": lax.broadcast_in_dim,
+    "slice": lax.slice,
+    "dynamic_slice": _dynamic_slice,
+    "reverse": lax.rev,
+    "drop_axes": lax.squeeze,
+    "concatenate": _concatenate,
+}
+
+
+def apply(name: str, x, *args) -> Any:
+    """`x.name(*args)`, of an array of either kind."""
+    return getattr(x, name)(*args) if is_implicit(x) else _plain[name](x, *args)
+
+
+def gather(
+    fn: Callable[[Array, Any], Array], x: Shaped[Array, "..."], count: int, fill: Any
+) -> Any:
+    """`fn` of a plain array, so many of its axes flattened into the last."""
+    kept = x.shape[x.ndim - count :]
+    out = fn(x.reshape(*x.shape[: x.ndim - count], math.prod(kept)), fill)
+    return out.reshape(*out.shape[:-1], *kept)
+
+
+def contract(w, x, over, batch=(), *, precision: Any = None, out_dtype=None) -> Any:
+    """`ImplicitArray.contract`, of an array of either kind."""
+    if is_implicit(w):
+        return w.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
+    dtype = jnp.promote_types(w.dtype, x.dtype)
+    w, x = w.astype(dtype), x.astype(dtype)
+    numbers: Any = [
+        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
+    ]
+    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
+    if x.ndim == len(over) + len(batch):
+        # The order of the operands is no different then, and a vector goes on the
+        # right: XLA:CPU transposes a matrix to have it there.
+        return lax.dot_general(w, x, numbers, **how)
+    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
+    return lax.dot_general(x, w, swapped, **how)
