@@ -20,6 +20,8 @@ class Chip:
     # Whether the matrix unit takes int8, and which float of 8 bits if any.
     int8: bool = True
     float8: Any = None
+    # Which share one memory, and the steps of a grid.
+    cores: int = 1
     # Whether vectors of bfloat16 are added and multiplied as such.
     bfloat16: bool = False
     # For few rows, by format: how many rows of the weight a step decodes, and how many
@@ -34,6 +36,7 @@ _fourth = Chip(
     gather_axis=1,
     memory=2**24,
     int8=False,
+    cores=2,
     steps={
         "int8": (256, 256),
         "nf4": (512, 128),
@@ -54,7 +57,7 @@ _fifth_e = Chip(
     },
 )
 _fifth_p = dataclasses.replace(
-    _fifth_e, steps=_fifth_e.steps | {"ternary": (1024, 512)}
+    _fifth_e, cores=2, steps=_fifth_e.steps | {"ternary": (1024, 512)}
 )
 _sixth = Chip(
     gather_axis=0,
