@@ -27,6 +27,8 @@ class Chip:
     # For few rows, by format: how many rows of the weight a step decodes, and how many
     # bytes of each are multiplied at once (128 of them in blocks).
     steps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # Whose codes are transposed first, so many rows as one (see `turn`).
+    turned: dict[str, int] = dataclasses.field(default_factory=dict)
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
@@ -53,8 +55,9 @@ _fifth_e = Chip(
         "int8": (256, 256),
         "nf4": (512, 128),
         "ternary": (512, 512),
-        "binary": (1024, 256),
+        "binary": (2048, 128),
     },
+    turned={"binary": 2},
 )
 _fifth_p = dataclasses.replace(
     _fifth_e, cores=2, steps=_fifth_e.steps | {"ternary": (1024, 512)}
@@ -67,9 +70,10 @@ _sixth = Chip(
     steps={
         "int8": (256, 256),
         "nf4": (256, 128),
-        "ternary": (512, 512),
-        "binary": (1024, 256),
+        "ternary": (1024, 128),
+        "binary": (2048, 128),
     },
+    turned={"ternary": 2, "binary": 2},
     tile_n=1024,
 )
 _seventh = dataclasses.replace(
@@ -80,9 +84,10 @@ _seventh = dataclasses.replace(
     steps={
         "int8": (256, 256),
         "nf4": (512, 128),
-        "ternary": (256, 128),
-        "binary": (256, 128),
+        "ternary": (1024, 128),
+        "binary": (2048, 128),
     },
+    turned={"ternary": 1, "binary": 1},
     tile_m=1024,
 )
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format
 from ._chips import Chip
-from ._spread import digits_of, spread
+from ._spread import digits_of, interleave, spread, turn
 from ._tiles import lanes, pad_to, result_like
 from ._weights import can_become, Decoder, Kind
 
@@ -50,6 +50,15 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     return spread <= 2**21 and columns * format.bits // 8 * lanes <= 2**21
 
 
+def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
+    """Whether codes are transposed first, and how many rows of them as one: the matrix
+    unit takes a weight faster that need not be transposed on its way into it, and codes
+    of one or two bits are few to transpose."""
+    turned = chip.turned.get(format.name, 0)
+    spread = 2 * turned**2 * digits.count * m * size * 8 // format.bits
+    return 0 if format.block_size or spread > 2**22 else turned
+
+
 def contract_columns(
     x: Float[Array, "batch m columns"] | Int8[Array, "batch m columns"],
     codes: Shaped[Array, "batch rows packed"],
@@ -79,9 +88,12 @@ def contract_columns(
     most, chunk = chip.steps[format.name]
     chunk = lanes if format.block_size or size % chunk else chunk
     if format.tpu and format.tpu.tile_n:
-        most = pl.cdiv(format.tpu.tile_n, lanes) * lanes
-    most = min(most, 2**21 // size // lanes * lanes)
-    bn = min(most, pl.cdiv(rows, lanes) * lanes)
+        most = format.tpu.tile_n
+    most = min(most, 2**21 // size)
+    turned = _turned(format, digits, padded, size, chip)
+    multiple = lanes * max(turned, 1)
+    bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
+    group = turned or group
     sums = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
     steps = pl.cdiv(rows, bn)
     cores = min(chip.cores, steps)
@@ -89,8 +101,9 @@ def contract_columns(
     def multiply(x, w):
         if w.dtype == jnp.int8:  # Which every bfloat16 can be.
             w = w.astype(x.dtype)
+        contracted = ((1,), (0 if turned else 1,))
         return lax.dot_general(
-            x, w, (((1,), (1,)), ((), ())), preferred_element_type=sums
+            x, w, (contracted, ((), ())), preferred_element_type=sums
         )
 
     def rows_of(product, block: int) -> Float[Array, "m rows"]:
@@ -115,6 +128,7 @@ def contract_columns(
                 digits=digits,
                 group=group,
                 chunk=chunk,
+                turned=turned,
             )
 
         looked_up = [table[...] for table in tables]
@@ -122,12 +136,16 @@ def contract_columns(
         whole = []
         for start in range(0, size, chunk):
             part = codes[0, :, start : start + chunk]
+            part = turn(part, turned) if turned else part
             decoded = [decode(part, plane, looked_up) for plane in range(planes)]
-            span = slice(start * planes, (start + chunk) * planes)
+            ends = (end * planes * max(turned, 1) for end in (start, start + chunk))
+            span = slice(*ends)
             products = [
                 multiply(
                     spread_x[:, span],
-                    jnp.concatenate(digit, 1) if planes > 1 else digit[0],
+                    jnp.concatenate(digit, 0 if turned else 1)
+                    if planes > 1
+                    else digit[0],
                 )
                 for digit in zip(*decoded, strict=True)
             ]
@@ -143,6 +161,9 @@ def contract_columns(
                 total = total + value * scale.astype(jnp.float32)
         if not format.block_size:
             total = decode.combine([rows_of(p, 0) for p in whole])
+            if turned == 2:
+                odd = decode.combine([rows_of(p, 1) for p in whole])
+                total = interleave(total, odd)
             total = total * scales[0].astype(jnp.float32)
         out[0] = (total * (unit[:, :1] * decode.unit)).astype(out.dtype)
 
@@ -161,7 +182,10 @@ def contract_columns(
         out_specs=pl.BlockSpec((1, padded, bn), lambda b, c, j: (b, 0, tile(c, j))),
         out_shape=result_like(x, padded, rows, out_dtype),
         scratch_shapes=[
-            pltpu.VMEM((group * digits.count * padded, size * planes), digits.dtype),
+            pltpu.VMEM(
+                (group * digits.count * padded, size * planes * max(turned, 1)),
+                digits.dtype,
+            ),
             pltpu.VMEM((padded, lanes), jnp.float32),
             *[pltpu.VMEM((32, lanes), jnp.int8)] * decode.num_tables,
         ],
