@@ -60,7 +60,9 @@ _fifth_e = Chip(
     turned={"binary": 2},
 )
 _fifth_p = dataclasses.replace(
-    _fifth_e, cores=2, steps=_fifth_e.steps | {"ternary": (1024, 512)}
+    _fifth_e,
+    cores=2,
+    steps=_fifth_e.steps | {"ternary": (1024, 512), "binary": (1024, 128)},
 )
 _sixth = Chip(
     gather_axis=0,
