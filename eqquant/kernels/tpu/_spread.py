@@ -98,9 +98,7 @@ def spread(
                 out[:, begin : begin + lanes] = whole.astype(digits.dtype)
 
 
-def turn(
-    codes: UInt8[Array, "rows bytes"], turned: int
-) -> UInt8[Array, "turned*bytes rows//turned"]:
+def turn(codes: UInt8[Array, "rows bytes"], turned: int) -> UInt8[Array, "more fewer"]:
     """Transposed; or, if `turned` is 2, pairs of rows transposed as one: even rows
     become even rows of the result, and columns of them."""
     if turned == 1:
