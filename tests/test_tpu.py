@@ -123,6 +123,14 @@ def test_what_each_chip_does(kind, format, monkeypatch):
     check(format, 8, 130, 1000, contract_rows=False, precision="high", dtype="float32")
 
 
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5e"])
+def test_cores_share_an_odd_number_of_steps(kind, monkeypatch):
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    tiles = TPUKernel(tile_n=128)
+    for format, rows in ((NF4(tpu=tiles), 300), (Binary(tpu=tiles), 700)):
+        check(format, 8, rows, 200, **COLUMNS)
+
+
 @pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
 @pytest.mark.parametrize("m", [8, 40])
 @pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)

@@ -20,11 +20,15 @@ class Chip:
     # Whether the matrix unit takes int8, and which float of 8 bits if any.
     int8: bool = True
     float8: Any = None
+    # Which share one memory, and the steps of a grid.
+    cores: int = 1
     # Whether vectors of bfloat16 are added and multiplied as such.
     bfloat16: bool = False
     # For few rows, by format: how many rows of the weight a step decodes, and how many
     # bytes of each are multiplied at once (128 of them in blocks).
     steps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    # Whose codes are transposed first, so many rows as one (see `turn`).
+    turned: dict[str, int] = dataclasses.field(default_factory=dict)
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
@@ -34,6 +38,7 @@ _fourth = Chip(
     gather_axis=1,
     memory=2**24,
     int8=False,
+    cores=2,
     steps={
         "int8": (256, 256),
         "nf4": (512, 128),
@@ -50,11 +55,14 @@ _fifth_e = Chip(
         "int8": (256, 256),
         "nf4": (512, 128),
         "ternary": (512, 512),
-        "binary": (1024, 256),
+        "binary": (2048, 128),
     },
+    turned={"binary": 2},
 )
 _fifth_p = dataclasses.replace(
-    _fifth_e, steps=_fifth_e.steps | {"ternary": (1024, 512)}
+    _fifth_e,
+    cores=2,
+    steps=_fifth_e.steps | {"ternary": (1024, 512), "binary": (1024, 128)},
 )
 _sixth = Chip(
     gather_axis=0,
@@ -64,9 +72,10 @@ _sixth = Chip(
     steps={
         "int8": (256, 256),
         "nf4": (256, 128),
-        "ternary": (512, 512),
-        "binary": (1024, 256),
+        "ternary": (1024, 128),
+        "binary": (2048, 128),
     },
+    turned={"ternary": 2, "binary": 2},
     tile_n=1024,
 )
 _seventh = dataclasses.replace(
@@ -77,9 +86,10 @@ _seventh = dataclasses.replace(
     steps={
         "int8": (256, 256),
         "nf4": (512, 128),
-        "ternary": (256, 128),
-        "binary": (256, 128),
+        "ternary": (1024, 128),
+        "binary": (2048, 128),
     },
+    turned={"ternary": 1, "binary": 1},
     tile_m=1024,
 )
 

@@ -8,19 +8,15 @@ The activation is int8 where the weight is, in two digits, which keep 15 bits of
 in one; and bfloat16 where the weight is a float: one digit if it is in bfloat16 itself.
 """
 
-import dataclasses
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8, Shaped
 
-from ..._int8 import round_int8, split_int8
 from ...formats import Format
-from ._arrange import split_planes
 from ._chips import Chip
+from ._spread import digits_of, interleave, spread, turn
 from ._tiles import lanes, pad_to, result_like
 from ._weights import can_become, Decoder, Kind
 
@@ -54,100 +50,13 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     return spread <= 2**21 and columns * format.bits // 8 * lanes <= 2**21
 
 
-@dataclasses.dataclass(frozen=True)
-class _Digits:
-    """How the activation becomes what the matrix unit takes: in so many digits, each
-    `base` times what the next is worth."""
-
-    count: int
-    base: int
-    dtype: Any
-
-
-def _digits_of(x_dtype, kind: Kind, exact: bool, chip: Chip) -> _Digits:
-    integers = kind == "int8" and chip.int8
-    dtype = jnp.int8 if integers else jnp.bfloat16
-    one = not exact or x_dtype == (jnp.int8 if integers else jnp.bfloat16)
-    if one or x_dtype == jnp.int8:
-        return _Digits(1, 1, dtype)
-    return _Digits(2, 254 if integers else 1, dtype)
-
-
-def _split(x: Float[Array, "m columns"], exact_integers: bool, digits: _Digits):
-    """The digits of the activation, in float32, and what the last is worth."""
-    m = x.shape[0]
-    one = jnp.ones((m, 1), jnp.float32)
-    if digits.dtype == jnp.int8:
-        if exact_integers:
-            return [x], one
-        if digits.count == 1:
-            rows, unit = round_int8(x)
-            return [rows.astype(jnp.float32)], unit
-        rows, unit = split_int8(x)
-        rows = rows.astype(jnp.float32)
-        return [rows[:m], rows[m:]], unit[m:]
-    if digits.count == 1:
-        return [x], one
-    high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return [high, x - high], one
-
-
-def _spread(x, digits: _Digits, chunk: int, decode: Decoder, interpret: bool):
-    """The activation in the order of the codes: its digits, once for every block of 128
-    bytes of codes, and zero in the other blocks; what the last digit is worth; and what
-    the weights are looked up in."""
-    format = decode.format
-    batch, m, _ = x.shape
-    planes = 8 // format.bits
-    group = _num_blocks(format)
-    size = lanes * planes
-    integers = x.dtype == jnp.int8
-    x = pad_to(x, 2, size)
-    rows = group * digits.count * m
-
-    def kernel(x, out, unit, *tables):
-        for ref, table in zip(tables, decode.tables(), strict=True):
-            ref[0] = table
-        parts, worth = _split(x[0].astype(jnp.float32), integers, digits)
-        unit[0] = jnp.broadcast_to(worth, (m, lanes))
-        lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
-        block = lax.div(lane, jnp.int32(lanes // group))
-        for start in range(0, x.shape[2], size):
-            part = slice(start, start + size)
-            split = [split_planes(digit[:, part], format) for digit in parts]
-            chunk_start, within = divmod(start // planes, chunk)
-            for plane in range(planes):
-                spread = [
-                    jnp.where(block == b, digit[plane], 0.0)
-                    if group > 1
-                    else digit[plane]
-                    for b in range(group)
-                    for digit in split
-                ]
-                whole = jnp.concatenate(spread) if len(spread) > 1 else spread[0]
-                if digits.dtype == jnp.int8:
-                    whole = whole.astype(jnp.int32)
-                first = chunk_start * chunk * planes + plane * chunk + within
-                out[0, :, first : first + lanes] = whole.astype(digits.dtype)
-
-    whole = lambda *shape: pl.BlockSpec((1, *shape), lambda b: (b, 0, 0))
-    return pl.pallas_call(
-        kernel,
-        grid=(batch,),
-        in_specs=[whole(m, x.shape[2])],
-        out_specs=[
-            whole(rows, x.shape[2]),
-            whole(m, lanes),
-            *[whole(32, lanes)] * decode.num_tables,
-        ],
-        out_shape=[
-            result_like(x, rows, x.shape[2], digits.dtype),
-            result_like(x, m, lanes, jnp.float32),
-            *[result_like(x, 32, lanes, jnp.int8)] * decode.num_tables,
-        ],
-        interpret=interpret,
-        name="spread",
-    )(x)
+def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
+    """Whether codes are transposed first, and how many rows of them as one: the matrix
+    unit takes a weight faster that need not be transposed on its way into it, and codes
+    of one or two bits are few to transpose."""
+    turned = chip.turned.get(format.name, 0)
+    spread = 2 * turned**2 * digits.count * m * size * 8 // format.bits
+    return 0 if format.block_size or spread > 2**22 else turned
 
 
 def contract_columns(
@@ -172,24 +81,29 @@ def contract_columns(
     decode = Decoder(format, chip, kind, count)
 
     # Whole registers: sums of the rows of a block then need no shuffling.
-    x = pad_to(x, 1, 8)
+    x = pad_to(pad_to(x, 1, 8), 2, lanes * planes)
     padded = x.shape[1]
-    digits = _digits_of(x.dtype, kind, exact, chip)
+    digits = digits_of(x.dtype, kind, exact, chip)
     size = pl.cdiv(packed, lanes) * lanes
     most, chunk = chip.steps[format.name]
     chunk = lanes if format.block_size or size % chunk else chunk
-    x, unit, *tables = _spread(x, digits, chunk, decode, interpret)
     if format.tpu and format.tpu.tile_n:
-        most = pl.cdiv(format.tpu.tile_n, lanes) * lanes
-    most = min(most, 2**21 // size // lanes * lanes)
-    bn = min(most, pl.cdiv(rows, lanes) * lanes)
-    sums = jnp.int32 if x.dtype == jnp.int8 else jnp.float32
+        most = format.tpu.tile_n
+    most = min(most, 2**21 // size)
+    turned = _turned(format, digits, padded, size, chip)
+    multiple = lanes * max(turned, 1)
+    bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
+    group = turned or group
+    sums = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
+    steps = pl.cdiv(rows, bn)
+    cores = min(chip.cores, steps)
 
     def multiply(x, w):
         if w.dtype == jnp.int8:  # Which every bfloat16 can be.
             w = w.astype(x.dtype)
+        contracted = ((1,), (0 if turned else 1,))
         return lax.dot_general(
-            x, w, (((1,), (1,)), ((), ())), preferred_element_type=sums
+            x, w, (contracted, ((), ())), preferred_element_type=sums
         )
 
     def rows_of(product, block: int) -> Float[Array, "m rows"]:
@@ -201,19 +115,37 @@ def contract_columns(
             total = (total * digits.base if digits.base > 1 else total) + low
         return total
 
-    def kernel(x, unit, codes, scales, *rest):
-        *tables, out = rest
-        tables = [table[0] for table in tables]
+    def kernel(x, codes, scales, out, spread_x, unit, *tables):
+        @pl.when(pl.program_id(2) == 0)
+        def _():  # Each core, while the next tiles are on their way.
+            for ref, table in zip(tables, decode.tables(), strict=True):
+                ref[...] = table
+            spread(
+                x[0],
+                spread_x,
+                unit,
+                format=format,
+                digits=digits,
+                group=group,
+                chunk=chunk,
+                turned=turned,
+            )
+
+        looked_up = [table[...] for table in tables]
         total = jnp.zeros((padded, codes.shape[1]), jnp.float32)
         whole = []
         for start in range(0, size, chunk):
             part = codes[0, :, start : start + chunk]
-            decoded = [decode(part, plane, tables) for plane in range(planes)]
-            span = slice(start * planes, (start + chunk) * planes)
+            part = turn(part, turned) if turned else part
+            decoded = [decode(part, plane, looked_up) for plane in range(planes)]
+            ends = (end * planes * max(turned, 1) for end in (start, start + chunk))
+            span = slice(*ends)
             products = [
                 multiply(
-                    x[0, :, span],
-                    jnp.concatenate(digit, 1) if planes > 1 else digit[0],
+                    spread_x[:, span],
+                    jnp.concatenate(digit, 0 if turned else 1)
+                    if planes > 1
+                    else digit[0],
                 )
                 for digit in zip(*decoded, strict=True)
             ]
@@ -229,25 +161,38 @@ def contract_columns(
                 total = total + value * scale.astype(jnp.float32)
         if not format.block_size:
             total = decode.combine([rows_of(p, 0) for p in whole])
+            if turned == 2:
+                odd = decode.combine([rows_of(p, 1) for p in whole])
+                total = interleave(total, odd)
             total = total * scales[0].astype(jnp.float32)
-        out[0] = (total * (unit[0, :, :1] * decode.unit)).astype(out.dtype)
+        out[0] = (total * (unit[:, :1] * decode.unit)).astype(out.dtype)
+
+    def tile(core, step):
+        """The last one again, if there are not as many for each core."""
+        return jnp.minimum(core * pl.cdiv(steps, cores) + step, steps - 1)
 
     out = pl.pallas_call(
         kernel,
-        grid=(batch, pl.cdiv(rows, bn)),
+        grid=(batch, cores, pl.cdiv(steps, cores)),
         in_specs=[
-            pl.BlockSpec((1, x.shape[1], size * planes), lambda b, j: (b, 0, 0)),
-            pl.BlockSpec((1, padded, lanes), lambda b, j: (b, 0, 0)),
-            pl.BlockSpec((1, bn, size), lambda b, j: (b, j, 0)),
-            pl.BlockSpec((1, blocks, bn), lambda b, j: (b, 0, j)),
-            *[pl.BlockSpec((1, 32, lanes), lambda b, j: (b, 0, 0)) for _ in tables],
+            pl.BlockSpec((1, padded, x.shape[2]), lambda b, c, j: (b, 0, 0)),
+            pl.BlockSpec((1, bn, size), lambda b, c, j: (b, tile(c, j), 0)),
+            pl.BlockSpec((1, blocks, bn), lambda b, c, j: (b, 0, tile(c, j))),
         ],
-        out_specs=pl.BlockSpec((1, padded, bn), lambda b, j: (b, 0, j)),
+        out_specs=pl.BlockSpec((1, padded, bn), lambda b, c, j: (b, 0, tile(c, j))),
         out_shape=result_like(x, padded, rows, out_dtype),
+        scratch_shapes=[
+            pltpu.VMEM(
+                (group * digits.count * padded, size * planes * max(turned, 1)),
+                digits.dtype,
+            ),
+            pltpu.VMEM((padded, lanes), jnp.float32),
+            *[pltpu.VMEM((32, lanes), jnp.int8)] * decode.num_tables,
+        ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel")
+            dimension_semantics=("arbitrary", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name=f"{format.name}_decode",
-    )(x, unit, codes, jnp.swapaxes(scales, 1, 2), *tables)
+    )(x, codes, jnp.swapaxes(scales, 1, 2))
     return out[:, :m]
