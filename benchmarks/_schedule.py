@@ -298,7 +298,7 @@ def _seconds_of_call(eqn, text: str, files: list[str], core: Core) -> Estimate:
     # What the compiler keeps in vector memory, S(1), does not come from the other.
     call = re.search(rf"%{re.escape(name)}[.\d]* = (.*?) custom-call\((.*?)\)", text)
     assert call is not None
-    operands = [operand.strip() for operand in call[2].split(",")]
+    operands = re.findall(r"%[^\s,]+", call[2])
     kept = [i for i, operand in enumerate(operands) if _is_kept(operand, text)]
     moved = bytes_moved(eqn, kept, results="S(1)" not in call[1])
     return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, core)

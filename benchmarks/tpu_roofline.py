@@ -137,7 +137,8 @@ def multiply(x, codes, scales, *, format, precision):
 
 
 class Rows:
-    """What was computed, in a file if there is to be one."""
+    """What was computed, by this version of the compiler, in a file if there is to be
+    one."""
 
     def __init__(self, path: pathlib.Path | None):
         self.path = path
@@ -147,11 +148,18 @@ class Rows:
             self.known[self._key(row)] = row
 
     def _key(self, row: dict) -> tuple:
-        return tuple(row[part] for part in ("chip", "k", "n", "m", "name", "variant"))
+        parts = ("libtpu", "chip", "k", "n", "m", "name", "variant")
+        return tuple(row.get(part) for part in parts)
 
     def get(self, case: Case, chip: str, m: int, k: int, n: int) -> dict[str, Any]:
         row: dict[str, Any] = dict(
-            chip=chip, k=k, n=n, m=m, name=case.name, variant=case.variant
+            libtpu=importlib.metadata.version("libtpu"),
+            chip=chip,
+            k=k,
+            n=n,
+            m=m,
+            name=case.name,
+            variant=case.variant,
         )
         if self._key(row) in self.known:
             return self.known[self._key(row)]
@@ -166,7 +174,7 @@ class Rows:
                 moved / core.bytes_per_second,
                 m * k * n / core.macs_per_cycle / core.hertz,
             )
-        except Exception as error:
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             row["failed"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
         self.known[self._key(row)] = row
@@ -199,6 +207,7 @@ def run(options: argparse.Namespace, cases: Callable) -> None:
     for size in options.sizes:
         k, n = map(int, size.split("x"))
         table: dict[tuple, dict[str, str]] = {}
+        failed: dict[str, None] = {}
         if not options.markdown:
             print(f"\nK={k}, N={n}\n{header()}")
         for chip, m in itertools.product(options.chips, options.m):
@@ -210,8 +219,11 @@ def run(options: argparse.Namespace, cases: Callable) -> None:
                     print(line_of(row, first), flush=True)
                 of_chips = table.setdefault((m, case.name, case.variant), {})
                 of_chips[chip] = cell_of(row, first)
+                if "failed" in row:
+                    failed[f"{case.name}, {case.variant}: {row['failed']}"] = None
         if options.markdown:
             print(f"\nK={k}, N={n}\n\n{markdown(table, options.chips)}", flush=True)
+            print("\n" + "\n".join(failed), flush=True)
 
 
 def header() -> str:
