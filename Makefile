@@ -83,12 +83,13 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 
 peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/tpu_qwix.py
 
 clean:
 	rm -rf $(VENV) site dist build examples/output

@@ -5,6 +5,7 @@ core issues in one cycle. Not in the schedule, and added here, are the cycles fo
 the matrix units are busy, and the transfers between memory and the core.
 """
 
+import contextlib
 import dataclasses
 import glob
 import itertools
@@ -15,6 +16,7 @@ import tempfile
 
 import jax
 import jax.numpy as jnp
+from jax.experimental.pallas import tpu as pltpu
 
 
 _dump = tempfile.mkdtemp(prefix="schedule")
@@ -54,12 +56,20 @@ _launch_cycles = 1500
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
+    """Cycles are those of a step. What limits it is `"transfer"`, `"matrix"`, or for
+    instructions the unit that has most to do, and in which share of the cycles. `other`
+    is what of the seconds is spent outside of the kernel; `temporary` what memory is
+    needed beside the arguments and the result, in bytes."""
+
     steps: int
     step_cycles: float
     matrix_cycles: float
     transfer_cycles: float
     bytes_moved: float
     seconds: float
+    limit: str
+    other: float = 0
+    temporary: int = 0
 
 
 def _pallas_calls(jaxpr) -> list:
@@ -74,27 +84,81 @@ def _pallas_calls(jaxpr) -> list:
     return found
 
 
-def bytes_moved(eqn, results: bool = True) -> float:
-    """By the pipeline of a kernel: a block moves when its index changes. With those of
-    the results, or without."""
+def _moves(index, grid) -> int:
+    """How often a block moves, by the pipeline of a kernel: when its index changes."""
+    last, moves = None, 0
+    for step in itertools.product(*map(range, grid)):
+        now = index(*step)
+        moves += now != last
+        last = now
+    return moves
+
+
+def _bytes(dtype) -> float:
+    """Of one number in memory, where those of 4 bits are packed."""
+    kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
+    return kind(dtype).bits / 8
+
+
+def bytes_moved(eqn, kept=(), results: bool = True) -> float:
+    """By the pipeline of a kernel, without what it gets for the operands `kept`, and
+    with what it does for the results, or without."""
     mapping = eqn.params["grid_mapping"]
     total = 0
     count = None if results else mapping.num_inputs
-    for block in mapping.block_mappings[:count]:
+    for i, block in enumerate(mapping.block_mappings[:count]):
+        if i in kept:
+            continue
         shape = [getattr(size, "block_size", size) for size in block.block_shape]
-        dtype = block.array_aval.dtype
         size = math.prod(s for s in shape if isinstance(s, int))
-        index = block.index_map_jaxpr
-        last, moves = None, 0
-        for step in itertools.product(*map(range, mapping.grid)):
+        closed = block.index_map_jaxpr
+
+        def index(*step, closed=closed):
             args = [jnp.int32(i) for i in step]
-            now = tuple(
-                int(i) for i in jax.core.eval_jaxpr(index.jaxpr, index.consts, *args)
-            )
-            moves += now != last
-            last = now
-        total += moves * size * dtype.itemsize
+            return [
+                int(i) for i in jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+            ]
+
+        moved = _moves(index, mapping.grid) * size
+        total += moved * _bytes(block.array_aval.dtype)
     return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """Of a kernel that has its loop inside, by `pltpu.emit_pipeline`."""
+
+    grid: tuple[int, ...]
+    bytes_moved: float
+
+
+@contextlib.contextmanager
+def _pipelines():
+    """A list that has all of them which are traced meanwhile."""
+    found: list[_Pipeline] = []
+    emit = pltpu.emit_pipeline
+
+    def spy(body, *, grid, in_specs, out_specs, **options):
+        run = emit(body, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
+        specs = [*jax.tree.leaves(in_specs), *jax.tree.leaves(out_specs)]
+
+        def recorded(*refs, **more):
+            moved = sum(
+                _moves(spec.index_map, grid)
+                * math.prod(spec.block_shape)
+                * _bytes(ref.dtype)
+                for spec, ref in zip(specs, refs, strict=True)
+            )
+            found.append(_Pipeline(grid, moved))
+            return run(*refs, **more)
+
+        return recorded
+
+    pltpu.emit_pipeline = spy
+    try:
+        yield found
+    finally:
+        pltpu.emit_pipeline = emit
 
 
 _bundle = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?:LH|LB|LE|PB|PF|CT|)\s*:\s*[> ]*\{")
@@ -115,8 +179,40 @@ def _read_bundles(path: str) -> list[str]:
     return bundles
 
 
-def _count(bundles: list[str], core: Core) -> tuple[int, int, float]:
-    """Cycles of a step, cycles outside of steps, and cycles of the matrix units."""
+def _read_utilization(path: str) -> tuple[dict[str, int], list[list[int]]]:
+    """How many there are of each unit, and how many are busy in each bundle."""
+    with open(path) as file:
+        _, names, capacity, _, *rows = [line.split() for line in file if line.strip()]
+    units = dict(zip((n.strip(",") for n in names), map(int, capacity), strict=True))
+    return units, [list(map(int, row)) for row in rows]
+
+
+# What the compiler calls them, and what they are called here.
+_units = {
+    "MATMUL": "multiply",
+    "MATPUSH": "push",
+    "XLU": "permute",
+    "VALU": "arithmetic",
+    "VPOP": "pop",
+    "EUP": "transcendental",
+    "VLOAD": "load",
+    "VSTORE": "store",
+    "SALU": "scalar",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Count:
+    """Cycles of a step, cycles outside of steps, cycles of the matrix units in a step,
+    and the unit that is busiest in it."""
+
+    step: int
+    rare: int
+    matrix: float
+    busiest: str
+
+
+def _count(bundles: list[str], utilization, core: Core) -> _Count:
     label = {}
     for i, text in enumerate(bundles):
         for match in _region.finditer(text):
@@ -147,25 +243,65 @@ def _count(bundles: list[str], core: Core) -> tuple[int, int, float]:
     for i in kept:
         matmul += len(re.findall(r"\bvmatmul\S*", bundles[i])) * core.matmul_cycles
         push += len(re.findall(r"\bvmatpush\S*", bundles[i])) * core.push_cycles
-    return len(kept), rare, max(matmul, push) / core.matrix_units
+    units, busy = utilization
+    assert len(busy) == len(bundles)
+    share = {
+        # Of loads and stores, those of registers that spill are counted twice.
+        _units[name]: sum(busy[i][column] for i in kept) / available / len(kept)
+        for column, (name, available) in enumerate(units.items())
+        if name in _units
+    }
+    busiest = max(share, key=share.__getitem__)
+    return _Count(
+        len(kept),
+        rare,
+        max(matmul, push) / core.matrix_units,
+        f"{busiest} {share[busiest]:.0%}",
+    )
 
 
-def _seconds(eqn, text: str, files: list[str], core: Core) -> Estimate:
+def _seconds(name: str, grid, moved: float, files: list[str], core: Core) -> Estimate:
     """Of one kernel of a program."""
-    name = re.escape(eqn.params["name"] or str(eqn.params["name_and_src_info"].name))
-    path = [
-        file
-        for file in files
-        if re.search(rf"-{name}[.\d]*-\d+-final_bundles\.txt$", file)
-    ][-1]
-    cycles, rare, matrix = _count(_read_bundles(os.path.join(_dump, path)), core)
-    steps = math.prod(eqn.params["grid_mapping"].grid)
-    # What the compiler keeps in vector memory, S(1), is not written to the other.
-    written = re.search(rf"%{name}[.\d]* = (.*?) custom-call", text)
-    moved = bytes_moved(eqn, results=not (written and "S(1)" in written[1]))
+
+    def path(ending: str) -> str:
+        found = [
+            file
+            for file in files
+            if re.search(rf"-{re.escape(name)}[.\d]*-\d+-{ending}\.txt$", file)
+        ]
+        return os.path.join(_dump, found[-1])
+
+    utilization = _read_utilization(path("final_hlo-static-per-bundle-utilization"))
+    count = _count(_read_bundles(path("final_bundles")), utilization, core)
+    steps = math.prod(grid)
     transfer = moved / steps / core.bytes_per_cycle
-    total = max(cycles, matrix, transfer) * steps + rare + transfer + _launch_cycles
-    return Estimate(steps, cycles, matrix, transfer, moved, total / core.hertz)
+    longest = max(count.step, count.matrix, transfer)
+    limit = {transfer: "transfer", count.matrix: "matrix"}.get(longest, count.busiest)
+    total = longest * steps + count.rare + transfer + _launch_cycles
+    return Estimate(
+        steps, count.step, count.matrix, transfer, moved, total / core.hertz, limit
+    )
+
+
+def _is_kept(operand: str, text: str) -> bool:
+    """Whether it was made in vector memory, by what has been counted. What is fetched
+    ahead, by `copy-done`, has not."""
+    made = re.search(rf"{re.escape(operand)} = (.*?) ([a-z-]+)\((%[^,)]*)?", text)
+    assert made is not None
+    if made[2] in ("bitcast", "get-tuple-element"):
+        return "S(1)" in made[1] and _is_kept(made[3], text)
+    return "S(1)" in made[1] and made[2] != "copy-done"
+
+
+def _seconds_of_call(eqn, text: str, files: list[str], core: Core) -> Estimate:
+    name = eqn.params["name"] or str(eqn.params["name_and_src_info"].name)
+    # What the compiler keeps in vector memory, S(1), does not come from the other.
+    call = re.search(rf"%{re.escape(name)}[.\d]* = (.*?) custom-call\((.*?)\)", text)
+    assert call is not None
+    operands = re.findall(r"%[^\s,]+", call[2])
+    kept = [i for i, operand in enumerate(operands) if _is_kept(operand, text)]
+    moved = bytes_moved(eqn, kept, results="S(1)" not in call[1])
+    return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, core)
 
 
 def _cycles_around(text: str) -> int:
@@ -179,23 +315,37 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
     longest, with the time of all of them and of what else is done. Without kernels that
     is what the compiler expects."""
     before = set(os.listdir(_dump))
-    jaxprs = []
+    jaxprs, pipelines = [], []
 
     def spy(*traced):
-        jaxprs.append(jax.make_jaxpr(fn)(*args))  # Here the chip is known.
+        with _pipelines() as found:
+            jaxprs.append(jax.make_jaxpr(fn)(*args))  # Here the chip is known.
+        pipelines.extend(found)
         return fn(*traced)
 
-    compiled = compile(spy, *args, chip=chip)
-    files = sorted(set(os.listdir(_dump)) - before)
-    core = CORES[chip]
-    text = compiled.as_text()
-    around = _cycles_around(text)
-    calls = _pallas_calls(jaxprs[0].jaxpr)
-    kernels = [_seconds(eqn, text, files, core) for eqn in calls]
-    kernels = kernels or [Estimate(1, around, 0, 0, 0, 0)]
-    for file in glob.glob(os.path.join(_dump, "*")):
-        os.remove(file)
+    try:
+        compiled = compile(spy, *args, chip=chip)
+        files = sorted(set(os.listdir(_dump)) - before)
+        core = CORES[chip]
+        text = compiled.as_text()
+        around = _cycles_around(text) / core.hertz
+        temporary = compiled.memory_analysis().temp_size_in_bytes
+        if pipelines:
+            # There is one, in one kernel, which JAX has not given a name.
+            (pipeline,) = pipelines
+            custom = r'%(\S+) = .*custom_call_target="tpu_custom_call"'
+            (name,) = re.findall(custom, text)
+            kernels = [_seconds(name, pipeline.grid, pipeline.bytes_moved, files, core)]
+        else:
+            calls = _pallas_calls(jaxprs[0].jaxpr)
+            kernels = [_seconds_of_call(eqn, text, files, core) for eqn in calls]
+    finally:
+        for file in glob.glob(os.path.join(_dump, "*")):
+            os.remove(file)
+    kernels = kernels or [Estimate(1, 0, 0, 0, 0, 0, "")]
     longest = max(kernels, key=lambda kernel: kernel.seconds)
-    seconds = sum(kernel.seconds for kernel in kernels)
-    seconds += around / core.hertz
-    return dataclasses.replace(longest, seconds=seconds)
+    seconds = sum(kernel.seconds for kernel in kernels) + around
+    other = seconds - longest.seconds
+    return dataclasses.replace(
+        longest, seconds=seconds, other=other, temporary=temporary
+    )

@@ -37,26 +37,25 @@ PACKAGES = {
     "llama.cpp": ["llama-cpp-python", "numpy"],
 }
 HERE = pathlib.Path(__file__).resolve().parent
-CACHE = pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+CACHE = (
+    pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
+    / "eqquant-peers"
+)
 
 
-def install(name: str, cache: pathlib.Path) -> str:
-    """The Python of a peer; a `RuntimeError` says why there is none."""
-    if name not in PACKAGES:
-        return sys.executable
+def install(name: str, packages: list[str], cache: pathlib.Path) -> str:
+    """The Python of an environment; a `RuntimeError` says why there is none."""
     folder = cache / name
     python = folder / "bin" / "python"
     done = folder / ".installed"
-    if not done.exists() or done.read_text().split() != PACKAGES[name]:
+    if not done.exists() or done.read_text().split("\n") != packages:
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
         venv.create(folder, with_pip=True)
         command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        ran = subprocess.run(
-            [*command, *PACKAGES[name]], capture_output=True, text=True
-        )
+        ran = subprocess.run([*command, *packages], capture_output=True, text=True)
         if ran.returncode:
             raise RuntimeError(f"cannot be installed: {last_line(ran.stderr)}")
-        done.write_text("\n".join(PACKAGES[name]))
+        done.write_text("\n".join(packages))
     return str(python)
 
 
@@ -117,7 +116,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each entry")
     parser.add_argument("--timeout", type=float, default=1800, help="for each peer")
-    parser.add_argument("--cache", type=pathlib.Path, default=CACHE / "eqquant-peers")
+    parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
 
@@ -131,7 +130,9 @@ def main() -> None:
     found, missing, versions = [], [], {}
     for name in options.peers:
         try:
-            python = install(name, options.cache)
+            python = sys.executable
+            if name in PACKAGES:
+                python = install(name, PACKAGES[name], options.cache)
             results = measure(name, python, asked, options.timeout)
         except (RuntimeError, subprocess.TimeoutExpired) as problem:
             missing.append(f"{name}: {problem}")

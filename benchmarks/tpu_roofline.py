@@ -1,25 +1,36 @@
 """How close the kernels for TPUs come to the roofline, by the compiler's own schedule.
 
     python benchmarks/tpu_roofline.py
-    python benchmarks/tpu_roofline.py --chips v5e --m 8 16 --size 4096 4096
+    python benchmarks/tpu_roofline.py --chips v5e --m 8 16 --sizes 4096x4096 --no-xla
+    python benchmarks/tpu_roofline.py --rows rows.jsonl --markdown
     python benchmarks/tpu_roofline.py --sweep  # What `kernels/tpu/_chips.py` has.
 
 Needs libtpu, but no TPU: the kernels are compiled ahead of time, and the time follows
 from the schedule (see `_schedule.py`). That is a model, not a measurement: trust the
-cycles and the ranking rather than the microseconds.
+cycles and the ranking rather than the microseconds. All of it takes about an hour; with
+`--rows` what was computed is kept, and not computed again, so that it can be stopped.
 
 Cycles are of one grid step: of the instructions, of the matrix units, and of the
-transfers from memory; the longest of the three decides. The roofline is the time to
-move every byte once, or to multiply at the peak rate in bfloat16, whichever is longer.
-"dense" is a Pallas kernel for bfloat16, compiled the same way. What is done to the
-activation before, by a kernel or by XLA, counts in the time. "XLA" is what the compiler
-makes of dequantizing first, in the cycles that it expects itself.
+transfers from memory. The longest of the three decides, and is what limits the kernel:
+"transfer", "matrix", or for instructions the unit that has most to do, and the share of
+the cycles for which it is busy (what is missing to 100% is waiting for results, and for
+units that are not equally busy). The roofline is the time to move every byte once, or
+to multiply at the peak rate in bfloat16, whichever is longer. "dense" is a Pallas
+kernel for bfloat16, compiled the same way; the speed is how many times as fast as that
+one is. What is done to the activation before, by a kernel or by XLA, counts in the
+time; "other" is that part of it. "XLA" is what the compiler makes of dequantizing
+first, in the cycles that it expects itself, and the memory that it needs meanwhile.
 """
 
 import argparse
 import dataclasses
 import functools as ft
+import importlib.metadata
 import itertools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import eqquant
 import jax
@@ -40,12 +51,17 @@ FORMATS = {
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }
+PACKAGES = ["jax", "libtpu"]
+
+
+def dense_blocks(m: int, k: int) -> tuple[int, int, int]:
+    return (m, k, 512) if m <= 256 else (min(m, 2048), 1024, 1024)
 
 
 def dense(x, w):
     """`x @ w`, tile by tile."""
     (m, k), (_, n) = x.shape, w.shape
-    bm, bn, bk = min(m, 2048), 512 if m <= 256 else 1024, k if m <= 256 else 1024
+    bm, bk, bn = dense_blocks(m, k)
 
     def kernel(x, w, out, total):
         @pl.when(pl.program_id(2) == 0)
@@ -76,54 +92,26 @@ def dense(x, w):
     )(x, w)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e", "v5p", "TPU7x"])
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--m", type=int, nargs="+", default=[8, 16, 256, 2048])
-    parser.add_argument("--size", type=int, nargs=2, default=(4096, 14336))
-    parser.add_argument("--sweep", action="store_true", help="steps for few rows")
-    options = parser.parse_args()
-    k, n = options.size
-    if options.sweep:
-        sweep(options.chips, options.formats, k, n)
-        return
+class Case(NamedTuple):
+    name: str
+    variant: str
+    weight_bytes: int
+    product: Callable
+    args: tuple
 
-    print(
-        f"K={k}, N={n}, bfloat16 activations; times as fast as a dense bfloat16 kernel"
-    )
-    header = "step  matrix transfer      MB      us  roofline  speed"
-    print(f"{'chip':<6}{'M':>5} {'format':<8}{'precision':<10}{header:>50}")
-    for chip in options.chips:
-        core = CORES[chip]
-        for m in options.m:
-            x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
-            w = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
-            baseline = estimate(dense, x, w, chip=chip, compile=compile_for_tpu)
-            report(chip, core, m, k, n, "dense", "", 2 * k * n, baseline, baseline)
-            for name in options.formats:
-                q = quantized(name, n, k)
-                for precision in ("high", "default")[: 1 + (name == "nf4")]:
-                    product = ft.partial(multiply, format=q.format, precision=precision)
-                    result = estimate(
-                        product,
-                        x,
-                        q.codes,
-                        q.scales,
-                        chip=chip,
-                        compile=compile_for_tpu,
-                    )
-                    report(
-                        chip, core, m, k, n, name, precision, q.nbytes, result, baseline
-                    )
-                result = estimate(
-                    lambda x, q: x @ q.dequantize().T,
-                    x,
-                    q,
-                    chip=chip,
-                    compile=compile_for_tpu,
-                )
-                report(chip, core, m, k, n, name, "XLA", q.nbytes, result, baseline)
+
+def cases(m: int, k: int, n: int, formats, xla: bool = True):
+    """The dense product first, then those with quantized weights."""
+    x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+    yield Case("dense", "", 2 * k * n, dense, (x, w))
+    for name in formats:
+        q = quantized(name, n, k)
+        for precision in ("high", "default")[: 1 + (name == "nf4")]:
+            product = ft.partial(multiply, format=q.format, precision=precision)
+            yield Case(name, precision, q.nbytes, product, (x, q.codes, q.scales))
+        if xla:
+            yield Case(name, "XLA", q.nbytes, lambda x, q: x @ q.dequantize().T, (x, q))
 
 
 def quantized(name: str, n: int, k: int) -> eqquant.QuantizedArray:
@@ -146,6 +134,145 @@ def multiply(x, codes, scales, *, format, precision):
         weight_dtype=jnp.bfloat16,
         out_dtype=jnp.bfloat16,
     )
+
+
+class Rows:
+    """What was computed, by this version of the compiler, in a file if there is to be
+    one."""
+
+    def __init__(self, path: pathlib.Path | None):
+        self.path = path
+        lines = path.read_text().splitlines() if path and path.exists() else []
+        self.known: dict[tuple, dict] = {}
+        for row in map(json.loads, lines):
+            self.known[self._key(row)] = row
+
+    def _key(self, row: dict) -> tuple:
+        parts = ("libtpu", "chip", "k", "n", "m", "name", "variant")
+        return tuple(row.get(part) for part in parts)
+
+    def get(self, case: Case, chip: str, m: int, k: int, n: int) -> dict[str, Any]:
+        row: dict[str, Any] = dict(
+            libtpu=importlib.metadata.version("libtpu"),
+            chip=chip,
+            k=k,
+            n=n,
+            m=m,
+            name=case.name,
+            variant=case.variant,
+        )
+        if self._key(row) in self.known:
+            return self.known[self._key(row)]
+        try:
+            result = estimate(
+                case.product, *case.args, chip=chip, compile=compile_for_tpu
+            )
+            row |= dataclasses.asdict(result)
+            core = CORES[chip]
+            moved = case.weight_bytes + 2 * m * (k + n)
+            row["roofline"] = max(
+                moved / core.bytes_per_second,
+                m * k * n / core.macs_per_cycle / core.hertz,
+            )
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            row["failed"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+        self.known[self._key(row)] = row
+        if self.path:
+            with self.path.open("a") as file:
+                print(json.dumps(row), file=file)
+        return row
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--chips", nargs="+", default=["v5e", "v6e", "v5p", "TPU7x"])
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--m", type=int, nargs="+", default=[8, 16, 256, 2048])
+    parser.add_argument(
+        "--sizes", nargs="+", default=["4096x14336", "4096x4096"], help="KxN"
+    )
+    parser.add_argument("--no-xla", action="store_true", help="no rows of XLA's")
+    parser.add_argument("--rows", type=pathlib.Path, help="a file that keeps them")
+    parser.add_argument("--markdown", action="store_true")
+    return parser
+
+
+def run(options: argparse.Namespace, cases: Callable) -> None:
+    """Print a table of what `cases(m, k, n)` has, row by row as it is computed; or all
+    in Markdown."""
+    rows = Rows(options.rows)
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    print(f"{', '.join(versions)}; activations in bfloat16")
+    for size in options.sizes:
+        k, n = map(int, size.split("x"))
+        table: dict[tuple, dict[str, str]] = {}
+        failed: dict[str, None] = {}
+        if not options.markdown:
+            print(f"\nK={k}, N={n}\n{header()}")
+        for chip, m in itertools.product(options.chips, options.m):
+            first = None
+            for case in cases(m, k, n):
+                row = rows.get(case, chip, m, k, n)
+                first = first or row
+                if not options.markdown:
+                    print(line_of(row, first), flush=True)
+                of_chips = table.setdefault((m, case.name, case.variant), {})
+                of_chips[chip] = cell_of(row, first)
+                if "failed" in row:
+                    failed[f"{case.name}, {case.variant}: {row['failed']}"] = None
+        if options.markdown:
+            print(f"\nK={k}, N={n}\n\n{markdown(table, options.chips)}", flush=True)
+            print("\n" + "\n".join(failed), flush=True)
+
+
+def header() -> str:
+    columns = f"{'chip':<6}{'M':>5} {'':<11}{'':<10}"
+    columns += f"{'step':>8}{'matrix':>8}{'transfer':>9}{'MB':>8}{'other us':>9}"
+    return columns + f"{'us':>9}{'roofline':>9}{'speed':>7}  limit"
+
+
+def line_of(row: dict, first: dict) -> str:
+    start = f"{row['chip']:<6}{row['m']:>5} {row['name']:<11}{row['variant']:<10}"
+    if "failed" in row:
+        return f"{start}  {row['failed']}"
+    cycles = f"{'-':>8}{'-':>8}{'-':>9}{'-':>8}{'-':>9}"
+    if row["step_cycles"]:
+        cycles = (
+            f"{row['step_cycles']:>8.0f}{row['matrix_cycles']:>8.0f}"
+            f"{row['transfer_cycles']:>9.0f}{row['bytes_moved'] / 1e6:>8.1f}"
+            f"{row['other'] * 1e6:>9.1f}"
+        )
+    return (
+        f"{start}{cycles}{row['seconds'] * 1e6:>9.1f}"
+        f"{row['roofline'] / row['seconds']:>9.0%}"
+        f"{first['seconds'] / row['seconds']:>7.2f}  {limit_of(row)}"
+    )
+
+
+def limit_of(row: dict) -> str:
+    if row["step_cycles"]:
+        return row["limit"]
+    return f"{row['temporary'] / 2**20:.0f} MiB written between"
+
+
+def cell_of(row: dict, first: dict) -> str:
+    if "failed" in row:
+        return "fails"
+    cell = f"{row['roofline'] / row['seconds']:.0%}, "
+    cell += f"{first['seconds'] / row['seconds']:.2f}"
+    return f"{cell}, {row['limit']}" if row["step_cycles"] else cell
+
+
+def markdown(table: dict[tuple, dict[str, str]], chips) -> str:
+    head = ["M", "format", "variant", *chips]
+    lines = [head, ["---"] * len(head)]
+    # For one M all formats, of whichever chip has them.
+    for m, name, variant in sorted(table, key=lambda key: key[0]):
+        of_chips = table[m, name, variant]
+        cells = [of_chips.get(chip, "") for chip in chips]
+        lines.append([str(m), name, variant, *cells])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def sweep(chips, formats, k: int, n: int) -> None:
@@ -177,18 +304,15 @@ def sweep(chips, formats, k: int, n: int) -> None:
             print(f"{chip:<6} {name:<8} us by (rows, bytes): {listed}", flush=True)
 
 
-def report(chip, core, m, k, n, name, precision, weight_bytes, result, baseline):
-    moved = weight_bytes + 2 * m * (k + n)  # Bytes.
-    ideal = max(
-        moved / core.bytes_per_second, m * k * n / core.macs_per_cycle / core.hertz
-    )
-    print(
-        f"{chip:<6}{m:>5} {name:<8}{precision:<10}{result.step_cycles:>8.0f}"
-        f"{result.matrix_cycles:>8.0f}{result.transfer_cycles:>9.0f}"
-        f"{result.bytes_moved / 1e6:>8.1f}{result.seconds * 1e6:>8.1f}"
-        f"{ideal / result.seconds:>9.0%}{baseline.seconds / result.seconds:>7.2f}",
-        flush=True,
-    )
+def main() -> None:
+    arguments = parser(__doc__.splitlines()[0])
+    arguments.add_argument("--sweep", action="store_true", help="steps for few rows")
+    options = arguments.parse_args()
+    if options.sweep:
+        k, n = map(int, options.sizes[0].split("x"))
+        sweep(options.chips, options.formats, k, n)
+        return
+    run(options, ft.partial(cases, formats=options.formats, xla=not options.no_xla))
 
 
 if __name__ == "__main__":
