@@ -219,10 +219,11 @@ def bytes_of_step(format):
 
 @pytest.mark.slow
 @needs_compiler
-@pytest.mark.parametrize("format", [Int8(), NF4(), Ternary()])
+@pytest.mark.parametrize("format", [Int8(), NF4()])
 def test_on_tpu_it_is_no_more_than_one_pass(format):
     """One read and one write of each weight are 8 bytes. What rounds is fused into the
-    product."""
+    product; ternary and binary read more, for their means."""
+    assert jax.device_count() > 1  # On one there are loops, which are counted once.
     assert bytes_of_step(format) - bytes_of_step(None) <= 8
 
 
