@@ -1,5 +1,6 @@
 """Products with a low-rank adapter."""
 
+import functools as ft
 import math
 import string
 from collections.abc import Sequence
@@ -16,11 +17,27 @@ if TYPE_CHECKING:
     from ._lora import LoraArray
 
 
+# These are one program each, also where they are called eagerly.
+
+
+@ft.partial(jax.jit, inline=True)
+def add_adapter(w: "LoraArray", base: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`w` as one array in floating point, of its base as one."""
+    wide = jnp.promote_types(w.dtype, w.b.dtype)
+    axes = w.axes_of_parts
+    spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(w.ndim))}"
+    product = jnp.einsum(
+        spec, w.b, w.a, precision="highest", preferred_element_type=wide
+    )
+    return (base.astype(wide) + w.scale * product).astype(w.dtype)
+
+
+@ft.partial(jax.jit, static_argnames=("over", "batch", "precision"), inline=True)
 def contract_adapter(
     w: "LoraArray",
     x: Float[Array, "..."],
-    over: Sequence[tuple[int, int]],
-    batch: Sequence[tuple[int, int]],
+    over: tuple[tuple[int, int], ...],
+    batch: tuple[tuple[int, int], ...],
     precision: Any,
 ) -> Float[Array, "..."]:
     """`ImplicitArray.contract`, of the adapter alone: `scale * b @ a`, never formed."""
@@ -49,7 +66,7 @@ def contract_adapter(
     between = [i for i in met if i in {*out, *axes[second], None}]
 
     def multiply(x, x_axes, name, out_axes):
-        spec = f"{spell(x_axes)},{spell(axes[name])}->{spell(out_axes)}"
+        spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
         return jnp.einsum(spec, x, getattr(w, name), precision=precision)
 
     y = multiply(x, x_axes, first, between) * w.scale
@@ -93,6 +110,6 @@ def _drop(
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-def spell(axes) -> str:
+def _spell(axes) -> str:
     """Axes as `einsum` has them."""
     return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)

@@ -1,5 +1,6 @@
 """The quantized array."""
 
+import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,23 +115,7 @@ class QuantizedArray(ImplicitArray):
     def dequantize(self) -> Float[Array, "..."]:
         """The array that this one stands for, in floating point."""
         self.check_whole()
-        bits, group = self.format.bits, self.format.group
-        compute = jnp.promote_types(self.dtype, jnp.float32)
-        if self.scales.dtype == jnp.float64:
-            compute = jnp.promote_types(compute, jnp.float64)
-        *lead, packed = self.codes.shape
-        blocks = self.scales.shape[-1]
-        size = packed * codes_per_byte(bits)
-        levels = self.format.levels(unpack(self.codes, bits, group), compute)
-        if size:
-            levels = levels.reshape(*lead, blocks, size // blocks)
-            levels = levels * self.scales.astype(compute)[..., None]
-        values = levels.reshape(*lead, size)[..., : size - self.padding]
-        shape = self.shape
-        values = values.reshape(*lead, *(shape[axis] for axis in self.blocked_axes))
-        stored = (*self.lead_axes, *self.blocked_axes)
-        values = jnp.transpose(values, [stored.index(i) for i in range(self.ndim)])
-        return values.astype(self.dtype)
+        return _dequantize(self)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree of something else.
@@ -362,6 +347,28 @@ class QuantizedArray(ImplicitArray):
         order = sorted(range(len(now)), key=now.__getitem__)
         out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())
         return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))
+
+
+# One program, also where it is called eagerly: nothing in between is written down.
+@ft.partial(jax.jit, inline=True)
+def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
+    bits, group = q.format.bits, q.format.group
+    compute = jnp.promote_types(q.dtype, jnp.float32)
+    if q.scales.dtype == jnp.float64:
+        compute = jnp.promote_types(compute, jnp.float64)
+    *lead, packed = q.codes.shape
+    blocks = q.scales.shape[-1]
+    size = packed * codes_per_byte(bits)
+    levels = q.format.levels(unpack(q.codes, bits, group), compute)
+    if size:
+        levels = levels.reshape(*lead, blocks, size // blocks)
+        levels = levels * q.scales.astype(compute)[..., None]
+    values = levels.reshape(*lead, size)[..., : size - q.padding]
+    shape = q.shape
+    values = values.reshape(*lead, *(shape[axis] for axis in q.blocked_axes))
+    stored = (*q.lead_axes, *q.blocked_axes)
+    values = jnp.transpose(values, [stored.index(i) for i in range(q.ndim)])
+    return values.astype(q.dtype)
 
 
 def is_quantized(x: Any) -> bool:

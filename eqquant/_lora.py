@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key
 
 from . import _plain as plain
-from ._adapter import contract_adapter, spell
+from ._adapter import add_adapter, contract_adapter
 from ._implicit import ImplicitArray, is_implicit
 
 
@@ -80,13 +80,7 @@ class LoraArray(ImplicitArray):
     def dequantize(self) -> Float[Array, "..."]:
         """The sum, in floating point."""
         base = self.base.dequantize() if is_implicit(self.base) else self.base
-        wide = jnp.promote_types(self.dtype, self.b.dtype)
-        axes = self.axes_of_parts
-        spec = f"{spell(axes['b'])},{spell(axes['a'])}->{spell(range(self.ndim))}"
-        product = jnp.einsum(
-            spec, self.b, self.a, precision="highest", preferred_element_type=wide
-        )
-        return (base.astype(wide) + self.scale * product).astype(self.dtype)
+        return add_adapter(self, base)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree of something else.
@@ -331,6 +325,7 @@ class LoraArray(ImplicitArray):
         out = plain.contract(self.base, x, over, batch, **how)
         if out is NotImplemented:
             return NotImplemented
+        over, batch = tuple(over), tuple(batch)
         return out + contract_adapter(self, x, over, batch, precision).astype(out_dtype)
 
 

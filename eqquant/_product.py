@@ -5,13 +5,15 @@ leading axes in batch, rows and columns; the columns are merged with the blocked
 What is contracted is either the blocked axis (and the columns), or the rows.
 """
 
+import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any, TYPE_CHECKING
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Shaped
+from jaxtyping import Array, Float, Shaped
 
 from ._compat import config
 from ._dot import quantized_dot
@@ -63,7 +65,7 @@ def contract(
         x = x.astype(jnp.promote_types(x.dtype, q.dtype))
 
     x_of = dict(over)
-    blocked, lead = q.blocked_axes, q.lead_axes
+    blocked = q.blocked_axes
     batch_axes = [axis for axis, _ in batch]
     contracted_blocked = [axis for axis in blocked if axis in x_of]
     if any(axis in blocked for axis in batch_axes):
@@ -74,7 +76,33 @@ def contract(
             return NotImplemented
         return contract(q, x, over, batch, precision=precision, out_dtype=out_dtype)
 
-    contract_rows = not contracted_blocked
+    return _contract(
+        q,
+        x,
+        over=tuple(over),
+        batch=tuple(batch),
+        precision=as_precision(precision),
+        out_dtype=jnp.dtype(out_dtype),
+    )
+
+
+# One program, also where it is called eagerly.
+@ft.partial(
+    jax.jit, static_argnames=("over", "batch", "precision", "out_dtype"), inline=True
+)
+def _contract(
+    q: "QuantizedArray",
+    x: Float[Array, "..."],
+    *,
+    over: tuple[tuple[int, int], ...],
+    batch: tuple[tuple[int, int], ...],
+    precision: Precision | None,
+    out_dtype,
+) -> Float[Array, "..."]:
+    x_of = dict(over)
+    blocked, lead = q.blocked_axes, q.lead_axes
+    batch_axes = [axis for axis, _ in batch]
+    contract_rows = not any(axis in x_of for axis in blocked)
     contracted = [axis for axis in lead if axis in x_of]
     free = [axis for axis in lead if axis not in x_of and axis not in batch_axes]
     rows, columns = (contracted, free) if contract_rows else (free, contracted)
@@ -115,7 +143,7 @@ def contract(
         component(float_scales(q.scales)),
         format=q.format,
         contract_rows=contract_rows,
-        precision=as_precision(precision),
+        precision=precision,
         weight_dtype=q.dtype,
         out_dtype=out_dtype,
     )
