@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import interleaved, machine, median
-from eqquant._quantize import _encode
+from eqquant._encode import encode_rows
 
 
 FORMATS = {
@@ -41,7 +41,7 @@ def main() -> None:
     print(f"{'format':<16}{'GB/s (best)':>15}{'of a copy (best)':>18}{'MB':>7}")
     for name in options.formats:
         format = FORMATS[name]
-        lowered = _encode.lower(weight, format=format, axes=(-1,), chunked=True)
+        lowered = encode_rows.lower(weight, format=format, axes=(-1,), chunked=True)
         temporary = lowered.compile().memory_analysis().temp_size_in_bytes
         times = interleaved(
             {

@@ -1,25 +1,21 @@
 """Floats to quantized arrays and back."""
 
-import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
+from jaxtyping import Array, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
-from ._compat import config, explicit_mesh_of, is_traced, match_varying, spec_of
-from ._pack import codes_per_byte, pack
-from ._pipeline import pipeline
+from ._compat import config, is_traced
+from ._encode import encode_rows, per_tensor
+from ._pack import codes_per_byte
 from ._typing import typed
 from .formats import as_format, Format, QuantizedScales
-from .formats._format import reduce_blocks
 from .kernels import cpu
 
 
@@ -98,7 +94,7 @@ def quantize(
         codes, stored, problem = cpu.encode(array, format=format)
     else:
         on_one = _is_on_one_device(array)
-        codes, stored, problem = _encode(array, format, axes, on_one, given)
+        codes, stored, problem = encode_rows(array, format, axes, on_one, given)
     if check_finite:
         if is_traced(problem):
             # By way of a scalar: what passes through `error_if` itself is no longer
@@ -115,7 +111,7 @@ def quantize(
             _raise_not_finite(array, given, format)
     shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
-    if _per_tensor(axes, array.ndim, format):
+    if per_tensor(axes, array.ndim, format):
         axes, inner = axes[-1:], ()
     size = math.prod(shape[a] for a in axes)
     padding = format.padded(size) - size
@@ -233,189 +229,6 @@ def _is_on_one_device(array: Array) -> bool:
     return len(array.sharding.device_set) == 1
 
 
-def _per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
-    # One scale for everything. It is stored once per row, so that the array keeps its
-    # leading axes, and a product its fast path.
-    return ndim > 1 and len(axes) == ndim and format.block_size is None
-
-
-@ft.partial(jax.jit, static_argnames=("format", "axes", "chunked"))
-def _encode(
-    array: Float[Array, "..."],
-    format: Format,
-    axes: tuple[int, ...],
-    chunked: bool,
-    given: Float[Array, "*lead blocks"] | None = None,
-):
-    """Codes, scales (those given, or those of the format), and whether some value was
-    out of range."""
-    blocked = [a % array.ndim for a in axes]
-    lead = [a for a in range(array.ndim) if a not in blocked]
-    shape = [array.shape[a] for a in lead]
-    size = math.prod(array.shape[a] for a in blocked)
-    rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
-    if 0 in rows.shape:
-        packed = format.padded(size) * format.bits // 8
-        codes = jnp.zeros((*shape, packed), format.code_dtype)
-        return codes, format.no_scales(shape, size), jnp.zeros((), bool)
-
-    compute = jnp.promote_types(array.dtype, jnp.float32)
-    limit = float(jnp.finfo(array.dtype).max)
-    per_tensor = _per_tensor(axes, array.ndim, format)
-
-    def encode(inputs):
-        row, scales = inputs
-        blocks, counts = _in_blocks(row.astype(compute), format)
-        absmax = _absmax(blocks)
-        problem = _out_of_range(absmax, format)
-        if scales is None:
-            codes, scales = format.encode(blocks, absmax, counts, limit)
-        else:
-            codes = format.nearest(blocks, scales)
-            problem |= ~jnp.all(_is_a_scale(scales))
-        codes = codes.astype(format.code_dtype)
-        if per_tensor:
-            codes = codes.reshape(array.shape)
-        codes = _in_groups(codes, format)
-        return pack(codes, format.bits), scales, problem
-
-    if chunked:
-        # A chunk at a time keeps temporaries in the cache, and as small as that.
-        inputs = rows.reshape(-1, size), _merge_lead(given)
-        height = max(1, _chunk_elements // size)
-        codes, scales, problem = _map_chunks(jax.vmap(encode), inputs, height)
-    else:
-        # Axis by axis: to flatten them would gather what is split over devices.
-        for _ in lead:
-            encode = jax.vmap(encode)
-        codes, scales, problem = _keep_split(encode, (rows, given), format)
-    if per_tensor:
-        shape = array.shape[:-1]
-        scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
-    codes = codes.reshape(*shape, -1)
-    scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
-    return codes, scales, jnp.any(problem)
-
-
-def _merge_lead(given: Float[Array, "*lead blocks"] | None):
-    return None if given is None else given.reshape(-1, given.shape[-1])
-
-
-def _keep_split(encode: Callable, inputs: tuple, format: Format):
-    """`encode(inputs)`. On a mesh with explicit axes the results are split as the rows
-    are, which come first, and the compiler sees to what is in between."""
-    rows, _ = inputs
-    mesh = explicit_mesh_of(rows)
-    if mesh is None:
-        return encode(inputs)
-    *lead, last = spec_of(rows)
-    *shape, size = rows.shape
-
-    def spec(length: int) -> PartitionSpec:
-        names = last if isinstance(last, tuple) else () if last is None else (last,)
-        even = length % math.prod(mesh.shape[name] for name in names) == 0
-        return PartitionSpec(*lead, last if even else None)
-
-    def flat(inputs):
-        codes, scales, problem = encode(inputs)
-        codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
-        return codes, scales, problem
-
-    packed = format.padded(size) * format.bits // 8
-    scales = jax.eval_shape(lambda: format.no_scales((), size))
-    scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
-    out = (spec(packed), scales, PartitionSpec(*lead))
-    with jax.sharding.use_abstract_mesh(mesh):
-        split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
-        return split(inputs)
-
-
-def _map_chunks(fn: Callable, inputs: tuple, height: int):
-    """`fn(inputs)`, so many rows at a time, each result flattened but for its rows."""
-    size = jax.tree.leaves(inputs)[0].shape[0]
-    count, rest = divmod(size, height)
-
-    def chunk(i):
-        return fn(
-            jax.tree.map(
-                lambda a: lax.dynamic_slice_in_dim(a, i * height, height), inputs
-            )
-        )
-
-    def write(i, chunk, out):
-        # The reshape is here, as XLA:CPU would fuse it with the encoding, and no longer
-        # vectorise that.
-        return jax.tree.map(
-            lambda out, part: lax.dynamic_update_slice_in_dim(
-                out, part.reshape(part.shape[0], -1), i * height, 0
-            ),
-            out,
-            chunk,
-        )
-
-    def empty(part):
-        out = jnp.zeros((size, math.prod(part.shape[1:])), part.dtype)
-        return match_varying(out, *jax.tree.leaves(inputs))[0]
-
-    out = jax.tree.map(empty, jax.eval_shape(fn, inputs))
-    if count:
-        out = pipeline(count, chunk, write, out)
-    if not rest:
-        return out
-    return write(count, fn(jax.tree.map(lambda a: a[-rest:], inputs)), out)
-
-
-# What is encoded at once: four megabytes of float32.
-_chunk_elements = 2**20
-
-
-def _in_blocks(
-    row: Float[Array, " size"], format: Format
-) -> tuple[Float[Array, "blocks block"], Float[np.ndarray, " blocks"]]:
-    """The row cut in blocks, the last one filled with zeros; and how much of each block
-    is real."""
-    (size,) = row.shape
-    blocks, block = format.num_blocks(size), format.block_size or size
-    filled = blocks * block - size
-    counts = np.full(blocks, block, np.float32)
-    counts[-1] -= filled
-    return jnp.pad(row, (0, filled)).reshape(blocks, block), counts
-
-
-def _in_groups(
-    codes: Shaped[Array, "*lead size"], format: Format
-) -> Shaped[Array, "... groups group"]:
-    """The codes of one row (or of several, for one scale per tensor) cut in the groups
-    that are packed together."""
-    if format.block_size is not None:
-        return codes
-    *lead, size = codes.shape
-    filled = format.padded(size) - size
-    if filled:
-        widths = [(0, 0)] * len(lead) + [(0, filled)]
-        codes = jnp.pad(codes, widths, constant_values=format.padding_code)
-    if format.group == 1:
-        return codes
-    return codes.reshape(*lead, -1, format.group)
-
-
-def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
-    """The largest magnitude; infinite if anything is not finite."""
-    # XLA:CPU's maximum may drop a NaN, but not an infinity.
-    magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.inf)
-    return reduce_blocks(jnp.max, magnitude)
-
-
-def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:
-    """Whether some value is not finite, or not one that scales can hold."""
-    fits = jnp.isfinite(absmax)
-    scales = jnp.finfo(format.scale_dtype)
-    if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:
-        largest, smallest = float(scales.max), float(scales.tiny)
-        fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))
-    return jnp.any(~fits)
-
-
 def _check_scales(
     scales: Float[Array, "*lead blocks"], array, axes: tuple[int, ...], format: Format
 ):
@@ -433,10 +246,6 @@ def _check_scales(
             f"quantize: scales must have the shape {expected} for an array of shape "
             f"{array.shape} in {format!r}, got {scales.shape}."
         )
-
-
-def _is_a_scale(given: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    return (given > 0) & jnp.isfinite(given)
 
 
 def _raise_not_finite(

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import NF4, Ternary
-from eqquant._quantize import _encode
+from eqquant._encode import encode_rows
 from eqquant.formats._registry import formats
 from helpers import assert_identical, relative, sqnr
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -392,6 +392,6 @@ def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
 def test_temporaries_are_small(default_format):
     # 64 MB of float32, a chunk of four megabytes at a time.
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    lowered = _encode.lower(w, format=default_format, axes=(-1,), chunked=True)
+    lowered = encode_rows.lower(w, format=default_format, axes=(-1,), chunked=True)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     assert temporary < 10e6
