@@ -27,7 +27,8 @@ class Chip:
     # For few rows, by format: how many rows of the weight a step decodes, and how many
     # bytes of each are multiplied at once (128 of them in blocks).
     steps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    # Whose codes are transposed first, so many rows as one (see `turn`).
+    # Whose codes are transposed first, so many rows as one (see `turn`): pairs only if
+    # they have no blocks.
     turned: dict[str, int] = dataclasses.field(default_factory=dict)
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
@@ -85,11 +86,11 @@ _seventh = dataclasses.replace(
     float8=jnp.float8_e4m3fn,
     steps={
         "int8": (256, 256),
-        "nf4": (512, 128),
+        "nf4": (1024, 128),
         "ternary": (1024, 128),
         "binary": (2048, 128),
     },
-    turned={"ternary": 1, "binary": 1},
+    turned={"int8": 1, "nf4": 1, "ternary": 1, "binary": 1},
     tile_m=1024,
 )
 

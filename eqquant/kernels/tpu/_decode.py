@@ -52,11 +52,11 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
 
 def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
     """Whether codes are transposed first, and how many rows of them as one: the matrix
-    unit takes a weight faster that need not be transposed on its way into it, and codes
-    of one or two bits are few to transpose."""
+    unit takes a weight faster that need not be transposed on its way into it, where
+    there are few codes to transpose, or hardware for it."""
     turned = chip.turned.get(format.name, 0)
     spread = 2 * turned**2 * digits.count * m * size * 8 // format.bits
-    return 0 if format.block_size or spread > 2**22 else turned
+    return 0 if spread > 2**22 else turned
 
 
 def contract_columns(
@@ -93,7 +93,7 @@ def contract_columns(
     turned = _turned(format, digits, padded, size, chip)
     multiple = lanes * max(turned, 1)
     bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
-    group = turned or group
+    group = 2 if turned == 2 else group
     sums = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
     steps = pl.cdiv(rows, bn)
     cores = min(chip.cores, steps)

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Shaped
 
 from ..._int8 import round_int8, split_int8
 from ...formats import Format
@@ -98,7 +98,9 @@ def spread(
                 out[:, begin : begin + lanes] = whole.astype(digits.dtype)
 
 
-def turn(codes: UInt8[Array, "rows bytes"], turned: int) -> UInt8[Array, "more fewer"]:
+def turn(
+    codes: Shaped[Array, "rows bytes"], turned: int
+) -> Shaped[Array, "more fewer"]:
     """Transposed; or, if `turned` is 2, pairs of rows transposed as one: even rows
     become even rows of the result, and columns of them."""
     if turned == 1:
