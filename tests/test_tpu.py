@@ -182,7 +182,7 @@ def test_gradients_through_the_kernels(format, interpreted, normal):
     for gradient in (jax.grad(loss), jax.vmap(jax.grad(loss), (0, None))):
         assert relative(gradient(x, q), expected) < 2 * TOLERANCE["decode"]
     # Mapped, these are the same two products.
-    assert interpreted == ["decode", "float32"]
+    assert set(interpreted) == {"decode", "float32"}
 
 
 def test_what_a_user_chooses(normal):
