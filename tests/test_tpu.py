@@ -117,7 +117,11 @@ def test_both_ways_to_look_up(axis, format, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v6e", "TPU7x"])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@pytest.mark.parametrize(
+    "format",
+    [*FORMATS, Ternary(block_size=128), Binary(block_size=128), Int8(block_size=64)],
+    ids=repr,
+)
 def test_what_each_chip_does(kind, format, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     check(format, 8, 130, 1000, contract_rows=False, precision="high", dtype="float32")

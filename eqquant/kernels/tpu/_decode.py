@@ -56,7 +56,8 @@ def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
     there are few codes to transpose, or hardware for it."""
     turned = chip.turned.get(format.name, 0)
     spread = 2 * turned**2 * digits.count * m * size * 8 // format.bits
-    return 0 if spread > 2**22 else turned
+    in_pairs_of_blocks = turned == 2 and format.block_size
+    return 0 if in_pairs_of_blocks or spread > 2**22 else turned
 
 
 def contract_columns(
