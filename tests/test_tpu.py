@@ -119,7 +119,7 @@ def test_both_ways_to_look_up(axis, format, monkeypatch):
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v6e", "TPU7x"])
 @pytest.mark.parametrize(
     "format",
-    [*FORMATS, Ternary(block_size=128), Binary(block_size=128), Int8(block_size=64)],
+    [*FORMATS, Ternary(block_size=128), Binary(block_size=256), Int8(block_size=64)],
     ids=repr,
 )
 def test_what_each_chip_does(kind, format, monkeypatch):

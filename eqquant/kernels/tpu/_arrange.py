@@ -24,8 +24,10 @@ from ._tiles import (
 
 
 def is_simple(format: Format) -> bool:
-    """Whether groups of codes end where registers do."""
-    return chunk_bytes(format) == lanes
+    """Whether groups of codes end where registers do: those of the codes, and those of
+    the activation as well."""
+    whole = format.group <= lanes or format.group * format.bits // 8 == lanes
+    return whole and chunk_bytes(format) == lanes
 
 
 def _swap(a, b, shift: int):

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format
+from ._arrange import is_simple
 from ._chips import Chip
 from ._spread import digits_of, interleave, spread, turn
 from ._tiles import lanes, pad_to, result_like
@@ -44,7 +45,7 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     """Whether there is such a kernel."""
     if m > 32 or not can_become("int8", format, chip):
         return False
-    if lanes % _block_bytes(format) or _num_blocks(format) > 8:
+    if not is_simple(format) or _num_blocks(format) > 8:
         return False
     spread = 2 * _num_blocks(format) * m * columns
     return spread <= 2**21 and columns * format.bits // 8 * lanes <= 2**21
