@@ -48,6 +48,7 @@ FORMATS = {
     "int8": eqquant.Int8(),
     "w8a8": eqquant.Int8(activations="int8"),
     "nf4": eqquant.NF4(),
+    "nf4-exact": eqquant.NF4(tpu=eqquant.TPUKernel(exact_table=True)),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }

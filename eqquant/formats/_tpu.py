@@ -32,6 +32,8 @@ class TPUKernel:
         `"general"`.
     - `lookup`: whether codebooks are looked up by hardware. Without it they are decoded
         by comparisons, always by the general kernel, and slower.
+    - `exact_table`: whether each entry of a codebook keeps 13 bits or more, for which
+        it is looked up twice, rather than 7. By default as documented for each kernel.
     - `tile_m`: of a tile, at most how many rows of the activation (general).
     - `tile_n`: how many rows of the result's other axis (both).
     - `tile_k`: of the contracted axis, about how many elements (general).
@@ -42,6 +44,7 @@ class TPUKernel:
 
     kernel: _Kernel | None = None
     lookup: bool = True
+    exact_table: bool | None = None
     tile_m: int | None = None
     tile_n: int | None = None
     tile_k: int | None = None

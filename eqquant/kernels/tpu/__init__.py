@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, Precision
+from ...formats import Format, Precision, TPUKernel
 from . import _decode, _general
 from ._chips import chip
 from ._round import round_rows
@@ -59,7 +59,12 @@ def dot(
     if kernel == "decode":
         if x_unit is not None:
             options["out_dtype"] = jnp.float32
-        out = _decode.contract_columns(*args, exact=not rounded, **options)
+        out = _decode.contract_columns(
+            *args,
+            exact=rounded != "rounded",
+            exact_table=not rounded,
+            **options,
+        )
         out = out if x_unit is None else out * x_unit
     else:
         out = _general.dot(
@@ -108,29 +113,39 @@ def choose_variant(
 
     - `"decode"`: for few rows. Activations keep 15 bits, and so does the NF4 table;
         other levels are exact. 4e-5; NF4 by bfloat16 2e-4.
-    - `"decode, rounded"`: activations rounded to int8 or bfloat16, and the NF4 table to
-        int8. 1e-2.
+    - `"decode, rounded table"`: the NF4 table rounded to int8. 6e-3.
+    - `"decode, rounded"`: activations rounded to int8 or bfloat16, too. 1e-2.
     - `"float32"`: the matrix unit multiplies float32. 1e-6.
     - `"bfloat16"`: it multiplies what was decoded, rounded to bfloat16. 3e-3.
-    - `"bfloat16, rounded"`: the same with the NF4 table rounded to int8. 6e-3.
+    - `"bfloat16, rounded table"`: the same with the NF4 table rounded to int8. 6e-3.
     - `"int8"`: for activations in int8 it multiplies integers. Exact but for the
         rounding of the result.
     """
-    here = chip()
-    asked = format.tpu.kernel if format.tpu else None
-    few = not contract_rows and _decode.fits(m, columns, format, here)
-    if precision != "highest" and asked != "general" and few:
-        return "decode, rounded" if precision == "default" else "decode"
+    here, asked = chip(), format.tpu or TPUKernel()
     x_dtype, weight_dtype = dtypes
+    floats = jnp.bfloat16 not in dtypes
+    few = not contract_rows and _decode.fits(m, columns, format, here)
+    decodes = few and precision != "highest" and asked.kernel != "general"
+
+    exact_table = asked.exact_table
+    if exact_table is None:
+        # To look up twice is not within a tenth of the fastest, but where the chip has
+        # to do so anyway, or products hide it.
+        twice = _decode.kind_of(format, x_dtype, False, here) == "float8"
+        hidden = twice if decodes else m >= 1024
+        exact_table = precision == "highest" or (
+            precision == "high" and (floats or hidden)
+        )
     looked_up = format.codebook is not None and can_become("int8", format, here)
-    rounded = ", rounded" if precision == "default" and looked_up else ""
+    rounded = ", rounded table" if looked_up and not exact_table else ""
+    if decodes:
+        return "decode" + (", rounded" if precision == "default" else rounded)
+
     if x_dtype == jnp.int8:
         integers = format.integer_levels and format.block_size is None
         if integers and not contract_rows:
             return "int8" if here.int8 else "bfloat16"
-        x_dtype = weight_dtype
-    exact = jnp.bfloat16 not in (x_dtype, weight_dtype)
-    return "float32" if exact and precision != "default" else "bfloat16" + rounded
+    return "float32" if floats and precision != "default" else "bfloat16" + rounded
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | None:

@@ -63,7 +63,8 @@ _fifth_e = Chip(
 _fifth_p = dataclasses.replace(
     _fifth_e,
     cores=2,
-    steps=_fifth_e.steps | {"ternary": (1024, 512), "binary": (1024, 128)},
+    steps=_fifth_e.steps
+    | {"nf4": (1024, 128), "ternary": (1024, 512), "binary": (1024, 128)},
 )
 _sixth = Chip(
     gather_axis=0,
@@ -72,7 +73,7 @@ _sixth = Chip(
     bfloat16=True,
     steps={
         "int8": (256, 256),
-        "nf4": (256, 128),
+        "nf4": (512, 128),
         "ternary": (1024, 128),
         "binary": (2048, 128),
     },

@@ -31,13 +31,13 @@ def _num_blocks(format: Format) -> int:
     return lanes // _block_bytes(format) if format.block_size else 1
 
 
-def kind_of(format: Format, x_dtype, exact: bool, chip: Chip) -> Kind:
+def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
     """What the weight becomes, for an activation of some dtype."""
     floats = can_become("float8", format, chip)
     if format.codebook is not None:
         # In two floats of 8 bits it keeps 13 bits, which an activation in bfloat16 has
         # not; in one int8 it is faster.
-        floats = floats and (x_dtype == jnp.bfloat16 if exact else not chip.int8)
+        floats = floats and (x_dtype == jnp.bfloat16 if exact_table else not chip.int8)
     return "float8" if floats else "int8"
 
 
@@ -68,18 +68,20 @@ def contract_columns(
     *,
     format: Format,
     exact: bool,
+    exact_table: bool,
     out_dtype,
     chip: Chip,
     interpret: bool,
 ) -> Float[Array, "batch m rows"]:
-    """`x @ w.T`"""
+    """`x @ w.T`, of an activation that keeps 15 bits of each entry (`exact`), or 7; the
+    table of a format likewise."""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
     blocks = scales.shape[-1]
     planes = 8 // format.bits
     group = _num_blocks(format)
-    kind = kind_of(format, x.dtype, exact, chip)
-    count = 2 if exact or kind == "float8" else 1
+    kind = kind_of(format, x.dtype, exact_table, chip)
+    count = 2 if exact_table or kind == "float8" else 1
     decode = Decoder(format, chip, kind, count)
 
     # Whole registers: sums of the rows of a block then need no shuffling.
@@ -91,7 +93,7 @@ def contract_columns(
     chunk = lanes if format.block_size or size % chunk else chunk
     if format.tpu and format.tpu.tile_n:
         most = format.tpu.tile_n
-    most = min(most, 2**21 // size)
+    most = min(most, min(2**22, chip.memory // 8) // size)
     turned = _turned(format, digits, padded, size, chip)
     multiple = lanes * max(turned, 1)
     bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
@@ -117,7 +119,16 @@ def contract_columns(
             total = (total * digits.base if digits.base > 1 else total) + low
         return total
 
-    def kernel(x, codes, scales, out, spread_x, unit, *tables):
+    # XLA keeps scales transposed in memory, as that wastes less of it, unless they fill
+    # whole registers: then it would transpose them, by a pass over them.
+    wide = blocks % lanes == 0
+
+    def kernel(x, codes, scales, out, spread_x, unit, *scratch):
+        tables, turned_scales = scratch[: decode.num_tables], scales.at[0]
+        if wide:
+            turned_scales = scratch[-1]
+            _transpose(scales.at[0], turned_scales)
+
         @pl.when(pl.program_id(2) == 0)
         def _():  # Each core, while the next tiles are on their way.
             for ref, table in zip(tables, decode.tables(), strict=True):
@@ -159,14 +170,14 @@ def contract_columns(
                 products = [decode.combine(products)]
             for block in range(min(group, blocks - first)):
                 value = decode.combine([rows_of(p, block) for p in products])
-                scale = scales[0, first + block : first + block + 1, :]
+                scale = turned_scales[first + block : first + block + 1, :]
                 total = total + value * scale.astype(jnp.float32)
         if not format.block_size:
             total = decode.combine([rows_of(p, 0) for p in whole])
             if turned == 2:
                 odd = decode.combine([rows_of(p, 1) for p in whole])
                 total = interleave(total, odd)
-            total = total * scales[0].astype(jnp.float32)
+            total = total * turned_scales[...].astype(jnp.float32)
         out[0] = (total * (unit[:, :1] * decode.unit)).astype(out.dtype)
 
     def tile(core, step):
@@ -179,7 +190,9 @@ def contract_columns(
         in_specs=[
             pl.BlockSpec((1, padded, x.shape[2]), lambda b, c, j: (b, 0, 0)),
             pl.BlockSpec((1, bn, size), lambda b, c, j: (b, tile(c, j), 0)),
-            pl.BlockSpec((1, blocks, bn), lambda b, c, j: (b, 0, tile(c, j))),
+            pl.BlockSpec((1, bn, blocks), lambda b, c, j: (b, tile(c, j), 0))
+            if wide
+            else pl.BlockSpec((1, blocks, bn), lambda b, c, j: (b, 0, tile(c, j))),
         ],
         out_specs=pl.BlockSpec((1, padded, bn), lambda b, c, j: (b, 0, tile(c, j))),
         out_shape=result_like(x, padded, rows, out_dtype),
@@ -190,11 +203,19 @@ def contract_columns(
             ),
             pltpu.VMEM((padded, lanes), jnp.float32),
             *[pltpu.VMEM((32, lanes), jnp.int8)] * decode.num_tables,
+            *[pltpu.VMEM((blocks, bn), jnp.float32)] * wide,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "parallel", "arbitrary")
         ),
         interpret=interpret,
         name=f"{format.name}_decode",
-    )(x, codes, jnp.swapaxes(scales, 1, 2))
+    )(x, codes, scales if wide else jnp.swapaxes(scales, 1, 2))
     return out[:, :m]
+
+
+def _transpose(scales, out):
+    """In a kernel: a matrix of whole registers, one column of them at a time."""
+    for start in range(0, scales.shape[1], lanes):
+        part = slice(start, start + lanes)
+        out[part, :] = scales[:, part].astype(jnp.float32).T
