@@ -66,7 +66,7 @@ sanitize:
 	@if ! command -v $(CXX) > /dev/null || [ "$$(uname -m)" != x86_64 ]; then \
 		echo 'NOT RUN: make sanitize needs a C++ compiler, and x86-64'; exit 0; fi; \
 	set -e; mkdir -p build/sanitize; printf '%s\n' $(SANITIZED) | xargs -P $(WORKERS) -I{} \
-		sh -c '$(CXX) -std=c++17 -O1 -g1 -Wno-maybe-uninitialized $(SANITIZERS) \
+		sh -c '$(CXX) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(SANITIZERS) \
 			-Ieqquant/kernels/cpu/src -c {} -o build/sanitize/$$(basename {}).o'; \
 	$(CXX) $(SANITIZERS) build/sanitize/*.o -o build/sanitize/main; build/sanitize/main
 

@@ -16,7 +16,7 @@ from ._compat import explicit_mesh_of, match_varying, spec_of
 from ._pack import pack
 from ._pipeline import pipeline
 from .formats import Format
-from .formats._format import reduce_blocks
+from .formats._format import max_blocks
 
 
 def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
@@ -189,7 +189,7 @@ def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
     """The largest magnitude; infinite if anything is not finite."""
     # XLA:CPU's maximum may drop a NaN, but not an infinity.
     magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.inf)
-    return reduce_blocks(jnp.max, magnitude)
+    return max_blocks(magnitude)
 
 
 def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:

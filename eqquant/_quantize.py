@@ -8,7 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8, Num, Shaped, UInt8
+from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
 from ._compat import config, is_traced
@@ -90,32 +90,60 @@ def quantize(
     if scales is not None:
         _check_scales(scales, array, axes, format)
         given = scales.astype(format.scale_dtype)
+    q, problem = encode(array, format, axes, given)
+    if check_finite:
+        zero = no_problem(problem, array, format, given)
+        if zero is not None:
+            q = q.replace(
+                scales=jax.tree.map(lambda a: a + zero.astype(a.dtype), q.scales)
+            )
+    return q
+
+
+def encode(
+    array: Float[Array, "..."],
+    format: Format,
+    axes: tuple[int, ...],
+    given: Float[Array, "*lead blocks"] | None = None,
+) -> tuple[QuantizedArray, Bool[Array, ""]]:
+    """As [`quantize`][], of arguments that have been checked; and whether there are
+    values that cannot be quantized."""
     if given is None and not is_traced(array) and cpu.encodes(array, format, axes):
         codes, stored, problem = cpu.encode(array, format=format)
     else:
         on_one = _is_on_one_device(array)
         codes, stored, problem = encode_rows(array, format, axes, on_one, given)
-    if check_finite:
-        if is_traced(problem):
-            # By way of a scalar: what passes through `error_if` itself is no longer
-            # split over devices.
-            zero = eqx.error_if(
-                jnp.zeros((), stored.dtype),
-                problem,
-                "eqquant.quantize: the array holds values that are not finite, or that "
-                f"{format.scale_dtype.name} scales cannot hold; or a scale that was "
-                "given is not positive and finite.",
-            )
-            stored = jax.tree.map(lambda a: a + zero.astype(a.dtype), stored)
-        elif problem:
-            _raise_not_finite(array, given, format)
     shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
     if per_tensor(axes, array.ndim, format):
         axes, inner = axes[-1:], ()
     size = math.prod(shape[a] for a in axes)
     padding = format.padded(size) - size
-    return QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
+    q = QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
+    return q, problem
+
+
+def no_problem(
+    problem: Bool[Array, ""],
+    array: Float[Array, "..."],
+    format: Format,
+    given: Float[Array, "*lead blocks"] | None = None,
+) -> Float[Array, ""] | None:
+    """An error if there is one. Under `jit` it is raised when a zero, which is what
+    comes back, has been added to something."""
+    if not is_traced(problem):
+        if problem:
+            _raise_not_finite(array, given, format)
+        return None
+    # By way of a scalar: what passes through `error_if` itself is no longer split over
+    # devices.
+    return eqx.error_if(
+        jnp.zeros((), format.scale_dtype),
+        problem,
+        "eqquant.quantize: the array holds values that are not finite, or that "
+        f"{format.scale_dtype.name} scales cannot hold; or a scale that was given is "
+        "not positive and finite.",
+    )
 
 
 @typed

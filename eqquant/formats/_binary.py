@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, reduce_blocks, true_divide
+from ._format import bound_scales, divide_blocks, Format, sum_blocks, true_divide
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,7 +29,7 @@ class Binary(Format):
     def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows, however large the weights.
         unit = jnp.abs(divide_blocks(blocks, absmax))
-        mean = true_divide(reduce_blocks(jnp.sum, unit), counts)
+        mean = true_divide(sum_blocks(unit), counts)
         scales = bound_scales(mean * absmax, absmax, self.scale_dtype, limit)
         return self.nearest(blocks, scales), scales
 

@@ -2,12 +2,14 @@
 
 import abc
 import dataclasses
+import functools as ft
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, get_args, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
 from .._pack import codes_per_byte
@@ -210,15 +212,23 @@ def bound_scales(
     """Scales as stored, kept where they decode: that of a block of nonzero values is
     neither flushed to zero nor so large that `largest * scale` exceeds `limit`."""
     info = jnp.finfo(scale_dtype)
-    top = np.asarray(min(float(info.max), limit / largest), scale_dtype)
-    if float(top) * largest > limit:
-        top = np.nextafter(top, np.asarray(0, scale_dtype))
+    top = largest_scale(scale_dtype, limit, largest)
     bounded = jnp.clip(
         scales,
         jnp.asarray(float(info.tiny), scales.dtype),
-        jnp.asarray(float(top), scales.dtype),
+        jnp.asarray(top, scales.dtype),
     )
     return jnp.where(absmax > 0, bounded, 0).astype(scale_dtype)
+
+
+def largest_scale(scale_dtype, limit: float, largest: int) -> float:
+    """The largest scale that times `largest` does not exceed `limit`."""
+    top = np.asarray(
+        min(float(jnp.finfo(scale_dtype).max), limit / largest), scale_dtype
+    )
+    if float(top) * largest > limit:
+        top = np.nextafter(top, np.asarray(0, scale_dtype))
+    return float(top)
 
 
 def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
@@ -239,15 +249,32 @@ def divide_blocks(
     return true_divide(blocks, jnp.where(by > 0, by, 1).astype(blocks.dtype)[..., None])
 
 
-def reduce_blocks(
-    op: Callable[..., Array], blocks: Shaped[Array, "*lead size"]
-) -> Shaped[Array, "*lead"]:
-    """`op(blocks, -1)`, for a maximum or a sum.
-
-    Long blocks are reduced in 64 lanes first, and these then: XLA:CPU vectorises that,
-    whereas it may not reorder a sum by itself; and a sum is the more accurate for it.
-    """
+def max_blocks(blocks: Shaped[Array, "*lead size"]) -> Shaped[Array, "*lead"]:
+    """`jnp.max(blocks, -1)`. Long blocks are reduced in 64 lanes first, and these then:
+    XLA:CPU vectorises that."""
     *lead, size = blocks.shape
     if size > 64 and size % 64 == 0:
-        blocks = op(blocks.reshape(*lead, size // 64, 64), -2)
-    return op(blocks, -1)
+        blocks = jnp.max(blocks.reshape(*lead, size // 64, 64), -2)
+    return jnp.max(blocks, -1)
+
+
+def sum_blocks(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
+    """`jnp.sum(blocks, -1)`; on a CPU by halves, which is the more accurate. Compilers
+    sum in an order of their own, but do not change that of single additions: so a scale
+    has the same bits on every CPU, and by native kernels too."""
+
+    def by_halves(blocks):
+        *lead, size = blocks.shape
+        half = 1 << (size - 1).bit_length()
+        blocks = jnp.pad(blocks, [(0, 0)] * len(lead) + [(0, half - size)])
+        while half := half // 2:
+            blocks = blocks[..., :half] + blocks[..., half:]
+        return blocks[..., 0]
+
+    by_compiler = ft.partial(jnp.sum, axis=-1)
+    return lax.platform_dependent(blocks, cpu=by_halves, default=by_compiler)
+
+
+def square(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """`x**2`, rounded before anything is added to it, which XLA may or may not do."""
+    return jnp.where(x == x, x * x, x)

@@ -5,7 +5,14 @@ from typing import get_args, Literal
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, reduce_blocks, true_divide
+from ._format import (
+    bound_scales,
+    divide_blocks,
+    Format,
+    square,
+    sum_blocks,
+    true_divide,
+)
 
 
 _Rule = Literal["absmean", "threshold"]
@@ -48,17 +55,17 @@ class Ternary(Format):
         # Everything relative to absmax: no sum overflows, however large the weights.
         unit = divide_blocks(blocks, absmax)
         magnitude = jnp.abs(unit)
-        mean_magnitude = true_divide(reduce_blocks(jnp.sum, magnitude), counts)
+        mean_magnitude = true_divide(sum_blocks(magnitude), counts)
         if self.rule == "absmean":
             threshold = mean_magnitude / 2
         else:
-            mean = true_divide(reduce_blocks(jnp.sum, unit), counts)
-            variance = true_divide(reduce_blocks(jnp.sum, unit**2), counts) - mean**2
+            mean = true_divide(sum_blocks(unit), counts)
+            variance = true_divide(sum_blocks(square(unit)), counts) - square(mean)
             threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
         nonzero = magnitude > threshold[..., None]
         if self.least_squares:
-            how_many = reduce_blocks(jnp.sum, nonzero.astype(blocks.dtype))
-            total = reduce_blocks(jnp.sum, jnp.where(nonzero, magnitude, 0))
+            how_many = sum_blocks(nonzero.astype(blocks.dtype))
+            total = sum_blocks(jnp.where(nonzero, magnitude, 0))
             scales = total / jnp.maximum(how_many, 1)
         else:
             scales = mean_magnitude

@@ -58,7 +58,7 @@ class StraightThroughArray(ImplicitArray):
         return hasattr(self.master, "shape") and self.q.is_whole
 
     def dequantize(self) -> Float[Array, "..."]:
-        return _value(self.q.dequantize(), self.master)
+        return straight_through_value(self.q.dequantize(), self.master)
 
     #
     # Structure
@@ -127,16 +127,16 @@ class StraightThroughArray(ImplicitArray):
 
 
 @jax.custom_jvp
-def _value(value, master):
+def straight_through_value(value, master):
     """`value`, with the derivative of `master`."""
     return value
 
 
-@_value.defjvp
+@straight_through_value.defjvp
 def _(primals, tangents):
     # By itself again, here and below: there may be derivatives of derivatives.
     _, master_dot = tangents
-    return _value(*primals), master_dot
+    return straight_through_value(*primals), master_dot
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(4, 5))

@@ -11,7 +11,7 @@ from .._quantize import quantize
 from .._selection import Choice, choose, replace_chosen, sites
 from .._typing import typed
 from ..formats import Format
-from ._straight_through import learned_scales, make_trainable
+from ._straight_through import learned_scales, make_trainable, straight_through
 
 
 Tree = TypeVar("Tree")
@@ -238,7 +238,8 @@ def _check_some(choices, caller: str) -> None:
 
 
 def _fake(leaf, choice: Choice, scales, clip, quantized_products, check_finite):
-    array = make_trainable(
+    as_object = quantized_products or choice.format.activations != "float"
+    return (make_trainable if as_object else straight_through)(
         leaf,
         choice.format,
         axis=choice.axis,
@@ -246,6 +247,3 @@ def _fake(leaf, choice: Choice, scales, clip, quantized_products, check_finite):
         clip=clip,
         check_finite=check_finite,
     )
-    if quantized_products or choice.format.activations != "float":
-        return array
-    return array.dequantize()

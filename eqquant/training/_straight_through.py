@@ -11,11 +11,12 @@ from jaxtyping import Array, Float, Shaped
 
 from .._array import QuantizedArray
 from .._pack import codes_per_byte
-from .._quantize import quantize
+from .._quantize import no_problem, quantize
 from .._typing import typed
 from ..formats import as_format, Binary, Format, Int8
 from ..formats._scales import float_scales
-from ._array import StraightThroughArray
+from ._array import straight_through_value, StraightThroughArray
+from ._round_trip import has_round_trip, round_trip
 
 
 @typed
@@ -73,6 +74,13 @@ def straight_through(
     As [`eqquant.quantize`][]; and `ValueError` for `scales` with a format whose levels
     are not integers.
     """
+    array, format = _trainable(array, format)
+    if scales is None and not clip and has_round_trip(array, format, axis):
+        value, problems = round_trip(lax.stop_gradient(array), format)
+        if check_finite:
+            zero = no_problem(jnp.any(problems), array, format)
+            value = value if zero is None else value + zero
+        return straight_through_value(value, array)
     how = {"axis": axis, "scales": scales, "clip": clip, "check_finite": check_finite}
     return make_trainable(array, format, **how).dequantize()
 
@@ -87,13 +95,7 @@ def make_trainable(
     check_finite: bool,
 ) -> StraightThroughArray:
     """What [`straight_through`][] is the value of."""
-    format = as_format(format)
-    array = jnp.asarray(array)
-    if not jnp.issubdtype(array.dtype, jnp.floating):
-        raise TypeError(
-            "straight_through: array must have a floating-point dtype, got "
-            f"{array.dtype}: only the float weights that were quantized can be trained."
-        )
+    array, format = _trainable(array, format)
     if scales is not None:
         check_learnable(format, "straight_through")
     # Nothing is differentiated here: that is left to what the master weights become.
@@ -104,6 +106,16 @@ def make_trainable(
     elif clip:
         array = _clipped(array, q)
     return StraightThroughArray(array, q)
+
+
+def _trainable(array, format: Format | str) -> tuple[Array, Format]:
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            "straight_through: array must have a floating-point dtype, got "
+            f"{array.dtype}: only the float weights that were quantized can be trained."
+        )
+    return array, as_format(format)
 
 
 @typed

@@ -7,6 +7,7 @@
 #include <random>
 
 #include "product.h"
+#include "round.h"
 
 using eqquant::Product;
 using eqquant::Routine;
@@ -127,6 +128,40 @@ bool check(const Case& c) {
   return false;
 }
 
+// Rounding by AVX2 and by AVX-512 is bit for bit the same; and no value moves by more than
+// its block is large.
+bool check_rounding() {
+  using eqquant::Levels;
+  std::normal_distribution<float> normal;
+  const int64_t rows = 1 + below(5), block = 1 + below(300), size = block * (1 + below(4));
+  std::unique_ptr<float[]> x(new float[rows * size]), a(new float[rows * size]),
+      b(new float[rows * size]), boundaries(new float[15]), levels(new float[16]);
+  std::unique_ptr<bool[]> problems(new bool[rows]);
+  for (int64_t i = 0; i < rows * size; i++) x[i] = normal(generator);
+  for (int i = 0; i < 16; i++) levels[i] = i / 7.5f - 1;
+  for (int i = 0; i < 15; i++) boundaries[i] = (levels[i] + levels[i + 1]) / 2;
+  eqquant::Rounding r{x.get(), boundaries.get(), levels.get(), a.get(), problems.get(),
+                      size, block, static_cast<Levels>(below(4)), 1e38f,
+                      below(2) != 0, below(2) != 0};
+  eqquant::round_avx2(r, 0, rows / 2);
+  eqquant::round_avx2(r, rows / 2, rows);
+  bool fine = true;
+  for (int64_t i = 0; i < rows * size; i += block) {
+    float absmax = 0;
+    for (int64_t j = 0; j < block; j++) absmax = std::max(absmax, std::abs(x[i + j]));
+    for (int64_t j = 0; j < block; j++) fine &= std::abs(a[i + j] - x[i + j]) <= absmax * 1.001f;
+  }
+  if (eqquant::instructions() >= 2) {
+    r.y = b.get();
+    eqquant::round_avx512(r, 0, rows);
+    fine &= !std::memcmp(a.get(), b.get(), rows * size * sizeof(float));
+  }
+  if (!fine)
+    std::printf("rounding: wrong; kind %d size %ld block %ld\n", int(r.kind), long(size),
+                long(block));
+  return fine;
+}
+
 }  // namespace
 
 int main() {
@@ -139,5 +174,9 @@ int main() {
     for (int i = 0; i < 150; i++, ran++) failed += !check(c);
   }
   std::printf("%d products, %d wrong\n", ran, failed);
+  int wrong = 0;
+  for (int i = 0; i < 300 && eqquant::instructions(); i++) wrong += !check_rounding();
+  std::printf("300 arrays rounded, %d wrong\n", wrong);
+  failed += wrong;
   return failed != 0;
 }

@@ -15,6 +15,7 @@ from ...formats import Format, Precision
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
 from ._library import load, status as status
+from ._round import round_trip as round_trip, rounds as rounds
 
 
 def dot(

@@ -26,6 +26,7 @@ _flags = [
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
+    "-ffp-contract=off",  # Where products are to be added in one step, it is said.
     "-Wno-maybe-uninitialized",
 ]
 # Then it runs beside any C++ library, older ones included.

@@ -47,7 +47,7 @@ def load() -> Library | str:
             return "the native kernels are older than their sources (reinstall eqquant)"
         if native.eqquant_interface() > _interface_of_xla():
             return "the native kernels were built for a later JAX (reinstall eqquant)"
-        for name in ("eqquant_dot", "eqquant_encode"):
+        for name in ("eqquant_dot", "eqquant_encode", "eqquant_round"):
             handler = jax.ffi.pycapsule(getattr(native, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # Whatever is wrong with it, XLA serves.

@@ -122,7 +122,7 @@ def choose_variant(
         rounding of the result.
     """
     here, asked = chip(), format.tpu or TPUKernel()
-    x_dtype, weight_dtype = dtypes
+    x_dtype, _ = dtypes
     floats = jnp.bfloat16 not in dtypes
     few = not contract_rows and _decode.fits(m, columns, format, here)
     decodes = few and precision != "highest" and asked.kernel != "general"

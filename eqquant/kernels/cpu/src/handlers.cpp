@@ -5,6 +5,7 @@
 #include "encode.h"
 #include "parallel.h"
 #include "product.h"
+#include "round.h"
 
 namespace ffi = xla::ffi;
 
@@ -151,6 +152,38 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   return ffi::Error::Success();
 }
 
+ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                 ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
+                 ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::PRED> problems,
+                 int64_t kind, int64_t block, float largest_scale, bool by_deviation,
+                 bool least_squares) {
+  if (instructions() < 1) return invalid("this CPU cannot round");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (kind < 0 || kind > 3) return invalid("kind must be 0 to 3");
+  if (boundaries.element_count() != 15 || levels.element_count() != 16)
+    return invalid("there must be 15 boundaries and 16 levels");
+  if (block < 1 || size % block) return invalid("block must divide the size of a row");
+  if (int64_t(y->element_count()) != rows * size || int64_t(problems->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  const Rounding r{x.typed_data(),
+                   boundaries.typed_data(),
+                   levels.typed_data(),
+                   y->typed_data(),
+                   problems->typed_data(),
+                   size,
+                   block,
+                   static_cast<Levels>(kind),
+                   largest_scale,
+                   by_deviation,
+                   least_squares};
+  const auto run = instructions() < 2 ? round_avx2 : round_avx512;
+  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace eqquant
 
@@ -181,6 +214,21 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>()
                                   .Attr<int64_t>("block"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_round(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("kind")
+                                  .Attr<int64_t>("block")
+                                  .Attr<float>("largest_scale")
+                                  .Attr<bool>("by_deviation")
+                                  .Attr<bool>("least_squares"));
 
 // See instructions() in product.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }

@@ -1,0 +1,61 @@
+"""What an array is once quantized and dequantized, on CPUs: by a native kernel, which
+reads and writes it once."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from ...formats import Format
+from ...formats._format import largest_scale
+from ._library import load
+
+
+# What `src/round.h` calls them.
+_int8, _table, _ternary, _binary = map(np.int64, range(4))
+_kinds = {"int8": _int8, "nf4": _table, "ternary": _ternary, "binary": _binary}
+
+
+def rounds(array: Float[Array, "..."], format: Format) -> bool:
+    """Whether [`round_trip`][] serves: in float32, for whole blocks."""
+    kind = _kinds.get(format.name)
+    return (
+        not isinstance(load(), str)
+        and kind is not None
+        and (kind != _table or format.boundaries is not None)
+        and array.dtype == format.scale_dtype == np.float32
+        and array.size > 0
+        and array.shape[-1] % (format.block_size or 1) == 0
+    )
+
+
+def round_trip(
+    array: Float[Array, "*lead size"], *, format: Format
+) -> tuple[Float[Array, "*lead size"], Bool[Array, "*lead"]]:
+    """What it is, and whether something in a row is not finite: bit for bit what
+    quantizing and dequantizing give."""
+    *lead, size = array.shape
+    rows, kind = math.prod(lead), _kinds[format.name]
+    table = kind == _table
+    largest = largest_scale(
+        np.float32, float(np.finfo(np.float32).max), format.largest_level
+    )
+    values, problems = jax.ffi.ffi_call(
+        "eqquant_round",
+        (
+            jax.ShapeDtypeStruct((rows, size), jnp.float32),
+            jax.ShapeDtypeStruct((rows,), jnp.bool_),
+        ),
+    )(
+        array.reshape(rows, size),
+        jnp.asarray(format.boundaries if table else jnp.zeros(15), jnp.float32),
+        jnp.asarray(format.codebook if table else jnp.zeros(16), jnp.float32),
+        kind=kind,
+        block=np.int64(format.block_size or size),
+        largest_scale=np.float32(largest),
+        by_deviation=getattr(format, "rule", None) == "threshold",
+        least_squares=bool(getattr(format, "least_squares", False)),
+    )
+    return values.reshape(array.shape), problems.reshape(lead)
