@@ -303,7 +303,7 @@ def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--rate", type=float, default=1e-3, help="of learning")

@@ -129,9 +129,10 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
     [*FORMATS, Ternary(block_size=128), Binary(block_size=256), Int8(block_size=64)],
     ids=repr,
 )
-def test_what_each_chip_does(kind, format, monkeypatch):
+@pytest.mark.parametrize("m,dtype", [(8, "float32"), (40, "bfloat16")])
+def test_what_each_chip_does(kind, format, m, dtype, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
-    check(format, 8, 130, 1000, contract_rows=False, precision="high", dtype="float32")
+    check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
 
 
 @pytest.mark.parametrize("kind", ["TPU v5", "TPU v5e"])

@@ -5,6 +5,7 @@ rows in half the time of the product itself.
 """
 
 import math
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -112,6 +113,18 @@ def from_planes(x, columns: int, format: Format, interpret: bool):
     return _permuted(x, format, join, "join_planes", interpret)[..., :columns]
 
 
+def arrange(x, out, format: Format, permute: Callable = split_planes):
+    """In a kernel: the columns of `x` to `out`, by default in plane order."""
+    narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
+    size = lanes * 8 // format.bits
+    for start in range(0, x.shape[1], size):
+        columns = slice(start, start + size)
+        part = x[:, columns]
+        part = pltpu.bitcast(part, jnp.int32) if narrow else part
+        part = jnp.concatenate(permute(part, format), 1)
+        out[:, columns] = pltpu.bitcast(part, out.dtype) if narrow else part
+
+
 def _permuted(x, format: Format, permute, name: str, interpret: bool):
     size = lanes * 8 // format.bits
     batch, m, _ = x.shape
@@ -124,13 +137,7 @@ def _permuted(x, format: Format, permute, name: str, interpret: bool):
     x = pad_to(x, 1, bm)
 
     def kernel(x, out):
-        narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
-        for start in range(0, bk, size):
-            columns = slice(start, start + size)
-            part = x[0, :, columns]
-            part = pltpu.bitcast(part, jnp.int32) if narrow else part
-            part = jnp.concatenate(permute(part, format), 1)
-            out[0, :, columns] = pltpu.bitcast(part, out.dtype) if narrow else part
+        arrange(x.at[0], out.at[0], format, permute)
 
     spec = pl.BlockSpec((1, bm, bk), lambda b, i, k: (b, i, k))
     out = pl.pallas_call(

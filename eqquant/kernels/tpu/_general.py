@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from ...formats import Format, TPUKernel
-from ._arrange import from_planes, to_planes
+from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
 from ._tiles import chunk_bytes, lanes, pad_to, result_like
 from ._weights import can_become, Decoder
@@ -49,8 +49,7 @@ def _tiles(
     bm = min(math.ceil(m / register) * register, most_m)
     bm = math.ceil(bm / register) * register
     tile_n = asked.tile_n or chip.tile_n
-    # Not all of the memory: the compiler has temporaries of its own.
-    budget = chip.memory * 2 // 3
+    budget = _budget(chip)
     tiles = None
     for tile_k in (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512):
         some_rows, columns = (tile_k, tile_n) if contract_rows else (tile_n, tile_k)
@@ -64,6 +63,11 @@ def _tiles(
             break
     assert tiles is not None
     return tiles
+
+
+def _budget(chip: Chip) -> int:
+    """Of the vector memory: the compiler has temporaries of its own."""
+    return chip.memory * 2 // 3
 
 
 def fits(packed: int, format: Format) -> bool:
@@ -186,6 +190,7 @@ def dot(
     weight = _Operand(format, operand, exact_table, chip)
     sums = jnp.int32 if operand == jnp.int8 else jnp.float32
 
+    inside = False
     if contract_rows:
         if not blocked:
             x = x * scales[..., 0][:, None, :]
@@ -194,10 +199,16 @@ def dot(
         size, out_size = bn, tile * planes
         row, column = 3, 2  # The axes of the grid that tiles of the weight follow.
     else:
-        x = to_planes(x.astype(operand), format, interpret)
-        x = pad_to(pad_to(x, 1, bm), 2, tile * planes)
         free, steps = pl.cdiv(rows, bn), pl.cdiv(packed, tile)
         size, out_size = tile * planes, bn
+        # Permuted once for all tiles of the weight, if these see the same columns, on
+        # the same core.
+        inside = planes > 1 and is_simple(format) and steps == chip.cores == 1
+        used = bm * (3 * size + 2 * bn) * jnp.dtype(operand).itemsize + 4 * bm * bn
+        inside = inside and used + bn * size * 3 <= _budget(chip)
+        x = x.astype(operand)
+        x = x if inside else to_planes(x, format, interpret)
+        x = pad_to(pad_to(x, 1, bm), 2, size)
         row, column = 2, 3
 
     units = []
@@ -205,8 +216,17 @@ def dot(
         units = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
 
     def kernel(x, codes, scales, *rest):
-        *unit, out, total = rest
+        *unit, out, total = rest[: len(rest) - inside]
         step = pl.program_id(3)
+        x = x.at[0]
+        if inside:
+            arranged = rest[-1]
+
+            @pl.when(pl.program_id(2) == 0)
+            def _():
+                arrange(x, arranged, format)
+
+            x = arranged
 
         @pl.when(step == 0)
         def _():
@@ -230,7 +250,7 @@ def dot(
             w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
             columns = slice(start * planes, (start + chunk) * planes)
             product = lax.dot_general(
-                x[0] if contract_rows else x[0, :, columns],
+                x[...] if contract_rows else x[:, columns],
                 w,
                 (((1,), (0 if contract_rows else 1,)), ((), ())),
                 precision=lax.Precision.HIGHEST if operand == jnp.float32 else None,
@@ -269,9 +289,17 @@ def dot(
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
         out_shape=result_like(x, x.shape[1], columns, out_dtype),
-        scratch_shapes=[pltpu.VMEM((bm, out_size), sums)],
+        scratch_shapes=[
+            pltpu.VMEM((bm, out_size), sums),
+            *[pltpu.VMEM((bm, size), operand)] * inside,
+        ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "parallel", "arbitrary"),
+            dimension_semantics=(
+                "parallel",
+                "parallel",
+                "arbitrary" if inside else "parallel",
+                "arbitrary",
+            ),
             vmem_limit_bytes=chip.memory,
         ),
         interpret=interpret,
