@@ -36,7 +36,8 @@ class Format(abc.ABC):
     - `scale_dtype`: how scales are stored: bfloat16, float32 or float64.
     - `precision`: the arithmetic of a product that does not ask for its own.
         `"highest"`: floating point on exactly decoded weights. `"high"`: weights exact,
-        activations rounded to no less than 15 bits. `"default"`: the fastest.
+        activations rounded to no less than 15 bits (but NF4 by bfloat16 on TPUs: see
+        [`eqquant.TPUKernel`][]). `"default"`: the fastest.
     - `activations`: `"int8"` to round each row of an activation (each token) to int8
         before a product, with `absmax / 127` of the row as its scale, whatever the
         precision: W8A8, for [`eqquant.Int8`][]. Gradients are those of no rounding.
