@@ -15,8 +15,10 @@ from jaxtyping import Array, Bool, Float, Shaped
 from ._compat import explicit_mesh_of, match_varying, spec_of
 from ._pack import pack
 from ._pipeline import pipeline
+from ._rowwise import rowwise
 from .formats import Format
 from .formats._format import max_blocks
+from .kernels import cpu
 
 
 def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
@@ -81,6 +83,29 @@ def encode_rows(
     codes = codes.reshape(*shape, -1)
     scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
     return codes, scales, jnp.any(problem)
+
+
+def has_encoder(
+    array: Float[Array, "..."], format: Format, axes: tuple[int, ...]
+) -> bool:
+    """Whether CPUs have a native kernel."""
+    return (
+        axes == (-1,) and explicit_mesh_of(array) is None and cpu.encodes(array, format)
+    )
+
+
+def _by_rows(array, *, format: Format, chunked: bool):
+    codes, scales, problem = encode_rows(array, format, (-1,), chunked)
+    return codes, scales, jnp.broadcast_to(problem, array.shape[:-1])
+
+
+def _native(array, *, format: Format, chunked: bool):
+    del chunked
+    return cpu.encode(array, format=format)
+
+
+# As `encode_rows`, but with a problem for each row.
+encode_natively = rowwise("encode", _by_rows, _native)
 
 
 def _merge_lead(given: Float[Array, "*lead blocks"] | None):

@@ -12,11 +12,10 @@ from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
 from ._compat import config, is_traced
-from ._encode import encode_rows, per_tensor
+from ._encode import encode_natively, encode_rows, has_encoder, per_tensor
 from ._pack import codes_per_byte
 from ._typing import typed
 from .formats import as_format, Format, QuantizedScales
-from .kernels import cpu
 
 
 @typed
@@ -108,11 +107,12 @@ def encode(
 ) -> tuple[QuantizedArray, Bool[Array, ""]]:
     """As [`quantize`][], of arguments that have been checked; and whether there are
     values that cannot be quantized."""
-    if given is None and not is_traced(array) and cpu.encodes(array, format, axes):
-        codes, stored, problem = cpu.encode(array, format=format)
+    how = {"format": format, "chunked": _is_on_one_device(array)}
+    if given is None and has_encoder(array, format, axes):
+        codes, stored, problems = encode_natively(array, **how)
+        problem = jnp.any(problems)
     else:
-        on_one = _is_on_one_device(array)
-        codes, stored, problem = encode_rows(array, format, axes, on_one, given)
+        codes, stored, problem = encode_rows(array, axes=axes, given=given, **how)
     shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
     if per_tensor(axes, array.ndim, format):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
+from eqquant._encode import encode_rows
 from eqquant.kernels import cpu, xla
 from eqquant.kernels.cpu import _build, _library
 from helpers import assert_identical, relative
@@ -150,11 +151,13 @@ def test_encoding_is_that_of_the_format_bit_by_bit(block_size, rng):
     w[2, 0, :31] = [*format.codebook, *format.boundaries]
     w[2, 0, 31:] = 0
     w = jnp.asarray(w)
-    assert cpu.encodes(w, format, (-1,))
-    native = eqquant.quantize(w, format)
-    by_xla = jax.jit(lambda w: eqquant.quantize(w, format))(w)
-    assert_identical(native.codes, by_xla.codes)
-    assert_identical(native.scales, by_xla.scales)
+    assert cpu.encodes(w, format)
+    quantize = ft.partial(eqquant.quantize, format=format)
+    codes, scales, _ = encode_rows(w, format, (-1,), True)
+    for native in (quantize(w), jax.jit(quantize)(w), jax.vmap(quantize)(w)):
+        assert_identical(native.codes, codes)
+        assert_identical(native.scales, scales)
+    assert "eqquant_encode" in jax.jit(quantize).lower(w).as_text()
     for bad in (np.nan, np.inf, -np.inf):
         with pytest.raises(ValueError, match="must be finite"):
             eqquant.quantize(w.at[1, 36, 511].set(bad), format)

@@ -1,6 +1,5 @@
 """Quantizing on CPUs: a native kernel."""
 
-import functools as ft
 import math
 
 import jax
@@ -12,9 +11,8 @@ from ...formats import Format
 from ._library import load
 
 
-def encodes(array: Float[Array, "..."], format: Format, axes: tuple[int, ...]) -> bool:
-    """Whether [`encode`][] serves: for arrays that are there, on one CPU, in whole
-    blocks of float32 along the last axis."""
+def encodes(array: Float[Array, "..."], format: Format) -> bool:
+    """Whether [`encode`][] serves: in float32, for whole blocks."""
     library = load()
     return (
         not isinstance(library, str)
@@ -26,16 +24,15 @@ def encodes(array: Float[Array, "..."], format: Format, axes: tuple[int, ...]) -
         and array.size > 0
         and array.shape[-1] % format.block_size == 0
         and array.dtype == format.scale_dtype == np.float32
-        and axes == (-1,)
-        and [device.platform for device in array.devices()] == ["cpu"]
     )
 
 
-@ft.partial(jax.jit, static_argnames="format")
 def encode(
     array: Float[Array, "*lead size"], *, format: Format
-) -> tuple[UInt8[Array, "*lead packed"], Float[Array, "*lead blocks"], Bool[Array, ""]]:
-    """Codes, scales, and whether some value is not finite: bit for bit what
+) -> tuple[
+    UInt8[Array, "*lead packed"], Float[Array, "*lead blocks"], Bool[Array, "*lead"]
+]:
+    """Codes, scales, and whether something in a row is not finite: bit for bit what
     `format.encode` gives."""
     *lead, size = array.shape
     block, boundaries = format.block_size, format.boundaries
@@ -54,4 +51,4 @@ def encode(
         block=np.int64(block),
     )
     codes, scales = codes.reshape(*lead, -1), scales.reshape(*lead, -1)
-    return codes, scales, jnp.any(problems)
+    return codes, scales, problems.reshape(lead)
