@@ -213,6 +213,18 @@ def test_on_a_cpu_it_is_one_pass(normal, format):
     assert len(calls) == 1 and calls[0].count("f32[512,512]") == 1
 
 
+def test_a_subclass_is_rounded_as_it_encodes(normal):
+    class Coarse(Int8):
+        def encode(self, blocks, absmax, counts, limit):
+            codes, scales = super().encode(blocks, absmax, counts, limit)
+            return codes // 2 * 2, scales
+
+    array = normal(8, 64)
+    value = eqquant.straight_through(array, Coarse())
+    assert_identical(value, later(array, Coarse()))
+    assert not (value == later(array, Int8())).all()
+
+
 @ft.cache
 def bytes_of_step(format):
     """What value and gradients of a layer with a weight of 2048 x 2048 take, by the

@@ -8,19 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ...formats import Format
+from ...formats import Binary, Format, Int8, NF4, Ternary
 from ...formats._format import largest_scale
 from ._library import load
 
 
-# What `src/round.h` calls them.
+# What `src/round.h` calls them. Not by name: a subclass inherits that, and may encode
+# in a way of its own.
 _int8, _table, _ternary, _binary = map(np.int64, range(4))
-_kinds = {"int8": _int8, "nf4": _table, "ternary": _ternary, "binary": _binary}
+_kinds = {Int8: _int8, NF4: _table, Ternary: _ternary, Binary: _binary}
 
 
 def rounds(array: Float[Array, "..."], format: Format) -> bool:
     """Whether [`round_trip`][] serves: in float32, for whole blocks."""
-    kind = _kinds.get(format.name)
+    kind = _kinds.get(type(format))
     return (
         not isinstance(load(), str)
         and kind is not None
@@ -37,7 +38,7 @@ def round_trip(
     """What it is, and whether something in a row is not finite: bit for bit what
     quantizing and dequantizing give."""
     *lead, size = array.shape
-    rows, kind = math.prod(lead), _kinds[format.name]
+    rows, kind = math.prod(lead), _kinds[type(format)]
     table = kind == _table
     largest = largest_scale(
         np.float32, float(np.finfo(np.float32).max), format.largest_level
