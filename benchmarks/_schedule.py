@@ -319,7 +319,9 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
 
     def spy(*traced):
         with _pipelines() as found:
-            jaxprs.append(jax.make_jaxpr(fn)(*args))  # Here the chip is known.
+            # Here the chip is known. Not `fn` itself: JAX keeps what it has traced, and
+            # the table of the chip may have changed.
+            jaxprs.append(jax.make_jaxpr(lambda *args: fn(*args))(*args))
         pipelines.extend(found)
         return fn(*traced)
 

@@ -23,6 +23,7 @@ first, in the cycles that it expects itself, and the memory that it needs meanwh
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools as ft
 import importlib.metadata
@@ -276,38 +277,65 @@ def markdown(table: dict[tuple, dict[str, str]], chips) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def sweep(chips, formats, k: int, n: int) -> None:
-    """For 8 rows: the time with steps of so many rows, and so many bytes at once."""
+@contextlib.contextmanager
+def choosing(change: Callable):
+    """Meanwhile the table of a chip is changed. Which chip it is, is known only while
+    something is compiled for it."""
     chosen = tpu.chip
-    x = jax.ShapeDtypeStruct((8, k), jnp.bfloat16)
-    for chip in chips:
-        for name in formats:
-            q = quantized(name, n, k)
-            product = ft.partial(multiply, format=q.format, precision="high")
+    tpu.chip = lambda: change(chosen())
+    try:
+        yield
+    finally:
+        tpu.chip = chosen
+
+
+def with_steps(name: str, choice, chip):
+    """So many rows of the weight in a step, so many bytes of each at once, and whether
+    codes are transposed, for few rows."""
+    *step, turned = choice
+    return dataclasses.replace(
+        chip,
+        steps=chip.steps | {name: tuple(step)},
+        turned=chip.turned | {name: turned},
+    )
+
+
+def with_tiles(name: str, choice, chip):
+    """So many rows of the activation and columns of the result in a tile, for many."""
+    del name
+    return dataclasses.replace(chip, tile_m=choice[0], tile_n=choice[1])
+
+
+def sweep(chips, formats, k: int, n: int) -> None:
+    """The times of all that the table of a chip chooses, the best first."""
+    steps = [*itertools.product((256, 512, 1024, 2048), (128, 256, 512), (0, 1, 2))]
+    tiles = [*itertools.product((512, 1024, 2048), (256, 512, 1024))]
+    for chip, name in itertools.product(chips, formats):
+        q = quantized(name, n, k)
+        product = ft.partial(multiply, format=q.format, precision="high")
+        blocked = [step for step in steps if step[1] == 128 and step[2] < 2]
+        for m, change, choices in (
+            (8, with_steps, blocked if q.block_size else steps),
+            (2048, with_tiles, tiles),
+        ):
+            x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
+            args = (product, x, q.codes, q.scales)
             times = {}
-            for step in itertools.product((256, 512, 1024), (128, 256, 512)):
-                if q.block_size and step[1] > 128:
-                    continue
-
-                def changed(step=step, format=q.format):
-                    usual = chosen()
-                    steps = usual.steps | {format.name: step}
-                    return dataclasses.replace(usual, steps=steps)
-
-                tpu.chip = changed
-                result = estimate(
-                    product, x, q.codes, q.scales, chip=chip, compile=compile_for_tpu
-                )
-                times[step] = result.seconds * 1e6
-            tpu.chip = chosen
+            for choice in choices:
+                with choosing(ft.partial(change, q.format.name, choice)):
+                    try:
+                        result = estimate(*args, chip=chip, compile=compile_for_tpu)
+                    except RuntimeError:  # More than the memory of the chip.
+                        continue
+                times[choice] = result.seconds * 1e6
             best = sorted(times, key=times.__getitem__)
-            listed = ", ".join(f"{step}: {times[step]:.1f}" for step in best)
-            print(f"{chip:<6} {name:<8} us by (rows, bytes): {listed}", flush=True)
+            listed = ", ".join(f"{choice}: {times[choice]:.1f}" for choice in best)
+            print(f"{chip:<6} {name:<9} M={m}, us: {listed}", flush=True)
 
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--sweep", action="store_true", help="steps for few rows")
+    arguments.add_argument("--sweep", action="store_true", help="steps and tiles")
     options = arguments.parse_args()
     if options.sweep:
         k, n = map(int, options.sizes[0].split("x"))
