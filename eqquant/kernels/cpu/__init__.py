@@ -107,12 +107,14 @@ def choose_kernel(
     blocks = scales.shape[-1]
     avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
     floats = "float, AVX-512" if avx512 else "float, AVX2"
+    # Up to how many rows. Without VNNI what XLA has is slower, too.
+    most = (32 if vnni else 64) if avx512 else 16
     if precision == "highest":
-        return floats if m <= (32 if avx512 else 16) else None
+        return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
         # What XLA has for these is fast, too.
         if contract_rows or not vnni:
-            return floats if m <= 8 else None
+            return floats if m <= (8 if vnni else most) else None
         rounded = precision == "default" or x.dtype == jnp.int8
         digits = "one digit" if rounded else "two digits"
         return f"{digits}, VNNI" if m < (8 if format.bits == 8 else 24) else None
@@ -122,7 +124,7 @@ def choose_kernel(
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
-    return floats if m <= (32 if avx512 else 16) else None
+    return floats if m <= most else None
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:
