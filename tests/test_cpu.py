@@ -260,6 +260,7 @@ def test_arguments_of_rounding_are_checked(normal):
                 largest_scale=np.float32(1),
                 by_deviation=False,
                 least_squares=False,
+                instructions=np.int64(1),
             )
             | attributes
         )
@@ -272,6 +273,7 @@ def test_arguments_of_rounding_are_checked(normal):
         (dict(x=normal(4)), "two axes"),
         (dict(kind=np.int64(4)), "kind must be"),
         (dict(boundaries=16), "15 boundaries"),
+        (dict(instructions=np.int64(0)), "cannot round"),
         (dict(block=np.int64(0)), "block must divide"),
         (dict(block=np.int64(5)), "block must divide"),
     ):

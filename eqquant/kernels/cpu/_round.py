@@ -39,7 +39,8 @@ def round_trip(
     quantizing and dequantizing give."""
     *lead, size = array.shape
     rows, kind = math.prod(lead), _kinds[type(format)]
-    table = kind == _table
+    library, table = load(), kind == _table
+    assert not isinstance(library, str), library
     largest = largest_scale(
         np.float32, float(np.finfo(np.float32).max), format.largest_level
     )
@@ -56,7 +57,8 @@ def round_trip(
         kind=kind,
         block=np.int64(format.block_size or size),
         largest_scale=np.float32(largest),
-        by_deviation=getattr(format, "rule", None) == "threshold",
-        least_squares=bool(getattr(format, "least_squares", False)),
+        by_deviation=isinstance(format, Ternary) and format.rule == "threshold",
+        least_squares=isinstance(format, Ternary) and format.least_squares,
+        instructions=np.int64(library.instructions),
     )
     return values.reshape(array.shape), problems.reshape(lead)

@@ -156,8 +156,9 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                  ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
                  ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::PRED> problems,
                  int64_t kind, int64_t block, float largest_scale, bool by_deviation,
-                 bool least_squares) {
-  if (instructions() < 1) return invalid("this CPU cannot round");
+                 bool least_squares, int64_t best) {
+  best = std::min<int64_t>(best, instructions());
+  if (best < 1) return invalid("this CPU cannot round");
   const auto of_x = x.dimensions();
   if (of_x.size() != 2) return invalid("x must have two axes");
   const int64_t rows = of_x[0], size = of_x[1];
@@ -178,7 +179,7 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    largest_scale,
                    by_deviation,
                    least_squares};
-  const auto run = instructions() < 2 ? round_avx2 : round_avx512;
+  const auto run = best < 2 ? round_avx2 : round_avx512;
   const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
   return ffi::Error::Success();
@@ -228,7 +229,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
                                   .Attr<int64_t>("block")
                                   .Attr<float>("largest_scale")
                                   .Attr<bool>("by_deviation")
-                                  .Attr<bool>("least_squares"));
+                                  .Attr<bool>("least_squares")
+                                  .Attr<int64_t>("instructions"));
 
 // See instructions() in product.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
