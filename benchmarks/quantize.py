@@ -7,13 +7,13 @@ disturbs less; MB are of temporaries.
 """
 
 import argparse
+import functools as ft
 
 import eqquant
 import jax
 import jax.numpy as jnp
 import numpy as np
 from _timing import interleaved, machine, median
-from eqquant._encode import encode_rows
 
 
 FORMATS = {
@@ -41,8 +41,9 @@ def main() -> None:
     print(f"{'format':<16}{'GB/s (best)':>15}{'of a copy (best)':>18}{'MB':>7}")
     for name in options.formats:
         format = FORMATS[name]
-        lowered = encode_rows.lower(weight, format=format, axes=(-1,), chunked=True)
-        temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+        quantize = ft.partial(eqquant.quantize, format=format, check_finite=False)
+        compiled = jax.jit(quantize).lower(weight).compile()
+        temporary = compiled.memory_analysis().temp_size_in_bytes
         times = interleaved(
             {
                 "copy": lambda: copy(weight),

@@ -105,7 +105,7 @@ def _native(array, *, format: Format, chunked: bool):
 
 
 # As `encode_rows`, but with a problem for each row.
-encode_natively = rowwise("encode", _by_rows, _native)
+encode_rowwise = rowwise("encode", _by_rows, _native)
 
 
 def _merge_lead(given: Float[Array, "*lead blocks"] | None):

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int8, Num, Shaped, UInt8
 
 from ._array import QuantizedArray
 from ._compat import config, is_traced
-from ._encode import encode_natively, encode_rows, has_encoder, per_tensor
+from ._encode import encode_rows, encode_rowwise, has_encoder, per_tensor
 from ._pack import codes_per_byte
 from ._typing import typed
 from .formats import as_format, Format, QuantizedScales
@@ -109,7 +109,7 @@ def encode(
     values that cannot be quantized."""
     how = {"format": format, "chunked": _is_on_one_device(array)}
     if given is None and has_encoder(array, format, axes):
-        codes, stored, problems = encode_natively(array, **how)
+        codes, stored, problems = encode_rowwise(array, **how)
         problem = jnp.any(problems)
     else:
         codes, stored, problem = encode_rows(array, axes=axes, given=given, **how)
