@@ -107,14 +107,16 @@ def choose_kernel(
     blocks = scales.shape[-1]
     avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
     floats = "float, AVX-512" if avx512 else "float, AVX2"
-    # Up to how many rows. Without VNNI what XLA has is slower, too.
-    most = (32 if vnni else 64) if avx512 else 16
+    # Up to how many rows they are faster than what XLA has.
+    most = (32 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
     if precision == "highest":
         return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
-        # What XLA has for these is fast, too.
-        if contract_rows or not vnni:
-            return floats if m <= (8 if vnni else most) else None
+        # What XLA has for these is int8 products: fast, too, but only where there is VNNI.
+        if not vnni:
+            return floats if avx512 or m <= most else None
+        if contract_rows:
+            return floats if m <= 8 else None
         rounded = precision == "default" or x.dtype == jnp.int8
         digits = "one digit" if rounded else "two digits"
         return f"{digits}, VNNI" if m < (8 if format.bits == 8 else 24) else None

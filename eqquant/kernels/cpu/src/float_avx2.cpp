@@ -11,11 +11,21 @@ namespace avx2 {
 
 #include "vector_avx2.h"
 
+#include "decoder.h"
+
+#include "activation.h"
+
+#include "columns.h"
+
+#include "tiles.h"
+
+#include "rows.h"
+
 #include "float_kernels.h"
 
 }  // namespace avx2
 
-const Routine float_avx2 = {avx2::prepare_columns, avx2::run_columns, avx2::columns_scratch, 8};
+const Routine float_avx2 = {avx2::prepare_activation, avx2::run_columns, avx2::activation_scratch, 8};
 const Routine float_rows_avx2 = {avx2::prepare_rows, avx2::run_rows, avx2::rows_scratch, 64};
 
 }  // namespace eqquant

@@ -11,11 +11,21 @@ namespace avx512 {
 
 #include "vector_avx512.h"
 
+#include "decoder.h"
+
+#include "activation.h"
+
+#include "columns.h"
+
+#include "tiles.h"
+
+#include "rows.h"
+
 #include "float_kernels.h"
 
 }  // namespace avx512
 
-const Routine float_avx512 = {avx512::prepare_columns, avx512::run_columns, avx512::columns_scratch, 8};
+const Routine float_avx512 = {avx512::prepare_activation, avx512::run_columns, avx512::activation_scratch, 8};
 const Routine float_rows_avx512 = {avx512::prepare_rows, avx512::run_rows, avx512::rows_scratch, 64};
 
 }  // namespace eqquant

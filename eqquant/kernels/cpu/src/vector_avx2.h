@@ -2,8 +2,9 @@
 
 struct Vector {
   static constexpr int size = 8;
-  // How many sums are kept in the 16 registers.
-  static constexpr int registers = 8;
+  // How many registers are for sums, beside decoding; rows of the activation that are
+  // multiplied at once with four decoded rows; and up to how many rows are few.
+  static constexpr int sums = 8, most_at_once = 3, few = 4;
   using Floats = __m256;
   using Codes = __m256i;
   struct Levels {
@@ -32,6 +33,11 @@ struct Vector {
     __m128 s = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     s = _mm_hadd_ps(s, s);
     return _mm_cvtss_f32(_mm_hadd_ps(s, s));
+  }
+  // Of each of four vectors.
+  static EQQUANT_INLINE __m128 sum_four(Floats a, Floats b, Floats c, Floats d) {
+    const Floats all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
   }
 
   static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {

@@ -3,8 +3,9 @@
 
 struct Vector {
   static constexpr int size = 16;
-  // How many sums are kept in the 32 registers.
-  static constexpr int registers = 16;
+  // How many registers are for sums, beside decoding; rows of the activation that are
+  // multiplied at once with four decoded rows; and up to how many rows are few.
+  static constexpr int sums = 16, most_at_once = 6, few = 12;
   using Floats = __m512;
   using Codes = __m512i;
   using Levels = __m512;
@@ -25,6 +26,16 @@ struct Vector {
     return _mm512_fmadd_ps(a, b, c);
   }
   static EQQUANT_INLINE float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+  // Of each of four vectors.
+  static EQQUANT_INLINE __m128 sum_four(Floats a, Floats b, Floats c, Floats d) {
+    const Floats ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
+    const Floats cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
+    const Floats all =
+        _mm512_add_ps(_mm512_shuffle_ps(ab, cd, 0x44), _mm512_shuffle_ps(ab, cd, 0xEE));
+    const __m256 half =
+        _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
 
   static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));

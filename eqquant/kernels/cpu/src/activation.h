@@ -1,0 +1,66 @@
+// How x @ w.T in float32 reads the activation, for any `Vector`: some rows of it at a time,
+// in steps of the codes of one vector of bytes.
+
+// For few rows, codes are decoded where they are multiplied (columns.h), with up to four at
+// once; for more, once for all of them (tiles.h).
+inline bool are_few(const Product& p) { return p.m <= Vector::few; }
+
+// Rows that are multiplied at once, as even as can be.
+struct Groups {
+  int64_t count;
+  // Rows of each, and how many of the groups have one more.
+  int64_t rows, larger;
+
+  explicit Groups(const Product& p) {
+    const int64_t most = are_few(p) ? 4 : Vector::most_at_once;
+    count = (p.m + most - 1) / most, rows = p.m / count, larger = p.m % count;
+  }
+  int64_t first(int64_t i) const { return i * rows + std::min(i, larger); }
+  int size(int64_t i) const { return static_cast<int>(rows + (i < larger)); }
+};
+
+inline int64_t steps_of_block(const Product& p) {
+  return (p.block_bytes() + Vector::size - 1) / Vector::size;
+}
+// Floats of a row in scratch, which has each group as (block, vector of its bytes, plane,
+// row, value), filled up with zeros.
+inline int64_t row_stride(const Product& p) {
+  return p.blocks * steps_of_block(p) * p.planes() * Vector::size;
+}
+
+inline int64_t activation_scratch(const Product& p) {
+  return p.m * row_stride(p) * static_cast<int64_t>(sizeof(float));
+}
+
+inline void prepare_activation(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  constexpr int64_t size = Vector::size;
+  const int64_t block = p.block_bytes(), stride = row_stride(p), planes = p.planes();
+  const Groups groups(p);
+  int64_t group = 0;
+  for (int64_t i = begin; i < end; i++) {
+    const float* from = p.x + i * p.columns();
+    while (groups.first(group + 1) <= i) group++;
+    const int64_t first = groups.first(group), step = groups.size(group) * size;
+    float* to = reinterpret_cast<float*>(scratch) + first * stride + (i - first) * size;
+    // In logical order a run of each plane follows that of the one before.
+    int64_t run = 0;
+    for (int64_t b = 0; b < p.packed; b += block)
+      for (int64_t j = b; j < b + block; j += size) {
+        while (j >= run + p.run) run += p.run;
+        const int64_t stop = std::min(b + block, j + size);
+        for (int64_t plane = 0; plane < planes; plane++, to += step) {
+          const float* planar = from + plane * p.run;
+          if (stop <= run + p.run && stop - j == size) {
+            Vector::store(to, Vector::load(planar + run * (planes - 1) + j));
+            continue;
+          }
+          for (int64_t k = j, start = run; k < stop; start += p.run) {
+            const int64_t length = std::min(stop, start + p.run) - k;
+            std::memcpy(to + k - j, planar + start * (planes - 1) + k, length * sizeof(float));
+            k += length;
+          }
+          std::fill(to + stop - j, to + size, 0.0f);
+        }
+      }
+  }
+}

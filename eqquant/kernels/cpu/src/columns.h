@@ -1,0 +1,117 @@
+// x @ w.T in float32 for few rows of the activation, for any `Vector`. A vector of codes is
+// decoded in registers and multiplied at once; what is read from memory is the codes.
+
+// A product of `rows` of the weight and `count` of the activation. What is kept in registers
+// is passed from function to function: as members, compilers leave it in memory.
+template <int bits, int rows, int count, Scaling scaling>
+struct Columns {
+  using Floats = Vector::Floats;
+  using Codes = typename Decoder<bits>::Codes;
+  using BlockDecoders = BlockDecoder<bits, scaling>[rows];
+  using Sums = Floats[rows][count];
+
+  template <int plane>
+  static EQQUANT_INLINE void multiply(const BlockDecoders& decoders, const Codes* codes,
+                                      const float* x, Sums& sums) {
+    Floats weight[rows];
+    for (int r = 0; r < rows; r++)
+      weight[r] = decoders[r].template decode<plane>(codes[r]);
+    for (int i = 0; i < count; i++) {
+      const Floats some = Vector::load(x + (plane * count + i) * Vector::size);
+      for (int r = 0; r < rows; r++)
+        sums[r][i] = Vector::multiply_add(weight[r], some, sums[r][i]);
+    }
+    if constexpr ((plane + 1) * bits < 8) multiply<plane + 1>(decoders, codes, x, sums);
+  }
+
+  template <class Size>
+  static EQQUANT_INLINE void step(const Product& p, const BlockDecoders& decoders,
+                                  const uint8_t* from, const float* x, Size size, Sums& sums) {
+    Codes codes[rows];
+    for (int r = 0; r < rows; r++)
+      codes[r] = Decoder<bits>::read(bytes_of(from + r * p.packed, size));
+    multiply<0>(decoders, codes, x, sums);
+  }
+
+  static void run(const Product& p, int64_t block, const float* x, const float* scales,
+                  int64_t row, float* y) {
+    constexpr int64_t values = 8 / bits * count * Vector::size;
+    const int64_t whole = block / Vector::size * Vector::size;
+    const uint8_t* codes = p.codes + row * p.packed;
+    // The next rows: the hardware would have to find out at each row where it goes on.
+    const uint8_t* next = codes + rows * p.packed;
+    const Vector::Levels levels = Vector::levels(p.levels);
+    Sums sums;
+    for (int r = 0; r < rows; r++)
+      for (int i = 0; i < count; i++) sums[r][i] = Vector::zero();
+    for (int64_t b = 0; b < p.blocks; b++) {
+      BlockDecoders decoders;
+      for (int r = 0; r < rows; r++) decoders[r].begin(levels, scales + r * p.blocks + b);
+      int64_t j = b * block;
+      for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
+        if (j % 64 == 0)
+          for (int r = 0; r < rows; r++) __builtin_prefetch(next + r * p.packed + j);
+        step(p, decoders, codes + j, x, Whole{}, sums);
+      }
+      if (whole < block) {
+        step(p, decoders, codes + j, x, static_cast<int>(block - whole), sums);
+        x += values;
+      }
+    }
+    y += row;
+    for (int i = 0; i < count; i++, y += p.rows) {
+      if constexpr (rows == 4) {
+        __m128 four = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+        if (scaling == Scaling::row) four = _mm_mul_ps(four, _mm_loadu_ps(scales));
+        _mm_storeu_ps(y, four);
+        continue;
+      }
+      for (int r = 0; r < rows; r++) {
+        const float sum = Vector::sum(sums[r][i]);
+        y[r] = scaling == Scaling::row ? sum * scales[r] : sum;
+      }
+    }
+  }
+};
+
+template <int bits, int rows, int count>
+void columns_of_group(const Product& p, int64_t block, const float* x, const float* scales,
+                      int64_t row, float* y) {
+  if constexpr (rows * count > Vector::sums)
+    return;  // As `columns_of_few` sees to.
+  else if (p.blocks == 1)
+    Columns<bits, rows, count, Scaling::row>::run(p, block, x, scales, row, y);
+  else
+    Columns<bits, rows, count, Scaling::block>::run(p, block, x, scales, row, y);
+}
+
+template <int bits, int rows>
+void columns_of_all(const Product& p, const Groups& groups, int64_t block, const float* x,
+                    int64_t stride, int64_t row) {
+  std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
+  const float* scales = scales_of(p, row, rows, buffer.data());
+  for (int64_t g = 0; g < groups.count; g++) {
+    const float* from = x + groups.first(g) * stride;
+    float* y = p.y + groups.first(g) * p.rows;
+    switch (groups.size(g)) {
+      case 1: columns_of_group<bits, rows, 1>(p, block, from, scales, row, y); break;
+      case 2: columns_of_group<bits, rows, 2>(p, block, from, scales, row, y); break;
+      case 3: columns_of_group<bits, rows, 3>(p, block, from, scales, row, y); break;
+      case 4: columns_of_group<bits, rows, 4>(p, block, from, scales, row, y); break;
+    }
+  }
+}
+
+template <int bits>
+void columns_of_few(const Product& p, const float* x, int64_t begin, int64_t end) {
+  const Groups groups(p);
+  const int64_t block = p.block_bytes(), stride = row_stride(p);
+  int64_t row = begin;
+  // Four rows of the weight, that each load of the activation serves as many, if there are
+  // registers for their sums.
+  if (4 * groups.size(0) <= Vector::sums)
+    for (; row + 4 <= end; row += 4) columns_of_all<bits, 4>(p, groups, block, x, stride, row);
+  else
+    for (; row + 2 <= end; row += 2) columns_of_all<bits, 2>(p, groups, block, x, stride, row);
+  for (; row < end; row++) columns_of_all<bits, 1>(p, groups, block, x, stride, row);
+}

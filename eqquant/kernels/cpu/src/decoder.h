@@ -1,0 +1,64 @@
+// From codes to floats, in registers, for any `Vector`. This and the headers of products
+// in float32 are included into a namespace, and under the target, of that `Vector`.
+
+// What is read of some bytes of a row, and what that stands for in one plane.
+template <int bits>
+struct Decoder {
+  using Codes = Vector::Codes;
+  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::codes(bytes); }
+  template <int plane>
+  static EQQUANT_INLINE Vector::Floats decode(Vector::Levels levels, Codes codes) {
+    return Vector::template decode<bits, plane>(levels, codes);
+  }
+};
+
+template <>
+struct Decoder<8> {
+  using Codes = Vector::Floats;
+  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::integers(bytes); }
+  template <int>
+  static EQQUANT_INLINE Vector::Floats decode(Vector::Levels, Codes codes) {
+    return codes;
+  }
+};
+
+// Whether a row has one scale, which is left to the end, or each block of it. A block's is
+// worked into the levels, once; only codes of 8 bits, which have no table, are multiplied
+// with it one by one.
+enum class Scaling { row, block };
+
+template <int bits, Scaling scaling>
+struct BlockDecoder {
+  Vector::Levels levels;
+  Vector::Floats scale;
+
+  EQQUANT_INLINE void begin(Vector::Levels plain, const float* of_block) {
+    levels = plain;
+    if constexpr (scaling == Scaling::block) {
+      scale = Vector::all(*of_block);
+      if constexpr (bits < 8) levels = Vector::scaled(plain, scale);
+    }
+  }
+  template <int plane>
+  EQQUANT_INLINE Vector::Floats decode(typename Decoder<bits>::Codes codes) const {
+    const Vector::Floats out = Decoder<bits>::template decode<plane>(levels, codes);
+    return bits == 8 && scaling == Scaling::block ? Vector::multiply(out, scale) : out;
+  }
+};
+
+// Whether `count` is that of a whole vector, known to the compiler, or not.
+struct Whole {
+  constexpr operator int() const { return Vector::size; }
+};
+EQQUANT_INLINE __m128i bytes_of(const uint8_t* p, Whole) { return Vector::bytes(p); }
+EQQUANT_INLINE __m128i bytes_of(const uint8_t* p, int count) {
+  return Vector::bytes(p, count);
+}
+EQQUANT_INLINE Vector::Floats floats_of(const float* p, Whole) { return Vector::load(p); }
+EQQUANT_INLINE Vector::Floats floats_of(const float* p, int count) {
+  return Vector::load(p, count);
+}
+EQQUANT_INLINE void write(float* p, Vector::Floats x, Whole) { Vector::store(p, x); }
+EQQUANT_INLINE void write(float* p, Vector::Floats x, int count) {
+  Vector::store(p, x, count);
+}
