@@ -103,15 +103,16 @@ def test_any_shape_against_xla(kernel, data):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("m", [3, 21, 150])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_products_large_enough_for_several_threads(kernel, normal):
+def test_products_large_enough_for_several_threads(kernel, m, normal):
     for format in (NF4(), Int8(), Ternary(), Binary()):
         q = eqquant.quantize(normal(523, 1024), format)
         for contract_rows in (False, True):
             blocks, packed = q.scales.shape[-1], q.codes.shape[-1]
             if not serves(kernel, format, blocks, packed, contract_rows):
                 continue
-            x = normal(21, 523 if contract_rows else 1024)
+            x = normal(m, 523 if contract_rows else 1024)
             got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
             assert relative(got, expected) < TOLERANCE[kernel]
 

@@ -108,16 +108,18 @@ def choose_kernel(
     avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
     floats = "float, AVX-512" if avx512 else "float, AVX2"
     # Up to how many rows they are faster than what XLA has.
-    most = (32 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
+    most = (64 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
     if precision == "highest":
         return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
-        # What XLA has for these is int8 products: fast, too, but only where there is VNNI.
+        # What XLA has for these is int8 products, of one or two digits: fast, too, but
+        # those of two only where there is VNNI.
+        rounded = precision == "default" or x.dtype == jnp.int8
         if not vnni:
-            return floats if avx512 or m <= most else None
+            most = min(most, 32) if rounded else most
+            return floats if m <= most or (avx512 and not rounded) else None
         if contract_rows:
             return floats if m <= 8 else None
-        rounded = precision == "default" or x.dtype == jnp.int8
         digits = "one digit" if rounded else "two digits"
         return f"{digits}, VNNI" if m < (8 if format.bits == 8 else 24) else None
     in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0

@@ -11,10 +11,9 @@ struct Groups {
   // Rows of each, and how many of the groups have one more.
   int64_t rows, larger;
 
-  explicit Groups(const Product& p) {
-    const int64_t most = are_few(p) ? 4 : Vector::most_at_once;
-    count = (p.m + most - 1) / most, rows = p.m / count, larger = p.m % count;
-  }
+  Groups(int64_t m, int64_t most)
+      : count((m + most - 1) / most), rows(m / count), larger(m % count) {}
+  explicit Groups(const Product& p) : Groups(p.m, are_few(p) ? 4 : Vector::most_at_once) {}
   int64_t first(int64_t i) const { return i * rows + std::min(i, larger); }
   int size(int64_t i) const { return static_cast<int>(rows + (i < larger)); }
 };

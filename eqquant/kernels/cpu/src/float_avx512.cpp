@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "product.h"

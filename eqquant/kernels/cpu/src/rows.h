@@ -4,15 +4,17 @@
 // The rows that are added up before the result goes back to memory.
 constexpr int rows_at_once = 16;
 
+// What is kept in registers is passed from function to function: see columns.h.
 template <int bits, int vectors, int count>
 struct Rows {
   using Floats = Vector::Floats;
   static constexpr int planes = 8 / bits;
   using Codes = typename Decoder<bits>::Codes;
-  Floats sums[vectors][planes][count];
+  using Sums = Floats[vectors][planes][count];
 
   template <int plane, class Size>
-  EQQUANT_INLINE void move(float* out, int64_t ld, int64_t stride, int v, bool in, Size size) {
+  static EQQUANT_INLINE void move(Sums& sums, float* out, int64_t ld, int64_t stride, int v,
+                                  bool in, Size size) {
     for (int i = 0; i < count; i++) {
       float* at = out + i * ld + plane * stride + v * Vector::size;
       if (in)
@@ -20,53 +22,69 @@ struct Rows {
       else
         write(at, sums[v][plane][i], size);
     }
-    if constexpr (plane + 1 < planes) move<plane + 1>(out, ld, stride, v, in, size);
+    if constexpr (plane + 1 < planes) move<plane + 1>(sums, out, ld, stride, v, in, size);
   }
 
   template <int plane>
-  EQQUANT_INLINE void add(Vector::Levels levels, Codes codes, const Floats* x, int v) {
+  static EQQUANT_INLINE void add(Sums& sums, Vector::Levels levels, Codes codes, const Floats* x,
+                                 int v) {
     const Floats weight = Decoder<bits>::template decode<plane>(levels, codes);
     for (int i = 0; i < count; i++)
       sums[v][plane][i] = Vector::multiply_add(weight, x[i], sums[v][plane][i]);
-    if constexpr (plane + 1 < planes) add<plane + 1>(levels, codes, x, v);
+    if constexpr (plane + 1 < planes) add<plane + 1>(sums, levels, codes, x, v);
   }
 
   // `out` is a piece of the result in plane order, `stride` from plane to plane.
   template <class Size>
-  EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
-                          int64_t row, int rows, int64_t byte, float* out, int64_t ld,
-                          int64_t stride, Size size) {
+  static EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
+                                 int64_t row, int rows, int64_t byte, float* out, int64_t ld,
+                                 int64_t stride, Size size) {
     const Vector::Levels levels = Vector::levels(p.levels);
-    for (int v = 0; v < vectors; v++) move<0>(out, ld, stride, v, true, size);
-    for (int r = 0; r < rows; r++) {
-      Floats factor[count];
-      for (int i = 0; i < count; i++)
-        factor[i] = Vector::all(x[i * p.rows + row + r] * scales[r * p.blocks]);
-      for (int v = 0; v < vectors; v++) {
-        const uint8_t* codes = p.codes + (row + r) * p.packed + byte + v * Vector::size;
-        add<0>(levels, Decoder<bits>::read(bytes_of(codes, size)), factor, v);
+    // What each row is multiplied by.
+    alignas(64) float factors[count][rows_at_once];
+    for (int r = 0; r < rows_at_once; r += Vector::size) {
+      const Floats scale = Vector::load(scales + r);
+      for (int i = 0; i < count && r < rows; i++) {
+        const int some = std::min(rows - r, Vector::size);
+        Vector::store(&factors[i][r],
+                      Vector::multiply(Vector::load(x + i * p.rows + row + r, some), scale));
       }
     }
-    for (int v = 0; v < vectors; v++) move<0>(out, ld, stride, v, false, size);
+    Sums sums;
+    for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
+    const uint8_t* codes = p.codes + row * p.packed + byte;
+    for (int r = 0; r < rows; r++, codes += p.packed) {
+      Floats factor[count];
+      for (int i = 0; i < count; i++) factor[i] = Vector::all(factors[i][r]);
+      for (int v = 0; v < vectors; v++) {
+        const __m128i bytes = bytes_of(codes + v * Vector::size, size);
+        add<0>(sums, levels, Decoder<bits>::read(bytes), factor, v);
+      }
+    }
+    for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, false, size);
   }
 };
 
-template <int bits, int vectors, int count>
-void rows_of_some(const Product& p, const float* x, const float* scales, int64_t row,
-                  int rows, int64_t begin, int64_t end, float* out, int64_t ld,
-                  int64_t stride) {
+template <int bits, int count>
+void rows_of_group(const Product& p, int64_t block, int64_t first_block, const float* x,
+                  const float* scales, int64_t row, int rows, int64_t begin, int64_t end,
+                  float* out, int64_t ld, int64_t stride) {
+  constexpr int planes = 8 / bits;
+  constexpr int vectors = std::clamp(Vector::sums / planes / count, 1, 4);
   constexpr int64_t wide = vectors * Vector::size;
-  const int64_t block = p.block_bytes();
-  for (int64_t j = begin; j < end;) {
+  int64_t j = begin;
+  for (int64_t b = first_block; j < end; b++) {
     // Up to the end of the block, which has one scale.
-    const int64_t b = j / block, stop = std::min(end, (b + 1) * block);
+    const int64_t stop = std::min(end, (b + 1) * block);
+    alignas(64) float of_rows[rows_at_once] = {};
+    for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
     for (; j + wide <= stop; j += wide)
-      Rows<bits, vectors, count>().run(p, x, scales + b, row, rows, j, out + j - begin, ld,
-                                       stride, Whole{});
+      Rows<bits, vectors, count>::run(p, x, of_rows, row, rows, j, out + j - begin, ld,
+                                      stride, Whole{});
     while (j < stop) {
       const int size = static_cast<int>(std::min<int64_t>(Vector::size, stop - j));
-      Rows<bits, 1, count>().run(p, x, scales + b, row, rows, j, out + j - begin, ld, stride,
-                                 size);
+      Rows<bits, 1, count>::run(p, x, of_rows, row, rows, j, out + j - begin, ld, stride,
+                                size);
       j += size;
     }
   }
@@ -74,22 +92,28 @@ void rows_of_some(const Product& p, const float* x, const float* scales, int64_t
 
 template <int bits>
 void rows(const Product& p, int64_t begin, int64_t end) {
-  constexpr int planes = 8 / bits;
-  constexpr int most = std::max(1, std::min(4, Vector::sums / planes));
-  constexpr int vectors = std::max(1, std::min(4, Vector::sums / planes / most));
-  constexpr int vectors_of_one = std::max(1, std::min(4, Vector::sums / planes));
+  constexpr int planes = 8 / bits, most = std::clamp(Vector::sums / planes, 1, 4);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);
+  const int64_t block = p.block_bytes(), first = begin / block;
+  const Groups groups(p.m, most);
   for (int64_t row = 0; row < p.rows; row += rows_at_once) {
     const int some = static_cast<int>(std::min<int64_t>(rows_at_once, p.rows - row));
     const float* scales = scales_of(p, row, some, buffer.data());
-    int64_t m = 0;
-    for (; m + most <= p.m; m += most)
-      rows_of_some<bits, vectors, most>(p, p.x + m * p.rows, scales, row, some, begin, end,
-                                        out.data() + m * ld, ld, stride);
-    for (; m < p.m; m++)
-      rows_of_some<bits, vectors_of_one, 1>(p, p.x + m * p.rows, scales, row, some, begin,
-                                            end, out.data() + m * ld, ld, stride);
+    for (int64_t g = 0; g < groups.count; g++) {
+      const int64_t m = groups.first(g);
+      const auto use = [&](auto count) {
+        if constexpr (count <= most)
+          rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, begin,
+                                     end, out.data() + m * ld, ld, stride);
+      };
+      switch (groups.size(g)) {
+        case 1: use(std::integral_constant<int, 1>()); break;
+        case 2: use(std::integral_constant<int, 2>()); break;
+        case 3: use(std::integral_constant<int, 3>()); break;
+        case 4: use(std::integral_constant<int, 4>()); break;
+      }
+    }
   }
   for (int64_t i = 0; i < p.m; i++) {
     const float* from = out.data() + i * ld;
