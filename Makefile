@@ -104,7 +104,7 @@ clean:
 $(VENV)/.exists:
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if v >= (3, 11) \
 		else "eqquant needs Python 3.11 or later; try make PYTHON=python3.11")'
-	$(PYTHON) -m venv --clear $(VENV)
+	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
 # eqquant itself, editable, with one of its extras.

@@ -27,10 +27,20 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("eqquant")
 
-# A new format is picked up here. Blocked and per channel are different paths.
-FORMATS = [make() for make in formats.values()]
-FORMATS += [make(block_size=32) for make in formats.values()]
+
+def slow(format) -> object:
+    return pytest.param(format, marks=pytest.mark.slow)
+
+
+# A new format is picked up here. Blocked and per channel are different paths; slow are
+# those that take the path of another: ternary that of binary, and most blocked ones.
+DEFAULT = [make() for make in formats.values() if make is not eqquant.Ternary]
+DEFAULT += [slow(eqquant.Ternary())]
+FORMATS = [*DEFAULT, eqquant.Binary(block_size=32)]
 FORMATS += [eqquant.NF4(double_quantization=True)]
+FORMATS += [
+    slow(make(block_size=32)) for make in formats.values() if make is not eqquant.Binary
+]
 
 
 @pytest.fixture(params=FORMATS, ids=repr)
@@ -38,7 +48,7 @@ def format(request) -> eqquant.Format:
     return request.param
 
 
-@pytest.fixture(params=[make() for make in formats.values()], ids=lambda f: f.name)
+@pytest.fixture(params=DEFAULT, ids=lambda f: f.name)
 def default_format(request) -> eqquant.Format:
     return request.param
 

@@ -167,7 +167,9 @@ def test_custom_batching_is_kept(weights):
 #
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize(
+    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "x_spec, w_spec, out_spec",
     [

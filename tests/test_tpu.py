@@ -117,13 +117,21 @@ def test_both_ways_to_look_up(axis, format, monkeypatch):
         check(format, 8, 130, 1000, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_as_many_blocks_as_a_register_has_lanes(dtype):
     options = dict(contract_rows=False, precision="high", dtype=dtype)
     check(NF4(), 3, 130, 64 * 128, **options)
 
 
-@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5e", "TPU v6e", "TPU7x"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "TPU v5e",
+        "TPU7x",
+        *(pytest.param(c, marks=pytest.mark.slow) for c in ("TPU v4", "TPU v6e")),
+    ],
+)
 @pytest.mark.parametrize(
     "format",
     [*FORMATS, Ternary(block_size=128), Binary(block_size=256), Int8(block_size=64)],

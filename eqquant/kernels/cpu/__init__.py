@@ -116,8 +116,11 @@ def choose_kernel(
         # those of two only where there is VNNI.
         rounded = precision == "default" or x.dtype == jnp.int8
         if not vnni:
-            most = min(most, 32) if rounded else most
-            return floats if m <= most or (avx512 and not rounded) else None
+            if rounded:
+                most = min(most, 32)
+            elif avx512 and not contract_rows:
+                most = 512
+            return floats if m <= most else None
         if contract_rows:
             return floats if m <= 8 else None
         digits = "one digit" if rounded else "two digits"

@@ -7,6 +7,31 @@ constexpr int at_once = 4, quads = 2, tile_values = 384;
 // The activation that a second-level cache holds, beside the rest: more is taken in turns.
 constexpr int64_t cached_bytes = 1 << 19;
 
+// A vector in memory, where none of it is in another line of a cache.
+struct alignas(4 * Vector::size) Line {
+  float values[Vector::size];
+};
+
+// `steps` of each row, from step `step` of block `block` on, which is at `byte`.
+struct Chunk {
+  int64_t steps, block, step, byte;
+  // How far on what is decoded next is: the hardware would have to find out at each row.
+  int64_t ahead;
+};
+
+// Four rows of a tile, and a group of the activation.
+struct Task {
+  const float* w;     // (vector, row)
+  const float* x;     // (vector, row of the activation)
+  int64_t vectors;
+  Line* sums;         // (row of the activation, row)
+  bool first, last;   // whether sums begin here, and whether they go to the result
+  float* y;
+  int64_t y_stride;
+  const float* scales;
+  int rows;           // of the result: the last four may be fewer
+};
+
 template <int bits, Scaling scaling>
 struct Tiles {
   static constexpr int64_t size = Vector::size, planes = 8 / bits;
@@ -29,9 +54,7 @@ struct Tiles {
     if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, to);
   }
 
-  // `count` steps of four rows, from byte `from` of each on, which is step `v` of block `b`.
-  void decode(int64_t row, int rows, const float* scales, int64_t b, int64_t v, int64_t from,
-              int64_t next, int64_t count, float* to) const {
+  void decode(int64_t row, int rows, const float* scales, Chunk chunk, float* to) const {
     const Vector::Levels levels = Vector::levels(p.levels);
     const int64_t whole = block / size, rest = block % size;
     const uint8_t* codes[at_once];
@@ -40,111 +63,106 @@ struct Tiles {
       // Beyond the last row, that once more: it is not used.
       const int64_t used = std::min(r, rows - 1);
       codes[r] = p.codes + (row + used) * p.packed;
-      of_row[r] = scales + used * p.blocks;
+      of_row[r] = scales + used * p.blocks + chunk.block;
     }
-    for (; count > 0; b++, v = 0) {
+    int64_t left = chunk.steps, step = chunk.step;
+    for (int64_t b = 0, j = chunk.byte; left > 0; b++, step = 0) {
       BlockDecoder<bits, scaling> decoders[at_once];
       for (int r = 0; r < at_once; r++) decoders[r].begin(levels, of_row[r] + b);
-      const int64_t some = std::min(count, whole - v), end = from + some * size;
-      for (; from < end; from += size, to += step_stride) {
-        if (from % 64 == 0)
-          for (int r = 0; r < at_once; r++) __builtin_prefetch(codes[r] + from + next);
+      const int64_t some = std::min(left, whole - step), end = j + some * size;
+      for (; j < end; j += size, to += step_stride) {
+        if (j % 64 == 0)
+          for (int r = 0; r < at_once; r++) __builtin_prefetch(codes[r] + j + chunk.ahead);
         for (int r = 0; r < at_once; r++)
-          write(decoders[r], Decoder<bits>::read(Vector::bytes(codes[r] + from)), to + r * size);
+          write(decoders[r], Decoder<bits>::read(Vector::bytes(codes[r] + j)), to + r * size);
       }
-      count -= some;
-      if (rest && count > 0) {
+      left -= some;
+      if (rest && left > 0) {
         for (int r = 0; r < at_once; r++) {
-          const __m128i last = Vector::bytes(codes[r] + from, static_cast<int>(rest));
+          const __m128i last = Vector::bytes(codes[r] + j, static_cast<int>(rest));
           write(decoders[r], Decoder<bits>::read(last), to + r * size);
         }
-        from += rest, count--, to += step_stride;
+        j += rest, left--, to += step_stride;
       }
     }
   }
 
-  // Four rows of a tile, `vectors` of each, with `count` rows of the activation. Sums are
-  // (row of the activation, row % 4, value); those of the last of a row go to the result.
-  struct Out {
-    float* y;
-    const float* scales;
-    int rows;
-  };
   template <int count>
-  static void multiply(const Product& p, const float* w, const float* x, int64_t vectors,
-                       float* sums, bool first, bool last, Out out) {
+  static void multiply(const Task& task) {
     using Floats = Vector::Floats;
-    Floats sum[at_once][count];
+    Floats sums[at_once][count];
     for (int r = 0; r < at_once; r++)
       for (int i = 0; i < count; i++)
-        sum[r][i] = first ? Vector::zero() : Vector::load(sums + (i * at_once + r) * size);
-    for (int64_t v = 0; v < vectors; v++, w += at_once * size, x += count * size) {
+        sums[r][i] = task.first ? Vector::zero() : Vector::load(task.sums[i * at_once + r].values);
+    const float *w = task.w, *x = task.x;
+    for (int64_t v = 0; v < task.vectors; v++, w += at_once * size, x += count * size) {
       Floats some[count];
       for (int i = 0; i < count; i++) some[i] = Vector::load(x + i * size);
       for (int r = 0; r < at_once; r++) {
         const Floats weight = Vector::load(w + r * size);
         for (int i = 0; i < count; i++)
-          sum[r][i] = Vector::multiply_add(weight, some[i], sum[r][i]);
+          sums[r][i] = Vector::multiply_add(weight, some[i], sums[r][i]);
       }
     }
-    if (last) {
-      const __m128 scales = scaling == Scaling::row ? floats_of_four(out.scales, out.rows) : _mm_set1_ps(1);
-      for (int i = 0; i < count; i++) {
-        const __m128 four = _mm_mul_ps(Vector::sum_four(sum[0][i], sum[1][i], sum[2][i], sum[3][i]), scales);
-        if (out.rows >= at_once)
-          _mm_storeu_ps(out.y + i * p.rows, four);
-        else {
-          float some[at_once];
-          _mm_storeu_ps(some, four);
-          std::memcpy(out.y + i * p.rows, some, out.rows * sizeof(float));
-        }
-      }
+    if (!task.last) {
+      for (int r = 0; r < at_once; r++)
+        for (int i = 0; i < count; i++)
+          Vector::store(task.sums[i * at_once + r].values, sums[r][i]);
       return;
     }
-    for (int r = 0; r < at_once; r++)
-      for (int i = 0; i < count; i++)
-        Vector::store(sums + (i * at_once + r) * size, sum[r][i]);
-  }
-  static EQQUANT_INLINE __m128 floats_of_four(const float* p, int count) {
-    if (count >= at_once) return _mm_loadu_ps(p);
-    float some[at_once] = {};
-    std::memcpy(some, p, count * sizeof(float));
-    return _mm_loadu_ps(some);
+    const size_t bytes = std::min(at_once, task.rows) * sizeof(float);
+    float scales[at_once] = {}, four[at_once];
+    if constexpr (scaling == Scaling::row) std::memcpy(scales, task.scales, bytes);
+    const __m128 scale = scaling == Scaling::row ? _mm_loadu_ps(scales) : _mm_set1_ps(1);
+    for (int i = 0; i < count; i++) {
+      const __m128 sum = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+      _mm_storeu_ps(four, _mm_mul_ps(sum, scale));
+      if (bytes == sizeof four)
+        std::memcpy(task.y + i * task.y_stride, four, sizeof four);
+      else
+        std::memcpy(task.y + i * task.y_stride, four, bytes);
+    }
   }
 
   template <int count = Vector::most_at_once>
-  static EQQUANT_INLINE void multiply_group(const Product& p, int rows, const float* w, const float* x,
-                                            int64_t vectors, float* sums, bool first, bool last, Out out) {
+  static void multiply_group(int rows, const Task& task) {
     if (rows == count)
-      multiply<count>(p, w, x, vectors, sums, first, last, out);
+      multiply<count>(task);
     else if constexpr (count > 1)
-      multiply_group<count - 1>(p, rows, w, x, vectors, sums, first, last, out);
+      multiply_group<count - 1>(rows, task);
   }
 
   // `rows` of the weight, at most a tile of them, with some groups of the activation. Sums
-  // are (quad, row of these groups, row % 4, value).
-  void run(const float* x, int64_t row, int rows, const float* scales, int64_t first_group,
-           int64_t last_group, float* sums) {
+  // are (row / 4, row of these groups, row % 4).
+  void run(const float* x, int64_t row, int rows, const float* scales, int64_t begin,
+           int64_t end, Line* sums) {
     const int used = (rows + at_once - 1) / at_once;
-    const int64_t first = groups.first(first_group);
-    const int64_t quad_sums = (groups.first(last_group) - first) * plane_stride;
+    const int64_t first = groups.first(begin), taken = groups.first(end) - first;
     for (int64_t s = 0; s < steps; s += most_steps) {
-      const int64_t count = std::min(most_steps, steps - s), last = s + count;
-      // Where the chunk begins: in which block, at which step of it, at which byte.
-      const int64_t b = s / block_steps, v = s % block_steps, byte = b * block + v * size;
-      // How far on what is decoded next is: the hardware would have to find out at each row.
-      const int64_t next = last < steps ? count * size : quads * at_once * p.packed - byte;
+      Chunk chunk{std::min(most_steps, steps - s), s / block_steps, s % block_steps};
+      chunk.byte = chunk.block * block + chunk.step * size;
+      const bool last = s + chunk.steps == steps;
+      chunk.ahead = last ? quads * at_once * p.packed - chunk.byte : chunk.steps * size;
       for (int q = 0; q < used; q++)
-        decode(row + q * at_once, rows - q * at_once, scales + q * at_once * p.blocks, b, v, byte,
-               next, count, tile + q * quad_stride);
-      for (int64_t g = first_group; g < last_group; g++) {
-        const int some = groups.size(g);
-        const float* from = x + groups.first(g) * stride + s * planes * some * size;
-        for (int q = 0; q < used; q++)
-          multiply_group(p, some, tile + q * quad_stride, from, count * planes,
-                         sums + q * quad_sums + (groups.first(g) - first) * plane_stride, s == 0, last == steps,
-                         Out{p.y + groups.first(g) * p.rows + row + q * at_once, scales + q * at_once, rows - q * at_once});
-      }
+        decode(row + q * at_once, rows - q * at_once, scales + q * at_once * p.blocks, chunk,
+               tile + q * quad_stride);
+      for (int64_t g = begin; g < end; g++)
+        for (int q = 0; q < used; q++) {
+          const int64_t m = groups.first(g), n = q * at_once;
+          const int size_of_group = groups.size(g);
+          multiply_group(size_of_group, {
+              tile + q * quad_stride,
+              x + m * stride + s * planes * size_of_group * size,
+              chunk.steps * planes,
+              sums + (q * taken + m - first) * at_once,
+              s == 0,
+              last,
+              p.y + m * p.rows + row + n,
+              p.rows,
+              scales + n,
+              rows - static_cast<int>(n),
+          });
+        }
     }
   }
 };
@@ -156,7 +174,7 @@ void all_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
   const Groups& groups = tiles.groups;
   const int64_t bytes_of_group = (groups.rows + 1) * tiles.stride * 4;
   const int64_t in_turn = std::clamp<int64_t>(cached_bytes / bytes_of_group, 1, groups.count);
-  std::vector<float> sums(of_tile * in_turn * (groups.rows + 1) * Vector::size);
+  std::vector<Line> sums(of_tile * in_turn * (groups.rows + 1));
   std::vector<float> buffer(p.bfloat16_scales ? of_tile * p.blocks : 0);
   for (int64_t group = 0; group < groups.count; group += in_turn)
     for (int64_t row = begin; row < end; row += of_tile) {
