@@ -25,7 +25,7 @@ help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
 	@echo 'make examples  run the examples that train: minutes each'
 	@echo 'make test      run every test, but the slow ones'
-	@echo 'make test-slow  run the slow ones: the examples that train, more kinds of TPU'
+	@echo 'make test-slow  run the slow ones: examples that train, more TPUs and formats'
 	@echo 'make lint      check style and types'
 	@echo 'make format    put the style right'
 	@echo 'make docs      build the documentation into site/'
