@@ -23,7 +23,7 @@ from eqquant.formats._registry import formats
 
 
 hypothesis.settings.register_profile(
-    "eqquant", deadline=None, derandomize=True, max_examples=40, database=None
+    "eqquant", deadline=None, derandomize=True, max_examples=30, database=None
 )
 hypothesis.settings.load_profile("eqquant")
 

@@ -45,7 +45,13 @@ def rounded_rows(x):
     return np.round(x * (np.float32(1) / unit)).astype(np.float64) * unit
 
 
-@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "high",
+        *(pytest.param(p, marks=pytest.mark.slow) for p in ("highest", "default")),
+    ],
+)
 def test_activations_in_int8(format, precision, normal):
     """W8A8: rows of the activation are rounded, and nothing else but by `precision`;
     gradients see no rounding."""

@@ -78,7 +78,9 @@ def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
 
 
 @pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
-@pytest.mark.parametrize("precision", ["highest", "high", "default"])
+@pytest.mark.parametrize(
+    "precision", ["high", "default", pytest.param("highest", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("m", [8, 40])
 def test_kernels(format, m, dtype, precision, contract_rows):
