@@ -1,8 +1,9 @@
 // How x @ w.T in float32 reads the activation, for any `Vector`: some rows of it at a time,
 // in steps of the codes of one vector of bytes.
 
-// For few rows, codes are decoded where they are multiplied (columns.h), with up to four at
-// once; for more, once for all of them (tiles.h).
+// For few rows, codes are decoded where they are multiplied (columns.h), with some at once;
+// for more, once for all of them (tiles.h).
+constexpr int few_at_once = 4;
 inline bool are_few(const Product& p) { return p.m <= Vector::few; }
 
 // Rows that are multiplied at once, as even as can be.
@@ -13,10 +14,19 @@ struct Groups {
 
   Groups(int64_t m, int64_t most)
       : count((m + most - 1) / most), rows(m / count), larger(m % count) {}
-  explicit Groups(const Product& p) : Groups(p.m, are_few(p) ? 4 : Vector::most_at_once) {}
+  explicit Groups(const Product& p) : Groups(p.m, are_few(p) ? few_at_once : Vector::most_at_once) {}
   int64_t first(int64_t i) const { return i * rows + std::min(i, larger); }
   int size(int64_t i) const { return static_cast<int>(rows + (i < larger)); }
 };
+
+// Calls `use` with `n`, one of 1 to `most`, as a constant.
+template <int most, class Use>
+void with_constant(int n, const Use& use) {
+  if (n == most)
+    use(std::integral_constant<int, most>());
+  else if constexpr (most > 1)
+    with_constant<most - 1>(n, use);
+}
 
 inline int64_t steps_of_block(const Product& p) {
   return (p.block_bytes() + Vector::size - 1) / Vector::size;

@@ -93,12 +93,9 @@ void columns_of_all(const Product& p, const Groups& groups, int64_t block, const
   for (int64_t g = 0; g < groups.count; g++) {
     const float* from = x + groups.first(g) * stride;
     float* y = p.y + groups.first(g) * p.rows;
-    switch (groups.size(g)) {
-      case 1: columns_of_group<bits, rows, 1>(p, block, from, scales, row, y); break;
-      case 2: columns_of_group<bits, rows, 2>(p, block, from, scales, row, y); break;
-      case 3: columns_of_group<bits, rows, 3>(p, block, from, scales, row, y); break;
-      case 4: columns_of_group<bits, rows, 4>(p, block, from, scales, row, y); break;
-    }
+    with_constant<few_at_once>(groups.size(g), [&](auto count) {
+      columns_of_group<bits, rows, count>(p, block, from, scales, row, y);
+    });
   }
 }
 

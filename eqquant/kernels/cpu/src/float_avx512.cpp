@@ -12,16 +12,6 @@ namespace avx512 {
 
 #include "vector_avx512.h"
 
-#include "decoder.h"
-
-#include "activation.h"
-
-#include "columns.h"
-
-#include "tiles.h"
-
-#include "rows.h"
-
 #include "float_kernels.h"
 
 }  // namespace avx512

@@ -1,5 +1,15 @@
 // The routines of products in float32, for any `Vector`.
 
+#include "decoder.h"
+
+#include "activation.h"
+
+#include "columns.h"
+
+#include "tiles.h"
+
+#include "rows.h"
+
 template <int bits>
 void columns_of(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   const float* x = reinterpret_cast<const float*>(scratch);

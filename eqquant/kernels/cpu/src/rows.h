@@ -102,17 +102,10 @@ void rows(const Product& p, int64_t begin, int64_t end) {
     const float* scales = scales_of(p, row, some, buffer.data());
     for (int64_t g = 0; g < groups.count; g++) {
       const int64_t m = groups.first(g);
-      const auto use = [&](auto count) {
-        if constexpr (count <= most)
-          rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, begin,
-                                     end, out.data() + m * ld, ld, stride);
-      };
-      switch (groups.size(g)) {
-        case 1: use(std::integral_constant<int, 1>()); break;
-        case 2: use(std::integral_constant<int, 2>()); break;
-        case 3: use(std::integral_constant<int, 3>()); break;
-        case 4: use(std::integral_constant<int, 4>()); break;
-      }
+      with_constant<most>(groups.size(g), [&](auto count) {
+        rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, begin,
+                                   end, out.data() + m * ld, ld, stride);
+      });
     }
   }
   for (int64_t i = 0; i < p.m; i++) {

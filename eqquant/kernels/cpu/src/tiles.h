@@ -117,19 +117,11 @@ struct Tiles {
     for (int i = 0; i < count; i++) {
       const __m128 sum = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
       _mm_storeu_ps(four, _mm_mul_ps(sum, scale));
-      if (bytes == sizeof four)
+      if (bytes == sizeof four)  // Known to the compiler, this is one instruction.
         std::memcpy(task.y + i * task.y_stride, four, sizeof four);
       else
         std::memcpy(task.y + i * task.y_stride, four, bytes);
     }
-  }
-
-  template <int count = Vector::most_at_once>
-  static void multiply_group(int rows, const Task& task) {
-    if (rows == count)
-      multiply<count>(task);
-    else if constexpr (count > 1)
-      multiply_group<count - 1>(rows, task);
   }
 
   // `rows` of the weight, at most a tile of them, with some groups of the activation. Sums
@@ -150,7 +142,7 @@ struct Tiles {
         for (int q = 0; q < used; q++) {
           const int64_t m = groups.first(g), n = q * at_once;
           const int size_of_group = groups.size(g);
-          multiply_group(size_of_group, {
+          const Task task{
               tile + q * quad_stride,
               x + m * stride + s * planes * size_of_group * size,
               chunk.steps * planes,
@@ -161,7 +153,9 @@ struct Tiles {
               p.rows,
               scales + n,
               rows - static_cast<int>(n),
-          });
+          };
+          with_constant<Vector::most_at_once>(size_of_group,
+                                              [&](auto count) { multiply<count>(task); });
         }
     }
   }
