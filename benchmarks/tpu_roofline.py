@@ -37,9 +37,9 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _schedule import CORES, estimate
-from eqquant._dot import dot_by
 from eqquant.debug import compile_for_tpu
 from eqquant.kernels import tpu
+from eqquant.primitives import dot_by
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu

@@ -1,28 +1,17 @@
 """Functional quantization for JAX and Equinox."""
 
 from . import debug as debug
-from ._array import QuantizedArray as QuantizedArray
-from ._dispatch import quaxify as quaxify
-from ._dot import quantized_dot as quantized_dot, quantized_dot_p as quantized_dot_p
-from ._lora import LoraArray as LoraArray
-from ._materialise import (
-    MaterialiseError as MaterialiseError,
-    MaterialiseWarning as MaterialiseWarning,
-)
-from ._quantize import (
+from .arrays import (
     dequantize as dequantize,
     from_components as from_components,
-    quantize as quantize,
-)
-from ._report import Report as Report, report as report, ReportRow as ReportRow
-from ._selection import Rule as Rule
-from ._tree import (
-    dequantize_tree as dequantize_tree,
     is_quantized as is_quantized,
-    quantize_tree as quantize_tree,
-    trainable_mask as trainable_mask,
-    tree_nbytes as tree_nbytes,
+    LoraArray as LoraArray,
+    MaterialiseError as MaterialiseError,
+    MaterialiseWarning as MaterialiseWarning,
+    quantize as quantize,
+    QuantizedArray as QuantizedArray,
 )
+from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,
     Format as Format,
@@ -32,7 +21,10 @@ from .formats import (
     Ternary as Ternary,
     TPUKernel as TPUKernel,
 )
-from .rules import register as register
+from .primitives import (
+    quantized_dot as quantized_dot,
+    quantized_dot_p as quantized_dot_p,
+)
 from .training import (
     fake_quantize_tree as fake_quantize_tree,
     FakeQuantized as FakeQuantized,
@@ -42,4 +34,14 @@ from .training import (
     round_activations as round_activations,
     straight_through as straight_through,
     with_dropout_key as with_dropout_key,
+)
+from .trees import (
+    dequantize_tree as dequantize_tree,
+    quantize_tree as quantize_tree,
+    Report as Report,
+    report as report,
+    ReportRow as ReportRow,
+    Rule as Rule,
+    trainable_mask as trainable_mask,
+    tree_nbytes as tree_nbytes,
 )

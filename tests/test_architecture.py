@@ -1,9 +1,9 @@
-"""The floors and walls that CONTRIBUTING.md describes."""
+"""The rooms of the package, and the walls between them, as CONTRIBUTING.md has them."""
 
 import ast
-import fnmatch
 import pathlib
 import re
+from graphlib import CycleError, TopologicalSorter
 
 import pytest
 
@@ -11,41 +11,26 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGE = ROOT / "eqquant"
 FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+FOLDERS = sorted({file.rpartition("/")[0] for file in FILES} - {""})
 
 
-def read_floors() -> list[str]:
+def read_rooms() -> list[str]:
+    """From the ground up."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (block,) = re.findall(r"test_architecture.*?```text\n(.*?)```", text, re.DOTALL)
-    return [line.split()[0] for line in block.splitlines()]
+    return [line.split("/")[0] for line in block.splitlines()][::-1]
 
 
-FLOORS = read_floors()
+ROOMS = read_rooms()
 
 
-def floor_of(file: str) -> int:
-    """That which names the file; otherwise that whose pattern fits."""
-    if file in FLOORS:
-        return FLOORS.index(file)
-    fitting = [i for i, floor in enumerate(FLOORS) if fnmatch.fnmatch(file, floor)]
-    assert len(fitting) == 1, f"{file} is not in the list of CONTRIBUTING.md"
-    return fitting[0]
+def room_of(file: str) -> str | None:
+    """None for the public names, which are above all rooms."""
+    return file.split("/")[0] if "/" in file else None
 
 
 def parse(file: str) -> ast.Module:
     return ast.parse((PACKAGE / file).read_text(), file)
-
-
-def is_type_checking(node: ast.AST) -> bool:
-    names = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-    return isinstance(node, ast.If) and ast.unparse(node.test) in names
-
-
-def walk(node: ast.AST):
-    """All that can run, wherever it is nested."""
-    yield node
-    children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
-    for child in children:
-        yield from walk(child)
 
 
 def file_of(module: str) -> str | None:
@@ -55,13 +40,14 @@ def file_of(module: str) -> str | None:
 
 
 def imports(file: str) -> set[str]:
-    """The absolute name of each module that a file imports.
+    """The absolute name of each module that a file imports: anywhere, for type checkers
+    alone as well.
 
     Of `from a import b` both `a` and `a.b`, which may or may not be a module.
     """
     package = ["eqquant", *file.split("/")[:-1]]
     found = set()
-    for node in walk(parse(file)):
+    for node in ast.walk(parse(file)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -79,38 +65,70 @@ def imported_files(file: str) -> set[str]:
     return set(filter(None, map(file_of, ours)))
 
 
-def test_every_file_has_a_floor():
-    for file in FILES:
-        floor_of(file)
+def rooms_below(file: str) -> set[str]:
+    """The other rooms that a file imports from."""
+    rooms = {room_of(other) or "eqquant" for other in imported_files(file)}
+    return rooms - {room_of(file)}
 
 
-def test_every_floor_has_a_file():
-    for floor in FLOORS:
-        assert fnmatch.filter(FILES, floor), floor
+def test_every_room_is_in_the_list():
+    assert sorted(ROOMS) == sorted({room_of(file) for file in FILES} - {None})
 
 
-@pytest.mark.parametrize("file", FILES)
-def test_imports_only_from_below(file):
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file)])
+def test_imports_go_down_and_through_the_door(file):
+    above = set(ROOMS[ROOMS.index(room_of(file)) :]) | {"eqquant"}
+    assert not rooms_below(file) & above
     for other in imported_files(file):
-        assert floor_of(other) < floor_of(file), f"{file} imports {other}"
+        if room_of(other) != room_of(file):
+            door = re.fullmatch(r"\w+/([a-z]\w*/)?__init__\.py", other)
+            assert door, f"{file} imports {other}, which is private to its room"
+
+
+def test_no_circle_of_files():
+    try:
+        TopologicalSorter({file: imported_files(file) for file in FILES}).prepare()
+    except CycleError as error:
+        pytest.fail(" -> ".join(error.args[1]))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_says_what_it_imports(room):
+    doc = ast.get_docstring(parse(f"{room}/__init__.py"))
+    assert "From here come" in doc or room == "_jax"
+    said = re.search(r"This\s+room\s+imports\s+(.*?)\.(\s|$)", doc, re.DOTALL)
+    actual = set().union(*(rooms_below(f) for f in FILES if room_of(f) == room))
+    assert set(re.findall(r"`(\w+)`", said[1])) == actual
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_a_folder_says_what_it_is_for(folder):
+    assert f"{folder}/__init__.py" in FILES
+    assert ast.get_docstring(parse(f"{folder}/__init__.py"))
+
+
+def test_tests_are_in_the_same_rooms():
+    folders = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders <= {*ROOMS, "examples"}
 
 
 def test_the_imports_are_found():
     # The tests above would pass if no import were ever found.
-    assert "kernels/xla.py" in imported_files("_dot.py")
+    assert "kernels/__init__.py" in imported_files("primitives/_lowering.py")
     assert "formats/_format.py" in imported_files("formats/_int8.py")
-    assert "rules/_registry.py" in imported_files("rules/__init__.py")
+    assert "dispatch/rules/_registry.py" in imported_files("dispatch/rules/__init__.py")
+    assert "arrays/_plain.py" in imported_files("arrays/lora/_structure.py")
     assert imported_files("__init__.py")
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if file != "_compat.py"])
+@pytest.mark.parametrize("file", [file for file in FILES if file != "_jax/_compat.py"])
 def test_only_compat_depends_on_the_version_of_jax(file):
     source = (PACKAGE / file).read_text()
     assert not re.search(r"\bjax\b.*\b_src\b", source)
     assert not re.search(r"\bjax(lib)?\.(version|__version)", source)
 
 
-@pytest.mark.parametrize("file", fnmatch.filter(FILES, "formats/*.py"))
+@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) == "formats"])
 def test_formats_know_no_primitives(file):
     for module in imports(file):
         assert not module.startswith(("jax.extend", "jax.interpreters", "jax.core"))

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from .._pack import codes_per_byte
+from ._pack import codes_per_byte
 from ._tpu import TPUKernel
 
 
@@ -110,7 +110,7 @@ class Format(abc.ABC):
 
     @property
     def group(self) -> int:
-        """How many consecutive codes are packed together: see `_pack`."""
+        """How many consecutive codes are packed together: see `_pack.py`."""
         if codes_per_byte(self.bits) == 1:
             return 1
         return self.block_size or 64

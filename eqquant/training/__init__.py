@@ -1,15 +1,18 @@
-"""Training with quantized weights."""
+"""Training with quantized weights: straight-through estimators, quantization-aware
+training, adapters.
+
+From here come the functions and classes that users train with. This room imports
+`trees`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
+"""
 
 from ._activations import round_activations as round_activations
+from ._dropout import with_dropout_key as with_dropout_key
 from ._fake_quantize import (
     fake_quantize_tree as fake_quantize_tree,
     FakeQuantized as FakeQuantized,
 )
-from ._lora import (
-    lora_tree as lora_tree,
-    merge_lora as merge_lora,
-    with_dropout_key as with_dropout_key,
-)
+from ._lora_tree import lora_tree as lora_tree
+from ._merge_lora import merge_lora as merge_lora
 from ._straight_through import (
     learned_scales as learned_scales,
     straight_through as straight_through,

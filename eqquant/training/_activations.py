@@ -1,15 +1,11 @@
 """Activations in int8, while training."""
 
-import functools as ft
-from collections.abc import Sequence
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._int8 import round_int8
-from .._typing import typed
+from .._jax import typed
+from ..primitives import straight_rounded
 
 
 @typed
@@ -38,23 +34,3 @@ def round_activations(
             f"an array of {x.ndim} axes, got {axis}."
         )
     return straight_rounded(x, (axis,))
-
-
-@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
-def straight_rounded(
-    x: Float[Array, "..."], axes: Sequence[int]
-) -> Float[Array, "..."]:
-    """The same, with one scale for all along several axes."""
-    if not x.size:
-        return x
-    last = range(-len(axes), 0)
-    moved = jnp.moveaxis(x, axes, last)
-    lead = moved.shape[: x.ndim - len(axes)]
-    codes, unit = round_int8(moved.reshape(*lead, -1).astype(jnp.float32))
-    out = (codes * unit).astype(x.dtype).reshape(moved.shape)
-    return jnp.moveaxis(out, last, axes)
-
-
-@straight_rounded.defjvp
-def _(axes, primals, tangents):
-    return straight_rounded(*primals, axes), *tangents

@@ -1,20 +1,16 @@
 """Models that train as if they were quantized."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import equinox as eqx
 from jaxtyping import Array, Float
 
-from .._array import QuantizedArray
-from .._quantize import quantize
-from .._selection import Choice, choose, replace_chosen, sites
-from .._typing import typed
+from .._jax import typed
+from ..arrays import quantize, QuantizedArray
 from ..formats import Format
+from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_scales, make_trainable, straight_through
-
-
-Tree = TypeVar("Tree")
 
 
 @typed

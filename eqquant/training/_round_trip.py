@@ -4,9 +4,8 @@ codes. Every other platform quantizes and dequantizes."""
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from .._compat import explicit_mesh_of
-from .._quantize import encode
-from .._rowwise import rowwise
+from .._jax import explicit_mesh_of, rowwise
+from ..arrays import encode
 from ..formats import Format
 from ..kernels import cpu
 

@@ -9,13 +9,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from .._array import QuantizedArray
-from .._pack import codes_per_byte
-from .._quantize import no_problem, quantize
-from .._typing import typed
-from ..formats import as_format, Binary, Format, Int8
-from ..formats._scales import float_scales
-from ._array import straight_through_value, StraightThroughArray
+from .._jax import typed
+from ..arrays import (
+    no_problem,
+    quantize,
+    QuantizedArray,
+    straight_through_value,
+    StraightThroughArray,
+)
+from ..formats import as_format, Binary, codes_per_byte, float_scales, Format, Int8
 from ._round_trip import has_round_trip, round_trip
 
 

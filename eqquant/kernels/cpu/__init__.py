@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ..._int8 import round_int8 as round_int8
 from ...formats import Format, Precision
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
@@ -31,7 +30,7 @@ def dot(
     x_unit: Float[Array, "*batch m 1"] | None = None,
     kernel: str | None = None,
 ) -> Float[Array, "*batch m out"]:
-    """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
+    """As that of `kernels/xla/`. Only where [`why_not`][] knows no reason."""
     library = load()
     assert not isinstance(library, str), library
     if kernel is None:
@@ -132,6 +131,11 @@ def choose_kernel(
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
     return floats if m <= most else None
+
+
+def describe(x, codes, scales, **params) -> str:
+    """The kernel that a product gets, in words."""
+    return f"native kernel {choose_kernel(x, codes, scales, **params)!r}"
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from ...formats import Binary, Format, Int8, NF4, Ternary
-from ...formats._format import largest_scale
+from ...formats import Binary, Format, Int8, largest_scale, NF4, Ternary
 from ._library import load
 
 

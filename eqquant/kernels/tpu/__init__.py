@@ -37,7 +37,7 @@ def dot(
     x_unit: Float[Array, "*batch m 1"] | None = None,
     interpret: bool = False,
 ) -> Float[Array, "*batch m out"]:
-    """As that of `kernels/xla.py`. Only where [`why_not`][] knows no reason."""
+    """As that of `kernels/xla/`. Only where [`why_not`][] knows no reason."""
     variant = variant_of(
         x,
         codes,
@@ -76,6 +76,12 @@ def dot(
             **options,
         )
     return out.reshape(*x.shape[:-1], out.shape[-1]).astype(out_dtype)
+
+
+def describe(x, codes, scales, **params) -> str:
+    """The kernel that a product gets, in words."""
+    del scales
+    return f"Pallas kernel, variant {variant_of(x, codes, **params)!r}"
 
 
 def variant_of(

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..._compat import device_kind
-from ..._warn import warn
+from ..._jax import device_kind, warn
 
 
 @dataclasses.dataclass(frozen=True)

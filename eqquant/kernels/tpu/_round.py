@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8
 
-from ..._int8 import round_int8
+from .._int8 import round_int8
 from ._tiles import lanes, pad_to, result_like
 
 

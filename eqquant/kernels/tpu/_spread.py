@@ -9,8 +9,8 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
-from ..._int8 import round_int8, split_int8
 from ...formats import Format
+from .._int8 import round_int8, split_int8
 from ._arrange import split_planes
 from ._chips import Chip
 from ._tiles import lanes

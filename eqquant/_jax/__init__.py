@@ -1,0 +1,32 @@
+"""What eqquant asks of JAX beyond its public interface, and what is missing from it.
+
+From here come version-dependent pieces of JAX, loops that XLA:CPU does not fuse,
+row-wise primitives, run-time checks and warnings. Only `_compat.py` asks which JAX this
+is. This room imports nothing of eqquant.
+"""
+
+from ._compat import (
+    bind_equation as bind_equation,
+    config as config,
+    custom_jvp_rule as custom_jvp_rule,
+    custom_vjp_rules as custom_vjp_rules,
+    device_kind as device_kind,
+    explicit_mesh_of as explicit_mesh_of,
+    has_explicit_axes as has_explicit_axes,
+    is_automatically_partitioned as is_automatically_partitioned,
+    is_exported as is_exported,
+    is_traced as is_traced,
+    Literal as Literal,
+    match_varying as match_varying,
+    open_jaxpr as open_jaxpr,
+    shard_map_manual_axes as shard_map_manual_axes,
+    source_of as source_of,
+    spec_of as spec_of,
+    split_scan as split_scan,
+    subjaxprs as subjaxprs,
+    zero_tangent as zero_tangent,
+)
+from ._pipeline import pipeline as pipeline
+from ._rowwise import rowwise as rowwise
+from ._typing import typed as typed
+from ._warn import warn as warn

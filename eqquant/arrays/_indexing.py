@@ -1,0 +1,141 @@
+"""Indexing of an implicit array, on its parts."""
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._implicit import ImplicitArray
+from ._materialise import materialise
+
+
+def index_array(q: ImplicitArray, index: Any):
+    """`q[index]`. An axis indexed by an integer goes away; where fewer than two axes of
+    the array are left, what is left are rows, and they are decoded."""
+    entries = _per_axis(index, q.shape)
+    by_axis = [entry for entry in entries if entry is not None]
+    if any(_is_array(entry) for entry in by_axis):
+        return _gather(q, entries, by_axis)
+
+    start, limit, strides, integers = [], [], [], []
+    for axis, (entry, size) in enumerate(zip(by_axis, q.shape, strict=True)):
+        if isinstance(entry, slice):
+            first, stop, step = entry.indices(size)
+            if step < 1:
+                return _decoded(q, index)
+            start.append(first)
+            limit.append(max(first, stop))
+            strides.append(step)
+        else:
+            integers.append(axis)
+            start.append(0)
+            limit.append(size)
+            strides.append(1)
+
+    blocked = set(q.blocked_axes)
+    lead_integers = [axis for axis in integers if axis not in blocked]
+    out = q
+    if lead_integers:
+        starts: list[Any] = [0] * q.ndim
+        sizes = list(q.shape)
+        for axis in lead_integers:
+            starts[axis], sizes[axis] = _wrap(by_axis[axis], q.shape[axis]), 1
+            limit[axis] = 1
+        out = out.dynamic_slice(starts, sizes)
+    cut = out.slice(start, limit, strides)
+    if cut is NotImplemented or blocked & set(integers):
+        # Something cuts through blocks. Cut the other axes first, and decode only that.
+        for axis in blocked:
+            start[axis], limit[axis], strides[axis] = 0, q.shape[axis], 1
+        rows = out.slice(start, limit, strides)
+        part = (
+            rows.dequantize()
+            if rows.size < q.size
+            else materialise(q, "indexing across blocks", "warn")
+        )
+        rest = [
+            entry if axis in blocked else 0 if axis in integers else slice(None)
+            for axis, entry in enumerate(by_axis)
+        ]
+        return part[_with_new_axes(entries, rest)]
+    if integers:
+        cut = cut.squeeze(integers)
+    if None not in entries:
+        return cut
+    kept = [entry for entry in entries if entry is None or isinstance(entry, slice)]
+    sizes = iter(cut.shape)
+    shape = [1 if entry is None else next(sizes) for entry in kept]
+    where = [i for i, entry in enumerate(kept) if entry is not None]
+    if isinstance(cut, jax.Array):  # Rows, decoded.
+        return cut.reshape(shape)
+    return cut.broadcast_in_dim(shape, where)
+
+
+def _per_axis(index: Any, shape: tuple[int, ...]) -> list:
+    """One entry per axis (a slice, an integer, an array), and None for new axes."""
+    entries = list(index) if isinstance(index, tuple) else [index]
+    used = sum(entry is not None and entry is not Ellipsis for entry in entries)
+    if used > len(shape):
+        raise IndexError(f"too many indices for an array of shape {shape}: {index}.")
+    fill = [slice(None)] * (len(shape) - used)
+    where = [i for i, entry in enumerate(entries) if entry is Ellipsis]
+    if len(where) > 1:
+        raise IndexError("an index can have only one Ellipsis.")
+    at = where[0] if where else len(entries)
+    entries[at : at + 1] = fill
+    out, axis = [], 0
+    for entry in entries:
+        if isinstance(entry, list):
+            entry = np.asarray(entry)
+        if entry is not None:
+            if not isinstance(entry, slice):
+                _check_integer(entry, shape[axis])
+            axis += 1
+        out.append(entry)
+    return out
+
+
+def _check_integer(entry: Any, size: int) -> None:
+    dtype = np.asarray(entry).dtype if not hasattr(entry, "dtype") else entry.dtype
+    if not jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            "a quantized array is indexed by integers, slices, None, Ellipsis and "
+            f"arrays of integers; got {entry!r}."
+        )
+    if isinstance(entry, int | np.integer) and not -size <= entry < size:
+        raise IndexError(f"index {entry} is out of bounds for an axis of size {size}.")
+
+
+def _is_array(entry: Any) -> bool:
+    return getattr(entry, "ndim", 0) > 0
+
+
+def _wrap(entry: Any, size: int):
+    if isinstance(entry, int | np.integer):
+        return operator.index(entry) % size
+    return jnp.where(entry < 0, entry + size, entry)
+
+
+def _gather(q: ImplicitArray, entries: list, by_axis: list):
+    """Indexing by arrays: the same one on the parts, if it leaves their last axes
+    whole."""
+    n = q.whole_axes
+    if n is None or None in entries[-n:]:
+        return _decoded(q, tuple(entries))
+    if any(entry != slice(None) for entry in by_axis[-n:]):
+        return _decoded(q, tuple(entries))
+    index = (*entries[: len(entries) - n], slice(None))
+    out = q.gather(lambda a, _: a[index])
+    left = sum(isinstance(entry, slice) for entry in by_axis)
+    return out if left >= 2 else out.dequantize()
+
+
+def _with_new_axes(entries: list, by_axis: list) -> tuple:
+    axes = iter(by_axis)
+    return tuple(None if entry is None else next(axes) for entry in entries)
+
+
+def _decoded(q: ImplicitArray, index: Any):
+    return materialise(q, "this indexing", "warn")[index]

@@ -1,0 +1,161 @@
+"""The quantized array that can be trained."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from ..primitives import straight_rounded
+from . import _plain as plain
+from ._operators import ArrayOperators
+from .quantized import QuantizedArray
+
+
+def _on_both(name: str) -> Callable:
+    """A structural method, on the weights and on what they are quantized to."""
+
+    def method(self, *args):
+        q = getattr(self.q, name)(*args)
+        if q is NotImplemented:
+            return NotImplemented
+        return StraightThroughArray(plain.apply(name, self.master, *args), q)
+
+    return method
+
+
+class StraightThroughArray(ArrayOperators):
+    """A quantized array, with the weights that it is made of: values and products are
+    those of `q`, and derivatives go straight through to `master`.
+
+    It stands where `q` will stand, and has its operators.
+
+    **Fields:**
+
+    - `master`: the weights. Only their derivative matters.
+    - `q`: the same, quantized, and without a derivative of its own.
+    """
+
+    master: Float[Array, "..."]
+    q: QuantizedArray
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.master.shape
+
+    @property
+    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.q.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        return hasattr(self.master, "shape") and self.q.is_whole
+
+    def dequantize(self) -> Float[Array, "..."]:
+        return straight_through_value(self.q.dequantize(), self.master)
+
+    #
+    # Structure
+    #
+
+    @property
+    def blocked_axes(self) -> tuple[int, ...]:
+        return self.q.blocked_axes
+
+    @property
+    def whole_axes(self) -> int | None:
+        return self.q.whole_axes
+
+    permute = _on_both("permute")
+    with_dtype = _on_both("with_dtype")
+    with_shape = _on_both("with_shape")
+    broadcast_in_dim = _on_both("broadcast_in_dim")
+    slice = _on_both("slice")
+    dynamic_slice = _on_both("dynamic_slice")
+    reverse = _on_both("reverse")
+    drop_axes = _on_both("drop_axes")
+
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
+        count = self.whole_axes
+        assert count is not None
+        none = None if fill is None else 0
+        master = plain.gather(fn, self.master, count, none)
+        return StraightThroughArray(master, self.q.gather(fn, fill))
+
+    def concatenate(self, others: Sequence["StraightThroughArray"], dimension: int):
+        q = self.q.concatenate([other.q for other in others], dimension)
+        if q is NotImplemented:
+            return NotImplemented
+        masters = [array.master for array in (self, *others)]
+        return StraightThroughArray(lax.concatenate(masters, dimension), q)
+
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
+        q = self.q.split_specs(spec, mesh)
+        if q is NotImplemented:
+            return NotImplemented
+        parts = [PartitionSpec(*spec), *jax.tree.leaves(q)]
+        return jax.tree.unflatten(jax.tree.structure(self), parts)
+
+    #
+    # Products
+    #
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        if out_dtype is None:
+            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+        how = {"precision": precision, "out_dtype": out_dtype}
+        contract = ft.partial(plain.contract, over=over, batch=batch, **how)
+        out = contract(self.q, lax.stop_gradient(x))
+        if out is NotImplemented:
+            return NotImplemented
+        axes = tuple(axis for _, axis in over)
+        return _product(out, x, self.master, self.q, contract, axes)
+
+
+@jax.custom_jvp
+def straight_through_value(value, master):
+    """`value`, with the derivative of `master`."""
+    return value
+
+
+@straight_through_value.defjvp
+def _(primals, tangents):
+    # By itself again, here and below: there may be derivatives of derivatives.
+    _, master_dot = tangents
+    return straight_through_value(*primals), master_dot
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
+def _product(out, x, master, q, contract, axes):
+    """`out`, the product of `q` and `x` over its `axes`, with the derivative of the
+    dense product of what is multiplied."""
+    return out
+
+
+@ft.partial(_product.defjvp, symbolic_zeros=True)
+def _(contract, axes, primals, tangents):
+    _, x, master, q = primals
+    _, x_dot, master_dot, _ = tangents
+    terms = []
+    if not isinstance(x_dot, SymbolicZero):
+        weight = StraightThroughArray(master, q).dequantize()
+        terms.append(contract(weight, x_dot))
+    if not isinstance(master_dot, SymbolicZero):
+        seen = straight_rounded(x, axes) if q.format.activations == "int8" else x
+        terms.append(contract(master_dot, seen))
+    out = _product(*primals, contract, axes)
+    return out, sum(terms) if terms else jnp.zeros_like(out)

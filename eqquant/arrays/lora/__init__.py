@@ -1,0 +1,3 @@
+"""A weight with a low-rank adapter beside it: its structure, its products."""
+
+from ._array import LoraArray as LoraArray

@@ -1,0 +1,114 @@
+"""Products with a low-rank adapter."""
+
+import functools as ft
+import math
+import string
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Key
+
+from ...primitives import rows_dot
+from ._structure import AbstractLoraArray
+
+
+# These are one program each, also where they are called eagerly.
+
+
+@ft.partial(jax.jit, inline=True)
+def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`w` as one array in floating point, of its base as one."""
+    wide = jnp.promote_types(w.dtype, w.b.dtype)
+    axes = w.axes_of_parts
+    spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(w.ndim))}"
+    product = jnp.einsum(
+        spec, w.b, w.a, precision="highest", preferred_element_type=wide
+    )
+    return (base.astype(wide) + w.scale * product).astype(w.dtype)
+
+
+@ft.partial(jax.jit, static_argnames=("over", "batch", "precision"), inline=True)
+def contract_adapter(
+    w: AbstractLoraArray,
+    x: Float[Array, "..."],
+    over: tuple[tuple[int, int], ...],
+    batch: tuple[tuple[int, int], ...],
+    precision: Any,
+) -> Float[Array, "..."]:
+    """`ImplicitArray.contract`, of the adapter alone: `scale * b @ a`, never formed."""
+    x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
+    of_w = dict((*over, *batch))
+    contracted = [axis for axis, _ in over]
+    if w.key is not None:
+        key, axes = _key_for(w, batch)
+        x = _drop(x, key, axes, w.dropout)
+
+    # `x` first meets the factor that has what is contracted.
+    ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
+    forwards = bool(set(ins) & set(contracted))
+    left = ins if forwards else outs
+    if not (w.lead_axes or batch) and set(contracted) == set(left):
+        return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
+    axes = w.axes_of_parts
+    first, second = ("a", "b") if forwards else ("b", "a")
+    w_of = {i: axis for axis, i in of_w.items()}
+    free = iter(range(w.ndim, w.ndim + x.ndim))
+    x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
+    x_free = [i for i in x_axes if i >= w.ndim]
+    rest = [i for i in range(w.ndim) if i not in of_w]
+    out = [*(axis for axis, _ in batch), *x_free, *rest]
+    met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
+    between = [i for i in met if i in {*out, *axes[second], None}]
+
+    def multiply(x, x_axes, name, out_axes):
+        spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
+        return jnp.einsum(spec, x, getattr(w, name), precision=precision)
+
+    y = multiply(x, x_axes, first, between) * w.scale
+    return multiply(y, between, second, out)
+
+
+def _multiply_rows(w: AbstractLoraArray, x, over: list[int], forwards: bool, precision):
+    """The case that matters most: each row of `x` with both matrices."""
+    free = [i for i in range(x.ndim) if i not in over]
+    shape = [x.shape[i] for i in free]
+    x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
+    a, b = w.a.reshape(w.rank, -1), w.b.reshape(-1, w.rank)
+    first, second = (a, b) if forwards else (b.T, a.T)
+    dtype = x.dtype
+    y = rows_dot(x, first.astype(dtype), precision) * w.scale
+    y = rows_dot(y, second.astype(dtype), precision)
+    kept = w.out_axes if forwards else w.in_axes
+    return y.reshape(*shape, *(w.shape[i] for i in kept))
+
+
+def _key_for(
+    w: AbstractLoraArray, batch: Sequence[tuple[int, int]]
+) -> tuple[Any, list[int]]:
+    """Keys, and the axes of the activation along which they are. Matrices of a
+    stack that multiply the same activation share its mask."""
+    of_x = dict(batch)
+    if all(axis in of_x for axis in w.lead_axes):
+        return w.key, [of_x[axis] for axis in w.lead_axes]
+    assert w.key is not None
+    return w.key.reshape(-1)[0], []
+
+
+def _drop(
+    x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
+) -> Float[Array, "..."]:
+    """`x` with a part `rate` of its elements zero, and the others larger for it."""
+    rest = [axis for axis in range(x.ndim) if axis not in axes]
+    order = [*axes, *rest]
+    draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
+    for _ in axes:
+        draw = jax.vmap(draw)
+    kept = jnp.transpose(draw(keys), [order.index(axis) for axis in range(x.ndim)])
+    return jnp.where(kept, x / (1 - rate), 0)
+
+
+def _spell(axes) -> str:
+    """Axes as `einsum` has them."""
+    return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)

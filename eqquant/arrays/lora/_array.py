@@ -1,0 +1,71 @@
+"""A weight with an adapter beside it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import wadler_lindig as wl
+from jaxtyping import Array, Float
+
+from .. import _plain as plain
+from .._implicit import is_implicit
+from ._adapter import add_adapter, contract_adapter
+from ._structure import AbstractLoraArray
+
+
+class LoraArray(AbstractLoraArray):
+    """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
+
+    The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. As a
+    [`eqquant.QuantizedArray`][] it needs no wrapper where a layer multiplies, indexes
+    or transposes its weight, and [`eqquant.quaxify`][] for anything else. It is a
+    pytree whose leaves all carry the leading axes of the weight, of stacked layers.
+
+    Made by [`eqquant.lora_tree`][], not by calling the class.
+
+    **Fields:**
+
+    - `base`: the weight, quantized or floating point.
+    - `a`: `(*lead, rank, *in)`, where `in` are the axes that the layer contracts.
+    - `b`: `(*lead, *out, rank)`.
+    - `key`: `(*lead)`, of the dropout; `None` for none. See
+        [`eqquant.with_dropout_key`][].
+    - `scale`: of the adapter: `alpha / rank`.
+    - `dropout`: which part of the activation is dropped where it enters the adapter.
+    - `in_axes`, `out_axes`: where they are in the weight, counted from its end, in
+        order.
+    """
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The sum, in floating point."""
+        base = self.base.dequantize() if is_implicit(self.base) else self.base
+        return add_adapter(self, base)
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        if out_dtype is None:
+            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+        if not jnp.issubdtype(out_dtype, jnp.floating):
+            return NotImplemented
+        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
+        out = plain.contract(self.base, x, over, batch, **how)
+        if out is NotImplemented:
+            return NotImplemented
+        over, batch = tuple(over), tuple(batch)
+        return out + contract_adapter(self, x, over, batch, precision).astype(out_dtype)
+
+    def __pdoc__(self, **kwargs):
+        if not self.is_whole:  # A pytree of something else.
+            parts = [wl.pdoc(x, **kwargs) for x in (self.base, self.a, self.b)]
+            return (
+                wl.TextDoc("lora(") + wl.join(wl.TextDoc(", "), parts) + wl.TextDoc(")")
+            )
+        base = wl.pdoc(self.base, **kwargs)
+        return wl.TextDoc(f"lora[rank={self.rank}](") + base + wl.TextDoc(")")

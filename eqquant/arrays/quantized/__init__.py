@@ -1,0 +1,13 @@
+"""The quantized array: its structure, its products, and how it is made."""
+
+from ._array import (
+    is_quantized as is_quantized,
+    QuantizedArray as QuantizedArray,
+)
+from ._components import from_components as from_components
+from ._quantize import (
+    dequantize as dequantize,
+    encode as encode,
+    no_problem as no_problem,
+    quantize as quantize,
+)

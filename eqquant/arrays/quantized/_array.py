@@ -1,0 +1,112 @@
+"""The quantized array."""
+
+import functools as ft
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import wadler_lindig as wl
+from jaxtyping import Array, Float
+
+from ...formats import codes_per_byte, unpack
+from ._contraction import contract
+from ._structure import AbstractQuantizedArray
+
+
+class QuantizedArray(AbstractQuantizedArray):
+    """An array stored as codes and scales: `value = level(code) * scale`.
+
+    It is a pytree of exactly two leaves (three, where the scales are quantized, too:
+    [`eqquant.QuantizedScales`][]). All carry the leading axes of the array, and
+    the shape is derived from them; so slicing the leaves, stacking them, scanning over
+    them or mapping over them gives quantized arrays again.
+
+    Made by [`eqquant.quantize`][] or
+    [`eqquant.from_components`][], not by calling the class.
+
+    Without any wrapper it supports `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`,
+    `.reshape` and `.transpose`, which is what `eqx.nn` layers ask of a weight. For
+    anything else see [`eqquant.quaxify`][]. It never turns into a plain array behind
+    your back: a `jax.numpy` function raises a `TypeError`.
+
+    **Fields:**
+
+    - `codes`: `(*lead, packed)`: one byte or several codes to the byte, along the
+        blocked axis, which is last.
+    - `scales`: `(*lead, blocks)`.
+    - `format`: how to read them.
+    - `dtype`: the dtype of the array that they stand for.
+    - `axes`: where the blocked axes are in that array, counted from its end.
+    - `inner`: the sizes of all the blocked axes but the first.
+    - `padding`: how many codes fill the partial last block.
+    """
+
+    @property
+    def block_size(self) -> int | None:
+        return self.format.block_size
+
+    def check_whole(self) -> None:
+        super().check_whole()
+        expected, actual = jnp.dtype(self.format.code_dtype), self.codes.dtype
+        if actual != expected:
+            raise TypeError(
+                f"codes of {self.format!r} must be {expected}, got {actual}: an "
+                "optimiser has added to them. They are not what can be trained. Give "
+                "it what `eqx.partition(model, eqquant.trainable_mask(model))` gives; "
+                "to train beside quantized weights see `eqquant.lora_tree`, and to "
+                "train the weights themselves `eqquant.FakeQuantized`."
+            )
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The array that this one stands for, in floating point."""
+        self.check_whole()
+        return _dequantize(self)
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        self.check_whole()
+        return contract(self, x, over, batch, precision=precision, out_dtype=out_dtype)
+
+    def __pdoc__(self, **kwargs):
+        if not self.is_whole:  # A pytree of something else.
+            parts = f"codes={self.codes!r}, scales={self.scales!r}"
+            return wl.TextDoc(f"{self.format.name}({parts})")
+        del kwargs
+        dtype = self.dtype.name.replace("float", "f")
+        shape = ",".join(map(str, self.shape))
+        return wl.TextDoc(f"{self.format.name}:{dtype}[{shape}]")
+
+
+# One program, also where it is called eagerly: nothing in between is written down.
+@ft.partial(jax.jit, inline=True)
+def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
+    bits, group = q.format.bits, q.format.group
+    compute = jnp.promote_types(q.dtype, jnp.float32)
+    if q.scales.dtype == jnp.float64:
+        compute = jnp.promote_types(compute, jnp.float64)
+    *lead, packed = q.codes.shape
+    blocks = q.scales.shape[-1]
+    size = packed * codes_per_byte(bits)
+    levels = q.format.levels(unpack(q.codes, bits, group), compute)
+    if size:
+        levels = levels.reshape(*lead, blocks, size // blocks)
+        levels = levels * q.scales.astype(compute)[..., None]
+    values = levels.reshape(*lead, size)[..., : size - q.padding]
+    shape = q.shape
+    values = values.reshape(*lead, *(shape[axis] for axis in q.blocked_axes))
+    stored = (*q.lead_axes, *q.blocked_axes)
+    values = jnp.transpose(values, [stored.index(i) for i in range(q.ndim)])
+    return values.astype(q.dtype)
+
+
+def is_quantized(x: Any) -> bool:
+    """Whether `x` is a quantized array, with all of its parts."""
+    return isinstance(x, QuantizedArray) and x.is_whole

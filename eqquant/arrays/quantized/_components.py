@@ -1,0 +1,95 @@
+"""Quantized arrays from their components."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int8, UInt8
+
+from ..._jax import typed
+from ...formats import as_format, codes_per_byte, Format, QuantizedScales
+from ._array import QuantizedArray
+from ._axes import canonical_axes
+
+
+@typed
+def from_components(
+    codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
+    scales: Float[Array, "*lead blocks"] | QuantizedScales,
+    format: Format | str,
+    *,
+    dtype: Any = "float32",
+    axis: int | Sequence[int] = -1,
+    size: int | Sequence[int] | None = None,
+) -> QuantizedArray:
+    """A quantized array from its parts, as a loader of checkpoints has them.
+
+    **Arguments:**
+
+    - `codes`: `(*lead, packed)`, packed as `format` packs them.
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; for a format that
+        quantizes them an [`eqquant.QuantizedScales`][].
+    - `format`: a format, or the name of one.
+    - `dtype`: of the array that they stand for.
+    - `axis`: where the blocked axis (or axes) of that array is.
+    - `size`: the length of the blocked axis; a tuple if there are several. By default,
+        for one axis, all that `codes` holds.
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][].
+
+    **Raises:**
+
+    `TypeError` or `ValueError` where the parts do not fit together.
+    """
+    format = as_format(format)
+    dtype = jnp.dtype(dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"from_components: dtype must be floating point, got {dtype}.")
+    if codes.dtype != format.code_dtype:
+        raise TypeError(
+            f"from_components: codes of {format!r} must be "
+            f"{jnp.dtype(format.code_dtype)}, got {codes.dtype}."
+        )
+    if scales.dtype != format.scale_dtype:
+        raise TypeError(
+            f"from_components: scales must be {format.scale_dtype} as {format!r} has "
+            f"it, got {scales.dtype}."
+        )
+    if format.quantized_scales != isinstance(scales, QuantizedScales):
+        kind = "eqquant.QuantizedScales" if format.quantized_scales else "an array"
+        raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
+    if scales.shape[:-1] != codes.shape[:-1]:
+        raise ValueError(
+            f"from_components: scales must have the leading axes {codes.shape[:-1]} of "
+            f"codes, got {scales.shape[:-1]}."
+        )
+    count = 1 if isinstance(axis, int) else len(axis)
+    axes = canonical_axes(axis, codes.ndim - 1 + count)
+    held = codes.shape[-1] * codes_per_byte(format.bits)
+    if size is None:
+        if count > 1:
+            raise ValueError("from_components: several axes need their sizes in size.")
+        size = held
+    sizes = (size,) if isinstance(size, int) else tuple(size)
+    if len(sizes) != count:
+        raise ValueError(
+            f"from_components: size must give {count} sizes, one for each of axis, got "
+            f"{size}."
+        )
+    total = math.prod(sizes)
+    if held != format.padded(total):
+        raise ValueError(
+            f"from_components: codes hold {held} values along the blocked axis, but "
+            f"{format!r} stores {format.padded(total)} for a size of {size}."
+        )
+    blocks = format.num_blocks(total)
+    if scales.shape[-1] != blocks:
+        raise ValueError(
+            f"from_components: scales must have {blocks} blocks for a size of {size}, "
+            f"got {scales.shape[-1]}."
+        )
+    padding = held - total
+    return QuantizedArray(codes, scales, format, dtype, axes, sizes[1:], padding)

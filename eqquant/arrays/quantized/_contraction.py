@@ -1,0 +1,154 @@
+"""Any contraction of a quantized array, brought to the form of the primitive.
+
+The components of a quantized array are `(*lead, packed)`. A contraction splits the
+leading axes in batch, rows and columns; the columns are merged with the blocked axis.
+What is contracted is either the blocked axis (and the columns), or the rows.
+"""
+
+import functools as ft
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from ..._jax import config
+from ...formats import float_scales, Precision
+from ...primitives import quantized_dot
+from ._structure import AbstractQuantizedArray
+
+
+def as_precision(precision: Any) -> Precision | None:
+    """What lax calls precision, in the terms of a format; None leaves it the choice."""
+    if precision is None:
+        precision = config("jax_default_matmul_precision")
+        if precision is None:
+            return None
+    if isinstance(precision, tuple):
+        strictest = {as_precision(p) for p in precision}
+        return next((p for p in ("highest", "high", "default") if p in strictest), None)
+    try:
+        precision = lax.Precision(precision)
+    except (TypeError, ValueError):
+        return "highest"  # A named dot algorithm: nothing less would honour all.
+    if precision == lax.Precision.HIGHEST:
+        return "highest"
+    return "high" if precision == lax.Precision.HIGH else "default"
+
+
+def contract(
+    q: AbstractQuantizedArray,
+    x: Shaped[Array, "..."],
+    over: Sequence[tuple[int, int]],
+    batch: Sequence[tuple[int, int]] = (),
+    *,
+    precision: Any = None,
+    out_dtype=None,
+):
+    """`ImplicitArray.contract`, of a quantized array: one `quantized_dot`.
+
+    Returns NotImplemented where `q` would have to be decoded in full.
+    """
+    if out_dtype is None:
+        out_dtype = jnp.promote_types(x.dtype, q.dtype)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        return NotImplemented
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(jnp.promote_types(x.dtype, q.dtype))
+
+    x_of = dict(over)
+    blocked = q.blocked_axes
+    batch_axes = [axis for axis, _ in batch]
+    contracted_blocked = [axis for axis in blocked if axis in x_of]
+    if any(axis in blocked for axis in batch_axes):
+        return NotImplemented
+    if 0 < len(contracted_blocked) < len(blocked):
+        q = q.unflatten()
+        if q is NotImplemented:
+            return NotImplemented
+        return contract(q, x, over, batch, precision=precision, out_dtype=out_dtype)
+
+    return _contract(
+        q,
+        x,
+        over=tuple(over),
+        batch=tuple(batch),
+        precision=as_precision(precision),
+        out_dtype=jnp.dtype(out_dtype),
+    )
+
+
+# One program, also where it is called eagerly.
+@ft.partial(
+    jax.jit, static_argnames=("over", "batch", "precision", "out_dtype"), inline=True
+)
+def _contract(
+    q: AbstractQuantizedArray,
+    x: Float[Array, "..."],
+    *,
+    over: tuple[tuple[int, int], ...],
+    batch: tuple[tuple[int, int], ...],
+    precision: Precision | None,
+    out_dtype,
+) -> Float[Array, "..."]:
+    x_of = dict(over)
+    blocked, lead = q.blocked_axes, q.lead_axes
+    batch_axes = [axis for axis, _ in batch]
+    contract_rows = not any(axis in x_of for axis in blocked)
+    contracted = [axis for axis in lead if axis in x_of]
+    free = [axis for axis in lead if axis not in x_of and axis not in batch_axes]
+    rows, columns = (contracted, free) if contract_rows else (free, contracted)
+
+    shape = q.shape
+    sizes = {axis: shape[axis] for axis in range(q.ndim)}
+    num_batch = math.prod(sizes[axis] for axis in batch_axes)
+    num_rows = math.prod(sizes[axis] for axis in rows)
+    num_columns = math.prod(sizes[axis] for axis in columns)
+    order = [lead.index(axis) for axis in (*batch_axes, *rows, *columns)]
+
+    def component(a):
+        a = jnp.transpose(a, (*order, len(order)))
+        last = num_columns * a.shape[-1]
+        return a.reshape(*((num_batch,) if batch else ()), num_rows, last)
+
+    # The activation: (batch, free, contracted in the order of storage).
+    used = {axis for _, axis in (*over, *batch)}
+    x_free = [axis for axis in range(x.ndim) if axis not in used]
+    x_over = [x_of[axis] for axis in (rows if contract_rows else (*columns, *blocked))]
+    free_shape = [x.shape[axis] for axis in x_free]
+    x = jnp.transpose(x, (*(axis for _, axis in batch), *x_free, *x_over))
+    m = math.prod(free_shape)
+    size = math.prod(sizes[axis] for axis in blocked)
+    padding = q.padding
+    if contract_rows:
+        x = x.reshape(num_batch, m, num_rows)
+    else:
+        x = x.reshape(num_batch, m, num_columns, size)
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        x = x.reshape(num_batch, m, num_columns * (size + padding))
+    if not batch:
+        x = x[0]
+
+    out = quantized_dot(
+        x,
+        component(q.codes),
+        component(float_scales(q.scales)),
+        format=q.format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=q.dtype,
+        out_dtype=out_dtype,
+    )
+
+    batch_shape = [sizes[axis] for axis in batch_axes]
+    if not contract_rows:
+        return out.reshape(*batch_shape, *free_shape, *(sizes[a] for a in rows))
+    out = out.reshape(num_batch, m, num_columns, size + padding)[..., :size]
+    stored = [*columns, *blocked]
+    out = out.reshape(*batch_shape, *free_shape, *(sizes[a] for a in stored))
+    before = len(batch_shape) + len(free_shape)
+    logical = [before + stored.index(axis) for axis in sorted(stored)]
+    return jnp.transpose(out, (*range(before), *logical))

@@ -1,0 +1,227 @@
+"""Floats to codes and scales: the program that `quantize` compiles."""
+
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Bool, Float, Shaped
+
+from ..._jax import explicit_mesh_of, match_varying, pipeline, rowwise, spec_of
+from ...formats import Format, max_blocks, pack
+from ...kernels import cpu
+
+
+def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
+    # One scale for everything. It is stored once per row, so that the array keeps its
+    # leading axes, and a product its fast path.
+    return ndim > 1 and len(axes) == ndim and format.block_size is None
+
+
+@ft.partial(jax.jit, static_argnames=("format", "axes", "chunked"))
+def encode_rows(
+    array: Float[Array, "..."],
+    format: Format,
+    axes: tuple[int, ...],
+    chunked: bool,
+    given: Float[Array, "*lead blocks"] | None = None,
+):
+    """Codes, scales (those given, or those of the format), and whether some value was
+    out of range."""
+    blocked = [a % array.ndim for a in axes]
+    lead = [a for a in range(array.ndim) if a not in blocked]
+    shape = [array.shape[a] for a in lead]
+    size = math.prod(array.shape[a] for a in blocked)
+    rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
+    if 0 in rows.shape:
+        packed = format.padded(size) * format.bits // 8
+        codes = jnp.zeros((*shape, packed), format.code_dtype)
+        return codes, format.no_scales(shape, size), jnp.zeros((), bool)
+
+    compute = jnp.promote_types(array.dtype, jnp.float32)
+    limit = float(jnp.finfo(array.dtype).max)
+    one_scale = per_tensor(axes, array.ndim, format)
+
+    def encode(inputs):
+        row, scales = inputs
+        blocks, counts = _in_blocks(row.astype(compute), format)
+        absmax = _absmax(blocks)
+        problem = _out_of_range(absmax, format)
+        if scales is None:
+            codes, scales = format.encode(blocks, absmax, counts, limit)
+        else:
+            codes = format.nearest(blocks, scales)
+            problem |= ~jnp.all(_is_a_scale(scales))
+        codes = codes.astype(format.code_dtype)
+        if one_scale:
+            codes = codes.reshape(array.shape)
+        codes = _in_groups(codes, format)
+        return pack(codes, format.bits), scales, problem
+
+    if chunked:
+        # A chunk at a time keeps temporaries in the cache, and as small as that.
+        inputs = rows.reshape(-1, size), _merge_lead(given)
+        height = max(1, _chunk_elements // size)
+        codes, scales, problem = _map_chunks(jax.vmap(encode), inputs, height)
+    else:
+        # Axis by axis: to flatten them would gather what is split over devices.
+        for _ in lead:
+            encode = jax.vmap(encode)
+        codes, scales, problem = _keep_split(encode, (rows, given), format)
+    if one_scale:
+        shape = array.shape[:-1]
+        scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
+    codes = codes.reshape(*shape, -1)
+    scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
+    return codes, scales, jnp.any(problem)
+
+
+def has_encoder(
+    array: Float[Array, "..."], format: Format, axes: tuple[int, ...]
+) -> bool:
+    """Whether CPUs have a native kernel."""
+    return (
+        axes == (-1,) and explicit_mesh_of(array) is None and cpu.encodes(array, format)
+    )
+
+
+def _by_rows(array, *, format: Format, chunked: bool):
+    codes, scales, problem = encode_rows(array, format, (-1,), chunked)
+    return codes, scales, jnp.broadcast_to(problem, array.shape[:-1])
+
+
+def _native(array, *, format: Format, chunked: bool):
+    del chunked
+    return cpu.encode(array, format=format)
+
+
+# As `encode_rows`, but with a problem for each row.
+encode_rowwise = rowwise("encode", _by_rows, _native)
+
+
+def _merge_lead(given: Float[Array, "*lead blocks"] | None):
+    return None if given is None else given.reshape(-1, given.shape[-1])
+
+
+def _keep_split(encode: Callable, inputs: tuple, format: Format):
+    """`encode(inputs)`. On a mesh with explicit axes the results are split as the rows
+    are, which come first, and the compiler sees to what is in between."""
+    rows, _ = inputs
+    mesh = explicit_mesh_of(rows)
+    if mesh is None:
+        return encode(inputs)
+    *lead, last = spec_of(rows)
+    *shape, size = rows.shape
+
+    def spec(length: int) -> PartitionSpec:
+        names = last if isinstance(last, tuple) else () if last is None else (last,)
+        even = length % math.prod(mesh.shape[name] for name in names) == 0
+        return PartitionSpec(*lead, last if even else None)
+
+    def flat(inputs):
+        codes, scales, problem = encode(inputs)
+        codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
+        return codes, scales, problem
+
+    packed = format.padded(size) * format.bits // 8
+    scales = jax.eval_shape(lambda: format.no_scales((), size))
+    scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
+    out = (spec(packed), scales, PartitionSpec(*lead))
+    with jax.sharding.use_abstract_mesh(mesh):
+        split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
+        return split(inputs)
+
+
+def _map_chunks(fn: Callable, inputs: tuple, height: int):
+    """`fn(inputs)`, so many rows at a time, each result flattened but for its rows."""
+    size = jax.tree.leaves(inputs)[0].shape[0]
+    count, rest = divmod(size, height)
+
+    def chunk(i):
+        return fn(
+            jax.tree.map(
+                lambda a: lax.dynamic_slice_in_dim(a, i * height, height), inputs
+            )
+        )
+
+    def write(i, chunk, out):
+        # The reshape is here, as XLA:CPU would fuse it with the encoding, and no longer
+        # vectorise that.
+        return jax.tree.map(
+            lambda out, part: lax.dynamic_update_slice_in_dim(
+                out, part.reshape(part.shape[0], -1), i * height, 0
+            ),
+            out,
+            chunk,
+        )
+
+    def empty(part):
+        out = jnp.zeros((size, math.prod(part.shape[1:])), part.dtype)
+        return match_varying(out, *jax.tree.leaves(inputs))[0]
+
+    out = jax.tree.map(empty, jax.eval_shape(fn, inputs))
+    if count:
+        out = pipeline(count, chunk, write, out)
+    if not rest:
+        return out
+    return write(count, fn(jax.tree.map(lambda a: a[-rest:], inputs)), out)
+
+
+# What is encoded at once: four megabytes of float32.
+_chunk_elements = 2**20
+
+
+def _in_blocks(
+    row: Float[Array, " size"], format: Format
+) -> tuple[Float[Array, "blocks block"], Float[np.ndarray, " blocks"]]:
+    """The row cut in blocks, the last one filled with zeros; and how much of each block
+    is real."""
+    (size,) = row.shape
+    blocks, block = format.num_blocks(size), format.block_size or size
+    filled = blocks * block - size
+    counts = np.full(blocks, block, np.float32)
+    counts[-1] -= filled
+    return jnp.pad(row, (0, filled)).reshape(blocks, block), counts
+
+
+def _in_groups(
+    codes: Shaped[Array, "*lead size"], format: Format
+) -> Shaped[Array, "... groups group"]:
+    """The codes of one row (or of several, for one scale per tensor) cut in the groups
+    that are packed together."""
+    if format.block_size is not None:
+        return codes
+    *lead, size = codes.shape
+    filled = format.padded(size) - size
+    if filled:
+        widths = [(0, 0)] * len(lead) + [(0, filled)]
+        codes = jnp.pad(codes, widths, constant_values=format.padding_code)
+    if format.group == 1:
+        return codes
+    return codes.reshape(*lead, -1, format.group)
+
+
+def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
+    """The largest magnitude; infinite if anything is not finite."""
+    # XLA:CPU's maximum may drop a NaN, but not an infinity.
+    magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.inf)
+    return max_blocks(magnitude)
+
+
+def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:
+    """Whether some value is not finite, or not one that scales can hold."""
+    fits = jnp.isfinite(absmax)
+    scales = jnp.finfo(format.scale_dtype)
+    if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:
+        largest, smallest = float(scales.max), float(scales.tiny)
+        fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))
+    return jnp.any(~fits)
+
+
+def _is_a_scale(given: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
+    return (given > 0) & jnp.isfinite(given)

@@ -1,0 +1,204 @@
+"""Floats to quantized arrays and back."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Num, Shaped
+
+from ..._jax import config, is_traced, typed
+from ...formats import as_format, Format
+from ._array import QuantizedArray
+from ._axes import canonical_axes
+from ._encode import encode_rows, encode_rowwise, has_encoder, per_tensor
+
+
+@typed
+def quantize(
+    array: Shaped[Array, "..."] | Shaped[np.ndarray, "..."],
+    format: Format | str = "nf4",
+    *,
+    axis: int | Sequence[int] = -1,
+    scales: Float[Array, "*lead blocks"] | None = None,
+    check_finite: bool = True,
+) -> QuantizedArray:
+    """Quantize an array.
+
+    A pure function, which works under `jax.jit`, `jax.vmap` and `jax.eval_shape`.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (512, 256))
+        quantized = eqquant.quantize(weight, "nf4")
+        assert quantized.shape == (512, 256)
+        assert quantized.nbytes < weight.nbytes / 7
+        ```
+
+    **Arguments:**
+
+    - `array`: a floating-point array with one axis or more.
+    - `format`: a format, or the name of one: `"nf4"`, `"int8"`, `"ternary"`,
+        `"binary"`.
+    - `axis`: the axis along which blocks, or the scale of a channel, run. Normally the
+        one that a product contracts: the last of a weight used as `w @ x`, as in
+        `eqx.nn`; the first of one used as `x @ w`. With several axes, scales are shared
+        over all of them, as the weight of a convolution needs; with all axes and no
+        block size there is one scale per tensor.
+    - `scales`: `(*lead, blocks)`, positive: scales that were learned or calibrated, to
+        use instead of those that the format would choose. Every value takes its nearest
+        level. `lead` are the axes of `array` that are not blocked.
+    - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
+        that the dtype of the scales cannot hold.
+
+    **Returns:**
+
+    A [`eqquant.QuantizedArray`][] of the shape and dtype of `array`.
+
+    **Raises:**
+
+    - `TypeError` if `array` is not floating point.
+    - `ValueError` if `format`, `axis` or the shape of `scales` is not valid, or (with
+        the number of offending values) if `array` has non-finite ones. Under `jit` the
+        latter is an `eqx.error_if`, raised at run time.
+    """
+    format = as_format(format)
+    array = jnp.asarray(array)
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        raise TypeError(
+            f"quantize: array must have a floating-point dtype, got {array.dtype}."
+        )
+    if array.ndim == 0:
+        raise ValueError("quantize: array must have at least one axis, got a scalar.")
+    if format.scale_dtype == np.float64 and not config("jax_enable_x64"):
+        raise ValueError(
+            "quantize: scale_dtype='float64' needs jax_enable_x64, which is off."
+        )
+    axes = canonical_axes(axis, array.ndim)
+    if not array.size:
+        axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
+    given = None
+    if scales is not None:
+        _check_scales(scales, array, axes, format)
+        given = scales.astype(format.scale_dtype)
+    q, problem = encode(array, format, axes, given)
+    if check_finite:
+        zero = no_problem(problem, array, format, given)
+        if zero is not None:
+            q = q.replace(
+                scales=jax.tree.map(lambda a: a + zero.astype(a.dtype), q.scales)
+            )
+    return q
+
+
+def encode(
+    array: Float[Array, "..."],
+    format: Format,
+    axes: tuple[int, ...],
+    given: Float[Array, "*lead blocks"] | None = None,
+) -> tuple[QuantizedArray, Bool[Array, ""]]:
+    """As [`quantize`][], of arguments that have been checked; and whether there are
+    values that cannot be quantized."""
+    how = {"format": format, "chunked": _is_on_one_device(array)}
+    if given is None and has_encoder(array, format, axes):
+        codes, stored, problems = encode_rowwise(array, **how)
+        problem = jnp.any(problems)
+    else:
+        codes, stored, problem = encode_rows(array, axes=axes, given=given, **how)
+    shape = array.shape
+    inner = tuple(shape[a] for a in axes[1:])
+    if per_tensor(axes, array.ndim, format):
+        axes, inner = axes[-1:], ()
+    size = math.prod(shape[a] for a in axes)
+    padding = format.padded(size) - size
+    q = QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
+    return q, problem
+
+
+def no_problem(
+    problem: Bool[Array, ""],
+    array: Float[Array, "..."],
+    format: Format,
+    given: Float[Array, "*lead blocks"] | None = None,
+) -> Float[Array, ""] | None:
+    """An error if there is one. Under `jit` it is raised when a zero, which is what
+    comes back, has been added to something."""
+    if not is_traced(problem):
+        if problem:
+            _raise_not_finite(array, given, format)
+        return None
+    # By way of a scalar: what passes through `error_if` itself is no longer split over
+    # devices.
+    return eqx.error_if(
+        jnp.zeros((), format.scale_dtype),
+        problem,
+        "eqquant.quantize: the array holds values that are not finite, or that "
+        f"{format.scale_dtype.name} scales cannot hold; or a scale that was given is "
+        "not positive and finite.",
+    )
+
+
+@typed
+def dequantize(x: Any) -> Any:
+    """The floating-point array that a quantized array stands for; anything else comes
+    back as it is."""
+    return x.dequantize() if isinstance(x, QuantizedArray) else x
+
+
+def _is_on_one_device(array: Array) -> bool:
+    # A loop over rows that are split over devices would gather them.
+    if is_traced(array):
+        return jax.device_count() == 1
+    return len(array.sharding.device_set) == 1
+
+
+def _check_scales(
+    scales: Float[Array, "*lead blocks"], array, axes: tuple[int, ...], format: Format
+):
+    if format.quantized_scales:
+        raise ValueError(
+            f"quantize: scales cannot be given to {format!r}, which quantizes them. "
+            "Turn that off."
+        )
+    blocked = [a % array.ndim for a in axes]
+    lead = [n for a, n in enumerate(array.shape) if a not in blocked]
+    size = math.prod(array.shape[a] for a in blocked)
+    expected = (*lead, format.num_blocks(size))
+    if scales.shape != expected:
+        raise ValueError(
+            f"quantize: scales must have the shape {expected} for an array of shape "
+            f"{array.shape} in {format!r}, got {scales.shape}."
+        )
+
+
+def _raise_not_finite(
+    array: Num[Array, "..."],
+    given: Float[Array, "*lead blocks"] | None,
+    format: Format,
+):
+    nan = int(jnp.sum(jnp.isnan(array)))
+    infinite = int(jnp.sum(jnp.isinf(array)))
+    if nan or infinite:
+        raise ValueError(
+            f"quantize: array must be finite, but {nan} values are NaN and {infinite} "
+            f"are infinite, out of {array.size}. Pass check_finite=False to quantize "
+            "it all the same."
+        )
+    if given is not None and (
+        wrong := int(jnp.sum(~((given > 0) & (given < jnp.inf))))
+    ):
+        raise ValueError(
+            f"quantize: scales must be positive and finite, but {wrong} out of "
+            f"{given.size} are not."
+        )
+    raise ValueError(
+        f"quantize: array holds values that scales in {format.scale_dtype.name} cannot "
+        "hold. Choose scale_dtype='float64', or rescale the array."
+    )

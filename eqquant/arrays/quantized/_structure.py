@@ -1,0 +1,280 @@
+"""The structure of a quantized array: exact, on the components."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int8, UInt8
+
+from ...formats import (
+    codes_per_byte,
+    float_scales,
+    Format,
+    gather_scales,
+    QuantizedScales,
+    scales_split,
+    slice_scales,
+)
+from .._operators import ArrayOperators
+
+
+class AbstractQuantizedArray(ArrayOperators):
+    """The fields of a [`eqquant.QuantizedArray`][], and what moves them about."""
+
+    codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
+    scales: Float[Array, "*lead blocks"] | QuantizedScales
+    format: Format = eqx.field(static=True)
+    dtype: np.dtype = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+    inner: tuple[int, ...] = eqx.field(static=True)
+    padding: int = eqx.field(static=True)
+
+    #
+    # What it stands for
+    #
+
+    @property
+    def ndim(self) -> int:
+        return self.codes.ndim - 1 + len(self.axes)
+
+    @property
+    def is_whole(self) -> bool:
+        return hasattr(self.codes, "shape") and hasattr(self.scales, "shape")
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        stored = self.codes.shape[-1] * codes_per_byte(self.format.bits)
+        inner = math.prod(self.inner)
+        outer = (stored - self.padding) // inner if inner else 0
+        shape: list[Any] = [None] * self.ndim
+        for axis, size in zip(self.axes, (outer, *self.inner), strict=True):
+            shape[axis] = size
+        lead = iter(self.codes.shape[:-1])
+        return tuple(next(lead) if size is None else size for size in shape)
+
+    @property
+    def blocked_axes(self) -> tuple[int, ...]:
+        """The blocked axes, counted from the front, in the order of storage."""
+        return tuple(axis + self.ndim for axis in self.axes)
+
+    @property
+    def lead_axes(self) -> tuple[int, ...]:
+        """The other axes: those that codes and scales share."""
+        blocked = self.blocked_axes
+        return tuple(axis for axis in range(self.ndim) if axis not in blocked)
+
+    #
+    # Structure: exact, on the components; NotImplemented where that is not possible.
+    # `_on_lead` is the whole mechanism: an operation that leaves the blocked axes whole
+    # is the same operation on both components.
+    #
+
+    def replace(self, **fields):
+        names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
+        return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
+
+    def _on_lead(self, fn, axes: Sequence[int] | None = None):
+        """Apply `fn` to all components; `axes` says where, counted from the end, the
+        blocked axes then are."""
+        axes = self.axes if axes is None else tuple(axes)
+        codes, scales = jax.tree.map(fn, (self.codes, self.scales))
+        return self.replace(codes=codes, scales=scales, axes=axes)
+
+    def _lead_index(self, axis: int) -> int:
+        return self.lead_axes.index(axis)
+
+    def permute(self, permutation: Sequence[int]) -> "AbstractQuantizedArray":
+        blocked = [permutation.index(axis) - self.ndim for axis in self.blocked_axes]
+        lead = [self._lead_index(i) for i in permutation if i in self.lead_axes]
+        if lead == list(range(len(lead))):  # Free: only the blocked axis moves.
+            return self.replace(axes=tuple(blocked))
+        return self._on_lead(lambda a: jnp.transpose(a, (*lead, len(lead))), blocked)
+
+    def with_dtype(self, dtype) -> "AbstractQuantizedArray":
+        return self.replace(dtype=jnp.dtype(dtype))
+
+    def with_shape(self, shape: Sequence[int]) -> Any:
+        """Where the blocked axes stay whole."""
+        shape, old = tuple(shape), self.shape
+        # Find each blocked axis in the new shape: as many elements before and after it.
+        where: dict[int, int] = {}
+        start = 0
+        for axis in sorted(self.blocked_axes):
+            before = math.prod(old[:axis])
+            for new in range(start, len(shape)):
+                if shape[new] == old[axis] and math.prod(shape[:new]) == before:
+                    where[axis], start = new, new + 1
+                    break
+            else:
+                return NotImplemented
+        lead = [n for i, n in enumerate(shape) if i not in where.values()]
+        axes = [where[axis] - len(shape) for axis in self.blocked_axes]
+        if 0 in shape and math.prod(lead) != math.prod(self.codes.shape[:-1]):
+            return NotImplemented
+        return self._on_lead(lambda a: a.reshape(*lead, a.shape[-1]), axes)
+
+    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
+        new = [dimensions[axis] for axis in self.blocked_axes]
+        old = self.shape
+        if any(shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes):
+            return NotImplemented
+        lead = [i for i in range(len(shape)) if i not in new]
+        onto = [lead.index(dimensions[axis]) for axis in self.lead_axes]
+
+        def broadcast(a):
+            to = (*(shape[i] for i in lead), a.shape[-1])
+            return lax.broadcast_in_dim(a, to, (*onto, len(lead)))
+
+        return self._on_lead(broadcast, [i - len(shape) for i in new])
+
+    def slice(
+        self,
+        start: Sequence[int],
+        limit: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Any:
+        """Along the blocked axis only between blocks."""
+        strides = tuple(strides or (1,) * self.ndim)
+        out = self
+        for axis in self.blocked_axes:
+            if (start[axis], limit[axis], strides[axis]) != (0, self.shape[axis], 1):
+                out = self._slice_blocks(start[axis], limit[axis], strides[axis])
+                if out is NotImplemented:
+                    return NotImplemented
+        lead = self.lead_axes
+
+        def slice_lead(a):
+            return lax.slice(
+                a,
+                (*(start[i] for i in lead), 0),
+                (*(limit[i] for i in lead), a.shape[-1]),
+                (*(strides[i] for i in lead), 1),
+            )
+
+        return out._on_lead(slice_lead)
+
+    def _slice_blocks(self, start: int, limit: int, stride: int):
+        """A part of the only blocked axis that begins and ends between blocks."""
+        if len(self.axes) > 1 or stride != 1 or limit <= start:
+            return NotImplemented
+        per_byte, unit = codes_per_byte(self.format.bits), self.format.group
+        blocks = self.scales.shape[-1]
+        stored = self.codes.shape[-1] * per_byte
+        if blocks != 1 or self.format.block_size is not None:
+            unit = math.lcm(unit, stored // blocks)
+        at_end = limit == self.shape[self.blocked_axes[-1]]
+        if start % unit or (limit % unit and not at_end):
+            return NotImplemented
+        stop = stored if at_end else limit
+        scales = self.scales
+        if blocks > 1:
+            block = stored // blocks
+            scales = slice_scales(scales, start // block, stop // block)
+            if scales is NotImplemented:
+                return NotImplemented
+        return self.replace(
+            codes=self.codes[..., start // per_byte : stop // per_byte],
+            scales=scales,
+            padding=stop - limit,
+        )
+
+    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
+        if any(sizes[axis] != self.shape[axis] for axis in self.blocked_axes):
+            return NotImplemented
+        lead = self.lead_axes
+
+        starts = [jnp.asarray(i) for i in (*(start[i] for i in lead), 0)]
+        dtype = jnp.result_type(*starts)
+        starts = [i.astype(dtype) for i in starts]
+
+        def slice_lead(a):
+            whole = (*(sizes[i] for i in lead), a.shape[-1])
+            return lax.dynamic_slice(a, starts, whole)
+
+        return self._on_lead(slice_lead)
+
+    def reverse(self, dimensions: Sequence[int]) -> Any:
+        if any(axis in self.blocked_axes for axis in dimensions):
+            return NotImplemented
+        lead = [self._lead_index(axis) for axis in dimensions]
+        return self._on_lead(lambda a: lax.rev(a, lead))
+
+    def drop_axes(self, dimensions: Sequence[int]) -> "AbstractQuantizedArray":
+        left = [i for i in range(self.ndim) if i not in dimensions]
+        axes = [left.index(axis) - len(left) for axis in self.blocked_axes]
+        lead = [self._lead_index(axis) for axis in dimensions]
+        return self._on_lead(lambda a: lax.squeeze(a, lead), axes)
+
+    @property
+    def whole_axes(self) -> int | None:
+        n = len(self.axes)
+        return n if sorted(self.axes) == list(range(-n, 0)) else None
+
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
+        scales = gather_scales(fn, self.scales, fill)
+        return self.replace(codes=fn(self.codes, None), scales=scales)
+
+    def concatenate(self, others: Sequence["AbstractQuantizedArray"], dimension: int):
+        if dimension in self.blocked_axes:
+            return NotImplemented
+        lead = self._lead_index(dimension)
+        return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
+
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
+        """Where each device gets whole groups of codes and whole blocks."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        lead = [entries[axis] for axis in self.lead_axes]
+        first, *others = (entries[axis] for axis in self.blocked_axes)
+        if any(entry is not None for entry in others):
+            return NotImplemented
+        if first is not None and (self.padding or self.inner):
+            return NotImplemented
+        names = first if isinstance(first, tuple) else () if first is None else (first,)
+        parts = math.prod(mesh.shape[name] for name in names)
+        group_bytes = max(1, self.format.group * self.format.bits // 8)
+        if self.codes.shape[-1] % (parts * group_bytes):
+            return NotImplemented
+        if not scales_split(self.scales, parts):
+            return NotImplemented
+        # What there is one of in a row is not split; codes are, even so.
+        whole = [False, *(a.shape[-1] == 1 for a in jax.tree.leaves(self.scales))]
+        specs = [PartitionSpec(*lead, None if one else first) for one in whole]
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
+
+    def unflatten(self):
+        """The same array with only the last of several blocked axes blocked, which
+        needs blocks that do not cross it."""
+        *others, last = self.blocked_axes
+        if not others:
+            return self
+        per_byte = codes_per_byte(self.format.bits)
+        stored = self.codes.shape[-1] * per_byte
+        shape = self.shape
+        size, blocks = shape[last], self.scales.shape[-1]
+        block = stored // blocks if blocks else 0
+        shared = blocks == 1 and self.format.block_size is None
+        unit = self.format.group if shared else math.lcm(self.format.group, block)
+        if self.padding or not size or size % unit or others != sorted(others):
+            return NotImplemented
+        # The axes that are no longer blocked go last among the leading ones, then to
+        # where the shape has them.
+        lead = self.codes.shape[:-1]
+        new = tuple(shape[axis] for axis in others)
+        codes = self.codes.reshape(*lead, *new, size // per_byte)
+        scales = float_scales(self.scales)
+        if shared:
+            scales = jnp.broadcast_to(
+                scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
+            )
+        else:
+            scales = scales.reshape(*lead, *new, size // block)
+        now = [*self.lead_axes, *others]
+        order = sorted(range(len(now)), key=now.__getitem__)
+        out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())
+        return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))

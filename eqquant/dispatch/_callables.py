@@ -1,0 +1,150 @@
+"""Implicit arrays inside of callables: arguments, closures, methods, partials.
+
+JAX sees the arrays that a function closes over while it is traced, but an implicit
+array is not an array. So a function that closes over some is rebuilt around stand-ins.
+"""
+
+import functools as ft
+import types
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ..arrays import ImplicitArray, is_implicit
+
+
+_Jit: type = type(jax.jit(lambda: None))
+_FilterJit: type = type(eqx.filter_jit(lambda: None))
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_implicit(x) or isinstance(x, _FilterJit)
+
+
+def substitute(value: Any, fn: Callable[[ImplicitArray], Any]) -> Any:
+    """`value` with every implicit array in it replaced by `fn` of it.
+
+    `value` is a pytree whose leaves may be functions. Whatever holds no implicit array
+    comes back as the same object. The order of the calls of `fn` depends on nothing but
+    the structure of `value`.
+    """
+    return _Substitution(fn)(value)
+
+
+class _Substitution:
+    def __init__(self, fn):
+        self.fn = fn
+        self.done = {}
+
+    def __call__(self, value):
+        try:
+            leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
+        except (TypeError, ValueError):
+            return value  # Not a pytree: a dictionary of keys without an order, say.
+        new = [self.leaf(leaf) for leaf in leaves]
+        if all(a is b for a, b in zip(leaves, new, strict=True)):
+            return value
+        return jax.tree.unflatten(treedef, new)
+
+    def leaf(self, leaf):
+        if is_implicit(leaf):
+            return self.fn(leaf)
+        rebuild = None
+        if isinstance(leaf, types.FunctionType):
+            rebuild = self.function
+        elif isinstance(leaf, types.MethodType):
+            rebuild = self.method
+        elif isinstance(leaf, ft.partial):
+            rebuild = self.partial
+        elif isinstance(leaf, (_Jit, _FilterJit)):
+            # Without `jit` the same function; what it is part of is traced anyway.
+            rebuild = self.jitted
+        if rebuild is None:
+            return leaf
+        # A function may refer to itself.
+        if id(leaf) not in self.done:
+            self.done[id(leaf)] = leaf
+            self.done[id(leaf)] = rebuild(leaf)
+        return self.done[id(leaf)]
+
+    def method(self, method):
+        owner, function = self(method.__self__), self(method.__func__)
+        if owner is method.__self__ and function is method.__func__:
+            return method
+        return types.MethodType(function, owner)
+
+    def partial(self, partial):
+        function = self(partial.func)
+        args, keywords = self(partial.args), self(partial.keywords)
+        new, old = (
+            (function, args, keywords),
+            (partial.func, partial.args, partial.keywords),
+        )
+        if all(a is b for a, b in zip(new, old, strict=True)):
+            return partial
+        return ft.partial(function, *args, **keywords)
+
+    def jitted(self, jitted):
+        wrapped = jitted.__wrapped__
+        new = self(wrapped)
+        return jitted if new is wrapped else new
+
+    def function(self, function):
+        cells = function.__closure__ or ()
+        contents = [_contents(cell) for cell in cells]
+        new_contents = [self(x) for x in contents]
+        defaults = self(function.__defaults__)
+        keywords = self(function.__kwdefaults__)
+        old_globals = _used_globals(function)
+        new_globals = {name: self(x) for name, x in old_globals.items()}
+        changed = {
+            name: x for name, x in new_globals.items() if x is not old_globals[name]
+        }
+        if (
+            all(a is b for a, b in zip(contents, new_contents, strict=True))
+            and defaults is function.__defaults__
+            and keywords is function.__kwdefaults__
+            and not changed
+        ):
+            return function
+        new = types.FunctionType(
+            function.__code__,
+            {**function.__globals__, **changed} if changed else function.__globals__,
+            function.__name__,
+            defaults,
+            tuple(
+                cell if a is b else types.CellType(b)
+                for cell, a, b in zip(cells, contents, new_contents, strict=True)
+            ),
+        )
+        new.__kwdefaults__ = keywords
+        return new
+
+
+def _contents(cell):
+    try:
+        return cell.cell_contents
+    except ValueError:  # Not assigned yet.
+        return None
+
+
+def _used_globals(function) -> dict[str, Any]:
+    """The globals that a function reads and that may hold implicit arrays: pytrees,
+    and functions beside it."""
+    module = function.__globals__.get("__name__", "")
+    if module.split(".")[0] in ("jax", "equinox", "eqquant"):
+        return {}  # They hold none.
+    found, pending = {}, [function.__code__]
+    while pending:
+        code = pending.pop()
+        pending += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        for name in code.co_names:
+            value = function.__globals__.get(name)
+            if isinstance(value, types.FunctionType):
+                if value.__globals__ is function.__globals__:
+                    found[name] = value
+            elif not isinstance(value, types.ModuleType | type):
+                found[name] = value
+    return found

@@ -1,0 +1,108 @@
+"""An interpreter of jaxprs, for arrays that may be quantized."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._jax import bind_equation, Literal, open_jaxpr, source_of
+from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
+from ._callables import substitute
+from .rules import control_rule_of, rules_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Interpreter:
+    """Evaluates jaxprs on arrays, quantized or not."""
+
+    policy: OnMaterialise
+
+    def call(self, fn: Callable, *args, **kwargs) -> Any:
+        """Call `fn` on quantized arrays, wherever they are."""
+        everything = (fn, args, kwargs)
+        found: list[ImplicitArray] = []
+
+        def collect(q):
+            found.append(q)
+            # Anything else, so that what holds it counts as changed.
+            return jax.tree.leaves(q)[0]
+
+        substitute(everything, collect)
+        if not found:
+            return fn(*args, **kwargs)
+
+        leaves, treedef = jax.tree.flatten(everything, is_leaf=is_implicit)
+        dynamic = [x for x in leaves if eqx.is_array(x)]
+        out: dict[str, Any] = {}
+
+        def flat(stand_ins, arrays):
+            stand_in, array = iter(stand_ins), iter(arrays)
+            filled = [next(array) if eqx.is_array(x) else x for x in leaves]
+            fn, args, kwargs = substitute(
+                jax.tree.unflatten(treedef, filled), lambda _: next(stand_in)
+            )
+            results, out["treedef"] = jax.tree.flatten(fn(*args, **kwargs))
+            out["static"] = [None if _is_traced(x) else x for x in results]
+            return [x for x in results if _is_traced(x)]
+
+        jaxpr = jax.make_jaxpr(flat)([stand_in_for(q) for q in found], dynamic)
+        results = iter(self.function(jaxpr)(*found, *dynamic))
+        filled = [next(results) if x is None else x for x in out["static"]]
+        return jax.tree.unflatten(out["treedef"], filled)
+
+    def function(self, jaxpr) -> Callable[..., list]:
+        """A jaxpr as a function."""
+        return ft.partial(self.evaluate, jaxpr)
+
+    def evaluate(self, jaxpr, *args) -> list:
+        jaxpr, consts = open_jaxpr(jaxpr)
+        env = dict(zip(jaxpr.constvars, consts, strict=False))
+        env.update(zip(jaxpr.invars, args, strict=True))
+
+        def read(var):
+            return var.val if isinstance(var, Literal) else env[var]
+
+        for eqn in jaxpr.eqns:
+            values = [read(var) for var in eqn.invars]
+            if any(isinstance(x, ImplicitArray) for x in values):
+                results = self.apply(eqn, values)
+            else:
+                results = bind_equation(eqn, values)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(var) for var in jaxpr.outvars]
+
+    def apply(self, eqn, args: list) -> list:
+        """One equation with a quantized operand."""
+        control = control_rule_of(eqn.primitive)
+        if control is not None:
+            return list(control(self, eqn, args))
+        for rule in rules_of(eqn.primitive):
+            result = rule(*args, **eqn.params)
+            if result is not NotImplemented:
+                multiple = eqn.primitive.multiple_results
+                return list(result) if multiple else [result]
+        return bind_equation(eqn, [self.dense(eqn, x) for x in args])
+
+    def dense(self, eqn, x: Any) -> Any:
+        """`x` as a plain array, for an equation that needs one; if it is implicit, as
+        the policy has it."""
+        if not is_implicit(x):
+            return x
+        what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
+        return materialise(x, what, self.policy)
+
+
+def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:
+    """The array for which `q` stands, without its values."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return jax.ShapeDtypeStruct(q.shape, q.dtype)
+    # How it varies over the mesh, and how it is split, follow from the components.
+    return jax.eval_shape(lambda q: q.dequantize(), q)
+
+
+def _is_traced(x: Any) -> bool:
+    return isinstance(x, jax.Array)

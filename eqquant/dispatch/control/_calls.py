@@ -1,0 +1,41 @@
+"""Calls: `jit`, `checkpoint`."""
+
+import weakref
+
+import jax
+
+from .._interpreter import Interpreter
+from ..rules import control_rule_for
+
+
+# An eager call interprets the same jaxpr again and again; what it was compiled to has
+# to be found again.
+_compiled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+@control_rule_for("jit", "pjit")
+def _jit(interpreter: Interpreter, eqn, args):
+    jaxpr = eqn.params["jaxpr"]
+    by_interpreter = _compiled.setdefault(jaxpr, {})
+    if interpreter not in by_interpreter:
+        # A reference to the jaxpr in its own entry would keep it alive for ever.
+        reference = weakref.ref(jaxpr)
+
+        def call(*args):
+            return interpreter.function(reference())(*args)
+
+        call.__name__ = eqn.params["name"]
+        by_interpreter[interpreter] = jax.jit(call, inline=eqn.params["inline"])
+    return by_interpreter[interpreter](*args)
+
+
+@control_rule_for("closed_call", "core_call")
+def _call(interpreter: Interpreter, eqn, args):
+    return interpreter.function(eqn.params["call_jaxpr"])(*args)
+
+
+@control_rule_for("remat2", "remat", "checkpoint")
+def _remat(interpreter: Interpreter, eqn, args):
+    fn = interpreter.function(eqn.params["jaxpr"])
+    prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
+    return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=policy)(*args)

@@ -1,0 +1,9 @@
+"""What a JAX primitive does when an operand is an array in parts."""
+
+from . import _products as _products, _structural as _structural
+from ._registry import (
+    control_rule_for as control_rule_for,
+    control_rule_of as control_rule_of,
+    register as register,
+    rules_of as rules_of,
+)

@@ -1,0 +1,169 @@
+"""Primitives that multiply: all of them become `quantized_dot`."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ...arrays import ImplicitArray
+from ._registry import register_names, rule_for
+
+
+@rule_for(lax.dot_general_p)
+def _dot_general(
+    lhs, rhs, *, dimension_numbers, precision, preferred_element_type, **_
+):
+    (over_lhs, over_rhs), (batch_lhs, batch_rhs) = dimension_numbers
+    if isinstance(lhs, ImplicitArray) and isinstance(rhs, ImplicitArray):
+        return NotImplemented
+    quantized_lhs = isinstance(lhs, ImplicitArray)
+    q, x = (lhs, rhs) if quantized_lhs else (rhs, lhs)
+    over = list(zip(over_lhs, over_rhs, strict=True))
+    batch = list(zip(batch_lhs, batch_rhs, strict=True))
+    if not quantized_lhs:
+        over = [(j, i) for i, j in over]
+        batch = [(j, i) for i, j in batch]
+    out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
+    out = q.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
+    if out is NotImplemented or not quantized_lhs:
+        return out
+    # The primitive has the free axes of the left operand first; here it is `q`.
+    first = len(batch)
+    free = q.ndim - len(over) - len(batch)
+    return jnp.moveaxis(out, range(-free, 0), range(first, first + free))
+
+
+def _dot_dtype(lhs, rhs):
+    """What lax makes of two dtypes, which is not what `jnp` promotes them to."""
+    if lhs == rhs:
+        return lhs
+    vectors = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs)]
+    return jax.eval_shape(lax.dot, *vectors).dtype
+
+
+@register_names("ragged_dot_general")
+def _ragged_dot_general(
+    lhs,
+    rhs,
+    group_sizes,
+    *,
+    ragged_dot_dimension_numbers,
+    precision,
+    preferred_element_type,
+    **_,
+):
+    """A weight per group of consecutive rows: `lax.ragged_dot`.
+
+    The rows are cut in tiles. A tile that several groups share is multiplied once for
+    each, other groups' rows masked; so there are at most `tiles + groups` products, and
+    only one group's weight is looked at in each.
+    """
+    numbers = ragged_dot_dimension_numbers
+    dims = numbers.dot_dimension_numbers
+    if (
+        isinstance(lhs, ImplicitArray)
+        or tuple(map(tuple, (*dims[0], *dims[1]))) != ((1,), (1,), (), ())
+        or tuple(numbers.lhs_ragged_dimensions) != (0,)
+        or tuple(numbers.rhs_group_dimensions) != (0,)
+        or rhs.ndim != 3
+        or lhs.ndim != 2
+    ):
+        return NotImplemented
+    out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    if not jnp.issubdtype(out_dtype, jnp.floating):
+        return NotImplemented
+    m, _ = lhs.shape
+    groups, _, n = rhs.shape
+    height = max(1, min(128, m))
+    tiles = -(-m // height)
+    x = jnp.pad(lhs, ((0, tiles * height - m), (0, 0))).reshape(tiles, height, -1)
+    stop = jnp.cumsum(group_sizes)
+    # The (tile, group) pairs that overlap, in order: as if walking along the rows, with
+    # a step at each end of a tile and at each end of a group.
+    ends = jnp.sort(
+        jnp.concatenate([jnp.arange(1, tiles + 1) * height, jnp.minimum(stop, m)])
+    )
+    begins = jnp.concatenate([jnp.zeros((1,), ends.dtype), ends[:-1]])
+    group = jnp.searchsorted(stop, begins, side="right")
+    tile = jnp.minimum(begins // height, tiles - 1)
+    rows = jnp.arange(height)
+
+    def step(out, which):
+        begin, end, tile, group = which
+        inside = jnp.clip(group, 0, groups - 1)
+        weight = rhs.dynamic_slice((inside, 0, 0), (1, *rhs.shape[1:])).squeeze((0,))
+        y = weight.contract(x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype)
+        row = tile * height + rows
+        mine = (row >= begin) & (row < end) & (group < groups)
+        return out.at[tile].add(jnp.where(mine[:, None], y, 0)), None
+
+    out = jnp.zeros((tiles, height, n), out_dtype)
+    out, _ = lax.scan(step, out, (begins, ends, tile, group))
+    return out.reshape(tiles * height, n)[:m]
+
+
+@rule_for(lax.conv_general_dilated_p)
+def _conv_general_dilated(
+    lhs,
+    rhs,
+    *,
+    window_strides,
+    padding,
+    lhs_dilation,
+    rhs_dilation,
+    dimension_numbers,
+    feature_group_count,
+    batch_group_count,
+    precision,
+    preferred_element_type,
+    **_,
+):
+    """A convolution as a product with the patches of its input."""
+    if isinstance(lhs, ImplicitArray) or batch_group_count != 1:
+        return NotImplemented
+    numbers = dimension_numbers
+    x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
+    q = rhs.transpose(numbers.rhs_spec)  # (out, in / groups, *window)
+    out_dtype = preferred_element_type or jnp.promote_types(x.dtype, q.dtype)
+    window, space = q.shape[2:], "DHWXYZ"[: q.ndim - 2]
+    if q.ndim - 2 > 6 or 0 in q.shape or 0 in x.shape:
+        return NotImplemented
+    groups, out_features = feature_group_count, q.shape[0]
+    patches = lax.conv_general_dilated_patches(
+        x,
+        window,
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers=("NC" + space, "OI" + space, "NC" + space),
+        precision=lax.Precision.HIGHEST,  # They only copy.
+    )
+    batch, _, *out_space = patches.shape
+    window_axes = range(len(window))
+    patches = patches.reshape(batch, groups, -1, *window, math.prod(out_space))
+    patches = jnp.moveaxis(patches, 1, 0)  # (groups, batch, in, *window, space)
+    # The same axes of both operands, groups first.
+    q = q.with_shape((groups, out_features // groups, *q.shape[1:]))
+    if q is NotImplemented:
+        return NotImplemented
+    over = [(2, 2), *((3 + i, 3 + i) for i in window_axes)]
+    if groups == 1:
+        q = q.squeeze((0,)) if q.ndim > 3 else q
+        over = [(i - 1, j - 1) for i, j in over]
+        out = q.contract(
+            patches[0], over, precision=precision, out_dtype=out_dtype
+        )  # (batch, space, out)
+        if out is NotImplemented:
+            return NotImplemented
+    else:
+        out = q.contract(
+            patches, over, [(0, 0)], precision=precision, out_dtype=out_dtype
+        )  # (groups, batch, space, out / groups)
+        if out is NotImplemented:
+            return NotImplemented
+        out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
+    out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
+    inverse = [numbers.out_spec.index(i) for i in range(out.ndim)]
+    return jnp.transpose(out, inverse)

@@ -1,0 +1,117 @@
+"""Rules by primitive."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+from jax.extend.core import Primitive
+
+from ...arrays import ImplicitArray, QuantizedArray
+
+
+_rules: dict[str, list[Callable]] = {}
+
+
+def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
+    """Say what a JAX primitive does when an operand is a quantized array.
+
+    The rule is called with the operands (arrays, and at least one
+    [`eqquant.QuantizedArray`][]; never a [`eqquant.LoraArray`][]) and the parameters of
+    the primitive. It returns what
+    the primitive returns: a value, or for a primitive with several results a list of
+    them; plain or quantized. Or it returns `NotImplemented`, and the rule registered
+    before it is tried; when there is none left the operands are dequantized, under the
+    policy of [`eqquant.quaxify`][].
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+        from jax import lax
+
+        @eqquant.register(lax.neg_p)
+        def _negate(q: eqquant.QuantizedArray):
+            # Exact, and it stays quantized.
+            return q.replace(scales=-q.scales)
+
+        q = eqquant.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "nf4")
+        negated = eqquant.quaxify(jnp.negative)(q)
+        assert isinstance(negated, eqquant.QuantizedArray)
+        ```
+
+    **Arguments:**
+
+    - `*primitives`: one primitive or more, such as `jax.lax.dot_general_p`.
+
+    **Returns:**
+
+    A decorator, which returns the rule as it was.
+
+    **Raises:**
+
+    `TypeError` if an argument is not a primitive.
+    """
+    for primitive in primitives:
+        if not isinstance(primitive, Primitive):
+            raise TypeError(f"register: expected JAX primitives, got {primitive!r}.")
+
+    def decorator(rule: Callable) -> Callable:
+        @ft.wraps(rule)
+        def guarded(*operands, **params):
+            if all(isinstance(x, QuantizedArray) for x in operands if _is_implicit(x)):
+                return rule(*operands, **params)
+            return NotImplemented
+
+        rule_for(*primitives)(guarded)
+        return rule
+
+    return decorator
+
+
+def _is_implicit(x: Any) -> bool:
+    return isinstance(x, ImplicitArray)
+
+
+def rule_for(*primitives: Primitive) -> Callable[[Callable], Callable]:
+    """[`register`][], of a rule for any implicit array."""
+    return register_names(*(primitive.name for primitive in primitives))
+
+
+def register_names(*names: str) -> Callable[[Callable], Callable]:
+    """Not every primitive has a public name."""
+
+    def decorator(rule: Callable) -> Callable:
+        for name in names:
+            _rules.setdefault(name, []).append(rule)
+        return rule
+
+    return decorator
+
+
+def rules_of(primitive: Any) -> list[Callable]:
+    """The rules of a primitive, last registered first."""
+    return _rules.get(primitive.name, [])[::-1]
+
+
+#
+# Control flow
+#
+
+_control_rules: dict[str, Callable] = {}
+
+
+def control_rule_for(*names: str) -> Callable[[Callable], Callable]:
+    """As [`register_names`][], of a rule `(interpreter, equation, operands) -> results`
+    for a primitive that holds jaxprs. There is one for each, and it goes first."""
+
+    def decorator(rule: Callable) -> Callable:
+        _control_rules.update(dict.fromkeys(names, rule))
+        return rule
+
+    return decorator
+
+
+def control_rule_of(primitive: Any) -> Callable | None:
+    return _control_rules.get(primitive.name)

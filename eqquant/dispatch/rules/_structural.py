@@ -1,0 +1,209 @@
+"""Primitives that move values about: exact, on the parts."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+
+from ...arrays import ImplicitArray
+from ._registry import register_names, rule_for
+
+
+@rule_for(lax.transpose_p)
+def _transpose(q, *, permutation, **_):
+    return q.permute(permutation)
+
+
+@rule_for(lax.reshape_p)
+def _reshape(q, *, new_sizes, dimensions, **_):
+    return NotImplemented if dimensions is not None else q.with_shape(new_sizes)
+
+
+@rule_for(lax.squeeze_p)
+def _squeeze(q, *, dimensions, **_):
+    return q.squeeze(dimensions)
+
+
+@rule_for(lax.broadcast_in_dim_p)
+def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions, **_):
+    if dynamic:
+        return NotImplemented
+    return q.broadcast_in_dim(shape, broadcast_dimensions)
+
+
+@rule_for(lax.slice_p)
+def _slice(q, *, start_indices, limit_indices, strides, **_):
+    return q.slice(start_indices, limit_indices, strides)
+
+
+@rule_for(lax.split_p)
+def _split(q, *, sizes, axis, **_):
+    parts, start = [], 0
+    for size in sizes:
+        lower, upper = [0] * q.ndim, list(q.shape)
+        lower[axis], upper[axis] = start, start + int(size)
+        part = q.slice(lower, upper)
+        if part is NotImplemented:
+            return NotImplemented
+        parts.append(part)
+        start += int(size)
+    return parts
+
+
+@rule_for(lax.dynamic_slice_p)
+def _dynamic_slice(q, *start, slice_sizes, **_):
+    if not isinstance(q, ImplicitArray) or len(start) != q.ndim:
+        return NotImplemented
+    return q.dynamic_slice(start, slice_sizes)
+
+
+@rule_for(lax.gather_p)
+def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
+    """Rows, or matrices out of a stack: the same gather on the parts.
+
+    Rows are decoded, as indexing does; only they are.
+    """
+    numbers = dimension_numbers
+    if not isinstance(q, ImplicitArray) or isinstance(indices, ImplicitArray):
+        return NotImplemented
+    n = q.whole_axes
+    if n is None:
+        return NotImplemented
+    first = q.ndim - n
+    whole = range(first, q.ndim)
+    if any(slice_sizes[axis] != q.shape[axis] for axis in whole):
+        return NotImplemented
+    if {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims} & set(whole):
+        return NotImplemented
+    # Slices keep the order of their axes, so those of the whole ones are the last.
+    kept = numbers.offset_dims[: len(numbers.offset_dims) - n]
+    ndim = len(numbers.offset_dims) + indices.ndim - 1
+    if numbers.offset_dims[len(kept) :] != tuple(range(ndim - n, ndim)):
+        return NotImplemented
+    # A whole axis is taken from its start, whatever the index says.
+    starts = [i for i, axis in enumerate(numbers.start_index_map) if axis < first]
+    if len(starts) < len(numbers.start_index_map):
+        indices = indices[..., jnp.asarray(starts, int)]
+    numbers = numbers._replace(
+        offset_dims=(*kept, ndim - n),
+        start_index_map=tuple(numbers.start_index_map[i] for i in starts),
+    )
+
+    fill = params["fill_value"]
+    if fill is not None and fill != 0 and fill == fill:
+        return NotImplemented
+
+    def gather(a, fill):
+        sizes = (*slice_sizes[:first], a.shape[-1])
+        return lax.gather(
+            a, indices, numbers, sizes, mode=params["mode"], fill_value=fill
+        )
+
+    out = q.gather(gather, fill)
+    # Under `vmap` an index is a slice of one element: those axes go away next.
+    return out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
+
+
+@rule_for(lax.rev_p)
+def _rev(q, *, dimensions, **_):
+    return q.reverse(dimensions)
+
+
+@rule_for(lax.concatenate_p)
+def _concatenate(*operands, dimension, **_):
+    first = operands[0]
+    if not all(isinstance(q, ImplicitArray) for q in operands):
+        return NotImplemented
+    if len({jax.tree.structure(q) for q in operands}) > 1:
+        return NotImplemented
+    return first.concatenate(operands[1:], dimension)
+
+
+@register_names("stack")  # From 0.10.2; before, broadcast and concatenated.
+def _stack(*operands, axis, **_):
+    rows = []
+    for q in operands:
+        if not isinstance(q, ImplicitArray):
+            return NotImplemented
+        dimensions = [i for i in range(q.ndim + 1) if i != axis]
+        shape = (*q.shape[:axis], 1, *q.shape[axis:])
+        rows.append(q.broadcast_in_dim(shape, dimensions))
+    return _concatenate(*rows, dimension=axis)
+
+
+@rule_for(lax.convert_element_type_p)
+def _convert_element_type(q, *, new_dtype, **_):
+    if not jnp.issubdtype(new_dtype, jnp.floating):
+        return NotImplemented
+    return q.with_dtype(new_dtype)
+
+
+@rule_for(lax.select_n_p)
+def _select_n(which, *cases, **_):
+    if not all(isinstance(q, ImplicitArray) for q in cases) or jnp.ndim(which):
+        return NotImplemented
+    if isinstance(which, ImplicitArray):
+        return NotImplemented
+    if len({jax.tree.structure(q) for q in cases}) > 1:
+        return NotImplemented
+    return jax.tree.map(lambda *parts: lax.select_n(which, *parts), *cases)
+
+
+@register_names("copy", "copy_p")
+def _copy(q, **_):
+    return jax.tree.map(jnp.copy, q)
+
+
+@register_names("stop_gradient")
+def _stop_gradient(q, **_):
+    return jax.tree.map(lax.stop_gradient, q)
+
+
+@register_names("name")
+def _identity(q, **_):
+    return q
+
+
+@register_names("pvary", "pcast")
+def _pcast(q, *, axes, **_):
+    return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), q)
+
+
+@rule_for(lax.optimization_barrier_p)
+def _optimization_barrier(*operands, **_):
+    leaves, tree = jax.tree.flatten(list(operands))
+    return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
+
+
+#
+# Placement
+#
+
+
+def _shardings(q: ImplicitArray, sharding):
+    """A tree of the same structure: where each part goes."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.tree.map(lambda _: sharding, q)
+    specs = q.split_specs(sharding.spec, sharding.mesh)
+    if specs is NotImplemented:
+        return NotImplemented
+    return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
+
+
+@register_names("sharding_constraint")
+def _sharding_constraint(q, *, sharding, **_):
+    shardings = _shardings(q, sharding)
+    if shardings is NotImplemented:
+        return NotImplemented
+    return jax.tree.map(lax.with_sharding_constraint, q, shardings)
+
+
+@register_names("device_put")
+def _device_put(*operands, devices, **_):
+    out = []
+    for x, where in zip(operands, devices, strict=True):
+        shardings = _shardings(x, where) if isinstance(x, ImplicitArray) else where
+        if shardings is NotImplemented:
+            return NotImplemented
+        out.append(jax.device_put(x, shardings))
+    return out

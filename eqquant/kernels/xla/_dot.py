@@ -1,0 +1,179 @@
+"""A product with a quantized weight, in plain XLA.
+
+The weight is decoded a tile of rows at a time, so that it never exists in full in
+floating point. What each step looks like is dictated by XLA:CPU, the platform on which
+it matters most:
+
+- A tile is decoded one iteration before it is used (see `_jax/_pipeline.py`). XLA then
+  writes the tile with a vectorised loop, rather than decode each element over and over
+  inside of the product.
+- Codes stay in plane order (see `formats/_pack.py`); the activation is permuted.
+"""
+
+import functools as ft
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int8, UInt8
+
+from ...formats import (
+    Format,
+    from_plane_order,
+    Precision,
+    to_plane_order,
+    unpack_planes,
+)
+from .._int8 import round_int8 as round_int8, split_int8
+from ._recipes import recipe_of
+from ._tiles import decode_tile, tiled
+
+
+def dot(
+    x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
+    codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
+    scales: Float[Array, "*batch rows blocks"],
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    out_dtype,
+    x_unit: Float[Array, "*batch m 1"] | None = None,
+) -> Float[Array, "*batch m out"]:
+    """`x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
+    `(rows, columns)` that `codes` and `scales` stand for. An activation in int8 is
+    taken for the integers that it holds, times `x_unit`."""
+    if x_unit is not None:
+        wide = jnp.promote_types(out_dtype, jnp.float32)
+        out = dot(
+            x,
+            codes,
+            scales,
+            format=format,
+            contract_rows=contract_rows,
+            precision=precision,
+            weight_dtype=weight_dtype,
+            out_dtype=wide,
+        )
+        return (out * x_unit).astype(out_dtype)
+    if codes.ndim > 2:
+        one = ft.partial(
+            dot,
+            format=format,
+            contract_rows=contract_rows,
+            precision=precision,
+            weight_dtype=weight_dtype,
+            out_dtype=out_dtype,
+        )
+        if codes.shape[0] == 1:
+            return one(x[0], codes[0], scales[0])[None]
+        # One after the other: only one weight's tile is decoded at a time.
+        return lax.map(lambda args: one(*args), (x, codes, scales))
+
+    if 0 in (*x.shape, *codes.shape):
+        columns = codes.shape[1] * 8 // format.bits
+        free = columns if contract_rows else codes.shape[0]
+        return jnp.zeros((x.shape[0], free), out_dtype)
+    recipe = recipe_of(
+        x,
+        codes,
+        scales,
+        format=format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=weight_dtype,
+    )
+    if not contract_rows:
+        x = to_plane_order(x, format.bits, format.group)
+    if recipe in ("split", "round", "int8"):
+        out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
+    else:
+        compute = jnp.promote_types(x.dtype, weight_dtype)
+        compute = jnp.promote_types(compute, jnp.float32)
+        operand = jnp.bfloat16 if recipe == "bfloat16" else compute
+        out = _float_dot(x, codes, scales, format, contract_rows, compute, operand)
+    if contract_rows:
+        out = from_plane_order(out, format.bits, format.group)
+    return out.astype(out_dtype)
+
+
+def _float_dot(x, codes, scales, format, contract_rows, compute, operand):
+    rows = x.shape[0]
+    x = x.astype(operand)
+
+    def decode(codes, scales):
+        tile = decode_tile(codes, scales, format, compute)
+        return _to_bfloat16(tile) if operand == jnp.bfloat16 else tile
+
+    multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=compute)
+    if rows == 1 and operand == jnp.bfloat16:
+        # XLA:CPU upcasts a whole bfloat16 matrix to multiply it by one vector.
+        x = jnp.pad(x, ((0, 1), (0, 0)))
+    elif rows == 1 and not contract_rows:
+        # And it transposes a whole matrix to multiply one vector by it.
+        multiply = lambda x, tile: lax.dot(tile, x[0])[None]
+    return tiled(x, codes, scales, decode, multiply, contract_rows, compute)[:rows]
+
+
+def _integer_dot(x, codes, scales, format, contract_rows, recipe):
+    rows = x.shape[0]
+    scales = scales.astype(jnp.float32)
+    exact = format.integer_levels and scales.shape[1] == 1
+    # What an integer of a row of the weight is worth.
+    unit = scales[:, 0] if exact else jnp.max(jnp.abs(scales), 1) / _int8_max(format)
+
+    def decode(codes, scales):
+        if exact:
+            return format.levels(unpack_planes(codes, format.bits), jnp.int8)
+        per_unit = _int8_max(format) / jnp.max(jnp.abs(scales), 1, keepdims=True)
+        per_unit = jnp.where(jnp.isfinite(per_unit), per_unit, 0)
+        return _round(decode_tile(codes, scales * per_unit, format, jnp.float32))
+
+    multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=jnp.int32)
+    if recipe == "int8":
+        x_unit = jnp.ones((rows, 1), jnp.float32)
+    else:
+        x = x.astype(jnp.float32)
+        to_int8 = split_int8 if recipe == "split" else round_int8
+        x, x_unit = to_int8(x * unit if contract_rows else x)
+    if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
+        x, x_unit = (jnp.pad(a, ((0, 1), (0, 0))) for a in (x, x_unit))
+    if exact and format.bits == 8 and not contract_rows:
+        # The codes are the int8 operand. Contracting rows they are cut in tiles all the
+        # same: XLA:CPU is slow at that with a whole matrix.
+        out = multiply(x, codes)
+    else:
+        out = tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
+    out = out.astype(jnp.float32) * x_unit
+    if not contract_rows:
+        out = out * unit
+    return out[:rows] + out[rows:] if recipe == "split" else out[:rows]
+
+
+def _multiply(x, tile, *, contract_rows, dtype):
+    return lax.dot_general(
+        x,
+        tile,
+        (((1,), (0 if contract_rows else 1,)), ((), ())),
+        precision=lax.Precision.HIGHEST,
+        preferred_element_type=dtype,
+    )
+
+
+def _int8_max(format: Format) -> int:
+    """127 over the largest level of a format whose levels end at 1 or at 127."""
+    return 1 if format.bits == 8 else 127
+
+
+def _round(x: Float[Array, "*shape"]) -> Int8[Array, "*shape"]:
+    # 1.5 * 2**23 leaves no bits for a fraction, and the rounded integer in the lowest
+    # ones: much faster than a conversion, which has to care for what does not fit.
+    magic = x + jnp.float32(1.5 * 2**23)
+    return lax.bitcast_convert_type(magic, jnp.int32).astype(jnp.int8)
+
+
+def _to_bfloat16(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    # Half rounds up instead of to even, and NaN is not looked for: a weight has none.
+    bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
+    bits = (bits + jnp.uint32(0x8000)) >> jnp.uint32(16)
+    return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)

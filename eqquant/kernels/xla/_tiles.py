@@ -1,0 +1,79 @@
+"""A product with a weight that is decoded a tile of rows at a time."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from ..._jax import match_varying, pipeline
+from ...formats import Format, unpack_planes
+
+
+# Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
+_tile_bytes = 2**22
+
+
+def tile_rows(rows: int, row_bytes: int) -> int:
+    """How many rows of the weight are decoded at once: never all of them."""
+    most = max(8, _tile_bytes // max(row_bytes, 1) // 8 * 8)
+    return max(1, min(most, -(-rows // 2)))
+
+
+def tiled(
+    x: Shaped[Array, "m size"],
+    codes: Shaped[Array, "rows packed"],
+    scales: Float[Array, "rows blocks"],
+    decode: Callable,
+    use: Callable,
+    contract_rows: bool,
+    dtype,
+) -> Shaped[Array, "m out"]:
+    """The product, tile after tile. `decode(codes, scales)` makes a tile out of some
+    rows; `use(x, tile)` multiplies with it."""
+    rows, _ = codes.shape
+    whole = jax.eval_shape(decode, codes, scales)
+    columns = whole.size // rows
+    height = tile_rows(rows, columns * whole.dtype.itemsize)
+    count, rest = divmod(rows, height)
+    m = x.shape[0]
+
+    def rows_of(a, i, axis=0, size=height):
+        return lax.dynamic_slice_in_dim(a, i * height, size, axis)
+
+    def decoded(i, size=height):
+        return decode(rows_of(codes, i, size=size), rows_of(scales, i, size=size))
+
+    def add(i, tile, out, size=height):
+        tile = tile.reshape(size, -1)
+        if contract_rows:
+            return out + use(rows_of(x, i, axis=1, size=size), tile)
+        # Rows of the weight are rows of the result while it is put together: a tile's
+        # results are then contiguous. For large m the transposition would cost more.
+        if m <= 8:
+            return lax.dynamic_update_slice_in_dim(out, use(x, tile).T, i * height, 0)
+        return lax.dynamic_update_slice_in_dim(out, use(x, tile), i * height, 1)
+
+    shape = (m, columns) if contract_rows else (rows, m) if m <= 8 else (m, rows)
+    out, _, _, _ = match_varying(jnp.zeros(shape, dtype), x, codes, scales)
+
+    out = pipeline(count, decoded, add, out)
+    if rest:
+        out = add(count, decoded(count, size=rest), out, size=rest)
+    return out.T if not contract_rows and m <= 8 else out
+
+
+def decode_tile(
+    codes: Shaped[Array, "rows packed"],
+    scales: Float[Array, "rows blocks"],
+    format: Format,
+    dtype,
+) -> Float[Array, "rows planes blocks bytes"]:
+    """The weight in plane order. The result keeps its axes: a reshape here would be
+    fused into the decoding, and stop XLA from vectorising it."""
+    rows, packed = codes.shape
+    blocks = scales.shape[-1]
+    levels = format.levels(unpack_planes(codes, format.bits), dtype)
+    levels = levels.reshape(rows, levels.shape[1], blocks, packed // blocks)
+    return levels * scales.astype(dtype)[:, None, :, None]

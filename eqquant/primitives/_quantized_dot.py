@@ -1,0 +1,203 @@
+"""The `quantized_dot` primitive.
+
+Every fast product becomes one bind of it. It is linear in the activation and in the
+scales, works on raw arrays, and knows four things beyond its shape: how it batches, how
+it differentiates, how it transposes (into itself, contracting the other axis), and
+which kernel each platform gets.
+"""
+
+import dataclasses
+import functools as ft
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int8, UInt8
+
+from .._jax import config, has_explicit_axes, match_varying, spec_of, zero_tangent
+from ..formats import Format, Precision
+from ..kernels import xla
+from ._activations import straight_rounded
+from ._lowering import dot_by, lowerings
+
+
+quantized_dot_p = Primitive("quantized_dot")
+
+
+def quantized_dot(
+    x: Float[Array, "*batch m size"],
+    codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
+    scales: Float[Array, "*batch rows blocks"],
+    *,
+    format: Format,
+    contract_rows: bool = False,
+    precision: Precision | None = None,
+    weight_dtype=jnp.float32,
+    out_dtype=None,
+) -> Float[Array, "*batch m out"]:
+    """The product of an activation and a quantized weight, as a JAX primitive.
+
+    The weight is a matrix `w` of shape `(rows, columns)`; `columns` is the stored
+    length of the blocked axis: a multiple of the block size (pad the activation with
+    zeros, or drop the tail of the result).
+
+    **Arguments:**
+
+    - `x`: the activation, `(*batch, m, columns)`, or `(*batch, m, rows)` when
+        contracting rows.
+    - `codes`, `scales`: the components of the weight.
+    - `format`: how to read them.
+    - `contract_rows`: compute `x @ w` rather than `x @ w.T`.
+    - `precision`: of the arithmetic; by default that of the format.
+    - `weight_dtype`: the logical dtype of the weight.
+    - `out_dtype`: of the result; by default what JAX promotes the operands to.
+
+    **Returns:**
+
+    An array of shape `(*batch, m, rows)`, or `(*batch, m, columns)`.
+    """
+    x, codes, scales = match_varying(x, codes, scales)
+    if out_dtype is None:
+        out_dtype = jnp.promote_types(x.dtype, weight_dtype)
+    bind = ft.partial(
+        quantized_dot_p.bind,
+        format=format,
+        contract_rows=contract_rows,
+        precision=format.precision if precision is None else precision,
+        weight_dtype=jnp.dtype(weight_dtype),
+        out_dtype=jnp.dtype(out_dtype),
+    )
+    if has_explicit_axes():
+        # The loops of a lowering have no one sharding to be typed with; the result has.
+        *leading, _ = spec_of(x)
+        *_, rows, columns = spec_of(codes)
+        free = columns if contract_rows else rows
+        spec = PartitionSpec(*leading, None if free in leading else free)
+        return jax.sharding.auto_axes(bind, out_sharding=spec)(x, codes, scales)  # pyright: ignore
+    return bind(x, codes, scales)
+
+
+@ft.cache
+def _compiled(**params):
+    return jax.jit(ft.partial(quantized_dot_p.bind, **params))
+
+
+@quantized_dot_p.def_impl
+def _impl(x, codes, scales, **params):
+    if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
+        return dot_by(xla)(x, codes, scales, **params)
+    return _compiled(**params)(x, codes, scales)
+
+
+@quantized_dot_p.def_abstract_eval
+def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
+    *batch, rows, packed = codes.shape
+    columns = packed * 8 // format.bits
+    contracted, free = (rows, columns) if contract_rows else (columns, rows)
+    if (
+        x.shape[:-2] != tuple(batch)
+        or scales.shape[:-1] != codes.shape[:-1]
+        or x.shape[-1] != contracted
+        or scales.shape[-1] == 0 < columns
+        or (scales.shape[-1] and columns % scales.shape[-1])
+    ):
+        raise TypeError(
+            f"quantized_dot: x of shape {x.shape} does not fit codes of shape "
+            f"{codes.shape} and scales of shape {scales.shape} in {format!r} with "
+            f"contract_rows={contract_rows}."
+        )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
+    return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
+
+
+for _platform, _rule in lowerings.items():
+    mlir.register_lowering(quantized_dot_p, _rule, platform=_platform)
+
+
+def _jvp(primals, tangents, **params):
+    x, codes, scales = primals
+    x_dot, _, scales_dot = tangents
+    out = quantized_dot_p.bind(x, codes, scales, **params)
+    # Straight through what rounds the activation.
+    rounding = params["format"]
+    params["format"] = dataclasses.replace(rounding, activations="float")
+    terms = []
+    if type(x_dot) is not ad.Zero:
+        terms.append(quantized_dot(x_dot, codes, scales, **params))
+    if type(scales_dot) is not ad.Zero:
+        params["format"] = rounding
+        terms.append(quantized_dot(x, codes, scales_dot, **params))
+    if not terms:
+        return out, zero_tangent(out)
+    return out, ft.reduce(operator.add, terms)
+
+
+ad.primitive_jvps[quantized_dot_p] = _jvp
+
+
+def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
+    if ad.is_undefined_primal(x):
+        if type(ct) is ad.Zero:
+            return ad.Zero(x.aval), None, None
+        format = dataclasses.replace(format, activations="float")
+        params["out_dtype"] = x.aval.dtype
+        other = quantized_dot(
+            ct, codes, scales, format=format, contract_rows=not contract_rows, **params
+        )
+        return other, None, None
+    if type(ct) is ad.Zero:
+        return None, None, ad.Zero(scales.aval)
+    if format.activations == "int8":
+        x = straight_rounded(x, (x.ndim - 1,))
+    over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
+    over_rows, over_columns, codes = match_varying(over_rows, over_columns, codes)
+    gradient = xla.scale_gradient(
+        over_rows,
+        over_columns,
+        codes,
+        scales.aval.shape[-1],
+        format=format,
+        dtype=scales.aval.dtype,
+    )
+    return None, None, gradient
+
+
+ad.primitive_transposes[quantized_dot_p] = _transpose
+
+
+def _batch(args, dims, **params):
+    x, codes, scales = args
+    x_dim, codes_dim, scales_dim = dims
+    if codes_dim is None and scales_dim is None:
+        # More activations for the same weight: more rows of one product.
+        x = jnp.moveaxis(x, x_dim, -3)
+        *batch, size, m, k = x.shape
+        out = quantized_dot(x.reshape(*batch, size * m, k), codes, scales, **params)
+        return out.reshape(*batch, size, m, out.shape[-1]), len(batch)
+
+    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
+
+    def to_front(a, dim):
+        if dim is None:
+            return jnp.broadcast_to(a, (size, *a.shape))
+        return jnp.moveaxis(a, dim, 0)
+
+    codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
+    if x_dim is None and not params["contract_rows"]:
+        # More weights for the same activation: more rows of one weight.
+        batch = x.ndim - 2
+
+        def to_rows(a):
+            a = jnp.moveaxis(a, 0, batch)
+            return a.reshape(*a.shape[:batch], -1, a.shape[-1])
+
+        out = quantized_dot(x, to_rows(codes), to_rows(scales), **params)
+        return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
+    return quantized_dot(to_front(x, x_dim), codes, scales, **params), 0
+
+
+batching.primitive_batchers[quantized_dot_p] = _batch

@@ -1,0 +1,94 @@
+"""Dropout of adapters."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import PRNGKeyArray
+
+from .._jax import typed
+from ..arrays import LoraArray
+from ..trees import Tree
+
+
+def split_key(key, shape):
+    return jax.random.split(key, tuple(shape)) if shape else key
+
+
+@typed
+def with_dropout_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
+    """The model with another key for the dropout of its adapters.
+
+    Call it in the loss, with a fresh key for each step; with `None`, no dropout, for
+    inference. [`eqquant.lora_tree`][] leaves dropout on, as layers of `eqx.nn` do.
+
+    Each adapter, and each layer of a stack, gets a key of its own. The mask is as large
+    as the activation that a product sees: rows of a batch that is multiplied at once
+    have masks of their own, but calls that are mapped over, or one after the other,
+    share one: the features that are dropped are the same for all. To have others for
+    each example, call this inside of the function that is mapped, with a key for each,
+    as below; the tokens of an example, mapped over by its layers, share theirs.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        model = eqquant.lora_tree(model, 8, key=jax.random.key(1), dropout=0.1)
+
+
+        @eqx.filter_grad
+        def gradient(model, x, keys):
+            def one(x, key):
+                return eqquant.with_dropout_key(model, key)(x)
+
+            return jnp.sum(jax.vmap(one)(x, keys))
+
+
+        keys = jax.random.split(jax.random.key(2), 4)  # others for each step
+        gradient(model, jnp.ones((4, 64)), keys)
+        inference = eqquant.with_dropout_key(model, None)
+        ```
+
+    **Arguments:**
+
+    - `model`: a pytree with adapters that have dropout.
+    - `key`: a random key, or `None`.
+
+    **Returns:**
+
+    The same pytree with other keys.
+
+    **Raises:**
+
+    `ValueError` if a key is given, and no adapter has dropout.
+    """
+    if key is not None and jnp.issubdtype(key.dtype, jnp.uint32):
+        key = jax.random.wrap_key_data(key)
+    count = 0
+
+    def renew(x):
+        nonlocal count
+        if not isinstance(x, LoraArray) or not x.dropout:
+            return x
+        count += 1
+        if key is None:
+            return x.replace(key=None)
+        lead = x.a.shape[: x.a.ndim - 1 - len(x.in_axes)]
+        return x.replace(key=split_key(jax.random.fold_in(key, count), lead))
+
+    out = jax.tree.map(renew, model, is_leaf=_is_lora)
+    if not count and key is not None:
+        raise ValueError(
+            "with_dropout_key: no adapter in model has dropout: pass dropout to "
+            "lora_tree."
+        )
+    return out
+
+
+def _is_lora(x: Any) -> bool:
+    return isinstance(x, LoraArray)

@@ -1,0 +1,206 @@
+"""Adapters beside frozen weights: LoRA, and QLoRA where these are quantized."""
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PRNGKeyArray
+
+from .._jax import typed
+from ..arrays import is_implicit, LoraArray
+from ..trees import Choice, choose_among, replace_chosen, Rules, Tree, Weight
+from ._dropout import split_key
+
+
+@typed
+def lora_tree(
+    model: Tree,
+    rank: int,
+    *,
+    key: PRNGKeyArray,
+    alpha: float | int | None = None,
+    dropout: float | int = 0.0,
+    where: Any = None,
+    rules: Mapping | None = None,
+    min_size: int = 256,
+) -> Tree:
+    """Put a low-rank adapter beside the weights of a model, quantized or not (LoRA,
+    arXiv 2106.09685; QLoRA, arXiv 2305.14314).
+
+    Each weight `w` that is chosen becomes a [`eqquant.LoraArray`][], which stands for
+    `w + alpha / rank * b @ a`. `a` is normal with a variance of one over the size of
+    what the layer contracts; `b` is zero, so that the model computes what it did,
+    exactly. Model code does not change.
+
+    [`eqquant.trainable_mask`][] is then true of the adapters, and of nothing else.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+        import optax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        model = eqquant.quantize_tree(model, eqquant.NF4(double_quantization=True))
+        model = eqquant.lora_tree(model, 8, key=jax.random.key(1))
+        trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+        optimiser = optax.adam(1e-3)
+        state = optimiser.init(trainable)
+
+
+        @eqx.filter_jit
+        def step(trainable, frozen, state, x):
+            def loss(trainable):
+                return jnp.mean(jax.vmap(eqx.combine(trainable, frozen))(x) ** 2)
+
+            gradients = eqx.filter_grad(loss)(trainable)
+            updates, state = optimiser.update(gradients, state)
+            return eqx.apply_updates(trainable, updates), state
+
+
+        trainable, state = step(trainable, frozen, state, jnp.ones((8, 64)))
+        model = eqx.combine(trainable, frozen)
+        assert (model.layers[0].weight.b != 0).any()
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `rank`: of the adapters.
+    - `key`: a random key. What an adapter starts as depends on it and on the path of
+        the weight, but not on what else is chosen.
+    - `alpha`: an adapter is multiplied by `alpha / rank`; by default that is 1.
+    - `dropout`: which part of the activation to drop where it enters an adapter. The
+        mask comes from a key inside of the adapter: see
+        [`eqquant.with_dropout_key`][].
+    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. By default the weights of
+        the same layers are chosen, but for those of embeddings, whose adapters would
+        have a row for each word.
+    - `rules`: as in [`eqquant.quantize_tree`][], but with a rank for a format: `None`
+        (no adapter), a rank, or a pair `(rank, axis)`.
+
+    **Returns:**
+
+    A pytree of the same type. Adapters are float32 (float64 for float64 weights).
+
+    The axes of a weight are the one (or several) that its layer contracts, or the
+    `axis` of a rule, the one that it puts out, and those before, of stacked layers, of
+    which each has an adapter of its own. Of an array that is not the weight of a known
+    layer all but the contracted axes are put out: its adapter is that of the matrix
+    into which both kinds of axes are folded.
+
+    **Raises:**
+
+    - `ValueError` if `rank`, `alpha` or `dropout` is out of range; if nothing is
+        chosen; or (naming the path) if a weight is no matrix after folding, smaller
+        than the rank, or has an adapter already.
+    - `TypeError` (naming the path) if an array is not floating point.
+    """
+    caller = "lora_tree"
+    _check_rank(rank, caller)
+    if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+        raise ValueError(f"{caller}: alpha must be positive, got {alpha}.")
+    if not 0 <= dropout < 1:
+        raise ValueError(
+            f"{caller}: dropout must be at least 0 and below 1, got {dropout}."
+        )
+    if jnp.issubdtype(key.dtype, jnp.uint32):
+        key = jax.random.wrap_key_data(key)
+
+    def is_candidate(leaf):
+        return is_implicit(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+    def is_worth_it(leaf, kind: Weight, _) -> bool:
+        return leaf.size >= min_size and not kind.is_table
+
+    choices = choose_among(
+        is_candidate,
+        model,
+        rank,
+        is_worth_it=is_worth_it,
+        where=where,
+        rules=Rules(rules, _parse_rule, caller),
+        caller=caller,
+    )
+    if not choices:
+        raise ValueError(
+            f"{caller}: no weight is chosen, so there would be nothing to train. See "
+            "where, rules and min_size."
+        )
+
+    def one(leaf, choice: Choice):
+        scale = 1.0 if alpha is None else alpha / choice.what
+        of_path = jax.random.fold_in(key, zlib.crc32(choice.path.encode()))
+        return _with_adapter(leaf, choice, of_path, scale, float(dropout))
+
+    return replace_chosen(one, model, choices, caller=caller)
+
+
+def _check_rank(rank: Any, caller: str) -> None:
+    if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
+        raise TypeError(f"{caller}: a rank must be an integer, got {rank!r}.")
+    if rank < 1:
+        raise ValueError(f"{caller}: a rank must be at least 1, got {rank}.")
+
+
+def _parse_rule(rule: Any) -> tuple[int | None, Any]:
+    rank, axis = rule if isinstance(rule, tuple) else (rule, None)
+    if rank is not None:
+        _check_rank(rank, "lora_tree: rules")
+    return rank, axis
+
+
+def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> LoraArray:
+    if isinstance(leaf, LoraArray):
+        raise ValueError(
+            "it has an adapter already. Merge that with `eqquant.merge_lora` first, or "
+            "leave this weight out by a rule."
+        )
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        raise TypeError(f"an adapter needs a floating-point weight, not {leaf.dtype}.")
+    base = leaf if is_implicit(leaf) else jnp.asarray(leaf)
+    ndim, axis = base.ndim, choice.axis
+    axes = (axis,) if isinstance(axis, int) else tuple(axis)
+    if not all(-ndim <= i < ndim for i in axes):
+        raise ValueError(f"axis {axis} is not one of an array of {ndim} axes.")
+    ins = sorted(i % ndim - ndim for i in axes)
+    if choice.out is None:
+        outs = [i for i in range(-ndim, 0) if i not in ins]
+    else:
+        outs = [choice.out]
+    if not outs or not ins:
+        raise ValueError(
+            f"an adapter needs a weight with axes to contract and others to put out, "
+            f"but of shape {base.shape} it contracts {axis}."
+        )
+    lead = [base.shape[i] for i in range(-ndim, 0) if i not in (*ins, *outs)]
+    in_shape, out_shape = ([base.shape[i] for i in axes] for axes in (ins, outs))
+    in_size, out_size = math.prod(in_shape), math.prod(out_shape)
+    rank = choice.what
+    if rank > min(in_size, out_size):
+        raise ValueError(
+            f"rank {rank} is larger than a dimension of the weight, which is "
+            f"({out_size}, {in_size}) after folding. Give it a smaller one, or none, "
+            "by a rule."
+        )
+    dtype = jnp.promote_types(base.dtype, jnp.float32)
+    a = jax.random.normal(key, (*lead, rank, *in_shape), dtype) / math.sqrt(in_size)
+    b = jnp.zeros((*lead, *out_shape, rank), dtype)
+    return LoraArray(
+        base=base,
+        a=a,
+        b=b,
+        key=split_key(jax.random.fold_in(key, 0), lead) if dropout else None,
+        scale=scale,
+        dropout=dropout,
+        in_axes=tuple(ins),
+        out_axes=tuple(outs),
+    )

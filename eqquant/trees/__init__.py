@@ -1,0 +1,27 @@
+"""Whole pytrees: which leaves are weights, what they become, and what that costs.
+
+From here come `quantize_tree` and its relatives, the report, and the choice of weights
+that training shares. This room imports `arrays`, `formats` and `_jax`.
+"""
+
+from ._choice import (
+    Choice as Choice,
+    choose as choose,
+    choose_among as choose_among,
+    replace_chosen as replace_chosen,
+)
+from ._nbytes import tree_nbytes as tree_nbytes
+from ._quantize import (
+    dequantize_tree as dequantize_tree,
+    quantize_tree as quantize_tree,
+)
+from ._report import (
+    Report as Report,
+    report as report,
+    ReportRow as ReportRow,
+    row_of as row_of,
+)
+from ._roles import Weight as Weight
+from ._rules import Rule as Rule, Rules as Rules
+from ._sites import Site as Site, sites as sites, Tree as Tree
+from ._trainable import trainable_mask as trainable_mask

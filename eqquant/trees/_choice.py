@@ -1,0 +1,173 @@
+"""Which arrays of a pytree are weights worth quantizing, how, and along which axis."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import equinox as eqx
+import jax
+import numpy as np
+
+from .._jax import warn
+from ..arrays import is_implicit, LoraArray
+from ..formats import as_format, Format
+from ._roles import Axis, role, Weight
+from ._rules import format_rule, Rules
+from ._sites import sites
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """One weight that is chosen: the how-manyth leaf it is; what becomes of it, a
+    format or whatever else rules were about, and along which axis; the axis (or axes)
+    that its layer contracts, and what it puts out, as in [`Weight`][]."""
+
+    index: int
+    path: str
+    what: Any
+    axis: Axis
+    contracted: Axis
+    out: int | None
+
+    @property
+    def format(self) -> Format:
+        return self.what
+
+
+def choose(
+    model: Any,
+    format: Format | str | None,
+    *,
+    where: Any,
+    rules: Mapping | None,
+    min_size: int,
+    caller: str,
+) -> list[Choice]:
+    """What [`eqquant.quantize_tree`][] quantizes, for arguments as it takes them.
+
+    `caller` is who says so in errors.
+    """
+
+    def is_float(leaf):
+        leaf = leaf.base if isinstance(leaf, LoraArray) else leaf
+        return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+
+    def is_worth_it(leaf, kind: Weight, format: Format) -> bool:
+        return not too_small(leaf, format, kind.axis, min_size)
+
+    return choose_among(
+        is_float,
+        model,
+        None if format is None else as_format(format),
+        is_worth_it=is_worth_it,
+        where=where,
+        rules=Rules(rules, format_rule, caller),
+        caller=caller,
+    )
+
+
+def choose_among(
+    is_candidate: Callable[[Any], bool],
+    model: Any,
+    what: Any,
+    *,
+    is_worth_it: Callable[[Any, Weight, Any], bool],
+    where: Any,
+    rules: Rules,
+    caller: str,
+) -> list[Choice]:
+    """Of the leaves that are candidates: those that rules say; then those that `where`
+    says or, without it, the weights of layers that are worth it, for `what` (None: none
+    of these)."""
+    mask = None if where is None else _filter_mask(where, model, caller)
+    if mask is not None and len(mask) != len(leaves_of(model)):
+        raise ValueError(f"{caller}: where must be a pytree prefix of model.")
+
+    choices: list[Choice] = []
+    for i, site in enumerate(sites(model)):
+        if not is_candidate(site.leaf):
+            continue
+        kind = role(site)
+        natural = kind if isinstance(kind, Weight) else Weight(-1)
+        contracted = natural.axis
+        rule = rules.find(site)
+        if rule is not None:
+            chosen, axis = rule
+            if axis is not None and axis != natural.axis:
+                natural = Weight(axis)
+        elif mask is not None:
+            chosen = what if mask[i] else None
+        else:
+            worth_it = (
+                what is not None
+                and isinstance(kind, Weight)
+                and is_worth_it(site.leaf, kind, what)
+            )
+            chosen = what if worth_it else None
+        if chosen is not None:
+            axis, out = natural.axis, natural.out
+            choices.append(Choice(i, site.path, chosen, axis, contracted, out))
+    if rules.unused():
+        unused = rules.unused()
+        warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)
+    return choices
+
+
+def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
+    """For each leaf of `tree` what `where`, as `eqx.filter` takes it, says."""
+
+    flags: list[bool] = []
+
+    def spread(spec, subtree):
+        leaves = jax.tree.leaves(subtree, is_leaf=is_implicit)
+        if callable(spec):
+            flags.extend(bool(spec(leaf)) for leaf in leaves)
+        elif isinstance(spec, bool):
+            flags.extend([spec] * len(leaves))
+        else:
+            raise TypeError(
+                f"{caller}: where must be a function of a leaf, or a pytree prefix of "
+                f"bools and such functions; it holds {spec!r}."
+            )
+
+    def is_spec(x):
+        return callable(x) and not isinstance(x, eqx.Module)
+
+    jax.tree.map(spread, where, tree, is_leaf=is_spec)
+    return flags
+
+
+def leaves_of(model: Any) -> list:
+    """The leaves that [`Choice`][] counts: implicit arrays are leaves."""
+    return jax.tree.leaves(model, is_leaf=is_implicit)
+
+
+def replace_chosen(
+    fn: Callable[[Any, Choice], Any],
+    model: Any,
+    choices: Iterable,
+    *,
+    caller: str,
+) -> Any:
+    """The model with each leaf that was chosen replaced by `fn(leaf, choice)`, one
+    after the other; errors name its path."""
+    leaves, treedef = jax.tree.flatten(model, is_leaf=is_implicit)
+    for choice in choices:
+        try:
+            leaves[choice.index] = fn(leaves[choice.index], choice)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{caller}: at {choice.path}: {error}") from error
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:
+    """Why a weight is not worth quantizing, if it is not."""
+    if leaf.size < min_size:
+        return f"smaller than {min_size}"
+    axes = (axis,) if isinstance(axis, int) else axis
+    size = math.prod(leaf.shape[a] for a in axes)
+    stored = format.padded(size) * format.bits / 8 + format.scale_bytes(size)
+    if stored >= size * leaf.dtype.itemsize:
+        return f"no smaller as {format!r}"
+    return None

@@ -1,0 +1,130 @@
+"""Quantized models: whole pytrees."""
+
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import jax
+
+from .._jax import typed
+from ..arrays import is_quantized as is_quantized, LoraArray, quantize
+from ..formats import Format
+from ._choice import Choice, choose, leaves_of, replace_chosen
+from ._sites import Tree
+
+
+# A progress bar is for what takes seconds.
+_long_work = 2**27
+
+
+@typed
+def quantize_tree(
+    model: Tree,
+    format: Format | str | None = "nf4",
+    *,
+    where: Any = None,
+    rules: Mapping | None = None,
+    min_size: int = 256,
+    check_finite: bool = True,
+    progress: bool | None = None,
+) -> Tree:
+    """Quantize the weights of a model, or of any pytree.
+
+    By default these are: the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
+    `ConvTranspose`, `GRUCell` and `LSTMCell` (and of whatever is made of them, stacked
+    layers included); and of nested dictionaries what Flax and Haiku call `kernel`, `w`,
+    `embedding` and `embeddings`. Everything else stays as it is: biases, norms, PReLU,
+    the insides of SpectralNorm and WeightNorm, the placeholders of `Shared`. A weight
+    stays as well if it is smaller than `min_size`, or would not get any smaller.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        quantized = eqquant.quantize_tree(
+            model, "nf4", rules={"layers.0.*": "int8", "layers.2.*": None}
+        )
+        assert type(quantized) is eqx.nn.MLP
+        assert quantized.layers[0].weight.format == eqquant.Int8()
+        logits = jax.vmap(quantized)(jax.numpy.ones((8, 64)))
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `format`: a format, or the name of one; `None` to quantize only what rules say.
+    - `where`: what to quantize instead of the default, as `eqx.filter` takes it: a
+        function `leaf -> bool`, or a pytree prefix of bools.
+    - `rules`: ordered `{pattern: what}`, which go first; the first pattern that matches
+        the path of a leaf wins. A path is like `layers.0.weight`. A pattern is a string
+        in which `*` and `?` match anything, or a compiled regular expression. `what` is
+        a format, its name, `None` (leave it), or an [`eqquant.Rule`][] or a pair
+        `(format, axis)`, which give the axis too. A pattern with wildcards leaves alone
+        arrays of one axis and what is known not to be a weight; the exact path of a
+        leaf does not. Rules that match nothing give a warning.
+    - `min_size`: the least number of elements of a weight chosen by default.
+    - `check_finite`: as in [`eqquant.quantize`][].
+    - `progress`: show a progress bar, for which tqdm must be installed. By default only
+        for large models in a terminal.
+
+    **Returns:**
+
+    A pytree of the same type, its weights replaced by [`eqquant.QuantizedArray`][].
+    Leaves are quantized one after the other.
+
+    **Raises:**
+
+    - `ValueError` or `TypeError` if an argument is not valid, or (naming the path) a
+        weight cannot be quantized.
+    - `ImportError` if `progress=True` and tqdm is not installed.
+    """
+    caller = "quantize_tree"
+    choices = choose(
+        model, format, where=where, rules=rules, min_size=min_size, caller=caller
+    )
+
+    def one(leaf, choice: Choice):
+        if isinstance(leaf, LoraArray):
+            return leaf.replace(base=one(leaf.base, choice))
+        return quantize(
+            leaf, choice.format, axis=choice.axis, check_finite=check_finite
+        )
+
+    shown = _with_progress(choices, model, progress)
+    return replace_chosen(one, model, shown, caller=caller)
+
+
+def _with_progress(
+    choices: list[Choice], model: Any, progress: bool | None
+) -> Iterable:
+    if progress is None:
+        leaves = leaves_of(model)
+        work = sum(leaves[choice.index].size for choice in choices)
+        progress = work >= _long_work and sys.stderr.isatty()
+        try:
+            import tqdm
+        except ImportError:
+            progress = False
+    if not progress:
+        return choices
+    try:
+        import tqdm
+    except ImportError as error:
+        raise ImportError(
+            "quantize_tree: progress=True needs tqdm: `pip install eqquant[progress]`."
+        ) from error
+    return tqdm.tqdm(choices, desc="quantizing", unit="array")
+
+
+@typed
+def dequantize_tree(model: Tree) -> Tree:
+    """The model with every quantized array dequantized; that below an adapter, too."""
+    return jax.tree.map(
+        lambda x: x.dequantize() if is_quantized(x) else x,
+        model,
+        is_leaf=is_quantized,
+    )

@@ -1,0 +1,201 @@
+"""What quantizing did to a model."""
+
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import typed
+from ..arrays import ImplicitArray, is_implicit, LoraArray, QuantizedArray
+from ..formats import as_format, Format
+from ._choice import too_small
+from ._roles import classify, Weight
+from ._sites import Site, sites
+
+
+@dataclasses.dataclass(frozen=True)
+class ReportRow:
+    """One array of a model.
+
+    **Fields:**
+
+    - `path`, `shape`: of the array.
+    - `format`: what it is quantized to; `None` if it is not.
+    - `bits`: stored, per element, scales and padding included.
+    - `bytes_before`, `bytes_after`: as floats of its dtype, and as it is.
+    - `relative_error`: Frobenius norm of the error over that of the original; `None`
+        without an original.
+    - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
+    - `reason`: why it is not quantized; empty if it is.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    format: Format | None
+    bits: float
+    bytes_before: int
+    bytes_after: int
+    relative_error: float | None
+    sqnr: float | None
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """A table, one row per array: print it, or use its `rows`."""
+
+    rows: tuple[ReportRow, ...]
+
+    @property
+    def bytes_before(self) -> int:
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        return sum(row.bytes_after for row in self.rows)
+
+    def __str__(self) -> str:
+        header = ("path", "shape", "format", "bits", "before", "after", "SQNR", "")
+        table: list[tuple[str, ...]] = [header]
+        for row in self.rows:
+            table.append(
+                (
+                    row.path,
+                    "x".join(map(str, row.shape)) or "scalar",
+                    "-" if row.format is None else row.format.name,
+                    f"{row.bits:.2f}",
+                    f"{row.bytes_before:,}",
+                    f"{row.bytes_after:,}",
+                    "" if row.sqnr is None else f"{row.sqnr:.2f} dB",
+                    row.reason,
+                )
+            )
+        elements = sum(int(np.prod(row.shape)) for row in self.rows)
+        bits = 8 * self.bytes_after / elements if elements else 0.0
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        table.append(
+            (
+                "total",
+                f"{elements:,}",
+                "",
+                f"{bits:.2f}",
+                f"{self.bytes_before:,}",
+                f"{self.bytes_after:,}",
+                "",
+                f"{ratio:.2f}x smaller",
+            )
+        )
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        left = (0, 1, 2, 7)
+        lines = [
+            "  ".join(
+                cell.ljust(width) if i in left else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+            ).rstrip()
+            for line in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+    __repr__ = __str__
+
+
+@typed
+def report(model: Any, original: Any = None) -> Report:
+    """What is quantized in a model, what is not and why, and what it costs.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        quantized = eqquant.quantize_tree(model, "nf4")
+        report = eqquant.report(quantized, model)
+        print(report)
+        assert report.bytes_after < report.bytes_before / 6
+        assert all(row.sqnr > 20 for row in report.rows if row.format)
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree.
+    - `original`: the pytree it was made of; then errors are measured, one array at a
+        time.
+
+    **Returns:**
+
+    A [`eqquant.Report`][], to print, with `rows`.
+
+    **Raises:**
+
+    `ValueError` if `original` is not of the structure of `model`.
+    """
+    found = list(sites(model))
+    sources: list[Any] = [None] * len(found)
+    if original is not None:
+        by_path = {site.path: site.leaf for site in sites(original)}
+        if set(by_path) != {site.path for site in found}:
+            raise ValueError(
+                "report: original must have the same structure as model: the pytree "
+                "that was quantized."
+            )
+        sources = [by_path[site.path] for site in found]
+    rows = [
+        row_of(site, source)
+        for site, source in zip(found, sources, strict=True)
+        if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
+    ]
+    return Report(tuple(rows))
+
+
+def row_of(site: Site, source: Any) -> ReportRow:
+    """What became of `source` (None if that is not known)."""
+    leaf = site.leaf
+    before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
+    bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
+    # Of a weight with an adapter the format of the weight, and the bytes of both.
+    stored = leaf.base if isinstance(leaf, LoraArray) else leaf
+    format = stored.format if isinstance(stored, QuantizedArray) else None
+    reason = _why_not(site) if format is None else ""
+    error = sqnr = None
+    if is_implicit(leaf) and source is not None and leaf.size:
+        error = _relative_error(leaf, source)
+        sqnr = float("inf") if error == 0 else -20 * float(np.log10(error))
+    return ReportRow(
+        site.path,
+        tuple(leaf.shape),
+        format,
+        bits,
+        before,
+        int(leaf.nbytes),
+        error,
+        sqnr,
+        reason,
+    )
+
+
+def _relative_error(q: ImplicitArray, source) -> float:
+    @jax.jit
+    def measure(q, source):
+        values = q.dequantize().astype(jnp.float32)
+        source = jnp.asarray(source).astype(jnp.float32)
+        unit = jnp.max(jnp.abs(source))
+        unit = jnp.where(unit > 0, unit, 1)
+        norm = jnp.linalg.norm(jnp.ravel(source / unit))
+        error = jnp.linalg.norm(jnp.ravel((values - source) / unit))
+        return jnp.where(norm > 0, error / norm, jnp.where(error > 0, jnp.inf, 0))
+
+    return float(measure(q, source))
+
+
+def _why_not(site) -> str:
+    kind = classify(site)
+    if isinstance(kind, Weight):
+        return too_small(site.leaf, as_format("nf4"), kind.axis) or "not selected"
+    return kind

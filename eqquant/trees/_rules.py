@@ -1,0 +1,76 @@
+"""Rules by path."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..formats import as_format, Format
+from ._roles import Axis, is_never_a_weight
+from ._sites import Site
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """What [`eqquant.quantize_tree`][] does with the arrays that a pattern matches.
+
+    **Arguments:**
+
+    - `format`: a format, or the name of one; `None` to leave them as they are.
+    - `axis`: as in [`eqquant.quantize`][]; `None` for what the layer contracts.
+    """
+
+    format: Format | str | None
+    axis: Axis | None = None
+
+
+class Rules:
+    """Ordered rules by path; the first that matches wins.
+
+    `parse` says what a rule is: what becomes of a weight (None: nothing) and its axis
+    (None: what its layer contracts).
+    """
+
+    def __init__(
+        self,
+        rules: Mapping[str | re.Pattern, Any] | None,
+        parse: Callable[[Any], tuple[Any, Axis | None]],
+        caller: str,
+    ):
+        self._rules = []
+        for pattern, rule in (rules or {}).items():
+            if not isinstance(pattern, str | re.Pattern):
+                raise TypeError(
+                    f"{caller}: rules must have strings (with * and ?) or compiled "
+                    f"regular expressions as patterns, got {pattern!r}."
+                )
+            self._rules.append((pattern, parse(rule)))
+        self._used: set = set()
+
+    def find(self, site: Site) -> tuple[Any, Axis | None] | None:
+        for pattern, rule in self._rules:
+            if self._matches(pattern, site.path):
+                excluded = site.leaf.ndim < 2 or is_never_a_weight(site)
+                if excluded and rule[0] is not None and pattern != site.path:
+                    continue
+                self._used.add(pattern)
+                return rule
+        return None
+
+    def unused(self) -> list:
+        return [pattern for pattern, _ in self._rules if pattern not in self._used]
+
+    @staticmethod
+    def _matches(pattern, path: str) -> bool:
+        if isinstance(pattern, re.Pattern):
+            return pattern.fullmatch(path) is not None
+        return fnmatch.fnmatchcase(path, pattern)
+
+
+def format_rule(rule: Any) -> tuple[Format | None, Axis | None]:
+    if isinstance(rule, tuple):
+        rule = Rule(*rule)
+    elif not isinstance(rule, Rule):
+        rule = Rule(rule)
+    return None if rule.format is None else as_format(rule.format), rule.axis

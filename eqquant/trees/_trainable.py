@@ -1,0 +1,55 @@
+"""Which leaves of a model to train."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from .._jax import typed
+from ..arrays import is_implicit, is_quantized as is_quantized, LoraArray
+
+
+@typed
+def trainable_mask(model: Any) -> Any:
+    """Which leaves to train: floating-point arrays, but nothing of a quantized array.
+    In a model with adapters: those, and nothing else.
+
+    `eqx.is_inexact_array` alone is true of the scales of a quantized array, and so
+    would train them.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        model = eqquant.quantize_tree(model, "nf4")
+        trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+        assert trainable.layers[0].weight.scales is None
+        assert trainable.layers[0].bias is not None
+        ```
+
+    **Arguments:**
+
+    - `model`: any pytree.
+
+    **Returns:**
+
+    A pytree prefix of `model`, of bools: for `eqx.partition`, `eqx.filter` and
+    `optax.masked`.
+    """
+    adapters = any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora)))
+
+    def mask(x):
+        if _is_lora(x):
+            nothing = jax.tree.map(lambda _: False, x)
+            return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
+        return not adapters and not is_quantized(x) and eqx.is_inexact_array(x)
+
+    return jax.tree.map(mask, model, is_leaf=is_implicit)
+
+
+def _is_lora(x: Any) -> bool:
+    return isinstance(x, LoraArray)

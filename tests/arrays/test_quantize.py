@@ -1,0 +1,397 @@
+"""`eqquant.quantize`: dtypes, shapes, axes, values, and what it composes with."""
+
+import functools as ft
+import itertools
+import math
+
+import eqquant
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import NF4, Ternary
+from eqquant.arrays.quantized._encode import encode_rows
+from eqquant.formats._registry import formats
+from helpers import assert_identical, relative, sqnr
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+FLOATS = ["float32", "bfloat16", "float16"]
+# Neither blocks of 32 or 64 nor groups of 64 divide it. The same everywhere, so that
+# each format is compiled for it once.
+SHAPE = (6, 200)
+
+decode = jax.jit(eqquant.dequantize)
+
+
+#
+# Quantizing what was dequantized is the identity
+#
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_requantizing_is_the_identity(format, dtype, normal):
+    q = eqquant.quantize(normal(*SHAPE, dtype=dtype), format)
+    again = eqquant.quantize(decode(q), format)
+    assert_identical(decode(again), decode(q))
+    if dtype == "float32":
+        assert_identical(again, q)
+
+
+def test_requantizing_with_a_searched_scale_is_the_identity_in_float32(normal):
+    # One of the scales that are tried has no error at all.
+    q = eqquant.quantize(normal(64, 256), NF4(scale_search=True))
+    assert_identical(eqquant.quantize(decode(q), q.format), q)
+
+
+def test_requantizing_with_the_mean_as_scale_cannot_be_the_identity(normal):
+    # As its documentation says; otherwise the tests above would show nothing.
+    q = eqquant.quantize(normal(*SHAPE), Ternary(least_squares=False))
+    assert (decode(eqquant.quantize(decode(q), q.format)) != decode(q)).any()
+
+
+#
+# Dtypes
+#
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_scales_are_float32_whatever_the_dtype(format, dtype, normal):
+    q = eqquant.quantize(normal(*SHAPE, dtype=dtype), format)
+    assert q.dtype == dtype and decode(q).dtype == dtype
+    assert q.scales.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("size", [1e-5, 1.0, 300.0])
+def test_short_floats_quantize_as_the_same_values_in_float32(
+    format, dtype, size, normal
+):
+    # At 1e-5, float16 is subnormal.
+    w = (normal(*SHAPE) * size).astype(dtype)
+    q = eqquant.quantize(w, format)
+    expected = eqquant.quantize(w.astype(jnp.float32), format)
+    assert_identical(q.astype(jnp.float32), expected)
+    # Only the result is rounded, once.
+    assert_identical(decode(q), decode(expected).astype(dtype))
+
+
+def scaled(format, exponent: int, w):
+    """Codes, scales and values for `w` times a power of two, scaled back."""
+    q = eqquant.quantize(jnp.asarray(np.ldexp(w, exponent), w.dtype), format)
+    return (
+        np.asarray(q.codes),
+        np.ldexp(np.asarray(q.scales.astype(jnp.float32)), -exponent),
+        np.ldexp(np.asarray(decode(q), np.float64), -exponent),
+    )
+
+
+def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format, rng):
+    # Not below 2**-116: the smallest level has to be a normal number, too.
+    magnitude = rng.uniform(0.01, 1, SHAPE).astype(np.float32)
+    w = magnitude * rng.choice([-1, 1], SHAPE).astype(np.float32)
+    expected = scaled(format, 0, w)
+    for exponent in (-116, -60, 60, 127):
+        assert_identical(scaled(format, exponent, w), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(
+    "format",
+    [make() for make in formats.values()]
+    + [make(scale_dtype="bfloat16") for make in formats.values()]
+    + [NF4(scale_search=True)],
+    ids=repr,
+)
+def test_the_largest_values_stay_finite_and_accurate(format, dtype, rng):
+    largest = float(jnp.finfo(dtype).max)
+    w = rng.uniform(-1, 1, SHAPE)
+    w[:, ::32] = 1
+    w[0] = -1
+
+    def noise(w):
+        values = np.asarray(decode(eqquant.quantize(w, format)), np.float64)
+        assert np.isfinite(values).all()
+        return relative(values / largest, np.asarray(w, np.float64) / largest)
+
+    # The dtype rounds the two sets of weights differently. A scale in bfloat16 may have
+    # to give way, by one in the last of its 8 bits, so that nothing overflows.
+    slack = 2.0**-7 if format.scale_dtype == "bfloat16" else 0
+    ordinary = jnp.asarray(w, dtype)
+    assert noise(jnp.asarray(w * largest, dtype)) < 1.02 * noise(ordinary) + slack
+
+
+def test_float64(default_format):
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE))
+        q = eqquant.quantize(w, default_format)
+        assert q.dtype == decode(q).dtype == jnp.float64
+        assert q.scales.dtype == jnp.float32
+        assert_identical(eqquant.quantize(decode(q), default_format), q)
+        short = eqquant.quantize(w.astype(jnp.float32), default_format)
+        # Rounding w to float32 moves what is within 2**-24 of a boundary, if anything.
+        assert abs(sqnr(decode(q), w) - sqnr(decode(short), w)) < 0.01
+
+
+def test_float64_scales(default_format):
+    format = type(default_format)(scale_dtype="float64")
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.random.default_rng(0).standard_normal(SHAPE))
+        q = eqquant.quantize(w, format)
+        assert q.scales.dtype == jnp.float64
+        expected = sqnr(decode(q), w)
+        for factor in (2.0**900, 2.0**-900):  # Far beyond float32.
+            q = eqquant.quantize(w * factor, format)
+            assert abs(sqnr(decode(q) / factor, w) - expected) < 1e-9
+
+
+def test_nf4_with_float64_scales_loses_nothing_to_float32():
+    with jax.enable_x64(True):
+        w = jnp.asarray(np.random.default_rng(0).standard_normal((8, 64)))
+        q = eqquant.quantize(w, NF4(scale_dtype="float64"))
+        absmax = jnp.max(jnp.abs(w), -1)
+        assert_identical(q.scales[:, 0], absmax)
+        assert_identical(jnp.max(jnp.abs(decode(q)), -1), absmax)
+
+
+def test_float64_beyond_the_scales_is_an_error(default_format):
+    with jax.enable_x64(True):
+        for size in (1e300, 1e-300):
+            with pytest.raises(ValueError, match="float32 cannot hold"):
+                eqquant.quantize(jnp.full((2, 64), size, jnp.float64), default_format)
+
+
+def test_float64_scales_need_x64(normal):
+    with pytest.raises(ValueError, match="scale_dtype='float64' needs jax_enable_x64"):
+        eqquant.quantize(normal(*SHAPE), NF4(scale_dtype="float64"))
+
+
+def test_numpy_arrays(format, normal):
+    w = normal(*SHAPE)
+    assert_identical(
+        eqquant.quantize(np.asarray(w), format), eqquant.quantize(w, format)
+    )
+
+
+#
+# Shapes and axes
+#
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(data=st.data())
+def test_any_shape_axis_block_size_and_dtype(data):
+    ndim = data.draw(st.integers(1, 4), "ndim")
+    longest = {1: 300, 2: 80, 3: 12, 4: 7}[ndim]
+    sizes = st.lists(st.integers(1, longest), min_size=ndim, max_size=ndim)
+    shape = tuple(data.draw(sizes, "shape"))
+    some_axes = st.lists(st.integers(0, ndim - 1), min_size=1, unique=True).map(tuple)
+    axis = data.draw(st.integers(-ndim, ndim - 1) | some_axes, "axis")
+    make = data.draw(st.sampled_from(list(formats.values())), "format")
+    format = make(block_size=data.draw(st.sampled_from([None, 8, 24, 64])))
+    dtype = data.draw(st.sampled_from(FLOATS), "dtype")
+    w = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+
+    q = eqquant.quantize(w, format, axis=axis)
+    assert (q.shape, q.dtype) == (shape, dtype)
+    assert_identical(decode(eqquant.quantize(decode(q), format, axis=axis)), decode(q))
+
+    # As each row by itself, where a row is what shares its blocks.
+    blocked = sorted(a % ndim for a in np.atleast_1d(axis))
+    order = (*(a for a in range(ndim) if a not in blocked), *blocked)
+
+    def rows(x):
+        size = math.prod(shape[a] for a in blocked)
+        return np.asarray(x).transpose(order).reshape(-1, size)
+
+    assert_identical(rows(decode(q)), decode(eqquant.quantize(rows(w), format)))
+
+
+def test_a_partial_block_is_invisible(format, normal):
+    w = normal(*SHAPE)
+    values = decode(eqquant.quantize(w, format))
+    assert values.shape == SHAPE
+    # Scales that are quantized share an exponent with those of other blocks.
+    if format.block_size and not format.quantized_scales:
+        full = SHAPE[-1] // format.block_size * format.block_size
+        assert_identical(
+            decode(eqquant.quantize(w[:, :full], format)), values[:, :full]
+        )
+        assert_identical(
+            decode(eqquant.quantize(w[:, full:], format)), values[:, full:]
+        )
+
+
+def test_zero_blocks_are_exact(format):
+    w = jnp.zeros(SHAPE).at[::2, ::150].set(1)
+    values = decode(eqquant.quantize(w, format))
+    assert (values[1::2] == 0).all()
+    if format.block_size:
+        assert (values[:, 64:128] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0), (2, 0, 3), (0, 0)])
+def test_empty_arrays(format, shape):
+    q = eqquant.quantize(jnp.zeros(shape), format)
+    assert q.shape == decode(q).shape == shape
+    for count in range(1, len(shape) + 1):
+        for axis in itertools.combinations(range(len(shape)), count):
+            quantize = ft.partial(eqquant.quantize, format=format, axis=axis)
+            q = jax.eval_shape(quantize, jnp.zeros(shape))
+            assert q.shape == jax.eval_shape(eqquant.dequantize, q).shape == shape
+
+
+@pytest.mark.parametrize("axis", [2, -3, (0, 5)])
+def test_axes_out_of_range(axis, normal):
+    message = r"axis must be between -2 and 1 for an array of 2 axes, got "
+    with pytest.raises(ValueError, match=message) as info:
+        eqquant.quantize(normal(4, 8), "int8", axis=axis)
+    assert str(axis) in str(info.value)
+
+
+@pytest.mark.parametrize("axis", [(), (0, 0), (1, -1)])
+def test_axes_that_are_not_distinct(axis, normal):
+    with pytest.raises(ValueError, match="axis must name one axis or several distinct"):
+        eqquant.quantize(normal(4, 8), "int8", axis=axis)
+
+
+#
+# What is not an array of finite floats
+#
+
+
+@pytest.mark.parametrize("dtype", ["int32", "uint8", "bool", "complex64"])
+def test_only_floats(dtype):
+    message = f"array must have a floating-point dtype, got {dtype}"
+    with pytest.raises(TypeError, match=message):
+        eqquant.quantize(jnp.ones(8, dtype), "int8")
+
+
+def test_no_scalars():
+    with pytest.raises(ValueError, match="array must have at least one axis"):
+        eqquant.quantize(jnp.float32(1), "int8")
+
+
+def test_unknown_formats():
+    with pytest.raises(ValueError, match=r"format must be one of \[.*nf4.*got 'nf5'"):
+        eqquant.quantize(jnp.ones(8), "nf5")
+
+
+def test_nan_and_infinity_are_counted(format):
+    w = np.ones(SHAPE, np.float32)
+    w[0, :2], w[3, 7], w[-1, -1] = np.nan, np.inf, -np.inf
+    message = "2 values are NaN and 2 are infinite, out of 1200.*check_finite=False"
+    with pytest.raises(ValueError, match=message):
+        eqquant.quantize(w, format)
+
+
+def test_every_single_nan_is_found(format):
+    for position in (0, 1, 31, 63, 64, 199):
+        w = np.ones(SHAPE, np.float32)
+        w[5, position] = np.nan
+        with pytest.raises(ValueError, match="1 values are NaN and 0 are infinite"):
+            eqquant.quantize(w, format)
+
+
+def test_the_check_can_be_turned_off(format):
+    w = np.ones(SHAPE, np.float32)
+    w[0, 0] = np.nan
+    q = eqquant.quantize(w, format, check_finite=False)
+    assert (decode(q)[1:] == 1).all()
+    unchecked = jax.jit(lambda w: eqquant.quantize(w, format, check_finite=False))
+    assert (decode(unchecked(w))[1:] == 1).all()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_under_jit_it_is_an_error_at_run_time(default_format, bad):
+    @eqx.filter_jit
+    def values(w):
+        return eqquant.quantize(w, default_format).dequantize()
+
+    w = jnp.ones(SHAPE)
+    assert (values(w) == 1).all()
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
+        values(w.at[0, 0].set(bad))
+
+
+#
+# It is an ordinary JAX function
+#
+
+
+def test_jit_is_the_same_bit_by_bit(format, normal):
+    w = normal(*SHAPE)
+    jitted = jax.jit(lambda w: eqquant.quantize(w, format))
+    assert_identical(jitted(w), eqquant.quantize(w, format))
+
+
+def test_vmap_is_the_same_bit_by_bit(format, normal):
+    w = normal(*SHAPE)
+    rows = jax.vmap(lambda w: eqquant.quantize(w, format))(w)
+    assert_identical(rows, eqquant.quantize(w, format))
+    columns = jax.vmap(
+        lambda w: eqquant.quantize(w, format, check_finite=False), in_axes=1
+    )(w)
+    assert_identical(decode(columns), decode(eqquant.quantize(w.T, format)))
+
+
+def test_eval_shape_tells_the_truth(format, normal):
+    w = normal(*SHAPE)
+    expected = eqquant.quantize(w, format)
+    shapes = jax.eval_shape(lambda w: eqquant.quantize(w, format), w)
+    assert jax.tree.structure(shapes) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(shapes), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+
+
+def assert_same_up_to_summation(actual, expected):
+    """Scales that are a largest magnitude: bit by bit. Those that are a mean: XLA adds
+    the 512 numbers up in an order that depends on how they are split."""
+    assert_identical(actual.codes, expected.codes)
+    if expected.format.name in ("nf4", "int8"):
+        assert_identical(actual.scales, expected.scales)
+    else:
+        np.testing.assert_allclose(actual.scales, expected.scales, rtol=512 * 2**-24)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, P(*(None,) * axis, "x"))
+    w = normal(16, 8, 512)
+    expected = eqquant.quantize(w, default_format)
+    for quantize in (eqquant.quantize, eqx.filter_jit(eqquant.quantize)):
+        q = quantize(jax.device_put(w, sharding), default_format)
+        assert q.codes.sharding.is_equivalent_to(sharding, 3)
+        assert_same_up_to_summation(q, expected)
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+@pytest.mark.parametrize("size", [512, 520])
+def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    spec = P(*(None,) * axis, "x")
+    w = normal(16, 8, size)
+    expected = eqquant.quantize(w, default_format)
+    sharded = jax.device_put(w, NamedSharding(mesh, spec))
+    for quantize in (eqquant.quantize, eqx.filter_jit(eqquant.quantize)):
+        q = quantize(sharded, default_format)
+        even = q.codes.shape[axis] % 8 == 0
+        kept = (
+            P(*(None,) * axis, "x", *(None,) * (2 - axis))
+            if even
+            else P(None, None, None)
+        )
+        assert jax.typeof(q.codes).sharding.spec == kept
+        assert_same_up_to_summation(q, expected)
+
+
+def test_temporaries_are_small(default_format):
+    # 64 MB of float32, a chunk of four megabytes at a time.
+    w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    lowered = encode_rows.lower(w, format=default_format, axes=(-1,), chunked=True)
+    temporary = lowered.compile().memory_analysis().temp_size_in_bytes
+    assert temporary < 10e6

@@ -1,0 +1,404 @@
+"""`quaxify`: where quantized arrays are found, rules, the policy."""
+
+import functools as ft
+import warnings
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqquant.dispatch.rules import _registry
+from helpers import assert_close, assert_identical, dense
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+strict = ft.partial(eqquant.quaxify, on_materialise="error")
+
+
+@pytest.fixture
+def unregister():
+    """Rules that a test registers go away after it."""
+    before = {name: list(rules) for name, rules in _registry._rules.items()}
+    yield
+    _registry._rules.clear()
+    _registry._rules.update(before)
+
+
+def check(fn, *args, tolerance=1e-4):
+    """`fn` on quantized arrays, none decoded in full, against the dense `fn`."""
+    got = strict(fn)(*args)
+    assert_close(got, jax.tree.leaves(fn(*dense(args))), tolerance)
+    return got
+
+
+def check_exact(fn, *args):
+    """The same, of something that only moves values about."""
+    got = strict(fn)(*args)
+    for a, b in zip(
+        jax.tree.leaves(dense(got)), jax.tree.leaves(fn(*dense(args))), strict=True
+    ):
+        assert_identical(a, b)
+    leaves = jax.tree.leaves(got, is_leaf=eqquant.is_quantized)
+    return all(map(eqquant.is_quantized, leaves))
+
+
+#
+# Where they are found
+#
+
+KEY = jax.random.key(0)
+CONV = eqquant.quantize_tree(eqx.nn.Conv2d(6, 8, 3, key=KEY), "nf4")
+IMAGES = jax.random.normal(KEY, (2, 6, 9, 9))
+
+
+def global_function(images):
+    return jax.vmap(CONV)(images)
+
+
+def calls_global_function(images):
+    return global_function(images)
+
+
+def default_argument(images, conv=CONV):
+    return jax.vmap(conv)(images)
+
+
+class Holder:
+    def __init__(self):
+        self.conv = {"here": [CONV]}
+
+
+class Model(eqx.Module):
+    conv: eqx.nn.Conv2d
+
+    def method(self, images):
+        return jax.vmap(self.conv)(images)
+
+
+def local_closure():
+    conv = CONV
+    inner = lambda images: jax.vmap(conv)(images)
+    return lambda images: inner(images)
+
+
+PLACES = {
+    "vmap": jax.vmap(CONV),
+    "vmap of vmap": lambda x: jax.vmap(jax.vmap(CONV))(x[None])[0],
+    "jit": jax.jit(jax.vmap(CONV)),
+    "filter_jit": eqx.filter_jit(eqx.filter_vmap(CONV)),
+    "closure": local_closure(),
+    "global": global_function,
+    "global of a global": calls_global_function,
+    "default argument": default_argument,
+    "bound method": Model(CONV).method,
+    "partial": ft.partial(lambda convs, x: jax.vmap(convs["a"])(x), {"a": CONV}),
+    "partial keyword": ft.partial(lambda x, conv: jax.vmap(conv)(x), conv=CONV),
+    "eqx.Partial": eqx.Partial(lambda conv, x: jax.vmap(conv)(x), CONV),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_it_finds_quantized_arrays_wherever_they_are(place):
+    expected = jax.vmap(dense(CONV))(IMAGES)
+    fn = strict(PLACES[place])
+    assert_close(fn(IMAGES), expected)
+    assert_close(jax.jit(fn)(IMAGES), expected)
+
+
+def test_arguments_of_all_kinds(normal):
+    q, x = eqquant.quantize(normal(8, 64), "nf4"), normal(64)
+
+    def fn(weights, *, more, scale, name):
+        assert name == "name"
+        return weights["a"][0] @ x * scale + more @ x, "static"
+
+    out, static = strict(fn)({"a": [q]}, more=q, scale=2.0, name="name")
+    assert static == "static"
+    assert_close(out, 3 * (q.dequantize() @ x))
+
+
+def test_outside_and_inside_of_transformations(normal):
+    q, x = CONV, IMAGES
+    loss = lambda conv, x: jnp.sum(jnp.sin(jax.vmap(conv)(x)))
+    expected = jax.grad(loss, argnums=1)(dense(q), x)
+    assert_close(jax.grad(lambda x: strict(loss)(q, x))(x), expected)
+    assert_close(jax.jit(jax.grad(lambda x: strict(loss)(q, x)))(x), expected)
+    with pytest.warns(eqquant.MaterialiseWarning, match="rev"):
+        got = eqquant.quaxify(jax.grad(loss, argnums=1))(q, x)
+    assert_close(got, expected)
+    assert_close(jax.vmap(strict(q))(x), jax.vmap(dense(q))(x))
+
+
+def test_nothing_quantized_is_no_work(normal):
+    calls = []
+    fn = lambda x: calls.append(0) or x
+    x = normal(3)
+    assert eqquant.quaxify(fn)(x) is x and len(calls) == 1
+
+
+def test_metadata_is_kept():
+    def named(x):
+        "A docstring."
+
+    assert eqquant.quaxify(named).__name__ == "named"
+    assert eqquant.quaxify(named).__doc__ == "A docstring."
+
+
+#
+# Products
+#
+
+
+@pytest.mark.parametrize(
+    "spec, q_shape, x_shape",
+    [
+        ("nk,bk->bn", (24, 64), (5, 64)),
+        ("nk,bk->nb", (24, 64), (5, 64)),
+        ("nk,bn->bk", (24, 64), (5, 24)),
+        ("hnk,bk->bhn", (3, 24, 64), (5, 64)),
+        ("hnk,bhk->bn", (3, 24, 64), (5, 3, 64)),
+        ("hnk,bhk->bhn", (3, 24, 64), (5, 3, 64)),
+        ("hnk,bn->bhk", (3, 24, 64), (5, 24)),
+        ("hnk,bhn->bk", (3, 24, 64), (5, 3, 24)),
+        ("hnk,bhn->bhk", (3, 24, 64), (5, 3, 24)),
+        ("hnk,bhnk->b", (3, 24, 64), (5, 3, 24, 64)),
+        ("hnk,b->bhnk", (3, 24, 64), (5,)),
+        ("k,bk->b", (64,), (5, 64)),
+    ],
+)
+@pytest.mark.parametrize("swap", [False, True])
+def test_dot_general(default_format, spec, q_shape, x_shape, swap, normal):
+    q, x = eqquant.quantize(normal(*q_shape), default_format), normal(*x_shape)
+    if swap:
+        inputs, out = spec.split("->")
+        spec = ",".join(reversed(inputs.split(","))) + "->" + out
+    fn = lambda q, x: jnp.einsum(spec, *((x, q) if swap else (q, x)))
+    check(fn, q, x)
+
+
+@pytest.mark.parametrize("axis", [0, (0, 1), (1, 2)])
+def test_dot_general_over_part_of_the_blocked_axes(axis, normal):
+    q = eqquant.quantize(normal(4, 6, 64), "int8", axis=axis)
+    check(lambda q, x: jnp.einsum("hnk,bk->bhn", q, x), q, normal(5, 64))
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [0] * 4, [128, 128, 1, 43]],
+)
+def test_ragged_dot(default_format, sizes, normal):
+    q = eqquant.quantize(normal(4, 64, 32), default_format, axis=1)
+    sizes = jnp.array(sizes)
+    used = int(sizes.sum())
+    fn = lambda q, x: lax.ragged_dot(x, q, sizes)[:used]
+    if used:
+        check(fn, q, normal(300, 64))
+
+
+CONVOLUTIONS = {
+    "valid": dict(window_strides=(1, 1), padding="VALID"),
+    "same": dict(window_strides=(1, 1), padding="SAME"),
+    "strides": dict(window_strides=(2, 1), padding=((1, 2), (0, 1))),
+    "dilated": dict(window_strides=(1, 1), padding="SAME", rhs_dilation=(2, 1)),
+    "transposed": dict(
+        window_strides=(1, 1), padding=((2, 2), (1, 1)), lhs_dilation=(2, 2)
+    ),
+}
+
+
+@pytest.mark.parametrize("kwargs", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_convolutions(default_format, kwargs, normal):
+    q = eqquant.quantize(normal(8, 6, 3, 2), default_format, axis=(1, 2, 3))
+    check(lambda q, x: lax.conv_general_dilated(x, q, **kwargs), q, normal(2, 6, 9, 8))
+
+
+def test_grouped_and_channels_last_convolutions(default_format, normal):
+    q = eqquant.quantize(normal(8, 3, 3, 3), default_format, axis=(1, 2, 3))
+    grouped = lambda q, x: lax.conv_general_dilated(
+        x, q, (1, 1), "SAME", feature_group_count=2
+    )
+    check(grouped, q, normal(2, 6, 9, 9))
+    last = eqquant.quantize(normal(3, 3, 6, 8), default_format, axis=(0, 1, 2))
+    numbers = ("NHWC", "HWIO", "NHWC")
+    fn = lambda q, x: lax.conv_general_dilated(
+        x, q, (1, 1), "SAME", dimension_numbers=numbers
+    )
+    check(fn, last, normal(2, 9, 9, 6))
+
+
+@pytest.mark.parametrize("make", [eqx.nn.Conv1d, eqx.nn.Conv3d, eqx.nn.ConvTranspose2d])
+def test_convolution_layers(make, normal):
+    layer = eqquant.quantize_tree(make(16, 24, 3, key=KEY), "int8")
+    assert eqquant.is_quantized(layer.weight)
+    check(lambda layer, x: layer(x), layer, normal(16, *[7] * layer.num_spatial_dims))
+
+
+#
+# Structure
+#
+
+MOVES = {
+    "transpose": lambda q: q.T,
+    "reshape": lambda q: q.reshape(4, 12, 64),
+    "squeeze": lambda q: jnp.squeeze(q[None], 0),
+    "broadcast": lambda q: jnp.broadcast_to(q, (3, 48, 64)),
+    "slice": lambda q: q[3:9],
+    "slice of blocks": lambda q: q[:, 32:],
+    "strided slice": lambda q: q[::2],
+    "split": lambda q: jnp.split(q, 3),
+    "rev": lambda q: q[::-1],
+    "concatenate": lambda q: jnp.concatenate([q, q]),
+    "stack": lambda q: jnp.stack([q, q]),
+    "astype": lambda q: q.astype(jnp.bfloat16),
+    "copy": lambda q: jnp.copy(q),
+    "select": lambda q: lax.select(jnp.array(True), q, q),
+    "stop_gradient": lax.stop_gradient,
+    "optimization_barrier": lax.optimization_barrier,
+    "dynamic_slice": lambda q: lax.dynamic_slice(q, (jnp.array(5), 0), (7, 64)),
+    "checkpoint_name": lambda q: checkpoint_name(q, "w"),
+    "jit": lambda q: jax.jit(lambda q: q.T)(q),
+}
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_moving_about_is_exact_and_stays_quantized(move, normal):
+    for format in (eqquant.NF4(block_size=32), eqquant.Int8(block_size=32)):
+        q = eqquant.quantize(normal(48, 64), format)
+        assert check_exact(MOVES[move], q)
+        assert check_exact(jax.jit(MOVES[move]), q)
+
+
+def test_gathers_decode_only_their_rows(default_format, normal):
+    table = eqquant.quantize(normal(97, 64), default_format)
+    stack = eqquant.quantize(normal(5, 48, 64), default_format)
+    i = jnp.array([3, 1, 3])
+    assert not check_exact(lambda q: q[i], table)
+    assert not check_exact(lambda q: jnp.take(q, i[None], axis=0), table)
+    assert not check_exact(lambda q: jax.vmap(lambda i: q[i])(i), table)
+    assert not check_exact(lambda q: q[2], table)
+    assert check_exact(lambda q: q[i], stack)
+    eqquant.debug.assert_not_materialised(strict(lambda q: q[i]), table)
+
+
+@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
+def test_placement(default_format, spec, normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    q = eqquant.quantize(normal(16, 512), default_format)
+    sharding = NamedSharding(mesh, spec)
+    assert check_exact(lambda q: lax.with_sharding_constraint(q, sharding), q)
+    assert check_exact(lambda q: jax.device_put(q, sharding), q)
+    placed = strict(jax.jit(lambda q: lax.with_sharding_constraint(q, sharding)))(q)
+    assert placed.codes.sharding.is_equivalent_to(sharding, 2)
+
+
+#
+# What has no rule
+#
+
+ELEMENTWISE = {
+    "add": lambda q: q + 1,
+    "sub": lambda q: 1 - q,
+    "mul": lambda q: q * q,
+    "div": lambda q: q / 2,
+    "max": lambda q: jnp.maximum(q, 0),
+    "min": lambda q: jnp.minimum(0, q),
+    "neg": lambda q: -q,
+    "exp": jnp.exp,
+    "log": lambda q: jnp.log(jnp.abs(q) + 1),
+    "sqrt": lambda q: jnp.sqrt(jnp.abs(q)),
+    "integer_pow": lambda q: q**2,
+    "pow": lambda q: jnp.abs(q) ** 1.5,
+    "lt": lambda q: q < 0,
+    "gt": lambda q: q < 0,
+    "where": lambda q: jnp.where(q > 0, q, 0),
+    "sum": jnp.sum,
+    "sort": jnp.sort,
+    "cumsum": jnp.cumsum,
+    "to integers": lambda q: q.astype(jnp.int32),
+    "pad": lambda q: jnp.pad(q, 1),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_everything_else_dequantizes_under_the_policy(name, normal):
+    fn, q = ELEMENTWISE[name], eqquant.quantize(normal(8, 64), "nf4")
+    got = eqquant.quaxify(fn, on_materialise="allow")(q)
+    assert_close(got, fn(q.dequantize()), 1e-6)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        eqquant.quaxify(fn)(q)
+    with pytest.raises(eqquant.MaterialiseError, match="register a rule"):
+        strict(fn)(q)
+
+
+def test_mixed_formats_in_one_operation(normal):
+    arrays = [eqquant.quantize(normal(8, 64), f) for f in ("nf4", "int8", "binary")]
+    fn = lambda a, b, c: (a + b) * c @ jnp.concatenate([a, b, c]).T
+    got = eqquant.quaxify(fn, on_materialise="allow")(*arrays)
+    assert_close(got, fn(*dense(arrays)))
+
+
+def test_an_unknown_primitive(normal):
+    double_p = Primitive("double_of_a_test")
+    double_p.def_impl(lambda x: 2 * x)
+    double_p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(
+        double_p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
+    )
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    with pytest.warns(eqquant.MaterialiseWarning, match="double_of_a_test"):
+        got = eqquant.quaxify(double_p.bind)(q)
+    assert_identical(got, 2 * q.dequantize())
+
+
+def test_one_warning_for_each_primitive_and_place(normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+
+    def fn(q):
+        return jnp.exp(q), jnp.log(q)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            eqquant.quaxify(fn)(q)
+    assert sorted(str(w.message).split("`")[1] for w in caught) == ["exp", "log"]
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_bad_policy():
+    with pytest.raises(Exception, match="on_materialise"):
+        eqquant.quaxify(jnp.exp, on_materialise="never")
+
+
+#
+# register
+#
+
+
+def test_a_rule_of_the_user_goes_first(normal, unregister):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+
+    @eqquant.register(lax.neg_p)
+    def negate(q):
+        return q.replace(scales=-q.scales)
+
+    assert check_exact(jnp.negative, q)
+
+    @eqquant.register(lax.neg_p, lax.exp_p)
+    def neither(q, **params):
+        return NotImplemented
+
+    assert check_exact(jnp.negative, q)
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(jnp.exp)(q)
+    with pytest.raises(TypeError, match="primitives"):
+        eqquant.register(jnp.exp)
+
+
+def test_rules_are_gone_again(normal):
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(jnp.negative)(eqquant.quantize(normal(8, 64), "nf4"))

@@ -1,0 +1,132 @@
+"""The examples that train, with as little to do as shows that they work."""
+
+import importlib
+import pathlib
+import sys
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_identical
+
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+
+
+def load(name, monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES)
+    sys.modules.pop(name, None)
+    return importlib.import_module(name)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after_saving(module, monkeypatch, run):
+    """Run, but stop right after the first checkpoint."""
+    save = module._checkpoint.save
+
+    def save_and_stop(*args, **kwargs):
+        save(*args, **kwargs)
+        raise Interrupted
+
+    with monkeypatch.context() as context:
+        context.setattr(module._checkpoint, "save", save_and_stop)
+        with pytest.raises(Interrupted):
+            run()
+
+
+def test_digits(monkeypatch, tmp_path):
+    digits = load("qat_digits", monkeypatch)
+    monkeypatch.setattr(digits, "SAVE_EVERY", 1)
+    (images, labels), test = digits.load(0)
+    assert len(labels) + len(test[1]) == 1797
+    cut = lambda data: (data[0][:256], data[1][:256])
+    monkeypatch.setattr(digits, "load", lambda seed: (cut((images, labels)), cut(test)))
+
+    run = lambda folder: digits.measure(0, ["ternary"], 2, tmp_path / folder)
+    rows = run("whole")
+    assert set(rows) == {
+        ("float", ""),
+        ("float", "longer"),
+        ("ternary", "PTQ"),
+        ("ternary", "QAT"),
+    }
+    assert rows["ternary", "QAT"][1] < rows["float", ""][1] / 8
+    interrupt_after_saving(digits, monkeypatch, lambda: run("parts"))
+    assert run("parts") == rows
+    digits.print_table([rows, rows])
+    digits.plot([rows, rows], tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_language_model(monkeypatch, tmp_path):
+    bitnet = load("bitnet_lm", monkeypatch)
+    for name, value in {
+        "LAYERS": 2,
+        "SIZE": 64,
+        "CONTEXT": 16,
+        "BATCH": 4,
+        "STEPS_PER_CALL": 5,
+        "SAVE_EVERY": 1,
+    }.items():
+        monkeypatch.setattr(bitnet, name, value)
+    training, validation, vocabulary = bitnet.read_text()
+    assert len(training) > 9 * len(validation) > 10**5 and 90 < vocabulary < 200
+    model = bitnet.Transformer(vocabulary, key=jax.random.key(0))
+    model = eqquant.FakeQuantized(model, None, rules=bitnet.RULES)
+    assert {choice.format for choice in model.choices} == {bitnet.BITNET}
+    assert len(model.choices) == 7
+
+    def run(folder):
+        return bitnet.train(
+            model,
+            jnp.asarray(training),
+            jnp.asarray(validation[:2000]),
+            steps=10,
+            rate=1e-2,
+            path=tmp_path / folder / "ternary.eqx",
+            label="ternary",
+        )
+
+    trained, history = run("whole")
+    assert history[0, 1] < history[0, 0] and np.isfinite(history).all()
+    interrupt_after_saving(bitnet, monkeypatch, lambda: run("parts"))
+    again, same_history = run("parts")
+    assert_identical(eqx.filter(again, eqx.is_array), eqx.filter(trained, eqx.is_array))
+    np.testing.assert_array_equal(history, same_history)
+
+    quantized = trained.quantized()
+    # One scale for each matrix, as BitNet has it, under the scan over layers.
+    assert quantized.blocks.up.weight.scales.shape == (2, 1)
+    value = bitnet.validate(quantized, jnp.asarray(validation[:2000]))
+    np.testing.assert_allclose(value, history[1, -1], rtol=1e-3)
+    bitnet.plot({"float": history, "ternary": history}, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+def test_qlora(monkeypatch, tmp_path):
+    qlora = load("qlora_minilm", monkeypatch)
+    pairs = qlora.read_pairs()
+    assert len(pairs) > 3000  # Those of Python itself.
+    monkeypatch.setattr(qlora, "read_pairs", lambda: pairs[:40])
+    arguments = ["--steps", "2", "--batch", "4", "--held-out", "20", "--layers", "1"]
+    arguments += ["--save-every", "1"]
+
+    run = lambda folder: qlora.main([*arguments, "--output", str(tmp_path / folder)])
+    rows = run("whole")
+    floats, quantized = rows["float32"], rows["nf4"]
+    assert quantized["frozen"] < floats["frozen"] / 7
+    assert quantized["state"] == floats["state"] == 2 * floats["adapters"] + 8
+    interrupt_after_saving(qlora, monkeypatch, lambda: run("parts"))
+    again = run("parts")
+    for name, row in rows.items():
+        assert_identical(again[name]["losses"], row["losses"])
+        assert again[name]["after"] == row["after"]
+    assert (tmp_path / "whole" / "qlora_minilm.png").exists()

@@ -1,0 +1,70 @@
+"""Sub-byte codes <-> bytes."""
+
+import hypothesis
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.formats._pack import (
+    codes_per_byte,
+    from_plane_order,
+    pack,
+    to_plane_order,
+    unpack,
+    unpack_planes,
+)
+
+
+BITS = [1, 2, 4]
+
+
+def codes_of(bits: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 2**bits, shape).astype(np.uint8)
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_a_byte_is_full(bits):
+    packed = pack(jnp.asarray(codes_of(bits, 3, 5, 64)), bits)
+    assert packed.shape == (3, 5, 64 * bits // 8)
+    assert packed.dtype == jnp.uint8
+
+
+def test_nibbles_are_the_two_halves_of_a_group():
+    codes = codes_of(4, 1, 64)
+    packed = np.asarray(pack(jnp.asarray(codes), 4))
+    assert (packed & 15 == codes[:, :32]).all()
+    assert (packed >> 4 == codes[:, 32:]).all()
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_plane_p_holds_the_pth_run_of_a_group(bits):
+    codes = codes_of(bits, 2, 64)
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
+    runs = codes.reshape(2, codes_per_byte(bits), -1)
+    for plane in range(codes_per_byte(bits)):
+        assert (packed >> (plane * bits) & (2**bits - 1) == runs[:, plane]).all()
+
+
+@hypothesis.settings(max_examples=12)
+@hypothesis.given(
+    bits=st.sampled_from(BITS),
+    lead=st.lists(st.integers(0, 3), max_size=2),
+    groups=st.integers(0, 4),
+    bytes_per_group=st.sampled_from([1, 3, 8]),
+)
+def test_unpack_inverts_pack(bits, lead, groups, bytes_per_group):
+    group = bytes_per_group * codes_per_byte(bits)
+    codes = codes_of(bits, *lead, groups, group)
+    packed = pack(jnp.asarray(codes), bits).reshape(*lead, groups * bytes_per_group)
+    assert (unpack(packed, bits, group) == codes.reshape(*lead, groups * group)).all()
+
+
+@pytest.mark.parametrize("bits", [*BITS, 8])
+def test_plane_order_is_the_order_in_which_bytes_decode(bits):
+    codes = jnp.asarray(codes_of(bits, 2, 3, 64))
+    flat = codes.reshape(2, 192)
+    packed = pack(codes, bits).reshape(2, -1)
+    planes = unpack_planes(packed, bits)
+    assert planes.shape == (2, codes_per_byte(bits), packed.shape[-1])
+    assert (planes.reshape(2, 192) == to_plane_order(flat, bits, 64)).all()
+    assert (from_plane_order(planes.reshape(2, 192), bits, 64) == flat).all()

@@ -1,0 +1,369 @@
+"""The native kernels: their numbers, and when they serve."""
+
+import dataclasses
+import functools as ft
+import os
+import subprocess
+import sys
+
+import eqquant
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Int8, NF4, Ternary
+from eqquant.arrays.quantized._encode import encode_rows
+from eqquant.kernels import cpu, xla
+from eqquant.kernels.cpu import _build, _library
+from helpers import assert_identical, relative
+
+
+# What each kernel promises, with room for small shapes.
+TOLERANCE = {
+    "float, AVX2": 3e-6,
+    "float, AVX-512": 3e-6,
+    "two digits, VNNI": 2e-4,
+    "one digit, VNNI": 4e-2,
+    "split, AMX": 3e-5,
+}
+SETS = ("AVX2", "AVX-512", "VNNI", "AMX")  # Of instructions: the last word of a name.
+NEEDS = {name: 1 + SETS.index(name.split(", ")[-1]) for name in TOLERANCE}
+
+RULES = [("absmean", True), ("absmean", False), ("threshold", False)]
+
+library = cpu.load()
+needs_library = pytest.mark.skipif(
+    isinstance(library, str), reason=f"NATIVE KERNELS NOT RUN: {library}"
+)
+KERNELS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            isinstance(library, str) or NEEDS[name] > library.instructions,
+            reason=f"NATIVE KERNEL NOT RUN: {name}",
+        ),
+    )
+    for name in TOLERANCE
+]
+
+
+def serves(kernel, format, blocks, packed, contract_rows):
+    if "float" in kernel:
+        return True
+    if "digit" in kernel:
+        return not contract_rows and format.integer_levels and blocks == 1
+    return not contract_rows and (blocks == 1 or packed // blocks % 16 == 0)
+
+
+def both(kernel, x, codes, scales, format, contract_rows=False):
+    """By the native kernel, and by XLA's lowering at the highest precision."""
+    params = dict(
+        format=format,
+        contract_rows=contract_rows,
+        precision="highest",
+        weight_dtype=jnp.dtype("float32"),
+        out_dtype=jnp.dtype("float32"),
+    )
+    native = jax.jit(lambda *args: cpu.dot(*args, kernel=kernel, **params))
+    reference = jax.jit(lambda *args: xla.dot(*args, **params))
+    return native(x, codes, scales), reference(x, codes, scales)
+
+
+def draw_product(data, kernel):
+    """An activation, and a weight of random codes; few compile, as each shape does."""
+    formats = [Int8, Ternary, Binary] if "digit" in kernel else [NF4, Int8, Ternary]
+    make = data.draw(st.sampled_from([*formats, Binary]))
+    blocks_of = [None] if "digit" in kernel else [None, 128, 256]
+    format = make(
+        block_size=data.draw(st.sampled_from(blocks_of)),
+        scale_dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),
+    )
+    batch = data.draw(st.sampled_from([(), (3,)]))
+    m, rows, columns = (data.draw(st.integers(1, n)) for n in (40, 70, 600))
+    contract_rows = "float" in kernel and data.draw(st.booleans())
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    stored = format.padded(columns)
+    dtype = np.int8 if format.bits == 8 else np.uint8
+    codes = rng.integers(0, 256, (*batch, rows, stored * format.bits // 8))
+    scales = 0.5 + rng.random((*batch, rows, format.num_blocks(columns)))
+    x = rng.standard_normal((*batch, m, rows if contract_rows else stored))
+    x = jnp.asarray(x, data.draw(st.sampled_from(["float32", "bfloat16"])))
+    scales = jnp.asarray(scales, format.scale_dtype)
+    return x, jnp.asarray(codes.astype(dtype)), scales, format, contract_rows
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(data=st.data())
+def test_any_shape_against_xla(kernel, data):
+    x, codes, scales, format, contract_rows = draw_product(data, kernel)
+    got, expected = both(kernel, x, codes, scales, format, contract_rows)
+    assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.parametrize("m", [3, 21, 150])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_products_large_enough_for_several_threads(kernel, m, normal):
+    for format in (NF4(), Int8(), Ternary(), Binary()):
+        q = eqquant.quantize(normal(523, 1024), format)
+        for contract_rows in (False, True):
+            blocks, packed = q.scales.shape[-1], q.codes.shape[-1]
+            if not serves(kernel, format, blocks, packed, contract_rows):
+                continue
+            x = normal(m, 523 if contract_rows else 1024)
+            got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
+            assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_what_is_not_finite_stays_in_its_row(kernel, normal):
+    q = eqquant.quantize(normal(40, 128), Int8())
+    for bad in (jnp.nan, jnp.inf):
+        x = normal(4, 128).at[1, 77].set(bad)
+        got, _ = both(kernel, x, q.codes, q.scales, q.format)
+        assert not jnp.isfinite(got[1]).any()
+        assert jnp.isfinite(got[jnp.array([0, 2, 3])]).all()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_extreme_activations(kernel, normal):
+    q = eqquant.quantize(normal(40, 128), Int8())
+    for factor in (0.0, 1e-30, 1e30):
+        got, expected = both(
+            kernel, factor * normal(4, 128), q.codes, q.scales, q.format
+        )
+        assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.skipif(
+    isinstance(library, str) or library.instructions < 2,
+    reason="NATIVE ENCODER NOT RUN: it needs AVX-512",
+)
+@pytest.mark.parametrize("block_size", [32, 64, 256])
+def test_encoding_is_that_of_the_format_bit_by_bit(block_size, rng):
+    format = NF4(block_size=block_size)
+    w = rng.standard_normal((3, 37, 512)).astype(np.float32)
+    w[0, :, :32] = 0
+    w[1, 0] *= 1e-30
+    w[1, 1] *= 1e30
+    # Levels, and the boundaries between them, which are ties.
+    w[2, 0, :31] = [*format.codebook, *format.boundaries]
+    w[2, 0, 31:] = 0
+    w = jnp.asarray(w)
+    assert cpu.encodes(w, format)
+    quantize = ft.partial(eqquant.quantize, format=format)
+    codes, scales, _ = encode_rows(w, format, (-1,), True)
+    for native in (quantize(w), jax.jit(quantize)(w), jax.vmap(quantize)(w)):
+        assert_identical(native.codes, codes)
+        assert_identical(native.scales, scales)
+    assert "eqquant_encode" in jax.jit(quantize).lower(w).as_text()
+    for bad in (np.nan, np.inf, -np.inf):
+        with pytest.raises(ValueError, match="must be finite"):
+            eqquant.quantize(w.at[1, 36, 511].set(bad), format)
+
+
+@needs_library
+def test_bad_calls_are_errors(normal):
+    q = eqquant.quantize(normal(40, 128), NF4())
+    good = dict(
+        kernel="float, AVX2", bits=np.int64(4), run=np.int64(32), contract_rows=False
+    )
+    operands = dict(x=normal(4, 128), codes=q.codes, scales=q.scales, levels=normal(16))
+
+    def call(y=(4, 40), scratch=4 * 128 * 4, **changed):
+        attributes = {k: changed.get(k, v) for k, v in good.items()}
+        args = [changed.get(k, v) for k, v in operands.items()]
+        out = (
+            jax.ShapeDtypeStruct(y, jnp.float32),
+            jax.ShapeDtypeStruct((scratch,), jnp.uint8),
+        )
+        return jax.ffi.ffi_call("eqquant_dot", out)(*args, **attributes)[0]
+
+    assert call().shape == (4, 40)
+    for changed, message in (
+        (dict(kernel="none"), "no kernel"),
+        (dict(bits=np.int64(3)), "bits must be"),
+        (dict(levels=normal(4)), "16 levels"),
+        (dict(x=normal(4, 64)), "do not fit"),
+        (dict(y=(4, 41)), "do not fit"),
+        (dict(y=(3, 40)), "do not fit"),
+        (dict(scales=normal(39, 2)), "do not fit"),
+        (dict(scales=normal(40, 3)), "blocks must divide"),
+        (dict(scales=normal(40, 2).astype(jnp.float16)), "float32 or bfloat16"),
+        (dict(codes=q.codes.astype(jnp.int8)), "codes must be"),
+        (dict(run=np.int64(7)), "run must divide"),
+        (dict(run=np.int64(0)), "run must divide"),
+        (dict(scratch=100), "scratch is too small"),
+        (dict(x=normal(1, 4, 128)), "same number of axes"),
+    ):
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(call(**changed))
+
+
+@needs_library
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(
+    format=st.sampled_from(
+        [
+            *(make(block_size=b) for make in (NF4, Int8, Ternary) for b in (64, None)),
+            *(Ternary(rule=r, least_squares=s) for r, s in RULES),
+            Binary(),
+            Binary(block_size=8),
+        ]
+    ),
+    rows=st.integers(1, 9),
+    columns=st.sampled_from([64, 192, 1024, 4160]) | st.integers(1, 300),
+    exponent=st.integers(-37, 37),
+    seed=st.integers(0, 99),
+    special=st.sampled_from([0.0, -0.0, 1e-45, 3.4e38, np.inf, np.nan]),
+)
+def test_rounding_is_bit_for_bit_that_of_quantizing(
+    format, rows, columns, exponent, seed, special
+):
+    hypothesis.assume(columns % (format.block_size or 1) == 0)
+    rng = np.random.default_rng(seed)
+    array = (rng.standard_normal((rows, columns)) * 10.0**exponent).astype("f4")
+    array[0, seed % columns] = special
+    through = ft.partial(eqquant.straight_through, format=format, check_finite=False)
+    assert "eqquant_round" in jax.jit(through).lower(array).as_text()
+    q = eqquant.quantize(array, format, check_finite=False)
+    assert_identical(through(array), q.dequantize())
+
+
+@needs_library
+def test_rounding_on_a_mesh_or_exported_is_by_xla(normal):
+    options = dict(format="ternary", check_finite=False)
+    through = jax.jit(ft.partial(eqquant.straight_through, **options))
+    array = normal(16, 512)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(
+        array, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    )
+    assert "eqquant_round" not in through.lower(split).as_text()
+    assert_identical(through(split), through(array))
+    exported = jax.export.export(through)(array)
+    assert "eqquant_round" not in exported.mlir_module()
+
+
+@needs_library
+def test_arguments_of_rounding_are_checked(normal):
+    def call(x, boundaries=15, levels=16, **attributes):
+        results = (
+            jax.ShapeDtypeStruct(x.shape, jnp.float32),
+            jax.ShapeDtypeStruct(x.shape[:1], jnp.bool_),
+        )
+        attributes = (
+            dict(
+                kind=np.int64(0),
+                block=np.int64(8),
+                largest_scale=np.float32(1),
+                by_deviation=False,
+                least_squares=False,
+                instructions=np.int64(1),
+            )
+            | attributes
+        )
+        return jax.ffi.ffi_call("eqquant_round", results)(
+            x, jnp.zeros(boundaries), jnp.zeros(levels), **attributes
+        )
+
+    call(normal(4, 16))
+    for changed, message in (
+        (dict(x=normal(4)), "two axes"),
+        (dict(kind=np.int64(4)), "kind must be"),
+        (dict(boundaries=16), "15 boundaries"),
+        (dict(instructions=np.int64(0)), "cannot round"),
+        (dict(block=np.int64(0)), "block must divide"),
+        (dict(block=np.int64(5)), "block must divide"),
+    ):
+        with pytest.raises(Exception, match=message):
+            jax.block_until_ready(call(**dict(x=normal(4, 16)) | changed))
+
+
+@needs_library
+def test_explain_says_which_kernel(normal):
+    product = lambda x, q: x @ q.T
+    explain = lambda *args: eqquant.debug.explain(product, *args, platform="cpu")
+    q = eqquant.quantize(normal(40, 128), NF4())
+    assert "native kernel 'float, AVX" in explain(normal(1, 128), q)
+    assert "rows XLA is faster" in explain(
+        normal(900, 128),
+        q.replace(format=dataclasses.replace(q.format, precision="highest")),
+    )
+    short = eqquant.quantize(normal(40, 128), Binary(block_size=16))
+    assert "shorter than a register" in explain(normal(1, 128), short)
+    with jax.enable_x64(True):
+        assert "not in float64" in explain(jnp.ones((1, 128)), q)
+
+
+@needs_library
+def test_the_kernel_is_what_runs_under_jit_and_not_on_a_mesh(normal):
+    q = eqquant.quantize(normal(16, 512), NF4())
+    x = normal(4, 512)
+    product = jax.jit(lambda x, q: x @ q.T)
+    assert "eqquant_dot" in product.lower(x, q).as_text()
+    gradient = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))
+    assert gradient.lower(x, q).as_text().count("@eqquant_dot") == 2
+    # The compiler would not know how to split it.
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    split = jax.device_put(
+        q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    )
+    assert "eqquant_dot" not in product.lower(x, split).as_text()
+
+
+@needs_library
+def test_what_is_exported_runs_anywhere(normal):
+    q = eqquant.quantize(normal(16, 512), NF4())
+    exported = jax.export.export(jax.jit(lambda x: x @ q.T))(normal(4, 512))
+    assert "eqquant_dot" not in exported.mlir_module()
+
+
+def status_with(setting):
+    return subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from eqquant.kernels import cpu; print(cpu.status())",
+        ],
+        env={**os.environ, "EQQUANT_CPU": setting},
+        capture_output=True,
+        text=True,
+    )
+
+
+@needs_library
+def test_the_switch():
+    assert "switched off (EQQUANT_CPU=off)" in status_with("off").stdout
+    assert "must be one of" in status_with("sse").stderr
+
+
+@needs_library
+def test_a_library_older_than_its_sources_is_not_used(monkeypatch):
+    monkeypatch.delenv("EQQUANT_CPU", raising=False)
+    monkeypatch.setattr(_library, "fingerprint", lambda: "other")
+    assert "older than their sources" in _library.load.__wrapped__()
+
+
+@needs_library
+def test_a_library_for_a_later_jax_is_not_used(monkeypatch):
+    monkeypatch.delenv("EQQUANT_CPU", raising=False)
+    monkeypatch.setattr(_library, "_interface_of_xla", lambda: 0)
+    assert "built for a later JAX" in _library.load.__wrapped__()
+
+
+def test_without_a_library_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.delenv("EQQUANT_CPU", raising=False)
+    monkeypatch.setattr(_library, "library", tmp_path / "missing.so")
+    assert "without native kernels" in _library.load.__wrapped__()
+    (tmp_path / "missing.so").write_bytes(b"not a library")
+    assert "cannot be loaded" in _library.load.__wrapped__()
+
+
+def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(_build.CannotBuild, match=r"no C\+\+ compiler|x86-64"):
+        _build.build(tmp_path / "out.so")

@@ -1,0 +1,657 @@
+"""Adapters: `lora_tree`, `LoraArray`, `merge_lora`, dropout."""
+
+import functools as ft
+import io
+import re
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from eqquant import LoraArray
+from helpers import assert_close, assert_identical, relative
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+KEY = jax.random.key(0)
+FORMATS = ["int8", "nf4", "ternary", "binary", eqquant.NF4(double_quantization=True)]
+strict = lambda fn: eqquant.quaxify(fn, on_materialise="error")
+
+
+@pytest.fixture(params=[None, "nf4"], ids=str)
+def format(request):
+    """None: adapters beside floats. What adapters do is the same for all formats."""
+    return request.param
+
+
+def is_lora(x) -> bool:
+    return isinstance(x, LoraArray)
+
+
+def perturb(model):
+    """As if trained: `b` is no longer zero."""
+
+    def one(x):
+        if not is_lora(x):
+            return x
+        return x.replace(b=0.3 * jax.random.normal(jax.random.key(7), x.b.shape))
+
+    return jax.tree.map(one, model, is_leaf=is_lora)
+
+
+def adapted(model, format, rank=4, **options):
+    if format is not None:
+        model = eqquant.quantize_tree(model, format)
+    return eqquant.lora_tree(model, rank, key=jax.random.key(1), **options)
+
+
+def array(format, w, axis=-1, **options) -> LoraArray:
+    """A weight of one's own."""
+    if format is not None:
+        w = eqquant.quantize(w, format, axis=axis)
+    options = {"rules": {"array": (4, axis)}, **options}
+    return perturb(adapted({"array": w}, None, **options))["array"]
+
+
+def check(fn, model, *args):
+    """`fn` as with the merged weights."""
+    assert_close(fn(model, *args), fn(eqquant.merge_lora(model), *args))
+
+
+# Odd sizes, so that no activation has as many elements as a weight.
+MLP = eqx.nn.MLP(67, 41, 53, 2, key=KEY)
+
+
+#
+# What it stands for
+#
+
+
+@pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
+def test_it_changes_nothing_at_first_bit_by_bit(format, normal):
+    model = adapted(MLP, format)
+    before = MLP if format is None else eqquant.quantize_tree(MLP, format)
+    x = normal(5, 67)
+    assert type(model) is eqx.nn.MLP
+    assert_identical(jax.vmap(model)(x), jax.vmap(before)(x))
+    assert_identical(model(x[0]), before(x[0]))
+    run = eqx.filter_jit(lambda model, x: jax.vmap(jax.vmap(model))(x))
+    assert_identical(run(model, x[None]), run(before, x[None]))
+
+
+@pytest.mark.parametrize("alpha, scale", [(None, 1.0), (2.0, 0.5)])
+def test_it_stands_for_the_sum(format, alpha, scale, normal):
+    model = perturb(adapted(MLP, format, alpha=alpha))
+    w = model.layers[0].weight
+    assert (w.shape, w.a.shape, w.b.shape) == ((53, 67), (4, 67), (53, 4))
+    base, a, b = (
+        np.asarray(eqquant.dequantize(x), np.float64) for x in (w.base, w.a, w.b)
+    )
+    expected = base + scale * b @ a
+    assert relative(w.dequantize(), expected) < 1e-6
+    x = normal(67)
+    assert relative(w @ x, expected @ np.asarray(x, np.float64)) < 1e-4
+    assert relative(x @ w.T, expected @ np.asarray(x, np.float64)) < 1e-4
+    check(lambda model, x: jax.vmap(model)(x), model, normal(5, 67))
+
+
+def test_its_start_depends_on_the_path_alone():
+    one = adapted(MLP, None)
+    other = adapted(MLP, "int8", rules={"layers.0.*": None, "layers.1.*": 2})
+    assert not is_lora(other.layers[0].weight)
+    assert other.layers[1].weight.rank == 2
+    assert_identical(one.layers[2].weight.a, other.layers[2].weight.a)
+    w = adapted(eqx.nn.Linear(4096, 64, key=KEY), None, rank=16).weight
+    # A standard deviation of 1/64, estimated from 65536 numbers.
+    assert abs(64 * float(jnp.std(w.a)) - 1) < 0.02
+    assert (w.b == 0).all()
+
+
+def test_in_either_order():
+    later = eqquant.quantize_tree(adapted(MLP, None), "nf4")
+    assert_identical(later, adapted(MLP, "nf4"))
+
+
+def test_half_precision(normal):
+    linear = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16), eqx.nn.Linear(64, 64, key=KEY)
+    )
+    model = perturb(adapted(linear, "nf4"))
+    assert model.weight.a.dtype == jnp.float32
+    x = normal(5, 64, dtype=jnp.bfloat16)
+    out = jax.vmap(model)(x)
+    assert out.dtype == jnp.bfloat16
+    # The merged weight and the sum of two products are each rounded to 8 bits.
+    assert relative(out, jax.vmap(eqquant.merge_lora(model))(x)) < 2e-2
+
+
+#
+# Layers and transformations
+#
+
+LAYERS = {
+    "Linear": (eqx.nn.Linear(67, 41, key=KEY), [(67,)]),
+    "GRUCell": (eqx.nn.GRUCell(67, 41, key=KEY), [(67,), (41,)]),
+    "MultiheadAttention": (
+        eqx.nn.MultiheadAttention(2, 62, key=KEY),
+        [(7, 62), (5, 62), (5, 62)],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_and_their_gradients(name, normal):
+    layer, shapes = LAYERS[name]
+    model = perturb(adapted(layer, "nf4"))
+    inputs = [normal(3, *shape) for shape in shapes]
+
+    def loss(model, *inputs):
+        return jnp.sum(jnp.sin(jax.vmap(model)(*inputs)))
+
+    check(lambda model, *x: jax.vmap(model)(*x), model, *inputs)
+    dynamic, static = eqx.partition(model, eqx.is_array)
+
+    def of_input(dynamic, *inputs):
+        model = eqx.combine(dynamic, static)
+        return jax.grad(lambda x: loss(model, x, *inputs[1:]))(inputs[0])
+
+    assert_close(
+        jax.jit(of_input)(dynamic, *inputs),
+        jax.grad(loss, argnums=1)(eqquant.merge_lora(model), *inputs),
+    )
+
+
+def test_embeddings(format, normal):
+    layer = eqx.nn.Embedding(97, 64, key=KEY)
+    model = perturb(adapted(layer, format, rules={"weight": 4}))
+    full = eqquant.merge_lora(model)
+    tokens = jnp.array([[3, 96], [0, 3]])
+    lookup = lambda layer: jax.jit(jax.vmap(jax.vmap(layer)))(tokens)
+    assert_close(lookup(model), lookup(full), 1e-6)
+    for i in (0, 96, jnp.array(5)):
+        assert_close(model(i), full(i), 1e-6)
+    # Only the rows that are asked for are decoded.
+    eqquant.debug.assert_not_materialised(lookup, model)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_convolutions(format, groups, normal):
+    layer = eqx.nn.Conv2d(8, 16, 3, groups=groups, key=KEY)
+    model = perturb(adapted(layer, format))
+    assert model.weight.a.shape == (4, 8 // groups, 3, 3)
+    assert model.weight.b.shape == (16, 4)
+    images = normal(2, 8, 9, 9)
+    expected = jax.vmap(eqquant.merge_lora(model))(images)
+    assert_close(strict(jax.vmap(model))(images), expected)
+
+
+def test_the_dispatcher(format, normal):
+    w = array(format, normal(24, 64))
+    dense = w.dequantize()
+    x, y = normal(5, 64), normal(5, 24)
+    for spec, other in (("nk,bk->bn", x), ("nk,bk->nb", x), ("nk,bn->bk", y)):
+        got = strict(lambda w, x: jnp.einsum(spec, w, x))(w, other)  # noqa: B023
+        assert_close(got, jnp.einsum(spec, dense, other))
+    moves = [
+        lambda w: w.T,
+        lambda w: w.reshape(4, 6, 64),
+        lambda w: w[3:9],
+        lambda w: w[::-1],
+        lambda w: jnp.broadcast_to(w, (3, 24, 64)),
+        lambda w: w[None],
+        lambda w: jnp.stack([w, w]),
+        lambda w: w.astype(jnp.bfloat16),
+        lambda w: lax.cond(True, lambda w: w, lambda w: w[::-1], w),
+        lax.stop_gradient,
+    ]
+    for move in moves:
+        got = strict(move)(w)
+        assert is_lora(got)
+        # In bfloat16 the sum is rounded, in one place or the other.
+        assert_close(got.dequantize(), move(dense), 4e-3)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        assert_close(eqquant.quaxify(jnp.exp)(w), jnp.exp(dense), 1e-5)
+
+
+def test_a_rule_of_the_user_is_for_quantized_arrays(normal):
+    from eqquant.dispatch.rules import _registry
+
+    before = {name: list(rules) for name, rules in _registry._rules.items()}
+    try:
+        eqquant.register(lax.neg_p)(lambda q: q.replace(scales=-q.scales))
+        w = perturb(adapted(eqx.nn.Linear(64, 64, key=KEY), "nf4")).weight
+        with pytest.raises(eqquant.MaterialiseError):
+            strict(jnp.negative)(w)
+        assert eqquant.is_quantized(strict(jnp.negative)(w.base))
+    finally:
+        _registry._rules.clear()
+        _registry._rules.update(before)
+
+
+def test_indexing_and_transposing_keep_it(format, normal):
+    w = array(format, normal(5, 7, 64))
+    dense = w.dequantize()
+    for index in (2, slice(1, 4), (slice(None), 3), (1, 2), jnp.array([3, 0]), None):
+        got = w[index]
+        assert_close(
+            eqquant.dequantize(got) if not is_lora(got) else got.dequantize(),
+            dense[index],
+            1e-6,
+        )
+    for axes in ((2, 0, 1), (1, 2, 0), (0, 2, 1)):
+        assert_close(w.transpose(axes).dequantize(), dense.transpose(axes), 0)
+
+
+def stacked(format, count=3, size=53, **options):
+    keys = jax.random.split(KEY, count)
+    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(size, size, key=key))(keys)
+    return perturb(adapted(layers, format, **options))
+
+
+def test_stacked_layers(format, normal):
+    layers = stacked(format)
+    assert layers.weight.a.shape == (3, 4, 53) and layers.weight.b.shape == (3, 53, 4)
+    x = normal(53)
+
+    def scan(layers, x):
+        dynamic, static = eqx.partition(layers, eqx.is_array)
+        step = lambda x, layer: (jnp.tanh(eqx.combine(layer, static)(x)), None)
+        return lax.scan(jax.checkpoint(step), x, dynamic)[0]
+
+    check(scan, layers, x)
+    each = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
+    check(each, layers, x)
+    products = strict(lambda w, x: jnp.einsum("lnk,bk->lbn", w, x))
+    assert_close(
+        products(layers.weight, x[None]),
+        jnp.einsum("lnk,bk->lbn", layers.weight.dequantize(), x[None]),
+    )
+    w = layers.weight
+    assert_close(
+        w[jnp.array([2, 0])].dequantize(), w.dequantize()[jnp.array([2, 0])], 0
+    )
+
+
+def test_ragged_dot(normal):
+    w = array("int8", normal(4, 64, 32), axis=1)
+    x, sizes = normal(30, 64), jnp.array([10, 0, 15, 5])
+    got = strict(lambda w: lax.ragged_dot(x, w, sizes))(w)
+    assert_close(got, lax.ragged_dot(x, w.dequantize(), sizes))
+
+
+@pytest.mark.slow
+def test_shard_map_and_placement(format, normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    w = array(format, normal(16, 512))
+    dense, x = w.dequantize(), normal(8, 512)
+    cases = [
+        (P(), P("x"), P(None, "x"), lambda x, w: x @ w.T),
+        (P(None, "x"), P(None, "x"), P(), lambda x, w: lax.psum(x @ w.T, "x")),
+    ]
+    for x_spec, w_spec, out_spec, local in cases:
+        fn = jax.shard_map(
+            local, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=out_spec
+        )
+        assert_close(strict(fn)(x, w), fn(x, dense))
+        loss = lambda x, w, fn=fn: jnp.sum(jnp.sin(fn(x, w)))
+        gradient = jax.grad(ft.partial(strict(loss), w=w))(x)
+        assert relative(gradient, jax.grad(loss)(x, dense)) < 1e-3
+    placed = strict(lambda w: jax.device_put(w, NamedSharding(mesh, P("x"))))(w)
+    assert placed.b.sharding.spec == P("x", None) and is_lora(placed)
+
+
+#
+# Training
+#
+
+
+def train_step(optimiser):
+    """The step of any Equinox user."""
+
+    @eqx.filter_jit
+    def step(trainable, frozen, state, x):
+        def loss(trainable):
+            model = eqx.combine(trainable, frozen)
+            return jnp.mean((jax.vmap(model)(x) - 1) ** 2)
+
+        value, gradients = eqx.filter_value_and_grad(loss)(trainable)
+        updates, state = optimiser.update(gradients, state, trainable)
+        return value, eqx.apply_updates(trainable, updates), state
+
+    return step
+
+
+def test_only_adapters_are_trainable(format):
+    model = adapted(MLP, format)
+    trainable, _ = eqx.partition(model, eqquant.trainable_mask(model))
+    leaves = {
+        jax.tree_util.keystr(p)
+        for p, _ in jax.tree_util.tree_leaves_with_path(trainable)
+    }
+    assert leaves == {f".layers[{i}].weight.{name}" for i in range(3) for name in "ab"}
+    repr(trainable)  # What is left of a quantized array has no shape.
+    # Without adapters everything that floats is, as before.
+    assert eqquant.trainable_mask(MLP).layers[0].bias
+
+
+def test_one_step_changes_adapters_and_nothing_else(format, normal):
+    model = adapted(MLP, format)
+    before = jax.tree.map(jnp.copy, eqx.filter(model, eqx.is_array))
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    optimiser = optax.adamw(1e-2, weight_decay=0.1)
+    state = optimiser.init(trainable)
+    adapters = sum(4 * (4 * i + 4 * o) for i, o in ((67, 53), (53, 53), (53, 41)))
+    assert eqquant.tree_nbytes(trainable) == adapters
+    # Two moments for each element of an adapter, and a counter.
+    assert eqquant.tree_nbytes(state) == 2 * adapters + 4
+    _, trainable, state = train_step(optimiser)(trainable, frozen, state, normal(8, 67))
+    after = eqx.combine(trainable, frozen)
+    frozen_of = lambda tree: eqx.filter(
+        eqx.filter(tree, eqx.is_array), eqquant.trainable_mask(model), inverse=True
+    )
+    assert_identical(frozen_of(after), frozen_of(before))
+    for i in range(3):
+        assert (after.layers[i].weight.b != 0).any()
+    # `b` is zero before the first step, and so is the gradient of `a`.
+    _, trainable, _ = train_step(optimiser)(trainable, frozen, state, normal(8, 67))
+    assert (trainable.layers[0].weight.a != after.layers[0].weight.a).any()
+
+
+def test_gradients_are_those_of_the_dense_sum(format, normal):
+    model = perturb(adapted(MLP, format))
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    x = normal(5, 67)
+
+    def loss(trainable, dense):
+        model = eqx.combine(trainable, frozen)
+        if dense:
+            model = eqquant.merge_lora(model)
+        return jnp.sum(jnp.sin(jax.vmap(model)(x)))
+
+    got, expected = (jax.grad(loss)(trainable, dense) for dense in (False, True))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert relative(a, b) < 1e-3  # Three layers, each 1e-4.
+    tangents = jax.tree.map(jnp.ones_like, trainable)
+    forwards, backwards = (
+        jax.jvp(lambda t: loss(t, False), (trainable,), (tangents,))[1],
+        sum(jnp.sum(leaf) for leaf in jax.tree.leaves(got)),
+    )
+    assert relative(forwards, backwards) < 1e-3
+    # Of each example: mapped over, nothing is merged to rows.
+    each = jax.vmap(
+        lambda x: jax.grad(lambda t: jnp.sum(eqx.combine(t, frozen)(x)))(trainable)
+    )(x)
+    total = jax.grad(lambda t: jnp.sum(jax.vmap(eqx.combine(t, frozen))(x)))(trainable)
+    for a, b in zip(jax.tree.leaves(each), jax.tree.leaves(total), strict=True):
+        assert relative(a.sum(0), b) < 1e-3
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
+    model = adapted(MLP, format)
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    optimiser = optax.adam(1e-2)
+    state = optimiser.init(trainable)
+    step = train_step(optimiser)
+    x = normal(5, 67)
+    watch = lambda model, x: step(trainable, frozen, state, x)
+    eqquant.debug.assert_not_materialised(watch, model, x)
+    with pytest.raises(eqquant.MaterialiseError):  # The check can fail.
+        eqquant.debug.assert_not_materialised(
+            lambda model, x: jax.vmap(eqquant.merge_lora(model))(x), model, x
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS[-1:], ids=str)
+def test_nor_with_remat_and_scan(format, normal):
+    layers = stacked(format)
+    trainable, frozen = eqx.partition(layers, eqquant.trainable_mask(layers))
+    x = normal(5, 53)
+
+    def gradient(layers, x):
+        def loss(trainable):
+            dynamic, static = eqx.partition(
+                eqx.combine(trainable, frozen), eqx.is_array
+            )
+
+            @jax.checkpoint
+            def step(x, layer):
+                return jnp.tanh(jax.vmap(eqx.combine(layer, static))(x)), None
+
+            return jnp.sum(lax.scan(step, x, dynamic)[0])
+
+        return jax.grad(loss)(trainable)
+
+    eqquant.debug.assert_not_materialised(gradient, layers, x)
+    assert gradient(layers, x).weight.a.shape == (3, 4, 53)
+
+
+def test_training_learns(normal):
+    """A rank that suffices finds the map."""
+    target = normal(16, 2) @ normal(2, 32) / 8
+    linear = eqx.nn.Linear(32, 16, use_bias=False, key=KEY)
+    model = adapted(linear, "int8", rank=2)
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    goal = model.weight.base.dequantize() + target
+    x = normal(64, 32)
+    y = x @ goal.T
+    optimiser = optax.adam(3e-2)
+
+    @jax.jit
+    def run(trainable):
+        loss = lambda t: jnp.mean((jax.vmap(eqx.combine(t, frozen))(x) - y) ** 2)
+
+        def step(carry, _):
+            trainable, state = carry
+            value, gradients = jax.value_and_grad(loss)(trainable)
+            updates, state = optimiser.update(gradients, state)
+            return (eqx.apply_updates(trainable, updates), state), value
+
+        return lax.scan(step, (trainable, optimiser.init(trainable)), None, 400)
+
+    _, losses = run(trainable)
+    assert losses[-1] < 1e-3 * losses[0]
+
+
+#
+# Dropout
+#
+
+
+def test_dropout(normal):
+    model = perturb(adapted(MLP, "nf4", dropout=0.5))
+    x = normal(5, 67)
+    run = eqx.filter_jit(
+        lambda model, key: jax.vmap(eqquant.with_dropout_key(model, key))(x)
+    )
+    clean = run(model, None)
+    without = perturb(adapted(MLP, "nf4"))
+    assert_identical(clean, jax.vmap(without)(x))
+    one, again, other = (run(model, jax.random.key(i)) for i in (0, 0, 1))
+    assert_identical(one, again)
+    assert relative(one, clean) > 1e-2 and relative(one, other) > 1e-2
+    # On by default, and no change at first all the same.
+    assert relative(jax.vmap(model)(x), clean) > 1e-2
+    fresh = adapted(MLP, "nf4", dropout=0.5)
+    assert_identical(jax.vmap(fresh)(x), jax.vmap(eqquant.quantize_tree(MLP, "nf4"))(x))
+
+
+def test_dropout_is_of_the_adapter_alone_and_right_on_average(normal):
+    linear = eqx.nn.Linear(64, 32, use_bias=False, key=KEY)
+    model = perturb(adapted(linear, None, dropout=0.25))
+    w, x = model.weight, normal(64)
+    keys = jax.random.split(KEY, 4096)
+    outs = jax.vmap(lambda key: eqquant.with_dropout_key(model, key)(x))(keys)
+    adapter = outs - linear.weight @ x
+    expected = w.scale * w.b @ (w.a @ x)
+    # 4096 draws, each element of the sum dropped with 1/4: about one percent.
+    assert relative(adapter.mean(0), expected) < 0.05
+    # A mask for each key, and for each row of a batch that is multiplied at once.
+    assert len(np.unique(np.asarray(outs[:, 0]))) == 4096
+    rows = jnp.broadcast_to(x, (6, 64)) @ w.T
+    assert len(np.unique(np.asarray(rows[:, 0]))) == 6
+    assert (
+        len(np.unique(np.asarray(jax.vmap(lambda x: w @ x)(jnp.stack([x] * 6))[:, 0])))
+        == 1
+    )
+
+
+def test_dropout_of_stacked_layers(normal):
+    layers = stacked("nf4", dropout=0.5)
+    assert layers.weight.key.shape == (3,)
+    x = normal(53)
+    dynamic, static = eqx.partition(layers, eqx.is_array)
+    step = lambda x, layer: (eqx.combine(layer, static)(x), None)
+    got = lax.scan(step, x, dynamic)[0]
+    expected = x
+    for i in range(3):
+        layer = jax.tree.map(lambda a: a[i], dynamic)  # noqa: B023
+        expected = eqx.combine(layer, static)(expected)
+    assert_close(got, expected)
+    batched = strict(lambda w, x: jnp.einsum("lnk,lk->ln", w, x))
+    xs = normal(3, 53)
+    each = jnp.stack([layers.weight[i] @ xs[i] for i in range(3)])
+    assert_close(batched(layers.weight, xs), each)
+    other = eqquant.with_dropout_key(layers, jax.random.key(5))
+    assert relative(lax.scan(step, x, eqx.filter(other, eqx.is_array))[0], got) > 1e-2
+
+
+def test_gradients_with_dropout_and_remat_are_those_of_one_mask(normal):
+    model = perturb(adapted(MLP, "nf4", dropout=0.5))
+    x = normal(5, 67)
+    plain = jax.grad(lambda x: jnp.sum(jnp.sin(jax.vmap(model)(x))))(x)
+    again = jax.grad(
+        lambda x: jnp.sum(jnp.sin(eqx.filter_checkpoint(jax.vmap(model))(x)))
+    )(x)
+    assert relative(again, plain) < 1e-5
+
+
+#
+# Merging, reports, pytrees
+#
+
+
+def test_merging_into_floats(format, normal):
+    model = perturb(adapted(MLP, format))
+    before = jax.tree.map(jnp.copy, eqx.filter(model, eqx.is_array))
+    merged = eqquant.merge_lora(model)
+    assert jax.tree.structure(merged) == jax.tree.structure(MLP)
+    w = model.layers[1].weight
+    base = np.asarray(eqquant.dequantize(w.base), np.float64)
+    expected = base + np.asarray(w.b, np.float64) @ np.asarray(w.a, np.float64)
+    # One rounding to float32, and a sum of four.
+    assert relative(merged.layers[1].weight, expected) < 3e-7
+    # To unmerge is to keep the original, which nothing has touched.
+    assert_identical(eqx.filter(model, eqx.is_array), before)
+
+
+def test_merging_and_quantizing_again(normal):
+    model = perturb(adapted(MLP, "nf4", rules={"layers.1.*": None}))
+    merged, report = eqquant.merge_lora(model, "int8")
+    assert [row.path for row in report.rows] == ["layers.0.weight", "layers.2.weight"]
+    floats = eqquant.merge_lora(model)
+    for i, row in zip((0, 2), report.rows, strict=True):
+        w = merged.layers[i].weight
+        assert eqquant.is_quantized(w) and row.format == eqquant.Int8()
+        error = relative(w.dequantize(), floats.layers[i].weight)
+        assert row.relative_error == pytest.approx(error, rel=1e-4)
+    # What had no adapter stays as it was.
+    assert_identical(merged.layers[1].weight, model.layers[1].weight)
+    # Without training, requantizing to the same format adds nothing.
+    _, nothing = eqquant.merge_lora(adapted(MLP, "nf4"), "nf4")
+    assert all(row.relative_error < 1e-6 for row in nothing.rows)
+
+
+def test_merging_twice_is_an_error():
+    merged = eqquant.merge_lora(adapted(MLP, "nf4"))
+    with pytest.raises(ValueError, match="no adapters: they are merged already"):
+        eqquant.merge_lora(merged)
+
+
+def test_the_other_functions_of_trees(normal):
+    model = perturb(adapted(MLP, "nf4"))
+    w = model.layers[0].weight
+    assert eqquant.is_quantized(w.base) and not eqquant.is_quantized(w)
+    report = eqquant.report(model, MLP)
+    row = report.rows[0]
+    assert (row.path, row.format) == ("layers.0.weight", eqquant.NF4())
+    assert row.bytes_after == w.nbytes == eqquant.tree_nbytes(w)
+    assert row.relative_error == pytest.approx(
+        relative(w.dequantize(), MLP.layers[0].weight), rel=1e-4
+    )
+    floats = eqquant.dequantize_tree(model)
+    assert is_lora(floats.layers[0].weight)
+    assert_identical(eqquant.merge_lora(floats), eqquant.merge_lora(model))
+    assert "lora[rank=4](nf4:f32[53,67])" in repr(model)
+    assert eqquant.tree_nbytes(adapted(MLP, None, dropout=0.1)) > 0
+
+
+def test_serialisation(format):
+    model = perturb(adapted(MLP, format))
+    buffer = io.BytesIO()
+    eqx.tree_serialise_leaves(buffer, model)
+    buffer.seek(0)
+    skeleton = eqx.filter_eval_shape(lambda: adapted(MLP, format))
+    loaded = eqx.tree_deserialise_leaves(buffer, skeleton)
+    assert_identical(eqx.filter(loaded, eqx.is_array), eqx.filter(model, eqx.is_array))
+
+
+#
+# Errors
+#
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        (dict(rank=0), ValueError, "rank must be at least 1, got 0"),
+        (
+            dict(rank=54),
+            ValueError,
+            r"at layers.0.weight: rank 54 is larger .*\(53, 67\)",
+        ),
+        (dict(rank=True), TypeError, "rank must be an integer, got True"),
+        (dict(alpha=0), ValueError, "alpha must be positive, got 0"),
+        (
+            dict(dropout=1.0),
+            ValueError,
+            "dropout must be at least 0 and below 1, got 1",
+        ),
+        (dict(where=lambda _: False), ValueError, "no weight is chosen"),
+        (dict(rules={"layers.0.bias": 1}), ValueError, "at layers.0.bias: .*axes to"),
+        (dict(rules={"layers.0.weight": (2, 7)}), ValueError, "axis 7 is not one of"),
+        (dict(rules={"layers.0.weight": 1.5}), TypeError, r"rank must be .* got 1\.5"),
+        (dict(rules={"layers.0.weight": (2, (0, 1))}), ValueError, "axes to contract"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    options = {"rank": 4, "key": KEY, **arguments}
+    with pytest.raises(error, match=message):
+        eqquant.lora_tree(MLP, options.pop("rank"), **options)
+
+
+def test_what_an_optimiser_must_not_see():
+    model = eqquant.quantize_tree(MLP, eqquant.NF4(double_quantization=True))
+    trainable, _ = eqx.partition(model, eqquant.trainable_mask(model))
+    eqquant.debug.assert_trainable(trainable)
+    with pytest.raises(TypeError, match=r"layers\[0\]\.weight\.codes.*trainable_mask"):
+        eqquant.debug.assert_trainable(model)
+    floats = eqx.filter(eqquant.quantize_tree(MLP, "int8"), eqx.is_inexact_array)
+    with pytest.raises(TypeError, match=r"layers\[0\]\.weight\.scales"):
+        eqquant.debug.assert_trainable(floats)
+
+
+def test_bad_models():
+    with pytest.raises(ValueError, match="it has an adapter already.*merge_lora"):
+        adapted(adapted(MLP, None), None)
+    with pytest.raises(TypeError, match="at w: an adapter needs a floating.*int32"):
+        adapted({"w": jnp.ones((8, 8), int)}, None, rules={"w": 2})
+    with pytest.raises(ValueError, match="no adapter in model has dropout"):
+        eqquant.with_dropout_key(adapted(MLP, None), KEY)
+    assert eqquant.with_dropout_key(MLP, None) is not None
+    with pytest.warns(UserWarning, match=re.escape("match nothing: ['nowhere']")):
+        adapted(MLP, None, rules={"nowhere": 2})
