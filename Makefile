@@ -54,7 +54,8 @@ test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 test-lowerings: $(VENV)/.has-test
 	set -e; for best in off avx2; do \
 		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
-			-q -n $(WORKERS) --dist worksteal tests/test_dot.py tests/test_cpu.py \
+			-q -n $(WORKERS) --dist worksteal \
+			tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
 			-k 'both_directions or any_shapes or int8 or test_cpu'; \
 	done
 
@@ -94,7 +95,7 @@ peers: $(VENV)/.has-test
 clean:
 	rm -rf $(VENV) site dist build examples/output
 	rm -f eqquant/kernels/cpu/_native.so*
-	rm -rf .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 #

@@ -1,6 +1,13 @@
-"""Eight devices made of the CPU, and every annotation of eqquant checked."""
+"""Eight devices made of the CPU, every annotation of eqquant checked, and programs that
+are compiled once and kept between runs."""
 
+import ctypes
+import gc
+import hashlib
+import importlib.metadata
 import os
+import pathlib
+import platform
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -19,7 +26,51 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.formats._registry import formats
+from eqquant.kernels import cpu
+from helpers import DEFAULT_FORMATS, FORMATS
+
+
+def cache_key() -> str:
+    """What compiled programs depend on beside what JAX's own key has: their HLO and
+    options. A change of eqquant that matters changes the HLO, so that it always is
+    compiled anew; native kernels are not in the programs, which call them by name."""
+    parts = [platform.machine(), os.environ.get("EQQUANT_CPU", "")]
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        parts += sorted({x for x in lines if x.startswith(("flags", "Features"))})
+    for name in ("jax", "jaxlib", "libtpu"):
+        try:
+            parts.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            parts.append("")
+    library = pathlib.Path(cpu.__file__).parent / "_native.so"
+    parts.append(library.read_bytes().hex() if library.exists() else "")
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+if os.environ.get("EQQUANT_TEST_CACHE") != "off":
+    CACHE = pathlib.Path(__file__).parents[1] / ".cache" / "jax" / cache_key()
+    jax.config.update("jax_compilation_cache_dir", str(CACHE))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, where the system tells."""
+    statm = pathlib.Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_runtest_teardown(item, nextitem):
+    """Forget compiled programs: those of one file are of little use to the next, and
+    take gigabytes."""
+    if nextitem is None or item.path != nextitem.path or resident() > 1.2e9:
+        jax.clear_caches()
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # Of glibc.
+            trim(0)
 
 
 hypothesis.settings.register_profile(
@@ -28,27 +79,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("eqquant")
 
 
-def slow(format) -> object:
-    return pytest.param(format, marks=pytest.mark.slow)
+def some_slow(formats, slow) -> list:
+    marks = lambda f: [pytest.mark.slow] if f in slow else []
+    return [pytest.param(f, marks=marks(f)) for f in formats]
 
 
-# A new format is picked up here. Blocked and per channel are different paths; slow are
-# those that take the path of another: ternary that of binary, and most blocked ones.
-DEFAULT = [make() for make in formats.values() if make is not eqquant.Ternary]
-DEFAULT += [slow(eqquant.Ternary())]
-FORMATS = [*DEFAULT, eqquant.Binary(block_size=32)]
-FORMATS += [eqquant.NF4(double_quantization=True)]
-FORMATS += [
-    slow(make(block_size=32)) for make in formats.values() if make is not eqquant.Binary
-]
-
-
-@pytest.fixture(params=FORMATS, ids=repr)
+# Slow are those that take the path of another: ternary that of binary, and most blocked
+# ones.
+@pytest.fixture(params=some_slow(FORMATS, [eqquant.Ternary(), *FORMATS[6:]]), ids=repr)
 def format(request) -> eqquant.Format:
     return request.param
 
 
-@pytest.fixture(params=DEFAULT, ids=lambda f: f.name)
+@pytest.fixture(
+    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary()]), ids=lambda f: f.name
+)
 def default_format(request) -> eqquant.Format:
     return request.param
 

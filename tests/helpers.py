@@ -1,6 +1,7 @@
 """What several tests measure."""
 
 import importlib.util
+import itertools
 import math
 import re
 
@@ -9,6 +10,16 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from eqquant.formats._registry import formats
+
+
+# A new format is picked up here. Blocked and per channel are different paths.
+DEFAULT_FORMATS = [make() for make in formats.values()]
+FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
+FORMATS += [eqquant.NF4(double_quantization=True)]
+FORMATS += [
+    make(block_size=32) for make in formats.values() if make is not eqquant.Binary
+]
 
 
 # Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
@@ -58,6 +69,25 @@ def quantize_weights(layer, format):
     )
 
 
+def unpacked(q: eqquant.QuantizedArray) -> np.ndarray:
+    """Codes, one each, decoded here from the documented layout."""
+    codes = np.asarray(q.codes)
+    bits = q.format.bits
+    if bits == 8:
+        return codes
+    planes = 8 // bits
+    *lead, packed = codes.shape
+    size = (q.format.block_size or 64) // planes
+    groups = codes.reshape(*lead, packed // size, 1, size)
+    shifts = (np.arange(planes) * bits).reshape(planes, 1)
+    return ((groups >> shifts) & (2**bits - 1)).reshape(*lead, packed * planes)
+
+
+def in_blocks(w, block_size: int | None) -> np.ndarray:
+    w = np.asarray(w, np.float64)
+    return w.reshape(*w.shape[:-1], -1, block_size or w.shape[-1])
+
+
 def sqnr(actual, expected) -> float:
     """Signal to quantization noise ratio, in decibels."""
     return -20 * math.log10(relative(actual, expected))
@@ -75,3 +105,42 @@ def kernels_in(compiled) -> list[str]:
     calls = re.findall(r"%(\S+?)(?:\.\d+)? = .*custom_call_target=\"tpu_custom", text)
     around = ("spread", "split_planes", "join_planes", "round_rows")
     return [call for call in calls if call not in around]
+
+
+def slow(value):
+    """One of several parameters of a test, for the slow part."""
+    return pytest.param(value, marks=pytest.mark.slow)
+
+
+def pairs(names: str, *options):
+    """A decorator like `pytest.mark.parametrize`, for options that combine: each value
+    of one meets each value of every other at least once. The whole product has more
+    combinations, and finds next to nothing more. The first ones, in which each value
+    occurs, are the fast ones.
+    """
+    options = [
+        [x if isinstance(x, type(pytest.param())) else pytest.param(x) for x in values]
+        for values in options
+    ]
+    product = list(itertools.product(*(range(len(values)) for values in options)))
+    pairs_of = lambda row: set(itertools.combinations(enumerate(row), 2))
+    values_left = set().union(*map(enumerate, product))
+    pairs_left = set().union(*map(pairs_of, product))
+    cases = []
+    while pairs_left:
+        row = max(
+            product,
+            key=lambda row: (
+                len(values_left & set(enumerate(row))),
+                len(pairs_left & pairs_of(row)),
+            ),
+        )
+        marks = [] if values_left & set(enumerate(row)) else [pytest.mark.slow]
+        values_left -= set(enumerate(row))
+        pairs_left -= pairs_of(row)
+        given = [values[i] for values, i in zip(options, row, strict=True)]
+        case = [param.values[0] for param in given]
+        marks += [mark for param in given for mark in param.marks]
+        names_of = (str(getattr(value, "__name__", value)) for value in case)
+        cases.append(pytest.param(*case, id="-".join(names_of), marks=marks))
+    return pytest.mark.parametrize(names, cases)

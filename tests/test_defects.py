@@ -13,9 +13,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary
+from eqquant import Binary, Ternary
 from eqquant.kernels import xla
-from helpers import assert_close, assert_identical, relative, sqnr, TOLERANCE
+from helpers import (
+    assert_close,
+    assert_identical,
+    DEFAULT_FORMATS,
+    FORMATS,
+    pairs,
+    relative,
+    sqnr,
+    TOLERANCE,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -35,8 +44,10 @@ def matrix(default_format, normal):
 #
 
 
-@pytest.mark.parametrize(
-    "equation", ["bn,kn->bk", "bn,kn->kb", "nb,kn->bk", "bk,kn->nb"]
+@pairs(
+    "equation, default_format",
+    ["bn,kn->bk", "bn,kn->kb", "nb,kn->bk", "bk,kn->nb"],
+    DEFAULT_FORMATS,
 )
 def test_1_products_heed_their_dimension_numbers(equation, matrix, normal):
     operand, *_ = equation.split(",")
@@ -116,8 +127,7 @@ def test_13_small_float16_weights_lose_nothing(format, normal):
     assert abs(sqnr(decode(values), small) - expected) < 0.2
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("size", [300.0, 3e4])
+@pairs("format, dtype, size", FORMATS, FLOATS, [300.0, 3e4])
 def test_13_large_weights_do_not_saturate(format, dtype, size, rng):
     w = jnp.asarray(rng.uniform(-size, size, SHAPE), dtype)
     ordinary = (w / size).astype(dtype)
@@ -164,7 +174,7 @@ def test_7_the_operations_of_an_array_work(fn, matrix):
     )  # Fused otherwise, so rounded otherwise.
 
 
-@pytest.mark.parametrize("other", [NF4(), Int8(), Ternary(), Binary()], ids=repr)
+@pairs("other, default_format", DEFAULT_FORMATS, DEFAULT_FORMATS)
 def test_9_formats_mix(other, matrix, normal):
     q = eqquant.quantize(normal(80, 24), other, axis=0)
     multiply = eqquant.quaxify(

@@ -15,7 +15,14 @@ import pytest
 from eqquant import NF4, Ternary
 from eqquant.arrays.quantized._encode import encode_rows
 from eqquant.formats._registry import formats
-from helpers import assert_identical, relative, sqnr
+from helpers import (
+    assert_identical,
+    DEFAULT_FORMATS,
+    FORMATS,
+    pairs,
+    relative,
+    sqnr,
+)
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -32,7 +39,7 @@ decode = jax.jit(eqquant.dequantize)
 #
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pairs("format, dtype", FORMATS, FLOATS)
 def test_requantizing_is_the_identity(format, dtype, normal):
     q = eqquant.quantize(normal(*SHAPE, dtype=dtype), format)
     again = eqquant.quantize(decode(q), format)
@@ -58,15 +65,14 @@ def test_requantizing_with_the_mean_as_scale_cannot_be_the_identity(normal):
 #
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@pairs("format, dtype", FORMATS, FLOATS)
 def test_scales_are_float32_whatever_the_dtype(format, dtype, normal):
     q = eqquant.quantize(normal(*SHAPE, dtype=dtype), format)
     assert q.dtype == dtype and decode(q).dtype == dtype
     assert q.scales.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("size", [1e-5, 1.0, 300.0])
+@pairs("format, dtype, size", FORMATS, FLOATS[1:], [1e-5, 1.0, 300.0])
 def test_short_floats_quantize_as_the_same_values_in_float32(
     format, dtype, size, normal
 ):
@@ -98,13 +104,14 @@ def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format,
         assert_identical(scaled(format, exponent, w), expected)
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize(
-    "format",
-    [make() for make in formats.values()]
-    + [make(scale_dtype="bfloat16") for make in formats.values()]
-    + [NF4(scale_search=True)],
-    ids=repr,
+@pairs(
+    "format, dtype",
+    [
+        *DEFAULT_FORMATS,
+        *(make(scale_dtype="bfloat16") for make in formats.values()),
+        NF4(scale_search=True),
+    ],
+    FLOATS,
 )
 def test_the_largest_values_stay_finite_and_accurate(format, dtype, rng):
     largest = float(jnp.finfo(dtype).max)
@@ -181,7 +188,7 @@ def test_numpy_arrays(format, normal):
 #
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(data=st.data())
 def test_any_shape_axis_block_size_and_dtype(data):
     ndim = data.draw(st.integers(1, 4), "ndim")
@@ -357,7 +364,7 @@ def assert_same_up_to_summation(actual, expected):
         np.testing.assert_allclose(actual.scales, expected.scales, rtol=512 * 2**-24)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
+@pairs("default_format, axis", DEFAULT_FORMATS, [0, 1, 2])
 def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(*(None,) * axis, "x"))
@@ -369,8 +376,7 @@ def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, nor
         assert_same_up_to_summation(q, expected)
 
 
-@pytest.mark.parametrize("axis", [0, 1, 2])
-@pytest.mark.parametrize("size", [512, 520])
+@pairs("default_format, axis, size", DEFAULT_FORMATS, [0, 1, 2], [512, 520])
 def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     spec = P(*(None,) * axis, "x")

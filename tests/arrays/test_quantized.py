@@ -62,7 +62,8 @@ def test_it_never_turns_into_an_array_by_itself(default_format, normal):
 
 
 def layouts():
-    shapes = st.lists(st.integers(1, 5), min_size=2, max_size=4).map(tuple)
+    # A few, so that what is compiled for one serves others.
+    shapes = st.sampled_from([(3, 5), (4, 1, 3), (2, 3, 1, 4)])
 
     def axes(shape):
         some = st.sets(st.integers(0, len(shape) - 1), min_size=1)
@@ -80,6 +81,7 @@ def make(shape, axes, format):
 SMALL_BLOCKS = st.sampled_from([Int8(), NF4(block_size=2), Int8(block_size=4)])
 
 
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
 def test_transpose(layout, format, data):
     q, w = make(*layout, format)
@@ -116,8 +118,8 @@ def test_indexing(layout, format, data):
     assert_identical(eqquant.dequantize(got), w[index])
 
 
-def test_indexing_by_arrays(format, normal):
-    q = eqquant.quantize(normal(5, 7, 64), format)
+def test_indexing_by_arrays(default_format, normal):
+    q = eqquant.quantize(normal(5, 7, 64), default_format)
     w = q.dequantize()
     for index in (
         jnp.array([3, 0, 3]),
@@ -249,8 +251,8 @@ def test_filter_vmap_over_stacked_weights(format, normal):
     assert_identical(rows, q.dequantize())
 
 
-def test_scan_over_stacked_layers(format, normal):
-    q = eqquant.quantize(normal(3, 64, 64) / 8, format)
+def test_scan_over_stacked_layers(default_format, normal):
+    q = eqquant.quantize(normal(3, 64, 64) / 8, default_format)
     x = normal(64)
 
     def run(weights):
@@ -278,8 +280,8 @@ def test_pickle_deepcopy_and_tree_at(format, normal):
     assert_identical(doubled.dequantize(), q.dequantize() * 2)
 
 
-def test_filter_jit_donation_and_sharding(format, normal):
-    q = eqquant.quantize(normal(16, 64), format)
+def test_filter_jit_donation_and_sharding(default_format, normal):
+    q = eqquant.quantize(normal(16, 64), default_format)
     expected = q.dequantize()
     assert_identical(eqx.filter_jit(lambda q: q.dequantize())(q), expected)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -6,7 +6,8 @@ import jax
 import jax.custom_batching
 import jax.numpy as jnp
 import pytest
-from helpers import relative
+from eqquant import Int8, NF4
+from helpers import DEFAULT_FORMATS, pairs, relative
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from test_dispatch import check, check_exact, strict
@@ -16,6 +17,10 @@ from test_dispatch import check, check_exact, strict
 def weights(default_format, normal):
     make = lambda *shape: eqquant.quantize(normal(*shape) / 8, default_format)
     return make(64, 64), make(3, 64, 64), normal(5, 64)
+
+
+# Control flow does not look at what is in a weight.
+BOTH = [NF4(), Int8()]
 
 
 def layer(x, w):
@@ -49,14 +54,14 @@ FLOW = {
 }
 
 
-@pytest.mark.parametrize("name", FLOW)
+@pairs("name, default_format", FLOW, BOTH)
 def test_control_flow(name, weights):
     fn = FLOW[name]
     check(fn, *weights)
     check(lambda *args: jax.jit(fn)(*args), *weights)
 
 
-@pytest.mark.parametrize("name", [n for n in FLOW if "while" not in n])
+@pairs("name, default_format", [n for n in FLOW if "while" not in n], BOTH)
 def test_gradients_from_inside_and_outside(name, weights):
     fn = FLOW[name]
 
@@ -129,7 +134,7 @@ times_three_forwards.defjvp(
 )
 
 
-@pytest.mark.parametrize("fn", [times_three_backwards, times_three_forwards])
+@pairs("fn, default_format", [times_three_backwards, times_three_forwards], BOTH)
 def test_custom_derivatives_are_kept(fn, weights):
     w, _, x = weights
     check(lambda x, w: fn(x, w), x, w)
@@ -167,18 +172,18 @@ def test_custom_batching_is_kept(weights):
 #
 
 
-@pytest.mark.parametrize(
-    "check_vma", [True, pytest.param(False, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "x_spec, w_spec, out_spec",
+@pairs(
+    "specs, check_vma, default_format",
     [
         (P(), P("x"), P(None, "x")),
         (P(None, "x"), P(None, "x"), P()),
         (P("x"), P(), P("x")),
     ],
+    [True, False],
+    DEFAULT_FORMATS,
 )
-def test_shard_map(default_format, check_vma, x_spec, w_spec, out_spec, normal):
+def test_shard_map(specs, check_vma, default_format, normal):
+    x_spec, w_spec, out_spec = specs
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     q, x = eqquant.quantize(normal(16, 512), default_format), normal(8, 512)
 

@@ -8,8 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from eqquant import Int8, NF4
 from eqquant.dispatch.rules import _registry
-from helpers import assert_close, assert_identical, dense
+from helpers import assert_close, assert_identical, DEFAULT_FORMATS, dense, pairs
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -154,8 +155,8 @@ def test_metadata_is_kept():
 #
 
 
-@pytest.mark.parametrize(
-    "spec, q_shape, x_shape",
+@pairs(
+    "case, swap, default_format",
     [
         ("nk,bk->bn", (24, 64), (5, 64)),
         ("nk,bk->nb", (24, 64), (5, 64)),
@@ -170,9 +171,11 @@ def test_metadata_is_kept():
         ("hnk,b->bhnk", (3, 24, 64), (5,)),
         ("k,bk->b", (64,), (5, 64)),
     ],
+    [False, True],
+    DEFAULT_FORMATS,
 )
-@pytest.mark.parametrize("swap", [False, True])
-def test_dot_general(default_format, spec, q_shape, x_shape, swap, normal):
+def test_dot_general(case, swap, default_format, normal):
+    spec, q_shape, x_shape = case
     q, x = eqquant.quantize(normal(*q_shape), default_format), normal(*x_shape)
     if swap:
         inputs, out = spec.split("->")
@@ -187,17 +190,17 @@ def test_dot_general_over_part_of_the_blocked_axes(axis, normal):
     check(lambda q, x: jnp.einsum("hnk,bk->bhn", q, x), q, normal(5, 64))
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [0] * 4, [128, 128, 1, 43]],
+@pairs(
+    "sizes, default_format",
+    [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [128, 128, 1, 43]],
+    DEFAULT_FORMATS,
 )
 def test_ragged_dot(default_format, sizes, normal):
     q = eqquant.quantize(normal(4, 64, 32), default_format, axis=1)
     sizes = jnp.array(sizes)
     used = int(sizes.sum())
     fn = lambda q, x: lax.ragged_dot(x, q, sizes)[:used]
-    if used:
-        check(fn, q, normal(300, 64))
+    check(fn, q, normal(300, 64))
 
 
 CONVOLUTIONS = {
@@ -211,8 +214,9 @@ CONVOLUTIONS = {
 }
 
 
-@pytest.mark.parametrize("kwargs", CONVOLUTIONS.values(), ids=CONVOLUTIONS)
-def test_convolutions(default_format, kwargs, normal):
+@pairs("how, default_format", CONVOLUTIONS, DEFAULT_FORMATS)
+def test_convolutions(how, default_format, normal):
+    kwargs = CONVOLUTIONS[how]
     q = eqquant.quantize(normal(8, 6, 3, 2), default_format, axis=(1, 2, 3))
     check(lambda q, x: lax.conv_general_dilated(x, q, **kwargs), q, normal(2, 6, 9, 8))
 
@@ -265,12 +269,11 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("move", MOVES)
-def test_moving_about_is_exact_and_stays_quantized(move, normal):
-    for format in (eqquant.NF4(block_size=32), eqquant.Int8(block_size=32)):
-        q = eqquant.quantize(normal(48, 64), format)
-        assert check_exact(MOVES[move], q)
-        assert check_exact(jax.jit(MOVES[move]), q)
+@pairs("move, format", MOVES, [make(block_size=32) for make in (NF4, Int8)])
+def test_moving_about_is_exact_and_stays_quantized(move, format, normal):
+    q = eqquant.quantize(normal(48, 64), format)
+    assert check_exact(MOVES[move], q)
+    assert check_exact(jax.jit(MOVES[move]), q)
 
 
 def test_gathers_decode_only_their_rows(default_format, normal):
@@ -285,8 +288,8 @@ def test_gathers_decode_only_their_rows(default_format, normal):
     eqquant.debug.assert_not_materialised(strict(lambda q: q[i]), table)
 
 
-@pytest.mark.parametrize("spec", [P("x"), P(None, "x")])
-def test_placement(default_format, spec, normal):
+@pairs("spec, default_format", [P("x"), P(None, "x")], DEFAULT_FORMATS)
+def test_placement(spec, default_format, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     q = eqquant.quantize(normal(16, 512), default_format)
     sharding = NamedSharding(mesh, spec)

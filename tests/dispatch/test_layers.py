@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, dense, quantize_weights
+from helpers import assert_close, DEFAULT_FORMATS, dense, pairs, quantize_weights
 
 
 KEY = jax.random.key(0)
@@ -43,45 +43,43 @@ def inputs(shapes, normal, *batch):
     return [make(shape) for shape in shapes]
 
 
-@pytest.fixture(params=LAYERS)
-def case(request, default_format, normal):
-    layer, shapes = LAYERS[request.param]
-    return quantize_weights(layer, default_format), shapes, normal
-
-
 def check(fn, layer, *args):
     assert_close(fn(layer, *args), fn(dense(layer), *args))
     eqquant.debug.assert_not_materialised(fn, layer, *args)
 
 
-def test_plain(case):
-    layer, shapes, normal = case
-    check(lambda layer, *x: layer(*x), layer, *inputs(shapes, normal))
+def plain(layer, *args):
+    return layer(*args)
 
 
-def test_vmap_jit_grad_and_checkpoint(case):
-    layer, shapes, normal = case
-
+def vmap_jit_grad_and_checkpoint(layer, *args):
     @eqx.filter_jit
     def loss(layer, *args):
         return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves(jax.vmap(layer)(*args)))
 
-    def gradient(layer, *args):
-        return jax.grad(lambda args: eqx.filter_checkpoint(loss)(layer, *args))(args)
-
-    check(gradient, layer, *inputs(shapes, normal, 3))
+    return jax.grad(lambda args: eqx.filter_checkpoint(loss)(layer, *args))(args)
 
 
-def test_nested_vmap_and_scan(case):
-    layer, shapes, normal = case
+def nested_vmap_and_scan(layer, *args):
+    def step(carry, args):
+        return carry, jax.vmap(jax.vmap(layer))(*args)
 
-    def run(layer, *args):
-        def step(carry, args):
-            return carry, jax.vmap(jax.vmap(layer))(*args)
+    return jax.lax.scan(step, 0, args)[1]
 
-        return jax.lax.scan(step, 0, args)[1]
 
-    check(run, layer, *inputs(shapes, normal, 2, 2, 3))
+# And the axes of a batch that each takes.
+USES = {
+    "plain": (plain, ()),
+    "vmap, jit, grad, checkpoint": (vmap_jit_grad_and_checkpoint, (3,)),
+    "nested vmap, scan": (nested_vmap_and_scan, (2, 2, 3)),
+}
+
+
+@pairs("name, use, default_format", LAYERS, USES, DEFAULT_FORMATS)
+def test_layers(name, use, default_format, normal):
+    (layer, shapes), (fn, batch) = LAYERS[name], USES[use]
+    layer = quantize_weights(layer, default_format)
+    check(fn, layer, *inputs(shapes, normal, *batch))
 
 
 def test_gradients_of_what_is_not_quantized(default_format, normal):

@@ -54,7 +54,8 @@ def test_quantized_models_are_close(minilm, model, batch, format, least):
 
 
 @needs_compiler
-@pytest.mark.parametrize("chip", ["v5e", pytest.param("v6e", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
 def test_the_encoder_on_a_tpu_is_made_of_kernels(minilm, chip):
     model = eqx.filter_eval_shape(
         lambda key: eqquant.quantize_tree(minilm.SentenceEncoder(key=key), "nf4"),

@@ -17,7 +17,7 @@ from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.arrays.quantized._encode import encode_rows
 from eqquant.kernels import cpu, xla
 from eqquant.kernels.cpu import _build, _library
-from helpers import assert_identical, relative
+from helpers import assert_identical, pairs, relative
 
 
 # What each kernel promises, with room for small shapes.
@@ -103,8 +103,7 @@ def test_any_shape_against_xla(kernel, data):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
-@pytest.mark.parametrize("m", [3, 21, 150])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pairs("kernel, m", KERNELS, [3, 21, 150])
 def test_products_large_enough_for_several_threads(kernel, m, normal):
     for format in (NF4(), Int8(), Ternary(), Binary()):
         q = eqquant.quantize(normal(523, 1024), format)
@@ -203,7 +202,7 @@ def test_bad_calls_are_errors(normal):
 
 
 @needs_library
-@hypothesis.settings(max_examples=60)
+@hypothesis.settings(max_examples=25)
 @hypothesis.given(
     format=st.sampled_from(
         [
@@ -213,8 +212,8 @@ def test_bad_calls_are_errors(normal):
             Binary(block_size=8),
         ]
     ),
-    rows=st.integers(1, 9),
-    columns=st.sampled_from([64, 192, 1024, 4160]) | st.integers(1, 300),
+    rows=st.sampled_from([1, 7]),
+    columns=st.sampled_from([5, 64, 192, 299, 1024, 4160]),
     exponent=st.integers(-37, 37),
     seed=st.integers(0, 99),
     special=st.sampled_from([0.0, -0.0, 1e-45, 3.4e38, np.inf, np.nan]),

@@ -1,9 +1,8 @@
-"""The Pallas kernels: their numbers in interpret mode, and the real compiler's view."""
+"""The Pallas kernels: their numbers in interpret mode, and which one serves."""
 
 import functools as ft
 
 import eqquant
-import equinox as eqx
 import hypothesis
 import hypothesis.strategies as st
 import jax
@@ -11,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary, TPUKernel
-from eqquant.debug import compile_for_tpu
 from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips
-from helpers import kernels_in, needs_compiler, relative
-from jax.sharding import PartitionSpec as P
+from helpers import (
+    FORMATS as EVERY_FORMAT,
+    pairs,
+    relative,
+)
 
 
-CHIPS = ["v5e", "v6e"]
-CHIPS += [pytest.param(c, marks=pytest.mark.slow) for c in ("v4", "v5p", "TPU7x")]
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
 # What each variant promises, with room for small shapes.
 TOLERANCE = {
@@ -77,15 +76,15 @@ def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
     assert relative(out, expected) < tolerance
 
 
-@pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
-@pytest.mark.parametrize(
-    "precision", ["high", "default", pytest.param("highest", marks=pytest.mark.slow)]
+@pairs(
+    "format, precision, dtype, m, contract_rows",
+    [f for f in EVERY_FORMAT if not f.quantized_scales],
+    ["high", "default", "highest"],
+    ["float32", "bfloat16"],
+    [8, 40],
+    [False, True],
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("m", [8, 40])
-def test_kernels(format, m, dtype, precision, contract_rows):
-    if format.quantized_scales:
-        pytest.skip("kernels get scales in floating point")
+def test_kernels(format, precision, dtype, m, contract_rows):
     options = dict(contract_rows=contract_rows, precision=precision, dtype=dtype)
     check(format, m, 70, 200, **options)
 
@@ -126,21 +125,14 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
     check(NF4(), 3, 130, 64 * 128, **options)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "TPU v5e",
-        "TPU7x",
-        *(pytest.param(c, marks=pytest.mark.slow) for c in ("TPU v4", "TPU v6e")),
-    ],
-)
-@pytest.mark.parametrize(
-    "format",
+@pairs(
+    "kind, format, operand",
+    ["TPU v5e", "TPU7x", "TPU v4", "TPU v6e"],
     [*FORMATS, Ternary(block_size=128), Binary(block_size=256), Int8(block_size=64)],
-    ids=repr,
+    [(8, "float32"), (40, "bfloat16")],
 )
-@pytest.mark.parametrize("m,dtype", [(8, "float32"), (40, "bfloat16")])
-def test_what_each_chip_does(kind, format, m, dtype, monkeypatch):
+def test_what_each_chip_does(kind, format, operand, monkeypatch):
+    m, dtype = operand
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
 
@@ -153,9 +145,7 @@ def test_cores_share_an_odd_number_of_steps(kind, monkeypatch):
         check(format, 8, rows, 200, **COLUMNS)
 
 
-@pytest.mark.parametrize("contract_rows", [False, True], ids=["columns", "rows"])
-@pytest.mark.parametrize("m", [8, 40])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
+@pairs("format, m, contract_rows", FORMATS, [8, 40], [False, True])
 def test_activations_in_int8(format, m, contract_rows, normal):
     q = eqquant.quantize(normal(130, 192), format)
     x = jnp.round(127 * jnp.tanh(normal(m, 130 if contract_rows else 192)))
@@ -276,155 +266,3 @@ def test_what_has_no_kernel(format, normal):
     assert "too long" in tpu.why_not(x, q.codes, q.scales, **options)
     x = jax.ShapeDtypeStruct((8, 256), jnp.dtype("float64"))
     assert "float64" in tpu.why_not(x, q.codes, q.scales, **options)
-
-
-#
-# The compiler for TPUs
-#
-
-
-def quantized(rows, columns, format):
-    return jax.eval_shape(
-        ft.partial(eqquant.quantize, format=format, check_finite=False),
-        jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
-    )
-
-
-@needs_compiler
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_products_become_kernels(chip, format):
-    q = quantized(2048, 2048, format)
-    for m, kernel in ((8, "decode"), (256, "columns")):
-        x = jax.ShapeDtypeStruct((m, 2048), jnp.bfloat16)
-        compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
-        assert kernels_in(compiled) == [f"{format.name}_{kernel}"]
-        # Nothing as large as half of the weight in bfloat16.
-        assert compiled.memory_analysis().temp_size_in_bytes < 2**22
-    compiled = compile_for_tpu(lambda x, q: x @ q, x, q, chip=chip)
-    assert kernels_in(compiled) == [f"{format.name}_rows"]
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**22
-
-
-@needs_compiler
-@pytest.mark.parametrize("chip", CHIPS)
-@pytest.mark.parametrize("precision", ["highest", "default"])
-def test_ragged_shapes_compile(chip, precision):
-    for format in (NF4(precision=precision), Ternary(precision=precision)):
-        q = quantized(300, 1300, format)
-        for m in (5, 40):
-            for size, fn in ((1300, lambda x, q: x @ q.T), (300, lambda x, q: x @ q)):
-                x = jax.ShapeDtypeStruct((m, size), jnp.float32)
-                assert len(kernels_in(compile_for_tpu(fn, x, q, chip=chip))) == 1
-
-
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("chip", ["v4", "v5e", "v6e"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_many_rows_fit_in_memory(chip, dtype):
-    for format in (NF4(), Int8()):
-        q = quantized(4096, 4096, format)
-        x = jax.ShapeDtypeStruct((2048, 4096), jnp.dtype(dtype))
-        for fn in (lambda x, q: x @ q.T, lambda x, q: x @ q):
-            assert len(kernels_in(compile_for_tpu(fn, x, q, chip=chip))) == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("chip", ["v5e", "v6e", "TPU7x"])
-def test_w8a8_and_choices_compile(chip):
-    for format, kernel in (
-        (Int8(activations="int8"), "int8_columns"),
-        (Ternary(activations="int8"), "ternary_columns"),
-        (NF4(tpu=TPUKernel(lookup=False)), "nf4_columns"),
-    ):
-        q = quantized(1024, 1024, format)
-        x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
-        compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
-        assert kernels_in(compiled) == [kernel]
-
-
-@needs_compiler
-@pytest.mark.parametrize("columns", [4096, 8192, 14336])
-def test_no_component_is_expanded_outside(columns):
-    # The scales are read where they are: no copy, no transpose.
-    q = quantized(4096, columns, NF4())
-    x = jax.ShapeDtypeStruct((8, columns), jnp.bfloat16)
-    compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q)
-    held = compiled.memory_analysis().argument_size_in_bytes
-    assert (held - 8 * columns * 2) / (4096 * columns) <= 0.57
-    assert compiled.memory_analysis().temp_size_in_bytes < 2**20
-
-
-@needs_compiler
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
-@pytest.mark.parametrize("format", FORMATS, ids=lambda f: f.name)
-def test_models_and_their_gradients_become_kernels(chip, format):
-    model = eqx.filter_eval_shape(
-        lambda key: eqquant.quantize_tree(
-            eqx.nn.MLP(256, 256, 256, depth=2, key=key), format
-        ),
-        jax.random.key(0),
-    )
-    x = jax.ShapeDtypeStruct((16, 256), jnp.float32)
-    forward = compile_for_tpu(lambda m, x: jax.vmap(m)(x), model, x, chip=chip)
-    assert kernels_in(forward) == [f"{format.name}_decode"] * 3
-    backward = compile_for_tpu(
-        jax.grad(lambda x, m: jnp.sum(jax.vmap(m)(x) ** 2)), x, model, chip=chip
-    )
-    assert sorted(kernels_in(backward)) == sorted(
-        [f"{format.name}_decode"] * 3 + [f"{format.name}_rows"] * 3
-    )
-
-
-@needs_compiler
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map_has_the_kernel_on_every_device(check_vma):
-    q = quantized(1024, 512, NF4())
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
-
-    def fn(x, q):
-        return jax.shard_map(
-            lambda x, q: x @ q.T,
-            in_specs=(P(), P("devices")),
-            out_specs=P(None, "devices"),
-            check_vma=check_vma,
-        )(x, q)
-
-    for f in (fn, jax.grad(lambda x, q: jnp.sum(fn(x, q) ** 2))):
-        assert kernels_in(compile_for_tpu(f, x, q, devices=4))
-
-
-@needs_compiler
-def test_automatic_partitioning_compiles_without_a_kernel():
-    q = quantized(1024, 512, NF4())
-    x = jax.ShapeDtypeStruct((64, 512), jnp.float32)
-    assert not kernels_in(compile_for_tpu(lambda x, q: x @ q.T, x, q, devices=4))
-
-
-def test_compile_for_tpu_names_the_chips():
-    with pytest.raises(ValueError, match="v5e"):
-        compile_for_tpu(lambda x: x, jnp.ones(3), chip="v3")
-
-
-def test_explain(normal):
-    q = eqquant.quantize(normal(64, 128), "nf4")
-
-    def fn(x, q):
-        return jax.vmap(jax.jit(lambda x: q @ x))(x)
-
-    explain = ft.partial(eqquant.debug.explain, fn, normal(5, 128), q)
-    assert "Pallas kernel, variant 'decode'" in explain(platform="tpu")
-    assert "XLA, recipe 'float'" in explain(platform="gpu")
-    assert explain(platform="cpu") == explain()
-    backward = eqquant.debug.explain(
-        jax.grad(lambda x: jnp.sum(fn(x, q))), normal(5, 128), platform="tpu"
-    )
-    assert "'float32'" in backward and len(backward.splitlines()) == 2
-    long = eqquant.quantize(normal(16, 2**19), NF4(block_size=2**19))
-    why = eqquant.debug.explain(jnp.add, 1, 1, platform="tpu")
-    assert why == "no product with a quantized weight"
-    why = eqquant.debug.explain(
-        lambda x: x @ long.T, jnp.ones((2, 2**19)), platform="tpu"
-    )
-    assert "XLA" in why and "too long" in why

@@ -1,6 +1,5 @@
-"""Adapters: `lora_tree`, `LoraArray`, `merge_lora`, dropout."""
+"""`lora_tree` and its relatives: training, dropout, merging."""
 
-import functools as ft
 import io
 import re
 
@@ -11,15 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eqquant import LoraArray
-from helpers import assert_close, assert_identical, relative
+from adapters import adapted, is_lora, KEY, MLP, perturb, stacked
+from helpers import assert_identical, relative, slow
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-KEY = jax.random.key(0)
-FORMATS = ["int8", "nf4", "ternary", "binary", eqquant.NF4(double_quantization=True)]
-strict = lambda fn: eqquant.quaxify(fn, on_materialise="error")
+REST = ["int8", "ternary", "binary", eqquant.NF4(double_quantization=True)]
 
 
 @pytest.fixture(params=[None, "nf4"], ids=str)
@@ -28,50 +24,7 @@ def format(request):
     return request.param
 
 
-def is_lora(x) -> bool:
-    return isinstance(x, LoraArray)
-
-
-def perturb(model):
-    """As if trained: `b` is no longer zero."""
-
-    def one(x):
-        if not is_lora(x):
-            return x
-        return x.replace(b=0.3 * jax.random.normal(jax.random.key(7), x.b.shape))
-
-    return jax.tree.map(one, model, is_leaf=is_lora)
-
-
-def adapted(model, format, rank=4, **options):
-    if format is not None:
-        model = eqquant.quantize_tree(model, format)
-    return eqquant.lora_tree(model, rank, key=jax.random.key(1), **options)
-
-
-def array(format, w, axis=-1, **options) -> LoraArray:
-    """A weight of one's own."""
-    if format is not None:
-        w = eqquant.quantize(w, format, axis=axis)
-    options = {"rules": {"array": (4, axis)}, **options}
-    return perturb(adapted({"array": w}, None, **options))["array"]
-
-
-def check(fn, model, *args):
-    """`fn` as with the merged weights."""
-    assert_close(fn(model, *args), fn(eqquant.merge_lora(model), *args))
-
-
-# Odd sizes, so that no activation has as many elements as a weight.
-MLP = eqx.nn.MLP(67, 41, 53, 2, key=KEY)
-
-
-#
-# What it stands for
-#
-
-
-@pytest.mark.parametrize("format", [None, *FORMATS], ids=str)
+@pytest.mark.parametrize("format", [None, "nf4", *map(slow, REST)], ids=str)
 def test_it_changes_nothing_at_first_bit_by_bit(format, normal):
     model = adapted(MLP, format)
     before = MLP if format is None else eqquant.quantize_tree(MLP, format)
@@ -81,22 +34,6 @@ def test_it_changes_nothing_at_first_bit_by_bit(format, normal):
     assert_identical(model(x[0]), before(x[0]))
     run = eqx.filter_jit(lambda model, x: jax.vmap(jax.vmap(model))(x))
     assert_identical(run(model, x[None]), run(before, x[None]))
-
-
-@pytest.mark.parametrize("alpha, scale", [(None, 1.0), (2.0, 0.5)])
-def test_it_stands_for_the_sum(format, alpha, scale, normal):
-    model = perturb(adapted(MLP, format, alpha=alpha))
-    w = model.layers[0].weight
-    assert (w.shape, w.a.shape, w.b.shape) == ((53, 67), (4, 67), (53, 4))
-    base, a, b = (
-        np.asarray(eqquant.dequantize(x), np.float64) for x in (w.base, w.a, w.b)
-    )
-    expected = base + scale * b @ a
-    assert relative(w.dequantize(), expected) < 1e-6
-    x = normal(67)
-    assert relative(w @ x, expected @ np.asarray(x, np.float64)) < 1e-4
-    assert relative(x @ w.T, expected @ np.asarray(x, np.float64)) < 1e-4
-    check(lambda model, x: jax.vmap(model)(x), model, normal(5, 67))
 
 
 def test_its_start_depends_on_the_path_alone():
@@ -114,194 +51,6 @@ def test_its_start_depends_on_the_path_alone():
 def test_in_either_order():
     later = eqquant.quantize_tree(adapted(MLP, None), "nf4")
     assert_identical(later, adapted(MLP, "nf4"))
-
-
-def test_half_precision(normal):
-    linear = jax.tree.map(
-        lambda x: x.astype(jnp.bfloat16), eqx.nn.Linear(64, 64, key=KEY)
-    )
-    model = perturb(adapted(linear, "nf4"))
-    assert model.weight.a.dtype == jnp.float32
-    x = normal(5, 64, dtype=jnp.bfloat16)
-    out = jax.vmap(model)(x)
-    assert out.dtype == jnp.bfloat16
-    # The merged weight and the sum of two products are each rounded to 8 bits.
-    assert relative(out, jax.vmap(eqquant.merge_lora(model))(x)) < 2e-2
-
-
-#
-# Layers and transformations
-#
-
-LAYERS = {
-    "Linear": (eqx.nn.Linear(67, 41, key=KEY), [(67,)]),
-    "GRUCell": (eqx.nn.GRUCell(67, 41, key=KEY), [(67,), (41,)]),
-    "MultiheadAttention": (
-        eqx.nn.MultiheadAttention(2, 62, key=KEY),
-        [(7, 62), (5, 62), (5, 62)],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_and_their_gradients(name, normal):
-    layer, shapes = LAYERS[name]
-    model = perturb(adapted(layer, "nf4"))
-    inputs = [normal(3, *shape) for shape in shapes]
-
-    def loss(model, *inputs):
-        return jnp.sum(jnp.sin(jax.vmap(model)(*inputs)))
-
-    check(lambda model, *x: jax.vmap(model)(*x), model, *inputs)
-    dynamic, static = eqx.partition(model, eqx.is_array)
-
-    def of_input(dynamic, *inputs):
-        model = eqx.combine(dynamic, static)
-        return jax.grad(lambda x: loss(model, x, *inputs[1:]))(inputs[0])
-
-    assert_close(
-        jax.jit(of_input)(dynamic, *inputs),
-        jax.grad(loss, argnums=1)(eqquant.merge_lora(model), *inputs),
-    )
-
-
-def test_embeddings(format, normal):
-    layer = eqx.nn.Embedding(97, 64, key=KEY)
-    model = perturb(adapted(layer, format, rules={"weight": 4}))
-    full = eqquant.merge_lora(model)
-    tokens = jnp.array([[3, 96], [0, 3]])
-    lookup = lambda layer: jax.jit(jax.vmap(jax.vmap(layer)))(tokens)
-    assert_close(lookup(model), lookup(full), 1e-6)
-    for i in (0, 96, jnp.array(5)):
-        assert_close(model(i), full(i), 1e-6)
-    # Only the rows that are asked for are decoded.
-    eqquant.debug.assert_not_materialised(lookup, model)
-
-
-@pytest.mark.parametrize("groups", [1, 2])
-def test_convolutions(format, groups, normal):
-    layer = eqx.nn.Conv2d(8, 16, 3, groups=groups, key=KEY)
-    model = perturb(adapted(layer, format))
-    assert model.weight.a.shape == (4, 8 // groups, 3, 3)
-    assert model.weight.b.shape == (16, 4)
-    images = normal(2, 8, 9, 9)
-    expected = jax.vmap(eqquant.merge_lora(model))(images)
-    assert_close(strict(jax.vmap(model))(images), expected)
-
-
-def test_the_dispatcher(format, normal):
-    w = array(format, normal(24, 64))
-    dense = w.dequantize()
-    x, y = normal(5, 64), normal(5, 24)
-    for spec, other in (("nk,bk->bn", x), ("nk,bk->nb", x), ("nk,bn->bk", y)):
-        got = strict(lambda w, x: jnp.einsum(spec, w, x))(w, other)  # noqa: B023
-        assert_close(got, jnp.einsum(spec, dense, other))
-    moves = [
-        lambda w: w.T,
-        lambda w: w.reshape(4, 6, 64),
-        lambda w: w[3:9],
-        lambda w: w[::-1],
-        lambda w: jnp.broadcast_to(w, (3, 24, 64)),
-        lambda w: w[None],
-        lambda w: jnp.stack([w, w]),
-        lambda w: w.astype(jnp.bfloat16),
-        lambda w: lax.cond(True, lambda w: w, lambda w: w[::-1], w),
-        lax.stop_gradient,
-    ]
-    for move in moves:
-        got = strict(move)(w)
-        assert is_lora(got)
-        # In bfloat16 the sum is rounded, in one place or the other.
-        assert_close(got.dequantize(), move(dense), 4e-3)
-    with pytest.warns(eqquant.MaterialiseWarning):
-        assert_close(eqquant.quaxify(jnp.exp)(w), jnp.exp(dense), 1e-5)
-
-
-def test_a_rule_of_the_user_is_for_quantized_arrays(normal):
-    from eqquant.dispatch.rules import _registry
-
-    before = {name: list(rules) for name, rules in _registry._rules.items()}
-    try:
-        eqquant.register(lax.neg_p)(lambda q: q.replace(scales=-q.scales))
-        w = perturb(adapted(eqx.nn.Linear(64, 64, key=KEY), "nf4")).weight
-        with pytest.raises(eqquant.MaterialiseError):
-            strict(jnp.negative)(w)
-        assert eqquant.is_quantized(strict(jnp.negative)(w.base))
-    finally:
-        _registry._rules.clear()
-        _registry._rules.update(before)
-
-
-def test_indexing_and_transposing_keep_it(format, normal):
-    w = array(format, normal(5, 7, 64))
-    dense = w.dequantize()
-    for index in (2, slice(1, 4), (slice(None), 3), (1, 2), jnp.array([3, 0]), None):
-        got = w[index]
-        assert_close(
-            eqquant.dequantize(got) if not is_lora(got) else got.dequantize(),
-            dense[index],
-            1e-6,
-        )
-    for axes in ((2, 0, 1), (1, 2, 0), (0, 2, 1)):
-        assert_close(w.transpose(axes).dequantize(), dense.transpose(axes), 0)
-
-
-def stacked(format, count=3, size=53, **options):
-    keys = jax.random.split(KEY, count)
-    layers = eqx.filter_vmap(lambda key: eqx.nn.Linear(size, size, key=key))(keys)
-    return perturb(adapted(layers, format, **options))
-
-
-def test_stacked_layers(format, normal):
-    layers = stacked(format)
-    assert layers.weight.a.shape == (3, 4, 53) and layers.weight.b.shape == (3, 53, 4)
-    x = normal(53)
-
-    def scan(layers, x):
-        dynamic, static = eqx.partition(layers, eqx.is_array)
-        step = lambda x, layer: (jnp.tanh(eqx.combine(layer, static)(x)), None)
-        return lax.scan(jax.checkpoint(step), x, dynamic)[0]
-
-    check(scan, layers, x)
-    each = eqx.filter_vmap(lambda layer, x: layer(x), in_axes=(eqx.if_array(0), None))
-    check(each, layers, x)
-    products = strict(lambda w, x: jnp.einsum("lnk,bk->lbn", w, x))
-    assert_close(
-        products(layers.weight, x[None]),
-        jnp.einsum("lnk,bk->lbn", layers.weight.dequantize(), x[None]),
-    )
-    w = layers.weight
-    assert_close(
-        w[jnp.array([2, 0])].dequantize(), w.dequantize()[jnp.array([2, 0])], 0
-    )
-
-
-def test_ragged_dot(normal):
-    w = array("int8", normal(4, 64, 32), axis=1)
-    x, sizes = normal(30, 64), jnp.array([10, 0, 15, 5])
-    got = strict(lambda w: lax.ragged_dot(x, w, sizes))(w)
-    assert_close(got, lax.ragged_dot(x, w.dequantize(), sizes))
-
-
-@pytest.mark.slow
-def test_shard_map_and_placement(format, normal):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
-    w = array(format, normal(16, 512))
-    dense, x = w.dequantize(), normal(8, 512)
-    cases = [
-        (P(), P("x"), P(None, "x"), lambda x, w: x @ w.T),
-        (P(None, "x"), P(None, "x"), P(), lambda x, w: lax.psum(x @ w.T, "x")),
-    ]
-    for x_spec, w_spec, out_spec, local in cases:
-        fn = jax.shard_map(
-            local, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=out_spec
-        )
-        assert_close(strict(fn)(x, w), fn(x, dense))
-        loss = lambda x, w, fn=fn: jnp.sum(jnp.sin(fn(x, w)))
-        gradient = jax.grad(ft.partial(strict(loss), w=w))(x)
-        assert relative(gradient, jax.grad(loss)(x, dense)) < 1e-3
-    placed = strict(lambda w: jax.device_put(w, NamedSharding(mesh, P("x"))))(w)
-    assert placed.b.sharding.spec == P("x", None) and is_lora(placed)
 
 
 #
@@ -390,7 +139,7 @@ def test_gradients_are_those_of_the_dense_sum(format, normal):
         assert relative(a.sum(0), b) < 1e-3
 
 
-@pytest.mark.parametrize("format", FORMATS, ids=str)
+@pytest.mark.parametrize("format", ["nf4", *REST], ids=str)
 def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
     model = adapted(MLP, format)
     trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
@@ -406,7 +155,7 @@ def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
         )
 
 
-@pytest.mark.parametrize("format", FORMATS[-1:], ids=str)
+@pytest.mark.parametrize("format", REST[-1:], ids=str)
 def test_nor_with_remat_and_scan(format, normal):
     layers = stacked(format)
     trainable, frozen = eqx.partition(layers, eqquant.trainable_mask(layers))
@@ -478,46 +227,6 @@ def test_dropout(normal):
     assert relative(jax.vmap(model)(x), clean) > 1e-2
     fresh = adapted(MLP, "nf4", dropout=0.5)
     assert_identical(jax.vmap(fresh)(x), jax.vmap(eqquant.quantize_tree(MLP, "nf4"))(x))
-
-
-def test_dropout_is_of_the_adapter_alone_and_right_on_average(normal):
-    linear = eqx.nn.Linear(64, 32, use_bias=False, key=KEY)
-    model = perturb(adapted(linear, None, dropout=0.25))
-    w, x = model.weight, normal(64)
-    keys = jax.random.split(KEY, 4096)
-    outs = jax.vmap(lambda key: eqquant.with_dropout_key(model, key)(x))(keys)
-    adapter = outs - linear.weight @ x
-    expected = w.scale * w.b @ (w.a @ x)
-    # 4096 draws, each element of the sum dropped with 1/4: about one percent.
-    assert relative(adapter.mean(0), expected) < 0.05
-    # A mask for each key, and for each row of a batch that is multiplied at once.
-    assert len(np.unique(np.asarray(outs[:, 0]))) == 4096
-    rows = jnp.broadcast_to(x, (6, 64)) @ w.T
-    assert len(np.unique(np.asarray(rows[:, 0]))) == 6
-    assert (
-        len(np.unique(np.asarray(jax.vmap(lambda x: w @ x)(jnp.stack([x] * 6))[:, 0])))
-        == 1
-    )
-
-
-def test_dropout_of_stacked_layers(normal):
-    layers = stacked("nf4", dropout=0.5)
-    assert layers.weight.key.shape == (3,)
-    x = normal(53)
-    dynamic, static = eqx.partition(layers, eqx.is_array)
-    step = lambda x, layer: (eqx.combine(layer, static)(x), None)
-    got = lax.scan(step, x, dynamic)[0]
-    expected = x
-    for i in range(3):
-        layer = jax.tree.map(lambda a: a[i], dynamic)  # noqa: B023
-        expected = eqx.combine(layer, static)(expected)
-    assert_close(got, expected)
-    batched = strict(lambda w, x: jnp.einsum("lnk,lk->ln", w, x))
-    xs = normal(3, 53)
-    each = jnp.stack([layers.weight[i] @ xs[i] for i in range(3)])
-    assert_close(batched(layers.weight, xs), each)
-    other = eqquant.with_dropout_key(layers, jax.random.key(5))
-    assert relative(lax.scan(step, x, eqx.filter(other, eqx.is_array))[0], got) > 1e-2
 
 
 def test_gradients_with_dropout_and_remat_are_those_of_one_mask(normal):
