@@ -7,6 +7,7 @@ is. This room imports nothing of eqquant.
 
 from ._compat import (
     bind_equation as bind_equation,
+    by_compiler as by_compiler,
     config as config,
     custom_jvp_rule as custom_jvp_rule,
     custom_vjp_rules as custom_vjp_rules,
@@ -19,6 +20,7 @@ from ._compat import (
     Literal as Literal,
     match_varying as match_varying,
     open_jaxpr as open_jaxpr,
+    parts_of as parts_of,
     shard_map_manual_axes as shard_map_manual_axes,
     source_of as source_of,
     spec_of as spec_of,

@@ -13,6 +13,7 @@ from ._materialise import (
     MaterialiseWarning as MaterialiseWarning,
     OnMaterialise as OnMaterialise,
 )
+from ._plain import contract as contract, with_shape as with_shape
 from ._straight_through import (
     straight_through_value as straight_through_value,
     StraightThroughArray as StraightThroughArray,

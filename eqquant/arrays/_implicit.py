@@ -142,6 +142,12 @@ class ImplicitArray(eqx.Module):
     # Products
     #
 
+    @property
+    @abc.abstractmethod
+    def rounds_activations(self) -> bool:
+        """Whether a product rounds the activation to int8: so does one with the array
+        decoded, wherever [`contract`][] cannot serve."""
+
     @abc.abstractmethod
     def contract(
         self,

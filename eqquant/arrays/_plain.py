@@ -40,6 +40,11 @@ def apply(name: str, x, *args) -> Any:
     return getattr(x, name)(*args) if is_implicit(x) else _plain[name](x, *args)
 
 
+def with_shape(x, shape: Sequence[int]) -> Any:
+    """`ImplicitArray.with_shape`, of an array of either kind."""
+    return apply("with_shape", x, shape)
+
+
 def gather(
     fn: Callable[[Array, Any], Array], x: Shaped[Array, "..."], count: int, fill: Any
 ) -> Any:

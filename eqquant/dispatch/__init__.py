@@ -2,8 +2,8 @@
 
 From here come `quaxify`, `register` for rules of your own, and `substitute`, which
 finds arrays in callables. What a JAX primitive does to an array is in `rules/`, what
-becomes of primitives that hold jaxprs in `control/`. This room imports `arrays` and
-`_jax`.
+becomes of primitives that hold jaxprs in `control/`. This room imports `arrays`,
+`primitives` and `_jax`.
 """
 
 from . import control as control

@@ -4,6 +4,7 @@ from . import _products as _products, _structural as _structural
 from ._registry import (
     control_rule_for as control_rule_for,
     control_rule_of as control_rule_of,
+    Decoded as Decoded,
     register as register,
     rules_of as rules_of,
 )
