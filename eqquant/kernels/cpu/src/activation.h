@@ -3,7 +3,7 @@
 
 // For few rows, codes are decoded where they are multiplied (columns.h), with some at once;
 // for more, once for all of them (tiles.h).
-constexpr int few_at_once = 4;
+constexpr int few_at_once = 4, most_of_group = std::max(few_at_once, Vector::most_at_once);
 inline bool are_few(const Product& p) { return p.m <= Vector::few; }
 
 // Rows that are multiplied at once, as even as can be.
