@@ -44,10 +44,10 @@ struct Columns {
     Sums sums;
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = Vector::zero();
-    for (int64_t b = 0; b < p.blocks; b++) {
+    for (int64_t b = 0; b < p.blocks; b += scales_at_once(scaling)) {
       BlockDecoders decoders;
       for (int r = 0; r < rows; r++) decoders[r].begin(levels, scales + r * p.blocks + b);
-      int64_t j = b * block;
+      int64_t j = b / scales_at_once(scaling) * block;
       for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
         if (j % 64 == 0)
           for (int r = 0; r < rows; r++) __builtin_prefetch(next + r * p.packed + j);
@@ -81,19 +81,17 @@ static_assert(rows_with(few_at_once) == 4 || Vector::few <= few_at_once);
 
 template <int bits, int rows>
 void columns_of_rows(const Product& p, const Groups& groups, const float* x, int64_t row) {
-  const int64_t block = p.block_bytes(), stride = row_stride(p);
+  const int64_t block = bytes_at_once(p), stride = row_stride(p);
   std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
   const float* scales = scales_of(p, row, rows, buffer.data());
   for (int64_t g = 0; g < groups.count; g++) {
     const float* from = x + groups.first(g) * stride;
     float* y = p.y + groups.first(g) * p.rows;
     with_constant<few_at_once>(groups.size(g), [&](auto count) {
-      if constexpr (rows == rows_with(count)) {
-        if (p.blocks == 1)
-          Columns<bits, rows, count, Scaling::row>::run(p, block, from, scales, row, y);
-        else
-          Columns<bits, rows, count, Scaling::block>::run(p, block, from, scales, row, y);
-      }
+      if constexpr (rows == rows_with(count))
+        with_scaling(p, [&](auto scaling) {
+          Columns<bits, rows, count, scaling>::run(p, block, from, scales, row, y);
+        });
     });
   }
 }

@@ -86,8 +86,8 @@ struct Tiles {
 
   const Product& p;
   const Groups groups;
-  const int64_t block = p.block_bytes(), block_steps = steps_of_block(p);
-  const int64_t steps = p.blocks * block_steps, stride = row_stride(p);
+  const int64_t block = bytes_at_once(p), block_steps = steps_of_block(p);
+  const int64_t steps = p.packed / block * block_steps, stride = row_stride(p);
   alignas(64) float tile[quads * quad_stride];
 
   using Codes = typename Decoder<bits>::Codes;
@@ -107,10 +107,10 @@ struct Tiles {
       // Beyond the last row, that once more: it is not used.
       const int64_t used = std::min(r, rows - 1);
       codes[r] = p.codes + (row + used) * p.packed;
-      of_row[r] = scales + used * p.blocks + chunk.block;
+      of_row[r] = scales + used * p.blocks + chunk.block * scales_at_once(scaling);
     }
     int64_t left = chunk.steps, step = chunk.step;
-    for (int64_t b = 0, j = chunk.byte; left > 0; b++, step = 0) {
+    for (int64_t b = 0, j = chunk.byte; left > 0; b += scales_at_once(scaling), step = 0) {
       BlockDecoder<bits, scaling> decoders[at_once];
       for (int r = 0; r < at_once; r++) decoders[r].begin(levels, of_row[r] + b);
       const int64_t some = std::min(left, whole - step), end = j + some * size;
@@ -187,8 +187,5 @@ void all_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
 
 template <int bits>
 void columns_of_many(const Product& p, const float* x, int64_t begin, int64_t end) {
-  if (p.blocks == 1)
-    all_tiles<bits, Scaling::row>(p, x, begin, end);
-  else
-    all_tiles<bits, Scaling::block>(p, x, begin, end);
+  with_scaling(p, [&](auto scaling) { all_tiles<bits, scaling>(p, x, begin, end); });
 }
