@@ -108,9 +108,11 @@ $(VENV)/.exists:
 	@touch $@
 
 # eqquant itself, editable, with one of its extras.
-# That compiles the native kernels, too, if there is a compiler; what came of it is said,
-# as pip does not.
+# That compiles the native kernels, too, if there is a compiler and they are not compiled
+# yet; that it does, and what came of it, is said here, as pip does not.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
+	@echo 'Installing eqquant[$*]. If its native CPU kernels are still to be compiled,' \
+		'that takes 20 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@

@@ -106,7 +106,8 @@ def test_any_shape_against_xla(kernel, data):
 @pytest.mark.parametrize("m", [3, 21, 150])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_products_large_enough_for_several_threads(kernel, m, normal):
-    for format in (NF4(), Int8(), Ternary(), Binary()):
+    # The last has blocks of eight bytes, two of which fill a vector.
+    for format in (NF4(), Int8(), Ternary(), Binary(), Ternary(block_size=32)):
         q = eqquant.quantize(normal(523, 1024), format)
         for contract_rows in (False, True):
             blocks, packed = q.scales.shape[-1], q.codes.shape[-1]
@@ -162,6 +163,41 @@ def test_encoding_is_that_of_the_format_bit_by_bit(block_size, rng):
     for bad in (np.nan, np.inf, -np.inf):
         with pytest.raises(ValueError, match="must be finite"):
             eqquant.quantize(w.at[1, 36, 511].set(bad), format)
+
+
+class FlipsEncoded:
+    def encode(self, *args):
+        codes, scales = super().encode(*args)
+        return codes ^ 1, scales
+
+
+class FlipsNearest(NF4):
+    def nearest(self, blocks, scales):
+        return super().nearest(blocks, scales) ^ 1
+
+
+class Flipped(FlipsEncoded, NF4):
+    pass
+
+
+class Inherits(FlipsNearest):
+    pass
+
+
+@pytest.mark.parametrize("make", [FlipsNearest, Flipped, Inherits])
+def test_a_subclass_of_nf4_is_encoded_in_its_own_way(make, normal):
+    w = normal(3, 128)
+    q = eqquant.quantize(w, make())
+    assert_identical(q.codes, eqquant.quantize(w, NF4()).codes ^ 0x11)
+    assert_identical(eqquant.straight_through(w, make()), q.dequantize())
+
+
+def test_a_format_may_have_boundaries_of_its_own(normal):
+    class Own(FlipsNearest):
+        boundaries = NF4().boundaries
+
+    assert Own().boundaries == NF4().boundaries
+    assert FlipsNearest().boundaries is None
 
 
 @needs_library
@@ -367,3 +403,69 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(_build.CannotBuild, match=r"no C\+\+ compiler|x86-64"):
         _build.build(tmp_path / "out.so")
+
+
+# Puts into its output what it is called with, and objects one after the other.
+COMPILER = """#!/bin/sh
+cd {0}; echo "$@" >> calls
+if [ "$1" = -v ]; then cat version; exit; fi
+for out; do :; done
+case "$1" in
+    -shared) cat objects > "$out"; rm objects;;
+    *) echo "$@" >> objects;;
+esac
+"""
+
+
+@pytest.fixture
+def fake_build(monkeypatch, tmp_path):
+    """Compiles sources in `tmp_path`; returns whether anything was compiled."""
+    compiler, calls = tmp_path / "c++", tmp_path / "calls"
+    compiler.write_text(COMPILER.format(tmp_path))
+    compiler.chmod(0o755)
+    for name in ("version", "src/a.cpp", "src/a.h", "include/api/ffi.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("1")
+    monkeypatch.setattr(_build, "_sources", tmp_path / "src")
+    monkeypatch.setattr(_build, "compiler", lambda: str(compiler))
+    monkeypatch.setattr(_build, "include_dir", lambda: str(tmp_path / "include"))
+
+    def build():
+        calls.write_text("")
+        _build.build(tmp_path / "library.so")
+        return "-shared" in calls.read_text()
+
+    assert build()
+    assert not build()
+    return build
+
+
+@pytest.mark.parametrize(
+    "what", ["version", "src/a.cpp", "src/a.h", "include/api/ffi.h"]
+)
+def test_a_library_is_compiled_anew_when_a_file_changes(what, fake_build, tmp_path):
+    before = (tmp_path / "library.so").read_bytes()
+    (tmp_path / what).write_text("2")
+    assert fake_build()
+    assert not fake_build()
+    assert (tmp_path / "library.so").read_bytes() != before
+
+
+def test_a_library_is_compiled_anew_when_flags_change(fake_build, monkeypatch):
+    monkeypatch.setattr(_build, "_flags", [*_build._flags, "-g"])
+    assert fake_build()
+
+
+def test_a_library_is_not_linked_from_sources_that_changed(
+    fake_build, monkeypatch, tmp_path
+):
+    run = _build._run
+
+    def edit_and_run(command):
+        (tmp_path / "src/a.h").write_text("3")
+        return run(command)
+
+    (tmp_path / "src/a.h").write_text("2")
+    monkeypatch.setattr(_build, "_run", edit_and_run)
+    with pytest.raises(_build.CannotBuild, match="changed while"):
+        fake_build()
