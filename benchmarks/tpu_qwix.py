@@ -27,13 +27,12 @@ first, wants 128 rows; for fewer its kernels are given smaller blocks here.
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+from _environments import CACHE, install, run
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -171,31 +170,25 @@ def qwix_cases(m: int, k: int, n: int, xla: bool):
         yield case("nf4", "XLA", dot_general, "nf4", **rows, tiled_axes={0: 64})
 
 
-def install(cache) -> str:
+def python_with_qwix(cache: pathlib.Path) -> str:
     """A Python that has qwix, and the versions that this one has."""
-    import peers
-
     same = [
         f"{name}=={importlib.metadata.version(name)}"
         for name in ("jax", "jaxlib", "libtpu")
     ]
     needed = importlib.metadata.requires("eqquant") or []
     ours = [need for need in needed if "extra" not in need and "jax>=" not in need]
-    return peers.install("qwix-tpu", ["qwix", *same, *ours], cache)
+    return install("qwix-tpu", ["qwix", *same, *ours], cache)
 
 
 def main() -> None:
-    import peers
-
     first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--cache", type=pathlib.Path, default=peers.CACHE)
+    first.add_argument("--cache", type=pathlib.Path, default=CACHE)
     where, rest = first.parse_known_args()
     if importlib.util.find_spec("qwix") is None:
-        path = str(peers.HERE.parent)
-        ran = subprocess.run(
-            [install(where.cache), __file__, *rest],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-        )
+        eqquant = str(pathlib.Path(__file__).resolve().parent.parent)
+        python = python_with_qwix(where.cache)
+        ran = run(python, __file__, *rest, environment={"PYTHONPATH": eqquant})
         sys.exit(ran.returncode)
 
     import tpu_roofline
