@@ -34,8 +34,6 @@ import jax
 import jax.numpy as jnp
 from _environments import CACHE, install, run
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 
 CONTRACT = (((1,), (0,)), ((), ()))
@@ -92,47 +90,17 @@ def w8a8_fused(x, q):
 
 
 def pallas(x, q):
-    """`x @ q`, tile by tile."""
     import qwix.pallas as qpl
-    from tpu_roofline import dense_blocks
+    from tpu_roofline import tiled
 
-    (m, k), n = x.shape, q.qvalue.shape[1]
-    bm, bk, bn = dense_blocks(m, k)
-
-    def kernel(x, q, out, total):
-        @pl.when(pl.program_id(2) == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        x, q = x[...], jax.tree.map(lambda ref: ref[...], q)
+    def product(x, q):
         if q.qtype == "nf4":
-            product = lax.dot(x, qpl.dequantize(q), preferred_element_type=jnp.float32)
-        else:
-            product = qpl.dot_general(
-                x, q, CONTRACT, preferred_element_type=jnp.float32
-            )
-        total[...] += product.astype(jnp.float32)
+            return lax.dot(x, qpl.dequantize(q), preferred_element_type=jnp.float32)
+        out = qpl.dot_general(x, q, CONTRACT, preferred_element_type=jnp.float32)
+        return out.astype(jnp.float32)
 
-        @pl.when(pl.program_id(2) == k // bk - 1)
-        def _():
-            out[...] = total[...].astype(out.dtype)
-
-    return qpl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
-        grid=(m // bm, n // bn, k // bk),
-        in_specs=[
-            pl.BlockSpec((bm, bk), lambda i, j, k: (i, k)),
-            pl.BlockSpec((bk, bn), lambda i, j, k: (k, j)),
-        ],
-        out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: (i, j)),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=2**26,
-        ),
-        name="qwix_pallas",
-    )(x, q)
+    n = q.qvalue.shape[1]
+    return tiled(x, q, n, product, "qwix_pallas", qpl.pallas_call)
 
 
 def dot_general(x, q):
