@@ -49,8 +49,12 @@ _functions = {
 
 
 def _library(folder: pathlib.Path) -> ctypes.CDLL:
-    """ggml, whose functions may then be called. It finds those of its parts, too."""
-    library = ctypes.CDLL(str(folder / "libggml.so"), mode=ctypes.RTLD_GLOBAL)
+    """ggml, whose functions may then be called. The last also finds those of its parts,
+    which are loaded before, as they need not be where the linker looks."""
+    *_, library = (
+        ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+        for name in ("ggml-base", "ggml-cpu", "ggml")
+    )
     for name, (result, *arguments) in _functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
