@@ -54,7 +54,7 @@ test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 test-lowerings: $(VENV)/.has-test
 	set -e; for best in off avx2; do \
 		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
-			-q -n $(WORKERS) --dist worksteal tests/test_dot.py tests/test_cpu.py \
+			-q -n $(WORKERS) --dist worksteal tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
 			-k 'both_directions or any_shapes or int8 or test_cpu'; \
 	done
 

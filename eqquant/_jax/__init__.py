@@ -1,8 +1,8 @@
-"""What eqquant asks of JAX beyond its public interface, and what is missing from it.
+"""JAX beyond its public interface, and small tools that JAX lacks.
 
-From here come version-dependent pieces of JAX, loops that XLA:CPU does not fuse,
-row-wise primitives, run-time checks and warnings. Only `_compat.py` asks which JAX this
-is. This room imports nothing of eqquant.
+Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
+that work row by row, run-time checks and warnings. Only `_compat.py` knows the version
+of JAX. Imports nothing of eqquant.
 """
 
 from ._compat import (

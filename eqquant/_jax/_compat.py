@@ -1,4 +1,4 @@
-"""The only room that asks which JAX this is.
+"""The only file that knows the version of JAX.
 
 Every private or version-dependent piece of JAX that eqquant uses is here, with the
 versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).

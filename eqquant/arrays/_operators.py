@@ -1,5 +1,4 @@
-"""What an implicit array needs to stand where a layer has its weight: `q @ x`, `x @ q`,
-`q[i]`."""
+"""The operators that a layer uses on its weight: `q @ x`, `x @ q`, `q[i]`."""
 
 import equinox as eqx
 import jax.numpy as jnp

@@ -1,5 +1,4 @@
-"""The methods of an implicit array on a plain one: for what holds arrays of either kind
-side by side."""
+"""The methods of an implicit array, for plain arrays: some code holds either kind."""
 
 import math
 from collections.abc import Callable, Sequence

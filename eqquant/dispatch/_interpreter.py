@@ -1,4 +1,4 @@
-"""An interpreter of jaxprs, for arrays that may be quantized."""
+"""Evaluates jaxprs on arrays that may be implicit."""
 
 import dataclasses
 import functools as ft

@@ -1,9 +1,8 @@
-"""JAX primitives of products: how they batch, differentiate and transpose, and which
-kernel each platform lowers them to.
+"""JAX primitives: how products batch, differentiate and transpose, and which kernel each
+platform gets.
 
-From here come `quantized_dot`, `rows_dot` and rounding with a straight-through
-derivative. They work on raw arrays and know nothing of arrays in parts. This room
-imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations. They work
+on raw arrays: codes, scales, activations. Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded

@@ -1,4 +1,4 @@
-"""The structure of a quantized array: exact, on the components."""
+"""The fields of a quantized array, and its structural operations, which are exact."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""What a JAX primitive does when an operand is an array in parts."""
+"""What each JAX primitive does when an operand is an implicit array."""
 
 from . import _products as _products, _structural as _structural
 from ._registry import (
