@@ -1,8 +1,8 @@
-"""JAX primitives: how products batch, differentiate and transpose, and which kernel each
-platform gets.
+"""JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations. They work
-on raw arrays: codes, scales, activations. Imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations, which work
+on raw arrays; and which kernel a product gets on each platform. Imports `kernels`,
+`formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
