@@ -66,8 +66,9 @@ def killer(tests: list[dict], copy: pathlib.Path) -> str | None:
         return None
     if status is None or "Timeout (" in output:
         return "timeout"
-    failed = [s for s in output.splitlines() if s.startswith(("FAILED ", "ERROR "))]
-    return failed[0].split(" - ")[0] if failed else f"pytest ends with {status}"
+    lines = output.splitlines()
+    failed = (line for line in lines if line.startswith(("FAILED ", "ERROR ")))
+    return next(failed, " ".join(lines[-1:]))[:200] or f"exit status {status}"
 
 
 def record(copy: pathlib.Path, tests: list[str], workers: int) -> None:
