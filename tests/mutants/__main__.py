@@ -32,7 +32,7 @@ NOT_COPIED = shutil.ignore_patterns(
 
 
 def fingerprint(tests: list[str]) -> str:
-    paths = [*(ROOT / "eqquant").rglob("*.py"), *(ROOT / "tests").glob("*.py")]
+    paths = [*(ROOT / "eqquant").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
     parts = [repr(tests), *(f"{path}\n{path.read_text()}" for path in sorted(paths))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
