@@ -44,7 +44,8 @@ struct BlockDecoder {
   template <int plane>
   EQQUANT_INLINE Vector::Floats decode(typename Decoder<bits>::Codes codes) const {
     const Vector::Floats out = Decoder<bits>::template decode<plane>(levels, codes);
-    constexpr bool one_by_one = scaling == Scaling::pair || (bits == 8 && scaling == Scaling::block);
+    constexpr bool one_by_one =
+        scaling == Scaling::pair || (scaling == Scaling::block && bits == 8);
     return one_by_one ? Vector::multiply(out, scale) : out;
   }
 };
