@@ -69,6 +69,10 @@ class Format(abc.ABC):
         super().__init_subclass__(**kwargs)
         if "boundaries" not in vars(cls):
             cls.boundaries = None
+        # As that is a claim about the levels, it goes when they are others.
+        own_levels = not vars(cls).keys().isdisjoint(("levels", "codebook"))
+        if own_levels and "integer_levels" not in vars(cls):
+            cls.integer_levels = False
 
     def __post_init__(self):
         per_byte = codes_per_byte(self.bits)

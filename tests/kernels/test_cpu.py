@@ -200,6 +200,16 @@ def test_a_format_may_have_boundaries_of_its_own(normal):
     assert FlipsNearest().boundaries is None
 
 
+def test_other_levels_than_those_of_a_format_are_not_taken_for_integers(normal):
+    class Halved(Int8):
+        def levels(self, codes, dtype):
+            return super().levels(codes, dtype) / 2
+
+    q = eqquant.quantize(normal(16, 64), Int8()).replace(format=Halved())
+    x = normal(3, 64)
+    assert relative(x @ q.T, x @ q.dequantize().T) < 1e-6  # Sums in another order.
+
+
 @needs_library
 def test_bad_calls_are_errors(normal):
     q = eqquant.quantize(normal(40, 128), NF4())
