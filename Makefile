@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-slow test-lowerings sanitize lint format docs bench peers clean
+.PHONY: help demo examples test test-slow test-lowerings coverage mutants sanitize lint format docs bench peers clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
@@ -33,6 +33,8 @@ help:
 	@echo 'make peers     compare products with those of other libraries'
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
+	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
+	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
 
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
@@ -58,6 +60,19 @@ test-lowerings: $(VENV)/.has-test
 			tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
 			-k 'both_directions or any_shapes or int8 or test_cpu'; \
 	done
+
+coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
+	mkdir -p build/coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
+# Hours. Interrupted, it goes on where it was.
+MUTATED ?= $(addprefix eqquant/,formats primitives arrays dispatch)
+
+mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
+	$(BIN)/python tests/mutants --workers $(WORKERS) $(MUTATED)
 
 # Without XLA, which is not built for it.
 SANITIZED := tests/native/main.cpp $(filter-out %/handlers.cpp,$(filter %.cpp,$(NATIVE)))
@@ -109,9 +124,11 @@ $(VENV)/.exists:
 	@touch $@
 
 # eqquant itself, editable, with one of its extras.
-# That compiles the native kernels, too, if there is a compiler; what came of it is said,
-# as pip does not.
+# That compiles the native kernels, too, if there is a compiler and they are not compiled
+# yet; that it does, and what came of it, is said here, as pip does not.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
+	@echo 'Installing eqquant[$*]. If its native CPU kernels are still to be compiled,' \
+		'that takes 20 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@

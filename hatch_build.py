@@ -20,7 +20,8 @@ class NativeKernels(BuildHookInterface):
     def initialize(self, version, build_data):
         native = _load_build()
         try:
-            library = native.build()
+            # pip shows this with -v only: it keeps all output of a build to itself.
+            library = native.build(say=self.app.display_waiting)
         except native.CannotBuild as problem:
             native.library.unlink(missing_ok=True)
             self.app.display_warning(

@@ -1,10 +1,10 @@
-"""Interleaved timing: what is compared is measured in turn, in one run."""
+"""Interleaved timing of functions of JAX."""
 
-import random
+import functools as ft
 import statistics
-import time
 from collections.abc import Callable
 
+import _interleaved
 import jax
 
 
@@ -14,19 +14,13 @@ def interleaved(
     seconds: float = 1.0,
     at_least: int = 7,
 ) -> dict[str, list[float]]:
-    """Seconds of each run of each candidate. Everything is compiled before. The order
-    changes from round to round, as what runs before leaves its mark on the caches."""
-    for fn in candidates.values():
-        jax.block_until_ready(fn())
-    times: dict[str, list[float]] = {name: [] for name in candidates}
-    order = random.Random(0)
-    stop = time.perf_counter() + seconds
-    while time.perf_counter() < stop or len(times[next(iter(times))]) < at_least:
-        for name, fn in order.sample(list(candidates.items()), len(candidates)):
-            start = time.perf_counter()
-            jax.block_until_ready(fn())
-            times[name].append(time.perf_counter() - start)
-    return times
+    """Seconds of each run of each candidate, until its results are there."""
+    calls = {name: ft.partial(_finish, fn) for name, fn in candidates.items()}
+    return _interleaved.interleaved(calls, seconds=seconds, at_least=at_least)
+
+
+def _finish(fn: Callable[[], object]) -> None:
+    jax.block_until_ready(fn())
 
 
 def median(times: list[float]) -> float:

@@ -17,62 +17,30 @@ float32 weights are quantized (and packed, and compiled where that happens then)
 
 import argparse
 import json
-import os
 import pathlib
 import subprocess
 import sys
-import venv
 
-from _peers import PEERS
+import _peers
+from _environments import CACHE, install, last_line, run
 
 
-# llama.cpp comes with the bindings, which compile it for this machine; torchao compiles
-# its products.
-PACKAGES = {
-    "eformer": ["eformer"],
-    "qwix": ["qwix"],
-    "bitsandbytes": ["bitsandbytes", "torch", "numpy"],
-    "torchao": ["torchao", "torch", "numpy", "setuptools"],
-    "onnxruntime": ["onnxruntime", "onnx", "numpy"],
-    "llama.cpp": ["llama-cpp-python", "numpy"],
-}
 HERE = pathlib.Path(__file__).resolve().parent
-CACHE = (
-    pathlib.Path(os.environ.get("XDG_CACHE_HOME", pathlib.Path.home() / ".cache"))
-    / "eqquant-peers"
-)
 
 
-def install(name: str, packages: list[str], cache: pathlib.Path) -> str:
-    """The Python of an environment; a `RuntimeError` says why there is none."""
-    folder = cache / name
-    python = folder / "bin" / "python"
-    done = folder / ".installed"
-    if not done.exists() or done.read_text().split("\n") != packages:
-        print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
-        venv.create(folder, with_pip=True)
-        command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        ran = subprocess.run([*command, *packages], capture_output=True, text=True)
-        if ran.returncode:
-            raise RuntimeError(f"cannot be installed: {last_line(ran.stderr)}")
-        done.write_text("\n".join(packages))
-    return str(python)
-
-
-def last_line(text: str) -> str:
-    lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it says nothing"
-
-
-def measure(name: str, python: str, options: dict, timeout: float) -> list[dict]:
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    if name.startswith("eqquant"):
-        environment["EQQUANT_CPU"] = "off" if "XLA" in name else "amx"
-    ran = subprocess.run(
-        [python, str(HERE / "_peers.py"), name, json.dumps(options)],
+def measure(
+    peer: _peers.Peer, asked: dict, cache: pathlib.Path, timeout: float
+) -> list[dict]:
+    python = sys.executable
+    if peer.packages:
+        python = install(peer.name, peer.packages, cache)
+    ran = run(
+        python,
+        str(HERE / "_measure_peer.py"),
+        peer.name,
+        json.dumps(asked),
+        environment=peer.environment,
         capture_output=True,
-        text=True,
-        env=environment,
         timeout=timeout,
     )
     if ran.returncode:
@@ -108,8 +76,9 @@ def print_table(rows: list[list[str]], markdown: bool) -> None:
 
 
 def main() -> None:
+    peers = _peers.find()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", nargs="+", default=list(PEERS), choices=PEERS)
+    parser.add_argument("--peers", nargs="+", default=list(peers), choices=peers)
     parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument(
         "--shapes", nargs="+", default=["4096x4096", "11008x4096"], help="ROWSxCOLUMNS"
@@ -121,19 +90,11 @@ def main() -> None:
     options = parser.parse_args()
 
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
-    asked = {
-        "m": options.m,
-        "shapes": shapes,
-        "seconds": options.seconds,
-        "at_least": 7,
-    }
+    asked = {"m": options.m, "shapes": shapes, "seconds": options.seconds}
     found, missing, versions = [], [], {}
     for name in options.peers:
         try:
-            python = sys.executable
-            if name in PACKAGES:
-                python = install(name, PACKAGES[name], options.cache)
-            results = measure(name, python, asked, options.timeout)
+            results = measure(peers[name], asked, options.cache, options.timeout)
         except (RuntimeError, subprocess.TimeoutExpired) as problem:
             missing.append(f"{name}: {problem}")
             continue

@@ -27,16 +27,13 @@ first, wants 128 rows; for fewer its kernels are given smaller blocks here.
 import argparse
 import importlib.metadata
 import importlib.util
-import os
 import pathlib
-import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+from _environments import CACHE, install, run
 from jax import lax
-from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 
 CONTRACT = (((1,), (0,)), ((), ()))
@@ -93,47 +90,17 @@ def w8a8_fused(x, q):
 
 
 def pallas(x, q):
-    """`x @ q`, tile by tile."""
     import qwix.pallas as qpl
-    from tpu_roofline import dense_blocks
+    from tpu_roofline import tiled
 
-    (m, k), n = x.shape, q.qvalue.shape[1]
-    bm, bk, bn = dense_blocks(m, k)
-
-    def kernel(x, q, out, total):
-        @pl.when(pl.program_id(2) == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        x, q = x[...], jax.tree.map(lambda ref: ref[...], q)
+    def product(x, q):
         if q.qtype == "nf4":
-            product = lax.dot(x, qpl.dequantize(q), preferred_element_type=jnp.float32)
-        else:
-            product = qpl.dot_general(
-                x, q, CONTRACT, preferred_element_type=jnp.float32
-            )
-        total[...] += product.astype(jnp.float32)
+            return lax.dot(x, qpl.dequantize(q), preferred_element_type=jnp.float32)
+        out = qpl.dot_general(x, q, CONTRACT, preferred_element_type=jnp.float32)
+        return out.astype(jnp.float32)
 
-        @pl.when(pl.program_id(2) == k // bk - 1)
-        def _():
-            out[...] = total[...].astype(out.dtype)
-
-    return qpl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((m, n), x.dtype),
-        grid=(m // bm, n // bn, k // bk),
-        in_specs=[
-            pl.BlockSpec((bm, bk), lambda i, j, k: (i, k)),
-            pl.BlockSpec((bk, bn), lambda i, j, k: (k, j)),
-        ],
-        out_specs=pl.BlockSpec((bm, bn), lambda i, j, k: (i, j)),
-        scratch_shapes=[pltpu.VMEM((bm, bn), jnp.float32)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=2**26,
-        ),
-        name="qwix_pallas",
-    )(x, q)
+    n = q.qvalue.shape[1]
+    return tiled(x, q, n, product, "qwix_pallas", qpl.pallas_call)
 
 
 def dot_general(x, q):
@@ -171,31 +138,25 @@ def qwix_cases(m: int, k: int, n: int, xla: bool):
         yield case("nf4", "XLA", dot_general, "nf4", **rows, tiled_axes={0: 64})
 
 
-def install(cache) -> str:
+def python_with_qwix(cache: pathlib.Path) -> str:
     """A Python that has qwix, and the versions that this one has."""
-    import peers
-
     same = [
         f"{name}=={importlib.metadata.version(name)}"
         for name in ("jax", "jaxlib", "libtpu")
     ]
     needed = importlib.metadata.requires("eqquant") or []
     ours = [need for need in needed if "extra" not in need and "jax>=" not in need]
-    return peers.install("qwix-tpu", ["qwix", *same, *ours], cache)
+    return install("qwix-tpu", ["qwix", *same, *ours], cache)
 
 
 def main() -> None:
-    import peers
-
     first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--cache", type=pathlib.Path, default=peers.CACHE)
+    first.add_argument("--cache", type=pathlib.Path, default=CACHE)
     where, rest = first.parse_known_args()
     if importlib.util.find_spec("qwix") is None:
-        path = str(peers.HERE.parent)
-        ran = subprocess.run(
-            [install(where.cache), __file__, *rest],
-            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path},
-        )
+        eqquant = str(pathlib.Path(__file__).resolve().parent.parent)
+        python = python_with_qwix(where.cache)
+        ran = run(python, __file__, *rest, environment={"PYTHONPATH": eqquant})
         sys.exit(ran.returncode)
 
     import tpu_roofline

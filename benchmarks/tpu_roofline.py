@@ -60,9 +60,9 @@ def dense_blocks(m: int, k: int) -> tuple[int, int, int]:
     return (m, k, 512) if m <= 256 else (min(m, 2048), 1024, 1024)
 
 
-def dense(x, w):
-    """`x @ w`, tile by tile."""
-    (m, k), (_, n) = x.shape, w.shape
+def tiled(x, w, n: int, product: Callable, name: str, pallas_call=pl.pallas_call):
+    """`x @ w` of `n` columns, by products of tiles. `w` may be a tree of arrays."""
+    m, k = x.shape
     bm, bk, bn = dense_blocks(m, k)
 
     def kernel(x, w, out, total):
@@ -70,13 +70,13 @@ def dense(x, w):
         def _():
             total[...] = jnp.zeros_like(total)
 
-        total[...] += lax.dot(x[...], w[...], preferred_element_type=jnp.float32)
+        total[...] += product(x[...], jax.tree.map(lambda ref: ref[...], w))
 
         @pl.when(pl.program_id(2) == k // bk - 1)
         def _():
             out[...] = total[...].astype(out.dtype)
 
-    return pl.pallas_call(
+    return pallas_call(
         kernel,
         grid=(m // bm, n // bn, k // bk),
         in_specs=[
@@ -90,8 +90,13 @@ def dense(x, w):
             dimension_semantics=("parallel", "parallel", "arbitrary"),
             vmem_limit_bytes=2**26,
         ),
-        name="dense",
+        name=name,
     )(x, w)
+
+
+def dense(x, w):
+    product = ft.partial(lax.dot, preferred_element_type=jnp.float32)
+    return tiled(x, w, w.shape[1], product, "dense")
 
 
 class Case(NamedTuple):

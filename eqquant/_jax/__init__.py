@@ -1,12 +1,13 @@
-"""What eqquant asks of JAX beyond its public interface, and what is missing from it.
+"""JAX beyond its public interface, and small tools that JAX lacks.
 
-From here come version-dependent pieces of JAX, loops that XLA:CPU does not fuse,
-row-wise primitives, run-time checks and warnings. Only `_compat.py` asks which JAX this
-is. This room imports nothing of eqquant.
+Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
+that work row by row, run-time checks and warnings. Only `_compat.py` knows the version
+of JAX. Imports nothing of eqquant.
 """
 
 from ._compat import (
     bind_equation as bind_equation,
+    by_compiler as by_compiler,
     config as config,
     custom_jvp_rule as custom_jvp_rule,
     custom_vjp_rules as custom_vjp_rules,
@@ -19,6 +20,7 @@ from ._compat import (
     Literal as Literal,
     match_varying as match_varying,
     open_jaxpr as open_jaxpr,
+    parts_of as parts_of,
     shard_map_manual_axes as shard_map_manual_axes,
     source_of as source_of,
     spec_of as spec_of,

@@ -1,9 +1,10 @@
-"""The only room that asks which JAX this is.
+"""The only file that knows the version of JAX.
 
 Every private or version-dependent piece of JAX that eqquant uses is here, with the
 versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -78,6 +79,24 @@ def explicit_mesh_of(x):
     """The mesh over which `x` is explicitly split, if it is."""
     mesh = jax.typeof(x).sharding.mesh
     return mesh if jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
+def parts_of(mesh, entry) -> int:
+    """In how many parts an entry of a `PartitionSpec` splits an axis."""
+    names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+    return math.prod(mesh.shape[name] for name in names)
+
+
+def by_compiler(fn: Callable, mesh, out_specs) -> Callable:
+    """`fn` on arrays that are explicitly split over a mesh, with results that are split
+    by `out_specs`. How what is in between is split is left to the compiler."""
+
+    def call(*args):
+        with jax.sharding.use_abstract_mesh(mesh):
+            split: Any = jax.sharding.auto_axes(fn, out_sharding=out_specs)
+            return split(*args)
+
+    return call
 
 
 #

@@ -1,9 +1,8 @@
-"""Arrays in parts, which are never there as such.
+"""Arrays stored in parts: codes and scales, or a weight and its adapter.
 
-From here come `ImplicitArray`, the interface that everything above knows; what is one:
-quantized arrays, weights with an adapter, straight-through weights; how they are made;
-and the one way to decode them in full. This room imports `primitives`, `kernels`,
-`formats` and `_jax`.
+Exports `ImplicitArray`, the interface that the rooms above use; the arrays that
+implement it; `quantize` and its relatives; and `materialise`, the only way to decode an
+array in full. Imports `primitives`, `kernels`, `formats` and `_jax`.
 """
 
 from ._implicit import ImplicitArray as ImplicitArray, is_implicit as is_implicit
@@ -13,6 +12,7 @@ from ._materialise import (
     MaterialiseWarning as MaterialiseWarning,
     OnMaterialise as OnMaterialise,
 )
+from ._plain import contract as contract, with_shape as with_shape
 from ._straight_through import (
     straight_through_value as straight_through_value,
     StraightThroughArray as StraightThroughArray,

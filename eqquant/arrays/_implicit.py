@@ -1,8 +1,8 @@
-"""Arrays that are never there as such: the interface that everything else works with.
+"""`ImplicitArray`: the interface of an array that is stored in parts.
 
-An implicit array is a pytree of parts, out of which the array it stands for could be
-computed: codes and scales, or a weight and the adapter beside it. Operators, indexing,
-rules and control flow know this interface and nothing of the parts.
+The parts are a pytree: codes and scales, or a weight and the adapter beside it. The
+array itself is never formed. Operators, indexing, rules and control flow use this
+interface, and know nothing of the parts.
 """
 
 import abc
@@ -141,6 +141,12 @@ class ImplicitArray(eqx.Module):
     #
     # Products
     #
+
+    @property
+    @abc.abstractmethod
+    def rounds_activations(self) -> bool:
+        """Whether a product rounds the activation to int8: so does one with the array
+        decoded, wherever [`contract`][] cannot serve."""
 
     @abc.abstractmethod
     def contract(

@@ -1,10 +1,10 @@
-"""What an implicit array needs to stand where a layer has its weight: `q @ x`, `x @ q`,
-`q[i]`."""
+"""The operators that a layer uses on its weight: `q @ x`, `x @ q`, `q[i]`."""
 
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 
+from ..primitives import straight_rounded
 from ._implicit import ImplicitArray
 from ._indexing import index_array
 from ._materialise import materialise
@@ -44,6 +44,9 @@ class ArrayOperators(ImplicitArray):
         out = matmul(self, other, reflected=reflected)
         if out is NotImplemented:
             dense = materialise(self, "matmul", "warn")
+            if self.rounds_activations and jnp.issubdtype(other.dtype, jnp.floating):
+                axis = other.ndim - 1 if reflected else max(other.ndim - 2, 0)
+                other = straight_rounded(other, (axis,))
             return other @ dense if reflected else dense @ other
         return out
 

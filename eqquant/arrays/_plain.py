@@ -1,5 +1,4 @@
-"""The methods of an implicit array on a plain one: for what holds arrays of either kind
-side by side."""
+"""The methods of an implicit array, for plain arrays: some code holds either kind."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -38,6 +37,11 @@ _plain: dict[str, Callable] = {
 def apply(name: str, x, *args) -> Any:
     """`x.name(*args)`, of an array of either kind."""
     return getattr(x, name)(*args) if is_implicit(x) else _plain[name](x, *args)
+
+
+def with_shape(x, shape: Sequence[int]) -> Any:
+    """`ImplicitArray.with_shape`, of an array of either kind."""
+    return apply("with_shape", x, shape)
 
 
 def gather(

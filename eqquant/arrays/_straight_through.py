@@ -106,6 +106,10 @@ class StraightThroughArray(ArrayOperators):
     # Products
     #
 
+    @property
+    def rounds_activations(self) -> bool:
+        return self.q.rounds_activations
+
     def contract(
         self,
         x,
@@ -155,7 +159,7 @@ def _(contract, axes, primals, tangents):
         weight = StraightThroughArray(master, q).dequantize()
         terms.append(contract(weight, x_dot))
     if not isinstance(master_dot, SymbolicZero):
-        seen = straight_rounded(x, axes) if q.format.activations == "int8" else x
+        seen = straight_rounded(x, axes) if q.rounds_activations else x
         terms.append(contract(master_dot, seen))
     out = _product(*primals, contract, axes)
     return out, sum(terms) if terms else jnp.zeros_like(out)

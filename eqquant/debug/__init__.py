@@ -1,8 +1,7 @@
-"""Tools to find out, and to prove, what happens to quantized arrays.
+"""Tools to see, and to prove, what happens to quantized arrays.
 
-From here come proofs that nothing is decoded in full, an account of what each product
-becomes, and a compiler for TPUs that are not here. This room imports `dispatch`,
-`arrays`, `primitives` and `_jax`.
+Exports assertions, `explain`, and `compile_for_tpu`. Imports `dispatch`, `arrays`,
+`primitives` and `_jax`.
 """
 
 from ._compile import compile_for_tpu as compile_for_tpu

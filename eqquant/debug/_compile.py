@@ -1,4 +1,4 @@
-"""Compiling for TPUs that are not here."""
+"""Compiling for a TPU without one."""
 
 import importlib.util
 import os

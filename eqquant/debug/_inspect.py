@@ -1,4 +1,4 @@
-"""What happens to quantized arrays in a function."""
+"""What a function does to the quantized arrays in it."""
 
 import math
 import re

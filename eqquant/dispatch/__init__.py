@@ -1,9 +1,9 @@
-"""The dispatcher: plain code, run on arrays in parts.
+"""The dispatcher: runs plain code on implicit arrays.
 
-From here come `quaxify`, `register` for rules of your own, and `substitute`, which
-finds arrays in callables. What a JAX primitive does to an array is in `rules/`, what
-becomes of primitives that hold jaxprs in `control/`. This room imports `arrays` and
-`_jax`.
+Exports `quaxify`, `register` for rules of your own, and `substitute`, which replaces
+implicit arrays inside of callables. `rules/` says what each JAX primitive does to an
+implicit array; `control/` handles primitives that hold jaxprs. Imports `arrays`,
+`primitives` and `_jax`.
 """
 
 from . import control as control

@@ -1,7 +1,7 @@
 """Implicit arrays inside of callables: arguments, closures, methods, partials.
 
 JAX sees the arrays that a function closes over while it is traced, but an implicit
-array is not an array. So a function that closes over some is rebuilt around stand-ins.
+array is not an array. So a function that closes over one is rebuilt around a stand-in.
 """
 
 import functools as ft

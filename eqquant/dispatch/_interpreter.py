@@ -1,4 +1,4 @@
-"""An interpreter of jaxprs, for arrays that may be quantized."""
+"""Evaluates jaxprs on arrays that may be implicit."""
 
 import dataclasses
 import functools as ft
@@ -11,7 +11,7 @@ import jax
 from .._jax import bind_equation, Literal, open_jaxpr, source_of
 from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
 from ._callables import substitute
-from .rules import control_rule_of, rules_of
+from .rules import control_rule_of, Decoded, rules_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +81,8 @@ class Interpreter:
             return list(control(self, eqn, args))
         for rule in rules_of(eqn.primitive):
             result = rule(*args, **eqn.params)
+            if isinstance(result, Decoded):
+                result = result.then(self.dense(eqn, result.array))
             if result is not NotImplemented:
                 multiple = eqn.primitive.multiple_results
                 return list(result) if multiple else [result]

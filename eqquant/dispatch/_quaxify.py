@@ -1,4 +1,4 @@
-"""The dispatcher: run plain code on quantized arrays."""
+"""`quaxify`."""
 
 import functools as ft
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """What codes mean: packing, scales, and one small file per format.
 
-From here come the formats, by class or by name, and what reads and writes their codes
-and scales. A format knows nothing of products, arrays or JAX primitives. This room
-imports nothing of eqquant. To add a format, see CONTRIBUTING.md.
+Exports the formats, `as_format`, and functions that pack codes and handle scales. A
+format knows nothing of products, arrays or JAX primitives. Imports nothing of eqquant.
+To add a format, see CONTRIBUTING.md.
 """
 
 from ._binary import Binary as Binary

@@ -60,6 +60,19 @@ class Format(abc.ABC):
     largest_level: ClassVar[int] = 1
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
+    # If the scale of a block of float32 is its largest magnitude, and the code of a
+    # value how many of certain numbers lie below its share of that: the numbers. Native
+    # encoders go by them. Not inherited, as a subclass may encode in another way.
+    boundaries: ClassVar[tuple[float, ...] | None] = None
+
+    def __init_subclass__(cls, **kwargs):
+        super().__init_subclass__(**kwargs)
+        if "boundaries" not in vars(cls):
+            cls.boundaries = None
+        # As that is a claim about the levels, it goes when they are others.
+        own_levels = not vars(cls).keys().isdisjoint(("levels", "codebook"))
+        if own_levels and "integer_levels" not in vars(cls):
+            cls.integer_levels = False
 
     def __post_init__(self):
         per_byte = codes_per_byte(self.bits)
@@ -140,12 +153,6 @@ class Format(abc.ABC):
     def scale_bytes(self, size: int) -> int:
         """How many bytes the scales of such a blocked axis take."""
         return self.num_blocks(size) * self.scale_dtype.itemsize
-
-    @property
-    def boundaries(self) -> tuple[float, ...] | None:
-        """If the scale of a block of float32 is its largest magnitude, and the code of
-        a value how many of certain numbers lie below its share of that: the numbers."""
-        return None
 
     @abc.abstractmethod
     def encode(

@@ -1,9 +1,9 @@
-"""Numerics: products, quantizing and rounding, a folder for each platform.
+"""Numerics only, in a folder for each platform.
 
-From here come `xla`, `cpu` and `tpu`, each with a `dot` of the same signature (that of
-`xla` is the reference, and serves where the others do not), and activations in int8.
-Kernels know formats, but neither arrays nor derivatives. This room imports `formats`
-and `_jax`.
+Exports `xla`, `cpu` and `tpu`, and `round_int8` for activations. Each platform has a
+`dot` of the same signature. The one of `xla` is the reference, and serves where the
+others do not. Kernels know formats, but neither arrays nor derivatives. Imports
+`formats` and `_jax`.
 """
 
 from . import cpu as cpu, tpu as tpu, xla as xla

@@ -1,9 +1,8 @@
-"""JAX primitives of products: how they batch, differentiate and transpose, and which
-kernel each platform lowers them to.
+"""JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-From here come `quantized_dot`, `rows_dot` and rounding with a straight-through
-derivative. They work on raw arrays and know nothing of arrays in parts. This room
-imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations, which work
+on raw arrays; and which kernel a product gets on each platform. Imports `kernels`,
+`formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded

@@ -1,8 +1,7 @@
-"""Training with quantized weights: straight-through estimators, quantization-aware
-training, adapters.
+"""Training: straight-through estimators, quantization-aware training, adapters.
 
-From here come the functions and classes that users train with. This room imports
-`trees`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
+Exports the functions that users train with. Imports `trees`, `arrays`, `primitives`,
+`kernels`, `formats` and `_jax`.
 """
 
 from ._activations import round_activations as round_activations

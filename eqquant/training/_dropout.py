@@ -1,4 +1,4 @@
-"""Dropout of adapters."""
+"""Dropout in adapters."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Adapters added to their weights."""
+"""Adding adapters to their weights."""
 
 from collections.abc import Callable
 from typing import Any, overload

@@ -1,7 +1,7 @@
 """Whole pytrees: which leaves are weights, what they become, and what that costs.
 
-From here come `quantize_tree` and its relatives, the report, and the choice of weights
-that training shares. This room imports `arrays`, `formats` and `_jax`.
+Exports `quantize_tree` and its relatives, the report, and the choice of weights, which
+training shares. Imports `arrays`, `formats` and `_jax`.
 """
 
 from ._choice import (

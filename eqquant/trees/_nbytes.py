@@ -1,4 +1,4 @@
-"""Bytes."""
+"""The size of a pytree."""
 
 import math
 from typing import Any

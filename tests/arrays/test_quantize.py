@@ -324,6 +324,14 @@ def test_under_jit_it_is_an_error_at_run_time(default_format, bad):
         values(w.at[0, 0].set(bad))
 
 
+@pytest.mark.parametrize("part", ["codes", "scales"])
+def test_under_jit_either_part_alone_carries_the_error(part):
+    w = jnp.ones(SHAPE).at[0, 0].set(jnp.nan)
+    only = eqx.filter_jit(lambda w: getattr(eqquant.quantize(w, "nf4"), part))
+    with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
+        only(w)
+
+
 #
 # It is an ordinary JAX function
 #
@@ -393,6 +401,9 @@ def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
         )
         assert jax.typeof(q.codes).sharding.spec == kept
         assert_same_up_to_summation(q, expected)
+        values = q.dequantize()
+        assert jax.typeof(values).sharding.spec == kept
+        assert relative(values, expected.dequantize()) < 1e-6  # As the scales.
 
 
 def test_temporaries_are_small(default_format):

@@ -10,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 from eqquant import Int8, NF4
 from eqquant.dispatch.rules import _registry
-from helpers import assert_close, assert_identical, DEFAULT_FORMATS, dense, pairs
+from helpers import (
+    assert_close,
+    assert_identical,
+    DEFAULT_FORMATS,
+    dense,
+    pairs,
+    relative,
+)
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
@@ -336,6 +343,31 @@ def test_everything_else_dequantizes_under_the_policy(name, normal):
         eqquant.quaxify(fn)(q)
     with pytest.raises(eqquant.MaterialiseError, match="register a rule"):
         strict(fn)(q)
+
+
+def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
+    # The blocked axis is that of the batch, or split by groups: no product serves.
+    q = eqquant.quantize(normal(4, 8, 16), eqquant.Int8(activations="int8"), axis=0)
+    x = normal(4, 16, 5)
+    expected = q.dequantize() @ eqquant.round_activations(x, axis=1)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        assert_identical(q @ x, expected)
+    einsum = lambda q, x: jnp.einsum("bij,bjk->bik", q, x)
+    loose = eqquant.quaxify(einsum, on_materialise="allow")
+    assert_close(loose(q, x), expected, 1e-6)  # Sums in another order.
+    with pytest.raises(eqquant.MaterialiseError, match="dot_general"):
+        eqquant.quaxify(einsum, on_materialise="error")(q, x)
+
+    conv = eqx.nn.Conv1d(4, 4, 3, groups=2, key=jax.random.key(0))
+    of = lambda conv, format: eqx.tree_at(
+        lambda conv: conv.weight, conv, eqquant.quantize(conv.weight, format, axis=0)
+    )
+    x = normal(4, 9)
+    run = lambda conv: eqquant.quaxify(conv, on_materialise="allow")(x)
+    rounded, plain = (
+        run(of(conv, eqquant.Int8(activations=a))) for a in ("int8", "float")
+    )
+    assert 1e-4 < relative(rounded, plain) < 2e-2  # Rounding to 8 bits.
 
 
 def test_mixed_formats_in_one_operation(normal):

@@ -76,7 +76,8 @@ bool check(const Case& c) {
   p.rows = 1 + below(90);
   // Blocks of whole runs; one scale for all where the routine wants that.
   p.run = 8 << below(3);
-  const int64_t runs = 1 + below(6), blocks = 1 + below(5);
+  // Often but one, of eight bytes perhaps: blocks as short as they can be.
+  const int64_t runs = 1 + below(2) * below(6), blocks = 1 + below(5);
   const bool one_scale = c.digits || below(2);
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;

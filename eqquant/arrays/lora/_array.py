@@ -41,6 +41,10 @@ class LoraArray(AbstractLoraArray):
         base = self.base.dequantize() if is_implicit(self.base) else self.base
         return add_adapter(self, base)
 
+    @property
+    def rounds_activations(self) -> bool:
+        return is_implicit(self.base) and self.base.rounds_activations
+
     def contract(
         self,
         x,

@@ -1,4 +1,5 @@
-"""The structure of a weight with an adapter beside it: exact, on the parts."""
+"""The fields of a weight with an adapter, and its structural operations, which are
+exact."""
 
 import dataclasses
 import math

@@ -7,8 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import wadler_lindig as wl
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of
 from ...formats import codes_per_byte, unpack
 from ._contraction import contract
 from ._structure import AbstractQuantizedArray
@@ -63,6 +65,10 @@ class QuantizedArray(AbstractQuantizedArray):
         self.check_whole()
         return _dequantize(self)
 
+    @property
+    def rounds_activations(self) -> bool:
+        return self.format.activations == "int8"
+
     def contract(
         self,
         x,
@@ -88,6 +94,20 @@ class QuantizedArray(AbstractQuantizedArray):
 # One program, also where it is called eagerly: nothing in between is written down.
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
+    mesh = explicit_mesh_of(q.codes)
+    if mesh is None:
+        return _decode(q)
+    # Split as the codes are, where that leaves each device equal parts.
+    *lead, last = spec_of(q.codes)
+    first, *_ = q.blocked_axes
+    even = q.shape[first] % parts_of(mesh, last) == 0
+    entries = dict(zip(q.lead_axes, lead, strict=True))
+    entries[first] = last if even else None
+    spec = PartitionSpec(*(entries.get(axis) for axis in range(q.ndim)))
+    return by_compiler(_decode, mesh, spec)(q)
+
+
+def _decode(q: QuantizedArray) -> Float[Array, "..."]:
     bits, group = q.format.bits, q.format.group
     compute = jnp.promote_types(q.dtype, jnp.float32)
     if q.scales.dtype == jnp.float64:

@@ -1,4 +1,4 @@
-"""Blocked axes."""
+"""The axes along which an array is quantized."""
 
 from collections.abc import Sequence
 

@@ -3,7 +3,6 @@
 import functools as ft
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +11,15 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
-from ..._jax import explicit_mesh_of, match_varying, pipeline, rowwise, spec_of
+from ..._jax import (
+    by_compiler,
+    explicit_mesh_of,
+    match_varying,
+    parts_of,
+    pipeline,
+    rowwise,
+    spec_of,
+)
 from ...formats import Format, max_blocks, pack
 from ...kernels import cpu
 
@@ -119,8 +126,7 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
     *shape, size = rows.shape
 
     def spec(length: int) -> PartitionSpec:
-        names = last if isinstance(last, tuple) else () if last is None else (last,)
-        even = length % math.prod(mesh.shape[name] for name in names) == 0
+        even = length % parts_of(mesh, last) == 0
         return PartitionSpec(*lead, last if even else None)
 
     def flat(inputs):
@@ -132,9 +138,7 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
     scales = jax.eval_shape(lambda: format.no_scales((), size))
     scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
     out = (spec(packed), scales, PartitionSpec(*lead))
-    with jax.sharding.use_abstract_mesh(mesh):
-        split: Any = jax.sharding.auto_axes(flat, out_sharding=out)
-        return split(inputs)
+    return by_compiler(flat, mesh, out)(inputs)
 
 
 def _map_chunks(fn: Callable, inputs: tuple, height: int):

@@ -92,9 +92,8 @@ def quantize(
     if check_finite:
         zero = no_problem(problem, array, format, given)
         if zero is not None:
-            q = q.replace(
-                scales=jax.tree.map(lambda a: a + zero.astype(a.dtype), q.scales)
-            )
+            # To codes and scales: the check runs whichever of them is used.
+            q = jax.tree.map(lambda a: a + zero.astype(a.dtype), q)
     return q
 
 

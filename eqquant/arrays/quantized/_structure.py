@@ -1,4 +1,4 @@
-"""The structure of a quantized array: exact, on the components."""
+"""The fields of a quantized array, and its structural operations, which are exact."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, UInt8
 
+from ..._jax import parts_of
 from ...formats import (
     codes_per_byte,
     float_scales,
@@ -235,8 +236,7 @@ class AbstractQuantizedArray(ArrayOperators):
             return NotImplemented
         if first is not None and (self.padding or self.inner):
             return NotImplemented
-        names = first if isinstance(first, tuple) else () if first is None else (first,)
-        parts = math.prod(mesh.shape[name] for name in names)
+        parts = parts_of(mesh, first)
         group_bytes = max(1, self.format.group * self.format.bits // 8)
         if self.codes.shape[-1] % (parts * group_bytes):
             return NotImplemented

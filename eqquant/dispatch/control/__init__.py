@@ -1,8 +1,8 @@
 """Primitives that hold jaxprs: calls, loops, branches, custom rules, meshes.
 
 Each is rebuilt with the public function that made it (`lax.scan`, `jax.checkpoint`,
-...), around the interpreted jaxpr. Those functions take pytrees, and so arrays in
-parts; no private parameter is ever put together here.
+...), around the interpreted jaxpr. These functions take pytrees, and so implicit
+arrays. No private parameter is ever put together here.
 """
 
 from . import (

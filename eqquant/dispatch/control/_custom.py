@@ -1,5 +1,7 @@
-"""Custom rules: those of the user are kept, and interpreted as well. What they see in
-place of a quantized array is an array."""
+"""`custom_jvp`, `custom_vjp`, `custom_vmap`: the user's rule is kept, and interpreted.
+
+The rule sees a plain array in place of an implicit one.
+"""
 
 from typing import Any
 

@@ -1,13 +1,14 @@
 """Loops and branches: `scan`, `while_loop`, `switch`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from ..._jax import split_scan
-from ...arrays import is_implicit
+from ..._jax import Literal, open_jaxpr, split_scan
+from ...arrays import ImplicitArray, is_implicit
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
@@ -102,19 +103,55 @@ def _cond(interpreter: Interpreter, eqn, args):
     if is_implicit(index):
         index = interpreter.dense(eqn, index)
     branches = [interpreter.function(branch) for branch in eqn.params["branches"]]
+    zeros = [_zeros_among(branch) for branch in eqn.params["branches"]]
     outs = [jax.eval_shape(branch, *operands) for branch in branches]
-    keep = [
-        all(is_implicit(out) and _is_like(column[0], out) for out in column)
-        for column in zip(*outs, strict=True)
-    ]
+    columns = zip(zip(*outs, strict=True), zip(*zeros, strict=True), strict=True)
+    common = [_common(outs, zero) for outs, zero in columns]
 
     def agreeing(branch):
         def fn(*operands):
             return [
-                out if same else interpreter.dense(eqn, out)
-                for same, out in zip(keep, branch(*operands), strict=True)
+                interpreter.dense(eqn, out) if kind is None else _as_kind(kind, out)
+                for kind, out in zip(common, branch(*operands), strict=True)
             ]
 
         return fn
 
     return lax.switch(index, [agreeing(branch) for branch in branches], *operands)
+
+
+def _zeros_among(jaxpr) -> list[bool]:
+    """Which results of a jaxpr are zeros, or hold what nobody reads: differentiating
+    branches, JAX hands a weight out of those that use it, and such out of the others.
+    """
+    jaxpr, _ = open_jaxpr(jaxpr)
+    made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def is_zero(var) -> bool:
+        if isinstance(var, Literal):
+            return not np.any(var.val)
+        if var not in made_by:
+            return False
+        eqn = made_by[var]
+        if eqn.primitive.name in ("empty", "empty2"):
+            return True
+        return eqn.primitive is lax.broadcast_in_dim_p and is_zero(eqn.invars[0])
+
+    return [is_zero(var) for var in jaxpr.outvars]
+
+
+def _common(outs: Sequence, zeros: Sequence[bool]) -> ImplicitArray | None:
+    """What a result is like in every branch, if it is implicit in all but those where
+    it is zero."""
+    kinds = [out for out in outs if is_implicit(out)]
+    if not kinds or not all(_is_like(kinds[0], kind) for kind in kinds):
+        return None
+    fits = [is_implicit(out) or z for out, z in zip(outs, zeros, strict=True)]
+    return kinds[0] if all(fits) else None
+
+
+def _as_kind(kind: ImplicitArray, out):
+    if is_implicit(out):
+        return out
+    # Scales of zero decode to zero.
+    return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), kind)

@@ -1,9 +1,10 @@
-"""What a JAX primitive does when an operand is an array in parts."""
+"""What each JAX primitive does when an operand is an implicit array."""
 
 from . import _products as _products, _structural as _structural
 from ._registry import (
     control_rule_for as control_rule_for,
     control_rule_of as control_rule_of,
+    Decoded as Decoded,
     register as register,
     rules_of as rules_of,
 )

@@ -1,20 +1,22 @@
 """Primitives that multiply: all of them become `quantized_dot`."""
 
+import functools as ft
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import ImplicitArray
-from ._registry import register_names, rule_for
+from ...arrays import contract, ImplicitArray, with_shape
+from ...primitives import straight_rounded
+from ._registry import Decoded, register_names, rule_for
 
 
 @rule_for(lax.dot_general_p)
-def _dot_general(
-    lhs, rhs, *, dimension_numbers, precision, preferred_element_type, **_
-):
-    (over_lhs, over_rhs), (batch_lhs, batch_rhs) = dimension_numbers
+def _dot_general(lhs, rhs, **params):
+    (over_lhs, over_rhs), (batch_lhs, batch_rhs) = params["dimension_numbers"]
     if isinstance(lhs, ImplicitArray) and isinstance(rhs, ImplicitArray):
         return NotImplemented
     quantized_lhs = isinstance(lhs, ImplicitArray)
@@ -24,14 +26,28 @@ def _dot_general(
     if not quantized_lhs:
         over = [(j, i) for i, j in over]
         batch = [(j, i) for i, j in batch]
-    out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
+    precision, out_dtype = params["precision"], params["preferred_element_type"]
+    out_dtype = out_dtype or _dot_dtype(lhs.dtype, rhs.dtype)
     out = q.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
-    if out is NotImplemented or not quantized_lhs:
+    if out is NotImplemented:
+        x, is_rounded = _rounded(q, x, [axis for _, axis in over])
+        if not is_rounded:
+            return NotImplemented
+        dense = ft.partial(lax.dot_general_p.bind, **params)
+        return Decoded(q, lambda w: dense(w, x) if quantized_lhs else dense(x, w))
+    if not quantized_lhs:
         return out
     # The primitive has the free axes of the left operand first; here it is `q`.
     first = len(batch)
     free = q.ndim - len(over) - len(batch)
     return jnp.moveaxis(out, range(-free, 0), range(first, first + free))
+
+
+def _rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
+    """The activation as a product with `q` has it, and whether that is another."""
+    if not (q.rounds_activations and axes and jnp.issubdtype(x.dtype, jnp.floating)):
+        return x, False
+    return straight_rounded(x, tuple(axes)), True
 
 
 def _dot_dtype(lhs, rhs):
@@ -124,12 +140,13 @@ def _conv_general_dilated(
         return NotImplemented
     numbers = dimension_numbers
     x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
-    q = rhs.transpose(numbers.rhs_spec)  # (out, in / groups, *window)
-    out_dtype = preferred_element_type or jnp.promote_types(x.dtype, q.dtype)
-    window, space = q.shape[2:], "DHWXYZ"[: q.ndim - 2]
-    if q.ndim - 2 > 6 or 0 in q.shape or 0 in x.shape:
+    shape = [rhs.shape[axis] for axis in numbers.rhs_spec]
+    out_features, _, *window = shape  # (out, in / groups, *window)
+    out_dtype = preferred_element_type or jnp.promote_types(x.dtype, rhs.dtype)
+    space = "DHWXYZ"[: len(window)]
+    if len(window) > 6 or 0 in shape or 0 in x.shape:
         return NotImplemented
-    groups, out_features = feature_group_count, q.shape[0]
+    groups = feature_group_count
     patches = lax.conv_general_dilated_patches(
         x,
         window,
@@ -141,29 +158,32 @@ def _conv_general_dilated(
         precision=lax.Precision.HIGHEST,  # They only copy.
     )
     batch, _, *out_space = patches.shape
-    window_axes = range(len(window))
     patches = patches.reshape(batch, groups, -1, *window, math.prod(out_space))
     patches = jnp.moveaxis(patches, 1, 0)  # (groups, batch, in, *window, space)
-    # The same axes of both operands, groups first.
-    q = q.with_shape((groups, out_features // groups, *q.shape[1:]))
-    if q is NotImplemented:
-        return NotImplemented
-    over = [(2, 2), *((3 + i, 3 + i) for i in window_axes)]
-    if groups == 1:
-        q = q.squeeze((0,)) if q.ndim > 3 else q
-        over = [(i - 1, j - 1) for i, j in over]
-        out = q.contract(
-            patches[0], over, precision=precision, out_dtype=out_dtype
-        )  # (batch, space, out)
+    over = [(axis, axis) for axis in range(2, 3 + len(window))]
+    inverse = [numbers.out_spec.index(axis) for axis in range(x.ndim)]
+
+    def multiply(w, patches):
+        w = w.transpose(numbers.rhs_spec)
+        how = {"precision": precision, "out_dtype": out_dtype}
+        if groups == 1:
+            pairs = [(i - 1, j - 1) for i, j in over]
+            out = contract(w, patches[0], pairs, **how)
+        else:
+            w = with_shape(w, (groups, out_features // groups, *shape[1:]))
+            if w is NotImplemented:
+                return NotImplemented
+            out = contract(w, patches, over, [(0, 0)], **how)
         if out is NotImplemented:
             return NotImplemented
-    else:
-        out = q.contract(
-            patches, over, [(0, 0)], precision=precision, out_dtype=out_dtype
-        )  # (groups, batch, space, out / groups)
-        if out is NotImplemented:
-            return NotImplemented
-        out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
-    out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
-    inverse = [numbers.out_spec.index(i) for i in range(out.ndim)]
-    return jnp.transpose(out, inverse)
+        if groups > 1:  # (groups, batch, space, out / groups)
+            out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
+        out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
+        return jnp.transpose(out, inverse)
+
+    out = multiply(rhs, patches)
+    if out is NotImplemented:
+        patches, is_rounded = _rounded(rhs, patches, [axis for _, axis in over])
+        if is_rounded:
+            return Decoded(rhs, lambda w: multiply(w, patches))
+    return out

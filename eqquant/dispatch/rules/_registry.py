@@ -2,9 +2,10 @@
 
 import functools as ft
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from jax.extend.core import Primitive
+from jaxtyping import Array
 
 from ...arrays import ImplicitArray, QuantizedArray
 
@@ -77,6 +78,14 @@ def _is_implicit(x: Any) -> bool:
 def rule_for(*primitives: Primitive) -> Callable[[Callable], Callable]:
     """[`register`][], of a rule for any implicit array."""
     return register_names(*(primitive.name for primitive in primitives))
+
+
+class Decoded(NamedTuple):
+    """What a rule returns that needs `array` in full. The interpreter decodes it, under
+    the policy, and the result is `then` of that."""
+
+    array: ImplicitArray
+    then: Callable[[Array], Any]
 
 
 def register_names(*names: str) -> Callable[[Callable], Callable]:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, Precision
+from .._int8 import round_int8 as round_int8
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
 from ._library import load, status as status

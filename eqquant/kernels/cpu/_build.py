@@ -2,10 +2,11 @@
 
     python eqquant/kernels/cpu/_build.py
 
-The build of the package runs it, so it needs nothing but Python, a C++ compiler, and
-for XLA's header files JAX.
+A library that is up to date is kept. The build of the package runs this, so it needs
+nothing but Python, a C++ compiler, and for XLA's header files JAX.
 """
 
+import concurrent.futures
 import hashlib
 import os
 import pathlib
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 
 
 here = pathlib.Path(__file__).resolve().parent
@@ -40,12 +42,29 @@ class CannotBuild(Exception):
 
 
 def fingerprint() -> str:
-    """Of the sources. The library carries that of its own, so that an old one is not
-    taken for theirs."""
+    """Of the sources and of how they are compiled. The library carries that of its own,
+    so that an old one is not taken for theirs."""
     digest = hashlib.sha256()
     for path in sorted(_sources.glob("*.*")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    digest.update(repr((_flags, _link_flags)).encode())
     return digest.hexdigest()[:16]
+
+
+def recipe(compiler: str, headers: str) -> str:
+    """A fingerprint of all that decides what is in the library: that of the sources,
+    the compiler, and XLA's header files. The library carries it, too."""
+    digest = hashlib.sha256(fingerprint().encode())
+    about = subprocess.run([compiler, "-v"], capture_output=True)
+    digest.update(compiler.encode() + about.stdout + about.stderr)
+    for path in sorted(pathlib.Path(headers).rglob("*.h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def is_current(recipe: str, out: pathlib.Path = library) -> bool:
+    """Whether there is a library, made from just that."""
+    return out.exists() and recipe.encode() in out.read_bytes()
 
 
 def compiler() -> str:
@@ -68,39 +87,65 @@ def include_dir() -> str:
     return jax.ffi.include_dir()
 
 
-def build(out: pathlib.Path = library) -> pathlib.Path:
-    """Compile the library; `CannotBuild` if that cannot be done here."""
-    command = [compiler(), *_flags, f'-DEQQUANT_SOURCES="{fingerprint()}"']
-    command += ["-isystem", include_dir()]
-    with tempfile.TemporaryDirectory() as scratch:
-        sources = sorted(_sources.glob("*.cpp"))
+def build(
+    out: pathlib.Path = library, say: Callable[[str], None] = lambda message: None
+) -> pathlib.Path:
+    """The library, compiled if there is none that is up to date; `CannotBuild` if that
+    cannot be done here."""
+    cxx, headers = compiler(), include_dir()
+    made_from, made_by = fingerprint(), recipe(cxx, headers)
+    if is_current(made_by, out):
+        return out
+    command = [cxx, *_flags, "-isystem", headers]
+    command += [f'-DEQQUANT_SOURCES="{made_from}"', f'-DEQQUANT_RECIPE="{made_by}"']
+    sources = sorted(_sources.glob("*.cpp"), key=_how_soon)
+    at_once = min(_cores(), len(sources))
+    say(
+        f"Compiling the native CPU kernels: {len(sources)} files, {at_once} at a time. "
+        "On two cores that takes about 20 seconds."
+    )
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        concurrent.futures.ThreadPoolExecutor(at_once) as pool,
+    ):
         objects = [str(pathlib.Path(scratch) / f"{path.stem}.o") for path in sources]
-        running = [
-            subprocess.Popen(
-                [*command, "-c", str(path), "-o", target],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
+        commands = [
+            [*command, "-c", str(path), "-o", target]
             for path, target in zip(sources, objects, strict=True)
         ]
-        messages = [process.communicate()[1] for process in running]
-        if any(process.returncode for process in running):
-            raise CannotBuild("the compiler failed:\n" + "".join(messages))
+        compiled = list(pool.map(_run, commands))
+        if any(process.returncode for process in compiled):
+            messages = "".join(process.stderr for process in compiled)
+            raise CannotBuild(f"the compiler failed:\n{messages}")
+        if recipe(cxx, headers) != made_by:
+            raise CannotBuild("its sources changed while they were compiled")
         # Beside its place first: a process that has the old one open keeps it.
         fresh = out.with_name(f"{out.name}.new")
-        linked = subprocess.run(
-            [command[0], "-shared", *_link_flags, *objects, "-o", str(fresh)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        linked = _run([cxx, "-shared", *_link_flags, *objects, "-o", str(fresh)])
         if linked.returncode:
             raise CannotBuild(f"the linker failed:\n{linked.stderr}")
         fresh.replace(out)
     return out
 
 
+def _cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _how_soon(path: pathlib.Path) -> tuple[bool, str]:
+    """Those that take longest first, so that no core is left alone with one of them."""
+    return not path.stem.startswith(("float", "handlers", "digits")), path.stem
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, stderr=subprocess.PIPE, text=True)
+
+
 if __name__ == "__main__":
     try:
-        print(build())
+        print(build(say=print))
     except CannotBuild as problem:
         sys.exit(str(problem))

@@ -3,9 +3,13 @@
 A tile of the weight is decoded, scaled and rounded to what the matrix unit multiplies,
 in vector memory: the best there is for many rows, as the decoding is then hidden behind
 the products.
+
+Both directions are one kernel, which is told the axis of the weight that is contracted:
+0, its rows (`x @ w`), or 1, its columns (`x @ w.T`).
 """
 
 import dataclasses
+import functools as ft
 import math
 
 import jax.numpy as jnp
@@ -37,7 +41,7 @@ def _tiles(
     packed: int,
     *,
     format: Format,
-    contract_rows: bool,
+    contracted: int,
     operand,
     chip: Chip,
 ) -> _Tiles:
@@ -52,12 +56,11 @@ def _tiles(
     budget = _budget(chip)
     tiles = None
     for tile_k in (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512):
-        some_rows, columns = (tile_k, tile_n) if contract_rows else (tile_n, tile_k)
+        some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
         bn = math.ceil(min(rows, some_rows) / lanes) * lanes
         tile = _tile_bytes(packed, format, columns)
         bk = tile * 8 // format.bits
-        contracted, free = (bn, bk) if contract_rows else (bk, bn)
-        in_and_out = 2 * bm * (contracted + free) * size + 4 * bm * free
+        in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
         tiles = _Tiles(bm, bn, tile)
         if in_and_out + bn * bk * (size + 1) <= budget:
             break
@@ -151,6 +154,152 @@ class _Operand:
         return format.levels(codes, self.compute)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """How a product is computed. A pair has an entry for each axis of the weight."""
+
+    format: Format
+    contracted: int
+    tiles: _Tiles
+    # Of the weight: the numbers in a tile, and how many tiles there are.
+    sizes: tuple[int, int]
+    counts: tuple[int, int]
+    # Of the scales: how many there are, and how many a tile has.
+    scales: tuple[int, int]
+    tile_scales: tuple[int, int]
+    weight: _Operand
+    # Whether the kernel brings the activation in the order of the codes.
+    arranges: bool
+
+    @property
+    def free(self) -> int:
+        return 1 - self.contracted
+
+    @property
+    def blocked(self) -> bool:
+        return self.format.block_size is not None
+
+    @property
+    def planes(self) -> int:
+        return 8 // self.format.bits
+
+    @property
+    def sums(self):
+        return jnp.int32 if self.weight.dtype == jnp.int8 else jnp.float32
+
+
+def _plan(
+    m: int,
+    codes_shape: tuple[int, ...],
+    blocks: int,
+    *,
+    format: Format,
+    contracted: int,
+    operand,
+    exact_table: bool,
+    chip: Chip,
+) -> _Plan:
+    *_, rows, packed = codes_shape
+    planes = 8 // format.bits
+    tiles = _tiles(
+        m,
+        rows,
+        packed,
+        format=format,
+        contracted=contracted,
+        operand=operand,
+        chip=chip,
+    )
+    tile_blocks = blocks
+    if format.block_size and tiles.bytes < packed:
+        tile_blocks = tiles.bytes * planes // format.block_size
+    sizes = tiles.rows, tiles.bytes * planes
+    counts = pl.cdiv(rows, tiles.rows), pl.cdiv(packed, tiles.bytes)
+
+    # Permuted once for all tiles of the weight, if these see the same columns, on the
+    # same core.
+    arranges = contracted == 1 and planes > 1 and is_simple(format)
+    arranges = arranges and counts[contracted] == chip.cores == 1
+    used = tiles.m * (3 * sizes[1] + 2 * sizes[0]) * jnp.dtype(operand).itemsize
+    used += 4 * tiles.m * sizes[0] + 3 * math.prod(sizes)
+    return _Plan(
+        format,
+        contracted,
+        tiles,
+        sizes,
+        counts,
+        scales=(rows, blocks),
+        tile_scales=(tiles.rows, tile_blocks),
+        weight=_Operand(format, operand, exact_table, chip),
+        arranges=arranges and used <= _budget(chip),
+    )
+
+
+def _kernel(plan: _Plan, x, codes, scales, *rest):
+    *unit, out, total = rest[: len(rest) - plan.arranges]
+    step = pl.program_id(3)
+    x = x.at[0]
+    if plan.arranges:
+        arranged = rest[-1]
+
+        @pl.when(pl.program_id(2) == 0)
+        def _():
+            arrange(x, arranged, plan.format)
+
+        x = arranged
+
+    @pl.when(step == 0)
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    _accumulate(plan, x, codes, scales, total, step)
+
+    @pl.when(step == plan.counts[plan.contracted] - 1)
+    def _():
+        result = total[...].astype(jnp.float32)
+        if not plan.blocked:
+            result = result * plan.weight.unit
+            if plan.free == 0:
+                result = result * scales[0].astype(jnp.float32)
+        for rows_are in unit:
+            result = result * rows_are[0, :, :1]
+        out[0] = result.astype(out.dtype)
+
+
+def _accumulate(plan: _Plan, x, codes, scales, total, step):
+    """In a kernel: the product with one tile of the weight."""
+    weight, planes, tile = plan.weight, plan.planes, plan.tiles.bytes
+    spread = None
+    if plan.blocked:
+        start = step * plan.tile_scales[plan.contracted]
+        # They lie as `(blocks, rows)`: their axes are the other way round.
+        known = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
+        known = known.astype(jnp.float32) * weight.unit
+        spread = _spread(known, tile, plan.format, weight.compute)
+    looked_up = weight.decode.tables() if weight.decode else []
+    # Small parts let the compiler decode one while it multiplies another.
+    chunk = chunk_bytes(plan.format) if planes > 1 else math.gcd(tile, 512)
+    for start in range(0, tile, chunk):
+        part = slice(start, start + chunk)
+        scale = None if spread is None else spread[:, part]
+        decoded = [
+            weight(codes[0, :, part], scale, plane, looked_up)
+            for plane in range(planes)
+        ]
+        w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
+        # Columns of the weight are those of the activation, or of the result.
+        columns = (slice(None), slice(start * planes, (start + chunk) * planes))
+        of_x, of_total = (columns, ...) if plan.contracted else (..., columns)
+        product = lax.dot_general(
+            x[of_x],
+            w,
+            (((1,), (plan.contracted,)), ((), ())),
+            precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+            preferred_element_type=plan.sums,
+        )
+        total[of_total] += product
+
+
 def dot(
     x,
     codes,
@@ -169,135 +318,62 @@ def dot(
     keeps 15 bits of each entry, or 7. The result is times `x_unit`, `(batch, m, 1)`."""
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
-    blocks = scales.shape[-1]
-    blocked = format.block_size is not None
-    planes = 8 // format.bits
-    tiles = _tiles(
+    plan = _plan(
         m,
-        rows,
-        packed,
+        codes.shape,
+        scales.shape[-1],
         format=format,
-        contract_rows=contract_rows,
+        contracted=0 if contract_rows else 1,
         operand=operand,
+        exact_table=exact_table,
         chip=chip,
     )
-    bm, bn, tile = tiles.m, tiles.rows, tiles.bytes
-    # Small parts let the compiler decode one while it multiplies another.
-    chunk = chunk_bytes(format) if planes > 1 else math.gcd(tile, 512)
-    tile_blocks = blocks
-    if format.block_size and tile < packed:
-        tile_blocks = tile * planes // format.block_size
-    weight = _Operand(format, operand, exact_table, chip)
-    sums = jnp.int32 if operand == jnp.int8 else jnp.float32
+    bm, size = plan.tiles.m, plan.sizes[plan.contracted]
+    out_size, free = plan.sizes[plan.free], plan.counts[plan.free]
 
-    inside = False
-    if contract_rows:
-        if not blocked:
-            x = x * scales[..., 0][:, None, :]
-        x = pad_to(pad_to(x.astype(operand), 1, bm), 2, bn)
-        free, steps = pl.cdiv(packed, tile), pl.cdiv(rows, bn)
-        size, out_size = bn, tile * planes
-        row, column = 3, 2  # The axes of the grid that tiles of the weight follow.
-    else:
-        free, steps = pl.cdiv(rows, bn), pl.cdiv(packed, tile)
-        size, out_size = tile * planes, bn
-        # Permuted once for all tiles of the weight, if these see the same columns, on
-        # the same core.
-        inside = planes > 1 and is_simple(format) and steps == chip.cores == 1
-        used = bm * (3 * size + 2 * bn) * jnp.dtype(operand).itemsize + 4 * bm * bn
-        inside = inside and used + bn * size * 3 <= _budget(chip)
-        x = x.astype(operand)
-        x = x if inside else to_planes(x, format, interpret)
-        x = pad_to(pad_to(x, 1, bm), 2, size)
-        row, column = 2, 3
-
+    # The columns of the weight are in plane order, and so has to be the activation, or
+    # is the result. The scales of its rows are those of one or the other, too.
+    if contract_rows and not plan.blocked:
+        x = x * scales[..., 0][:, None, :]
+    x = x.astype(operand)
+    if not contract_rows and not plan.arranges:
+        x = to_planes(x, format, interpret)
+    x = pad_to(pad_to(x, 1, bm), 2, size)
     units = []
     if x_unit is not None:
         units = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
-
-    def kernel(x, codes, scales, *rest):
-        *unit, out, total = rest[: len(rest) - inside]
-        step = pl.program_id(3)
-        x = x.at[0]
-        if inside:
-            arranged = rest[-1]
-
-            @pl.when(pl.program_id(2) == 0)
-            def _():
-                arrange(x, arranged, format)
-
-            x = arranged
-
-        @pl.when(step == 0)
-        def _():
-            total[...] = jnp.zeros_like(total)
-
-        spread = None
-        if blocked:
-            axis, length = (1, rows) if contract_rows else (0, blocks)
-            start = step * (bn if contract_rows else tile_blocks)
-            known = _masked(scales[0], axis, start, length)
-            known = known.astype(jnp.float32) * weight.unit
-            spread = _spread(known, tile, format, weight.compute)
-        looked_up = weight.decode.tables() if weight.decode else []
-        for start in range(0, tile, chunk):
-            part = slice(start, start + chunk)
-            scale = None if spread is None else spread[:, part]
-            decoded = [
-                weight(codes[0, :, part], scale, plane, looked_up)
-                for plane in range(planes)
-            ]
-            w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
-            columns = slice(start * planes, (start + chunk) * planes)
-            product = lax.dot_general(
-                x[...] if contract_rows else x[:, columns],
-                w,
-                (((1,), (0 if contract_rows else 1,)), ((), ())),
-                precision=lax.Precision.HIGHEST if operand == jnp.float32 else None,
-                preferred_element_type=sums,
-            )
-            if contract_rows:
-                total[:, columns] += product
-            else:
-                total[...] += product
-
-        @pl.when(step == steps - 1)
-        def _():
-            result = total[...].astype(jnp.float32)
-            if not blocked:
-                result = result * weight.unit
-                if not contract_rows:
-                    result = result * scales[0].astype(jnp.float32)
-            for rows_are in unit:
-                result = result * rows_are[0, :, :1]
-            out[0] = result.astype(out.dtype)
-
     columns = free * out_size if contract_rows else rows
+
+    # The axes of the grid that the tiles of the weight follow.
+    row, column = (3, 2) if contract_rows else (2, 3)
 
     def at(*axes):
         """Where a block is: at the grid's own index of some axes, or at zero."""
         return lambda *i: tuple(0 if axis is None else i[axis] for axis in axes)
 
     out = pl.pallas_call(
-        kernel,
-        grid=(batch, x.shape[1] // bm, free, steps),
+        ft.partial(_kernel, plan),
+        grid=(batch, x.shape[1] // bm, free, plan.counts[plan.contracted]),
         in_specs=[
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),
-            pl.BlockSpec((1, bn, tile), at(0, row, column)),
-            pl.BlockSpec((1, tile_blocks, bn), at(0, column if blocked else None, row)),
+            pl.BlockSpec((1, plan.tiles.rows, plan.tiles.bytes), at(0, row, column)),
+            pl.BlockSpec(
+                (1, *plan.tile_scales[::-1]),
+                at(0, column if plan.blocked else None, row),
+            ),
             *[pl.BlockSpec((1, bm, lanes), at(0, 1, None)) for _ in units],
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
         out_shape=result_like(x, x.shape[1], columns, out_dtype),
         scratch_shapes=[
-            pltpu.VMEM((bm, out_size), sums),
-            *[pltpu.VMEM((bm, size), operand)] * inside,
+            pltpu.VMEM((bm, out_size), plan.sums),
+            *[pltpu.VMEM((bm, size), operand)] * plan.arranges,
         ],
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=(
                 "parallel",
                 "parallel",
-                "arbitrary" if inside else "parallel",
+                "arbitrary" if plan.arranges else "parallel",
                 "arbitrary",
             ),
             vmem_limit_bytes=chip.memory,
@@ -307,5 +383,7 @@ def dot(
     )(x, codes, jnp.swapaxes(scales, 1, 2), *units)
     out = out[:, :m]
     return (
-        from_planes(out, packed * planes, format, interpret) if contract_rows else out
+        from_planes(out, packed * plan.planes, format, interpret)
+        if contract_rows
+        else out
     )

@@ -11,6 +11,7 @@ it matters most:
 """
 
 import functools as ft
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -23,7 +24,7 @@ from ...formats import (
     to_plane_order,
     unpack_planes,
 )
-from .._int8 import round_int8 as round_int8, split_int8
+from .._int8 import round_int8, split_int8
 from ._recipes import recipe_of
 from ._tiles import decode_tile, tiled
 
@@ -43,28 +44,18 @@ def dot(
     """`x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
     `(rows, columns)` that `codes` and `scales` stand for. An activation in int8 is
     taken for the integers that it holds, times `x_unit`."""
+    options: dict[str, Any] = dict(
+        format=format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=weight_dtype,
+    )
     if x_unit is not None:
         wide = jnp.promote_types(out_dtype, jnp.float32)
-        out = dot(
-            x,
-            codes,
-            scales,
-            format=format,
-            contract_rows=contract_rows,
-            precision=precision,
-            weight_dtype=weight_dtype,
-            out_dtype=wide,
-        )
+        out = dot(x, codes, scales, out_dtype=wide, **options)
         return (out * x_unit).astype(out_dtype)
     if codes.ndim > 2:
-        one = ft.partial(
-            dot,
-            format=format,
-            contract_rows=contract_rows,
-            precision=precision,
-            weight_dtype=weight_dtype,
-            out_dtype=out_dtype,
-        )
+        one = ft.partial(dot, out_dtype=out_dtype, **options)
         if codes.shape[0] == 1:
             return one(x[0], codes[0], scales[0])[None]
         # One after the other: only one weight's tile is decoded at a time.
@@ -74,15 +65,7 @@ def dot(
         columns = codes.shape[1] * 8 // format.bits
         free = columns if contract_rows else codes.shape[0]
         return jnp.zeros((x.shape[0], free), out_dtype)
-    recipe = recipe_of(
-        x,
-        codes,
-        scales,
-        format=format,
-        contract_rows=contract_rows,
-        precision=precision,
-        weight_dtype=weight_dtype,
-    )
+    recipe = recipe_of(x, codes, scales, **options)
     if not contract_rows:
         x = to_plane_order(x, format.bits, format.group)
     if recipe in ("split", "round", "int8"):

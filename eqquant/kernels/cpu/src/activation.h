@@ -3,7 +3,7 @@
 
 // For few rows, codes are decoded where they are multiplied (columns.h), with some at once;
 // for more, once for all of them (tiles.h).
-constexpr int few_at_once = 4;
+constexpr int few_at_once = 4, most_of_group = std::max(few_at_once, Vector::most_at_once);
 inline bool are_few(const Product& p) { return p.m <= Vector::few; }
 
 // Rows that are multiplied at once, as even as can be.
@@ -28,13 +28,31 @@ void with_constant(int n, const Use& use) {
     with_constant<most - 1>(n, use);
 }
 
+// Blocks of eight bytes, the shortest ones, leave half of a large vector empty: two of them
+// are taken as one.
+constexpr int64_t shortest_block = 8;
+inline bool in_pairs(const Product& p) {
+  return 2 * shortest_block == Vector::size && p.block_bytes() == shortest_block &&
+         p.blocks % 2 == 0;
+}
+inline int64_t bytes_at_once(const Product& p) { return p.block_bytes() * (in_pairs(p) ? 2 : 1); }
+
+// Calls `use` with how scales are applied, as a constant.
+template <class Use>
+void with_scaling(const Product& p, const Use& use) {
+  if (p.blocks == 1) return use(std::integral_constant<Scaling, Scaling::row>());
+  if constexpr (2 * shortest_block == Vector::size)
+    if (in_pairs(p)) return use(std::integral_constant<Scaling, Scaling::pair>());
+  use(std::integral_constant<Scaling, Scaling::block>());
+}
+
 inline int64_t steps_of_block(const Product& p) {
-  return (p.block_bytes() + Vector::size - 1) / Vector::size;
+  return (bytes_at_once(p) + Vector::size - 1) / Vector::size;
 }
 // Floats of a row in scratch, which has each group as (block, vector of its bytes, plane,
 // row, value), filled up with zeros.
 inline int64_t row_stride(const Product& p) {
-  return p.blocks * steps_of_block(p) * p.planes() * Vector::size;
+  return p.packed / bytes_at_once(p) * steps_of_block(p) * p.planes() * Vector::size;
 }
 
 inline int64_t activation_scratch(const Product& p) {
@@ -43,7 +61,7 @@ inline int64_t activation_scratch(const Product& p) {
 
 inline void prepare_activation(const Product& p, char* scratch, int64_t begin, int64_t end) {
   constexpr int64_t size = Vector::size;
-  const int64_t block = p.block_bytes(), stride = row_stride(p), planes = p.planes();
+  const int64_t block = bytes_at_once(p), stride = row_stride(p), planes = p.planes();
   const Groups groups(p);
   int64_t group = 0;
   for (int64_t i = begin; i < end; i++) {

@@ -44,10 +44,10 @@ struct Columns {
     Sums sums;
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = Vector::zero();
-    for (int64_t b = 0; b < p.blocks; b++) {
+    for (int64_t b = 0; b < p.blocks; b += scales_at_once(scaling)) {
       BlockDecoders decoders;
       for (int r = 0; r < rows; r++) decoders[r].begin(levels, scales + r * p.blocks + b);
-      int64_t j = b * block;
+      int64_t j = b / scales_at_once(scaling) * block;
       for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
         if (j % 64 == 0)
           for (int r = 0; r < rows; r++) __builtin_prefetch(next + r * p.packed + j);
@@ -74,27 +74,24 @@ struct Columns {
   }
 };
 
-template <int bits, int rows, int count>
-void columns_of_group(const Product& p, int64_t block, const float* x, const float* scales,
-                      int64_t row, float* y) {
-  if constexpr (rows * count > Vector::sums)
-    return;  // As `columns_of_few` sees to.
-  else if (p.blocks == 1)
-    Columns<bits, rows, count, Scaling::row>::run(p, block, x, scales, row, y);
-  else
-    Columns<bits, rows, count, Scaling::block>::run(p, block, x, scales, row, y);
-}
+// Four rows of the weight, that each load of the activation serves as many, if there are
+// registers for their sums. Where there are not for all counts, all rows are one group.
+constexpr int rows_with(int count) { return 4 * count <= Vector::sums ? 4 : 2; }
+static_assert(rows_with(few_at_once) == 4 || Vector::few <= few_at_once);
 
 template <int bits, int rows>
-void columns_of_all(const Product& p, const Groups& groups, int64_t block, const float* x,
-                    int64_t stride, int64_t row) {
+void columns_of_rows(const Product& p, const Groups& groups, const float* x, int64_t row) {
+  const int64_t block = bytes_at_once(p), stride = row_stride(p);
   std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
   const float* scales = scales_of(p, row, rows, buffer.data());
   for (int64_t g = 0; g < groups.count; g++) {
     const float* from = x + groups.first(g) * stride;
     float* y = p.y + groups.first(g) * p.rows;
     with_constant<few_at_once>(groups.size(g), [&](auto count) {
-      columns_of_group<bits, rows, count>(p, block, from, scales, row, y);
+      if constexpr (rows == rows_with(count))
+        with_scaling(p, [&](auto scaling) {
+          Columns<bits, rows, count, scaling>::run(p, block, from, scales, row, y);
+        });
     });
   }
 }
@@ -102,13 +99,11 @@ void columns_of_all(const Product& p, const Groups& groups, int64_t block, const
 template <int bits>
 void columns_of_few(const Product& p, const float* x, int64_t begin, int64_t end) {
   const Groups groups(p);
-  const int64_t block = p.block_bytes(), stride = row_stride(p);
   int64_t row = begin;
-  // Four rows of the weight, that each load of the activation serves as many, if there are
-  // registers for their sums.
-  if (4 * groups.size(0) <= Vector::sums)
-    for (; row + 4 <= end; row += 4) columns_of_all<bits, 4>(p, groups, block, x, stride, row);
-  else
-    for (; row + 2 <= end; row += 2) columns_of_all<bits, 2>(p, groups, block, x, stride, row);
-  for (; row < end; row++) columns_of_all<bits, 1>(p, groups, block, x, stride, row);
+  if (rows_with(groups.size(0)) == 4)
+    for (; row + 4 <= end; row += 4) columns_of_rows<bits, 4>(p, groups, x, row);
+  else if constexpr (rows_with(few_at_once) == 2)
+    for (; row + 2 <= end; row += 2) columns_of_rows<bits, 2>(p, groups, x, row);
+  // One to three of them.
+  if (row < end) columns_of_many<bits>(p, x, row, end);
 }

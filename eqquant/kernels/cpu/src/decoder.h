@@ -22,10 +22,11 @@ struct Decoder<8> {
   }
 };
 
-// Whether a row has one scale, which is left to the end, or each block of it. A block's is
-// worked into the levels, once; only codes of 8 bits, which have no table, are multiplied
-// with it one by one.
-enum class Scaling { row, block };
+// Whether a row has one scale, which is left to the end, or each block of it; or each of
+// two blocks that share a vector. A block's is worked into the levels, once; codes of 8
+// bits, which have no table, and those of two blocks are multiplied with it one by one.
+enum class Scaling { row, block, pair };
+constexpr int scales_at_once(Scaling scaling) { return scaling == Scaling::pair ? 2 : 1; }
 
 template <int bits, Scaling scaling>
 struct BlockDecoder {
@@ -34,6 +35,7 @@ struct BlockDecoder {
 
   EQQUANT_INLINE void begin(Vector::Levels plain, const float* of_block) {
     levels = plain;
+    if constexpr (scaling == Scaling::pair) scale = Vector::halves(of_block[0], of_block[1]);
     if constexpr (scaling == Scaling::block) {
       scale = Vector::all(*of_block);
       if constexpr (bits < 8) levels = Vector::scaled(plain, scale);
@@ -42,7 +44,9 @@ struct BlockDecoder {
   template <int plane>
   EQQUANT_INLINE Vector::Floats decode(typename Decoder<bits>::Codes codes) const {
     const Vector::Floats out = Decoder<bits>::template decode<plane>(levels, codes);
-    return bits == 8 && scaling == Scaling::block ? Vector::multiply(out, scale) : out;
+    constexpr bool one_by_one =
+        scaling == Scaling::pair || (scaling == Scaling::block && bits == 8);
+    return one_by_one ? Vector::multiply(out, scale) : out;
   }
 };
 

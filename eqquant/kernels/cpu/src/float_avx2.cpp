@@ -16,8 +16,7 @@ namespace avx2 {
 
 }  // namespace avx2
 
-const Routine float_avx2 = {avx2::prepare_activation, avx2::run_columns, avx2::activation_scratch, 8};
-const Routine float_rows_avx2 = {avx2::prepare_rows, avx2::run_rows, avx2::rows_scratch, 64};
+const Routine float_avx2 = avx2::columns_routine;
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

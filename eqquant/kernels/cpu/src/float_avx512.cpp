@@ -16,8 +16,7 @@ namespace avx512 {
 
 }  // namespace avx512
 
-const Routine float_avx512 = {avx512::prepare_activation, avx512::run_columns, avx512::activation_scratch, 8};
-const Routine float_rows_avx512 = {avx512::prepare_rows, avx512::run_rows, avx512::rows_scratch, 64};
+const Routine float_avx512 = avx512::columns_routine;
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -1,14 +1,12 @@
-// The routines of products in float32, for any `Vector`.
+// The routine of x @ w.T in float32, for any `Vector`.
 
 #include "decoder.h"
 
 #include "activation.h"
 
-#include "columns.h"
-
 #include "tiles.h"
 
-#include "rows.h"
+#include "columns.h"
 
 template <int bits>
 void columns_of(const Product& p, const char* scratch, int64_t begin, int64_t end) {
@@ -25,14 +23,4 @@ inline void run_columns(const Product& p, const char* scratch, int64_t begin, in
   }
 }
 
-inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) {
-  switch (p.bits) {
-    case 1: return rows<1>(p, begin, end);
-    case 2: return rows<2>(p, begin, end);
-    case 4: return rows<4>(p, begin, end);
-    case 8: return rows<8>(p, begin, end);
-  }
-}
-
-inline int64_t rows_scratch(const Product&) { return 0; }
-inline void prepare_rows(const Product&, char*, int64_t, int64_t) {}
+constexpr Routine columns_routine = {prepare_activation, run_columns, activation_scratch, 8};

@@ -253,3 +253,6 @@ EQQUANT_EXPORT int eqquant_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_F
 
 // Which sources this library was built from.
 EQQUANT_EXPORT const char* eqquant_sources() { return EQQUANT_SOURCES; }
+
+// And from what else: a build reads it in the file, and finds out whether it is current.
+EQQUANT_EXPORT const char* eqquant_recipe() { return EQQUANT_RECIPE; }

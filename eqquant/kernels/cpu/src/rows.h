@@ -1,5 +1,9 @@
-// x @ w in float32, for any `Vector`: each row of the weight, times a number, is added to
-// the result.
+// The routine of x @ w in float32, for any `Vector`: each row of the weight, times a number,
+// is added to the result.
+
+#include "decoder.h"
+
+#include "activation.h"
 
 // The rows that are added up before the result goes back to memory.
 constexpr int rows_at_once = 16;
@@ -117,3 +121,17 @@ void rows(const Product& p, int64_t begin, int64_t end) {
     });
   }
 }
+
+inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) {
+  switch (p.bits) {
+    case 1: return rows<1>(p, begin, end);
+    case 2: return rows<2>(p, begin, end);
+    case 4: return rows<4>(p, begin, end);
+    case 8: return rows<8>(p, begin, end);
+  }
+}
+
+inline int64_t rows_scratch(const Product&) { return 0; }
+inline void prepare_rows(const Product&, char*, int64_t, int64_t) {}
+
+constexpr Routine rows_routine = {prepare_rows, run_rows, rows_scratch, 64};

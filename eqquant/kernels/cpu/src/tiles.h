@@ -25,12 +25,56 @@ struct Task {
   const float* x;     // (vector, row of the activation)
   int64_t vectors;
   Line* sums;         // (row of the activation, row)
-  bool first, last;   // whether sums begin here, and whether they go to the result
   float* y;
   int64_t y_stride;
-  const float* scales;
-  int rows;           // of the result: the last four may be fewer
+  const float* scales;  // of the rows, if they are not in `w` already
+  int rows;             // of the result: the last four may be fewer
 };
+
+// Nothing of this depends on the codes: so it is compiled once for all of them.
+template <int count>
+void multiply(const Task& task) {
+  using Floats = Vector::Floats;
+  constexpr int64_t size = Vector::size;
+  Floats sums[at_once][count];
+  Line* const of = task.sums;
+  for (int r = 0; r < at_once; r++)
+    for (int i = 0; i < count; i++) sums[r][i] = Vector::load(of[i * at_once + r].values);
+  const float *w = task.w, *x = task.x;
+  const float* const end = w + task.vectors * at_once * size;
+  do {
+    Floats some[count];
+    for (int i = 0; i < count; i++) some[i] = Vector::load(x + i * size);
+    for (int r = 0; r < at_once; r++) {
+      const Floats weight = Vector::load(w + r * size);
+      for (int i = 0; i < count; i++)
+        sums[r][i] = Vector::multiply_add(weight, some[i], sums[r][i]);
+    }
+    w += at_once * size, x += count * size;
+  } while (w < end);  // There is something: a loop that may do nothing gets slower code.
+  for (int r = 0; r < at_once; r++)
+    for (int i = 0; i < count; i++) Vector::store(of[i * at_once + r].values, sums[r][i]);
+}
+
+// From sums to the result, once they are whole.
+inline void finish(const Task& task, int count) {
+  const int rows = std::min(at_once, task.rows);
+  float scales[at_once] = {1, 1, 1, 1}, four[at_once];
+  if (task.scales) std::memcpy(scales, task.scales, rows * sizeof(float));
+  const __m128 scale = _mm_loadu_ps(scales);
+  for (int i = 0; i < count; i++) {
+    const Line* of = task.sums + i * at_once;
+    const __m128 sum = Vector::sum_four(Vector::load(of[0].values), Vector::load(of[1].values),
+                                        Vector::load(of[2].values), Vector::load(of[3].values));
+    float* y = task.y + i * task.y_stride;
+    if (rows == at_once) {
+      _mm_storeu_ps(y, _mm_mul_ps(sum, scale));
+    } else {
+      _mm_storeu_ps(four, _mm_mul_ps(sum, scale));
+      std::memcpy(y, four, rows * sizeof(float));
+    }
+  }
+}
 
 template <int bits, Scaling scaling>
 struct Tiles {
@@ -42,8 +86,8 @@ struct Tiles {
 
   const Product& p;
   const Groups groups;
-  const int64_t block = p.block_bytes(), block_steps = steps_of_block(p);
-  const int64_t steps = p.blocks * block_steps, stride = row_stride(p);
+  const int64_t block = bytes_at_once(p), block_steps = steps_of_block(p);
+  const int64_t steps = p.packed / block * block_steps, stride = row_stride(p);
   alignas(64) float tile[quads * quad_stride];
 
   using Codes = typename Decoder<bits>::Codes;
@@ -63,10 +107,10 @@ struct Tiles {
       // Beyond the last row, that once more: it is not used.
       const int64_t used = std::min(r, rows - 1);
       codes[r] = p.codes + (row + used) * p.packed;
-      of_row[r] = scales + used * p.blocks + chunk.block;
+      of_row[r] = scales + used * p.blocks + chunk.block * scales_at_once(scaling);
     }
     int64_t left = chunk.steps, step = chunk.step;
-    for (int64_t b = 0, j = chunk.byte; left > 0; b++, step = 0) {
+    for (int64_t b = 0, j = chunk.byte; left > 0; b += scales_at_once(scaling), step = 0) {
       BlockDecoder<bits, scaling> decoders[at_once];
       for (int r = 0; r < at_once; r++) decoders[r].begin(levels, of_row[r] + b);
       const int64_t some = std::min(left, whole - step), end = j + some * size;
@@ -87,49 +131,13 @@ struct Tiles {
     }
   }
 
-  template <int count>
-  static void multiply(const Task& task) {
-    using Floats = Vector::Floats;
-    Floats sums[at_once][count];
-    for (int r = 0; r < at_once; r++)
-      for (int i = 0; i < count; i++)
-        sums[r][i] = task.first ? Vector::zero() : Vector::load(task.sums[i * at_once + r].values);
-    const float *w = task.w, *x = task.x;
-    for (int64_t v = 0; v < task.vectors; v++, w += at_once * size, x += count * size) {
-      Floats some[count];
-      for (int i = 0; i < count; i++) some[i] = Vector::load(x + i * size);
-      for (int r = 0; r < at_once; r++) {
-        const Floats weight = Vector::load(w + r * size);
-        for (int i = 0; i < count; i++)
-          sums[r][i] = Vector::multiply_add(weight, some[i], sums[r][i]);
-      }
-    }
-    if (!task.last) {
-      for (int r = 0; r < at_once; r++)
-        for (int i = 0; i < count; i++)
-          Vector::store(task.sums[i * at_once + r].values, sums[r][i]);
-      return;
-    }
-    const size_t bytes = std::min(at_once, task.rows) * sizeof(float);
-    float scales[at_once] = {}, four[at_once];
-    if constexpr (scaling == Scaling::row) std::memcpy(scales, task.scales, bytes);
-    const __m128 scale = scaling == Scaling::row ? _mm_loadu_ps(scales) : _mm_set1_ps(1);
-    for (int i = 0; i < count; i++) {
-      const __m128 sum = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
-      _mm_storeu_ps(four, _mm_mul_ps(sum, scale));
-      if (bytes == sizeof four)  // Known to the compiler, this is one instruction.
-        std::memcpy(task.y + i * task.y_stride, four, sizeof four);
-      else
-        std::memcpy(task.y + i * task.y_stride, four, bytes);
-    }
-  }
-
   // `rows` of the weight, at most a tile of them, with some groups of the activation. Sums
   // are (row / 4, row of these groups, row % 4).
   void run(const float* x, int64_t row, int rows, const float* scales, int64_t begin,
            int64_t end, Line* sums) {
     const int used = (rows + at_once - 1) / at_once;
     const int64_t first = groups.first(begin), taken = groups.first(end) - first;
+    std::memset(sums, 0, used * taken * at_once * sizeof(Line));
     for (int64_t s = 0; s < steps; s += most_steps) {
       Chunk chunk{std::min(most_steps, steps - s), s / block_steps, s % block_steps};
       chunk.byte = chunk.block * block + chunk.step * size;
@@ -147,15 +155,14 @@ struct Tiles {
               x + m * stride + s * planes * size_of_group * size,
               chunk.steps * planes,
               sums + (q * taken + m - first) * at_once,
-              s == 0,
-              last,
               p.y + m * p.rows + row + n,
               p.rows,
-              scales + n,
+              scaling == Scaling::row ? scales + n : nullptr,
               rows - static_cast<int>(n),
           };
-          with_constant<Vector::most_at_once>(size_of_group,
-                                              [&](auto count) { multiply<count>(task); });
+          with_constant<most_of_group>(size_of_group,
+                                       [&](auto count) { multiply<count>(task); });
+          if (last) finish(task, size_of_group);
         }
     }
   }
@@ -180,8 +187,5 @@ void all_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
 
 template <int bits>
 void columns_of_many(const Product& p, const float* x, int64_t begin, int64_t end) {
-  if (p.blocks == 1)
-    all_tiles<bits, Scaling::row>(p, x, begin, end);
-  else
-    all_tiles<bits, Scaling::block>(p, x, begin, end);
+  with_scaling(p, [&](auto scaling) { all_tiles<bits, scaling>(p, x, begin, end); });
 }

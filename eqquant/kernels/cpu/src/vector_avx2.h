@@ -17,6 +17,9 @@ struct Vector {
   }
   static EQQUANT_INLINE Floats zero() { return _mm256_setzero_ps(); }
   static EQQUANT_INLINE Floats all(float x) { return _mm256_set1_ps(x); }
+  static EQQUANT_INLINE Floats halves(float x, float y) {
+    return _mm256_set_m128(_mm_set1_ps(y), _mm_set1_ps(x));
+  }
   static EQQUANT_INLINE Floats load(const float* p) { return _mm256_loadu_ps(p); }
   static EQQUANT_INLINE Floats load(const float* p, int count) {
     return _mm256_maskload_ps(p, mask(count));

@@ -13,6 +13,9 @@ struct Vector {
   static EQQUANT_INLINE __mmask16 mask(int count) { return (1u << count) - 1; }
   static EQQUANT_INLINE Floats zero() { return _mm512_setzero_ps(); }
   static EQQUANT_INLINE Floats all(float x) { return _mm512_set1_ps(x); }
+  static EQQUANT_INLINE Floats halves(float x, float y) {
+    return _mm512_insertf32x8(_mm512_set1_ps(x), _mm256_set1_ps(y), 1);
+  }
   static EQQUANT_INLINE Floats load(const float* p) { return _mm512_loadu_ps(p); }
   static EQQUANT_INLINE Floats load(const float* p, int count) {
     return _mm512_maskz_loadu_ps(mask(count), p);

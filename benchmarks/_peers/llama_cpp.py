@@ -1,0 +1,172 @@
+"""llama.cpp, by its library of tensors, ggml."""
+
+import ctypes
+import importlib.metadata
+import pathlib
+
+import numpy as np
+
+from . import Peer, Products, Quantize, THREADS
+
+
+_types = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
+_float32 = 0
+
+_pointer, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
+
+
+class _InitParams(ctypes.Structure):
+    _fields_ = [("size", _size), ("buffer", _pointer), ("no_alloc", ctypes.c_bool)]
+
+
+# What each function returns and takes.
+_functions = {
+    "ggml_init": (_pointer, _InitParams),
+    "ggml_free": (None, _pointer),
+    "ggml_new_tensor_2d": (_pointer, _pointer, ctypes.c_int, _number, _number),
+    "ggml_mul_mat": (_pointer, _pointer, _pointer, _pointer),
+    "ggml_new_graph": (_pointer, _pointer),
+    "ggml_build_forward_expand": (None, _pointer, _pointer),
+    "ggml_nbytes": (_size, _pointer),
+    "ggml_quantize_chunk": (
+        *(_size, ctypes.c_int, _pointer, _pointer),
+        *(_number, _number, _number, _pointer),
+    ),
+    "ggml_backend_cpu_init": (_pointer,),
+    "ggml_backend_cpu_set_n_threads": (None, _pointer, ctypes.c_int),
+    "ggml_backend_alloc_ctx_tensors": (_pointer, _pointer, _pointer),
+    "ggml_backend_alloc_ctx_tensors_from_buft": (_pointer, _pointer, _pointer),
+    "ggml_backend_buffer_free": (None, _pointer),
+    "ggml_backend_buft_name": (ctypes.c_char_p, _pointer),
+    "ggml_backend_tensor_set": (None, _pointer, _pointer, _size, _size),
+    "ggml_backend_tensor_get": (None, _pointer, _pointer, _size, _size),
+    "ggml_backend_graph_compute": (ctypes.c_int, _pointer, _pointer),
+    "ggml_backend_get_device": (_pointer, _pointer),
+    "ggml_backend_dev_backend_reg": (_pointer, _pointer),
+    "ggml_backend_dev_supports_op": (ctypes.c_bool, _pointer, _pointer),
+    "ggml_backend_reg_get_proc_address": (_pointer, _pointer, ctypes.c_char_p),
+}
+
+
+def _library(folder: pathlib.Path) -> ctypes.CDLL:
+    """ggml, whose functions may then be called. The last also finds those of its parts,
+    which are loaded before, as they need not be where the linker looks."""
+    *_, library = (
+        ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
+        for name in ("ggml-base", "ggml-cpu", "ggml")
+    )
+    for name, (result, *arguments) in _functions.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library
+
+
+def _address(array: np.ndarray) -> ctypes.c_void_p:
+    return array.ctypes.data_as(_pointer)
+
+
+class _CPU:
+    def __init__(self, ggml: ctypes.CDLL):
+        self.ggml = ggml
+        self.backend = ggml.ggml_backend_cpu_init()
+        ggml.ggml_backend_cpu_set_n_threads(self.backend, THREADS)
+        self.device = ggml.ggml_backend_get_device(self.backend)
+
+    def context(self):
+        return self.ggml.ggml_init(_InitParams(1 << 20, None, True))
+
+    def memories(self):
+        """Kinds of memory in which weights are laid out anew for this CPU, which
+        llama.cpp tries one after the other, too. That for AMX is left out: in this
+        release its kernel stops with an illegal instruction (tiles that were not
+        configured)."""
+        registry = self.ggml.ggml_backend_dev_backend_reg(self.device)
+        get = self.ggml.ggml_backend_reg_get_proc_address
+        listed = get(registry, b"ggml_backend_dev_get_extra_bufts")
+        prototype = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)
+        extra, i = prototype(listed)(self.device), 0
+        while extra and extra[i]:
+            if self.ggml.ggml_backend_buft_name(extra[i]) != b"AMX":
+                yield extra[i]
+            i += 1
+
+    def weight(self, kind: int, rows: int, columns: int):
+        """A tensor, in the first memory for which there is a product."""
+        ggml = self.ggml
+        for memory in self.memories():
+            held = self.context()
+            weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
+            buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(held, memory)
+            trial = self.context()
+            x = ggml.ggml_new_tensor_2d(trial, _float32, columns, 1)
+            product = ggml.ggml_mul_mat(trial, weight, x)
+            fits = buffer and ggml.ggml_backend_dev_supports_op(self.device, product)
+            ggml.ggml_free(trial)
+            if fits:
+                return weight
+            if buffer:
+                ggml.ggml_backend_buffer_free(buffer)
+            ggml.ggml_free(held)
+        held = self.context()
+        weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
+        ggml.ggml_backend_alloc_ctx_tensors(held, self.backend)
+        return weight
+
+    def graph(self, weight, m: int, columns: int):
+        """The activation, the result, and what computes it."""
+        ggml = self.ggml
+        held = self.context()
+        x = ggml.ggml_new_tensor_2d(held, _float32, columns, m)
+        out = ggml.ggml_mul_mat(held, weight, x)
+        graph = ggml.ggml_new_graph(held)
+        ggml.ggml_build_forward_expand(graph, out)
+        ggml.ggml_backend_alloc_ctx_tensors(held, self.backend)
+        return x, out, graph
+
+    def quantize(self, kind: int) -> Quantize:
+        ggml = self.ggml
+
+        def of(w):
+            rows, columns = w.shape
+            w = np.ascontiguousarray(w)
+            weight = self.weight(kind, rows, columns)
+            stored = ggml.ggml_nbytes(weight)
+            data = w
+            if kind != _float32:
+                data = np.empty(stored, np.uint8)
+                ggml.ggml_quantize_chunk(
+                    kind, _address(w), _address(data), 0, rows, columns, None
+                )
+            ggml.ggml_backend_tensor_set(weight, _address(data), 0, stored)
+            graphs = {}
+
+            def product(x):
+                m = len(x)
+                if m not in graphs:
+                    graphs[m] = self.graph(weight, m, columns)
+                activation, out, graph = graphs[m]
+                ggml.ggml_backend_tensor_set(activation, _address(x), 0, x.nbytes)
+                assert ggml.ggml_backend_graph_compute(self.backend, graph) == 0
+                y = np.empty((m, rows), np.float32)
+                ggml.ggml_backend_tensor_get(out, _address(y), 0, y.nbytes)
+                return y
+
+            return product, stored
+
+        return of
+
+
+def load() -> Products:
+    import llama_cpp
+
+    cpu = _CPU(_library(pathlib.Path(llama_cpp.__file__).parent / "lib"))
+    version = importlib.metadata.version("llama-cpp-python")
+    return Products(
+        f"llama-cpp-python {version}, without AMX",
+        cpu.quantize(_float32),
+        {name: cpu.quantize(kind) for name, kind in _types.items()},
+    )
+
+
+# Its Python package compiles it for this machine.
+peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"))

@@ -1,0 +1,45 @@
+"""qwix, for JAX."""
+
+from . import Peer, Products
+from ._jax import products
+
+
+def load() -> Products:
+    import jax
+    import jax.numpy as jnp
+    import qwix
+
+    contract = (((1,), (1,)), ((), ()))
+
+    @jax.jit
+    def weight_only(x, q):
+        return qwix.dot_general(x, q, contract)
+
+    @jax.jit
+    def both(x, q):
+        return qwix.dot_general(
+            qwix.quantize(x, jnp.int8, channelwise_axes=(0,)), q, contract
+        )
+
+    def make(product, qtype, **how):
+        quantize = jax.jit(lambda w: qwix.quantize(w, qtype, **how))
+
+        def of(w):
+            q = jax.block_until_ready(quantize(w))
+            size = q.qvalue.nbytes + q.scale.nbytes
+            return lambda x: product(x, q), size
+
+        return of
+
+    blocks = dict(channelwise_axes=(0,), tiled_axes={1: 64})
+    return products(
+        "qwix",
+        {
+            "nf4": make(weight_only, "nf4", **blocks),
+            "int8": make(weight_only, jnp.int8, channelwise_axes=(0,)),
+            "int8, activations too": make(both, jnp.int8, channelwise_axes=(0,)),
+        },
+    )
+
+
+peer = Peer("qwix", load, packages=("qwix",))

@@ -1,0 +1,151 @@
+"""Do the tests notice? Small changes to the source, mutants, are made one at a time,
+and each should make a test fail. `make mutants` draws 200. It prints how many of those
+that the whole suite kills the fast tests kill, and the mutants that survive.
+
+A mutant gets the tests that run its line: those that are not slow, then the slow ones.
+
+Everything is in build/mutants/, in a folder for each state of sources and tests; where
+it was interrupted it goes on. A survivor that changes nothing goes into no_change.toml,
+with the reason."""
+
+import argparse
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import pathlib
+import queue
+import shutil
+import sys
+import time
+import tomllib
+
+from making import draw, Mutant
+from testing import killer, read_json_lines, record, Suite
+
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+ENOUGH = 0.9  # Of those that the whole suite kills, what the fast tests must kill.
+NOT_COPIED = shutil.ignore_patterns(
+    ".git", ".venv*", "build", "dist", "site", "output", "__pycache__", ".*_cache"
+)
+
+
+def fingerprint(tests: list[str]) -> str:
+    paths = [*(ROOT / "eqquant").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    paths = sorted(path for path in paths if path.parent.name != "mutants")
+    parts = [repr(tests), *(f"{path}\n{path.read_text()}" for path in paths)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+def identity(about: dict) -> tuple[str, str]:
+    return about["file"], about["diff"]
+
+
+def content(about: dict) -> tuple[str, str]:
+    """What stays when lines move."""
+    lines = [s for s in about["diff"].splitlines() if not s.startswith("@@")]
+    return about["file"], "\n".join(lines)
+
+
+def try_one(mutant: Mutant, suite: Suite, copy: pathlib.Path) -> dict:
+    start = time.monotonic()
+    name = mutant.about["file"]
+    tests = suite.noticing(ROOT / name, name, mutant.about["line"])
+    (copy / name).write_text(mutant.source)
+    by_fast = killer([test for test in tests if not test["slow"]], copy)
+    by_slow = None
+    if by_fast is None:
+        by_slow = killer([test for test in tests if test["slow"]], copy)
+    shutil.copyfile(ROOT / name, copy / name)
+    return mutant.about | {
+        "killed": "fast" if by_fast else "slow" if by_slow else "no",
+        "by": by_fast or by_slow,
+        "tests": len(tests),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+
+
+def try_all(mutants: list[Mutant], suite: Suite, copies: list, path: pathlib.Path):
+    """The results, as they come; each is added to the file, too."""
+    free = queue.SimpleQueue()
+    for copy in copies:
+        free.put(copy)
+
+    def try_in_free_copy(mutant: Mutant) -> dict:
+        copy = free.get()
+        try:
+            return try_one(mutant, suite, copy)
+        finally:
+            free.put(copy)
+
+    pool = concurrent.futures.ThreadPoolExecutor(len(copies))
+    try:
+        tried = [pool.submit(try_in_free_copy, mutant) for mutant in mutants]
+        for future in concurrent.futures.as_completed(tried):
+            result = future.result()
+            with path.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            yield result
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def report(results: list[dict]) -> bool:
+    """Whether the fast tests kill enough, and each survivor has a reason."""
+    listed = (pathlib.Path(__file__).parent / "no_change.toml").read_text()
+    reasons = {content(m): m["why"] for m in tomllib.loads(listed).get("mutant", ())}
+    survivors = [result for result in results if result["killed"] == "no"]
+    for result in survivors:
+        reason = reasons.get(content(result), "no reason listed")
+        print(f"\nSurvives {result['tests']} tests: {reason}")
+        print(f"{result['file']}:{result['line']}, {result['operator']}")
+        print(result["diff"])
+    unexplained = sum(content(result) not in reasons for result in survivors)
+    fast = sum(result["killed"] == "fast" for result in results)
+    whole = len(results) - len(survivors)
+    print(f"\n{len(results)} mutants; {unexplained} survive without a reason")
+    print(f"killed by the whole suite: {whole}; by the fast tests: {fast}", end="")
+    print(f", {fast / whole:.1%} of these" if whole else "")
+    return not unexplained and fast >= ENOUGH * whole
+
+
+def main() -> bool:
+    parser = argparse.ArgumentParser(prog="mutants")
+    parser.add_argument("paths", nargs="+", help="folders or files to change")
+    parser.add_argument("--number", type=int, default=200, help="of mutants")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--tests", nargs="+", default=["tests"], help="all by default")
+    parser.add_argument("--survivors", help="of these earlier results (.jsonl), only")
+    args = parser.parse_args()
+
+    paths = [(ROOT / path).resolve(strict=True) for path in args.paths]
+    files = sorted(f for p in paths for f in ([p] if p.is_file() else p.rglob("*.py")))
+    mutants = list(itertools.islice(draw(files, ROOT, args.seed), args.number))
+    if args.survivors:
+        earlier = read_json_lines(pathlib.Path(args.survivors))
+        alive = {content(each) for each in earlier if each["killed"] == "no"}
+        mutants = [mutant for mutant in mutants if content(mutant.about) in alive]
+
+    folder = ROOT / "build" / "mutants" / fingerprint(args.tests)
+    copies = [folder / f"copy{i}" for i in range(args.workers)]
+    for copy in copies:
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(ROOT, copy, ignore=NOT_COPIED)
+    if not (folder / "tests.jsonl").exists():
+        record(copies[0], args.tests, args.workers)
+
+    path = folder / "results.jsonl"
+    path.touch()
+    results = {identity(result): result for result in read_json_lines(path)}
+    left = [mutant for mutant in mutants if identity(mutant.about) not in results]
+    for result in try_all(left, Suite(folder), copies, path):
+        results[identity(result)] = result
+        print(f"{result['file']}:{result['line']} {result['operator']}:", end=" ")
+        print(result["killed"], result["by"] or "", flush=True)
+    return report([results[identity(mutant.about)] for mutant in mutants])
+
+
+if __name__ == "__main__":
+    sys.exit(not main())

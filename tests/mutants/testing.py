@@ -1,0 +1,132 @@
+"""Running tests in a copy of the checkout: which of them run which lines, and which one
+fails."""
+
+import ast
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+
+import coverage
+
+
+MEMORY = 12 << 30  # Bytes that one run of tests may map.
+
+
+def read_json_lines(path: pathlib.Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def _run(command: list, copy: pathlib.Path, limit: float | None, **env: str):
+    """The exit status and the output. No status if it takes over `limit` seconds."""
+    # No bytecode: Python tells it apart by the second and the size of its source, and
+    # one mutant may share both with the next.
+    ours = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *command],
+        cwd=copy,
+        env=os.environ | ours | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    if hasattr(resource, "prlimit"):  # On Linux.
+        resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
+    try:
+        output, _ = process.communicate(timeout=limit)
+        return process.returncode, output
+    except subprocess.TimeoutExpired:
+        return None, ""
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def killer(tests: list[dict], copy: pathlib.Path) -> str | None:
+    """The first test that fails, or what else goes wrong; None if all of them pass."""
+    if not tests:
+        return None
+    listed = copy.with_suffix(".tests")  # Too many for a command line.
+    listed.write_text("".join(test["test"] + "\n" for test in tests))
+    seconds = [test["seconds"] for test in tests]
+    options = [
+        *("-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"),
+        *("-o", f"faulthandler_timeout={60 + 5 * max(seconds)}"),
+        *("-o", "faulthandler_exit_on_timeout=true"),
+        f"--basetemp={copy.with_suffix('.tmp')}",
+    ]
+    limit = 240 + 2 * sum(seconds)
+    status, output = _run(["pytest", *options, f"@{listed}"], copy, limit)
+    if status == 0:
+        return None
+    if status is None or "Timeout (" in output:
+        return "timeout"
+    lines = output.splitlines()
+    failed = (line for line in lines if line.startswith(("FAILED ", "ERROR ")))
+    return next(failed, " ".join(lines[-1:]))[:200] or f"exit status {status}"
+
+
+def record(copy: pathlib.Path, tests: list[str], workers: int) -> None:
+    """Write which tests run which lines, beside the copy. Every test must pass."""
+    settings = copy.with_name("coverage.ini")
+    settings.write_text(
+        "[run]\nsource_pkgs = eqquant\nrelative_files = true\npatch = subprocess\n"
+        f"data_file = {copy.with_name('lines')}\n"
+    )
+    listed = copy.with_name("tests.unchecked")
+    listed.unlink(missing_ok=True)
+    command = ["coverage", "run", f"--rcfile={settings}", "-m", "pytest", *tests]
+    status, output = _run(
+        [*command, "-q", "-p", "contexts", "-n", str(workers), "--dist", "worksteal"],
+        copy,
+        limit=None,
+        PYTHONPATH=f"{copy}{os.pathsep}{pathlib.Path(__file__).parent}",
+        TESTS_FILE=str(listed),
+    )
+    if status != 0:
+        raise SystemExit(f"The tests must pass before anything is changed.\n{output}")
+    _run(["coverage", "combine", f"--rcfile={settings}"], copy, limit=None)
+    # And in one process: else that they share one would kill mutants.
+    fast = [test for test in read_json_lines(listed) if not test["slow"]]
+    if failed := killer(fast, copy):
+        raise SystemExit(f"The fast tests must pass in one process: {failed}")
+    listed.rename(copy.with_name("tests.jsonl"))
+
+
+def _statement(source: str, line: int) -> range:
+    """The lines of the statement that `line` is part of, without its body."""
+    found = range(line, line + 1)
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.stmt | ast.ExceptHandler):
+            decorators = getattr(node, "decorator_list", [])
+            body = getattr(node, "body", None)
+            first = min(each.lineno for each in [node, *decorators])
+            last = max(node.lineno, body[0].lineno - 1) if body else node.end_lineno
+            if first <= line <= last:
+                found = range(first, last + 1)
+    return found
+
+
+class Suite:
+    """The tests, and the lines that each of them runs, as recorded in a folder."""
+
+    def __init__(self, folder: pathlib.Path):
+        tests = read_json_lines(folder / "tests.jsonl")
+        self.tests = {test["test"]: test for test in tests}
+        self.data = coverage.CoverageData(str(folder / "lines"))
+        self.data.read()
+
+    def noticing(self, file: pathlib.Path, name: str, line: int) -> list[dict]:
+        """The tests that may notice a change: first those that run the statement, and
+        of these the quick ones. What runs on import is every test's."""
+        by_line = self.data.contexts_by_lineno(name)
+        lines = _statement(file.read_text(), line)
+        running = {test for line in lines for test in by_line.get(line, ())}
+        names = self.tests if "" in running else running & self.tests.keys()
+        order = lambda name: (name not in running, self.tests[name]["seconds"])
+        return [self.tests[name] for name in sorted(names, key=order)]
