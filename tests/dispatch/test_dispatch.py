@@ -17,6 +17,7 @@ from helpers import (
     dense,
     pairs,
     relative,
+    slow,
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -242,7 +243,9 @@ def test_grouped_and_channels_last_convolutions(default_format, normal):
     check(fn, last, normal(2, 9, 9, 6))
 
 
-@pytest.mark.parametrize("make", [eqx.nn.Conv1d, eqx.nn.Conv3d, eqx.nn.ConvTranspose2d])
+@pytest.mark.parametrize(
+    "make", [eqx.nn.Conv1d, slow(eqx.nn.Conv3d), eqx.nn.ConvTranspose2d]
+)
 def test_convolution_layers(make, normal):
     layer = eqquant.quantize_tree(make(16, 24, 3, key=KEY), "int8")
     assert eqquant.is_quantized(layer.weight)

@@ -248,7 +248,7 @@ def test_bad_calls_are_errors(normal):
 
 
 @needs_library
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=15)
 @hypothesis.given(
     format=st.sampled_from(
         [

@@ -215,35 +215,41 @@ def test_bad_operands_of_the_primitive(normal):
 #
 
 
-def test_transformations_agree_with_the_dense_product(default_format, normal):
+# Of three weights, of a vector, and of several.
+TRANSFORMATIONS = {
+    "jit": lambda w, one, many: jax.jit(lambda w: w[0] @ one)(w),
+    "vmap x": lambda w, one, many: jax.vmap(lambda x: w[0] @ x)(many),
+    "vmap x, in and out axes": lambda w, one, many: jax.vmap(
+        lambda x: w[0] @ x, in_axes=1, out_axes=1
+    )(many.T),
+    "jvp": lambda w, one, many: jax.jvp(lambda x: w[0] @ x, (one,), (2 * one,)),
+    "grad": lambda w, one, many: jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(one),
+    "vmap of grad": lambda w, one, many: jax.vmap(
+        jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
+    )(many),
+    "grad of vmap": lambda w, one, many: jax.grad(
+        lambda x: jnp.sum(jnp.sin(jax.vmap(lambda x: w[0] @ x)(x)))
+    )(many),
+    "hessian": lambda w, one, many: jax.hessian(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(
+        one
+    ),
+    "linearize": lambda w, one, many: jax.linearize(lambda x: w[0] @ x, one)[1](one),
+    "checkpoint": lambda w, one, many: jax.grad(
+        jax.checkpoint(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
+    )(one),
+    "scan": lambda w, one, many: lax.scan(
+        lambda c, x: (c + w[0] @ x, c), jnp.zeros(20), many
+    ),
+    "cond": lambda w, one, many: lax.cond(True, lambda: w[0] @ one, lambda: w[1] @ one),
+}
+
+
+@pairs("name, default_format", TRANSFORMATIONS, DEFAULT_FORMATS)
+def test_transformations_agree_with_the_dense_product(name, default_format, normal):
     format = dataclasses.replace(default_format, precision="highest")
     q, w = make(normal, format, 3, 20, 33)
-    one, many = normal(33), normal(4, 33)
-    fns = {
-        "jit": lambda w: jax.jit(lambda w: w[0] @ one)(w),
-        "vmap x": lambda w: jax.vmap(lambda x: w[0] @ x)(many),
-        "vmap x, in and out axes": lambda w: jax.vmap(
-            lambda x: w[0] @ x, in_axes=1, out_axes=1
-        )(many.T),
-        "jvp": lambda w: jax.jvp(lambda x: w[0] @ x, (one,), (2 * one,)),
-        "grad": lambda w: jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(one),
-        "vmap of grad": lambda w: jax.vmap(
-            jax.grad(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
-        )(many),
-        "grad of vmap": lambda w: jax.grad(
-            lambda x: jnp.sum(jnp.sin(jax.vmap(lambda x: w[0] @ x)(x)))
-        )(many),
-        "hessian": lambda w: jax.hessian(lambda x: jnp.sum(jnp.sin(w[0] @ x)))(one),
-        "linearize": lambda w: jax.linearize(lambda x: w[0] @ x, one)[1](one),
-        "checkpoint": lambda w: jax.grad(
-            jax.checkpoint(lambda x: jnp.sum(jnp.sin(w[0] @ x)))
-        )(one),
-        "scan": lambda w: lax.scan(lambda c, x: (c + w[0] @ x, c), jnp.zeros(20), many),
-        "cond": lambda w: lax.cond(True, lambda: w[0] @ one, lambda: w[1] @ one),
-    }
-    for name, fn in fns.items():
-        for a, b in zip(jax.tree.leaves(fn(q)), jax.tree.leaves(fn(w)), strict=True):
-            assert a.shape == b.shape and relative(a, b) < 1e-5, name
+    fn, x = TRANSFORMATIONS[name], (normal(33), normal(4, 33))
+    assert_close(fn(q, *x), jax.tree.leaves(fn(w, *x)), 1e-5)
 
 
 @pairs("default_format, reflected, x_axis", DEFAULT_FORMATS, [0, 1], [None, 0, 1])

@@ -139,7 +139,7 @@ def test_gradients_are_those_of_the_dense_sum(format, normal):
         assert relative(a.sum(0), b) < 1e-3
 
 
-@pytest.mark.parametrize("format", ["nf4", *REST], ids=str)
+@pytest.mark.parametrize("format", ["nf4", *map(slow, REST)], ids=str)
 def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
     model = adapted(MLP, format)
     trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
