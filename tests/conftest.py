@@ -26,14 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.kernels import cpu
+from eqquant.kernels.cpu import _library
 from helpers import DEFAULT_FORMATS, FORMATS
 
 
 def cache_key() -> str:
-    """What compiled programs depend on beside what JAX's own key has: their HLO and
-    options. A change of eqquant that matters changes the HLO, so that it always is
-    compiled anew; native kernels are not in the programs, which call them by name."""
+    """What compiled programs depend on beside their HLO and options, which JAX's own
+    keys have: a change of eqquant either changes these, and is compiled anew, or it is
+    in a native kernel, which a program calls by name."""
     parts = [platform.machine(), os.environ.get("EQQUANT_CPU", "")]
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -44,9 +44,10 @@ def cache_key() -> str:
             parts.append(importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             parts.append("")
-    library = pathlib.Path(cpu.__file__).parent / "_native.so"
-    parts.append(library.read_bytes().hex() if library.exists() else "")
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(parts).encode())
+    if _library.library.exists():
+        key.update(_library.library.read_bytes())
+    return key.hexdigest()[:16]
 
 
 if os.environ.get("EQQUANT_TEST_CACHE") != "off":
