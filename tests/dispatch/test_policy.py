@@ -1,0 +1,158 @@
+"""`quaxify`: what has no rule, and rules of the user."""
+
+import warnings
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqquant.dispatch.rules import _registry
+from helpers import (
+    assert_close,
+    assert_identical,
+    dense,
+    relative,
+)
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+from test_dispatch import check_exact, strict
+
+
+@pytest.fixture
+def unregister():
+    """Rules that a test registers go away after it."""
+    before = {name: list(rules) for name, rules in _registry._rules.items()}
+    yield
+    _registry._rules.clear()
+    _registry._rules.update(before)
+
+
+ELEMENTWISE = {
+    "add": lambda q: q + 1,
+    "sub": lambda q: 1 - q,
+    "mul": lambda q: q * q,
+    "div": lambda q: q / 2,
+    "max": lambda q: jnp.maximum(q, 0),
+    "min": lambda q: jnp.minimum(0, q),
+    "neg": lambda q: -q,
+    "exp": jnp.exp,
+    "log": lambda q: jnp.log(jnp.abs(q) + 1),
+    "sqrt": lambda q: jnp.sqrt(jnp.abs(q)),
+    "integer_pow": lambda q: q**2,
+    "pow": lambda q: jnp.abs(q) ** 1.5,
+    "lt": lambda q: q < 0,
+    "gt": lambda q: q < 0,
+    "where": lambda q: jnp.where(q > 0, q, 0),
+    "sum": jnp.sum,
+    "sort": jnp.sort,
+    "cumsum": jnp.cumsum,
+    "to integers": lambda q: q.astype(jnp.int32),
+    "pad": lambda q: jnp.pad(q, 1),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_everything_else_dequantizes_under_the_policy(name, normal):
+    fn, q = ELEMENTWISE[name], eqquant.quantize(normal(8, 64), "nf4")
+    got = eqquant.quaxify(fn, on_materialise="allow")(q)
+    assert_close(got, fn(q.dequantize()), 1e-6)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        eqquant.quaxify(fn)(q)
+    with pytest.raises(eqquant.MaterialiseError, match="register a rule"):
+        strict(fn)(q)
+
+
+def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
+    # The blocked axis is that of the batch, or split by groups: no product serves.
+    q = eqquant.quantize(normal(4, 8, 16), eqquant.Int8(activations="int8"), axis=0)
+    x = normal(4, 16, 5)
+    expected = q.dequantize() @ eqquant.round_activations(x, axis=1)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        assert_identical(q @ x, expected)
+    einsum = lambda q, x: jnp.einsum("bij,bjk->bik", q, x)
+    loose = eqquant.quaxify(einsum, on_materialise="allow")
+    assert_close(loose(q, x), expected, 1e-6)  # Sums in another order.
+    with pytest.raises(eqquant.MaterialiseError, match="dot_general"):
+        eqquant.quaxify(einsum, on_materialise="error")(q, x)
+
+    conv = eqx.nn.Conv1d(4, 4, 3, groups=2, key=jax.random.key(0))
+    of = lambda conv, format: eqx.tree_at(
+        lambda conv: conv.weight, conv, eqquant.quantize(conv.weight, format, axis=0)
+    )
+    x = normal(4, 9)
+    run = lambda conv: eqquant.quaxify(conv, on_materialise="allow")(x)
+    rounded, plain = (
+        run(of(conv, eqquant.Int8(activations=a))) for a in ("int8", "float")
+    )
+    assert 1e-4 < relative(rounded, plain) < 2e-2  # Rounding to 8 bits.
+
+
+def test_mixed_formats_in_one_operation(normal):
+    arrays = [eqquant.quantize(normal(8, 64), f) for f in ("nf4", "int8", "binary")]
+    fn = lambda a, b, c: (a + b) * c @ jnp.concatenate([a, b, c]).T
+    got = eqquant.quaxify(fn, on_materialise="allow")(*arrays)
+    assert_close(got, fn(*dense(arrays)))
+
+
+def test_an_unknown_primitive(normal):
+    double_p = Primitive("double_of_a_test")
+    double_p.def_impl(lambda x: 2 * x)
+    double_p.def_abstract_eval(lambda x: x)
+    mlir.register_lowering(
+        double_p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
+    )
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    with pytest.warns(eqquant.MaterialiseWarning, match="double_of_a_test"):
+        got = eqquant.quaxify(double_p.bind)(q)
+    assert_identical(got, 2 * q.dequantize())
+
+
+def test_one_warning_for_each_primitive_and_place(normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+
+    def fn(q):
+        return jnp.exp(q), jnp.log(q)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            eqquant.quaxify(fn)(q)
+    assert sorted(str(w.message).split("`")[1] for w in caught) == ["exp", "log"]
+    assert all(w.filename == __file__ for w in caught)
+
+
+def test_bad_policy():
+    with pytest.raises(Exception, match="on_materialise"):
+        eqquant.quaxify(jnp.exp, on_materialise="never")
+
+
+#
+# register
+#
+
+
+def test_a_rule_of_the_user_goes_first(normal, unregister):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+
+    @eqquant.register(lax.neg_p)
+    def negate(q):
+        return q.replace(scales=-q.scales)
+
+    assert check_exact(jnp.negative, q)
+
+    @eqquant.register(lax.neg_p, lax.exp_p)
+    def neither(q, **params):
+        return NotImplemented
+
+    assert check_exact(jnp.negative, q)
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(jnp.exp)(q)
+    with pytest.raises(TypeError, match="primitives"):
+        eqquant.register(jnp.exp)
+
+
+def test_rules_are_gone_again(normal):
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(jnp.negative)(eqquant.quantize(normal(8, 64), "nf4"))
