@@ -46,3 +46,7 @@ class Mixed(eqx.Module):
 
 
 TOKENS = jnp.arange(7) * 3
+
+
+def scalar(model, *args):
+    return jnp.sum(jnp.square(model(*args)))

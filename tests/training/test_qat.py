@@ -9,7 +9,7 @@ import optax
 import pytest
 from eqquant import Int8, Ternary
 from helpers import assert_identical, relative, slow
-from models import KEY, Mixed, mlp, TOKENS
+from models import KEY, Mixed, mlp, scalar, TOKENS
 
 
 W8A8 = Int8(activations="int8")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from eqquant import Int8, NF4, Ternary
 from helpers import assert_identical, pairs, relative, slow
-from models import KEY, Mixed, mlp, TOKENS
+from models import KEY, Mixed, mlp, scalar, TOKENS
 
 
 W8A8 = Int8(activations="int8")
@@ -18,10 +18,6 @@ def both(model, format, **options):
     """As it is trained, with products of quantized arrays, and converted."""
     wrapped = eqquant.FakeQuantized(model, format, quantized_products=True, **options)
     return wrapped, wrapped.quantized()
-
-
-def scalar(model, *args):
-    return jnp.sum(jnp.square(model(*args)))
 
 
 # Every format, and several recipes of docs/precision.md.
