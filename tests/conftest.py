@@ -57,6 +57,22 @@ if os.environ.get("EQQUANT_TEST_CACHE") != "off":
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+# What is tested here is which program is made, not how it rounds, and it is compiled
+# faster like this.
+HARDLY_OPTIMISED = {"dispatch", "trees"}
+HARDLY_OPTIMISED |= {"test_docs.py", "test_lora.py", "test_quantized.py", "test_tpu.py"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _hardly_optimised(request):
+    name = "jax_disable_most_optimizations"
+    before = jax.config.read(name)
+    parts = set(request.path.parts[-2:])
+    jax.config.update(name, before or bool(parts & HARDLY_OPTIMISED))
+    yield
+    jax.config.update(name, before)
+
+
 def resident() -> int:
     """Bytes of memory that this process has, where the system tells."""
     statm = pathlib.Path("/proc/self/statm")
@@ -87,7 +103,10 @@ def some_slow(formats, slow) -> list:
 
 # Slow are those that take the path of another: ternary that of binary, and most blocked
 # ones.
-@pytest.fixture(params=some_slow(FORMATS, [eqquant.Ternary(), *FORMATS[6:]]), ids=repr)
+BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
+
+
+@pytest.fixture(params=some_slow(FORMATS, [eqquant.Ternary(), *BLOCKED]), ids=repr)
 def format(request) -> eqquant.Format:
     return request.param
 

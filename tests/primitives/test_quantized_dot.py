@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Int8, NF4
+from eqquant import Binary, Int8, NF4
 from helpers import (
     assert_close,
     DEFAULT_FORMATS,
@@ -54,7 +54,11 @@ def rounded_rows(x):
     return np.round(x * (np.float32(1) / unit)).astype(np.float64) * unit
 
 
-@pairs("format, precision", FORMATS[:6], ["high", "highest", "default"])
+@pairs(
+    "format, precision",
+    [*DEFAULT_FORMATS, NF4(double_quantization=True)],
+    ["high", "highest", "default"],
+)
 def test_activations_in_int8(format, precision, normal):
     """W8A8: rows of the activation are rounded, and nothing else but by `precision`;
     gradients see no rounding."""
@@ -333,6 +337,10 @@ def test_temporaries_are_a_fraction_of_the_weight(default_format, normal):
 #
 
 
+# With blocks and without; how codes are split does not depend on what they are.
+BOTH = [NF4(), Binary()]
+
+
 def mesh_of(kind):
     return jax.make_mesh((8,), ("x",), axis_types=(kind,))
 
@@ -343,7 +351,7 @@ SPECS = {
 }
 
 
-@pairs("default_format, check_vma, how", DEFAULT_FORMATS, [True, False], SPECS)
+@pairs("default_format, check_vma, how", BOTH, [True, False], SPECS)
 def test_shard_map(default_format, check_vma, how, normal):
     format = dataclasses.replace(default_format, block_size=64, precision="highest")
     q, w = make(normal, format, 16, 512)
@@ -373,7 +381,7 @@ def test_shard_map(default_format, check_vma, how, normal):
         assert relative(got, gradient) < 1e-5  # Not twice, nor an eighth.
 
 
-@pairs("default_format, w_spec", DEFAULT_FORMATS, [P("x"), P(None, "x")])
+@pairs("default_format, w_spec", BOTH, [P("x"), P(None, "x")])
 def test_automatic_partitioning(default_format, w_spec, normal):
     format = dataclasses.replace(default_format, block_size=64)
     q, w = make(normal, format, 16, 512)
@@ -386,7 +394,7 @@ def test_automatic_partitioning(default_format, w_spec, normal):
 
 @pairs(
     "default_format, specs",
-    DEFAULT_FORMATS,
+    BOTH,
     [(P(), P("x"), P(None, "x")), (P("x"), P(), P("x", None))],
 )
 def test_explicit_axes(default_format, specs, normal):
