@@ -24,6 +24,7 @@ with install_import_hook("eqquant", "beartype.beartype"):
 import hypothesis
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from eqquant.kernels.cpu import _library
@@ -116,6 +117,12 @@ def format(request) -> eqquant.Format:
 )
 def default_format(request) -> eqquant.Format:
     return request.param
+
+
+@pytest.fixture
+def untyped(monkeypatch):
+    """No run-time checks of types, which users may turn off."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import math
 import eqquant
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
@@ -52,17 +51,12 @@ def test_the_defaults_of_the_issue():
     assert Ternary().least_squares
 
 
-@pytest.fixture
-def untyped(monkeypatch):
-    """As users have it: of a format, jaxtyping checks nothing."""
-    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
-
-
 @pytest.mark.parametrize(
     "cls, error, argument, given, accepted",
     [
         (NF4, ValueError, "block_size", 0, "positive multiple of 2"),
         (NF4, ValueError, "block_size", 7, "positive multiple of 2"),
+        (Int8, ValueError, "activations", "int4", "float', 'int8"),
         (Ternary, ValueError, "block_size", 6, "positive multiple of 4"),
         (Binary, ValueError, "block_size", 12, "positive multiple of 8"),
         (Int8, ValueError, "block_size", -1, "positive multiple of 1"),

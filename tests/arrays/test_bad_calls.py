@@ -1,0 +1,109 @@
+"""Errors of arrays and of what they are made of; and indexing that has to decode."""
+
+import dataclasses
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import NF4, TPUKernel
+
+
+@pytest.fixture
+def q(normal):
+    return eqquant.quantize(normal(6, 128), "nf4")
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda q: q.transpose(0, 0), ValueError, "permutation of .0, 1."),
+        (lambda q: q.transpose(0, 5), ValueError, "axis 5 is out of range .* 2 axes"),
+        (lambda q: q[0:1].reshape(128).mT, ValueError, "needs two axes or more"),
+        (lambda q: q.reshape(5, 5), ValueError, r"cannot reshape \(6, 128\)"),
+        (lambda q: q[..., 0, ...], IndexError, "only one Ellipsis"),
+        (lambda q: q[0, 0, 0], IndexError, "too many indices"),
+        (lambda q: q[6], IndexError, "6 is out of bounds for an axis of size 6"),
+        (lambda q: q[0.5], TypeError, "indexed by integers"),
+        (lambda q: np.asarray(q), TypeError, "use `.dequantize\\(\\)`"),
+    ],
+)
+def test_bad_calls(call, error, message, q):
+    with pytest.raises(error, match=message):
+        call(q)
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(None, None, -1),),
+        (slice(None), jnp.array([3, 70])),
+        (jnp.array([1, 4]), slice(3, 9)),
+        (jnp.array([1, 4]), None, slice(None)),
+        (slice(None), slice(3, 40)),
+        (slice(1, 3), 5),
+    ],
+    ids=repr,
+)
+def test_indices_that_cut_blocks_decode(index, q):
+    expected = q.dequantize()[index]
+    actual = q[index]
+    assert isinstance(actual, jax.Array)
+    assert (actual == expected).all() and actual.shape == expected.shape
+
+
+def test_components_that_do_not_fit(q, untyped):
+    with pytest.raises(ValueError, match=r"leading axes \(6,\) of codes, got \(5,\)"):
+        eqquant.from_components(q.codes, q.scales[:5], "nf4")
+
+
+def test_the_primitive_multiplies_floats(q):
+    x = jnp.ones((3, 128), int)
+    with pytest.raises(TypeError, match="x must be floating point, got int32"):
+        eqquant.quantized_dot_p.bind(
+            x,
+            q.codes,
+            q.scales,
+            format=NF4(),
+            contract_rows=False,
+            precision="high",
+            weight_dtype=jnp.dtype("float32"),
+            out_dtype=jnp.dtype("float32"),
+        )
+
+
+def test_bad_kernels_and_primitives(untyped):
+    with pytest.raises(ValueError, match="kernel must be one of .*, got 'fast'"):
+        TPUKernel(kernel="fast")
+    with pytest.raises(TypeError, match="expected JAX primitives, got 'dot_general'"):
+        eqquant.register("dot_general")
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Halves(eqquant.Format):
+    """Two levels, a half and one, and scales that no one else may choose."""
+
+    name = "halves"
+    bits = 1
+    codebook = (0.5, 1.0)
+
+    def encode(self, blocks, absmax, counts, limit):
+        del counts, limit
+        return (jnp.abs(blocks) > 0.75 * absmax[..., None]).astype(jnp.uint8), absmax
+
+
+def test_a_format_that_cannot_be_given_scales(normal):
+    w = normal(4, 64)
+    values = eqquant.quantize(w, Halves()).dequantize()
+    levels = np.asarray(values) / np.abs(w).max(-1, keepdims=True)
+    assert set(np.unique(levels)) == {0.5, 1.0}
+    with pytest.raises(ValueError, match="cannot be given scales"):
+        eqquant.quantize(w, Halves(), scales=jnp.ones((4, 1)))
+
+
+def test_quantized_scales_are_like_an_array(normal):
+    scales = eqquant.quantize(normal(4, 5, 64), NF4(double_quantization=True)).scales
+    floats = scales.astype(jnp.float32)
+    assert (scales.shape, scales.ndim, scales.size) == (floats.shape, 3, floats.size)
+    assert scales.nbytes == 2 * 4 * 5  # A code and, for up to 256, an exponent.
