@@ -58,18 +58,20 @@ if os.environ.get("EQQUANT_TEST_CACHE") != "off":
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# What is tested here is which program is made, not how it rounds, and it is compiled
-# faster like this.
-HARDLY_OPTIMISED = {"dispatch", "trees"}
-HARDLY_OPTIMISED |= {"test_docs.py", "test_lora.py", "test_quantized.py", "test_tpu.py"}
+# The fast tests of these are about which program is made rather than how it rounds, and
+# programs are compiled in less time like this. The slow ones have all optimisations.
+HARDLY_OPTIMISED = {"dispatch", "training", "trees", "test_defects.py", "test_docs.py"}
+HARDLY_OPTIMISED |= {"test_lora.py", "test_quantized.py", "test_tpu.py"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _hardly_optimised(request):
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
-    parts = set(request.path.parts[-2:])
-    jax.config.update(name, before or bool(parts & HARDLY_OPTIMISED))
+    is_one = not HARDLY_OPTIMISED.isdisjoint(request.path.parts[-2:])
+    jax.config.update(
+        name, before or (is_one and request.config.option.markexpr != "slow")
+    )
     yield
     jax.config.update(name, before)
 

@@ -132,7 +132,7 @@ def test_what_each_chip_does(kind, format, operand, monkeypatch):
     check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5e"])
+@pytest.mark.parametrize("kind", ["TPU v5", slow("TPU v5e")])
 def test_cores_share_an_odd_number_of_steps(kind, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     tiles = TPUKernel(tile_n=128)
