@@ -12,6 +12,7 @@ import eqquant
 import eqquant.debug
 import pytest
 from eqquant.dispatch.rules import _registry
+from helpers import slow
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -87,7 +88,14 @@ def docstrings() -> dict[str, str]:
 DOCSTRINGS = docstrings()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def by_time(page: pathlib.Path):
+    """The one that trains several models is slow."""
+    return slow(page) if page.name == "training.md" else page
+
+
+@pytest.mark.parametrize(
+    "page", map(by_time, PAGES), ids=lambda page: str(page.relative_to(ROOT))
+)
 def test_page(page, monkeypatch, tmp_path):
     run(page.read_text(), str(page), monkeypatch, tmp_path)
 

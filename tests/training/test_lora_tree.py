@@ -155,6 +155,7 @@ def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
         )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", REST[-1:], ids=str)
 def test_nor_with_remat_and_scan(format, normal):
     layers = stacked(format)
