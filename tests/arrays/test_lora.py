@@ -202,6 +202,24 @@ def test_ragged_dot(normal):
     assert_close(got, lax.ragged_dot(x, w.dequantize(), sizes))
 
 
+def test_parts_are_split_as_the_weight_is(normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    w = array("nf4", normal(16, 1024))
+    for spec, a, b in (
+        (P("x"), P(None, None), P("x", None)),
+        (P(None, "x"), P(None, "x"), P(None, None)),
+    ):
+        parts = w.split_specs(spec, mesh)
+        assert (parts.a, parts.b) == (a, b)
+        assert parts.base.codes == P(*spec, *[None] * (2 - len(spec)))
+    # Two blocks to a row are not split in eight.
+    assert (
+        array("nf4", normal(16, 128)).split_specs(P(None, "x"), mesh) is NotImplemented
+    )
+    placed = strict(lambda w: jax.device_put(w, NamedSharding(mesh, P("x"))))(w)
+    assert placed.b.sharding.spec == P("x", None) and is_lora(placed)
+
+
 @pytest.mark.slow
 def test_shard_map_and_placement(format, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))

@@ -1,0 +1,38 @@
+"""`StraightThroughArray`: what becomes of both of its parts."""
+
+import eqquant
+import jax
+import jax.numpy as jnp
+from eqquant.arrays import StraightThroughArray
+from helpers import assert_identical
+from jax.sharding import AxisType, PartitionSpec as P
+
+
+def make(w, format="nf4") -> StraightThroughArray:
+    return StraightThroughArray(w, eqquant.quantize(w, format))
+
+
+def test_concatenating_joins_both_parts(normal):
+    a, b = make(normal(4, 128)), make(normal(2, 128))
+    join = lambda a, b: jnp.concatenate([a, b])
+    joined = eqquant.quaxify(join, on_materialise="error")(a, b)
+    assert_identical(joined.master, join(a.master, b.master))
+    assert_identical(joined.dequantize(), join(a.dequantize(), b.dequantize()))
+    assert a.concatenate([a], 1) is NotImplemented  # Along the blocked axis.
+    assert a.reverse((1,)) is NotImplemented
+
+
+def test_both_parts_are_split_as_the_weight_is(normal):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    w = make(normal(8, 1024))
+    specs = w.split_specs(P(None, "x"), mesh)
+    assert specs.master == specs.q.codes == specs.q.scales == P(None, "x")
+    assert make(normal(8, 128)).split_specs(P(None, "x"), mesh) is NotImplemented
+
+
+def test_it_rounds_activations_as_what_it_is_quantized_to_does(normal):
+    assert not make(normal(4, 64)).rounds_activations
+    rounds = make(normal(4, 64), eqquant.Int8(activations="int8"))
+    assert rounds.rounds_activations
+    x = normal(3, 64)
+    assert_identical(rounds.contract(x, [(1, 1)]), rounds.q.contract(x, [(1, 1)]))
