@@ -14,10 +14,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
-if importlib.metadata.version("jaxlib").startswith(("0.10.", "0.12.")):
-    # Programs are small here, and compile faster in one piece. Only where this was
-    # tried: XLA stops at a flag that it does not know.
-    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"
 
 from jaxtyping import install_import_hook
 
