@@ -59,7 +59,7 @@ if os.environ.get("EQQUANT_TEST_CACHE") != "off":
 
 
 # The fast tests of these are about which program is made rather than how it rounds, and
-# programs are compiled in less time like this. The slow ones have all optimisations.
+# few optimisations save time. `make test-slow` has all of them.
 HARDLY_OPTIMISED = {"dispatch", "training", "trees", "test_defects.py", "test_docs.py"}
 HARDLY_OPTIMISED |= {"test_lora.py", "test_quantized.py", "test_tpu.py"}
 
