@@ -49,11 +49,7 @@ def match_varying(*args):
 
     def cast(x):
         missing = tuple(axes - varying_axes(x))
-        if not missing:
-            return x
-        if hasattr(lax, "pcast"):
-            return lax.pcast(x, missing, to="varying")
-        return getattr(lax, "pvary")(x, missing)  # Before 0.10. # noqa: B009
+        return lax.pcast(x, missing, to="varying") if missing else x
 
     return tuple(map(cast, args))
 
@@ -125,11 +121,7 @@ def bind_equation(eqn, args) -> list:
     kept."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:
-        if isinstance(params, tuple):  # Up to 0.9.
-            subfuns, params = params
-            out = eqn.primitive.bind(*subfuns, *args, **params)
-        else:
-            out = eqn.primitive.bind(*args, **params)
+        out = eqn.primitive.bind(*args, **params)
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
@@ -169,8 +161,7 @@ def shard_map_manual_axes(params: dict):
 
 def custom_jvp_rule(eqn) -> Callable:
     """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat."""
-    params = eqn.primitive.get_bind_params(eqn.params)
-    _, jvp = params["subfuns"] if isinstance(params, dict) else params[0]
+    _, jvp = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
 
     def rule(primals, tangents):
         out = list(jvp.call_wrapped(*primals, *tangents))
@@ -186,10 +177,7 @@ def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
     a cotangent for each argument.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
-    if isinstance(params, dict):
-        _, fwd, bwd = params["subfuns"]
-    else:
-        (_, fwd, bwd), params = params
+    _, fwd, bwd = params["subfuns"]
 
     def forward(*args):
         pairs = [z for pair in zip(args, perturbed, strict=True) for z in pair]

@@ -29,7 +29,7 @@ TOLERANCE = {
 }
 
 
-def multiply(x, q, *, contract_rows, precision, dtype, chip=None):
+def multiply(x, q, *, contract_rows, precision, dtype):
     """By a kernel in interpret mode, padding as `quantized_dot`'s callers do."""
     columns = q.shape[1]
     stored = q.codes.shape[1] * 8 // q.format.bits
@@ -46,6 +46,12 @@ def multiply(x, q, *, contract_rows, precision, dtype, chip=None):
         out_dtype=jnp.float32,
         interpret=True,
     )
+    try:
+        out.block_until_ready()
+    except jax.errors.JaxRuntimeError as e:
+        if "DotThunk" not in str(e):
+            raise
+        pytest.skip("XLA for CPUs of jaxlib 0.12.0 compiles this, but cannot run it")
     return out[:, :columns] if contract_rows else out
 
 

@@ -18,6 +18,7 @@ from ._tiles import (
     chunk_bytes,
     from_tiles,
     lanes,
+    look_up,
     pad_to,
     result_like,
     to_tiles,
@@ -49,7 +50,7 @@ def _shuffle(x, outer: int, inner: int, width: int):
     i = lax.div(lane, jnp.int32(outer * width))
     j = lax.rem(lax.div(lane, jnp.int32(width)), jnp.int32(outer))
     source = (j * inner + i) * width + lax.rem(lane, jnp.int32(width))
-    return jnp.take_along_axis(x, source, axis=1, mode="promise_in_bounds")
+    return look_up(x, source, 1)
 
 
 def split_planes(

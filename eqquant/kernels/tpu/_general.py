@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int
 from ...formats import Format, TPUKernel
 from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
-from ._tiles import chunk_bytes, lanes, pad_to, result_like
+from ._tiles import chunk_bytes, lanes, look_up, pad_to, result_like
 from ._weights import can_become, Decoder
 
 
@@ -104,8 +104,7 @@ def _spread(
     for start in range(0, tile, lanes):
         first = start // block // lanes * lanes
         index = lax.div(lane + start, jnp.int32(block)) - first
-        source = scales[:, first : first + lanes]
-        part = jnp.take_along_axis(source, index, axis=1, mode="promise_in_bounds")
+        part = look_up(scales[:, first : first + lanes], index, 1)
         parts.append(pltpu.bitcast(part, dtype))
     out = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
     return out[:, :tile]

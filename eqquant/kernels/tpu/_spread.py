@@ -13,7 +13,7 @@ from ...formats import Format
 from .._int8 import round_int8, split_int8
 from ._arrange import split_planes
 from ._chips import Chip
-from ._tiles import lanes
+from ._tiles import lanes, look_up
 from ._weights import Kind
 
 
@@ -130,4 +130,4 @@ def _twice(x: Float[Array, "m 128"], half: int) -> Float[Array, "m 128"]:
     """Each column of a half twice."""
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
     index = lax.div(lane, jnp.int32(2)) + half * (lanes // 2)
-    return jnp.take_along_axis(x, index, axis=1, mode="promise_in_bounds")
+    return look_up(x, index, 1)

@@ -4,13 +4,30 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Shaped
+from jax import lax
+from jaxtyping import Array, Float, Integer, Shaped
 
 from ...formats import Format
 
 
 # Of a register, along its last axis.
 lanes = 128
+
+
+def look_up(
+    table: Shaped[Array, "rows columns"], index: Integer[Array, "m n"], axis: int
+) -> Shaped[Array, "m n"]:
+    """In a kernel: `jnp.take_along_axis` without bounds. From JAX 0.12 on that passes on
+    indices of 32 bits, and the hardware wants bytes to look up bytes."""
+    numbers = lax.GatherDimensionNumbers(
+        offset_dims=(),
+        collapsed_slice_dims=(axis,),
+        start_index_map=(axis,),
+        operand_batching_dims=(1 - axis,),
+        start_indices_batching_dims=(1 - axis,),
+    )
+    index = lax.reshape(index, (*index.shape, 1))
+    return lax.gather(table, index, numbers, (1, 1), mode="promise_in_bounds")
 
 
 def pad_to(x: Array, axis: int, multiple: int) -> Array:

@@ -16,7 +16,7 @@ from jaxtyping import Array, Shaped
 
 from ...formats import Format
 from ._chips import Chip
-from ._tiles import lanes
+from ._tiles import lanes, look_up
 
 
 Kind = Literal["int8", "float8"]
@@ -56,12 +56,8 @@ def _lookup(table, indices, chip: Chip):
 
     def tile(i, j):
         index = indices[i : i + 32, j : j + lanes]
-        return jnp.take_along_axis(
-            table if chip.gather_axis else table[:, : index.shape[1]],
-            index,
-            axis=chip.gather_axis,
-            mode="promise_in_bounds",
-        )
+        entries = table if chip.gather_axis else table[:, : index.shape[1]]
+        return look_up(entries, index, chip.gather_axis)
 
     return jnp.concatenate(
         [
