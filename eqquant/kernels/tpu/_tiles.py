@@ -17,8 +17,8 @@ lanes = 128
 def look_up(
     table: Shaped[Array, "rows columns"], index: Integer[Array, "m n"], axis: int
 ) -> Shaped[Array, "m n"]:
-    """In a kernel: `jnp.take_along_axis` without bounds. From JAX 0.12 on that passes on
-    indices of 32 bits, and the hardware wants bytes to look up bytes."""
+    """In a kernel: `jnp.take_along_axis` without bounds. From JAX 0.12 on that passes
+    on indices of 32 bits, and the hardware wants bytes to look up bytes."""
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(),
         collapsed_slice_dims=(axis,),
