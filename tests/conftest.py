@@ -58,20 +58,19 @@ if os.environ.get("EQQUANT_TEST_CACHE") != "off":
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# The fast tests of these are about which program is made rather than how it rounds, and
-# few optimisations save time. `make test-slow` has all of them.
-HARDLY_OPTIMISED = {"dispatch", "training", "trees", "test_defects.py", "test_docs.py"}
-HARDLY_OPTIMISED |= {"test_lora.py", "test_quantized.py", "test_tpu.py"}
+# Few optimisations save time. The fast tests have all of them only where these matter:
+# that every way to quantize gives the same bits, what a model takes, which programs are
+# made for TPUs. `make test-slow` has all of them everywhere.
+OPTIMISED = {"test_quantize_in_jax.py", "test_tpu_compiled.py", "examples"}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _hardly_optimised(request):
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
-    is_one = not HARDLY_OPTIMISED.isdisjoint(request.path.parts[-2:])
-    jax.config.update(
-        name, before or (is_one and request.config.option.markexpr != "slow")
-    )
+    is_fast = request.config.option.markexpr != "slow"
+    hardly = is_fast and OPTIMISED.isdisjoint(request.path.parts[-2:])
+    jax.config.update(name, before or hardly)
     yield
     jax.config.update(name, before)
 

@@ -186,7 +186,7 @@ def test_numpy_arrays(format, normal):
 #
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(data=st.data())
 def test_any_shape_axis_block_size_and_dtype(data):
     ndim = data.draw(st.integers(1, 4), "ndim")

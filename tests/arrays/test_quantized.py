@@ -81,7 +81,7 @@ def make(shape, axes, format):
 SMALL_BLOCKS = st.sampled_from([Int8(), NF4(block_size=2), Int8(block_size=4)])
 
 
-@hypothesis.settings(max_examples=10)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
 def test_transpose(layout, format, data):
     q, w = make(*layout, format)
@@ -93,7 +93,7 @@ def test_transpose(layout, format, data):
     )
 
 
-@hypothesis.settings(max_examples=20)
+@hypothesis.settings(max_examples=12)
 @hypothesis.given(layout=layouts(), format=SMALL_BLOCKS, data=st.data())
 def test_indexing(layout, format, data):
     q, w = make(*layout, format)

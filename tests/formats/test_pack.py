@@ -45,7 +45,7 @@ def test_plane_p_holds_the_pth_run_of_a_group(bits):
         assert (packed >> (plane * bits) & (2**bits - 1) == runs[:, plane]).all()
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     bits=st.sampled_from(BITS),
     lead=st.sampled_from([(), (3,), (2, 0), (2, 1)]),

@@ -95,7 +95,7 @@ def draw_product(data, kernel):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@hypothesis.settings(max_examples=8)
+@hypothesis.settings(max_examples=5)
 @hypothesis.given(data=st.data())
 def test_any_shape_against_xla(kernel, data):
     x, codes, scales, format, contract_rows = draw_product(data, kernel)
@@ -248,7 +248,7 @@ def test_bad_calls_are_errors(normal):
 
 
 @needs_library
-@hypothesis.settings(max_examples=15)
+@hypothesis.settings(max_examples=8)
 @hypothesis.given(
     format=st.sampled_from(
         [

@@ -109,14 +109,18 @@ def test_kernels_of_any_shape(format, m, rows, columns, **options):
     check(format, m, rows, columns, **options)
 
 
-@pairs("axis, format", [0, 1], [NF4(), NF4(block_size=None)])
-def test_both_ways_to_look_up(axis, format, monkeypatch):
+@pairs(
+    "axis, format, precision",
+    [0, 1],
+    [NF4(), NF4(block_size=None)],
+    ["high", "default"],
+)
+def test_both_ways_to_look_up(axis, format, precision, monkeypatch):
     kind = "TPU v6e" if axis == 0 else "TPU v5e"
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     assert _chips.chip().gather_axis == axis
-    for precision in ("high", "default"):
-        options = dict(contract_rows=False, precision=precision, dtype="float32")
-        check(format, 8, 130, 1000, **options)
+    options = dict(contract_rows=False, precision=precision, dtype="float32")
+    check(format, 8, 130, 1000, **options)
 
 
 @pytest.mark.slow
