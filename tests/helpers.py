@@ -1,5 +1,6 @@
 """What several tests measure."""
 
+import functools as ft
 import importlib.util
 import itertools
 import math
@@ -26,6 +27,10 @@ FORMATS += [
 # promise on normal data, with room for the small shapes of tests: float32 rounding, 15
 # bits of activations, 8 bits of both operands.
 TOLERANCE = {"highest": 3e-6, "high": 1e-4, "default": 2.5e-2}
+
+
+# None is decoded in full.
+strict = ft.partial(eqquant.quaxify, on_materialise="error")
 
 
 def relative(actual, expected) -> float:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
@@ -134,6 +135,12 @@ class ImplicitArray(eqx.Module):
         """As `lax.concatenate`, with others of the same structure after this one."""
 
     @abc.abstractmethod
+    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+        """As `fn(array, factor)`, a product or a quotient. The factor has the same
+        dtype, and one element along each blocked axis. Along another it may, and it may
+        lack leading axes."""
+
+    @abc.abstractmethod
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """A tree of the same structure, of a `PartitionSpec` for each part, that split
         them over the mesh as `spec` splits the array."""
@@ -205,6 +212,27 @@ class ImplicitArray(eqx.Module):
         if self.ndim - len(dimensions) < 2 or blocked:
             return jnp.squeeze(self.dequantize(), tuple(dimensions))
         return self.drop_axes(dimensions)
+
+    def swapaxes(self, axis1: int, axis2: int):
+        """As `jnp.swapaxes`: exact."""
+        axes = list(range(self.ndim))
+        i, j = _canonical_axis(axis1, self.ndim), _canonical_axis(axis2, self.ndim)
+        axes[i], axes[j] = axes[j], axes[i]
+        return self.permute(axes)
+
+    def flatten(self):
+        """As `jnp.ravel`, with the warning of [`reshape`][]."""
+        return self.reshape(-1)
+
+    ravel = flatten
+
+    def copy(self):
+        """As `jnp.copy`, of the parts."""
+        return jax.tree.map(jnp.copy, self)
+
+    def block_until_ready(self):
+        """Wait until the parts are computed."""
+        return jax.block_until_ready(self)
 
     def reshape(self, *shape):
         """As `jnp.reshape`: exact where the blocked axis stays whole; otherwise the

@@ -1,14 +1,42 @@
-"""The operators that a layer uses on its weight: `q @ x`, `x @ q`, `q[i]`."""
+"""The operators of an array: those that a layer uses on its weight (`q @ x`, `x @ q`,
+`q[i]`), those that scale it, and an error from each of the others."""
+
+from collections.abc import Callable
+from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from ..primitives import straight_rounded
 from ._implicit import ImplicitArray
 from ._indexing import index_array
 from ._materialise import materialise
 from ._matmul import matmul
+
+
+class UnsupportedError(TypeError, AttributeError):
+    """An operator, method or attribute that `jax.Array` has and an implicit array has
+    not. An `AttributeError`, too, so that `hasattr` works."""
+
+
+def _unsupported(q: ImplicitArray, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{what} is not supported by {q!r}. Wrap the function that uses it in "
+        "`eqquant.quaxify`, or decode the array with `.dequantize()`."
+    )
+
+
+def _refuse(symbol: str) -> Any:
+    def operator(self, *args, **kwargs):
+        raise _unsupported(self, f"`{symbol}`")
+
+    return operator
+
+
+_of_jax_arrays = frozenset(dir(jax.Array))
 
 
 class ArrayOperators(ImplicitArray):
@@ -25,6 +53,15 @@ class ArrayOperators(ImplicitArray):
         raise TypeError(
             f"{self!r} does not turn into an array by itself: use `.dequantize()`."
         )
+
+    def __getattr__(self, name: str):
+        if name in _of_jax_arrays and not name.startswith("_"):
+            raise _unsupported(self, f"`.{name}`")
+        raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}.")
+
+    #
+    # Products
+    #
 
     def __matmul__(self, other):
         return self._matmul(other, reflected=False)
@@ -50,6 +87,42 @@ class ArrayOperators(ImplicitArray):
             return other @ dense if reflected else dense @ other
         return out
 
+    #
+    # Scaling: by what is constant along the blocked axes
+    #
+
+    def __mul__(self, other):
+        return self._scaled(other, lax.mul, "*")
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other):
+        return self._scaled(other, lax.div, "/")
+
+    def __neg__(self):
+        return self * -1
+
+    def __pos__(self):
+        self.check_whole()
+        return self
+
+    def _scaled(self, other, fn: Callable, symbol: str):
+        self.check_whole()
+        if not eqx.is_array_like(other):
+            if isinstance(other, ImplicitArray):
+                raise _unsupported(self, f"`{symbol}` with another quantized array")
+            return NotImplemented
+        dtype = jnp.result_type(self.dtype, other)
+        if jnp.issubdtype(dtype, jnp.floating):
+            out = self.with_dtype(dtype).scaled(jnp.asarray(other, dtype), fn)
+            if out is not NotImplemented:
+                return out
+        raise _unsupported(self, f"`{symbol}` with {_described(other)}")
+
+    #
+    # Indexing
+    #
+
     def __getitem__(self, index):
         """As indexing of an array. Rows of a matrix come back in floating point: only
         they are decoded. Everything with two axes or more stays as it is stored."""
@@ -63,3 +136,41 @@ class ArrayOperators(ImplicitArray):
 
     def __iter__(self):
         return (self[i] for i in range(len(self)))
+
+    #
+    # None of the others. Without these some would be those of `object` or of
+    # `eqx.Module`, which compares whole pytrees.
+    #
+
+    __eq__ = _refuse("==")
+    __ne__ = _refuse("!=")
+    __lt__ = _refuse("<")
+    __le__ = _refuse("<=")
+    __gt__ = _refuse(">")
+    __ge__ = _refuse(">=")
+    __hash__ = eqx.Module.__hash__
+    __bool__ = _refuse("bool()")
+    __int__ = _refuse("int()")
+    __float__ = _refuse("float()")
+    __complex__ = _refuse("complex()")
+    __contains__ = _refuse("in")
+    __setitem__ = _refuse("[...] =")
+    __add__ = __radd__ = _refuse("+")
+    __sub__ = __rsub__ = _refuse("-")
+    __rtruediv__ = _refuse("/")
+    __floordiv__ = __rfloordiv__ = _refuse("//")
+    __mod__ = __rmod__ = _refuse("%")
+    __divmod__ = __rdivmod__ = _refuse("divmod()")
+    __pow__ = __rpow__ = _refuse("**")
+    __abs__ = _refuse("abs()")
+    __round__ = _refuse("round()")
+    __invert__ = _refuse("~")
+    __and__ = __rand__ = _refuse("&")
+    __or__ = __ror__ = _refuse("|")
+    __xor__ = __rxor__ = _refuse("^")
+    __lshift__ = __rlshift__ = _refuse("<<")
+    __rshift__ = __rrshift__ = _refuse(">>")
+
+
+def _described(x: Any) -> str:
+    return f"an array of shape {jnp.shape(x)}" if jnp.ndim(x) else repr(x)

@@ -21,6 +21,10 @@ def _concatenate(x, others: Sequence, dimension: int):
     return lax.concatenate([x, *others], dimension)
 
 
+def scaled(x: Shaped[Array, "..."], factor: Shaped[Array, "..."], fn: Callable):
+    return fn(x, jnp.broadcast_to(factor.astype(x.dtype), x.shape))
+
+
 _plain: dict[str, Callable] = {
     "permute": lax.transpose,
     "with_dtype": lax.convert_element_type,
@@ -31,6 +35,7 @@ _plain: dict[str, Callable] = {
     "reverse": lax.rev,
     "drop_axes": lax.squeeze,
     "concatenate": _concatenate,
+    "scaled": scaled,
 }
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from ..primitives import straight_rounded
 from . import _plain as plain
@@ -80,6 +80,13 @@ class StraightThroughArray(ArrayOperators):
     dynamic_slice = _on_both("dynamic_slice")
     reverse = _on_both("reverse")
     drop_axes = _on_both("drop_axes")
+
+    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+        q = self.q.scaled(lax.stop_gradient(factor), fn)
+        if q is NotImplemented:
+            return NotImplemented
+        # The derivative with respect to the factor is the rounded array.
+        return StraightThroughArray(plain.scaled(self.dequantize(), factor, fn), q)
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         count = self.whole_axes

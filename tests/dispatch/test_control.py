@@ -7,10 +7,10 @@ import jax.custom_batching
 import jax.numpy as jnp
 import pytest
 from eqquant import Int8, NF4
-from helpers import DEFAULT_FORMATS, pairs, relative
+from helpers import DEFAULT_FORMATS, pairs, relative, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
-from test_dispatch import check, check_exact, strict
+from test_dispatch import check, check_exact
 
 
 @pytest.fixture

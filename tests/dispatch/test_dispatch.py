@@ -15,13 +15,11 @@ from helpers import (
     dense,
     pairs,
     slow,
+    strict,
 )
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-
-
-strict = ft.partial(eqquant.quaxify, on_materialise="error")
 
 
 def check(fn, *args, tolerance=1e-4):

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical, relative
+from helpers import assert_identical, relative, strict
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 
-strict = ft.partial(eqquant.quaxify, on_materialise="error")
 loose = ft.partial(eqquant.quaxify, on_materialise="allow")
 
 MOVED = {

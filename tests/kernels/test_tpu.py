@@ -133,7 +133,7 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
 @pairs(
     "kind, format, operand",
     ["TPU v5e", "TPU7x", "TPU v4", "TPU v6e"],
-    [*FORMATS, Ternary(block_size=128), Binary(block_size=256), Int8(block_size=64)],
+    [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)],
     [(8, "float32"), (40, "bfloat16")],
 )
 def test_what_each_chip_does(kind, format, operand, monkeypatch):

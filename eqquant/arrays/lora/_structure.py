@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, Shaped
 
 from .. import _plain as plain
 from .._implicit import ImplicitArray, is_implicit
@@ -257,6 +257,30 @@ class AbstractLoraArray(ArrayOperators):
             for name in self.axes_of_parts
         }
         return self.replace(base=base, **parts)
+
+    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+        """The base, and that part of the adapter which has the axes of the factor."""
+        if factor.ndim > self.ndim:
+            return NotImplemented
+        factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
+        if any(n not in (1, m) for n, m in zip(factor.shape, self.shape, strict=True)):
+            return NotImplemented
+        varies = {axis for axis, n in enumerate(factor.shape) if n > 1}
+        for name in ("b", "a"):
+            axes = self.axes_of_parts[name]
+            if varies <= set(axes):
+                break
+        else:
+            return NotImplemented
+        base = plain.apply("scaled", self.base, factor, fn)
+        if base is NotImplemented:
+            return NotImplemented
+        part = getattr(self, name)
+        kept = [axis for axis in axes if axis is not None]
+        others = [axis for axis in range(self.ndim) if axis not in kept]
+        sizes = [1 if axis is None else factor.shape[axis] for axis in axes]
+        factor = jnp.transpose(factor, (*kept, *others)).reshape(sizes)
+        return self.replace(base=base, **{name: plain.scaled(part, factor, fn)})
 
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         entries = [*spec, *[None] * (self.ndim - len(spec))]

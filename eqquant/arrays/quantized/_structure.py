@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from ..._jax import parts_of
 from ...formats import (
@@ -226,6 +226,23 @@ class AbstractQuantizedArray(ArrayOperators):
             return NotImplemented
         lead = self._lead_index(dimension)
         return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
+
+    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+        """On the scales: in float32 or more, as a product may not fit into less."""
+        if factor.ndim > self.ndim:
+            return NotImplemented
+        factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
+        if any(factor.shape[axis] != 1 for axis in self.blocked_axes):
+            return NotImplemented
+        lead = self.lead_axes
+        if any(factor.shape[i] not in (1, self.shape[i]) for i in lead):
+            return NotImplemented
+        factor = jnp.transpose(factor, (*lead, *self.blocked_axes))
+        factor = factor.reshape(*factor.shape[: len(lead)], 1)
+        dtype = jnp.promote_types(self.scales.dtype, jnp.float32)
+        scales = float_scales(self.scales).astype(dtype)
+        factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
+        return self.replace(scales=fn(scales, factor))
 
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """Where each device gets whole groups of codes and whole blocks."""

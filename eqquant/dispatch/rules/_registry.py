@@ -32,14 +32,16 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
         import jax.numpy as jnp
         from jax import lax
 
-        @eqquant.register(lax.neg_p)
-        def _negate(q: eqquant.QuantizedArray):
+        @eqquant.register(lax.abs_p)
+        def _abs(q: eqquant.QuantizedArray):
+            if q.format.name != "int8":
+                return NotImplemented
             # Exact, and it stays quantized.
-            return q.replace(scales=-q.scales)
+            return q.replace(codes=jnp.abs(q.codes), scales=jnp.abs(q.scales))
 
-        q = eqquant.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "nf4")
-        negated = eqquant.quaxify(jnp.negative)(q)
-        assert isinstance(negated, eqquant.QuantizedArray)
+        q = eqquant.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "int8")
+        magnitudes = eqquant.quaxify(jnp.abs)(q)
+        assert isinstance(magnitudes, eqquant.QuantizedArray)
         ```
 
     **Arguments:**

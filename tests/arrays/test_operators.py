@@ -1,0 +1,168 @@
+"""Operators, methods and attributes of `jax.Array`: there, or an error that says what
+to do."""
+
+import copy
+import operator as op
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Int8, NF4, Ternary
+from eqquant.arrays import LoraArray, StraightThroughArray
+from helpers import assert_close, assert_identical, pairs, strict
+
+
+KINDS = {
+    "nf4": lambda w: eqquant.quantize(w, "nf4"),
+    "double": lambda w: eqquant.quantize(w, NF4(double_quantization=True)),
+    "bfloat16 scales": lambda w: eqquant.quantize(w, Int8(scale_dtype="bfloat16")),
+    "ternary": lambda w: eqquant.quantize(w, Ternary(block_size=32)),
+    "axis 0": lambda w: eqquant.quantize(w.T, Binary(), axis=0).T,
+    "lora": lambda w: lora(eqquant.quantize(w, "nf4")),
+    "lora of floats": lambda w: lora(w),
+    "straight through": lambda w: StraightThroughArray(w, eqquant.quantize(w, "nf4")),
+}
+
+
+def lora(base):
+    a, b = jax.random.normal(jax.random.key(0), (2, 64, 4))
+    return LoraArray(base, a.T, b[: len(base)], None, 0.5, 0.0, (-1,), (-2,))
+
+
+SCALED = {
+    "number": lambda w, s: w * 3,
+    "from the left": lambda w, s: 0.3 * w,
+    "quotient": lambda w, s: w / 7,
+    "negative": lambda w, s: -w,
+    "traced": lambda w, s: w * s[0],
+    "row": lambda w, s: w * s[:, None],
+    "quotient of rows": lambda w, s: w.T / s,
+    "one element": lambda w, s: jnp.full((1, 1), 2.0) * w,
+    "numpy": lambda w, s: np.float32(2.5) * w / np.arange(1, 25)[:, None],
+    "wider": lambda w, s: w.astype("bfloat16") * s[0],
+    "narrow": lambda w, s: w.astype("bfloat16") * 0.3,
+}
+
+
+@pairs("how, kind", SCALED, KINDS)
+def test_scaling_keeps_it_in_parts(how, kind, normal):
+    w, s, x = KINDS[kind](normal(24, 64)), jnp.abs(normal(24)) + 0.1, normal(5, 64)
+    fn, dense = SCALED[how], w.dequantize()
+    scaled, expected = fn(w, s), fn(dense, s)
+    assert type(scaled) is type(w)
+    assert (scaled.shape, scaled.dtype) == (expected.shape, expected.dtype)
+    # Values are rounded once, to the dtype of the result, rather than twice.
+    eps = float(jnp.finfo("bfloat16" if how == "wider" else expected.dtype).eps)
+    assert_close(scaled.dequantize(), expected, 2 * eps)
+    by_rules = eqquant.quaxify(fn, on_materialise="error")(w, s)
+    assert_identical(by_rules.dequantize(), scaled.dequantize())
+
+    last = lambda w: w if w.shape == (24, 64) else w.T
+    loss = lambda s, w: jnp.sum(jnp.sin(x @ last(fn(w, s)).T.astype("float32")))
+    assert_close(jax.grad(loss)(s, w), jax.grad(loss)(s, dense), 2e-2)
+    if how not in ("wider", "narrow") and kind != "bfloat16 scales":
+        with jax.default_matmul_precision("highest"):
+            assert_close(jax.grad(loss)(s, w), jax.grad(loss)(s, dense), 1e-4)
+
+
+def test_scaling_by_a_power_of_two_is_exact(format, normal):
+    w = normal(7, 200)
+    q = eqquant.quantize(w, format)
+    for fn in (lambda w: w * 2, lambda w: -w, lambda w: w / 8):
+        assert_identical(fn(q).dequantize(), fn(q.dequantize()))
+        # An exact product stays exact.
+        assert_identical(fn(q) @ w[0], fn(q @ w[0]))
+
+
+def test_a_model_that_scales_its_weights_decodes_nothing(normal):
+    """As haliax, which multiplies each weight by 1.0."""
+    q = eqquant.quantize(normal(48, 64), "int8")
+    f = lambda w, x: jnp.einsum("ij,bj->bi", w * 1.0 / jnp.sqrt(64.0), x)
+    eqquant.debug.assert_not_materialised(strict(f), q, normal(5, 64))
+
+
+def test_scaling_with_what_differs_within_a_block_is_an_error(normal):
+    w = normal(8, 64)
+    q = eqquant.quantize(w, "nf4")
+    for other in (w, w[:1], w[0], jnp.ones((3, 8, 64)), q, 1j, jnp.ones((2, 8, 1))):
+        for fn in (op.mul, lambda a, b: op.mul(b, a), op.truediv):
+            with pytest.raises(TypeError, match="quaxify.*dequantize"):
+                fn(q, other)
+    for fn in (op.mul, op.truediv):
+        with pytest.raises(TypeError):
+            fn(q, "a")
+
+
+REFUSED = {
+    **{f.__name__: f for f in (op.eq, op.ne, op.lt, op.le, op.gt, op.ge)},
+    **{f.__name__: f for f in (op.add, op.sub, op.floordiv, op.mod, op.pow, divmod)},
+    **{f.__name__: f for f in (op.and_, op.or_, op.xor, op.lshift, op.rshift)},
+    "reflected /": lambda q, x: x / q,
+    "reflected -": lambda q, x: x - q,
+    "in": lambda q, x: x in q,
+    "bool": lambda q, _: bool(q),
+    "not": lambda q, _: not q,
+    "int": lambda q, _: int(q),
+    "float": lambda q, _: float(q),
+    "complex": lambda q, _: complex(q),
+    "abs": lambda q, _: abs(q),
+    "round": lambda q, _: round(q),
+    "~": lambda q, _: ~q,
+    "[] =": lambda q, x: op.setitem(q, 0, x),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_operators_are_errors(name, normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    for other in (1, 2.5, normal(8, 64), np.ones(64), q):
+        with pytest.raises(
+            TypeError, match="not supported by nf4.*quaxify.*dequantize"
+        ):
+            REFUSED[name](q, other)
+
+
+def test_all_of_an_array_is_there_or_an_error_that_says_what_to_do(normal):
+    w = normal(8, 64)
+    q = eqquant.quantize(w, "nf4")
+    there = set()
+    for name in dir(jax.Array):
+        if not name.startswith("_"):
+            if hasattr(q, name):
+                there.add(name)
+            else:
+                with pytest.raises(TypeError, match=f"`.{name}` is not.*quaxify"):
+                    getattr(q, name)
+    assert there == {
+        *("T", "astype", "copy", "dtype", "flatten", "mT", "nbytes", "ndim", "ravel"),
+        *("reshape", "shape", "size", "squeeze", "swapaxes", "transpose"),
+    }
+    with pytest.raises(AttributeError, match="no attribute 'weights'"):
+        _ = q.weights
+
+
+def test_those_that_are_there(normal):
+    w = normal(3, 8, 64)
+    q = eqquant.quantize(w, "nf4")
+    dense = q.dequantize()
+    assert_identical(q.swapaxes(0, -1).dequantize(), dense.swapaxes(0, -1))
+    assert_identical((+q).dequantize(), dense)
+    for copied in (q.copy(), copy.copy(q), copy.deepcopy(q)):
+        assert eqx.tree_equal(copied, q)
+    assert q.block_until_ready() is q
+    with pytest.warns(eqquant.MaterialiseWarning):
+        assert_identical(q.flatten(), dense.ravel())
+    row = eqquant.quantize(normal(1, 64), "nf4")
+    assert isinstance(row.ravel(), eqquant.QuantizedArray)
+
+
+def test_equality_of_trees_is_that_of_their_parts(normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    assert eqx.tree_equal(q, q.copy()) and not eqx.tree_equal(q, q * 2)
+    assert eqx.tree_equal([q], [q.astype("bfloat16")]) is False
+    assert len({jax.tree.structure(q), jax.tree.structure(q * 2)}) == 1
+    static = eqx.filter(q, lambda _: False)
+    assert hash(static) == hash(copy.copy(static))
