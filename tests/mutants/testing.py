@@ -122,11 +122,18 @@ class Suite:
         self.data.read()
 
     def noticing(self, file: pathlib.Path, name: str, line: int) -> list[dict]:
-        """The tests that may notice a change: first those that run the statement, and
-        of these the quick ones. What runs on import is every test's."""
+        """The tests that may notice a change: those that run the statement, or all if
+        it runs on import. First those of the same room that run the file, then others
+        that do; the quick ones first."""
         by_line = self.data.contexts_by_lineno(name)
         lines = _statement(file.read_text(), line)
         running = {test for line in lines for test in by_line.get(line, ())}
         names = self.tests if "" in running else running & self.tests.keys()
-        order = lambda name: (name not in running, self.tests[name]["seconds"])
+        in_file = {test for tests in by_line.values() for test in tests}
+        room = "/".join(("tests", *name.split("/")[1:2]))
+
+        def order(name: str):
+            elsewhere = not name.startswith(f"{room}/")
+            return name not in in_file, elsewhere, self.tests[name]["seconds"]
+
         return [self.tests[name] for name in sorted(names, key=order)]
