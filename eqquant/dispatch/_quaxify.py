@@ -20,20 +20,24 @@ def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable
     `jax.vmap`, `jax.grad`, `lax.scan`, `jax.checkpoint` and `jax.shard_map`, both
     outside and inside of the function.
 
-    `eqx.nn` layers other than convolutions need none of this.
+    The layers of `eqx.nn` run without it.
 
     !!! Example
 
         ```python
-        import equinox as eqx
         import eqquant
         import jax
+        import jax.numpy as jnp
 
-        conv = eqx.nn.Conv2d(16, 32, 3, key=jax.random.key(0))
-        conv = eqquant.quantize_tree(conv, "int8")
-        images = jax.random.normal(jax.random.key(1), (8, 16, 28, 28))
-        out = jax.jit(eqquant.quaxify(jax.vmap(conv)))(images)
-        assert out.shape == (8, 32, 26, 26)
+
+        def attend(weight, x):
+            return jnp.einsum("hdi,ti->htd", weight, x)
+
+
+        weight = jax.random.normal(jax.random.key(0), (4, 16, 64))
+        weight = eqquant.quantize(weight, "int8")
+        heads = jax.jit(eqquant.quaxify(attend))(weight, jnp.ones((8, 64)))
+        assert heads.shape == (4, 8, 16)
         ```
 
     **Arguments:**

@@ -1,7 +1,7 @@
 """Whole pytrees: which leaves are weights, what they become, and what that costs.
 
 Exports `quantize_tree` and its relatives, the report, and the choice of weights, which
-training shares. Imports `arrays`, `formats` and `_jax`.
+training shares. Imports `dispatch`, `arrays`, `formats` and `_jax`.
 """
 
 from ._choice import (

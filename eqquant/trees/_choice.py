@@ -12,6 +12,7 @@ import numpy as np
 from .._jax import warn
 from ..arrays import is_implicit, LoraArray
 from ..formats import as_format, Format
+from ._layers import match_layers
 from ._roles import Axis, role, Weight
 from ._rules import format_rule, Rules
 from ._sites import sites
@@ -158,7 +159,7 @@ def replace_chosen(
             leaves[choice.index] = fn(leaves[choice.index], choice)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{caller}: at {choice.path}: {error}") from error
-    return jax.tree.unflatten(treedef, leaves)
+    return match_layers(jax.tree.unflatten(treedef, leaves))
 
 
 def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:

@@ -10,6 +10,7 @@ from .._jax import typed
 from ..arrays import is_quantized as is_quantized, LoraArray, quantize
 from ..formats import Format
 from ._choice import Choice, choose, leaves_of, replace_chosen
+from ._layers import match_layers
 from ._sites import Tree
 
 
@@ -123,8 +124,9 @@ def _with_progress(
 @typed
 def dequantize_tree(model: Tree) -> Tree:
     """The model with every quantized array dequantized; that below an adapter, too."""
-    return jax.tree.map(
+    dense = jax.tree.map(
         lambda x: x.dequantize() if is_quantized(x) else x,
         model,
         is_leaf=is_quantized,
     )
+    return match_layers(dense)
