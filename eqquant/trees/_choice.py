@@ -168,7 +168,11 @@ def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | No
         return f"smaller than {min_size}"
     axes = (axis,) if isinstance(axis, int) else axis
     size = math.prod(leaf.shape[a] for a in axes)
-    stored = format.padded(size) * format.bits / 8 + format.scale_bytes(size)
-    if stored >= size * leaf.dtype.itemsize:
+    if stored_bytes(size, format) >= size * leaf.dtype.itemsize:
         return f"no smaller as {format!r}"
     return None
+
+
+def stored_bytes(size: int, format: Format) -> float:
+    """Of a row of so many elements."""
+    return format.padded(size) * format.bits / 8 + format.scale_bytes(size)

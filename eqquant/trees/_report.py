@@ -11,7 +11,7 @@ import numpy as np
 from .._jax import typed
 from ..arrays import ImplicitArray, is_implicit, LoraArray, QuantizedArray
 from ..formats import as_format, Format
-from ._choice import too_small
+from ._choice import stored_bytes, too_small
 from ._roles import classify, Weight
 from ._sites import Site, sites
 
@@ -29,7 +29,8 @@ class ReportRow:
     - `relative_error`: Frobenius norm of the error over that of the original; `None`
         without an original.
     - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
-    - `reason`: why it is not quantized; empty if it is.
+    - `reason`: why it is not quantized; or, where it is hardly worth it, what takes so
+        many bits.
     """
 
     path: str
@@ -162,7 +163,7 @@ def row_of(site: Site, source: Any) -> ReportRow:
     # Of a weight with an adapter the format of the weight, and the bytes of both.
     stored = leaf.base if isinstance(leaf, LoraArray) else leaf
     format = stored.format if isinstance(stored, QuantizedArray) else None
-    reason = _why_not(site) if format is None else ""
+    reason = _why_not(site) if format is None else _costs(bits, format)
     error = sqnr = None
     if is_implicit(leaf) and source is not None and leaf.size:
         error = _relative_error(leaf, source)
@@ -192,6 +193,17 @@ def _relative_error(q: ImplicitArray, source) -> float:
         return jnp.where(norm > 0, error / norm, jnp.where(error > 0, jnp.inf, 0))
 
     return float(measure(q, source))
+
+
+_long_row = 2**14
+
+
+def _costs(bits: float, format: Format) -> str:
+    """What rows that are short for their format cost, if that is much."""
+    expected = 8 * stored_bytes(_long_row, format) / _long_row
+    if bits < 1.4 * expected:
+        return ""
+    return f"short rows: padding and scales, {expected:.2f} bits in long ones"
 
 
 def _why_not(site) -> str:

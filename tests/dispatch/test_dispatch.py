@@ -219,6 +219,11 @@ def test_grouped_and_channels_last_convolutions(default_format, normal):
         x, q, (1, 1), "SAME", feature_group_count=2
     )
     check(grouped, q, normal(2, 6, 9, 9))
+    depthwise = eqquant.quantize(normal(8, 1, 3, 3), default_format, axis=(1, 2, 3))
+    each = lambda q, x: lax.conv_general_dilated(
+        x, q, (1, 1), "SAME", feature_group_count=8
+    )
+    check(each, depthwise, normal(2, 8, 9, 9))
     last = eqquant.quantize(normal(3, 3, 6, 8), default_format, axis=(0, 1, 2))
     numbers = ("NHWC", "HWIO", "NHWC")
     fn = lambda q, x: lax.conv_general_dilated(

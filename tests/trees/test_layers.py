@@ -54,6 +54,14 @@ def test_a_convolution_is_called_as_it_was(name, format):
     assert_close(strict(batch), jax.vmap(dense)(batch), 1e-4)
 
 
+def test_the_report_says_where_short_rows_cost_much():
+    conv = eqx.nn.Conv2d(32, 32, 3, groups=32, key=KEY)
+    rows = [eqquant.quantize_tree(m, "int8") for m in (conv, LAYERS["Conv2d"]())]
+    depthwise, ordinary = (eqquant.report(q).rows[0] for q in rows)
+    assert depthwise.bits > 11 and depthwise.reason.startswith("short rows")
+    assert ordinary.bits < 8.3 and ordinary.reason == ""
+
+
 def test_such_a_layer_is_a_pytree_like_any_other():
     q = eqquant.quantize_tree(LAYERS["Conv2d"](), "nf4")
     copies = [jax.tree.map(lambda x: x, q), pickle.loads(pickle.dumps(q))]

@@ -104,13 +104,14 @@ class AbstractQuantizedArray(ArrayOperators):
         """Where the blocked axes stay whole."""
         shape, old = tuple(shape), self.shape
         # Find each blocked axis in the new shape: as many elements before and after it.
+        # Of several axes of one element the last, as others are split off at the front.
         where: dict[int, int] = {}
-        start = 0
-        for axis in sorted(self.blocked_axes):
+        stop = len(shape)
+        for axis in sorted(self.blocked_axes, reverse=True):
             before = math.prod(old[:axis])
-            for new in range(start, len(shape)):
+            for new in reversed(range(stop)):
                 if shape[new] == old[axis] and math.prod(shape[:new]) == before:
-                    where[axis], start = new, new + 1
+                    where[axis] = stop = new
                     break
             else:
                 return NotImplemented
