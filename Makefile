@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-slow test-lowerings coverage mutants sanitize lint format docs bench peers clean
+.PHONY: help demo examples test test-slow test-lowerings test-clients coverage mutants sanitize lint format docs bench peers clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
@@ -33,6 +33,7 @@ help:
 	@echo 'make peers     compare products with those of other libraries'
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
+	@echo 'make test-clients  test models of other libraries, in an environment of its own'
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
@@ -60,6 +61,13 @@ test-lowerings: $(VENV)/.has-test
 			tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
 			-k 'both_directions or any_shapes or int8 or test_cpu'; \
 	done
+
+# Other libraries have versions of JAX of their own.
+CLIENTS := $(VENV)-clients
+
+test-clients:
+	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.has-clients
+	$(CLIENTS)/bin/python -m pytest tests/clients
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage
@@ -108,7 +116,7 @@ peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/tpu_qwix.py
 
 clean:
-	rm -rf $(VENV) site dist build examples/output
+	rm -rf $(VENV) $(CLIENTS) site dist build examples/output
 	rm -f eqquant/kernels/cpu/_native.so*
 	rm -rf .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -38,10 +38,12 @@ from .training import (
 from .trees import (
     dequantize_tree as dequantize_tree,
     quantize_tree as quantize_tree,
+    register_weights as register_weights,
     Report as Report,
     report as report,
     ReportRow as ReportRow,
     Rule as Rule,
     trainable_mask as trainable_mask,
     tree_nbytes as tree_nbytes,
+    Weight as Weight,
 )

@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from .._jax import typed
+from .._jax import typed, warn
 from ..arrays import is_implicit, LoraArray
-from ..trees import Choice, choose_among, replace_chosen, Rules, Tree, Weight
+from ..trees import Choice, choose_among, replace_chosen, Rules, Site, Tree, Weight
 from ._dropout import split_key
 
 
@@ -83,7 +83,8 @@ def lora_tree(
         [`eqquant.with_dropout_key`][].
     - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. By default the weights of
         the same layers are chosen, but for those of embeddings, whose adapters would
-        have a row for each word.
+        have a row for each word, and those that are smaller than the rank, of which a
+        warning tells. A weight that is quantized by a rule is chosen as well.
     - `rules`: as in [`eqquant.quantize_tree`][], but with a rank for a format: `None`
         (no adapter), a rank, or a pair `(rank, axis)`.
 
@@ -118,8 +119,18 @@ def lora_tree(
     def is_candidate(leaf):
         return is_implicit(leaf) or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
-    def is_worth_it(leaf, kind: Weight, _) -> bool:
-        return leaf.size >= min_size and not kind.is_table
+    left_out: list[str] = []
+
+    def is_worth_it(site: Site, kind: Weight, _) -> bool:
+        leaf = site.leaf
+        if leaf.size < min_size or kind.is_table:
+            return False
+        if isinstance(leaf, LoraArray):  # An error, below.
+            return True
+        if rank > min(_fold(leaf, kind.axis, kind.out).sizes):
+            left_out.append(site.path)
+            return False
+        return True
 
     choices = choose_among(
         is_candidate,
@@ -130,11 +141,15 @@ def lora_tree(
         rules=Rules(rules, _parse_rule, caller),
         caller=caller,
     )
+    smaller = f"smaller than the rank, {rank}: {left_out}"
     if not choices:
+        reason = f"Weights are {smaller}. " if left_out else ""
         raise ValueError(
-            f"{caller}: no weight is chosen, so there would be nothing to train. See "
-            "where, rules and min_size."
+            f"{caller}: no weight is chosen, so there would be nothing to train. "
+            f"{reason}See where, rules and min_size."
         )
+    if left_out:
+        warn(f"{caller}: no adapter for weights {smaller}.", UserWarning)
 
     def one(leaf, choice: Choice):
         scale = 1.0 if alpha is None else alpha / choice.what
@@ -167,23 +182,9 @@ def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> Lo
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(f"an adapter needs a floating-point weight, not {leaf.dtype}.")
     base = leaf if is_implicit(leaf) else jnp.asarray(leaf)
-    ndim, axis = base.ndim, choice.axis
-    axes = (axis,) if isinstance(axis, int) else tuple(axis)
-    if not all(-ndim <= i < ndim for i in axes):
-        raise ValueError(f"axis {axis} is not one of an array of {ndim} axes.")
-    ins = sorted(i % ndim - ndim for i in axes)
-    if choice.out is None:
-        outs = [i for i in range(-ndim, 0) if i not in ins]
-    else:
-        outs = [choice.out]
-    if not outs or not ins:
-        raise ValueError(
-            f"an adapter needs a weight with axes to contract and others to put out, "
-            f"but of shape {base.shape} it contracts {axis}."
-        )
-    lead = [base.shape[i] for i in range(-ndim, 0) if i not in (*ins, *outs)]
-    in_shape, out_shape = ([base.shape[i] for i in axes] for axes in (ins, outs))
-    in_size, out_size = math.prod(in_shape), math.prod(out_shape)
+    fold = _fold(base, choice.axis, choice.out)
+    lead, in_shape, out_shape = fold.shapes
+    in_size, out_size = fold.sizes
     rank = choice.what
     if rank > min(in_size, out_size):
         raise ValueError(
@@ -201,6 +202,39 @@ def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> Lo
         key=split_key(jax.random.fold_in(key, 0), lead) if dropout else None,
         scale=scale,
         dropout=dropout,
-        in_axes=tuple(ins),
-        out_axes=tuple(outs),
+        in_axes=fold.ins,
+        out_axes=fold.outs,
     )
+
+
+class _Fold(NamedTuple):
+    """A weight as a matrix: the axes that come in and those that go out, counted from
+    its end, and the sizes of the other (leading) axes, of the ins and of the outs."""
+
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    shapes: tuple[list[int], list[int], list[int]]
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        _, ins, outs = self.shapes
+        return math.prod(ins), math.prod(outs)
+
+
+def _fold(weight, axis: int | tuple[int, ...], out: int | None) -> _Fold:
+    ndim, axes = weight.ndim, (axis,) if isinstance(axis, int) else tuple(axis)
+    if not all(-ndim <= i < ndim for i in axes):
+        raise ValueError(f"axis {axis} is not one of an array of {ndim} axes.")
+    ins = tuple(sorted(i % ndim - ndim for i in axes))
+    others = tuple(i for i in range(-ndim, 0) if i not in ins)
+    outs = others if out is None else (out,)
+    if not outs or not ins:
+        raise ValueError(
+            f"an adapter needs a weight with axes to contract and others to put out, "
+            f"but of shape {weight.shape} it contracts {axis}."
+        )
+    lead = tuple(i for i in others if i not in outs)
+    lead, in_shape, out_shape = (
+        [weight.shape[i] for i in axes] for axes in (lead, ins, outs)
+    )
+    return _Fold(ins, outs, (lead, in_shape, out_shape))

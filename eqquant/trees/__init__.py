@@ -10,6 +10,7 @@ from ._choice import (
     choose_among as choose_among,
     replace_chosen as replace_chosen,
 )
+from ._conventions import register_weights as register_weights, Weight as Weight
 from ._nbytes import tree_nbytes as tree_nbytes
 from ._quantize import (
     dequantize_tree as dequantize_tree,
@@ -21,7 +22,6 @@ from ._report import (
     ReportRow as ReportRow,
     row_of as row_of,
 )
-from ._roles import Weight as Weight
 from ._rules import Rule as Rule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask

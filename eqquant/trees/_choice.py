@@ -12,10 +12,11 @@ import numpy as np
 from .._jax import warn
 from ..arrays import is_implicit, LoraArray
 from ..formats import as_format, Format
+from ._conventions import Axis, Weight
 from ._layers import match_layers
-from ._roles import Axis, role, Weight
+from ._roles import weight_of
 from ._rules import format_rule, Rules
-from ._sites import sites
+from ._sites import Site, sites
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,8 +55,8 @@ def choose(
         leaf = leaf.base if isinstance(leaf, LoraArray) else leaf
         return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
-    def is_worth_it(leaf, kind: Weight, format: Format) -> bool:
-        return not too_small(leaf, format, kind.axis, min_size)
+    def is_worth_it(site: Site, kind: Weight, format: Format) -> bool:
+        return not too_small(site.leaf, format, kind.axis, min_size)
 
     return choose_among(
         is_float,
@@ -73,7 +74,7 @@ def choose_among(
     model: Any,
     what: Any,
     *,
-    is_worth_it: Callable[[Any, Weight, Any], bool],
+    is_worth_it: Callable[[Site, Weight, Any], bool],
     where: Any,
     rules: Rules,
     caller: str,
@@ -89,7 +90,7 @@ def choose_among(
     for i, site in enumerate(sites(model)):
         if not is_candidate(site.leaf):
             continue
-        kind = role(site)
+        kind = weight_of(site)
         natural = kind if isinstance(kind, Weight) else Weight(-1)
         contracted = natural.axis
         rule = rules.find(site)
@@ -103,7 +104,7 @@ def choose_among(
             worth_it = (
                 what is not None
                 and isinstance(kind, Weight)
-                and is_worth_it(site.leaf, kind, what)
+                and is_worth_it(site, kind, what)
             )
             chosen = what if worth_it else None
         if chosen is not None:

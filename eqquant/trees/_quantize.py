@@ -6,11 +6,12 @@ from typing import Any
 
 import jax
 
-from .._jax import typed
+from .._jax import typed, warn
 from ..arrays import is_quantized as is_quantized, LoraArray, quantize
 from ..formats import Format
 from ._choice import Choice, choose, leaves_of, replace_chosen
 from ._layers import match_layers
+from ._report import report
 from ._sites import Tree
 
 
@@ -31,12 +32,16 @@ def quantize_tree(
 ) -> Tree:
     """Quantize the weights of a model, or of any pytree.
 
-    By default these are: the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
-    `ConvTranspose`, `GRUCell` and `LSTMCell` (and of whatever is made of them, stacked
-    layers included); and of nested dictionaries what Flax and Haiku call `kernel`, `w`,
-    `embedding` and `embeddings`. Everything else stays as it is: biases, norms, PReLU,
-    the insides of SpectralNorm and WeightNorm, the placeholders of `Shared`. A weight
-    stays as well if it is smaller than `min_size`, or would not get any smaller.
+    By default these are the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
+    `ConvTranspose`, `GRUCell` and `LSTMCell`, stacked layers included. The layers of
+    Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax are
+    known as well; [`eqquant.register_weights`][] adds yours. Everything else stays as
+    it is: biases, norms, PReLU, the insides of SpectralNorm and WeightNorm. So does a
+    weight that is smaller than `min_size`, or would not get any smaller. If nothing at
+    all is chosen, a warning lists the largest arrays and why each was left alone.
+
+    A convolution of `eqx.nn` becomes a subclass of itself, which calls itself through
+    [`eqquant.quaxify`][]; [`eqquant.dequantize_tree`][] gives the plain layer back.
 
     !!! Example
 
@@ -88,6 +93,9 @@ def quantize_tree(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
 
+    if not choices and format is not None:
+        _warn_of_nothing(model)
+
     def one(leaf, choice: Choice):
         if isinstance(leaf, LoraArray):
             return leaf.replace(base=one(leaf.base, choice))
@@ -97,6 +105,20 @@ def quantize_tree(
 
     shown = _with_progress(choices, model, progress)
     return replace_chosen(one, model, shown, caller=caller)
+
+
+def _warn_of_nothing(model: Any) -> None:
+    rows = report(model).rows
+    if any(row.format is not None for row in rows):
+        return
+    largest = sorted(rows, key=lambda row: row.bytes_before, reverse=True)[:5]
+    message = "quantize_tree: nothing was chosen."
+    for row in largest:
+        message += f"\n  {row.path or 'the array'} {row.shape}: {row.reason}"
+    if paths := [row.path for row in largest if len(row.shape) > 1 and row.path]:
+        message += f"\nA rule takes an array: `rules={{{paths[0]!r}: 'int8'}}`."
+    message += "\n`eqquant.register_weights` makes the weights of a layer known."
+    warn(message, UserWarning)
 
 
 def _with_progress(

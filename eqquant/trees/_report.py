@@ -12,7 +12,8 @@ from .._jax import typed
 from ..arrays import ImplicitArray, is_implicit, LoraArray, QuantizedArray
 from ..formats import as_format, Format
 from ._choice import stored_bytes, too_small
-from ._roles import classify, Weight
+from ._conventions import Weight
+from ._roles import classify
 from ._sites import Site, sites
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..formats import as_format, Format
-from ._roles import Axis, is_never_a_weight
+from ._conventions import Axis
+from ._roles import is_never_a_weight
 from ._sites import Site
 
 
@@ -51,8 +52,8 @@ class Rules:
     def find(self, site: Site) -> tuple[Any, Axis | None] | None:
         for pattern, rule in self._rules:
             if self._matches(pattern, site.path):
-                excluded = site.leaf.ndim < 2 or is_never_a_weight(site)
-                if excluded and rule[0] is not None and pattern != site.path:
+                excluded = pattern != site.path and is_never_a_weight(site)
+                if excluded and rule[0] is not None:
                     continue
                 self._used.add(pattern)
                 return rule

@@ -4,10 +4,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
-import equinox as eqx
 import jax.tree_util as jtu
 
 from ..arrays import is_implicit
+from ._conventions import is_holder, is_reparameterised
 
 
 Tree = TypeVar("Tree")
@@ -15,7 +15,10 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A leaf of a pytree, and what is known of the node that holds it."""
+    """A leaf of a pytree, the layer that holds it, and what that calls it.
+
+    In between may be an object that stands for the array, such as a `NamedArray`.
+    """
 
     path: str
     leaf: Any
@@ -35,14 +38,14 @@ def _sites(node, path, owner, field, reparameterised) -> Iterator[Site]:
     if children is None or is_implicit(node):
         yield Site(path, node, owner, field, reparameterised)
         return
-    inside = reparameterised or isinstance(
-        node, eqx.nn.SpectralNorm | eqx.nn.WeightNorm
-    )
+    inside = reparameterised or is_reparameterised(node)
     # A container inside of a layer is part of it: the weights of a list, say.
     for key, child in children:
-        name = _key_name(key)
+        name = _name(node, key, child)
         below = f"{path}.{name}" if path else name
-        yield from _sites(child, below, node, name, inside)
+        stands_for_it = owner is not None and is_holder(node, name)
+        layer = (owner, field) if stands_for_it else (node, name)
+        yield from _sites(child, below, *layer, inside)
 
 
 def _children(node) -> list[tuple[Any, Any]] | None:
@@ -55,7 +58,11 @@ def _children(node) -> list[tuple[Any, Any]] | None:
     return [(keys[0], child) for keys, child in children]
 
 
-def _key_name(key) -> str:
+def _name(node, key, child) -> str:
+    if isinstance(key, jtu.FlattenedIndexKey):  # A class that does not tell its names.
+        for name, value in getattr(node, "__dict__", {}).items():
+            if value is child:
+                return name
     for attribute in ("name", "key", "idx"):
         if hasattr(key, attribute):
             return str(getattr(key, attribute))

@@ -320,10 +320,11 @@ def test_serialisation(format):
     [
         (dict(rank=0), ValueError, "rank must be at least 1, got 0"),
         (
-            dict(rank=54),
+            dict(rules={"layers.0.weight": 54}),
             ValueError,
             r"at layers.0.weight: rank 54 is larger .*\(53, 67\)",
         ),
+        (dict(rank=54), ValueError, "Weights are smaller than the rank, 54: "),
         (dict(rank=True), TypeError, "rank must be an integer, got True"),
         (dict(alpha=0), ValueError, "alpha must be positive, got 0"),
         (

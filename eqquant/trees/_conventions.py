@@ -1,0 +1,220 @@
+"""Where layers keep their weights: one entry for each kind of layer.
+
+None of the libraries is imported: their classes are known by name.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import equinox as eqx
+
+
+Axis = int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """What an array is to its layer, for [`eqquant.register_weights`][].
+
+    **Arguments:**
+
+    - `axis`: the axis (or axes) that the layer contracts.
+    - `out`: the axis that it puts out; `None` for all others.
+    - `is_table`: whether rows are looked up rather than multiplied, as those of an
+        embedding.
+    """
+
+    axis: Axis
+    out: int | None = None
+    is_table: bool = False
+
+
+_conventions: list[tuple[type | str, Callable]] = []
+
+
+def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
+    """Say which arrays of a layer are its weights: those that
+    [`eqquant.quantize_tree`][] and [`eqquant.lora_tree`][] choose by default.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        from jaxtyping import Array
+
+
+        class Dense(eqx.Module):
+            kernel: Array
+            bias: Array
+
+            def __call__(self, x):
+                return x @ self.kernel + self.bias
+
+
+        @eqquant.register_weights(Dense)
+        def _(layer, name, array):
+            return eqquant.Weight(axis=-2, out=-1) if name == "kernel" else None
+
+
+        kernel = jax.random.normal(jax.random.key(0), (64, 32))
+        model = eqquant.quantize_tree(Dense(kernel, kernel[0]), "nf4")
+        assert eqquant.is_quantized(model.kernel)
+        ```
+
+    **Arguments:**
+
+    - `*layers`: classes; or their names with their modules, such as
+        `"haliax.nn.linear.Linear"`, for classes that may not be installed.
+
+    **Returns:**
+
+    A decorator of a function `(layer, name, array)`, which is called with an instance
+    (of a subclass, too), the name of one of its arrays, and that array. It returns an
+    [`eqquant.Weight`][]; a string, the reason why the array cannot be chosen; or `None`
+    for what is no weight. The function registered last goes first.
+    """
+
+    def decorator(convention: Callable) -> Callable:
+        _conventions.extend((layer, convention) for layer in layers)
+        return convention
+
+    return decorator
+
+
+def convention_of(owner: Any) -> Callable | None:
+    for layer, convention in reversed(_conventions):
+        if _is_a(owner, layer):
+            return convention
+    return None
+
+
+def _is_a(x: Any, cls: type | str) -> bool:
+    if isinstance(cls, type):
+        return isinstance(x, cls)
+    return any(f"{c.__module__}.{c.__qualname__}" == cls for c in type(x).__mro__)
+
+
+# Classes that hold one array and stand for it: the name of that array.
+_holders = {
+    "haliax.core.NamedArray": "array",
+    "flax.nnx.variablelib.Variable": "value",
+    "paramax.wrappers.NonTrainable": "tree",
+}
+# Those that compute an array anew at each call.
+_reparameterised = (
+    eqx.nn.SpectralNorm,
+    eqx.nn.WeightNorm,
+    "paramax.wrappers.AbstractUnwrappable",
+)
+
+
+def is_holder(node: Any, name: str) -> bool:
+    return any(_is_a(node, cls) and name == held for cls, held in _holders.items())
+
+
+def is_reparameterised(node: Any) -> bool:
+    return not any(_is_a(node, cls) for cls in _holders) and any(
+        _is_a(node, cls) for cls in _reparameterised
+    )
+
+
+#
+# Equinox
+#
+
+
+@register_weights(eqx.nn.Linear, eqx.nn.Embedding)
+def _linear(layer, name, array):
+    if name != "weight":
+        return None
+    is_table = isinstance(layer, eqx.nn.Embedding)
+    return Weight(-1, -2, is_table) if array.ndim > 1 else "of one axis"
+
+
+@register_weights(eqx.nn.Conv, eqx.nn.ConvTranspose)
+def _convolution(layer, name, array):
+    window = layer.num_spatial_dims
+    return (
+        Weight(tuple(range(-window - 1, 0)), -window - 2) if name == "weight" else None
+    )
+
+
+@register_weights(eqx.nn.GRUCell, eqx.nn.LSTMCell)
+def _recurrent(layer, name, array):
+    return Weight(-1, -2) if name in ("weight_ih", "weight_hh") else None
+
+
+#
+# Flax and Haiku: dictionaries, and the modules of NNX
+#
+
+_kernels, _tables = ("kernel", "w"), ("embedding", "embeddings")
+_biases = ("bias", "b")
+
+
+@register_weights(Mapping, "flax.nnx.module.Module")
+def _dictionary(layer, name, array):
+    if name in _tables and array.ndim == 2:
+        return Weight(-1, is_table=True)
+    if name in _kernels and array.ndim >= 2:
+        get = layer.get if isinstance(layer, Mapping) else vars(layer).get
+        found = (get(bias) for bias in _biases)
+        return kernel(array, next((b for b in found if b is not None), None))
+    return None
+
+
+@register_weights(tuple)
+def _stax(layer, name, array):
+    """A pair of a kernel and its bias."""
+    if name == "0" and len(layer) == 2 and _put_out(array, layer[1]) == 1:
+        return kernel(array, layer[1])
+    return None
+
+
+def _put_out(array, bias) -> int:
+    """How many axes of a kernel a bias has, which are those that it puts out."""
+    out = tuple(getattr(bias, "shape", ()))
+    while len(out) > 1 and out[0] == 1:
+        out = out[1:]
+    return len(out) if out == tuple(array.shape[1:])[-len(out) :] else 0
+
+
+def kernel(array, bias) -> Weight | str:
+    """Which axes come in: the bias tells those that go out."""
+    shape, ndim = tuple(array.shape), array.ndim
+    if out := _put_out(array, bias):
+        return Weight(tuple(range(ndim - out)))
+    if ndim == 3 and getattr(bias, "shape", ()) == (shape[0], shape[2]):  # Stacked.
+        return Weight(-2)
+    if ndim == 2:
+        return Weight(0)
+    if ndim > 3:
+        return Weight(tuple(range(ndim - 1)))
+    return "a kernel without a bias, whose contracted axes only a rule can tell"
+
+
+#
+# Haliax
+#
+
+
+@register_weights("haliax.nn.linear.Linear")
+def _haliax_linear(layer, name, array):
+    if name != "weight":
+        return None
+    contracted = layer.In if isinstance(layer.In, tuple) else (layer.In,)
+    names = [axis.name for axis in layer.weight.axes]
+    axes = [names.index(axis.name) - len(names) for axis in contracted]
+    return Weight(tuple(axes))
+
+
+@register_weights("haliax.nn.embedding.Embedding")
+def _haliax_embedding(layer, name, array):
+    if name != "weight":
+        return None
+    names = [axis.name for axis in layer.weight.axes]
+    row = [n for n in names if n != layer.Vocab.name]
+    return Weight(tuple(names.index(n) - len(names) for n in row), is_table=True)
