@@ -13,6 +13,7 @@ from ._compat import (
     custom_vjp_rules as custom_vjp_rules,
     device_kind as device_kind,
     explicit_mesh_of as explicit_mesh_of,
+    frames_of as frames_of,
     has_explicit_axes as has_explicit_axes,
     is_automatically_partitioned as is_automatically_partitioned,
     is_exported as is_exported,
@@ -22,7 +23,6 @@ from ._compat import (
     open_jaxpr as open_jaxpr,
     parts_of as parts_of,
     shard_map_manual_axes as shard_map_manual_axes,
-    source_of as source_of,
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
@@ -31,4 +31,4 @@ from ._compat import (
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed
-from ._warn import warn as warn
+from ._warn import place_of as place_of, warn as warn

@@ -125,14 +125,15 @@ def bind_equation(eqn, args) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def source_of(eqn) -> str:
-    """Where in the user's code an equation comes from."""
+def frames_of(eqn) -> list[str]:
+    """Where an equation comes from, the innermost frame first, without those of JAX:
+    `file:line (function)`. None if it was traced where nobody is."""
     try:
         from jax._src import source_info_util
 
-        return source_info_util.summarize(eqn.source_info) or "unknown place"
+        return source_info_util.summarize(eqn.source_info, 100).splitlines()[::-1]
     except Exception:
-        return "unknown place"
+        return []
 
 
 Literal = jex_core.Literal

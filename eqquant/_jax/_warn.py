@@ -14,11 +14,28 @@ def _module(frame) -> str:
     return frame.f_globals.get("__name__", "")
 
 
-def warn(message: str, category: type[Warning], *, once: bool = False) -> None:
-    """Warn, as if from the innermost frame that is the user's."""
+def _user_frame():
     frame = sys._getframe(1)
     while frame.f_back is not None and _module(frame).split(".")[0] in _internal:
         frame = frame.f_back
+    return frame
+
+
+def place_of(frames: list[str]) -> str:
+    """The first of some frames, `file:line (function)`, that is the user's; if there is
+    none, the one that is running."""
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in _internal]
+    folders = tuple(f.removesuffix("__init__.py") for f in files if f)
+    for frame in frames:
+        if not frame.startswith(folders):
+            return frame
+    frame = _user_frame()
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+def warn(message: str, category: type[Warning], *, once: bool = False) -> None:
+    """Warn, as if from the innermost frame that is the user's."""
+    frame = _user_frame()
     place = (message, frame.f_code.co_filename, frame.f_lineno)
     if once and place in _shown:
         return

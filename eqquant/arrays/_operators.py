@@ -150,7 +150,7 @@ class ArrayOperators(ImplicitArray):
     __ge__ = _refuse(">=")
 
     def __hash__(self) -> int:
-        return super().__hash__()
+        return eqx.Module.__hash__(self)
 
     __bool__ = _refuse("bool()")
     __int__ = _refuse("int()")

@@ -51,6 +51,8 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     **Returns:**
 
     A pytree of the same type, in which every [`eqquant.LoraArray`][] is a plain array.
+    Quantized arrays without an adapter, as those of embeddings, stay quantized: see
+    [`eqquant.dequantize_tree`][].
     With a format every one is a [`eqquant.QuantizedArray`][], and beside the pytree
     comes a [`eqquant.Report`][] of them: the error that quantizing again adds, relative
     to the sum in floating point.

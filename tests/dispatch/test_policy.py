@@ -1,5 +1,6 @@
 """`quaxify`: what has no rule, and rules of the user."""
 
+import re
 import warnings
 
 import eqquant
@@ -63,6 +64,17 @@ def test_everything_else_dequantizes_under_the_policy(name, normal):
         eqquant.quaxify(fn)(q)
     with pytest.raises(eqquant.MaterialiseError, match="register a rule"):
         strict(fn)(q)
+
+
+@pytest.mark.parametrize(
+    "fn", [jnp.exp, jnp.linalg.norm, jax.jit(jnp.cumprod), eqx.nn.LayerNorm((8, 64))]
+)
+def test_a_warning_names_a_place_in_the_code_of_the_user(fn, normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    with pytest.warns(eqquant.MaterialiseWarning) as caught:
+        eqquant.quaxify(fn)(q)
+    place = re.escape(__file__) + r":\d+"
+    assert all(re.search(rf"\(at {place}", str(w.message)) for w in caught)
 
 
 def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
