@@ -67,6 +67,12 @@ lowerings = {
 }
 
 
+def implementation_on(platform: str) -> Callable:
+    """What a product is lowered to on a platform, as a function of raw arrays."""
+    kernel = _kernels.get(platform)
+    return dot_by(xla) if kernel is None else _dot_on(kernel)
+
+
 def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
     """What a product becomes on a platform, in words. Only shapes and dtypes count."""
     operands = _seen(x, params["format"]), codes, scales
