@@ -76,11 +76,11 @@ class _Program:
         if operation == "opt-barrier":
             return values[0]
         if operation == "fusion":
-            return self.run(*called("calls"), values, in_memory=False)
+            return self.run(called("calls")[0], values, in_memory=False)
         if operation == "call":
-            return self.run(*called("to_apply"), values, in_memory)
+            return self.run(called("to_apply")[0], values, in_memory)
         if operation == "while":
-            return self.loop(*called("body"), *values, in_memory)
+            return self.loop(called("body")[0], values[0], in_memory)
         if operation == "conditional":
             names = called("branch_computations")
             names += called("true_computation") + called("false_computation")

@@ -134,7 +134,7 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     jaxpr = jax.make_jaxpr(call)(*dynamic)
     found = decoded_in_jaxpr(jaxpr, flows, flow_of, jax.default_backend())
     compiled = jax.jit(call, keep_unused=True).lower(*dynamic).compile()
-    return found + decoded_in_hlo(compiled.as_text(), flows)
+    return found + decoded_in_hlo(compiled.as_text() or "", flows)
 
 
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
@@ -202,8 +202,10 @@ def explain(
 
     **Returns:**
 
-    A line for each product: the shapes, the format, and which lowering, in which
-    variant, for what reason. `docs/precision.md` and `docs/tpu.md` say what they are.
+    A line for each product: the shapes, the format, which lowering, in which variant,
+    for what reason, and to how many bits activations are rounded. Where they are, the
+    product is not quite linear: see `docs/precision.md`, which says what lowerings and
+    variants there are, as `docs/cpu.md` and `docs/tpu.md` do.
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)
