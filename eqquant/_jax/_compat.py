@@ -108,11 +108,11 @@ def open_jaxpr(jaxpr) -> tuple[Any, list]:
 
 
 def subjaxprs(params: dict):
-    """The jaxprs among the parameters of an equation."""
+    """The jaxprs among the parameters of an equation, with their constants."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
-            item = getattr(item, "jaxpr", item)
-            if hasattr(item, "eqns") and hasattr(item, "invars"):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns") and hasattr(inner, "invars"):
                 yield item
 
 

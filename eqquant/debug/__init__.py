@@ -1,7 +1,7 @@
 """Tools to see, and to prove, what happens to quantized arrays.
 
 Exports assertions, `explain`, and `compile_for_tpu`. Imports `dispatch`, `arrays`,
-`primitives` and `_jax`.
+`primitives`, `formats` and `_jax`.
 """
 
 from ._compile import compile_for_tpu as compile_for_tpu

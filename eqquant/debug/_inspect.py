@@ -1,33 +1,37 @@
 """What a function does to the quantized arrays in it."""
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 
 from .._jax import open_jaxpr, subjaxprs
 from ..arrays import ImplicitArray, is_quantized, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
+from ..formats import codes_per_byte
 from ..primitives import lowering_of, quantized_dot_p
-
-
-# What happens inside of these is their own business: a kernel decodes tile by tile.
-_kernels = ("pallas_call", "tpu_custom_call")
+from ._flow import Flow, Weight
+from ._in_hlo import decoded_in_hlo
+from ._in_jaxpr import decoded_in_jaxpr
 
 
 def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
     """Check that calling a function never holds a whole quantized array in floating
     point.
 
-    The function is traced and lowered, not run. Nothing floating point may have as many
-    elements as a quantized array in `fn` or its arguments, or as one of the matrices
-    of a stack: not in the jaxpr, and not in what the primitive is lowered to for this
-    platform. Numbers of elements are all it looks at, so choose sizes at which no
-    activation is as large as a weight.
+    The function is traced and compiled for this platform, not run. The codes of each
+    quantized array in `fn` or its arguments are followed from there on: through the
+    jaxpr, what each product is lowered to, and the compiled program. No floating-point
+    array may be made of them that has as many elements as the quantized array, or as
+    one matrix of a stack.
+
+    An activation may be as large as a weight. A value is an activation, and followed no
+    further, once it comes out of a product or of a sum over an axis, or out of a lookup
+    of rows by indices that `fn` gets or holds. (Indices that `fn` makes itself, such as
+    `jnp.arange`, do not count.) What happens within a kernel is not looked at; one that
+    gets an activation beside the codes is taken for a product.
 
     !!! Example
 
@@ -36,9 +40,9 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
         import jax
         import jax.numpy as jnp
 
-        w = eqquant.quantize(jax.random.normal(jax.random.key(0), (211, 128)), "nf4")
-        x = jnp.ones((5, 128))
-        eqquant.debug.assert_not_materialised(lambda x, w: x @ w.T, x, w)
+        w = eqquant.quantize(jax.random.normal(jax.random.key(0), (256, 256)), "nf4")
+        x = jnp.ones((256, 256))
+        eqquant.debug.assert_not_materialised(lambda x, w: jnp.tanh(x @ w.T), x, w)
         ```
 
     **Arguments:**
@@ -102,23 +106,62 @@ def assert_trainable(tree: Any) -> None:
 
 def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     """Where [`eqquant.debug.assert_not_materialised`][] sees a whole weight."""
-    sizes: set[int] = set()
+    weights: list[Any] = []
+    flow_of_part: dict[int, Flow] = {}
 
     def watch(q: ImplicitArray):
-        if any(map(is_quantized, jax.tree.leaves(q, is_leaf=is_quantized))):
-            shape = q.shape
-            sizes.add(math.prod(shape))
-            if len(shape) > 2:
-                sizes.add(math.prod(shape[1:]))
+        weights.append(q)
+        flow_of_part.update(_flows_of_parts(q))
         # Anything else, so that what holds it counts as changed.
         return jax.tree.leaves(q)[0]
 
     substitute((fn, args, kwargs), watch)
-    sizes -= {0, 1}
-    call, dynamic = _on_arrays(fn, args, kwargs)
-    found = list(_in_jaxpr(jax.make_jaxpr(call)(dynamic), sizes, ""))
-    lowered = jax.jit(call).lower(dynamic).as_text()
-    return found + _in_stablehlo(lowered, sizes)
+
+    def flow_of(part) -> Flow:
+        return flow_of_part.get(id(part), Flow(data=True))
+
+    # Those that `fn` holds are arguments, too: constants XLA computes with.
+    def call(weights, rest):
+        replaced = iter(weights)
+        new_fn, args, kwargs = substitute(
+            (fn, *eqx.combine(rest, static)), lambda _: next(replaced)
+        )
+        return _arrays(new_fn(*args, **kwargs))
+
+    rest, static = eqx.partition((args, kwargs), eqx.is_array)
+    dynamic = weights, rest
+    flows = [flow_of(part) for part in jax.tree.leaves(dynamic)]
+    jaxpr = jax.make_jaxpr(call)(*dynamic)
+    found = decoded_in_jaxpr(jaxpr, flows, flow_of, jax.default_backend())
+    compiled = jax.jit(call, keep_unused=True).lower(*dynamic).compile()
+    return found + decoded_in_hlo(compiled.as_text() or "", flows)
+
+
+def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
+    """By the identity of each part: a part of the codes, or of none."""
+    flows: dict[int, Flow] = {}
+    for part in jax.tree.leaves(q, is_leaf=is_quantized):
+        if is_quantized(part):
+            flows |= {id(leaf): Flow() for leaf in jax.tree.leaves(part)}
+            weight = _weight_of(part)
+            flows[id(part.codes)] = Flow({weight: weight.decoded})
+    return flows
+
+
+def _weight_of(q: QuantizedArray) -> Weight:
+    per_code = codes_per_byte(q.format.bits)
+    decoded = math.prod(q.codes.shape) * per_code
+    matrices = {q.size, decoded}
+    if q.ndim > 2:
+        matrices.add(math.prod(q.shape[1:]))
+    stacked = math.prod(q.codes.shape[:-2])
+    if stacked:
+        matrices |= {q.size // stacked, decoded // stacked}
+    return Weight(q.size, decoded, per_code, frozenset(matrices))
+
+
+def _arrays(out: Any) -> list:
+    return jax.tree.leaves(eqx.filter(out, eqx.is_array))
 
 
 def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
@@ -127,37 +170,9 @@ def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
 
     def call(dynamic):
         args, kwargs = eqx.combine(dynamic, static)
-        return jax.tree.leaves(eqx.filter(fn(*args, **kwargs), eqx.is_array))
+        return _arrays(fn(*args, **kwargs))
 
     return call, dynamic
-
-
-def _in_jaxpr(jaxpr: Any, sizes: set[int], path: str):
-    jaxpr, _ = open_jaxpr(jaxpr)
-    for eqn in jaxpr.eqns:
-        name = f"{path}{eqn.primitive.name}"
-        if eqn.primitive.name in _kernels:
-            continue
-        for var in eqn.outvars:
-            aval = var.aval
-            if not jnp.issubdtype(getattr(aval, "dtype", jnp.int32), jnp.floating):
-                continue
-            if math.prod(aval.shape) in sizes:
-                yield f"{name} -> {aval.str_short()}"
-        for inner in subjaxprs(eqn.params):
-            yield from _in_jaxpr(inner, sizes, f"{name}/")
-
-
-_tensor = re.compile(r"tensor<((?:\d+x)+)(f64|f32|bf16|f16|f8\w+)>")
-
-
-def _in_stablehlo(text: str, sizes: set[int]) -> list[str]:
-    found = {
-        f"{dims}{dtype}"
-        for dims, dtype in _tensor.findall(text)
-        if math.prod(map(int, dims[:-1].split("x"))) in sizes
-    }
-    return [f"lowered: tensor<{tensor}>" for tensor in sorted(found)]
 
 
 def explain(
@@ -187,8 +202,10 @@ def explain(
 
     **Returns:**
 
-    A line for each product: the shapes, the format, and which lowering, in which
-    variant, for what reason. `docs/precision.md` and `docs/tpu.md` say what they are.
+    A line for each product: the shapes, the format, which lowering, in which variant,
+    for what reason, and to how many bits activations are rounded. Where they are, the
+    product is not quite linear: see `docs/precision.md`, which says what lowerings and
+    variants there are, as `docs/cpu.md` and `docs/tpu.md` do.
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)

@@ -1,4 +1,4 @@
-"""Activations in int8.
+"""Activations in int8, and what is said of activations that are rounded.
 
 By products with reciprocals, as XLA may turn a division into one, or not: a tie would
 then be rounded up or down, depending on what else is compiled.
@@ -39,3 +39,12 @@ def round_int8(
     x = x.astype(jnp.float32)
     unit = _row_unit(x)
     return jnp.round(x * (1 / unit)).astype(jnp.int8), unit
+
+
+def rounding(x, bits: int | None) -> str:
+    """What becomes of an activation, in words: which `bits` of it a kernel keeps; None
+    for all. If it is in int8, that is because it has been rounded before."""
+    bits = 8 if x.dtype == jnp.int8 else bits
+    if bits is None:
+        return "(activations not rounded)"
+    return f"(activations rounded to {bits} bits)"

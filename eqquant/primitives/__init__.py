@@ -1,12 +1,16 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
 Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations, which work
-on raw arrays; and which kernel a product gets on each platform. Imports `kernels`,
-`formats` and `_jax`.
+on raw arrays; and what a product becomes on each platform, as a function and in words.
+Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
-from ._lowering import dot_by as dot_by, lowering_of as lowering_of
+from ._lowering import (
+    dot_by as dot_by,
+    implementation_on as implementation_on,
+    lowering_of as lowering_of,
+)
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,

@@ -67,8 +67,15 @@ lowerings = {
 }
 
 
+def implementation_on(platform: str) -> Callable:
+    """What a product is lowered to on a platform, as a function of raw arrays."""
+    kernel = _kernels.get(platform)
+    return dot_by(xla) if kernel is None else _dot_on(kernel)
+
+
 def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
-    """What a product becomes on a platform, in words. Only shapes and dtypes count."""
+    """What a product becomes on a platform, in words, and how activations are rounded.
+    Only shapes and dtypes count."""
     operands = _seen(x, params["format"]), codes, scales
     because = ""
     if platform in _kernels:
@@ -77,4 +84,4 @@ def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
         if reason is None:
             return kernel.describe(*operands, **params)
         because = f", as {reason}"
-    return f"XLA, recipe {xla.recipe_of(*operands, **params)!r}{because}"
+    return xla.describe(*operands, **params) + because

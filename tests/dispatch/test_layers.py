@@ -10,7 +10,7 @@ from helpers import assert_close, DEFAULT_FORMATS, dense, pairs, quantize_weight
 
 KEY = jax.random.key(0)
 
-# Odd sizes, so that no activation has as many elements as a weight.
+# Odd sizes: blocks, tiles and bytes are all padded.
 LAYERS = {
     "Linear": (eqx.nn.Linear(67, 41, key=KEY), [(67,)]),
     "MLP": (eqx.nn.MLP(67, 41, 53, 2, key=KEY), [(67,)]),

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, Precision
-from .._int8 import round_int8 as round_int8
+from .._int8 import round_int8 as round_int8, rounding
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
 from ._library import load, status as status
@@ -135,8 +135,14 @@ def choose_kernel(
 
 
 def describe(x, codes, scales, **params) -> str:
-    """The kernel that a product gets, in words."""
-    return f"native kernel {choose_kernel(x, codes, scales, **params)!r}"
+    """The kernel that a product gets, in words, and how it rounds activations."""
+    kernel = choose_kernel(x, codes, scales, **params)
+    assert kernel is not None
+    how, _, _ = kernel.partition(", ")
+    bits = {"two digits": 15, "one digit": 8, "split": 16}.get(how)
+    if how == "split" and x.dtype == jnp.bfloat16:
+        bits = None  # The first of the two has all of it.
+    return f"native kernel {kernel!r} {rounding(x, bits)}"
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, Precision, TPUKernel
+from .._int8 import rounding
 from . import _decode, _general
 from ._chips import chip
 from ._round import round_rows
@@ -79,9 +80,17 @@ def dot(
 
 
 def describe(x, codes, scales, **params) -> str:
-    """The kernel that a product gets, in words."""
+    """The kernel that a product gets, in words, and how it rounds activations."""
     del scales
-    return f"Pallas kernel, variant {variant_of(x, codes, **params)!r}"
+    variant = variant_of(x, codes, **params)
+    kernel, _, rounded = variant.partition(", ")
+    bits = None
+    if kernel == "decode":
+        exact = dict(exact=rounded != "rounded", exact_table=not rounded)
+        bits = _decode.activation_bits(x.dtype, params["format"], chip=chip(), **exact)
+    elif kernel == "bfloat16" and x.dtype != jnp.bfloat16:
+        bits = 8
+    return f"Pallas kernel, variant {variant!r} {rounding(x, bits)}"
 
 
 def variant_of(

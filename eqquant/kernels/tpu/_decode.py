@@ -41,6 +41,19 @@ def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
     return "float8" if floats else "int8"
 
 
+def activation_bits(
+    x_dtype, format: Format, *, exact: bool, exact_table: bool, chip: Chip
+) -> int | None:
+    """How many bits of an activation are kept; None for all."""
+    kind = kind_of(format, x_dtype, exact_table, chip)
+    digits = digits_of(x_dtype, kind, exact, chip)
+    if digits.dtype == jnp.int8:
+        return 15 if digits.count == 2 else 8
+    if x_dtype == jnp.bfloat16:
+        return None
+    return 16 if digits.count == 2 else 8
+
+
 def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     """Whether there is such a kernel."""
     if m > 32 or not can_become("int8", format, chip):

@@ -17,6 +17,7 @@ from typing import Literal
 import jax.numpy as jnp
 
 from ...formats import Format, Precision
+from .._int8 import rounding
 
 
 Recipe = Literal["float", "split", "bfloat16", "round", "int8"]
@@ -75,3 +76,12 @@ def recipe_of(
         contract_rows=contract_rows,
         dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
     )
+
+
+def describe(x, codes, scales, **params) -> str:
+    """The recipe that a product gets, in words, and how it rounds activations."""
+    recipe = recipe_of(x, codes, scales, **params)
+    bits = {"split": 15, "round": 8, "bfloat16": 8}.get(recipe)
+    if recipe == "bfloat16" and x.dtype == jnp.bfloat16:
+        bits = None
+    return f"XLA, recipe {recipe!r} {rounding(x, bits)}"

@@ -1,0 +1,99 @@
+"""What `explain` says of activations is so."""
+
+import eqquant
+import jax
+import pytest
+from eqquant.kernels.tpu import _chips
+from helpers import pairs, relative
+
+
+@pairs(
+    "format, precision, rows",
+    ["int8", "ternary", "nf4"],
+    ["highest", "high", "default"],
+    [1, 20, 200],
+)
+def test_a_product_is_linear_where_activations_are_not_rounded(
+    format, precision, rows, normal
+):
+    q = eqquant.quantize(normal(64, 128), format)
+    x, y = normal(rows, 128), normal(rows, 128)
+    with jax.default_matmul_precision(precision):
+        said = eqquant.debug.explain(lambda x: x @ q.T, x)
+        nonlinearity = relative((x + y) @ q.T, x @ q.T + y @ q.T)
+    assert said.count("(activations ") == 1
+    if "(activations not rounded)" in said:
+        assert nonlinearity < 1e-6
+    elif "rounded to 8 bits" in said:
+        assert 1e-3 < nonlinearity < 3e-2
+    else:
+        assert "rounded to 15 bits" in said or "rounded to 16 bits" in said
+        assert 1e-6 < nonlinearity < 1e-4
+
+
+FORMATS = {
+    "int8": eqquant.Int8(),
+    "ternary": eqquant.Ternary(),
+    "nf4": eqquant.NF4(),
+    "W8A8": eqquant.Int8(activations="int8"),
+    "W4A8": eqquant.NF4(activations="int8"),
+}
+
+
+def explain(normal, format, rows, precision, dtype, platform):
+    q = eqquant.quantize(normal(64, 128).astype(dtype), FORMATS[format])
+    x = normal(rows, 128).astype(dtype)
+    with jax.default_matmul_precision(precision):
+        return eqquant.debug.explain(lambda x: x @ q.T, x, platform=platform)
+
+
+@pytest.mark.parametrize(
+    "format, rows, precision, dtype, recipe, bits",
+    [
+        ("int8", 5, "high", "float32", "split", 15),
+        ("ternary", 5, "high", "float32", "split", 15),
+        ("nf4", 5, "high", "float32", "float", None),
+        ("int8", 5, "highest", "float32", "float", None),
+        ("int8", 3000, "high", "float32", "float", None),
+        ("nf4", 5, "default", "float32", "round", 8),
+        ("nf4", 500, "default", "float32", "bfloat16", 8),
+        ("nf4", 5, "high", "bfloat16", "bfloat16", None),
+        ("W8A8", 5, "high", "float32", "int8", 8),
+        ("W4A8", 5, "highest", "float32", "float", 8),
+    ],
+)
+def test_by_xla(format, rows, precision, dtype, recipe, bits, normal):
+    said = explain(normal, format, rows, precision, dtype, "gpu")
+    how = f"rounded to {bits} bits" if bits else "not rounded"
+    assert f"XLA, recipe {recipe!r} (activations {how})" in said
+
+
+@pytest.mark.parametrize(
+    "format, rows, precision, dtype, variant, bits",
+    [
+        ("int8", 5, "high", "float32", "decode", 15),
+        ("nf4", 5, "high", "bfloat16", "decode, rounded table", 15),
+        ("nf4", 5, "default", "float32", "decode, rounded", 8),
+        ("nf4", 500, "high", "float32", "float32", None),
+        ("int8", 5, "highest", "float32", "float32", None),
+        ("int8", 500, "default", "float32", "bfloat16", 8),
+        ("int8", 500, "high", "bfloat16", "bfloat16", None),
+        ("W8A8", 500, "high", "float32", "int8", 8),
+        ("W8A8", 5, "high", "float32", "decode", 8),
+    ],
+)
+def test_on_tpu(format, rows, precision, dtype, variant, bits, monkeypatch, normal):
+    monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v5e")
+    said = explain(normal, format, rows, precision, dtype, "tpu")
+    how = f"rounded to {bits} bits" if bits else "not rounded"
+    assert f"Pallas kernel, variant {variant!r} (activations {how})" in said
+
+
+def test_on_tpu_in_floats_of_8_bits(monkeypatch, normal):
+    monkeypatch.setattr(_chips, "device_kind", lambda: "TPU7x")
+    exact = explain(normal, "int8", 5, "high", "float32", "tpu")
+    assert "'decode' (activations rounded to 16 bits)" in exact
+    narrow = explain(normal, "int8", 5, "high", "bfloat16", "tpu")
+    assert "'decode' (activations not rounded)" in narrow
+    rounded = explain(normal, "int8", 5, "default", "float32", "tpu")
+    assert "'decode, rounded' (activations rounded to 8 bits)" in rounded
