@@ -55,10 +55,10 @@ class QuantizedArray(AbstractQuantizedArray):
         if actual != expected:
             raise TypeError(
                 f"codes of {self.format!r} must be {expected}, got {actual}: an "
-                "optimiser has added to them. They are not what can be trained. Give "
-                "it what `eqx.partition(model, eqquant.trainable_mask(model))` gives; "
-                "to train beside quantized weights see `eqquant.lora_tree`, and to "
-                "train the weights themselves `eqquant.FakeQuantized`."
+                "optimiser has added to them. Codes cannot be trained. Give it the "
+                "first half of `eqx.partition(model, eqquant.trainable_mask(model))`. "
+                "To train adapters beside quantized weights use `eqquant.lora_tree`; "
+                "to train the weights themselves use `eqquant.FakeQuantized`."
             )
 
     def dequantize(self) -> Float[Array, "..."]:
