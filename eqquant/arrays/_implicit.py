@@ -69,8 +69,8 @@ class ImplicitArray(eqx.Module):
         or a gradient."""
         if not self.is_whole:
             raise TypeError(
-                f"{self!r} has lost a part of itself, and stands for nothing. After "
-                "`eqx.partition` put it together again with `eqx.combine`."
+                f"{self!r} lacks some of its parts, and cannot be used. If "
+                "`eqx.partition` took them away, put them back with `eqx.combine`."
             )
 
     #

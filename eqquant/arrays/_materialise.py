@@ -10,7 +10,7 @@ OnMaterialise: TypeAlias = Literal["allow", "warn", "error"]
 
 class MaterialiseWarning(UserWarning):
     """A quantized array was decoded in full, which takes the memory of the float
-    weight. See `on_materialise` of [`eqquant.quaxify`][]."""
+    weight. `on_materialise` of [`eqquant.quaxify`][] decides about it."""
 
 
 class MaterialiseError(RuntimeError):

@@ -9,7 +9,7 @@ from ._format import bound_scales, divide_blocks, Format, sum_blocks, true_divid
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Binary(Format):
-    """{-1, +1} times the mean magnitude, stored in one bit: the sign bit. Zero is +1.
+    """{-1, +1} times the mean magnitude, stored in one bit, the sign. Zero becomes +1.
 
     The mean magnitude is the scale with the least squared error (XNOR-Net, arXiv
     1603.05279).

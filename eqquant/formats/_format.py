@@ -25,8 +25,8 @@ _scale_dtypes = ("bfloat16", "float32", "float64")
 class Format(abc.ABC):
     """How floats become codes and scales: `float = level(code) * scale`.
 
-    A format is frozen, hashable and equal by value; it is a static part of every
-    quantized array, so that changing any of its fields retraces. A subclass supplies
+    A format is frozen, hashable and equal by value. It is a static part of every
+    quantized array, so JAX traces again if any of its fields changes. A subclass has
     `name`, `bits` and [`encode`][], and either a `codebook` or its own [`levels`][].
 
     **Arguments:**
@@ -34,14 +34,14 @@ class Format(abc.ABC):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         along the whole of the blocked axis (per channel).
     - `scale_dtype`: how scales are stored: bfloat16, float32 or float64.
-    - `precision`: the arithmetic of a product that does not ask for its own.
-        `"highest"`: floating point on exactly decoded weights. `"high"`: weights exact,
-        activations rounded to no less than 15 bits (but NF4 by bfloat16 on TPUs: see
+    - `precision`: how products are computed, unless a product asks for its own.
+        `"highest"`: in floating point, with exactly decoded weights. `"high"`: exact
+        weights, and activations of at least 15 bits (for NF4 by bfloat16 on TPUs see
         [`eqquant.TPUKernel`][]). `"default"`: the fastest.
-    - `activations`: `"int8"` to round each row of an activation (each token) to int8
-        before a product, with `absmax / 127` of the row as its scale, whatever the
-        precision: W8A8, for [`eqquant.Int8`][]. Gradients are those of no rounding.
-    - `tpu`: an [`eqquant.TPUKernel`][] to choose the kernel and its tiles.
+    - `activations`: `"int8"` rounds each row of an activation (each token) to int8
+        before a product, whatever the precision. The scale is `absmax / 127` of the
+        row. With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding.
+    - `tpu`: an [`eqquant.TPUKernel`][], which chooses the kernel and its tiles.
     """
 
     block_size: int | None = None
@@ -165,15 +165,16 @@ class Format(abc.ABC):
         Shaped[Array, "*lead blocks size"],
         Any,
     ]:
-        """Codes (one each, not packed) and scales: floats or `QuantizedScales`.
+        """Encode blocks of values. Returns codes (one for each value, not packed) and
+        scales: floats, or [`eqquant.QuantizedScales`][].
 
         **Arguments:**
 
-        - `blocks`: float32 or float64; a partial last block is filled with zeros.
+        - `blocks`: float32 or float64. A partial last block is filled with zeros.
         - `absmax`: the largest magnitude of each block.
-        - `counts`: how many values of each block are real.
-        - `limit`: the largest magnitude that the dtype of the array has. What is
-            decoded must not exceed it: see `bound_scales`.
+        - `counts`: how many values of each block are not such filling.
+        - `limit`: the largest magnitude in the dtype of the array. Decoded values must
+            not exceed it: see `bound_scales`.
         """
 
     def nearest(
@@ -181,16 +182,16 @@ class Format(abc.ABC):
         blocks: Float[Array, "*lead blocks size"],
         scales: Float[Array, "*lead blocks"],
     ) -> Shaped[Array, "*lead blocks size"]:
-        """The code of the level nearest to each value, for scales that are given: those
-        that were learned or calibrated."""
+        """The code of the level nearest to each value, for given scales, such as
+        learned ones."""
         del blocks, scales
         raise ValueError(f"{self!r} cannot be given scales: it chooses its own.")
 
     def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
         """The value of each code, before scaling.
 
-        By selects over the bits of the code rather than a gather: exact, and it
-        vectorises on every platform.
+        This selects by the bits of the code instead of gathering from a table: that is
+        exact, and it vectorises on every platform.
         """
         assert self.codebook is not None
         table = [jnp.asarray(level, dtype) for level in self.codebook]

@@ -9,7 +9,7 @@ from ._format import bound_scales, divide_blocks, Format, true_divide
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int8(Format):
-    """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`; half rounds to
+    """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`. Halves round to
     even.
 
     **Arguments:**

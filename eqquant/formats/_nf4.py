@@ -73,9 +73,9 @@ class NF4(Format):
     """4-bit NormalFloat: 16 levels at the quantiles of a normal distribution, times the
     largest magnitude of the block.
 
-    The table is that of QLoRA (arXiv 2305.14314), bit for bit; a value takes the
-    nearest level, a tie the lower one. Zero decodes to zero. 4 bits a weight, plus one
-    scale a block: 4.5 with the defaults.
+    The table is that of QLoRA (arXiv 2305.14314), bit for bit. A value takes the
+    nearest level, and the lower one in a tie. Zero decodes to zero. A weight takes 4
+    bits, and a block one scale: 4.5 bits a weight with the defaults.
 
     **Arguments:**
 
@@ -83,13 +83,13 @@ class NF4(Format):
         per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
-    - `scale_search`: choose for each block the scale, out of 0.80 to 1.05 of its
-        largest magnitude, that minimises the squared error (on normal weights 0.6 dB
-        better). Quantizing what was dequantized is then the identity only in float32:
-        shorter dtypes round what a searched scale decodes to.
+    - `scale_search`: give each block the scale with the least squared error, out of
+        0.80 to 1.05 of its largest magnitude. This is 0.6 dB better on normal weights.
+        Quantizing a dequantized array then gives the same codes and scales again only
+        in float32, as shorter dtypes round the decoded values.
     - `double_quantization`: store scales in 8 bits, and one more byte for each 256 of
-        them in a row (QLoRA, section 3): 4.127 bits a weight for rows of 4096, and less
-        than 0.01 dB. See [`eqquant.QuantizedScales`][].
+        them in a row (QLoRA, section 3). This takes 4.127 bits a weight for rows of
+        4096, and costs less than 0.01 dB. See [`eqquant.QuantizedScales`][].
     """
 
     block_size: int | None = 64

@@ -17,14 +17,15 @@ GROUP = 256
 class QuantizedScales(eqx.Module):
     """Positive scales in 8 bits: `code * 2 ** (exponent - 127)`.
 
-    Double quantization, as of QLoRA (arXiv 2305.14314, section 3): 256 consecutive
-    scales of a row share a number. There that is a float of 32 bits, and signed codes
-    are of what is left after the mean is subtracted. Here codes are not signed, which
-    needs no mean, and the number is a power of two, in the 8 bits that float32 has for
-    it (as the E8M0 of the OCP Microscaling formats): short rows, too, stay under
-    4.127 bits a weight; and `code * 2 ** n` is exact.
+    This is the double quantization of QLoRA (arXiv 2305.14314, section 3): 256
+    consecutive scales of a row share a number. QLoRA subtracts the mean of the scales,
+    has signed codes for the rest, and a float of 32 bits as the number. Here codes are
+    unsigned and no mean is subtracted. The number is a power of two in 8 bits, those of
+    the exponent of float32 (E8M0 in the OCP Microscaling formats). So `code * 2 ** n`
+    is exact.
 
-    It takes the place of an array of scales: it has its `shape`, and `astype` gives it.
+    It takes the place of an array of scales: it has the same `shape`, and `astype`
+    decodes it to floats.
 
     **Fields:**
 

@@ -29,12 +29,12 @@ class Ternary(Format):
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     - `rule`: which values become nonzero. `"threshold"`: those beyond half a standard
-        deviation. `"absmean"`: those that divided by the mean magnitude round to
-        nonzero, as in BitNet b1.58 (arXiv 2402.17764).
-    - `least_squares`: take the scale that minimises the squared error for these codes:
-        the mean magnitude of the nonzero ones. It is the default, the more accurate
-        choice, and the one for which quantizing what was dequantized is the identity.
-        Otherwise the scale is the mean magnitude of the whole block, as in BitNet.
+        deviation. `"absmean"`: those that do not round to zero when they are divided by
+        the mean magnitude, as in BitNet b1.58 (arXiv 2402.17764).
+    - `least_squares`: take the scale with the least squared error for these codes: the
+        mean magnitude of the values that are not zero. It is the more accurate choice,
+        and quantizing a dequantized array then gives the same codes and scales again.
+        With `False` the scale is the mean magnitude of the whole block, as in BitNet.
     """
 
     rule: _Rule = "threshold"

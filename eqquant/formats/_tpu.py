@@ -11,8 +11,8 @@ _Kernel = Literal["decode", "general"]
 class TPUKernel:
     """How products run on TPUs, in place of what eqquant chooses by chip and shape.
 
-    It is part of a format, and so of the structure of a quantized array: another choice
-    is another compilation. Elsewhere it means nothing.
+    It is part of a format, and so of the structure of a quantized array: JAX compiles
+    again for another choice. On other platforms it has no effect.
 
     !!! Example
 
@@ -28,19 +28,21 @@ class TPUKernel:
 
     **Arguments:**
 
-    - `kernel`: `"decode"`, for few rows, where there is one for the product; or
-        `"general"`.
-    - `lookup`: whether codebooks are looked up by hardware. Without it they are decoded
-        by comparisons, always by the general kernel, and slower.
-    - `exact_table`: whether each entry of a codebook keeps 13 bits or more, for which
-        it is looked up twice, rather than 7. By default so for products of float32,
-        and with bfloat16 where it costs little (a relative error of 6e-3 otherwise).
-    - `tile_m`: of a tile, at most how many rows of the activation (general).
-    - `tile_n`: how many rows of the result's other axis (both).
-    - `tile_k`: of the contracted axis, about how many elements (general).
+    - `kernel`: `"decode"`, for few rows, where there is such a kernel for the product;
+        or `"general"`.
+    - `lookup`: whether the hardware looks codebooks up. Without it the general kernel
+        decodes them by comparisons, which is slower.
+    - `exact_table`: whether each entry of a codebook keeps 13 bits or more, rather than
+        7. This takes a second lookup. By default tables are exact for products of
+        float32, and with bfloat16 where it costs little; otherwise the relative error
+        is 6e-3.
+    - `tile_m`: the most rows of the activation in a tile (general kernel).
+    - `tile_n`: the rows of the other axis of the result in a tile (both kernels).
+    - `tile_k`: about how many elements of the contracted axis are in a tile (general
+        kernel).
 
-    A tile is made smaller where the shapes ask for it, and a tile that does not fit in
-    the memory of a chip is refused by the compiler.
+    Tiles get smaller where the shapes need it. The compiler refuses a tile that does
+    not fit in the memory of a chip.
     """
 
     kernel: _Kernel | None = None

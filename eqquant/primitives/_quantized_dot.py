@@ -40,20 +40,22 @@ def quantized_dot(
 ) -> Float[Array, "*batch m out"]:
     """The product of an activation and a quantized weight, as a JAX primitive.
 
-    The weight is a matrix `w` of shape `(rows, columns)`; `columns` is the stored
-    length of the blocked axis: a multiple of the block size (pad the activation with
-    zeros, or drop the tail of the result).
+    `x @ q` calls it for you. The weight is a matrix `w` of shape `(rows, columns)`,
+    where `columns` is the stored length of the blocked axis, a multiple of the block
+    size. If your axis is shorter, pad the activation with zeros, or drop the tail of
+    the result.
 
     **Arguments:**
 
     - `x`: the activation, `(*batch, m, columns)`, or `(*batch, m, rows)` when
         contracting rows.
     - `codes`, `scales`: the components of the weight.
-    - `format`: how to read them.
+    - `format`: the format of both.
     - `contract_rows`: compute `x @ w` rather than `x @ w.T`.
-    - `precision`: of the arithmetic; by default that of the format.
-    - `weight_dtype`: the logical dtype of the weight.
-    - `out_dtype`: of the result; by default what JAX promotes the operands to.
+    - `precision`: of the arithmetic. The default is that of the format.
+    - `weight_dtype`: the dtype of the array that the components stand for.
+    - `out_dtype`: the dtype of the result. By default JAX promotes those of the
+        operands.
 
     **Returns:**
 

@@ -14,14 +14,13 @@ def round_activations(
 ) -> Float[Array, "..."]:
     """Round activations to int8, with the gradient of the identity.
 
-    Each row along `axis` (each token) has a scale of its own, `absmax / 127`: what a
-    product with `activations="int8"` does to its activation, and W8A8 means by dynamic
-    quantization per token.
+    Each row along `axis` (each token) has a scale of its own, `absmax / 127`. Products
+    do this with `activations="int8"`. It is the dynamic quantization per token of W8A8.
 
     **Arguments:**
 
     - `x`: a floating-point array.
-    - `axis`: the one that a product contracts.
+    - `axis`: the axis that a product contracts.
 
     **Returns:**
 

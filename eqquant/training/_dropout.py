@@ -17,17 +17,17 @@ def split_key(key, shape):
 
 @typed
 def with_dropout_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
-    """The model with another key for the dropout of its adapters.
+    """Change the key for the dropout of adapters.
 
-    Call it in the loss, with a fresh key for each step; with `None`, no dropout, for
-    inference. [`eqquant.lora_tree`][] leaves dropout on, as layers of `eqx.nn` do.
+    Call it in the loss, with a new key for each step. For inference, `None` switches
+    dropout off. [`eqquant.lora_tree`][] leaves it on, as layers of `eqx.nn` do.
 
-    Each adapter, and each layer of a stack, gets a key of its own. The mask is as large
-    as the activation that a product sees: rows of a batch that is multiplied at once
-    have masks of their own, but calls that are mapped over, or one after the other,
-    share one: the features that are dropped are the same for all. To have others for
-    each example, call this inside of the function that is mapped, with a key for each,
-    as below; the tokens of an example, mapped over by its layers, share theirs.
+    Each adapter, and each layer of a stack, gets a key of its own. The mask has the
+    shape of the activation in a product. So the rows of a batch that is multiplied at
+    once have masks of their own. Calls that are mapped over, or made one after the
+    other, share a mask and drop the same features. To drop others for each example,
+    call this inside of the mapped function, with a key for each example, as below. The
+    tokens of an example, if layers map over them, still share a mask.
 
     !!! Example
 
@@ -61,7 +61,7 @@ def with_dropout_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
 
     **Returns:**
 
-    The same pytree with other keys.
+    The same pytree with new keys.
 
     **Raises:**
 

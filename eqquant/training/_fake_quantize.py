@@ -25,16 +25,16 @@ def fake_quantize_tree(
     quantized_products: bool = False,
     check_finite: bool = True,
 ) -> Tree:
-    """The model as `eqquant.quantize_tree` would have it, in floating point, with
-    gradients that go straight through: for use inside of a loss.
+    """Round the weights of a model to a format, for use inside of a loss. Gradients go
+    straight through.
 
-    What [`eqquant.quantize_tree`][] chooses is replaced by its
-    [`eqquant.straight_through`][]: by plain arrays of the same shapes and dtypes, whose
-    values are those of the quantized weights, bit for bit.
+    The weights that [`eqquant.quantize_tree`][] would quantize are replaced by their
+    [`eqquant.straight_through`][]. These are plain arrays of the same shapes and
+    dtypes, with the values of the quantized weights, bit for bit.
 
-    With `quantized_products`, and where a format says `activations="int8"`, products
-    are those of the quantized weights as well: the weight is then an object with the
-    operators of a [`eqquant.QuantizedArray`][] rather than an array.
+    With `quantized_products`, and for formats with `activations="int8"`, products are
+    those of the quantized weights as well. The weight is then no plain array, but an
+    object with the operators of a [`eqquant.QuantizedArray`][].
 
     !!! Example
 
@@ -63,8 +63,8 @@ def fake_quantize_tree(
     - `model`, `format`, `where`, `rules`, `min_size`, `check_finite`: as in
         [`eqquant.quantize_tree`][].
     - `clip`: as in [`eqquant.straight_through`][].
-    - `quantized_products`: multiply by the quantized weights, as the model that is
-        converted later will. The gradient is that of the dense product.
+    - `quantized_products`: multiply as the converted model will. The gradient is that
+        of the dense product.
 
     **Returns:**
 
@@ -87,8 +87,9 @@ def fake_quantize_tree(
 class FakeQuantized(eqx.Module):
     """A model that trains as if it were quantized.
 
-    It is called as the model is. Its arrays are those of the model, in floating point:
-    they are what `eqx.filter_grad` differentiates and an optimiser sees.
+    Call it as you call the model. Its arrays are the floating-point arrays of the
+    model: `eqx.filter_grad` differentiates these, and an optimiser updates them. After
+    training, `.quantized()` gives the quantized model.
 
     !!! Example
 
@@ -117,12 +118,13 @@ class FakeQuantized(eqx.Module):
 
     **Arguments:**
 
-    - `model`: any pytree; a callable one to call it through this.
+    - `model`: any pytree. It must be callable if you want to call the wrapper.
     - `format`, `where`, `rules`, `min_size`, `check_finite`: as in
         [`eqquant.quantize_tree`][]. The choice is made once, here.
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
-        [`eqquant.learned_scales`][], and are `scales`, in the order of `choices`.
+        [`eqquant.learned_scales`][]. They are the field `scales`, in the order of
+        `choices`.
     - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
         those of `.quantized()`, bit for bit.
     """
@@ -173,7 +175,7 @@ class FakeQuantized(eqx.Module):
 
     def fake_quantized(self) -> Any:
         """The model with straight-through weights, as [`eqquant.fake_quantize_tree`][]
-        has it: to call another of its methods than `__call__`."""
+        makes it. Use it to call another method than `__call__`."""
 
         how = self.clip, self.quantized_products, self.check_finite
 
@@ -192,8 +194,8 @@ class FakeQuantized(eqx.Module):
         return self._replace(one)
 
     def quantized(self) -> Any:
-        """The model with quantized weights, as it was trained: what
-        [`eqquant.quantize_tree`][] makes of it, with the scales that were learned."""
+        """The quantized model, as [`eqquant.quantize_tree`][] makes it, with the scales
+        that were learned."""
 
         def one(leaf, choice, scales):
             if isinstance(leaf, QuantizedArray):

@@ -29,15 +29,15 @@ def lora_tree(
     rules: Mapping | None = None,
     min_size: int = 256,
 ) -> Tree:
-    """Put a low-rank adapter beside the weights of a model, quantized or not (LoRA,
+    """Put low-rank adapters beside the weights of a model, quantized or not (LoRA,
     arXiv 2106.09685; QLoRA, arXiv 2305.14314).
 
     Each weight `w` that is chosen becomes a [`eqquant.LoraArray`][], which stands for
-    `w + alpha / rank * b @ a`. `a` is normal with a variance of one over the size of
-    what the layer contracts; `b` is zero, so that the model computes what it did,
-    exactly. Model code does not change.
+    `w + alpha / rank * b @ a`. `a` is normal, with one over the contracted size as its
+    variance. `b` is zero, so the model computes exactly what it did before. Model code
+    does not change.
 
-    [`eqquant.trainable_mask`][] is then true of the adapters, and of nothing else.
+    [`eqquant.trainable_mask`][] then selects the adapters, and nothing else.
 
     !!! Example
 
@@ -74,34 +74,33 @@ def lora_tree(
     **Arguments:**
 
     - `model`: any pytree.
-    - `rank`: of the adapters.
-    - `key`: a random key. What an adapter starts as depends on it and on the path of
-        the weight, but not on what else is chosen.
-    - `alpha`: an adapter is multiplied by `alpha / rank`; by default that is 1.
-    - `dropout`: which part of the activation to drop where it enters an adapter. The
-        mask comes from a key inside of the adapter: see
-        [`eqquant.with_dropout_key`][].
+    - `rank`: the rank of the adapters.
+    - `key`: a random key. The start of an adapter depends on the key and on the path of
+        its weight, but not on which other weights are chosen.
+    - `alpha`: an adapter is multiplied by `alpha / rank`, by default 1.
+    - `dropout`: the share of the activation to drop where it enters an adapter. The
+        mask comes from a key inside of the adapter: see [`eqquant.with_dropout_key`][].
     - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. By default the weights of
-        the same layers are chosen, but for those of embeddings, whose adapters would
-        have a row for each word, and those that are smaller than the rank, of which a
-        warning tells. A weight that is quantized by a rule is chosen as well.
-    - `rules`: as in [`eqquant.quantize_tree`][], but with a rank for a format: `None`
-        (no adapter), a rank, or a pair `(rank, axis)`.
+        the same layers are chosen, except for embeddings: their adapters would have a
+        row for each word. A weight that is smaller than the rank is left out, with a
+        warning. One that a rule has quantized is chosen as well.
+    - `rules`: as in [`eqquant.quantize_tree`][], but with ranks instead of formats:
+        `None` (no adapter), a rank, or a pair `(rank, axis)`.
 
     **Returns:**
 
     A pytree of the same type. Adapters are float32 (float64 for float64 weights).
 
-    The axes of a weight are the one (or several) that its layer contracts, or the
-    `axis` of a rule, the one that it puts out, and those before, of stacked layers, of
-    which each has an adapter of its own. Of an array that is not the weight of a known
-    layer all but the contracted axes are put out: its adapter is that of the matrix
-    into which both kinds of axes are folded.
+    A weight has axes that its layer contracts (or the `axis` of a rule), one for the
+    output, and before them those of stacked layers. Each layer of a stack has an
+    adapter of its own. For an array that is not the weight of a known layer, all axes
+    but the contracted ones are outputs: both kinds are folded into one axis each, and
+    the adapter is that of the matrix.
 
     **Raises:**
 
     - `ValueError` if `rank`, `alpha` or `dropout` is out of range; if nothing is
-        chosen; or (naming the path) if a weight is no matrix after folding, smaller
+        chosen; or (naming the path) if a weight is no matrix after folding, is smaller
         than the rank, or has an adapter already.
     - `TypeError` (naming the path) if an array is not floating point.
     """

@@ -21,8 +21,8 @@ def merge_lora(model: Tree, format: Format | str) -> tuple[Tree, Report]: ...
 def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     """Add each adapter to its weight.
 
-    There is no way back from a merged model: to train on, or to unmerge, keep the one
-    with adapters. Nothing of it is changed.
+    A merged model cannot be unmerged. Keep the model with adapters, which is not
+    changed, if you want to train on.
 
     !!! Example
 
@@ -44,22 +44,22 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     **Arguments:**
 
     - `model`: a pytree with adapters.
-    - `format`: `None` to merge into floating point, of the dtype of the weight. A
-        format, or the name of one, to quantize the sums again, along the axes that the
+    - `format`: `None` to merge into floating point, in the dtype of the weight. A
+        format, or the name of one, quantizes the sums again, along the axes that the
         adapters contract.
 
     **Returns:**
 
-    A pytree of the same type, in which every [`eqquant.LoraArray`][] is a plain array.
-    Quantized arrays without an adapter, as those of embeddings, stay quantized: see
-    [`eqquant.dequantize_tree`][].
-    With a format every one is a [`eqquant.QuantizedArray`][], and beside the pytree
-    comes a [`eqquant.Report`][] of them: the error that quantizing again adds, relative
-    to the sum in floating point.
+    A pytree of the same type, with a plain array in place of every
+    [`eqquant.LoraArray`][]. With a format: a pair of the pytree, with a
+    [`eqquant.QuantizedArray`][] in place of each, and an [`eqquant.Report`][] of the
+    errors that quantizing again adds, relative to the sums in floating point. Quantized
+    arrays without an adapter, such as embeddings, stay quantized in either case:
+    [`eqquant.dequantize_tree`][] decodes them.
 
     **Raises:**
 
-    `ValueError` if there is no adapter: if it was merged already.
+    `ValueError` if there is no adapter, for example because they are merged already.
     """
     choices = [
         Choice(i, site.path, None, site.leaf.in_axes, site.leaf.in_axes, None)

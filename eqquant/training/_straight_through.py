@@ -35,7 +35,7 @@ def straight_through(
 
     The value is that of `eqquant.quantize(array, format, axis=axis).dequantize()`, bit
     for bit. The derivative is the straight-through estimator (Bengio et al., arXiv
-    1308.3432). With `scales`, these are learned, too: step sizes as LSQ has them
+    1308.3432). If you pass `scales`, they get gradients, too, as the step sizes of LSQ
     (arXiv 1902.08153).
 
     !!! Example
@@ -59,13 +59,13 @@ def straight_through(
     **Arguments:**
 
     - `array`, `format`, `axis`, `check_finite`: as in [`eqquant.quantize`][].
-    - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]; start from
+    - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]. Start from
         [`eqquant.learned_scales`][]. The gradient of the array is then always clipped,
-        as in the paper, and that of a scale is divided by the square root of how many
-        values share it times the largest level.
-    - `clip`: let no gradient through where `abs(array)` exceeds the largest level of
-        its block, by more than rounding. Of use for ternary and binary; the others cut
-        nothing off.
+        as in the paper. The gradient of a scale is divided by the square root of the
+        largest level times the number of values that share the scale.
+    - `clip`: stop the gradient where `abs(array)` exceeds the largest level of its
+        block by more than rounding. This is useful for ternary and binary; the other
+        formats cut nothing off.
 
     **Returns:**
 
@@ -73,8 +73,8 @@ def straight_through(
 
     **Raises:**
 
-    As [`eqquant.quantize`][]; and `ValueError` for `scales` with a format whose levels
-    are not integers.
+    As [`eqquant.quantize`][]; and `ValueError` if `scales` are given for a format whose
+    levels are not integers.
     """
     array, format = _trainable(array, format)
     if scales is None and not clip and has_round_trip(array, format, axis):
@@ -127,8 +127,8 @@ def learned_scales(
     *,
     axis: int | Sequence[int] = -1,
 ) -> Float[Array, "*lead blocks"]:
-    """Where learned scales start: twice the mean magnitude of a block, divided by the
-    square root of the largest level (LSQ, arXiv 1902.08153, section 2.1).
+    """Scales to start learning from: twice the mean magnitude of a block, divided by
+    the square root of the largest level (LSQ, arXiv 1902.08153, section 2.1).
 
     **Arguments:**
 

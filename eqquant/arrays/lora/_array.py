@@ -16,24 +16,25 @@ from ._structure import AbstractLoraArray
 class LoraArray(AbstractLoraArray):
     """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
 
-    The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. As a
-    [`eqquant.QuantizedArray`][] it needs no wrapper where a layer multiplies, indexes
-    or transposes its weight, and [`eqquant.quaxify`][] for anything else. It is a
-    pytree whose leaves all carry the leading axes of the weight, of stacked layers.
+    The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. A layer can
+    multiply, index or transpose it without any wrapper; for anything else use
+    [`eqquant.quaxify`][]. It is a pytree. All of its leaves have the leading axes of
+    the weight, so layers can be stacked.
 
-    Made by [`eqquant.lora_tree`][], not by calling the class.
+    Make one with [`eqquant.lora_tree`][], not by calling the class.
 
     **Fields:**
 
     - `base`: the weight, quantized or floating point.
     - `a`: `(*lead, rank, *in)`, where `in` are the axes that the layer contracts.
     - `b`: `(*lead, *out, rank)`.
-    - `key`: `(*lead)`, of the dropout; `None` for none. See
+    - `key`: `(*lead)`, the key of the dropout; `None` for no dropout. See
         [`eqquant.with_dropout_key`][].
-    - `scale`: of the adapter: `alpha / rank`.
-    - `dropout`: which part of the activation is dropped where it enters the adapter.
-    - `in_axes`, `out_axes`: where they are in the weight, counted from its end, in
-        order.
+    - `scale`: the factor of the adapter, `alpha / rank`.
+    - `dropout`: the share of the activation that is dropped where it enters the
+        adapter.
+    - `in_axes`, `out_axes`: the axes `in` and `out` of the weight, counted from its
+        end, in order.
     """
 
     def dequantize(self) -> Float[Array, "..."]:

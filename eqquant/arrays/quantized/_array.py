@@ -19,27 +19,28 @@ from ._structure import AbstractQuantizedArray
 class QuantizedArray(AbstractQuantizedArray):
     """An array stored as codes and scales: `value = level(code) * scale`.
 
-    It is a pytree of exactly two leaves (three, where the scales are quantized, too:
-    [`eqquant.QuantizedScales`][]). All carry the leading axes of the array, and
-    the shape is derived from them; so slicing the leaves, stacking them, scanning over
-    them or mapping over them gives quantized arrays again.
+    It is a pytree of two leaves, or of three with double quantization
+    ([`eqquant.QuantizedScales`][]). All of them have the leading axes of the array, and
+    its shape follows from them. So you can slice the leaves, stack them, scan over them
+    and map over them, and get quantized arrays again.
 
-    Made by [`eqquant.quantize`][] or
-    [`eqquant.from_components`][], not by calling the class.
+    Make one with [`eqquant.quantize`][] or [`eqquant.from_components`][], not by
+    calling the class.
 
-    Without any wrapper it supports `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`,
-    `.reshape` and `.transpose`, which is what `eqx.nn` layers ask of a weight. For
-    anything else see [`eqquant.quaxify`][]. It never turns into a plain array behind
-    your back: a `jax.numpy` function raises a `TypeError`.
+    It needs no wrapper for `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`,
+    `.reshape`, `.transpose`, and scaling such as `0.5 * q`. That is all that layers of
+    `eqx.nn` need, except for convolutions. For anything else use [`eqquant.quaxify`][].
+    It never turns into a plain array by itself: functions of `jax.numpy` raise a
+    `TypeError`.
 
     **Fields:**
 
-    - `codes`: `(*lead, packed)`: one byte or several codes to the byte, along the
-        blocked axis, which is last.
+    - `codes`: `(*lead, packed)`: one code to a byte or several, along the blocked axis,
+        which is last.
     - `scales`: `(*lead, blocks)`.
-    - `format`: how to read them.
+    - `format`: the format of both.
     - `dtype`: the dtype of the array that they stand for.
-    - `axes`: where the blocked axes are in that array, counted from its end.
+    - `axes`: the blocked axes of that array, counted from its end.
     - `inner`: the sizes of all the blocked axes but the first.
     - `padding`: how many codes fill the partial last block.
     """
@@ -54,10 +55,10 @@ class QuantizedArray(AbstractQuantizedArray):
         if actual != expected:
             raise TypeError(
                 f"codes of {self.format!r} must be {expected}, got {actual}: an "
-                "optimiser has added to them. They are not what can be trained. Give "
-                "it what `eqx.partition(model, eqquant.trainable_mask(model))` gives; "
-                "to train beside quantized weights see `eqquant.lora_tree`, and to "
-                "train the weights themselves `eqquant.FakeQuantized`."
+                "optimiser has added to them. Codes cannot be trained. Give it the "
+                "first half of `eqx.partition(model, eqquant.trainable_mask(model))`. "
+                "To train adapters beside quantized weights use `eqquant.lora_tree`; "
+                "to train the weights themselves use `eqquant.FakeQuantized`."
             )
 
     def dequantize(self) -> Float[Array, "..."]:

@@ -23,18 +23,18 @@ def from_components(
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
 ) -> QuantizedArray:
-    """A quantized array from its parts, as a loader of checkpoints has them.
+    """Make a quantized array from its parts, for example those of a checkpoint.
 
     **Arguments:**
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
-    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; for a format that
-        quantizes them an [`eqquant.QuantizedScales`][].
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; or an
+        [`eqquant.QuantizedScales`][] with double quantization.
     - `format`: a format, or the name of one.
-    - `dtype`: of the array that they stand for.
-    - `axis`: where the blocked axis (or axes) of that array is.
-    - `size`: the length of the blocked axis; a tuple if there are several. By default,
-        for one axis, all that `codes` holds.
+    - `dtype`: the dtype of the array that they stand for.
+    - `axis`: the blocked axis (or axes) of that array.
+    - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
+        one axis, is all that `codes` holds.
 
     **Returns:**
 
@@ -42,7 +42,7 @@ def from_components(
 
     **Raises:**
 
-    `TypeError` or `ValueError` where the parts do not fit together.
+    `TypeError` or `ValueError` if the parts do not fit together.
     """
     format = as_format(format)
     dtype = jnp.dtype(dtype)

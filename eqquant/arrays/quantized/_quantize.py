@@ -47,13 +47,13 @@ def quantize(
     - `array`: a floating-point array with one axis or more.
     - `format`: a format, or the name of one: `"nf4"`, `"int8"`, `"ternary"`,
         `"binary"`.
-    - `axis`: the axis along which blocks, or the scale of a channel, run. Normally the
-        one that a product contracts: the last of a weight used as `w @ x`, as in
-        `eqx.nn`; the first of one used as `x @ w`. With several axes, scales are shared
-        over all of them, as the weight of a convolution needs; with all axes and no
-        block size there is one scale per tensor.
-    - `scales`: `(*lead, blocks)`, positive: scales that were learned or calibrated, to
-        use instead of those that the format would choose. Every value takes its nearest
+    - `axis`: the axis that shares a scale, or along which blocks run. Choose the one
+        that products contract: the last of a weight used as `w @ x`, as in `eqx.nn`;
+        the first of one used as `x @ w`. Give several axes to share scales over all of
+        them, as for the weight of a convolution. With all axes and no block size, the
+        whole array has one scale.
+    - `scales`: `(*lead, blocks)`, positive: scales to use instead of those that the
+        format would choose, for example learned ones. Every value takes its nearest
         level. `lead` are the axes of `array` that are not blocked.
     - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
         that the dtype of the scales cannot hold.
@@ -65,8 +65,8 @@ def quantize(
     **Raises:**
 
     - `TypeError` if `array` is not floating point.
-    - `ValueError` if `format`, `axis` or the shape of `scales` is not valid, or (with
-        the number of offending values) if `array` has non-finite ones. Under `jit` the
+    - `ValueError` if `format`, `axis` or the shape of `scales` is not valid, or if
+        values of `array` are not finite; the message counts them. Under `jit` the
         latter is an `eqx.error_if`, raised at run time.
     """
     format = as_format(format)
@@ -146,8 +146,7 @@ def no_problem(
 
 @typed
 def dequantize(x: Any) -> Any:
-    """The floating-point array that a quantized array stands for; anything else comes
-    back as it is."""
+    """Decode a quantized array to floating point. Anything else comes back as it is."""
     return x.dequantize() if isinstance(x, QuantizedArray) else x
 
 
