@@ -26,6 +26,7 @@ from ._compat import (
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
+    zero_of as zero_of,
     zero_tangent as zero_tangent,
 )
 from ._pipeline import pipeline as pipeline

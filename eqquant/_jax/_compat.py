@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, mlir
 
 
@@ -159,27 +162,48 @@ def shard_map_manual_axes(params: dict):
     return params["manual_axes"]
 
 
+def zero_of(var):
+    """The symbolic zero that is a tangent, or a cotangent, of a variable of a jaxpr."""
+    return SymbolicZero(var.aval.to_tangent_aval())
+
+
+def _as_rule_takes(tangents, params: dict) -> list:
+    """Tangents of which some are symbolic zeros, which few rules take."""
+    if params["symbolic_zeros"]:
+        return list(tangents)
+    return [_instantiate(t) if isinstance(t, SymbolicZero) else t for t in tangents]
+
+
+def _instantiate(zero):
+    if zero.dtype == jax.dtypes.float0:
+        return np.zeros(zero.shape, zero.dtype)
+    return jnp.zeros(zero.shape, zero.dtype)
+
+
 def custom_jvp_rule(eqn) -> Callable:
-    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat."""
-    _, jvp = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat. A tangent may
+    be a `SymbolicZero`."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    _, jvp = params["subfuns"]
 
     def rule(primals, tangents):
-        out = list(jvp.call_wrapped(*primals, *tangents))
+        out = list(jvp.call_wrapped(*primals, *_as_rule_takes(tangents, params)))
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     return rule
 
 
-def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
+def custom_vjp_rules(eqn) -> tuple[Callable, Callable]:
     """The flat forward and backward rules of a `custom_vjp_call`.
 
-    `forward(*args) -> (outputs, residuals)`; `backward(residuals, cotangents) ->`
-    a cotangent for each argument.
+    `forward(perturbed, *args) -> (outputs, residuals)`, where `perturbed` says of each
+    argument whether it is differentiated; `backward(residuals, cotangents) ->` a
+    cotangent for each argument, or None. The cotangents may be `SymbolicZero`.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     _, fwd, bwd = params["subfuns"]
 
-    def forward(*args):
+    def forward(perturbed, *args):
         pairs = [z for pair in zip(args, perturbed, strict=True) for z in pair]
         flat = list(fwd.call_wrapped(*pairs))
         _, residual_tree, forwarded = params["out_trees"]()
@@ -189,10 +213,11 @@ def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
         return flat[new:], residuals
 
     def backward(residuals, cotangents):
+        cotangents = _as_rule_takes(cotangents, params)
         out = list(bwd.call_wrapped(*residuals, *cotangents))
         if out and isinstance(out[0], list | tuple):  # From 0.11: (cotangents, aux).
             out = list(out[0])
-        return out
+        return [None if isinstance(c, ad.Zero) else c for c in out]
 
     return forward, backward
 
