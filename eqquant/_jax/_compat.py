@@ -5,6 +5,7 @@ versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,20 @@ def config(name: str) -> Any:
 
 def is_traced(x) -> bool:
     return isinstance(x, getattr(jax, "core").Tracer)  # noqa: B009
+
+
+# JAX has a mark of its own, which it does not set.
+_finished: weakref.WeakSet = weakref.WeakSet()
+
+
+def finish(tracers) -> None:
+    """Note that what `tracers` are part of is no longer traced."""
+    _finished.update(x._trace for x in tracers)
+
+
+def is_stale(x) -> bool:
+    """Whether no value can come of `x`, a tracer of what is no longer traced."""
+    return is_traced(x) and x._trace in _finished
 
 
 def zero_tangent(x):
