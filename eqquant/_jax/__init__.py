@@ -8,6 +8,7 @@ of JAX. Imports nothing of eqquant.
 from ._compat import (
     bind_equation as bind_equation,
     by_compiler as by_compiler,
+    called_jaxpr as called_jaxpr,
     config as config,
     custom_jvp_rule as custom_jvp_rule,
     custom_vjp_rules as custom_vjp_rules,

@@ -171,6 +171,11 @@ def split_scan(params: dict, args: list) -> tuple[list, list, list]:
     return consts, carry, xs
 
 
+def called_jaxpr(params: dict):
+    """That of a call. `eval_jaxpr` had another name for it before 0.11."""
+    return params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
+
+
 def shard_map_manual_axes(params: dict):
     if "newly_manual_axes" in params:  # From 0.10.2.
         return params["newly_manual_axes"]

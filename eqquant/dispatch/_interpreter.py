@@ -63,10 +63,10 @@ class Interpreter:
         jaxpr, consts = open_jaxpr(jaxpr)
         if any(map(is_stale, consts)):
             raise ValueError(
-                "quaxify: the derivative rule of a custom function closes over an array "
-                "that `quaxify` traces. The rule runs later, so, as under `jax.jit`, "
-                "the array must be an argument of the function. With diffrax's "
-                "`BacksolveAdjoint` pass weights as `args`, not in a closure."
+                "quaxify: the derivative rule of a custom function closes over an "
+                "array that `quaxify` traces. The rule runs later, so, as under "
+                "`jax.jit`, the array must be an argument of the function. With "
+                "diffrax's `BacksolveAdjoint` pass weights as `args`, not in a closure."
             )
         env = dict(zip(jaxpr.constvars, consts, strict=False))
         env.update(zip(jaxpr.invars, args, strict=True))
