@@ -8,15 +8,18 @@ of JAX. Imports nothing of eqquant.
 from ._compat import (
     bind_equation as bind_equation,
     by_compiler as by_compiler,
+    called_jaxpr as called_jaxpr,
     config as config,
     custom_jvp_rule as custom_jvp_rule,
     custom_vjp_rules as custom_vjp_rules,
     device_kind as device_kind,
     explicit_mesh_of as explicit_mesh_of,
+    finish as finish,
     frames_of as frames_of,
     has_explicit_axes as has_explicit_axes,
     is_automatically_partitioned as is_automatically_partitioned,
     is_exported as is_exported,
+    is_stale as is_stale,
     is_traced as is_traced,
     Literal as Literal,
     match_varying as match_varying,
@@ -26,6 +29,7 @@ from ._compat import (
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
+    zero_of as zero_of,
     zero_tangent as zero_tangent,
 )
 from ._pipeline import pipeline as pipeline

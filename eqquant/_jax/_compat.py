@@ -5,12 +5,16 @@ versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.extend.core as jex_core
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad, mlir
 
 
@@ -21,6 +25,20 @@ def config(name: str) -> Any:
 
 def is_traced(x) -> bool:
     return isinstance(x, getattr(jax, "core").Tracer)  # noqa: B009
+
+
+# JAX has a mark of its own, which it does not set.
+_finished: weakref.WeakSet = weakref.WeakSet()
+
+
+def finish(tracers) -> None:
+    """Note that what `tracers` are part of is no longer traced."""
+    _finished.update(x._trace for x in tracers)
+
+
+def is_stale(x) -> bool:
+    """Whether no value can come of `x`, a tracer of what is no longer traced."""
+    return is_traced(x) and x._trace in _finished
 
 
 def zero_tangent(x):
@@ -154,33 +172,59 @@ def split_scan(params: dict, args: list) -> tuple[list, list, list]:
     return consts, carry, xs
 
 
+def called_jaxpr(params: dict):
+    """That of a call. `eval_jaxpr` had another name for it before 0.11."""
+    return params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
+
+
 def shard_map_manual_axes(params: dict):
     if "newly_manual_axes" in params:  # From 0.10.2.
         return params["newly_manual_axes"]
     return params["manual_axes"]
 
 
+def zero_of(var):
+    """The symbolic zero that is a tangent, or a cotangent, of a variable of a jaxpr."""
+    return SymbolicZero(var.aval.to_tangent_aval())
+
+
+def _as_rule_takes(tangents, params: dict) -> list:
+    """Tangents of which some are symbolic zeros, which few rules take."""
+    if params["symbolic_zeros"]:
+        return list(tangents)
+    return [_instantiate(t) if isinstance(t, SymbolicZero) else t for t in tangents]
+
+
+def _instantiate(zero):
+    if zero.dtype == jax.dtypes.float0:
+        return np.zeros(zero.shape, zero.dtype)
+    return jnp.zeros(zero.shape, zero.dtype)
+
+
 def custom_jvp_rule(eqn) -> Callable:
-    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat."""
-    _, jvp = eqn.primitive.get_bind_params(eqn.params)["subfuns"]
+    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat. A tangent may
+    be a `SymbolicZero`."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    _, jvp = params["subfuns"]
 
     def rule(primals, tangents):
-        out = list(jvp.call_wrapped(*primals, *tangents))
+        out = list(jvp.call_wrapped(*primals, *_as_rule_takes(tangents, params)))
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     return rule
 
 
-def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
+def custom_vjp_rules(eqn) -> tuple[Callable, Callable]:
     """The flat forward and backward rules of a `custom_vjp_call`.
 
-    `forward(*args) -> (outputs, residuals)`; `backward(residuals, cotangents) ->`
-    a cotangent for each argument.
+    `forward(perturbed, *args) -> (outputs, residuals)`, where `perturbed` says of each
+    argument whether it is differentiated; `backward(residuals, cotangents) ->` a
+    cotangent for each argument, or None. The cotangents may be `SymbolicZero`.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     _, fwd, bwd = params["subfuns"]
 
-    def forward(*args):
+    def forward(perturbed, *args):
         pairs = [z for pair in zip(args, perturbed, strict=True) for z in pair]
         flat = list(fwd.call_wrapped(*pairs))
         _, residual_tree, forwarded = params["out_trees"]()
@@ -190,10 +234,11 @@ def custom_vjp_rules(eqn, perturbed: list[bool]) -> tuple[Callable, Callable]:
         return flat[new:], residuals
 
     def backward(residuals, cotangents):
+        cotangents = _as_rule_takes(cotangents, params)
         out = list(bwd.call_wrapped(*residuals, *cotangents))
         if out and isinstance(out[0], list | tuple):  # From 0.11: (cotangents, aux).
             out = list(out[0])
-        return out
+        return [None if isinstance(c, ad.Zero) else c for c in out]
 
     return forward, backward
 

@@ -8,7 +8,15 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax import bind_equation, frames_of, Literal, open_jaxpr, place_of
+from .._jax import (
+    bind_equation,
+    finish,
+    frames_of,
+    is_stale,
+    Literal,
+    open_jaxpr,
+    place_of,
+)
 from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
 from ._callables import substitute
 from .rules import control_rule_of, Decoded, rules_of
@@ -44,11 +52,13 @@ class Interpreter:
             fn, args, kwargs = substitute(
                 jax.tree.unflatten(treedef, filled), lambda _: next(stand_in)
             )
+            out["tracers"] = [*stand_ins, *arrays]
             results, out["treedef"] = jax.tree.flatten(fn(*args, **kwargs))
             out["static"] = [None if _is_traced(x) else x for x in results]
             return [x for x in results if _is_traced(x)]
 
         jaxpr = jax.make_jaxpr(flat)([stand_in_for(q) for q in found], dynamic)
+        finish(out["tracers"])
         results = iter(self.function(jaxpr)(*found, *dynamic))
         filled = [next(results) if x is None else x for x in out["static"]]
         return jax.tree.unflatten(out["treedef"], filled)
@@ -59,6 +69,13 @@ class Interpreter:
 
     def evaluate(self, jaxpr, *args) -> list:
         jaxpr, consts = open_jaxpr(jaxpr)
+        if any(map(is_stale, consts)):
+            raise ValueError(
+                "quaxify: the derivative rule of a custom function closes over an "
+                "array that `quaxify` traces. The rule runs later, so, as under "
+                "`jax.jit`, the array must be an argument of the function. With "
+                "diffrax's `BacksolveAdjoint` pass weights as `args`, not in a closure."
+            )
         env = dict(zip(jaxpr.constvars, consts, strict=False))
         env.update(zip(jaxpr.invars, args, strict=True))
 

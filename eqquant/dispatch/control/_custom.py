@@ -1,17 +1,17 @@
 """`custom_jvp`, `custom_vjp`, `custom_vmap`: the user's rule is kept, and interpreted.
 
-The rule sees a plain array in place of an implicit one.
+The rule sees a plain array in place of an implicit one, and is told what is
+differentiated, as it would be of plain arrays: some rules refuse anything else.
 """
 
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ..._jax import custom_jvp_rule, custom_vjp_rules
-from ...arrays import is_implicit
+from ..._jax import custom_jvp_rule, custom_vjp_rules, frames_of, place_of, zero_of
+from ...arrays import ImplicitArray, is_implicit
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
@@ -20,29 +20,39 @@ from ..rules import control_rule_for
 def _custom_jvp_call(interpreter: Interpreter, eqn, args):
     rule = custom_jvp_rule(eqn)
     fn = jax.custom_jvp(interpreter.function(eqn.params["call_jaxpr"]))
+    decode = lambda q: interpreter.dense(eqn, q)
+
+    def as_plain(var, primal, tangent):
+        if not is_implicit(primal):
+            return tangent
+        if _is_zero(tangent):
+            return zero_of(var)
+        tangent = jax.tree.map(_instantiate, primal, tangent)
+        return jax.jvp(decode, (primal,), (tangent,))[1]
+
+    def as_result(primal, tangent):
+        if not is_implicit(primal):
+            return primal, decode(tangent)
+        if isinstance(tangent, SymbolicZero):
+            return primal, jax.tree.map(SymbolicZero.from_primal_value, primal)
+        return decode(primal), decode(tangent)
 
     def jvp(primals, tangents):
-        def plain(primal, tangent):
-            if is_implicit(primal):
-                if all(isinstance(t, SymbolicZero) for t in _floating(tangent)):
-                    return jnp.zeros(primal.shape, primal.dtype)
-                decode = lambda q: interpreter.dense(eqn, q)
-                tangent = jax.tree.map(_instantiate, primal, tangent)
-                return jax.jvp(decode, (primal,), (tangent,))[1]
-            if isinstance(tangent, SymbolicZero):
-                return jnp.zeros_like(primal)
-            return tangent
-
-        tangents = [plain(p, t) for p, t in zip(primals, tangents, strict=True)]
-        return interpreter.call(rule, list(primals), tangents)
+        tangents = map(as_plain, eqn.invars, primals, tangents)
+        out = interpreter.call(rule, list(primals), list(tangents))
+        pairs = [as_result(*pair) for pair in zip(*out, strict=True)]
+        return [primal for primal, _ in pairs], [tangent for _, tangent in pairs]
 
     fn.defjvp(jvp, symbolic_zeros=True)
     return fn(*args)
 
 
-def _floating(tangent) -> list:
-    leaves = jax.tree.leaves(tangent, is_leaf=lambda x: isinstance(x, SymbolicZero))
-    return [t for t in leaves if t.dtype != jax.dtypes.float0]
+def _is_zero(tangent) -> bool:
+    """Of an implicit array: whether that of each part is zero, or of integers."""
+    leaves = jax.tree.leaves(tangent)
+    return all(
+        isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0 for t in leaves
+    )
 
 
 def _instantiate(primal, tangent):
@@ -55,19 +65,46 @@ def _instantiate(primal, tangent):
 @control_rule_for("custom_vjp_call")
 def _custom_vjp_call(interpreter: Interpreter, eqn, args):
     body = interpreter.function(eqn.params["call_jaxpr"])
-    plain = [not is_implicit(x) for x in args]
-    forward, backward = custom_vjp_rules(eqn, plain)
+    forward, backward = custom_vjp_rules(eqn)
     fn = jax.custom_vjp(lambda *args: body(*args))
+    decode = lambda q: interpreter.dense(eqn, q)
 
     def fwd(*args):
-        return interpreter.call(forward, *args)
+        perturbed = [any(leaf.perturbed for leaf in jax.tree.leaves(x)) for x in args]
+        args = jax.tree.map(lambda leaf: leaf.value, args)
+        out, residuals = interpreter.call(forward, perturbed, *args)
+        both = zip(args, perturbed, strict=True)
+        weights = [x if p and is_implicit(x) else None for x, p in both]
+        return out, (residuals, weights)
+
+    def as_plain(var, cotangent):
+        if not isinstance(cotangent, ImplicitArray):
+            return cotangent
+        if _is_zero(cotangent):
+            return zero_of(var)
+        raise NotImplementedError(
+            f"{eqn.primitive.name} (at {place_of(frames_of(eqn))}) returns a quantized array "
+            "through which a gradient flows, and its backward rule takes only the "
+            "gradient of the array in full. Dequantize the array before the function "
+            "returns it, or apply `jax.lax.stop_gradient` to the result."
+        )
+
+    def as_parts(weight, cotangent):
+        if weight is None or cotangent is None:
+            return cotangent
+        return jax.vjp(decode, weight)[1](cotangent)[0]
 
     def bwd(residuals, cotangents):
-        out = interpreter.call(backward, residuals, list(cotangents))
-        # A quantized array has no cotangent.
-        return tuple(c if p else None for c, p in zip(out, plain, strict=True))
+        residuals, weights = residuals
+        cotangents = list(map(as_plain, eqn.outvars, cotangents))
+        out = map(decode, interpreter.call(backward, residuals, cotangents))
+        quantized = [is_implicit(x) for x in args]
+        return tuple(
+            None if q and weight is None else as_parts(weight, c)
+            for q, weight, c in zip(quantized, weights, out, strict=True)
+        )
 
-    fn.defvjp(fwd, bwd)
+    fn.defvjp(fwd, bwd, symbolic_zeros=True)
     return fn(*args)
 
 

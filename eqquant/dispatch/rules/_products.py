@@ -120,7 +120,41 @@ def _ragged_dot_general(
 
 
 @rule_for(lax.conv_general_dilated_p)
-def _conv_general_dilated(
+def _conv_general_dilated(lhs, rhs, **params):
+    params = {name: params[name] for name in _CONV_PARAMS}
+    try:
+        return _convolution_program(lhs, rhs, **params)
+    except _NoProduct:
+        return _convolution(lhs, rhs, **params)
+
+
+class _NoProduct(Exception):
+    """Nothing that a program could return."""
+
+
+_CONV_PARAMS = (
+    "window_strides",
+    "padding",
+    "lhs_dilation",
+    "rhs_dilation",
+    "dimension_numbers",
+    "feature_group_count",
+    "batch_group_count",
+    "precision",
+    "preferred_element_type",
+)
+
+
+# One program, also where it is called eagerly.
+@ft.partial(jax.jit, static_argnames=_CONV_PARAMS, inline=True)
+def _convolution_program(lhs, rhs, **params):
+    out = _convolution(lhs, rhs, **params)
+    if out is NotImplemented or isinstance(out, Decoded):
+        raise _NoProduct
+    return out
+
+
+def _convolution(
     lhs,
     rhs,
     *,
@@ -133,7 +167,6 @@ def _conv_general_dilated(
     batch_group_count,
     precision,
     preferred_element_type,
-    **_,
 ):
     """A convolution as a product with the patches of its input."""
     if isinstance(lhs, ImplicitArray) or batch_group_count != 1:
