@@ -82,8 +82,9 @@ def _custom_vjp_call(interpreter: Interpreter, eqn, args):
             return cotangent
         if _is_zero(cotangent):
             return zero_of(var)
+        place = place_of(frames_of(eqn))
         raise NotImplementedError(
-            f"{eqn.primitive.name} (at {place_of(frames_of(eqn))}) returns a quantized array "
+            f"{eqn.primitive.name} (at {place}) returns a quantized array "
             "through which a gradient flows, and its backward rule takes only the "
             "gradient of the array in full. Dequantize the array before the function "
             "returns it, or apply `jax.lax.stop_gradient` to the result."
