@@ -140,6 +140,14 @@ class ImplicitArray(eqx.Module):
         dtype, and one element along each blocked axis. Along another it may, and it may
         lack leading axes."""
 
+    def put(
+        self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
+    ) -> Any:
+        """`fn(part, new)`, which puts `new` into a part along the axes that are not
+        blocked. `new` is the part of `rows`, which have the blocked axes whole, counted
+        from the end as here."""
+        return NotImplemented
+
     @abc.abstractmethod
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """A tree of the same structure, of a `PartitionSpec` for each part, that split

@@ -1,18 +1,19 @@
 """The quantized array."""
 
 import functools as ft
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import wadler_lindig as wl
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of
-from ...formats import codes_per_byte, unpack
+from ...formats import codes_per_byte, gather_scales, unpack
 from ._contraction import contract
+from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
 
 
@@ -65,6 +66,22 @@ class QuantizedArray(AbstractQuantizedArray):
         """The array that this one stands for, in floating point."""
         self.check_whole()
         return _dequantize(self)
+
+    def put(
+        self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
+    ) -> Any:
+        if rows.ndim < -min(self.axes) or not rows.size:
+            return NotImplemented
+        if any(rows.shape[axis] != self.shape[axis] for axis in self.axes):
+            return NotImplemented
+        self.check_whole()
+        rows = rows.astype(self.dtype)
+        codes, scales, _ = encode_rows(rows, self.format, self.axes, chunked=False)
+        # A row that is not finite is NaN, as a check under `jit` would cost more.
+        finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]
+        mark = lambda part, nan: part if nan is None else jnp.where(finite, part, nan)
+        new = self.replace(codes=codes, scales=gather_scales(mark, scales, jnp.nan))
+        return jax.tree.map(lambda part, n: fn(part, n.astype(part.dtype)), self, new)
 
     @property
     def rounds_activations(self) -> bool:

@@ -1,6 +1,10 @@
 """What each JAX primitive does when an operand is an implicit array."""
 
-from . import _products as _products, _structural as _structural
+from . import (
+    _products as _products,
+    _structural as _structural,
+    _updates as _updates,
+)
 from ._registry import (
     control_rule_for as control_rule_for,
     control_rule_of as control_rule_of,

@@ -28,7 +28,9 @@ def _squeeze(q, *, dimensions, **_):
 def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions, **_):
     if dynamic:
         return NotImplemented
-    return q.broadcast_in_dim(shape, broadcast_dimensions)
+    # Batching makes some of them integers of NumPy.
+    dimensions = [int(axis) for axis in broadcast_dimensions]
+    return q.broadcast_in_dim(shape, dimensions)
 
 
 @rule_for(lax.slice_p)

@@ -1,0 +1,58 @@
+"""Primitives that replace rows: the new ones are quantized, the others stay.
+
+So a quantized array can be a cache, which a loop carries and appends to.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...arrays import ImplicitArray
+from ._registry import register_names, rule_for
+
+
+@rule_for(lax.dynamic_update_slice_p)
+def _dynamic_update_slice(q, rows, *start, **_):
+    if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
+        return NotImplemented
+    lead = [start[axis] for axis in range(q.ndim) if axis not in q.blocked_axes]
+    first = [jnp.asarray(i) for i in (*lead, 0)]
+    dtype = jnp.result_type(*first)
+    first = [i.astype(dtype) for i in first]
+    return q.put(rows, lambda part, new: lax.dynamic_update_slice(part, new, first))
+
+
+@register_names("scatter")
+def _scatter(q, indices, rows, *, dimension_numbers, update_jaxpr=None, **params):
+    """`q.at[indices].set(rows)`, of whole rows."""
+    numbers = dimension_numbers
+    if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
+        return NotImplemented
+    n = q.whole_axes
+    if n is None or isinstance(indices, ImplicitArray):
+        return NotImplemented
+    whole = range(q.ndim - n, q.ndim)
+    if {*numbers.inserted_window_dims, *numbers.operand_batching_dims} & set(whole):
+        return NotImplemented
+    # The window keeps the order of its axes, so the whole ones are last in it.
+    window = numbers.update_window_dims
+    if window[len(window) - n :] != tuple(range(rows.ndim - n, rows.ndim)):
+        return NotImplemented
+    # A whole axis is put at its start, whatever the index says.
+    starts = [
+        i
+        for i, axis in enumerate(numbers.scatter_dims_to_operand_dims)
+        if axis not in whole
+    ]
+    numbers = numbers._replace(
+        update_window_dims=(*window[: len(window) - n], rows.ndim - n),
+        scatter_dims_to_operand_dims=tuple(
+            numbers.scatter_dims_to_operand_dims[i] for i in starts
+        ),
+    )
+    indices = indices[..., jnp.asarray(starts, int)]
+    how = {name: params[name] for name in ("indices_are_sorted", "unique_indices")}
+
+    def scatter(part, new):
+        return lax.scatter(part, indices, new, numbers, mode=params["mode"], **how)
+
+    return q.put(rows, scatter)
