@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4
+from eqquant import Int8, NF4
 from helpers import (
     assert_close,
     DEFAULT_FORMATS,
@@ -20,7 +20,6 @@ from helpers import (
     TOLERANCE,
 )
 from jax import lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 FLOATS = [jnp.float32, jnp.bfloat16, jnp.float16]
@@ -330,84 +329,3 @@ def test_temporaries_are_a_fraction_of_the_weight(default_format, normal):
     for fn in (lambda x, q: x @ q.T, gradient):
         memory = jax.jit(fn).lower(x, q).compile().memory_analysis()
         assert memory.temp_size_in_bytes < 4 * q.size / 2
-
-
-#
-# Meshes
-#
-
-
-# With blocks and without; how codes are split does not depend on what they are.
-BOTH = [NF4(), Binary()]
-
-
-def mesh_of(kind):
-    return jax.make_mesh((8,), ("x",), axis_types=(kind,))
-
-
-SPECS = {
-    "weight by rows": (P(), P("x", None), P(None, "x")),
-    "weight by columns": (P(None, "x"), P(None, "x"), P()),
-}
-
-
-@pairs("default_format, check_vma, how", BOTH, [True, False], SPECS)
-def test_shard_map(default_format, check_vma, how, normal):
-    format = dataclasses.replace(default_format, block_size=64, precision="highest")
-    q, w = make(normal, format, 16, 512)
-    x, ct = normal(4, 512), normal(4, 16)
-    mesh = mesh_of(AxisType.Auto)
-    x_spec, w_spec, y_spec = SPECS[how]
-
-    def local(x, w):
-        y = x @ w.T
-        return lax.psum(y, "x") if how == "weight by columns" else y
-
-    def loss(x, w, specs):
-        f = jax.shard_map(
-            local,
-            mesh=mesh,
-            in_specs=(x_spec, specs),
-            out_specs=y_spec,
-            check_vma=check_vma,
-        )
-        return jnp.sum(f(x, w) * ct)
-
-    split = jax.tree.map(lambda _: w_spec, q)
-    expected, gradient = jax.value_and_grad(lambda x: jnp.sum(x @ w.T * ct))(x)
-    value, got = jax.value_and_grad(loss)(x, q, split)
-    assert relative(value, expected) < 1e-5
-    if check_vma:
-        assert relative(got, gradient) < 1e-5  # Not twice, nor an eighth.
-
-
-@pairs("default_format, w_spec", BOTH, [P("x"), P(None, "x")])
-def test_automatic_partitioning(default_format, w_spec, normal):
-    format = dataclasses.replace(default_format, block_size=64)
-    q, w = make(normal, format, 16, 512)
-    x = normal(4, 512)
-    split = jax.device_put(q, NamedSharding(mesh_of(AxisType.Auto), w_spec))
-    gradient = jax.jit(jax.value_and_grad(lambda x, w: jnp.sum(jnp.sin(x @ w.T))))
-    for a, b in zip(gradient(x, split), gradient(x, w), strict=True):
-        assert relative(a, b) < TOLERANCE["high"]
-
-
-@pairs(
-    "default_format, specs",
-    BOTH,
-    [(P(), P("x"), P(None, "x")), (P("x"), P(), P("x", None))],
-)
-def test_explicit_axes(default_format, specs, normal):
-    x_spec, w_spec, expected = specs
-    mesh = mesh_of(AxisType.Explicit)
-    q, w = make(normal, default_format, 16, 512)
-    x = normal(8, 512)
-    y, gradient = x @ w.T, jax.grad(lambda x: jnp.sum(jnp.sin(x @ w.T)))(x)
-    with jax.set_mesh(mesh):
-        split = jax.device_put(q, NamedSharding(mesh, w_spec))
-        rows = jax.device_put(x, NamedSharding(mesh, x_spec))
-        got = jax.jit(lambda x, q: x @ q.T)(rows, split)
-        assert jax.typeof(got).sharding.spec == expected
-        pulled = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))(rows, split)
-    assert relative(got, y) < TOLERANCE["high"]
-    assert relative(pulled, gradient) < 1e-3  # Through the sine of what is not small.
