@@ -15,7 +15,6 @@ from ._compat import (
     device_kind as device_kind,
     explicit_mesh_of as explicit_mesh_of,
     finish as finish,
-    frames_of as frames_of,
     has_explicit_axes as has_explicit_axes,
     is_automatically_partitioned as is_automatically_partitioned,
     is_exported as is_exported,
@@ -35,4 +34,4 @@ from ._compat import (
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed
-from ._warn import place_of as place_of, warn as warn
+from ._warn import source_of as source_of, warn as warn

@@ -144,8 +144,8 @@ def bind_equation(eqn, args) -> list:
 
 
 def frames_of(eqn) -> list[str]:
-    """Where an equation comes from, the innermost frame first, without those of JAX:
-    `file:line (function)`. None if it was traced where nobody is."""
+    """The frames in which an equation was traced, as `file:line (function)`, without
+    those of JAX, the innermost first. Empty if they are not known."""
     try:
         from jax._src import source_info_util
 

@@ -3,6 +3,8 @@
 import sys
 import warnings
 
+from ._compat import frames_of
+
 
 _internal = ("eqquant", "jax", "equinox", "jaxtyping", "beartype", "contextlib")
 # Python's own filter shows a warning once for each place, but forgets what it has shown
@@ -21,12 +23,12 @@ def _user_frame():
     return frame
 
 
-def place_of(frames: list[str]) -> str:
-    """The first of some frames, `file:line (function)`, that is the user's; if there is
-    none, the one that is running."""
+def source_of(eqn) -> str:
+    """Where in the user's code an equation comes from, `file:line (function)`; if that
+    is not known, the user's code that is running."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _internal]
     folders = tuple(f.removesuffix("__init__.py") for f in files if f)
-    for frame in frames:
+    for frame in frames_of(eqn):
         if not frame.startswith(folders):
             return frame
     frame = _user_frame()

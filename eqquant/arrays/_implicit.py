@@ -135,17 +135,15 @@ class ImplicitArray(eqx.Module):
         """As `lax.concatenate`, with others of the same structure after this one."""
 
     @abc.abstractmethod
-    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
-        """As `fn(array, factor)`, a product or a quotient. The factor has the same
-        dtype, and one element along each blocked axis. Along another it may, and it may
-        lack leading axes."""
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
+        """[`scaled`][], by a factor with as many axes as the array. Each has one
+        element, or as many as that axis of the array."""
 
     def put(
         self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
     ) -> Any:
-        """`fn(part, new)`, which puts `new` into a part along the axes that are not
-        blocked. `new` is the part of `rows`, which have the blocked axes whole, counted
-        from the end as here."""
+        """Replace whole rows. `rows` has the blocked axes, counted from the end. It is
+        split into the same parts, and `fn(part, new)` puts each of them in place."""
         return NotImplemented
 
     @abc.abstractmethod
@@ -220,6 +218,17 @@ class ImplicitArray(eqx.Module):
         if self.ndim - len(dimensions) < 2 or blocked:
             return jnp.squeeze(self.dequantize(), tuple(dimensions))
         return self.drop_axes(dimensions)
+
+    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+        """`fn(array, factor)`, a product or a quotient. The factor has the dtype of the
+        array, broadcasts to its shape, and is constant along the blocked axes."""
+        if factor.ndim > self.ndim:
+            return NotImplemented
+        factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
+        sizes = zip(factor.shape, self.shape, strict=True)
+        if any(n not in (1, size) for n, size in sizes):
+            return NotImplemented
+        return self.scale_parts(factor, fn)
 
     def swapaxes(self, axis1: int, axis2: int):
         """As `jnp.swapaxes`: exact."""

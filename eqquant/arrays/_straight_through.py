@@ -81,8 +81,8 @@ class StraightThroughArray(ArrayOperators):
     reverse = _on_both("reverse")
     drop_axes = _on_both("drop_axes")
 
-    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
-        q = self.q.scaled(lax.stop_gradient(factor), fn)
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
+        q = self.q.scale_parts(lax.stop_gradient(factor), fn)
         if q is NotImplemented:
             return NotImplemented
         # The derivative with respect to the factor is the rounded array.

@@ -8,15 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax import (
-    bind_equation,
-    finish,
-    frames_of,
-    is_stale,
-    Literal,
-    open_jaxpr,
-    place_of,
-)
+from .._jax import bind_equation, finish, is_stale, Literal, open_jaxpr, source_of
 from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
 from ._callables import substitute
 from .rules import control_rule_of, Decoded, rules_of
@@ -110,7 +102,7 @@ class Interpreter:
         the policy has it."""
         if not is_implicit(x):
             return x
-        what = f"`{eqn.primitive.name}` (at {place_of(frames_of(eqn))})"
+        what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
         return materialise(x, what, self.policy)
 
 

@@ -175,5 +175,5 @@ def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | No
 
 
 def stored_bytes(size: int, format: Format) -> float:
-    """Of a row of so many elements."""
+    """Bytes of one row of so many elements, with its scales and padding."""
     return format.padded(size) * format.bits / 8 + format.scale_bytes(size)

@@ -75,7 +75,16 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
     (of a subclass, too), the name of one of its arrays, and that array. It returns an
     [`eqquant.Weight`][]; a string, the reason why the array cannot be chosen; or `None`
     for what is no weight. The function registered last goes first.
+
+    **Raises:**
+
+    `TypeError` if an argument is neither a class nor a string.
     """
+    for layer in layers:
+        if not isinstance(layer, type | str):
+            raise TypeError(
+                f"register_weights: expected classes, or their names, got {layer!r}."
+            )
 
     def decorator(convention: Callable) -> Callable:
         _conventions.extend((layer, convention) for layer in layers)
@@ -162,7 +171,7 @@ def _dictionary(layer, name, array):
     if name in _kernels and array.ndim >= 2:
         get = layer.get if isinstance(layer, Mapping) else vars(layer).get
         found = (get(bias) for bias in _biases)
-        return kernel(array, next((b for b in found if b is not None), None))
+        return _kernel(array, next((b for b in found if b is not None), None))
     return None
 
 
@@ -170,19 +179,20 @@ def _dictionary(layer, name, array):
 def _stax(layer, name, array):
     """A pair of a kernel and its bias."""
     if name == "0" and len(layer) == 2 and _put_out(array, layer[1]) == 1:
-        return kernel(array, layer[1])
+        return _kernel(array, layer[1])
     return None
 
 
 def _put_out(array, bias) -> int:
-    """How many axes of a kernel a bias has, which are those that it puts out."""
+    """How many axes go out of a kernel: the last ones, which its bias has as well. 0 if
+    the bias does not tell."""
     out = tuple(getattr(bias, "shape", ()))
     while len(out) > 1 and out[0] == 1:
         out = out[1:]
     return len(out) if out == tuple(array.shape[1:])[-len(out) :] else 0
 
 
-def kernel(array, bias) -> Weight | str:
+def _kernel(array, bias) -> Weight | str:
     """Which axes come in: the bias tells those that go out."""
     shape, ndim = tuple(array.shape), array.ndim
     if out := _put_out(array, bias):

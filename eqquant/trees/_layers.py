@@ -22,8 +22,8 @@ def _is_convolution(x: Any) -> bool:
 
 
 def match_layers(model: Any) -> Any:
-    """The model with the layers of which the weight is quantized in the dispatcher, and
-    the others as they were written."""
+    """The model, in which convolutions with a quantized weight call themselves in the
+    dispatcher, and all others are plain."""
     return jax.tree.map(
         lambda x: _match(x) if _is_convolution(x) else x, model, is_leaf=_is_convolution
     )

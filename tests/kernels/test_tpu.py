@@ -133,7 +133,8 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
 @pairs(
     "kind, format, operand",
     ["TPU v5e", "TPU7x", "TPU v4", "TPU v6e"],
-    [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)],
+    [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)]
+    + [slow(f) for f in (Int8(), Ternary(), Binary(block_size=256))],
     [(8, "float32"), (40, "bfloat16")],
 )
 def test_what_each_chip_does(kind, format, operand, monkeypatch):

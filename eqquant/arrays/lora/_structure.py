@@ -258,13 +258,8 @@ class AbstractLoraArray(ArrayOperators):
         }
         return self.replace(base=base, **parts)
 
-    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
         """The base, and that part of the adapter which has the axes of the factor."""
-        if factor.ndim > self.ndim:
-            return NotImplemented
-        factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
-        if any(n not in (1, m) for n, m in zip(factor.shape, self.shape, strict=True)):
-            return NotImplemented
         varies = {axis for axis, n in enumerate(factor.shape) if n > 1}
         for name in ("b", "a"):
             axes = self.axes_of_parts[name]

@@ -77,7 +77,7 @@ class QuantizedArray(AbstractQuantizedArray):
         self.check_whole()
         rows = rows.astype(self.dtype)
         codes, scales, _ = encode_rows(rows, self.format, self.axes, chunked=False)
-        # A row that is not finite is NaN, as a check under `jit` would cost more.
+        # A row that is not finite becomes NaN: a check under `jit` would cost more.
         finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]
         mark = lambda part, nan: part if nan is None else jnp.where(finite, part, nan)
         new = self.replace(codes=codes, scales=gather_scales(mark, scales, jnp.nan))

@@ -228,16 +228,11 @@ class AbstractQuantizedArray(ArrayOperators):
         lead = self._lead_index(dimension)
         return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
 
-    def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
         """On the scales: in float32 or more, as a product may not fit into less."""
-        if factor.ndim > self.ndim:
-            return NotImplemented
-        factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
         if any(factor.shape[axis] != 1 for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
-        if any(factor.shape[i] not in (1, self.shape[i]) for i in lead):
-            return NotImplemented
         factor = jnp.transpose(factor, (*lead, *self.blocked_axes))
         factor = factor.reshape(*factor.shape[: len(lead)], 1)
         dtype = jnp.promote_types(self.scales.dtype, jnp.float32)

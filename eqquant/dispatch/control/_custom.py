@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from ..._jax import custom_jvp_rule, custom_vjp_rules, frames_of, place_of, zero_of
+from ..._jax import custom_jvp_rule, custom_vjp_rules, source_of, zero_of
 from ...arrays import ImplicitArray, is_implicit
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
@@ -82,9 +82,8 @@ def _custom_vjp_call(interpreter: Interpreter, eqn, args):
             return cotangent
         if _is_zero(cotangent):
             return zero_of(var)
-        place = place_of(frames_of(eqn))
         raise NotImplementedError(
-            f"{eqn.primitive.name} (at {place}) returns a quantized array "
+            f"{eqn.primitive.name} (at {source_of(eqn)}) returns a quantized array "
             "through which a gradient flows, and its backward rule takes only the "
             "gradient of the array in full. Dequantize the array before the function "
             "returns it, or apply `jax.lax.stop_gradient` to the result."

@@ -2,6 +2,7 @@
 
 from . import (
     _products as _products,
+    _scaling as _scaling,
     _structural as _structural,
     _updates as _updates,
 )

@@ -1,4 +1,4 @@
-"""Primitives that move values about, or scale them: on the parts."""
+"""Primitives that move values about: exact, on the parts."""
 
 import jax
 import jax.numpy as jnp
@@ -149,26 +149,6 @@ def _select_n(which, *cases, **_):
     if len({jax.tree.structure(q) for q in cases}) > 1:
         return NotImplemented
     return jax.tree.map(lambda *parts: lax.select_n(which, *parts), *cases)
-
-
-@rule_for(lax.mul_p)
-def _mul(a, b, **_):
-    if isinstance(a, ImplicitArray) and isinstance(b, ImplicitArray):
-        return NotImplemented
-    q, factor = (a, b) if isinstance(a, ImplicitArray) else (b, a)
-    return q.scaled(jnp.asarray(factor))
-
-
-@rule_for(lax.div_p)
-def _div(a, b, **_):
-    if isinstance(b, ImplicitArray):
-        return NotImplemented
-    return a.scaled(jnp.asarray(b), lax.div)
-
-
-@rule_for(lax.neg_p)
-def _neg(q, **_):
-    return q.scaled(jnp.asarray(-1, q.dtype))
 
 
 @register_names("copy", "copy_p")

@@ -30,26 +30,17 @@ def _scatter(q, indices, rows, *, dimension_numbers, update_jaxpr=None, **params
     n = q.whole_axes
     if n is None or isinstance(indices, ImplicitArray):
         return NotImplemented
-    whole = range(q.ndim - n, q.ndim)
-    if {*numbers.inserted_window_dims, *numbers.operand_batching_dims} & set(whole):
+    whole = set(range(q.ndim - n, q.ndim))
+    indexed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
+    if whole & (indexed | {*numbers.scatter_dims_to_operand_dims}):
         return NotImplemented
     # The window keeps the order of its axes, so the whole ones are last in it.
     window = numbers.update_window_dims
     if window[len(window) - n :] != tuple(range(rows.ndim - n, rows.ndim)):
         return NotImplemented
-    # A whole axis is put at its start, whatever the index says.
-    starts = [
-        i
-        for i, axis in enumerate(numbers.scatter_dims_to_operand_dims)
-        if axis not in whole
-    ]
     numbers = numbers._replace(
-        update_window_dims=(*window[: len(window) - n], rows.ndim - n),
-        scatter_dims_to_operand_dims=tuple(
-            numbers.scatter_dims_to_operand_dims[i] for i in starts
-        ),
+        update_window_dims=(*window[: len(window) - n], rows.ndim - n)
     )
-    indices = indices[..., jnp.asarray(starts, int)]
     how = {name: params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     def scatter(part, new):

@@ -1,0 +1,27 @@
+"""Products with what is constant along the blocked axes: on the parts."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from ...arrays import ImplicitArray
+from ._registry import rule_for
+
+
+@rule_for(lax.mul_p)
+def _mul(a, b, **_):
+    if isinstance(a, ImplicitArray) and isinstance(b, ImplicitArray):
+        return NotImplemented
+    q, factor = (a, b) if isinstance(a, ImplicitArray) else (b, a)
+    return q.scaled(jnp.asarray(factor))
+
+
+@rule_for(lax.div_p)
+def _div(a, b, **_):
+    if isinstance(b, ImplicitArray):
+        return NotImplemented
+    return a.scaled(jnp.asarray(b), lax.div)
+
+
+@rule_for(lax.neg_p)
+def _neg(q, **_):
+    return q.scaled(jnp.asarray(-1, q.dtype))
