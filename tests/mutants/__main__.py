@@ -13,6 +13,7 @@ import concurrent.futures
 import hashlib
 import itertools
 import json
+import os
 import pathlib
 import queue
 import shutil
@@ -48,6 +49,16 @@ def content(about: dict) -> tuple[str, str]:
     return about["file"], "\n".join(lines)
 
 
+_times = itertools.count(1)
+
+
+def put(path: pathlib.Path, source: str) -> None:
+    """Python tells bytecode apart by the second and the size of its source. So each
+    mutant has a second of its own."""
+    path.write_text(source)
+    os.utime(path, (next(_times),) * 2)
+
+
 def within(tests: list[dict], seconds: float) -> list[dict]:
     """The first of them that take so long together."""
     ends = itertools.accumulate(test["seconds"] for test in tests)
@@ -59,12 +70,12 @@ def try_one(mutant: Mutant, suite: Suite, copy: pathlib.Path, patience: float) -
     name = mutant.about["file"]
     tests = suite.noticing(ROOT / name, name, mutant.about["line"])
     tests = within(tests, patience)
-    (copy / name).write_text(mutant.source)
+    put(copy / name, mutant.source)
     by_fast = killer([test for test in tests if not test["slow"]], copy)
     by_slow = None
     if by_fast is None:
         by_slow = killer([test for test in tests if test["slow"]], copy)
-    shutil.copyfile(ROOT / name, copy / name)
+    put(copy / name, (ROOT / name).read_text())
     return mutant.about | {
         "killed": "fast" if by_fast else "slow" if by_slow else "no",
         "by": by_fast or by_slow,

@@ -23,9 +23,7 @@ def read_json_lines(path: pathlib.Path) -> list[dict]:
 def _run(command: list, copy: pathlib.Path, limit: int | None, **env: str):
     """The exit status and the output. No status if it takes over `limit` seconds of
     the CPU, which other programs do not change, or a multiple of these by the clock."""
-    # No bytecode: Python tells it apart by the second and the size of its source, and
-    # one mutant may share both with the next.
-    ours = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    ours = {"PYTHONPATH": str(copy)}
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
         cwd=copy,
