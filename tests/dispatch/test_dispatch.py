@@ -213,6 +213,15 @@ def test_convolutions(how, default_format, normal):
     check(lambda q, x: lax.conv_general_dilated(x, q, **kwargs), q, normal(2, 6, 9, 8))
 
 
+@pytest.mark.parametrize(
+    "format", [eqquant.Int8(), eqquant.NF4(block_size=16)], ids=repr
+)
+def test_one_of_several_blocked_axes_of_a_stack(format, normal):
+    q = eqquant.quantize(normal(3, 8, 4, 16), format, axis=(2, 3))
+    fn = lambda q, x: jnp.einsum("sbk,soik->sboi", x, q)
+    check(fn, q, normal(3, 2, 16))
+
+
 def test_grouped_and_channels_last_convolutions(default_format, normal):
     q = eqquant.quantize(normal(8, 3, 3, 3), default_format, axis=(1, 2, 3))
     grouped = lambda q, x: lax.conv_general_dilated(
