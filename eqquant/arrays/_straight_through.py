@@ -91,8 +91,7 @@ class StraightThroughArray(ArrayOperators):
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         count = self.whole_axes
         assert count is not None
-        none = None if fill is None else 0
-        master = plain.gather(fn, self.master, count, none)
+        master = plain.gather(fn, self.master, count, fill)
         return StraightThroughArray(master, self.q.gather(fn, fill))
 
     def concatenate(self, others: Sequence["StraightThroughArray"], dimension: int):

@@ -281,3 +281,17 @@ def test_dropout_of_stacked_layers(normal):
     assert_close(batched(layers.weight, xs), each)
     other = eqquant.with_dropout_key(layers, jax.random.key(5))
     assert relative(lax.scan(step, x, eqx.filter(other, eqx.is_array))[0], got) > 1e-2
+
+
+def test_matrices_that_share_an_activation_share_its_mask(normal):
+    w, x = stacked("nf4", dropout=0.5).weight, normal(53)
+    got = strict(lambda w, x: jnp.einsum("lnk,k->ln", w, x))(w, x)
+    key = w[0].key
+    assert_close(got, jnp.stack([w[i].replace(key=key) @ x for i in range(3)]))
+
+
+def test_products_have_the_dtype_that_is_asked_for(normal):
+    w, x = array("nf4", normal(24, 64)), normal(3, 64)
+    assert w.contract(x, [(1, 1)]).dtype == jnp.float32
+    narrow = w.contract(x, [(1, 1)], out_dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16

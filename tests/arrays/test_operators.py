@@ -94,6 +94,10 @@ def test_scaling_with_what_differs_within_a_block_is_an_error(normal):
     for fn in (op.mul, op.truediv):
         with pytest.raises(TypeError):
             fn(q, "a")
+    with pytest.raises(TypeError, match=r"with an array of shape \(1, 64\)"):
+        q * w[:1]
+    with pytest.raises(TypeError, match="with 1j"):
+        q * 1j
 
 
 REFUSED = {

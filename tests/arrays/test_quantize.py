@@ -328,3 +328,15 @@ def test_under_jit_either_part_alone_carries_the_error(part):
     only = eqx.filter_jit(lambda w: getattr(eqquant.quantize(w, "nf4"), part))
     with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
         only(w)
+
+
+@pytest.mark.parametrize(
+    "format", [eqquant.NF4(), eqquant.Int8(block_size=32)], ids=repr
+)
+def test_scales_that_are_given(format, normal):
+    w = normal(3, 5, 128)
+    q = eqquant.quantize(w, format)
+    assert_identical(eqquant.quantize(w, format, scales=q.scales), q)
+    for bad in (0.0, -0.5, jnp.nan):
+        with pytest.raises(ValueError, match="positive and finite"):
+            eqquant.quantize(w, format, scales=q.scales.at[1, 2, 0].set(bad))

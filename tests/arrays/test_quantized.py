@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4
-from helpers import assert_identical, relative
+from helpers import assert_close, assert_identical, relative, strict
+from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 
@@ -301,3 +302,37 @@ def test_a_format_is_part_of_the_structure(normal):
     count = jax.jit(lambda q: traces.append(0) or q.scales)
     count(a), count(a), count(b)
     assert len(traces) == 2
+
+
+def test_indices_are_bounded_by_their_own_axis(normal):
+    q = eqquant.quantize(normal(2, 5, 64), "nf4")
+    assert_identical(q[1, 4], q.dequantize()[1, 4])
+    for index in ((0, 5), (0, -6), (2, 0)):
+        with pytest.raises(IndexError, match="out of bounds"):
+            q[index]
+
+
+def test_a_part_of_one_block_is_decoded(normal):
+    q = eqquant.quantize(normal(8, 32), eqquant.Int8(block_size=32))
+    cut = lambda q: lax.slice(q, (0, 0), (8, 16))
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(cut)(q)
+    decoded = eqquant.quaxify(cut, on_materialise="allow")(q)
+    assert_identical(decoded, q.dequantize()[:, :16])
+
+
+def test_stacks_from_both_sides(normal):
+    q = eqquant.quantize(normal(3, 24, 64), "int8")
+    for x, product in (
+        (normal(3, 5, 24), lambda a, q: a @ q),
+        (normal(3, 64, 5), lambda a, q: q @ a),
+    ):
+        assert_close(product(x, q), product(x, q.dequantize()))
+
+
+def test_what_decodes_does_not_round_activations(normal):
+    q = eqquant.quantize(normal(4, 8, 64), "int8", axis=0)
+    x = normal(4, 64, 3)
+    with pytest.warns(eqquant.MaterialiseWarning):
+        got = q @ x
+    assert_identical(got, q.dequantize() @ x)

@@ -3,8 +3,9 @@
 import eqquant
 import jax
 import jax.numpy as jnp
+import pytest
 from eqquant.arrays import StraightThroughArray
-from helpers import assert_identical
+from helpers import assert_identical, strict
 from jax.sharding import AxisType, PartitionSpec as P
 
 
@@ -36,3 +37,18 @@ def test_it_rounds_activations_as_what_it_is_quantized_to_does(normal):
     assert rounds.rounds_activations
     x = normal(3, 64)
     assert_identical(rounds.contract(x, [(1, 1)]), rounds.q.contract(x, [(1, 1)]))
+
+
+@pytest.mark.parametrize("fill", [None, 0.0, jnp.nan])
+def test_what_is_out_of_bounds_is_filled_in_both_parts(fill, normal):
+    w = make(normal(4, 3, 64))
+    take = lambda w: w.at[jnp.array([1, 9])].get(mode="fill", fill_value=fill)
+    taken = strict(take)(w)
+    assert_identical(taken.master, take(w.master))
+    assert_identical(taken.dequantize(), take(w.dequantize()))
+
+
+def test_products_have_the_dtype_that_is_asked_for(normal):
+    w, x = make(normal(4, 64, dtype=jnp.bfloat16)), normal(3, 64, dtype=jnp.bfloat16)
+    assert w.contract(x, [(1, 1)]).dtype == jnp.bfloat16
+    assert w.contract(x, [(1, 1)], out_dtype=jnp.float32).dtype == jnp.float32

@@ -305,3 +305,12 @@ def test_placement(spec, default_format, normal):
     assert check_exact(lambda q: jax.device_put(q, sharding), q)
     placed = strict(jax.jit(lambda q: lax.with_sharding_constraint(q, sharding)))(q)
     assert placed.codes.sharding.is_equivalent_to(sharding, 2)
+
+
+def test_a_closure_over_what_is_not_assigned_yet(normal):
+    q, x = eqquant.quantize(normal(24, 64), "nf4"), normal(64)
+    fn = lambda x: later if x is None else jnp.dot(q, x)
+    out = strict(fn)(x)
+    later = None
+    assert_close(out, q.dequantize() @ x)
+    assert fn(later) is None

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import NF4
+from eqquant.formats import scales_split
 from helpers import assert_identical, in_blocks, sqnr, unpacked
 
 
@@ -197,3 +198,9 @@ def test_what_double_quantization_cannot_be(normal):
         eqquant.from_components(q.codes, q.scales, TWICE)
     with pytest.raises(ValueError, match="scales cannot be given to"):
         eqquant.quantize(normal(4, 64), TWICE, scales=q.scales)
+
+
+def test_where_scales_that_are_quantized_can_be_split(normal):
+    scales = eqquant.quantize(normal(1, 64 * 512), TWICE).scales
+    assert scales_split(scales, 2)
+    assert not scales_split(scales, 4)
