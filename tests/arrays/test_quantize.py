@@ -330,6 +330,12 @@ def test_under_jit_either_part_alone_carries_the_error(part):
         only(w)
 
 
+def test_the_other_axis_is_that_of_the_transpose(normal):
+    w = normal(64, 128)
+    q, transposed = eqquant.quantize(w, "nf4", axis=0), eqquant.quantize(w.T, "nf4")
+    assert_identical((q.codes, q.scales), (transposed.codes, transposed.scales))
+
+
 @pytest.mark.parametrize(
     "format", [eqquant.NF4(), eqquant.Int8(block_size=32)], ids=repr
 )

@@ -336,3 +336,11 @@ def test_what_decodes_does_not_round_activations(normal):
     with pytest.warns(eqquant.MaterialiseWarning):
         got = q @ x
     assert_identical(got, q.dequantize() @ x)
+
+
+def test_an_array_and_a_slice_decode_nothing(normal):
+    q = eqquant.quantize(normal(4, 5, 64), "nf4")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rows = q[jnp.array([2, 0]), 1:3]
+    assert_identical(rows.dequantize(), q.dequantize()[jnp.array([2, 0]), 1:3])

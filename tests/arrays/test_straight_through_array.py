@@ -20,6 +20,10 @@ def test_concatenating_joins_both_parts(normal):
     assert_identical(joined.master, join(a.master, b.master))
     assert_identical(joined.dequantize(), join(a.dequantize(), b.dequantize()))
     assert a.concatenate([a], 1) is NotImplemented  # Along the blocked axis.
+    pile = lambda a: jnp.stack([a, a])
+    piled = strict(pile)(a)
+    assert_identical(piled.master, pile(a.master))
+    assert_identical(piled.dequantize(), pile(a.dequantize()))
     assert a.reverse((1,)) is NotImplemented
 
 

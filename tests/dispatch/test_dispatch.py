@@ -45,7 +45,13 @@ def check_exact(fn, *args):
 #
 
 KEY = jax.random.key(0)
-CONV = eqquant.quantize_tree(eqx.nn.Conv2d(6, 8, 3, key=KEY), "nf4")
+# Of the class itself, so that it does not run without the dispatcher.
+CONV = eqx.nn.Conv2d(6, 8, 3, key=KEY)
+CONV = eqx.tree_at(
+    lambda conv: conv.weight,
+    CONV,
+    eqquant.quantize(CONV.weight, "nf4", axis=(1, 2, 3)),
+)
 IMAGES = jax.random.normal(KEY, (2, 6, 9, 9))
 
 
@@ -98,6 +104,8 @@ PLACES = {
 @pytest.mark.parametrize("place", PLACES)
 def test_it_finds_quantized_arrays_wherever_they_are(place):
     expected = jax.vmap(dense(CONV))(IMAGES)
+    with pytest.raises(TypeError):
+        PLACES[place](IMAGES)
     fn = strict(PLACES[place])
     assert_close(fn(IMAGES), expected)
     assert_close(jax.jit(fn)(IMAGES), expected)
@@ -220,6 +228,15 @@ def test_one_of_several_blocked_axes_of_a_stack(format, normal):
     q = eqquant.quantize(normal(3, 8, 4, 16), format, axis=(2, 3))
     fn = lambda q, x: jnp.einsum("sbk,soik->sboi", x, q)
     check(fn, q, normal(3, 2, 16))
+
+
+def test_a_convolution_has_the_dtype_that_is_asked_for(normal):
+    q = eqquant.quantize(normal(8, 6, 3, dtype=jnp.bfloat16), "int8", axis=(1, 2))
+    x = normal(2, 6, 9, dtype=jnp.bfloat16)
+    convolve = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+    for dtype in (jnp.float32, None):
+        out = strict(ft.partial(convolve, preferred_element_type=dtype))(x, q)
+        assert out.dtype == (dtype or jnp.bfloat16)
 
 
 def test_grouped_and_channels_last_convolutions(default_format, normal):
