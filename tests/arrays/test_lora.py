@@ -295,3 +295,10 @@ def test_products_have_the_dtype_that_is_asked_for(normal):
     assert w.contract(x, [(1, 1)]).dtype == jnp.float32
     narrow = w.contract(x, [(1, 1)], out_dtype=jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("format", [None, "nf4"])
+def test_rows_that_the_dispatcher_takes(format, normal):
+    take = lambda w: jnp.take(w, jnp.array([2, 0, 2]), axis=0)
+    w = array(format, normal(24, 64))
+    assert_close(strict(take)(w), take(w.dequantize()))

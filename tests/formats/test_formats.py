@@ -263,3 +263,9 @@ def test_no_format_wastes_a_bit(default_format, large):
     # A bit is worth 6.02 decibels at best (rate-distortion theory).
     accuracy = sqnr(decode(eqquant.quantize(large, default_format)), large)
     assert 5.8 * (default_format.bits - 1) < accuracy < 6.02 * default_format.bits
+
+
+def test_what_scales_take_is_known_before(format, normal):
+    q = eqquant.quantize(normal(4, 200), format)
+    taken = sum(part.nbytes for part in jax.tree.leaves(q.scales))
+    assert 4 * format.scale_bytes(200) == taken

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from eqquant import NF4
 from eqquant.formats import scales_split
+from eqquant.formats._scales import quantize_scales
 from helpers import assert_identical, in_blocks, sqnr, unpacked
 
 
@@ -204,3 +205,8 @@ def test_where_scales_that_are_quantized_can_be_split(normal):
     scales = eqquant.quantize(normal(1, 64 * 512), TWICE).scales
     assert scales_split(scales, 2)
     assert not scales_split(scales, 4)
+
+
+def test_the_smallest_scales_are_exact():
+    scales = jnp.array([[255, 3, 0]], jnp.float32) * jnp.float32(2**-126)
+    assert_identical(quantize_scales(scales, 1.0).astype(jnp.float32), scales)

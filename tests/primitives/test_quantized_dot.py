@@ -17,6 +17,7 @@ from helpers import (
     FORMATS,
     pairs,
     relative,
+    strict,
     TOLERANCE,
 )
 from jax import lax
@@ -329,3 +330,10 @@ def test_temporaries_are_a_fraction_of_the_weight(default_format, normal):
     for fn in (lambda x, q: x @ q.T, gradient):
         memory = jax.jit(fn).lower(x, q).compile().memory_analysis()
         assert memory.temp_size_in_bytes < 4 * q.size / 2
+
+
+def test_vmap_over_activations_of_a_stack(normal):
+    q, x = eqquant.quantize(normal(3, 24, 64), "nf4"), normal(5, 3, 2, 64)
+    product = lambda q, x: jnp.einsum("snk,smk->smn", q, x)
+    got = jax.vmap(lambda x: strict(product)(q, x))(x)
+    assert_close(got, jnp.einsum("snk,vsmk->vsmn", q.dequantize(), x))

@@ -100,8 +100,6 @@ def _while(interpreter: Interpreter, eqn, args):
 @control_rule_for("cond")
 def _cond(interpreter: Interpreter, eqn, args):
     index, *operands = args
-    if is_implicit(index):
-        index = interpreter.dense(eqn, index)
     branches = [interpreter.function(branch) for branch in eqn.params["branches"]]
     zeros = [_zeros_among(branch) for branch in eqn.params["branches"]]
     outs = [jax.eval_shape(branch, *operands) for branch in branches]

@@ -66,8 +66,6 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
     Rows are decoded, as indexing does; only they are.
     """
     numbers = dimension_numbers
-    if not isinstance(q, ImplicitArray) or isinstance(indices, ImplicitArray):
-        return NotImplemented
     n = q.whole_axes
     if n is None:
         return NotImplemented
