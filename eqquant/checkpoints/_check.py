@@ -156,8 +156,8 @@ _checks: dict[type, Callable[[Any], None]] = {
     LoraArray: _check_lora,
     StraightThroughArray: _check_straight_through,
 }
-# What a file may hold beside plain arrays, by name; and which of their parts may be more
-# than that.
+# What a file may hold beside plain arrays, by name; and which of their parts may be
+# more than that.
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
     (QuantizedArray, "scales"): (QuantizedScales,),

@@ -20,8 +20,8 @@ class Contents:
     **Fields:**
 
     - `source`: where they come from.
-    - `described`: each leaf by its path, with `jax.ShapeDtypeStruct`s for arrays. All of
-        it fits together: that was checked without reading a tensor.
+    - `described`: each leaf by its path, with `jax.ShapeDtypeStruct`s for arrays. That
+        all of it fits together was checked without reading a tensor.
     """
 
     source: Source

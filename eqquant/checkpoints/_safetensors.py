@@ -1,8 +1,8 @@
 """Files of safetensors: what their header says, checked, and tensors out of them.
 
 A file is the length of the header (eight bytes, little endian), the header (JSON), and
-the bytes of the tensors without a gap. All of the header is checked before any tensor is
-read, against the size of the file: what it says is never trusted with memory.
+the bytes of the tensors without a gap. All of the header is checked before any tensor
+is read, against the size of the file: what it says is never trusted with memory.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ CHUNK = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: from byte `start` up to `stop`, counted from its beginning."""
+    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
 
     name: str
     dtype: np.dtype
@@ -78,7 +78,7 @@ class TensorFile:
         self.path = pathlib.Path(path)
         if not self.path.is_file():
             raise ValueError(f"{self.path}: there is no such file.")
-        self._file = open(self.path, "rb")  # noqa: SIM115: closed by `close`.
+        self._file = self.path.open("rb")
         try:
             self.file_size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()

@@ -1,9 +1,10 @@
 """A checkpoint in one file or, above a size, in shards with an index.
 
 At any time one whole checkpoint is in place. Shards have names of their own for each
-save, so they never replace those of an older one; what counts is the index, and renaming
-it is the step from old to new. From shards to one file that step is the removal of the
-index: as long as it is there, it counts. What is no longer needed goes last.
+save, so they never replace those of an older one; what counts is the index, and
+renaming it is the step from old to new. From shards to one file that step is the
+removal of the index: as long as it is there, it counts. What is no longer needed goes
+last.
 """
 
 import contextlib

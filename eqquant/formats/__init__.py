@@ -22,7 +22,7 @@ from ._pack import (
     unpack as unpack,
     unpack_planes as unpack_planes,
 )
-from ._registry import as_format as as_format, formats as formats_by_name
+from ._registry import as_format as as_format, formats as formats
 from ._scales import (
     float_scales as float_scales,
     gather_scales as gather_scales,
