@@ -186,7 +186,10 @@ def _compare(found: Any, site: Site, where: str) -> None:
         )
     elif is_array(leaf):
         arrays = is_implicit(found) or isinstance(found, jax.ShapeDtypeStruct)
-        same = arrays and found.shape == leaf.shape and found.dtype == leaf.dtype
+        dtype = leaf.dtype
+        if isinstance(dtype, np.dtype):
+            dtype = dtype.newbyteorder("=")
+        same = arrays and found.shape == leaf.shape and found.dtype == dtype
     else:
         same = type(found) is type(leaf)
     if not same:
@@ -221,7 +224,7 @@ def _place(value: Any, leaf: Any) -> Any:
 
 def _place_array(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
-        return array
+        return array.astype(leaf.dtype, copy=False)
     if isinstance(leaf, np.generic):
         return array[()]
     array = to_jax(array) if isinstance(array, np.ndarray) else array
