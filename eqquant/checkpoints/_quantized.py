@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -26,7 +25,7 @@ from ..trees import (
 )
 from ._contents import Contents
 from ._load import is_array, is_function
-from ._memory import empty, to_jax
+from ._memory import about_arrays, empty, to_jax
 from ._safetensors import Path
 from ._source import Source
 
@@ -127,17 +126,14 @@ def load_quantized(
 
 
 def _choose(like, format, where, rules, min_size) -> dict[int, Choice]:
-    """As `quantize_tree` does, which sees arrays: those that `like` only describes are
-    stood in for by those that JAX traces with."""
-    choices: list[Choice] = []
-
     def choose_among_arrays(model):
         options = {"where": where, "rules": rules, "min_size": min_size}
-        choices.extend(choose(model, format, caller=_caller, **options))
+        choices = choose(model, format, caller=_caller, **options)
         if not choices and format is not None:
             warn_of_nothing(model, _caller)
+        return choices
 
-    eqx.filter_eval_shape(choose_among_arrays, like)
+    choices = about_arrays(choose_among_arrays, like)
     return {choice.index: choice for choice in choices}
 
 
