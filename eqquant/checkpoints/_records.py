@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from beartype.door import is_bearable
 
+from .._jax import is_traced
 from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ._check import check_codes, check_fit, CLASSES, PARTS
@@ -68,7 +69,7 @@ def describe(path: str, leaf: Any) -> Leaf | None:
     parts = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
         raise TypeError("a jax.ShapeDtypeStruct cannot be saved: it has no values.")
-    if any(isinstance(x, jax.core.Tracer) for x in parts):
+    if any(is_traced(x) for x in parts):
         raise TypeError("what JAX traces cannot be saved: call this outside of `jit`.")
     if is_no_data(leaf):
         return None
