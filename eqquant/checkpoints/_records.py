@@ -29,7 +29,7 @@ from ._safetensors import DTYPES
 # Each takes a byte.
 _unnamed = ("float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4")
 _unnamed_dtypes = {name: np.dtype(getattr(jnp, name)) for name in _unnamed}
-_floats = ("float16", "bfloat16", "float32", "float64")
+_dtypes = {dtype.name: dtype for dtype in (*DTYPES.values(), *_unnamed_dtypes.values())}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,20 @@ def describe(path: str, leaf: Any) -> Leaf | None:
         return None
     records: dict[str, dict[str, Any]] = {}
     parts = tuple(_describe(path, leaf, records))
+    if is_implicit(leaf):
+        _check_comes_back(path, leaf, records, parts)
     return Leaf(path, records, parts)
+
+
+def _check_comes_back(path: str, leaf: Any, records: dict, parts: Iterable) -> None:
+    """What cannot be loaded must not be saved."""
+    is_quantized = lambda x: isinstance(x, QuantizedArray)
+    arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))
+    known = {q.format.name: type(q.format) for q in arrays}
+    described = {p.name: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts}
+    rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
+    if jax.tree.structure(rebuilt) != jax.tree.structure(leaf):
+        raise ValueError(f"{leaf!r} would not come back as it is.")
 
 
 def is_no_data(leaf: Any) -> bool:
@@ -197,6 +210,17 @@ def _static_to_json(value: Any) -> Any:
 #
 
 
+# What code that expects something else raises.
+_of_bad_records = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
 class Rebuilder:
     """Makes leaves of tensors and records. `get` gives the tensor of a name: described
     (`jax.ShapeDtypeStruct`) to check whether all fits before anything is read, or an
@@ -217,7 +241,7 @@ class Rebuilder:
     def build(self, path: str, get: Callable[[str], Any]) -> Any:
         try:
             return self._build(path, get)
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except _of_bad_records as error:
             raise ValueError(f"{path}: {error}") from error
 
     def check_all_used(self) -> None:
@@ -279,8 +303,8 @@ class Rebuilder:
         if isinstance(value, dict):
             if value.keys() == {"format"}:
                 return format_from_json(value["format"], self._known)
-            if value.keys() == {"dtype"} and value["dtype"] in _floats:
-                return np.dtype(getattr(jnp, value["dtype"]))
+            if value.keys() == {"dtype"} and value["dtype"] in _dtypes:
+                return _dtypes[value["dtype"]]
             raise ValueError(f"{value!r} is no static field.")
         return value
 

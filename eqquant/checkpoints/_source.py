@@ -23,7 +23,7 @@ class Source:
     - `files`: all of them.
     - `tensors`: by name.
     - `records`: of leaves that are more than a tensor, in files of eqquant's.
-    - `is_ours`: whether eqquant wrote them.
+    - `is_ours`: whether eqquant wrote all of them, so that there are checksums.
     - `metadata`: the strings that came with them.
     """
 
@@ -36,7 +36,7 @@ class Source:
 
     def __init__(self, path: Path):
         self.path = find(path)
-        self.files = []
+        self.files, self.is_ours = [], True
         self.tensors, self.records, self.metadata = {}, {}, {}
         self._file_of: dict[str, TensorFile] = {}
         self._checksums: dict[str, int] = {}
@@ -84,7 +84,7 @@ class Source:
                 raise ValueError(f"{path}: {min(twice)!r} is in two shards.")
             self.records.update(layout.records)
             self._checksums.update(layout.checksums)
-        self.is_ours = layout is not None
+        self.is_ours &= layout is not None
         ours = {key for key in file.metadata if key.startswith(KEY)}
         self.metadata |= {k: v for k, v in file.metadata.items() if k not in ours}
         return layout

@@ -199,7 +199,16 @@ FORGED = {
     "block size": (set_field("block_size", 35), "scales for 70 codes"),
     "block size below one": (set_field("block_size", 0), "block_size must be"),
     "dtype of scales": (set_field("scale_dtype", "int8"), "scale_dtype must be"),
-    "dtype": (set_static("q", "dtype", {"dtype": "int32"}), "is no static field"),
+    "dtype": (set_static("q", "dtype", {"dtype": "int32"}), "no dtype of floats"),
+    "dtype of nothing": (
+        set_static("q", "dtype", {"dtype": "object"}),
+        "is no static field",
+    ),
+    "a float beyond all": (
+        set_record("step", {"is": "float", "value": "0x1p99999"}),
+        "step: ",
+    ),
+    "deep": (set_static("q", "axes", json.loads("[" * 900 + "]" * 900)), "q: "),
     "dtype as text": (set_static("q", "dtype", "float32"), "dtype cannot be"),
     "axes": (set_static("q", "axes", [0]), "are no axes"),
     "axes twice": (set_static("q", "axes", [-1, -1]), "are no axes"),
