@@ -13,7 +13,7 @@ from ._memory import empty, to_jax
 
 
 # Elements. XLA makes float32 of shorter floats before anything else.
-_piece = 2**24
+_piece = 2**22
 
 
 def quantize_in_pieces(

@@ -15,7 +15,7 @@ from helpers import assert_identical
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("kills", [20, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_a_program_that_is_killed(tmp_path, kills):
     program = pathlib.Path(__file__).with_name("killed.py")
     out = subprocess.run(
