@@ -56,7 +56,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_bit_changes_unseen(folder, saved, at, bit):
     data = bytearray(saved[0])
