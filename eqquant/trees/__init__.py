@@ -9,12 +9,20 @@ from ._choice import (
     choose as choose,
     choose_among as choose_among,
     replace_chosen as replace_chosen,
+    too_small as too_small,
 )
-from ._conventions import register_weights as register_weights, Weight as Weight
+from ._conventions import (
+    Axis as Axis,
+    register_weights as register_weights,
+    Weight as Weight,
+)
+from ._layers import match_layers as match_layers
 from ._nbytes import tree_nbytes as tree_nbytes
+from ._progress import with_progress as with_progress
 from ._quantize import (
     dequantize_tree as dequantize_tree,
     quantize_tree as quantize_tree,
+    warn_of_nothing as warn_of_nothing,
 )
 from ._report import (
     Report as Report,
@@ -22,6 +30,7 @@ from ._report import (
     ReportRow as ReportRow,
     row_of as row_of,
 )
+from ._roles import weight_of as weight_of
 from ._rules import Rule as Rule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask
