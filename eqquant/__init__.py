@@ -15,6 +15,7 @@ from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,
     Format as Format,
+    Int4 as Int4,
     Int8 as Int8,
     NF4 as NF4,
     QuantizedScales as QuantizedScales,

@@ -182,7 +182,7 @@ def test_binary_against_numpy(block_size, normal):
 
 
 @pytest.mark.parametrize(
-    "name, bits", [("nf4", 4), ("int8", 8), ("ternary", 2), ("binary", 1)]
+    "name, bits", [("nf4", 4), ("int8", 8), ("int4", 4), ("ternary", 2), ("binary", 1)]
 )
 def test_bits_stored(name, bits, normal):
     q = eqquant.quantize(normal(128, 1024), name)
