@@ -11,7 +11,10 @@ from .arrays import (
     quantize as quantize,
     QuantizedArray as QuantizedArray,
 )
-from .checkpoints import load_quantized as load_quantized
+from .checkpoints import (
+    load_quantized as load_quantized,
+    read_checkpoint as read_checkpoint,
+)
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,
