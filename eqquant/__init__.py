@@ -12,8 +12,12 @@ from .arrays import (
     QuantizedArray as QuantizedArray,
 )
 from .checkpoints import (
+    load as load,
+    load_metadata as load_metadata,
     load_quantized as load_quantized,
     read_checkpoint as read_checkpoint,
+    save as save,
+    write_bitsandbytes as write_bitsandbytes,
 )
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (

@@ -20,9 +20,9 @@ from ._source import Source
 
 
 STATE = ".quant_state.bitsandbytes__"
-# So many scales of a nested state share a scale, and have this table of.
+# Of what bitsandbytes itself writes.
 BLOCK_SIZES = tuple(2**i for i in range(5, 13))
-_dtypes = {
+DTYPES = {
     name: np.dtype(getattr(jnp, name)) for name in ("float32", "float16", "bfloat16")
 }
 # Smaller blocks would take more scales than weights.
@@ -77,9 +77,9 @@ class _State:
         if not isinstance(shape, list) or not 0 < len(shape) <= 8:
             self.fail(f"has the shape {shape!r}.")
         self.shape = tuple(self._size(n, "shape") for n in shape)
-        self.dtype = _dtypes.get(said.get("dtype"))
+        self.dtype = DTYPES.get(said.get("dtype"))
         if self.dtype is None:
-            self.fail(f"has the dtype {said.get('dtype')!r}, none of {list(_dtypes)}.")
+            self.fail(f"has the dtype {said.get('dtype')!r}, none of {list(DTYPES)}.")
         self.size = math.prod(self.shape)
         self.blocks = -(-self.size // self.block)
         stored = source.tensors.get(weight)
