@@ -217,3 +217,76 @@ def test_int8_of_older_files_has_no_weight_format(tmp_path):
     file = "bitsandbytes_int8.safetensors"
     path = only(tmp_path, "int8", file, weight_format=None, bias=None)
     assert set(eqquant.read_checkpoint(path)) == {"int8.weight"}
+
+
+#
+# Written
+#
+
+
+@pytest.mark.parametrize("name", ["nf4", "nf4_32", "nf4_4096", "nf4_nested"])
+def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
+    weight = f"{name}.weight"
+    path = tmp_path / "written.safetensors"
+    eqquant.write_bitsandbytes(path, {k: found[k] for k in (weight, f"{name}.bias")})
+    with Source(path) as source:
+        written = {key: source.read(key) for key in source.tensors}
+        assert source.metadata == {"format": "pt"}
+    stored = tensors("bitsandbytes_4bit.safetensors")
+    same = {weight, f"{weight}.quant_map", f"{name}.bias"}
+    if name != "nf4_nested":  # Whose scales are written as floats.
+        same.add(f"{weight}.absmax")
+    for key in same:
+        assert written[key].dtype == stored[key].dtype
+        assert written[key].shape == stored[key].shape
+        assert written[key].tobytes() == stored[key].tobytes()
+    state = f"{weight}.quant_state.bitsandbytes__nf4"
+    expected = json.loads(stored[state].tobytes())
+    expected = {k: v for k, v in expected.items() if "nested" not in k}
+    assert json.loads(written[state].tobytes()) == expected
+    again = eqquant.read_checkpoint(path)
+    assert (again[weight].codes == found[weight].codes).all()
+    assert (again[weight].scales == found[weight].scales).all()
+
+
+def test_what_is_written_of_other_nf4(normal, tmp_path):
+    path = tmp_path / "written.safetensors"
+    w = normal(3, 2, 128)
+    arrays = {
+        "channels": eqquant.quantize(w, NF4(block_size=None)),
+        "bfloat16": eqquant.quantize(w, NF4(scale_dtype="bfloat16")),
+        "nested": eqquant.quantize(w, NF4(double_quantization=True)),
+        "half": eqquant.quantize(w.astype(jnp.float16), NF4()),
+        "plain": w,
+    }
+    eqquant.write_bitsandbytes(path, arrays)
+    again = eqquant.read_checkpoint(path)
+    assert list(again) == list(arrays) or set(again) == set(arrays)
+    for name, array in arrays.items():
+        expected = eqquant.dequantize(array)
+        assert again[name].dtype == expected.dtype
+        np.testing.assert_array_equal(eqquant.dequantize(again[name]), expected)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda w: eqquant.quantize(w, "int8"), "in Int8.*has NF4 alone"),
+        (lambda w: eqquant.quantize(w, "nf4", axis=0), "blocks along the axes"),
+        (lambda w: eqquant.quantize(w[:, :100], "nf4"), "blocks of 64 do not fill"),
+        (lambda w: eqquant.quantize(w[:, :100], NF4(block_size=None)), "blocks of 100"),
+        (lambda w: eqquant.quantize(w[0], "nf4"), "has matrices"),
+        (lambda w: np.ones(2, np.complex128), "no complex128"),
+    ],
+)
+def test_what_bitsandbytes_has_no_layout_for(make, message, normal, tmp_path):
+    path = tmp_path / "written.safetensors"
+    with pytest.raises(ValueError, match=message):
+        eqquant.write_bitsandbytes(path, {"w": make(normal(64, 128))})
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_tensors_of_one_name(normal, tmp_path):
+    q = eqquant.quantize(normal(2, 64), "nf4")
+    with pytest.raises(ValueError, match=r"two of 'w\.absmax'"):
+        eqquant.write_bitsandbytes(tmp_path / "x", {"w": q, "w.absmax": q.scales})
