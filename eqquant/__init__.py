@@ -15,6 +15,7 @@ from .checkpoints import (
     load as load,
     load_metadata as load_metadata,
     load_quantized as load_quantized,
+    quantize_checkpoint as quantize_checkpoint,
     read_checkpoint as read_checkpoint,
     save as save,
     write_bitsandbytes as write_bitsandbytes,

@@ -108,13 +108,19 @@ def some_slow(formats, slow) -> list:
 BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
 
 
-@pytest.fixture(params=some_slow(FORMATS, [eqquant.Ternary(), eqquant.Int4(block_size=None), *BLOCKED]), ids=repr)
+@pytest.fixture(
+    params=some_slow(
+        FORMATS, [eqquant.Ternary(), eqquant.Int4(block_size=None), *BLOCKED]
+    ),
+    ids=repr,
+)
 def format(request) -> eqquant.Format:
     return request.param
 
 
 @pytest.fixture(
-    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), eqquant.Int4()]), ids=lambda f: f.name
+    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), eqquant.Int4()]),
+    ids=lambda f: f.name,
 )
 def default_format(request) -> eqquant.Format:
     return request.param

@@ -98,4 +98,4 @@ def _entry(
     def decode() -> np.ndarray:
         return (levels() * scales()).astype(scale.dtype)
 
-    return Entry(where, shape, scale.dtype, decode, quantized)
+    return Entry(where, shape, scale.dtype, decode, quantized, ("BitNet", True))

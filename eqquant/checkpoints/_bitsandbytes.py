@@ -6,7 +6,6 @@ the blocks (which may be quantized, too), the table, and a text in JSON that say
 rest. A weight of 8 bits has beside it the largest magnitude of each row, in `SCB`.
 """
 
-import functools as ft
 import math
 from typing import Any
 
@@ -153,19 +152,29 @@ class _State:
             values *= np.repeat(absmax, self.block)[: self.size]
             return values.astype(self.dtype).reshape(self.shape)
 
-    def quantized(self):
+    @property
+    def row_block(self) -> int:
+        """Where rows do not end between blocks, the size of smaller ones that do."""
+        return math.gcd(self.block, self.shape[-1])
+
+    def why_not_held(self) -> str | None:
         if self.kind == "fp4":
-            raise NotHeld("is FP4, which no format of eqquant is.")
+            return "is FP4, which no format of eqquant is."
         if self.table.tobytes() != np.array(NF4.codebook, np.float32).tobytes():
-            raise NotHeld("has a table of its own in place of that of NF4.")
-        *lead, columns = self.shape
-        # Where rows do not end between blocks, of smaller ones that do.
-        block = math.gcd(self.block, columns)
+            return "has a table of its own in place of that of NF4."
+        block = self.row_block
         if block % 2 or block < min(_smallest_block, self.block):
-            raise NotHeld(
-                f"has blocks of {self.block}, which cross its rows of {columns}: to "
-                f"have them end with the rows takes blocks of {block}."
+            return (
+                f"has blocks of {self.block}, which cross its rows of "
+                f"{self.shape[-1]}: to have them end with the rows takes blocks of "
+                f"{block}."
             )
+        return None
+
+    def quantized(self):
+        if (why := self.why_not_held()) is not None:
+            raise NotHeld(why)
+        (*lead, columns), block = self.shape, self.row_block
         codes, absmax = self.codes(), self.absmax()
         scales = np.repeat(absmax, self.block // block)[: self.size // block]
         return from_levels(
@@ -178,7 +187,8 @@ class _State:
     def entry(self) -> Entry:
         dtype = self.dtype
         assert dtype is not None
-        return Entry(self.where, self.shape, dtype, self.decode, self.quantized)
+        kind = f"{self.kind} in blocks of {self.row_block}", not self.why_not_held()
+        return Entry(self.where, self.shape, dtype, self.decode, self.quantized, kind)
 
 
 #
@@ -217,4 +227,6 @@ def _int8_entry(source: Source, weight: str, scb: str) -> tuple[Entry, set[str]]
         return from_levels(source.read(weight), scales(), Int8())
 
     dtype = np.dtype("float32")
-    return Entry(where, stored.shape, dtype, decode, quantized), names
+    return Entry(
+        where, stored.shape, dtype, decode, quantized, ("LLM.int8()", True)
+    ), names

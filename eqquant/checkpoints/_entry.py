@@ -26,6 +26,8 @@ class Entry:
     - `decode`: reads it as that array, in memory of its own.
     - `quantized`: reads codes and scales as they are, or raises [`NotHeld`][]; None for
         an array that is not quantized.
+    - `kind`: how it is quantized, and whether a format holds that, as far as is known
+        without reading it.
     """
 
     where: str
@@ -33,6 +35,7 @@ class Entry:
     dtype: np.dtype
     decode: Callable[[], np.ndarray]
     quantized: Callable[[], QuantizedArray] | None = None
+    kind: tuple[str, bool] = ("", False)
 
     @property
     def size(self) -> int:
@@ -98,7 +101,9 @@ def from_levels(
             )
     scales = np.ascontiguousarray(scales, np.float32)
     if np.any((np.abs(scales) < np.finfo(np.float32).tiny) & (scales != 0)):
-        raise NotHeld("has scales that are subnormal in float32, which XLA takes for 0.")
+        raise NotHeld(
+            "has scales that are subnormal in float32, which XLA takes for 0."
+        )
     codes, size = to_codes(levels), levels.shape[-1]
     if format.group > 1:
         filled = format.padded(size) - size

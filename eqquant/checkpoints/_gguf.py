@@ -14,7 +14,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from ._ggml import TYPES, Type
+from ._ggml import Type, TYPES
 from ._safetensors import Path
 
 
@@ -50,7 +50,7 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = pathlib.Path(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115: closed by `close`.
+        self._file = open(self.path, "rb")  # noqa: SIM115: `close` closes it.
         try:
             reader = _Reader(self._file, str(self.path))
             self.metadata, self.tensors = _parse(reader)

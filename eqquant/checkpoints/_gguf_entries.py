@@ -25,6 +25,7 @@ def _entry(file: GGUFFile, tensor: Tensor) -> Entry:
         tensor.type.dtype if is_plain else np.dtype("float32"),
         ft.partial(_plain if is_plain else _decode, file, tensor, where),
         None if is_plain else ft.partial(_quantized, file, tensor),
+        (tensor.type.name, tensor.type.format is not None),
     )
 
 

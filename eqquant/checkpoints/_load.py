@@ -73,7 +73,7 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
         contents = Contents(source, formats, _caller)
         if like is None:
             read = {path: contents.read(path) for path in contents.described}
-            return _nested({path: _to_jax_or_numpy(x) for path, x in read.items()})
+            return nested({path: _to_jax_or_numpy(x) for path, x in read.items()})
         plan = _match(contents, like)
         leaves = [
             site.leaf if path is None else _place(contents.read(path), site.leaf)
@@ -128,7 +128,7 @@ def _is_too_wide(array: np.ndarray) -> bool:
     return jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
 
 
-def _nested(leaves: dict[str, Any]) -> Any:
+def nested(leaves: dict[str, Any]) -> Any:
     """Dictionaries in dictionaries. A name stays whole from where another leaf has its
     beginning: `weight` and `weight.scale` are beside each other."""
     if leaves.keys() == {""}:

@@ -1,8 +1,10 @@
 """Arrays of NumPy that JAX takes as they are."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -45,6 +47,14 @@ def to_jax(array: np.ndarray) -> jax.Array:
             f"{out.dtype.name} of it."
         )
     return out
+
+
+def about_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`fn(tree)`, for what asks of arrays no more than their shapes and dtypes: those
+    that are only described are stood in for by those that JAX traces with."""
+    found = []
+    eqx.filter_eval_shape(lambda tree: found.append(fn(tree)), tree)
+    return found[0]
 
 
 def to_numpy(array: Any) -> np.ndarray:

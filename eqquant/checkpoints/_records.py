@@ -6,6 +6,7 @@ safetensors has no name for. Records are data. What they name is looked up in a 
 """
 
 import dataclasses
+import functools as ft
 import math
 import typing
 from collections.abc import Callable, Iterable, Iterator
@@ -64,6 +65,8 @@ def below(path: str, name: str) -> str:
 
 def describe(path: str, leaf: Any) -> Leaf | None:
     """None for a function, which is no data."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf)):
+        raise TypeError("a jax.ShapeDtypeStruct cannot be saved: it has no values.")
     if callable(leaf) and not is_implicit(leaf) and not hasattr(leaf, "dtype"):
         return None
     records: dict[str, dict[str, Any]] = {}
@@ -71,11 +74,32 @@ def describe(path: str, leaf: Any) -> Leaf | None:
     return Leaf(path, records, parts)
 
 
+def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:
+    """The same of a leaf that is only described, and that `make` will make: when the
+    first part of it is asked for. It is forgotten after the last one."""
+    made: list[Any] = []
+
+    def part(i: int) -> np.ndarray:
+        if not made:
+            made.extend(jax.tree.leaves(make()))
+        out, made[i] = to_numpy(made[i]), None
+        if all(x is None for x in made):
+            made.clear()
+        return out
+
+    records: dict[str, dict[str, Any]] = {}
+    parts = [
+        dataclasses.replace(p, make=ft.partial(part, i))
+        for i, p in enumerate(_describe(path, leaf, records))
+    ]
+    return Leaf(path, records, tuple(parts))
+
+
 def _describe(path: str, leaf: Any, records: dict) -> Iterator[Part]:
     cls = type(leaf)
     if CLASSES.get(cls.__name__) is cls:
         yield from _describe_parts(path, leaf, records)
-    elif isinstance(leaf, np.ndarray | np.generic | jax.Array):
+    elif isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
         yield _describe_array(path, leaf, records)
     elif leaf is None:
         records[path] = {"is": "none"}
@@ -95,7 +119,8 @@ def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
             static[field.name] = _static_to_json(value)
         else:
             parts += _describe(below(path, field.name), value, records)
-    if isinstance(node, QuantizedArray):
+    is_there = not isinstance(getattr(node, "codes", None), jax.ShapeDtypeStruct)
+    if isinstance(node, QuantizedArray) and is_there:
         check_codes(node)
     records[path] = {"is": type(node).__name__, "static": static}
     yield from parts

@@ -131,9 +131,9 @@ def find(path: Path) -> pathlib.Path:
             )
         return found[0]
     if path.name.endswith(SUFFIX):
-        return _single_or_index(path, index_of(path))
+        path = _single_or_index(path, index_of(path))
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder.")
+        raise FileNotFoundError(f"{path}: there is no such file or folder.")
     return path
 
 

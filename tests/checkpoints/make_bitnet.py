@@ -1,6 +1,6 @@
 """Writes `bitnet_*/` with the layers of transformers, and what they multiply by.
 
-    python tests/checkpoints/make_bitnet.py FOLDER
+python tests/checkpoints/make_bitnet.py FOLDER
 """
 
 import json
@@ -57,7 +57,9 @@ def write(folder: pathlib.Path) -> None:
         # Of a row that has one entry, 1, int8 activations keep all.
         with torch.no_grad():
             product = layer_of(kind, packed)(torch.eye(COLUMNS))
-        save_file({"layer.weight": product.T.contiguous()}, place / "expected.safetensors")
+        save_file(
+            {"layer.weight": product.T.contiguous()}, place / "expected.safetensors"
+        )
 
 
 if __name__ == "__main__":

@@ -87,7 +87,10 @@ def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("nf4_far_across_rows", "blocks of 64, which cross its rows of 68.*blocks of 4"),
+        (
+            "nf4_far_across_rows",
+            "blocks of 64, which cross its rows of 68.*blocks of 4",
+        ),
         ("fp4", "is FP4, which no format of eqquant is"),
     ],
 )
@@ -130,7 +133,10 @@ def changed_state(name, **changes):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"blocksize": 32}, "must have 96 of float32 in 'nf4.weight.absmax', but has 48"),
+        (
+            {"blocksize": 32},
+            "must have 96 of float32 in 'nf4.weight.absmax', but has 48",
+        ),
         ({"blocksize": 63}, "odd blocksize"),
         ({"blocksize": True}, "blocksize True"),
         ({"shape": [24, 127]}, "must have|has 1536 bytes for 3048"),

@@ -83,7 +83,9 @@ def test_bits_of_each(found):
 def test_products(name, found, expected, normal):
     q, dense = found[name], expected[name].astype(np.float64)
     x = normal(5, dense.shape[1])
-    assert relative(jax.jit(lambda x, q: x @ q.T)(x, q), x @ dense.T) < TOLERANCE["high"]
+    assert (
+        relative(jax.jit(lambda x, q: x @ q.T)(x, q), x @ dense.T) < TOLERANCE["high"]
+    )
 
 
 @pytest.mark.parametrize("name", WITH_OFFSETS)
@@ -99,7 +101,9 @@ def keep_only(name, folder):
     """The same file with one tensor, its header written anew here."""
     with GGUFFile(DATA / "gguf.gguf") as file:
         tensor = file.tensors[name]
-        return write(folder, [(name, tensor.type.name, tensor.shape, file.read(tensor))])
+        return write(
+            folder, [(name, tensor.type.name, tensor.shape, file.read(tensor))]
+        )
 
 
 def write(folder, tensors, metadata=(), version=3, alignment=32):

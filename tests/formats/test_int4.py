@@ -105,14 +105,14 @@ def test_negative_scales_elsewhere(normal):
 def test_clipping_and_learning_know_that_seven_is_the_highest(normal):
     w = jnp.array([[-8.0, 7.5, 6.5, 7.0, 0, 0, 0, 0]])
     format = Int4(block_size=8)
-    clipped = jax.grad(
-        lambda w: eqquant.straight_through(w, format, clip=True).sum()
-    )(w)
+    clipped = jax.grad(lambda w: eqquant.straight_through(w, format, clip=True).sum())(
+        w
+    )
     assert clipped.tolist() == [[1, 0, 1, 1, 1, 1, 1, 1]]
     scales = jnp.array([[1.0]])
-    by_scale = jax.grad(
-        lambda s: eqquant.straight_through(w, format, scales=s).sum()
-    )(scales)
+    by_scale = jax.grad(lambda s: eqquant.straight_through(w, format, scales=s).sum())(
+        scales
+    )
     # Equation 3 of arXiv 1902.08153: -8 and 7 (twice) beyond the levels, and 6 - 6.5
     # between them, times the gradient scale, with 7 for the highest level.
     assert np.allclose(by_scale, (-8 + 7 + 7 - 0.5) / np.sqrt(8 * 7), rtol=1e-6)
