@@ -1,8 +1,8 @@
 """Checkpoints: trees in files, and files into trees.
 
 Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint`;
-`read_checkpoint` and `write_bitsandbytes`, for files of other libraries; and `main`, the
-command line. Imports `trees`, `arrays`, `formats` and `_jax`.
+`read_checkpoint` and `write_bitsandbytes`, for files of other libraries; and `main`,
+the command line. Imports `trees`, `arrays`, `formats` and `_jax`.
 """
 
 from ._bitsandbytes_write import write_bitsandbytes as write_bitsandbytes

@@ -63,7 +63,8 @@ def _divides(source: Source) -> bool:
     kind = config.get("linear_class", "bitlinear")
     if kind not in ("bitlinear", "autobitlinear"):
         raise ValueError(
-            f"{path}: linear_class must be 'bitlinear' or 'autobitlinear', got {kind!r}."
+            f"{path}: linear_class must be 'bitlinear' or 'autobitlinear', got "
+            f"{kind!r}."
         )
     return kind == "bitlinear"
 

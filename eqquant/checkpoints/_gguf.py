@@ -50,7 +50,7 @@ class GGUFFile:
 
     def __init__(self, path: Path):
         self.path = pathlib.Path(path)
-        self._file = open(self.path, "rb")  # noqa: SIM115: `close` closes it.
+        self._file = open(self.path, "rb")  # noqa: SIM115
         try:
             reader = _Reader(self._file, str(self.path))
             self.metadata, self.tensors = _parse(reader)

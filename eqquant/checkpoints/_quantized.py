@@ -281,7 +281,6 @@ def _load(contents: AnyContents, plan: _Plan, check_finite: bool) -> Any:
             q = contents.read(name)
             if not isinstance(q, QuantizedArray):
                 raise ValueError(f"{name!r} is not quantized; others of its stack are.")
-            q = q.with_dtype(leaf.dtype)
             return jax.tree.map(lambda part: add_axes(np.asarray(part)), q)
         if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
             raise ValueError(f"{name!r} is a random key: use `load`.")
@@ -291,7 +290,9 @@ def _load(contents: AnyContents, plan: _Plan, check_finite: bool) -> Any:
         if choice is not None and not quantized:
             return _quantize(table, read, leaf, choice, check_finite)
         out = _stack(table, read)
-        return out if isinstance(leaf, np.ndarray) else jax.tree.map(to_jax, out)
+        if is_implicit(out):
+            return jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
+        return out if isinstance(leaf, np.ndarray) else to_jax(out)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_caller}: at {plan.site.path}: {error}") from error
 

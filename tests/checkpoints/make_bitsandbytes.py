@@ -1,5 +1,5 @@
-"""Writes `bitsandbytes_*.safetensors` from layers of bitsandbytes, and what that decodes
-them to.
+"""Writes `bitsandbytes_*.safetensors` from layers of bitsandbytes, and what that
+decodes them to.
 
     python tests/checkpoints/make_bitsandbytes.py FOLDER
 """

@@ -205,7 +205,7 @@ FORGED = {
     "axes twice": (set_static("q", "axes", [-1, -1]), "are no axes"),
     "no axes": (set_static("q", "axes", []), "no axis is blocked"),
     "inner": (set_static("q", "inner", [7]), "do not fit the axes"),
-    "padding": (set_static("q", "padding", 130), "stores"),
+    "padding": (set_static("q", "padding", 100), "stores"),
     "negative padding": (set_static("q", "padding", -2), "cannot be padding"),
     "padding of another type": (set_static("q", "padding", 2.0), "padding cannot be"),
     "a part is a number": (set_record("q.codes", {"is": "int", "value": 1}), "tensor"),

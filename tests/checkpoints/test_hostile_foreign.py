@@ -33,7 +33,7 @@ def tensor(name="w", sizes=(32,), kind=0, offset=0, axes=None):
     return text(name) + u32(axes) + b"".join(map(u64, sizes)) + u32(kind) + u64(offset)
 
 
-def pair(key="k", kind=4, value=u32(1)):
+def pair(key="k", kind=4, value=bytes(4)):
     return text(key) + u32(kind) + value
 
 
@@ -42,7 +42,8 @@ F32 = 0
 BYTES = bytes(128)  # Of 32 numbers in float32.
 
 
-def gguf(pairs=(), tensors=(tensor(),), data=BYTES, *, version=3, magic=b"GGUF", **n):
+def gguf(pairs=(), tensors=None, data=BYTES, *, version=3, magic=b"GGUF", **n):
+    tensors = [tensor()] if tensors is None else tensors
     head = magic + u32(version)
     head += u64(n.get("num_tensors", len(tensors))) + u64(
         n.get("num_pairs", len(pairs))

@@ -70,7 +70,7 @@ HOW = {
     "nf4": {"format": "nf4"},
     "double": {"format": eqquant.NF4(double_quantization=True)},
     "rules": {"rules": {"table.*": None, "layers.weight": ("int8", -2)}},
-    "where": {"where": lambda leaf: leaf.ndim == 4, "format": "ternary"},
+    "where": {"where": lambda leaf: getattr(leaf, "ndim", 0) == 4, "format": "ternary"},
     "over what is stacked": {"rules": {"layers.weight": ("int8", (0, 3))}},
     "rows and columns": {"rules": {"layers.weight": ("int8", (-2, -1))}},
     "nothing": {"format": None},
