@@ -66,6 +66,7 @@ def read_checkpoint(
 
     `ValueError` if the file is damaged, or of a kind that is not known; and if it has
     a tensor that no format holds, unless `decode` is set and can decode it.
+    `FileNotFoundError` if there is no such file.
     """
     with open_entries(path) as entries:
         return {name: entry.read(decode) for name, entry in entries.items()}

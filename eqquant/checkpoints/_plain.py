@@ -36,4 +36,4 @@ def write_plain(
     with replacing(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, array in ordered:
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
