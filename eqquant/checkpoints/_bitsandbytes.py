@@ -76,9 +76,10 @@ class _State:
         if not isinstance(shape, list) or not 0 < len(shape) <= 8:
             self.fail(f"has the shape {shape!r}.")
         self.shape = tuple(self._size(n, "shape") for n in shape)
-        self.dtype = DTYPES.get(said.get("dtype"))
-        if self.dtype is None:
-            self.fail(f"has the dtype {said.get('dtype')!r}, none of {list(DTYPES)}.")
+        dtype = said.get("dtype")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            self.fail(f"has the dtype {dtype!r}, none of {list(DTYPES)}.")
+        self.dtype = DTYPES[str(dtype)]
         self.size = math.prod(self.shape)
         self.blocks = -(-self.size // self.block)
         stored = source.tensors.get(weight)
@@ -96,7 +97,7 @@ class _State:
                 said.get("nested_blocksize"), "nested_blocksize"
             )
             self.offset = said.get("nested_offset")
-            if type(self.offset) not in (int, float):
+            if type(self.offset) is not float or not math.isfinite(self.offset):
                 self.fail(f"has the nested_offset {self.offset!r}.")
             if said.get("nested_dtype") != "float32":
                 self.fail(f"has the nested_dtype {said.get('nested_dtype')!r}.")
@@ -136,7 +137,7 @@ class _State:
         absmax = self.source.read(f"{self.weight}.absmax").reshape(-1)
         if not self.is_nested:
             return absmax
-        each = np.repeat(self.nested, self.nested_block)[: self.blocks]
+        each = _repeat(self.nested, self.nested_block, self.blocks)
         with np.errstate(over="ignore", invalid="ignore"):
             return self.nested_table[absmax] * each + np.float32(self.offset)
 
@@ -149,7 +150,7 @@ class _State:
     def decode(self) -> np.ndarray:
         values, absmax = self.table[self.codes()], self.absmax()
         with np.errstate(over="ignore", invalid="ignore"):
-            values *= np.repeat(absmax, self.block)[: self.size]
+            values *= _repeat(absmax, self.block, self.size)
             return values.astype(self.dtype).reshape(self.shape)
 
     @property
@@ -176,7 +177,7 @@ class _State:
             raise NotHeld(why)
         (*lead, columns), block = self.shape, self.row_block
         codes, absmax = self.codes(), self.absmax()
-        scales = np.repeat(absmax, self.block // block)[: self.size // block]
+        scales = _repeat(absmax, self.block // block, self.size // block)
         return from_levels(
             codes.reshape(self.shape),
             scales.reshape(*lead, columns // block),
@@ -185,10 +186,14 @@ class _State:
         )
 
     def entry(self) -> Entry:
-        dtype = self.dtype
-        assert dtype is not None
         kind = f"{self.kind} in blocks of {self.row_block}", not self.why_not_held()
-        return Entry(self.where, self.shape, dtype, self.decode, self.quantized, kind)
+        how = self.decode, self.quantized, kind
+        return Entry(self.where, self.shape, self.dtype, *how)
+
+
+def _repeat(each: np.ndarray, times: int, size: int) -> np.ndarray:
+    """So many of each, `size` in all; a file may say any number of times."""
+    return np.repeat(each, min(times, size))[:size]
 
 
 #

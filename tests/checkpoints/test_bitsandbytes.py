@@ -144,6 +144,7 @@ def changed_state(name, **changes):
         ({"shape": "24"}, "shape '24'"),
         ({"shape": [-24, -128]}, "shape -24"),
         ({"dtype": "float8"}, "dtype 'float8'"),
+        ({"dtype": ["float32"]}, r"dtype \['float32'\]"),
         ({"quant_type": "fp4"}, "says that it is 'fp4'"),
         ({"nested_blocksize": 256}, "a part of a nested state"),
     ],
@@ -159,6 +160,7 @@ def test_states_that_do_not_fit(changes, message, tmp_path):
     "changes, message",
     [
         ({"nested_offset": "0"}, "nested_offset '0'"),
+        ({"nested_offset": 10**400}, "nested_offset 10"),
         ({"nested_blocksize": 0}, "nested_blocksize 0"),
         ({"nested_blocksize": 64}, "must have 5 of float32"),
         ({"nested_dtype": "float16"}, "nested_dtype 'float16'"),
@@ -169,6 +171,17 @@ def test_nested_states_that_do_not_fit(changes, message, tmp_path):
     path = only(tmp_path, "nf4_nested", **changed_state("nf4_nested", **changes))
     with pytest.raises(ValueError, match=message):
         eqquant.read_checkpoint(path)
+
+
+def test_blocks_longer_than_all_there_is(found, tmp_path):
+    path = only(tmp_path, "nf4_4096", **changed_state("nf4_4096", blocksize=2**62))
+    again = eqquant.read_checkpoint(path)["nf4_4096.weight"]
+    assert again.format.block_size == 4096
+    assert (again.dequantize() == found["nf4_4096.weight"].dequantize()).all()
+    name = "nf4_nested_32"
+    path = only(tmp_path, name, **changed_state(name, nested_blocksize=2**62))
+    again = eqquant.read_checkpoint(path)[f"{name}.weight"]
+    assert (again.scales == found[f"{name}.weight"].scales).all()
 
 
 @pytest.mark.parametrize(
