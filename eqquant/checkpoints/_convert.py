@@ -24,11 +24,13 @@ from ..trees import (
     with_progress,
 )
 from ._contents import Contents
+from ._errors import with_place
 from ._formats import format_to_json
 from ._json import to_json
 from ._layout import KEY, read_layout, Shard, VERSION
 from ._load import nested
-from ._memory import about_arrays, to_jax
+from ._memory import about_arrays
+from ._pieces import quantize_in_pieces
 from ._records import describe, describe_later, Leaf
 from ._safetensors import Path, TensorFile
 from ._save import check_names, check_shard_size
@@ -180,16 +182,16 @@ def _leaf(
         raise ValueError(f"{_caller}: {name} is a random key: use `load` and `save`.")
     if choice is None:
         return describe_later(name, found, lambda: contents.read(name))
-    how = {"axis": choice.axis, "check_finite": check_finite}
+    format, axis = choice.format, choice.axis
 
     def make():
         try:
-            q = quantize(to_jax(contents.read(name)), choice.format, **how)
-            return jax.block_until_ready(q)
+            array = contents.read(name)
+            return quantize_in_pieces(array, format, axis, check_finite=check_finite)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{_caller}: at {name}: {error}") from error
+            raise with_place(error, f"{_caller}: at {name}") from error
 
-    described = jax.eval_shape(lambda x: quantize(x, choice.format, **how), found)
+    described = jax.eval_shape(lambda x: quantize(x, format, axis=axis), found)
     return describe_later(name, described, make)
 
 

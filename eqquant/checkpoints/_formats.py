@@ -32,7 +32,7 @@ def format_to_json(format: Format) -> dict[str, Any]:
     """What [`format_from_json`][] makes the same format of."""
     cls = type(format)
     name = getattr(cls, "name", None)
-    if formats_by_name.get(name, cls) is not cls or not isinstance(name, str):
+    if not isinstance(name, str) or formats_by_name.get(name, cls) is not cls:
         raise ValueError(
             f"{format!r} cannot be saved, as its class is called {name!r}, like "
             "another. Give it a `name` of its own."

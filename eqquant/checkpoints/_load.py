@@ -14,6 +14,7 @@ from ..formats import Format
 from ..trees import match_layers, Site, sites
 from ._contents import Contents
 from ._memory import to_jax
+from ._records import is_no_data
 from ._safetensors import Path
 from ._source import Source
 
@@ -158,7 +159,7 @@ def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
     described, where = contents.described, contents.source.path
     plan: list[tuple[Site, str | None]] = []
     for site in sites(like):
-        if is_function(site.leaf):
+        if is_no_data(site.leaf):
             plan.append((site, None))
             continue
         if site.path not in described:
@@ -170,10 +171,6 @@ def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
             f"{_caller}: {where} has what like has no place for: {sorted(left)[:5]}."
         )
     return plan
-
-
-def is_function(leaf: Any) -> bool:
-    return callable(leaf) and not is_implicit(leaf) and not is_array(leaf)
 
 
 def _compare(found: Any, site: Site, where: str) -> None:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, quantize, QuantizedArray
+from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ..trees import (
     Choice,
@@ -24,9 +24,12 @@ from ..trees import (
     with_progress,
 )
 from ._contents import Contents
-from ._load import is_array, is_function
+from ._errors import with_place
+from ._load import is_array
 from ._memory import about_arrays, empty, to_jax
 from ._open import ForeignContents, open_contents
+from ._pieces import quantize_in_pieces
+from ._records import is_no_data
 from ._safetensors import Path
 
 
@@ -166,7 +169,7 @@ def _plan(site: Site, contents: AnyContents, names: Callable, choice) -> _Plan:
     if not is_array(leaf):
         # A number that was saved with the model.
         saved = type(contents.described.get(path)) is type(leaf)
-        saved = saved and not is_function(leaf)
+        saved = saved and not is_no_data(leaf)
         return _Plan(site, _table(path, path) if saved else None, None)
     given = names(path)
     if given is None:
@@ -294,7 +297,7 @@ def _load(contents: AnyContents, plan: _Plan, check_finite: bool) -> Any:
             return jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
         return out if isinstance(leaf, np.ndarray) else to_jax(out)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{_caller}: at {plan.site.path}: {error}") from error
+        raise with_place(error, f"{_caller}: at {plan.site.path}") from error
 
 
 def _quantize(table: np.ndarray, read: Callable, leaf, choice: Choice, check_finite):
@@ -302,13 +305,14 @@ def _quantize(table: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
     axes = tuple(a if a < 0 else a - leaf.ndim for a in axes)
 
     def quantized(array):
-        q = quantize(to_jax(array), choice.format, axis=axes, check_finite=check_finite)
-        return jax.block_until_ready(q)
+        return quantize_in_pieces(array, choice.format, axes, check_finite=check_finite)
 
     if min(axes) + leaf.ndim < table.ndim:
         # What is stacked shares scales, so all of it is needed at once.
-        return quantized(_stack(table, read))
-    return jax.tree.map(to_jax, _stack(table, lambda name: quantized(read(name))))
+        out = quantized(_stack(table, read))
+    else:
+        out = _stack(table, lambda name: quantized(read(name)))
+    return jax.tree.map(to_jax, out)
 
 
 def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
@@ -319,7 +323,8 @@ def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
     stacks: list[np.ndarray] = []
     first: Any = None
     for index in np.ndindex(table.shape):
-        parts, treedef = jax.tree.flatten(one(table[index]))
+        name = str(table[index])
+        parts, treedef = jax.tree.flatten(one(name))
         if not stacks:
             first = treedef
             shapes = [(*table.shape, *part.shape[table.ndim :]) for part in parts]
@@ -330,7 +335,7 @@ def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
             for stack, part in zip(stacks, parts, strict=True)
         ):
             raise ValueError(
-                f"{table[index]!r} is not stored as {table.flat[0]!r} is, so they "
+                f"{name!r} is not stored as {table.flat[0]!r} is, so they "
                 "cannot be stacked."
             )
         for stack, part in zip(stacks, parts, strict=True):

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from beartype.door import is_bearable
 
+from .._jax import is_traced
 from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ._check import check_codes, check_fit, CLASSES, PARTS
@@ -64,14 +65,25 @@ def below(path: str, name: str) -> str:
 
 
 def describe(path: str, leaf: Any) -> Leaf | None:
-    """None for a function, which is no data."""
-    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf)):
+    """None for what is no data."""
+    parts = jax.tree.leaves(leaf)
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
         raise TypeError("a jax.ShapeDtypeStruct cannot be saved: it has no values.")
-    if callable(leaf) and not is_implicit(leaf) and not hasattr(leaf, "dtype"):
+    if any(is_traced(x) for x in parts):
+        raise TypeError("what JAX traces cannot be saved: call this outside of `jit`.")
+    if is_no_data(leaf):
         return None
     records: dict[str, dict[str, Any]] = {}
     parts = tuple(_describe(path, leaf, records))
     return Leaf(path, records, parts)
+
+
+def is_no_data(leaf: Any) -> bool:
+    """Functions are code; and where `eqx.nn.Shared` took an array away, it left a mark
+    in its place."""
+    is_mark = type(leaf).__qualname__ == "SharedNode"
+    is_array = is_implicit(leaf) or hasattr(leaf, "dtype")
+    return is_mark or (callable(leaf) and not is_array)
 
 
 def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:

@@ -133,7 +133,7 @@ class TensorFile:
             raw = part.view(np.uint8) if same else piece[: part.size * itemsize]
             self._fill(raw, name)
             if checksum is not None:
-                crc = zlib.crc32(raw, crc)
+                crc = zlib.crc32(raw.data, crc)
             if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
                 raise ValueError(f"{self.path}: {name!r} has bools that are none.")
             if not same:
@@ -146,7 +146,7 @@ class TensorFile:
         return out
 
     def _fill(self, raw: np.ndarray, name: str) -> None:
-        view, done = memoryview(raw), 0
+        view, done = raw.data, 0
         while done < len(view):
             count = self._file.readinto(view[done:])
             if not count:

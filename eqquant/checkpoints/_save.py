@@ -7,6 +7,7 @@ from typing import Any
 
 from .._jax import typed
 from ..trees import sites
+from ._errors import with_place
 from ._layout import KEY
 from ._records import describe, Leaf
 from ._safetensors import Path
@@ -71,7 +72,7 @@ def save(
         try:
             leaf = describe(site.path, site.leaf)
         except (TypeError, ValueError) as error:
-            raise type(error)(f"{_caller}: at {site.path}: {error}") from error
+            raise with_place(error, f"{_caller}: at {site.path}") from error
         if leaf is not None:
             leaves.append(leaf)
     check_names(leaves, _caller)

@@ -82,7 +82,7 @@ def write_leaves(
 
 
 def _write(file: BinaryIO, array: np.ndarray) -> int:
-    raw = memoryview(array.reshape(-1).view(np.uint8))
+    raw = array.reshape(-1).view(np.uint8).data
     crc = 0
     for start in range(0, len(raw), CHUNK):
         piece = raw[start : start + CHUNK]

@@ -11,7 +11,11 @@ from ._choice import (
     replace_chosen as replace_chosen,
     too_small as too_small,
 )
-from ._conventions import register_weights as register_weights, Weight as Weight
+from ._conventions import (
+    Axis as Axis,
+    register_weights as register_weights,
+    Weight as Weight,
+)
 from ._layers import match_layers as match_layers
 from ._nbytes import tree_nbytes as tree_nbytes
 from ._progress import with_progress as with_progress

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from eqquant.checkpoints import _pieces
 from helpers import assert_identical
 from safetensors.numpy import save_file
 
@@ -88,6 +89,18 @@ def test_the_same_as_after_loading(folder, model, how):
     assert eqx.tree_equal(loaded, expected)
 
 
+@pytest.mark.parametrize("shape", [(37, 64), (1, 5, 7, 64), (64,)], ids=str)
+@pytest.mark.parametrize("axis", [-1, 0, (-2, -1)], ids=str)
+def test_pieces_are_as_good_as_the_whole(normal, monkeypatch, shape, axis):
+    if isinstance(axis, tuple) and len(shape) == 1:
+        return
+    monkeypatch.setattr(_pieces, "_piece", 500)
+    array = np.asarray(normal(*shape, dtype=jnp.bfloat16))
+    for format in (eqquant.Int8(), eqquant.NF4(double_quantization=True)):
+        made = _pieces.quantize_in_pieces(array, format, axis, check_finite=True)
+        assert_identical(made, eqquant.quantize(array, format, axis=axis))
+
+
 def test_convolutions(tmp_path):
     model = eqx.nn.Conv2d(4, 16, 3, key=jax.random.key(0))
     eqquant.save(tmp_path, model)
@@ -102,7 +115,7 @@ def test_floats_are_converted(tmp_path, normal, dtype):
     w = np.asarray(normal(300, 8000)).astype(dtype)
     eqquant.save(tmp_path, {"w": w, "n": np.arange(3)})
     like = {"w": jax.ShapeDtypeStruct(w.shape, jnp.float32), "n": jnp.zeros(3, "int32")}
-    loaded = eqquant.load_quantized(tmp_path, like, rules={"w": "int8"})
+    loaded = eqquant.load_quantized(tmp_path, like, rules={"w": ("int8", -1)})
     assert_identical(loaded["w"], eqquant.quantize(w.astype(np.float32), "int8"))
     assert_identical(loaded["n"], jnp.arange(3, dtype="int32"))
     plain = eqquant.load_quantized(tmp_path, like, None)

@@ -170,6 +170,7 @@ REFUSED = {
     "strings": ({"a": np.array(["x"])}, TypeError, "at a: an array of the dtype"),
     "int4": ({"a": jnp.zeros(2, "int4")}, TypeError, "int4 cannot be saved"),
     "complex128": ({"a": np.zeros(2, "c16")}, TypeError, "complex128 cannot be saved"),
+    "traced": (None, TypeError, "at a: what JAX traces cannot be saved"),
     "described": ({"a": jax.ShapeDtypeStruct((2,), "f4")}, TypeError, "no values"),
     "twice": ({"a.b": 1, "a": {"b": 2}}, ValueError, "'a.b' would be the name of two"),
     "reserved": ({"__metadata__": jnp.ones(1)}, ValueError, "__metadata__"),
@@ -181,6 +182,8 @@ REFUSED = {
 def test_what_would_not_come_back_is_refused(path, name):
     tree, error, message = REFUSED[name]
     with pytest.raises(error, match=message):
+        if tree is None:
+            jax.jit(lambda x: eqquant.save(path, {"a": x}))(jnp.ones(3))
         eqquant.save(path, tree)
     assert not list(path.parent.iterdir())
 
@@ -305,6 +308,14 @@ def test_arrays_go_back_onto_their_mesh(path, normal):
         loaded = eqquant.load(path, like)
         assert_identical(loaded, tree)
         assert loaded["q"].codes.sharding == split and loaded["b"].sharding == split
+
+
+def test_shared_layers(path):
+    key = jax.random.key(0)
+    pair = eqx.nn.Linear(64, 64, key=key), eqx.nn.Embedding(64, 64, key=key)
+    tied = eqx.nn.Shared(pair, where=lambda x: x[1].weight, get=lambda x: x[0].weight)
+    eqquant.save(path, tied)
+    assert eqx.tree_equal(eqquant.load(path, tied), tied)
 
 
 def test_a_tree_of_one_leaf(path):
