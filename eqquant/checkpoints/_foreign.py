@@ -108,6 +108,17 @@ def safetensors_entries(source: Source) -> dict[str, Entry]:
     return dict(sorted(entries.items(), key=lambda item: order[item[0]]))
 
 
+def check_plain(source: Source, caller: str) -> None:
+    """That another library has not quantized it."""
+    entries = {} if source.is_ours else safetensors_entries(source)
+    for entry in entries.values():
+        if entry.quantized is not None:
+            raise ValueError(
+                f"{caller}: {entry.where} is quantized already, by another library. "
+                "Read it with eqquant.read_checkpoint."
+            )
+
+
 def _plain(source: Source, stored: Stored) -> Entry:
     where = f"{source.path}: {stored.name!r}"
     return Entry(where, stored.shape, stored.dtype, lambda: source.read(stored.name))

@@ -268,6 +268,7 @@ def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
     assert (again[weight].scales == found[weight].scales).all()
 
 
+@pytest.mark.slow
 def test_what_is_written_of_other_nf4(normal, tmp_path):
     path = tmp_path / "written.safetensors"
     w = normal(3, 2, 128)

@@ -85,3 +85,11 @@ def test_stacks(shape):
         assert mixed.format == eqquant.NF4()
         both = jnp.stack([jnp.asarray(values[name]) for name in names])
         assert eqx.tree_equal(mixed, eqquant.quantize(both, "nf4"))
+
+
+def test_what_is_quantized_is_not_quantized_on_disk_again(tmp_path):
+    path = DATA / "bitsandbytes_int8.safetensors"
+    message = "'int8.weight' of bitsandbytes is quantized already, by another library"
+    with pytest.raises(ValueError, match=message):
+        eqquant.quantize_checkpoint(path, tmp_path / "out.safetensors", "nf4")
+    assert not list(tmp_path.iterdir())
