@@ -80,12 +80,6 @@ test-imports:
 	$(MAKE) VENV=$(IMPORTS) $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
 	$(IMPORTS)/bin/python -m pytest tests/imports
 
-$(IMPORTS)/.has-torch: $(IMPORTS)/.exists
-	$(IMPORTS)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps \
-		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
-		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
-	@touch $@
-
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage
 	$(BIN)/python -m coverage erase
@@ -156,6 +150,13 @@ $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 		'that takes 20 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
+	@touch $@
+
+# Before what asks for it, so that this one is taken.
+$(VENV)/.has-torch: $(VENV)/.exists
+	$(PIP) --no-deps \
+		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
+		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
 	@touch $@
 
 # By themselves: pyproject.toml says why.

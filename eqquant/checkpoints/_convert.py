@@ -24,8 +24,8 @@ from ..trees import (
     with_progress,
 )
 from ._contents import Contents
-from ._foreign import check_plain
 from ._errors import with_place
+from ._foreign import check_plain
 from ._formats import format_to_json
 from ._json import to_json
 from ._layout import KEY, read_layout, Shard, VERSION
