@@ -39,8 +39,14 @@ class Int4(Format):
         del counts
         # Not the maximum of a block, from which XLA:CPU may drop a NaN.
         is_positive = max_blocks(blocks) >= absmax
-        scales = true_divide(absmax, jnp.where(is_positive, 7, 8))
-        scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=8)
+
+        def scales_of(largest: int):
+            scales = true_divide(absmax, largest)
+            dtype = self.scale_dtype
+            return bound_scales(scales, absmax, dtype, limit, largest=largest)
+
+        # In the first kind of block no level is below -7.
+        scales = jnp.where(is_positive, scales_of(7), scales_of(8))
         return self.nearest(blocks, scales), scales
 
     def nearest(self, blocks, scales):
