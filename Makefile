@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-slow test-lowerings test-clients coverage mutants sanitize lint format docs bench peers clean
+.PHONY: help demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
@@ -34,6 +34,7 @@ help:
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
 	@echo 'make test-clients  test models of other libraries, in an environment of its own'
+	@echo 'make test-imports  test files of bitsandbytes, GGUF and BitNet beside their libraries'
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
@@ -68,6 +69,16 @@ CLIENTS := $(VENV)-clients
 test-clients:
 	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.has-clients
 	$(CLIENTS)/bin/python -m pytest tests/clients
+
+# Files of other libraries: written again by these, and ours read by them. PyTorch comes
+# without what GPUs need, if an index has it so.
+IMPORTS := $(VENV)-imports
+TORCH ?= torch==2.13.0+cpu
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+test-imports:
+	$(MAKE) VENV=$(IMPORTS) $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
+	$(IMPORTS)/bin/python -m pytest tests/imports
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage
@@ -116,7 +127,7 @@ peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/tpu_qwix.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) site dist build examples/output
+	rm -rf $(VENV) $(CLIENTS) $(IMPORTS) site dist build examples/output
 	rm -f eqquant/kernels/cpu/_native.so*
 	rm -rf .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -139,6 +150,13 @@ $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 		'that takes 20 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
+	@touch $@
+
+# Before what asks for it, so that this one is taken.
+$(VENV)/.has-torch: $(VENV)/.exists
+	$(PIP) --no-deps \
+		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
+		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
 	@touch $@
 
 # By themselves: pyproject.toml says why.

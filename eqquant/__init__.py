@@ -16,12 +16,15 @@ from .checkpoints import (
     load_metadata as load_metadata,
     load_quantized as load_quantized,
     quantize_checkpoint as quantize_checkpoint,
+    read_checkpoint as read_checkpoint,
     save as save,
+    write_bitsandbytes as write_bitsandbytes,
 )
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,
     Format as Format,
+    Int4 as Int4,
     Int8 as Int8,
     NF4 as NF4,
     QuantizedScales as QuantizedScales,

@@ -103,18 +103,24 @@ def some_slow(formats, slow) -> list:
     return [pytest.param(f, marks=marks(f)) for f in formats]
 
 
-# Slow are those that take the path of another: ternary that of binary, and most blocked
-# ones.
+# Slow are those that take the path of another: ternary that of binary, INT4 that of NF4
+# or of ternary, and most blocked ones.
 BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
 
 
-@pytest.fixture(params=some_slow(FORMATS, [eqquant.Ternary(), *BLOCKED]), ids=repr)
+@pytest.fixture(
+    params=some_slow(
+        FORMATS, [eqquant.Ternary(), eqquant.Int4(block_size=None), *BLOCKED]
+    ),
+    ids=repr,
+)
 def format(request) -> eqquant.Format:
     return request.param
 
 
 @pytest.fixture(
-    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary()]), ids=lambda f: f.name
+    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), eqquant.Int4()]),
+    ids=lambda f: f.name,
 )
 def default_format(request) -> eqquant.Format:
     return request.param

@@ -19,8 +19,11 @@ DEFAULT_FORMATS = [make() for make in formats.values()]
 FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
 FORMATS += [eqquant.NF4(double_quantization=True)]
 FORMATS += [
-    make(block_size=32) for make in formats.values() if make is not eqquant.Binary
+    make(block_size=32)
+    for make in formats.values()
+    if make not in (eqquant.Binary, eqquant.Int4)
 ]
+FORMATS += [eqquant.Int4(block_size=None)]
 
 
 # Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
@@ -117,16 +120,22 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+def _as_param(value):
+    if isinstance(value, type(pytest.param())):
+        return value
+    # What INT4 has of its own is in test_int4.py. The rest is the path of NF4 with
+    # blocks, or of ternary without.
+    is_slow = isinstance(value, eqquant.Int4)
+    return slow(value) if is_slow else pytest.param(value)
+
+
 def pairs(names: str, *options):
     """A decorator like `pytest.mark.parametrize`, for options that combine: each value
     of one meets each value of every other at least once. The whole product has more
     combinations, and finds next to nothing more. The first ones, in which each value
     occurs, are the fast ones.
     """
-    options = [
-        [x if isinstance(x, type(pytest.param())) else pytest.param(x) for x in values]
-        for values in options
-    ]
+    options = [[_as_param(x) for x in values] for values in options]
     product = list(itertools.product(*(range(len(values)) for values in options)))
     pairs_of = lambda row: set(itertools.combinations(enumerate(row), 2))
     values_left = set().union(*map(enumerate, product))

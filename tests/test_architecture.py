@@ -109,7 +109,7 @@ def test_a_folder_says_what_it_is_for(folder):
 
 def test_tests_are_in_the_same_rooms():
     folders = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders <= {*ROOMS, "examples", "clients"}
+    assert folders <= {*ROOMS, "examples", "clients", "imports"}
 
 
 def test_the_imports_are_found():

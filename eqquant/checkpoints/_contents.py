@@ -1,12 +1,14 @@
 """What is in a checkpoint: leaves by path, described first, and read when they are
 asked for."""
 
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from ..arrays import is_implicit
+from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ._check import check_codes
 from ._formats import known_formats
@@ -49,6 +51,18 @@ class Contents:
             except ValueError as error:
                 raise ValueError(f"{self.source.path}: {path}: {error}") from error
         return leaf
+
+    @property
+    def path(self) -> pathlib.Path:
+        return self.source.path
+
+    def are_quantized(self, names: Sequence[str]) -> bool:
+        """Whether these come as quantized arrays, rather than as arrays."""
+        return any(isinstance(self.described[n], QuantizedArray) for n in names)
+
+    def read_array(self, name: str, dtype: Any) -> np.ndarray:
+        """A tensor in another dtype."""
+        return self.source.read(name, dtype)
 
     def _describe(self, name: str) -> jax.ShapeDtypeStruct:
         stored = self.source.tensors[name]

@@ -25,6 +25,7 @@ from ..trees import (
 )
 from ._contents import Contents
 from ._errors import with_place
+from ._foreign import check_plain
 from ._formats import format_to_json
 from ._json import to_json
 from ._layout import KEY, read_layout, Shard, VERSION
@@ -103,6 +104,7 @@ def quantize_checkpoint(
     check_shard_size(max_shard_size, _caller)
     with Source(source_path) as source:
         _check_apart(source, target)
+        check_plain(source, _caller)
         contents = Contents(source, (), _caller)
         for name, found in contents.described.items():
             if is_implicit(found):

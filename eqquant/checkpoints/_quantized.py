@@ -27,14 +27,15 @@ from ._contents import Contents
 from ._errors import with_place
 from ._load import is_array
 from ._memory import about_arrays, empty, to_jax
+from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
 from ._records import is_no_data
 from ._safetensors import Path
-from ._source import Source
 
 
 _caller = "load_quantized"
 Pattern = str | re.Pattern
+AnyContents = Contents | ForeignContents
 
 
 @typed
@@ -49,6 +50,7 @@ def load_quantized(
     names: Callable[[str], Any] | None = None,
     ignore: Pattern | Sequence[Pattern] = (),
     formats: Sequence[type[Format]] = (),
+    decode: bool = False,
     check_finite: bool = True,
     progress: bool | None = None,
 ) -> Tree:
@@ -77,8 +79,9 @@ def load_quantized(
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file, the index of several (`.safetensors.index.json`),
-        or a folder that holds either, as those of Hugging Face do.
+    - `path`: a `.safetensors` or GGUF file, the index of several
+        (`.safetensors.index.json`), or a folder that holds safetensors, as those of
+        Hugging Face do.
     - `like`: the model, of arrays or of `jax.ShapeDtypeStruct`s, such as
         `eqx.filter_eval_shape` makes. What is no array is taken from it.
     - `format`, `where`, `rules`, `min_size`, `check_finite`, `progress`: as in
@@ -93,10 +96,13 @@ def load_quantized(
         expressions.
 
     - `formats`: as in [`eqquant.load`][].
+    - `decode`: of a checkpoint that another library quantized, decode what no format
+        of eqquant holds, such as `Q4_K` of GGUF, and layers that are stacked but not
+        quantized alike. They are quantized again as `format` and `rules` say.
 
     Tensors are converted to the dtypes in `like`, floats to floats and integers to
-    integers. What is quantized in the file already, by [`eqquant.save`][] or
-    [`eqquant.quantize_checkpoint`][], comes as it is.
+    integers. What is quantized in the file already comes as it is, whether eqquant did
+    that or another library: see [`eqquant.read_checkpoint`][].
 
     **Returns:**
 
@@ -112,8 +118,7 @@ def load_quantized(
     """
     names = names or (lambda path: path)
     patterns = [ignore] if isinstance(ignore, Pattern) else list(ignore)
-    with Source(path) as source:
-        contents = Contents(source, formats, _caller)
+    with open_contents(path, formats, _caller, decode=decode) as contents:
         choices = _choose(like, format, where, rules, min_size)
         plans = [
             _plan(site, contents, names, choices.get(i))
@@ -154,7 +159,7 @@ class _Plan:
         return 0 if self.names is None else getattr(self.site.leaf, "size", 0)
 
 
-def _plan(site: Site, contents: Contents, names: Callable, choice) -> _Plan:
+def _plan(site: Site, contents: AnyContents, names: Callable, choice) -> _Plan:
     leaf, path = site.leaf, site.path
     if is_implicit(leaf):
         raise ValueError(
@@ -180,13 +185,12 @@ def _plan(site: Site, contents: Contents, names: Callable, choice) -> _Plan:
     return _Plan(site, table, choice)
 
 
-def _check(name: str, table: np.ndarray, site: Site, contents: Contents) -> None:
+def _check(name: str, table: np.ndarray, site: Site, contents: AnyContents) -> None:
     """That a tensor is there, and fits."""
     leaf, at = site.leaf, f"{_caller}: at {site.path}"
     if name not in contents.described:
         raise ValueError(
-            f"{at}: {contents.source.path} has no tensor {name!r}."
-            + _similar(name, contents)
+            f"{at}: {contents.path} has no tensor {name!r}." + _similar(name, contents)
         )
     found = contents.described[name]
     if is_implicit(found) and not isinstance(found, QuantizedArray):
@@ -232,7 +236,7 @@ def _table(given: Any, path: str) -> np.ndarray:
     return table
 
 
-def _similar(name: str, contents: Contents) -> str:
+def _similar(name: str, contents: AnyContents) -> str:
     end = name.rsplit(".", 1)[-1]
     names = list(contents.described)
     found = [other for other in names if other.rsplit(".", 1)[-1] == end]
@@ -241,7 +245,7 @@ def _similar(name: str, contents: Contents) -> str:
 
 
 def _check_all_used(
-    contents: Contents, plans: list[_Plan], ignore: Sequence[Pattern]
+    contents: AnyContents, plans: list[_Plan], ignore: Sequence[Pattern]
 ) -> None:
     used = {name for p in plans if p.names is not None for name in p.names.flat}
 
@@ -262,26 +266,31 @@ def _check_all_used(
         )
 
 
-def _load(contents: Contents, plan: _Plan, check_finite: bool) -> Any:
+def _load(contents: AnyContents, plan: _Plan, check_finite: bool) -> Any:
     leaf, table, choice = plan.site.leaf, plan.names, plan.choice
     if table is None:
         return leaf
     if not is_array(leaf):
         return contents.read(table.item())
 
+    quantized = contents.are_quantized(list(table.flat))
+
     def read(name: str) -> Any:
         # With an axis of one for each along which it is stacked.
         lead = (1,) * table.ndim
         add_axes = lambda part: part.reshape(lead + part.shape)
         found = contents.described[name]
-        if isinstance(found, QuantizedArray):
-            return jax.tree.map(add_axes, contents.read(name))
+        if quantized:
+            q = contents.read(name)
+            if not isinstance(q, QuantizedArray):
+                raise ValueError(f"{name!r} is not quantized; others of its stack are.")
+            return jax.tree.map(lambda part: add_axes(np.asarray(part)), q)
         if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
             raise ValueError(f"{name!r} is a random key: use `load`.")
-        return add_axes(contents.source.read(name, leaf.dtype))
+        return add_axes(contents.read_array(name, leaf.dtype))
 
     try:
-        if choice is not None and not is_implicit(contents.described[table.flat[0]]):
+        if choice is not None and not quantized:
             return _quantize(table, read, leaf, choice, check_finite)
         out = _stack(table, read)
         if is_implicit(out):

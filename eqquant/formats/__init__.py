@@ -12,6 +12,7 @@ from ._format import (
     max_blocks as max_blocks,
     Precision as Precision,
 )
+from ._int4 import Int4 as Int4
 from ._int8 import Int8 as Int8
 from ._nf4 import NF4 as NF4
 from ._pack import (

@@ -58,6 +58,8 @@ class Format(abc.ABC):
     integer_levels: ClassVar[bool] = False
     # The largest magnitude of a level.
     largest_level: ClassVar[int] = 1
+    # The largest positive level, where that is not the largest in magnitude.
+    highest_level: ClassVar[int | None] = None
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
     # If the scale of a block of float32 is its largest magnitude, and the code of a

@@ -10,7 +10,10 @@ A decoder therefore never interleaves: it shifts whole bytes, and gets the codes
 byte)`. A product permutes its small operand, the activation, to match.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
 
@@ -19,15 +22,16 @@ def codes_per_byte(bits: int) -> int:
 
 
 def pack(
-    codes: Integer[Array, "*groups group"], bits: int
-) -> Integer[Array, "*groups bytes"]:
-    """Pack groups of codes below `2**bits`."""
+    codes: Integer[Array, "*groups group"] | Integer[np.ndarray, "*groups group"],
+    bits: int,
+) -> Any:
+    """Pack groups of codes below `2**bits`: of JAX, or of NumPy."""
     planes = codes_per_byte(bits)
     size = codes.shape[-1] // planes
     packed = codes[..., :size]
     for plane in range(1, planes):
         part = codes[..., plane * size : (plane + 1) * size]
-        packed = packed | (part << jnp.uint8(plane * bits))
+        packed = packed | (part << np.uint8(plane * bits))
     return packed
 
 

@@ -2,13 +2,14 @@
 
 from ._binary import Binary
 from ._format import Format
+from ._int4 import Int4
 from ._int8 import Int8
 from ._nf4 import NF4
 from ._ternary import Ternary
 
 
 formats: dict[str, type[Format]] = {
-    format.name: format for format in (NF4, Int8, Ternary, Binary)
+    format.name: format for format in (NF4, Int8, Int4, Ternary, Binary)
 }
 
 

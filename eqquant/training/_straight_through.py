@@ -133,7 +133,7 @@ def learned_scales(
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].
-    - `format`: one with integer levels: INT8, ternary, binary.
+    - `format`: one with integer levels: INT8, INT4, ternary, binary.
 
     **Returns:**
 
@@ -152,7 +152,7 @@ def learned_scales(
     scales = float_scales(q.scales)
     if not isinstance(axis, int) and len(axis) == q.ndim and format.block_size is None:
         scales = scales.reshape(-1)[:1]  # One per tensor is stored once per row.
-    start = scales * (2 / math.sqrt(format.largest_level))
+    start = scales * (2 / math.sqrt(_highest(format)))
     # A block of zeros has to start somewhere.
     return jnp.where(start > 0, start, jnp.maximum(jnp.mean(start), 1e-6))
 
@@ -161,7 +161,7 @@ def check_learnable(format: Format, caller: str) -> None:
     if not format.integer_levels:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
-            f"Ternary and Binary; got {format!r}."
+            f"Int4, Ternary and Binary; got {format!r}."
         )
 
 
@@ -178,7 +178,9 @@ def _(primals, tangents):
     each = _spread(q, float_scales(q.scales))
     # The scale itself is rounded: what it was taken from is not out of range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
-    inside = jnp.abs(array) <= each * (q.format.largest_level * rounding)
+    lowest, highest = -q.format.largest_level, _highest(q.format)
+    inside = array >= each * (lowest * rounding)
+    inside &= array <= each * (highest * rounding)
     return _clipped(array, q), jnp.where(inside, tangent, 0)
 
 
@@ -194,13 +196,18 @@ def _(primals, tangents):
     array, scales, q = primals
     array_dot, scales_dot, _ = tangents
     each = _spread(q, scales)
-    largest = q.format.largest_level
+    lowest, highest = -q.format.largest_level, _highest(q.format)
     ratio = array.astype(each.dtype) / each
-    inside = jnp.abs(ratio) < largest
-    weight = 1 / math.sqrt(array.size / scales.size * largest)
+    inside = (ratio > lowest) & (ratio < highest)
+    weight = 1 / math.sqrt(array.size / scales.size * highest)
     by_scale = (_levels(q) - jnp.where(inside, ratio, 0)) * weight
     tangent = by_scale * _spread(q, scales_dot) + jnp.where(inside, array_dot, 0)
     return _learning(array, scales, q), tangent.astype(array.dtype)
+
+
+def _highest(format: Format) -> int:
+    """The largest positive level."""
+    return format.highest_level or format.largest_level
 
 
 def _wide(dtype):

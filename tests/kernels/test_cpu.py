@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary
+from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.arrays.quantized._encode import encode_rows
 from eqquant.kernels import cpu, xla
 from helpers import assert_identical, pairs, relative
@@ -69,7 +69,8 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
 
 def draw_product(data, kernel):
     """An activation, and a weight of random codes; few compile, as each shape does."""
-    formats = [Int8, Ternary, Binary] if "digit" in kernel else [NF4, Int8, Ternary]
+    formats = [NF4, Int4] if "digit" not in kernel else [Int4]
+    formats += [Int8, Ternary]
     make = data.draw(st.sampled_from([*formats, Binary]))
     blocks_of = [None] if "digit" in kernel else [None, 128, 256]
     format = make(
@@ -84,6 +85,7 @@ def draw_product(data, kernel):
     dtype = np.int8 if format.bits == 8 else np.uint8
     codes = rng.integers(0, 256, (*batch, rows, stored * format.bits // 8))
     scales = 0.5 + rng.random((*batch, rows, format.num_blocks(columns)))
+    scales *= rng.choice([-1, 1], scales.shape)  # As those of GGUF's Q4_0 are.
     x = rng.standard_normal((*batch, m, rows if contract_rows else stored))
     x = jnp.asarray(x, data.draw(st.sampled_from(["float32", "bfloat16"])))
     scales = jnp.asarray(scales, format.scale_dtype)

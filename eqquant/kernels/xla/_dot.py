@@ -143,9 +143,9 @@ def _multiply(x, tile, *, contract_rows, dtype):
     )
 
 
-def _int8_max(format: Format) -> int:
-    """127 over the largest level of a format whose levels end at 1 or at 127."""
-    return 1 if format.bits == 8 else 127
+def _int8_max(format: Format) -> float:
+    """How many times the largest level goes into 127."""
+    return 127 / format.largest_level
 
 
 def _round(x: Float[Array, "*shape"]) -> Int8[Array, "*shape"]:

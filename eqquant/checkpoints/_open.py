@@ -1,0 +1,66 @@
+"""What `load_quantized` reads from, whoever wrote it."""
+
+import contextlib
+import pathlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..formats import Format
+from ._contents import Contents
+from ._entry import Entry
+from ._foreign import open_entries, safetensors_entries
+from ._gguf import is_gguf
+from ._memory import convert, empty
+from ._safetensors import Path
+from ._source import Source
+
+
+class ForeignContents:
+    """As [`Contents`][], of a checkpoint that another library quantized. With `decode`
+    what no format holds comes as arrays; so do stacks that are not quantized alike.
+    """
+
+    def __init__(self, entries: dict[str, Entry], path: pathlib.Path, decode: bool):
+        self.path = path
+        self._entries, self._decode = entries, decode
+        self.described = {
+            name: jax.ShapeDtypeStruct(entry.shape, entry.dtype)
+            for name, entry in entries.items()
+        }
+
+    def are_quantized(self, names: Sequence[str]) -> bool:
+        entries = [self._entries[name] for name in names]
+        if not self._decode:
+            return any(entry.quantized is not None for entry in entries)
+        first = entries[0]
+        alike = all(entry.kind == first.kind for entry in entries)
+        return alike and first.quantized is not None and first.kind[1]
+
+    def read(self, name: str) -> Any:
+        return self._entries[name].read(decode=False)
+
+    def read_array(self, name: str, dtype: Any) -> np.ndarray:
+        entry = self._entries[name]
+        out = empty(entry.shape, dtype)
+        convert(entry.decode(), out, entry.where)
+        return out
+
+
+@contextlib.contextmanager
+def open_contents(
+    path: Path, formats: Sequence[type[Format]], caller: str, *, decode: bool
+) -> Iterator[Contents | ForeignContents]:
+    where = pathlib.Path(path)
+    if is_gguf(where):
+        with open_entries(where) as entries:
+            yield ForeignContents(entries, where, decode)
+        return
+    with Source(path) as source:
+        entries = {} if source.is_ours else safetensors_entries(source)
+        if any(entry.quantized is not None for entry in entries.values()):
+            yield ForeignContents(entries, source.path, decode)
+        else:
+            yield Contents(source, formats, caller)

@@ -1,0 +1,95 @@
+"""Checkpoints that others quantized, into models."""
+
+import pathlib
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative, TOLERANCE
+from safetensors.numpy import load_file
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+GGUF = DATA / "gguf.gguf"
+EVERYTHING = "*"
+
+
+def linear(rows, columns, **options):
+    return eqx.filter_eval_shape(
+        lambda: eqx.nn.Linear(columns, rows, key=jax.random.key(0), **options)
+    )
+
+
+def test_bitsandbytes_into_a_layer(normal):
+    path = DATA / "bitsandbytes_4bit.safetensors"
+    layer = eqquant.load_quantized(
+        path, linear(24, 128), names=lambda p: f"nf4.{p}", ignore=EVERYTHING
+    )
+    found = eqquant.read_checkpoint(path, decode=True)
+    assert eqx.tree_equal(layer.weight, found["nf4.weight"])
+    x = normal(128)
+    expected = found["nf4.weight"].dequantize() @ x + found["nf4.bias"]
+    assert relative(layer(x), expected) < TOLERANCE["high"]
+
+
+@pytest.mark.parametrize("name, format", [("Q4_0", "int4"), ("Q8_0", "int8")])
+def test_gguf_into_a_layer(name, format, normal):
+    like = linear(2, 512, use_bias=False)
+    load = lambda **options: eqquant.load_quantized(
+        GGUF, like, names=lambda _: name, ignore=EVERYTHING, **options
+    )
+    layer = load()
+    value = load_file(DATA / "gguf_expected.safetensors")[name]
+    assert layer.weight.format.name == format
+    assert np.asarray(layer.weight.dequantize()).tobytes() == value.tobytes()
+    assert eqx.tree_equal(load(decode=True), layer)
+    x = normal(512)
+    assert relative(layer(x), value @ np.float64(x)) < TOLERANCE["high"]
+
+
+def test_what_no_format_holds_is_quantized_again_on_request():
+    like = linear(2, 512, use_bias=False)
+    options = dict(names=lambda _: "Q4_K", ignore=EVERYTHING)
+    with pytest.raises(ValueError, match="at weight: .*'Q4_K' in Q4_K.*decode=True"):
+        eqquant.load_quantized(GGUF, like, "nf4", **options)
+    value = load_file(DATA / "gguf_expected.safetensors")["Q4_K"]
+    layer = eqquant.load_quantized(GGUF, like, "nf4", decode=True, **options)
+    assert eqx.tree_equal(layer.weight, eqquant.quantize(jnp.asarray(value), "nf4"))
+    layer = eqquant.load_quantized(GGUF, like, None, decode=True, **options)
+    assert np.asarray(layer.weight).tobytes() == value.tobytes()
+
+
+class Stack(eqx.Module):
+    weight: jax.Array
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 512)])
+def test_stacks(shape):
+    like = {"layers": Stack(jax.ShapeDtypeStruct(shape, jnp.float32))}
+    load = lambda *names, **options: eqquant.load_quantized(
+        GGUF, like, "nf4", rules={"layers.weight": "nf4"}, names=lambda _: list(names),
+        ignore=EVERYTHING, **options,
+    )["layers"].weight  # fmt: skip
+    values = load_file(DATA / "gguf_expected.safetensors")
+    alike = load("IQ4_NL", "IQ4_NL")
+    assert alike.shape == shape and alike.format.name == "int8"
+    np.testing.assert_array_equal(alike.dequantize()[1], values["IQ4_NL"])
+    # As files of llama.cpp mix them.
+    for names in (("Q8_0", "Q6_K"), ("Q4_0", "F32"), ("F32", "Q4_0")):
+        with pytest.raises(ValueError, match="at layers.weight: .*(stacked|quantized)"):
+            load(*names)
+        mixed = load(*names, decode=True)
+        assert mixed.format == eqquant.NF4()
+        both = jnp.stack([jnp.asarray(values[name]) for name in names])
+        assert eqx.tree_equal(mixed, eqquant.quantize(both, "nf4"))
+
+
+def test_what_is_quantized_is_not_quantized_on_disk_again(tmp_path):
+    path = DATA / "bitsandbytes_int8.safetensors"
+    message = "'int8.weight' of bitsandbytes is quantized already, by another library"
+    with pytest.raises(ValueError, match=message):
+        eqquant.quantize_checkpoint(path, tmp_path / "out.safetensors", "nf4")
+    assert not list(tmp_path.iterdir())
