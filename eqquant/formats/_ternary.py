@@ -43,6 +43,7 @@ class Ternary(Format):
     name = "ternary"
     bits = 2
     integer_levels = True
+    unit_levels = True
 
     def __post_init__(self):
         super().__post_init__()
