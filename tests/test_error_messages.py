@@ -1,5 +1,5 @@
-"""Readers search docs/when-it-does-not-run.md for the error that they see: each that the
-page shows is provoked here, and has to be that text."""
+"""Readers search docs/when-it-does-not-run.md for the error that they see. Each that it
+shows is provoked here, and has to be that text."""
 
 import pathlib
 import re

@@ -119,3 +119,31 @@ def test_an_implicit_solver_decodes(field, x):
     check(fn, field, x, ft.partial(eqquant.quaxify, on_materialise="allow"))
     with pytest.raises(eqquant.MaterialiseError, match="linear_solve"):
         strict(fn)(field, x)
+
+
+def steady(field, x, adjoint):
+    """The state at which the field, less a decay, comes to rest."""
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, field: 0.3 * field(y) - y + x),
+        diffrax.Heun(),
+        t0=0.0,
+        t1=jnp.inf,
+        dt0=0.1,
+        y0=jnp.zeros(8),
+        args=field,
+        adjoint=adjoint,
+        event=diffrax.Event(diffrax.steady_state_event()),
+        stepsize_controller=diffrax.PIDController(1e-5, 1e-6),
+    )
+    return jnp.sum(solution.ys**2)
+
+
+@pytest.mark.slow
+def test_a_steady_state_differentiated_implicitly(field, x):
+    fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
+    loose = ft.partial(eqquant.quaxify, on_materialise="allow")
+    assert relative(jax.jit(loose(fn))(field, x), jax.jit(fn)(dense(field), x)) < 1e-4
+    # The point at which a solve stops differs, if as little as its tolerances.
+    got, expected = gradients(loose(fn), field, x), gradients(fn, dense(field), x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert relative(a, b) < 1e-3

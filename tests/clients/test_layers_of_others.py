@@ -132,7 +132,7 @@ def test_haliax():
         "norm": hax.nn.LayerNorm.init(embed),
     }
     q = eqquant.quantize_tree(model, "int8")
-    layers = [f"mlp.layers.{i}" for i in range(2)]
+    layers = [f"mlp.layers.{i}" for i in range(3)]
     assert chosen(q) == {
         f"{layer}.weight.array" for layer in ("table", "up", "heads", *layers)
     }

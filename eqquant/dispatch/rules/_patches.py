@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Shaped
 
 
 def patches_of(
-    x: Float[Array, "batch features *space"],
+    x: Shaped[Array, "batch features *space"],
     window: Sequence[int],
     strides: Sequence[int],
     dilation: Sequence[int],
-) -> Float[Array, "batch features *both"]:
+) -> Shaped[Array, "batch features *both"]:
     """`(batch, features, *window, *places)`: copies of the elements of `x`."""
     how = tuple(tuple(map(int, numbers)) for numbers in (window, strides, dilation))
     if all(k == s and d == 1 for k, s, d in zip(*how, strict=True)):
@@ -65,8 +65,9 @@ def _(how, primals, tangents):
 
 
 def _by_shift(x, how):
-    """By reshaping alone. `window` copies of an axis, cut into rows that are longer than
-    it by the dilation, begin each so much later than the one before."""
+    """By reshaping alone. Copies of an axis, one for each element of the window, are
+    cut into rows that are longer than it by the dilation. So each row begins that much
+    later than the row before."""
     count = len(how[0])
     for axis, (k, stride, dilation) in enumerate(zip(*how, strict=True)):
         axis = 2 + 2 * axis

@@ -46,7 +46,7 @@ def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
     """The activation as a product with `q` has it, and whether that is another."""
     if not (q.rounds_activations and axes and jnp.issubdtype(x.dtype, jnp.floating)):
         return x, False
-    return straightrounded(x, tuple(axes)), True
+    return straight_rounded(x, tuple(axes)), True
 
 
 def _dot_dtype(lhs, rhs):
