@@ -1,4 +1,4 @@
-"""Primitives that multiply: all of them become `quantized_dot`."""
+"""Matrix products: all of them become `quantized_dot`."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
 
 
 def _dot_dtype(lhs, rhs):
-    """What lax makes of two dtypes, which is not what `jnp` promotes them to."""
+    """The result dtype of lax for two dtypes. `jnp` promotes differently."""
     if lhs == rhs:
         return lhs
     vectors = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs)]
