@@ -141,9 +141,26 @@ def steady(field, x, adjoint):
 @pytest.mark.slow
 def test_a_steady_state_differentiated_implicitly(field, x):
     fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
-    loose = ft.partial(eqquant.quaxify, on_materialise="allow")
-    assert relative(jax.jit(loose(fn))(field, x), jax.jit(fn)(dense(field), x)) < 1e-4
+    loose = eqquant.quaxify(fn, on_materialise="allow")
     # The point at which a solve stops differs, if as little as its tolerances.
-    got, expected = gradients(loose(fn), field, x), gradients(fn, dense(field), x)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert relative(a, b) < 1e-3
+    run = lambda fn, field: jax.jit(jax.value_and_grad(ft.partial(fn, field)))(x)
+    (value, got), (expected_value, expected) = run(loose, field), run(fn, dense(field))
+    assert relative(value, expected_value) < 1e-4
+    assert relative(got, expected) < 1e-3
+    with pytest.raises(eqquant.MaterialiseError, match="linear_solve"):
+        jax.grad(ft.partial(strict(fn), field))(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["implicit solver", "steady state"])
+def test_around_layers_that_need_no_quaxify_nothing_decodes(kind, field, x):
+    """Only `quaxify` decodes. Without it lineax gets codes and scales as they are."""
+    adjoint, solver = diffrax.RecursiveCheckpointAdjoint(), diffrax.Kvaerno3()
+    control = diffrax.PIDController(1e-2, 1e-2)
+    how = {"adjoint": adjoint, "solver": solver, "stepsize_controller": control}
+    fn = ft.partial(solve, **how)
+    if kind == "steady state":
+        fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
+    run = lambda field: jax.jit(jax.value_and_grad(ft.partial(fn, field)))(x)
+    for got, expected in zip(run(field), run(dense(field)), strict=True):
+        assert relative(got, expected) < 1e-3

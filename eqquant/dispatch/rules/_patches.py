@@ -61,7 +61,8 @@ def _places(size: int, window: int, stride: int, dilation: int) -> int:
 @_by_index.defjvp
 def _(how, primals, tangents):
     # The transpose of taking elements is a loop that adds one after the other.
-    return _by_index(*primals, how), _by_shift(*tangents, how)
+    (x,), (x_dot,) = primals, tangents
+    return _by_index(x, how), _by_shift(x_dot, how)
 
 
 def _by_shift(x, how):
