@@ -124,13 +124,13 @@ def test_an_implicit_solver_decodes(field, x):
 def steady(field, x, adjoint):
     """The state at which the field, less a decay, comes to rest."""
     solution = diffrax.diffeqsolve(
-        diffrax.ODETerm(lambda t, y, field: 0.3 * field(y) - y + x),
+        diffrax.ODETerm(lambda t, y, args: 0.3 * args[0](y) - y + args[1]),
         diffrax.Heun(),
         t0=0.0,
         t1=jnp.inf,
         dt0=0.1,
         y0=jnp.zeros(8),
-        args=field,
+        args=(field, x),
         adjoint=adjoint,
         event=diffrax.Event(diffrax.steady_state_event()),
         stepsize_controller=diffrax.PIDController(1e-5, 1e-6),

@@ -102,9 +102,8 @@ MODELS = {
 def test_a_model_runs_as_it_is(name):
     make, make_input = MODELS[name]
     q = eqquant.quantize_tree(make(), "int8")
-    # Nothing but vectors stays in floating point.
-    left = [row for row in eqquant.report(q).rows if row.format is None]
-    assert all(len(row.shape) < 2 or "norm" in row.path for row in left if row.bits)
+    left = [row.path for row in eqquant.report(q).rows if row.format is None]
+    assert all("norms" in path or "bias" in path for path in left)
     x, dense = make_input(KEY), eqquant.dequantize_tree(q)
     run = eqx.filter_jit(lambda model, x: model(x))
     with jax.default_matmul_precision("highest"):
