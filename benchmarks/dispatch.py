@@ -1,9 +1,12 @@
-"""What `quaxify` costs: while tracing, and at run time.
+"""What `quaxify` costs: while tracing, at run time, and until a small convolutional
+network has been compiled.
 
 python benchmarks/dispatch.py --layers 12
+python benchmarks/dispatch.py --only convolutions
 """
 
 import argparse
+import itertools
 import statistics
 import time
 
@@ -43,6 +46,69 @@ class Transformer(eqx.Module):
         return x
 
 
+class Convolutions(eqx.Module):
+    """Mostly compile time: each layer is a program of its own, if a small one."""
+
+    layers: list[eqx.nn.Conv2d]
+    head: eqx.nn.Linear
+
+    def __init__(self, layers: int, size: int, *, key):
+        key, *keys = jax.random.split(key, layers + 1)
+        sizes = [3, *[size] * layers]
+        self.layers = [
+            eqx.nn.Conv2d(a, b, 3, padding=1, key=k)
+            for a, b, k in zip(sizes, sizes[1:], keys, strict=False)
+        ]
+        self.head = eqx.nn.Linear(size, 10, key=key)
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = jax.nn.relu(layer(x))
+        return self.head(jnp.mean(x, (1, 2)))
+
+
+STAGES = ("trace", "lower", "compile", "compile (CPU)", "eager")
+
+
+def stages(model, x) -> list[float]:
+    """Seconds of each stage; of compiling also those of all cores together, which other
+    work on the machine does not change as much; and of a first call without `jit`."""
+    dynamic, static = eqx.partition(model, eqx.is_array)
+    jax.clear_caches()
+    times = [time.perf_counter()]
+    traced = jax.jit(lambda d, x: eqx.combine(d, static)(x)).trace(dynamic, x)
+    times.append(time.perf_counter())
+    lowered = traced.lower()
+    times.append(time.perf_counter())
+    cores = time.process_time()
+    lowered.compile()
+    cores = time.process_time() - cores
+    times.append(time.perf_counter())
+    jax.clear_caches()
+    start = time.perf_counter()
+    jax.block_until_ready(eqquant.quaxify(model)(x))
+    eager = time.perf_counter() - start
+    return [*(b - a for a, b in itertools.pairwise(times)), cores, eager]
+
+
+def convolutions(layers: int, size: int, repeat: int) -> None:
+    model = Convolutions(layers, size, key=jax.random.key(0))
+    x = jnp.ones((3, 16, 16))
+    models = {"dense": model}
+    for format in ("int8", "nf4", "ternary", "binary"):
+        models[format] = eqquant.quantize_tree(model, format)
+    # In turn, as other work on the machine comes and goes.
+    times = {name: [] for name in models}
+    for _ in range(repeat):
+        for name, model in models.items():
+            times[name].append(stages(model, x))
+    print(f"{layers} convolutions of {size} channels, seconds (least of {repeat})")
+    print(f"{'':<12}" + "".join(f"{stage:>15}" for stage in STAGES))
+    for name, rows in times.items():
+        best = [min(column) for column in zip(*rows, strict=True)]
+        print(f"{name:<12}" + "".join(f"{seconds:>15.3f}" for seconds in best))
+
+
 def trace_seconds(fn, *args, repeat: int) -> list[float]:
     times = []
     for _ in range(repeat):
@@ -58,12 +124,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--only", choices=("transformer", "convolutions"))
     options = parser.parse_args()
+    print(machine())
+    if options.only != "convolutions":
+        transformer(options)
+    if options.only != "transformer":
+        convolutions(8, 16, min(options.repeat, 3))
 
+
+def transformer(options) -> None:
     model = Transformer(options.layers, options.size, key=jax.random.key(0))
     quantized = eqquant.quantize_tree(model, "int8")
     x = jnp.ones((16, options.size))
-    print(f"{machine()}; a transformer of {options.layers} layers of {options.size}")
+    print(f"a transformer of {options.layers} layers of {options.size}")
 
     def run(model):
         dynamic, static = eqx.partition(model, eqx.is_array)

@@ -30,6 +30,9 @@ def pipeline(
     the place of the last piece: XLA would otherwise keep both, and copy each twice.
     """
 
+    if count == 1:
+        return use(0, make(0), out)
+
     def step(i, carry):
         piece, out = carry
         out = use(i, piece, out)

@@ -139,6 +139,10 @@ class ImplicitArray(eqx.Module):
         """[`scaled`][], by a factor with as many axes as the array. Each has one
         element, or as many as that axis of the array."""
 
+    def power(self, exponent: int) -> Any:
+        """As `lax.integer_pow`."""
+        return self if exponent == 1 else NotImplemented
+
     def put(
         self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
     ) -> Any:

@@ -119,6 +119,16 @@ class ArrayOperators(ImplicitArray):
                 return out
         raise _unsupported(self, f"`{symbol}` with {_described(other)}")
 
+    def __pow__(self, exponent, modulo=None):
+        """Of an odd exponent, where all levels are -1, 0 or 1; or of 1."""
+        self.check_whole()
+        is_integer = isinstance(exponent, int | np.integer)
+        if is_integer and not isinstance(exponent, bool) and modulo is None:
+            out = self.power(int(exponent))
+            if out is not NotImplemented:
+                return out
+        raise _unsupported(self, f"`**` with {_described(exponent)}")
+
     #
     # Indexing
     #
@@ -164,7 +174,7 @@ class ArrayOperators(ImplicitArray):
     __floordiv__ = __rfloordiv__ = _refuse("//")
     __mod__ = __rmod__ = _refuse("%")
     __divmod__ = __rdivmod__ = _refuse("divmod()")
-    __pow__ = __rpow__ = _refuse("**")
+    __rpow__ = _refuse("**")
     __abs__ = _refuse("abs()")
     __round__ = _refuse("round()")
     __invert__ = _refuse("~")

@@ -1,8 +1,8 @@
-"""Where values come from: how much of a weight reaches them.
+"""Follows weights through a program.
 
-A `Flow` is what is known of one array: how many elements of each weight its values may
-be made of. What it becomes in an operation depends on the kind of operation alone,
-whether that is an equation of a jaxpr or an instruction of XLA's.
+A `Flow` says of one array how many elements of each weight its values may be made of.
+How an operation changes a flow depends only on the kind of the operation, so the same
+rules serve equations of a jaxpr and instructions of XLA.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
-@dataclass(frozen=True, eq=False)  # Each is but itself.
+@dataclass(frozen=True, eq=False)  # Compared by identity.
 class Weight:
     """A quantized array whose codes are followed."""
 
@@ -22,10 +22,10 @@ class Weight:
 
 @dataclass(frozen=True)
 class Flow:
-    """What an array is made of.
+    """What the values of an array depend on.
 
-    - `elements`: of each weight, how many elements its values may depend on.
-    - `data`: whether they depend on what is no part of any quantized array.
+    - `elements`: how many elements of each weight.
+    - `data`: whether on anything outside of quantized arrays, too.
     """
 
     elements: Mapping[Weight, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Weights that are decoded in a compiled program: XLA may do what no jaxpr says."""
+"""Finds weights that a compiled program decodes. XLA may do what no jaxpr shows."""
 
 import math
 import re
@@ -22,9 +22,9 @@ class _Instruction(NamedTuple):
 
 
 def decoded_in_hlo(text: str, flows: Sequence[Flow]) -> list[str]:
-    """The instructions and shapes of every array in memory that is a whole weight.
+    """The instruction and shape of every array in memory that is a whole weight.
 
-    What only exists within a fusion is not in memory.
+    Values inside a fusion are never in memory, so they do not count.
 
     **Arguments:**
 

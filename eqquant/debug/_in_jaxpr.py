@@ -1,4 +1,4 @@
-"""Weights that are decoded in a jaxpr, or in what a product in it is lowered to."""
+"""Finds weights that a jaxpr decodes, or that the lowering of a product decodes."""
 
 import functools as ft
 import math
@@ -29,14 +29,14 @@ from ._flow import (
 def decoded_in_jaxpr(
     jaxpr: Any, flows: Sequence[Flow], flow_of: Callable[[Any], Flow], platform: str
 ) -> list[str]:
-    """The primitives and shapes of every array that is a whole weight.
+    """The primitive and shape of every array that is a whole weight.
 
     **Arguments:**
 
-    - `jaxpr`: closed.
-    - `flows`: of its inputs.
-    - `flow_of`: that of a constant.
-    - `platform`: whose lowerings of products to look into.
+    - `jaxpr`: a closed jaxpr.
+    - `flows`: the flows of its inputs.
+    - `flow_of`: gives the flow of a constant.
+    - `platform`: the platform whose lowerings of products are searched.
     """
     walk = _Walk(flow_of, platform)
     walk.run(jaxpr, flows, "")
@@ -51,7 +51,7 @@ class _Walk:
         self.product = ft.cache(ft.partial(_decoded_in_product, platform=platform))
 
     def run(self, jaxpr: Any, flows: Sequence[Flow], path: str) -> list[Flow]:
-        """What the results are made of."""
+        """The flows of the results."""
         jaxpr, consts = open_jaxpr(jaxpr)
         known = dict(zip(jaxpr.invars, flows, strict=True))
         known |= dict(zip(jaxpr.constvars, map(self.flow_of, consts), strict=False))

@@ -1,4 +1,4 @@
-"""What a function does to the quantized arrays in it."""
+"""Checks and explanations of what a function does with quantized arrays."""
 
 import math
 from collections.abc import Callable
@@ -63,11 +63,11 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
 
 
 def assert_trainable(tree: Any) -> None:
-    """Check that a pytree has nothing of a quantized array in it: before it is given to
-    an optimiser, or differentiated.
+    """Check that a pytree holds no part of a quantized array. Call it before you
+    differentiate the pytree, or give it to an optimiser.
 
-    Codes are integers, and have no gradient; scales have one, but to train them (or to
-    decay them, as AdamW does) is rarely meant. JAX and optax cannot tell.
+    Codes are integers and have no gradient. Scales have one, but you rarely want to
+    train them, or to decay them as AdamW does. JAX and optax do not see the difference.
 
     !!! Example
 
@@ -105,7 +105,7 @@ def assert_trainable(tree: Any) -> None:
 
 
 def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
-    """Where [`eqquant.debug.assert_not_materialised`][] sees a whole weight."""
+    """The places where [`eqquant.debug.assert_not_materialised`][] sees a weight."""
     weights: list[Any] = []
     flow_of_part: dict[int, Flow] = {}
 
@@ -120,7 +120,7 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     def flow_of(part) -> Flow:
         return flow_of_part.get(id(part), Flow(data=True))
 
-    # Those that `fn` holds are arguments, too: constants XLA computes with.
+    # Arrays that `fn` holds become arguments: XLA would fold constants.
     def call(weights, rest):
         replaced = iter(weights)
         new_fn, args, kwargs = substitute(
@@ -138,7 +138,7 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
 
 
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
-    """By the identity of each part: a part of the codes, or of none."""
+    """The flow of each part, by its `id`: codes are followed, other parts are not."""
     flows: dict[int, Flow] = {}
     for part in jax.tree.leaves(q, is_leaf=is_quantized):
         if is_quantized(part):
@@ -202,10 +202,10 @@ def explain(
 
     **Returns:**
 
-    A line for each product: the shapes, the format, which lowering, in which variant,
-    for what reason, and to how many bits activations are rounded. Where they are, the
-    product is not quite linear: see `docs/precision.md`, which says what lowerings and
-    variants there are, as `docs/cpu.md` and `docs/tpu.md` do.
+    A line for each product: the shapes, the format, the lowering and its variant, the
+    reason for it, and to how many bits activations are rounded. A product that rounds
+    activations is not exactly linear. `docs/precision.md`, `docs/cpu.md` and
+    `docs/tpu.md` list the lowerings and variants.
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)

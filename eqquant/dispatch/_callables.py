@@ -24,11 +24,11 @@ def _is_leaf(x: Any) -> bool:
 
 
 def substitute(value: Any, fn: Callable[[ImplicitArray], Any]) -> Any:
-    """`value` with every implicit array in it replaced by `fn` of it.
+    """Replace every implicit array in `value` by `fn` of it.
 
-    `value` is a pytree whose leaves may be functions. Whatever holds no implicit array
-    comes back as the same object. The order of the calls of `fn` depends on nothing but
-    the structure of `value`.
+    `value` is a pytree whose leaves may be functions. Parts without an implicit array
+    come back as the same objects. `fn` is called in an order that depends only on the
+    structure of `value`.
     """
     return _Substitution(fn)(value)
 
@@ -59,7 +59,7 @@ class _Substitution:
         elif isinstance(leaf, ft.partial):
             rebuild = self.partial
         elif isinstance(leaf, (_Jit, _FilterJit)):
-            # Without `jit` the same function; what it is part of is traced anyway.
+            # The function without `jit`: the program around it is traced anyway.
             rebuild = self.jitted
         if rebuild is None:
             return leaf
@@ -132,7 +132,7 @@ def _contents(cell):
 
 def _used_globals(function) -> dict[str, Any]:
     """The globals that a function reads and that may hold implicit arrays: pytrees,
-    and functions beside it."""
+    and functions of the same module."""
     module = function.__globals__.get("__name__", "")
     if module.split(".")[0] in ("jax", "equinox", "eqquant"):
         return {}  # They hold none.

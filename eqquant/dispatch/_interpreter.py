@@ -16,18 +16,18 @@ from .rules import control_rule_of, Decoded, rules_of
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Evaluates jaxprs on arrays, quantized or not."""
+    """Evaluates jaxprs on arrays, implicit or plain."""
 
     policy: OnMaterialise
 
     def call(self, fn: Callable, *args, **kwargs) -> Any:
-        """Call `fn` on quantized arrays, wherever they are."""
+        """Call `fn`, with implicit arrays in its arguments or in what it holds."""
         everything = (fn, args, kwargs)
         found: list[ImplicitArray] = []
 
         def collect(q):
             found.append(q)
-            # Anything else, so that what holds it counts as changed.
+            # Any other object, so that the parts that hold `q` count as changed.
             return jax.tree.leaves(q)[0]
 
         substitute(everything, collect)
@@ -98,8 +98,7 @@ class Interpreter:
         return bind_equation(eqn, [self.dense(eqn, x) for x in args])
 
     def dense(self, eqn, x: Any) -> Any:
-        """`x` as a plain array, for an equation that needs one; if it is implicit, as
-        the policy has it."""
+        """`x` as a plain array. The policy decides whether it may be decoded."""
         if not is_implicit(x):
             return x
         what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
@@ -107,7 +106,7 @@ class Interpreter:
 
 
 def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """The array for which `q` stands, without its values."""
+    """The shape and dtype of the array that `q` stands for."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.ShapeDtypeStruct(q.shape, q.dtype)

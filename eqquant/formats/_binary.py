@@ -25,6 +25,7 @@ class Binary(Format):
     name = "binary"
     bits = 1
     integer_levels = True
+    unit_levels = True
 
     def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows, however large the weights.

@@ -56,6 +56,8 @@ class Format(abc.ABC):
     codebook: ClassVar[tuple[float, ...] | None] = None
     # Whether every level is an integer that int8 holds.
     integer_levels: ClassVar[bool] = False
+    # Whether every level is -1, 0 or 1: an odd power of it is then the level itself.
+    unit_levels: ClassVar[bool] = False
     # The largest magnitude of a level.
     largest_level: ClassVar[int] = 1
     # The largest positive level, where that is not the largest in magnitude.
@@ -75,10 +77,11 @@ class Format(abc.ABC):
             cls.boundaries = None
         if "unused_codes" not in vars(cls):
             cls.unused_codes = ()
-        # As that is a claim about the levels, it goes when they are others.
-        own_levels = not vars(cls).keys().isdisjoint(("levels", "codebook"))
-        if own_levels and "integer_levels" not in vars(cls):
-            cls.integer_levels = False
+        # As these are claims about the levels, they go when the levels are others.
+        if not vars(cls).keys().isdisjoint(("levels", "codebook")):
+            for claim in ("integer_levels", "unit_levels"):
+                if claim not in vars(cls):
+                    setattr(cls, claim, False)
 
     def __post_init__(self):
         per_byte = codes_per_byte(self.bits)

@@ -44,6 +44,7 @@ class Ternary(Format):
     bits = 2
     integer_levels = True
     unused_codes = (0b10,)
+    unit_levels = True
 
     def __post_init__(self):
         super().__post_init__()

@@ -21,9 +21,17 @@ from ._sites import Site, sites
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """One weight that is chosen: the how-manyth leaf it is; what becomes of it, a
-    format or whatever else rules were about, and along which axis; the axis (or axes)
-    that its layer contracts, and what it puts out, as in [`Weight`][]."""
+    """A weight that was chosen.
+
+    **Fields:**
+
+    - `index`: its place among the leaves of the model.
+    - `path`: its path.
+    - `what`: what becomes of it: a format, or the value of another kind of rule.
+    - `axis`: the axis along which it is quantized.
+    - `contracted`, `out`: the axes that its layer contracts and puts out, as in
+        [`Weight`][].
+    """
 
     index: int
     path: str
@@ -46,9 +54,9 @@ def choose(
     min_size: int,
     caller: str,
 ) -> list[Choice]:
-    """What [`eqquant.quantize_tree`][] quantizes, for arguments as it takes them.
+    """The weights that [`eqquant.quantize_tree`][] quantizes, given its arguments.
 
-    `caller` is who says so in errors.
+    `caller` is the name that errors begin with.
     """
 
     def is_float(leaf):
@@ -79,9 +87,12 @@ def choose_among(
     rules: Rules,
     caller: str,
 ) -> list[Choice]:
-    """Of the leaves that are candidates: those that rules say; then those that `where`
-    says or, without it, the weights of layers that are worth it, for `what` (None: none
-    of these)."""
+    """Choose among the candidates.
+
+    A rule that matches a leaf decides about it. All other leaves are chosen for `what`
+    if `where` selects them. Without `where` these are the weights of known layers that
+    are worth it. If `what` is None, only rules choose.
+    """
     mask = None if where is None else _filter_mask(where, model, caller)
     if mask is not None and len(mask) != len(leaves_of(model)):
         raise ValueError(f"{caller}: where must be a pytree prefix of model.")
@@ -117,7 +128,7 @@ def choose_among(
 
 
 def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
-    """For each leaf of `tree` what `where`, as `eqx.filter` takes it, says."""
+    """One flag for each leaf of `tree`; `where` is what `eqx.filter` takes."""
 
     flags: list[bool] = []
 
@@ -152,8 +163,7 @@ def replace_chosen(
     *,
     caller: str,
 ) -> Any:
-    """The model with each leaf that was chosen replaced by `fn(leaf, choice)`, one
-    after the other; errors name its path."""
+    """Replace each chosen leaf by `fn(leaf, choice)`. Errors name its path."""
     leaves, treedef = jax.tree.flatten(model, is_leaf=is_implicit)
     for choice in choices:
         try:
@@ -164,7 +174,7 @@ def replace_chosen(
 
 
 def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:
-    """Why a weight is not worth quantizing, if it is not."""
+    """The reason why a weight is not worth quantizing; None if it is."""
     if leaf.size < min_size:
         return f"smaller than {min_size}"
     axes = (axis,) if isinstance(axis, int) else axis

@@ -1,6 +1,6 @@
 """Where layers keep their weights: one entry for each kind of layer.
 
-None of the libraries is imported: their classes are known by name.
+No library is imported for this. Its classes are found by their names.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ Axis = int | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """What an array is to its layer, for [`eqquant.register_weights`][].
+    """The role of an array in its layer, for [`eqquant.register_weights`][].
 
     **Arguments:**
 
     - `axis`: the axis (or axes) that the layer contracts.
-    - `out`: the axis that it puts out; `None` for all others.
-    - `is_table`: whether rows are looked up rather than multiplied, as those of an
-        embedding.
+    - `out`: the axis of its outputs; `None` for all other axes.
+    - `is_table`: whether the layer looks up rows instead of multiplying, as an
+        embedding does.
     """
 
     axis: Axis
@@ -71,10 +71,11 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
 
     **Returns:**
 
-    A decorator of a function `(layer, name, array)`, which is called with an instance
-    (of a subclass, too), the name of one of its arrays, and that array. It returns an
-    [`eqquant.Weight`][]; a string, the reason why the array cannot be chosen; or `None`
-    for what is no weight. The function registered last goes first.
+    A decorator of a function `(layer, name, array)`. It is called with an instance of
+    the class or of a subclass, the name of one of its arrays, and that array. It
+    returns an [`eqquant.Weight`][]; or `None` if the array is not a weight; or a string
+    that says why the array cannot be chosen. The function that was registered last is
+    asked first.
 
     **Raises:**
 

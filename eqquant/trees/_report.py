@@ -157,11 +157,11 @@ def report(model: Any, original: Any = None) -> Report:
 
 
 def row_of(site: Site, source: Any) -> ReportRow:
-    """What became of `source` (None if that is not known)."""
+    """The row of a leaf. `source` is the leaf before, or None if it is not known."""
     leaf = site.leaf
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
-    # Of a weight with an adapter the format of the weight, and the bytes of both.
+    # A weight with an adapter: its own format, but the bytes of both.
     stored = leaf.base if isinstance(leaf, LoraArray) else leaf
     format = stored.format if isinstance(stored, QuantizedArray) else None
     reason = _why_not(site) if format is None else _costs(bits, format)
@@ -200,7 +200,7 @@ _long_row = 2**14
 
 
 def _costs(bits: float, format: Format) -> str:
-    """What rows that are short for their format cost, if that is much."""
+    """A note on rows so short that padding and scales cost much; otherwise empty."""
     expected = 8 * stored_bytes(_long_row, format) / _long_row
     if bits < 1.4 * expected:
         return ""

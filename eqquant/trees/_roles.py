@@ -1,4 +1,4 @@
-"""What a leaf is to its layer: a weight, and along which axes, or why it is none."""
+"""The role of a leaf in its layer: a weight with its axes, or the reason why not."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -12,14 +12,14 @@ A_BIAS = "a bias"
 
 
 def classify(site: Site) -> Weight | str:
-    """A weight, or the reason why it is none."""
+    """A weight, or the reason why the leaf cannot be quantized as one."""
     if is_quantized(site.leaf):
         return "already quantized"
     return role(site)
 
 
 def role(site: Site) -> Weight | str:
-    """The same, whether it is quantized already or not."""
+    """As [`classify`][], but a leaf may be quantized already."""
     leaf = site.leaf
     if not is_implicit(leaf) and not eqx.is_inexact_array(leaf):
         return "not a floating-point array"
@@ -39,7 +39,7 @@ def role(site: Site) -> Weight | str:
 
 
 def weight_of(site: Site) -> Weight | str:
-    """As [`role`][]; what a rule has quantized is a weight as well."""
+    """As [`role`][], but an array that a rule has quantized is a weight, too."""
     found = role(site)
     if isinstance(found, str) and isinstance(site.leaf, QuantizedArray):
         return Weight(site.leaf.axes)
@@ -47,8 +47,8 @@ def weight_of(site: Site) -> Weight | str:
 
 
 def is_never_a_weight(site: Site) -> bool:
-    """What rules with wildcards leave alone: part of a layer whose weights are known,
-    and not one of them; a vector, or not floating point."""
+    """Whether rules with wildcards skip the leaf: vectors, arrays that are not floating
+    point, biases, and arrays of a known layer that are not among its weights."""
     leaf = site.leaf
     if site.reparameterised or leaf.ndim < 2:
         return True

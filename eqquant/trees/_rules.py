@@ -27,10 +27,10 @@ class Rule:
 
 
 class Rules:
-    """Ordered rules by path; the first that matches wins.
+    """Rules by path, in order. The first that matches wins.
 
-    `parse` says what a rule is: what becomes of a weight (None: nothing) and its axis
-    (None: what its layer contracts).
+    `parse` turns the value of a rule into what becomes of a weight (None: it is left
+    alone) and its axis (None: the one that its layer contracts).
     """
 
     def __init__(

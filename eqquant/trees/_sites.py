@@ -15,21 +15,21 @@ Tree = TypeVar("Tree")
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """A leaf of a pytree, the layer that holds it, and what that calls it.
+    """A leaf of a pytree, the layer that holds it, and the name of the field.
 
-    In between may be an object that stands for the array, such as a `NamedArray`.
+    A wrapper such as a `NamedArray` may be in between. It does not count as the layer.
     """
 
     path: str
     leaf: Any
     owner: Any
     field: str
-    # Inside of a layer that computes its weight anew at each call.
+    # Whether it is inside a layer that computes its weight at each call.
     reparameterised: bool
 
 
 def sites(tree: Any) -> Iterator[Site]:
-    """Every leaf, in the order of `jax.tree.leaves`; implicit arrays are leaves."""
+    """Every leaf, in the order of `jax.tree.leaves`. Implicit arrays are leaves."""
     return _sites(tree, "", None, "", False)
 
 
@@ -39,7 +39,6 @@ def _sites(node, path, owner, field, reparameterised) -> Iterator[Site]:
         yield Site(path, node, owner, field, reparameterised)
         return
     inside = reparameterised or is_reparameterised(node)
-    # A container inside of a layer is part of it: the weights of a list, say.
     for key, child in children:
         name = _name(node, key, child)
         below = f"{path}.{name}" if path else name

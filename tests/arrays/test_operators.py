@@ -13,6 +13,7 @@ import pytest
 from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.arrays import LoraArray, StraightThroughArray
 from helpers import assert_close, assert_identical, pairs, strict
+from jax import lax
 
 
 KINDS = {
@@ -77,6 +78,70 @@ def test_scaling_by_a_power_of_two_is_exact(format, normal):
         assert_identical(fn(q) @ w[0], fn(q @ w[0]))
 
 
+@pairs(
+    "kind, dtype, exponent",
+    [Ternary(), Ternary(block_size=32), Binary(), Binary(scale_dtype="bfloat16")],
+    ["float32", "bfloat16", "float16"],
+    [1, 3, 5],
+)
+def test_odd_powers_of_signs_are_exact(kind, dtype, exponent, normal):
+    w = (0.1 * normal(7, 100)).astype(dtype).at[2].set(0)
+    q = eqquant.quantize(w, kind)
+    power = lambda w: w**exponent
+    expected = power(q.dequantize())
+    assert_identical(power(q).dequantize(), expected)
+    assert_identical(jax.jit(power)(q).dequantize(), jax.jit(power)(q.dequantize()))
+    by_rule = strict(lambda w: lax.integer_pow(w, exponent))(q)
+    assert_identical(by_rule.dequantize(), expected)
+    if dtype == "float32" and kind.scale_dtype == "float32":
+        loss = lambda q, scales: power(q.replace(scales=scales)).dequantize()
+        by_hand = lambda q, scales: power(q.replace(scales=scales).dequantize())
+        for fn in (loss, by_hand):
+            fn.gradient = jax.grad(lambda s, fn=fn: jnp.sum(fn(q, s)))(q.scales)
+        assert_close(loss.gradient, by_hand.gradient, 1e-6)
+
+
+def test_other_powers_are_errors_and_decode_in_quaxify(normal):
+    w = normal(8, 64)
+    ternary, nf4 = eqquant.quantize(w, "ternary"), eqquant.quantize(w, "nf4")
+    assert_identical(nf4**1, nf4)
+    some = [(ternary, 2), (ternary, 0), (ternary, -1), (ternary, 1.5), (ternary, w)]
+    for q, exponent in (*some, (nf4, 3), (nf4, True), (lora(ternary), 3)):
+        with pytest.raises(TypeError, match="`[*][*]` with .*quaxify.*dequantize"):
+            q**exponent
+    with pytest.raises(TypeError, match="quaxify"):
+        pow(ternary, 3, 5)
+    with pytest.raises(TypeError, match="quaxify"):
+        2**ternary
+    for q in (nf4, lora(ternary)):
+        with pytest.raises(eqquant.MaterialiseError, match="integer_pow"):
+            strict(lambda q: q**3)(q)
+
+
+def test_powers_of_a_format_that_inherits_signs_decode(normal):
+    """Whether levels are signs is a claim about them, which ends where they change."""
+
+    class Doubled(Ternary):
+        def levels(self, codes, dtype):
+            return 2 * super().levels(codes, dtype)
+
+    q = eqquant.quantize(normal(4, 64), Ternary())
+    q = q.replace(format=Doubled())
+    with pytest.raises(TypeError, match="quaxify"):
+        q**3
+
+
+def test_scaling_between_casts(normal):
+    w, x = normal(8, 64).astype("bfloat16"), normal(3, 64)
+    q = eqquant.quantize(w, "int8")
+    fn = lambda w: (2 * w.astype("float32") / 4).astype("bfloat16")
+    for scaled in (fn(q), strict(fn)(q), jax.jit(strict(fn))(q)):
+        assert isinstance(scaled, eqquant.QuantizedArray)
+        assert_identical(scaled.dequantize(), fn(q.dequantize()))
+    product = lambda w, x: x @ fn(w).T
+    eqquant.debug.assert_not_materialised(strict(product), q, x)
+
+
 def test_a_model_that_scales_its_weights_decodes_nothing(normal):
     """As haliax, which multiplies each weight by 1.0."""
     q = eqquant.quantize(normal(48, 64), "int8")
@@ -102,7 +167,7 @@ def test_scaling_with_what_differs_within_a_block_is_an_error(normal):
 
 REFUSED = {
     **{f.__name__: f for f in (op.eq, op.ne, op.lt, op.le, op.gt, op.ge)},
-    **{f.__name__: f for f in (op.add, op.sub, op.floordiv, op.mod, op.pow, divmod)},
+    **{f.__name__: f for f in (op.add, op.sub, op.floordiv, op.mod, divmod)},
     **{f.__name__: f for f in (op.and_, op.or_, op.xor, op.lshift, op.rshift)},
     "reflected /": lambda q, x: x / q,
     "reflected -": lambda q, x: x - q,

@@ -119,3 +119,48 @@ def test_an_implicit_solver_decodes(field, x):
     check(fn, field, x, ft.partial(eqquant.quaxify, on_materialise="allow"))
     with pytest.raises(eqquant.MaterialiseError, match="linear_solve"):
         strict(fn)(field, x)
+
+
+def steady(field, x, adjoint):
+    """The state at which the field, less a decay, comes to rest."""
+    solution = diffrax.diffeqsolve(
+        diffrax.ODETerm(lambda t, y, args: 0.3 * args[0](y) - y + args[1]),
+        diffrax.Heun(),
+        t0=0.0,
+        t1=jnp.inf,
+        dt0=0.1,
+        y0=jnp.zeros(8),
+        args=(field, x),
+        adjoint=adjoint,
+        event=diffrax.Event(diffrax.steady_state_event()),
+        stepsize_controller=diffrax.PIDController(1e-5, 1e-6),
+    )
+    return jnp.sum(solution.ys**2)
+
+
+@pytest.mark.slow
+def test_a_steady_state_differentiated_implicitly(field, x):
+    fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
+    loose = eqquant.quaxify(fn, on_materialise="allow")
+    # The point at which a solve stops differs, if as little as its tolerances.
+    run = lambda fn, field: jax.jit(jax.value_and_grad(ft.partial(fn, field)))(x)
+    (value, got), (expected_value, expected) = run(loose, field), run(fn, dense(field))
+    assert relative(value, expected_value) < 1e-4
+    assert relative(got, expected) < 1e-3
+    with pytest.raises(eqquant.MaterialiseError, match="linear_solve"):
+        jax.grad(ft.partial(strict(fn), field))(x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["implicit solver", "steady state"])
+def test_around_layers_that_need_no_quaxify_nothing_decodes(kind, field, x):
+    """Only `quaxify` decodes. Without it lineax gets codes and scales as they are."""
+    adjoint, solver = diffrax.RecursiveCheckpointAdjoint(), diffrax.Kvaerno3()
+    control = diffrax.PIDController(1e-2, 1e-2)
+    how = {"adjoint": adjoint, "solver": solver, "stepsize_controller": control}
+    fn = ft.partial(solve, **how)
+    if kind == "steady state":
+        fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
+    run = lambda field: jax.jit(jax.value_and_grad(ft.partial(fn, field)))(x)
+    for got, expected in zip(run(field), run(dense(field)), strict=True):
+        assert relative(got, expected) < 1e-3

@@ -1,8 +1,11 @@
 """Models of other libraries: their weights are chosen, and their code runs on them."""
 
+import pathlib
+
 import eqquant
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from helpers import assert_close
 
@@ -47,6 +50,17 @@ def test_linen():
         *(f"{attention}.{name}.kernel" for name in names),
     }
     check(model.apply, params, tokens)
+
+
+def test_an_error_of_flax_reads_as_in_the_docs():
+    nn = pytest.importorskip("flax.linen")
+    page = pathlib.Path(__file__).parents[2] / "docs" / "when-it-does-not-run.md"
+    model, x = nn.Dense(64), jax.random.normal(KEY, (8, 256))
+    params = eqquant.quantize_tree(model.init(KEY, x), "int8")
+    with pytest.raises(Exception, match="initializer") as caught:
+        model.apply(params, x)
+    assert f"flax.errors.{caught.type.__name__}: {caught.value}" in page.read_text()
+    check(model.apply, params, x)
 
 
 def test_nnx():
@@ -106,29 +120,46 @@ def test_stax():
 
 
 def test_haliax():
-    """1.3 does not run on this JAX, quantized or not; its arrays are chosen."""
+    """Weights of named arrays are chosen, and layers multiply without decoding them."""
     hax = haliax()
-    sizes = {"embed": 64, "mlp": 128, "vocab": 50}
-    embed, mlp, vocab = (hax.Axis(*item) for item in sizes.items())
+    sizes = {"embed": 64, "mlp": 128, "vocab": 50, "heads": 4, "size": 16, "batch": 5}
+    embed, mlp, vocab, heads, size, batch = (hax.Axis(*item) for item in sizes.items())
     model = {
         "table": hax.nn.Embedding.init(vocab, embed, key=KEY),
         "up": hax.nn.Linear.init(embed, mlp, key=KEY),
+        "heads": hax.nn.Linear.init(embed, (heads, size), key=KEY),
+        "mlp": hax.nn.MLP.init(embed, embed, 96, 2, key=KEY),
         "norm": hax.nn.LayerNorm.init(embed),
     }
     q = eqquant.quantize_tree(model, "int8")
-    assert chosen(q) == {"table.weight.array", "up.weight.array"}
+    layers = [f"mlp.layers.{i}" for i in range(3)]
+    assert chosen(q) == {
+        f"{layer}.weight.array" for layer in ("table", "up", "heads", *layers)
+    }
     assert q["up"].weight.array.axes == (-2,) and q["table"].weight.array.axes == (-1,)
     scaled = eqquant.quaxify(lambda w: w * 1.0, on_materialise="error")(q["up"].weight)
     assert isinstance(scaled.array, eqquant.QuantizedArray)
+    x = hax.named(jax.random.normal(KEY, (5, 64)), (batch, embed))
+    for name in ("up", "heads", "mlp"):
+        check(lambda model, x, name=name: model[name](x), q, x)
 
 
 def haliax():
-    # 1.3 asks JAX for a private class that 0.10 does not have, for annotations alone.
+    """1.3, the newest, uses what newer JAX no longer has: a private class, for
+    annotations; a question about symbolic shapes; and parts of `jnp.einsum`, where its
+    products end up, which is called here as a whole."""
     from jax._src import tree_util
 
     if not hasattr(tree_util, "BuiltInKeyEntry"):
         tree_util.BuiltInKeyEntry = object
-    return pytest.importorskip("haliax")
+    hax = pytest.importorskip("haliax", exc_type=ImportError)
+    dot = pytest.importorskip("haliax._src.dot", exc_type=ImportError)
+
+    def einsum(spec, *operands, _dot_general=None, **options):
+        return jnp.einsum(spec, *operands, **options)
+
+    dot._jittable_dg_einsum = einsum
+    return hax
 
 
 def test_paramax():

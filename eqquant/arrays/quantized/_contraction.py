@@ -127,7 +127,8 @@ def _contract(
         x = x.reshape(num_batch, m, num_rows)
     else:
         x = x.reshape(num_batch, m, num_columns, size)
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
+        if padding:
+            x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
         x = x.reshape(num_batch, m, num_columns * (size + padding))
     if not batch:
         x = x[0]

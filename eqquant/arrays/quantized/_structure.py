@@ -240,6 +240,17 @@ class AbstractQuantizedArray(ArrayOperators):
         factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
         return self.replace(scales=fn(scales, factor))
 
+    def power(self, exponent: int) -> Any:
+        """On the scales, where an odd power leaves each level what it is. They are
+        rounded first, as decoded values are: the result is the same, bit for bit."""
+        if not self.format.unit_levels or exponent < 1 or exponent % 2 == 0:
+            return super().power(exponent)
+        if exponent == 1:
+            return self
+        wide = jnp.promote_types(self.scales.dtype, jnp.float32)
+        scales = float_scales(self.scales).astype(self.dtype)
+        return self.replace(scales=lax.integer_pow(scales, exponent).astype(wide))
+
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """Where each device gets whole groups of codes and whole blocks."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]

@@ -9,8 +9,8 @@ from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
 
-# An eager call interprets the same jaxpr again and again; what it was compiled to has
-# to be found again.
+# Eager calls interpret the same jaxpr again and again. This finds the program that it
+# was compiled to before.
 _compiled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -30,7 +30,7 @@ def _jit(interpreter: Interpreter, eqn, args):
     return by_interpreter[interpreter](*args)
 
 
-# The last is what differentiating a checkpointed function leaves, from 0.11 on.
+# From JAX 0.11 on, the derivative of a checkpointed function is an `eval_jaxpr`.
 @control_rule_for("closed_call", "core_call", "eval_jaxpr")
 def _call(interpreter: Interpreter, eqn, args):
     return interpreter.function(called_jaxpr(eqn.params))(*args)

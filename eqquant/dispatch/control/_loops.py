@@ -14,7 +14,7 @@ from ..rules import control_rule_for
 
 
 def _is_like(a, b) -> bool:
-    """Whether a loop can carry `a` and get `b`: the same, or both plain."""
+    """Whether a loop that carries `a` may get `b` back: alike, or both plain."""
     if is_implicit(a) or is_implicit(b):
         return jax.tree.structure(a) == jax.tree.structure(b) and all(
             x.shape == y.shape and x.dtype == y.dtype
@@ -24,8 +24,9 @@ def _is_like(a, b) -> bool:
 
 
 def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
-    """A carry that stays as it is: what the body replaces by a plain array starts as
-    one. Also the body, changed to agree where the carry starts as a plain array."""
+    """A carry of the same kinds before and after the body. An array that the body
+    replaces by a plain one is decoded at the start. Also returns a function that
+    decodes results of the body where the carry is plain."""
     carry = list(carry)
     while any(map(is_implicit, carry)):
         out = jax.eval_shape(body, carry)
@@ -119,8 +120,8 @@ def _cond(interpreter: Interpreter, eqn, args):
 
 
 def _zeros_among(jaxpr) -> list[bool]:
-    """Which results of a jaxpr are zeros, or hold what nobody reads: differentiating
-    branches, JAX hands a weight out of those that use it, and such out of the others.
+    """Which results of a jaxpr are zeros, or are never read. When JAX differentiates a
+    `cond`, branches that use a weight return it, and the others return such a zero.
     """
     jaxpr, _ = open_jaxpr(jaxpr)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -139,8 +140,8 @@ def _zeros_among(jaxpr) -> list[bool]:
 
 
 def _common(outs: Sequence, zeros: Sequence[bool]) -> ImplicitArray | None:
-    """What a result is like in every branch, if it is implicit in all but those where
-    it is zero."""
+    """The implicit array that a result is like in every branch; it may be zero in some
+    of them. None if the result is plain, or differs."""
     kinds = [out for out in outs if is_implicit(out)]
     if not kinds or not all(_is_like(kinds[0], kind) for kind in kinds):
         return None

@@ -1,6 +1,7 @@
 """What each JAX primitive does when an operand is an implicit array."""
 
 from . import (
+    _convolutions as _convolutions,
     _products as _products,
     _scaling as _scaling,
     _structural as _structural,

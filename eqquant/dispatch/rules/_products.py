@@ -1,7 +1,6 @@
-"""Primitives that multiply: all of them become `quantized_dot`."""
+"""Matrix products: all of them become `quantized_dot`."""
 
 import functools as ft
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import contract, ImplicitArray, with_shape
+from ...arrays import ImplicitArray
 from ...primitives import straight_rounded
 from ._registry import Decoded, register_names, rule_for
 
@@ -30,7 +29,7 @@ def _dot_general(lhs, rhs, **params):
     out_dtype = out_dtype or _dot_dtype(lhs.dtype, rhs.dtype)
     out = q.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
     if out is NotImplemented:
-        x, is_rounded = _rounded(q, x, [axis for _, axis in over])
+        x, is_rounded = rounded(q, x, [axis for _, axis in over])
         if not is_rounded:
             return NotImplemented
         dense = ft.partial(lax.dot_general_p.bind, **params)
@@ -43,7 +42,7 @@ def _dot_general(lhs, rhs, **params):
     return jnp.moveaxis(out, range(-free, 0), range(first, first + free))
 
 
-def _rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
+def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
     """The activation as a product with `q` has it, and whether that is another."""
     if not (q.rounds_activations and axes and jnp.issubdtype(x.dtype, jnp.floating)):
         return x, False
@@ -51,7 +50,7 @@ def _rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
 
 
 def _dot_dtype(lhs, rhs):
-    """What lax makes of two dtypes, which is not what `jnp` promotes them to."""
+    """The result dtype of lax for two dtypes. `jnp` promotes differently."""
     if lhs == rhs:
         return lhs
     vectors = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs)]
@@ -117,106 +116,3 @@ def _ragged_dot_general(
     out = jnp.zeros((tiles, height, n), out_dtype)
     out, _ = lax.scan(step, out, (begins, ends, tile, group))
     return out.reshape(tiles * height, n)[:m]
-
-
-@rule_for(lax.conv_general_dilated_p)
-def _conv_general_dilated(lhs, rhs, **params):
-    params = {name: params[name] for name in _CONV_PARAMS}
-    try:
-        return _convolution_program(lhs, rhs, **params)
-    except _NoProduct:
-        return _convolution(lhs, rhs, **params)
-
-
-class _NoProduct(Exception):
-    """Nothing that a program could return."""
-
-
-_CONV_PARAMS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
-
-
-# One program, also where it is called eagerly.
-@ft.partial(jax.jit, static_argnames=_CONV_PARAMS, inline=True)
-def _convolution_program(lhs, rhs, **params):
-    out = _convolution(lhs, rhs, **params)
-    if out is NotImplemented or isinstance(out, Decoded):
-        raise _NoProduct
-    return out
-
-
-def _convolution(
-    lhs,
-    rhs,
-    *,
-    window_strides,
-    padding,
-    lhs_dilation,
-    rhs_dilation,
-    dimension_numbers,
-    feature_group_count,
-    batch_group_count,
-    precision,
-    preferred_element_type,
-):
-    """A convolution as a product with the patches of its input."""
-    if isinstance(lhs, ImplicitArray) or batch_group_count != 1:
-        return NotImplemented
-    numbers = dimension_numbers
-    x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
-    shape = [rhs.shape[axis] for axis in numbers.rhs_spec]
-    out_features, _, *window = shape  # (out, in / groups, *window)
-    out_dtype = preferred_element_type or jnp.promote_types(x.dtype, rhs.dtype)
-    space = "DHWXYZ"[: len(window)]
-    if len(window) > 6 or 0 in shape or 0 in x.shape:
-        return NotImplemented
-    groups = feature_group_count
-    patches = lax.conv_general_dilated_patches(
-        x,
-        window,
-        window_strides,
-        padding,
-        lhs_dilation,
-        rhs_dilation,
-        dimension_numbers=("NC" + space, "OI" + space, "NC" + space),
-        precision=lax.Precision.HIGHEST,  # They only copy.
-    )
-    batch, _, *out_space = patches.shape
-    patches = patches.reshape(batch, groups, -1, *window, math.prod(out_space))
-    patches = jnp.moveaxis(patches, 1, 0)  # (groups, batch, in, *window, space)
-    over = [(axis, axis) for axis in range(2, 3 + len(window))]
-    inverse = [numbers.out_spec.index(axis) for axis in range(x.ndim)]
-
-    def multiply(w, patches):
-        w = w.transpose(numbers.rhs_spec)
-        how = {"precision": precision, "out_dtype": out_dtype}
-        if groups == 1:
-            pairs = [(i - 1, j - 1) for i, j in over]
-            out = contract(w, patches[0], pairs, **how)
-        else:
-            w = with_shape(w, (groups, out_features // groups, *shape[1:]))
-            if w is NotImplemented:
-                return NotImplemented
-            out = contract(w, patches, over, [(0, 0)], **how)
-        if out is NotImplemented:
-            return NotImplemented
-        if groups > 1:  # (groups, batch, space, out / groups)
-            out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
-        out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
-        return jnp.transpose(out, inverse)
-
-    out = multiply(rhs, patches)
-    if out is NotImplemented:
-        patches, is_rounded = _rounded(rhs, patches, [axis for _, axis in over])
-        if is_rounded:
-            return Decoded(rhs, lambda w: multiply(w, patches))
-    return out

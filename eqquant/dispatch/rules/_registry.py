@@ -78,20 +78,20 @@ def _is_implicit(x: Any) -> bool:
 
 
 def rule_for(*primitives: Primitive) -> Callable[[Callable], Callable]:
-    """[`register`][], of a rule for any implicit array."""
+    """As [`register`][], for a rule that serves any implicit array."""
     return register_names(*(primitive.name for primitive in primitives))
 
 
 class Decoded(NamedTuple):
-    """What a rule returns that needs `array` in full. The interpreter decodes it, under
-    the policy, and the result is `then` of that."""
+    """Returned by a rule that needs `array` decoded. If the policy allows it, the
+    interpreter decodes the array and calls `then` with it."""
 
     array: ImplicitArray
     then: Callable[[Array], Any]
 
 
 def register_names(*names: str) -> Callable[[Callable], Callable]:
-    """Not every primitive has a public name."""
+    """As [`rule_for`][], by name: some primitives are not public."""
 
     def decorator(rule: Callable) -> Callable:
         for name in names:
@@ -114,8 +114,9 @@ _control_rules: dict[str, Callable] = {}
 
 
 def control_rule_for(*names: str) -> Callable[[Callable], Callable]:
-    """As [`register_names`][], of a rule `(interpreter, equation, operands) -> results`
-    for a primitive that holds jaxprs. There is one for each, and it goes first."""
+    """As [`register_names`][], for a primitive that holds jaxprs. The rule is
+    `(interpreter, equation, operands) -> results`. Each primitive has at most one, and
+    it goes before all others."""
 
     def decorator(rule: Callable) -> Callable:
         _control_rules.update(dict.fromkeys(names, rule))

@@ -1,4 +1,4 @@
-"""Products with what is constant along the blocked axes: on the parts."""
+"""Products with what is constant along the blocked axes, and powers: on the parts."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -25,3 +25,8 @@ def _div(a, b, **_):
 @rule_for(lax.neg_p)
 def _neg(q, **_):
     return q.scaled(jnp.asarray(-1, q.dtype))
+
+
+@rule_for(lax.integer_pow_p)
+def _integer_pow(q, *, y, **_):
+    return q.power(y)

@@ -1,4 +1,4 @@
-"""Primitives that move values about: exact, on the parts."""
+"""Primitives that only move values. They act on the parts, and are exact."""
 
 import jax
 import jax.numpy as jnp
@@ -181,7 +181,7 @@ def _optimization_barrier(*operands, **_):
 
 
 def _shardings(q: ImplicitArray, sharding):
-    """A tree of the same structure: where each part goes."""
+    """The sharding of each part, in a tree of the same structure."""
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda _: sharding, q)
     specs = q.split_specs(sharding.spec, sharding.mesh)

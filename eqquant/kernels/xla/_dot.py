@@ -120,17 +120,22 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
         to_int8 = split_int8 if recipe == "split" else round_int8
         x, x_unit = to_int8(x * unit if contract_rows else x)
     if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
-        x, x_unit = (jnp.pad(a, ((0, 1), (0, 0))) for a in (x, x_unit))
+        x = jnp.pad(x, ((0, 1), (0, 0)))
     if exact and format.bits == 8 and not contract_rows:
         # The codes are the int8 operand. Contracting rows they are cut in tiles all the
         # same: XLA:CPU is slow at that with a whole matrix.
         out = multiply(x, codes)
     else:
         out = tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
-    out = out.astype(jnp.float32) * x_unit
-    if not contract_rows:
-        out = out * unit
-    return out[:rows] + out[rows:] if recipe == "split" else out[:rows]
+
+    def in_floats(out, x_unit):
+        out = out.astype(jnp.float32) * x_unit
+        return out if contract_rows else out * unit
+
+    high = in_floats(out[:rows], x_unit[:rows])
+    if recipe != "split":
+        return high
+    return high + in_floats(out[rows:], x_unit[rows:])
 
 
 def _multiply(x, tile, *, contract_rows, dtype):

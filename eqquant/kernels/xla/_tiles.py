@@ -13,6 +13,8 @@ from ...formats import Format, unpack_planes
 
 # Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
 _tile_bytes = 2**22
+# Of a whole weight in int8 that is decoded at once: two tiles take longer to compile.
+_small_bytes = 2**18
 
 
 def tile_rows(rows: int, row_bytes: int) -> int:
@@ -35,7 +37,8 @@ def tiled(
     rows, _ = codes.shape
     whole = jax.eval_shape(decode, codes, scales)
     columns = whole.size // rows
-    height = tile_rows(rows, columns * whole.dtype.itemsize)
+    is_small = whole.dtype == jnp.int8 and whole.size <= _small_bytes
+    height = rows if is_small else tile_rows(rows, columns * whole.dtype.itemsize)
     count, rest = divmod(rows, height)
     m = x.shape[0]
 

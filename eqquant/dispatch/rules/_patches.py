@@ -1,0 +1,99 @@
+"""What the window of a convolution sees at each of its places."""
+
+import functools as ft
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Shaped
+
+
+def patches_of(
+    x: Shaped[Array, "batch features *space"],
+    window: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+) -> Shaped[Array, "batch features *both"]:
+    """`(batch, features, *window, *places)`: copies of the elements of `x`."""
+    how = tuple(tuple(map(int, numbers)) for numbers in (window, strides, dilation))
+    if all(k == s and d == 1 for k, s, d in zip(*how, strict=True)):
+        return _tiles(x, how[0])
+    return lax.platform_dependent(
+        x, cpu=ft.partial(_by_index, how=how), default=ft.partial(_by_lax, how=how)
+    )
+
+
+def _tiles(x, window):
+    """Where the windows do not overlap: another view of `x`."""
+    batch, features, *space = x.shape
+    places = [n // k for n, k in zip(space, window, strict=True)]
+    limit = [n * k for n, k in zip(places, window, strict=True)]
+    x = lax.slice(x, (0,) * x.ndim, (batch, features, *limit))
+    pairs = zip(places, window, strict=True)
+    x = x.reshape(batch, features, *(n for pair in pairs for n in pair))
+    return _window_first(x, len(window))
+
+
+def _window_first(x, count: int):
+    """From `(batch, features, places, window, places, window, ...)`."""
+    windows, places = ([i + 2 * axis for axis in range(count)] for i in (3, 2))
+    return jnp.transpose(x, (0, 1, *windows, *places))
+
+
+# XLA:CPU takes an element by its index faster than it multiplies by zeros and ones, and
+# compiles one loop instead of four.
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _by_index(x, how):
+    for axis, (k, stride, dilation) in enumerate(zip(*how, strict=True)):
+        axis = 2 + 2 * axis
+        places = _places(x.shape[axis], k, stride, dilation)
+        index = stride * np.arange(places)[:, None] + dilation * np.arange(k)
+        x = jnp.take(x, index, axis=axis, mode="clip")
+    return _window_first(x, len(how[0]))
+
+
+def _places(size: int, window: int, stride: int, dilation: int) -> int:
+    return max(0, (size - (window - 1) * dilation - 1) // stride + 1)
+
+
+@_by_index.defjvp
+def _(how, primals, tangents):
+    # The transpose of taking elements is a loop that adds one after the other.
+    (x,), (x_dot,) = primals, tangents
+    return _by_index(x, how), _by_shift(x_dot, how)
+
+
+def _by_shift(x, how):
+    """By reshaping alone. Copies of an axis, one for each element of the window, are
+    cut into rows that are longer than it by the dilation. So each row begins that much
+    later than the row before."""
+    count = len(how[0])
+    for axis, (k, stride, dilation) in enumerate(zip(*how, strict=True)):
+        axis = 2 + 2 * axis
+        x = jnp.moveaxis(x, axis, -1)
+        *lead, size = x.shape
+        x = jnp.broadcast_to(x[..., None, :], (*lead, k, size))
+        x = x.reshape(*lead, k * size)
+        x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, k * dilation)])
+        x = x.reshape(*lead, k, size + dilation)
+        limit = _places(size, k, stride, dilation) * stride
+        x = jnp.moveaxis(x[..., :limit:stride], (-1, -2), (axis, axis + 1))
+    return _window_first(x, count)
+
+
+def _by_lax(x, how):
+    window, strides, dilation = how
+    space = "DHWXYZ"[: len(window)]
+    out = lax.conv_general_dilated_patches(
+        x,
+        window,
+        strides,
+        [(0, 0)] * len(window),
+        rhs_dilation=dilation,
+        dimension_numbers=("NC" + space, "OI" + space, "NC" + space),
+        precision=lax.Precision.HIGHEST,  # It only copies.
+    )
+    batch, _, *places = out.shape
+    return out.reshape(batch, x.shape[1], *window, *places)
