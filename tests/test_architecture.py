@@ -1,10 +1,12 @@
 """The folders of the package and what they may import, as CONTRIBUTING.md says."""
 
 import ast
+import inspect
 import pathlib
 import re
 from graphlib import CycleError, TopologicalSorter
 
+import eqquant
 import pytest
 
 
@@ -135,3 +137,20 @@ def test_formats_know_no_primitives(file):
     for node in ast.walk(parse(file)):
         name = getattr(node, "attr", getattr(node, "id", None))
         assert not (isinstance(name, str) and name.endswith("_p")), name
+
+
+PUBLIC = {name: getattr(eqquant, name) for name in dir(eqquant) if name[0] != "_"}
+FUNCTIONS = {
+    name: inspect.unwrap(value)
+    for name, value in PUBLIC.items()
+    if callable(value) and not inspect.isclass(value)
+}
+
+
+# Under test every function is checked, and a missing decorator would not be noticed.
+# `is_quantized` takes anything.
+@pytest.mark.parametrize("name", sorted(FUNCTIONS.keys() - {"is_quantized"}))
+def test_public_functions_check_their_arguments(name):
+    (written,) = ast.parse(inspect.getsource(FUNCTIONS[name])).body
+    assert isinstance(written, ast.FunctionDef)
+    assert "typed" in map(ast.unparse, written.decorator_list)

@@ -17,7 +17,14 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, UInt8
 
-from .._jax import config, has_explicit_axes, match_varying, spec_of, zero_tangent
+from .._jax import (
+    config,
+    has_explicit_axes,
+    match_varying,
+    spec_of,
+    typed,
+    zero_tangent,
+)
 from ..formats import Format, Precision
 from ..kernels import xla
 from ._activations import straight_rounded
@@ -27,6 +34,7 @@ from ._lowering import dot_by, lowerings
 quantized_dot_p = Primitive("quantized_dot")
 
 
+@typed
 def quantized_dot(
     x: Float[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],

@@ -9,6 +9,8 @@ from typing import Any
 
 import equinox as eqx
 
+from .._jax import typed
+
 
 Axis = int | tuple[int, ...]
 
@@ -33,6 +35,7 @@ class Weight:
 _conventions: list[tuple[type | str, Callable]] = []
 
 
+@typed
 def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
     """Say which arrays of a layer are its weights: those that
     [`eqquant.quantize_tree`][] and [`eqquant.lora_tree`][] choose by default.

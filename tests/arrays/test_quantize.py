@@ -346,3 +346,21 @@ def test_scales_that_are_given(format, normal):
     for bad in (0.0, -0.5, jnp.nan):
         with pytest.raises(ValueError, match="positive and finite"):
             eqquant.quantize(w, format, scales=q.scales.at[1, 2, 0].set(bad))
+
+
+def test_a_large_array_is_quantized_row_by_row(normal):
+    """By way of chunks: see `_map_chunks`."""
+    w = normal(4200, 512)
+    q = eqquant.quantize(w, "int8")
+    for rows in (slice(0, 8), slice(2044, 2052), slice(4092, 4100), slice(4190, 4200)):
+        part = eqquant.quantize(w[rows], "int8")
+        assert_identical((q.codes[rows], q.scales[rows]), (part.codes, part.scales))
+
+
+@pytest.mark.parametrize("format", ["int8", "int4", "ternary"])
+def test_what_given_scales_cannot_hold_is_the_last_level(format, normal):
+    w = normal(3, 64)
+    scales = eqquant.quantize(w, format).scales / 2
+    q = eqquant.quantize(w, format, scales=scales).dequantize()
+    assert_identical(jnp.sign(q), jnp.where(q == 0, 0.0, jnp.sign(w)))
+    assert jnp.all(jnp.abs(q) <= jnp.abs(w).max() / 2 * 1.2)

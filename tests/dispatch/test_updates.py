@@ -125,3 +125,13 @@ def test_attention_over_a_quantized_cache(format, normal):
     _, exact = decode((empty, empty), tokens)
     error = np.linalg.norm(out - exact) / np.linalg.norm(exact)
     assert error < (0.01 if format.name == "int8" else 0.15)
+
+
+def test_rows_that_are_quantized_already_decode(normal):
+    cache, rows = (eqquant.quantize(normal(n, 64), "nf4") for n in (6, 2))
+    update = lambda c, x: lax.dynamic_update_slice(c, x, (3, 0))
+    for pair in ((cache, rows), (cache.dequantize(), rows)):
+        with pytest.raises(eqquant.MaterialiseError):
+            strict(update)(*pair)
+        got = eqquant.quaxify(update, on_materialise="allow")(*pair)
+        assert_identical(got, update(cache.dequantize(), rows.dequantize()))

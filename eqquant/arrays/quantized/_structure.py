@@ -261,7 +261,7 @@ class AbstractQuantizedArray(ArrayOperators):
         if first is not None and (self.padding or self.inner):
             return NotImplemented
         parts = parts_of(mesh, first)
-        group_bytes = max(1, self.format.group * self.format.bits // 8)
+        group_bytes = self.format.group * self.format.bits // 8
         if self.codes.shape[-1] % (parts * group_bytes):
             return NotImplemented
         if not scales_split(self.scales, parts):

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 from jax.extend.core import Primitive
 from jaxtyping import Array
 
+from ..._jax import typed
 from ...arrays import ImplicitArray, QuantizedArray
 
 
 _rules: dict[str, list[Callable]] = {}
 
 
+@typed
 def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
     """Say what a JAX primitive does when an operand is a quantized array.
 
