@@ -11,6 +11,7 @@ from .arrays import (
     quantize as quantize,
     QuantizedArray as QuantizedArray,
 )
+from .checkpoints import load_quantized as load_quantized
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,

@@ -11,10 +11,13 @@ from ._choice import (
     replace_chosen as replace_chosen,
 )
 from ._conventions import register_weights as register_weights, Weight as Weight
+from ._layers import match_layers as match_layers
 from ._nbytes import tree_nbytes as tree_nbytes
+from ._progress import with_progress as with_progress
 from ._quantize import (
     dequantize_tree as dequantize_tree,
     quantize_tree as quantize_tree,
+    warn_of_nothing as warn_of_nothing,
 )
 from ._report import (
     Report as Report,

@@ -1,7 +1,6 @@
 """Quantized models: whole pytrees."""
 
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,12 +10,9 @@ from ..arrays import is_quantized as is_quantized, LoraArray, quantize
 from ..formats import Format
 from ._choice import Choice, choose, leaves_of, replace_chosen
 from ._layers import match_layers
+from ._progress import with_progress
 from ._report import report
 from ._sites import Tree
-
-
-# A progress bar is for what takes seconds.
-_long_work = 2**27
 
 
 @typed
@@ -94,7 +90,7 @@ def quantize_tree(
     )
 
     if not choices and format is not None:
-        _warn_of_nothing(model)
+        warn_of_nothing(model, caller)
 
     def one(leaf, choice: Choice):
         if isinstance(leaf, LoraArray):
@@ -103,44 +99,25 @@ def quantize_tree(
             leaf, choice.format, axis=choice.axis, check_finite=check_finite
         )
 
-    shown = _with_progress(choices, model, progress)
+    leaves = leaves_of(model)
+    elements = sum(leaves[choice.index].size for choice in choices)
+    shown = with_progress(choices, elements, progress, caller=caller)
     return replace_chosen(one, model, shown, caller=caller)
 
 
-def _warn_of_nothing(model: Any) -> None:
+def warn_of_nothing(model: Any, caller: str) -> None:
+    """That nothing was chosen, and why the largest arrays were not."""
     rows = report(model).rows
     if any(row.format is not None for row in rows):
         return
     largest = sorted(rows, key=lambda row: row.bytes_before, reverse=True)[:5]
-    message = "quantize_tree: nothing was chosen."
+    message = f"{caller}: nothing was chosen."
     for row in largest:
         message += f"\n  {row.path or 'the array'} {row.shape}: {row.reason}"
     if paths := [row.path for row in largest if len(row.shape) > 1 and row.path]:
         message += f"\nA rule takes an array: `rules={{{paths[0]!r}: 'int8'}}`."
     message += "\n`eqquant.register_weights` makes the weights of a layer known."
     warn(message, UserWarning)
-
-
-def _with_progress(
-    choices: list[Choice], model: Any, progress: bool | None
-) -> Iterable:
-    if progress is None:
-        leaves = leaves_of(model)
-        work = sum(leaves[choice.index].size for choice in choices)
-        progress = work >= _long_work and sys.stderr.isatty()
-        try:
-            import tqdm
-        except ImportError:
-            progress = False
-    if not progress:
-        return choices
-    try:
-        import tqdm
-    except ImportError as error:
-        raise ImportError(
-            "quantize_tree: progress=True needs tqdm: `pip install eqquant[progress]`."
-        ) from error
-    return tqdm.tqdm(choices, desc="quantizing", unit="array")
 
 
 @typed

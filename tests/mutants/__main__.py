@@ -48,10 +48,17 @@ def content(about: dict) -> tuple[str, str]:
     return about["file"], "\n".join(lines)
 
 
-def try_one(mutant: Mutant, suite: Suite, copy: pathlib.Path) -> dict:
+def within(tests: list[dict], seconds: float) -> list[dict]:
+    """The first of them that take so long together."""
+    ends = itertools.accumulate(test["seconds"] for test in tests)
+    return [test for test, end in zip(tests, ends, strict=True) if end <= seconds]
+
+
+def try_one(mutant: Mutant, suite: Suite, copy: pathlib.Path, patience: float) -> dict:
     start = time.monotonic()
     name = mutant.about["file"]
     tests = suite.noticing(ROOT / name, name, mutant.about["line"])
+    tests = within(tests, patience)
     (copy / name).write_text(mutant.source)
     by_fast = killer([test for test in tests if not test["slow"]], copy)
     by_slow = None
@@ -66,7 +73,13 @@ def try_one(mutant: Mutant, suite: Suite, copy: pathlib.Path) -> dict:
     }
 
 
-def try_all(mutants: list[Mutant], suite: Suite, copies: list, path: pathlib.Path):
+def try_all(
+    mutants: list[Mutant],
+    suite: Suite,
+    copies: list,
+    path: pathlib.Path,
+    patience: float,
+):
     """The results, as they come; each is added to the file, too."""
     free = queue.SimpleQueue()
     for copy in copies:
@@ -75,7 +88,7 @@ def try_all(mutants: list[Mutant], suite: Suite, copies: list, path: pathlib.Pat
     def try_in_free_copy(mutant: Mutant) -> dict:
         copy = free.get()
         try:
-            return try_one(mutant, suite, copy)
+            return try_one(mutant, suite, copy, patience)
         finally:
             free.put(copy)
 
@@ -118,6 +131,13 @@ def main() -> bool:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--tests", nargs="+", default=["tests"], help="all by default")
     parser.add_argument("--survivors", help="of these earlier results (.jsonl), only")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=float("inf"),
+        help="seconds of tests for each mutant, by default of all that may notice it; "
+        "one that outlives them survives",
+    )
     args = parser.parse_args()
 
     paths = [(ROOT / path).resolve(strict=True) for path in args.paths]
@@ -140,7 +160,7 @@ def main() -> bool:
     path.touch()
     results = {identity(result): result for result in read_json_lines(path)}
     left = [mutant for mutant in mutants if identity(mutant.about) not in results]
-    for result in try_all(left, Suite(folder), copies, path):
+    for result in try_all(left, Suite(folder), copies, path, args.patience):
         results[identity(result)] = result
         print(f"{result['file']}:{result['line']} {result['operator']}:", end=" ")
         print(result["killed"], result["by"] or "", flush=True)

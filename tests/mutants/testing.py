@@ -20,8 +20,9 @@ def read_json_lines(path: pathlib.Path) -> list[dict]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def _run(command: list, copy: pathlib.Path, limit: float | None, **env: str):
-    """The exit status and the output. No status if it takes over `limit` seconds."""
+def _run(command: list, copy: pathlib.Path, limit: int | None, **env: str):
+    """The exit status and the output. No status if it takes over `limit` seconds of
+    the CPU, which other programs do not change, or a multiple of these by the clock."""
     # No bytecode: Python tells it apart by the second and the size of its source, and
     # one mutant may share both with the next.
     ours = {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -36,9 +37,12 @@ def _run(command: list, copy: pathlib.Path, limit: float | None, **env: str):
     )
     if hasattr(resource, "prlimit"):  # On Linux.
         resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
+        if limit:
+            resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit))
     try:
-        output, _ = process.communicate(timeout=limit)
-        return process.returncode, output
+        output, _ = process.communicate(timeout=limit and 10 * limit)
+        spent = process.returncode in (-signal.SIGXCPU, -signal.SIGKILL)
+        return None if spent else process.returncode, output
     except subprocess.TimeoutExpired:
         return None, ""
     finally:
@@ -56,11 +60,11 @@ def killer(tests: list[dict], copy: pathlib.Path) -> str | None:
     seconds = [test["seconds"] for test in tests]
     options = [
         *("-x", "-q", "--tb=no", "--no-header", "-p", "no:cacheprovider"),
-        *("-o", f"faulthandler_timeout={60 + 5 * max(seconds)}"),
+        *("-o", f"faulthandler_timeout={600 + 20 * max(seconds)}"),
         *("-o", "faulthandler_exit_on_timeout=true"),
         f"--basetemp={copy.with_suffix('.tmp')}",
     ]
-    limit = 240 + 2 * sum(seconds)
+    limit = int(180 + 4 * sum(seconds))
     status, output = _run(["pytest", *options, f"@{listed}"], copy, limit)
     if status == 0:
         return None

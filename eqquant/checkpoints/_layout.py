@@ -1,0 +1,167 @@
+"""What eqquant writes in the header of a file, beside the tensors: the layout.
+
+It is two strings of the metadata. `eqquant` is JSON: the version, a record of each leaf
+that is more than a tensor, a CRC-32 of the bytes of each tensor, and which shard this
+is. `eqquant.checksum` is the CRC-32 of the whole header, itself taken as zeros. So no
+bit of a file can change unseen, and reading costs one pass.
+"""
+
+import dataclasses
+import re
+import zlib
+from typing import Any
+
+from ._json import parse_object, to_json
+from ._safetensors import DTYPES, TensorFile
+
+
+VERSION = 1
+KEY, CHECKSUM = "eqquant", "eqquant.checksum"
+_zeros = "0" * 8
+_of_dtype = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """Which one of `count` files, counted from 1, that were `saved` together."""
+
+    saved: str
+    number: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """**Fields:**
+
+    - `records`: by the path of the leaf, or of a part of it.
+    - `checksums`: by the name of the tensor.
+    - `shard`: None for a file by itself.
+    """
+
+    records: dict[str, Any]
+    checksums: dict[str, int]
+    shard: Shard | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A tensor that will be in a file."""
+
+    name: str
+    dtype: Any
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+def make_header(
+    planned: list[Planned],
+    layout: Layout,
+    metadata: dict[str, str],
+) -> tuple[bytes, dict[str, int]]:
+    """The header, with its length before it, and where each tensor starts in the file.
+
+    The length does not depend on the checksums, so it may be written twice.
+    """
+    # Aligned, if those of the longest elements come first.
+    planned = sorted(planned, key=lambda t: -t.dtype.itemsize)
+    offsets, position = {}, 0
+    for tensor in planned:
+        offsets[tensor.name] = position
+        position += tensor.nbytes
+    described: dict[str, Any] = {
+        "version": VERSION,
+        "records": layout.records,
+        "checksums": {
+            t.name: f"{layout.checksums.get(t.name, 0):08x}" for t in planned
+        },
+    }
+    if layout.shard is not None:
+        described["shard"] = dataclasses.asdict(layout.shard)
+    about = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
+    header: dict[str, Any] = {"__metadata__": about}
+    for tensor in planned:
+        start = offsets[tensor.name]
+        header[tensor.name] = {
+            "dtype": _of_dtype[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, start + tensor.nbytes],
+        }
+    text = to_json(header)
+    text += b" " * (-len(text) % 8)
+    crc = zlib.crc32(text)
+    text = text.replace(_entry(_zeros), _entry(f"{crc:08x}"))
+    whole = len(text).to_bytes(8, "little") + text
+    return whole, {name: len(whole) + start for name, start in offsets.items()}
+
+
+def _entry(checksum: str) -> bytes:
+    # No string of JSON has bare quotes, so this is the key, wherever it is found.
+    return f'"{CHECKSUM}":"{checksum}"'.encode()
+
+
+def read_layout(file: TensorFile) -> Layout | None:
+    """That of a file; None if it is not one of eqquant's."""
+    ours = [key for key in file.metadata if key.startswith(KEY)]
+    if not ours:
+        return None
+    where = str(file.path)
+    checksum = file.metadata.get(CHECKSUM, "")
+    blank = file.header.replace(_entry(checksum), _entry(_zeros))
+    if (
+        set(ours) != {KEY, CHECKSUM}
+        or file.header.count(_entry(checksum)) != 1
+        or not re.fullmatch("[0-9a-f]{8}", checksum)
+        or zlib.crc32(blank) != int(checksum, 16)
+    ):
+        raise ValueError(
+            f"{where}: the header is not the one that eqquant wrote: the file is "
+            "damaged, or something else wrote it again."
+        )
+    parsed = parse_object(file.metadata[KEY].encode(), f"{where}: the layout")
+    version = parsed.get("version")
+    if version != VERSION or type(version) is not int:
+        raise ValueError(
+            f"{where}: version {version!r} of the layout; this version of eqquant "
+            f"reads {VERSION}."
+        )
+    expected = {"version", "records", "checksums"}
+    if parsed.keys() - {"shard"} != expected:
+        raise ValueError(f"{where}: the layout must have {sorted(expected)}.")
+    return Layout(
+        _records(parsed["records"], where),
+        _checksums(parsed["checksums"], file),
+        _shard(parsed.get("shard"), where),
+    )
+
+
+def _records(records: Any, where: str) -> dict[str, Any]:
+    if not isinstance(records, dict) or not all(
+        isinstance(record, dict) and isinstance(record.get("is"), str)
+        for record in records.values()
+    ):
+        raise ValueError(f"{where}: records must say what each leaf is.")
+    return records
+
+
+def _checksums(checksums: Any, file: TensorFile) -> dict[str, int]:
+    if not isinstance(checksums, dict) or checksums.keys() != file.tensors.keys():
+        raise ValueError(f"{file.path}: checksums must be those of its tensors.")
+    for name, value in checksums.items():
+        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
+            raise ValueError(f"{file.path}: {name!r} has the checksum {value!r}.")
+    return {name: int(value, 16) for name, value in checksums.items()}
+
+
+def _shard(shard: Any, where: str) -> Shard | None:
+    if shard is None:
+        return None
+    fields = {"saved": str, "number": int, "count": int}
+    if (
+        not isinstance(shard, dict)
+        or shard.keys() != fields.keys()
+        or any(type(shard[name]) is not kind for name, kind in fields.items())
+        or not 1 <= shard["number"] <= shard["count"]
+    ):
+        raise ValueError(f"{where}: {shard!r} is no shard.")
+    return Shard(**shard)

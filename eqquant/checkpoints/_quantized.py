@@ -1,0 +1,294 @@
+"""Quantizing while loading: one tensor after the other."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import typed
+from ..arrays import is_implicit, quantize
+from ..formats import Format
+from ..trees import (
+    Choice,
+    choose,
+    match_layers,
+    Site,
+    sites,
+    Tree,
+    warn_of_nothing,
+    with_progress,
+)
+from ._safetensors import empty, Path
+from ._source import Source
+
+
+_caller = "load_quantized"
+Pattern = str | re.Pattern
+
+
+@typed
+def load_quantized(
+    path: Path,
+    like: Tree,
+    format: Format | str | None = "nf4",
+    *,
+    where: Any = None,
+    rules: Mapping | None = None,
+    min_size: int = 256,
+    names: Callable[[str], Any] | None = None,
+    ignore: Pattern | Sequence[Pattern] = (),
+    check_finite: bool = True,
+    progress: bool | None = None,
+) -> Tree:
+    """Load a model from safetensors, and quantize its weights on the way.
+
+    One tensor is read, quantized and forgotten before the next. So this takes the
+    memory of the quantized model, and of two tensors, however large the checkpoint is.
+    The result is that of [`eqquant.quantize_tree`][], bit for bit.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import tempfile
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        eqquant.save(path, model)
+
+        skeleton = eqx.filter_eval_shape(lambda: model)
+        quantized = eqquant.load_quantized(path, skeleton, "nf4")
+        assert eqx.tree_equal(quantized, eqquant.quantize_tree(model, "nf4"))
+        ```
+
+    **Arguments:**
+
+    - `path`: a `.safetensors` file, the index of several (`.safetensors.index.json`),
+        or a folder that holds either, as those of Hugging Face do.
+    - `like`: the model, of arrays or of `jax.ShapeDtypeStruct`s, such as
+        `eqx.filter_eval_shape` makes. What is no array is taken from it.
+    - `format`, `where`, `rules`, `min_size`, `check_finite`, `progress`: as in
+        [`eqquant.quantize_tree`][].
+    - `names`: a function from the path of an array in `like`, such as
+        `layers.0.weight`, to the name of its tensor. For layers that are stacked, as
+        for `jax.lax.scan`, it returns a list of names, and their tensors are stacked
+        along a new leading axis; a list of lists for two such axes. `None` takes the
+        array from `like`. By default the name is the path.
+    - `ignore`: patterns of the names of tensors that the model does not need, as in
+        rules: strings in which `*` and `?` match anything, or compiled regular
+        expressions.
+
+    Tensors are converted to the dtypes in `like`, floats to floats and integers to
+    integers.
+
+    **Returns:**
+
+    A pytree of the type of `like`, its weights replaced by
+    [`eqquant.QuantizedArray`][].
+
+    **Raises:**
+
+    - `ValueError` if the file is damaged; if a tensor is missing, has another shape, or
+        has values that the dtype in `like` cannot hold; if the file has tensors that
+        are neither used nor ignored; or if weights are not finite.
+    - `ValueError` or `TypeError` as [`eqquant.quantize_tree`][].
+    """
+    names = names or (lambda path: path)
+    patterns = [ignore] if isinstance(ignore, Pattern) else list(ignore)
+    with Source(path) as source:
+        choices = _choose(like, format, where, rules, min_size)
+        plans = [
+            _plan(site, source, names, choices.get(i))
+            for i, site in enumerate(sites(like))
+        ]
+        _check_all_used(source, plans, patterns)
+        elements = sum(plan.size for plan in plans)
+        leaves = []
+        for plan in with_progress(plans, elements, progress, caller=_caller):
+            leaves.append(_load(source, plan, check_finite))
+    treedef = jax.tree.structure(like, is_leaf=is_implicit)
+    return match_layers(jax.tree.unflatten(treedef, leaves))
+
+
+def _choose(like, format, where, rules, min_size) -> dict[int, Choice]:
+    """As `quantize_tree` does, which sees arrays: those that `like` only describes are
+    stood in for by those that JAX traces with."""
+    choices: list[Choice] = []
+
+    def choose_among_arrays(model):
+        options = {"where": where, "rules": rules, "min_size": min_size}
+        choices.extend(choose(model, format, caller=_caller, **options))
+        if not choices and format is not None:
+            warn_of_nothing(model, _caller)
+
+    eqx.filter_eval_shape(choose_among_arrays, like)
+    return {choice.index: choice for choice in choices}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """A leaf of `like`; the names of its tensors, an array of as many axes as are
+    stacked; and what becomes of it. Without names it stays."""
+
+    site: Site
+    names: np.ndarray | None
+    choice: Choice | None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.names is None else self.site.leaf.size
+
+
+def _plan(site: Site, source: Source, names: Callable, choice) -> _Plan:
+    leaf, path = site.leaf, site.path
+    if is_implicit(leaf):
+        raise ValueError(
+            f"{_caller}: at {path}: like must be the model as it was before it was "
+            f"quantized, or given an adapter, but holds {leaf!r}."
+        )
+    is_described = isinstance(leaf, jax.ShapeDtypeStruct)
+    is_array = is_described or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+    is_key = is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    given = names(path) if is_array and not is_key else None
+    if given is None:
+        if is_described:
+            raise ValueError(
+                f"{_caller}: at {path}: {leaf} cannot be loaded. Give like an array "
+                "in this place, which is then taken as it is."
+            )
+        return _Plan(site, None, None)
+    table = _table(given, path)
+    for name in table.flat:
+        if name not in source.tensors:
+            raise ValueError(
+                f"{_caller}: at {path}: {source.path} has no tensor {name!r}."
+                + _similar(name, source)
+            )
+        shape = (*table.shape, *source.tensors[name].shape)
+        if shape != tuple(leaf.shape):
+            raise ValueError(
+                f"{_caller}: at {path}: expected the shape {tuple(leaf.shape)}, but "
+                f"{name!r} has {source.tensors[name].shape}"
+                + (f", and {table.shape} of it are stacked." if table.ndim else ".")
+            )
+    return _Plan(site, table, choice)
+
+
+def _table(given: Any, path: str) -> np.ndarray:
+    """Names in lists of lists as an array."""
+
+    def shape_of(x) -> tuple[int, ...]:
+        if isinstance(x, str):
+            return ()
+        if not isinstance(x, list | tuple) or not x:
+            raise TypeError(
+                f"{_caller}: at {path}: names must return a string, a (nested) list of "
+                f"strings, or None; got {given!r}."
+            )
+        shapes = {shape_of(y) for y in x}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"{_caller}: at {path}: the lists of names are not of equal lengths."
+            )
+        return (len(x), *shapes.pop())
+
+    def flat(x) -> Iterator[str]:
+        if isinstance(x, str):
+            yield x
+        else:
+            for y in x:
+                yield from flat(y)
+
+    shape = shape_of(given)
+    table = np.empty(shape, object)
+    table.reshape(-1)[:] = list(flat(given))
+    return table
+
+
+def _similar(name: str, source: Source) -> str:
+    end = name.rsplit(".", 1)[-1]
+    found = [other for other in source.tensors if other.rsplit(".", 1)[-1] == end]
+    found = (found or list(source.tensors))[:3]
+    return f" It has {', '.join(map(repr, found))}, ..." if found else ""
+
+
+def _check_all_used(
+    source: Source, plans: list[_Plan], ignore: Sequence[Pattern]
+) -> None:
+    used = {name for p in plans if p.names is not None for name in p.names.flat}
+
+    def is_ignored(name: str) -> bool:
+        return any(
+            pattern.fullmatch(name) is not None
+            if isinstance(pattern, re.Pattern)
+            else fnmatch.fnmatchcase(name, pattern)
+            for pattern in ignore
+        )
+
+    unused = [n for n in source.tensors if n not in used and not is_ignored(n)]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise ValueError(
+            f"{_caller}: the model has no place for {', '.join(map(repr, unused[:5]))}"
+            f"{more}. If it does not need them, name them in ignore."
+        )
+
+
+def _load(source: Source, plan: _Plan, check_finite: bool) -> Any:
+    leaf, table, choice = plan.site.leaf, plan.names, plan.choice
+    if table is None:
+        return leaf
+
+    def read(name: str) -> np.ndarray:
+        # With an axis of one for each along which it is stacked.
+        array = source.read(name, leaf.dtype)
+        return array.reshape((1,) * table.ndim + array.shape)
+
+    try:
+        if choice is None:
+            out = _stack(table, read)
+            return out if isinstance(leaf, np.ndarray) else jnp.asarray(out)
+        return _quantize(table, read, leaf, choice, check_finite)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{_caller}: at {plan.site.path}: {error}") from error
+
+
+def _quantize(table: np.ndarray, read: Callable, leaf, choice: Choice, check_finite):
+    axes = (choice.axis,) if isinstance(choice.axis, int) else choice.axis
+    axes = tuple(a if a < 0 else a - leaf.ndim for a in axes)
+
+    def quantized(array):
+        array = jnp.asarray(array)
+        q = quantize(array, choice.format, axis=axes, check_finite=check_finite)
+        return jax.block_until_ready(q)
+
+    if min(axes) + leaf.ndim < table.ndim:
+        # What is stacked shares scales, so all of it is needed at once.
+        return quantized(_stack(table, read))
+    return jax.tree.map(jnp.asarray, _stack(table, lambda name: quantized(read(name))))
+
+
+def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
+    """`one(name)` of all the names, stacked along the axes in front. Each is written
+    where it belongs, so that the stack is in memory once."""
+    if not table.ndim:
+        return one(table.item())
+    stacks: list[np.ndarray] = []
+    treedef: Any = None
+    for index in np.ndindex(table.shape):
+        parts, treedef = jax.tree.flatten(one(table[index]))
+        if not stacks:
+            shapes = [(*table.shape, *part.shape[table.ndim :]) for part in parts]
+            stacks = [empty(s, p.dtype) for s, p in zip(shapes, parts, strict=True)]
+        for stack, part in zip(stacks, parts, strict=True):
+            place = (*index, ...)
+            stack[place] = np.asarray(part)[(0,) * table.ndim]
+    return jax.tree.unflatten(treedef, stacks)
