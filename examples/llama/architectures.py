@@ -1,5 +1,6 @@
-"""From `config.json`, as Hugging Face has it, to our `Config`. What would be computed in
-another way than there is an error that names it."""
+"""From `config.json`, as Hugging Face has it, to our `Config`.
+
+What is not supported is an error that names it."""
 
 import math
 from collections.abc import Callable
@@ -222,7 +223,8 @@ def _qwen3_moe(get: _Values) -> Config:
         query_key_value_bias=bias,
         output_bias=bias,
         query_key_norm=True,
-        experts=get("num_experts"),
+        # The name before transformers 5, and that since.
+        experts=get("num_experts", None) or get("num_local_experts"),
         active_experts=get("num_experts_per_tok"),
         normalise_experts=get("norm_topk_prob", False),
     )

@@ -1,6 +1,7 @@
-"""The documentation that Python ships, as text to train on: the docstrings of its
-standard library, and the topics of `help()`. All under the PSF licence, and read from the
-Python that runs this."""
+"""The documentation that Python ships, as text to train on.
+
+It is the docstrings of the standard library, and the topics of `help()`, under the PSF
+licence, and read from the Python that runs this."""
 
 import ast
 import pathlib
@@ -26,10 +27,12 @@ HELD_OUT = 12
 
 
 def read_documents() -> tuple[list[str], list[str]]:
-    """Documents to train on, and those that are held out. A document is a topic, or all
-    that is said about a module; its name decides where it goes. No docstring is in
-    both: one that several modules have is only in the first, and those that are held out
-    come first."""
+    """Documents to train on, and those that are held out.
+
+    A document is a topic, or all that is said about a module; its name decides where it
+    goes. No docstring is in both: one that several modules have is only in the first of
+    them, and modules that are held out come first.
+    """
     found = [(f"topic {name}", [text]) for name, text in topics.topics.items()]
     found += list(_modules())
     is_held_out = lambda name: zlib.crc32(name.encode()) % HELD_OUT == 0

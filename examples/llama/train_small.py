@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 HERE = pathlib.Path(__file__).parent
 sys.path.append(str(HERE.parent))
-import _checkpoint
+import _checkpoint  # noqa: E402
 
 
 BEGIN, END = "<|begin|>", "<|end|>"
@@ -204,8 +204,8 @@ def main(arguments: list[str] | None = None) -> None:
     seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
     write_folder(options.output, model)
     print(
-        f"Loss at the end: {history[-50:].mean():.3f} nats a token. {seconds[0]:.0f} s, "
-        f"{seconds[1]:.0f} s of all processors"
+        f"Loss at the end: {history[-50:].mean():.3f} nats a token. "
+        f"{seconds[0]:.0f} s, {seconds[1]:.0f} s of all processors"
     )
     print(f"Model: {options.output}")
 
