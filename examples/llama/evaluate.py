@@ -1,5 +1,5 @@
-"""What quantizing a model from a folder costs: its bytes, how well it foresees text, and
-how fast it writes; with a sample of each format.
+"""What quantizing a model from a folder costs: bytes, bits per character of text that
+it never saw, tokens per second; and a sample of each format.
 
     python examples/llama/evaluate.py examples/output/small
 

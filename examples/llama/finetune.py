@@ -4,10 +4,10 @@
     python examples/llama/finetune.py FOLDER chats.jsonl --format nf4 --rank 16
 
 A line of a `.jsonl` file is a text, `{"text": "..."}`, or a chat,
-`{"messages": [{"role": "user", "content": "..."}, ...]}`. Any other file is one text. Texts
-are packed in rows, and do not see each other there. The adapters are saved by themselves,
-in the layout of PEFT, and `generate.py --adapters` uses them. A run that was interrupted
-goes on from its last checkpoint; `--fresh` starts over.
+`{"messages": [{"role": "user", "content": "..."}, ...]}`. Any other file is one text.
+Texts are packed in rows, and do not see each other there. The adapters are saved by
+themselves, in the layout of PEFT, and `generate.py --adapters` uses them. A run that
+was interrupted goes on from its last checkpoint; `--fresh` starts over.
 """
 
 import argparse

@@ -25,8 +25,9 @@ def fit(
     save_every: int,
     **identity,
 ) -> tuple[Any, np.ndarray]:
-    """`trained, state, loss = step(i, trained, state)`, so many times. What was trained,
-    and the loss of each step.
+    """`trained, state, loss = step(i, trained, state)`, so many times.
+
+    Returns what was trained, and the loss of each step.
 
     A run that was interrupted goes on from its last checkpoint, and ends with the same
     bits: a step must not depend on anything but its arguments. `identity` says what
