@@ -20,9 +20,9 @@ import eqquant
 import equinox as eqx
 import jax
 import optax
-from adapters import add_adapters, save_adapters
 from fitting import fit
 from load import load_model, read_json
+from lora import add_adapters, save_adapters
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
 from text import Text
@@ -52,12 +52,14 @@ def read_texts(path: pathlib.Path) -> list:
             entry = json.loads(line)
         except ValueError as error:
             raise ValueError(f"{path}, line {number}: {error}.") from None
-        found = [entry[k] for k in ("text", "messages") if k in dict(entry)]
-        if len(found) != 1 or not found[0]:
-            raise ValueError(
-                f"{path}, line {number}: expected either 'text' or 'messages'."
-            )
-        texts.append(found[0])
+        match entry:
+            case {"text": str(found)} | {"messages": list(found)} if found:
+                texts.append(found)
+            case _:
+                raise ValueError(
+                    f"{path}, line {number}: expected an object with a 'text' or with "
+                    f"'messages', got {line:.60}"
+                )
     if not texts:
         raise ValueError(f"{path} is empty.")
     return texts

@@ -184,7 +184,7 @@ def load(options) -> Decoder:
     format = None if is_float else options.format
     model = load_model(options.folder, format, dtype=dtype)
     if options.adapters is not None:
-        from adapters import load_adapters
+        from lora import load_adapters
 
         model = load_adapters(options.adapters, model)
     return model

@@ -4,9 +4,9 @@
     pip install torch transformers safetensors
     python tests/examples/data/make_llama.py
 
-Weights are large enough that attention looks at a few tokens, and that soft caps, windows
-and scaled positions change the logits. They are stored in bfloat16, which holds them
-exactly; logits are computed in float32.
+Weights are large enough that attention looks at a few tokens, and that soft caps,
+windows and scaled positions change the logits. They are stored in bfloat16, which holds
+them exactly; logits are computed in float32.
 """
 
 import pathlib
