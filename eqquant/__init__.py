@@ -11,7 +11,13 @@ from .arrays import (
     quantize as quantize,
     QuantizedArray as QuantizedArray,
 )
-from .checkpoints import load_quantized as load_quantized
+from .checkpoints import (
+    load as load,
+    load_metadata as load_metadata,
+    load_quantized as load_quantized,
+    quantize_checkpoint as quantize_checkpoint,
+    save as save,
+)
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,

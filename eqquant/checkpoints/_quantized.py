@@ -6,13 +6,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, quantize
+from ..arrays import is_implicit, quantize, QuantizedArray
 from ..formats import Format
 from ..trees import (
     Choice,
@@ -24,7 +23,10 @@ from ..trees import (
     warn_of_nothing,
     with_progress,
 )
-from ._safetensors import empty, Path
+from ._contents import Contents
+from ._load import is_array, is_function
+from ._memory import about_arrays, empty, to_jax
+from ._safetensors import Path
 from ._source import Source
 
 
@@ -43,6 +45,7 @@ def load_quantized(
     min_size: int = 256,
     names: Callable[[str], Any] | None = None,
     ignore: Pattern | Sequence[Pattern] = (),
+    formats: Sequence[type[Format]] = (),
     check_finite: bool = True,
     progress: bool | None = None,
 ) -> Tree:
@@ -86,8 +89,11 @@ def load_quantized(
         rules: strings in which `*` and `?` match anything, or compiled regular
         expressions.
 
+    - `formats`: as in [`eqquant.load`][].
+
     Tensors are converted to the dtypes in `like`, floats to floats and integers to
-    integers.
+    integers. What is quantized in the file already, by [`eqquant.save`][] or
+    [`eqquant.quantize_checkpoint`][], comes as it is.
 
     **Returns:**
 
@@ -104,32 +110,30 @@ def load_quantized(
     names = names or (lambda path: path)
     patterns = [ignore] if isinstance(ignore, Pattern) else list(ignore)
     with Source(path) as source:
+        contents = Contents(source, formats, _caller)
         choices = _choose(like, format, where, rules, min_size)
         plans = [
-            _plan(site, source, names, choices.get(i))
+            _plan(site, contents, names, choices.get(i))
             for i, site in enumerate(sites(like))
         ]
-        _check_all_used(source, plans, patterns)
+        _check_all_used(contents, plans, patterns)
         elements = sum(plan.size for plan in plans)
         leaves = []
         for plan in with_progress(plans, elements, progress, caller=_caller):
-            leaves.append(_load(source, plan, check_finite))
+            leaves.append(_load(contents, plan, check_finite))
     treedef = jax.tree.structure(like, is_leaf=is_implicit)
     return match_layers(jax.tree.unflatten(treedef, leaves))
 
 
 def _choose(like, format, where, rules, min_size) -> dict[int, Choice]:
-    """As `quantize_tree` does, which sees arrays: those that `like` only describes are
-    stood in for by those that JAX traces with."""
-    choices: list[Choice] = []
-
     def choose_among_arrays(model):
         options = {"where": where, "rules": rules, "min_size": min_size}
-        choices.extend(choose(model, format, caller=_caller, **options))
+        choices = choose(model, format, caller=_caller, **options)
         if not choices and format is not None:
             warn_of_nothing(model, _caller)
+        return choices
 
-    eqx.filter_eval_shape(choose_among_arrays, like)
+    choices = about_arrays(choose_among_arrays, like)
     return {choice.index: choice for choice in choices}
 
 
@@ -144,22 +148,24 @@ class _Plan:
 
     @property
     def size(self) -> int:
-        return 0 if self.names is None else self.site.leaf.size
+        return 0 if self.names is None else getattr(self.site.leaf, "size", 0)
 
 
-def _plan(site: Site, source: Source, names: Callable, choice) -> _Plan:
+def _plan(site: Site, contents: Contents, names: Callable, choice) -> _Plan:
     leaf, path = site.leaf, site.path
     if is_implicit(leaf):
         raise ValueError(
             f"{_caller}: at {path}: like must be the model as it was before it was "
             f"quantized, or given an adapter, but holds {leaf!r}."
         )
-    is_described = isinstance(leaf, jax.ShapeDtypeStruct)
-    is_array = is_described or eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
-    is_key = is_array and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    given = names(path) if is_array and not is_key else None
+    if not is_array(leaf):
+        # A number that was saved with the model.
+        saved = type(contents.described.get(path)) is type(leaf)
+        saved = saved and not is_function(leaf)
+        return _Plan(site, _table(path, path) if saved else None, None)
+    given = names(path)
     if given is None:
-        if is_described:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
             raise ValueError(
                 f"{_caller}: at {path}: {leaf} cannot be loaded. Give like an array "
                 "in this place, which is then taken as it is."
@@ -167,19 +173,29 @@ def _plan(site: Site, source: Source, names: Callable, choice) -> _Plan:
         return _Plan(site, None, None)
     table = _table(given, path)
     for name in table.flat:
-        if name not in source.tensors:
-            raise ValueError(
-                f"{_caller}: at {path}: {source.path} has no tensor {name!r}."
-                + _similar(name, source)
-            )
-        shape = (*table.shape, *source.tensors[name].shape)
-        if shape != tuple(leaf.shape):
-            raise ValueError(
-                f"{_caller}: at {path}: expected the shape {tuple(leaf.shape)}, but "
-                f"{name!r} has {source.tensors[name].shape}"
-                + (f", and {table.shape} of it are stacked." if table.ndim else ".")
-            )
+        _check(name, table, site, contents)
     return _Plan(site, table, choice)
+
+
+def _check(name: str, table: np.ndarray, site: Site, contents: Contents) -> None:
+    """That a tensor is there, and fits."""
+    leaf, at = site.leaf, f"{_caller}: at {site.path}"
+    if name not in contents.described:
+        raise ValueError(
+            f"{at}: {contents.source.path} has no tensor {name!r}."
+            + _similar(name, contents)
+        )
+    found = contents.described[name]
+    if is_implicit(found) and not isinstance(found, QuantizedArray):
+        raise ValueError(f"{at}: {name!r} is a {type(found).__name__}: use `load`.")
+    if not is_implicit(found) and not is_array(found):
+        raise ValueError(f"{at}: expected an array, but {name!r} is {found!r}.")
+    stacked = f", and {table.shape} of it are stacked" if table.ndim else ""
+    if (*table.shape, *found.shape) != tuple(leaf.shape):
+        raise ValueError(
+            f"{at}: expected the shape {tuple(leaf.shape)}, but {name!r} has "
+            f"{found.shape}{stacked}."
+        )
 
 
 def _table(given: Any, path: str) -> np.ndarray:
@@ -213,15 +229,16 @@ def _table(given: Any, path: str) -> np.ndarray:
     return table
 
 
-def _similar(name: str, source: Source) -> str:
+def _similar(name: str, contents: Contents) -> str:
     end = name.rsplit(".", 1)[-1]
-    found = [other for other in source.tensors if other.rsplit(".", 1)[-1] == end]
-    found = (found or list(source.tensors))[:3]
+    names = list(contents.described)
+    found = [other for other in names if other.rsplit(".", 1)[-1] == end]
+    found = (found or names)[:3]
     return f" It has {', '.join(map(repr, found))}, ..." if found else ""
 
 
 def _check_all_used(
-    source: Source, plans: list[_Plan], ignore: Sequence[Pattern]
+    contents: Contents, plans: list[_Plan], ignore: Sequence[Pattern]
 ) -> None:
     used = {name for p in plans if p.names is not None for name in p.names.flat}
 
@@ -233,7 +250,7 @@ def _check_all_used(
             for pattern in ignore
         )
 
-    unused = [n for n in source.tensors if n not in used and not is_ignored(n)]
+    unused = [n for n in contents.described if n not in used and not is_ignored(n)]
     if unused:
         more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
         raise ValueError(
@@ -242,21 +259,30 @@ def _check_all_used(
         )
 
 
-def _load(source: Source, plan: _Plan, check_finite: bool) -> Any:
+def _load(contents: Contents, plan: _Plan, check_finite: bool) -> Any:
     leaf, table, choice = plan.site.leaf, plan.names, plan.choice
     if table is None:
         return leaf
+    if not is_array(leaf):
+        return contents.read(table.item())
 
-    def read(name: str) -> np.ndarray:
+    def read(name: str) -> Any:
         # With an axis of one for each along which it is stacked.
-        array = source.read(name, leaf.dtype)
-        return array.reshape((1,) * table.ndim + array.shape)
+        lead = (1,) * table.ndim
+        add_axes = lambda part: part.reshape(lead + part.shape)
+        found = contents.described[name]
+        if isinstance(found, QuantizedArray):
+            q = contents.read(name).with_dtype(leaf.dtype)
+            return jax.tree.map(add_axes, q)
+        if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+            raise ValueError(f"{name!r} is a random key: use `load`.")
+        return add_axes(contents.source.read(name, leaf.dtype))
 
     try:
-        if choice is None:
-            out = _stack(table, read)
-            return out if isinstance(leaf, np.ndarray) else jnp.asarray(out)
-        return _quantize(table, read, leaf, choice, check_finite)
+        if choice is not None and not is_implicit(contents.described[table.flat[0]]):
+            return _quantize(table, read, leaf, choice, check_finite)
+        out = _stack(table, read)
+        return out if isinstance(leaf, np.ndarray) else jax.tree.map(to_jax, out)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_caller}: at {plan.site.path}: {error}") from error
 
@@ -266,14 +292,13 @@ def _quantize(table: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
     axes = tuple(a if a < 0 else a - leaf.ndim for a in axes)
 
     def quantized(array):
-        array = jnp.asarray(array)
-        q = quantize(array, choice.format, axis=axes, check_finite=check_finite)
+        q = quantize(to_jax(array), choice.format, axis=axes, check_finite=check_finite)
         return jax.block_until_ready(q)
 
     if min(axes) + leaf.ndim < table.ndim:
         # What is stacked shares scales, so all of it is needed at once.
         return quantized(_stack(table, read))
-    return jax.tree.map(jnp.asarray, _stack(table, lambda name: quantized(read(name))))
+    return jax.tree.map(to_jax, _stack(table, lambda name: quantized(read(name))))
 
 
 def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
@@ -282,13 +307,23 @@ def _stack(table: np.ndarray, one: Callable[[str], Any]) -> Any:
     if not table.ndim:
         return one(table.item())
     stacks: list[np.ndarray] = []
-    treedef: Any = None
+    first: Any = None
     for index in np.ndindex(table.shape):
         parts, treedef = jax.tree.flatten(one(table[index]))
         if not stacks:
+            first = treedef
             shapes = [(*table.shape, *part.shape[table.ndim :]) for part in parts]
             stacks = [empty(s, p.dtype) for s, p in zip(shapes, parts, strict=True)]
+        if treedef != first or any(
+            stack.shape[table.ndim :] != part.shape[table.ndim :]
+            or stack.dtype != part.dtype
+            for stack, part in zip(stacks, parts, strict=True)
+        ):
+            raise ValueError(
+                f"{table[index]!r} is not stored as {table.flat[0]!r} is, so they "
+                "cannot be stacked."
+            )
         for stack, part in zip(stacks, parts, strict=True):
             place = (*index, ...)
             stack[place] = np.asarray(part)[(0,) * table.ndim]
-    return jax.tree.unflatten(treedef, stacks)
+    return jax.tree.unflatten(first, stacks)

@@ -1,8 +1,8 @@
 """Files of safetensors: what their header says, checked, and tensors out of them.
 
 A file is the length of the header (eight bytes, little endian), the header (JSON), and
-the bytes of the tensors without a gap. All of the header is checked before any tensor is
-read, against the size of the file: what it says is never trusted with memory.
+the bytes of the tensors without a gap. All of the header is checked before any tensor
+is read, against the size of the file: what it says is never trusted with memory.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._json import parse_object
+from ._memory import convert, empty
 
 
 Path = str | os.PathLike
@@ -32,6 +33,9 @@ DTYPES = {
     "I64": np.dtype(np.int64),
     "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
     "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(jnp.bfloat16),
     "F32": np.dtype(np.float32),
@@ -46,7 +50,7 @@ CHUNK = 2**22
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """A tensor in a file: from byte `start` up to `stop`, counted from its beginning."""
+    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
 
     name: str
     dtype: np.dtype
@@ -74,7 +78,7 @@ class TensorFile:
         self.path = pathlib.Path(path)
         if not self.path.is_file():
             raise ValueError(f"{self.path}: there is no such file.")
-        self._file = open(self.path, "rb")  # noqa: SIM115: closed by `close`.
+        self._file = self.path.open("rb")
         try:
             self.file_size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()
@@ -119,7 +123,9 @@ class TensorFile:
         flat = out.reshape(-1)
         same = dtype == stored.dtype
         itemsize = stored.dtype.itemsize
-        piece = np.empty(0 if same else min(CHUNK, stored.stop - stored.start), np.uint8)
+        piece = np.empty(
+            0 if same else min(CHUNK, stored.stop - stored.start), np.uint8
+        )
         crc = 0
         self._file.seek(stored.start)
         for start in range(0, stored.size, CHUNK // itemsize):
@@ -146,33 +152,6 @@ class TensorFile:
             if not count:
                 raise ValueError(f"{self.path}: the file ends within {name!r}.")
             done += count
-
-
-def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As `np.empty`, aligned so that JAX on a CPU takes it as it is, without a copy."""
-    dtype = np.dtype(dtype)
-    nbytes = math.prod(shape) * dtype.itemsize
-    raw = np.empty(nbytes + 64, np.uint8)
-    start = -raw.ctypes.data % 64
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
-
-
-def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
-    """Write numbers in another dtype. What that cannot hold is an error: infinity in
-    place of a large float, or a wrong integer."""
-    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, out))
-    integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (source, out))
-    if not (floats or integers):
-        raise ValueError(f"{where} is {source.dtype.name}, not {out.dtype.name}.")
-    with np.errstate(over="ignore", invalid="ignore"):
-        out[...] = source.astype(out.dtype)
-    if floats:
-        narrower = jnp.finfo(out.dtype).max < jnp.finfo(source.dtype).max
-        lost = narrower and np.any(~np.isfinite(out) & np.isfinite(source))
-    else:
-        lost = not np.array_equal(out, source)
-    if lost:
-        raise ValueError(f"{where} has values that {out.dtype.name} cannot hold.")
 
 
 def parse_header(

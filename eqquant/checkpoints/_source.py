@@ -131,9 +131,9 @@ def find(path: Path) -> pathlib.Path:
             )
         return found[0]
     if path.name.endswith(SUFFIX):
-        return _single_or_index(path, index_of(path))
+        path = _single_or_index(path, index_of(path))
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file or folder.")
+        raise FileNotFoundError(f"{path}: there is no such file or folder.")
     return path
 
 
@@ -163,7 +163,7 @@ def read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
         raise ValueError(f"{path}: the index must have a weight_map.")
     for name, file in weight_map.items():
         is_name = isinstance(file, str) and file.endswith(SUFFIX)
-        if not is_name or set(file) & set('/\\:\0') or file.startswith("."):
+        if not is_name or set(file) & set("/\\:\0") or file.startswith("."):
             raise ValueError(
                 f"{path}: {name!r} is said to be in {file!r}, which is not the name of "
                 f"a *{SUFFIX} file beside the index."

@@ -22,10 +22,11 @@ from ._pack import (
     unpack as unpack,
     unpack_planes as unpack_planes,
 )
-from ._registry import as_format as as_format
+from ._registry import as_format as as_format, formats as formats
 from ._scales import (
     float_scales as float_scales,
     gather_scales as gather_scales,
+    num_groups as num_groups,
     QuantizedScales as QuantizedScales,
     scales_split as scales_split,
     slice_scales as slice_scales,

@@ -64,11 +64,15 @@ class Format(abc.ABC):
     # value how many of certain numbers lie below its share of that: the numbers. Native
     # encoders go by them. Not inherited, as a subclass may encode in another way.
     boundaries: ClassVar[tuple[float, ...] | None] = None
+    # Codes that stand for nothing, and so tell that a file is damaged. Not inherited.
+    unused_codes: ClassVar[tuple[int, ...]] = ()
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         if "boundaries" not in vars(cls):
             cls.boundaries = None
+        if "unused_codes" not in vars(cls):
+            cls.unused_codes = ()
         # As that is a claim about the levels, it goes when they are others.
         own_levels = not vars(cls).keys().isdisjoint(("levels", "codebook"))
         if own_levels and "integer_levels" not in vars(cls):

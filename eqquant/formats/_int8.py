@@ -25,6 +25,7 @@ class Int8(Format):
     bits = 8
     integer_levels = True
     largest_level = 127
+    unused_codes = (-128,)
 
     def encode(self, blocks, absmax, counts, limit):
         del counts

@@ -43,6 +43,7 @@ class Ternary(Format):
     name = "ternary"
     bits = 2
     integer_levels = True
+    unused_codes = (0b10,)
 
     def __post_init__(self):
         super().__post_init__()

@@ -9,6 +9,7 @@ from ._choice import (
     choose as choose,
     choose_among as choose_among,
     replace_chosen as replace_chosen,
+    too_small as too_small,
 )
 from ._conventions import register_weights as register_weights, Weight as Weight
 from ._layers import match_layers as match_layers
@@ -25,6 +26,7 @@ from ._report import (
     ReportRow as ReportRow,
     row_of as row_of,
 )
+from ._roles import weight_of as weight_of
 from ._rules import Rule as Rule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask

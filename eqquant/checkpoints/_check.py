@@ -1,0 +1,167 @@
+"""Whether the parts of an array fit together. What comes out of a file may be anything,
+and a product of parts that do not fit would read past their end."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..arrays import LoraArray, QuantizedArray, StraightThroughArray
+from ..formats import codes_per_byte, Format, num_groups, QuantizedScales
+from ._memory import to_numpy
+
+
+_scale_dtypes = ("bfloat16", "float32", "float64")
+_bytes_at_once = 2**20
+
+
+def check_fit(array: Any) -> None:
+    """A `ValueError` if shapes and dtypes of the parts, which may be described rather
+    than there, do not fit."""
+    _checks[type(array)](array)
+
+
+def check_codes(array: Any) -> None:
+    """A `ValueError` if there are codes that stand for nothing. Scales may be anything,
+    NaN included."""
+    is_quantized = lambda x: isinstance(x, QuantizedArray)
+    for q in jax.tree.leaves(array, is_leaf=is_quantized):
+        if is_quantized(q) and q.format.unused_codes:
+            _check_codes(to_numpy(q.codes), q.format)
+
+
+def _check_codes(codes: np.ndarray, format: Format) -> None:
+    # Bytes that hold such a code, whichever of theirs it is.
+    bits, mask = format.bits, 2**format.bits - 1
+    unused = {code & mask for code in format.unused_codes}
+    shifts = range(0, codes_per_byte(bits) * bits, bits)
+    wrong = [any(byte >> s & mask in unused for s in shifts) for byte in range(256)]
+    table = np.array(wrong)
+    flat = codes.reshape(-1).view(np.uint8)
+    for start in range(0, flat.size, _bytes_at_once):
+        if table[flat[start : start + _bytes_at_once]].any():
+            raise ValueError(f"there are codes that {format!r} does not have.")
+
+
+def _require(ok: Any, what: str) -> None:
+    if not ok:
+        raise ValueError(what)
+
+
+def _check_axes(axes: Sequence[int], ndim: int) -> None:
+    _require(
+        all(type(a) is int and -ndim <= a < 0 for a in axes)
+        and len(set(axes)) == len(axes),
+        f"{tuple(axes)} are no axes of an array of {ndim}.",
+    )
+
+
+def _check_quantized(q: QuantizedArray) -> None:
+    codes, scales, format = q.codes, q.scales, q.format
+    _require(codes is not None and scales is not None, "codes or scales are missing.")
+    _require(jnp.issubdtype(q.dtype, jnp.floating), f"{q.dtype} is no dtype of floats.")
+    expected = jnp.dtype(format.code_dtype)
+    _require(
+        codes.dtype == expected,
+        f"codes of {format!r} must be {expected}, not {codes.dtype}.",
+    )
+    _require(
+        scales.dtype.name in _scale_dtypes,
+        f"scales must be one of {_scale_dtypes}, not {scales.dtype}.",
+    )
+    _require(codes.ndim >= 1 and scales.ndim >= 1, "codes or scales have no axes.")
+    _require(
+        codes.shape[:-1] == scales.shape[:-1],
+        f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
+    )
+    _require(q.axes, "no axis is blocked.")
+    _check_axes(q.axes, codes.ndim - 1 + len(q.axes))
+    _require(
+        len(q.inner) == len(q.axes) - 1
+        and all(type(n) is int and n >= 0 for n in q.inner),
+        f"the sizes {q.inner} do not fit the axes {q.axes}.",
+    )
+    held = codes.shape[-1] * codes_per_byte(format.bits)
+    _require(
+        type(q.padding) is int and 0 <= q.padding <= held,
+        f"of {held} codes {q.padding} cannot be padding.",
+    )
+    size, inner = held - q.padding, math.prod(q.inner)
+    _require(
+        size % inner == 0 if inner else size == 0,
+        f"{size} codes do not fill axes of {q.inner}.",
+    )
+    _require(
+        format.padded(size) == held,
+        f"{format!r} stores {format.padded(size)} codes for {size}, not {held}.",
+    )
+    _require(
+        format.num_blocks(size) == scales.shape[-1],
+        f"{format!r} has {format.num_blocks(size)} scales for {size} codes, not "
+        f"{scales.shape[-1]}.",
+    )
+
+
+def _check_scales(scales: QuantizedScales) -> None:
+    codes, exponents = scales.codes, scales.exponents
+    _require(codes is not None and exponents is not None, "a part is missing.")
+    fits = (
+        codes.dtype == exponents.dtype == np.uint8
+        and codes.ndim >= 1
+        and exponents.shape == (*codes.shape[:-1], num_groups(codes.shape[-1]))
+    )
+    _require(
+        fits,
+        f"codes {codes.dtype}{codes.shape} do not fit exponents "
+        f"{exponents.dtype}{exponents.shape}.",
+    )
+
+
+def _check_lora(w: LoraArray) -> None:
+    _require(w.is_whole, "a part is missing.")
+    _check_axes((*w.in_axes, *w.out_axes), w.ndim)
+    for axes in (w.in_axes, w.out_axes):
+        _require(axes and axes == tuple(sorted(axes)), f"{axes} are not in order.")
+    _require(w.b.ndim, "b has no axes.")
+    for name, axes in w.axes_of_parts.items():
+        part = getattr(w, name)
+        expected = tuple(w.rank if i is None else w.shape[i] for i in axes)
+        _require(
+            part.shape == expected,
+            f"{name} must have the shape {expected}, not {part.shape}.",
+        )
+        kind = jax.dtypes.prng_key if name == "key" else jnp.floating
+        _require(jnp.issubdtype(part.dtype, kind), f"{name} is {part.dtype}.")
+    _require(
+        jnp.issubdtype(w.dtype, jnp.floating), f"the base is {w.dtype}, not floats."
+    )
+    _require(math.isfinite(w.scale), f"a scale of {w.scale}.")
+    _require(0 <= w.dropout < 1, f"a dropout of {w.dropout}.")
+
+
+def _check_straight_through(w: StraightThroughArray) -> None:
+    _require(w.is_whole, "a part is missing.")
+    _require(
+        w.master.shape == w.q.shape and jnp.issubdtype(w.master.dtype, jnp.floating),
+        f"weights {w.master.dtype}{w.master.shape} do not fit {w.q.shape}.",
+    )
+
+
+_checks: dict[type, Callable[[Any], None]] = {
+    QuantizedArray: _check_quantized,
+    QuantizedScales: _check_scales,
+    LoraArray: _check_lora,
+    StraightThroughArray: _check_straight_through,
+}
+# What a file may hold beside plain arrays, by name; and which of their parts may be
+# more than that.
+CLASSES = {cls.__name__: cls for cls in _checks}
+PARTS: dict[tuple[type, str], tuple[type, ...]] = {
+    (QuantizedArray, "scales"): (QuantizedScales,),
+    (LoraArray, "base"): (QuantizedArray, StraightThroughArray),
+    (LoraArray, "key"): (type(None),),
+    (StraightThroughArray, "q"): (QuantizedArray,),
+}

@@ -1,0 +1,239 @@
+"""Quantizing a checkpoint on disk, without a model."""
+
+import hashlib
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._jax import typed, warn
+from ..arrays import is_implicit, quantize
+from ..formats import as_format, Format
+from ..trees import (
+    Choice,
+    choose,
+    Site,
+    sites,
+    too_small,
+    Weight,
+    weight_of,
+    with_progress,
+)
+from ._contents import Contents
+from ._formats import format_to_json
+from ._json import to_json
+from ._layout import KEY, read_layout, Shard, VERSION
+from ._load import nested
+from ._memory import about_arrays, to_jax
+from ._records import describe, describe_later, Leaf
+from ._safetensors import Path, TensorFile
+from ._save import check_names
+from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
+from ._source import INDEX, index_of, Source
+from ._write import replacing
+
+
+_caller = "quantize_checkpoint"
+# Of a folder of Hugging Face, what is no weight: configuration, tokenizer, licence.
+_copied = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
+# Those of eight bits come with scales of their own, in other tensors.
+_floats = ("float16", "bfloat16", "float32", "float64")
+
+
+@typed
+def quantize_checkpoint(
+    src: Path,
+    dst: Path,
+    format: Format | str | None = "nf4",
+    *,
+    rules: Mapping | None = None,
+    min_size: int = 256,
+    max_shard_size: int | None = MAX_SHARD_SIZE,
+    check_finite: bool = True,
+    progress: bool | None = None,
+) -> None:
+    """Quantize the weights of a checkpoint on disk, without a model.
+
+    By default these are the float tensors of two axes that are called `weight`, at the
+    end of their name, as those of PyTorch's linear layers and embeddings are; and the
+    `kernel`, `w` and `embedding` of Flax and Haiku. Everything else is copied.
+
+    Tensors are read, quantized and written one after the other. If this is stopped, the
+    same call goes on after the last shard that was finished.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import tempfile
+
+        folder = tempfile.mkdtemp()
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        eqquant.save(f"{folder}/float.safetensors", {"head": {"weight": weight}})
+        eqquant.quantize_checkpoint(f"{folder}/float.safetensors", f"{folder}/small")
+        quantized = eqquant.load(f"{folder}/small")["head"]["weight"]
+        assert quantized.format == eqquant.NF4()
+        ```
+
+    **Arguments:**
+
+    - `src`: as `path` in [`eqquant.load`][].
+    - `dst`: as `path` in [`eqquant.save`][]. If `src` is a folder, its configuration
+        and its tokenizer are copied beside it.
+    - `format`, `rules`, `min_size`, `check_finite`, `progress`: as in
+        [`eqquant.quantize_tree`][]. The paths that rules see are the names of tensors.
+    - `max_shard_size`: as in [`eqquant.save`][].
+
+    [`eqquant.load`][] and [`eqquant.load_quantized`][] read the result.
+
+    **Raises:**
+
+    As [`eqquant.load`][] and [`eqquant.quantize_tree`][]; and `ValueError` if `src` is
+    quantized already, or is `dst`.
+    """
+    source_path, path = (pathlib.Path(os.fspath(x)) for x in (src, dst))
+    target = target_of(path, _caller)
+    with Source(source_path) as source:
+        _check_apart(source, target)
+        contents = Contents(source, (), _caller)
+        for name, found in contents.described.items():
+            if is_implicit(found):
+                raise ValueError(f"{_caller}: {name} in {src} is quantized already.")
+        choices = _choose(contents, format, rules, min_size)
+        leaves = [
+            _leaf(name, contents, choices.get(name), check_finite)
+            for name in contents.described
+        ]
+        check_names(leaves, _caller)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source_path.is_dir():
+            _copy_others(source_path, target.parent)
+        elements = sum(contents.described[name].size for name in choices)
+        write_checkpoint(
+            target,
+            leaves,
+            {k: v for k, v in source.metadata.items() if not k.startswith(KEY)},
+            max_shard_size,
+            saved=_task(source, choices, max_shard_size),
+            is_done=_is_done,
+            show=lambda these: with_progress(these, elements, progress, caller=_caller),
+        )
+
+
+def _check_apart(source: Source, target: pathlib.Path) -> None:
+    ours = {target.resolve(), index_of(target).resolve()}
+    if ours & {
+        path.resolve() for path in (source.path, *(f.path for f in source.files))
+    }:
+        raise ValueError(f"{_caller}: src and dst must not be the same, {target}.")
+
+
+def _choose(
+    contents: Contents, format: Any, rules: Mapping | None, min_size: int
+) -> dict[str, Choice]:
+    tree = nested(contents.described)
+    if strange := {site.path for site in sites(tree)} ^ contents.described.keys():
+        raise ValueError(f"{_caller}: {min(strange)!r} is no name of a tensor.")
+
+    def choose_among_arrays(tree):
+        found = list(sites(tree))
+        flags = [
+            format is not None and _is_weight(site, as_format(format), min_size)
+            for site in found
+        ]
+        where = jax.tree.unflatten(jax.tree.structure(tree), flags)
+        options = {"where": where, "rules": rules, "min_size": min_size}
+        return choose(tree, format, caller=_caller, **options)
+
+    choices = about_arrays(choose_among_arrays, tree)
+    if not choices and format is not None:
+        warn(f"{_caller}: nothing was chosen: no tensor is a weight.", UserWarning)
+    return {choice.path: choice for choice in choices}
+
+
+def _is_weight(site: Site, format: Format, min_size: int) -> bool:
+    leaf = site.leaf
+    if getattr(getattr(leaf, "dtype", None), "name", None) not in _floats:
+        return False
+    kind = weight_of(site)
+    is_torch = leaf.ndim == 2 and site.path.rsplit(".", 1)[-1] == "weight"
+    if is_torch and not isinstance(kind, Weight):
+        kind = Weight(-1)
+    return isinstance(kind, Weight) and not too_small(leaf, format, kind.axis, min_size)
+
+
+def _leaf(
+    name: str, contents: Contents, choice: Choice | None, check_finite: bool
+) -> Leaf:
+    found = contents.described[name]
+    if not isinstance(found, jax.ShapeDtypeStruct):
+        leaf = describe(name, found)
+        assert leaf is not None
+        return leaf
+    if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
+        raise ValueError(f"{_caller}: {name} is a random key: use `load` and `save`.")
+    if choice is None:
+        return describe_later(name, found, lambda: contents.read(name))
+    how = {"axis": choice.axis, "check_finite": check_finite}
+
+    def make():
+        try:
+            q = quantize(to_jax(contents.read(name)), choice.format, **how)
+            return jax.block_until_ready(q)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{_caller}: at {name}: {error}") from error
+
+    described = jax.eval_shape(lambda x: quantize(x, choice.format, **how), found)
+    return describe_later(name, described, make)
+
+
+def _copy_others(source: pathlib.Path, folder: pathlib.Path) -> None:
+    for file in sorted(source.iterdir()):
+        wanted = file.suffix in _copied and not file.name.endswith(INDEX)
+        place = folder / file.name
+        same = place.exists() and place.samefile(file)
+        if wanted and file.is_file() and not same:
+            with file.open("rb") as whole, replacing(place) as copy:
+                shutil.copyfileobj(whole, copy)
+
+
+#
+# Going on
+#
+
+
+def _task(
+    source: Source, choices: dict[str, Choice], max_shard_size: int | None
+) -> str:
+    """What is to be done, in 16 letters: shards that an earlier call finished are kept
+    if they say the same."""
+    digest = hashlib.sha256()
+    for file in source.files:
+        changed = file.path.stat().st_mtime_ns
+        digest.update(f"{file.file_size} {changed} {len(file.header)} ".encode())
+        digest.update(file.header)
+    chosen = {
+        name: [format_to_json(choice.format), choice.axis]
+        for name, choice in choices.items()
+    }
+    digest.update(to_json([VERSION, max_shard_size, chosen]))
+    return digest.hexdigest()[:16]
+
+
+def _is_done(path: pathlib.Path, shard: Shard, leaves: Sequence[Leaf]) -> bool:
+    """Whether a shard is there: it was renamed when it was whole."""
+    if not path.exists():
+        return False
+    try:
+        with TensorFile(path) as file:
+            layout = read_layout(file)
+            held = {(t.name, t.dtype, t.shape) for t in file.tensors.values()}
+    except ValueError:
+        return False
+    planned = {(p.name, p.dtype, p.shape) for leaf in leaves for p in leaf.parts}
+    return layout is not None and layout.shard == shard and held == planned

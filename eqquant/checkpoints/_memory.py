@@ -1,0 +1,67 @@
+"""Arrays of NumPy that JAX takes as they are."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """As `np.empty`, aligned so that JAX on a CPU takes it as it is, without a copy."""
+    dtype = np.dtype(dtype)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
+    """Write numbers in another dtype. What that cannot hold is an error: infinity in
+    place of a large float, or a wrong integer."""
+    floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, out))
+    integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (source, out))
+    if not (floats or integers):
+        raise ValueError(f"{where} is {source.dtype.name}, not {out.dtype.name}.")
+    with np.errstate(over="ignore", invalid="ignore"):
+        out[...] = source.astype(out.dtype)
+    if floats:
+        narrower = jnp.finfo(out.dtype).max < jnp.finfo(source.dtype).max
+        lost = narrower and np.any(~np.isfinite(out) & np.isfinite(source))
+    else:
+        lost = not np.array_equal(out, source)
+    if lost:
+        raise ValueError(f"{where} has values that {out.dtype.name} cannot hold.")
+
+
+def to_jax(array: np.ndarray) -> jax.Array:
+    """The same numbers in the same dtype. On a CPU memory of [`empty`][] is not copied,
+    so it must not be written to any more."""
+    out = jax.device_put(array)
+    if out.dtype != array.dtype:
+        raise ValueError(
+            f"{array.dtype.name} needs jax_enable_x64, which is off: JAX would make "
+            f"{out.dtype.name} of it."
+        )
+    return out
+
+
+def about_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """`fn(tree)`, for what asks of arrays no more than their shapes and dtypes: those
+    that are only described are stood in for by those that JAX traces with."""
+    found = []
+    eqx.filter_eval_shape(lambda tree: found.append(fn(tree)), tree)
+    return found[0]
+
+
+def to_numpy(array: Any) -> np.ndarray:
+    """The same numbers, by way of the memory of a CPU: an array on another device would
+    keep the copy that `np.asarray` makes of it."""
+    if isinstance(array, jax.Array):
+        (cpu, *_) = jax.local_devices(backend="cpu")
+        if array.devices() != {cpu}:
+            array = jax.device_put(array, cpu)
+    return np.asarray(array)

@@ -1,0 +1,315 @@
+"""Leaves of a tree as tensors, and records of what is more than a tensor; and back.
+
+A record says what `is` at its path: an array of eqquant's, whose parts are below that
+path; a number or a string of Python; a random key; or an array of a dtype that
+safetensors has no name for. Records are data. What they name is looked up in a table.
+"""
+
+import dataclasses
+import functools as ft
+import math
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from beartype.door import is_bearable
+
+from ..arrays import is_implicit, QuantizedArray
+from ..formats import Format
+from ._check import check_codes, check_fit, CLASSES, PARTS
+from ._formats import format_from_json, format_to_json, Known
+from ._memory import to_numpy
+from ._safetensors import DTYPES
+
+
+# Each takes a byte.
+_unnamed = ("float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4")
+_unnamed_dtypes = {name: np.dtype(getattr(jnp, name)) for name in _unnamed}
+_floats = ("float16", "bfloat16", "float32", "float64")
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A tensor to be: its name, and how to make it."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    make: Callable[[], np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A leaf of a tree, as it goes into a file."""
+
+    path: str
+    records: dict[str, dict[str, Any]]
+    parts: tuple[Part, ...]
+
+
+def below(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+#
+# To records
+#
+
+
+def describe(path: str, leaf: Any) -> Leaf | None:
+    """None for a function, which is no data."""
+    if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(leaf)):
+        raise TypeError("a jax.ShapeDtypeStruct cannot be saved: it has no values.")
+    if callable(leaf) and not is_implicit(leaf) and not hasattr(leaf, "dtype"):
+        return None
+    records: dict[str, dict[str, Any]] = {}
+    parts = tuple(_describe(path, leaf, records))
+    return Leaf(path, records, parts)
+
+
+def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:
+    """The same of a leaf that is only described, and that `make` will make: when the
+    first part of it is asked for. It is forgotten after the last one."""
+    made: list[Any] = []
+
+    def part(i: int) -> np.ndarray:
+        if not made:
+            made.extend(jax.tree.leaves(make()))
+        out, made[i] = to_numpy(made[i]), None
+        if all(x is None for x in made):
+            made.clear()
+        return out
+
+    records: dict[str, dict[str, Any]] = {}
+    parts = [
+        dataclasses.replace(p, make=ft.partial(part, i))
+        for i, p in enumerate(_describe(path, leaf, records))
+    ]
+    return Leaf(path, records, tuple(parts))
+
+
+def _describe(path: str, leaf: Any, records: dict) -> Iterator[Part]:
+    cls = type(leaf)
+    if CLASSES.get(cls.__name__) is cls:
+        yield from _describe_parts(path, leaf, records)
+    elif isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
+        yield _describe_array(path, leaf, records)
+    elif leaf is None:
+        records[path] = {"is": "none"}
+    elif cls in _from_python:
+        records[path] = {"is": cls.__name__, "value": _from_python[cls](leaf)}
+    else:
+        raise TypeError(f"{cls.__name__} cannot be saved.")
+
+
+def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
+    check_fit(node)
+    static = {}
+    parts = []
+    for field in dataclasses.fields(node):
+        value = getattr(node, field.name)
+        if field.metadata.get("static", False):
+            static[field.name] = _static_to_json(value)
+        else:
+            parts += _describe(below(path, field.name), value, records)
+    is_there = not isinstance(getattr(node, "codes", None), jax.ShapeDtypeStruct)
+    if isinstance(node, QuantizedArray) and is_there:
+        check_codes(node)
+    records[path] = {"is": type(node).__name__, "static": static}
+    yield from parts
+
+
+def _describe_array(path: str, array: Any, records: dict) -> Part:
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        raise ValueError("it is spread over several processes; gather it first.")
+    dtype = array.dtype
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        impl = str(jax.random.key_impl(array))
+        records[path] = {"is": "key", "impl": impl}
+        data = jax.eval_shape(jax.random.key_data, array)
+        make = lambda: to_numpy(jax.random.key_data(array))
+        return Part(path, np.dtype(np.uint32), data.shape, make)
+    dtype = np.dtype(dtype).newbyteorder("=")
+    stored = dtype
+    if dtype.name in _unnamed_dtypes:
+        records[path] = {"is": "array", "dtype": dtype.name}
+        stored = np.dtype(np.uint8)
+    if stored not in DTYPES.values():
+        raise TypeError(f"an array of the dtype {dtype} cannot be saved.")
+
+    def make():
+        out = np.asarray(to_numpy(array), dtype)
+        # Not by `ascontiguousarray`, which makes an axis where there is none.
+        out = out if out.flags.c_contiguous else out.copy(order="C")
+        return out if stored == dtype else out.view(stored)
+
+    return Part(path, stored, tuple(array.shape), make)
+
+
+def _hex(x: float) -> str:
+    return x.hex()
+
+
+_from_python: dict[type, Callable[[Any], Any]] = {
+    bool: bool,
+    int: int,
+    str: str,
+    float: _hex,
+    complex: lambda x: [_hex(x.real), _hex(x.imag)],
+}
+
+
+def _static_to_json(value: Any) -> Any:
+    if isinstance(value, Format):
+        return {"format": format_to_json(value)}
+    if isinstance(value, np.dtype) or (
+        isinstance(value, type) and issubclass(value, np.generic)
+    ):
+        return {"dtype": np.dtype(value).name}
+    if isinstance(value, tuple):
+        return [_static_to_json(x) for x in value]
+    if isinstance(value, int | float | str):
+        return value
+    raise TypeError(f"a static field holds {value!r}, which cannot be saved.")
+
+
+#
+# From records
+#
+
+
+class Rebuilder:
+    """Makes leaves of tensors and records. `get` gives the tensor of a name: described
+    (`jax.ShapeDtypeStruct`) to check whether all fits before anything is read, or an
+    array of NumPy."""
+
+    def __init__(self, records: dict, tensors: Iterable[str], known: Known):
+        self._records, self._tensors, self._known = records, set(tensors), known
+        self._used: set[str] = set()  # Tensors and records.
+
+    def roots(self) -> list[str]:
+        """The paths of all leaves."""
+        parts = set()
+        for path, record in self._records.items():
+            if cls := CLASSES.get(record["is"]):
+                parts |= {below(path, f.name) for f in dataclasses.fields(cls)}
+        return sorted((self._tensors | self._records.keys()) - parts)
+
+    def build(self, path: str, get: Callable[[str], Any]) -> Any:
+        try:
+            return self._build(path, get)
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def check_all_used(self) -> None:
+        """An error if something belongs to no leaf: it would be lost."""
+        if left := (self._tensors | self._records.keys()) - self._used:
+            raise ValueError(f"{sorted(left)[:5]} belong to nothing.")
+
+    def _build(self, path: str, get: Callable[[str], Any]) -> Any:
+        record = self._records.get(path)
+        if record is None:
+            return self._tensor(path, get)
+        self._used.add(path)
+        kind = record["is"]
+        if path in self._tensors and kind in ("none", *CLASSES, *_to_python):
+            raise ValueError("it is a tensor as well.")
+        if kind in CLASSES:
+            return self._build_parts(path, CLASSES[kind], record, get)
+        if kind == "none":
+            return None
+        if kind in _to_python and record.keys() == {"is", "value"}:
+            return _to_python[kind](record["value"])
+        if kind == "array" and record.get("dtype") in _unnamed_dtypes:
+            return _as_dtype(self._tensor(path, get), _unnamed_dtypes[record["dtype"]])
+        if kind == "key" and isinstance(record.get("impl"), str):
+            return _as_key(self._tensor(path, get), record["impl"])
+        raise ValueError(f"{record!r} is nothing that this version of eqquant knows.")
+
+    def _tensor(self, name: str, get: Callable[[str], Any]) -> Any:
+        if name not in self._tensors:
+            raise ValueError(f"there is no tensor {name!r}.")
+        self._used.add(name)
+        return get(name)
+
+    def _build_parts(self, path: str, cls: type, record: dict, get: Callable) -> Any:
+        static = record.get("static")
+        fields = dataclasses.fields(cls)
+        names = {f.name for f in fields if f.metadata.get("static", False)}
+        if not isinstance(static, dict) or static.keys() != names:
+            raise ValueError(f"{cls.__name__} has the static fields {sorted(names)}.")
+        hints = typing.get_type_hints(cls)
+        node = object.__new__(cls)
+        for field in fields:
+            if field.name in names:
+                value = self._static(static[field.name])
+                ok = is_bearable(value, hints[field.name])
+            else:
+                value = self._build(below(path, field.name), get)
+                plain = isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
+                ok = plain or isinstance(value, PARTS.get((cls, field.name), ()))
+            if not ok:
+                raise ValueError(f"{field.name} cannot be {value!r}.")
+            object.__setattr__(node, field.name, value)
+        check_fit(node)
+        return node
+
+    def _static(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(self._static(x) for x in value)
+        if isinstance(value, dict):
+            if value.keys() == {"format"}:
+                return format_from_json(value["format"], self._known)
+            if value.keys() == {"dtype"} and value["dtype"] in _floats:
+                return np.dtype(getattr(jnp, value["dtype"]))
+            raise ValueError(f"{value!r} is no static field.")
+        return value
+
+
+def _as_dtype(tensor: Any, dtype: np.dtype) -> Any:
+    if tensor.dtype != np.uint8:
+        raise ValueError(f"{dtype.name} is stored as uint8, not {tensor.dtype}.")
+    if isinstance(tensor, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(tensor.shape, dtype)
+    return tensor.view(dtype)
+
+
+def _as_key(tensor: Any, impl: str) -> Any:
+    wrap = lambda data: jax.random.wrap_key_data(data, impl=impl)
+    if isinstance(tensor, jax.ShapeDtypeStruct):
+        return jax.eval_shape(wrap, tensor)
+    return wrap(jax.device_put(tensor))
+
+
+def _exactly(cls: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if type(value) is not cls:
+            raise ValueError(f"{value!r} is no {cls.__name__}.")
+        return value
+
+    return check
+
+
+def _to_float(value: Any) -> float:
+    return float.fromhex(_exactly(str)(value))
+
+
+def _to_complex(value: Any) -> complex:
+    real, imag = _exactly(list)(value)
+    return complex(_to_float(real), _to_float(imag))
+
+
+_to_python: dict[str, Callable[[Any], Any]] = {
+    "bool": _exactly(bool),
+    "int": _exactly(int),
+    "str": _exactly(str),
+    "float": _to_float,
+    "complex": _to_complex,
+}

@@ -1,0 +1,109 @@
+"""Trees into files."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+from .._jax import typed
+from ..trees import sites
+from ._layout import KEY
+from ._records import describe, Leaf
+from ._safetensors import Path
+from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
+
+
+_caller = "save"
+
+
+@typed
+def save(
+    path: Path,
+    tree: Any,
+    *,
+    max_shard_size: int | None = MAX_SHARD_SIZE,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write a pytree to a safetensors file: a model, quantized or not, the state of an
+    optimiser, or anything else that is made of arrays, numbers, strings and random
+    keys.
+
+    The file is written beside its place, synced to the disk, and renamed. Whatever
+    stops the program, `path` is either the old checkpoint or the new one, whole.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import tempfile
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        model = eqquant.quantize_tree(model, "nf4")
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        eqquant.save(path, model)
+        assert eqx.tree_equal(eqquant.load(path, like=model), model)
+        ```
+
+    **Arguments:**
+
+    - `path`: ends with `.safetensors`; or is a folder, which holds
+        `model.safetensors` then.
+    - `tree`: any pytree. Functions in it are not saved, as they are code, and neither
+        are static fields of modules: [`eqquant.load`][] takes both from its `like`.
+    - `max_shard_size`: above so many bytes the checkpoint is split into several files,
+        with an index beside them, as those of Hugging Face; `None` for one file in any
+        case.
+    - `metadata`: strings to keep in the file: see [`eqquant.load_metadata`][].
+
+    **Raises:**
+
+    `TypeError` or `ValueError`, naming the path, for a leaf that could not be loaded
+    again: of another type, of a dtype that safetensors does not have, or of a format
+    that cannot be written as text. Nothing is written then.
+    """
+    if max_shard_size is not None and max_shard_size < 1:
+        raise ValueError(
+            f"{_caller}: max_shard_size must be positive or None, got {max_shard_size}."
+        )
+    metadata = check_metadata(metadata, _caller)
+    target = target_of(pathlib.Path(os.fspath(path)), _caller)
+    leaves: list[Leaf] = []
+    for site in sites(tree):
+        try:
+            leaf = describe(site.path, site.leaf)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{_caller}: at {site.path}: {error}") from error
+        if leaf is not None:
+            leaves.append(leaf)
+    check_names(leaves, _caller)
+    write_checkpoint(target, leaves, metadata, max_shard_size)
+
+
+def check_metadata(metadata: Mapping[str, str] | None, caller: str) -> dict[str, str]:
+    metadata = dict(metadata or {})
+    for key, value in metadata.items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(
+                f"{caller}: metadata must hold strings, got {key}: {value}."
+            )
+        if key.startswith(KEY):
+            raise ValueError(f"{caller}: metadata must not use {key!r}.")
+    return metadata
+
+
+def check_names(leaves: list[Leaf], caller: str) -> None:
+    """An error if two leaves would go by the same name."""
+    seen: set[str] = set()
+    for leaf in leaves:
+        names = {leaf.path, *leaf.records, *(part.name for part in leaf.parts)}
+        if twice := names & seen | names & {"__metadata__"}:
+            raise ValueError(
+                f"{caller}: {min(twice)!r} would be the name of two things. Rename a "
+                "key of a dictionary."
+            )
+        seen |= names
+        for name in names:
+            if any("\ud800" <= character <= "\udfff" for character in name):
+                raise ValueError(f"{caller}: {name!r} is not valid text.")
