@@ -150,10 +150,8 @@ def small(tmp_path_factory):
 def test_the_folder_that_training_writes(small, capsys):
     model = load_model(small, progress=False)
     assert model.config == TINY and model.head is None
-    rows = evaluate.main(
-        [str(small), "--length", "32", "--rows", "8", "--tokens", "4", "--formats"]
-        + ["float32", "int8", "ternary"]
-    )
+    arguments = [str(small), "--length", "32", "--rows", "8", "--tokens", "4"]
+    rows = evaluate.main([*arguments, "--formats", "float32", "int8", "ternary"])
     assert [row["format"] for row in rows] == ["float32", "int8", "ternary"]
     floats, int8, _ = rows
     assert abs(int8["bits"] / floats["bits"] - 1) < 1e-2
@@ -181,18 +179,9 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
     data = tmp_path / "texts.jsonl"
     lines = [{"text": f"The answer to {i} is {i + 1}."} for i in range(20)]
     data.write_text("\n".join(map(json.dumps, lines)))
-    arguments = [
-        str(small),
-        str(data),
-        "--steps",
-        "6",
-        "--length",
-        "16",
-        "--batch",
-        "2",
-    ]
-    arguments += ["--save-every", "2", "--rank", "2", "--format", format]
-    arguments += ["--dropout", "0.1", "--rate", "0.01"]
+    arguments = [str(small), str(data), "--steps", "6", "--length", "16"]
+    arguments += ["--batch", "2", "--save-every", "2", "--rank", "2"]
+    arguments += ["--format", format, "--dropout", "0.1", "--rate", "0.01"]
 
     run = lambda name: finetune.main([*arguments, "--output", str(tmp_path / name)])
     history = run("whole")
@@ -206,10 +195,8 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
     assert_identical(*saved)
     # Beside weights apart, as `generate.py` has them, they do what they did.
     adapters = tmp_path / "whole"
-    generate.main(
-        [str(small), "The answer", "--adapters", str(adapters), "--tokens", "4"]
-        + ["--format", format]
-    )
+    arguments = [str(small), "The answer", "--tokens", "4", "--format", format]
+    generate.main([*arguments, "--adapters", str(adapters)])
     assert "tokens/s" in capsys.readouterr().out
 
 
