@@ -65,9 +65,8 @@ def by_hand(model, prompt, count):
     """The likeliest tokens, each from all that are before it, with no cache."""
     forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
     tokens = list(prompt)
-    length = len(prompt) + count
     for _ in range(count):
-        padded = np.zeros((1, length), np.int32)
+        padded = np.zeros((1, 64), np.int32)
         padded[0, : len(tokens)] = tokens
         logits = forward(model, jnp.asarray(padded))[0, len(tokens) - 1]
         tokens.append(int(jnp.argmax(logits)))
