@@ -1,6 +1,5 @@
 """examples/llama: the model is right, whatever of it is quantized."""
 
-import dataclasses
 import pathlib
 import sys
 
@@ -21,7 +20,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
-from model import Decoder, empty_cache, unstack  # noqa: E402
+from model import empty_cache  # noqa: E402
 from packing import losses, Rows  # noqa: E402
 
 
@@ -100,39 +99,6 @@ def test_a_quantized_cache(name):
     # INT8 with a scale for each row of 16 values is an error of .004 in each key and
     # value. A router may choose other experts for that.
     assert 0 < relative(got, expected) < (0.3 if model.config.experts else 0.03)
-
-
-@pytest.mark.parametrize("kv", [None, slow("int8")])
-@pytest.mark.parametrize("stacked", [False, slow(True)])
-def test_the_cache_stays_in_place(kv, stacked):
-    """A step appends to it, and copies at most one layer of it."""
-    config = dataclasses.replace(load("llama3").config, layers=8)
-    capacity = 4096
-
-    def make(key):
-        model = Decoder(config, key=key)
-        return model if stacked else unstack(model)
-
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
-    cache = empty_cache(model, 1, capacity)
-    if kv is not None:
-        cache = jax.tree.map(lambda x: eqquant.quantize(x, kv), cache)
-    is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays, static = eqx.partition(model, is_described)
-
-    def step(arrays, cache, token, start):
-        return eqx.combine(arrays, static).extend(token, cache, start)
-
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    step = jax.jit(strict(step), donate_argnums=1)
-    memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
-    size = eqquant.tree_nbytes(cache)
-    assert memory.alias_size_in_bytes == size
-    # Beside scores, in float32, of which a few are alive.
-    scores = 4 * config.heads * capacity
-    copied = size / config.layers if stacked else 0
-    assert memory.temp_size_in_bytes < copied + 8 * scores + 100_000 < size
 
 
 def test_texts_that_are_packed_do_not_see_each_other():

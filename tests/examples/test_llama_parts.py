@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical
+from helpers import assert_identical, slow
 from hypothesis import given, strategies as st
 from safetensors.numpy import load_file, save_file
 
@@ -157,7 +157,7 @@ def test_layers_are_apart_or_stacked_with_the_same_weights():
     assert load(DATA / "qwen2", dtype=jnp.bfloat16).norm.weight.dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("name", ["llama3", "mixtral"])
+@pytest.mark.parametrize("name", ["llama3", slow("mixtral")])
 def test_adapters_in_files(name, tmp_path):
     stacked, apart = load(DATA / name, stacked=True), load(DATA / name)
     adapted = add_adapters(stacked, 2, alpha=3.0, key=jax.random.key(0))
@@ -303,7 +303,7 @@ def test_what_may_be_sampled():
         (1.0, 0, 1.0): {0, 1, 2, 3, 4},
         (1.0, 2, 1.0): {1, 2},
         (1.0, 9, 1.0): {0, 1, 2, 3, 4},
-        (1.0, 0, 0.4): {1},
+        (1.0, 0, 0.39): {1},
         (1.0, 0, 0.6): {1, 2},
         (1.0, 0, 0.7): {1, 2, 3},
         # The probabilities of those that are left: .47, .29, .24.

@@ -1,16 +1,18 @@
 """examples/llama: its programs, one after the other, with as little to do as shows that
 they work."""
 
+import dataclasses
 import json
 import pathlib
 import sys
 
 import eqquant
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical, strict
+from helpers import assert_identical, slow, strict
 from safetensors.numpy import load_file
 
 
@@ -24,9 +26,11 @@ import finetune  # noqa: E402
 import fitting  # noqa: E402
 import generate  # noqa: E402
 import train_small  # noqa: E402
+from architectures import config_of  # noqa: E402
 from config import Config  # noqa: E402
 from documentation import read_documents  # noqa: E402
 from load import load_model  # noqa: E402
+from model import Decoder, empty_cache, unstack  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 
@@ -94,6 +98,40 @@ def test_a_generator_compiles_once_and_is_right():
         generator.prefill([1] * 64)
     with pytest.raises(ValueError, match="no tokens"):
         generator.prefill([])
+
+
+@pytest.mark.parametrize("kv", [None, slow("int8")])
+@pytest.mark.parametrize("stacked", [False, slow(True)])
+def test_the_cache_stays_in_place(kv, stacked):
+    """A step appends to it, and copies at most one layer of it."""
+    values = json.loads((DATA / "llama3" / "config.json").read_text())
+    config = dataclasses.replace(config_of(values), layers=8)
+    capacity = 4096
+
+    def make(key):
+        model = Decoder(config, key=key)
+        return model if stacked else unstack(model)
+
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    cache = empty_cache(model, 1, capacity)
+    if kv is not None:
+        cache = jax.tree.map(lambda x: eqquant.quantize(x, kv), cache)
+    is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    arrays, static = eqx.partition(model, is_described)
+
+    def step(arrays, cache, token, start):
+        return eqx.combine(arrays, static).extend(token, cache, start)
+
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    step = jax.jit(strict(step), donate_argnums=1)
+    memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
+    size = eqquant.tree_nbytes(cache)
+    assert memory.alias_size_in_bytes == size
+    # Beside scores, in float32, of which a few are alive.
+    scores = 4 * config.heads * capacity
+    copied = size / config.layers if stacked else 0
+    assert memory.temp_size_in_bytes < copied + 8 * scores + 100_000 < size
 
 
 @pytest.mark.slow
