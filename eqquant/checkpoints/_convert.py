@@ -31,7 +31,7 @@ from ._load import nested
 from ._memory import about_arrays, to_jax
 from ._records import describe, describe_later, Leaf
 from ._safetensors import Path, TensorFile
-from ._save import check_names
+from ._save import check_names, check_shard_size
 from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
 from ._source import INDEX, index_of, Source
 from ._write import replacing
@@ -98,6 +98,7 @@ def quantize_checkpoint(
     """
     source_path, path = (pathlib.Path(os.fspath(x)) for x in (src, dst))
     target = target_of(path, _caller)
+    check_shard_size(max_shard_size, _caller)
     with Source(source_path) as source:
         _check_apart(source, target)
         contents = Contents(source, (), _caller)

@@ -227,7 +227,7 @@ def _place_array(array: Any, leaf: Any) -> Any:
         return array.astype(leaf.dtype, copy=False)
     if isinstance(leaf, np.generic):
         return array[()]
-    array = to_jax(array) if isinstance(array, np.ndarray) else array
+    array = to_jax(array)
     sharding = getattr(leaf, "sharding", None)
     is_split = sharding is not None and len(sharding.device_set) > 1
     return jax.device_put(array, sharding) if is_split else array

@@ -37,9 +37,9 @@ def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
         raise ValueError(f"{where} has values that {out.dtype.name} cannot hold.")
 
 
-def to_jax(array: np.ndarray) -> jax.Array:
-    """The same numbers in the same dtype. On a CPU memory of [`empty`][] is not copied,
-    so it must not be written to any more."""
+def to_jax(array: Any) -> jax.Array:
+    """An array of NumPy, or a random key: the same numbers in the same dtype. On a CPU
+    memory of [`empty`][] is not copied, so it must not be written to any more."""
     out = jax.device_put(array)
     if out.dtype != array.dtype:
         raise ValueError(

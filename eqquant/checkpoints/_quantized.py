@@ -272,8 +272,7 @@ def _load(contents: Contents, plan: _Plan, check_finite: bool) -> Any:
         add_axes = lambda part: part.reshape(lead + part.shape)
         found = contents.described[name]
         if isinstance(found, QuantizedArray):
-            q = contents.read(name).with_dtype(leaf.dtype)
-            return jax.tree.map(add_axes, q)
+            return jax.tree.map(add_axes, contents.read(name))
         if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
             raise ValueError(f"{name!r} is a random key: use `load`.")
         return add_axes(contents.source.read(name, leaf.dtype))
@@ -282,7 +281,9 @@ def _load(contents: Contents, plan: _Plan, check_finite: bool) -> Any:
         if choice is not None and not is_implicit(contents.described[table.flat[0]]):
             return _quantize(table, read, leaf, choice, check_finite)
         out = _stack(table, read)
-        return out if isinstance(leaf, np.ndarray) else jax.tree.map(to_jax, out)
+        if is_implicit(out):
+            return jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
+        return out if isinstance(leaf, np.ndarray) else to_jax(out)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{_caller}: at {plan.site.path}: {error}") from error
 

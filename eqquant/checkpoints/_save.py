@@ -63,10 +63,7 @@ def save(
     again: of another type, of a dtype that safetensors does not have, or of a format
     that cannot be written as text. Nothing is written then.
     """
-    if max_shard_size is not None and max_shard_size < 1:
-        raise ValueError(
-            f"{_caller}: max_shard_size must be positive or None, got {max_shard_size}."
-        )
+    check_shard_size(max_shard_size, _caller)
     metadata = check_metadata(metadata, _caller)
     target = target_of(pathlib.Path(os.fspath(path)), _caller)
     leaves: list[Leaf] = []
@@ -79,6 +76,13 @@ def save(
             leaves.append(leaf)
     check_names(leaves, _caller)
     write_checkpoint(target, leaves, metadata, max_shard_size)
+
+
+def check_shard_size(size: int | None, caller: str) -> None:
+    if size is not None and size < 1:
+        raise ValueError(
+            f"{caller}: max_shard_size must be positive or None, got {size}."
+        )
 
 
 def check_metadata(metadata: Mapping[str, str] | None, caller: str) -> dict[str, str]:

@@ -156,7 +156,7 @@ def test_every_kind_of_leaf(tmp_path, most):
     loaded = eqquant.load(tmp_path, tree)
     assert jax.tree.structure(loaded) == jax.tree.structure(tree)
     assert jax.tree.map(raw, loaded) == jax.tree.map(raw, tree)
-    many = len(list(tmp_path.glob("*.safetensors"))) > 10
+    many = len(list(tmp_path.glob("*.safetensors"))) > 3
     assert many == (most is not None)
     found = eqquant.load(tmp_path)
     # 64 bits are NumPy's without x64, as JAX would cut them off.

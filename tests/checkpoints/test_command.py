@@ -1,0 +1,86 @@
+"""`python -m eqquant`."""
+
+import runpy
+import sys
+
+import eqquant
+import numpy as np
+import pytest
+from eqquant.checkpoints import main
+from helpers import assert_identical
+
+
+@pytest.fixture
+def src(tmp_path, rng):
+    weights = {
+        name: {"weight": rng.standard_normal((16, 64)).astype(np.float32)}
+        for name in ("up", "down", "head")
+    }
+    eqquant.save(tmp_path / "src.safetensors", weights, metadata={"by": "a test"})
+    return tmp_path / "src.safetensors", weights
+
+
+def test_quantize_inspect_verify(src, tmp_path, capsys):
+    path, weights = src
+    dst = tmp_path / "dst.safetensors"
+    rules = [
+        "--rule",
+        "up.*=nf4:block_size=32,scale_dtype=bfloat16",
+        "--rule",
+        "d*=none",
+    ]
+    assert main(["quantize", str(path), str(dst), "--format", "int8", *rules]) == 0
+    loaded = eqquant.load(dst)
+    up = eqquant.NF4(block_size=32, scale_dtype="bfloat16")
+    for name, format in (("up", up), ("head", "int8")):
+        expected = eqquant.quantize(weights[name]["weight"], format)
+        assert_identical(loaded[name]["weight"], expected)
+    assert np.array_equal(loaded["down"]["weight"], weights["down"]["weight"])
+    capsys.readouterr()
+
+    assert main(["inspect", str(dst)]) == 0
+    out = capsys.readouterr().out
+    assert "5 tensors" in out and "by: a test" in out and "total" in out
+    assert [line.split()[2] for line in out.splitlines() if ".weight" in line] == [
+        "-",
+        "int8",
+        "nf4",
+    ]
+
+    assert main(["verify", str(dst)]) == 0
+    assert "whole; checksums match" in capsys.readouterr().out
+    data = bytearray(dst.read_bytes())
+    data[-1] ^= 1
+    dst.write_bytes(data)
+    assert main(["inspect", str(dst)]) == 0  # Which reads no tensor.
+    assert main(["verify", str(dst)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1 and "the file is damaged" in err
+
+
+def test_bad_input_is_one_line(src, tmp_path, capsys):
+    path = str(src[0])
+    dst = str(tmp_path / "out")
+    for arguments, message in (
+        (["verify", dst], "no such file"),
+        (["quantize", path, dst, "--rule", "x"], "--rule must be PATTERN=FORMAT"),
+        (["quantize", path, dst, "--format", "int3"], "format must be one of"),
+        (["quantize", path, dst, "--format", "nf4:block=3"], "has no such fields"),
+        (["quantize", path, path], "must not be the same"),
+        (["quantize", path, dst, "--max-shard-size", "0"], "max_shard_size"),
+    ):
+        assert main(arguments) == 1
+        err = capsys.readouterr().err
+        assert message in err and err.count("\n") == 1 and err.startswith("eqquant: ")
+    for arguments in ([], ["nothing"], ["verify"]):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 2
+
+
+def test_it_is_a_module(src, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["eqquant", "verify", str(src[0])])
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module("eqquant", run_name="__main__")
+    assert stopped.value.code == 0
+    assert "3 tensors" in capsys.readouterr().out

@@ -1,0 +1,348 @@
+"""Files that are damaged, or made to mislead: an error, and never other numbers."""
+
+import json
+import os
+import shutil
+import zlib
+
+import eqquant
+import hypothesis.strategies as st
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_identical
+from hypothesis import given, settings
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("hostile")
+
+
+@pytest.fixture(scope="module")
+def saved(folder):
+    """The bytes of a file that has some of everything, and what is in it."""
+    rng = np.random.default_rng(0)
+    w = jnp.asarray(rng.standard_normal((3, 70)), jnp.float32)
+    q = eqquant.quantize(w, eqquant.NF4(double_quantization=True))
+    tree = {
+        "q": q,
+        "i": eqquant.quantize(w, "int8"),
+        "t": eqquant.quantize(w, "ternary"),
+        "w": w,
+        "step": 3,
+    }
+    eqquant.save(folder / "whole.safetensors", tree, metadata={"note": "é"})
+    return (folder / "whole.safetensors").read_bytes(), tree
+
+
+def load(folder, data, **kwargs):
+    path = folder / "damaged.safetensors"
+    path.write_bytes(data)
+    return eqquant.load(path, **kwargs)
+
+
+def parts_of(data):
+    length = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + length]), data[8 + length :]
+
+
+def file_of(header, body=b""):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@settings(max_examples=300)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_bit_changes_unseen(folder, saved, at, bit):
+    data = bytearray(saved[0])
+    data[int(at * len(data))] ^= 1 << bit
+    with pytest.raises(ValueError):
+        load(folder, bytes(data))
+
+
+@pytest.mark.slow
+def test_no_bit_of_any_changes_unseen(folder, saved):
+    for i in range(8 * len(saved[0])):
+        data = bytearray(saved[0])
+        data[i // 8] ^= 1 << i % 8
+        with pytest.raises(ValueError):
+            load(folder, bytes(data))
+
+
+@given(length=st.floats(0, 1, exclude_max=True), more=st.binary(max_size=9))
+def test_no_other_length_is_read(folder, saved, length, more):
+    data = saved[0]
+    with pytest.raises(ValueError):
+        load(folder, data[: int(length * len(data))])
+    if more:
+        with pytest.raises(ValueError):
+            load(folder, data + more)
+
+
+@given(data=st.binary(max_size=64))
+def test_anything_at_all(folder, data):
+    for content in (data, file_of(data)):
+        with pytest.raises(ValueError):
+            load(folder, content)
+
+
+def test_the_whole_file_is_read(folder, saved):
+    assert_identical(load(folder, saved[0]), saved[1])
+
+
+HEADERS = {
+    "a gap": {"a": entry(offsets=(0, 8)), "b": entry(offsets=(16, 24))},
+    "an overlap": {"a": entry(offsets=(0, 8)), "b": entry(offsets=(4, 12))},
+    "the same bytes": {"a": entry(offsets=(0, 8)), "b": entry(offsets=(0, 8))},
+    "out of the file": {"a": entry(offsets=(0, 80), shape=(20,))},
+    "backwards": {"a": entry(offsets=(8, 0))},
+    "negative": {"a": entry(shape=(-2,), offsets=(0, -8))},
+    "not all of it": {"a": entry(shape=(3,), offsets=(0, 12))},
+    "huge": {"a": entry(shape=(2**62, 2**62), offsets=(0, 24))},
+    "huge and empty": {"a": entry(shape=(2**63, 0), offsets=(0, 0))},
+    "floats in a shape": {"a": entry(shape=(6.0,), offsets=(0, 24))},
+    "bools in a shape": {"a": entry(shape=(True, 6), offsets=(0, 24))},
+    "many axes": {"a": entry(shape=(1,) * 33 + (6,), offsets=(0, 24))},
+    "another size": {"a": entry(shape=(5,), offsets=(0, 24))},
+    "an unknown dtype": {"a": entry(dtype="Q4", offsets=(0, 24))},
+    "no dtype": {"a": {"shape": [6], "data_offsets": [0, 24]}},
+    "more than that": {"a": entry(shape=(6,), offsets=(0, 24)) | {"x": 1}},
+    "a list": [1],
+    "metadata of numbers": {"__metadata__": {"a": 1}, "a": entry("U8", (24,), (0, 24))},
+    "a key twice": b'{"a":{"dtype":"U8","shape":[24],"data_offsets":[0,24]},'
+    b'"a":{"dtype":"U8","shape":[24],"data_offsets":[0,24]}}',
+    "not UTF-8": b'{"\xff":{"dtype":"U8","shape":[24],"data_offsets":[0,24]}}',
+    "deep": b'{"a":' * 100_000,
+    "NaN": b'{"a":NaN}',
+    "long digits": b'{"a":' + b"9" * 5000 + b"}",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_headers(folder, name):
+    with pytest.raises(ValueError, match="damaged.safetensors: "):
+        load(folder, file_of(HEADERS[name], bytes(24)))
+
+
+def test_lengths_of_headers(folder):
+    for length in (2**63, 2**64 - 1, 100_000_001, 9):
+        with pytest.raises(ValueError, match="says that its header has"):
+            load(folder, length.to_bytes(8, "little") + b"{}")
+
+
+def test_bools_that_are_none(folder):
+    with pytest.raises(ValueError, match="bools that are none"):
+        load(folder, file_of({"a": entry("BOOL", (2,), (0, 2))}, b"\x01\x02"))
+
+
+#
+# With right checksums: not damaged, but wrong
+#
+
+
+def forge(data, change):
+    """The file with another layout, and the checksums that go with it."""
+    header, body = parts_of(data)
+    about = header["__metadata__"]
+    layout = json.loads(about["eqquant"])
+    change(layout, header)
+    about["eqquant"] = json.dumps(layout)
+    about["eqquant.checksum"] = "0" * 8
+    text = json.dumps(header, separators=(",", ":")).encode()
+    crc = f"{zlib.crc32(text):08x}"
+    zeros = b'"eqquant.checksum":"00000000"'
+    return file_of(text.replace(zeros, zeros.replace(b"0" * 8, crc.encode())), body)
+
+
+def set_static(path, name, value):
+    return lambda layout, _: layout["records"][path]["static"].update({name: value})
+
+
+def set_field(name, value):
+    def change(layout, _):
+        layout["records"]["i"]["static"]["format"]["format"]["fields"][name] = value
+
+    return change
+
+
+def set_record(path, record):
+    return lambda layout, _: layout["records"].update({path: record})
+
+
+FORGED = {
+    "version": (lambda layout, _: layout.update(version=2), "version 2"),
+    "version of another type": (lambda x, _: x.update(version=True), "version True"),
+    "more in the layout": (
+        lambda layout, _: layout.update(extra=1),
+        "layout must have",
+    ),
+    "records": (lambda layout, _: layout.update(records=[]), "records must say"),
+    "no checksums": (lambda layout, _: layout.update(checksums={}), "checksums"),
+    "kind": (set_record("q", {"is": "os.system", "static": {}}), "os.system"),
+    "no static": (set_record("q", {"is": "QuantizedArray"}), "static fields"),
+    "unknown format": (
+        set_static("q", "format", {"format": {"name": "x", "fields": {}}}),
+        "the format 'x' is not known",
+    ),
+    "a format that is none": (set_static("q", "format", 3), "format cannot be 3"),
+    "other format": (
+        set_static("i", "format", {"format": {"name": "nf4", "fields": {}}}),
+        "codes of NF4.* must be uint8",
+    ),
+    "unknown field": (set_field("shell", "rm"), "has no such fields"),
+    "type of a field": (set_field("precision", 7), "precision cannot be 7"),
+    "block size": (set_field("block_size", 35), "scales for 70 codes"),
+    "block size below one": (set_field("block_size", 0), "block_size must be"),
+    "dtype of scales": (set_field("scale_dtype", "int8"), "scale_dtype must be"),
+    "dtype": (set_static("q", "dtype", {"dtype": "int32"}), "is no static field"),
+    "dtype as text": (set_static("q", "dtype", "float32"), "dtype cannot be"),
+    "axes": (set_static("q", "axes", [0]), "are no axes"),
+    "axes twice": (set_static("q", "axes", [-1, -1]), "are no axes"),
+    "no axes": (set_static("q", "axes", []), "no axis is blocked"),
+    "inner": (set_static("q", "inner", [7]), "do not fit the axes"),
+    "padding": (set_static("q", "padding", 100), "stores"),
+    "negative padding": (set_static("q", "padding", -2), "cannot be padding"),
+    "padding of another type": (set_static("q", "padding", 2.0), "padding cannot be"),
+    "a part is a number": (set_record("q.codes", {"is": "int", "value": 1}), "tensor"),
+    "a number": (set_record("step", {"is": "int", "value": "3"}), "is no int"),
+    "a float": (set_record("step", {"is": "float", "value": "0x"}), "step: "),
+    "a key": (set_record("w", {"is": "key", "impl": "threefry2x32"}), "w: "),
+    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "nothing that"),
+    "a narrow dtype": (
+        set_record("w", {"is": "array", "dtype": "float8_e4m3"}),
+        "uint8",
+    ),
+    "in itself": (
+        set_record("q.scales", {"is": "QuantizedArray", "static": {}}),
+        "static fields",
+    ),
+    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "is no shard"),
+}
+
+
+@pytest.mark.parametrize("name", FORGED)
+def test_forged_layouts(folder, saved, name):
+    change, message = FORGED[name]
+    data = forge(saved[0], change)
+    with pytest.raises(ValueError, match=message):
+        load(folder, data)
+
+
+@pytest.mark.parametrize("path, code", [("i", 0x80), ("t", 0x02), ("t", 0x80)])
+def test_codes_out_of_range(folder, saved, path, code):
+    header, body = parts_of(saved[0])
+    start, stop = header[f"{path}.codes"]["data_offsets"]
+    body = bytearray(body)
+    body[stop - 1] = code
+    crc = f"{zlib.crc32(body[start:stop]):08x}"
+
+    def change(layout, _):
+        layout["checksums"][f"{path}.codes"] = crc
+
+    data = forge(saved[0], change)
+    with pytest.raises(ValueError, match=f"{path}: there are codes that"):
+        load(folder, data[: -len(body)] + bytes(body))
+
+
+def test_scales_may_be_anything(folder, normal):
+    q = eqquant.quantize(normal(2, 64), "nf4")
+    q = q.replace(scales=q.scales.at[0].set(jnp.nan).at[1].set(-1.0))
+    eqquant.save(folder / "nan.safetensors", q)
+    assert_identical(eqquant.load(folder / "nan.safetensors"), q)
+
+
+#
+# Shards
+#
+
+
+@pytest.fixture
+def shards(tmp_path):
+    tree = {f"w{i}": jnp.arange(10.0) + i for i in range(3)}
+    eqquant.save(tmp_path, tree, max_shard_size=40)
+    return tmp_path
+
+
+def change_index(folder, change):
+    index = folder / "model.safetensors.index.json"
+    parsed = json.loads(index.read_bytes())
+    change(parsed)
+    index.write_text(json.dumps(parsed))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x.safetensors",
+        "/x.safetensors",
+        "a/b.safetensors",
+        "..",
+        "x.bin",
+        3,
+        "a\\b.safetensors",
+        ".x.safetensors",
+    ],
+)
+def test_shards_are_in_the_folder(shards, name):
+    shutil.copy(next(shards.glob("*-00001-*")), shards.parent / "x.safetensors")
+    change_index(shards, lambda x: x["weight_map"].update(w0=name))
+    with pytest.raises(ValueError, match="is not the name of a"):
+        eqquant.load(shards)
+
+
+def test_shards_must_be_those_of_the_index(shards):
+    first, second, third = sorted(shards.glob("*-of-*"))
+    second_bytes = second.read_bytes()
+
+    def refuses(message):
+        with pytest.raises(ValueError, match=message):
+            eqquant.load(shards)
+
+    second.unlink()
+    refuses("no such file")
+    second.write_bytes(first.read_bytes())
+    refuses("'w0' is in")
+    second.write_bytes(second_bytes)
+    other = shards / "other"
+    eqquant.save(other, {f"w{i}": jnp.zeros(10) for i in range(3)}, max_shard_size=40)
+    second.write_bytes(sorted(other.glob("*-of-*"))[1].read_bytes())
+    refuses("was not saved together with this index")
+    second.write_bytes(second_bytes)
+    index = (shards / "model.safetensors.index.json").read_text()
+    change_index(shards, lambda x: x["weight_map"].pop("w2"))
+    refuses("some of the shards are missing")
+    change_index(shards, lambda x: x["weight_map"].update(w2=first.name))
+    refuses("some of the shards are missing")
+    (shards / "model.safetensors.index.json").write_text(index)
+    change_index(shards, lambda x: x["weight_map"].update(w9=third.name))
+    refuses("do not hold what the index says")
+    change_index(shards, lambda x: x["metadata"].pop("eqquant"))
+    refuses("was not saved together")
+    change_index(shards, lambda x: x.pop("weight_map"))
+    refuses("must have a weight_map")
+    assert os.listdir(shards)
+
+
+@settings(max_examples=100)
+@given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_bit_of_an_index_changes_what_is_loaded(folder, at, bit):
+    """What is loaded is what was saved, or nothing: some bits are only white space, or
+    a size that nobody needs."""
+    tree = {f"w{i}": jnp.arange(10.0) + i for i in range(3)}
+    place = folder / "sharded"
+    if not place.exists():
+        eqquant.save(place, tree, max_shard_size=40)
+        shutil.copy(place / "model.safetensors.index.json", folder / "index")
+    data = bytearray((folder / "index").read_bytes())
+    data[int(at * len(data))] ^= 1 << bit
+    (place / "model.safetensors.index.json").write_bytes(data)
+    try:
+        loaded = eqquant.load(place)
+    except ValueError:
+        return
+    assert_identical(loaded, tree)

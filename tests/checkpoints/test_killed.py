@@ -1,0 +1,94 @@
+"""Whatever stops a save, one whole checkpoint is in place."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.checkpoints import _convert, _write
+from helpers import assert_identical
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("kills", [20, pytest.param(500, marks=pytest.mark.slow)])
+def test_a_program_that_is_killed(tmp_path, kills):
+    program = pathlib.Path(__file__).with_name("killed.py")
+    out = subprocess.run(
+        [sys.executable, program, tmp_path, str(kills)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert out.returncode == 0, out.stderr
+    steps, seen = map(int, out.stdout.split())
+    # So many that each kind of change was among them, and more than one state.
+    assert steps > 60 and seen > 2
+
+
+def test_an_error_leaves_nothing(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    eqquant.save(path, {"w": jnp.ones(3)})
+
+    def full(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(_write, "_write", full)
+    for size in (None, 4):
+        with pytest.raises(OSError, match="no space"):
+            eqquant.save(
+                path, {"a": jnp.ones(3), "b": jnp.ones(3)}, max_shard_size=size
+            )
+        assert [file.name for file in tmp_path.iterdir()] == [path.name]
+        assert_identical(eqquant.load(path), {"w": jnp.ones(3)})
+
+
+@pytest.fixture
+def checkpoint(tmp_path, rng):
+    weights = {
+        f"l{i}": {"weight": rng.standard_normal((16, 64)).astype(np.float32)}
+        for i in range(4)
+    }
+    eqquant.save(tmp_path / "src", weights)
+    return tmp_path / "src", weights
+
+
+def test_quantizing_goes_on_where_it_was_stopped(checkpoint, tmp_path, monkeypatch):
+    src, weights = checkpoint
+    dst, made = tmp_path / "dst", []
+    quantize = _convert.quantize
+
+    def counted(array, *args, **kwargs):
+        if not isinstance(array, jax.core.Tracer):
+            made.append(1)
+        if len(made) == 3 and stop:
+            raise KeyboardInterrupt
+        return quantize(array, *args, **kwargs)
+
+    monkeypatch.setattr(_convert, "quantize", counted)
+    how = {"format": "int8", "max_shard_size": 1}
+    stop = True
+    with pytest.raises(KeyboardInterrupt):
+        eqquant.quantize_checkpoint(src, dst, **how)
+    finished = {file: file.stat().st_mtime_ns for file in dst.iterdir()}
+    assert len(finished) == 2
+    with pytest.raises(ValueError, match="found model-"):
+        eqquant.load(dst)
+    stop = False
+    made.clear()
+    eqquant.quantize_checkpoint(src, dst, **how)
+    assert len(made) == 2
+    assert all(file.stat().st_mtime_ns == at for file, at in finished.items())
+    loaded = eqquant.load(dst)
+    for name, layer in weights.items():
+        expected = eqquant.quantize(layer["weight"], "int8")
+        assert_identical(loaded[name]["weight"], expected)
+    # Another task keeps nothing of this one.
+    made.clear()
+    eqquant.quantize_checkpoint(src, dst, format="nf4", max_shard_size=1)
+    assert len(made) == 4 and len(list(dst.glob("*-of-*"))) == 4
+    assert eqquant.load(dst)["l0"]["weight"].format == eqquant.NF4()

@@ -1,0 +1,219 @@
+"""Quantizing while loading gives what quantizing after loading gives, bit for bit."""
+
+import json
+import re
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from helpers import assert_identical
+from safetensors.numpy import save_file
+
+
+class Stack(eqx.Module):
+    """Two stacked layers under a scan, and a table."""
+
+    table: eqx.nn.Embedding
+    layers: eqx.nn.Linear
+    norm: jax.Array
+    steps: int
+    activation: object = jax.nn.relu
+
+
+@pytest.fixture
+def model():
+    keys = jax.random.split(jax.random.key(0), 6).reshape(2, 3)
+    make = lambda key: eqx.nn.Linear(64, 32, key=key)
+    table = eqx.nn.Embedding(20, 64, key=keys[0, 0])
+    layers = eqx.filter_vmap(eqx.filter_vmap(make))(keys)
+    return Stack(table, layers, jnp.arange(3.0), 5)
+
+
+def names(path):
+    """As a checkpoint of PyTorch would have them."""
+    if path.startswith("layers."):
+        name = path.removeprefix("layers.")
+        return [[f"h.{i}.{j}.{name}" for j in range(3)] for i in range(2)]
+    return f"model.{path}"
+
+
+@pytest.fixture
+def tensors(model):
+    found = {
+        f"h.{i}.{j}.{name}": np.asarray(getattr(model.layers, name)[i, j])
+        for i in range(2)
+        for j in range(3)
+        for name in ("weight", "bias")
+    }
+    found["model.table.weight"] = np.asarray(model.table.weight)
+    return found | {"model.norm": np.asarray(model.norm)}
+
+
+@pytest.fixture
+def folder(tmp_path, tensors):
+    """Two shards, as Hugging Face has them."""
+    weight_map = {}
+    for i, part in enumerate((list(tensors)[::2], list(tensors)[1::2])):
+        file = f"model-0000{i + 1}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in part}, tmp_path / file)
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    return tmp_path
+
+
+HOW = {
+    "nf4": {"format": "nf4"},
+    "double": {"format": eqquant.NF4(double_quantization=True)},
+    "rules": {"rules": {"table.*": None, "layers.weight": ("int8", -2)}},
+    "where": {"where": lambda leaf: getattr(leaf, "ndim", 0) == 4, "format": "ternary"},
+    "over what is stacked": {"rules": {"layers.weight": ("int8", (0, 3))}},
+    "rows and columns": {"rules": {"layers.weight": ("int8", (-2, -1))}},
+    "nothing": {"format": None},
+}
+
+
+@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
+def test_the_same_as_after_loading(folder, model, how):
+    expected = eqquant.quantize_tree(model, **how)
+    for like in (model, eqx.filter_eval_shape(lambda: model)):
+        loaded = eqquant.load_quantized(folder, like, names=names, **how)
+        assert eqx.tree_equal(loaded, expected)
+    index = folder / "model.safetensors.index.json"
+    loaded = eqquant.load_quantized(index, model, names=names, **how)
+    assert eqx.tree_equal(loaded, expected)
+
+
+def test_convolutions(tmp_path):
+    model = eqx.nn.Conv2d(4, 16, 3, key=jax.random.key(0))
+    eqquant.save(tmp_path, model)
+    loaded = eqquant.load_quantized(tmp_path, model, "int8")
+    expected = eqquant.quantize_tree(model, "int8")
+    assert eqx.tree_equal(loaded, expected) and type(loaded) is type(expected)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_floats_are_converted(tmp_path, normal, dtype):
+    """In pieces, which are more than one here."""
+    w = np.asarray(normal(300, 8000)).astype(dtype)
+    eqquant.save(tmp_path, {"w": w, "n": np.arange(3)})
+    like = {"w": jax.ShapeDtypeStruct(w.shape, jnp.float32), "n": jnp.zeros(3, "int32")}
+    loaded = eqquant.load_quantized(tmp_path, like, rules={"w": "int8"})
+    assert_identical(loaded["w"], eqquant.quantize(w.astype(np.float32), "int8"))
+    assert_identical(loaded["n"], jnp.arange(3, dtype="int32"))
+    plain = eqquant.load_quantized(tmp_path, like, None)
+    assert_identical(plain["w"], jnp.asarray(w.astype(np.float32)))
+
+
+def test_what_a_dtype_cannot_hold(tmp_path):
+    tree = {"w": np.array([1e6, 1.0], ml_dtypes.bfloat16), "n": np.array([2**40])}
+    eqquant.save(tmp_path, tree)
+    like = {"w": jnp.ones(2, "float16"), "n": np.array([1])}
+    with pytest.raises(ValueError, match="at w: .*'w' has values that float16 cannot"):
+        eqquant.load_quantized(tmp_path, like, None)
+    like = {"w": jnp.ones(2), "n": jnp.ones(1, "int32")}
+    with pytest.raises(ValueError, match="'n' has values that int32 cannot"):
+        eqquant.load_quantized(tmp_path, like, None)
+    with pytest.raises(ValueError, match="'n' is int64, not float32"):
+        eqquant.load_quantized(tmp_path, {"w": jnp.ones(2), "n": jnp.ones(1)}, None)
+    wide = {"w": jnp.ones(2), "n": jax.ShapeDtypeStruct((1,), np.int64)}
+    with pytest.raises(ValueError, match="int64 needs jax_enable_x64"):
+        eqquant.load_quantized(tmp_path, wide, None)
+
+
+def test_names_that_do_not_fit(folder, model, tensors):
+    def refuses(error, message, like=model, names=names, **how):
+        with pytest.raises(error, match=message):
+            eqquant.load_quantized(folder, like, names=names, **how)
+
+    refuses(
+        ValueError, "at table.weight: .*no tensor 'table.weight'. It has", names=None
+    )
+    replaced = lambda new: lambda p: new if p == "norm" else names(p)
+    refuses(ValueError, "at norm: .*no tensor 'x'", names=replaced("x"))
+    refuses(
+        ValueError,
+        re.escape("at norm: expected the shape (3,), but 'h.0.0.bias' has (32,)."),
+        names=replaced("h.0.0.bias"),
+    )
+    refuses(
+        ValueError,
+        re.escape("and (1,) of it are stacked"),
+        names=replaced(["model.norm"]),
+    )
+    refuses(ValueError, "not of equal lengths", names=replaced([["a"], ["a", "b"]]))
+    refuses(TypeError, "names must return", names=replaced(3))
+    refuses(TypeError, "names must return", names=replaced([]))
+    refuses(ValueError, "no place for 'model.norm'", names=replaced(None))
+    refuses(
+        ValueError,
+        "at norm: .* cannot be loaded",
+        like=eqx.filter_eval_shape(lambda: model),
+        names=replaced(None),
+    )
+    refuses(ValueError, "at table.weight: like must be", eqquant.quantize_tree(model))
+    for ignore in ("model.*", ["x", re.compile(r"model\.no..")]):
+        how = {"names": replaced(None), "ignore": ignore}
+        loaded = eqquant.load_quantized(folder, model, None, **how)
+        assert eqx.tree_equal(loaded, model)
+
+
+def test_warnings_and_values_that_are_not_finite(tmp_path, normal):
+    eqquant.save(tmp_path, {"w": normal(8, 64).at[1, 2].set(jnp.nan)})
+    like = {"w": jnp.zeros((8, 64))}
+    with pytest.warns(UserWarning, match="load_quantized: nothing was chosen"):
+        eqquant.load_quantized(tmp_path, like)
+    with pytest.raises(ValueError, match="load_quantized: at w: .*1 values are NaN"):
+        eqquant.load_quantized(tmp_path, like, rules={"w": "nf4"})
+    rule = {"w": "nf4"}
+    eqquant.load_quantized(tmp_path, like, rules=rule, check_finite=False)
+
+
+def test_what_is_quantized_already_comes_as_it_is(folder, model, tmp_path):
+    """By `quantize_checkpoint`, under the names of PyTorch, and stacked here."""
+    eqquant.quantize_checkpoint(folder, tmp_path / "small", "int8")
+    found = eqquant.load(tmp_path / "small")
+    assert found["model"]["table"]["weight"].format == eqquant.Int8()
+    assert isinstance(found["model"]["norm"], jax.Array)
+    loaded = eqquant.load_quantized(tmp_path / "small", model, "nf4", names=names)
+    assert eqx.tree_equal(loaded, eqquant.quantize_tree(model, "int8"))
+    mixed = {"h.1.*": "nf4"}
+    eqquant.quantize_checkpoint(folder, tmp_path / "mixed", "int8", rules=mixed)
+    with pytest.raises(ValueError, match="cannot be stacked"):
+        eqquant.load_quantized(tmp_path / "mixed", model, names=names)
+
+
+def test_checkpoints_without_a_model(folder, tmp_path, tensors):
+    (folder / "config.json").write_text("{}")
+    (folder / "tokenizer.model").write_bytes(b"x")
+    (folder / "code.py").write_text("")
+    dst = tmp_path / "out"
+    rules = {"h.0.*": None, "h.1.0.weight": ("int8", 0), "model.norm": "int8"}
+    eqquant.quantize_checkpoint(folder, dst, rules=rules)
+    assert {file.name for file in dst.iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.model",
+    }
+    loaded = eqquant.load(dst)
+    assert_identical(
+        loaded["h"]["0"]["0"]["weight"], jnp.asarray(tensors["h.0.0.weight"])
+    )
+    for name, format, axis in (
+        ("h.1.0.weight", "int8", 0),
+        ("h.1.1.weight", "nf4", -1),
+        ("model.norm", "int8", -1),
+        ("model.table.weight", "nf4", -1),
+    ):
+        found = loaded
+        for key in name.split("."):
+            found = found[key]
+        assert_identical(found, eqquant.quantize(tensors[name], format, axis=axis))
+    with pytest.raises(ValueError, match="is quantized already"):
+        eqquant.quantize_checkpoint(dst, tmp_path / "again")
+    with pytest.raises(ValueError, match="src and dst must not be the same"):
+        eqquant.quantize_checkpoint(folder, folder)

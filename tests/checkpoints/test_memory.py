@@ -1,0 +1,54 @@
+"""Quantizing while loading takes the memory of the quantized model and two tensors."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax.numpy as jnp
+import pytest
+from measured import COLUMNS, ROWS
+
+
+def write(path, layers: int, rows: int, rng) -> int:
+    """A file of bfloat16, here without eqquant. Returns the bytes of one tensor."""
+    nbytes = 2 * rows * COLUMNS
+    header = {
+        f"w{i}": {
+            "dtype": "BF16",
+            "shape": [rows, COLUMNS],
+            "data_offsets": [i * nbytes, (i + 1) * nbytes],
+        }
+        for i in range(layers)
+    }
+    text = json.dumps(header).encode()
+    some = rng.standard_normal((64, COLUMNS)).astype(jnp.bfloat16).tobytes()
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in range(layers * rows // 64):
+            file.write(some)
+    return nbytes
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs proc")
+@pytest.mark.parametrize("format, dtype", [("nf4", "bfloat16"), ("int8", "float32")])
+def test_the_quantized_model_and_two_tensors(tmp_path, rng, format, dtype):
+    layers = 16  # 4.3 gigabytes.
+    write(tmp_path / "small.safetensors", 4, 64, rng)
+    large = tmp_path / "large.safetensors"
+    tensor = write(large, layers, ROWS, rng) * jnp.dtype(dtype).itemsize // 2
+    assert large.stat().st_size > 4 * 2**30
+    program = pathlib.Path(__file__).with_name("measured.py")
+    out = subprocess.run(
+        [sys.executable, program, tmp_path, str(layers), format, dtype],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    large.unlink()
+    assert out.returncode == 0, out.stderr
+    before, after, quantized = json.loads(out.stdout)
+    print(f"{format}: {after - before:,} for {quantized:,} and tensors of {tensor:,}")
+    assert after - before <= quantized + 2 * tensor
+    assert after - before >= quantized  # Or it was not measured.
