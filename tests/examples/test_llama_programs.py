@@ -147,6 +147,7 @@ def test_samples_depend_on_the_seed_and_a_quantized_cache_stays_so():
     assert eqquant.is_quantized(keys) and keys.shape == (2, 32, 16)
 
 
+@pytest.mark.slow
 def test_what_is_held_out():
     training, held_out = read_documents()
     assert len(training) > 400 and len(held_out) > 20
