@@ -8,12 +8,13 @@ that the float model need not fit into memory.
 import json
 import pathlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import eqquant
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from architectures import config_of
 from config import Config
 from model import Decoder, unstack
@@ -142,3 +143,17 @@ def tensor_names(kind: str, config: Config) -> Callable[[str], str | list]:
         return [of_layer(layer) for layer in range(config.layers)]
 
     return names
+
+
+def apart(name: str | list, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Arrays by name, of one that may be a stack of them: to write what is read."""
+    if isinstance(name, str):
+        yield name, np.ascontiguousarray(array)
+    else:
+        for one, part in zip(name, array, strict=True):
+            yield from apart(one, part)
+
+
+def path_of(path: tuple) -> str:
+    """Of an array in a model, as `tensor_names` takes it."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")

@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from load import read_json, tensor_names
+from load import apart, path_of, read_json, tensor_names
 from model import Decoder
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
@@ -39,11 +39,7 @@ def _has(model: Decoder, rule: str) -> bool:
 
 def _sites(model: Decoder):
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_adapted)
-    return [
-        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
-        for path, leaf in leaves
-        if _is_adapted(leaf)
-    ]
+    return [(path_of(path), leaf) for path, leaf in leaves if _is_adapted(leaf)]
 
 
 def _names(kind: str, model: Decoder, path: str, part: str):
@@ -63,17 +59,10 @@ def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
     if not sites:
         raise ValueError("save_adapters: the model has no adapters.")
     tensors = {}
-
-    def put(name, array):
-        if isinstance(name, list):
-            for one, part in zip(name, array, strict=True):
-                put(one, part)
-        else:
-            tensors[name] = np.ascontiguousarray(array)
-
     for path, q in sites:
-        put(_names(kind, model, path, "A"), np.asarray(q.a))
-        put(_names(kind, model, path, "B"), np.asarray(q.b))
+        for part, array in (("A", q.a), ("B", q.b)):
+            names = _names(kind, model, path, part)
+            tensors.update(apart(names, np.asarray(array)))
     (rank,) = {q.rank for _, q in sites}
     (scale,) = {q.scale for _, q in sites}
     config = {
@@ -128,7 +117,7 @@ def load_adapters(folder: pathlib.Path, model: Decoder) -> Decoder:
     def load(path, leaf):
         if not _is_adapted(leaf):
             return leaf
-        path = jax.tree_util.keystr(path, simple=True, separator=".")
+        path = path_of(path)
         kind = config["model_type"]
         parts = {
             field: jnp.asarray(

@@ -22,7 +22,7 @@ import optax
 from config import Config
 from documentation import read_documents
 from fitting import fit
-from load import tensor_names
+from load import apart, path_of, tensor_names
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
 from safetensors.numpy import save_file
@@ -73,17 +73,8 @@ def write_folder(folder: pathlib.Path, model: Decoder) -> None:
     config = model.config
     names = tensor_names("llama", config)
     tensors = {}
-
-    def put(name, array):
-        if isinstance(name, list):
-            for one, part in zip(name, array, strict=True):
-                put(one, part)
-        else:
-            tensors[name] = np.ascontiguousarray(array)
-
     for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        key = jax.tree_util.keystr(path, simple=True, separator=".")
-        put(names(key), np.asarray(leaf))
+        tensors.update(apart(names(path_of(path)), np.asarray(leaf)))
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     begin, end = 0, 1
     values = {
