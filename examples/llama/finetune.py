@@ -19,6 +19,7 @@ import zlib
 import eqquant
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import optax
 from fitting import fit
 from load import load_model, read_json
@@ -87,7 +88,7 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
             if options.dropout:
                 model = eqquant.with_dropout_key(model, key)
             total, count = strict(model, rows, remat=True)
-            return total / count
+            return total / jnp.maximum(count, 1)
 
         loss, gradients = eqx.filter_value_and_grad(mean)(trainable)
         updates, state = optimiser.update(gradients, state, trainable)

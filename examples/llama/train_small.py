@@ -17,6 +17,7 @@ import zlib
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from config import Config
@@ -124,7 +125,7 @@ def train(rows: Rows, config: Config, steps: int, path: pathlib.Path):
     def step(rows, model, state):
         def mean(model):
             total, count = losses(model, rows)
-            return total / count
+            return total / jnp.maximum(count, 1)
 
         loss, gradients = eqx.filter_value_and_grad(mean)(model)
         params = eqx.filter(model, eqx.is_inexact_array)
