@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from load import load_model, read_json
+from lora import load_adapters
 from model import Decoder, empty_cache
 from sampling import Sampling
 from text import Text
@@ -184,9 +185,8 @@ def load(options) -> Decoder:
     format = None if is_float else options.format
     model = load_model(options.folder, format, dtype=dtype)
     if options.adapters is not None:
-        from lora import load_adapters
-
-        model = load_adapters(options.adapters, model)
+        kind = read_json(options.folder / "config.json")["model_type"]
+        model = load_adapters(options.adapters, model, kind)
     return model
 
 

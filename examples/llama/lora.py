@@ -71,9 +71,8 @@ def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
         "base_model_name_or_path": "",
         "r": rank,
         "lora_alpha": scale * rank,
-        "target_modules": sorted({n.split(".")[-3] for n in tensors}),
+        "target_modules": sorted({_module(name) for name in tensors}),
         "bias": "none",
-        "model_type": kind,
     }
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
@@ -81,23 +80,16 @@ def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
     (folder / "adapter_config.json").write_text(text)
 
 
-def load_adapters(folder: pathlib.Path, model: Decoder) -> Decoder:
-    """The model with adapters beside its weights."""
-    config = read_json(folder / "adapter_config.json")
-    for name in ("peft_type", "r", "lora_alpha", "model_type"):
-        if name not in config:
-            raise ValueError(f"{folder}/adapter_config.json has no {name}.")
-    if config["peft_type"] != "LORA":
-        raise ValueError(
-            f"{folder}/adapter_config.json: peft_type={config['peft_type']!r} is not "
-            "supported, only 'LORA'."
-        )
-    rank, alpha = config["r"], config["lora_alpha"]
+def load_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> Decoder:
+    """The model with adapters beside its weights. `kind` is its `model_type`."""
+    config = _read_config(folder)
     try:
         tensors = load_file(folder / "adapter_model.safetensors")
     except (FileNotFoundError, SafetensorError) as error:
         raise ValueError(f"{folder}/adapter_model.safetensors: {error}.") from None
-    model = add_adapters(model, rank, alpha=alpha, key=jax.random.key(0))
+    adapted = add_adapters(
+        model, config["r"], alpha=config["lora_alpha"], key=jax.random.key(0)
+    )
     used = set()
 
     def take(name, like):
@@ -117,18 +109,52 @@ def load_adapters(folder: pathlib.Path, model: Decoder) -> Decoder:
     def load(path, leaf):
         if not _is_adapted(leaf):
             return leaf
-        path = path_of(path)
-        kind = config["model_type"]
-        parts = {
-            field: jnp.asarray(
-                take(_names(kind, model, path, field.upper()), np.asarray(array)),
-                array.dtype,
-            )
-            for field, array in (("a", leaf.a), ("b", leaf.b))
-        }
-        return eqx.tree_at(lambda q: (q.a, q.b), leaf, (parts["a"], parts["b"]))
+        names = [_names(kind, model, path_of(path), part) for part in "AB"]
+        if _module(names[0]) not in config["target_modules"]:
+            return leaf.base
+        a, b = (
+            jnp.asarray(take(name, np.asarray(part)), part.dtype)
+            for name, part in zip(names, (leaf.a, leaf.b), strict=True)
+        )
+        return eqx.tree_at(lambda q: (q.a, q.b), leaf, (a, b))
 
-    model = jax.tree_util.tree_map_with_path(load, model, is_leaf=_is_adapted)
+    out = jax.tree_util.tree_map_with_path(load, adapted, is_leaf=_is_adapted)
     if left := sorted(tensors.keys() - used):
         raise ValueError(f"{folder}: this model has no place for {left[0]!r}.")
-    return model
+    return out
+
+
+# What PEFT can do beside, and what then stands in `adapter_config.json`.
+_OTHERS = (
+    "use_rslora",
+    "use_dora",
+    "fan_in_fan_out",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "lora_bias",
+)
+
+
+def _read_config(folder: pathlib.Path) -> dict:
+    config = read_json(folder / "adapter_config.json")
+    where = f"{folder}/adapter_config.json"
+    for name in ("peft_type", "r", "lora_alpha", "target_modules"):
+        if name not in config:
+            raise ValueError(f"{where} has no {name}.")
+    for name, expected in (("peft_type", "LORA"), ("bias", "none")):
+        if config.get(name, expected) != expected:
+            raise ValueError(
+                f"{where}: {name}={config[name]!r} is not supported, only {expected!r}."
+            )
+    for name in _OTHERS:
+        if config.get(name):
+            raise ValueError(f"{where}: {name}={config[name]!r} is not supported.")
+    if not isinstance(config["target_modules"], list):
+        raise ValueError(f"{where}: target_modules must be a list of names.")
+    return config
+
+
+def _module(name: str | list) -> str:
+    """`q_proj`, of a name such as `....q_proj.lora_A.weight`."""
+    return _module(name[0]) if isinstance(name, list) else name.split(".")[-3]

@@ -7,6 +7,7 @@ import pathlib
 import shutil
 import sys
 
+import eqquant
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -161,22 +162,34 @@ def test_layers_are_apart_or_stacked_with_the_same_weights():
 def test_adapters_in_files(name, tmp_path):
     stacked, apart = load(DATA / name, stacked=True), load(DATA / name)
     adapted = add_adapters(stacked, 2, alpha=3.0, key=jax.random.key(0))
-    save_adapters(tmp_path, adapted, values_of(name)["model_type"])
+    kind = values_of(name)["model_type"]
+    save_adapters(tmp_path, adapted, kind)
     tensors = load_file(tmp_path / "adapter_model.safetensors")
     start = "base_model.model.model.layers.1.self_attn.q_proj"
     assert tensors[f"{start}.lora_A.weight"].shape == (2, 32)
     assert tensors[f"{start}.lora_B.weight"].shape == (64, 2)
-    back = load_adapters(tmp_path, apart)
+    back = load_adapters(tmp_path, apart, kind)
     arrays = lambda m: eqx.filter(m, eqx.is_array)
     assert_identical(arrays(back), arrays(unstack(adapted)))
     assert back.layers[0].attention.query.weight.scale == 1.5
 
-    del tensors[f"{start}.lora_A.weight"]
-    save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ValueError, match="q_proj.lora_A"):
-        load_adapters(tmp_path, apart)
+    # PEFT may have adapters of some modules only.
+    path = tmp_path / "adapter_config.json"
+    config = json.loads(path.read_text())
+    few = {k: v for k, v in tensors.items() if "q_proj" in k}
+    save_file(few, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match="has no tensor .*_proj.lora_A"):
+        load_adapters(tmp_path, apart, kind)
+    path.write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
+    back = load_adapters(tmp_path, apart, kind)
+    assert isinstance(back.layers[0].attention.query.weight, eqquant.LoraArray)
+    assert not isinstance(back.layers[0].attention.key.weight, eqquant.LoraArray)
+    for bad in (dict(use_dora=True), dict(peft_type="IA3"), dict(bias="all")):
+        path.write_text(json.dumps({**config, **bad}))
+        with pytest.raises(ValueError, match=next(iter(bad))):
+            load_adapters(tmp_path, apart, kind)
     with pytest.raises(ValueError, match="adapter_config.json"):
-        load_adapters(tmp_path / "nowhere", apart)
+        load_adapters(tmp_path / "nowhere", apart, kind)
     with pytest.raises(ValueError, match="no adapters"):
         save_adapters(tmp_path, apart, "llama")
 
