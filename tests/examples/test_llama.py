@@ -72,7 +72,7 @@ def test_logits_are_those_of_transformers(name):
 
 
 @pytest.mark.parametrize("stacked", [False, slow(True)])
-@pytest.mark.parametrize("name", some("gemma2", "qwen3_moe"))
+@pytest.mark.parametrize("name", some("qwen3_moe"))
 def test_quantized_and_in_pieces_is_the_dequantized_model_at_once(name, stacked):
     tokens, _ = reference(name)
     model = load(name, "nf4", stacked=stacked)
@@ -113,7 +113,8 @@ def test_texts_that_are_packed_do_not_see_each_other():
     np.testing.assert_allclose(got[0, 9:], expected[1, :12], atol=1e-4)
 
 
-@pytest.mark.parametrize("name", some("qwen3"))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
 def test_gradients_of_adapters(name):
     tokens, _ = reference(name)
     segments = np.zeros(tokens.shape, np.int32)
