@@ -207,7 +207,7 @@ def test_generate(small, capsys, monkeypatch):
         generate.main([*arguments, "--chat"])
     with pytest.raises(SystemExit, match="top_p"):
         generate.main([*arguments, "--top-p", "2"])
-    with pytest.raises(SystemExit, match="not the folder of a model"):
+    with pytest.raises(SystemExit, match="has no tokenizer.json"):
         generate.main([str(small / "nowhere"), "a"])
 
 
