@@ -43,10 +43,17 @@ demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
 
 # Those that train. Interrupted, they go on where they were.
+SMALL := examples/output/small
+
 examples: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/qat_digits.py
 	$(BIN)/python examples/bitnet_lm.py
 	$(BIN)/python examples/qlora_minilm.py
+	$(BIN)/python examples/llama/train_small.py --output $(SMALL)
+	$(BIN)/python examples/llama/evaluate.py $(SMALL)
+	$(BIN)/python examples/llama/finetune.py $(SMALL) README.md --output $(SMALL)/adapters
+	$(BIN)/python examples/llama/generate.py $(SMALL) 'class pathlib.Path' \
+		--adapters $(SMALL)/adapters
 
 test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'

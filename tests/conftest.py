@@ -61,7 +61,13 @@ if os.environ.get("EQQUANT_TEST_CACHE") != "off":
 # Few optimisations save time. The fast tests have all of them only where these matter:
 # that every way to quantize gives the same bits, what a model takes, which programs are
 # made for TPUs. `make test-slow` has all of them everywhere.
-OPTIMISED = {"test_quantize_in_jax.py", "test_tpu_compiled.py", "examples"}
+OPTIMISED = {
+    "test_quantize_in_jax.py",
+    "test_tpu_compiled.py",
+    "test_examples.py",
+    "test_training_examples.py",
+    "test_llama_programs.py",
+}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,7 +75,7 @@ def _hardly_optimised(request):
     name = "jax_disable_most_optimizations"
     before = jax.config.read(name)
     is_fast = request.config.option.markexpr != "slow"
-    hardly = is_fast and OPTIMISED.isdisjoint(request.path.parts[-2:])
+    hardly = is_fast and request.path.name not in OPTIMISED
     jax.config.update(name, before or hardly)
     yield
     jax.config.update(name, before)

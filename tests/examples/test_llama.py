@@ -1,0 +1,152 @@
+"""examples/llama: the model is right, whatever of it is quantized."""
+
+import pathlib
+import sys
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_close, relative, slow, strict
+from safetensors.numpy import load_file
+
+
+HERE = pathlib.Path(__file__).parent
+DATA = HERE / "data" / "llama"
+EXAMPLE = HERE.parents[1] / "examples" / "llama"
+sys.path.insert(0, str(EXAMPLE))
+
+from load import load_model  # noqa: E402
+from lora import add_adapters  # noqa: E402
+from model import empty_cache  # noqa: E402
+from packing import losses, Rows  # noqa: E402
+
+
+NAMES = sorted(path.name for path in DATA.iterdir())
+
+
+def some(*fast):
+    """The others take the same path."""
+    return [name if name in fast else slow(name) for name in NAMES]
+
+
+def reference(name):
+    values = load_file(DATA / name / "reference.safetensors")
+    return jnp.asarray(values["tokens"]), values["logits"]
+
+
+def load(name, format=None, **options):
+    return load_model(DATA / name, format, progress=False, **options)
+
+
+# Here and below, nothing is decoded in full.
+forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
+
+
+@eqx.filter_jit
+@strict
+def extend(model, tokens, cache, start):
+    hidden, cache = model.extend(tokens, cache, start)
+    return model.logits(hidden), cache
+
+
+def in_pieces(model, tokens, cache, *sizes):
+    start, out = 0, []
+    for size in sizes:
+        piece = tokens[:, start : start + size]
+        logits, cache = extend(model, piece, cache, jnp.asarray(start))
+        out.append(logits)
+        start += size
+    assert start == tokens.shape[1]
+    return jnp.concatenate(out, 1), cache
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_those_of_transformers(name):
+    tokens, expected = reference(name)
+    got = forward(load(name, stacked=True), tokens)
+    # Both compute in float32: they differ by 1e-5 at most, where this was written.
+    np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("stacked", [False, slow(True)])
+@pytest.mark.parametrize("name", some("qwen3_moe"))
+def test_quantized_and_in_pieces_is_the_dequantized_model_at_once(name, stacked):
+    tokens, _ = reference(name)
+    model = load(name, "nf4", stacked=stacked)
+    assert eqquant.is_quantized(model.embedding.weight)
+    layer = model.layers if stacked else model.layers[1]
+    mlp = layer.mlp.mlp if model.config.experts else layer.mlp
+    for linear in (layer.attention.query, layer.attention.output, mlp.up, mlp.down):
+        assert eqquant.is_quantized(linear.weight)
+    expected = forward(eqquant.dequantize_tree(model), tokens)
+    got, _ = in_pieces(model, tokens, empty_cache(model, 2, 24), 10, 1, 10)
+    # Rounding to float32, a few layers deep. NF4 itself is an error of .1.
+    assert_close(got, expected, 1e-4)
+
+
+@pytest.mark.parametrize("name", some("llama3"))
+def test_a_quantized_cache(name):
+    tokens, _ = reference(name)
+    model = load(name)
+    cache = empty_cache(model, 2, 24)
+    expected, _ = in_pieces(model, tokens, cache, 10, 1, 10)
+    cache = jax.tree.map(lambda x: eqquant.quantize(x, "int8"), cache)
+    got, after = in_pieces(model, tokens, cache, 10, 1, 10)
+    assert jax.tree.structure(after) == jax.tree.structure(cache)
+    # INT8 with a scale for each row of 16 values is an error of .004 in each key and
+    # value. A router may choose other experts for that.
+    assert 0 < relative(got, expected) < (0.3 if model.config.experts else 0.03)
+
+
+def test_texts_that_are_packed_do_not_see_each_other():
+    tokens, expected = reference("gemma2")
+    model = load("gemma2", stacked=True)
+    first, second = tokens[:1, :9], tokens[1:, :12]
+    row = jnp.concatenate([first, second], 1)
+    segments = jnp.repeat(jnp.array([0, 1]), jnp.array([9, 12]), total_repeat_length=21)
+    got = eqx.filter_jit(model)(row, segments[None])
+    np.testing.assert_allclose(got[0, :9], expected[0, :9], atol=1e-4)
+    # Positions are relative: it does not matter that the second does not start at 0.
+    np.testing.assert_allclose(got[0, 9:], expected[1, :12], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_adapters(name):
+    tokens, _ = reference(name)
+    segments = np.zeros(tokens.shape, np.int32)
+    segments[:, 8:] = 1
+    rows = Rows(np.asarray(tokens), segments)
+    model = load(name, eqquant.NF4(double_quantization=True), stacked=True)
+    model = add_adapters(model, 4, alpha=8.0, key=jax.random.key(0))
+    adapters = lambda m: eqx.filter(m, eqquant.trainable_mask(m))
+    # As they are made, one factor is zero, and so would be the gradient of the other.
+    model = eqx.combine(
+        jax.tree.map(lambda x: x + 0.05, adapters(model)),
+        eqx.filter(model, eqquant.trainable_mask(model), inverse=True),
+    )
+
+    def gradients(model, remat):
+        trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+
+        @eqx.filter_jit
+        def fn(trainable, frozen):
+            loss = lambda t: strict(losses)(eqx.combine(t, frozen), rows, remat=remat)
+            return eqx.filter_grad(lambda t: loss(t)[0])(trainable)
+
+        return fn(trainable, frozen)
+
+    def decode(leaf):
+        if not isinstance(leaf, eqquant.LoraArray):
+            return eqquant.dequantize_tree(leaf)
+        return leaf.replace(base=eqquant.dequantize(leaf.base))
+
+    is_leaf = lambda x: eqquant.is_quantized(x) or isinstance(x, eqquant.LoraArray)
+    dense = jax.tree.map(decode, model, is_leaf=is_leaf)
+    got, expected = gradients(model, True), gradients(dense, False)
+    assert len(jax.tree.leaves(got)) == 2 * 7
+    assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(got))
+    assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-3)

@@ -1,0 +1,256 @@
+"""examples/llama: its programs, one after the other, with as little to do as shows that
+they work."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import assert_identical, slow, strict
+from safetensors.numpy import load_file
+
+
+HERE = pathlib.Path(__file__).parent
+DATA = HERE / "data" / "llama"
+EXAMPLE = HERE.parents[1] / "examples" / "llama"
+sys.path.insert(0, str(EXAMPLE))
+
+import evaluate  # noqa: E402
+import finetune  # noqa: E402
+import fitting  # noqa: E402
+import generate  # noqa: E402
+import train_small  # noqa: E402
+from architectures import config_of  # noqa: E402
+from config import Config  # noqa: E402
+from documentation import read_documents  # noqa: E402
+from load import load_model  # noqa: E402
+from model import Decoder, empty_cache, unstack  # noqa: E402
+from sampling import Sampling  # noqa: E402
+
+
+GREEDY = Sampling(temperature=0.0)
+TINY = Config(
+    vocabulary=512,
+    size=64,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_size=16,
+    hidden=96,
+    tied=True,
+)
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after_saving(monkeypatch, run):
+    """Run, but stop right after the first checkpoint."""
+    save = fitting._checkpoint.save
+
+    def save_and_stop(*args, **kwargs):
+        save(*args, **kwargs)
+        raise Interrupted
+
+    with monkeypatch.context() as context:
+        context.setattr(fitting._checkpoint, "save", save_and_stop)
+        with pytest.raises(Interrupted):
+            run()
+
+
+def by_hand(model, prompt, count):
+    """The likeliest tokens, each from all that are before it, with no cache."""
+    forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
+    tokens = list(prompt)
+    for _ in range(count):
+        padded = np.zeros((1, 64), np.int32)
+        padded[0, : len(tokens)] = tokens
+        logits = forward(model, jnp.asarray(padded))[0, len(tokens) - 1]
+        tokens.append(int(jnp.argmax(logits)))
+    return tokens[len(prompt) :]
+
+
+def take(iterator, count):
+    return [token for token, _ in zip(iterator, range(count), strict=False)]
+
+
+def test_a_generator_compiles_once_and_is_right():
+    model = load_model(DATA / "gemma2", "nf4", progress=False)
+    generator = generate.Generator(model, 64, None, GREEDY)
+    prompts = [[5, 9, 100, 3], [7], list(range(1, 31)), list(range(40, 80))]
+    for prompt in prompts:
+        got = take(generator(prompt), 6)
+        assert got == by_hand(model, prompt, 6)
+    # For pieces of a prompt, of 32 tokens, and for one token.
+    assert generator._step._cache_size() == 2
+    # It ends with what is to end it, and where there is no more room.
+    first = take(generator(prompts[0]), 3)
+    assert list(generator(prompts[0], {first[2]})) == first[: first.index(first[2])]
+    assert len(list(generator(prompts[3]))) == 64 - 40 + 1
+    with pytest.raises(ValueError, match="room for 63"):
+        generator.prefill([1] * 64)
+    with pytest.raises(ValueError, match="no tokens"):
+        generator.prefill([])
+
+
+@pytest.mark.parametrize("kv", [None, slow("int8")])
+@pytest.mark.parametrize("stacked", [False, slow(True)])
+def test_the_cache_stays_in_place(kv, stacked):
+    """A step appends to it, and copies at most one layer of it."""
+    values = json.loads((DATA / "llama3" / "config.json").read_text())
+    config = dataclasses.replace(config_of(values), layers=8)
+    capacity = 4096
+
+    def make(key):
+        model = Decoder(config, key=key)
+        return model if stacked else unstack(model)
+
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    cache = empty_cache(model, 1, capacity)
+    if kv is not None:
+        cache = jax.tree.map(lambda x: eqquant.quantize(x, kv), cache)
+    is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+    arrays, static = eqx.partition(model, is_described)
+
+    def step(arrays, cache, token, start):
+        return eqx.combine(arrays, static).extend(token, cache, start)
+
+    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    step = jax.jit(strict(step), donate_argnums=1)
+    memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
+    size = eqquant.tree_nbytes(cache)
+    assert memory.alias_size_in_bytes == size
+    # Beside scores, in float32, of which a few are alive.
+    scores = 4 * config.heads * capacity
+    copied = size / config.layers if stacked else 0
+    assert memory.temp_size_in_bytes < copied + 8 * scores + 100_000 < size
+
+
+@pytest.mark.slow
+def test_samples_depend_on_the_seed_and_a_quantized_cache_stays_so():
+    model = load_model(DATA / "llama3", "int8", progress=False)
+    sampling = Sampling(temperature=2.0, top_p=1.0)
+    make = lambda kv, seed: generate.Generator(model, 32, kv, sampling, seed)
+    texts = [take(make("int8", seed)([1, 2, 3]), 20) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+    generator = make("int8", 0)
+    take(generator([1, 2, 3]), 5)
+    keys = generator.cache[0].keys
+    assert eqquant.is_quantized(keys) and keys.shape == (2, 32, 16)
+
+
+@pytest.mark.slow
+def test_what_is_held_out():
+    training, held_out = read_documents()
+    assert len(training) > 400 and len(held_out) > 20
+    paragraphs = lambda texts: {
+        part for text in texts for part in text.split("\n\n") if len(part) > 200
+    }
+    shared = paragraphs(training) & paragraphs(held_out)
+    # Docstrings are in one only; parts of them may be the same.
+    assert len(shared) < 0.01 * len(paragraphs(held_out))
+    assert read_documents() == (training, held_out)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory):
+    """What `train_small.py` writes, of a model that is smaller still."""
+    folder = tmp_path_factory.mktemp("small")
+    texts, held_out = read_documents()
+    with pytest.MonkeyPatch.context() as patch:
+        some = lambda texts: [text[:2000] for text in texts[:20]]
+        patch.setattr(train_small, "read_documents", lambda: (some(texts), held_out))
+        patch.setattr(train_small, "CONFIG", TINY)
+        patch.setattr(train_small, "LENGTH", 32)
+        patch.setattr(train_small, "SAVE_EVERY", 4)
+        run = lambda: train_small.main(["--steps", "6", "--output", str(folder)])
+        interrupt_after_saving(patch, run)
+        parts = folder / "training.eqx"
+        assert parts.exists() and not (folder / "model.safetensors").exists()
+        run()
+        tensors = load_file(folder / "model.safetensors")
+        parts.unlink()
+        run()
+        for name, tensor in load_file(folder / "model.safetensors").items():
+            assert_identical(tensor, tensors[name])
+    return folder
+
+
+@pytest.mark.slow
+def test_the_folder_that_training_writes(small, capsys):
+    model = load_model(small, progress=False)
+    assert model.config == TINY and model.head is None
+    arguments = [str(small), "--length", "32", "--rows", "8", "--tokens", "4"]
+    rows = evaluate.main([*arguments, "--formats", "float32", "int8", "ternary"])
+    assert [row["format"] for row in rows] == ["float32", "int8", "ternary"]
+    floats, int8, _ = rows
+    assert abs(int8["bits"] / floats["bits"] - 1) < 1e-2
+    assert int8["bytes"] < floats["bytes"] / 3
+    assert "bits/character" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_generate(small, capsys, monkeypatch):
+    arguments = [str(small), "def open", "--tokens", "8", "--temperature", "0"]
+    generate.main(arguments)
+    out = capsys.readouterr().out
+    assert "tokens/s of 7" in out and "weights" in out
+    with pytest.raises(SystemExit, match="no chat template"):
+        generate.main([*arguments, "--chat"])
+    with pytest.raises(SystemExit, match="top_p"):
+        generate.main([*arguments, "--top-p", "2"])
+    with pytest.raises(SystemExit, match="has no tokenizer.json"):
+        generate.main([str(small / "nowhere"), "a"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["nf4", "float32"])
+def test_finetune(small, tmp_path, monkeypatch, capsys, format):
+    data = tmp_path / "texts.jsonl"
+    lines = [{"text": f"The answer to {i} is {i + 1}."} for i in range(20)]
+    data.write_text("\n".join(map(json.dumps, lines)))
+    arguments = [str(small), str(data), "--steps", "6", "--length", "16"]
+    arguments += ["--batch", "2", "--save-every", "2", "--rank", "2"]
+    arguments += ["--format", format, "--dropout", "0.1", "--rate", "0.01"]
+
+    run = lambda name: finetune.main([*arguments, "--output", str(tmp_path / name)])
+    history = run("whole")
+    assert len(history) == 6 and history[-1] < history[0]
+    interrupt_after_saving(monkeypatch, lambda: run("parts"))
+    assert run("parts") == history
+    saved = [
+        load_file(tmp_path / name / "adapter_model.safetensors")
+        for name in ("whole", "parts")
+    ]
+    assert_identical(*saved)
+    # Beside weights apart, as `generate.py` has them, they do what they did.
+    adapters = tmp_path / "whole"
+    arguments = [str(small), "The answer", "--tokens", "4", "--format", format]
+    generate.main([*arguments, "--adapters", str(adapters)])
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bad_data(small, tmp_path, capsys):
+    data = tmp_path / "texts.jsonl"
+    for content, message in {
+        "{": "line 1",
+        '{"texts": "a"}': "with a 'text' or with 'messages'",
+        "3": "line 1",
+        '{"text": 3}': "line 1",
+        "\n": "is empty",
+        '{"messages": [{"role": "user", "content": "a"}]}': "no chat template",
+    }.items():
+        data.write_text(content)
+        with pytest.raises(SystemExit, match=message):
+            finetune.main([str(small), str(data), "--output", str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match="nowhere"):
+        finetune.main([str(small), str(tmp_path / "nowhere")])
