@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from eqquant.checkpoints import _pieces
-from helpers import assert_identical
+from helpers import assert_identical, pairs
 from safetensors.numpy import save_file
 
 
@@ -89,8 +89,7 @@ def test_the_same_as_after_loading(folder, model, how):
     assert eqx.tree_equal(loaded, expected)
 
 
-@pytest.mark.parametrize("shape", [(37, 64), (1, 5, 7, 64), (64,)], ids=str)
-@pytest.mark.parametrize("axis", [-1, 0, (-2, -1)], ids=str)
+@pairs("shape, axis", [(37, 64), (1, 5, 7, 64), (64,)], [-1, 0, (-2, -1)])
 def test_pieces_are_as_good_as_the_whole(normal, monkeypatch, shape, axis):
     if isinstance(axis, tuple) and len(shape) == 1:
         return

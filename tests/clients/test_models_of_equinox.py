@@ -98,6 +98,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow  # But `make test-clients` runs all of these.
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_runs_as_it_is(name):
     make, make_input = MODELS[name]

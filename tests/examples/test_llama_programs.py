@@ -81,6 +81,7 @@ def take(iterator, count):
     return [token for token, _ in zip(iterator, range(count), strict=False)]
 
 
+@pytest.mark.slow
 def test_a_generator_compiles_once_and_is_right():
     model = load_model(DATA / "gemma2", "nf4", progress=False)
     generator = generate.Generator(model, 64, None, GREEDY)

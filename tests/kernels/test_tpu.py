@@ -143,7 +143,8 @@ def test_what_each_chip_does(kind, format, operand, monkeypatch):
     check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
 
 
-@pytest.mark.parametrize("kind", ["TPU v5", slow("TPU v5e")])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["TPU v5", "TPU v5e"])
 def test_cores_share_an_odd_number_of_steps(kind, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     tiles = TPUKernel(tile_n=128)
@@ -189,7 +190,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "format", [NF4(), *map(slow, FORMATS[1:3]), Binary()], ids=repr
+    "format", [NF4(), *map(slow, [*FORMATS[1:3], Binary()])], ids=repr
 )
 def test_gradients_through_the_kernels(format, interpreted, normal):
     q = eqquant.quantize(normal(70, 192), format)
@@ -205,6 +206,7 @@ def test_gradients_through_the_kernels(format, interpreted, normal):
     assert set(interpreted) == {"decode", "float32"}
 
 
+@pytest.mark.slow
 def test_what_a_user_chooses(normal):
     def variant(m, dtype="float32", **choice):
         format = NF4(tpu=TPUKernel(**choice))
