@@ -1,0 +1,386 @@
+"""A decoder of text in plain Equinox. Nothing in it knows of quantization.
+
+It is Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and 3, and the mixtures of experts
+Mixtral and Qwen3-MoE: they differ in what `Config` says.
+
+    model = Decoder(config, key=key)
+    logits = model(tokens)  # (batch, length) -> (batch, length, vocabulary)
+
+To generate text, the keys and values of earlier tokens are kept in a cache:
+
+    cache = empty_cache(model, batch, capacity)
+    hidden, cache = model.extend(tokens, cache, start)
+    logits = model.logits(hidden[:, -1:])
+
+The layers are stacked and run under `lax.scan`, which compiles one of them. `unstack`
+takes them apart: XLA copies a layer out of a stack before it multiplies by it, which
+hardly matters for many tokens, but does for one.
+"""
+
+import functools as ft
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from config import Config, rope_frequencies
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+
+
+def _softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+#
+# Layers
+#
+
+
+def _project(
+    linear: eqx.nn.Linear, x: Float[Array, "batch length size"]
+) -> Float[Array, "batch length out"]:
+    return jax.vmap(jax.vmap(linear))(x)
+
+
+class RMSNorm(eqx.Module):
+    weight: Float[Array, " size"]
+    eps: float = eqx.field(static=True)
+    offset: float = eqx.field(static=True)
+
+    def __init__(self, size: int, config: Config, dtype):
+        self.weight = jnp.full(size, 1 - config.norm_offset, dtype)
+        self.eps = config.norm_eps
+        self.offset = config.norm_offset
+
+    def __call__(self, x: Float[Array, "*lead size"]) -> Float[Array, "*lead size"]:
+        y = x.astype(jnp.float32)
+        y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
+        return (y * (self.weight + self.offset)).astype(x.dtype)
+
+
+class View(eqx.Module):
+    """What a layer sees: how positions rotate, and which tokens look at which."""
+
+    cos: Float[Array, "length half"]
+    sin: Float[Array, "length half"]
+    mask: Bool[Array, "batch length keys"]  # The batch may be 1.
+
+    def rotate(
+        self, x: Float[Array, "batch heads length size"]
+    ) -> Float[Array, "batch heads length size"]:
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        rotated = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
+        return jnp.concatenate(rotated, -1).astype(x.dtype)
+
+
+class Cache(eqx.Module):
+    """Keys and values of the tokens so far. They may be quantized arrays, as far as
+    this code can tell: it replaces rows, and multiplies."""
+
+    keys: Float[Array, "layers batch kv_heads capacity size"]
+    values: Float[Array, "layers batch kv_heads capacity size"]
+
+    def append(self, keys, values, layer, start):
+        """The cache with rows of a layer replaced, in place where it is donated; and
+        all keys and values of that layer."""
+
+        def write(all_layers, rows):
+            rows = rows[None].astype(all_layers.dtype)
+            return lax.dynamic_update_slice(all_layers, rows, (layer, 0, 0, start, 0))
+
+        cache = Cache(write(self.keys, keys), write(self.values, values))
+        read = lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False)
+        return cache, read(cache.keys), read(cache.values)
+
+
+class Attention(eqx.Module):
+    query: eqx.nn.Linear
+    key: eqx.nn.Linear
+    value: eqx.nn.Linear
+    output: eqx.nn.Linear
+    query_norm: RMSNorm | None
+    key_norm: RMSNorm | None
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, dtype, *, key: PRNGKeyArray):
+        a, b, c, d = jax.random.split(key, 4)
+        linear = ft.partial(eqx.nn.Linear, dtype=dtype)
+        wide, narrow = (n * config.head_size for n in (config.heads, config.kv_heads))
+        bias = config.query_key_value_bias
+        self.query = linear(config.size, wide, use_bias=bias, key=a)
+        self.key = linear(config.size, narrow, use_bias=bias, key=b)
+        self.value = linear(config.size, narrow, use_bias=bias, key=c)
+        self.output = linear(wide, config.size, use_bias=config.output_bias, key=d)
+        norm = lambda: RMSNorm(config.head_size, config, dtype)
+        self.query_norm = norm() if config.query_key_norm else None
+        self.key_norm = norm() if config.query_key_norm else None
+        self.config = config
+
+    def __call__(
+        self,
+        x: Float[Array, "batch length size"],
+        view: View,
+        cache: Cache | None,
+        layer: Int[Array, ""] | int,
+        start: Int[Array, ""] | int,
+    ) -> tuple[Float[Array, "batch length size"], Cache | None]:
+        config = self.config
+        batch, length, _ = x.shape
+
+        def heads_of(linear):
+            y = _project(linear, x).reshape(batch, length, -1, config.head_size)
+            return y.swapaxes(1, 2)
+
+        q, k, v = heads_of(self.query), heads_of(self.key), heads_of(self.value)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k = view.rotate(q), view.rotate(k)
+        if cache is not None:
+            cache, k, v = cache.append(k, v, layer, start)
+        # Queries that share a key are rows of one product: no key is repeated.
+        scale = config.attention_scale or 1 / math.sqrt(config.head_size)
+        q = (q * scale).reshape(batch, config.kv_heads, -1, config.head_size)
+        scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
+        scores = _softcap(scores, config.attention_softcap)
+        rows = scores.shape
+        scores = scores.reshape(batch, config.kv_heads, -1, length, rows[-1])
+        scores = jnp.where(view.mask[:, None, None], scores, -jnp.inf)
+        weights = jax.nn.softmax(scores).reshape(rows).astype(x.dtype)
+        y = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+        y = y.reshape(batch, config.heads, length, -1).swapaxes(1, 2)
+        return _project(self.output, y.reshape(batch, length, -1)), cache
+
+
+_activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
+
+
+class MLP(eqx.Module):
+    """SwiGLU, or GeGLU."""
+
+    gate: eqx.nn.Linear
+    up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+
+    def __init__(self, config: Config, dtype, *, key: PRNGKeyArray):
+        a, b, c = jax.random.split(key, 3)
+        linear = ft.partial(eqx.nn.Linear, use_bias=False, dtype=dtype)
+        self.gate = linear(config.size, config.hidden, key=a)
+        self.up = linear(config.size, config.hidden, key=b)
+        self.down = linear(config.hidden, config.size, key=c)
+        self.activation = config.activation
+
+    def __call__(
+        self, x: Float[Array, "batch length size"]
+    ) -> Float[Array, "batch length size"]:
+        gate = _activations[self.activation](_project(self.gate, x))
+        return _project(self.down, gate * _project(self.up, x))
+
+
+class Experts(eqx.Module):
+    """An MLP of which each token uses a few of many."""
+
+    router: eqx.nn.Linear
+    mlp: MLP  # All of them, stacked.
+    active: int = eqx.field(static=True)
+    normalise: bool = eqx.field(static=True)
+
+    def __init__(self, config: Config, dtype, *, key: PRNGKeyArray):
+        a, b = jax.random.split(key)
+        self.router = eqx.nn.Linear(
+            config.size, config.experts, use_bias=False, dtype=dtype, key=a
+        )
+        make = lambda key: MLP(config, dtype, key=key)
+        self.mlp = eqx.filter_vmap(make)(jax.random.split(b, config.experts))
+        self.active = config.active_experts
+        self.normalise = config.normalise_experts
+
+    def __call__(
+        self, x: Float[Array, "batch length size"]
+    ) -> Float[Array, "batch length size"]:
+        scores = jax.nn.softmax(_project(self.router, x).astype(jnp.float32))
+        weights, chosen = lax.top_k(scores, self.active)
+        if self.normalise:
+            weights = weights / weights.sum(-1, keepdims=True)
+        # A row for each token and expert, those of one expert together.
+        order = jnp.argsort(chosen.reshape(-1))
+        sizes = jnp.bincount(chosen.reshape(-1), length=scores.shape[-1])
+        token = order // self.active
+
+        def product(linear, y):
+            return lax.ragged_dot(y, linear.weight.swapaxes(1, 2), sizes)
+
+        y = x.reshape(-1, x.shape[-1])[token]
+        gate = _activations[self.mlp.activation](product(self.mlp.gate, y))
+        y = product(self.mlp.down, gate * product(self.mlp.up, y))
+        y = y * weights.reshape(-1)[order][:, None].astype(y.dtype)
+        return (
+            jnp.zeros((x.size // x.shape[-1], x.shape[-1]), x.dtype)
+            .at[token]
+            .add(y)
+            .reshape(x.shape)
+        )
+
+
+class Layer(eqx.Module):
+    attention_norm: RMSNorm
+    attention: Attention
+    attention_post_norm: RMSNorm | None
+    mlp_norm: RMSNorm
+    mlp: MLP | Experts
+    mlp_post_norm: RMSNorm | None
+
+    def __init__(self, config: Config, dtype, *, key: PRNGKeyArray):
+        a, b = jax.random.split(key)
+        norm = lambda: RMSNorm(config.size, config, dtype)
+        self.attention_norm, self.mlp_norm = norm(), norm()
+        self.attention_post_norm = norm() if config.post_norms else None
+        self.mlp_post_norm = norm() if config.post_norms else None
+        self.attention = Attention(config, dtype, key=a)
+        self.mlp = (Experts if config.experts else MLP)(config, dtype, key=b)
+
+    def __call__(self, x, view, cache, layer, start):
+        y, cache = self.attention(self.attention_norm(x), view, cache, layer, start)
+        x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        y = self.mlp(self.mlp_norm(x))
+        x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
+        return x, cache
+
+
+#
+# The model
+#
+
+
+class Decoder(eqx.Module):
+    embedding: eqx.nn.Embedding
+    layers: Layer | tuple[Layer, ...]  # Stacked, or each by itself.
+    norm: RMSNorm
+    head: eqx.nn.Linear | None  # None if it is the embedding.
+    config: Config = eqx.field(static=True)
+
+    def __init__(self, config: Config, dtype=jnp.float32, *, key: PRNGKeyArray):
+        a, b, c = jax.random.split(key, 3)
+        words = 0.02 * jax.random.normal(a, (config.vocabulary, config.size), dtype)
+        self.embedding = eqx.nn.Embedding(weight=words)
+        make = lambda key: Layer(config, dtype, key=key)
+        self.layers = eqx.filter_vmap(make)(jax.random.split(b, config.layers))
+        self.norm = RMSNorm(config.size, config, dtype)
+        self.head = None
+        if not config.tied:
+            self.head = eqx.nn.Linear(
+                config.size, config.vocabulary, use_bias=False, dtype=dtype, key=c
+            )
+        self.config = config
+
+    def __call__(
+        self,
+        tokens: Int[Array, "batch length"],
+        segments: Int[Array, "batch length"] | None = None,
+        *,
+        remat: bool = False,
+    ) -> Float[Array, "batch length vocabulary"]:
+        """The logits of the token after each one.
+
+        Tokens see those before them: of the same segment, if there are `segments`, as
+        where several texts are packed in one row. With `remat` a layer is computed
+        again in the backward pass, and only its input kept.
+        """
+        same = None
+        if segments is not None:
+            same = segments[:, :, None] == segments[:, None, :]
+        views = self._views(tokens.shape[1], tokens.shape[1], 0, same)
+        hidden, _ = self._run(tokens, views, None, 0, remat)
+        return self.logits(hidden)
+
+    def extend(
+        self,
+        tokens: Int[Array, "batch length"],
+        cache: Cache | tuple[Cache, ...],
+        start: Int[Array, ""] | int,
+    ) -> tuple[Float[Array, "batch length size"], Cache | tuple[Cache, ...]]:
+        """Append tokens at the positions from `start` on. What `logits` takes, and the
+        cache with them in it, for which there must be room."""
+        caches = cache if isinstance(cache, tuple) else (cache,)
+        capacity = caches[0].keys.shape[3]
+        views = self._views(tokens.shape[1], capacity, start, None)
+        return self._run(tokens, views, cache, start, remat=False)
+
+    def logits(
+        self, hidden: Float[Array, "batch length size"]
+    ) -> Float[Array, "batch length vocabulary"]:
+        weight = (self.embedding if self.head is None else self.head).weight
+        logits = jax.vmap(jax.vmap(lambda x: weight @ x))(self.norm(hidden))
+        return _softcap(logits.astype(jnp.float32), self.config.logit_softcap)
+
+    def _views(self, length: int, keys: int, start, same) -> View:
+        """That of global layers, and that of local ones, stacked."""
+        config = self.config
+        query, key = start + jnp.arange(length)[:, None], jnp.arange(keys)
+        seen = (key <= query)[None] if same is None else (key <= query) & same
+        angles = query * rope_frequencies(config)
+        views = [View(jnp.cos(angles), jnp.sin(angles), seen)]
+        if any(config.local):
+            near = seen & (key > query - config.window)
+            angles = query * rope_frequencies(config, local=True)
+            views.append(View(jnp.cos(angles), jnp.sin(angles), near))
+        return jax.tree.map(lambda *x: jnp.stack(x), *views)
+
+    def _run(self, tokens, views, cache, start, remat):
+        config = self.config
+        x = self.embedding.weight[tokens]
+        if config.scale_embedding:
+            x = x * jnp.asarray(math.sqrt(config.size), x.dtype)
+        kinds = [int(is_local) for is_local in config.local] or [0] * config.layers
+
+        def apply(layer, x, cache, index, kind):
+            view = jax.tree.map(lambda x: x[kind], views)
+            return layer(x, view, cache, index, start)
+
+        if isinstance(self.layers, tuple):
+            apply = eqx.filter_checkpoint(apply) if remat else apply
+            caches = cache if cache is not None else (None,) * config.layers
+            new = []
+            for layer, part, kind in zip(self.layers, caches, kinds, strict=True):
+                x, part = apply(layer, x, part, 0, kind)
+                new.append(part)
+            return x, tuple(new) if cache is not None else None
+
+        arrays, static = eqx.partition(self.layers, eqx.is_array)
+
+        # The cache is carried, and updated in place: as an input and output it would
+        # be copied.
+        def step(carry, inputs):
+            arrays, index, kind = inputs
+            return apply(eqx.combine(arrays, static), *carry, index, kind), None
+
+        step = jax.checkpoint(step) if remat else step
+        inputs = arrays, jnp.arange(config.layers), jnp.array(kinds)
+        (x, cache), _ = lax.scan(step, (x, cache), inputs)
+        return x, cache
+
+
+def empty_cache(
+    model: Decoder, batch: int, capacity: int, dtype=jnp.float32
+) -> Cache | tuple[Cache, ...]:
+    """Room for so many tokens of each sequence."""
+    config = model.config
+    apart = isinstance(model.layers, tuple)
+    lead = 1 if apart else config.layers
+    shape = (lead, batch, config.kv_heads, capacity, config.head_size)
+    make = lambda: Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    return tuple(make() for _ in range(config.layers)) if apart else make()
+
+
+def unstack(model: Decoder) -> Decoder:
+    """The same model with each layer by itself."""
+    if isinstance(model.layers, tuple):
+        return model
+    arrays, static = eqx.partition(model.layers, eqx.is_array)
+
+    def layer(i: int) -> Layer:
+        return eqx.combine(jax.tree.map(lambda x: x[i], arrays), static)
+
+    layers = tuple(layer(i) for i in range(model.config.layers))
+    return eqx.tree_at(lambda m: m.layers, model, layers)

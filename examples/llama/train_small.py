@@ -1,0 +1,214 @@
+"""Train a small language model on the documentation that Python ships, and write it as
+a folder that the other programs take, and other libraries.
+
+It is a Llama of 5.8 million parameters, its tokens found by byte-pair encoding of the
+same text. A run that was interrupted goes on where it was.
+
+    python examples/llama/train_small.py
+    python examples/llama/train_small.py --steps 100 --output /tmp/small
+"""
+
+import argparse
+import json
+import pathlib
+import platform
+import sys
+import time
+import zlib
+
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+from config import Config
+from documentation import read_documents
+from load import tensor_names
+from model import Decoder
+from packing import batch_at, losses, pack, Rows
+from safetensors.numpy import save_file
+from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
+from tqdm import tqdm
+
+
+HERE = pathlib.Path(__file__).parent
+sys.path.append(str(HERE.parent))
+import _checkpoint  # noqa: E402
+
+
+BEGIN, END = "<|begin|>", "<|end|>"
+CONFIG = Config(
+    vocabulary=4096,
+    size=256,
+    layers=6,
+    heads=4,
+    kv_heads=2,
+    head_size=64,
+    hidden=768,
+    tied=True,
+)
+LENGTH, BATCH, RATE = 256, 4, 2e-3
+SAVE_EVERY = 50
+
+
+def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[BEGIN, END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BEGIN} $A", special_tokens=[(BEGIN, tokenizer.token_to_id(BEGIN))]
+    )
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
+    """With the token that begins a text, and the one that ends it."""
+    end = tokenizer.token_to_id(END)
+    return [[*x.ids, end] for x in tokenizer.encode_batch(texts)]
+
+
+def write_folder(folder: pathlib.Path, model: Decoder) -> None:
+    """As Hugging Face has it, beside `tokenizer.json`."""
+    config = model.config
+    names = tensor_names("llama", config)
+    tensors = {}
+
+    def put(name, array):
+        if isinstance(name, list):
+            for one, part in zip(name, array, strict=True):
+                put(one, part)
+        else:
+            tensors[name] = np.ascontiguousarray(array)
+
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        key = jax.tree_util.keystr(path, simple=True, separator=".")
+        put(names(key), np.asarray(leaf))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    begin, end = 0, 1
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.size,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": LENGTH,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "bos_token_id": begin,
+        "eos_token_id": end,
+        "torch_dtype": "float32",
+    }
+    tokenizer = {"bos_token": BEGIN, "eos_token": END}
+    tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
+    generation = {"bos_token_id": begin, "eos_token_id": end}
+    for name, content in {
+        "config.json": values,
+        "tokenizer_config.json": tokenizer,
+        "generation_config.json": generation,
+    }.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def adamw(steps: int) -> optax.GradientTransformation:
+    warmup = max(1, steps // 20)
+    schedule = optax.warmup_cosine_decay_schedule(0, RATE, warmup, steps, RATE / 10)
+    return optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
+    )
+
+
+def train(rows: Rows, config: Config, steps: int, path: pathlib.Path, identity: dict):
+    """The trained model, and the loss of each step, in nats a token."""
+    model = Decoder(config, key=jax.random.key(0))
+    optimiser = adamw(steps)
+
+    @eqx.filter_jit(donate="all-except-first")
+    def step(rows, model, state):
+        def mean(model):
+            total, count = losses(model, rows)
+            return total / count
+
+        loss, gradients = eqx.filter_value_and_grad(mean)(model)
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimiser.update(gradients, state, params)
+        return eqx.apply_updates(model, updates), state, loss
+
+    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+    history = np.full(steps, np.nan, np.float32)
+    start = model, state, history, np.int32(0)
+    model, state, history, done = _checkpoint.restore(path, start, **identity)
+    progress = tqdm(total=steps, initial=int(done), unit="step")
+    for i in range(int(done), steps):
+        model, state, loss = step(batch_at(rows, i, BATCH, 0), model, state)
+        history[i] = loss
+        if (i + 1) % SAVE_EVERY == 0 or i + 1 == steps:
+            saved = model, state, history, np.int32(i + 1)
+            _checkpoint.save(path, saved, **identity)
+        progress.set_postfix_str(f"loss {history[max(0, i - 19) : i + 1].mean():.3f}")
+        progress.update()
+    progress.close()
+    return model, history
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=HERE.parent / "output" / "small"
+    )
+    options = parser.parse_args(arguments)
+    if options.steps < 1:
+        parser.error(f"--steps must be 1 or more, got {options.steps}")
+
+    texts, held_out = read_documents()
+    characters = [sum(map(len, x)) for x in (texts, held_out)]
+    print(
+        f"Python {platform.python_version()} documents itself in {characters[0]:,} "
+        f"characters to train on, and {characters[1]:,} that are held out"
+    )
+    options.output.mkdir(parents=True, exist_ok=True)
+    tokenizer = train_tokenizer(texts, CONFIG.vocabulary)
+    tokenizer.save(str(options.output / "tokenizer.json"))
+    rows = pack(encode(tokenizer, texts), LENGTH)
+    size = sum(
+        x.size
+        for x in jax.tree.leaves(
+            eqx.filter_eval_shape(Decoder, CONFIG, key=jax.random.key(0))
+        )
+    )
+    tokens = options.steps * BATCH * LENGTH
+    print(
+        f"{size:,} parameters; {tokens:,} tokens to train on, which is "
+        f"{options.steps * BATCH / len(rows.tokens):.1f} times all of the text"
+    )
+    identity = {
+        "steps": options.steps,
+        "text": zlib.crc32(rows.tokens.tobytes()),
+        "config": repr(CONFIG),
+    }
+    begin = time.perf_counter(), time.process_time()
+    path = options.output / "training.eqx"
+    model, history = train(rows, CONFIG, options.steps, path, identity)
+    seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
+    write_folder(options.output, model)
+    print(
+        f"Loss at the end: {history[-50:].mean():.3f} nats a token. "
+        f"{seconds[0]:.0f} s, {seconds[1]:.0f} s of all processors"
+    )
+    print(f"Model: {options.output}")
+
+
+if __name__ == "__main__":
+    main()
