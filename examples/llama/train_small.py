@@ -12,7 +12,6 @@ import argparse
 import json
 import pathlib
 import platform
-import sys
 import time
 import zlib
 
@@ -22,19 +21,15 @@ import numpy as np
 import optax
 from config import Config
 from documentation import read_documents
+from fitting import fit
 from load import tensor_names
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
-from tqdm import tqdm
 
 
 HERE = pathlib.Path(__file__).parent
-sys.path.append(str(HERE.parent))
-import _checkpoint  # noqa: E402
-
-
 BEGIN, END = "<|begin|>", "<|end|>"
 CONFIG = Config(
     vocabulary=4096,
@@ -129,7 +124,7 @@ def adamw(steps: int) -> optax.GradientTransformation:
     )
 
 
-def train(rows: Rows, config: Config, steps: int, path: pathlib.Path, identity: dict):
+def train(rows: Rows, config: Config, steps: int, path: pathlib.Path):
     """The trained model, and the loss of each step, in nats a token."""
     model = Decoder(config, key=jax.random.key(0))
     optimiser = adamw(steps)
@@ -145,21 +140,16 @@ def train(rows: Rows, config: Config, steps: int, path: pathlib.Path, identity: 
         updates, state = optimiser.update(gradients, state, params)
         return eqx.apply_updates(model, updates), state, loss
 
-    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
-    history = np.full(steps, np.nan, np.float32)
-    start = model, state, history, np.int32(0)
-    model, state, history, done = _checkpoint.restore(path, start, **identity)
-    progress = tqdm(total=steps, initial=int(done), unit="step")
-    for i in range(int(done), steps):
-        model, state, loss = step(batch_at(rows, i, BATCH, 0), model, state)
-        history[i] = loss
-        if (i + 1) % SAVE_EVERY == 0 or i + 1 == steps:
-            saved = model, state, history, np.int32(i + 1)
-            _checkpoint.save(path, saved, **identity)
-        progress.set_postfix_str(f"loss {history[max(0, i - 19) : i + 1].mean():.3f}")
-        progress.update()
-    progress.close()
-    return model, history
+    return fit(
+        lambda i, model, state: step(batch_at(rows, i, BATCH, 0), model, state),
+        model,
+        optimiser.init(eqx.filter(model, eqx.is_inexact_array)),
+        path=path,
+        steps=steps,
+        save_every=SAVE_EVERY,
+        text=zlib.crc32(rows.tokens.tobytes()),
+        config=repr(config),
+    )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -193,14 +183,9 @@ def main(arguments: list[str] | None = None) -> None:
         f"{size:,} parameters; {tokens:,} tokens to train on, which is "
         f"{options.steps * BATCH / len(rows.tokens):.1f} times all of the text"
     )
-    identity = {
-        "steps": options.steps,
-        "text": zlib.crc32(rows.tokens.tobytes()),
-        "config": repr(CONFIG),
-    }
     begin = time.perf_counter(), time.process_time()
     path = options.output / "training.eqx"
-    model, history = train(rows, CONFIG, options.steps, path, identity)
+    model, history = train(rows, CONFIG, options.steps, path)
     seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
     write_folder(options.output, model)
     print(

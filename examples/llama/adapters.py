@@ -1,0 +1,145 @@
+"""Adapters in files of their own, in the layout of PEFT: `adapter_config.json` and
+`adapter_model.safetensors`."""
+
+import json
+import pathlib
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from load import read_json, tensor_names
+from model import Decoder
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+
+
+# No adapter for the head, and none for what is small.
+RULES = {"head.*": None, "*.router.*": None}
+_PREFIX = "base_model.model."
+_is_adapted = lambda x: isinstance(x, eqquant.LoraArray)
+
+
+def add_adapters(
+    model: Decoder, rank: int, *, alpha: float, dropout: float = 0.0, key
+) -> Decoder:
+    """Beside every weight of the layers."""
+    rules = {k: v for k, v in RULES.items() if _has(model, k)}
+    return eqquant.lora_tree(
+        model, rank, key=key, alpha=alpha, dropout=dropout, rules=rules
+    )
+
+
+def _has(model: Decoder, rule: str) -> bool:
+    if rule.startswith("head"):
+        return model.head is not None
+    return model.config.experts > 0
+
+
+def _sites(model: Decoder):
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=_is_adapted)
+    return [
+        (jax.tree_util.keystr(path, simple=True, separator="."), leaf)
+        for path, leaf in leaves
+        if _is_adapted(leaf)
+    ]
+
+
+def _names(kind: str, model: Decoder, path: str, part: str):
+    """The name of `a` or `b` of an adapter, or of those that are stacked."""
+
+    def rename(name):
+        if isinstance(name, list):
+            return [rename(x) for x in name]
+        return f"{_PREFIX}{name.removesuffix('.weight')}.lora_{part}.weight"
+
+    return rename(tensor_names(kind, model.config)(path))
+
+
+def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
+    """`kind` is the `model_type` of the model that the adapters are for."""
+    sites = _sites(model)
+    if not sites:
+        raise ValueError("save_adapters: the model has no adapters.")
+    tensors = {}
+
+    def put(name, array):
+        if isinstance(name, list):
+            for one, part in zip(name, array, strict=True):
+                put(one, part)
+        else:
+            tensors[name] = np.ascontiguousarray(array)
+
+    for path, q in sites:
+        put(_names(kind, model, path, "A"), np.asarray(q.a))
+        put(_names(kind, model, path, "B"), np.asarray(q.b))
+    (rank,) = {q.rank for _, q in sites}
+    (scale,) = {q.scale for _, q in sites}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "",
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "target_modules": sorted({n.split(".")[-3] for n in tensors}),
+        "bias": "none",
+        "model_type": kind,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    text = json.dumps(config, indent=2) + "\n"
+    (folder / "adapter_config.json").write_text(text)
+
+
+def load_adapters(folder: pathlib.Path, model: Decoder) -> Decoder:
+    """The model with adapters beside its weights."""
+    config = read_json(folder / "adapter_config.json")
+    for name in ("peft_type", "r", "lora_alpha", "model_type"):
+        if name not in config:
+            raise ValueError(f"{folder}/adapter_config.json has no {name}.")
+    if config["peft_type"] != "LORA":
+        raise ValueError(
+            f"{folder}/adapter_config.json: peft_type={config['peft_type']!r} is not "
+            "supported, only 'LORA'."
+        )
+    rank, alpha = config["r"], config["lora_alpha"]
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+    except (FileNotFoundError, SafetensorError) as error:
+        raise ValueError(f"{folder}/adapter_model.safetensors: {error}.") from None
+    model = add_adapters(model, rank, alpha=alpha, key=jax.random.key(0))
+    used = set()
+
+    def take(name, like):
+        if isinstance(name, list):
+            parts = zip(name, like, strict=True)
+            return np.stack([take(one, part) for one, part in parts])
+        if name not in tensors:
+            raise ValueError(f"{folder} has no tensor {name!r}.")
+        if tensors[name].shape != like.shape:
+            raise ValueError(
+                f"{folder}: {name!r} must have the shape {like.shape} for this model, "
+                f"and has {tensors[name].shape}."
+            )
+        used.add(name)
+        return tensors[name]
+
+    def load(path, leaf):
+        if not _is_adapted(leaf):
+            return leaf
+        path = jax.tree_util.keystr(path, simple=True, separator=".")
+        kind = config["model_type"]
+        parts = {
+            field: jnp.asarray(
+                take(_names(kind, model, path, field.upper()), np.asarray(array)),
+                array.dtype,
+            )
+            for field, array in (("a", leaf.a), ("b", leaf.b))
+        }
+        return eqx.tree_at(lambda q: (q.a, q.b), leaf, (parts["a"], parts["b"]))
+
+    model = jax.tree_util.tree_map_with_path(load, model, is_leaf=_is_adapted)
+    if left := sorted(tensors.keys() - used):
+        raise ValueError(f"{folder}: this model has no place for {left[0]!r}.")
+    return model

@@ -1,0 +1,171 @@
+"""Fine-tune a model from a folder: adapters beside its quantized weights (QLoRA).
+
+    python examples/llama/finetune.py FOLDER notes.txt --output ADAPTERS
+    python examples/llama/finetune.py FOLDER chats.jsonl --format nf4 --rank 16
+
+A line of a `.jsonl` file is a text, `{"text": "..."}`, or a chat,
+`{"messages": [{"role": "user", "content": "..."}, ...]}`. Any other file is one text. Texts
+are packed in rows, and do not see each other there. The adapters are saved by themselves,
+in the layout of PEFT, and `generate.py --adapters` uses them. A run that was interrupted
+goes on from its last checkpoint; `--fresh` starts over.
+"""
+
+import argparse
+import json
+import pathlib
+import sys
+import zlib
+
+import eqquant
+import equinox as eqx
+import jax
+import optax
+from adapters import add_adapters, save_adapters
+from fitting import fit
+from load import load_model, read_json
+from model import Decoder
+from packing import batch_at, losses, pack, Rows
+from text import Text
+
+
+HERE = pathlib.Path(__file__).parent
+# Scales of NF4 are quantized, too, as QLoRA has it.
+FORMATS = {
+    "float32": None,
+    "int8": eqquant.Int8(),
+    "nf4": eqquant.NF4(double_quantization=True),
+}
+
+
+def read_texts(path: pathlib.Path) -> list:
+    """Texts and chats."""
+    content = path.read_text("utf-8")
+    if path.suffix != ".jsonl":
+        if not content.strip():
+            raise ValueError(f"{path} is empty.")
+        return [content]
+    texts = []
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: {error}.") from None
+        found = [entry[k] for k in ("text", "messages") if k in dict(entry)]
+        if len(found) != 1 or not found[0]:
+            raise ValueError(
+                f"{path}, line {number}: expected either 'text' or 'messages'."
+            )
+        texts.append(found[0])
+    if not texts:
+        raise ValueError(f"{path} is empty.")
+    return texts
+
+
+def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
+    """The model with trained adapters, and the loss of each step, in nats a token."""
+    key, dropout_key = jax.random.split(jax.random.key(options.seed))
+    model = add_adapters(
+        model, options.rank, alpha=options.alpha, dropout=options.dropout, key=key
+    )
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    schedule = optax.warmup_cosine_decay_schedule(
+        0, options.rate, max(1, options.steps // 10), options.steps
+    )
+    optimiser = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0)
+    )
+    strict = eqquant.quaxify(losses, on_materialise="error")
+
+    @eqx.filter_jit
+    def step(trainable, frozen, state, rows, key):
+        def mean(trainable):
+            model = eqx.combine(trainable, frozen)
+            if options.dropout:
+                model = eqquant.with_dropout_key(model, key)
+            total, count = strict(model, rows, remat=True)
+            return total / count
+
+        loss, gradients = eqx.filter_value_and_grad(mean)(trainable)
+        updates, state = optimiser.update(gradients, state, trainable)
+        return eqx.apply_updates(trainable, updates), state, loss
+
+    def numbered(i, trainable, state):
+        batch = batch_at(rows, i, options.batch, options.seed)
+        key = jax.random.fold_in(dropout_key, i)
+        return step(trainable, frozen, state, batch, key)
+
+    fields = ["format", "rank", "alpha", "dropout", "rate", "batch", "length", "seed"]
+    trainable, history = fit(
+        numbered,
+        trainable,
+        optimiser.init(trainable),
+        path=options.output / "training.eqx",
+        steps=options.steps,
+        save_every=options.save_every,
+        text=zlib.crc32(rows.tokens.tobytes()),
+        model=repr(model.config),
+        **{name: getattr(options, name) for name in fields},
+    )
+    return eqx.combine(trainable, frozen), history.tolist()
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("data", type=pathlib.Path, help="a text, or a .jsonl file")
+    parser.add_argument("--format", choices=FORMATS, default="nf4")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--alpha", type=float, help="twice the rank by default")
+    parser.add_argument("--dropout", type=float, default=0.0)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--batch", type=int, default=4, help="rows")
+    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--save-every", type=int, default=20, help="steps")
+    parser.add_argument("--fresh", action="store_true", help="do not resume")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=HERE.parent / "output" / "adapters"
+    )
+    options = parser.parse_args(arguments)
+    for name in ("rank", "steps", "batch", "length", "save_every"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    options.alpha = options.alpha or 2.0 * options.rank
+    return options
+
+
+def run(options) -> list[float]:
+    text = Text(options.folder)
+    texts = read_texts(options.data)
+    rows = pack([text.encode_document(x) for x in texts], options.length)
+    model = load_model(options.folder, FORMATS[options.format], stacked=True)
+    print(f"{len(texts)} texts in {len(rows.tokens)} rows of {options.length} tokens")
+    if options.fresh:
+        (options.output / "training.eqx").unlink(missing_ok=True)
+    model, history = train(model, rows, options)
+    kind = read_json(options.folder / "config.json")["model_type"]
+    save_adapters(options.output, model, kind)
+    trained = eqquant.tree_nbytes(eqx.filter(model, eqquant.trainable_mask(model)))
+    few = max(1, min(10, len(history) // 2))
+    first, last = (sum(x) / few for x in (history[:few], history[-few:]))
+    print(
+        f"Loss {first:.3f} at first, {last:.3f} at the end. Adapters of "
+        f"{trained / 1e6:.2f} MB, beside {eqquant.tree_nbytes(model) / 1e6:.1f} MB in "
+        f"all: {options.output}"
+    )
+    return history
+
+
+def main(arguments: list[str] | None = None) -> list[float]:
+    options = parse(arguments)
+    try:
+        return run(options)
+    except (ValueError, ImportError, OSError, FloatingPointError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

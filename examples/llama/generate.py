@@ -1,0 +1,238 @@
+"""Generate text with a model from a folder, quantized while it is loaded.
+
+python examples/llama/generate.py FOLDER "Once upon a time" --format nf4 --kv int8
+python examples/llama/generate.py FOLDER "Who are you?" --chat --temperature 0
+python examples/llama/generate.py FOLDER "A tale" --adapters ADAPTERS
+"""
+
+import argparse
+import pathlib
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence, Set
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from load import load_model, read_json
+from model import Decoder, empty_cache
+from sampling import Sampling
+from text import Text
+from tokenizers.decoders import DecodeStream
+
+
+FORMATS = ["float32", "bfloat16", "int8", "nf4", "ternary", "binary"]
+# A prompt is cut in pieces of these lengths, and the last one padded: so that there are
+# only so many programs.
+PIECES = (512, 128, 32)
+
+
+class Generator:
+    """A model, and a cache of its keys and values.
+
+    **Arguments:**
+
+    - `model`: as `load_model` returns it, quantized or not.
+    - `capacity`: how many tokens there is room for, prompt included.
+    - `kv`: the format of the cache; `None` for that of the activations.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        capacity: int,
+        kv: eqquant.Format | str | None = None,
+        sampling: Sampling | None = None,
+        seed: int = 0,
+    ):
+        self.capacity = -(-capacity // PIECES[-1]) * PIECES[-1]
+        self._kv = kv
+        choose = sampling or Sampling()
+        self._key = jax.random.key(seed)
+        # A flat list is what JAX takes fastest, once a token.
+        arrays, static = eqx.partition(model, eqx.is_array)
+        self._arrays, treedef = jax.tree.flatten(arrays)
+        self._skeleton = eqx.filter_eval_shape(lambda: model)
+        self._dtype = model.norm.weight.dtype
+
+        def step(arrays, cache, tokens, start, last, key):
+            """Append tokens; the one that follows that at `last`."""
+            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
+            hidden, cache = model.extend(tokens, cache, start)
+            hidden = jax.lax.dynamic_slice_in_dim(hidden, last, 1, 1)
+            logits = model.logits(hidden)[:, 0]
+            return choose(logits, jax.random.fold_in(key, start + last)), cache
+
+        step = eqquant.quaxify(step, on_materialise="error")
+        self._step = jax.jit(step, donate_argnums=1)
+        self.cache = self._empty()
+
+    def _empty(self):
+        cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
+        if self._kv is None:
+            return cache
+        return jax.tree.map(lambda x: eqquant.quantize(x, self._kv), cache)
+
+    def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
+        numbers = np.int32(start), np.int32(last)
+        token, self.cache = self._step(
+            self._arrays, self.cache, tokens[None], *numbers, self._key
+        )
+        return token
+
+    def compile(self, prompt_length: int) -> None:
+        """What such a prompt needs, and what each token does."""
+        for length in {piece for _, piece, _ in self._pieces(prompt_length)} | {1}:
+            self._run(np.zeros(length, np.int32), 0, 0).block_until_ready()
+
+    def _pieces(self, length: int) -> list[tuple[int, int, int]]:
+        """Where each piece of a prompt starts, its padded length, and its own."""
+        pieces, start = [], 0
+        while start < length:
+            left = length - start
+            room = [p for p in PIECES if start + p <= self.capacity]
+            padded = min((p for p in room if p >= left), default=room[0])
+            pieces.append((start, padded, min(left, padded)))
+            start += padded
+        return pieces
+
+    def prefill(self, prompt: Sequence[int]) -> int:
+        """The first token after a prompt."""
+        if not prompt:
+            raise ValueError("The prompt has no tokens.")
+        if len(prompt) >= self.capacity:
+            raise ValueError(
+                f"The prompt has {len(prompt)} tokens, and there is room for "
+                f"{self.capacity - 1}."
+            )
+        for start, padded, length in self._pieces(len(prompt)):
+            # What is written for the padding, later tokens overwrite.
+            piece = np.zeros(padded, np.int32)
+            piece[:length] = prompt[start : start + length]
+            token = self._run(piece, start, length - 1)
+        return int(token[0])
+
+    def decode(self, token: int, start: int) -> Iterator[int]:
+        """The tokens after one at position `start`, as long as there is room."""
+        for position in range(start, self.capacity):
+            token = int(self._run(np.array([token], np.int32), position, 0)[0])
+            yield token
+
+    def __call__(
+        self, prompt: Sequence[int], stop: Set[int] = frozenset()
+    ) -> Iterator[int]:
+        """Tokens after a prompt, until one of `stop`."""
+        token = self.prefill(prompt)
+        rest = self.decode(token, len(prompt))
+        while token not in stop:
+            yield token
+            try:
+                token = next(rest)
+            except StopIteration:
+                return
+
+
+def generate(generator: Generator, text: Text, prompt: list[int], longest: int) -> dict:
+    """Print text as it comes. How long that took, in seconds."""
+    stream = DecodeStream(skip_special_tokens=True)
+    begin = time.perf_counter()
+    first, count = None, 0
+    for token in generator(prompt, text.stop):
+        count += 1
+        first = first or time.perf_counter()
+        if piece := stream.step(text.tokenizer, token):
+            print(piece, end="", flush=True)
+        if count == longest:
+            break
+    end = time.perf_counter()
+    print()
+    first = first or end
+    return {"prefill": first - begin, "decode": end - first, "tokens": count}
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("prompt")
+    parser.add_argument("--format", choices=FORMATS, default="nf4")
+    parser.add_argument("--kv", choices=["float", "int8", "nf4"], default="int8")
+    parser.add_argument("--tokens", type=int, default=200, help="at most")
+    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=0.95)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--stop", nargs="+", default=[], help="tokens that end the text"
+    )
+    parser.add_argument("--chat", action="store_true", help="use the chat template")
+    parser.add_argument("--system", help="the system message of a chat")
+    parser.add_argument("--adapters", type=pathlib.Path, help="made by finetune.py")
+    options = parser.parse_args(arguments)
+    if options.tokens < 1:
+        parser.error(f"--tokens must be 1 or more, got {options.tokens}")
+    if options.system and not options.chat:
+        parser.error("--system is for --chat")
+    return options
+
+
+def load(options) -> Decoder:
+    is_float = options.format in ("float32", "bfloat16")
+    dtype = jnp.bfloat16 if options.format == "bfloat16" else jnp.float32
+    format = None if is_float else options.format
+    model = load_model(options.folder, format, dtype=dtype)
+    if options.adapters is not None:
+        from adapters import load_adapters
+
+        model = load_adapters(options.adapters, model)
+    return model
+
+
+def run(options) -> None:
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
+    text = Text(options.folder, options.stop)
+    if options.chat:
+        system = [{"role": "system", "content": options.system}]
+        messages = [*(system if options.system else []), {"role": "user"}]
+        messages[-1]["content"] = options.prompt
+        prompt = text.encode_chat(messages)
+    else:
+        prompt = text.encode(options.prompt)
+    longest = read_json(options.folder / "config.json").get("max_position_embeddings")
+    if longest and len(prompt) + options.tokens > longest:
+        print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
+    begin = time.perf_counter()
+    model = load(options)
+    kv = None if options.kv == "float" else options.kv
+    capacity = len(prompt) + options.tokens
+    generator = Generator(model, capacity, kv, sampling, options.seed)
+    loaded = time.perf_counter()
+    generator.compile(len(prompt))
+    compiled = time.perf_counter()
+    times = generate(generator, text, prompt, options.tokens)
+
+    decoded = times["tokens"] - 1  # The first one comes of the prompt.
+    rate = lambda count, seconds: f"{count / seconds:.1f}" if count > 0 else "-"
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(
+        f"\nloading {loaded - begin:.1f} s, compiling {compiled - loaded:.1f} s\n"
+        f"prefill {rate(len(prompt), times['prefill'])} tokens/s of {len(prompt)}, "
+        f"decode {rate(decoded, times['decode'])} tokens/s of {max(0, decoded)}\n"
+        f"weights {eqquant.tree_nbytes(model) / 1e6:.1f} MB, cache for "
+        f"{generator.capacity} tokens {eqquant.tree_nbytes(generator.cache) / 1e6:.1f} "
+        f"MB; peak memory of the process {peak:.0f} MB"
+    )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    try:
+        run(options)
+    except (ValueError, ImportError) as error:
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
