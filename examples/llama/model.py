@@ -76,21 +76,31 @@ class View(eqx.Module):
 
 class Cache(eqx.Module):
     """Keys and values of the tokens so far. They may be quantized arrays, as far as
-    this code can tell: it replaces rows, and multiplies."""
+    this code can tell: it replaces rows, and multiplies.
 
-    keys: Float[Array, "layers batch kv_heads capacity size"]
-    values: Float[Array, "layers batch kv_heads capacity size"]
+    Sequences and heads are one axis, and a layer by itself has none for layers: XLA
+    drops axes of length 1, and for that copies all of a cache four times for each token.
+    """
+
+    keys: Float[Array, "*layers batch_and_heads capacity size"]
+    values: Float[Array, "*layers batch_and_heads capacity size"]
 
     def append(self, keys, values, layer, start):
         """The cache with rows of a layer replaced, in place where it is donated; and
-        all keys and values of that layer."""
+        all keys and values of that layer. `layer` is `None` if there is only one."""
 
-        def write(all_layers, rows):
-            rows = rows[None].astype(all_layers.dtype)
-            return lax.dynamic_update_slice(all_layers, rows, (layer, 0, 0, start, 0))
+        def write(before, rows):
+            rows, at = rows.astype(before.dtype), (0, start, 0)
+            if layer is not None:
+                rows, at = rows[None], (layer, *at)
+            return lax.dynamic_update_slice(before, rows, at)
+
+        def read(x):
+            if layer is None:
+                return x
+            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
 
         cache = Cache(write(self.keys, keys), write(self.values, values))
-        read = lambda x: lax.dynamic_index_in_dim(x, layer, keepdims=False)
         return cache, read(cache.keys), read(cache.values)
 
 
@@ -122,7 +132,7 @@ class Attention(eqx.Module):
         x: Float[Array, "batch length size"],
         view: View,
         cache: Cache | None,
-        layer: Int[Array, ""] | int,
+        layer: Int[Array, ""] | None,
         start: Int[Array, ""] | int,
     ) -> tuple[Float[Array, "batch length size"], Cache | None]:
         config = self.config
@@ -136,18 +146,19 @@ class Attention(eqx.Module):
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
         q, k = view.rotate(q), view.rotate(k)
+        k, v = (y.reshape(-1, length, config.head_size) for y in (k, v))
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
         # Queries that share a key are rows of one product: no key is repeated.
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)
-        q = (q * scale).reshape(batch, config.kv_heads, -1, config.head_size)
-        scores = jnp.einsum("bhqd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
+        q = (q * scale).reshape(batch * config.kv_heads, -1, config.head_size)
+        scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32)
         scores = _softcap(scores, config.attention_softcap)
         rows = scores.shape
         scores = scores.reshape(batch, config.kv_heads, -1, length, rows[-1])
         scores = jnp.where(view.mask[:, None, None], scores, -jnp.inf)
         weights = jax.nn.softmax(scores).reshape(rows).astype(x.dtype)
-        y = jnp.einsum("bhqk,bhkd->bhqd", weights, v)
+        y = jnp.einsum("hqk,hkd->hqd", weights, v)
         y = y.reshape(batch, config.heads, length, -1).swapaxes(1, 2)
         return _project(self.output, y.reshape(batch, length, -1)), cache
 
@@ -303,7 +314,7 @@ class Decoder(eqx.Module):
         """Append tokens at the positions from `start` on. What `logits` takes, and the
         cache with them in it, for which there must be room."""
         caches = cache if isinstance(cache, tuple) else (cache,)
-        capacity = caches[0].keys.shape[3]
+        capacity = caches[0].keys.shape[-2]
         views = self._views(tokens.shape[1], capacity, start, None)
         return self._run(tokens, views, cache, start, remat=False)
 
@@ -343,7 +354,7 @@ class Decoder(eqx.Module):
             caches = cache if cache is not None else (None,) * config.layers
             new = []
             for layer, part, kind in zip(self.layers, caches, kinds, strict=True):
-                x, part = apply(layer, x, part, 0, kind)
+                x, part = apply(layer, x, part, None, kind)
                 new.append(part)
             return x, tuple(new) if cache is not None else None
 
@@ -367,8 +378,8 @@ def empty_cache(
     """Room for so many tokens of each sequence."""
     config = model.config
     apart = isinstance(model.layers, tuple)
-    lead = 1 if apart else config.layers
-    shape = (lead, batch, config.kv_heads, capacity, config.head_size)
+    lead = () if apart else (config.layers,)
+    shape = (*lead, batch * config.kv_heads, capacity, config.head_size)
     make = lambda: Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     return tuple(make() for _ in range(config.layers)) if apart else make()
 
