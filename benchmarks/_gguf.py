@@ -54,6 +54,8 @@ def write(
             file.write(bytes(-file.tell() % _ALIGNMENT))
             data = tensor.data()
             if data.nbytes != tensor.nbytes:
-                raise ValueError(f"{tensor.name}: {data.nbytes} bytes, not {tensor.nbytes}")
+                raise ValueError(
+                    f"{tensor.name}: {data.nbytes} bytes, not {tensor.nbytes}"
+                )
             data.tofile(file)
         file.write(bytes(-file.tell() % _ALIGNMENT))

@@ -132,9 +132,7 @@ class Runs:
     def decode(self, sequences: int, steps: int) -> None:
         tokens, cache = jnp.ones((sequences, 1), jnp.int32), self.caches[sequences]
         for i in range(steps):
-            tokens, cache = self.step(
-                self.arrays, cache, tokens, self.shape.prompt + i
-            )
+            tokens, cache = self.step(self.arrays, cache, tokens, self.shape.prompt + i)
             tokens = jax.block_until_ready(tokens)  # As if it were shown.
         self.caches[sequences] = cache
 

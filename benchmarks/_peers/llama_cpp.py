@@ -71,9 +71,7 @@ def quantized(ggml: ctypes.CDLL, kind: int, w: np.ndarray) -> np.ndarray:
     """A matrix of float32 in blocks of a type, as bytes."""
     rows, columns = w.shape
     data = np.empty((rows, row_bytes(ggml, kind, columns)), np.uint8)
-    ggml.ggml_quantize_chunk(
-        kind, _address(w), _address(data), 0, rows, columns, None
-    )
+    ggml.ggml_quantize_chunk(kind, _address(w), _address(data), 0, rows, columns, None)
     return data
 
 

@@ -215,7 +215,13 @@ constexpr int64_t few_digits = 8;
 // The digits that a second-level cache holds, beside the rest: more are taken in turns.
 constexpr int64_t cached_bytes = 1 << 19;
 
-bool are_few(const Product& p) { return p.blocks == 1 && p.m * p.digits <= few_digits; }
+// Whether the levels of a row are integers of one unit as they are.
+bool is_exact(const Product& p) {
+  if (p.blocks > 1) return false;
+  for (int i = 0; p.bits < 8 && i < 16; i++)
+    if (p.levels[i] != std::nearbyint(p.levels[i])) return false;
+  return true;
+}
 
 struct alignas(64) Register {
   uint8_t bytes[64];
@@ -228,7 +234,10 @@ float round_row(const Product& p, const float* scales, float largest, const uint
                 uint8_t* to) {
   const int64_t block = p.block_bytes(), stride = plane_stride(p);
   float most = 0;
-  for (int64_t b = 0; b < p.blocks; b++) most = std::max(most, std::fabs(scales[b]));
+  for (int64_t b = 0; b < p.blocks; b++) {
+    if (!std::isfinite(scales[b])) return NAN;
+    most = std::max(most, std::fabs(scales[b]));
+  }
   const float unit = most * largest / 127;
   const float per_unit = unit > 0 && std::isfinite(1 / unit) ? 1 / unit : 0;
   const __m512 levels = _mm512_loadu_ps(p.levels);
@@ -302,7 +311,8 @@ template <int bits>
 void many_digits(const Product& p, char* scratch, int64_t begin, int64_t end) {
   Unsigned levels{_mm512_setzero_si512(), 128};
   float largest = bits == 8 ? 127 : 0;
-  if (p.blocks == 1) levels = unsigned_levels(p);
+  const bool exact = is_exact(p);
+  if (exact) levels = unsigned_levels(p);
   for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
   const int8_t* x = digits_in(p, scratch);
   const Row* of = rows_in(p, scratch);
@@ -320,11 +330,12 @@ void many_digits(const Product& p, char* scratch, int64_t begin, int64_t end) {
       alignas(16) float units[at_once] = {};
       for (int r = 0; r < rows; r++) {
         const uint8_t* codes = p.codes + (row + r) * p.packed;
-        units[r] = p.blocks == 1 ? scales[r] : 0;
-        if (p.blocks == 1)
+        if (exact) {
+          units[r] = scales[r];
           decode_row<bits>(p, levels.table, codes, w + r * stride);
-        else
+        } else {
           units[r] = round_row<bits>(p, scales + r * p.blocks, largest, codes, w + r * stride);
+        }
       }
       const int64_t last = std::min(count, first + in_turn);
       for (int64_t i = first; i < last; i += most_digits) {
@@ -358,7 +369,8 @@ void many_digits(const Product& p, char* scratch, int64_t begin, int64_t end) {
 
 template <int bits>
 void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  are_few(p) ? some_rows<bits>(p, scratch, begin, end) : many_digits<bits>(p, scratch, begin, end);
+  const bool few = p.m * p.digits <= few_digits && is_exact(p);
+  few ? some_rows<bits>(p, scratch, begin, end) : many_digits<bits>(p, scratch, begin, end);
 }
 
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
