@@ -2,9 +2,9 @@
 
     python benchmarks/_run_decoder.py KIND VARIANT FILE SHAPE_AS_JSON THREADS
 
-makes the file if it is not there. With `--serve` it loads it, and does what lines on its
-standard input say, one after the other: `prepare N`, `prefill`, `decode N STEPS` or
-`memory`. To each it answers with a line: seconds, or megabytes.
+makes the file. With `--serve` it loads it, and does what lines on its standard input
+say, one after the other: `prepare N`, `prefill`, `decode N STEPS` or `memory`. To each
+it answers with a line: seconds, or megabytes.
 """
 
 import gc

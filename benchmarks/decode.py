@@ -9,13 +9,13 @@ float32 and bfloat16, and with weights in INT8, NF4 and ternary; and llama.cpp o
 files of the same numbers in q8_0, q4_0 and tq2_0, every matrix in that type. "default"
 is `precision="default"`, which rounds activations to 8 bits; llama.cpp always does.
 
-Each is a process of its own, on the same cores. They take turns: only one computes at a
-time, and the order changes from round to round. Times are the least of all rounds, in
-parentheses the median; ratios are of the least. Prefill is a prompt of 512 tokens, decode
-steps of one token for one and for eight sequences that have that prompt behind them. MB
-are those of the whole process, its libraries and caches included: with one sequence, and
-with all that the table has. Load is the time from a file in the page cache to a model,
-compile that of the first call of everything.
+Each is a process of its own, on the same cores. They take turns: only one computes at
+a time, and the order changes from round to round. Times are the least of all rounds, in
+parentheses the median; ratios are of the least. Prefill is a prompt of 512 tokens,
+decode steps of one token for one and for eight sequences that have that prompt behind
+them. MB are those of the whole process, its libraries and caches included: with one
+sequence, and with all that the table has. Load is the time from a file in the page
+cache to a model, compile that of the first call of everything.
 
 The files take 11 GB (a tenth with `--small`), and are kept in a folder (`--folder`); the
 processes hold the same in memory. llama.cpp is compiled when it is first installed,

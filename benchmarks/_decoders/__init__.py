@@ -1,7 +1,7 @@
 """Decoders of the same shape, each by a library: files here make and run them.
 
-They are imported in a process of their own (`_run_decoder.py`), where only NumPy and the
-library itself are installed.
+They are imported in a process of their own (`_run_decoder.py`), where only NumPy and
+the library itself are installed.
 """
 
 import dataclasses

@@ -5,8 +5,8 @@ import os
 import pathlib
 import sys
 
-import equinox as eqx
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np

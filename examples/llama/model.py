@@ -79,7 +79,7 @@ class Cache(eqx.Module):
     this code can tell: it replaces rows, and multiplies.
 
     Sequences and heads are one axis, and a layer by itself has none for layers: XLA
-    drops axes of length 1, and for that copies all of a cache four times for each token.
+    drops axes of length 1, and to do so copies a cache four times for each token.
     """
 
     keys: Float[Array, "*layers batch_and_heads capacity size"]

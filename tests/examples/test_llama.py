@@ -34,7 +34,9 @@ def reference(name):
 
 
 forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
-extend = eqx.filter_jit(strict(lambda model, *rest: model.extend(*rest)), donate="none")
+extend = eqx.filter_jit(
+    strict(lambda model, *rest: model.extend(*rest)), donate="none"
+)
 logits_of = eqx.filter_jit(strict(lambda model, hidden: model.logits(hidden)))
 
 
