@@ -17,8 +17,8 @@ them. MB are those of the whole process, its libraries and caches included: with
 sequence, and with all that the table has. Load is the time from a file in the page
 cache to a model, compile that of the first call of everything.
 
-The files take 11 GB (a tenth with `--small`), and are kept in a folder (`--folder`); the
-processes hold the same in memory. llama.cpp is compiled when it is first installed,
+The files take 11 GB (a tenth with `--small`), and are kept in a folder (`--folder`);
+the processes hold the same in memory. llama.cpp is compiled when it is installed,
 which takes a quarter of an hour on two cores.
 """
 
