@@ -135,7 +135,7 @@ def choose_kernel(
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
     # For fewer rows the kernel in float32 is as fast: it decodes in registers.
-    rounds = precision == "default" and m > 12 and size <= longest_int8_sum
+    rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
     if vnni and not amx and rounds and not contract_rows:
         return "one digit, VNNI"
     return floats if m <= most else None
