@@ -9,8 +9,8 @@ import numpy as np
 from . import Peer, Products, Quantize, THREADS
 
 
-_types = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
-_float32 = 0
+TYPES = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
+FLOAT32 = 0
 
 _pointer, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
 
@@ -28,6 +28,7 @@ _functions = {
     "ggml_new_graph": (_pointer, _pointer),
     "ggml_build_forward_expand": (None, _pointer, _pointer),
     "ggml_nbytes": (_size, _pointer),
+    "ggml_row_size": (_size, ctypes.c_int, _number),
     "ggml_quantize_chunk": (
         *(_size, ctypes.c_int, _pointer, _pointer),
         *(_number, _number, _number, _pointer),
@@ -48,9 +49,10 @@ _functions = {
 }
 
 
-def _library(folder: pathlib.Path) -> ctypes.CDLL:
+def ggml_of(llama_cpp) -> ctypes.CDLL:
     """ggml, whose functions may then be called. The last also finds those of its parts,
     which are loaded before, as they need not be where the linker looks."""
+    folder = pathlib.Path(llama_cpp.__file__).parent / "lib"
     *_, library = (
         ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
         for name in ("ggml-base", "ggml-cpu", "ggml")
@@ -59,6 +61,18 @@ def _library(folder: pathlib.Path) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def row_bytes(ggml: ctypes.CDLL, kind: int, columns: int) -> int:
+    return ggml.ggml_row_size(kind, columns)
+
+
+def quantized(ggml: ctypes.CDLL, kind: int, w: np.ndarray) -> np.ndarray:
+    """A matrix of float32 in blocks of a type, as bytes."""
+    rows, columns = w.shape
+    data = np.empty((rows, row_bytes(ggml, kind, columns)), np.uint8)
+    ggml.ggml_quantize_chunk(kind, _address(w), _address(data), 0, rows, columns, None)
+    return data
 
 
 def _address(array: np.ndarray) -> ctypes.c_void_p:
@@ -98,7 +112,7 @@ class _CPU:
             weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
             buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(held, memory)
             trial = self.context()
-            x = ggml.ggml_new_tensor_2d(trial, _float32, columns, 1)
+            x = ggml.ggml_new_tensor_2d(trial, FLOAT32, columns, 1)
             product = ggml.ggml_mul_mat(trial, weight, x)
             fits = buffer and ggml.ggml_backend_dev_supports_op(self.device, product)
             ggml.ggml_free(trial)
@@ -116,7 +130,7 @@ class _CPU:
         """The activation, the result, and what computes it."""
         ggml = self.ggml
         held = self.context()
-        x = ggml.ggml_new_tensor_2d(held, _float32, columns, m)
+        x = ggml.ggml_new_tensor_2d(held, FLOAT32, columns, m)
         out = ggml.ggml_mul_mat(held, weight, x)
         graph = ggml.ggml_new_graph(held)
         ggml.ggml_build_forward_expand(graph, out)
@@ -131,12 +145,7 @@ class _CPU:
             w = np.ascontiguousarray(w)
             weight = self.weight(kind, rows, columns)
             stored = ggml.ggml_nbytes(weight)
-            data = w
-            if kind != _float32:
-                data = np.empty(stored, np.uint8)
-                ggml.ggml_quantize_chunk(
-                    kind, _address(w), _address(data), 0, rows, columns, None
-                )
+            data = w if kind == FLOAT32 else quantized(ggml, kind, w)
             ggml.ggml_backend_tensor_set(weight, _address(data), 0, stored)
             graphs = {}
 
@@ -159,12 +168,12 @@ class _CPU:
 def load() -> Products:
     import llama_cpp
 
-    cpu = _CPU(_library(pathlib.Path(llama_cpp.__file__).parent / "lib"))
+    cpu = _CPU(ggml_of(llama_cpp))
     version = importlib.metadata.version("llama-cpp-python")
     return Products(
         f"llama-cpp-python {version}, without AMX",
-        cpu.quantize(_float32),
-        {name: cpu.quantize(kind) for name, kind in _types.items()},
+        cpu.quantize(FLOAT32),
+        {name: cpu.quantize(kind) for name, kind in TYPES.items()},
     )
 
 

@@ -48,8 +48,10 @@ KERNELS = [
 def serves(kernel, format, blocks, packed, contract_rows):
     if "float" in kernel:
         return True
-    if "digit" in kernel:
+    if "two digits" in kernel:
         return not contract_rows and format.integer_levels and blocks == 1
+    if "one digit" in kernel:
+        return not contract_rows
     return not contract_rows and (blocks == 1 or packed // blocks % 16 == 0)
 
 
@@ -69,10 +71,10 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
 
 def draw_product(data, kernel):
     """An activation, and a weight of random codes; few compile, as each shape does."""
-    formats = [NF4, Int4] if "digit" not in kernel else [Int4]
-    formats += [Int8, Ternary]
+    only_integers = "two digits" in kernel
+    formats = [Int4, Int8, Ternary] if only_integers else [NF4, Int4, Int8, Ternary]
     make = data.draw(st.sampled_from([*formats, Binary]))
-    blocks_of = [None] if "digit" in kernel else [None, 128, 256]
+    blocks_of = [None] if only_integers else [None, 128, 256]
     format = make(
         block_size=data.draw(st.sampled_from(blocks_of)),
         scale_dtype=data.draw(st.sampled_from(["float32", "bfloat16"])),

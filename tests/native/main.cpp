@@ -78,17 +78,18 @@ bool check(const Case& c) {
   p.run = 8 << below(3);
   // Often but one, of eight bytes perhaps: blocks as short as they can be.
   const int64_t runs = 1 + below(2) * below(6), blocks = 1 + below(5);
-  const bool one_scale = c.digits || below(2);
+  const bool one_scale = c.digits == 2 || below(2);
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;
-  if (c.needs == 3 && p.blocks > 1 && p.block_bytes() % 16) p.blocks = 1;
+  if (c.routine == &eqquant::split_amx && p.blocks > 1 && p.block_bytes() % 16) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
   p.bfloat16_scales = below(2);
 
+  const bool integers = c.digits == 2 || (c.digits && below(2));
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
     const int code = i & ((1 << std::min(p.bits, 4)) - 1);
-    levels[i] = c.digits ? static_cast<float>(code % 5 - 2) : code * 0.3f - 1;
+    levels[i] = integers ? static_cast<float>(code % 5 - 2) : code * 0.3f - 1;
   }
   const int64_t in = p.contract_rows ? p.rows : p.columns();
   const int64_t out = p.contract_rows ? p.columns() : p.rows;

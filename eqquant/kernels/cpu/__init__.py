@@ -98,7 +98,8 @@ def choose_kernel(
     - `"float, AVX-512"` (AVX2): weights exact, multiplied in float32. 1e-6.
     - `"two digits, VNNI"`: weights exact, activations in two int8, which is 15 bits
         of them. 4e-5.
-    - `"one digit, VNNI"`: activations rounded to int8. 1e-2.
+    - `"one digit, VNNI"`: activations rounded to int8. 1e-2; for weights with a scale
+        for each block these, too, to 127 of the largest of a row. 1.3e-2.
     - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
     """
     library = load()
@@ -124,13 +125,19 @@ def choose_kernel(
         if contract_rows:
             return floats if m <= 8 else None
         digits = "one digit" if rounded else "two digits"
-        return f"{digits}, VNNI" if m < (8 if format.bits == 8 else 24) else None
+        # With AMX, XLA's products of int8 are faster than those of VNNI.
+        few = m < (8 if format.bits == 8 else 24)
+        return f"{digits}, VNNI" if few or not amx else None
     in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
     if amx and in_tiles and not contract_rows and m >= 12:
         # XLA has one product of bfloat16 for many rows, if that is precise enough.
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
+    # For fewer rows the kernel in float32 is as fast: it decodes in registers.
+    rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
+    if vnni and not amx and rounds and not contract_rows:
+        return "one digit, VNNI"
     return floats if m <= most else None
 
 

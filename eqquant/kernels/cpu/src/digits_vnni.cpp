@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include <cmath>
+#include <vector>
 
 #include "product.h"
 #include "target.h"
@@ -204,13 +205,181 @@ void some_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
   for (; row < end; row++) all_digits<bits, 1>(p, levels, scratch, row);
 }
 
+//
+// For more rows of the activation, and for weights whose levels are not integers of one
+// unit: four rows are decoded once, into the innermost cache.
+//
+
+constexpr int at_once = 4, most_digits = 6;
+constexpr int64_t few_digits = 8;
+// The digits that a second-level cache holds, beside the rest: more are taken in turns.
+constexpr int64_t cached_bytes = 1 << 19;
+
+// Whether the levels of a row are integers of one unit as they are.
+bool is_exact(const Product& p) {
+  if (p.blocks > 1) return false;
+  for (int i = 0; p.bits < 8 && i < 16; i++)
+    if (p.levels[i] != std::nearbyint(p.levels[i])) return false;
+  return true;
+}
+
+struct alignas(64) Register {
+  uint8_t bytes[64];
+};
+
+// A row of a weight with a scale for each block, rounded to integers of one unit: 127 of
+// them are its largest scale times the largest level. Returns that unit.
+template <int bits>
+float round_row(const Product& p, const float* scales, float largest, const uint8_t* codes,
+                uint8_t* to) {
+  const int64_t block = p.block_bytes(), stride = plane_stride(p);
+  float most = 0;
+  for (int64_t b = 0; b < p.blocks; b++) {
+    if (!std::isfinite(scales[b])) return NAN;
+    most = std::max(most, std::fabs(scales[b]));
+  }
+  const float unit = most * largest / 127;
+  const float per_unit = unit > 0 && std::isfinite(1 / unit) ? 1 / unit : 0;
+  const __m512 levels = _mm512_loadu_ps(p.levels);
+  for (int64_t b = 0, j = 0; b < p.blocks; b++) {
+    const __m512 factor = _mm512_set1_ps(scales[b] * per_unit);
+    const auto rounded = [&](__m512 x) {
+      const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, factor));
+      return _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(128)));
+    };
+    const __m128i table = rounded(levels);
+    for (const int64_t end = j + block; j < end; j += 16) {
+      const int64_t left = std::min<int64_t>(16, end - j);
+      const __mmask16 some = (1u << left) - 1;
+      const __m128i of = _mm_maskz_loadu_epi8(some, codes + j);
+      if constexpr (bits == 8) {
+        const __m512 values = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(of));
+        _mm_mask_storeu_epi8(to + j, some, rounded(values));
+      } else {
+        for (int plane = 0; plane < 8 / bits; plane++) {
+          const __m128i shifted = _mm_srl_epi16(of, _mm_cvtsi32_si128(plane * bits));
+          const __m128i code = _mm_and_si128(shifted, _mm_set1_epi8((1 << bits) - 1));
+          _mm_mask_storeu_epi8(to + plane * stride + j, some, _mm_shuffle_epi8(table, code));
+        }
+      }
+      j -= 16 - left;
+    }
+  }
+  return unit;
+}
+
+// A row as unsigned bytes, in the order of digits.
+template <int bits, int plane = 0>
+void decode_row(const Product& p, __m512i table, const uint8_t* codes, uint8_t* to) {
+  for (int64_t j = 0; j < p.packed; j += 64) {
+    const __mmask64 some = p.packed - j >= 64 ? ~0ull : (1ull << (p.packed - j)) - 1;
+    const __m512i of = _mm512_maskz_loadu_epi8(some, codes + j);
+    _mm512_store_si512(to + plane * plane_stride(p) + j, decode<bits, plane>(table, of));
+  }
+  if constexpr ((plane + 1) * bits < 8) decode_row<bits, plane + 1>(p, table, codes, to);
+}
+
+// `_mm512_dpbusd_epi32`, of which GCC 12 keeps the sums of a large tile in memory.
+EQQUANT_INLINE __m512i add_products(__m512i sum, __m512i weight, __m512i digits) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(digits));
+  return sum;
+}
+
+template <int count>
+void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_t* totals) {
+  __m512i sums[count][at_once];
+  for (int i = 0; i < count; i++)
+    for (int r = 0; r < at_once; r++) sums[i][r] = _mm512_setzero_si512();
+  int64_t j = 0;
+  do {  // As in tiles.h.
+    __m512i weight[at_once];
+    for (int r = 0; r < at_once; r++) weight[r] = _mm512_load_si512(w + r * stride + j);
+    for (int i = 0; i < count; i++) {
+      const __m512i digits = _mm512_loadu_si512(x + i * stride + j);
+      for (int r = 0; r < at_once; r++) sums[i][r] = add_products(sums[i][r], weight[r], digits);
+    }
+    j += 64;
+  } while (j < stride);
+  __m512i stored[count * at_once];
+  for (int i = 0; i < count; i++)
+    for (int r = 0; r < at_once; r++) _mm512_store_si512(stored + i * at_once + r, sums[i][r]);
+  for (int i = 0; i < count; i++)
+    _mm_store_si128(reinterpret_cast<__m128i*>(totals) + i, sums_of(stored + i * at_once));
+}
+
+template <int bits>
+void many_digits(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  Unsigned levels{_mm512_setzero_si512(), 128};
+  float largest = bits == 8 ? 127 : 0;
+  const bool exact = is_exact(p);
+  if (exact) levels = unsigned_levels(p);
+  for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
+  const int8_t* x = digits_in(p, scratch);
+  const Row* of = rows_in(p, scratch);
+  const int64_t stride = digit_stride(p), count = p.m * p.digits;
+  // Whole rows of the activation at a time: one digit or two of each.
+  const int64_t in_turn =
+      std::max<int64_t>(1, cached_bytes / stride / most_digits) * most_digits;
+  std::vector<Register> decoded(at_once * stride / 64);
+  uint8_t* w = decoded[0].bytes;
+  std::vector<float> buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
+  for (int64_t first = 0; first < count; first += in_turn)
+    for (int64_t row = begin; row < end; row += at_once) {
+      const int rows = static_cast<int>(std::min<int64_t>(at_once, end - row));
+      const float* scales = scales_of(p, row, rows, buffer.data());
+      alignas(16) float units[at_once] = {};
+      for (int r = 0; r < rows; r++) {
+        const uint8_t* codes = p.codes + (row + r) * p.packed;
+        if (exact) {
+          units[r] = scales[r];
+          decode_row<bits>(p, levels.table, codes, w + r * stride);
+        } else {
+          units[r] = round_row<bits>(p, scales + r * p.blocks, largest, codes, w + r * stride);
+        }
+      }
+      const int64_t last = std::min(count, first + in_turn);
+      for (int64_t i = first; i < last; i += most_digits) {
+        alignas(64) uint32_t totals[most_digits * at_once];
+        const int8_t* some = x + i * stride;
+        switch (std::min<int64_t>(most_digits, last - i)) {
+          case 1: multiply_decoded<1>(w, some, stride, totals); break;
+          case 2: multiply_decoded<2>(w, some, stride, totals); break;
+          case 3: multiply_decoded<3>(w, some, stride, totals); break;
+          case 4: multiply_decoded<4>(w, some, stride, totals); break;
+          case 5: multiply_decoded<5>(w, some, stride, totals); break;
+          default: multiply_decoded<most_digits>(w, some, stride, totals);
+        }
+        for (int64_t k = 0; k < std::min<int64_t>(most_digits, last - i); k += p.digits) {
+          const int64_t m = (i + k) / p.digits;
+          const auto digit = [&](int d) {
+            const __m128i sum =
+                _mm_load_si128(reinterpret_cast<const __m128i*>(totals + (k + d) * at_once));
+            const uint32_t excess = levels.offset * of[m].sums[d];
+            return _mm_cvtepi32_ps(_mm_sub_epi32(sum, _mm_set1_epi32(static_cast<int>(excess))));
+          };
+          __m128 sum = digit(0);
+          if (p.digits == 2)
+            sum = _mm_add_ps(sum, _mm_div_ps(digit(1), _mm_set1_ps(low_per_high)));
+          sum = _mm_mul_ps(_mm_mul_ps(sum, _mm_set1_ps(of[m].unit)), _mm_load_ps(units));
+          _mm_mask_storeu_ps(p.y + m * p.rows + row, (1u << rows) - 1, sum);
+        }
+      }
+    }
+}
+
+template <int bits>
+void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  const bool few = p.m * p.digits <= few_digits && is_exact(p);
+  few ? some_rows<bits>(p, scratch, begin, end) : many_digits<bits>(p, scratch, begin, end);
+}
+
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   char* from = const_cast<char*>(scratch);  // It is only read.
   switch (p.bits) {
-    case 1: return some_rows<1>(p, from, begin, end);
-    case 2: return some_rows<2>(p, from, begin, end);
-    case 4: return some_rows<4>(p, from, begin, end);
-    case 8: return some_rows<8>(p, from, begin, end);
+    case 1: return digits_of<1>(p, from, begin, end);
+    case 2: return digits_of<2>(p, from, begin, end);
+    case 4: return digits_of<4>(p, from, begin, end);
+    case 8: return digits_of<8>(p, from, begin, end);
   }
 }
 

@@ -96,7 +96,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
     return invalid("operands must not be empty");
   if (run < 1 || p.packed % run) return invalid("run must divide the bytes of a row");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
-  if (p.digits && p.blocks != 1) return invalid("digits need one scale for each row");
+  if (p.digits == 2 && p.blocks != 1) return invalid("two digits need one scale for each row");
   if (routine == &split_amx && p.blocks > 1 && p.block_bytes() % 16)
     return invalid("blocks must be a multiple of 16 bytes");
   if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))

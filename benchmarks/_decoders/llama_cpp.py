@@ -1,0 +1,162 @@
+"""llama.cpp, on a file that is written here."""
+
+import functools as ft
+import importlib.metadata
+import pathlib
+from collections.abc import Iterator
+
+import _gguf
+import numpy as np
+from _peers.llama_cpp import FLOAT32, ggml_of, quantized, row_bytes, TYPES
+
+from . import random_ends, random_layer, Shape
+
+
+variants = tuple(TYPES)
+suffix = ".gguf"
+
+_names = {
+    "query": "attn_q",
+    "key": "attn_k",
+    "value": "attn_v",
+    "output": "attn_output",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "embedding": "token_embd",
+    "head": "output",
+}
+
+
+def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
+    """Write the file of a variant: every matrix in its type, norms in float32."""
+    import llama_cpp
+
+    ggml, kind = ggml_of(llama_cpp), TYPES[variant]
+    metadata = {
+        "general.architecture": "llama",
+        "llama.context_length": 8 * (shape.prompt + shape.room),
+        "llama.embedding_length": shape.size,
+        "llama.block_count": shape.layers,
+        "llama.feed_forward_length": shape.hidden,
+        "llama.attention.head_count": shape.heads,
+        "llama.attention.head_count_kv": shape.kv_heads,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": shape.head_size,
+        "llama.vocab_size": shape.vocabulary,
+        "tokenizer.ggml.model": "no_vocab",
+    }
+
+    def matrix(name: str, rows: int, columns: int, drawn: Iterator) -> _gguf.Tensor:
+        def data():
+            _, w = next(drawn)  # They are written in the order in which they are drawn.
+            return quantized(ggml, kind, w)
+
+        nbytes = rows * row_bytes(ggml, kind, columns)
+        return _gguf.Tensor(f"{name}.weight", (rows, columns), kind, nbytes, data)
+
+    def norm(name: str) -> _gguf.Tensor:
+        ones = ft.partial(np.ones, shape.size, np.float32)
+        return _gguf.Tensor(
+            f"{name}.weight", (shape.size,), FLOAT32, 4 * shape.size, ones
+        )
+
+    ends = random_ends(shape)
+    tensors = [
+        matrix(_names[name], shape.vocabulary, shape.size, ends)
+        for name in ("embedding", "head")
+    ]
+    tensors.append(norm("output_norm"))
+    for i in range(shape.layers):
+        drawn = random_layer(shape, i)
+        for name, of in shape.matrices().items():
+            tensors.append(matrix(f"blk.{i}.{_names[name]}", *of, drawn))
+        tensors += [norm(f"blk.{i}.attn_norm"), norm(f"blk.{i}.ffn_norm")]
+    _gguf.write(path, metadata, tensors)
+
+
+class Runs:
+    """Contexts are made for as many sequences as are asked for; weights are shared."""
+
+    def __init__(self, shape: Shape, path: pathlib.Path, threads: int):
+        import llama_cpp
+
+        self.lib, self.shape, self.threads = llama_cpp, shape, threads
+        llama_cpp.llama_backend_init()
+        params = llama_cpp.llama_model_default_params()
+        self.model = llama_cpp.llama_model_load_from_file(bytes(path), params)
+        assert self.model, f"llama.cpp cannot load {path}"
+        self.contexts = {}
+
+    def version(self) -> str:
+        version = importlib.metadata.version("llama-cpp-python")
+        info = self.lib.llama_print_system_info().decode()
+        features = [part.strip() for part in info.split("|") if "AVX" in part]
+        return f"llama-cpp-python {version} ({', '.join(features)})"
+
+    def _context(self, sequences: int):
+        if sequences not in self.contexts:
+            lib, shape = self.lib, self.shape
+            params = lib.llama_context_default_params()
+            params.n_ctx = sequences * (shape.prompt + shape.room)
+            params.n_batch = params.n_ubatch = shape.prompt
+            params.n_seq_max = sequences
+            params.n_threads = params.n_threads_batch = self.threads
+            context = lib.llama_init_from_model(self.model, params)
+            assert context, "llama.cpp cannot make a context"
+            self.contexts[sequences] = context
+        return self.contexts[sequences]
+
+    def _extend(self, context, tokens, start: int) -> np.ndarray:
+        """Tokens (sequences, length) from a position on; the token after each."""
+        lib = self.lib
+        sequences, length = tokens.shape
+        batch = lib.llama_batch_init(tokens.size, 0, 1)
+        batch.n_tokens = tokens.size
+        for i, token in enumerate(tokens.ravel().tolist()):
+            sequence, position = divmod(i, length)
+            batch.token[i], batch.pos[i] = token, start + position
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            batch.logits[i] = position == length - 1
+        failed = lib.llama_decode(context, batch)
+        lib.llama_batch_free(batch)
+        assert not failed, f"llama_decode: {failed}"
+
+        def choose(sequence):
+            at = sequence * length + length - 1
+            logits = lib.llama_get_logits_ith(context, at)
+            return np.ctypeslib.as_array(logits, (self.shape.vocabulary,)).argmax()
+
+        return np.array([[choose(i)] for i in range(sequences)])
+
+    def _prompt(self, context) -> None:
+        lib = self.lib
+        lib.llama_memory_clear(lib.llama_get_memory(context), False)
+        tokens = np.random.default_rng(0).integers(
+            self.shape.vocabulary, size=(1, self.shape.prompt), dtype=np.int32
+        )
+        self._extend(context, tokens, 0)
+
+    def prepare(self, sequences: int) -> None:
+        context = self._context(sequences)
+        self._prompt(context)
+        memory = self.lib.llama_get_memory(context)
+        for i in range(1, sequences):
+            self.lib.llama_memory_seq_cp(memory, 0, i, -1, -1)
+        self.decode(sequences, 1)
+
+    def prefill(self) -> None:
+        self._prompt(self._context(1))
+
+    def decode(self, sequences: int, steps: int) -> None:
+        context, memory = self._context(sequences), None
+        memory = self.lib.llama_get_memory(context)
+        for i in range(sequences):
+            self.lib.llama_memory_seq_rm(memory, i, self.shape.prompt, -1)
+        tokens = np.ones((sequences, 1), np.int32)
+        for i in range(steps):
+            tokens = self._extend(context, tokens, self.shape.prompt + i)
+
+
+def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
+    return Runs(shape, path, threads)
