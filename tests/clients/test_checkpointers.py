@@ -6,9 +6,11 @@ import eqquant
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import orbax.checkpoint as ocp
 import pytest
 from helpers import assert_identical
+
+
+ocp = pytest.importorskip("orbax.checkpoint")
 
 
 @pytest.fixture
