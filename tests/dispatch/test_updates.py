@@ -127,9 +127,10 @@ def test_attention_over_a_quantized_cache(format, normal):
     assert error < (0.01 if format.name == "int8" else 0.15)
 
 
-def test_rows_that_are_quantized_already_decode(normal):
+@pytest.mark.parametrize("how", ["some rows", "clipped"])
+def test_rows_that_are_quantized_already_decode(how, normal):
     cache, rows = (eqquant.quantize(normal(n, 64), "nf4") for n in (6, 2))
-    update = lambda c, x: lax.dynamic_update_slice(c, x, (3, 0))
+    update, _ = UPDATES[how]
     for pair in ((cache, rows), (cache.dequantize(), rows)):
         with pytest.raises(eqquant.MaterialiseError):
             strict(update)(*pair)

@@ -28,7 +28,7 @@ def _scatter(q, indices, rows, *, dimension_numbers, update_jaxpr=None, **params
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
         return NotImplemented
     n = q.whole_axes
-    if n is None or isinstance(indices, ImplicitArray):
+    if n is None:
         return NotImplemented
     whole = set(range(q.ndim - n, q.ndim))
     indexed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
