@@ -2,9 +2,10 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <thread>
+#include <mutex>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -26,12 +27,17 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
 
   struct Counters {
     std::atomic<int64_t> next{0}, done{0};
+    std::mutex mutex;
+    std::condition_variable all_done;
   };
   auto counters = std::make_shared<Counters>();
   const auto work = [counters, pieces, piece, count, &use] {
     for (int64_t i; (i = counters->next.fetch_add(1)) < pieces;) {
       use(i * piece, std::min(count, (i + 1) * piece));
-      counters->done.fetch_add(1, std::memory_order_release);
+      if (counters->done.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) continue;
+      // Locked in between: who waits has either seen it, or is waiting.
+      { std::lock_guard<std::mutex> lock(counters->mutex); }
+      counters->all_done.notify_one();
     }
   };
   for (int64_t i = 1; i < std::min(threads, pieces); i++) {
@@ -39,9 +45,13 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
     pool.Schedule(std::move(task));
   }
   work();
-  // Seldom long; where it is, the thread that is waited for may need this very core.
-  for (int i = 0; counters->done.load(std::memory_order_acquire) < pieces; i++)
-    i < 1000 ? __builtin_ia32_pause() : std::this_thread::yield();
+  const auto is_done = [&] { return counters->done.load(std::memory_order_acquire) == pieces; };
+  for (int i = 0; i < 1000 && !is_done(); i++) __builtin_ia32_pause();
+  if (is_done()) return;
+  // Seldom. The thread that is waited for may need this very core, and to yield it in a
+  // loop would not give it away for long.
+  std::unique_lock<std::mutex> lock(counters->mutex);
+  counters->all_done.wait(lock, is_done);
 }
 
 }  // namespace eqquant
