@@ -17,10 +17,10 @@ import ast
 import pathlib
 import re
 import resource
-import sysconfig
 import time
 
 import _checkpoint
+import _standard_library
 import eqquant
 import equinox as eqx
 import jax
@@ -51,18 +51,6 @@ NAME_TOKENS, SUMMARY_TOKENS = 12, 24
 # The data
 #
 
-NOT_DOCUMENTED = {
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "ensurepip",
-    "site-packages",
-    "dist-packages",
-}
-
 
 def in_words(name: str) -> str:
     """`xml.dom.ElementInfo` -> `xml dom element info`."""
@@ -73,7 +61,6 @@ def in_words(name: str) -> str:
 def read_pairs() -> list[tuple[str, str]]:
     """The name of each public function and class of the standard library that has a
     docstring, and the first paragraph of that."""
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     names: dict[str, str] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -89,17 +76,9 @@ def read_pairs() -> list[tuple[str, str]]:
             if isinstance(child, ast.ClassDef):
                 visit(child, name)
 
-    for path in sorted(root.rglob("*.py")):
-        module = path.relative_to(root).with_suffix("")
-        if NOT_DOCUMENTED & set(module.parts):
-            continue
-        if any(p.startswith("_") and p != "__init__" for p in module.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text("utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # Some are there to be wrong.
-        visit(tree, in_words(".".join(module.parts).removesuffix(".__init__")))
+    for name, tree in _standard_library.modules():
+        if not any(p.startswith("_") and p != "__init__" for p in name.split(".")):
+            visit(tree, in_words(name))
     return [(name, summary) for summary, name in names.items()]
 
 

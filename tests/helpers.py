@@ -115,6 +115,24 @@ def kernels_in(compiled) -> list[str]:
     return [call for call in calls if call not in around]
 
 
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_after_saving(module, monkeypatch, run):
+    """Run an example, but stop right after its first checkpoint."""
+    save = module._checkpoint.save
+
+    def save_and_stop(*args, **kwargs):
+        save(*args, **kwargs)
+        raise Interrupted
+
+    with monkeypatch.context() as context:
+        context.setattr(module._checkpoint, "save", save_and_stop)
+        with pytest.raises(Interrupted):
+            run()
+
+
 def slow(value):
     """One of several parameters of a test, for the slow part."""
     return pytest.param(value, marks=pytest.mark.slow)

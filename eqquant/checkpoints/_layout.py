@@ -54,6 +54,32 @@ class Planned:
     nbytes: int
 
 
+def place(planned: list[Planned]) -> tuple[dict[str, Any], dict[str, int]]:
+    """What a header says of tensors, and where each starts after the header: aligned,
+    as those of the longest elements come first."""
+    entries: dict[str, Any] = {}
+    starts, position = {}, 0
+    for tensor in sorted(planned, key=lambda t: -t.dtype.itemsize):
+        starts[tensor.name] = position
+        position += tensor.nbytes
+        entries[tensor.name] = {
+            "dtype": _of_dtype[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [starts[tensor.name], position],
+        }
+    return entries, starts
+
+
+def with_length(text: bytes) -> bytes:
+    """A header as it is in a file, after text that was padded by [`padded`][]."""
+    return len(text).to_bytes(8, "little") + text
+
+
+def padded(header: dict[str, Any]) -> bytes:
+    text = to_json(header)
+    return text + b" " * (-len(text) % 8)
+
+
 def make_header(
     planned: list[Planned],
     layout: Layout,
@@ -63,36 +89,20 @@ def make_header(
 
     The length does not depend on the checksums, so it may be written twice.
     """
-    # Aligned, if those of the longest elements come first.
-    planned = sorted(planned, key=lambda t: -t.dtype.itemsize)
-    offsets, position = {}, 0
-    for tensor in planned:
-        offsets[tensor.name] = position
-        position += tensor.nbytes
+    entries, starts = place(planned)
     described: dict[str, Any] = {
         "version": VERSION,
         "records": layout.records,
-        "checksums": {
-            t.name: f"{layout.checksums.get(t.name, 0):08x}" for t in planned
-        },
+        "checksums": {name: f"{layout.checksums.get(name, 0):08x}" for name in entries},
     }
     if layout.shard is not None:
         described["shard"] = dataclasses.asdict(layout.shard)
     about = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
-    header: dict[str, Any] = {"__metadata__": about}
-    for tensor in planned:
-        start = offsets[tensor.name]
-        header[tensor.name] = {
-            "dtype": _of_dtype[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, start + tensor.nbytes],
-        }
-    text = to_json(header)
-    text += b" " * (-len(text) % 8)
+    text = padded({"__metadata__": about, **entries})
     crc = zlib.crc32(text)
     text = text.replace(_entry(_zeros), _entry(f"{crc:08x}"))
-    whole = len(text).to_bytes(8, "little") + text
-    return whole, {name: len(whole) + start for name, start in offsets.items()}
+    whole = with_length(text)
+    return whole, {name: len(whole) + start for name, start in starts.items()}
 
 
 def _entry(checksum: str) -> bytes:

@@ -5,23 +5,16 @@ licence, and read from the Python that runs this."""
 
 import ast
 import pathlib
-import sysconfig
+import sys
 import zlib
 from collections.abc import Iterator
 from pydoc_data import topics
 
 
-NOT_DOCUMENTED = {
-    "test",
-    "tests",
-    "idle_test",
-    "idlelib",
-    "lib2to3",
-    "turtledemo",
-    "ensurepip",
-    "site-packages",
-    "dist-packages",
-}
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
+import _standard_library
+
+
 # One document of so many is held out.
 HELD_OUT = 12
 
@@ -52,16 +45,7 @@ def read_documents() -> tuple[list[str], list[str]]:
 
 
 def _modules() -> Iterator[tuple[str, list[str]]]:
-    root = pathlib.Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
-        module = path.relative_to(root).with_suffix("")
-        if NOT_DOCUMENTED & set(module.parts):
-            continue
-        try:
-            tree = ast.parse(path.read_text("utf-8"))
-        except (SyntaxError, UnicodeDecodeError):
-            continue  # Some are there to be wrong.
-        name = ".".join(module.parts).removesuffix(".__init__")
+    for name, tree in _standard_library.modules():
         if parts := list(_docstrings(tree, name)):
             yield name, parts
 

@@ -154,14 +154,19 @@ def test_gguf_cut_off_anywhere(tmp_path_factory, data):
         assert outcome(path) is None
 
 
+def flip_bits(data, raw: bytearray, count: int) -> None:
+    """One to three bits of the first `count` bytes."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        bit = data.draw(st.integers(0, 8 * count - 1))
+        raw[bit // 8] ^= 1 << bit % 8
+
+
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
 def test_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
     raw = bytearray(gguf([pair(), pair("s", 8, text("x"))], [tensor(kind=0)]))
     header = len(raw) - len(BYTES)
-    for _ in range(data.draw(st.integers(1, 3))):
-        bit = data.draw(st.integers(0, 8 * header - 1))
-        raw[bit // 8] ^= 1 << bit % 8
+    flip_bits(data, raw, header)
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     path.write_bytes(raw)
     # Either an error of ours or arrays of what is there: never anything else.
@@ -176,9 +181,7 @@ def test_real_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
     raw = bytearray((DATA / "gguf.gguf").read_bytes())
     with GGUFFile(DATA / "gguf.gguf") as file:
         header = min(tensor.start for tensor in file.tensors.values())
-    for _ in range(data.draw(st.integers(1, 3))):
-        bit = data.draw(st.integers(0, 8 * header - 1))
-        raw[bit // 8] ^= 1 << bit % 8
+    flip_bits(data, raw, header)
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     path.write_bytes(raw)
     outcome(path)
@@ -190,9 +193,7 @@ def test_bitsandbytes_with_bits_flipped_in_what_describes_it(tmp_path_factory, d
     original = (DATA / "bitsandbytes_int8.safetensors").read_bytes()
     raw = bytearray(original)
     header = 8 + int.from_bytes(raw[:8], "little")
-    for _ in range(data.draw(st.integers(1, 3))):
-        bit = data.draw(st.integers(0, 8 * header - 1))
-        raw[bit // 8] ^= 1 << bit % 8
+    flip_bits(data, raw, header)
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
     path.write_bytes(raw)
     outcome(path)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical, slow, strict
+from helpers import assert_identical, interrupt_after_saving, slow, strict
 from safetensors.numpy import load_file
 
 
@@ -45,24 +45,6 @@ TINY = Config(
     hidden=96,
     tied=True,
 )
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_after_saving(monkeypatch, run):
-    """Run, but stop right after the first checkpoint."""
-    save = fitting._checkpoint.save
-
-    def save_and_stop(*args, **kwargs):
-        save(*args, **kwargs)
-        raise Interrupted
-
-    with monkeypatch.context() as context:
-        context.setattr(fitting._checkpoint, "save", save_and_stop)
-        with pytest.raises(Interrupted):
-            run()
 
 
 def by_hand(model, prompt, count):
@@ -173,7 +155,7 @@ def small(tmp_path_factory):
         patch.setattr(train_small, "LENGTH", 32)
         patch.setattr(train_small, "SAVE_EVERY", 4)
         run = lambda: train_small.main(["--steps", "6", "--output", str(folder)])
-        interrupt_after_saving(patch, run)
+        interrupt_after_saving(fitting, patch, run)
         parts = folder / "training.eqx"
         assert parts.exists() and not (folder / "model.safetensors").exists()
         run()
@@ -225,7 +207,7 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
     run = lambda name: finetune.main([*arguments, "--output", str(tmp_path / name)])
     history = run("whole")
     assert len(history) == 6 and history[-1] < history[0]
-    interrupt_after_saving(monkeypatch, lambda: run("parts"))
+    interrupt_after_saving(fitting, monkeypatch, lambda: run("parts"))
     assert run("parts") == history
     saved = [
         load_file(tmp_path / name / "adapter_model.safetensors")

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import assert_identical
+from helpers import assert_identical, interrupt_after_saving
 
 
 pytestmark = pytest.mark.slow
@@ -22,24 +22,6 @@ def load(name, monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     sys.modules.pop(name, None)
     return importlib.import_module(name)
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_after_saving(module, monkeypatch, run):
-    """Run, but stop right after the first checkpoint."""
-    save = module._checkpoint.save
-
-    def save_and_stop(*args, **kwargs):
-        save(*args, **kwargs)
-        raise Interrupted
-
-    with monkeypatch.context() as context:
-        context.setattr(module._checkpoint, "save", save_and_stop)
-        with pytest.raises(Interrupted):
-            run()
 
 
 def test_digits(monkeypatch, tmp_path):
