@@ -138,6 +138,11 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
+def fast(*names: str) -> list:
+    """The default formats, of which these are in the fast part."""
+    return [f if f.name in names else slow(f) for f in DEFAULT_FORMATS]
+
+
 def _as_param(value):
     if isinstance(value, type(pytest.param())):
         return value

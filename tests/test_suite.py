@@ -30,7 +30,7 @@ def test_marks_of_an_option_stay():
 
 def test_programs_are_kept_for_one_library_and_one_jax(monkeypatch, tmp_path):
     before = cache_key()
-    assert before == cache_key()
+    assert before == cache_key() != cache_key(True)
     with monkeypatch.context() as context:
         (tmp_path / "other.so").write_bytes(b"other")
         context.setattr(_library, "library", tmp_path / "other.so")

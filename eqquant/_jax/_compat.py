@@ -65,11 +65,11 @@ def match_varying(*args):
     primitives: otherwise the transpose of a product misses a psum."""
     axes = frozenset().union(*map(varying_axes, args))
 
-    def cast(x):
-        missing = tuple(axes - varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
-    return tuple(map(cast, args))
+    missing = [tuple(axes - varying_axes(x)) for x in args]
+    return tuple(
+        lax.pcast(x, names, to="varying") if names else x
+        for x, names in zip(args, missing, strict=True)
+    )
 
 
 #

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4, Ternary
-from helpers import assert_close, assert_identical, pairs, strict
+from helpers import assert_close, assert_identical, pairs, slow, strict
 from jax import lax
 
 
@@ -97,7 +97,7 @@ def attention(cache, step, query, key, value):
 
 
 @pytest.mark.parametrize(
-    "format", [Int8(precision="highest"), NF4(precision="highest")]
+    "format", [Int8(precision="highest"), slow(NF4(precision="highest"))]
 )
 def test_attention_over_a_quantized_cache(format, normal):
     heads, length, size = 2, 40, 64

@@ -244,13 +244,19 @@ def large():
         pytest.param(NF4(scale_dtype="bfloat16"), 20.73, marks=pytest.mark.slow),
         pytest.param(NF4(scale_search=True), 21.36, marks=pytest.mark.slow),
         (Int8(), 41.25),  # Given to a tenth: 41.3.
-        (Int8(block_size=64), 44.53),  # 44.5.
-        (Ternary(rule="absmean", least_squares=False), 5.79),
+        pytest.param(Int8(block_size=64), 44.53, marks=pytest.mark.slow),  # 44.5.
+        pytest.param(
+            Ternary(rule="absmean", least_squares=False), 5.79, marks=pytest.mark.slow
+        ),
         (Ternary(rule="absmean"), 6.71),
-        (Ternary(rule="absmean"), gaussian_ternary(math.sqrt(2 / math.pi) / 2)),
+        pytest.param(
+            Ternary(rule="absmean"),
+            gaussian_ternary(math.sqrt(2 / math.pi) / 2),
+            marks=pytest.mark.slow,
+        ),
         (Ternary(), gaussian_ternary(1 / 2)),
         (Binary(), -10 * math.log10(1 - 2 / math.pi)),
-        (Binary(block_size=64), 4.46),
+        pytest.param(Binary(block_size=64), 4.46, marks=pytest.mark.slow),
     ],
     ids=repr,
 )

@@ -133,8 +133,8 @@ TWICE = NF4(double_quantization=True)
     "size, bits",
     [
         (384, 4 + 8 / 64 + 8 / 384),
-        (4096, 4 + 8 / 64 + 8 / 4096),
-        (16384, 4 + 8 / 64 + 8 / 16384),
+        pytest.param(4096, 4 + 8 / 64 + 8 / 4096, marks=pytest.mark.slow),
+        pytest.param(16384, 4 + 8 / 64 + 8 / 16384, marks=pytest.mark.slow),
     ],
 )
 def test_double_quantization_costs_no_accuracy(size, bits, normal):

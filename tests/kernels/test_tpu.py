@@ -132,7 +132,7 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
 
 @pairs(
     "kind, format, operand",
-    ["TPU v5e", "TPU7x", "TPU v4", "TPU v6e"],
+    ["TPU v5e", "TPU7x", slow("TPU v4"), slow("TPU v6e")],
     [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)]
     + [slow(f) for f in (Int8(), Ternary(), Binary(block_size=256))],
     [(8, "float32"), (40, "bfloat16")],

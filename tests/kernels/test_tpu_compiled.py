@@ -30,7 +30,7 @@ def quantized(rows, columns, format):
 
 
 @needs_compiler
-@pairs("chip, format", CHIPS, FORMATS)
+@pairs("chip, format", ["v5e", "v6e", *map(slow, CHIPS[2:])], FORMATS)
 def test_products_become_kernels(chip, format):
     q = quantized(2048, 2048, format)
     for m, kernel in ((8, "decode"), (256, "columns")):
@@ -83,7 +83,7 @@ def test_many_rows_fit_in_memory(chip, dtype, format, by_columns):
     [
         Int8(activations="int8"),
         Ternary(activations="int8"),
-        NF4(tpu=TPUKernel(lookup=False)),
+        slow(NF4(tpu=TPUKernel(lookup=False))),
     ],
 )
 def test_w8a8_and_choices_compile(chip, format):
@@ -94,7 +94,7 @@ def test_w8a8_and_choices_compile(chip, format):
 
 
 @needs_compiler
-@pytest.mark.parametrize("columns", [slow(4096), 8192, slow(14336)])
+@pytest.mark.parametrize("columns", map(slow, (4096, 8192, 14336)))
 def test_no_component_is_expanded_outside(columns):
     # The scales are read where they are: no copy, no transpose.
     q = quantized(4096, columns, NF4())
@@ -126,7 +126,7 @@ def test_models_and_their_gradients_become_kernels(chip, format):
 
 
 @needs_compiler
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
 def test_shard_map_has_the_kernel_on_every_device(check_vma):
     q = quantized(1024, 512, NF4())
     x = jax.ShapeDtypeStruct((64, 512), jnp.float32)

@@ -99,6 +99,7 @@ def test_gradients_of_quantized_products(normal, options, activations):
         assert relative(a, b) < 1e-6
 
 
+@pytest.mark.slow
 def test_convolutions_and_other_functions_under_quaxify():
     """As later the quantized model."""
     wrapped, quantized = both(Mixed(), W8A8, rules={"conv.*": "nf4"})

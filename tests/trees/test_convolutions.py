@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, assert_identical, pairs
+from helpers import assert_close, assert_identical, pairs, slow
 
 
 KEY = jax.random.key(0)
@@ -36,7 +36,11 @@ def image(layer):
     return jax.random.normal(KEY, (layer.in_channels, *(9,) * layer.num_spatial_dims))
 
 
-@pairs("name, format", LAYERS, ["int8", "nf4", "ternary", "binary"])
+SLOW = ("Conv3d", "Conv", "subclass")
+NAMES = [slow(name) if name in SLOW else name for name in LAYERS]
+
+
+@pairs("name, format", NAMES, ["int8", "nf4", "ternary", "binary"])
 def test_a_convolution_is_called_as_it_was(name, format):
     layer = LAYERS[name]()
     q, x = eqquant.quantize_tree(layer, format), image(layer)
@@ -83,6 +87,7 @@ def test_such_a_layer_is_a_pytree_like_any_other():
     assert_identical(dense(image(q)), eqquant.dequantize_tree(q)(image(q)))
 
 
+@pytest.mark.slow
 def test_in_a_model_with_an_adapter_and_in_training():
     class Model(eqx.Module):
         conv: eqx.nn.Conv2d

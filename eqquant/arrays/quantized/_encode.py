@@ -168,12 +168,13 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
         out = jnp.zeros((size, math.prod(part.shape[1:])), part.dtype)
         return match_varying(out, *jax.tree.leaves(inputs))[0]
 
-    out = jax.tree.map(empty, jax.eval_shape(fn, inputs))
+    last = None
+    if rest:
+        last = fn(jax.tree.map(lambda a: a[-rest:], inputs))
+    out = jax.tree.map(empty, last if rest else jax.eval_shape(fn, inputs))
     if count:
         out = pipeline(count, chunk, write, out)
-    if not rest:
-        return out
-    return write(count, fn(jax.tree.map(lambda a: a[-rest:], inputs)), out)
+    return write(count, last, out) if rest else out
 
 
 # What is encoded at once: four megabytes of float32.
