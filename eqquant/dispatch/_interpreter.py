@@ -74,7 +74,7 @@ class Interpreter:
         def read(var):
             return var.val if isinstance(var, Literal) else env[var]
 
-        for eqn in jaxpr.eqns:
+        for eqn in _used(jaxpr):
             values = [read(var) for var in eqn.invars]
             if any(isinstance(x, ImplicitArray) for x in values):
                 results = self.apply(eqn, values)
@@ -103,6 +103,17 @@ class Interpreter:
             return x
         what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
         return materialise(x, what, self.policy)
+
+
+def _used(jaxpr) -> list:
+    """The equations that matter. What nobody reads is not worth an error, or decoding."""
+    variables = lambda atoms: [x for x in atoms if not isinstance(x, Literal)]
+    needed, equations = set(variables(jaxpr.outvars)), []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not needed.isdisjoint(eqn.outvars):
+            equations.append(eqn)
+            needed.update(variables(eqn.invars))
+    return equations[::-1]
 
 
 def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:

@@ -102,6 +102,18 @@ def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
     assert 1e-4 < relative(rounded, plain) < 2e-2  # Rounding to 8 bits.
 
 
+def test_what_nobody_reads_is_neither_decoded_nor_an_error(normal):
+    q = eqquant.quantize(normal(24, 64), "nf4")
+
+    def fn(w, x):
+        jnp.sin(w)  # As haliax looks into a stack for its shapes.
+        jax.jit(lambda w: jnp.cumsum(w, 0))(w)
+        return x @ w.T
+
+    x = normal(3, 64)
+    assert_close(strict(fn)(q, x), fn(dense(q), x))
+
+
 def test_mixed_formats_in_one_operation(normal):
     arrays = [eqquant.quantize(normal(8, 64), f) for f in ("nf4", "int8", "binary")]
     fn = lambda a, b, c: (a + b) * c @ jnp.concatenate([a, b, c]).T
