@@ -12,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 from eqquant.formats._registry import formats
+from jax import export
 
 
 # A new format is picked up here. Blocked and per channel are different paths.
@@ -99,6 +100,18 @@ def in_blocks(w, block_size: int | None) -> np.ndarray:
 def sqnr(actual, expected) -> float:
     """Signal to quantization noise ratio, in decibels."""
     return -20 * math.log10(relative(actual, expected))
+
+
+def exported(fn, *args):
+    """`fn(*args)`, exported, written, read and called."""
+    dynamic, static = eqx.partition(args, eqx.is_array)
+    leaves, treedef = jax.tree.flatten(dynamic)
+
+    def run(leaves):
+        return fn(*eqx.combine(jax.tree.unflatten(treedef, leaves), static))
+
+    written = export.export(jax.jit(run))(leaves).serialize()
+    return export.deserialize(written).call(leaves)
 
 
 needs_compiler = pytest.mark.skipif(

@@ -7,7 +7,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close
+from helpers import assert_close, exported
 
 
 KEY = jax.random.key(0)
@@ -23,6 +23,7 @@ def check(fn, params, *args, tolerance=1e-4):
     expected = fn(eqquant.dequantize_tree(params), *args)
     assert_close(run(params, *args), expected, tolerance)
     assert_close(jax.jit(run)(params, *args), expected, tolerance)
+    assert_close(exported(run, params, *args), expected, tolerance)
 
 
 def test_linen():

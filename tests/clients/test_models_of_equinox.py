@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close
+from helpers import assert_close, exported
 from jax import lax
 
 
@@ -108,4 +108,6 @@ def test_a_model_runs_as_it_is(name):
     x, dense = make_input(KEY), eqquant.dequantize_tree(q)
     run = eqx.filter_jit(lambda model, x: model(x))
     with jax.default_matmul_precision("highest"):
-        assert_close(run(q, x), run(dense, x), 1e-5)
+        expected = run(dense, x)
+        assert_close(run(q, x), expected, 1e-5)
+        assert_close(exported(lambda q, x: q(x), q, x), expected, 1e-5)

@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close
+from helpers import assert_close, exported
 
 
 KEY = jax.random.key(0)
@@ -21,7 +21,9 @@ def check(model, call, *, format="int8", fewest=0.8):
     dense = eqquant.dequantize_tree(q)
     run = eqx.filter_jit(call)
     with jax.default_matmul_precision("highest"):
-        assert_close(run(q), run(dense), 1e-4)
+        expected = run(dense)
+        assert_close(run(q), expected, 1e-4)
+        assert_close(exported(call, q), expected, 1e-4)
         gradient = eqx.filter_jit(eqx.filter_grad(lambda m: jnp.sum(call(m) ** 2)))
         got, expected = gradient(q), gradient(dense)
     for path, expected_bias in vectors(expected).items():

@@ -38,8 +38,6 @@ struct Columns {
     constexpr int64_t values = 8 / bits * count * Vector::size;
     const int64_t whole = block / Vector::size * Vector::size;
     const uint8_t* codes = p.codes + row * p.packed;
-    // The next rows: the hardware would have to find out at each row where it goes on.
-    const uint8_t* next = codes + rows * p.packed;
     const Vector::Levels levels = Vector::levels(p.levels);
     Sums sums;
     for (int r = 0; r < rows; r++)
@@ -50,7 +48,7 @@ struct Columns {
       int64_t j = b / scales_at_once(scaling) * block;
       for (const int64_t end = j + whole; j < end; j += Vector::size, x += values) {
         if (j % 64 == 0)
-          for (int r = 0; r < rows; r++) __builtin_prefetch(next + r * p.packed + j);
+          for (int r = 0; r < rows; r++) prefetch(codes + r * p.packed + j);
         step(p, decoders, codes + j, x, Whole{}, sums);
       }
       if (whole < block) {

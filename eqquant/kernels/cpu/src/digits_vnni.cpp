@@ -150,14 +150,13 @@ struct Tile {
                           const Row* of, const float* scales, int64_t row, int64_t first) {
     const int64_t stride = plane_stride(p);
     const uint8_t* codes = p.codes + row * p.packed;
-    const uint8_t* next = codes + rows * p.packed;
     for (auto& sum : sums) sum = _mm512_setzero_si512();
     for (int64_t j = 0; j < p.packed; j += 64) {
       const __mmask64 some = p.packed - j >= 64 ? ~0ull : (1ull << (p.packed - j)) - 1;
       __m512i some_codes[rows];
       for (int r = 0; r < rows; r++) {
         some_codes[r] = _mm512_maskz_loadu_epi8(some, codes + r * p.packed + j);
-        __builtin_prefetch(next + r * p.packed + j);
+        prefetch(codes + r * p.packed + j);
       }
       multiply<0>(levels.table, some_codes, x + j, stride);
     }
