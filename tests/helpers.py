@@ -103,12 +103,13 @@ def sqnr(actual, expected) -> float:
 
 
 def exported(fn, *args):
-    """`fn(*args)`, exported, written, read and called."""
+    """The leaves of `fn(*args)`, exported, written, read and called."""
     dynamic, static = eqx.partition(args, eqx.is_array)
     leaves, treedef = jax.tree.flatten(dynamic)
 
     def run(leaves):
-        return fn(*eqx.combine(jax.tree.unflatten(treedef, leaves), static))
+        args = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
+        return jax.tree.leaves(fn(*args))
 
     written = export.export(jax.jit(run))(leaves).serialize()
     return export.deserialize(written).call(leaves)
