@@ -10,6 +10,12 @@ from .arrays import (
     MaterialiseWarning as MaterialiseWarning,
     quantize as quantize,
     QuantizedArray as QuantizedArray,
+    RotatedArray as RotatedArray,
+)
+from .calibration import (
+    calibrate as calibrate,
+    Statistics as Statistics,
+    WeightStatistics as WeightStatistics,
 )
 from .checkpoints import (
     load as load,
