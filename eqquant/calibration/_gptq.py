@@ -84,7 +84,10 @@ def _invert_lower(lower: np.ndarray) -> np.ndarray:
     if size <= 64:
         return np.tril(np.linalg.inv(lower))
     half = size // 2
-    first, second = _invert_lower(lower[:half, :half]), _invert_lower(lower[half:, half:])
+    first, second = (
+        _invert_lower(lower[:half, :half]),
+        _invert_lower(lower[half:, half:]),
+    )
     out = np.zeros_like(lower)
     out[:half, :half], out[half:, half:] = first, second
     out[half:, :half] = -second @ lower[half:, :half] @ first
@@ -117,32 +120,27 @@ def _round(
     count = math.ceil(size / width)
     padded = count * width
     fixed = format.block_size is None or format.quantized_scales
-    counts = np.full(count, width, np.float32)
-    counts[-1] -= padded - size
     # Columns come first: they are contiguous then.
     columns = jnp.pad(weights, ((0, 0), (0, padded - size))).T
     factor = jnp.pad(factor, ((0, padded - size),) * 2)
-    filled = jnp.arange(padded) >= size
-    factor = factor + jnp.diag(filled.astype(factor.dtype))
+    factor = factor + jnp.diag((jnp.arange(padded) >= size).astype(factor.dtype))
 
-    def scale_of(block, i):
+    def scale_of(block, i, filled: int):
         if format.block_size is None:
-            return scales, scales
+            return scales
         if fixed:
-            scale = lax.dynamic_slice_in_dim(scales, i, 1, 1)
-            return scale, scale
+            return lax.dynamic_slice_in_dim(scales, i, 1, 1)
         absmax = jnp.max(jnp.abs(block), 0)[:, None]
-        number = lax.dynamic_slice_in_dim(jnp.asarray(counts), i, 1)
-        _, stored = format.encode(block.T[:, None, :], absmax, number, limit)
-        scale = float_scales(stored).astype(jnp.float32)
-        return scale, scale
+        counts = np.full(1, width - filled, np.float32)
+        _, stored = format.encode(block.T[:, None, :], absmax, counts, limit)
+        return float_scales(stored).astype(jnp.float32)
 
-    def round_block(columns, i):
+    def round_block(columns, i, filled: int = 0):
         start = i * width
         block = lax.dynamic_slice_in_dim(columns, start, width, 0)
         across = lax.dynamic_slice_in_dim(factor, start, width, 0)
         within = lax.dynamic_slice_in_dim(across, start, width, 1)
-        scale, stored = scale_of(block, i)
+        scale = scale_of(block, i, filled)
 
         def round_column(j, carry):
             block, values, errors = carry
@@ -156,15 +154,19 @@ def _round(
             return block, values.at[j].set(value), errors.at[j].set(error)
 
         empty = jnp.zeros_like(block)
-        _, values, errors = lax.fori_loop(
-            0, width, round_column, (block, empty, empty)
-        )
+        _, values, errors = lax.fori_loop(0, width, round_column, (block, empty, empty))
         after = jnp.where(jnp.arange(padded) >= start + width, across, 0)
         spread = jnp.matmul(after.T, errors, precision="highest")
-        return columns - spread, (values, stored)
+        return columns - spread, (values, scale[:, 0])
 
-    _, (values, new) = lax.scan(round_block, columns, jnp.arange(count))
+    full = size // width
+    columns, (values, new) = lax.scan(round_block, columns, jnp.arange(full))
+    if padded > size:  # The last block is a partial one.
+        _, last = round_block(columns, jnp.asarray(full), padded - size)
+        values, new = jax.tree.map(
+            lambda parts, part: jnp.concatenate([parts, part[None]]),
+            (values, new),
+            last,
+        )
     values = values.reshape(padded, rows).T[:, :size]
-    if format.block_size is None:
-        return values, scales
-    return values, new[:, :, 0].T
+    return values, scales if format.block_size is None else new.T

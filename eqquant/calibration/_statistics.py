@@ -138,7 +138,6 @@ class Statistics(AbstractCalibration):
             source = source.base
         if known is None or not known.is_reached or is_implicit(source):
             return None
-        block = q.block if isinstance(q, RotatedArray) else 1
         stored = q.base if isinstance(q, RotatedArray) else q
         source = jnp.asarray(source)
         if not isinstance(stored, QuantizedArray) or stored.shape != source.shape:
@@ -149,7 +148,6 @@ class Statistics(AbstractCalibration):
         relative = lambda values: math.sqrt(
             max(float(known.output_error(values - source)), 0) / norm if norm else 0
         )
-        del block
         return relative(q.dequantize()), relative(plain.dequantize())
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from .._jax import typed
 from ..arrays import ImplicitArray, is_implicit, is_stored, LoraArray
 from ..formats import as_format, Format
+from ._calibration import AbstractCalibration
 from ._choice import stored_bytes, too_small
 from ._conventions import Weight
 from ._roles import classify
@@ -30,6 +31,9 @@ class ReportRow:
     - `relative_error`: Frobenius norm of the error over that of the original; `None`
         without an original.
     - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
+    - `output_error`, `rounded_output_error`: the relative error of products with the
+        calibration data, and what it would be with the same format by plain rounding,
+        not rotated; `None` without calibration, or where it has not seen the weight.
     - `reason`: why it is not quantized; or, where it is hardly worth it, what takes so
         many bits.
     """
@@ -43,6 +47,8 @@ class ReportRow:
     relative_error: float | None
     sqnr: float | None
     reason: str
+    output_error: float | None = None
+    rounded_output_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,8 +66,10 @@ class Report:
         return sum(row.bytes_after for row in self.rows)
 
     def __str__(self) -> str:
-        header = ("path", "shape", "format", "bits", "before", "after", "SQNR", "")
-        table: list[tuple[str, ...]] = [header]
+        calibrated = any(row.output_error is not None for row in self.rows)
+        header = ("path", "shape", "format", "bits", "before", "after", "SQNR")
+        of_outputs = ("output error", "if rounded") if calibrated else ()
+        table: list[tuple[str, ...]] = [(*header, *of_outputs, "")]
         for row in self.rows:
             table.append(
                 (
@@ -72,6 +80,7 @@ class Report:
                     f"{row.bytes_before:,}",
                     f"{row.bytes_after:,}",
                     "" if row.sqnr is None else f"{row.sqnr:.2f} dB",
+                    *(_output_errors(row) if calibrated else ()),
                     row.reason,
                 )
             )
@@ -87,11 +96,12 @@ class Report:
                 f"{self.bytes_before:,}",
                 f"{self.bytes_after:,}",
                 "",
+                *("" for _ in of_outputs),
                 f"{ratio:.2f}x smaller",
             )
         )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        left = (0, 1, 2, 7)
+        left = (0, 1, 2, len(header) + len(of_outputs))
         lines = [
             "  ".join(
                 cell.ljust(width) if i in left else cell.rjust(width)
@@ -105,8 +115,19 @@ class Report:
     __repr__ = __str__
 
 
+def _output_errors(row: ReportRow) -> tuple[str, str]:
+    errors = (row.output_error, row.rounded_output_error)
+    first, second = ("" if error is None else f"{error:.4f}" for error in errors)
+    return first, second
+
+
 @typed
-def report(model: Any, original: Any = None) -> Report:
+def report(
+    model: Any,
+    original: Any = None,
+    *,
+    calibration: AbstractCalibration | None = None,
+) -> Report:
     """What is quantized in a model, what is not and why, and what it costs.
 
     !!! Example
@@ -130,14 +151,20 @@ def report(model: Any, original: Any = None) -> Report:
     - `original`: the pytree it was made of; then errors are measured, one array at a
         time.
 
+    - `calibration`: what [`eqquant.calibrate`][] has seen; then the errors of products
+        are measured, too, beside those of plain rounding. It needs `original`.
+
     **Returns:**
 
     A [`eqquant.Report`][], to print, with `rows`.
 
     **Raises:**
 
-    `ValueError` if `original` is not of the structure of `model`.
+    `ValueError` if `original` is not of the structure of `model`, or if there is
+    `calibration` without `original`.
     """
+    if calibration is not None and original is None:
+        raise ValueError("report: calibration needs original, which errors are of.")
     found = list(sites(model))
     sources: list[Any] = [None] * len(found)
     if original is not None:
@@ -149,14 +176,16 @@ def report(model: Any, original: Any = None) -> Report:
             )
         sources = [by_path[site.path] for site in found]
     rows = [
-        row_of(site, source)
+        row_of(site, source, calibration)
         for site, source in zip(found, sources, strict=True)
         if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
     ]
     return Report(tuple(rows))
 
 
-def row_of(site: Site, source: Any) -> ReportRow:
+def row_of(
+    site: Site, source: Any, calibration: AbstractCalibration | None = None
+) -> ReportRow:
     """The row of a leaf. `source` is the leaf before, or None if it is not known."""
     leaf = site.leaf
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
@@ -169,6 +198,9 @@ def row_of(site: Site, source: Any) -> ReportRow:
     if is_implicit(leaf) and source is not None and leaf.size:
         error = _relative_error(leaf, source)
         sqnr = float("inf") if error == 0 else -20 * float(np.log10(error))
+    errors = None
+    if calibration is not None and format is not None:
+        errors = calibration.output_errors(site.path, leaf, source)
     return ReportRow(
         site.path,
         tuple(leaf.shape),
@@ -179,6 +211,7 @@ def row_of(site: Site, source: Any) -> ReportRow:
         error,
         sqnr,
         reason,
+        *(errors or (None, None)),
     )
 
 
