@@ -19,8 +19,8 @@ def hadamard_block(size: int) -> int:
 
 
 def hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
-    """Each block of an axis, multiplied by the orthogonal Hadamard matrix (Sylvester's).
-    Twice is the identity.
+    """Each block of an axis, times the orthogonal Hadamard matrix (Sylvester's). Doing
+    so twice changes nothing.
 
     The matrix of a large block is the Kronecker product of smaller ones: for each of
     them one product.

@@ -345,8 +345,9 @@ def _backward_product(every_row: bool, residuals, ct):
 
 
 def _tie(every_row: bool) -> Callable:
-    """`tie(out, gram, rows, power, x)` is `out`. The cotangent of `gram` is `x`; that of
-    `rows` 1; that of `power` the square of that of `out`: of each row that has one."""
+    """`tie(out, gram, rows, power, x)` is `out`. Of each row that has a cotangent, that
+    of `gram` is `x`, that of `rows` 1, and that of `power` the square of that of
+    `out`."""
     tie = jax.custom_vjp(_pass)
     tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))
     return tie

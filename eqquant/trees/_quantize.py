@@ -104,7 +104,8 @@ def quantize_tree(
     **Returns:**
 
     A pytree of the same type, its weights replaced by [`eqquant.QuantizedArray`][]; by
-    [`eqquant.RotatedArray`][], which holds one, with `rotate`. Leaves are quantized one after the other.
+    [`eqquant.RotatedArray`][], which holds one, with `rotate`. They are quantized one
+    after the other.
 
     **Raises:**
 
