@@ -13,6 +13,8 @@ from .arrays import (
     RotatedArray as RotatedArray,
 )
 from .calibration import (
+    allocate as allocate,
+    Allocation as Allocation,
     calibrate as calibrate,
     Statistics as Statistics,
     WeightStatistics as WeightStatistics,

@@ -64,11 +64,12 @@ class WeightStatistics(eqx.Module):
             return self.gram
         return hadamard(hadamard(self.gram, -1, block), -2, block)
 
-    def output_error(self, error: Float[Array, "..."]) -> Float[Array, ""]:
-        """The squared norm of the products of an array with the rows, summed."""
+    def output_errors(self, error: Float[Array, "..."]) -> Float[Array, " stack"]:
+        """The squared norm of the products of an array with the rows: the sum for each
+        matrix of the stack."""
         e = self.layout.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
-        return jnp.sum(jnp.matmul(e, gram, precision="highest") * e)
+        return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
 
 
 class Statistics(AbstractCalibration):
@@ -144,10 +145,9 @@ class Statistics(AbstractCalibration):
             return None
         axes = stored.axes
         plain = quantize(source, stored.format, axis=axes, check_finite=False)
-        norm = float(known.output_error(source))
-        relative = lambda values: math.sqrt(
-            max(float(known.output_error(values - source)), 0) / norm if norm else 0
-        )
+        squared = lambda x: max(float(jnp.sum(known.output_errors(x))), 0.0)
+        norm = squared(source)
+        relative = lambda x: math.sqrt(squared(x - source) / norm) if norm else 0.0
         return relative(q.dequantize()), relative(plain.dequantize())
 
 
