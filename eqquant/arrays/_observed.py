@@ -168,8 +168,8 @@ class ObservedArray(ArrayOperators):
         seen, rows = sorted_(seen), sorted_(rows)
         ties = self._ties(seen, len(now))
         rows = _tie_product[self.every_row](rows, *ties, seen)
-        rows = jnp.transpose(rows, (*np.argsort(sort), *tail)).reshape(shape)
-        return jnp.transpose(rows, np.argsort(to_front))
+        rows = jnp.transpose(rows, (*_inverse(sort), *tail)).reshape(shape)
+        return jnp.transpose(rows, _inverse(to_front))
 
     #
     # Structure
@@ -326,6 +326,10 @@ class ObservedArray(ArrayOperators):
 
     def split_specs(self, spec, mesh) -> Any:
         return NotImplemented
+
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return sorted(range(len(order)), key=order.__getitem__)
 
 
 def _pass(out, *_):

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
@@ -155,5 +154,11 @@ def statistics_of(
     seen: Observed, shape: Sequence[int], layout: Layout, is_table: bool
 ) -> WeightStatistics:
     return WeightStatistics(
-        *jax.tree.leaves(seen), tuple(shape), layout.axes, layout.lead, is_table
+        seen.gram,
+        seen.rows,
+        seen.power,
+        tuple(shape),
+        layout.axes,
+        layout.lead,
+        is_table,
     )

@@ -148,8 +148,8 @@ def quantize_tree(
         if block == 1:
             return rounded(leaf, choice, 1)
         turned = hadamard(_wide(leaf), last, block)
-        q = rounded(turned, choice, block).with_dtype(leaf.dtype)
-        return RotatedArray(q, block)
+        q = rounded(turned, choice, block)
+        return RotatedArray(q.replace(dtype=jnp.dtype(leaf.dtype)), block)
 
     elements = sum(leaves[choice.index].size for choice in choices)
     shown = with_progress(choices, elements, progress, caller=caller)
