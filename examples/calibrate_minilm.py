@@ -6,11 +6,12 @@ no sentence with those of the evaluation. Nothing was chosen by the second half 
 those, for which the table has columns of its own.
 
     python examples/calibrate_minilm.py
-    python examples/calibrate_minilm.py --sentences 64 --rows nf4 "nf4, GPTQ"
+    python examples/calibrate_minilm.py --sentences 64 --rows nf4 --bits 4.35
 """
 
 import argparse
 import ast
+import functools as ft
 import time
 from collections.abc import Iterator
 
@@ -28,6 +29,8 @@ RANDOM = 0.5  # Which part of the tokens are replaced.
 FIRST_WORD = 1996  # Tokens before it are special ones, or single characters.
 
 NF4 = eqquant.NF4(scale_dtype="bfloat16")
+TWICE = eqquant.NF4(double_quantization=True)
+FINER = eqquant.NF4(block_size=32, scale_dtype="bfloat16")
 # 768 weights, of which NF4 costs more than of any others.
 RULES = {"*token_types*": "int8"}
 # Tables stand NF4 well, and to watch what is looked up takes as long as all the rest.
@@ -88,6 +91,24 @@ def forward(model, batch: Batch):
     return jax.vmap(model)(*batch)
 
 
+def within(bits: float, model, stats: eqquant.Statistics):
+    """The model in so many bits a weight: its tables first, and what is left of the
+    budget shared out among the layers."""
+    rules = RULES | {"*embeddings*": TWICE}
+    model_with_tables = eqquant.quantize_tree(model, None, rules=rules, rotate=True)
+    elements = eqquant.tree_nbytes(model) // 4
+    rules = eqquant.allocate(
+        model_with_tables,
+        int(bits * elements / 8),
+        [TWICE, NF4, FINER, eqquant.Int8()],
+        stats,
+    )
+    print(f"\nA budget of {bits} bits a weight:\n{rules}\n")
+    return eqquant.quantize_tree(
+        model_with_tables, None, rules=rules, calibration=stats, rotate=True
+    )
+
+
 #
 # The measurements
 #
@@ -118,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sentences", type=int, default=240)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--bits", type=float, nargs="*", default=[4.2, 4.35, 5.0])
     options = parser.parse_args()
 
     model = minilm.load_model()
@@ -133,18 +155,21 @@ def main() -> None:
         f"{time.perf_counter() - start:.1f} s"
     )
 
-    rows = []
-    for name in options.rows:
+    def quantize(name: str):
         format, calibrated, rotate = ROWS[name]
-        start = time.perf_counter()
-        quantized = eqquant.quantize_tree(
-            model,
-            format,
-            rules=RULES,
-            calibration=stats if calibrated else None,
-            rotate=rotate,
+        known = stats if calibrated else None
+        return eqquant.quantize_tree(
+            model, format, rules=RULES, calibration=known, rotate=rotate
         )
-        jax.block_until_ready(quantized)
+
+    makers = {name: ft.partial(quantize, name) for name in options.rows}
+    for bits in options.bits:
+        name = f"at most {bits} bits, GPTQ, rotated"
+        makers[name] = ft.partial(within, bits, model, stats)
+    rows = []
+    for name, make in makers.items():
+        start = time.perf_counter()
+        quantized = jax.block_until_ready(make())
         seconds = time.perf_counter() - start
         embeddings = minilm.embed_all(quantized, *sentences)
         row = measure(name, quantized, model, embeddings, expected)

@@ -1,6 +1,7 @@
 """What quantizing did to a model."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -14,6 +15,7 @@ from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
 from ._choice import stored_bytes, too_small
 from ._conventions import Weight
+from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
 
@@ -53,9 +55,17 @@ class ReportRow:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A table, one row per array: print it, or use its `rows`."""
+    """A table, one row per array: print it, or use its `rows`.
+
+    **Fields:**
+
+    - `rows`: a [`eqquant.ReportRow`][] for each array.
+    - `results_error`: the relative error of the results of the whole model; `None` if
+        it was not measured.
+    """
 
     rows: tuple[ReportRow, ...]
+    results_error: float | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -110,6 +120,8 @@ class Report:
             for line in table
         ]
         rule = "-" * max(map(len, lines))
+        if self.results_error is not None:
+            lines[-1] += f"\nrelative error of the results: {self.results_error:.4f}"
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
     __repr__ = __str__
@@ -127,6 +139,8 @@ def report(
     original: Any = None,
     *,
     calibration: AbstractCalibration | None = None,
+    fn: Callable | None = None,
+    batches: Iterable | None = None,
 ) -> Report:
     """What is quantized in a model, what is not and why, and what it costs.
 
@@ -153,6 +167,10 @@ def report(
 
     - `calibration`: what [`eqquant.calibrate`][] has seen; then the errors of products
         are measured, too, beside those of plain rounding. It needs `original`.
+    - `fn`, `batches`: measure the error of the results of the whole model, too: that of
+        `fn(model, batch)` from `fn(original, batch)`, over all batches. Errors of
+        single arrays do not say how they add up. Take data that was not used for
+        calibration.
 
     **Returns:**
 
@@ -160,11 +178,14 @@ def report(
 
     **Raises:**
 
-    `ValueError` if `original` is not of the structure of `model`, or if there is
-    `calibration` without `original`.
+    `ValueError` if `original` is not of the structure of `model`; if there is
+    `calibration` or `fn` without `original`, or one of `fn` and `batches` without the
+    other; or if there are no batches.
     """
     if calibration is not None and original is None:
         raise ValueError("report: calibration needs original, which errors are of.")
+    if (fn is None) != (batches is None) or (fn is not None and original is None):
+        raise ValueError("report: fn and batches need each other, and original.")
     found = list(sites(model))
     sources: list[Any] = [None] * len(found)
     if original is not None:
@@ -180,7 +201,10 @@ def report(
         for site, source in zip(found, sources, strict=True)
         if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
     ]
-    return Report(tuple(rows))
+    if fn is None or batches is None:
+        return Report(tuple(rows))
+    error = results_error(fn, model, original, batches, "report")
+    return Report(tuple(rows), error)
 
 
 def row_of(
