@@ -10,6 +10,14 @@ from .arrays import (
     MaterialiseWarning as MaterialiseWarning,
     quantize as quantize,
     QuantizedArray as QuantizedArray,
+    RotatedArray as RotatedArray,
+)
+from .calibration import (
+    allocate as allocate,
+    Allocation as Allocation,
+    calibrate as calibrate,
+    Statistics as Statistics,
+    WeightStatistics as WeightStatistics,
 )
 from .checkpoints import (
     load as load,

@@ -270,9 +270,9 @@ COLUMNS = {
 }
 
 
-def print_table(rows: list[dict]) -> None:
-    table = [[title for title, _ in COLUMNS.values()]]
-    table += [[form.format(row[k]) for k, (_, form) in COLUMNS.items()] for row in rows]
+def print_table(rows: list[dict], columns: dict[str, tuple[str, str]]) -> None:
+    table = [[title for title, _ in columns.values()]]
+    table += [[form.format(row[k]) for k, (_, form) in columns.items()] for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for i, line in enumerate(table):
         cells = [x.rjust(w) for x, w in zip(line[1:], widths[1:], strict=True)]
@@ -360,7 +360,7 @@ def main() -> None:
         name = row["format"]
         row |= {"speed": of_batch[name], "speed of one": of_one[name]}
     print()
-    print_table(rows)
+    print_table(rows, COLUMNS)
     print()
     for row in rows:
         if row["format"] in ("int8", "nf4"):

@@ -5,6 +5,7 @@ implement it; `quantize` and its relatives; and `materialise`, the only way to d
 array in full. Imports `primitives`, `kernels`, `formats` and `_jax`.
 """
 
+from ._hadamard import hadamard as hadamard, hadamard_block as hadamard_block
 from ._implicit import ImplicitArray as ImplicitArray, is_implicit as is_implicit
 from ._materialise import (
     materialise as materialise,
@@ -12,7 +13,9 @@ from ._materialise import (
     MaterialiseWarning as MaterialiseWarning,
     OnMaterialise as OnMaterialise,
 )
+from ._observed import Observed as Observed, ObservedArray as ObservedArray
 from ._plain import contract as contract, with_shape as with_shape
+from ._rotated import is_stored as is_stored, RotatedArray as RotatedArray
 from ._straight_through import (
     straight_through_value as straight_through_value,
     StraightThroughArray as StraightThroughArray,

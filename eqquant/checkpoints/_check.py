@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import LoraArray, QuantizedArray, StraightThroughArray
+from ..arrays import LoraArray, QuantizedArray, RotatedArray, StraightThroughArray
 from ..formats import codes_per_byte, Format, num_groups, QuantizedScales
 from ._memory import to_numpy
 
@@ -150,10 +150,23 @@ def _check_straight_through(w: StraightThroughArray) -> None:
     )
 
 
+def _check_rotated(w: RotatedArray) -> None:
+    _require(w.is_whole, "a part is missing.")
+    block = w.block
+    _require(
+        type(block) is int
+        and block > 0
+        and block & (block - 1) == 0
+        and w.shape[w.axis] % block == 0,
+        f"an axis of {w.shape[w.axis]} cannot be rotated in blocks of {block}.",
+    )
+
+
 _checks: dict[type, Callable[[Any], None]] = {
     QuantizedArray: _check_quantized,
     QuantizedScales: _check_scales,
     LoraArray: _check_lora,
+    RotatedArray: _check_rotated,
     StraightThroughArray: _check_straight_through,
 }
 # What a file may hold beside plain arrays, by name; and which of their parts may be
@@ -161,7 +174,8 @@ _checks: dict[type, Callable[[Any], None]] = {
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
     (QuantizedArray, "scales"): (QuantizedScales,),
-    (LoraArray, "base"): (QuantizedArray, StraightThroughArray),
+    (LoraArray, "base"): (QuantizedArray, RotatedArray, StraightThroughArray),
     (LoraArray, "key"): (type(None),),
+    (RotatedArray, "base"): (QuantizedArray,),
     (StraightThroughArray, "q"): (QuantizedArray,),
 }

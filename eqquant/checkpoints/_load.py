@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, LoraArray, StraightThroughArray
+from ..arrays import is_implicit, LoraArray, RotatedArray, StraightThroughArray
 from ..formats import Format
 from ..trees import match_layers, Site, sites
 from ._contents import Contents
@@ -203,6 +203,8 @@ def _say(leaf: Any) -> str:
             of = f" with an adapter of rank {leaf.rank}"
         elif isinstance(leaf, StraightThroughArray):
             of = " to train"
+        elif isinstance(leaf, RotatedArray):
+            of = f" rotated in blocks of {leaf.block}"
         format = getattr(leaf, "format", None) or "an array"
         return f"{format!r}{of}, {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
     if is_array(leaf):

@@ -4,6 +4,7 @@ Exports `quantize_tree` and its relatives, the report, and the choice of weights
 training shares. Imports `dispatch`, `arrays`, `formats` and `_jax`.
 """
 
+from ._calibration import AbstractCalibration as AbstractCalibration
 from ._choice import (
     Choice as Choice,
     choose as choose,

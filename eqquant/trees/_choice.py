@@ -31,6 +31,7 @@ class Choice:
     - `axis`: the axis along which it is quantized.
     - `contracted`, `out`: the axes that its layer contracts and puts out, as in
         [`Weight`][].
+    - `is_table`: whether its layer looks up rows.
     """
 
     index: int
@@ -39,6 +40,7 @@ class Choice:
     axis: Axis
     contracted: Axis
     out: int | None
+    is_table: bool = False
 
     @property
     def format(self) -> Format:
@@ -120,7 +122,8 @@ def choose_among(
             chosen = what if worth_it else None
         if chosen is not None:
             axis, out = natural.axis, natural.out
-            choices.append(Choice(i, site.path, chosen, axis, contracted, out))
+            table = isinstance(kind, Weight) and kind.is_table
+            choices.append(Choice(i, site.path, chosen, axis, contracted, out, table))
     if rules.unused():
         unused = rules.unused()
         warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)

@@ -1,7 +1,7 @@
 """Progress bars."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TypeVar
 
 
@@ -11,10 +11,16 @@ Item = TypeVar("Item")
 
 
 def with_progress(
-    items: Sequence[Item], elements: int, shown: bool | None, *, caller: str
+    items: Iterable[Item],
+    elements: int,
+    shown: bool | None,
+    *,
+    caller: str,
+    what: tuple[str, str] = ("quantizing", "array"),
 ) -> Iterable[Item]:
     """The items, with a progress bar if there should be one: by default for many
-    elements in a terminal, if tqdm is there."""
+    elements in a terminal, if tqdm is there. `what` is done, to which of them."""
+    doing, unit = what
     if shown is None:
         shown = elements >= _long_work and sys.stderr.isatty()
         try:
@@ -29,4 +35,4 @@ def with_progress(
         raise ImportError(
             f"{caller}: progress=True needs tqdm: `pip install eqquant[progress]`."
         ) from error
-    return tqdm.tqdm(items, desc="quantizing", unit="array")
+    return tqdm.tqdm(items, desc=doing, unit=unit)

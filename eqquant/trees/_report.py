@@ -1,6 +1,7 @@
 """What quantizing did to a model."""
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -9,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import ImplicitArray, is_implicit, LoraArray, QuantizedArray
+from ..arrays import ImplicitArray, is_implicit, is_stored, LoraArray
 from ..formats import as_format, Format
+from ._calibration import AbstractCalibration
 from ._choice import stored_bytes, too_small
 from ._conventions import Weight
+from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
 
@@ -30,6 +33,9 @@ class ReportRow:
     - `relative_error`: Frobenius norm of the error over that of the original; `None`
         without an original.
     - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
+    - `output_error`, `rounded_output_error`: the relative error of products with the
+        calibration data, and what it would be with the same format by plain rounding,
+        not rotated; `None` without calibration, or where it has not seen the weight.
     - `reason`: why it is not quantized; or, where it is hardly worth it, what takes so
         many bits.
     """
@@ -43,13 +49,23 @@ class ReportRow:
     relative_error: float | None
     sqnr: float | None
     reason: str
+    output_error: float | None = None
+    rounded_output_error: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A table, one row per array: print it, or use its `rows`."""
+    """A table, one row per array: print it, or use its `rows`.
+
+    **Fields:**
+
+    - `rows`: a [`eqquant.ReportRow`][] for each array.
+    - `results_error`: the relative error of the results of the whole model; `None` if
+        it was not measured.
+    """
 
     rows: tuple[ReportRow, ...]
+    results_error: float | None = None
 
     @property
     def bytes_before(self) -> int:
@@ -60,8 +76,10 @@ class Report:
         return sum(row.bytes_after for row in self.rows)
 
     def __str__(self) -> str:
-        header = ("path", "shape", "format", "bits", "before", "after", "SQNR", "")
-        table: list[tuple[str, ...]] = [header]
+        calibrated = any(row.output_error is not None for row in self.rows)
+        header = ("path", "shape", "format", "bits", "before", "after", "SQNR")
+        of_outputs = ("output error", "if rounded") if calibrated else ()
+        table: list[tuple[str, ...]] = [(*header, *of_outputs, "")]
         for row in self.rows:
             table.append(
                 (
@@ -72,6 +90,7 @@ class Report:
                     f"{row.bytes_before:,}",
                     f"{row.bytes_after:,}",
                     "" if row.sqnr is None else f"{row.sqnr:.2f} dB",
+                    *(_output_errors(row) if calibrated else ()),
                     row.reason,
                 )
             )
@@ -87,11 +106,12 @@ class Report:
                 f"{self.bytes_before:,}",
                 f"{self.bytes_after:,}",
                 "",
+                *("" for _ in of_outputs),
                 f"{ratio:.2f}x smaller",
             )
         )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        left = (0, 1, 2, 7)
+        left = (0, 1, 2, len(header) + len(of_outputs))
         lines = [
             "  ".join(
                 cell.ljust(width) if i in left else cell.rjust(width)
@@ -100,13 +120,28 @@ class Report:
             for line in table
         ]
         rule = "-" * max(map(len, lines))
+        if self.results_error is not None:
+            lines[-1] += f"\nrelative error of the results: {self.results_error:.4f}"
         return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
 
     __repr__ = __str__
 
 
+def _output_errors(row: ReportRow) -> tuple[str, str]:
+    errors = (row.output_error, row.rounded_output_error)
+    first, second = ("" if error is None else f"{error:.4f}" for error in errors)
+    return first, second
+
+
 @typed
-def report(model: Any, original: Any = None) -> Report:
+def report(
+    model: Any,
+    original: Any = None,
+    *,
+    calibration: AbstractCalibration | None = None,
+    fn: Callable | None = None,
+    batches: Iterable | None = None,
+) -> Report:
     """What is quantized in a model, what is not and why, and what it costs.
 
     !!! Example
@@ -130,14 +165,27 @@ def report(model: Any, original: Any = None) -> Report:
     - `original`: the pytree it was made of; then errors are measured, one array at a
         time.
 
+    - `calibration`: what [`eqquant.calibrate`][] has seen; then the errors of products
+        are measured, too, beside those of plain rounding. It needs `original`.
+    - `fn`, `batches`: measure the error of the results of the whole model, too: that of
+        `fn(model, batch)` from `fn(original, batch)`, over all batches. Errors of
+        single arrays do not say how they add up. Take data that was not used for
+        calibration.
+
     **Returns:**
 
     A [`eqquant.Report`][], to print, with `rows`.
 
     **Raises:**
 
-    `ValueError` if `original` is not of the structure of `model`.
+    `ValueError` if `original` is not of the structure of `model`; if there is
+    `calibration` or `fn` without `original`, or one of `fn` and `batches` without the
+    other; or if there are no batches.
     """
+    if calibration is not None and original is None:
+        raise ValueError("report: calibration needs original, which errors are of.")
+    if (fn is None) != (batches is None) or (fn is not None and original is None):
+        raise ValueError("report: fn and batches need each other, and original.")
     found = list(sites(model))
     sources: list[Any] = [None] * len(found)
     if original is not None:
@@ -149,26 +197,34 @@ def report(model: Any, original: Any = None) -> Report:
             )
         sources = [by_path[site.path] for site in found]
     rows = [
-        row_of(site, source)
+        row_of(site, source, calibration)
         for site, source in zip(found, sources, strict=True)
         if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
     ]
-    return Report(tuple(rows))
+    if fn is None or batches is None:
+        return Report(tuple(rows))
+    error = results_error(fn, model, original, batches, "report")
+    return Report(tuple(rows), error)
 
 
-def row_of(site: Site, source: Any) -> ReportRow:
+def row_of(
+    site: Site, source: Any, calibration: AbstractCalibration | None = None
+) -> ReportRow:
     """The row of a leaf. `source` is the leaf before, or None if it is not known."""
     leaf = site.leaf
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
     # A weight with an adapter: its own format, but the bytes of both.
     stored = leaf.base if isinstance(leaf, LoraArray) else leaf
-    format = stored.format if isinstance(stored, QuantizedArray) else None
+    format = stored.format if is_stored(stored) else None
     reason = _why_not(site) if format is None else _costs(bits, format)
     error = sqnr = None
     if is_implicit(leaf) and source is not None and leaf.size:
         error = _relative_error(leaf, source)
         sqnr = float("inf") if error == 0 else -20 * float(np.log10(error))
+    errors = None
+    if calibration is not None and format is not None:
+        errors = calibration.output_errors(site.path, leaf, source)
     return ReportRow(
         site.path,
         tuple(leaf.shape),
@@ -179,6 +235,7 @@ def row_of(site: Site, source: Any) -> ReportRow:
         error,
         sqnr,
         reason,
+        *(errors or (None, None)),
     )
 
 

@@ -306,6 +306,22 @@ def test_tree_nbytes(model):
 #
 
 
+def test_the_error_of_results():
+    model = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+    q = eqquant.quantize_tree(model, "int8")
+    fn = lambda model, x: jax.vmap(model)(x)
+    batches = [jax.random.normal(jax.random.key(i), (4, 64)) for i in (1, 2)]
+    report = eqquant.report(q, model, fn=fn, batches=batches)
+    x = jnp.concatenate(batches)
+    expected = relative(fn(q, x), fn(model, x))
+    assert abs(report.results_error - expected) < 1e-3 * expected
+    assert f"results: {report.results_error:.4f}" in str(report)
+    with pytest.raises(ValueError, match="at least one batch"):
+        eqquant.report(q, model, fn=fn, batches=[])
+    with pytest.raises(ValueError, match="need each other, and original"):
+        eqquant.report(q, fn=fn, batches=batches)
+
+
 def test_report(model):
     quantized = eqquant.quantize_tree(model, "nf4", rules={"layers.0.*": None})
     report = eqquant.report(quantized, model)

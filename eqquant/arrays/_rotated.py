@@ -1,0 +1,176 @@
+"""The array that is stored in a rotated basis."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import wadler_lindig as wl
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Shaped
+
+from .._jax import parts_of
+from ._hadamard import hadamard
+from ._operators import ArrayOperators
+from .quantized import QuantizedArray
+
+
+def _on_base(name: str) -> Callable:
+    """A structural method that leaves the blocked axes whole."""
+
+    def method(self, *args):
+        return self._with(getattr(self.base, name)(*args))
+
+    return method
+
+
+class RotatedArray(ArrayOperators):
+    """A quantized array whose last blocked axis is rotated, block by block, by the
+    Hadamard matrix (QuIP, arXiv 2307.13304; QuaRot, arXiv 2404.00456).
+
+    A large value is spread over its block, so there are no outliers to spend levels
+    on. A product rotates the activation instead of the weight: `(W H) (H x) = W x`.
+    Values, and rows that are looked up, are those of the weight in its own basis.
+
+    [`eqquant.quantize_tree`][] makes one with `rotate=True`. It has the operators of a
+    [`eqquant.QuantizedArray`][].
+
+    **Fields:**
+
+    - `base`: the rotated weight, quantized.
+    - `block`: how many consecutive values are rotated together, a power of two.
+    """
+
+    base: QuantizedArray
+    block: int = eqx.field(static=True)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.dtype
+
+    @property
+    def format(self):
+        return self.base.format
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        return self.base.axes
+
+    @property
+    def axis(self) -> int:
+        """The rotated axis, counted from the end."""
+        return self.base.axes[-1]
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.base, QuantizedArray) and self.base.is_whole
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """The array that this one stands for, in floating point."""
+        self.check_whole()
+        return hadamard(self.base.dequantize(), self.axis, self.block)
+
+    #
+    # Structure
+    #
+
+    def _with(self, base):
+        return base if base is NotImplemented else RotatedArray(base, self.block)
+
+    @property
+    def blocked_axes(self) -> tuple[int, ...]:
+        return self.base.blocked_axes
+
+    @property
+    def whole_axes(self) -> int | None:
+        return self.base.whole_axes
+
+    permute = _on_base("permute")
+    with_dtype = _on_base("with_dtype")
+    with_shape = _on_base("with_shape")
+    broadcast_in_dim = _on_base("broadcast_in_dim")
+    dynamic_slice = _on_base("dynamic_slice")
+    reverse = _on_base("reverse")
+    drop_axes = _on_base("drop_axes")
+    scale_parts = _on_base("scale_parts")
+    gather = _on_base("gather")
+
+    def slice(
+        self,
+        start: Sequence[int],
+        limit: Sequence[int],
+        strides: Sequence[int] | None = None,
+    ) -> Any:
+        """Along the rotated axis only between its blocks."""
+        if start[self.axis] % self.block or limit[self.axis] % self.block:
+            return NotImplemented
+        return self._with(self.base.slice(start, limit, strides))
+
+    def concatenate(self, others: Sequence["RotatedArray"], dimension: int) -> Any:
+        return self._with(
+            self.base.concatenate([other.base for other in others], dimension)
+        )
+
+    def put(
+        self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
+    ) -> Any:
+        if rows.ndim < -self.axis or rows.shape[self.axis] != self.shape[self.axis]:
+            return NotImplemented
+        rows = hadamard(rows.astype(self.dtype), self.axis, self.block)
+        return self._with(self.base.put(rows, fn))
+
+    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
+        """Where each device gets whole blocks."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        parts = parts_of(mesh, entries[self.axis])
+        if self.shape[self.axis] % (parts * self.block):
+            return NotImplemented
+        base = self.base.split_specs(spec, mesh)
+        if base is NotImplemented:
+            return NotImplemented
+        return jax.tree.unflatten(jax.tree.structure(self), jax.tree.leaves(base))
+
+    #
+    # Products
+    #
+
+    @property
+    def rounds_activations(self) -> bool:
+        return self.base.rounds_activations
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+    ) -> Any:
+        axis = self.axis + self.ndim
+        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
+        if axis in (of_x := dict(over)):
+            if not jnp.issubdtype(x.dtype, jnp.floating):
+                x = x.astype(jnp.promote_types(x.dtype, self.dtype))
+            x = hadamard(x, of_x[axis], self.block)
+            return self.base.contract(x, over, batch, **how)
+        out = self.base.contract(x, over, batch, **how)
+        if out is NotImplemented or axis in dict(batch):
+            return NotImplemented
+        left = [i for i in range(self.ndim) if i not in {*of_x, *dict(batch)}]
+        return hadamard(out, left.index(axis) - len(left), self.block)
+
+    def __pdoc__(self, **kwargs):
+        base = wl.pdoc(self.base, **kwargs)
+        return wl.TextDoc(f"rotated[{self.block}](") + base + wl.TextDoc(")")
+
+
+def is_stored(x: Any) -> TypeGuard[QuantizedArray | RotatedArray]:
+    """Whether `x` is what a weight is quantized to, with all of its parts."""
+    return isinstance(x, QuantizedArray | RotatedArray) and x.is_whole

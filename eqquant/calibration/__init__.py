@@ -1,0 +1,9 @@
+"""Calibration: what the inputs of each weight are like, and rounding that knows it.
+
+Exports `calibrate` and the statistics that it returns; and `allocate`. Imports `trees`,
+`arrays`, `formats` and `_jax`.
+"""
+
+from ._allocate import allocate as allocate, Allocation as Allocation
+from ._calibrate import calibrate as calibrate
+from ._statistics import Statistics as Statistics, WeightStatistics as WeightStatistics

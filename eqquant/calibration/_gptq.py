@@ -1,0 +1,172 @@
+"""GPTQ: rounding column by column, each column making up for the errors before it
+(arXiv 2210.17323)."""
+
+import functools as ft
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from ..arrays import encode, QuantizedArray
+from ..formats import float_scales, Format
+from ._layout import Layout
+
+
+# Where some inputs are so much larger than most, small damping fits noise.
+_heavy_tail = 100.0
+_damping, _damping_of_heavy_tails = 0.01, 0.1
+# Columns whose errors are spread at once, where a format has no blocks.
+_columns = 128
+
+
+def has_nearest(format: Format) -> bool:
+    """Whether GPTQ can use it: it asks for the level nearest to a value."""
+    return type(format).nearest is not Format.nearest
+
+
+def gptq(
+    array: Float[Array, "..."],
+    plain: QuantizedArray,
+    gram: Float[Array, "*lead size size"],
+    layout: Layout,
+) -> QuantizedArray:
+    """`array` in the format of `plain`, which is the same rounded plainly. Each row of
+    a matrix has the smaller error of the two, on the data of which `gram` is."""
+    shape, format = array.shape, plain.format
+    weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
+    rounded = layout.as_matrices(plain.dequantize().astype(jnp.float32))
+    scales = layout.scales_as_matrices(
+        float_scales(plain.scales).astype(jnp.float32), shape
+    )
+    grams = gram.reshape(-1, *gram.shape[-2:])
+    limit = float(jnp.finfo(array.dtype).max)
+    values, new = [], []
+    for i in range(weights.shape[0]):  # One after the other, for the memory.
+        factor = jnp.asarray(inverse_factor(np.asarray(grams[i])), jnp.float32)
+        value, scale = _round_better(
+            weights[i], rounded[i], scales[i], grams[i], factor, format, limit
+        )
+        values.append(value)
+        new.append(scale)
+    given = layout.scales_from_matrices(jnp.stack(new), shape)
+    decoded = layout.from_matrices(jnp.stack(values), shape)
+    # Each value is a level times its scale: they get the codes of these levels.
+    given = given.astype(format.scale_dtype)
+    q, _ = encode(decoded, format, plain.axes, given)
+    if format.quantized_scales:
+        q = q.replace(scales=plain.scales)
+    return plain.replace(codes=q.codes, scales=q.scales)
+
+
+def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
+    """The upper triangular `U` with `U^T U` the inverse of the damped matrix; columns
+    that no input has are taken to be independent of the others. In float64."""
+    gram = np.array(gram, np.float64)
+    diagonal = np.diagonal(gram).copy()
+    dead = diagonal <= 0
+    mean = diagonal.mean() or 1.0
+    median = np.median(diagonal[~dead]) if not dead.all() else 1.0
+    is_heavy = diagonal.max() > _heavy_tail * median
+    damping = _damping_of_heavy_tails if is_heavy else _damping
+    gram[np.diag_indices_from(gram)] += np.where(dead, mean, 0) + damping * mean
+    # Backwards: the Cholesky factor of the inverse without that inverse.
+    lower = np.linalg.cholesky(gram[::-1, ::-1])
+    inverse = _invert_lower(lower)
+    return np.ascontiguousarray(inverse[::-1, ::-1])
+
+
+def _invert_lower(lower: np.ndarray) -> np.ndarray:
+    """By halves, which is products of matrices."""
+    size = len(lower)
+    if size <= 64:
+        return np.tril(np.linalg.inv(lower))
+    half = size // 2
+    first, second = (
+        _invert_lower(lower[:half, :half]),
+        _invert_lower(lower[half:, half:]),
+    )
+    out = np.zeros_like(lower)
+    out[:half, :half], out[half:, half:] = first, second
+    out[half:, :half] = -second @ lower[half:, :half] @ first
+    return out
+
+
+@ft.partial(jax.jit, static_argnames=("format", "limit"))
+def _round_better(weights, rounded, scales, gram, factor, format: Format, limit: float):
+    values, new = _round(weights, scales, factor, format, limit)
+
+    def loss(values):
+        error = values - weights
+        return jnp.sum(jnp.matmul(error, gram, precision="highest") * error, -1)
+
+    better = (loss(values) < loss(rounded))[:, None]
+    return jnp.where(better, values, rounded), jnp.where(better, new, scales)
+
+
+def _round(
+    weights: Float[Array, "rows size"],
+    scales: Float[Array, "rows blocks"],
+    factor: Float[Array, "size size"],
+    format: Format,
+    limit: float,
+):
+    """Decoded values, and their scales. A block's scale is that of what the blocks
+    before have left it to be; `scales` serve where all share one."""
+    rows, size = weights.shape
+    width = format.block_size or min(_columns, size)
+    count = math.ceil(size / width)
+    padded = count * width
+    fixed = format.block_size is None or format.quantized_scales
+    # Columns come first: they are contiguous then.
+    columns = jnp.pad(weights, ((0, 0), (0, padded - size))).T
+    factor = jnp.pad(factor, ((0, padded - size),) * 2)
+    factor = factor + jnp.diag((jnp.arange(padded) >= size).astype(factor.dtype))
+
+    def scale_of(block, i, filled: int):
+        if format.block_size is None:
+            return scales
+        if fixed:
+            return lax.dynamic_slice_in_dim(scales, i, 1, 1)
+        absmax = jnp.max(jnp.abs(block), 0)[:, None]
+        counts = np.full(1, width - filled, np.float32)
+        _, stored = format.encode(block.T[:, None, :], absmax, counts, limit)
+        return float_scales(stored).astype(jnp.float32)
+
+    def round_block(columns, i, filled: int = 0):
+        start = i * width
+        block = lax.dynamic_slice_in_dim(columns, start, width, 0)
+        across = lax.dynamic_slice_in_dim(factor, start, width, 0)
+        within = lax.dynamic_slice_in_dim(across, start, width, 1)
+        scale = scale_of(block, i, filled)
+
+        def round_column(j, carry):
+            block, values, errors = carry
+            column = block[j]
+            code = format.nearest(column[:, None, None], scale)
+            level = format.levels(code.astype(format.code_dtype), jnp.float32)
+            value = level[:, 0, 0] * scale[:, 0]
+            error = (column - value) / within[j, j]
+            after = jnp.where(jnp.arange(width) > j, within[j], 0)
+            block = block - after[:, None] * error
+            return block, values.at[j].set(value), errors.at[j].set(error)
+
+        empty = jnp.zeros_like(block)
+        _, values, errors = lax.fori_loop(0, width, round_column, (block, empty, empty))
+        after = jnp.where(jnp.arange(padded) >= start + width, across, 0)
+        spread = jnp.matmul(after.T, errors, precision="highest")
+        return columns - spread, (values, scale[:, 0])
+
+    full = size // width
+    columns, (values, new) = lax.scan(round_block, columns, jnp.arange(full))
+    if padded > size:  # The last block is a partial one.
+        _, last = round_block(columns, jnp.asarray(full), padded - size)
+        values, new = jax.tree.map(
+            lambda parts, part: jnp.concatenate([parts, part[None]]),
+            (values, new),
+            last,
+        )
+    values = values.reshape(padded, rows).T[:, :size]
+    return values, scales if format.block_size is None else new.T

@@ -1,0 +1,69 @@
+"""A weight as a stack of matrices: outputs by contracted values."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The axes that are contracted, and those of the stack, counted from the end."""
+
+    axes: tuple[int, ...]
+    lead: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, axis: int | tuple[int, ...], out: int | None, is_table: bool, ndim: int
+    ) -> "Layout":
+        """Of a weight of a layer. Where it does not say which axis is that of outputs,
+        it is the last of those that are not contracted; all of them, in a table."""
+        given = (axis,) if isinstance(axis, int) else axis
+        axes = tuple(sorted(a % ndim - ndim for a in given))
+        others = [a for a in range(-ndim, 0) if a not in axes]
+        if out is not None:
+            lead = [a for a in others if a != out % ndim - ndim]
+        else:
+            lead = [] if is_table else others[:-1]
+        return cls(axes, tuple(lead))
+
+    def order(self, ndim: int) -> list[int]:
+        """Axes of the stack, of the outputs, and contracted ones."""
+        outs = [a for a in range(-ndim, 0) if a not in {*self.axes, *self.lead}]
+        return [a + ndim for a in (*self.lead, *outs, *self.axes)]
+
+    def as_matrices(self, array: Shaped[Array, "..."]):
+        """`(stack, outputs, size)`."""
+        shape, n = array.shape, array.ndim
+        stack = math.prod(shape[a] for a in self.lead)
+        size = math.prod(shape[a] for a in self.axes)
+        return jnp.transpose(array, self.order(n)).reshape(stack, -1, size)
+
+    def from_matrices(self, matrices: Shaped[Array, "stack outs size"], shape):
+        """The inverse of [`as_matrices`][], for an array of that shape. What has
+        another last axis, such as scales, keeps that in place of the contracted."""
+        order = self.order(len(shape))
+        kept = len(self.axes)
+        of_outs = [shape[i] for i in order[:-kept]]
+        if matrices.shape[-1] == math.prod(shape[i] for i in order[-kept:]):
+            of_size = [shape[i] for i in order[-kept:]]
+            out = matrices.reshape(*of_outs, *of_size)
+            return jnp.transpose(out, [order.index(i) for i in range(len(shape))])
+        raise ValueError("matrices must have the contracted axes of the array.")
+
+    def scales_from_matrices(self, scales: Shaped[Array, "stack outs blocks"], shape):
+        """Scales as a quantized array of that shape stores them."""
+        order = self.order(len(shape))[: -len(self.axes)]
+        scales = scales.reshape(*(shape[i] for i in order), scales.shape[-1])
+        natural = sorted(range(len(order)), key=order.__getitem__)
+        return jnp.transpose(scales, (*natural, len(order)))
+
+    def scales_as_matrices(self, scales: Shaped[Array, "*lead blocks"], shape):
+        """The inverse of [`scales_from_matrices`][]."""
+        order = self.order(len(shape))[: -len(self.axes)]
+        natural = sorted(order)
+        scales = jnp.transpose(scales, (*map(natural.index, order), len(order)))
+        stack = math.prod(shape[a] for a in self.lead)
+        return scales.reshape(stack, -1, scales.shape[-1])

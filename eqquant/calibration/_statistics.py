@@ -1,0 +1,164 @@
+"""What is known of the inputs of each weight."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._jax import is_traced, warn
+from ..arrays import (
+    hadamard,
+    is_implicit,
+    LoraArray,
+    Observed,
+    quantize,
+    QuantizedArray,
+    RotatedArray,
+)
+from ..trees import AbstractCalibration, Choice
+from ._gptq import gptq, has_nearest
+from ._layout import Layout
+
+
+class WeightStatistics(eqx.Module):
+    """Statistics of one weight.
+
+    **Fields:**
+
+    - `gram`: `(*lead, size, size)`, float32: the sum of the outer products of the rows
+        that each matrix of a stack has multiplied, `X^T X`. For rows that were looked
+        up in a table: of the gradients with respect to those rows.
+    - `rows`: `(*lead)`: how many rows.
+    - `power`: `(*lead)`: the sum over these rows of the squared gradient with respect
+        to what they became. The gradients are those of random projections of the
+        results of the model.
+    - `shape`: that of the weight.
+    - `axes`, `lead`: its axes that are contracted, and those of the stack, counted from
+        its end.
+    - `is_table`: whether its layer looks up rows.
+    """
+
+    gram: Float[Array, "*lead size size"]
+    rows: Float[Array, "*lead"]
+    power: Float[Array, "*lead"]
+    shape: tuple[int, ...] = eqx.field(static=True)
+    axes: tuple[int, ...] = eqx.field(static=True)
+    lead: tuple[int, ...] = eqx.field(static=True)
+    is_table: bool = eqx.field(static=True)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.axes, self.lead)
+
+    @property
+    def is_reached(self) -> bool:
+        return bool(np.any(np.asarray(self.rows) > 0))
+
+    def gram_rotated(self, block: int) -> Float[Array, "*lead size size"]:
+        if block == 1:
+            return self.gram
+        return hadamard(hadamard(self.gram, -1, block), -2, block)
+
+    def output_errors(self, error: Float[Array, "..."]) -> Float[Array, " stack"]:
+        """The squared norm of the products of an array with the rows: the sum for each
+        matrix of the stack."""
+        e = self.layout.as_matrices(jnp.asarray(error).astype(jnp.float32))
+        gram = self.gram.reshape(-1, *self.gram.shape[-2:])
+        return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
+
+
+class Statistics(AbstractCalibration):
+    """What [`eqquant.calibrate`][] has seen of the inputs of each weight: a pytree, for
+    `quantize_tree(..., calibration=...)`. [`eqquant.save`][] writes it.
+
+    **Fields:**
+
+    - `weights`: [`eqquant.WeightStatistics`][] by the path of the weight.
+    """
+
+    weights: dict[str, WeightStatistics]
+
+    def check(
+        self, leaves: Mapping[str, Any], choices: Sequence[Choice], caller: str
+    ) -> None:
+        for path, known in self.weights.items():
+            if is_traced(known.gram):
+                raise TypeError(
+                    f"{caller}: calibration cannot be traced: call this outside of "
+                    "`jit`."
+                )
+            if path not in leaves:
+                raise ValueError(
+                    f"{caller}: calibration must be statistics of this model, but it "
+                    f"has no {path!r}."
+                )
+            shape = tuple(leaves[path].shape)
+            if shape != known.shape:
+                raise ValueError(
+                    f"{caller}: calibration must be statistics of this model, but at "
+                    f"{path!r} it has the shape {known.shape}, and the model {shape}."
+                )
+        plain = [c for c in choices if not self._serves(c, leaves[c.path].ndim)]
+        unknown = [c.path for c in plain if not c.is_table]
+        if unknown:
+            warn(
+                f"{caller}: the calibration data never reached {unknown}, or not along "
+                "the axis that is quantized: these are rounded plainly.",
+                UserWarning,
+            )
+
+    def _serves(self, choice: Choice, ndim: int) -> bool:
+        known = self.weights.get(choice.path)
+        if known is None or not known.is_reached:
+            return False
+        return Layout.of(choice.axis, choice.out, choice.is_table, ndim) == known.layout
+
+    def quantize(
+        self, array: Any, choice: Choice, rotation: int, check_finite: bool
+    ) -> QuantizedArray | None:
+        if not self._serves(choice, array.ndim) or not has_nearest(choice.format):
+            return None
+        known = self.weights[choice.path]
+        gram = known.gram_rotated(rotation)
+        plain = quantize(
+            array, choice.format, axis=choice.axis, check_finite=check_finite
+        )
+        return gptq(array, plain, gram, known.layout)
+
+    def output_errors(
+        self, path: str, array: Any, source: Any
+    ) -> tuple[float, float] | None:
+        known = self.weights.get(path)
+        q = array.base if isinstance(array, LoraArray) else array
+        if isinstance(source, LoraArray):
+            source = source.base
+        if known is None or not known.is_reached or is_implicit(source):
+            return None
+        stored = q.base if isinstance(q, RotatedArray) else q
+        source = jnp.asarray(source)
+        if not isinstance(stored, QuantizedArray) or stored.shape != source.shape:
+            return None
+        axes = stored.axes
+        plain = quantize(source, stored.format, axis=axes, check_finite=False)
+        squared = lambda x: max(float(jnp.sum(known.output_errors(x))), 0.0)
+        norm = squared(source)
+        relative = lambda x: math.sqrt(squared(x - source) / norm) if norm else 0.0
+        return relative(q.dequantize()), relative(plain.dequantize())
+
+
+def statistics_of(
+    seen: Observed, shape: Sequence[int], layout: Layout, is_table: bool
+) -> WeightStatistics:
+    return WeightStatistics(
+        seen.gram,
+        seen.rows,
+        seen.power,
+        tuple(shape),
+        layout.axes,
+        layout.lead,
+        is_table,
+    )

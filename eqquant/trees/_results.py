@@ -1,0 +1,37 @@
+"""The error of what a whole model computes."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+
+def results_error(
+    fn: Callable, model: Any, original: Any, batches: Iterable, caller: str
+) -> float:
+    """The norm of the difference of `fn(model, batch)` from `fn(original, batch)`, over
+    that of the latter: of all floats of all results together."""
+
+    @eqx.filter_jit
+    def measure(model, original, batch):
+        results = [_floats(fn(tree, batch)) for tree in (model, original)]
+        square = lambda x: jnp.sum(jnp.square(jnp.abs(x.astype(_wide(x)))))
+        error = sum(square(a - b) for a, b in zip(*results, strict=True))
+        return jnp.asarray(error), jnp.asarray(sum(map(square, results[1])))
+
+    squares = [measure(model, original, batch) for batch in batches]
+    if not squares:
+        raise ValueError(f"{caller}: batches must hold at least one batch, got none.")
+    error, norm = (sum(map(float, column)) for column in zip(*squares, strict=True))
+    return math.sqrt(error / norm) if norm else (math.inf if error else 0.0)
+
+
+def _floats(results: Any) -> list:
+    return [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]
+
+
+def _wide(x):
+    return jnp.promote_types(x.dtype, jnp.float32)

@@ -1,0 +1,72 @@
+"""`allocate`: the best assignment under a budget."""
+
+import itertools
+
+import eqquant
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+
+
+FORMATS = ["binary", "ternary", "nf4", "int8"]
+
+
+def calibrated():
+    model = eqx.nn.MLP(
+        64, 64, 64, 2, use_bias=False, use_final_bias=False, key=jax.random.key(0)
+    )
+    # The last layer matters most: its products are the results.
+    x = jax.random.normal(jax.random.key(1), (128, 64))
+    stats = eqquant.calibrate(lambda model, x: jax.vmap(model)(x), model, [x])
+    return model, stats
+
+
+def test_budgets():
+    model, stats = calibrated()
+    smallest = 3 * (64 * 8 + 64 * 4)
+    losses = []
+    for budget in (smallest, 4000, 6000, 9000, 10**6):
+        rules = eqquant.allocate(model, budget, FORMATS, stats)
+        q = eqquant.quantize_tree(model, None, rules=rules)
+        assert eqquant.tree_nbytes(q) == rules.nbytes <= budget
+        losses.append(sum(row.loss for row in rules.rows))
+        assert rules == eqquant.allocate(model, budget, FORMATS[::-1], stats)
+    assert losses == sorted(losses, reverse=True)
+    assert {row.format.name for row in rules.rows} == {"int8"}
+    assert "share of loss" in str(rules) and f"{rules.nbytes:,} bytes" in str(rules)
+    with pytest.raises(ValueError, match=f"at least {smallest:,} bytes"):
+        eqquant.allocate(model, smallest - 1, FORMATS, stats)
+    with pytest.raises(ValueError, match="at least one format"):
+        eqquant.allocate(model, smallest, [], stats)
+    with pytest.raises(KeyError):
+        rules["nothing"]
+
+
+@pytest.mark.slow
+def test_no_assignment_of_as_many_bytes_is_better():
+    model, stats = calibrated()
+    options = {}  # What each weight loses in each format.
+    for name in FORMATS:
+        rules = eqquant.allocate(model, 10**6, [name], stats)
+        for row in rules.rows:
+            options.setdefault(row.path, []).append((row.nbytes, row.loss))
+    for budget in (4000, 5500, 8000):
+        rules = eqquant.allocate(model, budget, FORMATS, stats)
+        loss = sum(row.loss for row in rules.rows)
+        for chosen in itertools.product(*options.values()):
+            if sum(nbytes for nbytes, _ in chosen) <= rules.nbytes:
+                assert sum(lost for _, lost in chosen) >= loss * (1 - 1e-9)
+
+
+@pytest.mark.slow
+def test_the_expected_loss_is_about_that_of_the_results():
+    model, stats = calibrated()
+    x = jax.random.normal(jax.random.key(1), (128, 64))
+    expected = jax.vmap(model)(x)
+    for path in stats.weights:
+        q = eqquant.quantize_tree(model, None, rules={path: "ternary"})
+        actual = float(np.sum((jax.vmap(q)(x) - expected) ** 2))
+        rows = eqquant.allocate(model, 10**6, ["ternary"], stats).rows
+        (row,) = (row for row in rows if row.path == path)
+        assert 0.5 < row.loss / actual < 2

@@ -1,0 +1,161 @@
+"""GPTQ against a reference, and against plain rounding."""
+
+import dataclasses
+import operator
+
+import eqquant
+import equinox as eqx
+import jax
+import numpy as np
+import pytest
+from eqquant.calibration._gptq import inverse_factor
+from helpers import assert_identical, DEFAULT_FORMATS, slow, unpacked
+
+
+def correlated(rows: int, size: int, seed: int = 0) -> np.ndarray:
+    """Inputs as layers have them: a few directions hold most of the energy."""
+    rng = np.random.default_rng(seed)
+    directions = rng.normal(size=(size, size)) / np.arange(1, size + 1)[:, None]
+    return (rng.normal(size=(rows, size)) @ directions).astype(np.float32)
+
+
+def linear(out: int, size: int) -> eqx.nn.Linear:
+    return eqx.nn.Linear(size, out, use_bias=False, key=jax.random.key(1))
+
+
+def calibrated(model, x, format, **options):
+    stats = eqquant.calibrate(lambda m, x: jax.vmap(m)(x), model, [x])
+    return stats, eqquant.quantize_tree(model, format, calibration=stats, **options)
+
+
+def loss(q, w, x) -> np.ndarray:
+    """The squared error of each output, over the data."""
+    e = np.asarray(q.dequantize(), np.float64) - np.asarray(w, np.float64)
+    return np.sum((np.asarray(x, np.float64) @ e.T) ** 2, 0)
+
+
+@pytest.mark.parametrize(
+    "format", [DEFAULT_FORMATS[0], *map(slow, DEFAULT_FORMATS[1:])]
+)
+def test_the_objective_falls_and_in_no_row_rises(format):
+    model, x = linear(32, 128), correlated(256, 128)
+    _, q = calibrated(model, x, format)
+    plain = eqquant.quantize(model.weight, format)
+    after, before = loss(q.weight, model.weight, x), loss(plain, model.weight, x)
+    # Up to what float32 makes of the comparison.
+    assert np.all(after <= before * (1 + 1e-4))
+    assert after.sum() < 0.9 * before.sum()
+    assert q.weight.format == format and q.weight.nbytes == plain.nbytes
+
+
+def reference(w, gram, block: int) -> tuple[np.ndarray, np.ndarray]:
+    """Int8 codes and scales by GPTQ, in float64, element by element, from the inverse
+    itself."""
+    w, size = np.array(w, np.float64), w.shape[1]
+    inverse = np.linalg.inv(gram + 0.01 * np.mean(np.diagonal(gram)) * np.eye(size))
+    codes, scales = np.zeros(w.shape, np.int8), []
+    for i in range(size):
+        if i % block == 0:
+            scale = np.abs(w[:, i : i + block]).max(1) / 127
+            scales.append(scale)
+        codes[:, i] = np.clip(np.rint(w[:, i] / scale), -127, 127)
+        error = (w[:, i] - codes[:, i] * scale) / inverse[i, i]
+        w[:, i:] -= error[:, None] * inverse[i, i:]
+        # The inverse of the matrix of what is left.
+        inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
+    return codes, np.stack(scales, 1)
+
+
+def test_codes_are_those_of_a_reference():
+    x = correlated(256, 64)
+    model = linear(16, 64)
+    _, q = calibrated(model, x, eqquant.Int8(block_size=32))
+    x = x.astype(np.float64)
+    codes, scales = reference(model.weight, x.T @ x, 32)
+    np.testing.assert_allclose(q.weight.scales, scales, rtol=1e-4)
+    # But where float32 and float64 fall on two sides of a half.
+    assert np.mean(unpacked(q.weight) == codes) > 0.98
+    assert np.max(np.abs(unpacked(q.weight).astype(int) - codes)) <= 1
+
+
+def test_the_factor_is_that_of_the_inverse():
+    x = correlated(300, 200).astype(np.float64)
+    gram = x.T @ x
+    factor = inverse_factor(gram)
+    is_heavy = np.diagonal(gram).max() > 100 * np.median(np.diagonal(gram))
+    damping = (0.1 if is_heavy else 0.01) * np.mean(np.diagonal(gram))
+    product = factor.T @ factor @ (gram + damping * np.eye(200))
+    np.testing.assert_allclose(product, np.eye(200), atol=1e-8)
+    np.testing.assert_array_equal(factor, np.triu(factor))
+
+
+@pytest.mark.parametrize("format", ["int8", slow("nf4"), slow("int4")])
+def test_where_inputs_are_independent_it_is_plain_rounding(format):
+    model = linear(16, 64)
+    _, q = calibrated(model, np.eye(64, dtype=np.float32), format)
+    assert_identical(q.weight, eqquant.quantize(model.weight, format))
+
+
+@pytest.mark.slow
+def test_inputs_that_never_occur():
+    model, x = linear(16, 64), correlated(128, 64)
+    x[:, 5:20] = 0
+    _, q = calibrated(model, x, "nf4")
+    assert np.all(np.isfinite(q.weight.dequantize()))
+
+
+@pytest.mark.parametrize(
+    "format",
+    [
+        eqquant.NF4(block_size=32),  # A partial last block.
+        slow(eqquant.NF4(double_quantization=True)),
+        slow(eqquant.NF4(scale_dtype="bfloat16")),
+        slow(eqquant.Int8()),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
+def test_other_scales_and_shapes(format, dtype):
+    model, x = linear(16, 72), correlated(256, 72)
+    model = jax.tree.map(lambda w: w.astype(dtype), model)
+    stats, q = calibrated(model, x, format)
+    row, *_ = eqquant.report(q, model, calibration=stats).rows
+    assert row.output_error < 0.95 * row.rounded_output_error
+    assert q.weight.dtype == dtype
+    plain = eqquant.quantize(model.weight, format)
+    assert jax.tree.structure(q.weight) == jax.tree.structure(plain)
+
+
+@pytest.mark.slow
+def test_every_matrix_of_a_stack_has_its_own_data():
+    keys = jax.random.split(jax.random.key(0), 2)
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(64, 16, key=key))(keys)
+    xs = np.stack([correlated(128, 64), correlated(128, 64, seed=1)])
+    run = lambda stack, xs: eqx.filter_vmap(lambda m, x: jax.vmap(m)(x))(stack, xs)
+    stats = eqquant.calibrate(run, stack, [xs])
+    q = eqquant.quantize_tree(stack, "nf4", calibration=stats).weight
+    for i in range(2):
+        single = jax.tree.map(operator.itemgetter(i), stack)
+        _, alone = calibrated(single, xs[i], "nf4")
+        assert np.mean(unpacked(q[i]) == unpacked(alone.weight)) > 0.98
+
+
+def test_a_format_without_nearest_is_rounded_plainly():
+    @dataclasses.dataclass(frozen=True, repr=False)
+    class Own(eqquant.Int8):
+        nearest = eqquant.Format.nearest
+
+        def encode(self, blocks, absmax, counts, limit):
+            return eqquant.Int8().encode(blocks, absmax, counts, limit)
+
+    model = linear(16, 64)
+    _, q = calibrated(model, correlated(64, 64), Own())
+    assert_identical(q.weight, eqquant.quantize(model.weight, Own()))
+
+
+def test_method_nearest_is_plain_rounding_and_the_report_has_both():
+    model, x = linear(16, 64), correlated(128, 64)
+    stats, q = calibrated(model, x, "nf4", method="nearest")
+    assert_identical(q.weight, eqquant.quantize(model.weight, "nf4"))
+    report = eqquant.report(q, model, calibration=stats)
+    assert report.rows[0].output_error == report.rows[0].rounded_output_error
+    assert "if rounded" in str(report) and "if rounded" not in str(eqquant.report(q))
