@@ -23,9 +23,14 @@ from .checkpoints import (
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,
+    Codebook as Codebook,
     Format as Format,
+    Int2 as Int2,
+    Int3 as Int3,
     Int4 as Int4,
     Int8 as Int8,
+    NF2 as NF2,
+    NF3 as NF3,
     NF4 as NF4,
     QuantizedScales as QuantizedScales,
     Ternary as Ternary,

@@ -10,7 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import LoraArray, QuantizedArray, StraightThroughArray
-from ..formats import codes_per_byte, Format, num_groups, QuantizedScales
+from ..formats import (
+    Format,
+    num_bytes,
+    num_codes,
+    num_groups,
+    planes_of,
+    QuantizedScales,
+    unpack,
+)
 from ._memory import to_numpy
 
 
@@ -34,15 +42,22 @@ def check_codes(array: Any) -> None:
 
 
 def _check_codes(codes: np.ndarray, format: Format) -> None:
-    # Bytes that hold such a code, whichever of theirs it is.
     bits, mask = format.bits, 2**format.bits - 1
     unused = {code & mask for code in format.unused_codes}
-    shifts = range(0, codes_per_byte(bits) * bits, bits)
-    wrong = [any(byte >> s & mask in unused for s in shifts) for byte in range(256)]
-    table = np.array(wrong)
     flat = codes.reshape(-1).view(np.uint8)
-    for start in range(0, flat.size, _bytes_at_once):
-        if table[flat[start : start + _bytes_at_once]].any():
+    step = _bytes_at_once
+    if bits == 3:  # A code is in two bytes.
+        group = num_bytes(format.group, 3)
+        step = max(step // group, 1) * group
+        table = np.array([code in unused for code in range(8)])
+        read = lambda part: np.asarray(unpack(jnp.asarray(part), 3, format.group))
+    else:  # Bytes that hold such a code, whichever of theirs it is.
+        shifts = range(0, planes_of(bits) * bits, bits)
+        has = lambda byte: any(byte >> s & mask in unused for s in shifts)
+        table = np.array([has(byte) for byte in range(256)])
+        read = lambda part: part
+    for start in range(0, flat.size, step):
+        if table[read(flat[start : start + step])].any():
             raise ValueError(f"there are codes that {format!r} does not have.")
 
 
@@ -84,7 +99,7 @@ def _check_quantized(q: QuantizedArray) -> None:
         and all(type(n) is int and n >= 0 for n in q.inner),
         f"the sizes {q.inner} do not fit the axes {q.axes}.",
     )
-    held = codes.shape[-1] * codes_per_byte(format.bits)
+    held = num_codes(codes.shape[-1], format.bits)
     _require(
         type(q.padding) is int and 0 <= q.padding <= held,
         f"of {held} codes {q.padding} cannot be padding.",

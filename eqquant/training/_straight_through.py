@@ -17,7 +17,7 @@ from ..arrays import (
     straight_through_value,
     StraightThroughArray,
 )
-from ..formats import as_format, Binary, codes_per_byte, float_scales, Format, Int8
+from ..formats import as_format, Binary, float_scales, Format, Int8, num_codes
 from ._round_trip import has_round_trip, round_trip
 
 
@@ -133,7 +133,7 @@ def learned_scales(
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].
-    - `format`: one with integer levels: INT8, INT4, ternary, binary.
+    - `format`: one with integer levels: INT8, INT4, INT3, INT2, ternary, binary.
 
     **Returns:**
 
@@ -161,7 +161,7 @@ def check_learnable(format: Format, caller: str) -> None:
     if not format.integer_levels:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
-            f"Int4, Ternary and Binary; got {format!r}."
+            f"Int4, Int3, Int2, Ternary and Binary; got {format!r}."
         )
 
 
@@ -179,8 +179,9 @@ def _(primals, tangents):
     # The scale itself is rounded: what it was taken from is not out of range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
     lowest, highest = -q.format.largest_level, _highest(q.format)
-    inside = array >= each * (lowest * rounding)
-    inside &= array <= each * (highest * rounding)
+    # A scale may be negative.
+    ends = each * (lowest * rounding), each * (highest * rounding)
+    inside = (array >= jnp.minimum(*ends)) & (array <= jnp.maximum(*ends))
     return _clipped(array, q), jnp.where(inside, tangent, 0)
 
 
@@ -205,7 +206,7 @@ def _(primals, tangents):
     return _learning(array, scales, q), tangent.astype(array.dtype)
 
 
-def _highest(format: Format) -> int:
+def _highest(format: Format) -> int | float:
     """The largest positive level."""
     return format.highest_level or format.largest_level
 
@@ -224,7 +225,7 @@ def _spread(
 ) -> Float[Array, "..."]:
     """Scales of `q`, one for each of its values: an array whose codes are all 1."""
     format = Int8(block_size=q.format.block_size, scale_dtype=q.format.scale_dtype)
-    padded = q.codes.shape[-1] * codes_per_byte(q.format.bits)
+    padded = num_codes(q.codes.shape[-1], q.format.bits)
     size = padded - q.padding
     ones = jnp.ones((*q.codes.shape[:-1], format.padded(size)), format.code_dtype)
     return q.replace(

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of
-from ...formats import codes_per_byte, gather_scales, unpack
+from ...formats import gather_scales, num_codes, unpack
 from ._contraction import contract
 from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
@@ -132,7 +132,7 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
         compute = jnp.promote_types(compute, jnp.float64)
     *lead, packed = q.codes.shape
     blocks = q.scales.shape[-1]
-    size = packed * codes_per_byte(bits)
+    size = num_codes(packed, bits)
     levels = q.format.levels(unpack(q.codes, bits, group), compute)
     if size:
         levels = levels.reshape(*lead, blocks, size // blocks)

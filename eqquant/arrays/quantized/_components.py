@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import typed
-from ...formats import as_format, codes_per_byte, Format, QuantizedScales
+from ...formats import as_format, Format, num_codes, QuantizedScales
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 
@@ -68,7 +68,7 @@ def from_components(
         )
     count = 1 if isinstance(axis, int) else len(axis)
     axes = canonical_axes(axis, codes.ndim - 1 + count)
-    held = codes.shape[-1] * codes_per_byte(format.bits)
+    held = num_codes(codes.shape[-1], format.bits)
     if size is None:
         if count > 1:
             raise ValueError("from_components: several axes need their sizes in size.")

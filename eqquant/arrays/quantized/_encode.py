@@ -20,7 +20,7 @@ from ..._jax import (
     rowwise,
     spec_of,
 )
-from ...formats import Format, max_blocks, pack
+from ...formats import Format, max_blocks, num_bytes, pack
 from ...kernels import cpu
 
 
@@ -46,7 +46,7 @@ def encode_rows(
     size = math.prod(array.shape[a] for a in blocked)
     rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
     if 0 in rows.shape:
-        packed = format.padded(size) * format.bits // 8
+        packed = num_bytes(format.padded(size), format.bits)
         codes = jnp.zeros((*shape, packed), format.code_dtype)
         return codes, format.no_scales(shape, size), jnp.zeros((), bool)
 
@@ -134,7 +134,7 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
         codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
         return codes, scales, problem
 
-    packed = format.padded(size) * format.bits // 8
+    packed = num_bytes(format.padded(size), format.bits)
     scales = jax.eval_shape(lambda: format.no_scales((), size))
     scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
     out = (spec(packed), scales, PartitionSpec(*lead))

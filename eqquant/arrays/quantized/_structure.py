@@ -14,10 +14,11 @@ from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from ..._jax import parts_of
 from ...formats import (
-    codes_per_byte,
     float_scales,
     Format,
     gather_scales,
+    num_bytes,
+    num_codes,
     QuantizedScales,
     scales_split,
     slice_scales,
@@ -50,7 +51,7 @@ class AbstractQuantizedArray(ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        stored = self.codes.shape[-1] * codes_per_byte(self.format.bits)
+        stored = num_codes(self.codes.shape[-1], self.format.bits)
         inner = math.prod(self.inner)
         outer = (stored - self.padding) // inner if inner else 0
         shape: list[Any] = [None] * self.ndim
@@ -165,9 +166,9 @@ class AbstractQuantizedArray(ArrayOperators):
         """A part of the only blocked axis that begins and ends between blocks."""
         if len(self.axes) > 1 or stride != 1 or limit <= start:
             return NotImplemented
-        per_byte, unit = codes_per_byte(self.format.bits), self.format.group
+        bits, unit = self.format.bits, self.format.group
         blocks = self.scales.shape[-1]
-        stored = self.codes.shape[-1] * per_byte
+        stored = num_codes(self.codes.shape[-1], bits)
         if blocks != 1 or self.format.block_size is not None:
             unit = math.lcm(unit, stored // blocks)
         at_end = limit == self.shape[self.blocked_axes[-1]]
@@ -181,7 +182,7 @@ class AbstractQuantizedArray(ArrayOperators):
             if scales is NotImplemented:
                 return NotImplemented
         return self.replace(
-            codes=self.codes[..., start // per_byte : stop // per_byte],
+            codes=self.codes[..., num_bytes(start, bits) : num_bytes(stop, bits)],
             scales=scales,
             padding=stop - limit,
         )
@@ -261,7 +262,7 @@ class AbstractQuantizedArray(ArrayOperators):
         if first is not None and (self.padding or self.inner):
             return NotImplemented
         parts = parts_of(mesh, first)
-        group_bytes = self.format.group * self.format.bits // 8
+        group_bytes = num_bytes(self.format.group, self.format.bits)
         if self.codes.shape[-1] % (parts * group_bytes):
             return NotImplemented
         if not scales_split(self.scales, parts):
@@ -277,8 +278,8 @@ class AbstractQuantizedArray(ArrayOperators):
         *others, last = self.blocked_axes
         if not others:
             return self
-        per_byte = codes_per_byte(self.format.bits)
-        stored = self.codes.shape[-1] * per_byte
+        bits = self.format.bits
+        stored = num_codes(self.codes.shape[-1], bits)
         shape = self.shape
         size, blocks = shape[last], self.scales.shape[-1]
         block = stored // blocks if blocks else 0
@@ -290,7 +291,7 @@ class AbstractQuantizedArray(ArrayOperators):
         # where the shape has them.
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
-        codes = self.codes.reshape(*lead, *new, size // per_byte)
+        codes = self.codes.reshape(*lead, *new, num_bytes(size, bits))
         scales = float_scales(self.scales)
         if shared:
             scales = jnp.broadcast_to(
