@@ -92,6 +92,14 @@ def _check_quantized(q: QuantizedArray) -> None:
         codes.shape[:-1] == scales.shape[:-1],
         f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
     )
+    offsets = q.offsets
+    fits = offsets is None or (
+        offsets.shape == scales.shape and offsets.dtype.name in _scale_dtypes
+    )
+    _require(
+        fits and format.has_offsets == (offsets is not None),
+        f"offsets do not fit scales of {scales.shape} in {format!r}.",
+    )
     _require(q.axes, "no axis is blocked.")
     _check_axes(q.axes, codes.ndim - 1 + len(q.axes))
     _require(
@@ -176,6 +184,7 @@ _checks: dict[type, Callable[[Any], None]] = {
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
     (QuantizedArray, "scales"): (QuantizedScales,),
+    (QuantizedArray, "offsets"): (type(None),),
     (LoraArray, "base"): (QuantizedArray, StraightThroughArray),
     (LoraArray, "key"): (type(None),),
     (StraightThroughArray, "q"): (QuantizedArray,),

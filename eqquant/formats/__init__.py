@@ -36,6 +36,7 @@ from ._scales import (
     gather_scales as gather_scales,
     num_groups as num_groups,
     QuantizedScales as QuantizedScales,
+    scales_and_offsets as scales_and_offsets,
     scales_split as scales_split,
     slice_scales as slice_scales,
 )

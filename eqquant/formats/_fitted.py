@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import get_args, Literal, NamedTuple, TypeAlias
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 

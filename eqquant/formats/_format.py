@@ -162,12 +162,15 @@ class Format(abc.ABC):
         return math.ceil(size / self.block_size) if self.block_size else 1
 
     def no_scales(self, lead: Sequence[int], size: int) -> Any:
-        """Scales that are zero, for such leading axes and such a blocked axis."""
-        return jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+        """What `encode` returns beside codes, all of it zero, for such leading axes and
+        such a blocked axis."""
+        zero = jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+        return (zero, zero) if self.has_offsets else zero
 
     def scale_bytes(self, size: int) -> int:
-        """How many bytes the scales of such a blocked axis take."""
-        return self.num_blocks(size) * self.scale_dtype.itemsize
+        """How many bytes the scales of such a blocked axis take, and its offsets."""
+        numbers = 2 if self.has_offsets else 1
+        return self.num_blocks(size) * self.scale_dtype.itemsize * numbers
 
     @abc.abstractmethod
     def encode(
@@ -181,7 +184,8 @@ class Format(abc.ABC):
         Any,
     ]:
         """Encode blocks of values. Returns codes (one for each value, not packed) and
-        scales: floats, or [`eqquant.QuantizedScales`][].
+        scales: floats, or [`eqquant.QuantizedScales`][]; or a tuple of scales and
+        offsets, if the format has these.
 
         **Arguments:**
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import numpy as np
 
-from ._format import divide_blocks
 from ._fitted import FittedFormat
+from ._format import divide_blocks
 from ._scales import num_groups, quantize_scales
 from ._table import count_below, midpoints
 

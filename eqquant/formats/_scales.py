@@ -113,6 +113,12 @@ def float_scales(scales) -> Float[Array, "*lead blocks"]:
     return scales.astype(scales.dtype)
 
 
+def scales_and_offsets(parts: Any, format: Any) -> tuple[Any, Any]:
+    """What `Format.encode` returns beside codes, with None for offsets if there are
+    none."""
+    return parts if format.has_offsets else (parts, None)
+
+
 def slice_scales(scales, start: int, stop: int):
     """Some of the blocks."""
     if not isinstance(scales, QuantizedScales):

@@ -11,9 +11,9 @@ from jaxtyping import Array, Float, UInt8
 
 
 def midpoints(levels: Sequence[float], dtype: np.dtype) -> list[np.floating]:
-    """Between each two levels the largest float that does not exceed the exact midpoint,
-    so that `x > midpoint` is the exact comparison for every float x, and a tie goes to
-    the lower level."""
+    """Between each two levels the largest float that does not exceed the exact
+    midpoint, so that `x > midpoint` is the exact comparison for every float x, and a
+    tie goes to the lower level."""
 
     def between(low: float, high: float) -> np.floating:
         exact = (Fraction(low) + Fraction(high)) / 2
@@ -28,8 +28,8 @@ def midpoints(levels: Sequence[float], dtype: np.dtype) -> list[np.floating]:
 def count_below(
     x: Float[Array, "*shape"], boundaries: Sequence[Any]
 ) -> UInt8[Array, "*shape"]:
-    """How many of the boundaries, which ascend, lie below each value: a binary search by
-    selects."""
+    """How many of the boundaries, which ascend, lie below each value: a binary search
+    by selects."""
     depth = max(1, len(boundaries).bit_length())
     whole = 2**depth - 1
     table = [*boundaries, *[np.asarray(np.inf, x.dtype)] * (whole - len(boundaries))]

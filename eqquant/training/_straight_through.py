@@ -158,7 +158,7 @@ def learned_scales(
 
 
 def check_learnable(format: Format, caller: str) -> None:
-    if not format.integer_levels:
+    if not format.integer_levels or format.has_offsets:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
             f"Int4, Int3, Int2, Ternary and Binary; got {format!r}."
@@ -181,6 +181,9 @@ def _(primals, tangents):
     lowest, highest = -q.format.largest_level, _highest(q.format)
     # A scale may be negative.
     ends = each * (lowest * rounding), each * (highest * rounding)
+    if q.offsets is not None:
+        middle = _spread(q, q.offsets)
+        ends = tuple(end + middle for end in ends)
     inside = (array >= jnp.minimum(*ends)) & (array <= jnp.maximum(*ends))
     return _clipped(array, q), jnp.where(inside, tangent, 0)
 
@@ -217,7 +220,9 @@ def _wide(dtype):
 
 def _levels(q: QuantizedArray) -> Float[Array, "..."]:
     """What each value of `q` is in units of its scale."""
-    return q.replace(scales=jnp.ones_like(q.scales), dtype=_wide(q.dtype)).dequantize()
+    return q.replace(
+        scales=jnp.ones_like(q.scales), offsets=None, dtype=_wide(q.dtype)
+    ).dequantize()
 
 
 def _spread(
@@ -231,6 +236,7 @@ def _spread(
     return q.replace(
         codes=ones,
         scales=jnp.broadcast_to(scales.astype(_wide(scales.dtype)), q.scales.shape),
+        offsets=None,
         format=format,
         dtype=_wide(q.dtype),
         padding=format.padded(size) - size,

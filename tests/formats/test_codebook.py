@@ -1,5 +1,6 @@
 """Tables of levels: those of Lloyd and Max, and those of users; integers of 3 bits."""
 
+import itertools
 import math
 
 import eqquant
@@ -21,7 +22,7 @@ def lloyd_max(count: int) -> np.ndarray:
         levels = np.array(
             [
                 (density(a) - density(b)) / (cumulative(b) - cumulative(a))
-                for a, b in zip(ends[:-1], ends[1:], strict=True)
+                for a, b in itertools.pairwise(ends)
             ]
         )
     return levels

@@ -22,6 +22,7 @@ def from_components(
     dtype: Any = "float32",
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
+    offsets: Float[Array, "*lead blocks"] | None = None,
 ) -> QuantizedArray:
     """Make a quantized array from its parts, for example those of a checkpoint.
 
@@ -35,6 +36,7 @@ def from_components(
     - `axis`: the blocked axis (or axes) of that array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
         one axis, is all that `codes` holds.
+    - `offsets`: as `scales`, for an affine format.
 
     **Returns:**
 
@@ -91,5 +93,16 @@ def from_components(
             f"from_components: scales must have {blocks} blocks for a size of {size}, "
             f"got {scales.shape[-1]}."
         )
-    padding = held - total
-    return QuantizedArray(codes, scales, format, dtype, axes, sizes[1:], padding)
+    if format.has_offsets != (offsets is not None):
+        needs = "needs" if format.has_offsets else "has no"
+        raise ValueError(f"from_components: {format!r} {needs} offsets.")
+    if offsets is not None and (offsets.shape, offsets.dtype) != (
+        scales.shape,
+        format.scale_dtype,
+    ):
+        raise ValueError(
+            f"from_components: offsets must be {format.scale_dtype}{scales.shape}, as "
+            f"scales are, got {offsets.dtype}{offsets.shape}."
+        )
+    fields = format, dtype, axes, sizes[1:], held - total
+    return QuantizedArray(codes, scales, *fields, offsets=offsets)

@@ -36,6 +36,7 @@ class AbstractQuantizedArray(ArrayOperators):
     axes: tuple[int, ...] = eqx.field(static=True)
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
+    offsets: Float[Array, "*lead blocks"] | None = None
 
     #
     # What it stands for
@@ -79,14 +80,16 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def replace(self, **fields):
         names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
+        names = (*names, "offsets")
         return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None):
         """Apply `fn` to all components; `axes` says where, counted from the end, the
         blocked axes then are."""
         axes = self.axes if axes is None else tuple(axes)
-        codes, scales = jax.tree.map(fn, (self.codes, self.scales))
-        return self.replace(codes=codes, scales=scales, axes=axes)
+        parts = self.codes, self.scales, self.offsets
+        codes, scales, offsets = jax.tree.map(fn, parts)
+        return self.replace(codes=codes, scales=scales, offsets=offsets, axes=axes)
 
     def _lead_index(self, axis: int) -> int:
         return self.lead_axes.index(axis)
@@ -175,15 +178,18 @@ class AbstractQuantizedArray(ArrayOperators):
         if start % unit or (limit % unit and not at_end):
             return NotImplemented
         stop = stored if at_end else limit
-        scales = self.scales
+        scales, offsets = self.scales, self.offsets
         if blocks > 1:
             block = stored // blocks
             scales = slice_scales(scales, start // block, stop // block)
             if scales is NotImplemented:
                 return NotImplemented
+            if offsets is not None:
+                offsets = offsets[..., start // block : stop // block]
         return self.replace(
             codes=self.codes[..., num_bytes(start, bits) : num_bytes(stop, bits)],
             scales=scales,
+            offsets=offsets,
             padding=stop - limit,
         )
 
@@ -221,7 +227,8 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         scales = gather_scales(fn, self.scales, fill)
-        return self.replace(codes=fn(self.codes, None), scales=scales)
+        offsets = None if self.offsets is None else fn(self.offsets, fill)
+        return self.replace(codes=fn(self.codes, None), scales=scales, offsets=offsets)
 
     def concatenate(self, others: Sequence["AbstractQuantizedArray"], dimension: int):
         if dimension in self.blocked_axes:
@@ -230,7 +237,8 @@ class AbstractQuantizedArray(ArrayOperators):
         return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
-        """On the scales: in float32 or more, as a product may not fit into less."""
+        """On scales and offsets: in float32 or more, as a product may not fit into
+        less."""
         if any(factor.shape[axis] != 1 for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
@@ -239,7 +247,9 @@ class AbstractQuantizedArray(ArrayOperators):
         dtype = jnp.promote_types(self.scales.dtype, jnp.float32)
         scales = float_scales(self.scales).astype(dtype)
         factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
-        return self.replace(scales=fn(scales, factor))
+        offsets = self.offsets
+        offsets = None if offsets is None else fn(offsets.astype(dtype), factor)
+        return self.replace(scales=fn(scales, factor), offsets=offsets)
 
     def power(self, exponent: int) -> Any:
         """On the scales, where an odd power leaves each level what it is. They are
@@ -268,7 +278,8 @@ class AbstractQuantizedArray(ArrayOperators):
         if not scales_split(self.scales, parts):
             return NotImplemented
         # What there is one of in a row is not split; codes are, even so.
-        whole = [False, *(a.shape[-1] == 1 for a in jax.tree.leaves(self.scales))]
+        others = jax.tree.leaves((self.scales, self.offsets))
+        whole = [False, *(a.shape[-1] == 1 for a in others)]
         specs = [PartitionSpec(*lead, None if one else first) for one in whole]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
@@ -292,14 +303,17 @@ class AbstractQuantizedArray(ArrayOperators):
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
         codes = self.codes.reshape(*lead, *new, num_bytes(size, bits))
-        scales = float_scales(self.scales)
-        if shared:
-            scales = jnp.broadcast_to(
-                scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
-            )
-        else:
-            scales = scales.reshape(*lead, *new, size // block)
+
+        def each(part):
+            if not shared:
+                return part.reshape(*lead, *new, size // block)
+            part = part.reshape(*lead, *(1 for _ in new), 1)
+            return jnp.broadcast_to(part, (*lead, *new, 1))
+
+        parts = float_scales(self.scales), self.offsets
+        scales, offsets = jax.tree.map(each, parts)
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
-        out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())
+        out = self.replace(codes=codes, scales=scales, offsets=offsets)
+        out = out.replace(axes=self.axes[-1:], inner=())
         return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))

@@ -75,7 +75,6 @@ def decode_tile(
 ) -> Float[Array, "rows planes blocks bytes"]:
     """The weight in plane order. The result keeps its axes: a reshape here would be
     fused into the decoding, and stop XLA from vectorising it."""
-    rows, _ = codes.shape
     blocks = scales.shape[-1]
     planes = unpack_planes(codes, format.bits, format.group)
     levels = format.levels(planes, dtype)
