@@ -85,7 +85,8 @@ def test_structure(q):
         (q.reshape(4, 6, 192), dense.reshape(4, 6, 192)),
     ]:
         assert isinstance(part, eqquant.QuantizedArray)
-        assert_identical(part.dequantize(), expected)
+        # Not their bits: zero may have either sign.
+        np.testing.assert_array_equal(part.dequantize(), expected)
     assert_identical(q[5], dense[5])
     assert jnp.isnan(table(q, indices)[1]).all()
     if q.format.block_size:

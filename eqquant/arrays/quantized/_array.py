@@ -143,6 +143,8 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
         levels = levels.reshape(*lead, blocks, size // blocks)
         levels = levels * q.scales.astype(compute)[..., None]
         if q.offsets is not None:
+            # Rounded before it is added to, which XLA may or may not do.
+            levels = jnp.where(levels == levels, levels, jnp.nan)
             levels = levels + q.offsets.astype(compute)[..., None]
     values = levels.reshape(*lead, size)[..., : size - q.padding]
     shape = q.shape
