@@ -17,16 +17,17 @@ from eqquant.formats._registry import formats
 # Those that take the path of another: of NF4 with blocks, or of ternary without.
 # What is their own, as three bits are, has tests of its own.
 SAME_PATH = (eqquant.Int4, eqquant.Int3, eqquant.Int2, eqquant.NF2, eqquant.NF3)
+SAME_PATH += (eqquant.FP8, eqquant.MXFP4, eqquant.NVFP4)
 
 
 # A new format is picked up here. Blocked and per channel are different paths.
 DEFAULT_FORMATS = [make() for make in formats.values()]
+# Those whose scales are floats of any dtype.
+SCALED = [make for make in formats.values() if not make().quantized_scales]
 FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
 FORMATS += [eqquant.NF4(double_quantization=True)]
 FORMATS += [
-    make(block_size=32)
-    for make in formats.values()
-    if make not in (eqquant.Binary, eqquant.Int4)
+    make(block_size=32) for make in SCALED if make not in (eqquant.Binary, eqquant.Int4)
 ]
 FORMATS += [eqquant.Int4(block_size=None), eqquant.Codebook((-2, -0.5, 0, 0.5, 1))]
 

@@ -11,12 +11,15 @@ import numpy as np
 
 from ..arrays import LoraArray, QuantizedArray, StraightThroughArray
 from ..formats import (
+    Float8Scales,
     Format,
     num_bytes,
     num_codes,
     num_groups,
     planes_of,
+    PowerOfTwoScales,
     QuantizedScales,
+    ShortScales,
     unpack,
 )
 from ._memory import to_numpy
@@ -92,6 +95,12 @@ def _check_quantized(q: QuantizedArray) -> None:
         codes.shape[:-1] == scales.shape[:-1],
         f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
     )
+    if format.quantized_scales or isinstance(scales, ShortScales):
+        expected = type(format.no_scales((), 1))
+        _require(
+            type(scales) is expected,
+            f"scales of {format!r} are {expected.__name__}, not {type(scales).__name__}.",
+        )
     offsets = q.offsets
     fits = offsets is None or (
         offsets.shape == scales.shape and offsets.dtype.name in _scale_dtypes
@@ -173,9 +182,28 @@ def _check_straight_through(w: StraightThroughArray) -> None:
     )
 
 
+def _check_powers(scales: PowerOfTwoScales) -> None:
+    exponents = scales.exponents
+    fits = exponents is not None and exponents.dtype == np.uint8 and exponents.ndim >= 1
+    _require(fits, f"exponents are {exponents!r}.")
+
+
+def _check_float8(scales: Float8Scales) -> None:
+    codes, units = scales.codes, scales.units
+    _require(codes is not None and units is not None, "a part is missing.")
+    fits = codes.dtype == np.uint8 and units.dtype == np.float32 and codes.ndim >= 1
+    _require(
+        fits and units.shape == (*codes.shape[:-1], 1),
+        f"codes {codes.dtype}{codes.shape} do not fit units "
+        f"{units.dtype}{units.shape}.",
+    )
+
+
 _checks: dict[type, Callable[[Any], None]] = {
     QuantizedArray: _check_quantized,
     QuantizedScales: _check_scales,
+    PowerOfTwoScales: _check_powers,
+    Float8Scales: _check_float8,
     LoraArray: _check_lora,
     StraightThroughArray: _check_straight_through,
 }
@@ -183,7 +211,7 @@ _checks: dict[type, Callable[[Any], None]] = {
 # more than that.
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
-    (QuantizedArray, "scales"): (QuantizedScales,),
+    (QuantizedArray, "scales"): (QuantizedScales, PowerOfTwoScales, Float8Scales),
     (QuantizedArray, "offsets"): (type(None),),
     (LoraArray, "base"): (QuantizedArray, StraightThroughArray),
     (LoraArray, "key"): (type(None),),

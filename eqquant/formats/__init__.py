@@ -13,6 +13,8 @@ from ._format import (
     max_blocks as max_blocks,
     Precision as Precision,
 )
+from ._fp4 import MXFP4 as MXFP4, NVFP4 as NVFP4
+from ._fp8 import FP8 as FP8
 from ._int8 import Int8 as Int8
 from ._integers import Int2 as Int2, Int3 as Int3, Int4 as Int4
 from ._nf4 import NF4 as NF4
@@ -32,12 +34,15 @@ from ._registry import (
     formats as formats,
 )
 from ._scales import (
+    Float8Scales as Float8Scales,
     float_scales as float_scales,
     gather_scales as gather_scales,
     num_groups as num_groups,
+    PowerOfTwoScales as PowerOfTwoScales,
     QuantizedScales as QuantizedScales,
     scales_and_offsets as scales_and_offsets,
     scales_split as scales_split,
+    ShortScales as ShortScales,
     slice_scales as slice_scales,
 )
 from ._ternary import Ternary as Ternary

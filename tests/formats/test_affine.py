@@ -139,7 +139,9 @@ def test_parts_that_are_given(normal):
     with pytest.raises(ValueError, match="needs offsets"):
         eqquant.from_components(q.codes, q.scales, INT4)
     with pytest.raises(ValueError, match="offsets must be float32"):
-        eqquant.from_components(q.codes, q.scales, INT4, offsets=q.offsets.astype("bfloat16"))
+        eqquant.from_components(
+            q.codes, q.scales, INT4, offsets=q.offsets.astype("bfloat16")
+        )
     with pytest.raises(ValueError, match="cannot hold"):
         eqquant.quantize(w * 1e38, INT4)
 

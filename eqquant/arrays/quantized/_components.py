@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import typed
-from ...formats import as_format, Format, num_codes, QuantizedScales
+from ...formats import as_format, Format, num_codes, scales_and_offsets, ShortScales
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 
@@ -16,7 +16,7 @@ from ._axes import canonical_axes
 @typed
 def from_components(
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
-    scales: Float[Array, "*lead blocks"] | QuantizedScales,
+    scales: Float[Array, "*lead blocks"] | ShortScales,
     format: Format | str,
     *,
     dtype: Any = "float32",
@@ -30,7 +30,8 @@ def from_components(
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
     - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; or an
-        [`eqquant.QuantizedScales`][] with double quantization.
+        [`eqquant.QuantizedScales`][] with double quantization, and what MXFP4 and
+        NVFP4 have in its place.
     - `format`: a format, or the name of one.
     - `dtype`: the dtype of the array that they stand for.
     - `axis`: the blocked axis (or axes) of that array.
@@ -60,8 +61,8 @@ def from_components(
             f"from_components: scales must be {format.scale_dtype} as {format!r} has "
             f"it, got {scales.dtype}."
         )
-    if format.quantized_scales != isinstance(scales, QuantizedScales):
-        kind = "eqquant.QuantizedScales" if format.quantized_scales else "an array"
+    kind = _kind(scales_and_offsets(format.no_scales((), 1), format)[0])
+    if kind != _kind(scales):
         raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
     if scales.shape[:-1] != codes.shape[:-1]:
         raise ValueError(
@@ -106,3 +107,8 @@ def from_components(
         )
     fields = format, dtype, axes, sizes[1:], held - total
     return QuantizedArray(codes, scales, *fields, offsets=offsets)
+
+
+def _kind(scales) -> str:
+    short = isinstance(scales, ShortScales)
+    return f"eqquant.{type(scales).__name__}" if short else "an array"

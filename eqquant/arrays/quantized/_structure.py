@@ -19,8 +19,8 @@ from ...formats import (
     gather_scales,
     num_bytes,
     num_codes,
-    QuantizedScales,
     scales_split,
+    ShortScales,
     slice_scales,
 )
 from .._operators import ArrayOperators
@@ -30,7 +30,7 @@ class AbstractQuantizedArray(ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and what moves them about."""
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
-    scales: Float[Array, "*lead blocks"] | QuantizedScales
+    scales: Float[Array, "*lead blocks"] | ShortScales
     format: Format = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
