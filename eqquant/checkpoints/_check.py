@@ -99,7 +99,8 @@ def _check_quantized(q: QuantizedArray) -> None:
         expected = type(format.no_scales((), 1))
         _require(
             type(scales) is expected,
-            f"scales of {format!r} are {expected.__name__}, not {type(scales).__name__}.",
+            f"scales of {format!r} must be {expected.__name__}, not "
+            f"{type(scales).__name__}.",
         )
     offsets = q.offsets
     fits = offsets is None or (
