@@ -53,6 +53,10 @@ class FittedFormat(Format):
             )
 
     @property
+    def signed_scales(self):
+        return -self.table[0] != self.table[-1]
+
+    @property
     def has_offsets(self):
         return self.affine
 
@@ -88,7 +92,7 @@ class FittedFormat(Format):
         largest = max(-lowest, highest)
         scales = absmax if largest == 1 else true_divide(absmax, largest)
         scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=largest)
-        if -lowest != highest:
+        if self.signed_scales:
             # Not by the minimum of a block, as XLA:CPU may drop a NaN from either.
             is_positive = max_blocks(blocks) >= absmax
             scales = jnp.where(is_positive == (highest > -lowest), scales, -scales)

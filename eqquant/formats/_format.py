@@ -144,6 +144,11 @@ class Format(abc.ABC):
         return False
 
     @property
+    def signed_scales(self) -> bool:
+        """Whether a scale may be negative."""
+        return False
+
+    @property
     def has_offsets(self) -> bool:
         """Whether each block has an offset, which is added to its values."""
         return False

@@ -107,7 +107,8 @@ def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format,
 @pairs(
     "format, dtype",
     [
-        *DEFAULT_FORMATS,
+        # MXFP4 cuts off, by up to a quarter, what is nearly twice a power of two.
+        *(f for f in DEFAULT_FORMATS if f.name != "mxfp4"),
         *(make(scale_dtype="bfloat16") for make in SCALED),
         NF4(scale_search=True),
     ],
@@ -366,5 +367,5 @@ def test_what_given_scales_cannot_hold_is_the_last_level(format, normal):
     w = normal(3, 64)
     scales = eqquant.quantize(w, format).scales / 2
     q = eqquant.quantize(w, format, scales=scales).dequantize()
-    assert_identical(jnp.sign(q), jnp.where(q == 0, 0.0, jnp.sign(w)))
+    assert jnp.all(jnp.sign(q) == jnp.where(q == 0, 0.0, jnp.sign(w)))
     assert jnp.all(jnp.abs(q) <= jnp.abs(w).max() / 2 * 1.2)

@@ -64,7 +64,7 @@ def encode_rows(
             codes, scales = format.encode(blocks, absmax, counts, limit)
         else:
             plain, offsets = scales_and_offsets(scales, format)
-            problem |= ~jnp.all(_is_a_scale(plain))
+            problem |= ~jnp.all(is_a_scale(plain, format))
             if offsets is not None:
                 problem |= ~jnp.all(jnp.isfinite(offsets))
                 blocks = blocks - offsets.astype(compute)[..., None]
@@ -235,5 +235,6 @@ def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, 
     return jnp.any(~fits)
 
 
-def _is_a_scale(given: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    return (given > 0) & jnp.isfinite(given)
+def is_a_scale(given: Float[Array, "*shape"], format: Format) -> Bool[Array, "*shape"]:
+    size = jnp.abs(given) if format.signed_scales else given
+    return (size > 0) & jnp.isfinite(given)

@@ -14,7 +14,7 @@ from ..._jax import config, is_traced, typed
 from ...formats import as_format, Format, scales_and_offsets
 from ._array import QuantizedArray
 from ._axes import canonical_axes
-from ._encode import encode_rows, encode_rowwise, has_encoder, per_tensor
+from ._encode import encode_rows, encode_rowwise, has_encoder, is_a_scale, per_tensor
 
 
 @typed
@@ -53,7 +53,8 @@ def quantize(
         the first of one used as `x @ w`. Give several axes to share scales over all of
         them, as for the weight of a convolution. With all axes and no block size, the
         whole array has one scale.
-    - `scales`: `(*lead, blocks)`, positive: scales to use instead of those that the
+    - `scales`: `(*lead, blocks)`, positive (or, where the levels of the format are not
+        symmetric about zero, of either sign): scales to use instead of those that the
         format would choose, for example learned ones. Every value takes its nearest
         level. `lead` are the axes of `array` that are not blocked.
     - `offsets`: `(*lead, blocks)`: what goes with `scales` in an affine format.
@@ -198,6 +199,7 @@ def _raise_not_finite(
     format: Format,
 ):
     given = None if given is None else scales_and_offsets(given, format)[0]
+    kind = "nonzero" if format.signed_scales else "positive"
     nan = int(jnp.sum(jnp.isnan(array)))
     infinite = int(jnp.sum(jnp.isinf(array)))
     if nan or infinite:
@@ -206,11 +208,9 @@ def _raise_not_finite(
             f"are infinite, out of {array.size}. Pass check_finite=False to quantize "
             "it all the same."
         )
-    if given is not None and (
-        wrong := int(jnp.sum(~((given > 0) & (given < jnp.inf))))
-    ):
+    if given is not None and (wrong := int(jnp.sum(~is_a_scale(given, format)))):
         raise ValueError(
-            f"quantize: scales must be positive and finite, but {wrong} out of "
+            f"quantize: scales must be {kind} and finite, but {wrong} out of "
             f"{given.size} are not."
         )
     raise ValueError(
