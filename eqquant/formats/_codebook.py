@@ -161,6 +161,7 @@ class Codebook(TableFormat):
 
 
 def _checked(values: Any) -> tuple[float, ...]:
+    given = np.zeros(0)
     try:
         given = np.asarray(values, np.float32)
         ok = given.ndim == 1 and 2 <= given.size <= 16
@@ -174,4 +175,4 @@ def _checked(values: Any) -> tuple[float, ...]:
             "Codebook: values must be 2 to 16 finite numbers, all different in "
             f"float32, got {values!r}."
         )
-    return tuple(sorted(given.tolist()))  # pyright: ignore[reportPossiblyUnbound]
+    return tuple(sorted(given.tolist()))

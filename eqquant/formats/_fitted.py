@@ -1,9 +1,9 @@
 """What formats with a table of levels share: how a block gets its scale, and offset."""
 
-import abc
 from collections.abc import Sequence
-from typing import get_args, Literal, NamedTuple, TypeAlias
+from typing import Any, ClassVar, get_args, Literal, NamedTuple, TypeAlias
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, UInt8
@@ -39,10 +39,8 @@ class FittedFormat(Format):
     fit: Fit = "absmax"
     affine: bool = False
 
-    @property
-    @abc.abstractmethod
-    def table(self) -> Sequence[float]:
-        """The levels, in ascending order."""
+    # The levels, in ascending order.
+    table: ClassVar[Sequence[float]]
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,7 +73,7 @@ class FittedFormat(Format):
         codes = self._codes(blocks, _Parts(stored.astype(absmax.dtype), parts.offsets))
         return codes, (stored, parts.offsets) if self.affine else stored
 
-    def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float):
+    def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float) -> Any:
         """Scales as the array has them."""
         del limit
         return scales
@@ -147,15 +145,15 @@ class FittedFormat(Format):
 
         def refined(parts: _Parts) -> _Parts:
             x, y = levels(parts), unit
-            if parts.offsets is not None:
-                x_mean = true_divide(total(x), counts)[..., None]
-                y_mean = true_divide(total(y), counts)[..., None]
-                x, y = x - x_mean, y - y_mean
+            mean = lambda a: true_divide(total(a), counts)[..., None]
+            is_affine = parts.offsets is not None
+            x_mean, y_mean = (mean(x), mean(y)) if is_affine else (0, 0)
+            x, y = x - x_mean, y - y_mean
             per_square = total(square(x))
             slope = total(twice(x * y)) / jnp.where(per_square > 0, per_square, 1)
-            scales, offsets = slope * one, parts.offsets
-            if offsets is not None:
-                offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * one  # pyright: ignore[reportPossiblyUnbound]
+            scales, offsets = slope * one, None
+            if is_affine:
+                offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * one
             new = self._bounded(_Parts(scales, offsets), absmax, limit)
             return _chosen(scales * parts.scales.astype(scales.dtype) > 0, new, parts)
 
@@ -181,5 +179,4 @@ class FittedFormat(Format):
 
 
 def _chosen(condition, new: _Parts, old: _Parts) -> _Parts:
-    pick = lambda a, b: None if a is None else jnp.where(condition, a, b)
-    return _Parts(*map(pick, new, old))
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
