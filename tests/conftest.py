@@ -28,7 +28,7 @@ import jaxtyping
 import numpy as np
 import pytest
 from eqquant.kernels.cpu import _library
-from helpers import DEFAULT_FORMATS, FORMATS
+from helpers import DEFAULT_FORMATS, FORMATS, SAME_PATH
 
 
 def cache_key(*options) -> str:
@@ -128,12 +128,11 @@ def some_slow(formats, slow) -> list:
 # Slow are those that take the path of another: ternary that of binary, INT4 that of NF4
 # or of ternary, and most blocked ones.
 BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
+BLOCKED += [f for f in FORMATS if isinstance(f, (*SAME_PATH, eqquant.Codebook))]
 
 
 @pytest.fixture(
-    params=some_slow(
-        FORMATS, [eqquant.Ternary(), eqquant.Int4(block_size=None), *BLOCKED]
-    ),
+    params=some_slow(FORMATS, [eqquant.Ternary(), *BLOCKED]),
     ids=repr,
 )
 def format(request) -> eqquant.Format:
@@ -141,7 +140,7 @@ def format(request) -> eqquant.Format:
 
 
 @pytest.fixture(
-    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), eqquant.Int4()]),
+    params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), *BLOCKED]),
     ids=lambda f: f.name,
 )
 def default_format(request) -> eqquant.Format:

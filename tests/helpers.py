@@ -15,16 +15,22 @@ from eqquant.formats._registry import formats
 from jax import export
 
 
+# Those that take the path of another: of NF4 with blocks, or of ternary without.
+# What is their own, as three bits are, has tests of its own.
+SAME_PATH = (eqquant.Int4, eqquant.Int3, eqquant.Int2, eqquant.NF2, eqquant.NF3)
+SAME_PATH += (eqquant.FP8, eqquant.MXFP4, eqquant.NVFP4)
+
+
 # A new format is picked up here. Blocked and per channel are different paths.
 DEFAULT_FORMATS = [make() for make in formats.values()]
+# Those whose scales are floats of any dtype.
+SCALED = [make for make in formats.values() if not make().quantized_scales]
 FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
 FORMATS += [eqquant.NF4(double_quantization=True)]
 FORMATS += [
-    make(block_size=32)
-    for make in formats.values()
-    if make not in (eqquant.Binary, eqquant.Int4)
+    make(block_size=32) for make in SCALED if make not in (eqquant.Binary, eqquant.Int4)
 ]
-FORMATS += [eqquant.Int4(block_size=None)]
+FORMATS += [eqquant.Int4(block_size=None), eqquant.Codebook((-2, -0.5, 0, 0.5, 1))]
 
 
 # Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
@@ -84,9 +90,21 @@ def unpacked(q: eqquant.QuantizedArray) -> np.ndarray:
     bits = q.format.bits
     if bits == 8:
         return codes
-    planes = 8 // bits
     *lead, packed = codes.shape
-    size = (q.format.block_size or 64) // planes
+    group = q.format.block_size or 64
+    if bits == 3:  # Two bits, then one, of each group.
+        groups = codes.reshape(*lead, -1, group * 3 // 8)
+        planes = lambda x, bits: (
+            (x[..., None, :] >> np.arange(0, 8, bits)[:, None]) % 2**bits
+        )
+        low, high = (
+            planes(groups[..., : group // 4], 2),
+            planes(groups[..., group // 4 :], 1),
+        )
+        flat = lambda x: x.reshape(*lead, packed * 8 // 3)
+        return flat(low) + 4 * flat(high)
+    planes = 8 // bits
+    size = group // planes
     groups = codes.reshape(*lead, packed // size, 1, size)
     shifts = (np.arange(planes) * bits).reshape(planes, 1)
     return ((groups >> shifts) & (2**bits - 1)).reshape(*lead, packed * planes)
@@ -160,9 +178,8 @@ def fast(*names: str) -> list:
 def _as_param(value):
     if isinstance(value, type(pytest.param())):
         return value
-    # What INT4 has of its own is in test_int4.py. The rest is the path of NF4 with
-    # blocks, or of ternary without.
-    is_slow = isinstance(value, eqquant.Int4)
+    # What they have of their own is in tests of their own.
+    is_slow = isinstance(value, (*SAME_PATH, eqquant.Codebook))
     return slow(value) if is_slow else pytest.param(value)
 
 

@@ -10,7 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..arrays import LoraArray, QuantizedArray, RotatedArray, StraightThroughArray
-from ..formats import codes_per_byte, Format, num_groups, QuantizedScales
+from ..formats import (
+    Float8Scales,
+    Format,
+    num_bytes,
+    num_codes,
+    num_groups,
+    planes_of,
+    PowerOfTwoScales,
+    QuantizedScales,
+    ShortScales,
+    unpack,
+)
 from ._memory import to_numpy
 
 
@@ -34,15 +45,22 @@ def check_codes(array: Any) -> None:
 
 
 def _check_codes(codes: np.ndarray, format: Format) -> None:
-    # Bytes that hold such a code, whichever of theirs it is.
     bits, mask = format.bits, 2**format.bits - 1
     unused = {code & mask for code in format.unused_codes}
-    shifts = range(0, codes_per_byte(bits) * bits, bits)
-    wrong = [any(byte >> s & mask in unused for s in shifts) for byte in range(256)]
-    table = np.array(wrong)
     flat = codes.reshape(-1).view(np.uint8)
-    for start in range(0, flat.size, _bytes_at_once):
-        if table[flat[start : start + _bytes_at_once]].any():
+    step = _bytes_at_once
+    if bits == 3:  # A code is in two bytes.
+        group = num_bytes(format.group, 3)
+        step = max(step // group, 1) * group
+        table = np.array([code in unused for code in range(8)])
+        read = lambda part: np.asarray(unpack(jnp.asarray(part), 3, format.group))
+    else:  # Bytes that hold such a code, whichever of theirs it is.
+        shifts = range(0, planes_of(bits) * bits, bits)
+        has = lambda byte: any(byte >> s & mask in unused for s in shifts)
+        table = np.array([has(byte) for byte in range(256)])
+        read = lambda part: part
+    for start in range(0, flat.size, step):
+        if table[read(flat[start : start + step])].any():
             raise ValueError(f"there are codes that {format!r} does not have.")
 
 
@@ -77,6 +95,21 @@ def _check_quantized(q: QuantizedArray) -> None:
         codes.shape[:-1] == scales.shape[:-1],
         f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
     )
+    if format.quantized_scales or isinstance(scales, ShortScales):
+        expected = type(format.no_scales((), 1))
+        _require(
+            type(scales) is expected,
+            f"scales of {format!r} must be {expected.__name__}, not "
+            f"{type(scales).__name__}.",
+        )
+    offsets = q.offsets
+    fits = offsets is None or (
+        offsets.shape == scales.shape and offsets.dtype.name in _scale_dtypes
+    )
+    _require(
+        fits and format.has_offsets == (offsets is not None),
+        f"offsets do not fit scales of {scales.shape} in {format!r}.",
+    )
     _require(q.axes, "no axis is blocked.")
     _check_axes(q.axes, codes.ndim - 1 + len(q.axes))
     _require(
@@ -84,7 +117,7 @@ def _check_quantized(q: QuantizedArray) -> None:
         and all(type(n) is int and n >= 0 for n in q.inner),
         f"the sizes {q.inner} do not fit the axes {q.axes}.",
     )
-    held = codes.shape[-1] * codes_per_byte(format.bits)
+    held = num_codes(codes.shape[-1], format.bits)
     _require(
         type(q.padding) is int and 0 <= q.padding <= held,
         f"of {held} codes {q.padding} cannot be padding.",
@@ -162,9 +195,28 @@ def _check_rotated(w: RotatedArray) -> None:
     )
 
 
+def _check_powers(scales: PowerOfTwoScales) -> None:
+    exponents = scales.exponents
+    fits = exponents is not None and exponents.dtype == np.uint8 and exponents.ndim >= 1
+    _require(fits, f"exponents are {exponents!r}.")
+
+
+def _check_float8(scales: Float8Scales) -> None:
+    codes, units = scales.codes, scales.units
+    _require(codes is not None and units is not None, "a part is missing.")
+    fits = codes.dtype == np.uint8 and units.dtype == np.float32 and codes.ndim >= 1
+    _require(
+        fits and units.shape == (*codes.shape[:-1], 1),
+        f"codes {codes.dtype}{codes.shape} do not fit units "
+        f"{units.dtype}{units.shape}.",
+    )
+
+
 _checks: dict[type, Callable[[Any], None]] = {
     QuantizedArray: _check_quantized,
     QuantizedScales: _check_scales,
+    PowerOfTwoScales: _check_powers,
+    Float8Scales: _check_float8,
     LoraArray: _check_lora,
     RotatedArray: _check_rotated,
     StraightThroughArray: _check_straight_through,
@@ -173,7 +225,8 @@ _checks: dict[type, Callable[[Any], None]] = {
 # more than that.
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
-    (QuantizedArray, "scales"): (QuantizedScales,),
+    (QuantizedArray, "scales"): (QuantizedScales, PowerOfTwoScales, Float8Scales),
+    (QuantizedArray, "offsets"): (type(None),),
     (LoraArray, "base"): (QuantizedArray, RotatedArray, StraightThroughArray),
     (LoraArray, "key"): (type(None),),
     (RotatedArray, "base"): (QuantizedArray,),

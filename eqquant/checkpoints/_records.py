@@ -269,6 +269,9 @@ class Rebuilder:
             return _as_key(self._tensor(path, get), record["impl"])
         raise ValueError(f"{record!r} is nothing that this version of eqquant knows.")
 
+    def _has(self, path: str) -> bool:
+        return path in self._tensors or path in self._records
+
     def _tensor(self, name: str, get: Callable[[str], Any]) -> Any:
         if name not in self._tensors:
             raise ValueError(f"there is no tensor {name!r}.")
@@ -288,7 +291,11 @@ class Rebuilder:
                 value = self._static(static[field.name])
                 ok = is_bearable(value, hints[field.name])
             else:
-                value = self._build(below(path, field.name), get)
+                part = below(path, field.name)
+                if field.default is None and not self._has(part):
+                    value = None  # A file from before there was such a part.
+                else:
+                    value = self._build(part, get)
                 plain = isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
                 ok = plain or isinstance(value, PARTS.get((cls, field.name), ()))
             if not ok:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from .._jax import Literal, open_jaxpr, split_scan, subjaxprs
-from ..formats import codes_per_byte
+from ..formats import num_codes, planes_of
 from ..primitives import implementation_on, quantized_dot_p
 from ._flow import (
     after,
@@ -153,9 +153,9 @@ def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
 
 def _decoded_in_product(x, codes, scales, *, platform: str, **params) -> list[str]:
     """What a product becomes on a platform, looked into as if it were written out."""
-    per_code = codes_per_byte(params["format"].bits)
-    size, matrix = (math.prod(codes.shape[i:]) * per_code for i in (0, -2))
-    weight = Weight(size, size, per_code, frozenset({size, matrix}))
+    bits = params["format"].bits
+    size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
+    weight = Weight(size, size, planes_of(bits), frozenset({size, matrix}))
     dot = ft.partial(implementation_on(platform), **params)
     jaxpr = jax.make_jaxpr(dot)(x, codes, scales)
     flows = [Flow(data=True), Flow({weight: size}), Flow()]

@@ -10,7 +10,7 @@ import jax
 from .._jax import open_jaxpr, subjaxprs
 from ..arrays import ImplicitArray, is_quantized, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
-from ..formats import codes_per_byte
+from ..formats import num_codes, planes_of
 from ..primitives import lowering_of, quantized_dot_p
 from ._flow import Flow, Weight
 from ._in_hlo import decoded_in_hlo
@@ -149,8 +149,8 @@ def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
 
 
 def _weight_of(q: QuantizedArray) -> Weight:
-    per_code = codes_per_byte(q.format.bits)
-    decoded = math.prod(q.codes.shape) * per_code
+    decoded = num_codes(math.prod(q.codes.shape), q.format.bits)
+    per_code = planes_of(q.format.bits)
     matrices = {q.size, decoded}
     if q.ndim > 2:
         matrices.add(math.prod(q.shape[1:]))

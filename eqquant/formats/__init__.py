@@ -6,30 +6,43 @@ To add a format, see CONTRIBUTING.md.
 """
 
 from ._binary import Binary as Binary
+from ._codebook import Codebook as Codebook, NF2 as NF2, NF3 as NF3
 from ._format import (
     Format as Format,
     largest_scale as largest_scale,
     max_blocks as max_blocks,
     Precision as Precision,
 )
-from ._int4 import Int4 as Int4
+from ._fp4 import MXFP4 as MXFP4, NVFP4 as NVFP4
+from ._fp8 import FP8 as FP8
 from ._int8 import Int8 as Int8
+from ._integers import Int2 as Int2, Int3 as Int3, Int4 as Int4
 from ._nf4 import NF4 as NF4
 from ._pack import (
-    codes_per_byte as codes_per_byte,
     from_plane_order as from_plane_order,
+    num_bytes as num_bytes,
+    num_codes as num_codes,
     pack as pack,
+    planes_of as planes_of,
     to_plane_order as to_plane_order,
     unpack as unpack,
     unpack_planes as unpack_planes,
 )
-from ._registry import as_format as as_format, formats as formats
+from ._registry import (
+    as_format as as_format,
+    every_format as every_format,
+    formats as formats,
+)
 from ._scales import (
+    Float8Scales as Float8Scales,
     float_scales as float_scales,
     gather_scales as gather_scales,
     num_groups as num_groups,
+    PowerOfTwoScales as PowerOfTwoScales,
     QuantizedScales as QuantizedScales,
+    scales_and_offsets as scales_and_offsets,
     scales_split as scales_split,
+    ShortScales as ShortScales,
     slice_scales as slice_scales,
 )
 from ._ternary import Ternary as Ternary

@@ -12,7 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from ._pack import codes_per_byte
+from ._pack import group_multiple, planes_of
 from ._tpu import TPUKernel
 
 
@@ -59,9 +59,9 @@ class Format(abc.ABC):
     # Whether every level is -1, 0 or 1: an odd power of it is then the level itself.
     unit_levels: ClassVar[bool] = False
     # The largest magnitude of a level.
-    largest_level: ClassVar[int] = 1
+    largest_level: ClassVar[int | float] = 1
     # The largest positive level, where that is not the largest in magnitude.
-    highest_level: ClassVar[int | None] = None
+    highest_level: ClassVar[int | float | None] = None
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
     # If the scale of a block of float32 is its largest magnitude, and the code of a
@@ -75,7 +75,8 @@ class Format(abc.ABC):
         super().__init_subclass__(**kwargs)
         if "boundaries" not in vars(cls):
             cls.boundaries = None
-        if "unused_codes" not in vars(cls):
+        is_derived = isinstance(getattr(cls, "unused_codes", None), property)
+        if "unused_codes" not in vars(cls) and not is_derived:
             cls.unused_codes = ()
         # As these are claims about the levels, they go when the levels are others.
         if not vars(cls).keys().isdisjoint(("levels", "codebook")):
@@ -84,7 +85,7 @@ class Format(abc.ABC):
                     setattr(cls, claim, False)
 
     def __post_init__(self):
-        per_byte = codes_per_byte(self.bits)
+        multiple = group_multiple(self.bits)
         block_size = self.block_size
         if block_size is not None:
             if isinstance(block_size, bool) or not isinstance(
@@ -94,10 +95,10 @@ class Format(abc.ABC):
                     f"{type(self).__name__}: block_size must be a positive integer or "
                     f"None, got {block_size!r}."
                 )
-            if block_size < 1 or block_size % per_byte:
+            if block_size < 1 or block_size % multiple:
                 raise ValueError(
                     f"{type(self).__name__}: block_size must be a positive multiple of "
-                    f"{per_byte} ({per_byte} codes share a byte), got {block_size}."
+                    f"{multiple} (so many codes fill whole bytes), got {block_size}."
                 )
             object.__setattr__(self, "block_size", int(block_size))
         try:
@@ -133,13 +134,23 @@ class Format(abc.ABC):
     @property
     def group(self) -> int:
         """How many consecutive codes are packed together: see `_pack.py`."""
-        if codes_per_byte(self.bits) == 1:
+        if planes_of(self.bits) == 1:
             return 1
         return self.block_size or 64
 
     @property
     def quantized_scales(self) -> bool:
         """Whether scales are `QuantizedScales` rather than an array."""
+        return False
+
+    @property
+    def signed_scales(self) -> bool:
+        """Whether a scale may be negative."""
+        return False
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether each block has an offset, which is added to its values."""
         return False
 
     @property
@@ -156,12 +167,15 @@ class Format(abc.ABC):
         return math.ceil(size / self.block_size) if self.block_size else 1
 
     def no_scales(self, lead: Sequence[int], size: int) -> Any:
-        """Scales that are zero, for such leading axes and such a blocked axis."""
-        return jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+        """What `encode` returns beside codes, all of it zero, for such leading axes and
+        such a blocked axis."""
+        zero = jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
+        return (zero, zero) if self.has_offsets else zero
 
     def scale_bytes(self, size: int) -> int:
-        """How many bytes the scales of such a blocked axis take."""
-        return self.num_blocks(size) * self.scale_dtype.itemsize
+        """How many bytes the scales of such a blocked axis take, and its offsets."""
+        numbers = 2 if self.has_offsets else 1
+        return self.num_blocks(size) * self.scale_dtype.itemsize * numbers
 
     @abc.abstractmethod
     def encode(
@@ -175,7 +189,8 @@ class Format(abc.ABC):
         Any,
     ]:
         """Encode blocks of values. Returns codes (one for each value, not packed) and
-        scales: floats, or [`eqquant.QuantizedScales`][].
+        scales: floats, or [`eqquant.QuantizedScales`][]; or a tuple of scales and
+        offsets, if the format has these.
 
         **Arguments:**
 
@@ -225,7 +240,7 @@ def bound_scales(
     scale_dtype,
     limit: float,
     *,
-    largest: int = 1,
+    largest: int | float = 1,
 ) -> Float[Array, "*lead blocks"]:
     """Scales as stored, kept where they decode: that of a block of nonzero values is
     neither flushed to zero nor so large that `largest * scale` exceeds `limit`."""
@@ -239,7 +254,7 @@ def bound_scales(
     return jnp.where(absmax > 0, bounded, 0).astype(scale_dtype)
 
 
-def largest_scale(scale_dtype, limit: float, largest: int) -> float:
+def largest_scale(scale_dtype, limit: float, largest: int | float) -> float:
     """The largest scale that times `largest` does not exceed `limit`."""
     top = np.asarray(
         min(float(jnp.finfo(scale_dtype).max), limit / largest), scale_dtype
@@ -263,8 +278,10 @@ def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
 def divide_blocks(
     blocks: Float[Array, "*lead size"], by: Float[Array, "*lead"]
 ) -> Float[Array, "*lead size"]:
-    """Each block divided by its number; by 1 where that is not positive."""
-    return true_divide(blocks, jnp.where(by > 0, by, 1).astype(blocks.dtype)[..., None])
+    """Each block divided by its number; by 1 where that is zero."""
+    return true_divide(
+        blocks, jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
+    )
 
 
 def max_blocks(blocks: Shaped[Array, "*lead size"]) -> Shaped[Array, "*lead"]:

@@ -1,17 +1,13 @@
 """NF4: the 4-bit NormalFloat of QLoRA."""
 
 import dataclasses
-from fractions import Fraction
-from itertools import pairwise
-from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jaxtyping import Array, Float, UInt8
 
-from ._format import bound_scales, divide_blocks, Format
+from ._fitted import FittedFormat
+from ._format import divide_blocks
 from ._scales import num_groups, quantize_scales
+from ._table import count_below, midpoints
 
 
 # The published table (QLoRA, arXiv 2305.14314, appendix E), as float32 holds it.
@@ -35,41 +31,8 @@ _table = (
 )
 
 
-def _midpoint(low: float, high: float, dtype) -> np.floating:
-    """The largest float that does not exceed the exact midpoint, so that `x > midpoint`
-    is the exact comparison for every float x, and a tie goes to the lower level."""
-    exact = (Fraction(low) + Fraction(high)) / 2
-    rounded = dtype.type(float(exact))
-    if Fraction(float(rounded)) > exact:
-        rounded = np.nextafter(rounded, dtype.type(-np.inf))
-    return rounded
-
-
-def _nearest(normalised: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Index of the nearest table entry: a binary search by selects, four deep."""
-    dtype = np.dtype(normalised.dtype)
-    midpoints = [_midpoint(low, high, dtype) for low, high in pairwise(_table)]
-
-    def search(low: int, high: int, bits: list) -> Any:
-        """The midpoint to compare with next, given the bits known so far."""
-        if not bits:
-            return midpoints[(low + high) // 2]
-        middle = (low + high) // 2
-        return jnp.where(
-            bits[0], search(middle, high, bits[1:]), search(low, middle, bits[1:])
-        )
-
-    bits = []
-    for _ in range(4):
-        bits.append(normalised > search(-1, 15, bits))
-    code = bits[0].astype(jnp.uint8)
-    for bit in bits[1:]:
-        code = (code << jnp.uint8(1)) | bit.astype(jnp.uint8)
-    return code
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
-class NF4(Format):
+class NF4(FittedFormat):
     """4-bit NormalFloat: 16 levels at the quantiles of a normal distribution, times the
     largest magnitude of the block.
 
@@ -134,37 +97,19 @@ class NF4(Format):
     def boundaries(self):
         if self.scale_search or self.double_quantization:
             return None
-        dtype = np.dtype("float32")
-        return tuple(float(_midpoint(*pair, dtype)) for pair in pairwise(_table))
+        return tuple(float(x) for x in midpoints(_table, np.dtype("float32")))
 
-    def encode(self, blocks, absmax, counts, limit):
-        del counts
-        scales = self._search(blocks, absmax) if self.scale_search else absmax
-        scales = bound_scales(scales, absmax, self.scale_dtype, limit)
-        if self.double_quantization:
-            stored = quantize_scales(scales, limit)
-            return self.nearest(blocks, stored.astype(absmax.dtype)), stored
-        return self.nearest(blocks, scales), scales
+    @property
+    def table(self):
+        return _table
+
+    @property
+    def fit(self):
+        return "search" if self.scale_search else "absmax"
+
+    def stored_scales(self, scales, limit):
+        return quantize_scales(scales, limit) if self.double_quantization else scales
 
     def nearest(self, blocks, scales):
-        return _nearest(divide_blocks(blocks, scales))
-
-    def _search(self, blocks, absmax):
-        def step(i, best):
-            best_error, best_scales = best
-            factor = 0.80 + 0.0125 * i.astype(absmax.dtype)
-            scales = (absmax * factor).astype(self.scale_dtype).astype(absmax.dtype)
-            decoded = self.levels(self.nearest(blocks, scales), blocks.dtype)
-            # Relative to absmax, so that no square over- or underflows.
-            residual = unit - decoded * (scales / divisor)[..., None]
-            error = jnp.sum(residual**2, -1)
-            better = error < best_error
-            return (
-                jnp.where(better, error, best_error),
-                jnp.where(better, scales, best_scales),
-            )
-
-        divisor = jnp.where(absmax > 0, absmax, 1)
-        unit = divide_blocks(blocks, absmax)
-        start = (jnp.full_like(absmax, jnp.inf), absmax)
-        return lax.fori_loop(0, 21, step, start)[1]
+        unit = divide_blocks(blocks, scales)
+        return count_below(unit, midpoints(_table, np.dtype(unit.dtype)))

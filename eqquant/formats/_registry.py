@@ -1,16 +1,25 @@
 """Formats by name."""
 
 from ._binary import Binary
+from ._codebook import Codebook, NF2, NF3
 from ._format import Format
-from ._int4 import Int4
+from ._fp4 import MXFP4, NVFP4
+from ._fp8 import FP8
 from ._int8 import Int8
+from ._integers import Int2, Int3, Int4
 from ._nf4 import NF4
 from ._ternary import Ternary
 
 
+# Those that have defaults.
 formats: dict[str, type[Format]] = {
-    format.name: format for format in (NF4, Int8, Int4, Ternary, Binary)
+    format.name: format
+    for format in (
+        *(NF4, NF3, NF2, FP8, MXFP4, NVFP4),
+        *(Int8, Int4, Int3, Int2, Ternary, Binary),
+    )
 }
+every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}
 
 
 def as_format(format: Format | str) -> Format:

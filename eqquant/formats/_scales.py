@@ -1,20 +1,73 @@
 """Scales that are quantized themselves."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
+
+from ._fp8 import from_float8
 
 
 # So many scales share an exponent.
 GROUP = 256
 
 
-class QuantizedScales(eqx.Module):
+class ShortScales(eqx.Module):
+    """Scales that are not an array of floats. They take the place of one: they have the
+    same `shape`, and `astype` decodes them to floats."""
+
+    @property
+    @abc.abstractmethod
+    def codes_of_blocks(self) -> UInt8[Array, "*lead blocks"]:
+        """What there is one of for each block."""
+
+    @abc.abstractmethod
+    def astype(self, dtype) -> Float[Array, "*lead blocks"]:
+        """The scales."""
+
+    @abc.abstractmethod
+    def gather(self, fn: Callable[[Array, Any], Array], fill: Any) -> "ShortScales":
+        """As [`gather_scales`][]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.codes_of_blocks.shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return self.codes_of_blocks.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of the scales that they stand for."""
+        return np.dtype("float32")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in jax.tree.leaves(self))
+
+    def slice(self, start: int, stop: int) -> Any:
+        """Some of the blocks. What there is one of in a row stays."""
+        cut = lambda a: a if a.shape[-1] == 1 else a[..., start:stop]
+        return jax.tree.map(cut, self)
+
+    def split(self, parts: int) -> bool:
+        """As [`scales_split`][]."""
+        blocks = self.shape[-1]
+        return blocks == 1 or blocks % parts == 0
+
+
+class QuantizedScales(ShortScales):
     """Positive scales in 8 bits: `code * 2 ** (exponent - 127)`.
 
     This is the double quantization of QLoRA (arXiv 2305.14314, section 3): 256
@@ -37,25 +90,8 @@ class QuantizedScales(eqx.Module):
     exponents: UInt8[Array, "*lead groups"]
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.codes.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.codes.ndim
-
-    @property
-    def size(self) -> int:
-        return self.codes.size
-
-    @property
-    def dtype(self) -> np.dtype:
-        """Of the scales that they stand for."""
-        return np.dtype("float32")
-
-    @property
-    def nbytes(self) -> int:
-        return self.codes.size + self.exponents.size
+    def codes_of_blocks(self):
+        return self.codes
 
     def astype(self, dtype) -> Float[Array, "*lead blocks"]:
         """The scales."""
@@ -63,6 +99,74 @@ class QuantizedScales(eqx.Module):
         if self.exponents.shape[-1] > 1:
             units = jnp.repeat(units, GROUP, axis=-1)[..., : self.codes.shape[-1]]
         return (self.codes.astype(jnp.float32) * units).astype(dtype)
+
+    def gather(self, fn, fill):
+        in_exponents = fill if fill is None or fill == 0 else 255
+        exponents = fn(self.exponents, in_exponents)
+        return QuantizedScales(fn(self.codes, None), exponents)
+
+    def slice(self, start, stop):
+        if self.exponents.shape[-1] == 1:
+            return QuantizedScales(self.codes[..., start:stop], self.exponents)
+        if start % GROUP:
+            return NotImplemented
+        exponents = self.exponents[..., start // GROUP : num_groups(stop)]
+        return QuantizedScales(self.codes[..., start:stop], exponents)
+
+    def split(self, parts):
+        if self.exponents.shape[-1] > 1:
+            return self.shape[-1] % (parts * GROUP) == 0
+        return super().split(parts)
+
+
+class PowerOfTwoScales(ShortScales):
+    """Scales that are powers of two, `2 ** (exponent - 127)`, in 8 bits: E8M0 in the
+    OCP Microscaling formats.
+
+    **Fields:**
+
+    - `exponents`: `(*lead, blocks)`, biased by 127; 255 stands for NaN, and 0 for zero,
+        as XLA takes `2 ** -127` for that on a CPU.
+    """
+
+    exponents: UInt8[Array, "*lead blocks"]
+
+    @property
+    def codes_of_blocks(self):
+        return self.exponents
+
+    def astype(self, dtype):
+        return _power_of_two(self.exponents).astype(dtype)
+
+    def gather(self, fn, fill):
+        fill = fill if fill is None or fill == 0 else 255
+        return PowerOfTwoScales(fn(self.exponents, fill))
+
+
+class Float8Scales(ShortScales):
+    """Scales in floats of 8 bits, E4M3, times one float32 for each row.
+
+    **Fields:**
+
+    - `codes`: `(*lead, blocks)`.
+    - `units`: `(*lead, 1)`.
+    """
+
+    codes: UInt8[Array, "*lead blocks"]
+    units: Float[Array, "*lead 1"]
+
+    @property
+    def codes_of_blocks(self):
+        return self.codes
+
+    def astype(self, dtype):
+        return (from_float8(self.codes, "e4m3fn") * self.units).astype(dtype)
+
+    def gather(self, fn, fill):
+        return Float8Scales(fn(self.codes, None), fn(self.units, fill))
+
+    def slice(self, start, stop):
+        return Float8Scales(self.codes[..., start:stop], self.units)
 
 
 def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
@@ -113,30 +217,28 @@ def float_scales(scales) -> Float[Array, "*lead blocks"]:
     return scales.astype(scales.dtype)
 
 
+def scales_and_offsets(parts: Any, format: Any) -> tuple[Any, Any]:
+    """What `Format.encode` returns beside codes, with None for offsets if there are
+    none."""
+    return parts if format.has_offsets else (parts, None)
+
+
 def slice_scales(scales, start: int, stop: int):
     """Some of the blocks."""
-    if not isinstance(scales, QuantizedScales):
-        return scales[..., start:stop]
-    if scales.exponents.shape[-1] == 1:
-        return QuantizedScales(scales.codes[..., start:stop], scales.exponents)
-    if start % GROUP:
-        return NotImplemented
-    exponents = scales.exponents[..., start // GROUP : num_groups(stop)]
-    return QuantizedScales(scales.codes[..., start:stop], exponents)
+    if isinstance(scales, ShortScales):
+        return scales.slice(start, stop)
+    return scales[..., start:stop]
 
 
 def gather_scales(fn: Callable[[Array, Any], Array], scales, fill: Any):
     """`fn(part, fill)` of each part, where `fill` fills in scales: None, 0, or NaN."""
-    if not isinstance(scales, QuantizedScales):
-        return fn(scales, fill)
-    in_exponents = fill if fill is None or fill == 0 else 255
-    exponents = fn(scales.exponents, in_exponents)
-    return QuantizedScales(fn(scales.codes, None), exponents)
+    return (
+        scales.gather(fn, fill) if isinstance(scales, ShortScales) else fn(scales, fill)
+    )
 
 
 def scales_split(scales, parts: int) -> bool:
     """Whether so many equal parts of a row each have whole blocks, and groups."""
-    blocks = scales.shape[-1]
-    if isinstance(scales, QuantizedScales) and scales.exponents.shape[-1] > 1:
-        return blocks % (parts * GROUP) == 0
-    return blocks == 1 or blocks % parts == 0
+    if isinstance(scales, ShortScales):
+        return scales.split(parts)
+    return scales.shape[-1] == 1 or scales.shape[-1] % parts == 0

@@ -25,7 +25,7 @@ from .._jax import (
     typed,
     zero_tangent,
 )
-from ..formats import Format, Precision
+from ..formats import Format, num_codes, Precision
 from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
@@ -105,7 +105,7 @@ def _impl(x, codes, scales, **params):
 @quantized_dot_p.def_abstract_eval
 def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     *batch, rows, packed = codes.shape
-    columns = packed * 8 // format.bits
+    columns = num_codes(packed, format.bits)
     contracted, free = (rows, columns) if contract_rows else (columns, rows)
     if (
         x.shape[:-2] != tuple(batch)

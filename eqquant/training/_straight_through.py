@@ -17,7 +17,7 @@ from ..arrays import (
     straight_through_value,
     StraightThroughArray,
 )
-from ..formats import as_format, Binary, codes_per_byte, float_scales, Format, Int8
+from ..formats import as_format, Binary, float_scales, Format, Int8, num_codes
 from ._round_trip import has_round_trip, round_trip
 
 
@@ -133,7 +133,7 @@ def learned_scales(
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].
-    - `format`: one with integer levels: INT8, INT4, ternary, binary.
+    - `format`: one with integer levels: INT8, INT4, INT3, INT2, ternary, binary.
 
     **Returns:**
 
@@ -158,10 +158,10 @@ def learned_scales(
 
 
 def check_learnable(format: Format, caller: str) -> None:
-    if not format.integer_levels:
+    if not format.integer_levels or format.has_offsets:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
-            f"Int4, Ternary and Binary; got {format!r}."
+            f"Int4, Int3, Int2, Ternary and Binary; got {format!r}."
         )
 
 
@@ -179,8 +179,12 @@ def _(primals, tangents):
     # The scale itself is rounded: what it was taken from is not out of range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
     lowest, highest = -q.format.largest_level, _highest(q.format)
-    inside = array >= each * (lowest * rounding)
-    inside &= array <= each * (highest * rounding)
+    # A scale may be negative.
+    ends = each * (lowest * rounding), each * (highest * rounding)
+    if q.offsets is not None:
+        middle = _spread(q, q.offsets)
+        ends = tuple(end + middle for end in ends)
+    inside = (array >= jnp.minimum(*ends)) & (array <= jnp.maximum(*ends))
     return _clipped(array, q), jnp.where(inside, tangent, 0)
 
 
@@ -205,7 +209,7 @@ def _(primals, tangents):
     return _learning(array, scales, q), tangent.astype(array.dtype)
 
 
-def _highest(format: Format) -> int:
+def _highest(format: Format) -> int | float:
     """The largest positive level."""
     return format.highest_level or format.largest_level
 
@@ -216,7 +220,9 @@ def _wide(dtype):
 
 def _levels(q: QuantizedArray) -> Float[Array, "..."]:
     """What each value of `q` is in units of its scale."""
-    return q.replace(scales=jnp.ones_like(q.scales), dtype=_wide(q.dtype)).dequantize()
+    return q.replace(
+        scales=jnp.ones_like(q.scales), offsets=None, dtype=_wide(q.dtype)
+    ).dequantize()
 
 
 def _spread(
@@ -224,12 +230,13 @@ def _spread(
 ) -> Float[Array, "..."]:
     """Scales of `q`, one for each of its values: an array whose codes are all 1."""
     format = Int8(block_size=q.format.block_size, scale_dtype=q.format.scale_dtype)
-    padded = q.codes.shape[-1] * codes_per_byte(q.format.bits)
+    padded = num_codes(q.codes.shape[-1], q.format.bits)
     size = padded - q.padding
     ones = jnp.ones((*q.codes.shape[:-1], format.padded(size)), format.code_dtype)
     return q.replace(
         codes=ones,
         scales=jnp.broadcast_to(scales.astype(_wide(scales.dtype)), q.scales.shape),
+        offsets=None,
         format=format,
         dtype=_wide(q.dtype),
         padding=format.padded(size) - size,

@@ -26,7 +26,7 @@ def test_against_numpy_in_float64(block_size, dtype, normal):
     q = eqquant.quantize(w, Int4(block_size=block_size))
     blocks = in_blocks(w, block_size)
     absmax = np.abs(blocks).max(-1)
-    scales = (absmax / np.where(blocks.max(-1) == absmax, 7, 8)).astype(np.float32)
+    scales = (absmax / np.where(blocks.max(-1) == absmax, -8, 8)).astype(np.float32)
     assert_identical(q.scales, scales)
     quotient = blocks / scales[..., None].astype(np.float64)
     levels = unpacked(q).astype(int).reshape(blocks.shape) - 8
@@ -36,14 +36,11 @@ def test_against_numpy_in_float64(block_size, dtype, normal):
     assert (levels == expected)[~near_half].all() and near_half.mean() < 0.01
 
 
-def test_the_sign_of_the_largest_value_decides_the_scale():
+def test_the_sign_of_the_largest_value_decides_that_of_the_scale():
     rows = [[8.0, -4.0], [-8.0, 4.0], [8.0, -8.0], [0.0, -0.0]]
     q = eqquant.quantize(jnp.array(rows), Int4(block_size=2))
-    np.testing.assert_array_equal(
-        q.scales[:, 0], np.array([8 / 7, 1, 8 / 7, 0], np.float32)
-    )
-    # -4 is -3.5 scales, which rounds a little up in float32: 8 / 7 is rounded, too.
-    assert unpacked(q).tolist() == [[15, 5], [0, 12], [15, 1], [8, 8]]
+    np.testing.assert_array_equal(q.scales[:, 0], np.array([-1, 1, -1, 0], np.float32))
+    assert unpacked(q).tolist() == [[0, 12], [0, 12], [0, 15], [8, 8]]
 
 
 def test_a_value_above_the_highest_level_takes_it():
@@ -53,7 +50,7 @@ def test_a_value_above_the_highest_level_takes_it():
 
 
 def test_quantizing_what_it_decoded_changes_nothing_for_any_scale(rng):
-    # `7 * scale / 7` is rounded twice: it takes a mantissa of every residue.
+    # `7 * scale` is rounded, `8 * scale` never.
     w = rng.uniform(-2, 2, (2**14, 4)).astype(np.float32)
     q = eqquant.quantize(w, Int4(block_size=None))
     assert_identical(eqquant.quantize(decode(q), q.format), q)

@@ -6,9 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.formats._pack import (
-    codes_per_byte,
     from_plane_order,
+    num_bytes,
+    num_codes,
     pack,
+    planes_of,
     to_plane_order,
     unpack,
     unpack_planes,
@@ -16,13 +18,14 @@ from eqquant.formats._pack import (
 
 
 BITS = [1, 2, 4]
+EVERY = [*BITS, 3]
 
 
 def codes_of(bits: int, *shape: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, 2**bits, shape).astype(np.uint8)
 
 
-@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("bits", EVERY)
 def test_a_byte_is_full(bits):
     packed = pack(jnp.asarray(codes_of(bits, 3, 5, 64)), bits)
     assert packed.shape == (3, 5, 64 * bits // 8)
@@ -40,31 +43,42 @@ def test_nibbles_are_the_two_halves_of_a_group():
 def test_plane_p_holds_the_pth_run_of_a_group(bits):
     codes = codes_of(bits, 2, 64)
     packed = np.asarray(pack(jnp.asarray(codes), bits))
-    runs = codes.reshape(2, codes_per_byte(bits), -1)
-    for plane in range(codes_per_byte(bits)):
+    runs = codes.reshape(2, planes_of(bits), -1)
+    for plane in range(planes_of(bits)):
         assert (packed >> (plane * bits) & (2**bits - 1) == runs[:, plane]).all()
+
+
+def test_three_bits_are_a_plane_of_two_and_one_of_one():
+    codes = codes_of(3, 5, 64)
+    packed = np.asarray(pack(jnp.asarray(codes), 3))
+    assert packed.shape == (5, 24)
+    assert (packed[:, :16] == np.asarray(pack(jnp.asarray(codes & 3), 2))).all()
+    assert (packed[:, 16:] == np.asarray(pack(jnp.asarray(codes >> 2), 1))).all()
+    assert (pack(codes, 3) == packed).all()  # Of NumPy.
 
 
 @hypothesis.settings(max_examples=8)
 @hypothesis.given(
-    bits=st.sampled_from(BITS),
+    bits=st.sampled_from(EVERY),
     lead=st.sampled_from([(), (3,), (2, 0), (2, 1)]),
     groups=st.sampled_from([0, 1, 4]),
     bytes_per_group=st.sampled_from([1, 3, 8]),
 )
 def test_unpack_inverts_pack(bits, lead, groups, bytes_per_group):
-    group = bytes_per_group * codes_per_byte(bits)
+    group = bytes_per_group * (8 if bits == 3 else planes_of(bits))
+    size = num_bytes(group, bits)
+    assert num_codes(size, bits) == group
     codes = codes_of(bits, *lead, groups, group)
-    packed = pack(jnp.asarray(codes), bits).reshape(*lead, groups * bytes_per_group)
+    packed = pack(jnp.asarray(codes), bits).reshape(*lead, groups * size)
     assert (unpack(packed, bits, group) == codes.reshape(*lead, groups * group)).all()
 
 
-@pytest.mark.parametrize("bits", [*BITS, 8])
+@pytest.mark.parametrize("bits", [*EVERY, 8])
 def test_plane_order_is_the_order_in_which_bytes_decode(bits):
     codes = jnp.asarray(codes_of(bits, 2, 3, 64))
     flat = codes.reshape(2, 192)
     packed = pack(codes, bits).reshape(2, -1)
-    planes = unpack_planes(packed, bits)
-    assert planes.shape == (2, codes_per_byte(bits), packed.shape[-1])
+    planes = unpack_planes(packed, bits, 64)
+    assert planes.shape == (2, planes_of(bits), 192 // planes_of(bits))
     assert (planes.reshape(2, 192) == to_plane_order(flat, bits, 64)).all()
     assert (from_plane_order(planes.reshape(2, 192), bits, 64) == flat).all()

@@ -276,9 +276,13 @@ def test_bad_arguments(normal):
         eqquant.straight_through(normal(4, 64), "fp3")
     with pytest.raises(ValueError, match="axis must be between"):
         eqquant.straight_through(normal(4, 64), axis=2)
-    with pytest.raises(ValueError, match=r"Int8, Int4, Ternary and Binary; got NF4"):
+    with pytest.raises(
+        ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
+    ):
         eqquant.learned_scales(normal(4, 64), "nf4")
-    with pytest.raises(ValueError, match=r"Int8, Int4, Ternary and Binary; got NF4"):
+    with pytest.raises(
+        ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
+    ):
         eqquant.straight_through(normal(4, 64), "nf4", scales=jnp.ones((4, 1)))
     with pytest.raises(ValueError, match=r"shape \(4, 1\).*got \(4, 2\)"):
         eqquant.quantize(normal(4, 64), "int8", scales=jnp.ones((4, 2)))

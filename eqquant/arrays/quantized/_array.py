@@ -11,16 +11,17 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of
-from ...formats import codes_per_byte, gather_scales, unpack
+from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
 from ._contraction import contract
 from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
 
 
 class QuantizedArray(AbstractQuantizedArray):
-    """An array stored as codes and scales: `value = level(code) * scale`.
+    """An array stored as codes and scales: `value = level(code) * scale`, and for an
+    affine format `+ offset`.
 
-    It is a pytree of two leaves, or of three with double quantization
+    It is a pytree of two leaves, or of three with offsets, or with double quantization
     ([`eqquant.QuantizedScales`][]). All of them have the leading axes of the array, and
     its shape follows from them. So you can slice the leaves, stack them, scan over them
     and map over them, and get quantized arrays again.
@@ -44,6 +45,7 @@ class QuantizedArray(AbstractQuantizedArray):
     - `axes`: the blocked axes of that array, counted from its end.
     - `inner`: the sizes of all the blocked axes but the first.
     - `padding`: how many codes fill the partial last block.
+    - `offsets`: as `scales`, of an affine format; else None.
     """
 
     @property
@@ -76,11 +78,14 @@ class QuantizedArray(AbstractQuantizedArray):
             return NotImplemented
         self.check_whole()
         rows = rows.astype(self.dtype)
-        codes, scales, _ = encode_rows(rows, self.format, self.axes, chunked=False)
+        codes, parts, _ = encode_rows(rows, self.format, self.axes, chunked=False)
+        scales, offsets = scales_and_offsets(parts, self.format)
         # A row that is not finite becomes NaN: a check under `jit` would cost more.
         finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]
         mark = lambda part, nan: part if nan is None else jnp.where(finite, part, nan)
-        new = self.replace(codes=codes, scales=gather_scales(mark, scales, jnp.nan))
+        new = self.replace(
+            codes=codes, scales=gather_scales(mark, scales, jnp.nan), offsets=offsets
+        )
         return jax.tree.map(lambda part, n: fn(part, n.astype(part.dtype)), self, new)
 
     @property
@@ -132,11 +137,15 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
         compute = jnp.promote_types(compute, jnp.float64)
     *lead, packed = q.codes.shape
     blocks = q.scales.shape[-1]
-    size = packed * codes_per_byte(bits)
+    size = num_codes(packed, bits)
     levels = q.format.levels(unpack(q.codes, bits, group), compute)
     if size:
         levels = levels.reshape(*lead, blocks, size // blocks)
         levels = levels * q.scales.astype(compute)[..., None]
+        if q.offsets is not None:
+            # Rounded before it is added to, which XLA may or may not do.
+            levels = jnp.where(levels == levels, levels, jnp.nan)
+            levels = levels + q.offsets.astype(compute)[..., None]
     values = levels.reshape(*lead, size)[..., : size - q.padding]
     shape = q.shape
     values = values.reshape(*lead, *(shape[axis] for axis in q.blocked_axes))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import typed
-from ...formats import as_format, codes_per_byte, Format, QuantizedScales
+from ...formats import as_format, Format, num_codes, scales_and_offsets, ShortScales
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 
@@ -16,12 +16,13 @@ from ._axes import canonical_axes
 @typed
 def from_components(
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"],
-    scales: Float[Array, "*lead blocks"] | QuantizedScales,
+    scales: Float[Array, "*lead blocks"] | ShortScales,
     format: Format | str,
     *,
     dtype: Any = "float32",
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
+    offsets: Float[Array, "*lead blocks"] | None = None,
 ) -> QuantizedArray:
     """Make a quantized array from its parts, for example those of a checkpoint.
 
@@ -29,12 +30,14 @@ def from_components(
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
     - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; or an
-        [`eqquant.QuantizedScales`][] with double quantization.
+        [`eqquant.QuantizedScales`][] with double quantization, and what MXFP4 and
+        NVFP4 have in its place.
     - `format`: a format, or the name of one.
     - `dtype`: the dtype of the array that they stand for.
     - `axis`: the blocked axis (or axes) of that array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
         one axis, is all that `codes` holds.
+    - `offsets`: as `scales`, for an affine format.
 
     **Returns:**
 
@@ -58,8 +61,8 @@ def from_components(
             f"from_components: scales must be {format.scale_dtype} as {format!r} has "
             f"it, got {scales.dtype}."
         )
-    if format.quantized_scales != isinstance(scales, QuantizedScales):
-        kind = "eqquant.QuantizedScales" if format.quantized_scales else "an array"
+    kind = _kind(scales_and_offsets(format.no_scales((), 1), format)[0])
+    if kind != _kind(scales):
         raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
     if scales.shape[:-1] != codes.shape[:-1]:
         raise ValueError(
@@ -68,7 +71,7 @@ def from_components(
         )
     count = 1 if isinstance(axis, int) else len(axis)
     axes = canonical_axes(axis, codes.ndim - 1 + count)
-    held = codes.shape[-1] * codes_per_byte(format.bits)
+    held = num_codes(codes.shape[-1], format.bits)
     if size is None:
         if count > 1:
             raise ValueError("from_components: several axes need their sizes in size.")
@@ -91,5 +94,21 @@ def from_components(
             f"from_components: scales must have {blocks} blocks for a size of {size}, "
             f"got {scales.shape[-1]}."
         )
-    padding = held - total
-    return QuantizedArray(codes, scales, format, dtype, axes, sizes[1:], padding)
+    if format.has_offsets != (offsets is not None):
+        needs = "needs" if format.has_offsets else "has no"
+        raise ValueError(f"from_components: {format!r} {needs} offsets.")
+    if offsets is not None and (offsets.shape, offsets.dtype) != (
+        scales.shape,
+        format.scale_dtype,
+    ):
+        raise ValueError(
+            f"from_components: offsets must be {format.scale_dtype}{scales.shape}, as "
+            f"scales are, got {offsets.dtype}{offsets.shape}."
+        )
+    fields = format, dtype, axes, sizes[1:], held - total
+    return QuantizedArray(codes, scales, *fields, offsets=offsets)
+
+
+def _kind(scales) -> str:
+    short = isinstance(scales, ShortScales)
+    return f"eqquant.{type(scales).__name__}" if short else "an array"

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config
 from ...formats import float_scales, Precision
-from ...primitives import quantized_dot
+from ...primitives import quantized_dot, straight_rounded
 from ._structure import AbstractQuantizedArray
 
 
@@ -133,6 +133,9 @@ def _contract(
     if not batch:
         x = x[0]
 
+    dtype = out_dtype
+    if q.offsets is not None:
+        dtype = jnp.promote_types(out_dtype, jnp.float32)
     out = quantized_dot(
         x,
         component(q.codes),
@@ -141,8 +144,16 @@ def _contract(
         contract_rows=contract_rows,
         precision=precision,
         weight_dtype=q.dtype,
-        out_dtype=out_dtype,
+        out_dtype=dtype,
     )
+    if q.offsets is not None:
+        if q.rounds_activations:
+            x = straight_rounded(x, (x.ndim - 1,))
+        repeats = (x if not contract_rows else out).shape[-1]
+        term = _offset_term(
+            x.astype(dtype), component(q.offsets), contract_rows, repeats
+        )
+        out = (out + term).astype(out_dtype)
 
     batch_shape = [sizes[axis] for axis in batch_axes]
     if not contract_rows:
@@ -153,3 +164,21 @@ def _contract(
     before = len(batch_shape) + len(free_shape)
     logical = [before + stored.index(axis) for axis in sorted(stored)]
     return jnp.transpose(out, (*range(before), *logical))
+
+
+def _offset_term(
+    x: Float[Array, "*batch m size"],
+    offsets: Float[Array, "*batch rows blocks"],
+    contract_rows: bool,
+    columns: int,
+) -> Float[Array, "*batch m out"]:
+    """What the offsets of a weight of so many `columns` add to a product: an offset is
+    the same for all of a block, so that of the activation only the sum matters."""
+    blocks = offsets.shape[-1]
+    offsets = offsets.astype(x.dtype)
+    multiply = ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    if contract_rows:
+        term = multiply("...mr,...rb->...mb", x, offsets)
+        return jnp.repeat(term, columns // max(blocks, 1), axis=-1)
+    sums = jnp.sum(x.reshape(*x.shape[:-1], blocks, columns // max(blocks, 1)), -1)
+    return multiply("...mb,...rb->...mr", sums, offsets)

@@ -3,6 +3,7 @@
 import functools as ft
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from ..._jax import (
     rowwise,
     spec_of,
 )
-from ...formats import Format, max_blocks, pack
+from ...formats import Format, max_blocks, num_bytes, pack, scales_and_offsets
 from ...kernels import cpu
 
 
@@ -36,17 +37,17 @@ def encode_rows(
     format: Format,
     axes: tuple[int, ...],
     chunked: bool,
-    given: Float[Array, "*lead blocks"] | None = None,
+    given: Any = None,
 ):
-    """Codes, scales (those given, or those of the format), and whether some value was
-    out of range."""
+    """Codes, scales (those given, or those of the format; a tuple with offsets, if it
+    has these), and whether some value was out of range."""
     blocked = [a % array.ndim for a in axes]
     lead = [a for a in range(array.ndim) if a not in blocked]
     shape = [array.shape[a] for a in lead]
     size = math.prod(array.shape[a] for a in blocked)
     rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
     if 0 in rows.shape:
-        packed = format.padded(size) * format.bits // 8
+        packed = num_bytes(format.padded(size), format.bits)
         codes = jnp.zeros((*shape, packed), format.code_dtype)
         return codes, format.no_scales(shape, size), jnp.zeros((), bool)
 
@@ -62,8 +63,12 @@ def encode_rows(
         if scales is None:
             codes, scales = format.encode(blocks, absmax, counts, limit)
         else:
-            codes = format.nearest(blocks, scales)
-            problem |= ~jnp.all(_is_a_scale(scales))
+            plain, offsets = scales_and_offsets(scales, format)
+            problem |= ~jnp.all(is_a_scale(plain, format))
+            if offsets is not None:
+                problem |= ~jnp.all(jnp.isfinite(offsets))
+                blocks = blocks - offsets.astype(compute)[..., None]
+            codes = format.nearest(blocks, plain)
         codes = codes.astype(format.code_dtype)
         if one_scale:
             codes = codes.reshape(array.shape)
@@ -82,7 +87,8 @@ def encode_rows(
         codes, scales, problem = _keep_split(encode, (rows, given), format)
     if one_scale:
         shape = array.shape[:-1]
-        scales = jnp.broadcast_to(scales.reshape(1), (math.prod(shape), 1))
+        to_rows = lambda a: jnp.broadcast_to(a.reshape(1), (math.prod(shape), 1))
+        scales = jax.tree.map(to_rows, scales)
     codes = codes.reshape(*shape, -1)
     scales = jax.tree.map(lambda a: a.reshape(*shape, -1), scales)
     return codes, scales, jnp.any(problem)
@@ -111,8 +117,8 @@ def _native(array, *, format: Format, chunked: bool):
 encode_rowwise = rowwise("encode", _by_rows, _native)
 
 
-def _merge_lead(given: Float[Array, "*lead blocks"] | None):
-    return None if given is None else given.reshape(-1, given.shape[-1])
+def _merge_lead(given):
+    return jax.tree.map(lambda a: a.reshape(-1, a.shape[-1]), given)
 
 
 def _keep_split(encode: Callable, inputs: tuple, format: Format):
@@ -134,7 +140,7 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
         codes, scales = jax.tree.map(lambda a: a.reshape(*shape, -1), (codes, scales))
         return codes, scales, problem
 
-    packed = format.padded(size) * format.bits // 8
+    packed = num_bytes(format.padded(size), format.bits)
     scales = jax.eval_shape(lambda: format.no_scales((), size))
     scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
     out = (spec(packed), scales, PartitionSpec(*lead))
@@ -221,6 +227,8 @@ def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
 def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:
     """Whether some value is not finite, or not one that scales can hold."""
     fits = jnp.isfinite(absmax)
+    if format.has_offsets:  # A level and an offset are both as large, or larger.
+        fits &= absmax <= float(jnp.finfo(format.scale_dtype).max) / 4
     scales = jnp.finfo(format.scale_dtype)
     if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:
         largest, smallest = float(scales.max), float(scales.tiny)
@@ -228,5 +236,6 @@ def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, 
     return jnp.any(~fits)
 
 
-def _is_a_scale(given: Float[Array, "*shape"]) -> Bool[Array, "*shape"]:
-    return (given > 0) & jnp.isfinite(given)
+def is_a_scale(given: Float[Array, "*shape"], format: Format) -> Bool[Array, "*shape"]:
+    size = jnp.abs(given) if format.signed_scales else given
+    return (size > 0) & jnp.isfinite(given)

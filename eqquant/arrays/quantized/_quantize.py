@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Num, Shaped
 
 from ..._jax import config, is_traced, typed
-from ...formats import as_format, Format
+from ...formats import as_format, Format, scales_and_offsets
 from ._array import QuantizedArray
 from ._axes import canonical_axes
-from ._encode import encode_rows, encode_rowwise, has_encoder, per_tensor
+from ._encode import encode_rows, encode_rowwise, has_encoder, is_a_scale, per_tensor
 
 
 @typed
@@ -24,6 +24,7 @@ def quantize(
     *,
     axis: int | Sequence[int] = -1,
     scales: Float[Array, "*lead blocks"] | None = None,
+    offsets: Float[Array, "*lead blocks"] | None = None,
     check_finite: bool = True,
 ) -> QuantizedArray:
     """Quantize an array.
@@ -45,16 +46,18 @@ def quantize(
     **Arguments:**
 
     - `array`: a floating-point array with one axis or more.
-    - `format`: a format, or the name of one: `"nf4"`, `"int8"`, `"int4"`,
-        `"ternary"`, `"binary"`.
+    - `format`: a format, or the name of one: `"nf4"`, `"nf3"`, `"nf2"`,
+        `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"ternary"`, `"binary"`.
     - `axis`: the axis that shares a scale, or along which blocks run. Choose the one
         that products contract: the last of a weight used as `w @ x`, as in `eqx.nn`;
         the first of one used as `x @ w`. Give several axes to share scales over all of
         them, as for the weight of a convolution. With all axes and no block size, the
         whole array has one scale.
-    - `scales`: `(*lead, blocks)`, positive: scales to use instead of those that the
+    - `scales`: `(*lead, blocks)`, positive (or, where the levels of the format are not
+        symmetric about zero, of either sign): scales to use instead of those that the
         format would choose, for example learned ones. Every value takes its nearest
         level. `lead` are the axes of `array` that are not blocked.
+    - `offsets`: `(*lead, blocks)`: what goes with `scales` in an affine format.
     - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
         that the dtype of the scales cannot hold.
 
@@ -85,9 +88,17 @@ def quantize(
     if not array.size:
         axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
     given = None
+    if (offsets is not None) != (format.has_offsets and scales is not None):
+        raise ValueError(
+            "quantize: offsets go with scales, for an affine format: give both, or "
+            f"neither; got {'none' if offsets is None else 'some'} for {format!r}."
+        )
     if scales is not None:
-        _check_scales(scales, array, axes, format)
+        _check_scales("scales", scales, array, axes, format)
         given = scales.astype(format.scale_dtype)
+        if offsets is not None:
+            _check_scales("offsets", offsets, array, axes, format)
+            given = given, offsets.astype(format.scale_dtype)
     q, problem = encode(array, format, axes, given)
     if check_finite:
         zero = no_problem(problem, array, format, given)
@@ -101,7 +112,7 @@ def encode(
     array: Float[Array, "..."],
     format: Format,
     axes: tuple[int, ...],
-    given: Float[Array, "*lead blocks"] | None = None,
+    given: Any = None,
 ) -> tuple[QuantizedArray, Bool[Array, ""]]:
     """As [`quantize`][], of arguments that have been checked; and whether there are
     values that cannot be quantized."""
@@ -117,7 +128,9 @@ def encode(
         axes, inner = axes[-1:], ()
     size = math.prod(shape[a] for a in axes)
     padding = format.padded(size) - size
-    q = QuantizedArray(codes, stored, format, array.dtype, axes, inner, padding)
+    scales, offsets = scales_and_offsets(stored, format)
+    fields = format, array.dtype, axes, inner, padding
+    q = QuantizedArray(codes, scales, *fields, offsets=offsets)
     return q, problem
 
 
@@ -125,7 +138,7 @@ def no_problem(
     problem: Bool[Array, ""],
     array: Float[Array, "..."],
     format: Format,
-    given: Float[Array, "*lead blocks"] | None = None,
+    given: Any = None,
 ) -> Float[Array, ""] | None:
     """An error if there is one. Under `jit` it is raised when a zero, which is what
     comes back, has been added to something."""
@@ -158,7 +171,11 @@ def _is_on_one_device(array: Array) -> bool:
 
 
 def _check_scales(
-    scales: Float[Array, "*lead blocks"], array, axes: tuple[int, ...], format: Format
+    name: str,
+    scales: Float[Array, "*lead blocks"],
+    array,
+    axes: tuple[int, ...],
+    format: Format,
 ):
     if format.quantized_scales:
         raise ValueError(
@@ -171,16 +188,18 @@ def _check_scales(
     expected = (*lead, format.num_blocks(size))
     if scales.shape != expected:
         raise ValueError(
-            f"quantize: scales must have the shape {expected} for an array of shape "
+            f"quantize: {name} must have the shape {expected} for an array of shape "
             f"{array.shape} in {format!r}, got {scales.shape}."
         )
 
 
 def _raise_not_finite(
     array: Num[Array, "..."],
-    given: Float[Array, "*lead blocks"] | None,
+    given: Any,
     format: Format,
 ):
+    given = None if given is None else scales_and_offsets(given, format)[0]
+    kind = "nonzero" if format.signed_scales else "positive"
     nan = int(jnp.sum(jnp.isnan(array)))
     infinite = int(jnp.sum(jnp.isinf(array)))
     if nan or infinite:
@@ -189,11 +208,9 @@ def _raise_not_finite(
             f"are infinite, out of {array.size}. Pass check_finite=False to quantize "
             "it all the same."
         )
-    if given is not None and (
-        wrong := int(jnp.sum(~((given > 0) & (given < jnp.inf))))
-    ):
+    if given is not None and (wrong := int(jnp.sum(~is_a_scale(given, format)))):
         raise ValueError(
-            f"quantize: scales must be positive and finite, but {wrong} out of "
+            f"quantize: scales must be {kind} and finite, but {wrong} out of "
             f"{given.size} are not."
         )
     raise ValueError(

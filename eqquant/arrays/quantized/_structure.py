@@ -14,12 +14,13 @@ from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
 from ..._jax import parts_of
 from ...formats import (
-    codes_per_byte,
     float_scales,
     Format,
     gather_scales,
-    QuantizedScales,
+    num_bytes,
+    num_codes,
     scales_split,
+    ShortScales,
     slice_scales,
 )
 from .._operators import ArrayOperators
@@ -29,12 +30,13 @@ class AbstractQuantizedArray(ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and what moves them about."""
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
-    scales: Float[Array, "*lead blocks"] | QuantizedScales
+    scales: Float[Array, "*lead blocks"] | ShortScales
     format: Format = eqx.field(static=True)
     dtype: np.dtype = eqx.field(static=True)
     axes: tuple[int, ...] = eqx.field(static=True)
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
+    offsets: Float[Array, "*lead blocks"] | None = None
 
     #
     # What it stands for
@@ -50,7 +52,7 @@ class AbstractQuantizedArray(ArrayOperators):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        stored = self.codes.shape[-1] * codes_per_byte(self.format.bits)
+        stored = num_codes(self.codes.shape[-1], self.format.bits)
         inner = math.prod(self.inner)
         outer = (stored - self.padding) // inner if inner else 0
         shape: list[Any] = [None] * self.ndim
@@ -78,14 +80,16 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def replace(self, **fields):
         names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
+        names = (*names, "offsets")
         return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None):
         """Apply `fn` to all components; `axes` says where, counted from the end, the
         blocked axes then are."""
         axes = self.axes if axes is None else tuple(axes)
-        codes, scales = jax.tree.map(fn, (self.codes, self.scales))
-        return self.replace(codes=codes, scales=scales, axes=axes)
+        parts = self.codes, self.scales, self.offsets
+        codes, scales, offsets = jax.tree.map(fn, parts)
+        return self.replace(codes=codes, scales=scales, offsets=offsets, axes=axes)
 
     def _lead_index(self, axis: int) -> int:
         return self.lead_axes.index(axis)
@@ -165,24 +169,27 @@ class AbstractQuantizedArray(ArrayOperators):
         """A part of the only blocked axis that begins and ends between blocks."""
         if len(self.axes) > 1 or stride != 1 or limit <= start:
             return NotImplemented
-        per_byte, unit = codes_per_byte(self.format.bits), self.format.group
+        bits, unit = self.format.bits, self.format.group
         blocks = self.scales.shape[-1]
-        stored = self.codes.shape[-1] * per_byte
+        stored = num_codes(self.codes.shape[-1], bits)
         if blocks != 1 or self.format.block_size is not None:
             unit = math.lcm(unit, stored // blocks)
         at_end = limit == self.shape[self.blocked_axes[-1]]
         if start % unit or (limit % unit and not at_end):
             return NotImplemented
         stop = stored if at_end else limit
-        scales = self.scales
+        scales, offsets = self.scales, self.offsets
         if blocks > 1:
             block = stored // blocks
             scales = slice_scales(scales, start // block, stop // block)
             if scales is NotImplemented:
                 return NotImplemented
+            if offsets is not None:
+                offsets = offsets[..., start // block : stop // block]
         return self.replace(
-            codes=self.codes[..., start // per_byte : stop // per_byte],
+            codes=self.codes[..., num_bytes(start, bits) : num_bytes(stop, bits)],
             scales=scales,
+            offsets=offsets,
             padding=stop - limit,
         )
 
@@ -220,7 +227,8 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         scales = gather_scales(fn, self.scales, fill)
-        return self.replace(codes=fn(self.codes, None), scales=scales)
+        offsets = None if self.offsets is None else fn(self.offsets, fill)
+        return self.replace(codes=fn(self.codes, None), scales=scales, offsets=offsets)
 
     def concatenate(self, others: Sequence["AbstractQuantizedArray"], dimension: int):
         if dimension in self.blocked_axes:
@@ -229,7 +237,8 @@ class AbstractQuantizedArray(ArrayOperators):
         return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
-        """On the scales: in float32 or more, as a product may not fit into less."""
+        """On scales and offsets: in float32 or more, as a product may not fit into
+        less."""
         if any(factor.shape[axis] != 1 for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
@@ -238,7 +247,9 @@ class AbstractQuantizedArray(ArrayOperators):
         dtype = jnp.promote_types(self.scales.dtype, jnp.float32)
         scales = float_scales(self.scales).astype(dtype)
         factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
-        return self.replace(scales=fn(scales, factor))
+        offsets = self.offsets
+        offsets = None if offsets is None else fn(offsets.astype(dtype), factor)
+        return self.replace(scales=fn(scales, factor), offsets=offsets)
 
     def power(self, exponent: int) -> Any:
         """On the scales, where an odd power leaves each level what it is. They are
@@ -261,13 +272,14 @@ class AbstractQuantizedArray(ArrayOperators):
         if first is not None and (self.padding or self.inner):
             return NotImplemented
         parts = parts_of(mesh, first)
-        group_bytes = self.format.group * self.format.bits // 8
+        group_bytes = num_bytes(self.format.group, self.format.bits)
         if self.codes.shape[-1] % (parts * group_bytes):
             return NotImplemented
         if not scales_split(self.scales, parts):
             return NotImplemented
         # What there is one of in a row is not split; codes are, even so.
-        whole = [False, *(a.shape[-1] == 1 for a in jax.tree.leaves(self.scales))]
+        others = jax.tree.leaves((self.scales, self.offsets))
+        whole = [False, *(a.shape[-1] == 1 for a in others)]
         specs = [PartitionSpec(*lead, None if one else first) for one in whole]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
@@ -277,8 +289,8 @@ class AbstractQuantizedArray(ArrayOperators):
         *others, last = self.blocked_axes
         if not others:
             return self
-        per_byte = codes_per_byte(self.format.bits)
-        stored = self.codes.shape[-1] * per_byte
+        bits = self.format.bits
+        stored = num_codes(self.codes.shape[-1], bits)
         shape = self.shape
         size, blocks = shape[last], self.scales.shape[-1]
         block = stored // blocks if blocks else 0
@@ -290,15 +302,18 @@ class AbstractQuantizedArray(ArrayOperators):
         # where the shape has them.
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
-        codes = self.codes.reshape(*lead, *new, size // per_byte)
-        scales = float_scales(self.scales)
-        if shared:
-            scales = jnp.broadcast_to(
-                scales.reshape(*lead, *(1 for _ in new), 1), (*lead, *new, 1)
-            )
-        else:
-            scales = scales.reshape(*lead, *new, size // block)
+        codes = self.codes.reshape(*lead, *new, num_bytes(size, bits))
+
+        def each(part):
+            if not shared:
+                return part.reshape(*lead, *new, size // block)
+            part = part.reshape(*lead, *(1 for _ in new), 1)
+            return jnp.broadcast_to(part, (*lead, *new, 1))
+
+        parts = float_scales(self.scales), self.offsets
+        scales, offsets = jax.tree.map(each, parts)
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
-        out = self.replace(codes=codes, scales=scales, axes=self.axes[-1:], inner=())
+        out = self.replace(codes=codes, scales=scales, offsets=offsets)
+        out = out.replace(axes=self.axes[-1:], inner=())
         return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, Precision
+from ...formats import Format, num_codes, Precision
 from .._int8 import round_int8 as round_int8, rounding
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
@@ -47,7 +47,7 @@ def dot(
         assert kernel is not None
     *batch, rows, packed = codes.shape
     m = x.shape[-2]
-    columns = packed * 8 // format.bits
+    columns = num_codes(packed, format.bits)
     scratch = library.scratch(
         kernel.encode(), contract_rows, m, rows, packed, scales.shape[-1], format.bits
     )

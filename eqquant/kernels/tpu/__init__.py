@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, Precision, TPUKernel
+from ...formats import Format, num_codes, Precision, TPUKernel
 from .._int8 import rounding
 from . import _decode, _general
 from ._chips import chip
@@ -108,7 +108,7 @@ def variant_of(
         format,
         precision,
         m=x.shape[-2],
-        columns=codes.shape[-1] * 8 // format.bits,
+        columns=num_codes(codes.shape[-1], format.bits),
         contract_rows=contract_rows,
         dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
     )
@@ -170,6 +170,8 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | Non
             return f"kernels for TPU compute in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
+    if format.bits == 3 or (format.bits == 8 and not format.integer_levels):
+        return f"there are no kernels for TPU for codes like those of {format.name}"
     if not _general.fits(codes.shape[-1], format):
         return f"blocks of {format.block_size} are too long for a tile"
     return None

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ...formats import (
     Format,
     from_plane_order,
+    num_codes,
     Precision,
     to_plane_order,
     unpack_planes,
@@ -62,7 +63,7 @@ def dot(
         return lax.map(lambda args: one(*args), (x, codes, scales))
 
     if 0 in (*x.shape, *codes.shape):
-        columns = codes.shape[1] * 8 // format.bits
+        columns = num_codes(codes.shape[1], format.bits)
         free = columns if contract_rows else codes.shape[0]
         return jnp.zeros((x.shape[0], free), out_dtype)
     recipe = recipe_of(x, codes, scales, **options)
@@ -107,7 +108,9 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
 
     def decode(codes, scales):
         if exact:
-            return format.levels(unpack_planes(codes, format.bits), jnp.int8)
+            return format.levels(
+                unpack_planes(codes, format.bits, format.group), jnp.int8
+            )
         per_unit = _int8_max(format) / jnp.max(jnp.abs(scales), 1, keepdims=True)
         per_unit = jnp.where(jnp.isfinite(per_unit), per_unit, 0)
         return _round(decode_tile(codes, scales * per_unit, format, jnp.float32))

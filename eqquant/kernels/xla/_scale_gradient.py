@@ -27,7 +27,7 @@ def scale_gradient(
     if codes.ndim > 2:
         one = ft.partial(scale_gradient, blocks=blocks, format=format, dtype=dtype)
         return lax.map(lambda args: one(*args), (ct, x, codes))
-    rows, packed = codes.shape
+    rows, _ = codes.shape
     compute = jnp.promote_types(dtype, jnp.float32)
     if 0 in (*codes.shape, *x.shape):
         return jnp.zeros((rows, blocks), dtype)
@@ -36,13 +36,13 @@ def scale_gradient(
     height = tile_rows(rows, x.shape[-1] * x.dtype.itemsize)
 
     def one_tile(codes, ct):
-        levels = format.levels(unpack_planes(codes, format.bits), compute)
-        height, planes, _ = levels.shape
+        levels = format.levels(unpack_planes(codes, format.bits, format.group), compute)
+        height, planes, size = levels.shape
         weight_gradient = lax.dot_general(
             ct, x, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST
         )
         product = levels.reshape(height, -1) * weight_gradient
-        product = product.reshape(height, planes, blocks, packed // blocks)
+        product = product.reshape(height, planes, blocks, size // blocks)
         return product.sum((1, 3)).astype(dtype)
 
     def step(i):

@@ -75,8 +75,8 @@ def decode_tile(
 ) -> Float[Array, "rows planes blocks bytes"]:
     """The weight in plane order. The result keeps its axes: a reshape here would be
     fused into the decoding, and stop XLA from vectorising it."""
-    rows, packed = codes.shape
     blocks = scales.shape[-1]
-    levels = format.levels(unpack_planes(codes, format.bits), dtype)
-    levels = levels.reshape(rows, levels.shape[1], blocks, packed // blocks)
+    planes = unpack_planes(codes, format.bits, format.group)
+    levels = format.levels(planes, dtype)
+    levels = levels.reshape(*levels.shape[:2], blocks, levels.shape[2] // blocks)
     return levels * scales.astype(dtype)[:, None, :, None]

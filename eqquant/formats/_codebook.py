@@ -1,0 +1,178 @@
+"""Any table of levels, and two for normal weights."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ._fitted import Fit, FittedFormat
+from ._format import divide_blocks, Precision
+from ._table import count_below, midpoints
+from ._tpu import TPUKernel
+
+
+class TableFormat(FittedFormat):
+    """A format whose codes count the levels of its `table`."""
+
+    @property
+    def codebook(self):
+        # As many as there are codes; those that no level has stand for the highest.
+        table = tuple(self.table)
+        return table + table[-1:] * (2**self.bits - len(table))
+
+    @property
+    def unused_codes(self):
+        return tuple(range(len(self.table), 2**self.bits))
+
+    @property
+    def largest_level(self):
+        return max(-self.table[0], self.table[-1])
+
+    @property
+    def highest_level(self):
+        return self.table[-1]
+
+    @property
+    def padding_code(self):
+        return min(range(len(self.table)), key=lambda code: abs(self.table[code]))
+
+    def nearest(self, blocks, scales):
+        unit = divide_blocks(blocks, scales)
+        return count_below(unit, midpoints(self.table, np.dtype(unit.dtype)))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class _Lloyd(TableFormat):
+    block_size: int | None = 64
+    scale_dtype: Any = "bfloat16"
+    fit: Fit = "search"
+    affine: bool = False
+
+
+_about = """
+
+    The levels are those of Lloyd and Max (IEEE Transactions on Information Theory 28,
+    1982, and 6, 1960): no others have a smaller mean squared error for normally
+    distributed values. They are divided by the largest, so that this is 1. None is
+    zero.
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` for one scale
+        per channel.
+    - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
+    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int3`][].
+"""
+
+
+class NF3(_Lloyd):
+    __doc__ = "3 bits: eight levels for normal weights, times a scale." + _about
+
+    name = "nf3"
+    bits = 3
+    table = (
+        -1.0,
+        -0.6245089173316956,
+        -0.35131242871284485,
+        -0.11389422416687012,
+        0.11389422416687012,
+        0.35131242871284485,
+        0.6245089173316956,
+        1.0,
+    )
+
+
+class NF2(_Lloyd):
+    __doc__ = "2 bits: four levels for normal weights, times a scale." + _about
+
+    name = "nf2"
+    bits = 2
+    table = (-1.0, -0.29977142810821533, 0.29977142810821533, 1.0)
+
+
+@dataclasses.dataclass(frozen=True, repr=False, init=False)
+class Codebook(TableFormat):
+    """A table of levels that you choose, times a scale.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        format = eqquant.Codebook((-1, -0.4, 0, 0.4, 1), block_size=32)
+        assert format.bits == 3
+        weight = jax.random.normal(jax.random.key(0), (8, 64))
+        assert (eqquant.quantize(weight, format).dequantize() == 0).any()
+        ```
+
+    The largest magnitude of a block takes the level of the largest magnitude, and the
+    scale is negative where their signs differ. A value takes the nearest level, and the
+    lower one in a tie.
+
+    **Arguments:**
+
+    - `values`: 2 to 16 levels, in any order, as float32 holds them. Two of them take 1
+        bit, four 2 bits, eight 3 bits, and more 4 bits.
+    - `block_size`: how many consecutive values share one scale; `None` for one scale
+        per channel.
+    - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
+    - `precision`, `activations`, `tpu`: see [`eqquant.Format`][].
+    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int3`][].
+
+    **Raises:**
+
+    `ValueError` if `values` are not 2 to 16 finite numbers, all different in float32.
+    """
+
+    values: tuple[float, ...]
+    fit: Fit
+    affine: bool
+
+    name = "codebook"
+
+    def __init__(
+        self,
+        values: Any,
+        block_size: int | None = 64,
+        scale_dtype: Any = "float32",
+        precision: Precision = "high",
+        activations: Any = "float",
+        tpu: TPUKernel | None = None,
+        fit: Fit = "absmax",
+        affine: bool = False,
+    ):
+        fields = {"values": _checked(values), "block_size": block_size}
+        fields |= {"scale_dtype": scale_dtype, "precision": precision}
+        fields |= {"activations": activations, "tpu": tpu}
+        fields |= {"fit": fit, "affine": affine}
+        for field, value in fields.items():
+            object.__setattr__(self, field, value)
+        self.__post_init__()
+
+    @property
+    def table(self):
+        return self.values
+
+    @property
+    def bits(self):
+        return max(1, (len(self.values) - 1).bit_length())
+
+
+def _checked(values: Any) -> tuple[float, ...]:
+    given = np.zeros(0)
+    try:
+        given = np.asarray(values, np.float32)
+        ok = given.ndim == 1 and 2 <= given.size <= 16
+        ok = (
+            ok and np.all(np.isfinite(given)) and len(set(given.tolist())) == given.size
+        )
+    except (TypeError, ValueError):
+        ok = False
+    if not ok:
+        raise ValueError(
+            "Codebook: values must be 2 to 16 finite numbers, all different in "
+            f"float32, got {values!r}."
+        )
+    return tuple(sorted(given.tolist()))

@@ -1,0 +1,101 @@
+"""FP8: floats of 8 bits."""
+
+import dataclasses
+from typing import get_args, Literal
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Integer, UInt8
+
+from ._format import bound_scales, divide_blocks, Format, true_divide
+
+
+_Kind = Literal["e4m3fn", "e5m2"]
+# Bits of the mantissa, the bias of the exponent, and the code of the largest number.
+_kinds = {"e4m3fn": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class FP8(Format):
+    """Floats of 8 bits, times a scale: the largest magnitude over the largest float.
+    Halves round to even.
+
+    The floats are those of the OCP 8-bit floating point specification (revision 1.0),
+    as `ml_dtypes` has them. Codes of infinities and NaN are not used.
+
+    **Arguments:**
+
+    - `block_size`: how many consecutive values share one scale; `None` (the default)
+        for one scale per channel.
+    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
+    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `kind`: `"e4m3fn"`: 4 bits of exponent and 3 of mantissa, up to 448. `"e5m2"`: 5
+        and 2, up to 57344.
+    """
+
+    kind: _Kind = "e4m3fn"
+
+    name = "fp8"
+    bits = 8
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.kind not in get_args(_Kind):
+            raise ValueError(
+                f"FP8: kind must be one of {get_args(_Kind)}, got {self.kind!r}."
+            )
+
+    @property
+    def code_dtype(self):
+        return jnp.uint8
+
+    @property
+    def largest_level(self):
+        return 448 if self.kind == "e4m3fn" else 57344
+
+    @property
+    def unused_codes(self):
+        *_, largest = _kinds[self.kind]
+        above = range(largest + 1, 128)
+        return (*above, *(code + 128 for code in above))
+
+    def encode(self, blocks, absmax, counts, limit):
+        del counts
+        largest = self.largest_level
+        scales = true_divide(absmax, largest)
+        scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=largest)
+        return self.nearest(blocks, scales), scales
+
+    def nearest(self, blocks, scales):
+        return to_float8(divide_blocks(blocks, scales), self.kind)
+
+    def levels(self, codes, dtype):
+        return from_float8(codes, self.kind).astype(dtype)
+
+
+def to_float8(x: Float[Array, "*shape"], kind: _Kind) -> UInt8[Array, "*shape"]:
+    """The code of the nearest float, and the largest for what is beyond it."""
+    mantissa, bias, largest = _kinds[kind]
+    x = x.astype(jnp.float32)
+    size = jnp.minimum(jnp.abs(x), from_float8(jnp.uint8(largest), kind))
+    bits = lax.bitcast_convert_type(size, jnp.uint32)
+    shift = 23 - mantissa
+    half = (1 << (shift - 1)) - 1
+    rounded = (bits + half + ((bits >> shift) & 1)) >> shift
+    normal = rounded - ((127 - bias) << mantissa)
+    # Below the smallest normal number they are integers times the smallest of all.
+    subnormal = jnp.round(size * 2.0 ** (mantissa + bias - 1)).astype(jnp.uint32)
+    code = jnp.where(size < 2.0 ** (1 - bias), subnormal, normal).astype(jnp.uint8)
+    return code | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(7))
+
+
+def from_float8(codes: Integer[Array, "*shape"], kind: _Kind) -> Float[Array, "*shape"]:
+    """The number of each code, in float32."""
+    mantissa, bias, _ = _kinds[kind]
+    size = codes.astype(jnp.uint32) & 0x7F
+    bits = (size << (23 - mantissa)) + ((127 - bias) << 23)
+    normal = lax.bitcast_convert_type(bits, jnp.float32)
+    subnormal = size.astype(jnp.int32).astype(jnp.float32)
+    subnormal = subnormal * 2.0 ** (1 - bias - mantissa)
+    value = jnp.where(size < (1 << mantissa), subnormal, normal)
+    return jnp.where((codes & 0x80) != 0, -value, value)

@@ -1,0 +1,156 @@
+"""Formats with offsets: `value = level * scale + offset`."""
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Codebook, Int2, Int3, Int4, NF3
+from helpers import assert_identical, relative, slow, sqnr, strict, unpacked
+
+
+INT4 = Int4(affine=True)
+AFFINE = [
+    INT4,
+    slow(Int4(affine=True, block_size=None)),
+    slow(Int4(affine=True, block_size=64, scale_dtype="bfloat16", fit="search")),
+    slow(Int3(affine=True)),
+    slow(Int2(affine=True, block_size=32, fit="least_squares")),
+    slow(NF3(affine=True)),
+    slow(Codebook((0, 1, 3), affine=True)),
+    slow(Int4(affine=True, activations="int8")),
+]
+
+
+@pytest.fixture(params=AFFINE, ids=repr)
+def q(request, normal):
+    return eqquant.quantize(normal(24, 192) + 0.5, request.param)
+
+
+def test_values_against_numpy(q):
+    format = q.format
+    blocks = unpacked(q).astype(int).reshape(*q.scales.shape, -1)
+    levels = np.asarray(format.table, np.float64)[blocks]
+    part = lambda a: np.asarray(a.astype(jnp.float32), np.float64)[..., None]
+    dense = (levels * part(q.scales) + part(q.offsets)).reshape(24, 192)
+    np.testing.assert_allclose(q.dequantize(), dense, rtol=1e-6, atol=1e-6)
+    assert q.nbytes == 24 * (192 * format.bits // 8 + format.scale_bytes(192))
+
+
+def test_the_ends_of_a_block_are_levels(normal):
+    w = normal(8, 64) - 3
+    q = eqquant.quantize(w, INT4)
+    blocks = np.float64(w).reshape(8, 2, 32)
+    low, high = blocks.min(-1), blocks.max(-1)
+    assert relative(q.scales, (high - low) / 15) < 1e-6
+    # The level halfway between the lowest and the highest is -0.5.
+    assert relative(q.offsets, (high + low) / 2 + np.float64(q.scales) / 2) < 1e-6
+    values = np.asarray(q.dequantize()).reshape(8, 2, 32)
+    np.testing.assert_allclose(values.max(-1), high, rtol=1e-6)
+    np.testing.assert_allclose(values.min(-1), low, rtol=1e-6)
+    constant = eqquant.quantize(jnp.full((2, 64), 3.25), INT4)
+    assert (constant.dequantize() == 3.25).all()
+
+
+def test_products(q, normal):
+    dense, x, y = np.float64(q.dequantize()), normal(5, 192), normal(5, 24)
+    tolerance = 2e-2 if q.format.activations == "int8" else 1e-4
+    multiply = jax.jit(strict(jnp.matmul))
+    assert relative(multiply(x, q.T), np.float64(x) @ dense.T) < tolerance
+    assert relative(multiply(y, q), np.float64(y) @ dense) < tolerance
+    assert relative(jax.vmap(lambda v: q @ v)(x), np.float64(x) @ dense.T) < tolerance
+    out = jax.grad(lambda x: jnp.sum(jnp.sin(x @ q.T)))(x)
+    expected = np.cos(np.float64(x @ q.T)) @ dense
+    assert relative(out, expected) < 1e-4
+
+
+def test_activations_are_rounded_for_offsets_too(normal):
+    # All is offset: the product is that of the rounded activation, exactly.
+    q = eqquant.quantize(jnp.full((3, 64), 2.0), Int4(affine=True, activations="int8"))
+    x = normal(5, 64)
+    rounded = np.float64(eqquant.round_activations(x))
+    assert relative(x @ q.T, rounded.sum(-1, keepdims=True) * np.full(3, 2.0)) < 1e-5
+
+
+def test_structure(q):
+    dense = q.dequantize()
+    table = eqquant.quaxify(lambda q, i: jnp.take(q, i, axis=0))
+    indices = jnp.array([3, 30])
+    for part, expected in [
+        (q[3:7], dense[3:7]),
+        (q.T, dense.T),
+        (q * 0.5, dense * 0.5),
+        (-q, -dense),
+        (q.reshape(4, 6, 192), dense.reshape(4, 6, 192)),
+    ]:
+        assert isinstance(part, eqquant.QuantizedArray)
+        # Not their bits: zero may have either sign.
+        np.testing.assert_array_equal(part.dequantize(), expected)
+    assert_identical(q[5], dense[5])
+    assert jnp.isnan(table(q, indices)[1]).all()
+    if q.format.block_size:
+        assert_identical(q[:, 64:128].dequantize(), dense[:, 64:128])
+    stacked = eqx.filter_vmap(lambda w: eqquant.quantize(w, q.format))(dense[:4, None])
+    assert stacked.offsets.shape[:2] == (4, 1)
+    joined = strict(lambda *parts: jnp.concatenate(parts))(q, q)
+    assert_identical(joined.dequantize(), jnp.concatenate([dense, dense]))
+
+
+def test_training(normal):
+    w, x = normal(24, 64), normal(5, 64)
+    straight = lambda w: jnp.sum(eqquant.straight_through(w, INT4, clip=True) @ x.T)
+    expected = np.broadcast_to(np.float64(x).sum(0), w.shape)
+    assert relative(jax.grad(straight)(w), expected) < 1e-5
+    q = eqquant.quantize(w, INT4)
+    by_offset = jax.grad(lambda o: jnp.sum(q.replace(offsets=o) @ x.T))(q.offsets)
+    sums = np.float64(x).reshape(5, 2, 32).sum((0, 2))
+    assert relative(by_offset, np.broadcast_to(sums, (24, 2))) < 1e-5
+    with pytest.raises(ValueError, match="scales are learned for"):
+        eqquant.learned_scales(w, INT4)
+
+
+def test_a_model(normal, tmp_path):
+    mlp = eqx.nn.MLP(64, 64, 64, 1, key=jax.random.key(0))
+    quantized = eqquant.quantize_tree(mlp, INT4)
+    report = eqquant.report(quantized, mlp)
+    expected = quantized.layers[0].weight.nbytes
+    assert expected == 64 * (32 + 2 * 2 * 4)
+    assert any(row.bits == 6 for row in report.rows)
+    x = normal(64)
+    lora = eqquant.lora_tree(quantized, rank=2, key=jax.random.key(1))
+    assert relative(lora(x), quantized(x)) < 1e-5
+    eqquant.save(tmp_path / "m.safetensors", quantized)
+    loaded = eqquant.load(tmp_path / "m.safetensors", mlp)
+    assert_identical(loaded, quantized)
+
+
+def test_parts_that_are_given(normal):
+    w = normal(4, 64)
+    q = eqquant.quantize(w, INT4)
+    same = eqquant.quantize(w, INT4, scales=q.scales, offsets=q.offsets)
+    assert_identical(same, q)
+    again = eqquant.from_components(q.codes, q.scales, INT4, offsets=q.offsets)
+    assert_identical(again, q)
+    with pytest.raises(ValueError, match="offsets go with scales, for an affine"):
+        eqquant.quantize(w, INT4, scales=q.scales)
+    with pytest.raises(ValueError, match="offsets go with scales, for an affine"):
+        eqquant.quantize(w, "int4", scales=q.scales, offsets=q.offsets)
+    with pytest.raises(ValueError, match="needs offsets"):
+        eqquant.from_components(q.codes, q.scales, INT4)
+    with pytest.raises(ValueError, match="offsets must be float32"):
+        eqquant.from_components(
+            q.codes, q.scales, INT4, offsets=q.offsets.astype("bfloat16")
+        )
+    with pytest.raises(ValueError, match="cannot hold"):
+        eqquant.quantize(w * 1e38, INT4)
+
+
+@pytest.mark.slow
+def test_least_squares_gain(normal):
+    w = normal(256, 1024)
+    for cls, plain, fitted in [(Int4, 22.1, 22.9), (Int2, 8.1, 10.4)]:
+        for fit, expected in [("absmax", plain), ("least_squares", fitted)]:
+            format = cls(affine=True, fit=fit, block_size=32, scale_dtype="float32")
+            values = eqquant.quantize(w, format).dequantize()
+            assert sqnr(values, w) == pytest.approx(expected, abs=0.15)
