@@ -23,8 +23,9 @@ _columns = 128
 
 
 def has_nearest(format: Format) -> bool:
-    """Whether GPTQ can use it: it asks for the level nearest to a value."""
-    return type(format).nearest is not Format.nearest
+    """Whether GPTQ can use it: it asks for the level nearest to a value, times a scale
+    alone."""
+    return type(format).nearest is not Format.nearest and not format.has_offsets
 
 
 def gptq(

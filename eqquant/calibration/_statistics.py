@@ -111,6 +111,14 @@ class Statistics(AbstractCalibration):
                 UserWarning,
             )
 
+        formats = {repr(c.format) for c in choices if not has_nearest(c.format)}
+        if formats:
+            warn(
+                f"{caller}: GPTQ does not know {', '.join(sorted(formats))}, which has "
+                "offsets or no `nearest`: its weights are rounded plainly.",
+                UserWarning,
+            )
+
     def _serves(self, choice: Choice, ndim: int) -> bool:
         known = self.weights.get(choice.path)
         if known is None or not known.is_reached:

@@ -106,7 +106,7 @@ class Interpreter:
 
 
 def _used(jaxpr) -> list:
-    """The equations that matter. What nobody reads is not worth an error, or decoding."""
+    """The equations that matter: what nobody reads is not worth an error."""
     variables = lambda atoms: [x for x in atoms if not isinstance(x, Literal)]
     needed, equations = set(variables(jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):

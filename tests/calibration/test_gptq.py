@@ -148,8 +148,10 @@ def test_a_format_without_nearest_is_rounded_plainly():
             return eqquant.Int8().encode(blocks, absmax, counts, limit)
 
     model = linear(16, 64)
-    _, q = calibrated(model, correlated(64, 64), Own())
-    assert_identical(q.weight, eqquant.quantize(model.weight, Own()))
+    for format in (Own(), eqquant.Int4(affine=True)):
+        with pytest.warns(UserWarning, match="rounded plainly"):
+            _, q = calibrated(model, correlated(64, 64), format)
+        assert_identical(q.weight, eqquant.quantize(model.weight, format))
 
 
 def test_method_nearest_is_plain_rounding_and_the_report_has_both():
