@@ -95,7 +95,7 @@ def _check_quantized(q: QuantizedArray) -> None:
         codes.shape[:-1] == scales.shape[:-1],
         f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
     )
-    if format.quantized_scales or isinstance(scales, ShortScales):
+    if isinstance(scales, ShortScales):  # After scaling they are plain ones.
         expected = type(format.no_scales((), 1))
         _require(
             type(scales) is expected,

@@ -111,6 +111,7 @@ def test_convolutions(format, groups, normal):
     assert_close(strict(jax.vmap(model))(images), expected)
 
 
+@pytest.mark.slow
 def test_the_dispatcher(format, normal):
     w = array(format, normal(24, 64))
     dense = w.dequantize()
@@ -168,6 +169,7 @@ def test_indexing_and_transposing_keep_it(format, normal):
         assert_close(w.transpose(axes).dequantize(), dense.transpose(axes), 0)
 
 
+@pytest.mark.slow
 def test_stacked_layers(format, normal):
     layers = stacked(format)
     assert layers.weight.a.shape == (3, 4, 53) and layers.weight.b.shape == (3, 53, 4)

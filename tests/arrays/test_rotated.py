@@ -94,6 +94,7 @@ def test_stacked_layers_in_a_scan(normal):
     assert relative(run(stack, x), run(eqquant.dequantize_tree(stack), x)) < 1e-4
 
 
+@pytest.mark.slow
 def test_saved_adapted_and_reported(normal, tmp_path):
     model = eqx.nn.Linear(96, 64, key=jax.random.key(0))
     q = eqquant.quantize_tree(model, "nf4", rotate=True)

@@ -66,6 +66,7 @@ def reference(w, gram, block: int) -> tuple[np.ndarray, np.ndarray]:
     return codes, np.stack(scales, 1)
 
 
+@pytest.mark.slow
 def test_codes_are_those_of_a_reference():
     x = correlated(256, 64)
     model = linear(16, 64)
@@ -104,6 +105,7 @@ def test_inputs_that_never_occur():
     assert np.all(np.isfinite(q.weight.dequantize()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "format",
     [

@@ -64,7 +64,7 @@ def test_bad_input_is_one_line(src, tmp_path, capsys):
     for arguments, message in (
         (["verify", dst], "no such file"),
         (["quantize", path, dst, "--rule", "x"], "--rule must be PATTERN=FORMAT"),
-        (["quantize", path, dst, "--format", "int3"], "format must be one of"),
+        (["quantize", path, dst, "--format", "int5"], "format must be one of"),
         (["quantize", path, dst, "--format", "nf4:block=3"], "has no such fields"),
         (["quantize", path, path], "must not be the same"),
         (["quantize", path, dst, "--max-shard-size", "0"], "max_shard_size"),

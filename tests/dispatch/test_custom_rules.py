@@ -95,6 +95,7 @@ def test_gradients_under_vmap(model, x):
     assert relative(mapped[0], expected) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["checkpointed", pytest.param("bounded", marks=pytest.mark.slow)]
 )

@@ -170,6 +170,7 @@ def test_scales_in_8_bits_against_numpy(rng):
     assert (decode(q)[0, : 5 * 64] == 0).all()
 
 
+@pytest.mark.slow
 def test_structure_with_scales_in_8_bits(normal):
     q = eqquant.quantize(normal(3, 4, 64 * 300), TWICE)
     w = decode(q)

@@ -143,6 +143,7 @@ def test_shard_map_has_the_kernel_on_every_device(check_vma):
         assert kernels_in(compile_for_tpu(f, x, q, devices=4))
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_automatic_partitioning_compiles_without_a_kernel():
     q = quantized(1024, 512, NF4())

@@ -25,6 +25,7 @@ def arrays(tree):
 #
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_of_the_later_model():
     model, format, rules = Mixed(), "int8", RULES
     later = eqquant.dequantize_tree(eqquant.quantize_tree(model, format, rules=rules))

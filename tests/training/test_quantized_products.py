@@ -135,6 +135,7 @@ def test_activations_are_rounded_per_token(normal):
         eqquant.round_activations(jnp.ones(4), axis=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", [W8A8, slow(Ternary(activations="int8"))])
 def test_a_model_with_int8_activations(format):
     model, x = mlp(), jax.random.normal(KEY, (8, 64))
