@@ -77,9 +77,10 @@ def _unpack_three(packed, group: int):
     *lead, size = packed.shape
     groups, half = num_codes(size, 3) // group, group // 8
     parts = packed.reshape(*lead, groups, 3 * half)
-    low = unpack_planes(parts[..., : 2 * half].reshape(*lead, -1), 2, group)
+    flat = lambda x: x.reshape(*lead, groups * 2 * half)
+    low = unpack_planes(flat(parts[..., : 2 * half]), 2, group)
     # Two planes of one bit lie along one of two bits.
-    high = jnp.concatenate([parts[..., 2 * half :]] * 2, -1).reshape(*lead, -1)
+    high = flat(jnp.concatenate([parts[..., 2 * half :]] * 2, -1))
     second = jnp.arange(2 * half, dtype=jnp.uint8) >= jnp.uint8(half)
     planes = jnp.arange(4, dtype=jnp.uint8)
     shifts = 2 * planes[:, None] + jnp.tile(second.astype(jnp.uint8), groups)

@@ -310,9 +310,10 @@ def test_the_check_can_be_turned_off(format):
     w = np.ones(SHAPE, np.float32)
     w[0, 0] = np.nan
     q = eqquant.quantize(w, format, check_finite=False)
-    assert (decode(q)[1:] == 1).all()
+    close = lambda x: np.abs(np.asarray(x) - 1).max() <= 2**-17  # NVFP4: 16 bits.
+    assert close(decode(q)[1:])
     unchecked = jax.jit(lambda w: eqquant.quantize(w, format, check_finite=False))
-    assert (decode(unchecked(w))[1:] == 1).all()
+    assert close(decode(unchecked(w))[1:])
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -322,7 +323,7 @@ def test_under_jit_it_is_an_error_at_run_time(default_format, bad):
         return eqquant.quantize(w, default_format).dequantize()
 
     w = jnp.ones(SHAPE)
-    assert (values(w) == 1).all()
+    assert np.abs(values(w) - 1).max() <= 2**-17  # NVFP4 keeps 16 bits.
     with pytest.raises(eqx.EquinoxRuntimeError, match="not finite"):
         values(w.at[0, 0].set(bad))
 

@@ -36,10 +36,12 @@ def test_it_is_an_immutable_module_of_its_parts(format, normal):
     assert isinstance(q, eqx.Module)
     leaves = jax.tree.leaves(q)
     parts = [q.codes, *jax.tree.leaves(q.scales)]
-    assert len(parts) == (3 if format.quantized_scales else 2)
+    assert len(parts) == 1 + len(jax.tree.leaves(format.no_scales((), 1)))
     assert all(x is y for x, y in zip(leaves, parts, strict=True))
     assert q.codes.shape[:-1] == q.scales.shape[:-1] == (3, 5)
-    assert q.codes.dtype in (jnp.uint8, jnp.int8) and q.scales.dtype == jnp.float32
+    assert (
+        q.codes.dtype in (jnp.uint8, jnp.int8) and q.scales.dtype == format.scale_dtype
+    )
     with pytest.raises(Exception, match="frozen|assign"):
         q.codes = q.codes
 
