@@ -95,4 +95,5 @@ def test_temporaries_are_small(default_format):
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     lowered = encode_rows.lower(w, format=default_format, axes=(-1,), chunked=True)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
-    assert temporary < 10e6
+    searches = getattr(default_format, "fit", "absmax") != "absmax"
+    assert temporary < (20e6 if searches else 10e6)

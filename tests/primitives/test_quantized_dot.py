@@ -14,6 +14,7 @@ from eqquant import Int8, NF4
 from helpers import (
     assert_close,
     DEFAULT_FORMATS,
+    exported,
     FORMATS,
     pairs,
     relative,
@@ -82,7 +83,8 @@ def test_activations_in_int8(format, precision, normal):
     )
     dense_bar = np.einsum("bmn,bmk->nk", np.asarray(ct), rounded_rows(x)) * levels
     expected = dense_bar.reshape(77, q.scales.shape[-1], -1).sum(-1)
-    assert relative(q_bar.scales, expected) < 1e-6
+    rounding = 2**-8 if q.scales.dtype == jnp.bfloat16 else 1e-6
+    assert relative(q_bar.scales, expected) < rounding
 
 
 def test_activations_in_int8_are_said_and_checked(normal):
@@ -301,15 +303,11 @@ def test_eval_shape_and_disable_jit(normal):
 
 
 def test_export(default_format, normal):
-    from jax import export
-
     q, _ = make(normal, default_format, 20, 100)
     x = normal(4, 100)
-    fn = jax.jit(lambda x, codes, scales: x @ q.replace(codes=codes, scales=scales).T)
-    exported = export.export(fn)(x, q.codes, q.scales)
-    loaded = export.deserialize(exported.serialize())
     # What is exported is XLA's lowering, wherever it runs.
-    assert relative(loaded.call(x, q.codes, q.scales), x @ q.T) < TOLERANCE["high"]
+    (out,) = exported(lambda x, q: x @ q.T, x, q)
+    assert relative(out, x @ q.T) < TOLERANCE["high"]
 
 
 def test_no_weight_is_materialised(format, normal):
