@@ -2,8 +2,8 @@
 
 The calibration data are sentences of the documentation of Python itself, in which a
 part of the tokens are replaced by random ones: so they cover the vocabulary. They share
-no sentence with those of the evaluation. Nothing was chosen by the second half of
-those, for which the table has columns of its own.
+no sentence with those of the evaluation. The table has columns of their own for the
+second half of these.
 
     python examples/calibrate_minilm.py
     python examples/calibrate_minilm.py --sentences 64 --rows nf4 --bits 4.35

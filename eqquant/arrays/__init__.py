@@ -22,6 +22,7 @@ from ._straight_through import (
 )
 from .lora import LoraArray as LoraArray
 from .quantized import (
+    canonical_axes as canonical_axes,
     dequantize as dequantize,
     encode as encode,
     from_components as from_components,

@@ -22,7 +22,7 @@ from ._operators import ArrayOperators
 
 
 class Observed(eqx.Module):
-    """What there is to know of the inputs of a weight. All of it are sums over rows.
+    """What is known of the inputs of a weight: sums over the rows that it multiplies.
 
     **Fields:**
 

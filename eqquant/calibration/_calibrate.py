@@ -55,7 +55,7 @@ def calibrate(
     **Arguments:**
 
     - `fn`: `fn(model, batch)`, the forward pass. Its results are a pytree with arrays
-        of floating point; those that do not depend on padding tell what is padding.
+        of floating point. Rows on which none of them depends are taken for padding.
     - `model`: any pytree, not quantized yet.
     - `batches`: what `fn` takes, one after the other. Batches of the same shapes are
         compiled once. A few hundred sentences are enough, if they use most of the

@@ -6,6 +6,8 @@ import math
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from ..arrays import canonical_axes
+
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
@@ -20,8 +22,7 @@ class Layout:
     ) -> "Layout":
         """Of a weight of a layer. Where it does not say which axis is that of outputs,
         it is the last of those that are not contracted; all of them, in a table."""
-        given = (axis,) if isinstance(axis, int) else axis
-        axes = tuple(sorted(a % ndim - ndim for a in given))
+        axes = canonical_axes(axis, ndim)
         others = [a for a in range(-ndim, 0) if a not in axes]
         if out is not None:
             lead = [a for a in others if a != out % ndim - ndim]
@@ -42,16 +43,10 @@ class Layout:
         return jnp.transpose(array, self.order(n)).reshape(stack, -1, size)
 
     def from_matrices(self, matrices: Shaped[Array, "stack outs size"], shape):
-        """The inverse of [`as_matrices`][], for an array of that shape. What has
-        another last axis, such as scales, keeps that in place of the contracted."""
+        """The inverse of [`as_matrices`][], for an array of that shape."""
         order = self.order(len(shape))
-        kept = len(self.axes)
-        of_outs = [shape[i] for i in order[:-kept]]
-        if matrices.shape[-1] == math.prod(shape[i] for i in order[-kept:]):
-            of_size = [shape[i] for i in order[-kept:]]
-            out = matrices.reshape(*of_outs, *of_size)
-            return jnp.transpose(out, [order.index(i) for i in range(len(shape))])
-        raise ValueError("matrices must have the contracted axes of the array.")
+        out = matrices.reshape([shape[i] for i in order])
+        return jnp.transpose(out, [order.index(i) for i in range(len(shape))])
 
     def scales_from_matrices(self, scales: Shaped[Array, "stack outs blocks"], shape):
         """Scales as a quantized array of that shape stores them."""

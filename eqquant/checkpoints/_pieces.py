@@ -13,7 +13,7 @@ from ._memory import empty, to_jax
 
 
 # Elements. XLA makes float32 of shorter floats before anything else.
-_piece = 2**22
+_piece = 2**20
 
 
 def quantize_in_pieces(
@@ -40,7 +40,8 @@ def quantize_in_pieces(
     for start in range(0, lengths[cut], step):
         # The axes before this one have one element.
         place = (*(slice(None),) * cut, slice(start, start + step))
-        parts, treedef = jax.tree.flatten(one(array[place]))
+        # A copy: JAX may let go of what it took after the next array is read.
+        parts, treedef = jax.tree.flatten(one(array[place].copy()))
         if not outs:
             first = treedef
             rows = lengths[cut]

@@ -68,7 +68,6 @@ class Int4(_Integers):
 
     name = "int4"
     bits = 4
-    integer_levels = True
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -84,7 +83,6 @@ class Int3(_Integers):
 
     name = "int3"
     bits = 3
-    integer_levels = True
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -100,4 +98,3 @@ class Int2(_Integers):
 
     name = "int2"
     bits = 2
-    integer_levels = True

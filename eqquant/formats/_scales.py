@@ -57,9 +57,8 @@ class ShortScales(eqx.Module):
         return sum(part.nbytes for part in jax.tree.leaves(self))
 
     def slice(self, start: int, stop: int) -> Any:
-        """Some of the blocks. What there is one of in a row stays."""
-        cut = lambda a: a if a.shape[-1] == 1 else a[..., start:stop]
-        return jax.tree.map(cut, self)
+        """Some of the blocks."""
+        return jax.tree.map(lambda a: a[..., start:stop], self)
 
     def split(self, parts: int) -> bool:
         """As [`scales_split`][]."""

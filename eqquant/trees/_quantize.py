@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from .._jax import typed, warn
 from ..arrays import (
+    canonical_axes,
     hadamard,
     hadamard_block,
     is_stored,
@@ -18,7 +19,6 @@ from ..arrays import (
 from ..formats import Format
 from ._calibration import AbstractCalibration
 from ._choice import Choice, choose, leaves_of, replace_chosen
-from ._conventions import Axis
 from ._layers import match_layers
 from ._progress import with_progress
 from ._report import report
@@ -91,8 +91,9 @@ def quantize_tree(
         up for the errors of those before (GPTQ, arXiv 2210.17323). Blocks get their
         scales on the way. The damping is 0.01 of the mean of the diagonal; 0.1 where
         the largest input is 100 times the median one. No row of a weight gets a larger
-        error on the data than by plain rounding. `"nearest"`: that. A weight of which
-        nothing is known, and a format without `nearest`, is always rounded so.
+        error on the data than by plain rounding. `"nearest"`: plain rounding. A weight
+        of which nothing is known is always rounded plainly, and so is one in a format
+        that has offsets or no `nearest`.
     - `rotate`: rotate the contracted axis by Hadamard matrices before rounding, so that
         outliers are spread. Products rotate the activation. The blocks that are
         rotated are the largest power of two that divides the axis. Together with
@@ -128,7 +129,8 @@ def quantize_tree(
     leaves = leaves_of(model)
     if calibration is not None:
         by_path = {site.path: site.leaf for site in sites(model)}
-        calibration.check(by_path, choices, caller)
+        by_data = choices if method == "gptq" else []
+        calibration.check(by_path, by_data, caller)
 
     def rounded(array, choice: Choice, rotation: int):
         q = None
@@ -143,8 +145,10 @@ def quantize_tree(
     def one(leaf, choice: Choice):
         if isinstance(leaf, LoraArray):
             return leaf.replace(base=one(leaf.base, choice))
-        last = max(_axes(choice.axis, leaf.ndim)) if rotate and leaf.ndim else -1
-        block = hadamard_block(leaf.shape[last]) if rotate and leaf.size else 1
+        if not rotate or not leaf.ndim or not leaf.size:
+            return rounded(leaf, choice, 1)
+        last = canonical_axes(choice.axis, leaf.ndim)[-1]
+        block = hadamard_block(leaf.shape[last])
         if block == 1:
             return rounded(leaf, choice, 1)
         turned = hadamard(_wide(leaf), last, block)
@@ -154,11 +158,6 @@ def quantize_tree(
     elements = sum(leaves[choice.index].size for choice in choices)
     shown = with_progress(choices, elements, progress, caller=caller)
     return replace_chosen(one, model, shown, caller=caller)
-
-
-def _axes(axis: Axis, ndim: int) -> list[int]:
-    """Counted from the end."""
-    return [a % ndim - ndim for a in ((axis,) if isinstance(axis, int) else axis)]
 
 
 def _wide(array):

@@ -4,6 +4,7 @@ from ._array import (
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
 )
+from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components
 from ._quantize import (
     dequantize as dequantize,

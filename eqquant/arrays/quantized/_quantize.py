@@ -46,8 +46,9 @@ def quantize(
     **Arguments:**
 
     - `array`: a floating-point array with one axis or more.
-    - `format`: a format, or the name of one: `"nf4"`, `"nf3"`, `"nf2"`,
-        `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"ternary"`, `"binary"`.
+    - `format`: a format, or the name of one: `"nf4"`, `"nf3"`, `"nf2"`, `"fp8"`,
+        `"mxfp4"`, `"nvfp4"`, `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"ternary"`,
+        `"binary"`.
     - `axis`: the axis that shares a scale, or along which blocks run. Choose the one
         that products contract: the last of a weight used as `w @ x`, as in `eqx.nn`;
         the first of one used as `x @ w`. Give several axes to share scales over all of
