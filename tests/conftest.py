@@ -69,9 +69,9 @@ def pytest_configure(config):
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# Few optimisations save time. The fast tests have all of them only where these matter:
-# that every way to quantize gives the same bits, what a model takes, which programs are
-# made for TPUs. `make test-slow` has all of them everywhere.
+# Few optimisations save a third of the time. Tests have all of them only where these
+# matter: that every way to quantize gives the same bits, what a model takes, which
+# programs are made for TPUs; and `make test-lowerings` has them everywhere.
 OPTIMISED = {
     "test_quantize_in_jax.py",
     "test_tpu_compiled.py",
@@ -84,8 +84,7 @@ OPTIMISED = {
 @pytest.fixture(scope="module", autouse=True)
 def _hardly_optimised(request):
     name = "jax_disable_most_optimizations"
-    is_fast = request.config.option.markexpr != "slow"
-    hardly = is_fast and request.path.name not in OPTIMISED
+    hardly = request.path.name not in OPTIMISED and "EQQUANT_CPU" not in os.environ
     if hardly != jax.config.read(name):
         # What is compiled already would be taken as it is.
         jax.clear_caches()

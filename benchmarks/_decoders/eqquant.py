@@ -91,12 +91,14 @@ class Runs:
         self.shape = shape
         self.dtype, _ = variants[variant]
         model = eqquant.load(path, like=_skeleton(shape, self.dtype))
-        arrays, self.static = eqx.partition(model, eqx.is_array)
-        self.arrays = jax.block_until_ready(arrays)
+        arrays, static = eqx.partition(jax.block_until_ready(model), eqx.is_array)
+        # As in examples/llama/generate.py: a flat list is what JAX takes fastest.
+        self.arrays, treedef = jax.tree.flatten(arrays)
+        self.like = eqx.filter_eval_shape(lambda: model)
         self.caches: dict[int, Cache | tuple[Cache, ...]] = {}
 
         def step(arrays, cache, tokens, start):
-            model = eqx.combine(arrays, self.static)
+            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
             hidden, cache = eqquant.quaxify(model.extend)(tokens, cache, start)
             logits = eqquant.quaxify(model.logits)(hidden[:, -1:])
             return jnp.argmax(logits, -1).astype(jnp.int32), cache
@@ -108,14 +110,13 @@ class Runs:
 
     def _empty(self):
         capacity = self.shape.prompt + self.shape.room
-        like = eqx.combine(self.arrays, self.static)
-        return empty_cache(like, 1, capacity, self.dtype)
+        return empty_cache(self.like, 1, capacity, self.dtype)
 
     def _prompt(self, cache):
         tokens = np.random.default_rng(0).integers(
             self.shape.vocabulary, size=(1, self.shape.prompt), dtype=np.int32
         )
-        return jax.block_until_ready(self.step(self.arrays, cache, tokens, 0))
+        return jax.block_until_ready(self.step(self.arrays, cache, tokens, np.int32(0)))
 
     def prepare(self, sequences: int) -> None:
         _, cache = self._prompt(self._empty())
@@ -132,7 +133,8 @@ class Runs:
     def decode(self, sequences: int, steps: int) -> None:
         tokens, cache = jnp.ones((sequences, 1), jnp.int32), self.caches[sequences]
         for i in range(steps):
-            tokens, cache = self.step(self.arrays, cache, tokens, self.shape.prompt + i)
+            start = np.int32(self.shape.prompt + i)
+            tokens, cache = self.step(self.arrays, cache, tokens, start)
             tokens = jax.block_until_ready(tokens)  # As if it were shown.
         self.caches[sequences] = cache
 

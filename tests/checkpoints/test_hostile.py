@@ -66,10 +66,10 @@ def test_no_bit_changes_unseen(folder, saved, at, bit):
 
 
 @pytest.mark.slow
-def test_no_bit_of_any_changes_unseen(folder, saved):
-    for i in range(8 * len(saved[0])):
+def test_no_byte_changes_unseen(folder, saved):
+    for i in range(len(saved[0])):
         data = bytearray(saved[0])
-        data[i // 8] ^= 1 << i % 8
+        data[i] ^= 1 << 5 * i % 8  # A bit of each, not always the same one.
         with pytest.raises(ValueError):
             load(folder, bytes(data))
 

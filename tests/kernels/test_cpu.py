@@ -22,6 +22,7 @@ TOLERANCE = {
     "float, AVX-512": 3e-6,
     "two digits, VNNI": 2e-4,
     "one digit, VNNI": 4e-2,
+    "words, VNNI": 2e-4,
     "split, AMX": 3e-5,
 }
 SETS = ("AVX2", "AVX-512", "VNNI", "AMX")  # Of instructions: the last word of a name.
@@ -52,6 +53,9 @@ def serves(kernel, format, blocks, packed, contract_rows):
         return not contract_rows and format.integer_levels and blocks == 1
     if "one digit" in kernel:
         return not contract_rows
+    if "words" in kernel:
+        block = packed // blocks
+        return not contract_rows and (blocks == 1 or 64 % block == 0 or block % 64 == 0)
     return not contract_rows and (blocks == 1 or packed // blocks % 16 == 0)
 
 
@@ -137,6 +141,15 @@ def test_extreme_activations(kernel, normal):
         assert relative(got, expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_largest_sums_fit(kernel):
+    for format in (NF4(), Ternary(block_size=128), Binary(block_size=64), Int8()):
+        q = eqquant.quantize(jnp.ones((8, 2048)), format)
+        if serves(kernel, format, q.scales.shape[-1], q.codes.shape[-1], False):
+            got, _ = both(kernel, jnp.ones((4, 2048)), q.codes, q.scales, format)
+            assert relative(got, jnp.full((4, 8), 2048.0)) < TOLERANCE[kernel]
+
+
 @pytest.mark.skipif(
     isinstance(library, str) or library.instructions < 2,
     reason="NATIVE ENCODER NOT RUN: it needs AVX-512",
@@ -213,7 +226,11 @@ def test_other_levels_than_those_of_a_format_are_not_taken_for_integers(normal):
 def test_bad_calls_are_errors(normal):
     q = eqquant.quantize(normal(40, 128), NF4())
     good = dict(
-        kernel="float, AVX2", bits=np.int64(4), run=np.int64(32), contract_rows=False
+        kernel="float, AVX2",
+        bits=np.int64(4),
+        run=np.int64(32),
+        level_unit=np.float32(0),
+        contract_rows=False,
     )
     operands = dict(x=normal(4, 128), codes=q.codes, scales=q.scales, levels=normal(16))
 
@@ -334,7 +351,10 @@ def test_explain_says_which_kernel(normal):
     product = lambda x, q: x @ q.T
     explain = lambda *args: eqquant.debug.explain(product, *args, platform="cpu")
     q = eqquant.quantize(normal(40, 128), NF4())
-    assert "native kernel 'float, AVX" in explain(normal(1, 128), q)
+    few = (
+        "words, VNNI" if NEEDS["words, VNNI"] <= library.instructions else "float, AVX"
+    )
+    assert f"native kernel '{few}" in explain(normal(1, 128), q)
     assert "rows XLA is faster" in explain(
         normal(900, 128),
         q.replace(format=dataclasses.replace(q.format, precision="highest")),

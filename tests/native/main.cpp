@@ -30,6 +30,7 @@ const Case cases[] = {
     {"float, AVX-512, rows", &eqquant::float_rows_avx512, true, 0, 2, 1e-6},
     {"two digits", &eqquant::digits_vnni, false, 2, 3, 2e-4},
     {"one digit", &eqquant::digits_vnni, false, 1, 3, 4e-2},
+    {"words", &eqquant::words_vnni, false, 0, 3, 2e-4},
     {"split", &eqquant::split_amx, false, 0, 4, 3e-5},
 };
 
@@ -82,6 +83,7 @@ bool check(const Case& c) {
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;
   if (c.routine == &eqquant::split_amx && p.blocks > 1 && p.block_bytes() % 16) p.blocks = 1;
+  if (c.routine == &eqquant::words_vnni && !p.fits_in_lanes(64)) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
   p.bfloat16_scales = below(2);
 

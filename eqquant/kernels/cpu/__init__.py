@@ -5,6 +5,8 @@ Codes are decoded in registers, by a table lookup, and used at once. The library
 its own threads. Nothing in it knows a format: it gets the levels of one as a table.
 """
 
+import functools as ft
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -64,7 +66,8 @@ def dot(
         _levels(format),
         kernel=kernel,
         bits=np.int64(format.bits),
-        run=np.int64(packed if format.bits == 8 else format.group * format.bits // 8),
+        run=np.int64(_run(packed, format)),
+        level_unit=np.float32(_level_unit(format)),
         contract_rows=contract_rows,
     )
     if x_unit is not None:
@@ -80,6 +83,34 @@ def _levels(format: Format) -> Float[Array, "16"]:
         return jnp.asarray(np.resize(np.asarray(format.codebook, np.float32), 16))
     codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
     return format.levels(codes, jnp.float32)
+
+
+def _run(packed: int, format: Format) -> int:
+    """Bytes of a row whose codes of one plane follow each other."""
+    return packed if format.bits == 8 else format.group * format.bits // 8
+
+
+def _level_unit(format: Format) -> float:
+    """What the levels are integers of, exactly or nearly; 0 if that is not known."""
+    if format.integer_levels:
+        return 1.0
+    if format.codebook is None or type(format).levels is not Format.levels:
+        return 0.0
+    return _unit_of(tuple(map(float, format.codebook)))
+
+
+@ft.cache
+def _unit_of(levels: tuple[float, ...]) -> float:
+    """The largest level is up to 2**14 of it. Rounding to it changes the levels least,
+    and the sum of many even less."""
+    table = np.asarray(levels)
+    largest = np.max(np.abs(table))
+    if not 0 < largest < np.inf:
+        return 0.0
+    units = largest / np.arange(2**13, 2**14)[:, None]
+    errors = np.round(table / units) * units - table
+    worst = np.square(errors).mean(-1) + 2**8 * np.square(errors.mean(-1))
+    return float(units[np.argmin(worst), 0])
 
 
 def choose_kernel(
@@ -102,6 +133,7 @@ def choose_kernel(
         of them. 4e-5.
     - `"one digit, VNNI"`: activations rounded to int8. 1e-2; for weights with a scale
         for each block these, too, to 127 of the largest of a row. 1.3e-2.
+    - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
     - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
     """
     library = load()
@@ -136,11 +168,20 @@ def choose_kernel(
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
-    # For fewer rows the kernel in float32 is as fast: it decodes in registers.
-    rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
-    if vnni and not amx and rounds and not contract_rows:
-        return "one digit, VNNI"
+    if vnni and not contract_rows:
+        rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
+        if rounds and not amx:
+            return "one digit, VNNI"
+        if _fits_words(codes.shape[-1], blocks, format):
+            return "words, VNNI"
     return floats if m <= most else None
+
+
+def _fits_words(packed: int, blocks: int, format: Format) -> bool:
+    """Whether 64 bytes hold whole blocks, or a part of one."""
+    block = packed // blocks
+    in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
+    return in_lanes and (format.bits == 8 or _run(packed, format) % 2 == 0)
 
 
 def describe(x, codes, scales, **params) -> str:
@@ -148,7 +189,7 @@ def describe(x, codes, scales, **params) -> str:
     kernel = choose_kernel(x, codes, scales, **params)
     assert kernel is not None
     how, _, _ = kernel.partition(", ")
-    bits = {"two digits": 15, "one digit": 8, "split": 16}.get(how)
+    bits = {"two digits": 15, "one digit": 8, "words": 16, "split": 16}.get(how)
     if how == "split" and x.dtype == jnp.bfloat16:
         bits = None  # The first of the two has all of it.
     return f"native kernel {kernel!r} {rounding(x, bits)}"

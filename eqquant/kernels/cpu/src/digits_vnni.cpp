@@ -16,6 +16,8 @@ EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma")
 namespace eqquant {
 namespace {
 
+#include "absmax.h"
+
 constexpr float low_per_high = 254;
 
 // What is known of a row of the activation beside its digits.
@@ -38,26 +40,11 @@ int64_t scratch_size(const Product& p) {
   return p.m * (p.digits * digit_stride(p) + static_cast<int64_t>(sizeof(Row)));
 }
 
-float absmax_of(const float* x, int64_t size) {
-  // Of the bits, whose order is that of the magnitudes, and among which NaN is largest.
-  __m512i most = _mm512_setzero_si512();
-  const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
-  for (int64_t i = 0; i < size; i += 16) {
-    const __mmask16 some = size - i >= 16 ? 0xFFFF : (1u << (size - i)) - 1;
-    const __m512i bits = _mm512_maskz_loadu_epi32(some, x + i);
-    most = _mm512_max_epi32(most, _mm512_and_si512(bits, magnitude));
-  }
-  const int32_t bits = _mm512_reduce_max_epi32(most);
-  float absmax;
-  std::memcpy(&absmax, &bits, sizeof absmax);
-  return absmax;
-}
-
 // A run of the activation as digits; returns nothing, but adds to the sums.
 void split(const float* x, int64_t size, __m512 per_unit, int digits, int8_t* high,
            int8_t* low, __m512i* sums) {
   for (int64_t i = 0; i < size; i += 16) {
-    const __mmask16 some = size - i >= 16 ? 0xFFFF : (1u << (size - i)) - 1;
+    const __mmask16 some = first(size - i);
     const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), per_unit);
     const __m512i whole = _mm512_cvtps_epi32(scaled);
     _mm512_mask_cvtepi32_storeu_epi8(high + i, some, whole);

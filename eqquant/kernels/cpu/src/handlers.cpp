@@ -32,6 +32,7 @@ constexpr Kernel kernels[] = {
     {"float, AVX-512", &float_avx512, &float_rows_avx512, 0, 2},
     {"two digits, VNNI", &digits_vnni, nullptr, 2, 3},
     {"one digit, VNNI", &digits_vnni, nullptr, 1, 3},
+    {"words, VNNI", &words_vnni, nullptr, 0, 3},
     {"split, AMX", &split_amx, nullptr, 0, 4},
 };
 
@@ -52,7 +53,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
                ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
                ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
-               int64_t run, bool contract_rows) {
+               int64_t run, float level_unit, bool contract_rows) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
@@ -88,6 +89,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
   p.digits = found->digits;
+  p.level_unit = level_unit;
   const int64_t in = contract_rows ? p.rows : p.columns();
   const int64_t out = contract_rows ? p.columns() : p.rows;
   if (of_x[last] != in || of_scales[second] != p.rows || of_y[second] != p.m || of_y[last] != out)
@@ -99,6 +101,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   if (p.digits == 2 && p.blocks != 1) return invalid("two digits need one scale for each row");
   if (routine == &split_amx && p.blocks > 1 && p.block_bytes() % 16)
     return invalid("blocks must be a multiple of 16 bytes");
+  if (routine == &words_vnni && (!p.fits_in_lanes(64) || (bits < 8 && run % 2)))
+    return invalid("blocks must divide 64 bytes, or be a multiple of them");
   if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
     return invalid("scratch is too small");
 
@@ -203,6 +207,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<std::string_view>("kernel")
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("run")
+                                  .Attr<float>("level_unit")
                                   .Attr<bool>("contract_rows"));
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);

@@ -28,10 +28,18 @@ struct Product {
   // Codes of 8 bits are signed integers that stand for themselves.
   const float* levels;
   int digits;             // of an activation that is split: 1 or 2
+  // What levels are multiples of, about; 0 for a part of the largest.
+  float level_unit;
 
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
+  // Whether `bytes` that are read at once, from a multiple of them on, have whole blocks or
+  // are part of one; and the lanes of 32 bits that share a scale.
+  bool fits_in_lanes(int64_t bytes) const {
+    const int64_t block = block_bytes();
+    return blocks == 1 || block % bytes == 0 || (bytes % block == 0 && block % 4 == 0);
+  }
 };
 
 // Asks for codes long before they are used, where they are read one after the other. Into
@@ -55,6 +63,8 @@ extern const Routine float_avx2, float_rows_avx2;
 extern const Routine float_avx512, float_rows_avx512;
 // For activations split in digits of 8 bits.
 extern const Routine digits_vnni;
+// For activations rounded to 16 bits, and levels, too.
+extern const Routine words_vnni;
 // For many rows: operands split in two bfloat16 each, three products of these. AMX.
 extern const Routine split_amx;
 
