@@ -235,7 +235,7 @@ def test_shard_map_and_placement(format, normal):
         assert_close(strict(fn)(x, w), fn(x, dense))
         loss = lambda x, w, fn=fn: jnp.sum(jnp.sin(fn(x, w)))
         gradient = jax.grad(ft.partial(strict(loss), w=w))(x)
-        assert relative(gradient, jax.grad(loss)(x, dense)) < 1e-3
+        assert relative(gradient, jax.grad(loss)(x, dense)) < 2e-3
     placed = strict(lambda w: jax.device_put(w, NamedSharding(mesh, P("x"))))(w)
     assert placed.b.sharding.spec == P("x", None) and is_lora(placed)
 
