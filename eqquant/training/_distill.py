@@ -18,7 +18,7 @@ _caller = "distill"
 
 @runtime_checkable
 class Optimiser(Protocol):
-    """An `optax.GradientTransformation`, or anything else that has its two functions."""
+    """An `optax.GradientTransformation`, or what else has its two functions."""
 
     @property
     def init(self) -> Callable: ...
@@ -58,6 +58,12 @@ class Distillation(eqx.Module):
         self.optimiser_state = optimiser.init(self.trained)
         self.steps = jnp.zeros((), jnp.int32)
         self.loss = jnp.full((), jnp.nan, jnp.float32)
+
+    def model(self, student: Any) -> Any:
+        """The quantized model, as far as it is trained. `student` is that which
+        [`eqquant.distill`][] was given."""
+        out = _put(self.trained, student)
+        return out.quantized() if isinstance(out, FakeQuantized) else out
 
 
 def relative_error(outputs: Any, expected: Any) -> Float[Array, ""]:
@@ -155,8 +161,9 @@ def distill(
         Of a `FakeQuantized` it gets the model itself, with rounded weights.
     - `batches`: what `fn` takes, one after the other: each is one step.
     - `optimiser`: an `optax.GradientTransformation`, such as `optax.adam(1e-3)`.
-    - `loss`: `loss(outputs, expected)`, a number. By default the mean, over the arrays
-        of the outputs, of the squared error relative to the squares of what is expected.
+    - `loss`: `loss(outputs, expected)`, a number. By default the sum of the squared
+        errors of an array of the outputs, divided by the sum of the squares that are
+        expected; and the mean of this over all arrays.
     - `where`: which arrays to train, as the second argument of `eqx.filter`: a function
         of an array, or a pytree prefix of bools. By default all of floating point.
     - `state`: where to go on: the state that another call returned. `student` is then
@@ -202,13 +209,12 @@ def distill(
         if not is_finite:
             raise ValueError(
                 f"{_caller}: the loss and its gradient must be finite, but are not in "
-                f"batch {count - 1}, where the loss is {float(state.loss)}. Try a lower "
-                "learning rate, and see whether the batch is finite."
+                f"batch {count - 1}, where the loss is {float(state.loss)}. See whether "
+                "the batch is finite, or try a lower learning rate."
             )
     if not count:
         raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
-    out = _put(state.trained, student)
-    return out.quantized() if isinstance(out, FakeQuantized) else out, state
+    return state.model(student), state
 
 
 @eqx.filter_jit
@@ -264,8 +270,8 @@ def _check_outputs(outputs: Any, expected: Any) -> None:
     of_student, of_teacher = _shapes(outputs), _shapes(expected)
     if of_student != of_teacher:
         raise ValueError(
-            f"{_caller}: fn must return the same of student and teacher, got {of_student} "
-            f"and {of_teacher}."
+            f"{_caller}: fn must return arrays of the same shapes of student and "
+            f"teacher, got {of_student} and {of_teacher}."
         )
     if not _floats(outputs):
         raise ValueError(
