@@ -180,7 +180,8 @@ def distill(
 
     - `ValueError` if there are no batches; if nothing is trained; if `fn` returns no
         array of floating point, or outputs of other shapes for student and teacher; if
-        the loss or a gradient is not finite; or if `state` is of another student.
+        the loss or what is trained is no longer finite; or if `state` is of another
+        student.
     - `TypeError` if `loss` returns anything but a real number.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
@@ -208,9 +209,9 @@ def distill(
         state, is_finite = _step(state, student, teacher, fn, loss, optimiser, batch)
         if not is_finite:
             raise ValueError(
-                f"{_caller}: the loss and its gradient must be finite, but are not in "
-                f"batch {count - 1}, where the loss is {float(state.loss)}. See whether "
-                "the batch is finite, or try a lower learning rate."
+                f"{_caller}: the loss and what is trained must stay finite, but do not "
+                f"in batch {count - 1}, where the loss is {float(state.loss)}. See "
+                "whether the batch is finite, or try a lower learning rate."
             )
     if not count:
         raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
@@ -236,7 +237,7 @@ def _step(state, student, teacher, fn, loss, optimiser, batch):
         gradients, state.optimiser_state, state.trained
     )
     trained = eqx.apply_updates(state.trained, updates)
-    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, gradients))]
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, trained))]
     out = eqx.tree_at(
         lambda s: (s.trained, s.optimiser_state, s.steps, s.loss),
         state,
