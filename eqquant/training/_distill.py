@@ -220,7 +220,7 @@ def distill(
 
 @eqx.filter_jit
 def _step(state, student, teacher, fn, loss, optimiser, batch):
-    expected = jax.lax.stop_gradient(fn(_model(teacher), batch))
+    expected = fn(_model(teacher), batch)
 
     def loss_of(trained):
         outputs = fn(_model(_put(trained, student)), batch)
