@@ -17,6 +17,7 @@ import time
 
 import _checkpoint
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import minilm
@@ -29,7 +30,6 @@ from tokenizers import Tokenizer
 
 HERE = pathlib.Path(__file__).parent
 VOCABULARY = 30522
-TOKENS = 1024  # In a batch.
 LENGTHS = 16, 40  # Of the sentences of a batch, in turn.
 
 SHORT = {"scale_dtype": "bfloat16"}
@@ -63,12 +63,12 @@ def text() -> Int[np.ndarray, " tokens"]:
 Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
 
 
-def batch_at(i: int, stream: Int[np.ndarray, " tokens"]) -> Batch:
-    """Tokens and mask. Between a tenth and nine tenths of the tokens of each sentence
+def batch_at(i: int, stream: Int[np.ndarray, " tokens"], size: int) -> Batch:
+    """`size` tokens, and their mask. Between a tenth and nine tenths of the tokens of each sentence
     are replaced: half of them by any, half by frequent ones."""
     rng = np.random.default_rng([1, i])
     length = LENGTHS[i % len(LENGTHS)]
-    count = TOKENS // length
+    count = size // length
     starts = rng.integers(0, len(stream) - length, count)
     tokens = stream[starts[:, None] + np.arange(length - 2)]
     # The vocabulary is sorted by frequency.
@@ -119,14 +119,15 @@ def train(name: str, model, stream, watch, options):
     state = eqquant.Distillation(student, optimiser)
     seconds = np.zeros(())
     path = options.output / f"distill_minilm_{name}.eqx"
-    run = {"steps": options.steps, "rate": options.rate, "row": name}
+    # A checkpoint of another run is of no use.
+    run = {k: getattr(options, k) for k in ("steps", "rate", "tokens", "layers")}
     if not options.fresh:
         state, seconds = _checkpoint.restore(path, (state, seconds), **run)
     if state.steps > 0:
         print(f"{name}: going on from step {int(state.steps)} of {path}")
     while (first := int(state.steps)) < options.steps:
         last = min(first + options.save_every, options.steps)
-        batches = [batch_at(i, stream) for i in range(first, last)]
+        batches = [batch_at(i, stream, options.tokens) for i in range(first, last)]
         start = time.process_time()
         quantized, state = eqquant.distill(
             student, model, forward, batches, optimiser, state=state
@@ -153,17 +154,20 @@ COLUMNS = {
 }
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=1300)
     parser.add_argument("--rate", type=float, default=5e-4, help="of learning")
-    parser.add_argument("--save-every", type=int, default=50, help="steps")
+    parser.add_argument("--tokens", type=int, default=480, help="of a batch")
+    parser.add_argument("--layers", type=int, default=6, help="of the encoder to use")
+    parser.add_argument("--save-every", type=int, default=100, help="steps")
     parser.add_argument("--fresh", action="store_true", help="do not resume")
     parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
 
     model = minilm.load_model()
+    model = eqx.tree_at(lambda m: m.layers, model, model.layers[: options.layers])
     sentences = minilm.tokenize(minilm.read_sentences())
     expected = minilm.embed_all(model, *sentences)
     half = len(expected) // 2
@@ -182,6 +186,7 @@ def main() -> None:
         rows.append(row | {"seconds": seconds})
     print()
     minilm.print_table(rows, COLUMNS)
+    return rows
 
 
 if __name__ == "__main__":
