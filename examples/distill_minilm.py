@@ -64,8 +64,8 @@ Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
 
 
 def batch_at(i: int, stream: Int[np.ndarray, " tokens"], size: int) -> Batch:
-    """`size` tokens, and their mask. Between a tenth and nine tenths of the tokens of each sentence
-    are replaced: half of them by any, half by frequent ones."""
+    """`size` tokens, and their mask. Of each sentence a tenth to nine tenths of the
+    tokens are replaced: half of them by any, half by frequent ones."""
     rng = np.random.default_rng([1, i])
     length = LENGTHS[i % len(LENGTHS)]
     count = size // length
