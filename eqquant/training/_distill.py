@@ -67,14 +67,15 @@ class Distillation(eqx.Module):
 
 
 def relative_error(outputs: Any, expected: Any) -> Float[Array, ""]:
-    """The squared error of each array of the outputs, relative to what it should be;
-    and the mean of these."""
-    errors = [
-        jnp.sum(jnp.square(jnp.abs(x - y))) / (jnp.sum(jnp.square(jnp.abs(y))) + tiny)
-        for x, y in zip(_floats(outputs), _floats(expected), strict=True)
-        for tiny in [jnp.finfo(y.dtype).tiny]
-    ]
-    return sum(errors[1:], errors[0]) / len(errors)
+    """The squared error of each array of the outputs, relative to the squares of what
+    it should be (or as it is, if these are all zero); and the mean over the arrays."""
+    errors = []
+    for x, y in zip(_floats(outputs), _floats(expected), strict=True):
+        x, y = _wide(x), _wide(y)
+        power = jnp.sum(jnp.square(jnp.abs(y)))
+        error = jnp.sum(jnp.square(jnp.abs(x - y)))
+        errors.append(error / jnp.where(power > 0, power, 1))
+    return jnp.mean(jnp.stack(errors))
 
 
 @typed
@@ -268,20 +269,22 @@ def _floats(outputs: Any) -> list[Array]:
 
 
 def _check_outputs(outputs: Any, expected: Any) -> None:
-    of_student, of_teacher = _shapes(outputs), _shapes(expected)
-    if of_student != of_teacher:
+    (got, treedef), (wanted, of_teacher) = map(_shapes, (outputs, expected))
+    if got != wanted or treedef != of_teacher:
         raise ValueError(
             f"{_caller}: fn must return arrays of the same shapes of student and "
-            f"teacher, got {of_student} and {of_teacher}."
+            f"teacher, got {got} in {treedef} and {wanted} in {of_teacher}."
         )
     if not _floats(outputs):
         raise ValueError(
-            f"{_caller}: fn must return arrays of floating point, got {of_student}."
+            f"{_caller}: fn must return arrays of floating point, got {outputs!r}."
         )
 
 
-def _shapes(outputs: Any) -> Any:
-    return jax.tree.map(jnp.shape, outputs)
+def _shapes(outputs: Any) -> tuple[list, Any]:
+    """Those of the arrays of floating point; and what holds them."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    return [x.shape if eqx.is_inexact_array(x) else None for x in leaves], treedef
 
 
 def _is_number(x: Any) -> bool:
