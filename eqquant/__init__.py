@@ -54,6 +54,8 @@ from .primitives import (
     quantized_dot_p as quantized_dot_p,
 )
 from .training import (
+    distill as distill,
+    Distillation as Distillation,
     fake_quantize_tree as fake_quantize_tree,
     FakeQuantized as FakeQuantized,
     learned_scales as learned_scales,

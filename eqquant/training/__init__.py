@@ -1,10 +1,12 @@
-"""Training: straight-through estimators, quantization-aware training, adapters.
+"""Training: straight-through estimators, quantization-aware training, distillation,
+adapters.
 
 Exports the functions that users train with. Imports `trees`, `arrays`, `primitives`,
 `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import round_activations as round_activations
+from ._distill import distill as distill, Distillation as Distillation
 from ._dropout import with_dropout_key as with_dropout_key
 from ._fake_quantize import (
     fake_quantize_tree as fake_quantize_tree,

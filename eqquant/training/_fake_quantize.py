@@ -10,7 +10,7 @@ from .._jax import typed
 from ..arrays import quantize, QuantizedArray
 from ..formats import Format
 from ..trees import Choice, choose, replace_chosen, sites, Tree
-from ._straight_through import learned_scales, make_trainable, straight_through
+from ._straight_through import learned_start, make_trainable, straight_through
 
 
 @typed
@@ -80,7 +80,7 @@ def fake_quantize_tree(
     )
     _check_some(choices, caller)
     how = clip, quantized_products, check_finite
-    one = lambda leaf, choice: _fake(leaf, choice, None, *how)
+    one = lambda leaf, choice: _fake(leaf, choice, _NOT_LEARNED, *how)
     return replace_chosen(one, model, choices, caller=caller)
 
 
@@ -124,13 +124,15 @@ class FakeQuantized(eqx.Module):
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
         [`eqquant.learned_scales`][]. They are the field `scales`, in the order of
-        `choices`.
+        `choices`. Affine formats learn their `offsets` as well, by LSQ+ (arXiv
+        2004.09576); both start from what [`eqquant.quantize`][] chooses.
     - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
         those of `.quantized()`, bit for bit.
     """
 
     model: Any
     scales: tuple[Float[Array, "..."], ...] | None
+    offsets: tuple[Float[Array, "..."] | None, ...] | None
     choices: tuple[Choice, ...] = eqx.field(static=True)
     clip: bool = eqx.field(static=True)
     quantized_products: bool = eqx.field(static=True)
@@ -159,16 +161,15 @@ class FakeQuantized(eqx.Module):
         self.clip = clip
         self.quantized_products = quantized_products
         self.check_finite = check_finite
-        self.scales = None
+        self.scales = self.offsets = None
         if learn_scales:
-            scales = []
+            starts = []
 
             def add(leaf, choice):
-                start = learned_scales(leaf, choice.format, axis=choice.axis)
-                scales.append(start)
+                starts.append(learned_start(leaf, choice.format, choice.axis))
 
             replace_chosen(add, model, choices, caller=_name)
-            self.scales = tuple(scales)
+            self.scales, self.offsets = zip(*starts, strict=True)
 
     def __call__(self, *args, **kwargs):
         return self.fake_quantized()(*args, **kwargs)
@@ -179,13 +180,14 @@ class FakeQuantized(eqx.Module):
 
         how = self.clip, self.quantized_products, self.check_finite
 
-        def one(leaf, choice, scales):
+        def one(leaf, choice, learned):
             if not isinstance(leaf, QuantizedArray):
-                return _fake(leaf, choice, scales, *how)
-            if leaf.format != choice.format or scales is not None:
-                learned = "" if scales is None else " with scales that were learned"
+                return _fake(leaf, choice, learned, *how)
+            is_learned = learned["scales"] is not None
+            if leaf.format != choice.format or is_learned:
+                scaled = " with scales that were learned" if is_learned else ""
                 raise ValueError(
-                    f"it was trained for {choice.format!r}{learned}, but was quantized "
+                    f"it was trained for {choice.format!r}{scaled}, but was quantized "
                     f"as {leaf.format!r}, and would compute something else. Convert "
                     "what was trained with `.quantized()`."
                 )
@@ -197,15 +199,15 @@ class FakeQuantized(eqx.Module):
         """The quantized model, as [`eqquant.quantize_tree`][] makes it, with the scales
         that were learned."""
 
-        def one(leaf, choice, scales):
+        def one(leaf, choice, learned):
             if isinstance(leaf, QuantizedArray):
                 raise ValueError("it is quantized already.")
             return quantize(
                 leaf,
                 choice.format,
                 axis=choice.axis,
-                scales=scales,
                 check_finite=self.check_finite,
+                **learned,
             )
 
         return self._replace(one)
@@ -217,13 +219,17 @@ class FakeQuantized(eqx.Module):
                 f"{_name}: the model has another structure than when it was wrapped. "
                 "Wrap it anew."
             )
-        scales = self.scales or (None,) * len(self.choices)
-        scales = dict(zip(self.choices, scales, strict=True))
-        one = lambda leaf, choice: fn(leaf, choice, scales[choice])
+        none = (None,) * len(self.choices)
+        parts = zip(
+            self.choices, self.scales or none, self.offsets or none, strict=True
+        )
+        learned = {c: {"scales": s, "offsets": o} for c, s, o in parts}
+        one = lambda leaf, choice: fn(leaf, choice, learned[choice])
         return replace_chosen(one, self.model, self.choices, caller=_name)
 
 
 _name = FakeQuantized.__name__
+_NOT_LEARNED = {"scales": None, "offsets": None}
 
 
 def _check_some(choices, caller: str) -> None:
@@ -235,13 +241,13 @@ def _check_some(choices, caller: str) -> None:
         )
 
 
-def _fake(leaf, choice: Choice, scales, clip, quantized_products, check_finite):
+def _fake(leaf, choice: Choice, learned, clip, quantized_products, check_finite):
     as_object = quantized_products or choice.format.activations != "float"
     return (make_trainable if as_object else straight_through)(
         leaf,
         choice.format,
         axis=choice.axis,
-        scales=scales,
         clip=clip,
         check_finite=check_finite,
+        **learned,
     )

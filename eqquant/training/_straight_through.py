@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +29,7 @@ def straight_through(
     *,
     axis: int | Sequence[int] = -1,
     scales: Float[Array, "*lead blocks"] | None = None,
+    offsets: Float[Array, "*lead blocks"] | None = None,
     clip: bool = False,
     check_finite: bool = True,
 ) -> Float[Array, "..."]:
@@ -63,6 +65,9 @@ def straight_through(
         [`eqquant.learned_scales`][]. The gradient of the array is then always clipped,
         as in the paper. The gradient of a scale is divided by the square root of the
         largest level times the number of values that share the scale.
+    - `offsets`: `(*lead, blocks)`, with `scales`, for an affine format. Start from both
+        of what [`eqquant.quantize`][] returns. Their gradient is that of LSQ+ (arXiv
+        2004.09576), divided like that of a scale.
     - `clip`: stop the gradient where `abs(array)` exceeds the largest level of its
         block by more than rounding. This is useful for ternary and binary; the other
         formats cut nothing off.
@@ -77,14 +82,16 @@ def straight_through(
     levels are not integers.
     """
     array, format = _trainable(array, format)
-    if scales is None and not clip and has_round_trip(array, format, axis):
+    plain = scales is None and offsets is None and not clip
+    if plain and has_round_trip(array, format, axis):
         value, problems = round_trip(lax.stop_gradient(array), format)
         if check_finite:
             zero = no_problem(jnp.any(problems), array, format)
             value = value if zero is None else value + zero
         return straight_through_value(value, array)
-    how = {"axis": axis, "scales": scales, "clip": clip, "check_finite": check_finite}
-    return make_trainable(array, format, **how).dequantize()
+    given = {"scales": scales, "offsets": offsets}
+    how = {"axis": axis, "clip": clip, "check_finite": check_finite}
+    return make_trainable(array, format, **given, **how).dequantize()
 
 
 def make_trainable(
@@ -93,18 +100,20 @@ def make_trainable(
     *,
     axis: int | Sequence[int],
     scales,
+    offsets,
     clip: bool,
     check_finite: bool,
 ) -> StraightThroughArray:
     """What [`straight_through`][] is the value of."""
     array, format = _trainable(array, format)
     if scales is not None:
-        check_learnable(format, "straight_through")
+        _check_learnable(format, "straight_through")
     # Nothing is differentiated here: that is left to what the master weights become.
-    weights, given = lax.stop_gradient((array, scales))
-    q = quantize(weights, format, axis=axis, scales=given, check_finite=check_finite)
+    weights, *given = lax.stop_gradient((array, scales, offsets))
+    given = dict(zip(("scales", "offsets"), given, strict=True))
+    q = quantize(weights, format, axis=axis, check_finite=check_finite, **given)
     if scales is not None:
-        array = _learning(array, scales, q)
+        array = _learning(array, scales, offsets, q)
     elif clip:
         array = _clipped(array, q)
     return StraightThroughArray(array, q)
@@ -133,7 +142,8 @@ def learned_scales(
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].
-    - `format`: one with integer levels: INT8, INT4, INT3, INT2, ternary, binary.
+    - `format`: one with integer levels: INT8, INT4, INT3, INT2, ternary, binary. For an
+        affine one start from the `scales` and `offsets` of [`eqquant.quantize`][].
 
     **Returns:**
 
@@ -145,20 +155,44 @@ def learned_scales(
     `ValueError` for another format.
     """
     format = as_format(format)
-    check_learnable(format, "learned_scales")
+    _check_learnable(format, "learned_scales")
+    if format.has_offsets:
+        raise ValueError(
+            f"learned_scales: {format!r} has offsets beside scales. Start from both of "
+            "what eqquant.quantize returns."
+        )
     # The scale of Binary is the mean magnitude of a block.
     mean = Binary(block_size=format.block_size, scale_dtype=format.scale_dtype)
-    q = quantize(array, mean, axis=axis)
-    scales = float_scales(q.scales)
-    if not isinstance(axis, int) and len(axis) == q.ndim and format.block_size is None:
-        scales = scales.reshape(-1)[:1]  # One per tensor is stored once per row.
-    start = scales * (2 / math.sqrt(_highest(format)))
+    scales = _one_each(quantize(array, mean, axis=axis), axis)[0]
+    return _not_zero(scales * (2 / math.sqrt(_highest(format))))
+
+
+def learned_start(array, format: Format, axis: int | Sequence[int]) -> tuple[Any, Any]:
+    """Scales, and offsets or None, to start learning from."""
+    if not format.has_offsets:
+        return learned_scales(array, format, axis=axis), None
+    _check_learnable(format, "learned_scales")
+    scales, offsets = _one_each(quantize(array, format, axis=axis), axis)
+    return _not_zero(scales), offsets
+
+
+def _one_each(q: QuantizedArray, axis: int | Sequence[int]) -> tuple[Any, Any]:
+    """Scales and offsets, as `quantize` takes them."""
+    parts = float_scales(q.scales), q.offsets
+    of_all = not isinstance(axis, int) and len(axis) == q.ndim
+    if of_all and q.format.block_size is None:
+        # One per tensor is stored once per row.
+        parts = jax.tree.map(lambda x: x.reshape(-1)[:1], parts)
+    return parts
+
+
+def _not_zero(start: Float[Array, "*lead blocks"]) -> Float[Array, "*lead blocks"]:
     # A block of zeros has to start somewhere.
-    return jnp.where(start > 0, start, jnp.maximum(jnp.mean(start), 1e-6))
+    return jnp.where(start != 0, start, jnp.maximum(jnp.mean(jnp.abs(start)), 1e-6))
 
 
-def check_learnable(format: Format, caller: str) -> None:
-    if not format.integer_levels or format.has_offsets:
+def _check_learnable(format: Format, caller: str) -> None:
+    if not format.integer_levels:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
             f"Int4, Int3, Int2, Ternary and Binary; got {format!r}."
@@ -189,24 +223,29 @@ def _(primals, tangents):
 
 
 @jax.custom_jvp
-def _learning(array, scales, q):
-    """The array, with the derivative of what it is quantized to by these scales."""
+def _learning(array, scales, offsets, q):
+    """The array, with the derivative of what it is quantized to by these scales, and
+    offsets if there are any."""
     return array
 
 
 @_learning.defjvp
 def _(primals, tangents):
-    # Equations 3 and 5 of the paper, and the gradient scale of its section 2.2.
-    array, scales, q = primals
-    array_dot, scales_dot, _ = tangents
+    # Equations 3 and 5 of the paper, and the gradient scale of its section 2.2; that of
+    # an offset is in section 3.1 of LSQ+.
+    array, scales, offsets, q = primals
+    array_dot, scales_dot, offsets_dot, _ = tangents
     each = _spread(q, scales)
     lowest, highest = -q.format.largest_level, _highest(q.format)
-    ratio = array.astype(each.dtype) / each
+    ratio = array.astype(each.dtype)
+    ratio = (ratio if offsets is None else ratio - _spread(q, offsets)) / each
     inside = (ratio > lowest) & (ratio < highest)
     weight = 1 / math.sqrt(array.size / scales.size * highest)
     by_scale = (_levels(q) - jnp.where(inside, ratio, 0)) * weight
     tangent = by_scale * _spread(q, scales_dot) + jnp.where(inside, array_dot, 0)
-    return _learning(array, scales, q), tangent.astype(array.dtype)
+    if offsets is not None:
+        tangent += jnp.where(inside, 0, weight) * _spread(q, offsets_dot)
+    return _learning(array, scales, offsets, q), tangent.astype(array.dtype)
 
 
 def _highest(format: Format) -> int | float:

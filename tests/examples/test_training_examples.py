@@ -112,3 +112,28 @@ def test_qlora(monkeypatch, tmp_path):
         assert_identical(again[name]["losses"], row["losses"])
         assert again[name]["after"] == row["after"]
     assert (tmp_path / "whole" / "qlora_minilm.png").exists()
+
+
+def test_distillation(monkeypatch, tmp_path):
+    distill = load("distill_minilm", monkeypatch)
+    sentences = distill.minilm.read_sentences()
+    texts = [f"Of the words of sentence {i} there are some." for i in range(40)]
+    monkeypatch.setattr(distill, "documentation", lambda: [*texts, sentences[0]])
+    monkeypatch.setattr(distill.minilm, "read_sentences", lambda: sentences[:20])
+    monkeypatch.setattr(distill, "LENGTHS", (8,))
+    arguments = ["--steps", "4", "--tokens", "64", "--layers", "1", "--save-every", "2"]
+    arguments += ["--rows", "ternary"]
+
+    run = lambda folder: distill.main([*arguments, "--output", str(tmp_path / folder)])
+    (row,) = run("whole")
+    assert 2.0 < row["bits"] < 2.2
+    interrupt_after_saving(distill, monkeypatch, lambda: run("parts"))
+    (again,) = run("parts")
+    assert again["mean"] == row["mean"]
+
+
+def test_nothing_of_the_evaluation_is_trained_on(monkeypatch):
+    distill = load("distill_minilm", monkeypatch)
+    monkeypatch.setattr(distill, "documentation", lambda: ["One.", "Two.", "Three."])
+    monkeypatch.setattr(distill.minilm, "read_sentences", lambda: ["Two."])
+    assert len(distill.text()) == 4

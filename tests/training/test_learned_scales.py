@@ -1,11 +1,12 @@
 """Scales that are learned along with the weights."""
 
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, Ternary
+from eqquant import Binary, Int2, Int8, Ternary
 from helpers import assert_identical
 
 
@@ -50,6 +51,45 @@ def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     stored = eqquant.quantize(weight, format, scales=scales)
     assert_identical(stored.scales, scales)
     assert_identical(through(weight, scales), stored.dequantize())
+
+
+def test_learned_offsets_are_those_of_the_paper(normal):
+    """In float64: the equations of arXiv 2004.09576 for levels from -2 to 1."""
+    format = Int2(affine=True, block_size=8, scale_dtype="float32")
+    weight, ct = normal(6, 40), normal(6, 40)
+    q = eqquant.quantize(weight, format)
+    scales, offsets = q.scales * 0.7, q.offsets + 0.1  # So that something is cut off.
+    through = jax.jit(
+        lambda w, s, o: eqquant.straight_through(w, format, scales=s, offsets=o)
+    )
+    out, pull = jax.vjp(through, weight, scales, offsets)
+    each, middle = (np.repeat(np.float64(x), 8, -1) for x in (scales, offsets))
+    ratio = (np.float64(weight) - middle) / each
+    levels = np.round(np.clip(ratio, -2, 1))
+    np.testing.assert_allclose(out, levels * each + middle, rtol=1e-5, atol=1e-6)
+    inside = (ratio > -2) & (ratio < 1)
+    assert 0 < inside.mean() < 1
+    of_weight, of_scales, of_offsets = pull(ct)
+    np.testing.assert_allclose(of_weight, ct * inside, rtol=1e-6)
+    summed = lambda x: (ct * x).reshape(6, 5, 8).sum(-1) / np.sqrt(8)
+    expected = summed(np.where(inside, levels - ratio, levels))
+    np.testing.assert_allclose(of_scales, expected, rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(of_offsets, summed(~inside), rtol=1e-5, atol=1e-6)
+    stored = eqquant.quantize(weight, format, scales=scales, offsets=offsets)
+    assert_identical(through(weight, scales, offsets), stored.dequantize())
+
+
+def test_a_model_learns_offsets(normal):
+    layer = eqx.nn.Linear(40, 6, key=jax.random.key(0))
+    format = Int2(affine=True, block_size=8)
+    model = eqquant.FakeQuantized(layer, format, learn_scales=True, min_size=1)
+    start = eqquant.quantize(layer.weight, format)
+    assert_identical((model.scales, model.offsets), ((start.scales,), (start.offsets,)))
+    assert_identical(model.quantized().weight, start)
+    model = eqx.tree_at(lambda m: m.offsets[0], model, start.offsets + 0.125)
+    assert (model.quantized().weight.offsets == start.offsets + 0.125).all()
+    with pytest.raises(ValueError, match="learned_scales: .* has offsets"):
+        eqquant.learned_scales(layer.weight, format)
 
 
 def test_one_learned_scale_for_an_array(normal):

@@ -1,0 +1,304 @@
+"""Training a quantized model against what it was made of."""
+
+from collections.abc import Callable, Iterable, Sized
+from typing import Any, Protocol, runtime_checkable
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from .._jax import typed
+from ..trees import with_progress
+from ._fake_quantize import FakeQuantized
+
+
+_caller = "distill"
+
+
+@runtime_checkable
+class Optimiser(Protocol):
+    """An `optax.GradientTransformation`, or what else has its two functions."""
+
+    @property
+    def init(self) -> Callable: ...
+
+    @property
+    def update(self) -> Callable: ...
+
+
+class Distillation(eqx.Module):
+    """What [`eqquant.distill`][] needs to go on: a pytree of arrays, for
+    [`eqquant.save`][] and `eqx.tree_serialise_leaves`.
+
+    Made of the arguments of `eqquant.distill`, it is where that starts. So it is also
+    the `like` of [`eqquant.load`][].
+
+    **Fields:**
+
+    - `trained`: what is trained, and None for all else. In float32 at least: steps are
+        smaller than bfloat16 resolves.
+    - `optimiser_state`: that of the optimiser.
+    - `steps`: how many batches it has seen.
+    - `loss`: that of the last batch, before its step; NaN at the start.
+    """
+
+    trained: Any
+    optimiser_state: Any
+    steps: Int[Array, ""]
+    loss: Float[Array, ""]
+
+    @typed
+    def __init__(self, student: Any, optimiser: Optimiser, *, where: Any = None):
+        """**Arguments:** `student`, `optimiser` and `where` as in
+        [`eqquant.distill`][]."""
+        chosen = student if where is None else eqx.filter(student, where)
+        chosen = eqx.filter(chosen, eqx.is_inexact_array)
+        self.trained = jax.tree.map(_wide, chosen)
+        self.optimiser_state = optimiser.init(self.trained)
+        self.steps = jnp.zeros((), jnp.int32)
+        self.loss = jnp.full((), jnp.nan, jnp.float32)
+
+    def model(self, student: Any) -> Any:
+        """The quantized model, as far as it is trained. `student` is that which
+        [`eqquant.distill`][] was given."""
+        out = _put(self.trained, student)
+        return out.quantized() if isinstance(out, FakeQuantized) else out
+
+
+def relative_error(outputs: Any, expected: Any) -> Float[Array, ""]:
+    """The squared error of each array of the outputs, relative to the squares of what
+    it should be (or as it is, if these are all zero); and the mean over the arrays."""
+    errors = []
+    for x, y in zip(_floats(outputs), _floats(expected), strict=True):
+        x, y = _wide(x), _wide(y)
+        power = jnp.sum(jnp.square(jnp.abs(y)))
+        error = jnp.sum(jnp.square(jnp.abs(x - y)))
+        errors.append(error / jnp.where(power > 0, power, 1))
+    return jnp.mean(jnp.stack(errors))
+
+
+@typed
+def distill(
+    student: Any,
+    teacher: Any,
+    fn: Callable,
+    batches: Iterable,
+    optimiser: Optimiser,
+    *,
+    loss: Callable | None = None,
+    where: Any = None,
+    state: Distillation | None = None,
+    progress: bool | None = None,
+) -> tuple[Any, Distillation]:
+    """Train a quantized model to give the outputs of another, its teacher: mostly the
+    float model that it was made of (Hinton et al., arXiv 1503.02531). No labels are
+    needed.
+
+    What is trained depends on `student`:
+
+    - a model with quantized weights: scales and offsets, norms, biases, and whatever
+        else is in floating point. Codes stay as they are.
+    - an [`eqquant.FakeQuantized`][]: the float weights behind the codes as well. This
+        is quantization-aware training, for ternary and binary.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import optax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        quantized = eqquant.quantize_tree(model, "int2")
+        keys = jax.random.split(jax.random.key(1), 20)
+        batches = [jax.random.normal(key, (32, 64)) for key in keys]
+
+
+        def forward(model, batch):
+            return jax.vmap(model)(batch)
+
+
+        optimiser = optax.adam(1e-3)
+        better, state = eqquant.distill(quantized, model, forward, batches, optimiser)
+        codes = better.layers[0].weight.codes
+        assert (codes == quantized.layers[0].weight.codes).all()
+        ```
+
+    A pure function: to train with some batches, and then with others from the `state`
+    of the first call, is to train with all of them, bit for bit. So a run can be saved
+    every so many batches, and go on after an interruption:
+
+    !!! Example
+
+        ```python
+        import tempfile
+
+        start = eqquant.Distillation(quantized, optimiser)
+        _, state = eqquant.distill(
+            quantized, model, forward, batches[:10], optimiser, state=start
+        )
+        path = f"{tempfile.mkdtemp()}/state.safetensors"
+        eqquant.save(path, state)
+
+        state = eqquant.load(path, like=start)
+        same, _ = eqquant.distill(
+            quantized, model, forward, batches[10:], optimiser, state=state
+        )
+        assert eqx.tree_equal(same, better)
+        ```
+
+    Steps are compiled once for each shape of a batch; and anew for another `fn`, `loss`
+    or `optimiser`, so define them once.
+
+    **Arguments:**
+
+    - `student`: the model to train.
+    - `teacher`: the model whose outputs it is to have. It may be of another structure.
+    - `fn`: `fn(model, batch)`, the forward pass, of either. It returns a pytree with
+        arrays of floating point. Give it the activations of each layer beside the
+        results, and training takes far fewer steps. Set to zero what is only padding.
+        Of a `FakeQuantized` it gets the model itself, with rounded weights.
+    - `batches`: what `fn` takes, one after the other: each is one step.
+    - `optimiser`: an `optax.GradientTransformation`, such as `optax.adam(1e-3)`.
+    - `loss`: `loss(outputs, expected)`, a number. By default the sum of the squared
+        errors of an array of the outputs, divided by the sum of the squares that are
+        expected; and the mean of this over all arrays.
+    - `where`: which arrays to train, as the second argument of `eqx.filter`: a function
+        of an array, or a pytree prefix of bools. By default all of floating point.
+    - `state`: where to go on: the state that another call returned. `student` is then
+        the one which that call was given, and not the one that it returned.
+    - `progress`: show a progress bar, for which tqdm must be installed. By default only
+        for large models in a terminal.
+
+    **Returns:**
+
+    The quantized model, trained, and a [`eqquant.Distillation`][]. Of a `FakeQuantized`
+    it is what `.quantized()` gives.
+
+    **Raises:**
+
+    - `ValueError` if there are no batches; if nothing is trained; if `fn` returns no
+        array of floating point, or outputs of other shapes for student and teacher; if
+        the loss or what is trained is no longer finite; or if `state` is of another
+        student.
+    - `TypeError` if `loss` returns anything but a real number.
+    - `ImportError` if `progress=True` and tqdm is not installed.
+    """
+    start = eqx.filter_eval_shape(Distillation, student, optimiser, where=where)
+    if not jax.tree.leaves(start.trained):
+        raise ValueError(
+            f"{_caller}: nothing is trained, as student has no array of floating point "
+            "that where selects. Scales in 8 bits are not trained."
+        )
+    if state is None:
+        state = Distillation(student, optimiser, where=where)
+    elif _described(state) != _described(start):
+        raise ValueError(
+            f"{_caller}: state must be of this student, where and optimiser. Pass the "
+            "student that the first call was given, not the one that it returned."
+        )
+    loss = relative_error if loss is None else loss
+    elements = sum(x.size for x in jax.tree.leaves(state.trained))
+    work = elements * len(batches) if isinstance(batches, Sized) else elements
+    shown = with_progress(
+        batches, work, progress, caller=_caller, what=("distilling", "batch")
+    )
+    count = 0
+    for count, batch in enumerate(shown, 1):
+        state, is_finite = _step(state, student, teacher, fn, loss, optimiser, batch)
+        if not is_finite:
+            raise ValueError(
+                f"{_caller}: the loss and what is trained must stay finite, but do not "
+                f"in batch {count - 1}, where the loss is {float(state.loss)}. See "
+                "whether the batch is finite, or try a lower learning rate."
+            )
+    if not count:
+        raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
+    return state.model(student), state
+
+
+@eqx.filter_jit
+def _step(state, student, teacher, fn, loss, optimiser, batch):
+    expected = fn(_model(teacher), batch)
+
+    def loss_of(trained):
+        outputs = fn(_model(_put(trained, student)), batch)
+        _check_outputs(outputs, expected)
+        value = loss(outputs, expected)
+        if not _is_number(value):
+            raise TypeError(
+                f"{_caller}: loss must return a real number, got {_kind(value)}."
+            )
+        return value
+
+    value, gradients = eqx.filter_value_and_grad(loss_of)(state.trained)
+    updates, optimiser_state = optimiser.update(
+        gradients, state.optimiser_state, state.trained
+    )
+    trained = eqx.apply_updates(state.trained, updates)
+    finite = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves((value, trained))]
+    out = eqx.tree_at(
+        lambda s: (s.trained, s.optimiser_state, s.steps, s.loss),
+        state,
+        (trained, optimiser_state, state.steps + 1, value.astype(jnp.float32)),
+    )
+    return out, jnp.all(jnp.stack(finite))
+
+
+def _model(x: Any) -> Any:
+    return x.fake_quantized() if isinstance(x, FakeQuantized) else x
+
+
+def _put(trained: Any, student: Any) -> Any:
+    """The student with what was trained, in the dtypes that it has."""
+
+    def one(new, old):
+        return old if new is None else new.astype(old.dtype)
+
+    return jax.tree.map(one, trained, student, is_leaf=lambda x: x is None)
+
+
+def _wide(x: Array) -> Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _floats(outputs: Any) -> list[Array]:
+    return [x for x in jax.tree.leaves(outputs) if eqx.is_inexact_array(x)]
+
+
+def _check_outputs(outputs: Any, expected: Any) -> None:
+    (got, treedef), (wanted, of_teacher) = map(_shapes, (outputs, expected))
+    if got != wanted or treedef != of_teacher:
+        raise ValueError(
+            f"{_caller}: fn must return arrays of the same shapes of student and "
+            f"teacher, got {got} in {treedef} and {wanted} in {of_teacher}."
+        )
+    if not _floats(outputs):
+        raise ValueError(
+            f"{_caller}: fn must return arrays of floating point, got {outputs!r}."
+        )
+
+
+def _shapes(outputs: Any) -> tuple[list, Any]:
+    """Those of the arrays of floating point; and what holds them."""
+    leaves, treedef = jax.tree.flatten(outputs)
+    return [x.shape if eqx.is_inexact_array(x) else None for x in leaves], treedef
+
+
+def _is_number(x: Any) -> bool:
+    return jnp.shape(x) == () and jnp.issubdtype(jnp.result_type(x), jnp.floating)
+
+
+def _kind(x: Any) -> str:
+    return f"{x.dtype}{list(x.shape)}" if eqx.is_array(x) else type(x).__name__
+
+
+def _described(state: Any) -> tuple:
+    leaves, treedef = jax.tree.flatten(eqx.filter(state, _has_shape))
+    return treedef, [(x.shape, x.dtype) for x in leaves]
+
+
+def _has_shape(x: Any) -> bool:
+    return eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
