@@ -68,7 +68,8 @@ def compare_formats(model) -> None:
 
 def compare_rounding(model, paths: list[str], sentences: int) -> None:
     rules = {path: "nf4" for path in paths} | {"*": None}
-    batches = calibrate_minilm.calibration_batches(sentences)
+    but = minilm.read_sentences()
+    batches = calibrate_minilm.calibration_batches(sentences, minilm.tokenize, but)
     stats = eqquant.calibrate(calibrate_minilm.forward, model, batches, rules=rules)
     print(f"\n{'':<40}{'nearest':>10}{'GPTQ':>10}{'ratio':>8}")
     for path in paths:

@@ -10,7 +10,6 @@ second half of these.
 """
 
 import argparse
-import ast
 import pathlib
 import time
 from collections.abc import Iterator
@@ -20,14 +19,8 @@ import jax
 import matplotlib.pyplot as plt
 import minilm
 import numpy as np
-from _standard_library import modules
-from jaxtyping import Bool, Int
+from _calibration_data import Batch, calibration_batches
 
-
-LONGEST = 64  # Tokens.
-BATCH = 40
-RANDOM = 0.5  # Which part of the tokens are replaced.
-FIRST_WORD = 1996  # Tokens before it are special ones, or single characters.
 
 NF4 = eqquant.NF4(scale_dtype="bfloat16")
 # What a budget is shared out among. Scales in 8 bits cost least.
@@ -58,45 +51,8 @@ ROWS = {
 
 
 #
-# The data
+# Calibration
 #
-
-
-def documentation() -> Iterator[str]:
-    """The first paragraph of each docstring, where it is a sentence or a few."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    for _, tree in modules():
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            if not text or ">>>" in text.split("\n\n")[0]:
-                continue
-            text = " ".join(text.split("\n\n")[0].split())
-            if 40 <= len(text) <= 300 and text.endswith("."):
-                yield text
-
-
-Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
-
-
-def calibration_batches(count: int) -> list[Batch]:
-    """Tokens and masks of so many sentences, those of about a length together."""
-    texts = sorted(set(documentation()) - set(minilm.read_sentences()))
-    rng = np.random.default_rng(0)
-    texts = [texts[i] for i in rng.permutation(len(texts))[:count]]
-    tokens, mask = (x[:, :LONGEST] for x in minilm.tokenize(texts))
-    replaced = (rng.random(tokens.shape) < RANDOM) & mask
-    replaced[:, 0] = False  # What every sentence begins with.
-    vocabulary = 30522
-    words = rng.integers(FIRST_WORD, vocabulary, tokens.shape, np.int32)
-    tokens = np.where(replaced, words, tokens)
-    order = np.argsort(mask.sum(1), kind="stable")
-    batches = []
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        # Few different lengths: each is compiled.
-        length = LONGEST // 2 if mask[rows].sum(1).max() <= LONGEST // 2 else LONGEST
-        batches.append((tokens[rows, :length], mask[rows, :length]))
-    return batches
 
 
 def forward(model, batch: Batch):
@@ -104,7 +60,7 @@ def forward(model, batch: Batch):
 
 
 def calibrate(model, sentences: int) -> eqquant.Statistics:
-    batches = calibration_batches(sentences)
+    batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
     layers = eqquant.calibrate(forward, model, batches, rules=NOT_TABLES)
     some = batches[::PART]
     words = eqquant.calibrate(forward, model, some, rules=ONLY_WORDS)
