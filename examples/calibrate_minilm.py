@@ -27,7 +27,7 @@ NF4 = eqquant.NF4(scale_dtype="bfloat16")
 SHORT = {"double_quantization": True}
 FORMATS = [
     *(eqquant.NF2(block_size=n, **SHORT) for n in (32, 64)),
-    *(eqquant.NF3(block_size=n, **SHORT) for n in (16, 32, 64)),
+    *(eqquant.NF3(block_size=n, **SHORT) for n in (32, 64)),
     *(eqquant.NF4(block_size=n, scale_search=True, **SHORT) for n in (16, 32, 64)),
     eqquant.Int8(),
 ]
@@ -36,10 +36,6 @@ BITS = [4.35, 3.85, 3.4, 2.6]
 RULES = {"*token_types*": "int8"}
 # Of the other tables, that of positions is small; that of words is 52% of the weights.
 TABLES = RULES | {"*positions*": eqquant.NF4(scale_search=True, **SHORT)}
-NOT_TABLES = {"*embeddings*": None}
-ONLY_WORDS = {"embeddings.words*": "nf4", "*": None}
-# To watch what is looked up takes longer than products: a part of the data does.
-PART = 3
 ROWS = {
     "int8": (eqquant.Int8(), False, False),
     "int8, GPTQ": (eqquant.Int8(), True, False),
@@ -61,13 +57,8 @@ def forward(model, batch: Batch):
 
 def calibrate(model, sentences: int) -> eqquant.Statistics:
     batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
-    layers = eqquant.calibrate(forward, model, batches, rules=NOT_TABLES)
-    some = batches[::PART]
-    words = eqquant.calibrate(forward, model, some, rules=ONLY_WORDS)
-    # As if it had been all of them.
-    factor = len(batches) / len(some)
-    words = jax.tree.map(lambda total: factor * total, words.weights)
-    return eqquant.Statistics(layers.weights | words)
+    rules = dict.fromkeys(TABLES)  # They have a format of their own.
+    return eqquant.calibrate(forward, model, batches, rules=rules)
 
 
 def budgets(
@@ -148,6 +139,8 @@ def main() -> None:
         flush=True,
     )
 
+    # Without a budget tables are rounded plainly.
+    layers = {p: known for p, known in stats.weights.items() if "embeddings" not in p}
     rows, allocation = [], None
 
     def add(name: str, quantized, seconds: float) -> None:
@@ -163,7 +156,7 @@ def main() -> None:
             model,
             format,
             rules=RULES,
-            calibration=stats if calibrated else None,
+            calibration=eqquant.Statistics(layers) if calibrated else None,
             rotate=rotate,
         )
         jax.block_until_ready(quantized)
