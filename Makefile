@@ -19,7 +19,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers decode clean
+.PHONY: help demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers accuracy decode clean
 
 help:
 	@echo 'make demo      run the example: a quantized sentence encoder'
@@ -31,6 +31,7 @@ help:
 	@echo 'make docs      build the documentation into site/'
 	@echo 'make bench     run the benchmarks'
 	@echo 'make peers     compare products with those of other libraries'
+	@echo 'make accuracy  compare the accuracy of few bits with that of other libraries'
 	@echo 'make decode    compare whole language models with llama.cpp'
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
@@ -126,13 +127,17 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/decode.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/accuracy.py %/decode.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 
 peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/tpu_qwix.py
+
+# Installs PyTorch and compiles llama.cpp the first time.
+accuracy: $(VENV)/.has-examples $(VENV)/.has-weights
+	$(BIN)/python benchmarks/accuracy.py
 
 # Compiles llama.cpp the first time, and takes 11 GB of memory and of disk.
 decode: $(VENV)/.has-test $(VENV)/.has-examples

@@ -10,31 +10,32 @@ second half of these.
 """
 
 import argparse
-import ast
-import functools as ft
+import pathlib
 import time
 from collections.abc import Iterator
 
 import eqquant
 import jax
+import matplotlib.pyplot as plt
 import minilm
 import numpy as np
-from _standard_library import modules
-from jaxtyping import Bool, Int
+from _calibration_data import Batch, calibration_batches
 
-
-LONGEST = 64  # Tokens.
-BATCH = 40
-RANDOM = 0.5  # Which part of the tokens are replaced.
-FIRST_WORD = 1996  # Tokens before it are special ones, or single characters.
 
 NF4 = eqquant.NF4(scale_dtype="bfloat16")
-TWICE = eqquant.NF4(double_quantization=True)
-FINER = eqquant.NF4(block_size=32, scale_dtype="bfloat16")
+# What a budget is shared out among. Scales in 8 bits cost least.
+SHORT = {"double_quantization": True}
+FORMATS = [
+    *(eqquant.NF2(block_size=n, **SHORT) for n in (32, 64)),
+    *(eqquant.NF3(block_size=n, **SHORT) for n in (32, 64)),
+    *(eqquant.NF4(block_size=n, scale_search=True, **SHORT) for n in (16, 32, 64)),
+    eqquant.Int8(),
+]
+BITS = [4.35, 3.85, 3.4, 2.6]
 # 768 weights, of which NF4 costs more than of any others.
 RULES = {"*token_types*": "int8"}
-# Tables stand NF4 well, and to watch what is looked up takes as long as all the rest.
-NOT_TABLES = {"*embeddings*": None}
+# Of the other tables, that of positions is small; that of words is 52% of the weights.
+TABLES = RULES | {"*positions*": eqquant.NF4(scale_search=True, **SHORT)}
 ROWS = {
     "int8": (eqquant.Int8(), False, False),
     "int8, GPTQ": (eqquant.Int8(), True, False),
@@ -46,67 +47,34 @@ ROWS = {
 
 
 #
-# The data
+# Calibration
 #
-
-
-def documentation() -> Iterator[str]:
-    """The first paragraph of each docstring, where it is a sentence or a few."""
-    kinds = ast.Module | ast.ClassDef | ast.FunctionDef
-    for _, tree in modules():
-        for node in ast.walk(tree):
-            text = ast.get_docstring(node) if isinstance(node, kinds) else None
-            if not text or ">>>" in text.split("\n\n")[0]:
-                continue
-            text = " ".join(text.split("\n\n")[0].split())
-            if 40 <= len(text) <= 300 and text.endswith("."):
-                yield text
-
-
-Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
-
-
-def calibration_batches(count: int) -> list[Batch]:
-    """Tokens and masks of so many sentences, those of about a length together."""
-    texts = sorted(set(documentation()) - set(minilm.read_sentences()))
-    rng = np.random.default_rng(0)
-    texts = [texts[i] for i in rng.permutation(len(texts))[:count]]
-    tokens, mask = (x[:, :LONGEST] for x in minilm.tokenize(texts))
-    replaced = (rng.random(tokens.shape) < RANDOM) & mask
-    replaced[:, 0] = False  # What every sentence begins with.
-    vocabulary = 30522
-    words = rng.integers(FIRST_WORD, vocabulary, tokens.shape, np.int32)
-    tokens = np.where(replaced, words, tokens)
-    order = np.argsort(mask.sum(1), kind="stable")
-    batches = []
-    for start in range(0, len(order), BATCH):
-        rows = order[start : start + BATCH]
-        # Few different lengths: each is compiled.
-        length = LONGEST // 2 if mask[rows].sum(1).max() <= LONGEST // 2 else LONGEST
-        batches.append((tokens[rows, :length], mask[rows, :length]))
-    return batches
 
 
 def forward(model, batch: Batch):
     return jax.vmap(model)(*batch)
 
 
-def within(bits: float, model, stats: eqquant.Statistics):
-    """The model in so many bits a weight: its tables first, and what is left of the
-    budget shared out among the layers."""
-    rules = RULES | {"*embeddings*": TWICE}
-    model_with_tables = eqquant.quantize_tree(model, None, rules=rules, rotate=True)
-    elements = eqquant.tree_nbytes(model) // 4
-    rules = eqquant.allocate(
-        model_with_tables,
-        int(bits * elements / 8),
-        [TWICE, NF4, FINER, eqquant.Int8()],
-        stats,
-    )
-    print(f"\nA budget of {bits} bits a weight:\n{rules}\n")
-    return eqquant.quantize_tree(
-        model_with_tables, None, rules=rules, calibration=stats, rotate=True
-    )
+def calibrate(model, sentences: int) -> eqquant.Statistics:
+    batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
+    rules = dict.fromkeys(TABLES)  # They have a format of their own.
+    return eqquant.calibrate(forward, model, batches, rules=rules)
+
+
+def budgets(
+    bits: list[float], model, stats: eqquant.Statistics
+) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.Allocation]]:
+    """For each number of bits a weight the model, and which format each weight has."""
+    size = eqquant.tree_nbytes(model)
+    model = eqquant.quantize_tree(model, None, rules=TABLES)
+    # What the formats cost each weight is measured once.
+    whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
+    for most in bits:
+        allocation = whole.within(int(most * size / 32))
+        quantized = eqquant.quantize_tree(
+            model, None, rules=allocation, calibration=stats, rotate=True
+        )
+        yield quantized, allocation
 
 
 #
@@ -135,11 +103,28 @@ COLUMNS = {
 }
 
 
+def plot(rows: list[dict], allocation: eqquant.Allocation, path: pathlib.Path) -> None:
+    """What all of `rows` cost, and what the last budget could have bought."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    for kind, marker in ((False, "o"), (True, "s")):
+        some = [row for row in rows if ("at most" in row["format"]) == kind]
+        x, y = ([row[key] for row in some] for key in ("bits", "mean"))
+        left.plot(x, 1 - np.array(y), marker if not kind else "-" + marker)
+        for row in some:
+            at = row["bits"], 1 - row["mean"]
+            left.annotate(row["format"], at, xytext=(5, 3), textcoords="offset points")
+    left.set(xlabel="bits a weight", ylabel="1 - mean cosine", yscale="log")
+    allocation.plot(right)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sentences", type=int, default=240)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--bits", type=float, nargs="*", default=[4.2, 4.35, 5.0])
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--bits", type=float, nargs="*", default=BITS)
+    parser.add_argument("--output", type=pathlib.Path, default=minilm.HERE / "output")
     options = parser.parse_args()
 
     model = minilm.load_model()
@@ -147,36 +132,49 @@ def main() -> None:
     expected = minilm.embed_all(model, *sentences)
 
     start = time.perf_counter()
-    batches = calibration_batches(options.sentences)
-    stats = eqquant.calibrate(forward, model, batches, rules=NOT_TABLES)
-    jax.block_until_ready(stats)
+    stats = calibrate(model, options.sentences)
     print(
         f"calibrated on {options.sentences} sentences in "
-        f"{time.perf_counter() - start:.1f} s"
+        f"{time.perf_counter() - start:.1f} s",
+        flush=True,
     )
 
-    def quantize(name: str):
-        format, calibrated, rotate = ROWS[name]
-        known = stats if calibrated else None
-        return eqquant.quantize_tree(
-            model, format, rules=RULES, calibration=known, rotate=rotate
-        )
+    # Without a budget tables are rounded plainly.
+    layers = {p: known for p, known in stats.weights.items() if "embeddings" not in p}
+    rows, allocation = [], None
 
-    makers = {name: ft.partial(quantize, name) for name in options.rows}
-    for bits in options.bits:
-        name = f"at most {bits} bits, GPTQ, rotated"
-        makers[name] = ft.partial(within, bits, model, stats)
-    rows = []
-    for name, make in makers.items():
-        start = time.perf_counter()
-        quantized = jax.block_until_ready(make())
-        seconds = time.perf_counter() - start
+    def add(name: str, quantized, seconds: float) -> None:
         embeddings = minilm.embed_all(quantized, *sentences)
         row = measure(name, quantized, model, embeddings, expected)
         rows.append(row | {"seconds": seconds})
         print(f"{name}: mean cosine {row['mean']:.4f}", flush=True)
+
+    for name in options.rows:
+        format, calibrated, rotate = ROWS[name]
+        start = time.perf_counter()
+        quantized = eqquant.quantize_tree(
+            model,
+            format,
+            rules=RULES,
+            calibration=eqquant.Statistics(layers) if calibrated else None,
+            rotate=rotate,
+        )
+        jax.block_until_ready(quantized)
+        add(name, quantized, time.perf_counter() - start)
+    start = time.perf_counter()
+    of_budgets = budgets(options.bits, model, stats)
+    for bits, (quantized, allocation) in zip(options.bits, of_budgets, strict=True):
+        jax.block_until_ready(quantized)
+        seconds = time.perf_counter() - start
+        print(f"\nA budget of {bits} bits a weight:\n{allocation}\n")
+        add(f"at most {bits} bits", quantized, seconds)
+        start = time.perf_counter()
     print()
     minilm.print_table(rows, COLUMNS)
+    if allocation is not None:
+        path = options.output / "calibrate_minilm.png"
+        plot(rows, allocation, path)
+        print(f"\nPlot: {path}")
 
 
 if __name__ == "__main__":

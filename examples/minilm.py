@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import matplotlib
 import numpy as np
+from _calibration_data import calibration_batches
 from jaxtyping import Array, Bool, Float, Int
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
@@ -41,11 +42,14 @@ FORMATS = {
     "int8, fast": eqquant.Int8(precision="default"),
     "int8, W8A8": eqquant.Int8(activations="int8"),
     "nf4": eqquant.NF4(),
+    "nf4, calibrated": eqquant.NF4(scale_dtype="bfloat16"),
     "nf4, fast": eqquant.NF4(precision="default"),
     "ternary, blocks of 32": eqquant.Ternary(block_size=32),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }
+# By GPTQ, rotated, from few sentences: calibrate_minilm.py has more of this.
+CALIBRATED = {"nf4, calibrated"}
 
 
 #
@@ -180,6 +184,13 @@ def tokenize(
     tokens = np.array([x.ids for x in encoded], np.int32)
     mask = np.array([x.attention_mask for x in encoded], bool)
     return tokens, mask
+
+
+def calibrate(model: SentenceEncoder, count: int) -> eqquant.Statistics:
+    """What the weights of the layers multiply, for so many other sentences."""
+    batches = calibration_batches(count, tokenize, read_sentences())
+    forward = lambda model, batch: jax.vmap(model)(*batch)
+    return eqquant.calibrate(forward, model, batches, rules={"*embeddings*": None})
 
 
 #
@@ -345,7 +356,10 @@ def main() -> None:
     models, embeddings = {"float32": model}, {"float32": expected}
     for name in options.formats:
         print(f"quantizing to {name} ...", flush=True)
-        models[name] = eqquant.quantize_tree(model, FORMATS[name])
+        how = {}
+        if name in CALIBRATED:
+            how = {"calibration": calibrate(model, 64), "rotate": True}
+        models[name] = eqquant.quantize_tree(model, FORMATS[name], **how)
         embeddings[name] = embed_all(models[name], *sentences)
 
     rows = [
@@ -363,7 +377,7 @@ def main() -> None:
     print_table(rows, COLUMNS)
     print()
     for row in rows:
-        if row["format"] in ("int8", "nf4"):
+        if row["format"] in ("int8", "nf4", "nf4, calibrated"):
             print(summarise(row))
     show_neighbours(texts, embeddings)
     path = options.output / "minilm.png"

@@ -5,7 +5,11 @@ implement it; `quantize` and its relatives; and `materialise`, the only way to d
 array in full. Imports `primitives`, `kernels`, `formats` and `_jax`.
 """
 
-from ._hadamard import hadamard as hadamard, hadamard_block as hadamard_block
+from ._hadamard import (
+    hadamard as hadamard,
+    hadamard_block as hadamard_block,
+    rotated as rotated,
+)
 from ._implicit import ImplicitArray as ImplicitArray, is_implicit as is_implicit
 from ._materialise import (
     materialise as materialise,

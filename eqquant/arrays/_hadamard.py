@@ -28,6 +28,18 @@ def hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "...
     return _hadamard(x, axis % x.ndim, block)
 
 
+def rotated(array, axis: int) -> tuple[Float[Array, "..."], int]:
+    """An array with the largest blocks of an axis rotated, and their size: the array
+    itself, and 1, if the size of the axis is odd."""
+    array = jnp.asarray(array)
+    block = hadamard_block(array.shape[axis]) if array.ndim and array.size else 1
+    if block == 1:
+        return array, 1
+    # Rotated values of a shorter dtype would be rounded twice.
+    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    return hadamard(wide, axis, block), block
+
+
 @ft.partial(jax.jit, static_argnames=("axis", "block"), inline=True)
 def _hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
     dtype, size = x.dtype, x.shape[axis]

@@ -2,18 +2,15 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import LoraArray, quantize
 from ..formats import as_format, Format
-from ..trees import Choice, choose, sites, tree_nbytes
-from ._layout import Layout
-from ._statistics import Statistics, WeightStatistics
+from ..trees import choose, Method, sites, tree_nbytes
+from ._options import base_of, gain, Option, Options, options_of
+from ._statistics import Statistics
 
 
 _caller = "allocate"
@@ -57,6 +54,8 @@ class Allocation(Mapping):
     rows: tuple[AllocationRow, ...]
     nbytes: int
     budget: int
+    _options: tuple[Options, ...]
+    _others: int
 
     def __getitem__(self, path: str) -> tuple[Format, Any]:
         for row in self.rows:
@@ -70,8 +69,48 @@ class Allocation(Mapping):
     def __len__(self) -> int:
         return len(self.rows)
 
+    def within(self, budget: int) -> "Allocation":
+        """The same for another budget. Nothing is measured again."""
+        return _chosen(self._options, self._others, budget)
+
+    @property
+    def frontier(self) -> list[tuple[int, float]]:
+        """Pairs of bytes and expected loss, of the whole model: the best assignments
+        from the smallest to the largest one."""
+        hulls = [of_weight.hull for of_weight in self._options]
+        nbytes = self._others + sum(hull[0].nbytes for hull in hulls)
+        points = [(nbytes, sum(hull[0].loss for hull in hulls))]
+        for weight, i in _steps(hulls):
+            less, more = hulls[weight][i : i + 2]
+            nbytes, loss = points[-1]
+            nbytes += more.nbytes - less.nbytes
+            points.append((nbytes, loss + more.loss - less.loss))
+        return points
+
+    @property
+    def loss(self) -> float:
+        """How much the squared results of the model are expected to change."""
+        return sum(row.loss for row in self.rows)
+
+    def plot(self, axes: Any = None) -> Any:
+        """Plot the expected loss over the bytes of the model, for every budget; the
+        chosen assignment is a point. Needs matplotlib, from the extra `examples`.
+        Returns the axes, which are new ones by default."""
+        import matplotlib.pyplot as plt  # As not everyone has it.
+
+        if axes is None:
+            axes = plt.subplots(layout="constrained")[1]
+        nbytes, losses = zip(*self.frontier, strict=True)
+        megabytes = np.asarray(nbytes) / 1e6
+        axes.plot(megabytes, losses, drawstyle="steps-post", label="best assignments")
+        axes.axvline(self.budget / 1e6, color="grey", ls=":", label="budget")
+        axes.plot(self.nbytes / 1e6, self.loss, "o", label="chosen")
+        axes.set(xlabel="MB", ylabel="expected loss", yscale="log")
+        axes.legend()
+        return axes
+
     def __str__(self) -> str:
-        total = sum(row.loss for row in self.rows) or 1.0
+        total = self.loss or 1.0
         table = [("path", "format", "bits", "bytes", "share of loss")]
         for row in self.rows:
             bits = 8 * row.nbytes / row.size
@@ -102,16 +141,20 @@ def allocate(
     where: Any = None,
     rules: Mapping | None = None,
     min_size: int = 256,
+    method: str = "gptq",
+    rotate: bool = False,
 ) -> Allocation:
     """Choose a format for each weight, such that the whole model fits in a number of
     bytes and its results change as little as possible.
 
-    What a format costs a weight is the error of the products with the calibration data
-    by plain rounding, times the mean squared gradient of the results with respect to
-    these products. The first steps are those with the largest gain per byte. The
-    assignment is that of a Lagrange multiplier, as the lower convex hull of each
-    weight has its formats in order of gain; what is left of the budget then goes to
-    steps that still fit.
+    What a format costs a weight is the expected error of the products with the
+    calibration data, times the mean squared gradient of the results with respect to
+    these products, for at most 512 of the outputs. GPTQ is expected to leave as much of
+    the rounding error of an input as the inputs after it do not explain: so nothing is
+    rounded by it here. The first steps are those with the largest gain per byte. The
+    assignment is that of a Lagrange multiplier, as the lower convex hull of each weight
+    has its formats in order of gain; what is left of the budget then goes to steps that
+    still fit.
 
     !!! Example
 
@@ -138,20 +181,28 @@ def allocate(
     - `where`, `rules`, `min_size`: the weights to choose for, as in
         [`eqquant.quantize_tree`][]. Of a rule only the axis counts, and whether it
         leaves an array alone.
+    - `method`, `rotate`: how the weights will be rounded, as in
+        [`eqquant.quantize_tree`][]. Give both the same.
 
     **Returns:**
 
-    An [`eqquant.Allocation`][]. The same arguments give the same one.
+    An [`eqquant.Allocation`][]. The same arguments give the same one. Its `within` is
+    quick for other budgets.
 
     A weight that the data never reached gets the smallest format.
 
     **Raises:**
 
     `ValueError` if there are no formats, if the smallest ones take more than the
-    budget, if no weight is chosen, or if `stats` are of another model.
+    budget, if no weight is chosen, if `method` is not known, or if `stats` are of
+    another model.
     """
-    choices_of = [as_format(format) for format in formats]
-    if not choices_of:
+    if method not in get_args(Method):
+        raise ValueError(
+            f"{_caller}: method must be one of {get_args(Method)}, got {method!r}."
+        )
+    known = [as_format(format) for format in formats]
+    if not known:
         raise ValueError(f"{_caller}: formats must hold at least one format, got none.")
     choices = choose(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
@@ -161,100 +212,43 @@ def allocate(
     leaves = {site.path: site.leaf for site in sites(model)}
     stats.check(leaves, choices, _caller)
 
-    before = sum(tree_nbytes(_base(leaves[choice.path])) for choice in choices)
+    before = sum(tree_nbytes(base_of(leaves[choice.path])) for choice in choices)
     others = tree_nbytes(model) - before
-    options = [_options(leaves[c.path], c, choices_of, stats) for c in choices]
-    taken = [0] * len(choices)
-    nbytes = others + sum(hull[0].nbytes for hull in options)
+    how = method == "gptq", rotate
+    options = (options_of(leaves[c.path], c, known, stats, *how) for c in choices)
+    return _chosen(tuple(options), others, budget)
+
+
+def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocation:
+    hulls = [of_weight.hull for of_weight in options]
+    taken = [0] * len(hulls)
+    nbytes = others + sum(hull[0].nbytes for hull in hulls)
     if nbytes > budget:
         raise ValueError(
             f"{_caller}: budget must be at least {nbytes:,} bytes, which the model "
             f"takes in the smallest of formats, got {budget:,}. {others:,} of them are "
             "of arrays that are not quantized."
         )
-    # The steps of all hulls, the steepest first; equal ones in order of the model.
-    steps = sorted(
-        (-_gain(hull[i], hull[i + 1]), weight, i)
-        for weight, hull in enumerate(options)
-        for i in range(len(hull) - 1)
-    )
-    for _, weight, i in steps:
-        hull = options[weight]
-        more = hull[i + 1].nbytes - hull[taken[weight]].nbytes
+    for weight, i in _steps(hulls):
+        more = hulls[weight][i + 1].nbytes - hulls[weight][taken[weight]].nbytes
         if taken[weight] == i and nbytes + more <= budget:
             taken[weight] = i + 1
             nbytes += more
-    rows = [
-        AllocationRow(
-            choice.path,
-            leaves[choice.path].size,
-            hull[at].format,
-            choice.axis,
-            hull[at].nbytes,
-            hull[at].loss,
-        )
-        for choice, hull, at in zip(choices, options, taken, strict=True)
-    ]
+    rows = []
+    for of_weight, at in zip(options, taken, strict=True):
+        got = of_weight.hull[at]
+        whose = of_weight.path, of_weight.size
+        row = AllocationRow(*whose, got.format, of_weight.axis, got.nbytes, got.loss)
+        rows.append(row)
     rows.sort(key=lambda row: -row.loss)
-    return Allocation(tuple(rows), nbytes, budget)
+    return Allocation(tuple(rows), nbytes, budget, options, others)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    format: Format
-    nbytes: int
-    loss: float
-
-
-def _base(leaf: Any) -> Any:
-    return leaf.base if isinstance(leaf, LoraArray) else leaf
-
-
-def _gain(less: _Option, more: _Option) -> float:
-    return (less.loss - more.loss) / (more.nbytes - less.nbytes)
-
-
-def _options(
-    leaf: Any, choice: Choice, formats: Sequence[Format], stats: Statistics
-) -> list[_Option]:
-    """The formats on the lower convex hull of loss over bytes, the smallest first."""
-    array = jnp.asarray(_base(leaf))
-    known = stats.weights.get(choice.path)
-    layout = Layout.of(choice.axis, choice.out, choice.is_table, array.ndim)
-    if known is None or not known.is_reached or known.layout != layout:
-        known = None
-    options = []
-    for format in formats:
-        q = quantize(array, format, axis=choice.axis)
-        error = q.dequantize().astype(jnp.float32) - array.astype(jnp.float32)
-        loss = 0.0 if known is None else _loss(known, error)
-        options.append(_Option(format, q.nbytes, loss))
-    options.sort(key=lambda option: (option.nbytes, option.loss))
-    hull: list[_Option] = []
-    for option in options:
-        if hull and (option.nbytes == hull[-1].nbytes or option.loss >= hull[-1].loss):
-            continue
-        while len(hull) > 1 and _gain(hull[-2], hull[-1]) <= _gain(hull[-1], option):
-            hull.pop()
-        hull.append(option)
-    return hull
-
-
-def _loss(known: WeightStatistics, error: Any) -> float:
-    """The expected squared change of the results. Errors of products count with the
-    mean squared gradient with respect to these; rows of a table have gradients of
-    their own, the products of which are what `gram` holds."""
-    rows = np.asarray(known.rows, np.float64).reshape(-1)
-    errors = np.asarray(_errors(known, error), np.float64)
-    outputs = known.layout.as_matrices(error).shape[1]
-    if known.is_table:
-        return float(np.sum(errors) / outputs)
-    power = np.asarray(known.power, np.float64).reshape(-1)
-    mean = power / np.maximum(rows * outputs, 1)
-    return float(np.sum(mean * errors))
-
-
-@jax.jit
-def _errors(known: WeightStatistics, error: Any):
-    """The squared error of the products of each matrix of a stack."""
-    return known.output_errors(error)
+def _steps(hulls: Sequence[tuple[Option, ...]]) -> list[tuple[int, int]]:
+    """Those of all weights, the steepest first; equal ones in order of the model."""
+    steps = sorted(
+        (-gain(hull[i], hull[i + 1]), weight, i)
+        for weight, hull in enumerate(hulls)
+        for i in range(len(hull) - 1)
+    )
+    return [(weight, i) for _, weight, i in steps]

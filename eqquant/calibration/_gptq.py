@@ -3,6 +3,7 @@
 
 import functools as ft
 import math
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ..arrays import encode, QuantizedArray
-from ..formats import float_scales, Format
+from ..formats import float_scales, Format, ShortScales
 from ._layout import Layout
 
 
@@ -39,16 +40,17 @@ def gptq(
     shape, format = array.shape, plain.format
     weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
     rounded = layout.as_matrices(plain.dequantize().astype(jnp.float32))
-    scales = layout.scales_as_matrices(
-        float_scales(plain.scales).astype(jnp.float32), shape
+    scales = jax.tree.map(
+        lambda part: layout.scales_as_matrices(part, shape), plain.scales
     )
     grams = gram.reshape(-1, *gram.shape[-2:])
     limit = float(jnp.finfo(array.dtype).max)
     values, new = [], []
     for i in range(weights.shape[0]):  # One after the other, for the memory.
         factor = jnp.asarray(inverse_factor(np.asarray(grams[i])), jnp.float32)
+        own = jax.tree.map(operator.itemgetter(i), scales)
         value, scale = _round_better(
-            weights[i], rounded[i], scales[i], grams[i], factor, format, limit
+            weights[i], rounded[i], own, grams[i], factor, format, limit
         )
         values.append(value)
         new.append(scale)
@@ -57,9 +59,10 @@ def gptq(
     # Each value is a level times its scale: they get the codes of these levels.
     given = given.astype(format.scale_dtype)
     q, _ = encode(decoded, format, plain.axes, given)
-    if format.quantized_scales:
-        q = q.replace(scales=plain.scales)
-    return plain.replace(codes=q.codes, scales=q.scales)
+    stored = q.scales
+    if isinstance(plain.scales, ShortScales):
+        stored = plain.scales.nearest(stored.astype(jnp.float32))
+    return plain.replace(codes=q.codes, scales=stored)
 
 
 def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
@@ -77,6 +80,12 @@ def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
     lower = np.linalg.cholesky(gram[::-1, ::-1])
     inverse = _invert_lower(lower)
     return np.ascontiguousarray(inverse[::-1, ::-1])
+
+
+def conditional_variances(gram: Float[np.ndarray, "size size"]):
+    """How much of the square of each input those after it do not explain. So much does
+    GPTQ leave of the error of a column: the columns after make up for the rest."""
+    return np.diagonal(inverse_factor(gram)) ** -2.0
 
 
 def _invert_lower(lower: np.ndarray) -> np.ndarray:
@@ -104,23 +113,23 @@ def _round_better(weights, rounded, scales, gram, factor, format: Format, limit:
         return jnp.sum(jnp.matmul(error, gram, precision="highest") * error, -1)
 
     better = (loss(values) < loss(rounded))[:, None]
-    return jnp.where(better, values, rounded), jnp.where(better, new, scales)
+    old = float_scales(scales).astype(jnp.float32)
+    return jnp.where(better, values, rounded), jnp.where(better, new, old)
 
 
 def _round(
     weights: Float[Array, "rows size"],
-    scales: Float[Array, "rows blocks"],
+    scales: Float[Array, "rows blocks"] | ShortScales,
     factor: Float[Array, "size size"],
     format: Format,
     limit: float,
 ):
     """Decoded values, and their scales. A block's scale is that of what the blocks
-    before have left it to be; `scales` serve where all share one."""
+    before have left it to be; `scales` serve where all share one, or a part of it."""
     rows, size = weights.shape
     width = format.block_size or min(_columns, size)
     count = math.ceil(size / width)
     padded = count * width
-    fixed = format.block_size is None or format.quantized_scales
     # Columns come first: they are contiguous then.
     columns = jnp.pad(weights, ((0, 0), (0, padded - size))).T
     factor = jnp.pad(factor, ((0, padded - size),) * 2)
@@ -128,13 +137,15 @@ def _round(
 
     def scale_of(block, i, filled: int):
         if format.block_size is None:
-            return scales
-        if fixed:
-            return lax.dynamic_slice_in_dim(scales, i, 1, 1)
+            return float_scales(scales).astype(jnp.float32)
         absmax = jnp.max(jnp.abs(block), 0)[:, None]
         counts = np.full(1, width - filled, np.float32)
         _, stored = format.encode(block.T[:, None, :], absmax, counts, limit)
-        return float_scales(stored).astype(jnp.float32)
+        new = float_scales(stored).astype(jnp.float32)
+        if not isinstance(scales, ShortScales):
+            return new
+        new = scales.nearest(jnp.broadcast_to(new, scales.shape))
+        return lax.dynamic_slice_in_dim(new.astype(jnp.float32), i, 1, 1)
 
     def round_block(columns, i, filled: int = 0):
         start = i * width
@@ -170,4 +181,4 @@ def _round(
             last,
         )
     values = values.reshape(padded, rows).T[:, :size]
-    return values, scales if format.block_size is None else new.T
+    return values, float_scales(scales) if format.block_size is None else new.T

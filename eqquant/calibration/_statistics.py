@@ -1,7 +1,7 @@
 """What is known of the inputs of each weight."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -20,7 +20,7 @@ from ..arrays import (
     RotatedArray,
 )
 from ..trees import AbstractCalibration, Choice
-from ._gptq import gptq, has_nearest
+from ._gptq import conditional_variances, gptq, has_nearest
 from ._layout import Layout
 
 
@@ -69,6 +69,24 @@ class WeightStatistics(eqx.Module):
         e = self.layout.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
         return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
+
+    def expected_errors(
+        self, rotation: int
+    ) -> Callable[[Float[Array, "..."], bool], Float[np.ndarray, " stack"]]:
+        """A function: of an error of plain rounding, in a basis that is rotated in
+        blocks of that size, it gives the [`output_errors`][]; or, if its second
+        argument says so, what GPTQ is expected to leave of them."""
+        grams = np.asarray(self.gram_rotated(rotation), np.float64)
+        grams = grams.reshape(-1, *grams.shape[-2:])
+        variances = np.stack([conditional_variances(gram) for gram in grams])
+
+        def expected(error, by_gptq):
+            e = np.asarray(self.layout.as_matrices(error), np.float64)
+            if by_gptq:
+                return np.sum(np.sum(e * e, 1) * variances, -1)
+            return np.sum((e @ grams) * e, (-1, -2))
+
+        return expected
 
 
 class Statistics(AbstractCalibration):

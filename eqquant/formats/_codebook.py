@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ._fitted import Fit, FittedFormat
@@ -47,6 +48,13 @@ class _Lloyd(TableFormat):
     scale_dtype: Any = "bfloat16"
     fit: Fit = "search"
     affine: bool = False
+    double_quantization: bool = False
+
+    def __post_init__(self):
+        if self.double_quantization and jnp.dtype(self.scale_dtype) == jnp.bfloat16:
+            # The default; scales in 8 bits decode to float32.
+            object.__setattr__(self, "scale_dtype", "float32")
+        super().__post_init__()
 
 
 _about = """
@@ -63,6 +71,7 @@ _about = """
     - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int3`][].
+    - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
 """
 
 

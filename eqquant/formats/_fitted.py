@@ -5,6 +5,7 @@ from typing import Any, ClassVar, get_args, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
@@ -17,6 +18,7 @@ from ._format import (
     sum_blocks,
     true_divide,
 )
+from ._scales import num_groups, quantize_scales
 
 
 Fit: TypeAlias = Literal["absmax", "search", "least_squares"]
@@ -33,11 +35,12 @@ class FittedFormat(Format):
     """A format whose scales bring a table of levels to a block.
 
     A subclass has `table`, the levels in ascending order, and `nearest`. It may have
-    fields `fit` and `affine`.
+    fields `fit` and `affine`, and, if its scales are positive, `double_quantization`.
     """
 
     fit: Fit = "absmax"
     affine: bool = False
+    double_quantization: bool = False
 
     # The levels, in ascending order.
     table: ClassVar[Sequence[float]]
@@ -49,6 +52,38 @@ class FittedFormat(Format):
                 f"{type(self).__name__}: fit must be one of {get_args(Fit)}, got "
                 f"{self.fit!r}."
             )
+        if not self.double_quantization:
+            return
+        name = type(self).__name__
+        if self.block_size is None:
+            raise ValueError(
+                f"{name}: double_quantization must be of blocks: block_size must be an "
+                "integer, got None."
+            )
+        if self.scale_dtype != np.float32:
+            raise ValueError(
+                f"{name}: scale_dtype must be float32 with double_quantization, got "
+                f"{self.scale_dtype.name!r}."
+            )
+        if self.affine:
+            raise ValueError(
+                f"{name}: affine must be False with double_quantization, got True."
+            )
+
+    @property
+    def quantized_scales(self):
+        return self.double_quantization
+
+    def no_scales(self, lead, size):
+        if not self.double_quantization:
+            return super().no_scales(lead, size)
+        return quantize_scales(super().no_scales(lead, size), 0.0)
+
+    def scale_bytes(self, size):
+        if not self.double_quantization:
+            return super().scale_bytes(size)
+        blocks = self.num_blocks(size)
+        return blocks + num_groups(blocks)
 
     @property
     def signed_scales(self):
@@ -75,8 +110,7 @@ class FittedFormat(Format):
 
     def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float) -> Any:
         """Scales as the array has them."""
-        del limit
-        return scales
+        return quantize_scales(scales, limit) if self.double_quantization else scales
 
     def _codes(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
         if parts.offsets is not None:

@@ -6,7 +6,6 @@ import numpy as np
 
 from ._fitted import FittedFormat
 from ._format import divide_blocks
-from ._scales import num_groups, quantize_scales
 from ._table import count_below, midpoints
 
 
@@ -64,35 +63,6 @@ class NF4(FittedFormat):
     codebook = _table
     padding_code = 7
 
-    def __post_init__(self):
-        super().__post_init__()
-        if not self.double_quantization:
-            return
-        if self.block_size is None:
-            raise ValueError(
-                "NF4: double_quantization must be of blocks: block_size must be an "
-                "integer, got None."
-            )
-        if self.scale_dtype != np.float32:
-            raise ValueError(
-                "NF4: scale_dtype must be float32 with double_quantization, got "
-                f"{self.scale_dtype.name!r}."
-            )
-
-    @property
-    def quantized_scales(self):
-        return self.double_quantization
-
-    def no_scales(self, lead, size):
-        scales = super().no_scales(lead, size)
-        return quantize_scales(scales, 0.0) if self.double_quantization else scales
-
-    def scale_bytes(self, size):
-        if not self.double_quantization:
-            return super().scale_bytes(size)
-        blocks = self.num_blocks(size)
-        return blocks + num_groups(blocks)
-
     @property
     def boundaries(self):
         if self.scale_search or self.double_quantization:
@@ -106,9 +76,6 @@ class NF4(FittedFormat):
     @property
     def fit(self):
         return "search" if self.scale_search else "absmax"
-
-    def stored_scales(self, scales, limit):
-        return quantize_scales(scales, limit) if self.double_quantization else scales
 
     def nearest(self, blocks, scales):
         unit = divide_blocks(blocks, scales)

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
-from ._fp8 import from_float8
+from ._format import true_divide
+from ._fp8 import from_float8, to_float8
 
 
 # So many scales share an exponent.
@@ -34,6 +35,11 @@ class ShortScales(eqx.Module):
     @abc.abstractmethod
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any) -> "ShortScales":
         """As [`gather_scales`][]."""
+
+    @abc.abstractmethod
+    def nearest(self, scales: Float[Array, "*lead blocks"]) -> "ShortScales":
+        """Those nearest to positive scales, or to zeros, that can be had by other
+        codes of blocks alone."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -94,10 +100,20 @@ class QuantizedScales(ShortScales):
 
     def astype(self, dtype) -> Float[Array, "*lead blocks"]:
         """The scales."""
+        return (self.codes.astype(jnp.float32) * self._units).astype(dtype)
+
+    @property
+    def _units(self) -> Float[Array, "*lead #blocks"]:
         units = _power_of_two(self.exponents)
         if self.exponents.shape[-1] > 1:
             units = jnp.repeat(units, GROUP, axis=-1)[..., : self.codes.shape[-1]]
-        return (self.codes.astype(jnp.float32) * units).astype(dtype)
+        return units
+
+    def nearest(self, scales):
+        units = self._units
+        codes = jnp.round(scales / jnp.where(units > 0, units, 1))
+        codes = jnp.clip(codes, jnp.where(scales > 0, 1, 0), 255)
+        return QuantizedScales(codes.astype(jnp.uint8), self.exponents)
 
     def gather(self, fn, fill):
         in_exponents = fill if fill is None or fill == 0 else 255
@@ -137,6 +153,11 @@ class PowerOfTwoScales(ShortScales):
     def astype(self, dtype):
         return _power_of_two(self.exponents).astype(dtype)
 
+    def nearest(self, scales):
+        # Powers of two already, if a format chose them.
+        bits = lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32)
+        return PowerOfTwoScales((bits >> 23).astype(jnp.uint8))
+
     def gather(self, fn, fill):
         fill = fill if fill is None or fill == 0 else 255
         return PowerOfTwoScales(fn(self.exponents, fill))
@@ -160,6 +181,12 @@ class Float8Scales(ShortScales):
 
     def astype(self, dtype):
         return (from_float8(self.codes, "e4m3fn") * self.units).astype(dtype)
+
+    def nearest(self, scales):
+        share = true_divide(scales, jnp.where(self.units > 0, self.units, 1))
+        codes = to_float8(jnp.minimum(share, 448), "e4m3fn")
+        codes = jnp.maximum(codes, (scales > 0).astype(jnp.uint8))
+        return Float8Scales(codes, self.units)
 
     def gather(self, fn, fill):
         return Float8Scales(fn(self.codes, None), fn(self.units, fill))

@@ -22,6 +22,7 @@ from ._nbytes import tree_nbytes as tree_nbytes
 from ._progress import with_progress as with_progress
 from ._quantize import (
     dequantize_tree as dequantize_tree,
+    Method as Method,
     quantize_tree as quantize_tree,
     warn_of_nothing as warn_of_nothing,
 )

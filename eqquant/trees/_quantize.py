@@ -9,11 +9,10 @@ import jax.numpy as jnp
 from .._jax import typed, warn
 from ..arrays import (
     canonical_axes,
-    hadamard,
-    hadamard_block,
     is_stored,
     LoraArray,
     quantize,
+    rotated,
     RotatedArray,
 )
 from ..formats import Format
@@ -25,7 +24,7 @@ from ._report import report
 from ._sites import sites, Tree
 
 
-_Method = Literal["gptq", "nearest"]
+Method = Literal["gptq", "nearest"]
 
 
 @typed
@@ -122,9 +121,9 @@ def quantize_tree(
     if not choices and format is not None:
         warn_of_nothing(model, caller)
 
-    if method not in get_args(_Method):
+    if method not in get_args(Method):
         raise ValueError(
-            f"{caller}: method must be one of {get_args(_Method)}, got {method!r}."
+            f"{caller}: method must be one of {get_args(Method)}, got {method!r}."
         )
     leaves = leaves_of(model)
     if calibration is not None:
@@ -145,25 +144,17 @@ def quantize_tree(
     def one(leaf, choice: Choice):
         if isinstance(leaf, LoraArray):
             return leaf.replace(base=one(leaf.base, choice))
-        if not rotate or not leaf.ndim or not leaf.size:
+        if not rotate or not leaf.ndim:
             return rounded(leaf, choice, 1)
-        last = canonical_axes(choice.axis, leaf.ndim)[-1]
-        block = hadamard_block(leaf.shape[last])
+        turned, block = rotated(leaf, canonical_axes(choice.axis, leaf.ndim)[-1])
         if block == 1:
             return rounded(leaf, choice, 1)
-        turned = hadamard(_wide(leaf), last, block)
         q = rounded(turned, choice, block)
         return RotatedArray(q.replace(dtype=jnp.dtype(leaf.dtype)), block)
 
     elements = sum(leaves[choice.index].size for choice in choices)
     shown = with_progress(choices, elements, progress, caller=caller)
     return replace_chosen(one, model, shown, caller=caller)
-
-
-def _wide(array):
-    """Rotated values of a shorter dtype would be rounded twice."""
-    array = jnp.asarray(array)
-    return array.astype(jnp.promote_types(array.dtype, jnp.float32))
 
 
 def warn_of_nothing(model: Any, caller: str) -> None:

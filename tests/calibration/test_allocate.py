@@ -5,8 +5,10 @@ import itertools
 import eqquant
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import slow
 
 
 FORMATS = ["binary", "ternary", "nf4", "int8"]
@@ -30,8 +32,9 @@ def test_budgets():
         rules = eqquant.allocate(model, budget, FORMATS, stats)
         q = eqquant.quantize_tree(model, None, rules=rules)
         assert eqquant.tree_nbytes(q) == rules.nbytes <= budget
-        losses.append(sum(row.loss for row in rules.rows))
+        losses.append(rules.loss)
         assert rules == eqquant.allocate(model, budget, FORMATS[::-1], stats)
+        assert rules == rules.within(10**6).within(budget)
     assert losses == sorted(losses, reverse=True)
     assert {row.format.name for row in rules.rows} == {"int8"}
     assert "share of loss" in str(rules) and f"{rules.nbytes:,} bytes" in str(rules)
@@ -39,8 +42,42 @@ def test_budgets():
         eqquant.allocate(model, smallest - 1, FORMATS, stats)
     with pytest.raises(ValueError, match="at least one format"):
         eqquant.allocate(model, smallest, [], stats)
+    with pytest.raises(ValueError, match="method must be one of"):
+        eqquant.allocate(model, smallest, FORMATS, stats, method="best")
     with pytest.raises(KeyError):
         rules["nothing"]
+
+
+def test_the_frontier_goes_through_what_is_chosen():
+    model, stats = calibrated()
+    rules = eqquant.allocate(model, 5000, FORMATS, stats)
+    nbytes, losses = map(list, zip(*rules.frontier, strict=True))
+    assert nbytes == sorted(nbytes) and losses == sorted(losses, reverse=True)
+    # Convex, as formats come in order of gain.
+    gains = np.diff(losses) / np.diff(nbytes)
+    assert np.all(np.diff(gains) >= -1e-9 * abs(gains[0]))
+    bound = min(loss for size, loss in rules.frontier if size <= 5000)
+    assert rules.loss <= bound * (1 + 1e-9)
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    axes = rules.plot(figure.subplots())
+    assert axes.get_xlabel() == "MB" and len(axes.lines) == 3
+
+
+@pytest.mark.parametrize("rotate", [True, slow(False)])
+def test_what_gptq_is_expected_to_leave(rotate):
+    model = eqx.nn.Linear(64, 256, key=jax.random.key(0))
+    mixed = jax.random.normal(jax.random.key(2), (64, 64)) / 8
+    x = jax.random.normal(jax.random.key(1), (512, 64)) @ (mixed + jnp.eye(64) / 4)
+    stats = eqquant.calibrate(lambda model, x: jax.vmap(model)(x), model, [x])
+    how = {"rotate": rotate}
+    expected = jax.vmap(model)(x)
+    for format in ("nf4", eqquant.NF3(block_size=32)):
+        rules = eqquant.allocate(model, 10**6, [format], stats, **how)
+        q = eqquant.quantize_tree(model, format, calibration=stats, **how)
+        actual = float(np.sum((jax.vmap(q)(x) - expected) ** 2))
+        plain = eqquant.allocate(model, 10**6, [format], stats, method="nearest", **how)
+        assert 0.8 < rules.loss / actual < 1.3
+        assert rules.loss < 0.8 * plain.loss
 
 
 @pytest.mark.slow
@@ -53,7 +90,7 @@ def test_no_assignment_of_as_many_bytes_is_better():
             options.setdefault(row.path, []).append((row.nbytes, row.loss))
     for budget in (4000, 5500, 8000):
         rules = eqquant.allocate(model, budget, FORMATS, stats)
-        loss = sum(row.loss for row in rules.rows)
+        loss = rules.loss
         for chosen in itertools.product(*options.values()):
             if sum(nbytes for nbytes, _ in chosen) <= rules.nbytes:
                 assert sum(lost for _, lost in chosen) >= loss * (1 - 1e-9)

@@ -111,6 +111,9 @@ def test_inputs_that_never_occur():
     [
         eqquant.NF4(block_size=32),  # A partial last block.
         slow(eqquant.NF4(double_quantization=True)),
+        slow(eqquant.NF2(double_quantization=True, block_size=32)),
+        slow(eqquant.NVFP4()),
+        slow(eqquant.MXFP4()),
         slow(eqquant.NF4(scale_dtype="bfloat16")),
         slow(eqquant.Int8()),
     ],

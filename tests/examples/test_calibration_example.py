@@ -4,6 +4,7 @@ import importlib
 import pathlib
 import sys
 
+import numpy as np
 import pytest
 
 
@@ -28,10 +29,16 @@ def test_calibration_helps(monkeypatch, capsys):
 
 def test_no_sentence_is_in_both(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
-    sys.modules.pop("calibrate_minilm", None)
-    example = importlib.import_module("calibrate_minilm")
+    data = importlib.import_module("_calibration_data")
     texts = ["A sentence.", "Another sentence that is calibrated on."]
-    monkeypatch.setattr(example, "documentation", lambda: iter(texts))
-    monkeypatch.setattr(example.minilm, "read_sentences", lambda: texts[:1])
-    ((tokens, mask),) = example.calibration_batches(9)
-    assert len(tokens) == 1 and mask[0, 0]
+    monkeypatch.setattr(data, "documentation", lambda: iter(texts))
+    seen = []
+
+    def tokenize(texts):
+        seen.extend(texts)
+        return np.full((len(texts), 8), 5, np.int32), np.ones((len(texts), 8), bool)
+
+    ((tokens, mask),) = data.calibration_batches(9, tokenize, texts[:1])
+    assert seen == texts[1:]
+    assert len(tokens) == 1 and tokens[0, 0] == 5
+    assert mask.all() and (tokens != 5).any()

@@ -21,7 +21,9 @@ def minilm():
     spec = importlib.util.spec_from_file_location("minilm", EXAMPLES / "minilm.py")
     module = importlib.util.module_from_spec(spec)
     sys.modules["minilm"] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        spec.loader.exec_module(module)
     return module
 
 

@@ -133,3 +133,24 @@ def test_products_of_three_bits(block_size, normal):
     if block_size == 64:
         assert relative(q[:, 64:128].dequantize(), dense[:, 64:128]) == 0
         assert relative(q[3:5].dequantize(), dense[3:5]) == 0
+
+
+def test_scales_in_8_bits(normal):
+    w = normal(16, 384)
+    twice, once = NF3(double_quantization=True), NF3(scale_dtype="float32")
+    q = eqquant.quantize(w, twice)
+    # Codes, scales, and an exponent for each row.
+    assert q.nbytes == twice.scale_bytes(384) * 16 + 16 * 384 * 3 // 8
+    assert 8 * q.nbytes / q.size == pytest.approx(3 + 8 / 64 + 8 / 384)
+    assert isinstance(q.scales, eqquant.QuantizedScales)
+    lost = sqnr(eqquant.quantize(w, once).dequantize(), w) - sqnr(q.dequantize(), w)
+    assert abs(lost) < 0.05
+    x = jnp.ones((2, 384))
+    assert relative(strict(lambda q, x: x @ q.T)(q, x), x @ q.dequantize().T) < 1e-4
+
+
+def test_what_scales_in_8_bits_cannot_be():
+    with pytest.raises(ValueError, match="NF3: scale_dtype must be float32"):
+        NF3(scale_dtype="float64", double_quantization=True)
+    with pytest.raises(ValueError, match="NF2: affine must be False"):
+        NF2(affine=True, double_quantization=True)

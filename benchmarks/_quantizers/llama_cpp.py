@@ -1,0 +1,54 @@
+"""llama.cpp, by its library of tensors, ggml."""
+
+import ctypes
+import functools as ft
+import importlib.metadata
+
+import numpy as np
+from _peers.llama_cpp import ggml_of, peer, quantized
+
+from . import Quantizer, Round
+
+
+# ggml's numbers of types.
+TYPES = {"q2_K": 10, "q3_K": 11, "q4_0": 2, "q4_K": 12, "q5_K": 13, "q8_0": 8}
+# What the K types encode at once. Rows of MiniLM are no multiple of it, for which
+# `llama-quantize` takes another type; here rows are joined, which needs fewer bytes.
+BLOCK = 256
+
+
+class _Traits(ctypes.Structure):
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("interleave", ctypes.c_int64),
+        ("nbytes", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        (
+            "to_float",
+            ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64),
+        ),
+    ]
+
+
+def load() -> tuple[str, dict[str, Round]]:
+    import llama_cpp
+
+    ggml = ggml_of(llama_cpp)
+    ggml.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
+
+    def rounded(w, kind: int):
+        blocks = np.ascontiguousarray(w.reshape(-1, BLOCK))
+        data = quantized(ggml, kind, blocks)
+        out = np.empty_like(blocks)
+        traits = ggml.ggml_get_type_traits(kind).contents
+        traits.to_float(data.ctypes.data, out.ctypes.data, out.size)
+        return out.reshape(w.shape), data.nbytes
+
+    version = importlib.metadata.version("llama-cpp-python")
+    return f"llama-cpp-python {version}", {
+        name: ft.partial(rounded, kind=kind) for name, kind in TYPES.items()
+    }
+
+
+quantizer = Quantizer(peer.name, peer.packages, load)

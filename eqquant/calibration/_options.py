@@ -1,0 +1,114 @@
+"""What each format costs a weight: bytes, and errors of the results."""
+
+import dataclasses
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..arrays import canonical_axes, LoraArray, quantize, rotated
+from ..formats import Format
+from ..trees import Choice, tree_nbytes
+from ._gptq import has_nearest
+from ._layout import Layout
+from ._statistics import Statistics, WeightStatistics
+
+
+# From so many outputs of a weight, or rows of a table, the mean error is estimated.
+_outputs = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One format for a weight: its bytes, and the loss that is expected of it."""
+
+    format: Format
+    nbytes: int
+    loss: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """Of one weight: those on the lower convex hull of loss over bytes, the smallest
+    first."""
+
+    path: str
+    size: int
+    axis: int | tuple[int, ...]
+    hull: tuple[Option, ...]
+
+
+def base_of(leaf: Any) -> Any:
+    return leaf.base if isinstance(leaf, LoraArray) else leaf
+
+
+def gain(less: Option, more: Option) -> float:
+    return (less.loss - more.loss) / (more.nbytes - less.nbytes)
+
+
+def options_of(
+    leaf: Any,
+    choice: Choice,
+    formats: Sequence[Format],
+    stats: Statistics,
+    by_gptq: bool,
+    rotate: bool,
+) -> Options:
+    array = jnp.asarray(base_of(leaf))
+    axes = canonical_axes(choice.axis, array.ndim)
+    layout = Layout.of(choice.axis, choice.out, choice.is_table, array.ndim)
+    some = _some_outputs(array, layout)
+    turned, block = rotated(some, axes[-1]) if rotate else (some, 1)
+    known = stats.weights.get(choice.path)
+    loss_of = lambda error, by_gptq: 0.0
+    if known is not None and known.is_reached and known.layout == layout:
+        loss_of = _losses(known, block)
+    found = []
+    for format in formats:
+        rounded = ft.partial(quantize, format=format, axis=choice.axis)
+        whole = jax.eval_shape(ft.partial(rounded, check_finite=False), array)
+        error = rounded(turned).dequantize().astype(jnp.float32) - turned
+        loss = loss_of(error, by_gptq and has_nearest(format))
+        found.append(Option(format, tree_nbytes(whole), loss))
+    found.sort(key=lambda option: (option.nbytes, option.loss))
+    hull: list[Option] = []
+    for option in found:
+        if hull and (option.nbytes == hull[-1].nbytes or option.loss >= hull[-1].loss):
+            continue
+        while len(hull) > 1 and gain(hull[-2], hull[-1]) <= gain(hull[-1], option):
+            hull.pop()
+        hull.append(option)
+    return Options(choice.path, array.size, choice.axis, tuple(hull))
+
+
+def _some_outputs(array: Float[Array, "..."], layout: Layout) -> Float[Array, "..."]:
+    """Evenly spaced ones, where there are more than are needed."""
+    outs = [a for a in range(-array.ndim, 0) if a not in {*layout.axes, *layout.lead}]
+    if not outs or array.shape[outs[0]] <= _outputs:
+        return array
+    at = np.linspace(0, array.shape[outs[0]] - 1, _outputs).round().astype(np.int32)
+    return jnp.take(array, at, axis=outs[0])
+
+
+def _losses(
+    known: WeightStatistics, rotation: int
+) -> Callable[[Float[Array, "..."], bool], float]:
+    """The expected squared change of the results, of errors of plain rounding. Those of
+    products count with the mean squared gradient with respect to these; rows of a table
+    have gradients of their own, the products of which are what `gram` holds."""
+    rows = np.asarray(known.rows, np.float64).reshape(-1)
+    power = np.asarray(known.power, np.float64).reshape(-1)
+    errors_of = known.expected_errors(rotation)
+
+    def loss(error, by_gptq):
+        errors = errors_of(error, by_gptq)
+        outputs = known.layout.as_matrices(error).shape[1]
+        if known.is_table:
+            return float(np.sum(errors) / outputs)
+        return float(np.sum(power / np.maximum(rows * outputs, 1) * errors))
+
+    return loss
