@@ -44,15 +44,16 @@ _arguments = """
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     - `fit`: how a block gets its scale. `"absmax"`: by its largest magnitude.
-        `"search"`: that of the least squared error, out of several shares of it.
-        `"least_squares"`: the best one for its codes, and the codes for that, twice,
-        from eight starts. Quantizing a dequantized array then gives the same codes and
-        scales again only in the dtype of the scales, as shorter ones round the decoded
-        values, and where some value is the lowest level.
+        `"search"`: out of several shares of the largest magnitude, the one with the
+        least squared error. `"least_squares"`: find the best scale for the codes, and
+        the codes for that scale, twice, from eight starts; and take the best. With
+        these two, quantizing a dequantized array gives the same codes and scales again
+        only where some value of a block is the lowest level, and only if the dtype of
+        the array is not shorter than that of the scales.
     - `affine`: give each block an offset, too: `value = level * scale + offset`. With
         `fit="absmax"` the largest value then takes the highest level, and the smallest
-        the lowest. A product multiplies the offset with one sum of the activation for
-        each block.
+        the lowest. A product takes one more product for each block: the offset times
+        the sum of the activation.
 """
 
 

@@ -70,8 +70,7 @@ class NF4(FittedFormat):
             return
         if self.block_size is None:
             raise ValueError(
-                "NF4: double_quantization must be of blocks: block_size must be an "
-                "integer, got None."
+                "NF4: block_size must be an integer with double_quantization, got None."
             )
         if self.scale_dtype != np.float32:
             raise ValueError(
