@@ -31,7 +31,9 @@ class _Integers(FittedFormat):
         return (codes - self.largest_level).astype(dtype)
 
 
-_arguments = """
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int4(_Integers):
+    """4-bit integers in [-8, 7], times a scale. Halves round to even.
 
     The largest magnitude of a block takes the lowest integer, and the scale the sign
     that this needs. So it is a level itself, and quantizing a dequantized array gives
@@ -54,14 +56,7 @@ _arguments = """
         `fit="absmax"` the largest value then takes the highest level, and the smallest
         the lowest. A product takes one more product for each block: the offset times
         the sum of the activation.
-"""
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Int4(_Integers):
-    __doc__ = "4-bit integers in [-8, 7], times a scale. Halves round to even." + (
-        _arguments
-    )
+    """
 
     block_size: int | None = 32
     fit: Fit = "absmax"
@@ -73,9 +68,11 @@ class Int4(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int3(_Integers):
-    __doc__ = "3-bit integers in [-4, 3], times a scale. Halves round to even." + (
-        _arguments
-    )
+    """3-bit integers in [-4, 3], times a scale. Halves round to even.
+
+    Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
+    scales in bfloat16, and `fit="search"`.
+    """
 
     block_size: int | None = 64
     scale_dtype: Any = "bfloat16"
@@ -88,9 +85,11 @@ class Int3(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int2(_Integers):
-    __doc__ = "2-bit integers in [-2, 1], times a scale. Halves round to even." + (
-        _arguments
-    )
+    """2-bit integers in [-2, 1], times a scale. Halves round to even.
+
+    Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
+    scales in bfloat16, and `fit="search"`.
+    """
 
     block_size: int | None = 64
     scale_dtype: Any = "bfloat16"
