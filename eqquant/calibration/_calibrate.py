@@ -62,9 +62,9 @@ def calibrate(
         compiled once. A few hundred sentences are enough, if they use most of the
         vocabulary.
     - `where`, `rules`, `min_size`: the weights to look at, as in
-        [`eqquant.quantize_tree`][]. Give both the same. The statistics of a weight that
-        contracts `size` values take `size**2` floats for each matrix. If that is too
-        much for all of them, calibrate some weights at a time.
+        [`eqquant.quantize_tree`][]. Give both calls the same. The statistics of a
+        weight that contracts `size` values take `size**2` floats for each matrix. If
+        that is too much for all of them, calibrate some weights at a time.
     - `every_row`: count rows on which no result depends, too. By default they are left
         out, as they are padding, or what a mixture of experts did not send to an
         expert. Set it for a model whose results do not depend on some weights yet,
