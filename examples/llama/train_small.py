@@ -158,7 +158,7 @@ def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
     steps = np.arange(len(smooth)) + (width - 1) / 2
     axis.plot(steps, smooth, color="tab:blue", label=f"mean of {width} steps")
     guess = np.log(vocabulary)
-    label = f"every token as likely: {guess:.2f}"
+    label = f"all tokens equally likely: {guess:.2f}"
     axis.axhline(guess, color="k", linewidth=0.8, linestyle="--", label=label)
     axis.set(xlabel="Step", ylabel="Loss, nats a token")
     axis.set_title(f"A small Llama on Python's documentation: {smooth[-1]:.2f} at last")
