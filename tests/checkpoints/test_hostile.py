@@ -224,7 +224,7 @@ FORGED = {
     "a number": (set_record("step", {"is": "int", "value": "3"}), "expected an int"),
     "a float": (set_record("step", {"is": "float", "value": "0x"}), "step: "),
     "a key": (set_record("w", {"is": "key", "impl": "threefry2x32"}), "w: "),
-    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "nothing that"),
+    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "does not know"),
     "a narrow dtype": (
         set_record("w", {"is": "array", "dtype": "float8_e4m3"}),
         "uint8",
