@@ -1,8 +1,8 @@
 """The array that observes what it multiplies.
 
-What it has seen is a gradient: that with respect to parts which are zero, and add
-nothing to the value. So observing is pure, and any code that can be differentiated can
-be observed: under `jit`, `vmap`, `scan` and `checkpoint`.
+What it has seen is a gradient, with respect to parts that are zero and add nothing to
+the value. So observing is pure, and any code that can be differentiated can be
+observed: under `jit`, `vmap`, `scan` and `checkpoint`.
 """
 
 import functools as ft
@@ -26,11 +26,11 @@ class Observed(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`: of the outer products of each row `x` that a matrix
-        has multiplied, `X^T X`. Where rows of the weight were looked up, of the
+    - `gram`: `(*lead, size, size)`: the sum of the outer products of the rows that each
+        matrix has multiplied, `X^T X`. If rows of the weight were looked up: of the
         gradients with respect to those.
-    - `rows`: `(*lead)`: how many.
-    - `power`: `(*lead)`: of the squares of the gradient with respect to the outputs.
+    - `rows`: `(*lead)`: how many rows.
+    - `power`: `(*lead)`: the sum of the squared gradients with respect to the outputs.
     """
 
     gram: Float[Array, "*lead size size"]
@@ -44,21 +44,21 @@ class Observed(eqx.Module):
 
 
 class ObservedArray(ArrayOperators):
-    """A weight, and as a gradient what it multiplies.
+    """A weight whose gradient says what it multiplies.
 
     Values and derivatives are those of `base`. The gradient with respect to `seen` is
-    an [`Observed`][], whatever the function that is differentiated; but rows on which
-    that does not depend, such as padding, are left out.
+    the sums of an [`Observed`][], whatever function is differentiated. Rows on which
+    the function does not depend, such as padding, are left out.
 
     **Fields:**
 
     - `base`: the weight.
-    - `seen`: zero.
+    - `seen`: zeros.
     - `axes`: those that products contract, counted from the end, as in a
         [`eqquant.QuantizedArray`][].
     - `lead`: those of a stack of matrices, likewise.
-    - `every_row`: whether rows count that nothing depends on.
-    - `looked_up`: whether this is a part of the rows of the weight.
+    - `every_row`: whether to count rows on which nothing depends, too.
+    - `looked_up`: whether this array is rows that were looked up in the weight.
     """
 
     base: Float[Array, "..."]
@@ -81,7 +81,7 @@ class ObservedArray(ArrayOperators):
         return all(hasattr(x, "shape") for x in (self.base, self.seen.gram))
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The weight. Of rows that were looked up the gradient is observed."""
+        """The weight. If it is rows that were looked up, their gradient is observed."""
         if not self.looked_up:
             return self.base
         others = self._others()
@@ -99,8 +99,8 @@ class ObservedArray(ArrayOperators):
         return tuple(axis for axis in range(-self.ndim, 0) if axis not in known)
 
     def _ties(self, x: Shaped[Array, "*batch rows size"], batch: int):
-        """Zeros that depend on what is observed, for each row of `x`: that with respect
-        to which a gradient of `x` is one of `x^T x` with respect to `gram`."""
+        """Zeros for each row of `x`, made of the parts of `seen`: if the cotangent of
+        the first, `x @ gram`, is `x`, then that of `gram` is `x^T x`."""
         axes = tuple(range(batch))
         numbers = (((x.ndim - 1,), (batch,)), (axes, axes))
         x = lax.stop_gradient(x).astype(self.seen.gram.dtype)
@@ -349,9 +349,9 @@ def _backward_product(every_row: bool, residuals, ct):
 
 
 def _tie(every_row: bool) -> Callable:
-    """`tie(out, gram, rows, power, x)` is `out`. Of each row that has a cotangent, that
-    of `gram` is `x`, that of `rows` 1, and that of `power` the square of that of
-    `out`."""
+    """`tie(out, gram, rows, power, x)` is `out`. For each row of `out` with a cotangent
+    that is not zero, the cotangent of `gram` is `x`, that of `rows` is 1, and that of
+    `power` is the squared norm of the cotangent of `out`."""
     tie = jax.custom_vjp(_pass)
     tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))
     return tie

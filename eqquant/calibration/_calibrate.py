@@ -33,8 +33,8 @@ def calibrate(
     """Run a model on data, and sum up what each of its weights multiplies.
 
     The code of the model stays as it is, and may use `jit`, `vmap`, `scan` and
-    `checkpoint`: each weight is replaced by an array whose products are the same, and
-    the gradient with respect to a part of that array is the sum.
+    `checkpoint`. Each weight is replaced by an array with the same products, and the
+    sum is a gradient with respect to a part of that array.
 
     !!! Example
 
@@ -54,20 +54,21 @@ def calibrate(
 
     **Arguments:**
 
-    - `fn`: `fn(model, batch)`, the forward pass. Its results are a pytree with arrays
-        of floating point. Rows on which none of them depends are taken for padding.
+    - `fn`: `fn(model, batch)`, the forward pass. It returns a pytree with
+        floating-point arrays. Rows on which none of these depends are taken for
+        padding.
     - `model`: any pytree, not quantized yet.
     - `batches`: what `fn` takes, one after the other. Batches of the same shapes are
         compiled once. A few hundred sentences are enough, if they use most of the
         vocabulary.
     - `where`, `rules`, `min_size`: the weights to look at, as in
-        [`eqquant.quantize_tree`][]. Give both the same. A weight takes `size**2` floats
-        for each matrix, where `size` is what it contracts; where this is too much for
-        all, calibrate some weights at a time.
-    - `every_row`: count rows on which no result depends. By default they are left out:
-        padding, and what a mixture of experts did not send to an expert. A model whose
-        results do not depend on some weights yet (as their products are multiplied by
-        zero) needs it.
+        [`eqquant.quantize_tree`][]. Give both calls the same. The statistics of a
+        weight that contracts `size` values take `size**2` floats for each matrix. If
+        that is too much for all of them, calibrate some weights at a time.
+    - `every_row`: count rows on which no result depends, too. By default they are left
+        out, as they are padding, or what a mixture of experts did not send to an
+        expert. Set it for a model whose results do not depend on some weights yet,
+        because their products are multiplied by zero.
     - `progress`: show a progress bar, for which tqdm must be installed. By default only
         for large models in a terminal.
 
@@ -88,8 +89,8 @@ def calibrate(
     )
     if not choices:
         raise ValueError(
-            f"{_caller}: nothing is chosen, so there would be nothing to look at. See "
-            "where, rules and min_size."
+            f"{_caller}: nothing is chosen, so there is nothing to observe. Choose "
+            "weights with where, rules and min_size."
         )
     leaves = [site.leaf for site in sites(model)]
     layouts, zeros = {}, {}
@@ -136,8 +137,8 @@ def calibrate(
         total, is_finite = step(total, model, batch, key)
         if wrong := [path for path, ok in is_finite.items() if not ok]:
             raise ValueError(
-                f"{_caller}: batches must give finite activations, but in batch "
-                f"{count - 1} those of {wrong[:5]} are not."
+                f"{_caller}: activations must be finite, but those of {wrong[:5]} are "
+                f"not, in batch {count - 1}."
             )
     if not count:
         raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
@@ -148,16 +149,16 @@ def calibrate(
         stats[choice.path] = statistics_of(seen, shape, layout, choice.is_table)
     if missing := [path for path, known in stats.items() if not known.is_reached]:
         warn(
-            f"{_caller}: the data never reached {missing}: they will be rounded "
-            "plainly.",
+            f"{_caller}: the data never reached {missing}. They will be rounded "
+            "plainly, to the nearest level.",
             UserWarning,
         )
     return Statistics(stats)
 
 
 def _project(results: Any, key) -> Any:
-    """The sum of the results, each with a random sign: its gradient is that of all of
-    them, and none of them cancel."""
+    """The sum of the results, each with a random sign. So its gradient depends on all
+    of them, and they do not cancel."""
     arrays = [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]
     if not arrays:
         raise ValueError(

@@ -24,8 +24,8 @@ _columns = 128
 
 
 def has_nearest(format: Format) -> bool:
-    """Whether GPTQ can use it: it asks for the level nearest to a value, times a scale
-    alone."""
+    """Whether GPTQ can use it, which asks for the nearest level to a value, and knows
+    scales only."""
     return type(format).nearest is not Format.nearest and not format.has_offsets
 
 
@@ -35,8 +35,8 @@ def gptq(
     gram: Float[Array, "*lead size size"],
     layout: Layout,
 ) -> QuantizedArray:
-    """`array` in the format of `plain`, which is the same rounded plainly. Each row of
-    a matrix has the smaller error of the two, on the data of which `gram` is."""
+    """`array` in the format of `plain`, which is the same array rounded plainly. Each
+    row of a matrix is the better of the two on the data that `gram` sums up."""
     shape, format = array.shape, plain.format
     weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
     rounded = layout.as_matrices(plain.dequantize().astype(jnp.float32))
@@ -66,8 +66,8 @@ def gptq(
 
 
 def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
-    """The upper triangular `U` with `U^T U` the inverse of the damped matrix; columns
-    that no input has are taken to be independent of the others. In float64."""
+    """The upper triangular `U` for which `U^T U` is the inverse of the damped matrix,
+    in float64. Columns without any input are taken to be independent of the others."""
     gram = np.array(gram, np.float64)
     diagonal = np.diagonal(gram).copy()
     dead = diagonal <= 0
@@ -124,8 +124,9 @@ def _round(
     format: Format,
     limit: float,
 ):
-    """Decoded values, and their scales. A block's scale is that of what the blocks
-    before have left it to be; `scales` serve where all share one, or a part of it."""
+    """Decoded values, and their scales. A block gets its scale when the blocks before
+    it are rounded, and its values have made up for their errors; `scales` are for
+    formats where all share one, or a part of it."""
     rows, size = weights.shape
     width = format.block_size or min(_columns, size)
     count = math.ceil(size / width)

@@ -20,8 +20,8 @@ class Layout:
     def of(
         cls, axis: int | tuple[int, ...], out: int | None, is_table: bool, ndim: int
     ) -> "Layout":
-        """Of a weight of a layer. Where it does not say which axis is that of outputs,
-        it is the last of those that are not contracted; all of them, in a table."""
+        """The layout of a weight. If its layer does not say which axis holds outputs,
+        it is the last one that is not contracted; in a table, all of these do."""
         axes = canonical_axes(axis, ndim)
         others = [a for a in range(-ndim, 0) if a not in axes]
         if out is not None:

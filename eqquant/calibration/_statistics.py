@@ -30,12 +30,12 @@ class WeightStatistics(eqx.Module):
     **Fields:**
 
     - `gram`: `(*lead, size, size)`, float32: the sum of the outer products of the rows
-        that each matrix of a stack has multiplied, `X^T X`. For rows that were looked
-        up in a table: of the gradients with respect to those rows.
+        that each matrix of a stack has multiplied, `X^T X`. For a table in which rows
+        are looked up: of the gradients with respect to those rows.
     - `rows`: `(*lead)`: how many rows.
-    - `power`: `(*lead)`: the sum over these rows of the squared gradient with respect
-        to what they became. The gradients are those of random projections of the
-        results of the model.
+    - `power`: `(*lead)`: the sum of the squared gradients with respect to the products
+        of these rows (in a table: to the rows). They are those of a sum of the results
+        of the model, each with a random sign.
     - `shape`: that of the weight.
     - `axes`, `lead`: its axes that are contracted, and those of the stack, counted from
         its end.
@@ -90,8 +90,9 @@ class WeightStatistics(eqx.Module):
 
 
 class Statistics(AbstractCalibration):
-    """What [`eqquant.calibrate`][] has seen of the inputs of each weight: a pytree, for
-    `quantize_tree(..., calibration=...)`. [`eqquant.save`][] writes it.
+    """What [`eqquant.calibrate`][] has seen of the inputs of each weight, for
+    `quantize_tree(..., calibration=...)`. It is a pytree, and [`eqquant.save`][] writes
+    it.
 
     **Fields:**
 
@@ -112,28 +113,30 @@ class Statistics(AbstractCalibration):
             if path not in leaves:
                 raise ValueError(
                     f"{caller}: calibration must be statistics of this model, but it "
-                    f"has no {path!r}."
+                    f"has {path!r}, which the model lacks."
                 )
             shape = tuple(leaves[path].shape)
             if shape != known.shape:
                 raise ValueError(
-                    f"{caller}: calibration must be statistics of this model, but at "
+                    f"{caller}: calibration must be statistics of this model, but for "
                     f"{path!r} it has the shape {known.shape}, and the model {shape}."
                 )
         plain = [c for c in choices if not self._serves(c, leaves[c.path].ndim)]
         unknown = [c.path for c in plain if not c.is_table]
         if unknown:
             warn(
-                f"{caller}: the calibration data never reached {unknown}, or not along "
-                "the axis that is quantized: these are rounded plainly.",
+                f"{caller}: there is no calibration for {unknown}: the data did not "
+                "reach them, or other axes were calibrated. They are rounded plainly, "
+                "to the nearest level.",
                 UserWarning,
             )
 
         formats = {repr(c.format) for c in choices if not has_nearest(c.format)}
         if formats:
             warn(
-                f"{caller}: GPTQ does not know {', '.join(sorted(formats))}, which has "
-                "offsets or no `nearest`: its weights are rounded plainly.",
+                f"{caller}: GPTQ cannot use {', '.join(sorted(formats))}, which has "
+                "offsets or no `nearest`. Its weights are rounded plainly, to the "
+                "nearest level.",
                 UserWarning,
             )
 

@@ -160,7 +160,7 @@ class _State:
 
     def why_not_held(self) -> str | None:
         if self.kind == "fp4":
-            return "is FP4, which no format of eqquant is."
+            return "is FP4, which eqquant does not store as it is."
         if self.table.tobytes() != np.array(NF4.codebook, np.float32).tobytes():
             return "has a table of its own in place of that of NF4."
         block = self.row_block

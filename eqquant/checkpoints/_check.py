@@ -73,14 +73,17 @@ def _check_axes(axes: Sequence[int], ndim: int) -> None:
     _require(
         all(type(a) is int and -ndim <= a < 0 for a in axes)
         and len(set(axes)) == len(axes),
-        f"{tuple(axes)} are no axes of an array of {ndim}.",
+        f"axes must be different, and from {-ndim} to -1; got {tuple(axes)}.",
     )
 
 
 def _check_quantized(q: QuantizedArray) -> None:
     codes, scales, format = q.codes, q.scales, q.format
     _require(codes is not None and scales is not None, "codes or scales are missing.")
-    _require(jnp.issubdtype(q.dtype, jnp.floating), f"{q.dtype} is no dtype of floats.")
+    _require(
+        jnp.issubdtype(q.dtype, jnp.floating),
+        f"dtype must be floating point, got {q.dtype}.",
+    )
     expected = jnp.dtype(format.code_dtype)
     _require(
         codes.dtype == expected,
@@ -120,7 +123,7 @@ def _check_quantized(q: QuantizedArray) -> None:
     held = num_codes(codes.shape[-1], format.bits)
     _require(
         type(q.padding) is int and 0 <= q.padding <= held,
-        f"of {held} codes {q.padding} cannot be padding.",
+        f"padding must be from 0 to {held}, got {q.padding}.",
     )
     size, inner = held - q.padding, math.prod(q.inner)
     _require(
@@ -167,12 +170,13 @@ def _check_lora(w: LoraArray) -> None:
             f"{name} must have the shape {expected}, not {part.shape}.",
         )
         kind = jax.dtypes.prng_key if name == "key" else jnp.floating
-        _require(jnp.issubdtype(part.dtype, kind), f"{name} is {part.dtype}.")
+        _require(jnp.issubdtype(part.dtype, kind), f"{name} cannot be {part.dtype}.")
     _require(
-        jnp.issubdtype(w.dtype, jnp.floating), f"the base is {w.dtype}, not floats."
+        jnp.issubdtype(w.dtype, jnp.floating),
+        f"the base must be floating point, got {w.dtype}.",
     )
-    _require(math.isfinite(w.scale), f"a scale of {w.scale}.")
-    _require(0 <= w.dropout < 1, f"a dropout of {w.dropout}.")
+    _require(math.isfinite(w.scale), f"scale must be finite, got {w.scale}.")
+    _require(0 <= w.dropout < 1, f"dropout must be in [0, 1), got {w.dropout}.")
 
 
 def _check_straight_through(w: StraightThroughArray) -> None:
@@ -198,7 +202,7 @@ def _check_rotated(w: RotatedArray) -> None:
 def _check_powers(scales: PowerOfTwoScales) -> None:
     exponents = scales.exponents
     fits = exponents is not None and exponents.dtype == np.uint8 and exponents.ndim >= 1
-    _require(fits, f"exponents are {exponents!r}.")
+    _require(fits, f"exponents must be uint8 with one axis or more, got {exponents!r}.")
 
 
 def _check_float8(scales: Float8Scales) -> None:

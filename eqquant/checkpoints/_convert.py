@@ -157,7 +157,11 @@ def _choose(
 
     choices = about_arrays(choose_among_arrays, tree)
     if not choices and format is not None:
-        warn(f"{_caller}: nothing was chosen: no tensor is a weight.", UserWarning)
+        warn(
+            f"{_caller}: nothing was chosen: no tensor looks like a weight. Choose "
+            "some with rules.",
+            UserWarning,
+        )
     return {choice.path: choice for choice in choices}
 
 

@@ -46,16 +46,16 @@ def read_checkpoint(
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].
     - Any other safetensors: plain arrays.
 
-    Codes are those of the file, bit for bit, and so are the values that they stand for
-    (those of LLM.int8() but for the rounding of their scales). What no format of
-    eqquant holds is an error that says why.
+    Codes and values are those of the file, bit for bit (values of LLM.int8() up to the
+    rounding of their scales). A tensor that no format of eqquant holds is an error that
+    says why.
 
     **Arguments:**
 
     - `path`: a GGUF or safetensors file, the index of several
         (`.safetensors.index.json`), or a folder that holds either of the latter.
-    - `decode`: decode what no format holds to floating point, for example `Q4_K`, or
-        FP4 of bitsandbytes. Quantize it again if you like.
+    - `decode`: decode tensors that no format holds to floating point, for example
+        `Q4_K`, or FP4 of bitsandbytes. You can then quantize them again.
 
     **Returns:**
 

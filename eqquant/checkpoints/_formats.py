@@ -47,15 +47,13 @@ def format_to_json(format: Format) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{format!r} cannot be saved: {error}") from error
     if not same:
-        raise ValueError(
-            f"{format!r} cannot be saved: from its fields another format is made."
-        )
+        raise ValueError(f"{format!r} cannot be saved: its fields make another format.")
     return written
 
 
 def format_from_json(written: Any, known: Known) -> Format:
     if not isinstance(written, dict) or written.keys() != {"name", "fields"}:
-        raise ValueError(f"{written!r} is no format.")
+        raise ValueError(f"a format must have a name and fields, got {written!r}.")
     name, fields = written["name"], written["fields"]
     if not isinstance(name, str) or name not in known:
         raise ValueError(
@@ -87,7 +85,7 @@ def _value_from_json(value: Any) -> Any:
         return tuple(_value_from_json(x) for x in value)
     if isinstance(value, dict):
         if value.keys() != {"TPUKernel"}:
-            raise ValueError(f"{value!r} is no value of a field.")
+            raise ValueError(f"a field cannot be {value!r}.")
         return _make(TPUKernel, value["TPUKernel"])
     return value
 

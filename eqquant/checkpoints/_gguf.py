@@ -121,7 +121,7 @@ class _Reader:
         """Of things that take so many bytes, at least."""
         count = self.number("Q", what)
         if count * least > self.size - self.position:
-            self.fail(f"says that there are {count} {what}: more than fit in the file.")
+            self.fail(f"{count} {what} are more than fit in the file.")
         return count
 
 
@@ -158,7 +158,7 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
     count = metadata.get("split.count", 1)
     if count not in (0, 1):
         reader.fail(
-            f"is one of {count} files. Put them together first, for example by "
+            f"this is one of {count} files. Put them together first, for example by "
             "`llama-gguf-split --merge`."
         )
     return metadata, _place(reader, described, alignment)
@@ -170,7 +170,7 @@ def _value(reader: _Reader, kind: int, key: str, depth: int = 0) -> Any:
     if kind == _bool:
         value = reader.number("B", key)
         if value > 1:
-            reader.fail(f"{key!r} has a bool that is none: {value}.")
+            reader.fail(f"{key!r} has a bool of {value}; it must be 0 or 1.")
         return bool(value)
     if kind == _string:
         return reader.string(f"the string {key!r}")

@@ -58,8 +58,8 @@ def _quantized(file: GGUFFile, tensor: Tensor):
         )
     if kind.format is None:
         raise NotHeld(
-            "has an offset in each block, which no format of eqquant has: it would "
-            "have to be quantized again."
+            "has an offset in each block that no format of eqquant holds exactly: it "
+            "would have to be quantized again."
         )
     raw = _blocks(file, tensor)
     step = _chunk // kind.block

@@ -132,7 +132,7 @@ def read_layout(file: TensorFile) -> Layout | None:
     version = parsed.get("version")
     if version != VERSION or type(version) is not int:
         raise ValueError(
-            f"{where}: version {version!r} of the layout; this version of eqquant "
+            f"{where}: the layout has the version {version!r}; this version of eqquant "
             f"reads {VERSION}."
         )
     expected = {"version", "records", "checksums"}
@@ -173,5 +173,8 @@ def _shard(shard: Any, where: str) -> Shard | None:
         or any(type(shard[name]) is not kind for name, kind in fields.items())
         or not 1 <= shard["number"] <= shard["count"]
     ):
-        raise ValueError(f"{where}: {shard!r} is no shard.")
+        raise ValueError(
+            f"{where}: shard must have saved, number and count, and a number from 1 to "
+            f"count; got {shard!r}."
+        )
     return Shard(**shard)

@@ -56,7 +56,7 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
         `jax.ShapeDtypeStruct`s. Where it has a plain array, the file may have a
         quantized one of the same shape and dtype. Arrays that are split over devices
         are split again.
-    - `formats`: classes of formats that are yours, which the file may name.
+    - `formats`: format classes of your own that the file may name.
 
     **Returns:**
 
@@ -154,8 +154,8 @@ def nested(leaves: dict[str, Any]) -> Any:
 
 
 def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
-    """Each leaf of `like`, and the path of that which takes its place, if there is one:
-    after everything was compared."""
+    """Each leaf of `like`, with the path of what takes its place (None: it stays).
+    Everything was compared before."""
     described, where = contents.described, contents.source.path
     plan: list[tuple[Site, str | None]] = []
     for site in sites(like):
@@ -168,7 +168,7 @@ def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
         plan.append((site, site.path))
     if left := described.keys() - {path for _, path in plan}:
         raise ValueError(
-            f"{_caller}: {where} has what like has no place for: {sorted(left)[:5]}."
+            f"{_caller}: like has no place for {sorted(left)[:5]}, which {where} has."
         )
     return plan
 

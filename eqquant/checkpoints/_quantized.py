@@ -83,7 +83,7 @@ def load_quantized(
         (`.safetensors.index.json`), or a folder that holds safetensors, as those of
         Hugging Face do.
     - `like`: the model, of arrays or of `jax.ShapeDtypeStruct`s, such as
-        `eqx.filter_eval_shape` makes. What is no array is taken from it.
+        `eqx.filter_eval_shape` makes. Leaves that are not arrays are taken from it.
     - `format`, `where`, `rules`, `min_size`, `check_finite`, `progress`: as in
         [`eqquant.quantize_tree`][].
     - `names`: a function from the path of an array in `like`, such as
@@ -94,15 +94,14 @@ def load_quantized(
     - `ignore`: patterns of the names of tensors that the model does not need, as in
         rules: strings in which `*` and `?` match anything, or compiled regular
         expressions.
-
     - `formats`: as in [`eqquant.load`][].
-    - `decode`: of a checkpoint that another library quantized, decode what no format
-        of eqquant holds, such as `Q4_K` of GGUF, and layers that are stacked but not
-        quantized alike. They are quantized again as `format` and `rules` say.
+    - `decode`: for a checkpoint that another library quantized: decode tensors that no
+        format of eqquant holds, such as `Q4_K` of GGUF, and layers that are stacked but
+        not quantized alike. They are then quantized again, as `format` and `rules` say.
 
     Tensors are converted to the dtypes in `like`, floats to floats and integers to
-    integers. What is quantized in the file already comes as it is, whether eqquant did
-    that or another library: see [`eqquant.read_checkpoint`][].
+    integers. Weights that the file holds quantized, by eqquant or by another library,
+    stay as they are: see [`eqquant.read_checkpoint`][].
 
     **Returns:**
 
@@ -163,8 +162,8 @@ def _plan(site: Site, contents: AnyContents, names: Callable, choice) -> _Plan:
     leaf, path = site.leaf, site.path
     if is_implicit(leaf):
         raise ValueError(
-            f"{_caller}: at {path}: like must be the model as it was before it was "
-            f"quantized, or given an adapter, but holds {leaf!r}."
+            f"{_caller}: at {path}: like must be a model without quantized arrays and "
+            f"adapters, but holds {leaf!r}."
         )
     if not is_array(leaf):
         # A number that was saved with the model.

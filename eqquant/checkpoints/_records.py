@@ -92,8 +92,8 @@ def _check_comes_back(path: str, leaf: Any, records: dict, parts: Iterable) -> N
 
 
 def is_no_data(leaf: Any) -> bool:
-    """Functions are code; and where `eqx.nn.Shared` took an array away, it left a mark
-    in its place."""
+    """Functions are code; and `eqx.nn.Shared` leaves a mark where it took an array
+    away."""
     is_mark = type(leaf).__qualname__ == "SharedNode"
     is_array = is_implicit(leaf) or hasattr(leaf, "dtype")
     return is_mark or (callable(leaf) and not is_array)
@@ -247,7 +247,7 @@ class Rebuilder:
     def check_all_used(self) -> None:
         """An error if something belongs to no leaf: it would be lost."""
         if left := (self._tensors | self._records.keys()) - self._used:
-            raise ValueError(f"{sorted(left)[:5]} belong to nothing.")
+            raise ValueError(f"{sorted(left)[:5]} are no parts of any leaf.")
 
     def _build(self, path: str, get: Callable[[str], Any]) -> Any:
         record = self._records.get(path)
@@ -256,7 +256,7 @@ class Rebuilder:
         self._used.add(path)
         kind = record["is"]
         if path in self._tensors and kind in ("none", *CLASSES, *_to_python):
-            raise ValueError("it is a tensor as well.")
+            raise ValueError("there is a tensor of the same name.")
         if kind in CLASSES:
             return self._build_parts(path, CLASSES[kind], record, get)
         if kind == "none":
@@ -267,7 +267,7 @@ class Rebuilder:
             return _as_dtype(self._tensor(path, get), _unnamed_dtypes[record["dtype"]])
         if kind == "key" and isinstance(record.get("impl"), str):
             return _as_key(self._tensor(path, get), record["impl"])
-        raise ValueError(f"{record!r} is nothing that this version of eqquant knows.")
+        raise ValueError(f"this version of eqquant does not know {record!r}.")
 
     def _has(self, path: str) -> bool:
         return path in self._tensors or path in self._records
@@ -312,7 +312,7 @@ class Rebuilder:
                 return format_from_json(value["format"], self._known)
             if value.keys() == {"dtype"} and value["dtype"] in _dtypes:
                 return _dtypes[value["dtype"]]
-            raise ValueError(f"{value!r} is no static field.")
+            raise ValueError(f"{value!r} is not a static field.")
         return value
 
 
@@ -334,7 +334,8 @@ def _as_key(tensor: Any, impl: str) -> Any:
 def _exactly(cls: type) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
         if type(value) is not cls:
-            raise ValueError(f"{value!r} is no {cls.__name__}.")
+            article = "an" if cls is int else "a"
+            raise ValueError(f"expected {article} {cls.__name__}, got {value!r}.")
         return value
 
     return check

@@ -108,7 +108,8 @@ class TensorFile:
             )
         if length > MAX_HEADER:
             raise ValueError(
-                f"{self.path}: a header of {length} bytes; the most is {MAX_HEADER}."
+                f"{self.path}: the header must have at most {MAX_HEADER} bytes, but "
+                f"has {length}."
             )
         return self._file.read(length)
 
@@ -135,7 +136,7 @@ class TensorFile:
             if checksum is not None:
                 crc = zlib.crc32(raw.data, crc)
             if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
-                raise ValueError(f"{self.path}: {name!r} has bools that are none.")
+                raise ValueError(f"{self.path}: {name!r} has bools other than 0 and 1.")
             if not same:
                 convert(raw.view(stored.dtype), part, f"{self.path}: {name!r}")
         if checksum is not None and crc != checksum:
@@ -193,9 +194,13 @@ def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
             f"{where} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}."
         )
     if not _are_sizes(shape) or len(shape) > 32:
-        raise ValueError(f"{where} has the shape {shape!r}.")
+        raise ValueError(
+            f"{where}: shape must be a list of up to 32 sizes, got {shape!r}."
+        )
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise ValueError(f"{where} has the offsets {offsets!r}.")
+        raise ValueError(
+            f"{where}: data_offsets must be a start and a stop, got {offsets!r}."
+        )
     size = math.prod(shape) * DTYPES[dtype].itemsize
     start, stop = offsets
     if stop - start != size:

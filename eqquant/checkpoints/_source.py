@@ -50,8 +50,8 @@ class Source:
                 if layout is not None and layout.shard is not None:
                     shard = layout.shard
                     raise ValueError(
-                        f"{self.path}: is shard {shard.number} of {shard.count}. Give "
-                        f"the index, *{INDEX}, or the folder."
+                        f"{self.path}: this is shard {shard.number} of "
+                        f"{shard.count}. Give the index, *{INDEX}, or the folder."
                     )
             stack.pop_all()
 

@@ -49,8 +49,8 @@ def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable
 
     **Returns:**
 
-    A function of the same arguments. Results may be quantized, where all that happened
-    to a quantized array is that it was moved about.
+    A function of the same arguments. A result is a quantized array where one was only
+    moved about or scaled.
 
     **Raises:**
 

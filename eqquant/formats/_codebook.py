@@ -57,7 +57,8 @@ class _Lloyd(TableFormat):
         super().__post_init__()
 
 
-_about = """
+class NF3(_Lloyd):
+    """3 bits: eight levels for normal weights, times a scale.
 
     The levels are those of Lloyd and Max (IEEE Transactions on Information Theory 28,
     1982, and 6, 1960): no others have a smaller mean squared error for normally
@@ -70,13 +71,9 @@ _about = """
         per channel.
     - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
-    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int3`][].
+    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
     - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
-"""
-
-
-class NF3(_Lloyd):
-    __doc__ = "3 bits: eight levels for normal weights, times a scale." + _about
+    """
 
     name = "nf3"
     bits = 3
@@ -93,7 +90,10 @@ class NF3(_Lloyd):
 
 
 class NF2(_Lloyd):
-    __doc__ = "2 bits: four levels for normal weights, times a scale." + _about
+    """2 bits: four levels for normal weights, times a scale.
+
+    Everything else is as in [`eqquant.NF3`][].
+    """
 
     name = "nf2"
     bits = 2
@@ -128,7 +128,7 @@ class Codebook(TableFormat):
         per channel.
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
     - `precision`, `activations`, `tpu`: see [`eqquant.Format`][].
-    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int3`][].
+    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
 
     **Raises:**
 

@@ -95,8 +95,8 @@ class FittedFormat(Format):
 
     @property
     def factors(self) -> tuple[float, float, int]:
-        """From, to and how many: the shares of a scale that a search tries. The fewer
-        levels there are, the more of the largest values it pays to cut off."""
+        """The shares of a scale that a search tries: from, to, and how many. With fewer
+        levels it pays to cut off more of the largest values."""
         return {4: (0.8, 1.05, 21), 3: (0.5, 1.05, 23)}.get(self.bits, (0.2, 1.05, 35))
 
     def encode(self, blocks, absmax, counts, limit):
@@ -118,8 +118,8 @@ class FittedFormat(Format):
         return self.nearest(blocks, parts.scales)
 
     def _covering_largest(self, blocks, absmax, limit) -> _Parts:
-        """The largest magnitude takes the largest level, and the scale its sign from
-        these. The other levels are then on the side where values are smaller."""
+        """The largest magnitude takes the level of the largest magnitude. Where their
+        signs differ, the scale is negative."""
         lowest, highest = self.table[0], self.table[-1]
         largest = max(-lowest, highest)
         scales = absmax if largest == 1 else true_divide(absmax, largest)
@@ -150,8 +150,8 @@ class FittedFormat(Format):
         return _Parts(scales, None if offsets is None else offsets.astype(scales.dtype))
 
     def _fitted(self, blocks, absmax, counts, limit, start: _Parts) -> _Parts:
-        """Out of several, the scale with the least squared error. With least squares
-        each is first made the best one for the codes that it gives, twice."""
+        """Of several scales the one with the least squared error. With least squares
+        each is replaced first, twice, by the best scale for the codes that it gives."""
         is_real = jnp.arange(blocks.shape[-1]) < jnp.asarray(counts)[..., None]
         # Relative to absmax, so that no square over- or underflows.
         unit, one = divide_blocks(blocks, absmax), jnp.where(absmax > 0, absmax, 1)

@@ -64,11 +64,11 @@ class Format(abc.ABC):
     highest_level: ClassVar[int | float | None] = None
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
-    # If the scale of a block of float32 is its largest magnitude, and the code of a
-    # value how many of certain numbers lie below its share of that: the numbers. Native
-    # encoders go by them. Not inherited, as a subclass may encode in another way.
+    # For native encoders of float32: the code of a value is how many of these numbers
+    # lie below `value / scale`, where the scale is the largest magnitude of the block.
+    # Not inherited, as a subclass may encode in another way.
     boundaries: ClassVar[tuple[float, ...] | None] = None
-    # Codes that stand for nothing, and so tell that a file is damaged. Not inherited.
+    # Codes without a level. A file that has one is damaged. Not inherited.
     unused_codes: ClassVar[tuple[int, ...]] = ()
 
     def __init_subclass__(cls, **kwargs):
@@ -242,8 +242,8 @@ def bound_scales(
     *,
     largest: int | float = 1,
 ) -> Float[Array, "*lead blocks"]:
-    """Scales as stored, kept where they decode: that of a block of nonzero values is
-    neither flushed to zero nor so large that `largest * scale` exceeds `limit`."""
+    """Scales as stored, in the range that decodes: the scale of a block that is not all
+    zeros is not flushed to zero, and `largest * scale` does not exceed `limit`."""
     info = jnp.finfo(scale_dtype)
     top = largest_scale(scale_dtype, limit, largest)
     bounded = jnp.clip(
@@ -255,7 +255,7 @@ def bound_scales(
 
 
 def largest_scale(scale_dtype, limit: float, largest: int | float) -> float:
-    """The largest scale that times `largest` does not exceed `limit`."""
+    """The largest scale for which `largest * scale` does not exceed `limit`."""
     top = np.asarray(
         min(float(jnp.finfo(scale_dtype).max), limit / largest), scale_dtype
     )

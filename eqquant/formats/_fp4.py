@@ -91,12 +91,12 @@ class NVFP4(_FP4):
 
     Levels are those of [`eqquant.MXFP4`][]. The scale of a block is its largest
     magnitude over 6, rounded to E4M3 times the float32, which is the largest magnitude
-    of the row over `6 * 448`. There is one for each row, so that rows can be sliced and
-    stacked; quantize over all axes for one per tensor. It keeps 16 bits, so that no
-    product of level, scale and it is rounded.
+    of the row over `6 * 448`. There is one float32 for each row, so that rows can be
+    sliced and stacked; quantize over all axes for one per tensor. It is cut to 16 bits,
+    so that the product of level, scale and float32 is exact.
 
-    Quantizing a dequantized array gives the same codes and scales again, but for blocks
-    whose largest magnitude is below `2 ** -14` of that of their row.
+    Quantizing a dequantized array gives the same codes and scales again, except for
+    blocks whose largest magnitude is below `2 ** -14` of that of their row.
 
     **Arguments:**
 

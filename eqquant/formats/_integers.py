@@ -31,7 +31,9 @@ class _Integers(FittedFormat):
         return (codes - self.largest_level).astype(dtype)
 
 
-_arguments = """
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int4(_Integers):
+    """4-bit integers in [-8, 7], times a scale. Halves round to even.
 
     The largest magnitude of a block takes the lowest integer, and the scale the sign
     that this needs. So it is a level itself, and quantizing a dequantized array gives
@@ -44,23 +46,17 @@ _arguments = """
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
     - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
     - `fit`: how a block gets its scale. `"absmax"`: by its largest magnitude.
-        `"search"`: that of the least squared error, out of several shares of it.
-        `"least_squares"`: the best one for its codes, and the codes for that, twice,
-        from eight starts. Quantizing a dequantized array then gives the same codes and
-        scales again only in the dtype of the scales, as shorter ones round the decoded
-        values, and where some value is the lowest level.
+        `"search"`: out of several shares of the largest magnitude, the one with the
+        least squared error. `"least_squares"`: find the best scale for the codes, and
+        the codes for that scale, twice, from eight starts; and take the best. With
+        these two, quantizing a dequantized array gives the same codes and scales again
+        only where some value of a block is the lowest level, and only if the dtype of
+        the array is not shorter than that of the scales.
     - `affine`: give each block an offset, too: `value = level * scale + offset`. With
         `fit="absmax"` the largest value then takes the highest level, and the smallest
-        the lowest. A product multiplies the offset with one sum of the activation for
-        each block.
-"""
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Int4(_Integers):
-    __doc__ = "4-bit integers in [-8, 7], times a scale. Halves round to even." + (
-        _arguments
-    )
+        the lowest. A product takes one more product for each block: the offset times
+        the sum of the activation.
+    """
 
     block_size: int | None = 32
     fit: Fit = "absmax"
@@ -72,9 +68,11 @@ class Int4(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int3(_Integers):
-    __doc__ = "3-bit integers in [-4, 3], times a scale. Halves round to even." + (
-        _arguments
-    )
+    """3-bit integers in [-4, 3], times a scale. Halves round to even.
+
+    Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
+    scales in bfloat16, and `fit="search"`.
+    """
 
     block_size: int | None = 64
     scale_dtype: Any = "bfloat16"
@@ -87,9 +85,11 @@ class Int3(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int2(_Integers):
-    __doc__ = "2-bit integers in [-2, 1], times a scale. Halves round to even." + (
-        _arguments
-    )
+    """2-bit integers in [-2, 1], times a scale. Halves round to even.
+
+    Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
+    scales in bfloat16, and `fit="search"`.
+    """
 
     block_size: int | None = 64
     scale_dtype: Any = "bfloat16"

@@ -18,6 +18,7 @@ import zlib
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import matplotlib
 import numpy as np
 import optax
 from config import Config
@@ -28,6 +29,10 @@ from model import Decoder, unstack
 from packing import batch_at, losses, pack, Rows
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 
 
 HERE = pathlib.Path(__file__).parent
@@ -145,6 +150,23 @@ def train(rows: Rows, config: Config, steps: int, path: pathlib.Path):
     )
 
 
+def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
+    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    axis.plot(history, color="tab:blue", alpha=0.3, linewidth=0.8)
+    width = min(50, len(history))
+    smooth = np.convolve(history, np.ones(width) / width, "valid")
+    steps = np.arange(len(smooth)) + (width - 1) / 2
+    axis.plot(steps, smooth, color="tab:blue", label=f"mean of {width} steps")
+    guess = np.log(vocabulary)
+    label = f"all tokens equally likely: {guess:.2f}"
+    axis.axhline(guess, color="k", linewidth=0.8, linestyle="--", label=label)
+    axis.set(xlabel="Step", ylabel="Loss, nats a token")
+    axis.set_title(f"A small Llama on Python's documentation: {smooth[-1]:.2f} at last")
+    axis.legend(frameon=False)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=120)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
@@ -185,7 +207,9 @@ def main(arguments: list[str] | None = None) -> None:
         f"Loss at the end: {history[-50:].mean():.3f} nats a token. "
         f"{seconds[0]:.0f} s, {seconds[1]:.0f} s of all processors"
     )
-    print(f"Model: {options.output}")
+    picture = options.output / "training.png"
+    plot(history, CONFIG.vocabulary, picture)
+    print(f"Model: {options.output}\nPlot: {picture}")
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ def test_bad_data(normal):
     model, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(8, 16)
     with pytest.raises(ValueError, match="batches must hold at least one"):
         eqquant.calibrate(rows_of, model, [])
-    with pytest.raises(ValueError, match=r"in batch 1 those of \['weight'\]"):
+    with pytest.raises(ValueError, match=r"those of \['weight'\] are not, in batch 1"):
         eqquant.calibrate(rows_of, model, [x, x.at[0, 0].set(jnp.nan)])
     with pytest.raises(ValueError, match="fn must return arrays of floating"):
         eqquant.calibrate(lambda model, x: jnp.argmax(model(x[0])), model, [x])
@@ -182,7 +182,7 @@ def test_statistics_of_another_model(normal):
     other = eqx.nn.Linear(16, 32, key=jax.random.key(0))
     with pytest.raises(ValueError, match=r"'weight' it has the shape \(16, 16\)"):
         eqquant.quantize_tree(other, calibration=stats)
-    with pytest.raises(ValueError, match="has no 'weight'"):
+    with pytest.raises(ValueError, match="has 'weight', which the model lacks"):
         eqquant.quantize_tree({"layer": model}, calibration=stats)
     with pytest.raises(ValueError, match="method must be one of"):
         eqquant.quantize_tree(model, calibration=stats, method="magic")

@@ -91,7 +91,7 @@ def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
             "nf4_far_across_rows",
             "blocks of 64, which cross its rows of 68.*blocks of 4",
         ),
-        ("fp4", "is FP4, which no format of eqquant is"),
+        ("fp4", "is FP4, which eqquant does not store"),
     ],
 )
 def test_what_no_format_holds_is_an_error_that_says_so(name, message, tmp_path):

@@ -136,7 +136,7 @@ def test_lengths_of_headers(folder):
 
 
 def test_bools_that_are_none(folder):
-    with pytest.raises(ValueError, match="bools that are none"):
+    with pytest.raises(ValueError, match="bools other than 0 and 1"):
         load(folder, file_of({"a": entry("BOOL", (2,), (0, 2))}, b"\x01\x02"))
 
 
@@ -199,10 +199,13 @@ FORGED = {
     "block size": (set_field("block_size", 35), "scales for 70 codes"),
     "block size below one": (set_field("block_size", 0), "block_size must be"),
     "dtype of scales": (set_field("scale_dtype", "int8"), "scale_dtype must be"),
-    "dtype": (set_static("q", "dtype", {"dtype": "int32"}), "no dtype of floats"),
+    "dtype": (
+        set_static("q", "dtype", {"dtype": "int32"}),
+        "dtype must be floating point",
+    ),
     "dtype of nothing": (
         set_static("q", "dtype", {"dtype": "object"}),
-        "is no static field",
+        "is not a static field",
     ),
     "a float beyond all": (
         set_record("step", {"is": "float", "value": "0x1p99999"}),
@@ -210,18 +213,18 @@ FORGED = {
     ),
     "deep": (set_static("q", "axes", json.loads("[" * 900 + "]" * 900)), "q: "),
     "dtype as text": (set_static("q", "dtype", "float32"), "dtype cannot be"),
-    "axes": (set_static("q", "axes", [0]), "are no axes"),
-    "axes twice": (set_static("q", "axes", [-1, -1]), "are no axes"),
+    "axes": (set_static("q", "axes", [0]), "axes must"),
+    "axes twice": (set_static("q", "axes", [-1, -1]), "axes must"),
     "no axes": (set_static("q", "axes", []), "no axis is blocked"),
     "inner": (set_static("q", "inner", [7]), "do not fit the axes"),
     "padding": (set_static("q", "padding", 100), "stores"),
-    "negative padding": (set_static("q", "padding", -2), "cannot be padding"),
+    "negative padding": (set_static("q", "padding", -2), "padding must"),
     "padding of another type": (set_static("q", "padding", 2.0), "padding cannot be"),
     "a part is a number": (set_record("q.codes", {"is": "int", "value": 1}), "tensor"),
-    "a number": (set_record("step", {"is": "int", "value": "3"}), "is no int"),
+    "a number": (set_record("step", {"is": "int", "value": "3"}), "expected an int"),
     "a float": (set_record("step", {"is": "float", "value": "0x"}), "step: "),
     "a key": (set_record("w", {"is": "key", "impl": "threefry2x32"}), "w: "),
-    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "nothing that"),
+    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "does not know"),
     "a narrow dtype": (
         set_record("w", {"is": "array", "dtype": "float8_e4m3"}),
         "uint8",
@@ -230,7 +233,7 @@ FORGED = {
         set_record("q.scales", {"is": "QuantizedArray", "static": {}}),
         "static fields",
     ),
-    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "is no shard"),
+    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "shard must"),
 }
 
 

@@ -87,7 +87,7 @@ CASES = {
         "unknown type 99",
     ),
     "an unknown type of value": (gguf([pair("k", 13)]), "unknown type 13"),
-    "a bool that is none": (gguf([pair("k", 7, b"\x02")]), "bool that is none: 2"),
+    "a bool that is none": (gguf([pair("k", 7, b"\x02")]), "a bool of 2"),
     "a string that is not UTF-8": (gguf([pair("s", 8, text(b"\xff"))]), "not UTF-8"),
     "a key that is not UTF-8": (gguf([pair(b"\xff")]), "not UTF-8"),
     "a name that is not UTF-8": (gguf(tensors=[tensor(b"\xc3")]), "not UTF-8"),

@@ -164,6 +164,7 @@ def small(tmp_path_factory):
         run()
         for name, tensor in load_file(folder / "model.safetensors").items():
             assert_identical(tensor, tensors[name])
+        assert (folder / "training.png").stat().st_size > 10_000
     return folder
 
 

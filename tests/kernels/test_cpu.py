@@ -356,7 +356,7 @@ def test_explain_says_which_kernel(normal):
     )
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
     assert "rows XLA is faster" in explain(
-        normal(900, 128),
+        normal(1100, 128),
         q.replace(format=dataclasses.replace(q.format, precision="highest")),
     )
     short = eqquant.quantize(normal(40, 128), Binary(block_size=16))

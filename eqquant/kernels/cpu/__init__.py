@@ -20,6 +20,11 @@ from ._library import load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
 
 
+# Weights of so few elements are multiplied by up to so many rows in less time than by
+# what XLA makes, which takes ten times as long to compile: most of a small convolution.
+_small, _most_of_small = 2**17, 1024
+
+
 def dot(
     x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
@@ -144,6 +149,8 @@ def choose_kernel(
     floats = "float, AVX-512" if avx512 else "float, AVX2"
     # Up to how many rows they are faster than what XLA has.
     most = (64 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
+    if avx512 and not contract_rows and codes.shape[-2] * size <= _small:
+        most = _most_of_small
     if precision == "highest":
         return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
@@ -154,7 +161,7 @@ def choose_kernel(
             if rounded:
                 most = min(most, 32)
             elif avx512 and not contract_rows:
-                most = 512
+                most = max(most, 512)
             return floats if m <= most else None
         if contract_rows:
             return floats if m <= 8 else None
