@@ -6,18 +6,22 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from .._jax import is_automatically_partitioned, is_exported
+from .._jax import is_automatically_partitioned, is_exported, num_devices, warn
 from ..formats import Format
 from ..kernels import cpu, tpu, xla
+from ._plan import Plan
+from ._sharded import plan_from_types, sharded
 
 
 def dot_by(kernel) -> Callable:
-    """The product by a kernel, after what a format says is done to the activation."""
+    """The product by a kernel, after what a format says is done to the activation. Its
+    rows are split over the mesh axes `over`, inside of `shard_map`."""
 
-    def dot(x, codes, scales, *, format: Format, **params):
+    def dot(x, codes, scales, *, format: Format, over=(), plan=None, **params):
+        del plan
         params |= {"format": format}
         if format.activations == "int8":
-            x, params["x_unit"] = kernel.round_int8(x)
+            x, params["x_unit"] = kernel.round_int8(x, over)
         return kernel.dot(x, codes, scales, **params)
 
     return dot
@@ -32,10 +36,12 @@ def _seen(x, format: Format):
 def _dot_on(kernel) -> Callable:
     """The product by the kernel of a platform, or by XLA's where it has none."""
 
-    def dot(x, codes, scales, **params):
+    def dot(x, codes, scales, *, over=(), plan=None, **params):
+        del plan
         seen = _seen(x, params["format"])
         reason = kernel.why_not(seen, codes, scales, **params)
-        return dot_by(xla if reason else kernel)(x, codes, scales, **params)
+        by = dot_by(xla if reason else kernel)
+        return by(x, codes, scales, over=over, **params)
 
     return dot
 
@@ -44,26 +50,49 @@ def _lower_by(dot: Callable) -> Callable:
     return mlir.lower_fun(dot, multiple_results=False)
 
 
-def _lower_on(kernel, *, exports: bool) -> Callable:
-    """The lowering for a platform that has a kernel of its own."""
-    portable, native = _lower_by(dot_by(xla)), _lower_by(_dot_on(kernel))
+def _lower_on(native: Callable, *, exports: bool) -> Callable:
+    """The lowering for a platform, by a product on one device. If it is not exported,
+    XLA's is in its place."""
+    portable = dot_by(xla)
 
-    def lower(ctx, *args, **params):
-        # The compiler cannot split a kernel over devices; what XLA made it can.
-        is_split = is_automatically_partitioned(ctx)
-        anywhere = is_split or (not exports and is_exported(ctx))
-        return (portable if anywhere else native)(ctx, *args, **params)
+    def lower(ctx, *args, plan, **params):
+        dot = portable if is_exported(ctx) and not exports else native
+        if is_automatically_partitioned(ctx):
+            plan = _plan_for(ctx, plan)
+            # The compiler cannot split a kernel over devices; what XLA made it can.
+            dot = portable if plan is None else sharded(dot, plan)
+        return _lower_by(dot)(ctx, *args, **params)
 
     return lower
+
+
+def _plan_for(ctx, plan: Plan | None) -> Plan | None:
+    x, codes, _ = ctx.avals_in
+    explicit = plan_from_types(x, codes)
+    if explicit is not None:
+        return explicit
+    if plan is not None and plan.mesh.size == num_devices(ctx):
+        return plan
+    stale = "" if plan is None else f", and is not that of its weight, {plan.mesh},"
+    warn(
+        f"A product with a quantized weight is compiled for {num_devices(ctx)} "
+        f"devices, on a mesh that eqquant does not know{stale} so that it has no "
+        "kernel, and its weight may be gathered on every device. Say how the model is "
+        "split: `model = eqquant.shard_tree(model, mesh, specs)`. Or use a mesh with "
+        "explicit axes, or `jax.shard_map`.",
+        UserWarning,
+        once=True,
+    )
+    return None
 
 
 # The kernels of platforms that have their own. XLA's serve on all others.
 _kernels = {"cpu": cpu, "tpu": tpu}
 lowerings = {
-    None: _lower_by(dot_by(xla)),
+    None: _lower_on(dot_by(xla), exports=True),
     # What is exported may run where there is no library of native kernels.
-    "cpu": _lower_on(cpu, exports=False),
-    "tpu": _lower_on(tpu, exports=True),
+    "cpu": _lower_on(_dot_on(cpu), exports=False),
+    "tpu": _lower_on(_dot_on(tpu), exports=True),
 }
 
 
@@ -73,9 +102,10 @@ def implementation_on(platform: str) -> Callable:
     return dot_by(xla) if kernel is None else _dot_on(kernel)
 
 
-def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
+def lowering_of(x, codes, scales, *, platform: str, plan=None, **params) -> str:
     """What a product becomes on a platform, in words, and how activations are rounded.
     Only shapes and dtypes count."""
+    del plan
     operands = _seen(x, params["format"]), codes, scales
     because = ""
     if platform in _kernels:

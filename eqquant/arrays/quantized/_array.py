@@ -46,6 +46,7 @@ class QuantizedArray(AbstractQuantizedArray):
     - `inner`: the sizes of all the blocked axes but the first.
     - `padding`: how many codes fill the partial last block.
     - `offsets`: as `scales`, of an affine format; else None.
+    - `plan`: how it is split over a mesh, if [`eqquant.shard_tree`][] did that.
     """
 
     @property
