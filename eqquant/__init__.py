@@ -53,6 +53,7 @@ from .primitives import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,
 )
+from .sharding import shard_tree as shard_tree
 from .training import (
     fake_quantize_tree as fake_quantize_tree,
     FakeQuantized as FakeQuantized,

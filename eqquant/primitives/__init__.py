@@ -11,7 +11,7 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
-from ._plan import aligned as aligned, Plan as Plan
+from ._plan import aligned as aligned, names_of as names_of, Plan as Plan
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,

@@ -3,11 +3,19 @@
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from jax.sharding import AbstractMesh
 
 
 Names = tuple[str, ...]
+
+
+def names_of(entry: Any) -> Names:
+    """The mesh axes of an entry of a `PartitionSpec`."""
+    if entry is None:
+        return ()
+    return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
 @dataclasses.dataclass(frozen=True)

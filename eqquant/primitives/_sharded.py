@@ -15,7 +15,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._jax import explicit_mesh_of, manual_axes_in_context, spec_of
 from ..formats import Format, num_bytes
-from ._plan import Names, Plan
+from ._plan import Names, names_of, Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,11 +105,7 @@ def plan_from_types(x, codes) -> Plan | None:
     mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
     if mesh is None:
         return None
-    names = lambda entry: (
-        () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-    )
-    axes = tuple(names(entry) for entry in spec_of(codes))
-    return Plan(mesh, axes, names(spec_of(x)[-2]))
+    return Plan(mesh, tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2]))
 
 
 def sharded(dot: Callable, plan: Plan) -> Callable:
