@@ -106,6 +106,20 @@ def manual_axes_in_context() -> frozenset[str]:
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
+def is_manual(x) -> bool:
+    """Whether `x` is what one device has, inside of `shard_map`."""
+    mesh = _type_of(x).sharding.mesh
+    return not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def num_devices_of(x) -> int:
+    """On how many devices an array is, or is to be."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding.mesh.size
+    return getattr(sharding, "num_devices", 1)
+
+
 def parts_of(mesh, entry) -> int:
     """In how many parts an entry of a `PartitionSpec` splits an axis."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)

@@ -6,11 +6,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import mlir
 
-from .._jax import is_automatically_partitioned, is_exported, num_devices, warn
+from .._jax import is_automatically_partitioned, is_exported
 from ..formats import Format
 from ..kernels import cpu, tpu, xla
-from ._plan import Plan
-from ._sharded import plan_from_types, sharded
+from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
 def dot_by(kernel) -> Callable:
@@ -58,32 +57,12 @@ def _lower_on(native: Callable, *, exports: bool) -> Callable:
     def lower(ctx, *args, plan, **params):
         dot = portable if is_exported(ctx) and not exports else native
         if is_automatically_partitioned(ctx):
-            plan = _plan_for(ctx, plan)
+            plan = plan_for(ctx, plan, *ctx.avals_in[:2])
             # The compiler cannot split a kernel over devices; what XLA made it can.
             dot = portable if plan is None else sharded(dot, plan)
         return _lower_by(dot)(ctx, *args, **params)
 
     return lower
-
-
-def _plan_for(ctx, plan: Plan | None) -> Plan | None:
-    x, codes, _ = ctx.avals_in
-    explicit = plan_from_types(x, codes)
-    if explicit is not None:
-        return explicit
-    if plan is not None and plan.mesh.size == num_devices(ctx):
-        return plan
-    stale = "" if plan is None else f", and is not that of its weight, {plan.mesh},"
-    warn(
-        f"A product with a quantized weight is compiled for {num_devices(ctx)} "
-        f"devices, on a mesh that eqquant does not know{stale} so that it has no "
-        "kernel, and its weight may be gathered on every device. Say how the model is "
-        "split: `model = eqquant.shard_tree(model, mesh, specs)`. Or use a mesh with "
-        "explicit axes, or `jax.shard_map`.",
-        UserWarning,
-        once=True,
-    )
-    return None
 
 
 # The kernels of platforms that have their own. XLA's serve on all others.
@@ -102,10 +81,21 @@ def implementation_on(platform: str) -> Callable:
     return dot_by(xla) if kernel is None else _dot_on(kernel)
 
 
-def lowering_of(x, codes, scales, *, platform: str, plan=None, **params) -> str:
+def lowering_of(
+    x, codes, scales, *, platform: str, plan=None, devices: int = 1, **params
+) -> str:
     """What a product becomes on a platform, in words, and how activations are rounded.
-    Only shapes and dtypes count."""
-    del plan
+    Only shapes and dtypes count. On so many `devices`, unless the mesh of the operands
+    is one with explicit axes, a plan says how it is split."""
+    plan = plan_from_types(x, codes) or plan
+    if plan is not None and devices > 1:
+        shards, split = on_each_device(plan, x, codes, scales, **params)
+        return lowering_of(*shards, platform=platform, **params) + split
+    if devices > 1:
+        return xla.describe(_seen(x, params["format"]), codes, scales, **params) + (
+            f", as nothing says how it is split over {devices} devices: call "
+            "eqquant.shard_tree"
+        )
     operands = _seen(x, params["format"]), codes, scales
     because = ""
     if platform in _kernels:

@@ -18,7 +18,6 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int8, UInt8
 
 from .._jax import (
-    by_compiler,
     config,
     explicit_mesh_of,
     match_varying,
@@ -30,7 +29,8 @@ from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
 from ._plan import Plan
-from ._sharded import layout_of, plan_from_types
+from ._scale_gradient import scale_gradient, scale_gradient_p
+from ._sharded import layout_of, plan_from_types, sharding_of_result
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -124,8 +124,7 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     plan = plan_from_types(x, codes)
     if plan is not None:
         spec = layout_of(plan, x, codes, scales, format).of_out(contract_rows)
-        typed_by = x if explicit_mesh_of(x) else codes
-        how["sharding"] = typed_by.sharding.update(spec=spec)
+        how["sharding"] = sharding_of_result(x, codes, spec)
     shape = (*x.shape[:-1], free)
     return x.update(shape=shape, dtype=out_dtype, weak_type=False, **how)
 
@@ -170,15 +169,39 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
     if format.activations == "int8":
         x = straight_rounded(x, (x.ndim - 1,))
     over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
-    over_rows, over_columns, codes = match_varying(over_rows, over_columns, codes)
-    blocks, dtype = scales.aval.shape[-1], scales.aval.dtype
-    gradient_of = ft.partial(
-        xla.scale_gradient, blocks=blocks, format=format, dtype=dtype
+    gradient = scale_gradient(
+        over_rows,
+        over_columns,
+        codes,
+        blocks=scales.aval.shape[-1],
+        format=format,
+        dtype=scales.aval.dtype,
+        plan=params["plan"],
     )
-    mesh = explicit_mesh_of(codes)
-    if mesh is not None:
-        gradient_of = by_compiler(gradient_of, mesh, scales.aval.sharding.spec)
-    return None, None, gradient_of(over_rows, over_columns, codes)
+    return None, None, _typed_as(gradient, scales.aval)
+
+
+def _transpose_scale_gradient(ct, rows, columns, codes, *, format, plan, **_):
+    """For one of the factors: a product with the weight that has `ct` for scales."""
+    by_rows = ad.is_undefined_primal(columns)
+    aval = (columns if by_rows else rows).aval
+    out = ad.Zero(aval)
+    if type(ct) is not ad.Zero:
+        out = quantized_dot(
+            rows if by_rows else columns,
+            codes,
+            ct,
+            format=dataclasses.replace(format, activations="float"),
+            contract_rows=by_rows,
+            precision="highest",
+            out_dtype=aval.dtype,
+            plan=plan,
+        )
+        out = _typed_as(out, aval)
+    return (None, out, None) if by_rows else (out, None, None)
+
+
+ad.primitive_transposes[scale_gradient_p] = _transpose_scale_gradient
 
 
 def _typed_as(x, aval):

@@ -11,9 +11,17 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import mlir
 from jax.sharding import AxisType, PartitionSpec
 
-from .._jax import explicit_mesh_of, manual_axes_in_context, spec_of
+from .._jax import (
+    explicit_mesh_of,
+    manual_axes_in_context,
+    num_devices,
+    parts_of,
+    spec_of,
+    warn,
+)
 from ..formats import Format, num_bytes
 from ._plan import Names, names_of, Plan
 
@@ -35,7 +43,7 @@ class Layout:
     def _entry(self, names: Names) -> Names | None:
         return tuple(names) or None
 
-    def _kept(self, names: Names) -> Names:
+    def kept(self, names: Names) -> Names:
         return tuple(name for name in names if name not in self.gathered)
 
     def gathers(self, names: Names) -> Names:
@@ -46,24 +54,26 @@ class Layout:
 
     def contracted(self, contract_rows: bool) -> Names:
         """The mesh axes over which a sum is left."""
-        return self._kept(self.rows if contract_rows else self.columns)
+        return self.kept(self.rows if contract_rows else self.columns)
+
+    def of_factor(self, names: Names) -> PartitionSpec:
+        """Of what has a row of the activation for each of its rows."""
+        return self._spec(self.batch, self.kept(names))
 
     def of_x(self, contract_rows: bool) -> PartitionSpec:
-        return self._spec(self.batch, self.contracted(contract_rows))
+        return self.of_factor(self.rows if contract_rows else self.columns)
 
     def of_weight(self, blocks: int | None = None) -> PartitionSpec:
         """Of codes; of scales, for so many blocks: one alone is not split."""
         # Neighbours stay together if what is gathered is the last of the mesh axes.
         rows, columns = (
-            (*self._kept(names), *self.gathers(names))
+            (*self.kept(names), *self.gathers(names))
             for names in (self.rows, self.columns)
         )
         return self._spec(rows, () if blocks == 1 else columns)
 
     def of_out(self, contract_rows: bool) -> PartitionSpec:
-        return self._spec(
-            self.batch, self._kept(self.columns if contract_rows else self.rows)
-        )
+        return self.of_factor(self.columns if contract_rows else self.rows)
 
 
 def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
@@ -108,6 +118,31 @@ def plan_from_types(x, codes) -> Plan | None:
     return Plan(mesh, tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2]))
 
 
+def plan_for(ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes) -> Plan | None:
+    """The plan of what is lowered, if there is one; a warning if there is none."""
+    explicit = plan_from_types(x, codes)
+    if explicit is not None:
+        return explicit
+    devices = num_devices(ctx)
+    if plan is not None and plan.mesh.size == devices:
+        return plan
+    warn(
+        f"A product with a quantized weight is compiled for {devices} devices, and "
+        f"nothing says how it is split{'' if plan is None else f' but for {plan.mesh}'}"
+        ": it gets no kernel, and its weight may be gathered on every device. Say how "
+        "the model is split: `model = eqquant.shard_tree(model, mesh, specs)`. A mesh "
+        "with explicit axes says it, too, and so does `jax.shard_map`.",
+        UserWarning,
+        once=True,
+    )
+    return None
+
+
+def sharding_of_result(x, codes, spec: PartitionSpec):
+    """On a mesh with explicit axes, for the type."""
+    return (x if explicit_mesh_of(x) else codes).sharding.update(spec=spec)
+
+
 def sharded(dot: Callable, plan: Plan) -> Callable:
     """`dot(x, codes, scales, over=mesh axes of the sum, ...)` of the parts that each
     device has, as a product of the whole."""
@@ -121,9 +156,11 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         params |= {"contract_rows": contract_rows, "out_dtype": dtype}
 
         def local(x, codes, scales):
-            codes, scales = _gather(layout, codes, scales, blocks)
+            codes, scales = gather(layout, codes), gather(layout, scales, blocks)
             out = dot(x, codes, scales, over=over, **params)
-            return lax.psum(out, over).astype(out_dtype) if over else out
+            if not over:
+                return out
+            return lax.psum(out, over).astype(out_dtype)
 
         in_specs = (
             layout.of_x(contract_rows),
@@ -136,18 +173,45 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
     return call
 
 
-def _gather(layout: Layout, codes, scales, blocks: int):
-    """With the parts of a weight that devices with other rows of the activation hold;
-    packed. The whole has so many blocks in a row."""
+def on_each_device(
+    plan: Plan, x, codes, scales, *, format: Format, contract_rows: bool, **_
+) -> tuple[list[jax.ShapeDtypeStruct], str]:
+    """The operands that a kernel gets, and what is done around it in words."""
+    layout = layout_of(plan, x, codes, scales, format)
+    over = layout.contracted(contract_rows)
+    whole = dataclasses.replace(
+        layout,
+        rows=layout.kept(layout.rows),
+        columns=layout.kept(layout.columns),
+    )
+    specs = (
+        layout.of_x(contract_rows),
+        whole.of_weight(),
+        whole.of_weight(scales.shape[-1]),
+    )
+
+    def part(a, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        parts = [parts_of(plan.mesh, entry) for entry in spec]
+        shape = [n // k for n, k in zip(a.shape, parts, strict=True)]
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    shards = list(map(part, (x, codes, scales), specs))
+    words = f", on each of {plan.mesh.size} devices"
+    if names := layout.gathers((*layout.rows, *layout.columns)):
+        words += f", codes and scales gathered over {', '.join(names)} before"
+    if over:
+        words += f", results summed over {', '.join(over)} after"
+    return shards, words
+
+
+def gather(layout: Layout, part, blocks: int | None = None):
+    """A part of a weight with those of the devices that have other rows of the
+    activation: codes, or scales for so many blocks."""
     for axis, names in ((-2, layout.rows), (-1, layout.columns)):
         names = layout.gathers(names)
-        if not names:
-            continue
-        how = {"axis": codes.ndim + axis, "tiled": True}
-        codes = lax.all_gather(codes, names, **how)
-        if axis == -2 or blocks > 1:
-            scales = lax.all_gather(scales, names, **how)
-    return codes, scales
+        if names and not (axis == -1 and blocks == 1):
+            part = lax.all_gather(part, names, axis=part.ndim + axis, tiled=True)
+    return part
 
 
 def on_shards(local: Callable, plan: Plan, in_specs: tuple, out_specs) -> Callable:
