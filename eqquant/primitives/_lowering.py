@@ -37,12 +37,21 @@ def _dot_on(kernel) -> Callable:
 
     def dot(x, codes, scales, *, over=(), plan=None, **params):
         del plan
+        params = _for_parts(kernel, over, params)
         seen = _seen(x, params["format"])
         reason = kernel.why_not(seen, codes, scales, **params)
         by = dot_by(xla if reason else kernel)
         return by(x, codes, scales, over=over, **params)
 
     return dot
+
+
+def _for_parts(kernel, over: tuple[str, ...], params: dict) -> dict:
+    """The parameters for a part of each row: if that is in int8, kernels for CPUs would
+    round it again, by what is largest in the part."""
+    if kernel is cpu and over and params["format"].activations == "int8":
+        return params | {"precision": "highest"}
+    return params
 
 
 def _lower_by(dot: Callable) -> Callable:
@@ -89,7 +98,8 @@ def lowering_of(
     is one with explicit axes, a plan says how it is split."""
     plan = plan_from_types(x, codes) or plan
     if plan is not None and devices > 1:
-        shards, split = on_each_device(plan, x, codes, scales, **params)
+        shards, over, split = on_each_device(plan, x, codes, scales, **params)
+        params = _for_parts(_kernels.get(platform), over, params)
         return lowering_of(*shards, platform=platform, **params) + split
     if devices > 1:
         return xla.describe(_seen(x, params["format"]), codes, scales, **params) + (

@@ -175,8 +175,9 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
 
 def on_each_device(
     plan: Plan, x, codes, scales, *, format: Format, contract_rows: bool, **_
-) -> tuple[list[jax.ShapeDtypeStruct], str]:
-    """The operands that a kernel gets, and what is done around it in words."""
+) -> tuple[list[jax.ShapeDtypeStruct], Names, str]:
+    """The operands that a kernel gets, the mesh axes over which results are summed, and
+    what is done around it in words."""
     layout = layout_of(plan, x, codes, scales, format)
     over = layout.contracted(contract_rows)
     whole = dataclasses.replace(
@@ -201,7 +202,7 @@ def on_each_device(
         words += f", codes and scales gathered over {', '.join(names)} before"
     if over:
         words += f", results summed over {', '.join(over)} after"
-    return shards, words
+    return shards, over, words
 
 
 def gather(layout: Layout, part, blocks: int | None = None):
