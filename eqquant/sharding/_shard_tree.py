@@ -120,7 +120,7 @@ def shard_tree(
             axes = [names_of(entry) for entry in specs.codes]
             axes += [()] * (x.codes.ndim - len(axes))
             plan = Plan(mesh.abstract_mesh, tuple(axes), of_batch)
-            return x.replace(plan=plan if plans else None)
+            return x.with_plan(plan if plans else None)
 
         return jax.tree.map(planned, leaf, specs, is_leaf=is_quantized)
 

@@ -44,7 +44,7 @@ def test_one_array_and_arrays_in_others(mesh, normal):
     tree = eqquant.lora_tree({"w": q}, 4, rules={"w": 4}, key=jax.random.key(0))
     lora = eqquant.shard_tree(tree, mesh, {"w": P("m", "d")}, batch="d")["w"]
     assert lora.base.plan.axes == (("m",), ("d",))
-    assert shard_shapes(lora.a) == {(4, 128)} and shard_shapes(lora.b) == {(16, 4)}
+    assert shard_shapes(lora.a) == {(4, 16)} and shard_shapes(lora.b) == {(128, 4)}
     assert eqquant.shard_tree(jnp.ones(8), mesh, P("m")).sharding.spec == P("m")
 
 

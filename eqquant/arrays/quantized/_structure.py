@@ -1,5 +1,6 @@
 """The fields of a quantized array, and its structural operations, which are exact."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,7 +39,7 @@ class AbstractQuantizedArray(ArrayOperators):
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
     offsets: Float[Array, "*lead blocks"] | None = None
-    plan: Plan | None = eqx.field(static=True, default=None)
+    plan: Plan | None = eqx.field(static=True, default=None, metadata={"saved": False})
 
     #
     # What it stands for
@@ -84,6 +85,14 @@ class AbstractQuantizedArray(ArrayOperators):
         names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
         names = (*names, "offsets", "plan")
         return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
+
+    def with_plan(self, plan: Plan | None) -> Any:
+        """Split as a plan says. Parts may be of any kind, abstract ones as well."""
+        new = object.__new__(type(self))
+        for field in dataclasses.fields(self):
+            value = plan if field.name == "plan" else getattr(self, field.name)
+            object.__setattr__(new, field.name, value)
+        return new
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None, plan: Any = None):
         """Apply `fn` to all components; `axes` says where, counted from the end, the
