@@ -84,7 +84,7 @@ def has_explicit_axes() -> bool:
 
 def _type_of(x):
     """Of a value, or itself."""
-    is_type = isinstance(x, getattr(jax, "core").ShapedArray)  # noqa: B009
+    is_type = hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array)
     return x if is_type else jax.typeof(x)
 
 

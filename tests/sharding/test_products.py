@@ -1,5 +1,7 @@
 """Products over 8 devices: the numbers of one, a kernel on each, and what is moved."""
 
+import re
+
 import eqquant
 import equinox as eqx
 import jax
@@ -81,6 +83,18 @@ def test_activations_in_int8_are_rounded_as_whole_rows(spec, normal):
     split = eqquant.shard_tree(q, mesh_of(), spec, batch="d")
     product = jax.jit(lambda x, q: x @ q.T)
     assert relative(product(x, split), product(x, q)) < SUMS
+
+
+def test_sums_are_of_float32(normal):
+    q = quantized(normal, "nf4", SIZE, SIZE).astype("bfloat16")
+    split = eqquant.shard_tree(q, mesh_of(), P(None, "m"), batch="d")
+    lowered = jax.jit(lambda x, q: x @ q.T).lower(
+        normal(M, SIZE, dtype="bfloat16"), split
+    )
+    (summed,) = re.findall(
+        r"all_reduce.*?\}\) : \((.*?)\)", lowered.as_text(), re.DOTALL
+    )
+    assert summed.endswith("xf32>") and lowered.out_info.dtype == jnp.bfloat16
 
 
 def test_two_plans_for_one_shape(normal):
