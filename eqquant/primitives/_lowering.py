@@ -18,7 +18,7 @@ def dot_by(kernel) -> Callable:
 
     def dot(x, codes, scales, *, format: Format, over=(), plan=None, **params):
         del plan
-        params |= {"format": format}
+        params = _for_parts(kernel, over, params | {"format": format})
         if format.activations == "int8":
             x, params["x_unit"] = kernel.round_int8(x, over)
         return kernel.dot(x, codes, scales, **params)
@@ -47,9 +47,9 @@ def _dot_on(kernel) -> Callable:
 
 
 def _for_parts(kernel, over: tuple[str, ...], params: dict) -> dict:
-    """The parameters for a part of each row: if that is in int8, kernels for CPUs would
+    """The parameters for a part of each row: if that is in int8, some kernels would
     round it again, by what is largest in the part."""
-    if kernel is cpu and over and params["format"].activations == "int8":
+    if kernel is not tpu and over and params["format"].activations == "int8":
         return params | {"precision": "highest"}
     return params
 
@@ -63,7 +63,7 @@ def _lower_on(native: Callable, *, exports: bool) -> Callable:
     XLA's is in its place."""
     portable = dot_by(xla)
 
-    def lower(ctx, *args, plan, **params):
+    def lower(ctx, *args, plan=None, **params):
         dot = portable if is_exported(ctx) and not exports else native
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in[:2])
@@ -99,7 +99,7 @@ def lowering_of(
     plan = plan_from_types(x, codes) or plan
     if plan is not None and devices > 1:
         shards, over, split = on_each_device(plan, x, codes, scales, **params)
-        params = _for_parts(_kernels.get(platform), over, params)
+        params = _for_parts(_kernels.get(platform, xla), over, params)
         return lowering_of(*shards, platform=platform, **params) + split
     if devices > 1:
         return xla.describe(_seen(x, params["format"]), codes, scales, **params) + (

@@ -176,7 +176,7 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
         blocks=scales.aval.shape[-1],
         format=format,
         dtype=scales.aval.dtype,
-        plan=params["plan"],
+        plan=params.get("plan"),
     )
     return None, None, _typed_as(gradient, scales.aval)
 
@@ -232,7 +232,11 @@ def _batch(args, dims, **params):
         return jnp.moveaxis(a, dim, 0)
 
     codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
-    if x_dim is None and not params["contract_rows"] and _merges(params["plan"], codes):
+    if (
+        x_dim is None
+        and not params["contract_rows"]
+        and _merges(params.get("plan"), codes)
+    ):
         # More weights for the same activation: more rows of one weight.
         batch = x.ndim - 2
 
@@ -240,7 +244,7 @@ def _batch(args, dims, **params):
             a = jnp.moveaxis(a, 0, batch)
             return a.reshape(*a.shape[:batch], -1, a.shape[-1])
 
-        if (plan := params["plan"]) is not None:
+        if (plan := params.get("plan")) is not None:
             order = *range(1, batch + 1), 0, batch + 1, batch + 2
             moved = [codes.shape[i] for i in order]
             merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
