@@ -56,7 +56,14 @@ def shard_tree(
             mesh,
             rules={"layers.0.weight": P("model"), "layers.1.weight": P(None, "model")},
         )
-        y = eqx.filter_jit(jax.vmap(model))(jax.numpy.ones((8, 64)))
+
+
+        @eqx.filter_jit
+        def logits(model, x):
+            return jax.vmap(model)(x)
+
+
+        y = logits(model, jax.numpy.ones((8, 64)))
         ```
 
     **Arguments:**

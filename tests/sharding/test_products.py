@@ -216,6 +216,11 @@ def test_a_step_of_qlora(normal):
     got = step(trainable, parts, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert relative(a, b) < 1e-4
+    merged, _ = eqquant.merge_lora(eqx.combine(trainable, frozen), "nf4")
+    for old, new in zip(split.layers, merged.layers, strict=True):
+        assert new.weight.plan == old.weight.plan
+        before, after = old.weight.codes.sharding, new.weight.codes.sharding
+        assert after.is_equivalent_to(before, 2)
 
 
 def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
