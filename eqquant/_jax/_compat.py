@@ -82,7 +82,7 @@ def has_explicit_axes() -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
-def _type_of(x):
+def _type_of(x) -> Any:
     """Of a value, or itself."""
     is_type = hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array)
     return x if is_type else jax.typeof(x)

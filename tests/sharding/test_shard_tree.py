@@ -108,6 +108,15 @@ def test_what_does_not_fit(how, mesh, normal):
         eqquant.shard_tree({"w": q, "b": jnp.ones(6), "p": p}, mesh, **kwargs)
 
 
+def test_a_block_that_a_shard_map_cuts(mesh, normal):
+    fn = jax.shard_map(
+        lambda x, q: x @ q.T, mesh=mesh, in_specs=P(None, "d"), out_specs=P()
+    )
+    q = eqquant.quantize(normal(16, 100), "nf4")
+    with pytest.raises(ValueError, match="eqquant.shard_tree says what fits"):
+        jax.eval_shape(fn, normal(4, 100), q)
+
+
 def test_rules_that_match_nothing(mesh, normal):
     with pytest.warns(UserWarning, match="match nothing.*nope"):
         eqquant.shard_tree({"w": normal(4, 4)}, mesh, rules={"nope": P()})
