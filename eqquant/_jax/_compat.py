@@ -82,17 +82,42 @@ def has_explicit_axes() -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
+def _type_of(x) -> Any:
+    """Of a value, or itself."""
+    is_type = hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array)
+    return x if is_type else jax.typeof(x)
+
+
 def spec_of(x) -> tuple:
     """How `x` is split, one entry for each of its axes."""
-    aval = jax.typeof(x)
+    aval = _type_of(x)
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (aval.ndim - len(spec))
 
 
 def explicit_mesh_of(x):
     """The mesh over which `x` is explicitly split, if it is."""
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = _type_of(x).sharding.mesh
     return mesh if jax.sharding.AxisType.Explicit in mesh.axis_types else None
+
+
+def manual_axes_in_context() -> frozenset[str]:
+    """The mesh axes that a `shard_map` around has split by hand."""
+    return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
+
+
+def is_manual(x) -> bool:
+    """Whether `x` is what one device has, inside of `shard_map`."""
+    mesh = _type_of(x).sharding.mesh
+    return not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
+
+
+def num_devices_of(x) -> int:
+    """On how many devices an array is, or is to be."""
+    sharding = getattr(x, "sharding", None)
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        return sharding.mesh.size
+    return getattr(sharding, "num_devices", 1)
 
 
 def parts_of(mesh, entry) -> int:
@@ -266,6 +291,14 @@ def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
         manual = axes.manual_axes | set(axes.mesh.manual_axes)
         return manual != frozenset(axes.mesh.axis_names)
     return False
+
+
+def num_devices(ctx: mlir.LoweringRuleContext) -> int:
+    """For how many devices this program is."""
+    axes = ctx.module_context.axis_context
+    if isinstance(axes, mlir.SPMDAxisContext):
+        return axes.mesh.size
+    return getattr(axes, "num_devices", 1)
 
 
 def is_exported(ctx: mlir.LoweringRuleContext) -> bool:

@@ -34,4 +34,5 @@ from .quantized import (
     no_problem as no_problem,
     quantize as quantize,
     QuantizedArray as QuantizedArray,
+    without_plan as without_plan,
 )

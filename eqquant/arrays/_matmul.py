@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from .._jax import manual_axes_in_context
 from ._implicit import ImplicitArray
 
 
@@ -15,7 +16,13 @@ def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
     q_axis = q.ndim - 1 if not reflected else max(q.ndim - 2, 0)
     x_axis = x.ndim - 1 if reflected else max(x.ndim - 2, 0)
     if q.shape[q_axis] != x.shape[x_axis]:
-        raise ValueError(f"matmul: contracted axes differ in size: {name}.")
+        hint = ""
+        if manual_axes_in_context():
+            hint = (
+                " Inside of shard_map the contracted axis can be in parts only if they "
+                "are equal, and have whole blocks: eqquant.shard_tree says what fits."
+            )
+        raise ValueError(f"matmul: contracted axes differ in size: {name}.{hint}")
     out_dtype = jnp.promote_types(q.dtype, x.dtype)
 
     q_batch, x_batch = q.shape[:-2], x.shape[:-2]

@@ -9,7 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import is_implicit, LoraArray, RotatedArray, StraightThroughArray
+from ..arrays import (
+    is_implicit,
+    LoraArray,
+    RotatedArray,
+    StraightThroughArray,
+    without_plan,
+)
 from ..formats import Format
 from ..trees import match_layers, Site, sites
 from ._contents import Contents
@@ -177,7 +183,8 @@ def _compare(found: Any, site: Site, where: str) -> None:
     """What the file has, with a leaf of `like`."""
     leaf = site.leaf
     if is_implicit(leaf):
-        same = jax.tree.structure(found) == jax.tree.structure(leaf) and all(
+        like = jax.tree.structure(without_plan(leaf))
+        same = jax.tree.structure(found) == like and all(
             a.shape == b.shape and a.dtype == b.dtype
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(leaf), strict=True)
         )
@@ -216,8 +223,9 @@ def _place(value: Any, leaf: Any) -> Any:
     """As JAX or NumPy has it, and where the leaf of `like` is."""
     if not is_implicit(value):
         return _place_array(value, leaf) if is_array(leaf) else value
-    if jax.tree.structure(value) == jax.tree.structure(leaf):
-        return jax.tree.map(_place_array, value, leaf)
+    if jax.tree.structure(value) == jax.tree.structure(without_plan(leaf)):
+        parts = map(_place_array, jax.tree.leaves(value), jax.tree.leaves(leaf))
+        return jax.tree.unflatten(jax.tree.structure(leaf), parts)
     return jax.tree.map(to_jax, value)
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from beartype.door import is_bearable
 
 from .._jax import is_traced
-from ..arrays import is_implicit, QuantizedArray
+from ..arrays import is_implicit, QuantizedArray, without_plan
 from ..formats import Format
 from ._check import check_codes, check_fit, CLASSES, PARTS
 from ._formats import format_from_json, format_to_json, Known
@@ -87,7 +87,7 @@ def _check_comes_back(path: str, leaf: Any, records: dict, parts: Iterable) -> N
     known = {q.format.name: type(q.format) for q in arrays}
     described = {p.name: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts}
     rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
-    if jax.tree.structure(rebuilt) != jax.tree.structure(leaf):
+    if jax.tree.structure(rebuilt) != jax.tree.structure(without_plan(leaf)):
         raise ValueError(f"{leaf!r} would not come back as it is.")
 
 
@@ -134,11 +134,16 @@ def _describe(path: str, leaf: Any, records: dict) -> Iterator[Part]:
         raise TypeError(f"{cls.__name__} cannot be saved.")
 
 
+def _saved_fields(cls: type) -> list[dataclasses.Field]:
+    """Without those that say where an array is, rather than what."""
+    return [f for f in dataclasses.fields(cls) if f.metadata.get("saved", True)]
+
+
 def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
     check_fit(node)
     static = {}
     parts = []
-    for field in dataclasses.fields(node):
+    for field in _saved_fields(type(node)):
         value = getattr(node, field.name)
         if field.metadata.get("static", False):
             static[field.name] = _static_to_json(value)
@@ -280,7 +285,7 @@ class Rebuilder:
 
     def _build_parts(self, path: str, cls: type, record: dict, get: Callable) -> Any:
         static = record.get("static")
-        fields = dataclasses.fields(cls)
+        fields = _saved_fields(cls)
         names = {f.name for f in fields if f.metadata.get("static", False)}
         if not isinstance(static, dict) or static.keys() != names:
             raise ValueError(f"{cls.__name__} has the static fields {sorted(names)}.")
@@ -301,6 +306,9 @@ class Rebuilder:
             if not ok:
                 raise ValueError(f"{field.name} cannot be {value!r}.")
             object.__setattr__(node, field.name, value)
+        for field in dataclasses.fields(cls):
+            if field not in fields:
+                object.__setattr__(node, field.name, field.default)
         check_fit(node)
         return node
 

@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax import open_jaxpr, subjaxprs
+from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs
 from ..arrays import ImplicitArray, is_quantized, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
 from ..formats import num_codes, planes_of
@@ -197,8 +197,7 @@ def explain(
     - `fn`: a function. It is traced, not run.
     - `*args`, `**kwargs`: its arguments.
     - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; by default that of this process.
-        Over several TPUs, outside of `jax.shard_map`, a product gets XLA's lowering,
-        which the compiler can split; inside, that of a single TPU.
+        Where arguments are on several devices, what each of them computes is told.
 
     **Returns:**
 
@@ -209,6 +208,7 @@ def explain(
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)
+    devices = max(map(num_devices_of, jax.tree.leaves(dynamic)), default=1)
     lines = []
     for eqn in _equations(jax.make_jaxpr(call)(dynamic)):
         if eqn.primitive is quantized_dot_p:
@@ -216,7 +216,14 @@ def explain(
             out = eqn.outvars[0].aval
             lines.append(
                 f"{x.str_short()} by {eqn.params['format']!r} gives {out.str_short()}: "
-                + lowering_of(x, codes, scales, platform=platform, **eqn.params)
+                + lowering_of(
+                    x,
+                    codes,
+                    scales,
+                    platform=platform,
+                    devices=1 if is_manual(x) else devices,
+                    **eqn.params,
+                )
             )
     return "\n".join(lines) if lines else "no product with a quantized weight"
 

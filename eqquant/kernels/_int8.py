@@ -9,11 +9,15 @@ from jax import lax
 from jaxtyping import Array, Float, Int8
 
 
-def _row_unit(x: Float[Array, "*m size"]) -> Float[Array, "*m 1"]:
+def _row_unit(
+    x: Float[Array, "*m size"], over: tuple[str, ...] = ()
+) -> Float[Array, "*m 1"]:
     # Through the bits: XLA:CPU's maximum of floats may lose a NaN, and a row with a NaN
     # has to stay one.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    absmax = lax.bitcast_convert_type(jnp.max(bits, -1, keepdims=True), jnp.float32)
+    largest = jnp.max(bits, -1, keepdims=True)
+    largest = lax.pmax(largest, over) if over else largest
+    absmax = lax.bitcast_convert_type(largest, jnp.float32)
     absmax = jnp.where(jnp.isfinite(absmax), absmax, jnp.nan)
     # Below that, 127ths are subnormal, and so zero.
     is_zero = absmax < 127 * jnp.finfo(jnp.float32).tiny
@@ -33,11 +37,12 @@ def split_int8(
 
 
 def round_int8(
-    x: Float[Array, "*m size"],
+    x: Float[Array, "*m size"], over: tuple[str, ...] = ()
 ) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
-    """`x` as an int8 matrix times one number for each row."""
+    """`x` as an int8 matrix times one number for each row; `over` are the mesh axes
+    over which rows are split, inside of `shard_map`."""
     x = x.astype(jnp.float32)
-    unit = _row_unit(x)
+    unit = _row_unit(x, over)
     return jnp.round(x * (1 / unit)).astype(jnp.int8), unit
 
 

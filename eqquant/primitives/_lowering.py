@@ -9,15 +9,18 @@ from jax.interpreters import mlir
 from .._jax import is_automatically_partitioned, is_exported
 from ..formats import Format
 from ..kernels import cpu, tpu, xla
+from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
 def dot_by(kernel) -> Callable:
-    """The product by a kernel, after what a format says is done to the activation."""
+    """The product by a kernel, after what a format says is done to the activation. Its
+    rows are split over the mesh axes `over`, inside of `shard_map`."""
 
-    def dot(x, codes, scales, *, format: Format, **params):
-        params |= {"format": format}
+    def dot(x, codes, scales, *, format: Format, over=(), plan=None, **params):
+        del plan
+        params = _for_parts(kernel, over, params | {"format": format})
         if format.activations == "int8":
-            x, params["x_unit"] = kernel.round_int8(x)
+            x, params["x_unit"] = kernel.round_int8(x, over)
         return kernel.dot(x, codes, scales, **params)
 
     return dot
@@ -32,27 +35,41 @@ def _seen(x, format: Format):
 def _dot_on(kernel) -> Callable:
     """The product by the kernel of a platform, or by XLA's where it has none."""
 
-    def dot(x, codes, scales, **params):
+    def dot(x, codes, scales, *, over=(), plan=None, **params):
+        del plan
+        params = _for_parts(kernel, over, params)
         seen = _seen(x, params["format"])
         reason = kernel.why_not(seen, codes, scales, **params)
-        return dot_by(xla if reason else kernel)(x, codes, scales, **params)
+        by = dot_by(xla if reason else kernel)
+        return by(x, codes, scales, over=over, **params)
 
     return dot
+
+
+def _for_parts(kernel, over: tuple[str, ...], params: dict) -> dict:
+    """The parameters for a part of each row: if that is in int8, some kernels would
+    round it again, by what is largest in the part."""
+    if kernel is not tpu and over and params["format"].activations == "int8":
+        return params | {"precision": "highest"}
+    return params
 
 
 def _lower_by(dot: Callable) -> Callable:
     return mlir.lower_fun(dot, multiple_results=False)
 
 
-def _lower_on(kernel, *, exports: bool) -> Callable:
-    """The lowering for a platform that has a kernel of its own."""
-    portable, native = _lower_by(dot_by(xla)), _lower_by(_dot_on(kernel))
+def _lower_on(native: Callable, *, exports: bool) -> Callable:
+    """The lowering for a platform, by a product on one device. If it is not exported,
+    XLA's is in its place."""
+    portable = dot_by(xla)
 
-    def lower(ctx, *args, **params):
-        # The compiler cannot split a kernel over devices; what XLA made it can.
-        is_split = is_automatically_partitioned(ctx)
-        anywhere = is_split or (not exports and is_exported(ctx))
-        return (portable if anywhere else native)(ctx, *args, **params)
+    def lower(ctx, *args, plan=None, **params):
+        dot = portable if is_exported(ctx) and not exports else native
+        if is_automatically_partitioned(ctx):
+            plan = plan_for(ctx, plan, *ctx.avals_in[:2])
+            # The compiler cannot split a kernel over devices; what XLA made it can.
+            dot = portable if plan is None else sharded(dot, plan)
+        return _lower_by(dot)(ctx, *args, **params)
 
     return lower
 
@@ -60,10 +77,10 @@ def _lower_on(kernel, *, exports: bool) -> Callable:
 # The kernels of platforms that have their own. XLA's serve on all others.
 _kernels = {"cpu": cpu, "tpu": tpu}
 lowerings = {
-    None: _lower_by(dot_by(xla)),
+    None: _lower_on(dot_by(xla), exports=True),
     # What is exported may run where there is no library of native kernels.
-    "cpu": _lower_on(cpu, exports=False),
-    "tpu": _lower_on(tpu, exports=True),
+    "cpu": _lower_on(_dot_on(cpu), exports=False),
+    "tpu": _lower_on(_dot_on(tpu), exports=True),
 }
 
 
@@ -73,9 +90,22 @@ def implementation_on(platform: str) -> Callable:
     return dot_by(xla) if kernel is None else _dot_on(kernel)
 
 
-def lowering_of(x, codes, scales, *, platform: str, **params) -> str:
+def lowering_of(
+    x, codes, scales, *, platform: str, plan=None, devices: int = 1, **params
+) -> str:
     """What a product becomes on a platform, in words, and how activations are rounded.
-    Only shapes and dtypes count."""
+    Only shapes and dtypes count. On so many `devices`, unless the mesh of the operands
+    is one with explicit axes, a plan says how it is split."""
+    plan = plan_from_types(x, codes) or plan
+    if plan is not None and devices > 1:
+        shards, over, split = on_each_device(plan, x, codes, scales, **params)
+        params = _for_parts(_kernels.get(platform, xla), over, params)
+        return lowering_of(*shards, platform=platform, **params) + split
+    if devices > 1:
+        return xla.describe(_seen(x, params["format"]), codes, scales, **params) + (
+            f", as nothing says how it is split over {devices} devices: call "
+            "eqquant.shard_tree"
+        )
     operands = _seen(x, params["format"]), codes, scales
     because = ""
     if platform in _kernels:

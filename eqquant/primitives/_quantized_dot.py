@@ -9,19 +9,18 @@ which kernel each platform gets.
 import dataclasses
 import functools as ft
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, UInt8
 
 from .._jax import (
     config,
-    has_explicit_axes,
+    explicit_mesh_of,
     match_varying,
-    spec_of,
     typed,
     zero_tangent,
 )
@@ -29,6 +28,9 @@ from ..formats import Format, num_codes, Precision
 from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
+from ._plan import Plan
+from ._scale_gradient import scale_gradient, scale_gradient_p
+from ._sharded import layout_of, plan_from_types, sharding_of_result
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -45,6 +47,7 @@ def quantized_dot(
     precision: Precision | None = None,
     weight_dtype=jnp.float32,
     out_dtype=None,
+    plan: Plan | None = None,
 ) -> Float[Array, "*batch m out"]:
     """The product of an activation and a quantized weight, as a JAX primitive.
 
@@ -64,6 +67,7 @@ def quantized_dot(
     - `weight_dtype`: the dtype of the array that the components stand for.
     - `out_dtype`: the dtype of the result. By default JAX promotes those of the
         operands.
+    - `plan`: how the weight is split over a mesh, as [`eqquant.shard_tree`][] has it.
 
     **Returns:**
 
@@ -72,22 +76,17 @@ def quantized_dot(
     x, codes, scales = match_varying(x, codes, scales)
     if out_dtype is None:
         out_dtype = jnp.promote_types(x.dtype, weight_dtype)
-    bind = ft.partial(
-        quantized_dot_p.bind,
+    return quantized_dot_p.bind(
+        x,
+        codes,
+        scales,
         format=format,
         contract_rows=contract_rows,
         precision=format.precision if precision is None else precision,
         weight_dtype=jnp.dtype(weight_dtype),
         out_dtype=jnp.dtype(out_dtype),
+        plan=plan,
     )
-    if has_explicit_axes():
-        # The loops of a lowering have no one sharding to be typed with; the result has.
-        *leading, _ = spec_of(x)
-        *_, rows, columns = spec_of(codes)
-        free = columns if contract_rows else rows
-        spec = PartitionSpec(*leading, None if free in leading else free)
-        return jax.sharding.auto_axes(bind, out_sharding=spec)(x, codes, scales)  # pyright: ignore
-    return bind(x, codes, scales)
 
 
 @ft.cache
@@ -121,7 +120,13 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
-    return x.update(shape=(*x.shape[:-1], free), dtype=out_dtype, weak_type=False)
+    how: dict[str, Any] = {}
+    plan = plan_from_types(x, codes)
+    if plan is not None:
+        spec = layout_of(plan, x, codes, scales, format).of_out(contract_rows)
+        how["sharding"] = sharding_of_result(x, codes, spec)
+    shape = (*x.shape[:-1], free)
+    return x.update(shape=shape, dtype=out_dtype, weak_type=False, **how)
 
 
 for _platform, _rule in lowerings.items():
@@ -158,22 +163,52 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
         other = quantized_dot(
             ct, codes, scales, format=format, contract_rows=not contract_rows, **params
         )
-        return other, None, None
+        return _typed_as(other, x.aval), None, None
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
     if format.activations == "int8":
         x = straight_rounded(x, (x.ndim - 1,))
     over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
-    over_rows, over_columns, codes = match_varying(over_rows, over_columns, codes)
-    gradient = xla.scale_gradient(
+    gradient = scale_gradient(
         over_rows,
         over_columns,
         codes,
-        scales.aval.shape[-1],
+        blocks=scales.aval.shape[-1],
         format=format,
         dtype=scales.aval.dtype,
+        plan=params.get("plan"),
     )
-    return None, None, gradient
+    return None, None, _typed_as(gradient, scales.aval)
+
+
+def _transpose_scale_gradient(ct, rows, columns, codes, *, format, plan, **_):
+    """For one of the factors: a product with the weight that has `ct` for scales."""
+    by_rows = ad.is_undefined_primal(columns)
+    aval = (columns if by_rows else rows).aval
+    out = ad.Zero(aval)
+    if type(ct) is not ad.Zero:
+        out = quantized_dot(
+            rows if by_rows else columns,
+            codes,
+            ct,
+            format=dataclasses.replace(format, activations="float"),
+            contract_rows=by_rows,
+            precision="highest",
+            out_dtype=aval.dtype,
+            plan=plan,
+        )
+        out = _typed_as(out, aval)
+    return (None, out, None) if by_rows else (out, None, None)
+
+
+ad.primitive_transposes[scale_gradient_p] = _transpose_scale_gradient
+
+
+def _typed_as(x, aval):
+    """Split over a mesh with explicit axes as its type says."""
+    if explicit_mesh_of(x) is None or jax.typeof(x).sharding == aval.sharding:
+        return x
+    return jax.sharding.reshard(x, aval.sharding.spec)
 
 
 ad.primitive_transposes[quantized_dot_p] = _transpose
@@ -197,7 +232,11 @@ def _batch(args, dims, **params):
         return jnp.moveaxis(a, dim, 0)
 
     codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
-    if x_dim is None and not params["contract_rows"]:
+    if (
+        x_dim is None
+        and not params["contract_rows"]
+        and _merges(params.get("plan"), codes)
+    ):
         # More weights for the same activation: more rows of one weight.
         batch = x.ndim - 2
 
@@ -205,9 +244,22 @@ def _batch(args, dims, **params):
             a = jnp.moveaxis(a, 0, batch)
             return a.reshape(*a.shape[:batch], -1, a.shape[-1])
 
+        if (plan := params.get("plan")) is not None:
+            order = *range(1, batch + 1), 0, batch + 1, batch + 2
+            moved = [codes.shape[i] for i in order]
+            merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
+            params["plan"] = plan.permuted(order).reshaped(moved, merged)
         out = quantized_dot(x, to_rows(codes), to_rows(scales), **params)
         return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
     return quantized_dot(to_front(x, x_dim), codes, scales, **params), 0
+
+
+def _merges(plan: Plan | None, codes) -> bool:
+    """Whether rows of a stack of weights can be those of one: not if they are split,
+    as each device then has a part of every weight."""
+    if plan is None:
+        return explicit_mesh_of(codes) is None
+    return not plan.of(codes.ndim)[-2]
 
 
 batching.primitive_batchers[quantized_dot_p] = _batch

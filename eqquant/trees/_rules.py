@@ -36,7 +36,7 @@ class Rules:
     def __init__(
         self,
         rules: Mapping[str | re.Pattern, Any] | None,
-        parse: Callable[[Any], tuple[Any, Axis | None]],
+        parse: Callable[[Any], tuple[Any, Any]],
         caller: str,
     ):
         self._rules = []
@@ -49,7 +49,7 @@ class Rules:
             self._rules.append((pattern, parse(rule)))
         self._used: set = set()
 
-    def find(self, site: Site) -> tuple[Any, Axis | None] | None:
+    def find(self, site: Site) -> tuple[Any, Any] | None:
         for pattern, rule in self._rules:
             if self._matches(pattern, site.path):
                 excluded = pattern != site.path and is_never_a_weight(site)

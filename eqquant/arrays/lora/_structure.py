@@ -2,8 +2,7 @@
 exact."""
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, Shaped
 
+from ...primitives import aligned
 from .. import _plain as plain
 from .._implicit import ImplicitArray, is_implicit
 from .._operators import ArrayOperators
@@ -126,7 +126,7 @@ class AbstractLoraArray(ArrayOperators):
             for axes in (self.in_axes, self.out_axes)
         )
         new_ins, new_outs = [], []
-        for before, after in _aligned(old, shape):
+        for before, after in aligned(old, shape):
             # An axis of one element is of any kind.
             many = {axis for axis in before if old[axis] > 1}
             if many and many <= ins:
@@ -301,20 +301,3 @@ def _axes_of_parts(
     lead = _lead_axes(ndim, in_axes, out_axes)
     ins, outs = (tuple(i + ndim for i in axes) for axes in (in_axes, out_axes))
     return {"a": (*lead, None, *ins), "b": (*lead, *outs, None), "key": lead}
-
-
-def _aligned(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[list, list]]:
-    """The smallest runs of axes of both shapes that hold the same elements."""
-    i = j = 0
-    while i < len(old) and j < len(new):
-        before, after = [i], [j]
-        i, j = i + 1, j + 1
-        while math.prod(old[k] for k in before) != math.prod(new[k] for k in after):
-            if math.prod(old[k] for k in before) < math.prod(new[k] for k in after):
-                before.append(i)
-                i += 1
-            else:
-                after.append(j)
-                j += 1
-        yield before, after
-    yield list(range(i, len(old))), list(range(j, len(new)))  # Ones.

@@ -3,6 +3,7 @@
 from ._array import (
     is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
+    without_plan as without_plan,
 )
 from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components

@@ -46,6 +46,7 @@ class QuantizedArray(AbstractQuantizedArray):
     - `inner`: the sizes of all the blocked axes but the first.
     - `padding`: how many codes fill the partial last block.
     - `offsets`: as `scales`, of an affine format; else None.
+    - `plan`: how it is split over a mesh, if [`eqquant.shard_tree`][] did that.
     """
 
     @property
@@ -152,6 +153,13 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
     stored = (*q.lead_axes, *q.blocked_axes)
     values = jnp.transpose(values, [stored.index(i) for i in range(q.ndim)])
     return values.astype(q.dtype)
+
+
+def without_plan(tree: Any) -> Any:
+    """A tree whose quantized arrays say nothing of how they are split."""
+    is_leaf = lambda x: isinstance(x, QuantizedArray)
+    drop = lambda x: x.with_plan(None) if is_leaf(x) else x
+    return jax.tree.map(drop, tree, is_leaf=is_leaf)
 
 
 def is_quantized(x: Any) -> bool:

@@ -114,6 +114,13 @@ def _contract(
         last = num_columns * a.shape[-1]
         return a.reshape(*((num_batch,) if batch else ()), num_rows, last)
 
+    plan = q.plan
+    if plan is not None:
+        order_of_codes = *order, len(order)
+        moved = [q.codes.shape[i] for i in order_of_codes]
+        merged = component(q.codes).shape
+        plan = plan.permuted(order_of_codes).reshaped(moved, merged)
+
     # The activation: (batch, free, contracted in the order of storage).
     used = {axis for _, axis in (*over, *batch)}
     x_free = [axis for axis in range(x.ndim) if axis not in used]
@@ -145,6 +152,7 @@ def _contract(
         precision=precision,
         weight_dtype=q.dtype,
         out_dtype=dtype,
+        plan=plan,
     )
     if q.offsets is not None:
         if q.rounds_activations:

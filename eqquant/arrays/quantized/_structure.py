@@ -1,5 +1,6 @@
 """The fields of a quantized array, and its structural operations, which are exact."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from ...formats import (
     ShortScales,
     slice_scales,
 )
+from ...primitives import Plan
 from .._operators import ArrayOperators
 
 
@@ -37,6 +39,7 @@ class AbstractQuantizedArray(ArrayOperators):
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
     offsets: Float[Array, "*lead blocks"] | None = None
+    plan: Plan | None = eqx.field(static=True, default=None, metadata={"saved": False})
 
     #
     # What it stands for
@@ -80,16 +83,28 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def replace(self, **fields):
         names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
-        names = (*names, "offsets")
+        names = (*names, "offsets", "plan")
         return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
-    def _on_lead(self, fn, axes: Sequence[int] | None = None):
+    def with_plan(self, plan: Plan | None) -> Any:
+        """Split as a plan says. Parts may be of any kind, abstract ones as well."""
+        new = object.__new__(type(self))
+        for field in dataclasses.fields(self):
+            value = plan if field.name == "plan" else getattr(self, field.name)
+            object.__setattr__(new, field.name, value)
+        return new
+
+    def _on_lead(self, fn, axes: Sequence[int] | None = None, plan: Any = None):
         """Apply `fn` to all components; `axes` says where, counted from the end, the
-        blocked axes then are."""
+        blocked axes then are, and `plan` how the codes are split, if they are."""
         axes = self.axes if axes is None else tuple(axes)
         parts = self.codes, self.scales, self.offsets
         codes, scales, offsets = jax.tree.map(fn, parts)
-        return self.replace(codes=codes, scales=scales, offsets=offsets, axes=axes)
+        new = {"codes": codes, "scales": scales, "offsets": offsets, "axes": axes}
+        return self.replace(**new, plan=self._plan(plan))
+
+    def _plan(self, fn: Callable[[Plan], Plan] | None) -> Plan | None:
+        return self.plan if fn is None or self.plan is None else fn(self.plan)
 
     def _lead_index(self, axis: int) -> int:
         return self.lead_axes.index(axis)
@@ -99,7 +114,10 @@ class AbstractQuantizedArray(ArrayOperators):
         lead = [self._lead_index(i) for i in permutation if i in self.lead_axes]
         if lead == list(range(len(lead))):  # Free: only the blocked axis moves.
             return self.replace(axes=tuple(blocked))
-        return self._on_lead(lambda a: jnp.transpose(a, (*lead, len(lead))), blocked)
+        order = *lead, len(lead)
+        return self._on_lead(
+            lambda a: jnp.transpose(a, order), blocked, lambda p: p.permuted(order)
+        )
 
     def with_dtype(self, dtype) -> "AbstractQuantizedArray":
         return self.replace(dtype=jnp.dtype(dtype))
@@ -123,7 +141,12 @@ class AbstractQuantizedArray(ArrayOperators):
         axes = [where[axis] - len(shape) for axis in self.blocked_axes]
         if 0 in shape and math.prod(lead) != math.prod(self.codes.shape[:-1]):
             return NotImplemented
-        return self._on_lead(lambda a: a.reshape(*lead, a.shape[-1]), axes)
+        last = self.codes.shape[-1]
+        return self._on_lead(
+            lambda a: a.reshape(*lead, a.shape[-1]),
+            axes,
+            lambda p: p.reshaped(self.codes.shape, (*lead, last)),
+        )
 
     def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         new = [dimensions[axis] for axis in self.blocked_axes]
@@ -137,7 +160,13 @@ class AbstractQuantizedArray(ArrayOperators):
             to = (*(shape[i] for i in lead), a.shape[-1])
             return lax.broadcast_in_dim(a, to, (*onto, len(lead)))
 
-        return self._on_lead(broadcast, [i - len(shape) for i in new])
+        kept = {axis: i for i, axis in enumerate(onto)}
+        picked = *(kept.get(i) for i in range(len(lead))), len(onto)
+        return self._on_lead(
+            broadcast,
+            [i - len(shape) for i in new],
+            lambda p: p.picked(len(onto) + 1, picked),
+        )
 
     def slice(
         self,
@@ -218,7 +247,12 @@ class AbstractQuantizedArray(ArrayOperators):
         left = [i for i in range(self.ndim) if i not in dimensions]
         axes = [left.index(axis) - len(left) for axis in self.blocked_axes]
         lead = [self._lead_index(axis) for axis in dimensions]
-        return self._on_lead(lambda a: lax.squeeze(a, lead), axes)
+        kept = [i for i in range(self.codes.ndim) if i not in lead]
+        return self._on_lead(
+            lambda a: lax.squeeze(a, lead),
+            axes,
+            lambda p: p.picked(self.codes.ndim, kept),
+        )
 
     @property
     def whole_axes(self) -> int | None:
@@ -228,7 +262,13 @@ class AbstractQuantizedArray(ArrayOperators):
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         scales = gather_scales(fn, self.scales, fill)
         offsets = None if self.offsets is None else fn(self.offsets, fill)
-        return self.replace(codes=fn(self.codes, None), scales=scales, offsets=offsets)
+        codes = fn(self.codes, None)
+        # What is looked up may be any of the rows.
+        lookup = lambda p: p.picked(
+            self.codes.ndim, [*[None] * (codes.ndim - 1), self.codes.ndim - 1]
+        )
+        new = {"codes": codes, "scales": scales, "offsets": offsets}
+        return self.replace(**new, plan=self._plan(lookup))
 
     def concatenate(self, others: Sequence["AbstractQuantizedArray"], dimension: int):
         if dimension in self.blocked_axes:
@@ -315,5 +355,9 @@ class AbstractQuantizedArray(ArrayOperators):
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
         out = self.replace(codes=codes, scales=scales, offsets=offsets)
-        out = out.replace(axes=self.axes[-1:], inner=())
-        return out._on_lead(lambda a: jnp.transpose(a, (*order, len(order))))
+        plan = self._plan(lambda p: p.reshaped(self.codes.shape, codes.shape))
+        out = out.replace(axes=self.axes[-1:], inner=(), plan=plan)
+        order = *order, len(order)
+        return out._on_lead(
+            lambda a: jnp.transpose(a, order), plan=lambda p: p.permuted(order)
+        )

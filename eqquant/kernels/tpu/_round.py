@@ -13,14 +13,17 @@ from ._tiles import lanes, pad_to, result_like
 
 
 def round_rows(
-    x: Float[Array, "*batch m size"], *, interpret: bool = False
+    x: Float[Array, "*batch m size"],
+    over: tuple[str, ...] = (),
+    *,
+    interpret: bool = False,
 ) -> tuple[Int8[Array, "*batch m size"], Float[Array, "*batch m 1"]]:
     """As [`eqquant._int8.round_int8`][]."""
     *batch, m, size = x.shape
     # Rows of whole registers that fit in the memory of a core, several times.
     most = 2**20 // size // 32 * 32
-    if m <= 32 or size % lanes or not most or x.dtype.itemsize > 4:
-        return round_int8(x.astype(jnp.float32))
+    if over or m <= 32 or size % lanes or not most or x.dtype.itemsize > 4:
+        return round_int8(x.astype(jnp.float32), over)
     bm = min(math.ceil(m / 32) * 32, most, 256)
     x = pad_to(x.reshape(1, -1, size), 1, bm)
 

@@ -1,0 +1,241 @@
+"""A product over a mesh: a kernel on every device, inside of `shard_map`.
+
+No compiler can split a kernel. So the lowering of a product splits it, by a [`Plan`][]:
+on meshes with explicit axes that is read off the types of the operands.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import mlir
+from jax.sharding import AxisType, PartitionSpec
+
+from .._jax import (
+    explicit_mesh_of,
+    manual_axes_in_context,
+    num_devices,
+    parts_of,
+    spec_of,
+    warn,
+)
+from ..formats import Format, num_bytes
+from ._plan import Names, names_of, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a plan comes to for the shapes of one product: mesh axes that divide them,
+    each used once.
+
+    `gathered` are those over which the activation differs, too.
+    """
+
+    stack: tuple[Names, ...]
+    batch: Names
+    rows: Names
+    columns: Names
+    gathered: frozenset[str]
+
+    def _entry(self, names: Names) -> Names | None:
+        return tuple(names) or None
+
+    def kept(self, names: Names) -> Names:
+        return tuple(name for name in names if name not in self.gathered)
+
+    def gathers(self, names: Names) -> Names:
+        return tuple(name for name in names if name in self.gathered)
+
+    def _spec(self, *last: Names) -> PartitionSpec:
+        return PartitionSpec(*map(self._entry, (*self.stack, *last)))
+
+    def contracted(self, contract_rows: bool) -> Names:
+        """The mesh axes over which a sum is left."""
+        return self.kept(self.rows if contract_rows else self.columns)
+
+    def of_factor(self, names: Names) -> PartitionSpec:
+        """Of what has a row of the activation for each of its rows."""
+        return self._spec(self.batch, self.kept(names))
+
+    def of_x(self, contract_rows: bool) -> PartitionSpec:
+        return self.of_factor(self.rows if contract_rows else self.columns)
+
+    def of_weight(self, blocks: int | None = None) -> PartitionSpec:
+        """Of codes; of scales, for so many blocks: one alone is not split."""
+        # Neighbours stay together if what is gathered is the last of the mesh axes.
+        rows, columns = (
+            (*self.kept(names), *self.gathers(names))
+            for names in (self.rows, self.columns)
+        )
+        return self._spec(rows, () if blocks == 1 else columns)
+
+    def of_out(self, contract_rows: bool) -> PartitionSpec:
+        return self.of_factor(self.columns if contract_rows else self.rows)
+
+
+def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
+    """Only shapes count."""
+    manual = manual_axes_in_context()
+    used = set(manual)
+    sizes = plan.mesh.shape
+
+    def fitting(names: Sequence[str], divides: Callable[[int], bool]) -> Names:
+        names = [name for name in names if name not in used]
+        while names and not divides(math.prod(sizes[name] for name in names)):
+            names.pop()
+        used.update(names)
+        return tuple(names)
+
+    *lead, rows, packed = codes.shape
+    blocks = scales.shape[-1]
+    unit = num_bytes(format.group, format.bits)
+    *of_lead, of_rows, of_columns = plan.of(codes.ndim)
+    stack = tuple(
+        fitting(names, lambda parts, size=size: size % parts == 0)
+        for names, size in zip(of_lead, lead, strict=True)
+    )
+    in_stack = set(used)
+    of_rows = fitting(of_rows, lambda parts: rows % parts == 0)
+    of_columns = fitting(
+        of_columns,
+        lambda parts: (
+            packed % (parts * unit) == 0 and (blocks == 1 or blocks % parts == 0)
+        ),
+    )
+    used = in_stack
+    batch = fitting(plan.batch, lambda parts: x.shape[-2] % parts == 0)
+    return Layout(stack, batch, of_rows, of_columns, frozenset(batch))
+
+
+def plan_from_types(x, codes) -> Plan | None:
+    """On a mesh with explicit axes; None on any other."""
+    mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
+    if mesh is None:
+        return None
+    return Plan(mesh, tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2]))
+
+
+def plan_for(ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes) -> Plan | None:
+    """The plan of what is lowered, if there is one; a warning if there is none."""
+    explicit = plan_from_types(x, codes)
+    if explicit is not None:
+        return explicit
+    devices = num_devices(ctx)
+    if plan is not None and plan.mesh.size == devices:
+        return plan
+    warn(
+        f"A product with a quantized weight is compiled for {devices} devices, and "
+        f"nothing says how it is split{'' if plan is None else f' but for {plan.mesh}'}"
+        ": it gets no kernel, and its weight may be gathered on every device. Say how "
+        "the model is split: `model = eqquant.shard_tree(model, mesh, specs)`. A mesh "
+        "with explicit axes says it, too, and so does `jax.shard_map`.",
+        UserWarning,
+        once=True,
+    )
+    return None
+
+
+def sharding_of_result(x, codes, spec: PartitionSpec):
+    """On a mesh with explicit axes, for the type."""
+    return (x if explicit_mesh_of(x) else codes).sharding.update(spec=spec)
+
+
+def sharded(dot: Callable, plan: Plan) -> Callable:
+    """`dot(x, codes, scales, over=mesh axes of the sum, ...)` of the parts that each
+    device has, as a product of the whole."""
+
+    def call(x, codes, scales, *, contract_rows: bool, out_dtype, **params):
+        layout = layout_of(plan, x, codes, scales, params["format"])
+        blocks = scales.shape[-1]
+        over = layout.contracted(contract_rows)
+        # The sum is taken before anything is rounded.
+        dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
+        params |= {"contract_rows": contract_rows, "out_dtype": dtype}
+
+        def local(x, codes, scales):
+            codes, scales = gather(layout, codes), gather(layout, scales, blocks)
+            out = dot(x, codes, scales, over=over, **params)
+            if not over:
+                return out
+            return lax.psum(out, over).astype(out_dtype)
+
+        in_specs = (
+            layout.of_x(contract_rows),
+            layout.of_weight(),
+            layout.of_weight(blocks),
+        )
+        out_specs = layout.of_out(contract_rows)
+        return on_shards(local, plan, in_specs, out_specs)(x, codes, scales)
+
+    return call
+
+
+def on_each_device(
+    plan: Plan, x, codes, scales, *, format: Format, contract_rows: bool, **_
+) -> tuple[list[jax.ShapeDtypeStruct], Names, str]:
+    """The operands that a kernel gets, the mesh axes over which results are summed, and
+    what is done around it in words."""
+    layout = layout_of(plan, x, codes, scales, format)
+    over = layout.contracted(contract_rows)
+    whole = dataclasses.replace(
+        layout,
+        rows=layout.kept(layout.rows),
+        columns=layout.kept(layout.columns),
+    )
+    specs = (
+        layout.of_x(contract_rows),
+        whole.of_weight(),
+        whole.of_weight(scales.shape[-1]),
+    )
+
+    def part(a, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        parts = [parts_of(plan.mesh, entry) for entry in spec]
+        shape = [n // k for n, k in zip(a.shape, parts, strict=True)]
+        return jax.ShapeDtypeStruct(shape, a.dtype)
+
+    shards = list(map(part, (x, codes, scales), specs))
+    words = f", on each of {plan.mesh.size} devices"
+    if names := layout.gathers((*layout.rows, *layout.columns)):
+        words += f", codes and scales gathered over {', '.join(names)} before"
+    if over:
+        words += f", results summed over {', '.join(over)} after"
+    return shards, over, words
+
+
+def gather(layout: Layout, part, blocks: int | None = None):
+    """A part of a weight with those of the devices that have other rows of the
+    activation: codes, or scales for so many blocks."""
+    for axis, names in ((-2, layout.rows), (-1, layout.columns)):
+        names = layout.gathers(names)
+        if names and not (axis == -1 and blocks == 1):
+            part = lax.all_gather(part, names, axis=part.ndim + axis, tiled=True)
+    return part
+
+
+def on_shards(local: Callable, plan: Plan, in_specs: tuple, out_specs) -> Callable:
+    """`local` on every device of the mesh of a plan."""
+    manual = manual_axes_in_context()
+
+    def call(*args):
+        if manual:  # Inside of a `shard_map` over the others.
+            mesh = jax.sharding.get_abstract_mesh()
+            free = set(mesh.axis_names) - manual
+        else:
+            mesh, free = plan.mesh, set(plan.mesh.axis_names)
+        with jax.sharding.use_abstract_mesh(mesh):
+            if AxisType.Explicit in mesh.axis_types:
+                args = map(jax.sharding.reshard, args, in_specs)
+            fn = jax.shard_map(
+                local,
+                mesh=mesh,
+                in_specs=in_specs,
+                out_specs=out_specs,
+                axis_names=free,
+                check_vma=False,
+            )
+            return fn(*args)
+
+    return call
