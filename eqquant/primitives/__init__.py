@@ -1,8 +1,8 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations, which work
-on raw arrays; and what a product becomes on each platform, as a function and in words.
-Imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
+activations, which work on raw arrays; and what a product becomes on each platform, as a
+function and in words. Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
@@ -11,6 +11,7 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
+from ._observe_rows import observe_rows as observe_rows
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,
