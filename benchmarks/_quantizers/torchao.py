@@ -1,41 +1,37 @@
-"""torchao."""
+"""torchao: its HQQ, which `Int4WeightOnlyConfig` has kernels for on GPUs only."""
 
 import functools as ft
 
 from . import Quantizer, Round, TORCH
 
 
-# Its kernel for CPUs takes as many outputs at once.
-ROWS = 64
-
-
 def load() -> tuple[str, dict[str, Round]]:
     import torch
     import torchao
-    from torchao.quantization import Int4WeightOnlyConfig, quantize_
+    from torchao.quantization import quant_primitives
 
-    def rounded(w, block: int, algorithm: str):
-        rows, columns = w.shape
-        filled = -(-rows // ROWS) * ROWS
-        weight = torch.zeros(filled, columns)
-        weight[:rows] = torch.from_numpy(w)
-        layer = torch.nn.Linear(columns, filled, bias=False)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-        config = Int4WeightOnlyConfig(
+    hqq = quant_primitives._choose_qparams_and_quantize_affine_hqq
+
+    def rounded(w, bits: int, block: int):
+        codes, scales, zeros, _ = hqq(
+            torch.from_numpy(w),
+            nbits=bits,
             group_size=block,
-            int4_packing_format="opaque",
-            int4_choose_qparams_algorithm=algorithm,
+            compute_dtype=torch.bfloat16,
+            device="cpu",
+            raw_output=True,
         )
-        quantize_(layer, config)
-        stored = layer.weight.qdata.nbytes + layer.weight.scale_and_zero.nbytes
-        with torch.no_grad():
-            decoded = layer(torch.eye(columns)).T[:rows]
-        return decoded.float().contiguous().numpy(), stored * rows // filled
+        groups = codes.reshape(-1, block).float()
+        numbers = [part.bfloat16().float().reshape(-1, 1) for part in (zeros, scales)]
+        decoded = ((groups - numbers[0]) * numbers[1]).reshape(w.shape)
+        # Scales and zeros in bfloat16.
+        nbytes = w.size * bits // 8 + 2 * 2 * w.size // block
+        return decoded.numpy(), nbytes
 
     return f"torchao {torchao.__version__}", {
-        "int4": ft.partial(rounded, block=64, algorithm="tinygemm"),
-        "int4, HQQ": ft.partial(rounded, block=64, algorithm="hqq"),
-        "int4, HQQ, blocks of 128": ft.partial(rounded, block=128, algorithm="hqq"),
+        "int4, HQQ": ft.partial(rounded, bits=4, block=64),
+        "int4, HQQ, blocks of 128": ft.partial(rounded, bits=4, block=128),
+        "int3, HQQ": ft.partial(rounded, bits=3, block=64),
     }
 
 

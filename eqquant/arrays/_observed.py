@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from .._jax import has_explicit_axes
+from ..primitives import observe_rows
 from . import _plain as plain
 from ._operators import ArrayOperators
 
@@ -89,7 +91,10 @@ class ObservedArray(ArrayOperators):
         rows = jnp.transpose(self.base, order)
         lead, size = rows.shape[: len(self.lead)], self.seen.gram.shape[-1]
         rows = rows.reshape(*lead, -1, size)
-        rows = _tie_lookup(rows, self.seen)
+        seen = self.seen.gram, self.seen.rows, self.seen.power
+        # Split over devices, a sum over mapped axes is JAX's to make.
+        tie = _tie_lookup if has_explicit_axes() else observe_rows
+        rows = tie(rows, *seen)
         rows = rows.reshape([self.shape[i] for i in order])
         return jnp.transpose(rows, [order.index(i) for i in range(self.ndim)])
 
@@ -361,20 +366,20 @@ _tie_product = {every_row: _tie(every_row) for every_row in (False, True)}
 
 
 @jax.custom_vjp
-def _tie_lookup(rows, seen: Observed):
-    """`rows`. The cotangent of `seen` is made of theirs."""
+def _tie_lookup(rows, gram, count, power):
+    """As `observe_rows`."""
     return rows
 
 
-def _forward_lookup(rows, seen):
-    return rows, jnp.zeros((), seen.gram.dtype)
+def _forward_lookup(rows, gram, count, power):
+    return rows, jnp.zeros((), gram.dtype)
 
 
 def _backward_lookup(like, ct):
     wide = ct.astype(like.dtype)
     gram = jnp.einsum("...ri,...rj->...ij", wide, wide, precision="highest")
     live = jnp.sum(jnp.any(ct != 0, -1).astype(like.dtype), -1)
-    return ct, Observed(gram, live, jnp.sum(jnp.square(wide), (-1, -2)))
+    return ct, gram, live, jnp.sum(jnp.square(wide), (-1, -2))
 
 
 _tie_lookup.defvjp(_forward_lookup, _backward_lookup)

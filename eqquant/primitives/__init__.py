@@ -1,8 +1,9 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-Exports `quantized_dot`, `rows_dot`, and `straight_rounded` for activations, which work
-on raw arrays; what a product becomes on each platform, as a function and in words; and
-`Plan`, how a weight is split over a mesh. Imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
+activations, which work on raw arrays; what a product becomes on each platform, as a
+function and in words; and `Plan`, how a weight is split over a mesh. Imports `kernels`,
+`formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
@@ -11,6 +12,7 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
+from ._observe_rows import observe_rows as observe_rows
 from ._plan import aligned as aligned, names_of as names_of, Plan as Plan
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
