@@ -192,31 +192,30 @@ def distill(
             f"{_caller}: nothing is trained, as student has no array of floating point "
             "that where selects. Scales in 8 bits are not trained."
         )
-    if state is None:
-        state = Distillation(student, optimiser, where=where)
-    elif _described(state) != _described(start):
+    now = Distillation(student, optimiser, where=where) if state is None else state
+    if _described(now) != _described(start):
         raise ValueError(
             f"{_caller}: state must be of this student, where and optimiser. Pass the "
             "student that the first call was given, not the one that it returned."
         )
     loss = relative_error if loss is None else loss
-    elements = sum(x.size for x in jax.tree.leaves(state.trained))
+    elements = sum(x.size for x in jax.tree.leaves(now.trained))
     work = elements * len(batches) if isinstance(batches, Sized) else elements
     shown = with_progress(
         batches, work, progress, caller=_caller, what=("distilling", "batch")
     )
     count = 0
     for count, batch in enumerate(shown, 1):
-        state, is_finite = _step(state, student, teacher, fn, loss, optimiser, batch)
+        now, is_finite = _step(now, student, teacher, fn, loss, optimiser, batch)
         if not is_finite:
             raise ValueError(
                 f"{_caller}: the loss and what is trained must stay finite, but do not "
-                f"in batch {count - 1}, where the loss is {float(state.loss)}. See "
+                f"in batch {count - 1}, where the loss is {float(now.loss)}. See "
                 "whether the batch is finite, or try a lower learning rate."
             )
     if not count:
         raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
-    return state.model(student), state
+    return now.model(student), now
 
 
 @eqx.filter_jit
