@@ -192,15 +192,12 @@ def distill(
             f"{_caller}: nothing is trained, as student has no array of floating point "
             "that where selects. Scales in 8 bits are not trained."
         )
-    if state is None:
-        now = Distillation(student, optimiser, where=where)
-    elif _described(state) != _described(start):
+    now = Distillation(student, optimiser, where=where) if state is None else state
+    if _described(now) != _described(start):
         raise ValueError(
             f"{_caller}: state must be of this student, where and optimiser. Pass the "
             "student that the first call was given, not the one that it returned."
         )
-    else:
-        now = state
     loss = relative_error if loss is None else loss
     elements = sum(x.size for x in jax.tree.leaves(now.trained))
     work = elements * len(batches) if isinstance(batches, Sized) else elements
