@@ -168,8 +168,7 @@ def test_inside_of_a_shard_map_over_another_axis(normal):
     assert relative(jax.jit(fn)(x, split), x @ q.T) < SUMS
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_an_embedding_over_its_vocabulary(kind, normal):
+def test_an_embedding_over_its_vocabulary(normal):
     mesh = mesh_of()
     table = eqquant.quantize_tree(eqx.nn.Embedding(weight=normal(512, 64)), "int8")
     split = eqquant.shard_tree(table, mesh, rules={"weight": P("m")}, batch="d")

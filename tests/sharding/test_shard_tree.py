@@ -64,7 +64,7 @@ def test_a_plan_travels(mesh, normal):
 
 def test_abstract_arrays(model):
     _, quantized = model
-    mesh = AbstractMesh((2, 4), ("d", "m"))
+    mesh = AbstractMesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
     abstract = eqx.filter_eval_shape(lambda: quantized)
     split = eqquant.shard_tree(abstract, mesh, rules={"*.weight": P("m")})
     weight = split.layers[1].weight
