@@ -57,8 +57,8 @@ class FittedFormat(Format):
         name = type(self).__name__
         if self.block_size is None:
             raise ValueError(
-                f"{name}: double_quantization must be of blocks: block_size must be an "
-                "integer, got None."
+                f"{name}: block_size must be an integer with double_quantization, got "
+                "None."
             )
         if self.scale_dtype != np.float32:
             raise ValueError(

@@ -158,8 +158,8 @@ def learned_scales(
     _check_learnable(format, "learned_scales")
     if format.has_offsets:
         raise ValueError(
-            f"learned_scales: {format!r} has offsets beside scales. Start from both of "
-            "what eqquant.quantize returns."
+            f"learned_scales: format must have no offsets, got {format!r}. Start from "
+            "the scales and offsets that eqquant.quantize gives."
         )
     # The scale of Binary is the mean magnitude of a block.
     mean = Binary(block_size=format.block_size, scale_dtype=format.scale_dtype)

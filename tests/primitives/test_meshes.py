@@ -93,4 +93,4 @@ def test_explicit_axes(default_format, specs, normal):
         assert jax.typeof(got).sharding.spec == expected
         pulled = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))(rows, split)
     assert relative(got, y) < TOLERANCE["high"]
-    assert relative(pulled, gradient) < 1e-3  # Through the sine of what is not small.
+    assert relative(pulled, gradient) < 2e-3  # Through the sine of what is not small.
