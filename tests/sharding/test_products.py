@@ -241,3 +241,26 @@ def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
     said = explain(eqquant.shard_tree(q, mesh, P("d", "m"), batch="d"))
     assert "on each of 8 devices" in said
     assert "gathered over d" in said and "summed over m" in said
+
+
+@pytest.mark.slow
+def test_adapters_on_a_mesh_with_explicit_axes(normal):
+    mesh = mesh_of(AxisType.Explicit)
+    model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
+    model = eqquant.quantize_tree(model, "nf4")
+    model = eqquant.lora_tree(model, rank=4, key=jax.random.key(1))
+    specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
+    split = eqquant.shard_tree(model, mesh, rules=specs, batch="d")
+    x = normal(M, SIZE)
+
+    @eqx.filter_jit
+    def gradient(model, x):
+        trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+        loss = lambda t: jnp.mean(jax.vmap(eqx.combine(t, frozen))(x) ** 2)
+        return eqx.filter_grad(loss)(trainable)
+
+    with jax.set_mesh(mesh):
+        got = gradient(split, put(x, mesh, "d"))
+    expected = jax.tree.leaves(gradient(model, x))
+    for a, b in zip(jax.tree.leaves(got), expected, strict=True):
+        assert relative(a, b) < 1e-5
