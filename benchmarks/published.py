@@ -71,7 +71,7 @@ def compare_rounding(model, paths: list[str], sentences: int) -> None:
     but = minilm.read_sentences()
     batches = calibrate_minilm.calibration_batches(sentences, minilm.tokenize, but)
     stats = eqquant.calibrate(calibrate_minilm.forward, model, batches, rules=rules)
-    print(f"\n{'':<40}{'nearest':>10}{'GPTQ':>10}{'ratio':>8}")
+    print(f"\n{'':<60}{'nearest':>10}{'GPTQ':>10}{'ratio':>8}")
     for path in paths:
         for name, format in INTEGERS.items():
             quantized = eqquant.quantize_tree(
@@ -81,7 +81,7 @@ def compare_rounding(model, paths: list[str], sentences: int) -> None:
             (row,) = (row for row in report.rows if row.path == path)
             nearest, gptq = row.rounded_output_error**2, row.output_error**2
             numbers = f"{nearest:>10.5f}{gptq:>10.5f}{gptq / nearest:>8.2f}"
-            print(f"{path + ', ' + name:<40}{numbers}", flush=True)
+            print(f"{path + ', ' + name:<60}{numbers}", flush=True)
 
 
 def main() -> None:
