@@ -23,13 +23,13 @@ import jax.numpy as jnp
 import minilm
 import numpy as np
 import optax
-from calibrate_minilm import documentation, FIRST_WORD, measure
+from _calibration_data import documentation, FIRST_WORD, VOCABULARY
+from calibrate_minilm import measure
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
 
 HERE = pathlib.Path(__file__).parent
-VOCABULARY = 30522
 LENGTHS = 16, 40  # Of the sentences of a batch, in turn.
 
 SHORT = {"scale_dtype": "bfloat16"}

@@ -44,11 +44,10 @@ FORMATS = {
     "nf4": eqquant.NF4(),
     "nf4, calibrated": eqquant.NF4(scale_dtype="bfloat16"),
     "nf4, fast": eqquant.NF4(precision="default"),
-    "ternary, blocks of 32": eqquant.Ternary(block_size=32),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }
-# By GPTQ, rotated, from few sentences: calibrate_minilm.py has more of this.
+# By GPTQ, with one batch of sentences: calibrate_minilm.py has more of this.
 CALIBRATED = {"nf4, calibrated"}
 
 
@@ -358,7 +357,7 @@ def main() -> None:
         print(f"quantizing to {name} ...", flush=True)
         how = {}
         if name in CALIBRATED:
-            how = {"calibration": calibrate(model, 64), "rotate": True}
+            how = {"calibration": calibrate(model, 40)}
         models[name] = eqquant.quantize_tree(model, FORMATS[name], **how)
         embeddings[name] = embed_all(models[name], *sentences)
 
