@@ -114,6 +114,7 @@ def plot(rows: list[dict], allocation: eqquant.Allocation, path: pathlib.Path) -
             at = row["bits"], 1 - row["mean"]
             left.annotate(row["format"], at, xytext=(5, 3), textcoords="offset points")
     left.set(xlabel="bits a weight", ylabel="1 - mean cosine", yscale="log")
+    left.margins(0.2)
     allocation.plot(right)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -247,7 +247,7 @@ def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
 def test_adapters_on_a_mesh_with_explicit_axes(normal):
     mesh = mesh_of(AxisType.Explicit)
     model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
-    model = eqquant.quantize_tree(model, "nf4")
+    model = eqquant.quantize_tree(model, EXACT)
     model = eqquant.lora_tree(model, rank=4, key=jax.random.key(1))
     specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
     split = eqquant.shard_tree(model, mesh, rules=specs, batch="d")
