@@ -24,7 +24,7 @@ import minilm
 import numpy as np
 import optax
 from _calibration_data import documentation, FIRST_WORD, VOCABULARY
-from calibrate_minilm import measure
+from calibrate_minilm import COLUMNS, measure
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
@@ -142,16 +142,7 @@ def train(name: str, model, stream, watch, options):
     return state.model(student), float(seconds)
 
 
-COLUMNS = {
-    "format": ("", "{}"),
-    "bytes": ("bytes", "{:,}"),
-    "bits": ("bits/weight", "{:.2f}"),
-    "mean": ("mean cosine", "{:.4f}"),
-    "held back": ("held back", "{:.4f}"),
-    "top 10": ("same top 10", "{:.1%}"),
-    "top 10, held back": ("held back", "{:.1%}"),
-    "seconds": ("seconds of CPU", "{:.0f}"),
-}
+COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:

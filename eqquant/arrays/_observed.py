@@ -18,7 +18,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from .._jax import has_explicit_axes
-from ..primitives import observe_rows
+from ..primitives import observe_rows, sums_of_rows
 from . import _plain as plain
 from ._operators import ArrayOperators
 
@@ -376,10 +376,7 @@ def _forward_lookup(rows, gram, count, power):
 
 
 def _backward_lookup(like, ct):
-    wide = ct.astype(like.dtype)
-    gram = jnp.einsum("...ri,...rj->...ij", wide, wide, precision="highest")
-    live = jnp.sum(jnp.any(ct != 0, -1).astype(like.dtype), -1)
-    return ct, gram, live, jnp.sum(jnp.square(wide), (-1, -2))
+    return ct, *sums_of_rows(ct, ct.ndim - 2, like.dtype)
 
 
 _tie_lookup.defvjp(_forward_lookup, _backward_lookup)

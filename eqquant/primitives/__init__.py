@@ -12,7 +12,7 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
-from ._observe_rows import observe_rows as observe_rows
+from ._observe_rows import observe_rows as observe_rows, sums_of_rows as sums_of_rows
 from ._plan import aligned as aligned, names_of as names_of, Plan as Plan
 from ._quantized_dot import (
     quantized_dot as quantized_dot,

@@ -40,17 +40,20 @@ def _transpose(ct, x, gram, count, power):
     of_x = ct if ad.is_undefined_primal(x) else None
     if not ad.is_undefined_primal(gram):
         return of_x, None, None, None
-    aval = gram.aval
-    # Axes that were mapped over come first.
-    lead = aval.ndim - 2
-    mapped = ct.ndim - 2 - lead
-    summed = (*range(mapped), ct.ndim - 2)
+    return of_x, *sums_of_rows(ct, gram.aval.ndim - 2, gram.aval.dtype)
+
+
+def sums_of_rows(g: Float[Array, "..."], lead: int, dtype):
+    """`g^T g`, how many rows are not zero, and the sum of the squares, for each index
+    of the `lead` axes before the last two. Axes before these were mapped over."""
+    mapped = g.ndim - 2 - lead
+    summed = (*range(mapped), g.ndim - 2)
     stack = tuple(range(mapped, mapped + lead))
-    g = ct.astype(aval.dtype)
+    wide = g.astype(dtype)
     numbers = ((summed, summed), (stack, stack))
-    outer = lax.dot_general(g, g, numbers, precision="highest")
-    live = jnp.sum(jnp.any(ct != 0, -1).astype(aval.dtype), summed)
-    return of_x, outer, live, jnp.sum(jnp.square(g), (*summed, ct.ndim - 1))
+    outer = lax.dot_general(wide, wide, numbers, precision="highest")
+    live = jnp.sum(jnp.any(g != 0, -1).astype(dtype), summed)
+    return outer, live, jnp.sum(jnp.square(wide), (*summed, g.ndim - 1))
 
 
 ad.deflinear2(observe_rows_p, _transpose)

@@ -361,12 +361,7 @@ void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
 
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   char* from = const_cast<char*>(scratch);  // It is only read.
-  switch (p.bits) {
-    case 1: return digits_of<1>(p, from, begin, end);
-    case 2: return digits_of<2>(p, from, begin, end);
-    case 4: return digits_of<4>(p, from, begin, end);
-    case 8: return digits_of<8>(p, from, begin, end);
-  }
+  with_bits(p, [&](auto bits) { digits_of<bits>(p, from, begin, end); });
 }
 
 }  // namespace

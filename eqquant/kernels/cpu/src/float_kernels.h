@@ -15,12 +15,7 @@ void columns_of(const Product& p, const char* scratch, int64_t begin, int64_t en
 }
 
 inline void run_columns(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  switch (p.bits) {
-    case 1: return columns_of<1>(p, scratch, begin, end);
-    case 2: return columns_of<2>(p, scratch, begin, end);
-    case 4: return columns_of<4>(p, scratch, begin, end);
-    case 8: return columns_of<8>(p, scratch, begin, end);
-  }
+  with_bits(p, [&](auto bits) { columns_of<bits>(p, scratch, begin, end); });
 }
 
 constexpr Routine columns_routine = {prepare_activation, run_columns, activation_scratch, 8};

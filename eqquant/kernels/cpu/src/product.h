@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 namespace eqquant {
 
@@ -34,8 +35,8 @@ struct Product {
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
-  // Whether `bytes` that are read at once, from a multiple of them on, have whole blocks or
-  // are part of one; and the lanes of 32 bits that share a scale.
+  // Whether so many bytes, read at once, hold whole blocks (of whole lanes of 32 bits), or
+  // are part of one.
   bool fits_in_lanes(int64_t bytes) const {
     const int64_t block = block_bytes();
     return blocks == 1 || block % bytes == 0 || (bytes % block == 0 && block % 4 == 0);
@@ -77,6 +78,17 @@ inline float from_bfloat16(uint16_t bits) {
   float out;
   std::memcpy(&out, &wide, sizeof out);
   return out;
+}
+
+// Calls `use` with the bits of a code as a constant.
+template <class Use>
+inline void with_bits(const Product& p, const Use& use) {
+  switch (p.bits) {
+    case 1: return use(std::integral_constant<int, 1>());
+    case 2: return use(std::integral_constant<int, 2>());
+    case 4: return use(std::integral_constant<int, 4>());
+    case 8: return use(std::integral_constant<int, 8>());
+  }
 }
 
 // The scales of some rows as floats: where they are, or else converted into `buffer`.

@@ -123,12 +123,7 @@ void rows(const Product& p, int64_t begin, int64_t end) {
 }
 
 inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) {
-  switch (p.bits) {
-    case 1: return rows<1>(p, begin, end);
-    case 2: return rows<2>(p, begin, end);
-    case 4: return rows<4>(p, begin, end);
-    case 8: return rows<8>(p, begin, end);
-  }
+  with_bits(p, [&](auto bits) { rows<bits>(p, begin, end); });
 }
 
 inline int64_t rows_scratch(const Product&) { return 0; }

@@ -338,12 +338,7 @@ void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end)
 }
 
 void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  switch (p.bits) {
-    case 1: return all_rows<1>(p, scratch, begin, end);
-    case 2: return all_rows<2>(p, scratch, begin, end);
-    case 4: return all_rows<4>(p, scratch, begin, end);
-    case 8: return all_rows<8>(p, scratch, begin, end);
-  }
+  with_bits(p, [&](auto bits) { all_rows<bits>(p, scratch, begin, end); });
 }
 
 }  // namespace
