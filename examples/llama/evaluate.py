@@ -2,36 +2,81 @@
 it never saw, tokens per second; and a sample of each format.
 
     python examples/llama/evaluate.py examples/output/small
+    python examples/llama/evaluate.py examples/output/small --formats nf4 "2.6 bits"
 
-The text is the part of Python's documentation that `train_small.py` holds out.
+The text is the part of Python's documentation that `train_small.py` holds out. Rows
+named by a number of bits share out a budget of so many bits a weight. They are rotated,
+and rounded by GPTQ with the part of the documentation that training uses.
 """
 
 import argparse
+import functools as ft
 import math
 import pathlib
 import time
+from collections.abc import Callable, Iterator
 
 import eqquant
 import equinox as eqx
 import jax.numpy as jnp
+import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 from documentation import read_documents
 from generate import Generator
 from load import load_model
-from packing import losses, pack, Rows
+from model import Decoder
+from packing import batch_at, losses, pack, Rows
 from sampling import Sampling
 from text import Text
 
 
+matplotlib.use("Agg")
+
 FORMATS = {
     "float32": None,
     "bfloat16": None,
-    "int8": eqquant.Int8(),
-    "nf4": eqquant.NF4(),
+    **{name: name for name in ("int8", "fp8", "nf4", "mxfp4", "int4")},
     "nf4 twice quantized": eqquant.NF4(double_quantization=True),
+    **{name: name for name in ("nf3", "nf2")},
     "ternary": eqquant.Ternary(block_size=32),
 }
+BITS = {f"{bits} bits": bits for bits in (4.3, 3.4, 2.6)}
+# What a budget is shared out among.
+CHOICE = [
+    eqquant.Int8(),
+    *(
+        kind(block_size=n, double_quantization=True)
+        for kind in (eqquant.NF4, eqquant.NF3, eqquant.NF2)
+        for n in (32, 64)
+    ),
+]
 BATCH = 8
+OUTPUT = pathlib.Path(__file__).parents[1] / "output"
+
+
+def quantized(
+    names: list[str], folder: pathlib.Path, batches: Callable[[], list[Rows]]
+) -> Iterator[tuple[str, Decoder]]:
+    """The model by each name. Batches to calibrate on are made only if needed."""
+
+    @ft.cache
+    def whole() -> tuple[Decoder, eqquant.Statistics, eqquant.Allocation]:
+        model = load_model(folder, progress=False)
+        loss = lambda model, batch: losses(model, batch)[0]
+        stats = eqquant.calibrate(loss, model, batches())
+        size = eqquant.tree_nbytes(model)
+        return model, stats, eqquant.allocate(model, size, CHOICE, stats, rotate=True)
+
+    for name in names:
+        if name in FORMATS:
+            dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
+            yield name, load_model(folder, FORMATS[name], dtype=dtype, progress=False)
+        else:
+            model, stats, allocation = whole()
+            rules = allocation.within(int(eqquant.tree_nbytes(model) * BITS[name] / 32))
+            kwargs = {"calibration": stats, "rotate": True}
+            yield name, eqquant.quantize_tree(model, None, rules=rules, **kwargs)
 
 
 def bits(model, rows: Rows) -> float:
@@ -70,26 +115,33 @@ def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=pathlib.Path)
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
+    names = [*FORMATS, *BITS]
+    parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--length", type=int, default=256, help="tokens of context")
     parser.add_argument("--rows", type=int, help="use only so many rows of the text")
     parser.add_argument("--prompt", default="class pathlib.Path\n")
     parser.add_argument("--tokens", type=int, default=100, help="of the sample")
+    parser.add_argument("--batches", type=int, default=32, help="to calibrate on")
+    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
     options = parser.parse_args(arguments)
     if options.tokens < 2:
         parser.error(f"--tokens must be 2 or more, got {options.tokens}")
 
     text = Text(options.folder)
-    _, held_out = read_documents()
+    training, held_out = read_documents()
     rows = pack([text.encode_document(x) for x in held_out], options.length)
     rows = rows.take(slice(options.rows))
     known = rows.segments >= 0
     characters = len(text.tokenizer.decode(rows.tokens[:, 1:][known[:, 1:]].tolist()))
     print(f"Held out: {characters:,} characters in {len(rows.tokens)} rows")
+
+    def batches() -> list[Rows]:
+        seen = pack([text.encode_document(x) for x in training], options.length)
+        some = (batch_at(seen, i, BATCH, seed=0) for i in range(options.batches))
+        return [Rows(*map(jnp.asarray, batch)) for batch in some]
+
     table = []
-    for name in options.formats:
-        dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
-        model = load_model(options.folder, FORMATS[name], dtype=dtype, progress=False)
+    for name, model in quantized(options.formats, options.folder, batches):
         sample, speed = write(model, text, options.prompt, options.tokens)
         row = {
             "format": name,
@@ -109,7 +161,30 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         )
     for row in table:
         print(f"\n--- {row['format']}\n{row['sample']}")
+    path = options.output / "evaluate.png"
+    plot(table, path)
+    print(f"\nPlot: {path}")
     return table
+
+
+def plot(table: list[dict], path: pathlib.Path) -> None:
+    """Bits per character beyond those of the float model, by bytes."""
+    floats = [row["bits"] for row in table if row["format"] == "float32"]
+    table = [row for row in table if "float" not in row["format"]]
+    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    place = lambda row: (row["bytes"] / 1e6, row["bits"] - (floats or [0])[0])
+    for marker, is_budget in (("o", False), ("s-", True)):
+        some = [place(row) for row in table if (row["format"] in BITS) == is_budget]
+        axis.plot(*zip(*some, strict=True) if some else ([], []), marker)
+    for row in table:
+        axis.annotate(row["format"], place(row), (5, 5), textcoords="offset points")
+    axis.set_yscale("symlog", linthresh=1e-3)
+    what = "more bits per character than float32" if floats else "bits per character"
+    axis.set(xlabel="MB of weights", ylabel=what)
+    axis.margins(0.12)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 if __name__ == "__main__":

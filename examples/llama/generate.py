@@ -25,7 +25,8 @@ from text import Text
 from tokenizers.decoders import DecodeStream
 
 
-FORMATS = ["float32", "bfloat16", "int8", "nf4", "ternary", "binary"]
+FORMATS = ["float32", "bfloat16", "int8", "fp8", "nf4", "mxfp4", "nvfp4", "int4"]
+FORMATS += ["nf3", "int3", "nf2", "int2", "ternary", "binary"]
 # A prompt is cut in pieces of these lengths, and the last one padded: so that there are
 # only so many programs.
 PIECES = (512, 128, 32)

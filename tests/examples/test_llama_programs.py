@@ -169,13 +169,17 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_folder_that_training_writes(small, capsys):
+def test_the_folder_that_training_writes(small, tmp_path, capsys):
     model = load_model(small, progress=False)
     assert model.config == TINY and model.head is None
     arguments = [str(small), "--length", "32", "--rows", "8", "--tokens", "4"]
-    rows = evaluate.main([*arguments, "--formats", "float32", "int8", "ternary"])
-    assert [row["format"] for row in rows] == ["float32", "int8", "ternary"]
-    floats, int8, _ = rows
+    arguments += ["--batches", "2", "--output", str(tmp_path)]
+    names = ["float32", "int8", "ternary", "4.3 bits"]
+    rows = evaluate.main([*arguments, "--formats", *names])
+    assert [row["format"] for row in rows] == names
+    floats, int8, _, budget = rows
+    assert budget["bytes"] <= floats["bytes"] * 4.3 / 32
+    assert (tmp_path / "evaluate.png").stat().st_size > 10_000
     assert abs(int8["bits"] / floats["bits"] - 1) < 1e-2
     assert int8["bytes"] < floats["bytes"] / 3
     assert "bits/character" in capsys.readouterr().out
