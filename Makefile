@@ -36,7 +36,7 @@ help:
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
 	@echo 'make test-clients  test models of other libraries, in an environment of its own'
-	@echo 'make test-imports  test files of bitsandbytes, GGUF and BitNet beside their libraries'
+	@echo 'make test-imports  test files of bitsandbytes, GGUF, BitNet and PEFT beside their libraries'
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'

@@ -122,7 +122,7 @@ def plot(rows: list[dict], allocation: eqquant.Allocation, path: pathlib.Path) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=240)
+    parser.add_argument("--sentences", type=int, default=480)
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--bits", type=float, nargs="*", default=BITS)
     parser.add_argument("--output", type=pathlib.Path, default=minilm.HERE / "output")

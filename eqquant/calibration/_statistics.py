@@ -19,9 +19,11 @@ from ..arrays import (
     QuantizedArray,
     RotatedArray,
 )
+from ..formats import Format
 from ..trees import AbstractCalibration, Choice
 from ._gptq import conditional_variances, gptq, has_nearest
 from ._layout import Layout
+from ._weighted import can_weigh, weighted
 
 
 class WeightStatistics(eqx.Module):
@@ -131,12 +133,12 @@ class Statistics(AbstractCalibration):
                 UserWarning,
             )
 
-        formats = {repr(c.format) for c in choices if not has_nearest(c.format)}
+        formats = {repr(c.format) for c in choices if not _uses_data(c.format)}
         if formats:
             warn(
-                f"{caller}: GPTQ cannot use {', '.join(sorted(formats))}, which has "
-                "offsets or no `nearest`. Its weights are rounded plainly, to the "
-                "nearest level.",
+                f"{caller}: {', '.join(sorted(formats))} cannot use the data: GPTQ "
+                "needs `nearest` and no offsets. Its weights are rounded plainly, to "
+                "the nearest level. With offsets, `fit='search'` uses the data.",
                 UserWarning,
             )
 
@@ -149,14 +151,15 @@ class Statistics(AbstractCalibration):
     def quantize(
         self, array: Any, choice: Choice, rotation: int, check_finite: bool
     ) -> QuantizedArray | None:
-        if not self._serves(choice, array.ndim) or not has_nearest(choice.format):
+        if not self._serves(choice, array.ndim) or not _uses_data(choice.format):
             return None
         known = self.weights[choice.path]
         gram = known.gram_rotated(rotation)
         plain = quantize(
             array, choice.format, axis=choice.axis, check_finite=check_finite
         )
-        return gptq(array, plain, gram, known.layout)
+        method = gptq if has_nearest(choice.format) else weighted
+        return method(array, plain, gram, known.layout)
 
     def output_errors(
         self, path: str, array: Any, source: Any
@@ -177,6 +180,10 @@ class Statistics(AbstractCalibration):
         norm = squared(source)
         relative = lambda x: math.sqrt(squared(x - source) / norm) if norm else 0.0
         return relative(q.dequantize()), relative(plain.dequantize())
+
+
+def _uses_data(format: Format) -> bool:
+    return has_nearest(format) or can_weigh(format)
 
 
 def statistics_of(

@@ -7,6 +7,7 @@ To add a format, see CONTRIBUTING.md.
 
 from ._binary import Binary as Binary
 from ._codebook import Codebook as Codebook, NF2 as NF2, NF3 as NF3
+from ._fitted import FittedFormat as FittedFormat
 from ._format import (
     Format as Format,
     largest_scale as largest_scale,

@@ -99,11 +99,13 @@ class FittedFormat(Format):
         levels it pays to cut off more of the largest values."""
         return {4: (0.8, 1.05, 21), 3: (0.5, 1.05, 23)}.get(self.bits, (0.2, 1.05, 35))
 
-    def encode(self, blocks, absmax, counts, limit):
+    def encode(self, blocks, absmax, counts, limit, importance=None):
+        """As every format; and a fit counts the squared error of each value as much as
+        `importance`, of the shape of `blocks`, says."""
         start = self._covering_range if self.affine else self._covering_largest
         parts = start(blocks, absmax, limit)
         if self.fit != "absmax":
-            parts = self._fitted(blocks, absmax, counts, limit, parts)
+            parts = self._fitted(blocks, absmax, counts, limit, parts, importance)
         stored = self.stored_scales(parts.scales, limit)
         codes = self._codes(blocks, _Parts(stored.astype(absmax.dtype), parts.offsets))
         return codes, (stored, parts.offsets) if self.affine else stored
@@ -149,15 +151,22 @@ class FittedFormat(Format):
         scales = jnp.where(scales < 0, -bounded, bounded)
         return _Parts(scales, None if offsets is None else offsets.astype(scales.dtype))
 
-    def _fitted(self, blocks, absmax, counts, limit, start: _Parts) -> _Parts:
+    def _fitted(
+        self, blocks, absmax, counts, limit, start: _Parts, importance
+    ) -> _Parts:
         """Of several scales the one with the least squared error. With least squares
         each is replaced first, twice, by the best scale for the codes that it gives."""
         is_real = jnp.arange(blocks.shape[-1]) < jnp.asarray(counts)[..., None]
         # Relative to absmax, so that no square over- or underflows.
         unit, one = divide_blocks(blocks, absmax), jnp.where(absmax > 0, absmax, 1)
         share = lambda part: true_divide(part.astype(one.dtype), one)[..., None]
-        total = lambda x: sum_blocks(jnp.where(is_real, x, 0))
-        energy = lambda x: jnp.sum(jnp.where(is_real, x**2, 0), -1)
+        weigh = lambda x: x if importance is None else x * importance
+        total = lambda x: sum_blocks(weigh(jnp.where(is_real, x, 0)))
+        energy = lambda x: jnp.sum(weigh(jnp.where(is_real, x**2, 0)), -1)
+        size = counts
+        if importance is not None:
+            size = total(jnp.ones_like(unit))
+            size = jnp.where(size > 0, size, 1)
         twice = lambda x: jnp.where(x == x, x, 0)  # Rounded before it is added.
 
         def levels(parts: _Parts):
@@ -179,7 +188,7 @@ class FittedFormat(Format):
 
         def refined(parts: _Parts) -> _Parts:
             x, y = levels(parts), unit
-            mean = lambda a: true_divide(total(a), counts)[..., None]
+            mean = lambda a: true_divide(total(a), size)[..., None]
             is_affine = parts.offsets is not None
             x_mean, y_mean = (mean(x), mean(y)) if is_affine else (0, 0)
             x, y = x - x_mean, y - y_mean

@@ -91,8 +91,9 @@ def quantize_tree(
         scales on the way. The damping is 0.01 of the mean of the diagonal; 0.1 where
         the largest input is 100 times the median one. No row of a weight gets a larger
         error on the data than by plain rounding. `"nearest"`: plain rounding. A weight
-        of which nothing is known is always rounded plainly, and so is one in a format
-        that has offsets or no `nearest`.
+        of which nothing is known is always rounded plainly. Formats with offsets, which
+        GPTQ cannot use, fit them and their scales to the data if their `fit` is not
+        `"absmax"`; others without `nearest` are rounded plainly.
     - `rotate`: rotate the contracted axis by Hadamard matrices before rounding, so that
         outliers are spread. Products rotate the activation. The blocks that are
         rotated are the largest power of two that divides the axis. Together with

@@ -159,6 +159,19 @@ def test_a_format_without_nearest_is_rounded_plainly():
         assert_identical(q.weight, eqquant.quantize(model.weight, format))
 
 
+@pytest.mark.parametrize("fit", ["search", "least_squares"])
+def test_offsets_and_scales_are_fitted_to_the_data(fit):
+    format = eqquant.Int3(affine=True, block_size=64, fit=fit)
+    model, x = linear(24, 100), correlated(256, 100)
+    # Inputs of very different sizes.
+    x = x * np.geomspace(1, 0.01, 100, dtype=np.float32)
+    _, q = calibrated(model, x, format)
+    plain = eqquant.quantize(model.weight, format)
+    new, old = loss(q.weight, model.weight, x), loss(plain, model.weight, x)
+    assert np.all(new <= old * (1 + 1e-5))  # Rounding of float32 sums.
+    assert new.sum() < 0.9 * old.sum()
+
+
 def test_method_nearest_is_plain_rounding_and_the_report_has_both():
     model, x = linear(16, 64), correlated(128, 64)
     stats, q = calibrated(model, x, "nf4", method="nearest")

@@ -1,0 +1,73 @@
+"""Scales and offsets fitted to the data, for formats that GPTQ cannot use."""
+
+import math
+from typing import TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..arrays import encode, QuantizedArray
+from ..formats import FittedFormat, Format
+from ._layout import Layout
+
+
+def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
+    """Whether it fits scales, and so can weigh the errors of values."""
+    return isinstance(format, FittedFormat) and format.fit != "absmax"
+
+
+def weighted(
+    array: Float[Array, "..."],
+    plain: QuantizedArray,
+    gram: Float[Array, "*lead size size"],
+    layout: Layout,
+) -> QuantizedArray:
+    """`array` in the format of `plain`, which is the same array rounded plainly. The
+    error of a value counts by the mean square of the input that it multiplies. Each row
+    of a matrix is the better of the two on the data that `gram` sums up."""
+    shape, format = array.shape, plain.format
+    assert can_weigh(format)
+    weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
+    grams = gram.reshape(-1, *gram.shape[-2:])
+    squares = jnp.diagonal(grams, axis1=-2, axis2=-1)
+    limit = float(jnp.finfo(array.dtype).max)
+    fitted = jax.vmap(lambda w, s: _fit(w, s, format, limit))(weights, squares)
+
+    def stored(parts):
+        return jax.tree.map(lambda p: layout.scales_from_matrices(p, shape), parts)
+
+    def loss(q: QuantizedArray):
+        error = layout.as_matrices(q.dequantize().astype(jnp.float32)) - weights
+        return jnp.sum(jnp.matmul(error, grams, precision="highest") * error, -1)
+
+    new, _ = encode(array, format, plain.axes, stored(fitted))
+    better = (loss(new) < loss(plain))[..., None]
+    old = (plain.scales, plain.offsets) if format.has_offsets else plain.scales
+    old = jax.tree.map(lambda part: layout.scales_as_matrices(part, shape), old)
+    best = jax.tree.map(lambda a, b: jnp.where(better, a, b), fitted, old)
+    return encode(array, format, plain.axes, stored(best))[0]
+
+
+def _fit(
+    weights: Float[Array, "rows size"],
+    importance: Float[Array, " size"],
+    format: FittedFormat,
+    limit: float,
+):
+    """What `Format.encode` returns beside codes."""
+    rows, size = weights.shape
+    width = format.block_size or size
+    count = math.ceil(size / width)
+    counts = np.full(count, width, np.float32)
+    counts[-1] -= count * width - size
+    pad = count * width - size
+    blocks = jnp.pad(weights, ((0, 0), (0, pad))).reshape(rows, count, width)
+    importance = jnp.pad(importance, (0, pad)).reshape(count, width)
+    # Only shares count, and large ones may overflow.
+    largest = jnp.max(importance, -1, keepdims=True)
+    importance = importance / jnp.where(largest > 0, largest, 1)
+    absmax = jnp.max(jnp.abs(blocks), -1)
+    _, parts = format.encode(blocks, absmax, counts, limit, importance)
+    return parts
