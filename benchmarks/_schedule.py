@@ -29,8 +29,9 @@ os.environ["LIBTPU_INIT_ARGS"] = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Core:
-    """One core of a chip. Cycles are those of one instruction on one unit."""
+class Device:
+    """What JAX has as one device: a chip, or one core of it. Matrix units and cycles
+    are those of one core; these are of one instruction on one unit."""
 
     hertz: float
     bytes_per_second: float
@@ -38,18 +39,30 @@ class Core:
     macs_per_cycle: int
     matmul_cycles: float
     push_cycles: float
+    cores: int = 1
 
     @property
     def bytes_per_cycle(self) -> float:
-        return self.bytes_per_second / self.hertz
+        """Of one core, if all are at it."""
+        return self.bytes_per_second / self.hertz / self.cores
+
+    def one_core(self) -> "Device":
+        """The same, where the others have nothing to do."""
+        half = self.bytes_per_second / self.cores
+        return dataclasses.replace(self, cores=1, bytes_per_second=half)
+
+    def roofline(self, moved: float, macs: float) -> float:
+        """The least seconds for so many bytes and multiplications."""
+        multiplying = macs / (self.macs_per_cycle * self.cores) / self.hertz
+        return max(moved / self.bytes_per_second, multiplying)
 
 
-CORES = {
-    "v4": Core(1.05e9, 1228e9 / 2, 4, 4 * 128**2, 16, 8),
-    "v5e": Core(1.50e9, 819e9, 4, 4 * 128**2, 16, 4),
-    "v5p": Core(1.75e9, 2765e9 / 2, 4, 4 * 128**2, 16, 4),
-    "v6e": Core(1.75e9, 1640e9, 2, 2 * 256**2 * 2, 8, 4),
-    "TPU7x": Core(2.20e9, 7370e9 / 2, 2, 2 * 256**2 * 2, 8, 4),
+DEVICES = {
+    "v4": Device(1.05e9, 1228e9 / 2, 4, 4 * 128**2, 16, 8),
+    "v5e": Device(1.50e9, 819e9, 4, 4 * 128**2, 16, 4),
+    "v5p": Device(1.75e9, 2765e9, 4, 4 * 128**2, 16, 4, cores=2),
+    "v6e": Device(1.75e9, 1640e9, 2, 2 * 256**2 * 2, 8, 4),
+    "TPU7x": Device(2.20e9, 7370e9 / 2, 2, 2 * 256**2 * 2, 8, 4),
 }
 _launch_cycles = 1500
 
@@ -130,6 +143,11 @@ class _Pipeline:
 
     grid: tuple[int, ...]
     bytes_moved: float
+    is_split: bool  # Over cores.
+
+
+# What `emit_pipeline` calls the axis of a grid that cores share.
+_core_axes = ("core_axis", "core_axis_name")
 
 
 @contextlib.contextmanager
@@ -149,7 +167,8 @@ def _pipelines():
                 * _bytes(ref.dtype)
                 for spec, ref in zip(specs, refs, strict=True)
             )
-            found.append(_Pipeline(grid, moved))
+            is_split = any(options.get(name) is not None for name in _core_axes)
+            found.append(_Pipeline(grid, moved, is_split))
             return run(*refs, **more)
 
         return recorded
@@ -212,7 +231,7 @@ class _Count:
     busiest: str
 
 
-def _count(bundles: list[str], utilization, core: Core) -> _Count:
+def _count(bundles: list[str], utilization, device: Device) -> _Count:
     label = {}
     for i, text in enumerate(bundles):
         for match in _region.finditer(text):
@@ -241,8 +260,8 @@ def _count(bundles: list[str], utilization, core: Core) -> _Count:
             rare += last - first
     matmul = push = 0.0
     for i in kept:
-        matmul += len(re.findall(r"\bvmatmul\S*", bundles[i])) * core.matmul_cycles
-        push += len(re.findall(r"\bvmatpush\S*", bundles[i])) * core.push_cycles
+        matmul += len(re.findall(r"\bvmatmul\S*", bundles[i])) * device.matmul_cycles
+        push += len(re.findall(r"\bvmatpush\S*", bundles[i])) * device.push_cycles
     units, busy = utilization
     assert len(busy) == len(bundles)
     share = {
@@ -255,13 +274,16 @@ def _count(bundles: list[str], utilization, core: Core) -> _Count:
     return _Count(
         len(kept),
         rare,
-        max(matmul, push) / core.matrix_units,
+        max(matmul, push) / device.matrix_units,
         f"{busiest} {share[busiest]:.0%}",
     )
 
 
-def _seconds(name: str, grid, moved: float, files: list[str], core: Core) -> Estimate:
-    """Of one kernel of a program."""
+def _seconds(
+    name: str, grid, moved: float, files: list[str], device: Device
+) -> Estimate:
+    """Of one kernel of a program. Cores share its steps; each begins with the first
+    transfer, and with what is done once."""
 
     def path(ending: str) -> str:
         found = [
@@ -272,14 +294,15 @@ def _seconds(name: str, grid, moved: float, files: list[str], core: Core) -> Est
         return os.path.join(_dump, found[-1])
 
     utilization = _read_utilization(path("final_hlo-static-per-bundle-utilization"))
-    count = _count(_read_bundles(path("final_bundles")), utilization, core)
+    count = _count(_read_bundles(path("final_bundles")), utilization, device)
     steps = math.prod(grid)
-    transfer = moved / steps / core.bytes_per_cycle
+    transfer = moved / steps / device.bytes_per_cycle
     longest = max(count.step, count.matrix, transfer)
     limit = {transfer: "transfer", count.matrix: "matrix"}.get(longest, count.busiest)
-    total = longest * steps + count.rare + transfer + _launch_cycles
+    total = longest * math.ceil(steps / device.cores)
+    total += count.rare + transfer + _launch_cycles
     return Estimate(
-        steps, count.step, count.matrix, transfer, moved, total / core.hertz, limit
+        steps, count.step, count.matrix, transfer, moved, total / device.hertz, limit
     )
 
 
@@ -293,7 +316,7 @@ def _is_kept(operand: str, text: str) -> bool:
     return "S(1)" in made[1] and made[2] != "copy-done"
 
 
-def _seconds_of_call(eqn, text: str, files: list[str], core: Core) -> Estimate:
+def _seconds_of_call(eqn, text: str, files: list[str], device: Device) -> Estimate:
     name = eqn.params["name"] or str(eqn.params["name_and_src_info"].name)
     # What the compiler keeps in vector memory, S(1), does not come from the other.
     call = re.search(rf"%{re.escape(name)}[.\d]* = (.*?) custom-call\((.*?)\)", text)
@@ -301,7 +324,7 @@ def _seconds_of_call(eqn, text: str, files: list[str], core: Core) -> Estimate:
     operands = re.findall(r"%[^\s,]+", call[2])
     kept = [i for i, operand in enumerate(operands) if _is_kept(operand, text)]
     moved = bytes_moved(eqn, kept, results="S(1)" not in call[1])
-    return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, core)
+    return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, device)
 
 
 def _cycles_around(text: str) -> int:
@@ -328,19 +351,22 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
     try:
         compiled = compile(spy, *args, chip=chip)
         files = sorted(set(os.listdir(_dump)) - before)
-        core = CORES[chip]
+        device = DEVICES[chip]
         text = compiled.as_text()
-        around = _cycles_around(text) / core.hertz
+        around = _cycles_around(text) / device.hertz
         temporary = compiled.memory_analysis().temp_size_in_bytes
         if pipelines:
             # There is one, in one kernel, which JAX has not given a name.
             (pipeline,) = pipelines
             custom = r'%(\S+) = .*custom_call_target="tpu_custom_call"'
             (name,) = re.findall(custom, text)
-            kernels = [_seconds(name, pipeline.grid, pipeline.bytes_moved, files, core)]
+            if not pipeline.is_split and device.cores > 1:
+                device = device.one_core()
+            grid, moved = pipeline.grid, pipeline.bytes_moved
+            kernels = [_seconds(name, grid, moved, files, device)]
         else:
             calls = _pallas_calls(jaxprs[0].jaxpr)
-            kernels = [_seconds_of_call(eqn, text, files, core) for eqn in calls]
+            kernels = [_seconds_of_call(eqn, text, files, device) for eqn in calls]
     finally:
         for file in glob.glob(os.path.join(_dump, "*")):
             os.remove(file)

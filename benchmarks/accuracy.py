@@ -75,7 +75,7 @@ def main() -> None:
     known = list(_quantizers.find())
     parser.add_argument("--quantizers", nargs="*", choices=known, default=known)
     parser.add_argument("--bits", type=float, nargs="*", default=calibrate_minilm.BITS)
-    parser.add_argument("--sentences", type=int, default=240)
+    parser.add_argument("--sentences", type=int, default=480)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     options = parser.parse_args()
 

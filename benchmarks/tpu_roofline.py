@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import eqquant
 import jax
 import jax.numpy as jnp
-from _schedule import CORES, estimate
+from _schedule import DEVICES, estimate
 from eqquant.debug import compile_for_tpu
 from eqquant.kernels import tpu
 from eqquant.primitives import dot_by
@@ -175,12 +175,8 @@ class Rows:
                 case.product, *case.args, chip=chip, compile=compile_for_tpu
             )
             row |= dataclasses.asdict(result)
-            core = CORES[chip]
             moved = case.weight_bytes + 2 * m * (k + n)
-            row["roofline"] = max(
-                moved / core.bytes_per_second,
-                m * k * n / core.macs_per_cycle / core.hertz,
-            )
+            row["roofline"] = DEVICES[chip].roofline(moved, m * k * n)
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             row["failed"] = f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]

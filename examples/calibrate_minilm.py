@@ -30,12 +30,11 @@ FORMATS = [
     *(eqquant.NF3(block_size=n, **SHORT) for n in (32, 64)),
     *(eqquant.NF4(block_size=n, scale_search=True, **SHORT) for n in (16, 32, 64)),
     eqquant.Int8(),
+    eqquant.Int8(block_size=32, scale_dtype="bfloat16"),
 ]
-BITS = [4.35, 3.85, 3.4, 2.6]
+BITS = [8.2, 5.5, 4.35, 3.85, 3.4, 2.6]
 # 768 weights, of which NF4 costs more than of any others.
 RULES = {"*token_types*": "int8"}
-# Of the other tables, that of positions is small; that of words is 52% of the weights.
-TABLES = RULES | {"*positions*": eqquant.NF4(scale_search=True, **SHORT)}
 ROWS = {
     "int8": (eqquant.Int8(), False, False),
     "int8, GPTQ": (eqquant.Int8(), True, False),
@@ -57,7 +56,7 @@ def forward(model, batch: Batch):
 
 def calibrate(model, sentences: int) -> eqquant.Statistics:
     batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
-    rules = dict.fromkeys(TABLES)  # They have a format of their own.
+    rules = dict.fromkeys(RULES)  # They have a format of their own.
     return eqquant.calibrate(forward, model, batches, rules=rules)
 
 
@@ -66,7 +65,7 @@ def budgets(
 ) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.Allocation]]:
     """For each number of bits a weight the model, and which format each weight has."""
     size = eqquant.tree_nbytes(model)
-    model = eqquant.quantize_tree(model, None, rules=TABLES)
+    model = eqquant.quantize_tree(model, None, rules=RULES)
     # What the formats cost each weight is measured once.
     whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
     for most in bits:
