@@ -92,7 +92,9 @@ def to_float8(x: Float[Array, "*shape"], kind: Float8) -> UInt8[Array, "*shape"]
     return code | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(7))
 
 
-def from_float8(codes: Integer[Array, "*shape"], kind: Float8) -> Float[Array, "*shape"]:
+def from_float8(
+    codes: Integer[Array, "*shape"], kind: Float8
+) -> Float[Array, "*shape"]:
     """The number of each code, in float32."""
     mantissa, bias, _ = _kinds[kind]
     size = codes.astype(jnp.uint32) & 0x7F

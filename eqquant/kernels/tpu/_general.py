@@ -32,7 +32,7 @@ from ._tiles import (
     result_like,
     tile_multiple,
 )
-from ._weights import can_become, Decoder
+from ._weights import can_become, Decoder, is_exact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,11 +133,13 @@ class _Operand:
         self.format, self.dtype = format, jnp.dtype(dtype)
         blocked = format.block_size is not None
         self.decode = None
-        if dtype != jnp.float32 and can_become("int8", format, chip):
-            scaled = blocked or format.codebook is not None
-            floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
-            kind = "float8" if floats and not scaled else "int8"
-            self.decode = Decoder(format, chip, kind, 2 if exact_table else 1)
+        scaled = blocked or format.codebook is not None
+        floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
+        floats = floats and not scaled
+        if floats or (dtype != jnp.float32 and can_become("int8", format, chip)):
+            kind = "float8" if floats else "int8"
+            twice = exact_table and not is_exact(format)
+            self.decode = Decoder(format, chip, kind, 2 if twice else 1)
         self.unit = self.decode.unit if self.decode else 1.0
         # In which the weight is put together, and scaled.
         packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
@@ -292,10 +294,7 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
         part = slice(start, start + chunk)
         scale = None if spread is None else spread[:, part]
         some = read(codes, start, chunk, plan.format)
-        decoded = [
-            weight(some, scale, plane, looked_up)
-            for plane in range(planes)
-        ]
+        decoded = [weight(some, scale, plane, looked_up) for plane in range(planes)]
         w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
         # Columns of the weight are those of the activation, or of the result.
         columns = (slice(None), slice(start * planes, (start + chunk) * planes))

@@ -52,13 +52,17 @@ def _unpacked(codes, start: int, format: Format):
 
         lane = lax.broadcasted_iota(jnp.int32, (rows // 4, lanes), 1)
         i32 = jnp.int32
-        index = source(lane, lambda a, b: lax.div(a, i32(b)), lambda a, b: lax.rem(a, i32(b)))
+        index = source(
+            lane, lambda a, b: lax.div(a, i32(b)), lambda a, b: lax.rem(a, i32(b))
+        )
         used = source(np.arange(lanes), np.floor_divide, np.remainder) // lanes
         out = None
         for register in range(used.min(), used.max() + 1):
             within = lax.rem(index, i32(lanes))
             part = look_up(words(register), within, 1)
-            out = part if out is None else jnp.where(index >= register * lanes, part, out)
+            out = (
+                part if out is None else jnp.where(index >= register * lanes, part, out)
+            )
         return out
 
     low, high = gather(0, 2 * quarter), gather(2 * quarter, quarter)
