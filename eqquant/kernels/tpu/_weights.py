@@ -109,7 +109,7 @@ def _way_of(format: Format) -> _Way | None:
         return _looked_up if looks_up and _has_table(format) else None
     if format.float8 == "e4m3fn":
         return _as_floats
-    return _to_bytes.get(format.name)
+    return _to_bytes.get(format.name) if format.integer_levels else None
 
 
 def _has_table(format: Format) -> bool:
