@@ -141,7 +141,7 @@ def multiply(x, codes, scales, *, format, precision):
     return dot_by(tpu)(
         x,
         codes,
-        scales,
+        scales.astype(scales.dtype),  # Some are stored in other ways.
         format=format,
         contract_rows=False,
         precision=precision,

@@ -20,7 +20,7 @@ from ._chips import Chip
 from ._spread import digits_of, interleave, spread, turn
 from ._three_bits import read, stored_bytes, used_bytes
 from ._tiles import lanes, pad_to, planes_of, result_like, tile_multiple
-from ._weights import can_become, Decoder, is_exact, Kind
+from ._weights import can_become, Decoder, is_exact, is_shifted, Kind
 
 
 def _block_bytes(format: Format) -> int:
@@ -35,9 +35,11 @@ def _num_blocks(format: Format) -> int:
 def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
     """What the weight becomes, for an activation of some dtype."""
     floats = can_become("float8", format, chip)
-    if format.codebook is not None and is_exact(format):
-        # In one digit of either.
-        floats = floats and not chip.int8
+    if is_exact(format) or is_shifted(format):
+        # One digit of either will do. Floats leave an activation in bfloat16 as it is,
+        # in one digit, too: that is worth a lookup where these are fast.
+        fast = chip.gather_axis == 0 and x_dtype == jnp.bfloat16
+        floats = floats and (fast or not chip.int8)
     elif format.codebook is not None:
         # In two floats of 8 bits it keeps 13 bits, which an activation in bfloat16 has
         # not; in one int8 it is faster.
@@ -100,7 +102,9 @@ def contract_columns(
     group = _num_blocks(format)
     kind = kind_of(format, x.dtype, exact_table, chip)
     count = 2 if exact_table or kind == "float8" else 1
-    decode = Decoder(format, chip, kind, 1 if is_exact(format) else count)
+    decode = Decoder(
+        format, chip, kind, count if format.codebook and not is_exact(format) else 1
+    )
 
     # Whole registers: sums of the rows of a block then need no shuffling.
     x = pad_to(pad_to(x, 1, 8), 2, tile_multiple(format) * planes)

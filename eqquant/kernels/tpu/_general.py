@@ -32,7 +32,7 @@ from ._tiles import (
     result_like,
     tile_multiple,
 )
-from ._weights import can_become, Decoder, is_exact
+from ._weights import can_become, Decoder, is_exact, is_shifted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +133,7 @@ class _Operand:
         self.format, self.dtype = format, jnp.dtype(dtype)
         blocked = format.block_size is not None
         self.decode = None
-        scaled = blocked or format.codebook is not None
+        scaled = blocked or format.codebook is not None or is_shifted(format)
         floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
         floats = floats and not scaled
         if floats or (dtype != jnp.float32 and can_become("int8", format, chip)):

@@ -93,9 +93,9 @@ def _lookup(table, indices, chip: Chip):
 _Way = tuple[Callable, tuple[Kind, ...], int]
 _to_bytes: dict[str, _Way] = {
     "int8": (_as_they_are, ("int8",), 1),
-    "int4": (_integers, ("int8",), 0x10),
-    "int3": (_integers, ("int8",), 0x20),
-    "int2": (_integers, ("int8",), 0x40),
+    "int4": (_integers, ("int8", "float8"), 0x10),
+    "int3": (_integers, ("int8", "float8"), 0x20),
+    "int2": (_integers, ("int8", "float8"), 0x40),
     "ternary": (_signed_top_bits, ("int8", "float8"), 0x40),
     "binary": (_signed_top_bits, ("int8", "float8"), 0x40),
 }
@@ -124,6 +124,12 @@ def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
     return way is not None and kind in way[1]
 
 
+def is_shifted(format: Format) -> bool:
+    """Whether a shift makes int8 of the codes, but only a lookup floats."""
+    way = _way_of(format)
+    return way is not None and way[0] is _integers
+
+
 def is_exact(format: Format) -> bool:
     """Whether a codebook is one of integers, to be looked up once."""
     if format.codebook is None or not _has_table(format):
@@ -150,8 +156,11 @@ class Decoder:
         way = _way_of(format)
         assert way is not None
         self._prepare, _, one = way
-        if format.codebook is not None:
-            levels = tuple(format.codebook)
+        levels = tuple(format.codebook or ())
+        if is_shifted(format) and kind == "float8":
+            half = 2 ** (format.bits - 1)
+            self._prepare, levels = _indices, tuple(map(float, range(-half, half)))
+        if levels:
             if kind == "int8":
                 tables, scale, self.base = *_int8_digits(levels, digits), _base
             else:
