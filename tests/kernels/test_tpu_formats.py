@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 
 @pytest.mark.parametrize("block_size", [32, 64, 96])
 def test_three_bits_are_unpacked_to_four(block_size, normal):
-    q = eqquant.quantize(normal(32, 1536), Int3(block_size=block_size))
+    q = eqquant.quantize(normal(32, 3072), Int3(block_size=block_size))
     used = _three_bits.used_bytes(q.codes.shape[1], q.format)
-    assert used == 768 and used % _tiles.tile_multiple(q.format) == 0
+    assert used == 1536 and used % _tiles.tile_multiple(q.format) == 0
     assert _three_bits.stored_bytes(used, q.format) == q.codes.shape[1]
 
     def kernel(codes, out):
@@ -26,9 +26,7 @@ def test_three_bits_are_unpacked_to_four(block_size, normal):
     got = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes[None])
     got = np.asarray(got).reshape(32, -1, block_size // 2)
     codes = np.concatenate([got & 15, got >> 4], -1).reshape(32, -1)
-    # In plane order there, here in logical order.
-    stored = unpacked(q).reshape(32, 4, -1, block_size // 4)
-    np.testing.assert_array_equal(codes, stored.swapaxes(1, 2).reshape(32, -1))
+    np.testing.assert_array_equal(codes, unpacked(q))
 
 
 def test_tables_of_integers_are_looked_up_once():
@@ -41,11 +39,16 @@ def test_tables_of_integers_are_looked_up_once():
         for kind in ("int8", "float8"):
             for digits in (1, 2):
                 decoder = _weights.Decoder(format, chip, kind, digits)
-                tables = [t.view(decoder.dtype).astype("f4") for t in decoder._entries]
+                tables = [
+                    jnp.asarray(t.view(decoder.dtype), jnp.float32)
+                    for t in decoder._entries
+                ]
                 got = np.asarray(decoder.combine(tables)) * decoder.unit
                 error = np.max(np.abs(got - levels)) / np.max(np.abs(levels))
                 exact = format in integers[:2]
-                assert error < (1e-6 if exact else (6e-2, 1e-3)[digits - 1])
+                assert error < (
+                    1e-6 if exact and digits == 1 else (6e-2, 1e-3)[digits - 1]
+                )
 
 
 def test_a_subclass_with_other_levels_is_not_taken_for_integers():
