@@ -4,8 +4,6 @@ A group of 64 codes is stored as 16 bytes of their low two bits, in four planes,
 bytes of the high one, in eight. Unpacked it is 32 bytes of two planes.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -34,6 +32,14 @@ def read(codes, start: int, size: int, format: Format) -> Shaped[Array, "rows si
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
 
+def _div(x: Array, by: int) -> Array:
+    return lax.div(x, jnp.int32(by))
+
+
+def _rem(x: Array, by: int) -> Array:
+    return lax.rem(x, jnp.int32(by))
+
+
 def _unpacked(codes, start: int, format: Format):
     rows = codes.shape[1]
     quarter = format.group // 8  # Of the bytes that a group is unpacked to.
@@ -42,32 +48,27 @@ def _unpacked(codes, start: int, format: Format):
         part = codes[0, :, register * lanes : (register + 1) * lanes]
         return pltpu.bitcast(part, jnp.uint32)
 
-    def gather(first: int, repeat: int):
+    def gather(first: int, repeat: int) -> Array:
         """Byte `first`, and `repeat` of those that follow, of each stored group."""
 
-        def source(lane: Any, div, rem):
+        def source(lane, div, rem):
             at = lane + start
             group, within = div(at, 4 * quarter), rem(at, 4 * quarter)
             return group * (3 * quarter) + first + rem(within, repeat)
 
         lane = lax.broadcasted_iota(jnp.int32, (rows // 4, lanes), 1)
-        i32 = jnp.int32
-        index = source(
-            lane, lambda a, b: lax.div(a, i32(b)), lambda a, b: lax.rem(a, i32(b))
-        )
+        index = source(lane, _div, _rem)
         used = source(np.arange(lanes), np.floor_divide, np.remainder) // lanes
-        out = None
-        for register in range(used.min(), used.max() + 1):
-            within = lax.rem(index, i32(lanes))
-            part = look_up(words(register), within, 1)
-            out = (
-                part if out is None else jnp.where(index >= register * lanes, part, out)
-            )
+        lowest, *others = range(int(used.min()), int(used.max()) + 1)
+        out = look_up(words(lowest), _rem(index, lanes), 1)
+        for register in others:
+            part = look_up(words(register), _rem(index, lanes), 1)
+            out = jnp.where(index >= register * lanes, part, out)
         return out
 
     low, high = gather(0, 2 * quarter), gather(2 * quarter, quarter)
     lane = lax.broadcasted_iota(jnp.int32, low.shape, 1) + start
-    which = lax.rem(lax.div(lane, jnp.int32(quarter)), jnp.int32(4))
+    which = _rem(_div(lane, quarter), 4)
     low = jnp.where(which >= 2, low >> 2, low)
     left = jnp.where(which == 0, high << 2, high << 1)
     right = jnp.where(which == 2, high, high >> 1)
