@@ -64,7 +64,7 @@ def main() -> None:
     parser.add_argument(
         "--precisions", nargs="+", default=PRECISIONS, choices=PRECISIONS
     )
-    parser.add_argument("--formats", nargs="+", default=FORMATS, choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=FORMATS, help="by their names")
     parser.add_argument("--seconds", type=float, default=1.0, help="for each entry")
     parser.add_argument(
         "--transposed", action="store_true", help="contract rows, as a gradient does"

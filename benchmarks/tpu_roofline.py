@@ -50,6 +50,13 @@ FORMATS = {
     "w8a8": eqquant.Int8(activations="int8"),
     "nf4": eqquant.NF4(),
     "nf4-exact": eqquant.NF4(tpu=eqquant.TPUKernel(exact_table=True)),
+    "fp8": eqquant.FP8(),
+    "mxfp4": eqquant.MXFP4(),
+    "int4": eqquant.Int4(),
+    "nf3": eqquant.NF3(),
+    "int3": eqquant.Int3(),
+    "nf2": eqquant.NF2(),
+    "int2": eqquant.Int2(),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }
@@ -134,7 +141,7 @@ def multiply(x, codes, scales, *, format, precision):
     return dot_by(tpu)(
         x,
         codes,
-        scales,
+        scales.astype(scales.dtype),  # Some are stored in other ways.
         format=format,
         contract_rows=False,
         precision=precision,

@@ -18,6 +18,7 @@ from ._tpu import TPUKernel
 
 Precision: TypeAlias = Literal["highest", "high", "default"]
 Activations: TypeAlias = Literal["float", "int8"]
+Float8: TypeAlias = Literal["e4m3fn", "e5m2"]
 _scale_dtypes = ("bfloat16", "float32", "float64")
 
 
@@ -58,6 +59,8 @@ class Format(abc.ABC):
     integer_levels: ClassVar[bool] = False
     # Whether every level is -1, 0 or 1: an odd power of it is then the level itself.
     unit_levels: ClassVar[bool] = False
+    # Which floats of 8 bits the codes are, times a scale, if they are such.
+    float8: ClassVar[Float8 | None] = None
     # The largest magnitude of a level.
     largest_level: ClassVar[int | float] = 1
     # The largest positive level, where that is not the largest in magnitude.
@@ -80,9 +83,10 @@ class Format(abc.ABC):
             cls.unused_codes = ()
         # As these are claims about the levels, they go when the levels are others.
         if not vars(cls).keys().isdisjoint(("levels", "codebook")):
-            for claim in ("integer_levels", "unit_levels"):
+            claims = {"integer_levels": False, "unit_levels": False, "float8": None}
+            for claim, nothing in claims.items():
                 if claim not in vars(cls):
-                    setattr(cls, claim, False)
+                    setattr(cls, claim, nothing)
 
     def __post_init__(self):
         multiple = group_multiple(self.bits)

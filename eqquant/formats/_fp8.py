@@ -1,16 +1,15 @@
 """FP8: floats of 8 bits."""
 
 import dataclasses
-from typing import get_args, Literal
+from typing import get_args
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, UInt8
 
-from ._format import bound_scales, divide_blocks, Format, true_divide
+from ._format import bound_scales, divide_blocks, Float8, Format, true_divide
 
 
-_Kind = Literal["e4m3fn", "e5m2"]
 # Bits of the mantissa, the bias of the exponent, and the code of the largest number.
 _kinds = {"e4m3fn": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}
 
@@ -33,17 +32,21 @@ class FP8(Format):
         and 2, up to 57344.
     """
 
-    kind: _Kind = "e4m3fn"
+    kind: Float8 = "e4m3fn"
 
     name = "fp8"
     bits = 8
 
     def __post_init__(self):
         super().__post_init__()
-        if self.kind not in get_args(_Kind):
+        if self.kind not in get_args(Float8):
             raise ValueError(
-                f"FP8: kind must be one of {get_args(_Kind)}, got {self.kind!r}."
+                f"FP8: kind must be one of {get_args(Float8)}, got {self.kind!r}."
             )
+
+    @property
+    def float8(self):
+        return self.kind
 
     @property
     def code_dtype(self):
@@ -73,7 +76,7 @@ class FP8(Format):
         return from_float8(codes, self.kind).astype(dtype)
 
 
-def to_float8(x: Float[Array, "*shape"], kind: _Kind) -> UInt8[Array, "*shape"]:
+def to_float8(x: Float[Array, "*shape"], kind: Float8) -> UInt8[Array, "*shape"]:
     """The code of the nearest float, and the largest for what is beyond it."""
     mantissa, bias, largest = _kinds[kind]
     x = x.astype(jnp.float32)
@@ -89,7 +92,9 @@ def to_float8(x: Float[Array, "*shape"], kind: _Kind) -> UInt8[Array, "*shape"]:
     return code | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(7))
 
 
-def from_float8(codes: Integer[Array, "*shape"], kind: _Kind) -> Float[Array, "*shape"]:
+def from_float8(
+    codes: Integer[Array, "*shape"], kind: Float8
+) -> Float[Array, "*shape"]:
     """The number of each code, in float32."""
     mantissa, bias, _ = _kinds[kind]
     size = codes.astype(jnp.uint32) & 0x7F

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int4, Int8, NF4, Ternary
+from eqquant import Binary, FP8, Int3, Int4, Int8, NF3, NF4, Ternary
 from eqquant.arrays.quantized._encode import encode_rows
 from eqquant.kernels import cpu, xla
 from helpers import assert_identical, pairs, relative
@@ -76,8 +76,10 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
 def draw_product(data, kernel):
     """An activation, and a weight of random codes; few compile, as each shape does."""
     only_integers = "two digits" in kernel
-    formats = [Int4, Int8, Ternary] if only_integers else [NF4, Int4, Int8, Ternary]
-    make = data.draw(st.sampled_from([*formats, Binary]))
+    formats = [Int3, Int4, Int8, Ternary, Binary]
+    if not only_integers:
+        formats += [NF4, NF3, *[FP8] * ("float" in kernel)]
+    make = data.draw(st.sampled_from(formats))
     blocks_of = [None] if only_integers else [None, 128, 256]
     format = make(
         block_size=data.draw(st.sampled_from(blocks_of)),
@@ -88,7 +90,7 @@ def draw_product(data, kernel):
     contract_rows = "float" in kernel and data.draw(st.booleans())
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stored = format.padded(columns)
-    dtype = np.int8 if format.bits == 8 else np.uint8
+    dtype = format.code_dtype
     codes = rng.integers(0, 256, (*batch, rows, stored * format.bits // 8))
     scales = 0.5 + rng.random((*batch, rows, format.num_blocks(columns)))
     scales *= rng.choice([-1, 1], scales.shape)  # As those of GGUF's Q4_0 are.
@@ -110,11 +112,14 @@ def test_any_shape_against_xla(kernel, data):
 @pairs("kernel, m", KERNELS, [3, 21, 150])
 def test_products_large_enough_for_several_threads(kernel, m, normal):
     # The last has blocks of eight bytes, two of which fill a vector.
-    for format in (NF4(), Int8(), Ternary(), Binary(), Ternary(block_size=32)):
+    short = Ternary(block_size=32)
+    for format in (NF4(), Int8(), Ternary(), Binary(), Int3(), short):
         q = eqquant.quantize(normal(523, 1024), format)
         for contract_rows in (False, True):
-            blocks, packed = q.scales.shape[-1], q.codes.shape[-1]
-            if not serves(kernel, format, blocks, packed, contract_rows):
+            blocks = q.scales.shape[-1]
+            # Of a row: kernels get three bits as four.
+            bytes = 1024 * (4 if format.bits == 3 else format.bits) // 8
+            if not serves(kernel, format, blocks, bytes, contract_rows):
                 continue
             x = normal(m, 523 if contract_rows else 1024)
             got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
@@ -228,6 +233,7 @@ def test_bad_calls_are_errors(normal):
     good = dict(
         kernel="float, AVX2",
         bits=np.int64(4),
+        exponent=np.int64(0),
         run=np.int64(32),
         level_unit=np.float32(0),
         contract_rows=False,
@@ -246,7 +252,9 @@ def test_bad_calls_are_errors(normal):
     assert call().shape == (4, 40)
     for changed, message in (
         (dict(kernel="none"), "no kernel"),
-        (dict(bits=np.int64(3)), "bits must be"),
+        (dict(bits=np.int64(5)), "bits must be"),
+        (dict(bits=np.int64(3)), "three bits must fill"),
+        (dict(exponent=np.int64(4)), "must have 8 bits"),
         (dict(levels=normal(4)), "16 levels"),
         (dict(x=normal(4, 64)), "do not fit"),
         (dict(y=(4, 41)), "do not fit"),

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary, TPUKernel
+from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary, TPUKernel
 from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips
@@ -80,7 +80,7 @@ def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
 
 @pairs(
     "format, precision, dtype, m, contract_rows",
-    [f for f in EVERY_FORMAT if not f.quantized_scales and f.bits != 3],
+    [f for f in EVERY_FORMAT if not f.quantized_scales],
     ["high", "default", "highest"],
     ["float32", "bfloat16"],
     [8, 40],
@@ -134,7 +134,8 @@ def test_as_many_blocks_as_a_register_has_lanes(dtype):
     "kind, format, operand",
     ["TPU v5e", "TPU7x", slow("TPU v4"), slow("TPU v6e")],
     [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)]
-    + [slow(f) for f in (Int8(), Ternary(), Binary(block_size=256))],
+    + [slow(f) for f in (Int8(), Ternary(), Binary(block_size=256))]
+    + [Int4(), Int3(), FP8()],
     [(8, "float32"), (40, "bfloat16")],
 )
 def test_what_each_chip_does(kind, format, operand, monkeypatch):

@@ -8,6 +8,7 @@
 
 #include "product.h"
 #include "round.h"
+#include "unpack.h"
 
 using eqquant::Product;
 using eqquant::Routine;
@@ -37,15 +38,40 @@ const Case cases[] = {
 std::mt19937 generator(0);
 int below(int n) { return static_cast<int>(generator() % n); }
 
-// The weight, decoded as the layout of `product.h` says.
+// As `unpack.h` says: code `i` of a group.
+int three_bits(const uint8_t* group, int64_t run, int64_t i) {
+  const int64_t lows = run / 2, highs = run / 4;
+  const int low = group[i % lows] >> (2 * (i / lows)) & 3;
+  return low + 4 * (group[lows + i % highs] >> (i / highs) & 1);
+}
+
+double float_of_8_bits(uint8_t code, int exponent_bits) {
+  const int mantissa_bits = 7 - exponent_bits, bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = (code & 127) >> mantissa_bits, mantissa = code & ((1 << mantissa_bits) - 1);
+  const int whole = exponent ? mantissa + (1 << mantissa_bits) : mantissa;
+  const double size = std::ldexp(whole, std::max(exponent, 1) - bias - mantissa_bits);
+  return code & 128 ? -size : size;
+}
+
+// What a code of the layout of `product.h` stands for: at byte j of a row, in one plane.
+double level_of(const Product& p, int64_t row, int64_t j, int plane) {
+  if (p.three_bits) {
+    const uint8_t* group = p.stored(row) + j / p.run * (p.run / 4 * 3);
+    return p.levels[three_bits(group, p.run, plane * p.run + j % p.run)];
+  }
+  const uint8_t byte = p.codes[row * p.packed + j];
+  // What a routine leaves to the scales is in them here, too.
+  if (p.exponent) return float_of_8_bits(byte, p.exponent) / (p.exponent == 4 ? 256 : 1);
+  return p.bits == 8 ? static_cast<int8_t>(byte) : p.levels[byte >> (plane * p.bits) & 15];
+}
+
+// The weight, decoded.
 std::unique_ptr<double[]> decode(const Product& p) {
   std::unique_ptr<double[]> w(new double[p.rows * p.columns()]);
   for (int64_t row = 0; row < p.rows; row++)
     for (int64_t j = 0; j < p.packed; j++)
       for (int plane = 0; plane < p.planes(); plane++) {
-        const uint8_t byte = p.codes[row * p.packed + j];
-        const double level = p.bits == 8 ? static_cast<int8_t>(byte)
-                                         : p.levels[byte >> (plane * p.bits) & 15];
+        const double level = level_of(p, row, j, plane);
         const int64_t at = row * p.blocks + j / p.block_bytes();
         const double scale =
             p.bfloat16_scales
@@ -63,20 +89,24 @@ void run(const Routine& routine, const Product& p, char* scratch) {
   const int64_t cut = std::min(units, (units / 2 + routine.grain - 1) / routine.grain * routine.grain);
   routine.prepare(p, scratch, 0, p.m / 2);
   routine.prepare(p, scratch, p.m / 2, p.m);
-  routine.run(p, scratch, 0, cut);
-  if (cut < units) routine.run(p, scratch, cut, units);
+  eqquant::run_units(routine, p, scratch, 0, cut);
+  if (cut < units) eqquant::run_units(routine, p, scratch, cut, units);
 }
 
 bool check(const Case& c) {
   std::normal_distribution<float> normal;
   Product p{};
-  p.bits = 1 << below(4);
+  // Of 1, 2, 4, or 8 bits; of three; floats.
+  const int kind = below(c.needs <= 2 ? 7 : 5);
+  p.bits = kind == 4 ? 4 : 1 << std::min(kind, 3);
+  p.three_bits = kind == 4;
+  p.exponent = kind > 4 ? kind - 1 : 0;
   p.digits = c.digits;
   p.contract_rows = c.contract_rows;
   p.m = 1 + below(40);
   p.rows = 1 + below(90);
   // Blocks of whole runs; one scale for all where the routine wants that.
-  p.run = 8 << below(3);
+  p.run = p.three_bits && below(2) ? 4 * (2 + below(5)) : 8 << below(3);
   // Often but one, of eight bytes perhaps: blocks as short as they can be.
   const int64_t runs = 1 + below(2) * below(6), blocks = 1 + below(5);
   const bool one_scale = c.digits == 2 || below(2);
@@ -90,15 +120,19 @@ bool check(const Case& c) {
   const bool integers = c.digits == 2 || (c.digits && below(2));
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
-    const int code = i & ((1 << std::min(p.bits, 4)) - 1);
+    const int code = i & ((1 << std::min(p.three_bits ? 3 : p.bits, 4)) - 1);
     levels[i] = integers ? static_cast<float>(code % 5 - 2) : code * 0.3f - 1;
   }
   const int64_t in = p.contract_rows ? p.rows : p.columns();
   const int64_t out = p.contract_rows ? p.columns() : p.rows;
   std::unique_ptr<float[]> x(new float[p.m * in]), y(new float[p.m * out]);
   for (int64_t i = 0; i < p.m * in; i++) x[i] = normal(generator);
-  std::unique_ptr<uint8_t[]> codes(new uint8_t[p.rows * p.packed]);
-  for (int64_t i = 0; i < p.rows * p.packed; i++) codes[i] = static_cast<uint8_t>(generator());
+  std::unique_ptr<uint8_t[]> codes(new uint8_t[p.rows * p.stored_bytes()]);
+  for (int64_t i = 0; i < p.rows * p.stored_bytes(); i++) {
+    codes[i] = static_cast<uint8_t>(generator());
+    // No infinities or NaN.
+    if (p.exponent && (codes[i] & 127) > (p.exponent == 4 ? 126 : 123)) codes[i] = 1;
+  }
   std::unique_ptr<float[]> scales(new float[p.rows * p.blocks]);
   std::unique_ptr<uint16_t[]> narrow(new uint16_t[p.rows * p.blocks]);
   for (int64_t i = 0; i < p.rows * p.blocks; i++) {
@@ -126,9 +160,8 @@ bool check(const Case& c) {
     }
   const double relative = std::sqrt(error / norm);
   if (relative <= c.tolerance) return true;
-  std::printf("%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d run %ld\n", c.name,
-              relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.bits,
-              long(p.run));
+  std::printf("%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n", c.name,
+              relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.three_bits ? 3 : p.bits, p.exponent, long(p.run));
   return false;
 }
 

@@ -20,6 +20,8 @@ from ._library import load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
 
 
+# Of floats of 8 bits.
+_exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 # Weights of so few elements are multiplied by up to so many rows in less time than by
 # what XLA makes, which takes ten times as long to compile: most of a small convolution.
 _small, _most_of_small = 2**17, 1024
@@ -64,6 +66,9 @@ def dot(
         # Of the kernel, but XLA's to allocate and to account for.
         jax.ShapeDtypeStruct((max(scratch, 1),), jnp.uint8),
     )
+    # The kernels take the floats of four bits of exponent for too small, by 2**8.
+    if format.float8 == "e4m3fn":
+        scales = scales * jnp.asarray(2**8, scales.dtype)
     product, _ = jax.ffi.ffi_call("eqquant_dot", results)(
         x.astype(jnp.float32),
         codes,
@@ -71,6 +76,7 @@ def dot(
         _levels(format),
         kernel=kernel,
         bits=np.int64(format.bits),
+        exponent=np.int64(_exponent_bits[format.float8]),
         run=np.int64(_run(packed, format)),
         level_unit=np.float32(_level_unit(format)),
         contract_rows=contract_rows,
@@ -91,8 +97,19 @@ def _levels(format: Format) -> Float[Array, "16"]:
 
 
 def _run(packed: int, format: Format) -> int:
-    """Bytes of a row whose codes of one plane follow each other."""
-    return packed if format.bits == 8 else format.group * format.bits // 8
+    """Bytes of a row, as the kernels get it, whose codes of one plane follow each
+    other."""
+    return packed if format.bits == 8 else format.group * _bits_unpacked(format) // 8
+
+
+def _bits_unpacked(format: Format) -> int:
+    """Of each code in the kernels, which unpack three bits to four."""
+    return 4 if format.bits == 3 else format.bits
+
+
+def _row_bytes(packed: int, format: Format) -> int:
+    """Of a row as the kernels get it, for so many that are stored."""
+    return packed * _bits_unpacked(format) // format.bits
 
 
 def _level_unit(format: Format) -> float:
@@ -145,13 +162,14 @@ def choose_kernel(
     assert not isinstance(library, str), library
     m, size = x.shape[-2:]
     blocks = scales.shape[-1]
+    packed = _row_bytes(codes.shape[-1], format)
     avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
     floats = "float, AVX-512" if avx512 else "float, AVX2"
     # Up to how many rows they are faster than what XLA has.
     most = (64 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
     if avx512 and not contract_rows and codes.shape[-2] * size <= _small:
         most = _most_of_small
-    if precision == "highest":
+    if precision == "highest" or format.float8:
         return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
         # What XLA has for these is int8 products, of one or two digits: fast, too, but
@@ -169,7 +187,7 @@ def choose_kernel(
         # With AMX, XLA's products of int8 are faster than those of VNNI.
         few = m < (8 if format.bits == 8 else 24)
         return f"{digits}, VNNI" if few or not amx else None
-    in_tiles = blocks == 1 or codes.shape[-1] // blocks % 16 == 0
+    in_tiles = blocks == 1 or packed // blocks % 16 == 0
     if amx and in_tiles and not contract_rows and m >= 12:
         # XLA has one product of bfloat16 for many rows, if that is precise enough.
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
@@ -179,7 +197,7 @@ def choose_kernel(
         rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
         if rounds and not amx:
             return "one digit, VNNI"
-        if _fits_words(codes.shape[-1], blocks, format):
+        if _fits_words(packed, blocks, format):
             return "words, VNNI"
     return floats if m <= most else None
 
@@ -212,11 +230,10 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str 
             return f"native kernels compute in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
-    if format.bits not in (1, 2, 4) and not (
-        format.bits == 8 and format.integer_levels
-    ):
+    if format.bits == 8 and not (format.integer_levels or format.float8):
         return f"there are no native kernels for codes like those of {format.name}"
-    if scales.shape[-1] > 1 and codes.shape[-1] // scales.shape[-1] < 8:
+    packed, blocks = _row_bytes(codes.shape[-1], format), scales.shape[-1]
+    if blocks > 1 and packed // blocks < 8:
         return f"blocks of {format.block_size} are shorter than a register"
     params |= {"format": format, "weight_dtype": weight_dtype}
     if choose_kernel(x, codes, scales, **params) is None:

@@ -19,7 +19,7 @@ from .._int8 import rounding
 from . import _decode, _general
 from ._chips import chip
 from ._round import round_rows
-from ._weights import can_become
+from ._weights import can_become, is_exact
 
 
 round_int8 = round_rows
@@ -152,7 +152,8 @@ def choose_variant(
             precision == "high" and (floats or hidden)
         )
     looked_up = format.codebook is not None and can_become("int8", format, here)
-    rounded = ", rounded table" if looked_up and not exact_table else ""
+    rounds = looked_up and not exact_table and not is_exact(format)
+    rounded = ", rounded table" if rounds else ""
     if decodes:
         return "decode" + (", rounded" if precision == "default" else rounded)
 
@@ -170,8 +171,10 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | Non
             return f"kernels for TPU compute in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
-    if format.bits == 3 or (format.bits == 8 and not format.integer_levels):
+    if format.bits == 8 and not (format.integer_levels or format.float8):
         return f"there are no kernels for TPU for codes like those of {format.name}"
+    if format.bits == 3 and format.group % 32:
+        return f"blocks of {format.block_size} are no whole words"
     if not _general.fits(codes.shape[-1], format):
         return f"blocks of {format.block_size} are too long for a tile"
     return None

@@ -20,6 +20,7 @@ from ._tiles import (
     lanes,
     look_up,
     pad_to,
+    planes_of,
     result_like,
     to_tiles,
 )
@@ -28,7 +29,7 @@ from ._tiles import (
 def is_simple(format: Format) -> bool:
     """Whether groups of codes end where registers do: those of the codes, and those of
     the activation as well."""
-    whole = format.group <= lanes or format.group * format.bits // 8 == lanes
+    whole = format.group <= lanes or format.group // planes_of(format) == lanes
     return whole and chunk_bytes(format) == lanes
 
 
@@ -61,7 +62,7 @@ def split_planes(
     A transposition of registers and parts of them, in as many steps as its number of
     planes has bits.
     """
-    planes = 8 // format.bits
+    planes = planes_of(format)
     parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
     width = format.group // planes
     if width == lanes:
@@ -107,7 +108,7 @@ def from_planes(x, columns: int, format: Format, interpret: bool):
         return from_tiles(x, chunk_bytes(format), columns, format)
 
     def join(x, format):
-        planes = 8 // format.bits
+        planes = planes_of(format)
         parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
         return [join_planes(parts, format)]
 
@@ -117,7 +118,7 @@ def from_planes(x, columns: int, format: Format, interpret: bool):
 def arrange(x, out, format: Format, permute: Callable = split_planes):
     """In a kernel: the columns of `x` to `out`, by default in plane order."""
     narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
-    size = lanes * 8 // format.bits
+    size = lanes * planes_of(format)
     for start in range(0, x.shape[1], size):
         columns = slice(start, start + size)
         part = x[:, columns]
@@ -127,7 +128,7 @@ def arrange(x, out, format: Format, permute: Callable = split_planes):
 
 
 def _permuted(x, format: Format, permute, name: str, interpret: bool):
-    size = lanes * 8 // format.bits
+    size = lanes * planes_of(format)
     batch, m, _ = x.shape
     x = pad_to(x, 2, size)
     columns = x.shape[2]

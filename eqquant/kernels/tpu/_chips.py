@@ -6,6 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 
 from ..._jax import device_kind, warn
+from ...formats import Format
+from ._tiles import bits_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Chip:
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
+
+    def steps_of(self, format: Format) -> tuple[int, int]:
+        """As those of the format whose codes take as much room, if none are known."""
+        return self.steps.get(format.name, self.steps[_like[bits_of(format)]])
+
+    def turned_of(self, format: Format) -> int:
+        """Likewise."""
+        return self.turned.get(format.name, self.turned.get(_like[bits_of(format)], 0))
+
+
+_like = {8: "int8", 4: "nf4", 2: "ternary", 1: "binary"}
 
 
 _fourth = Chip(

@@ -18,12 +18,13 @@ from ...formats import Format
 from ._arrange import is_simple
 from ._chips import Chip
 from ._spread import digits_of, interleave, spread, turn
-from ._tiles import lanes, pad_to, result_like
-from ._weights import can_become, Decoder, Kind
+from ._three_bits import read, stored_bytes, used_bytes
+from ._tiles import lanes, pad_to, planes_of, result_like, tile_multiple
+from ._weights import can_become, Decoder, is_exact, is_shifted, Kind
 
 
 def _block_bytes(format: Format) -> int:
-    return (format.block_size or format.group) * format.bits // 8
+    return (format.block_size or format.group) // planes_of(format)
 
 
 def _num_blocks(format: Format) -> int:
@@ -34,7 +35,12 @@ def _num_blocks(format: Format) -> int:
 def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
     """What the weight becomes, for an activation of some dtype."""
     floats = can_become("float8", format, chip)
-    if format.codebook is not None:
+    if is_exact(format) or is_shifted(format):
+        # One digit of either will do. Floats leave an activation in bfloat16 as it is,
+        # in one digit, too: that is worth a lookup where these are fast.
+        fast = chip.gather_axis == 0 and x_dtype == jnp.bfloat16
+        floats = floats and (fast or not chip.int8)
+    elif format.codebook is not None:
         # In two floats of 8 bits it keeps 13 bits, which an activation in bfloat16 has
         # not; in one int8 it is faster.
         floats = floats and (x_dtype == jnp.bfloat16 if exact_table else not chip.int8)
@@ -56,20 +62,21 @@ def activation_bits(
 
 def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     """Whether there is such a kernel."""
-    if m > 32 or not can_become("int8", format, chip):
+    kinds: tuple[Kind, ...] = ("int8", "float8")
+    if m > 32 or not any(can_become(kind, format, chip) for kind in kinds):
         return False
     if not is_simple(format) or _num_blocks(format) > 8:
         return False
     spread = 2 * _num_blocks(format) * m * columns
-    return spread <= 2**21 and columns * format.bits // 8 * lanes <= 2**21
+    return spread <= 2**21 and columns // planes_of(format) * lanes <= 2**21
 
 
 def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
     """Whether codes are transposed first, and how many rows of them as one: the matrix
     unit takes a weight faster that need not be transposed on its way into it, where
     there are few codes to transpose, or hardware for it."""
-    turned = chip.turned.get(format.name, 0)
-    spread = 2 * turned**2 * digits.count * m * size * 8 // format.bits
+    turned = chip.turned_of(format)
+    spread = 2 * turned**2 * digits.count * m * size * planes_of(format)
     in_pairs_of_blocks = turned == 2 and format.block_size
     return 0 if in_pairs_of_blocks or spread > 2**22 else turned
 
@@ -91,18 +98,21 @@ def contract_columns(
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
     blocks = scales.shape[-1]
-    planes = 8 // format.bits
+    packed, planes = used_bytes(packed, format), planes_of(format)
     group = _num_blocks(format)
     kind = kind_of(format, x.dtype, exact_table, chip)
     count = 2 if exact_table or kind == "float8" else 1
-    decode = Decoder(format, chip, kind, count)
+    decode = Decoder(
+        format, chip, kind, count if format.codebook and not is_exact(format) else 1
+    )
 
     # Whole registers: sums of the rows of a block then need no shuffling.
-    x = pad_to(pad_to(x, 1, 8), 2, lanes * planes)
+    x = pad_to(pad_to(x, 1, 8), 2, tile_multiple(format) * planes)
     padded = x.shape[1]
     digits = digits_of(x.dtype, kind, exact, chip)
-    size = pl.cdiv(packed, lanes) * lanes
-    most, chunk = chip.steps[format.name]
+    multiple = tile_multiple(format)
+    size = pl.cdiv(packed, multiple) * multiple
+    most, chunk = chip.steps_of(format)
     chunk = lanes if format.block_size or size % chunk else chunk
     if format.tpu and format.tpu.tile_n:
         most = format.tpu.tile_n
@@ -161,7 +171,7 @@ def contract_columns(
         total = jnp.zeros((padded, codes.shape[1]), jnp.float32)
         whole = []
         for start in range(0, size, chunk):
-            part = codes[0, :, start : start + chunk]
+            part = read(codes, start, chunk, format)
             part = turn(part, turned) if turned else part
             decoded = [decode(part, plane, looked_up) for plane in range(planes)]
             ends = (end * planes * max(turned, 1) for end in (start, start + chunk))
@@ -202,7 +212,9 @@ def contract_columns(
         grid=(batch, cores, pl.cdiv(steps, cores)),
         in_specs=[
             pl.BlockSpec((1, padded, x.shape[2]), lambda b, c, j: (b, 0, 0)),
-            pl.BlockSpec((1, bn, size), lambda b, c, j: (b, tile(c, j), 0)),
+            pl.BlockSpec(
+                (1, bn, stored_bytes(size, format)), lambda b, c, j: (b, tile(c, j), 0)
+            ),
             pl.BlockSpec((1, bn, blocks), lambda b, c, j: (b, tile(c, j), 0))
             if wide
             else pl.BlockSpec((1, blocks, bn), lambda b, c, j: (b, 0, tile(c, j))),

@@ -21,8 +21,18 @@ from jaxtyping import Array, Float, Int
 from ...formats import Format, TPUKernel
 from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
-from ._tiles import chunk_bytes, lanes, look_up, pad_to, result_like
-from ._weights import can_become, Decoder
+from ._three_bits import read, stored_bytes, used_bytes
+from ._tiles import (
+    bits_of,
+    chunk_bytes,
+    lanes,
+    look_up,
+    pad_to,
+    planes_of,
+    result_like,
+    tile_multiple,
+)
+from ._weights import can_become, Decoder, is_exact, is_shifted
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +69,7 @@ def _tiles(
         some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
         bn = math.ceil(min(rows, some_rows) / lanes) * lanes
         tile = _tile_bytes(packed, format, columns)
-        bk = tile * 8 // format.bits
+        bk = tile * planes_of(format)
         in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
         tiles = _Tiles(bm, bn, tile)
         if in_and_out + bn * bk * (size + 1) <= budget:
@@ -75,17 +85,17 @@ def _budget(chip: Chip) -> int:
 
 def fits(packed: int, format: Format) -> bool:
     """Whether a tile of whole blocks is small enough."""
-    return _tile_bytes(packed, format, 8) * 512 <= 2**21
+    return _tile_bytes(used_bytes(packed, format), format, 8) * 512 <= 2**21
 
 
 def _tile_bytes(packed: int, format: Format, columns: int) -> int:
     """How many bytes of a row a tile has, for about so many columns: all of them, or
     whole registers and whole blocks."""
-    chunk = chunk_bytes(format)
+    chunk = tile_multiple(format)
     # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
-    block = (format.block_size or format.group) * format.bits // 8
+    block = (format.block_size or format.group) * bits_of(format) // 8
     whole = math.lcm(chunk, block * (16 if format.block_size else 1))
-    size = math.ceil(columns * format.bits // 8 / whole) * whole
+    size = math.ceil(columns * bits_of(format) // 8 / whole) * whole
     return min(math.ceil(packed / chunk) * chunk, size)
 
 
@@ -94,7 +104,7 @@ def _spread(
 ) -> Float[Array, "rows bytes"]:
     """The scales of a tile, one for each of its bytes."""
     assert format.block_size is not None
-    block = format.block_size * format.bits // 8
+    block = format.block_size * bits_of(format) // 8
     scales = scales.T.astype(dtype)
     if dtype == jnp.bfloat16:  # Two rows at once.
         scales = pltpu.bitcast(scales, jnp.int32)
@@ -123,11 +133,13 @@ class _Operand:
         self.format, self.dtype = format, jnp.dtype(dtype)
         blocked = format.block_size is not None
         self.decode = None
-        if dtype != jnp.float32 and can_become("int8", format, chip):
-            scaled = blocked or format.codebook is not None
-            floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
-            kind = "float8" if floats and not scaled else "int8"
-            self.decode = Decoder(format, chip, kind, 2 if exact_table else 1)
+        scaled = blocked or format.codebook is not None or is_shifted(format)
+        floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
+        floats = floats and not scaled
+        if floats or (dtype != jnp.float32 and can_become("int8", format, chip)):
+            kind = "float8" if floats else "int8"
+            twice = exact_table and not is_exact(format)
+            self.decode = Decoder(format, chip, kind, 2 if twice else 1)
         self.unit = self.decode.unit if self.decode else 1.0
         # In which the weight is put together, and scaled.
         packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
@@ -148,7 +160,7 @@ class _Operand:
         format = self.format
         codes = codes.astype(jnp.int32)
         if format.bits < 8:
-            codes = lax.shift_right_logical(codes, plane * format.bits)
+            codes = lax.shift_right_logical(codes, plane * bits_of(format))
             codes = codes & (2**format.bits - 1)
         return format.levels(codes, self.compute)
 
@@ -180,7 +192,7 @@ class _Plan:
 
     @property
     def planes(self) -> int:
-        return 8 // self.format.bits
+        return planes_of(self.format)
 
     @property
     def sums(self):
@@ -199,7 +211,7 @@ def _plan(
     chip: Chip,
 ) -> _Plan:
     *_, rows, packed = codes_shape
-    planes = 8 // format.bits
+    packed, planes = used_bytes(packed, format), planes_of(format)
     tiles = _tiles(
         m,
         rows,
@@ -281,10 +293,8 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
     for start in range(0, tile, chunk):
         part = slice(start, start + chunk)
         scale = None if spread is None else spread[:, part]
-        decoded = [
-            weight(codes[0, :, part], scale, plane, looked_up)
-            for plane in range(planes)
-        ]
+        some = read(codes, start, chunk, plan.format)
+        decoded = [weight(some, scale, plane, looked_up) for plane in range(planes)]
         w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
         # Columns of the weight are those of the activation, or of the result.
         columns = (slice(None), slice(start * planes, (start + chunk) * planes))
@@ -327,6 +337,8 @@ def dot(
         exact_table=exact_table,
         chip=chip,
     )
+    packed = used_bytes(packed, format)
+    stored = stored_bytes(plan.tiles.bytes, format)
     bm, size = plan.tiles.m, plan.sizes[plan.contracted]
     out_size, free = plan.sizes[plan.free], plan.counts[plan.free]
 
@@ -355,7 +367,7 @@ def dot(
         grid=(batch, x.shape[1] // bm, free, plan.counts[plan.contracted]),
         in_specs=[
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),
-            pl.BlockSpec((1, plan.tiles.rows, plan.tiles.bytes), at(0, row, column)),
+            pl.BlockSpec((1, plan.tiles.rows, stored), at(0, row, column)),
             pl.BlockSpec(
                 (1, *plan.tile_scales[::-1]),
                 at(0, column if plan.blocked else None, row),

@@ -13,7 +13,7 @@ from ...formats import Format
 from .._int8 import round_int8, split_int8
 from ._arrange import split_planes
 from ._chips import Chip
-from ._tiles import lanes, look_up
+from ._tiles import lanes, look_up, planes_of
 from ._weights import Kind
 
 
@@ -70,7 +70,7 @@ def spread(
     Rows are zero in all but one of the `group` blocks of 128 bytes, or, for pairs of
     [`turn`][], in the other of a pair. To `unit`, what the last digit is worth."""
     m, columns = x.shape
-    planes = 8 // format.bits
+    planes = planes_of(format)
     size = lanes * planes
     parts, worth = _split(x.astype(jnp.float32), x.dtype == jnp.int8, digits)
     unit[...] = jnp.broadcast_to(worth, (m, lanes))

@@ -39,17 +39,34 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
     return jnp.pad(x, widths)
 
 
+def bits_of(format: Format) -> int:
+    """Of a code as the kernels use it: those of three bits are unpacked to four (see
+    `_three_bits.py`). Bytes of a row are such bytes, if nothing else is said."""
+    return 4 if format.bits == 3 else format.bits
+
+
+def planes_of(format: Format) -> int:
+    """How many codes are in a byte."""
+    return 8 // bits_of(format)
+
+
 def chunk_bytes(format: Format) -> int:
     """How many bytes of a row are brought in order together: whole registers, and whole
     groups of codes."""
-    return math.lcm(lanes, format.group * format.bits // 8)
+    return math.lcm(lanes, format.group * bits_of(format) // 8)
+
+
+def tile_multiple(format: Format) -> int:
+    """What the bytes of a tile are a multiple of: these are whole registers as they are
+    stored, too."""
+    return math.lcm(chunk_bytes(format), 4 * lanes if format.bits == 3 else lanes)
 
 
 def to_tiles(
     x: Shaped[Array, "batch m columns"], tile: int, format: Format
 ) -> Shaped[Array, "batch m padded"]:
     """The columns in plane order within each tile of so many bytes."""
-    planes = 8 // format.bits
+    planes = planes_of(format)
     x = pad_to(x, -1, tile * planes)
     if planes == 1:
         return x
@@ -62,7 +79,7 @@ def to_tiles(
 def from_tiles(
     x: Float[Array, "batch m padded"], tile: int, columns: int, format: Format
 ) -> Float[Array, "batch m columns"]:
-    planes = 8 // format.bits
+    planes = planes_of(format)
     if planes > 1:
         batch, m, padded = x.shape
         width = format.group // planes

@@ -16,7 +16,7 @@ from jaxtyping import Array, Shaped
 
 from ...formats import Format
 from ._chips import Chip
-from ._tiles import lanes, look_up
+from ._tiles import bits_of, lanes, look_up
 
 
 Kind = Literal["int8", "float8"]
@@ -44,9 +44,30 @@ def _as_they_are(codes, plane: int, format: Format):
     return codes
 
 
+def _integers(codes, plane: int, format: Format):
+    """Codes that are integers plus the magnitude of the lowest, at the top of the byte,
+    whose sign they then have."""
+    shift = 8 - format.bits - plane * bits_of(format)
+    words = pltpu.bitcast(codes, jnp.uint32)
+    words = words << shift if shift else words
+    top = (2**format.bits - 1) << (8 - format.bits)
+    return pltpu.bitcast((words & _mask(top)) ^ _mask(0x80), jnp.int8)
+
+
+def _float8(codes, plane: int, format: Format):
+    """E4M3, whose codes stand for the same numbers on every chip that has such floats,
+    but for a factor. Zero with a sign may stand for NaN there, and what lies beyond an
+    array is anything: neither is left."""
+    words = pltpu.bitcast(codes, jnp.uint32)
+    size = words & _mask(0x7F)
+    sign = (size + _mask(0x7F)) & words & _mask(0x80)
+    is_nan = ((size + _mask(1)) & _mask(0x80)) >> 1
+    return pltpu.bitcast(sign | (size & ~is_nan), jnp.int8)
+
+
 def _indices(codes, plane: int, format: Format):
     words = pltpu.bitcast(codes, jnp.uint32)
-    shift = plane * format.bits
+    shift = plane * bits_of(format)
     words = (words >> shift if shift else words) & _mask(2**format.bits - 1)
     return pltpu.bitcast(words, jnp.int8)
 
@@ -68,22 +89,59 @@ def _lookup(table, indices, chip: Chip):
     )
 
 
-# How a format becomes bytes, and which kinds of number these are.
-_to_bytes: dict[str, tuple[Callable, tuple[Kind, ...]]] = {
-    "int8": (_as_they_are, ("int8",)),
-    "ternary": (_signed_top_bits, ("int8", "float8")),
-    "binary": (_signed_top_bits, ("int8", "float8")),
-    "nf4": (_indices, ("int8", "float8")),
+# How a format becomes bytes, which kinds of number these are, and the byte of one.
+_Way = tuple[Callable, tuple[Kind, ...], int]
+_to_bytes: dict[str, _Way] = {
+    "int8": (_as_they_are, ("int8",), 1),
+    "int4": (_integers, ("int8", "float8"), 0x10),
+    "int3": (_integers, ("int8", "float8"), 0x20),
+    "int2": (_integers, ("int8", "float8"), 0x40),
+    "ternary": (_signed_top_bits, ("int8", "float8"), 0x40),
+    "binary": (_signed_top_bits, ("int8", "float8"), 0x40),
 }
+_looked_up: _Way = (_indices, ("int8", "float8"), 0)
+_as_floats: _Way = (_float8, ("float8",), 0x38)
+
+
+def _way_of(format: Format) -> _Way | None:
+    if format.codebook is not None:
+        looks_up = format.tpu is None or format.tpu.lookup
+        return _looked_up if looks_up and _has_table(format) else None
+    if format.float8 == "e4m3fn":
+        return _as_floats
+    return _to_bytes.get(format.name) if format.integer_levels else None
+
+
+def _has_table(format: Format) -> bool:
+    return type(format).levels is Format.levels and any(format.codebook or ())
 
 
 def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
     """Whether the codes of a format become such bytes, on this chip."""
     if kind == "float8" and chip.float8 is None:
         return False
-    if format.codebook is not None and format.tpu and not format.tpu.lookup:
+    way = _way_of(format)
+    return way is not None and kind in way[1]
+
+
+def is_shifted(format: Format) -> bool:
+    """Whether a shift makes int8 of the codes, but only a lookup floats."""
+    way = _way_of(format)
+    return way is not None and way[0] is _integers
+
+
+def is_exact(format: Format) -> bool:
+    """Whether a codebook is one of integers, to be looked up once."""
+    if format.codebook is None or not _has_table(format):
         return False
-    return format.name in _to_bytes and kind in _to_bytes[format.name][1]
+    levels = tuple(format.codebook)
+    (table,), scale = _int8_digits(levels, 1)
+    return bool(np.max(np.abs(table / scale - _normalized(levels))) < 1e-7)
+
+
+def _normalized(levels: tuple[float, ...]) -> np.ndarray:
+    """With 1 as the largest magnitude."""
+    return np.array(levels) / np.max(np.abs(levels))
 
 
 class Decoder:
@@ -95,16 +153,24 @@ class Decoder:
         # What a digit is worth, relative to the next, and what the last is worth.
         self.base, self.unit = 1, 1.0
         self._entries: list[np.ndarray] = []
-        if format.codebook is not None:
+        way = _way_of(format)
+        assert way is not None
+        self._prepare, _, one = way
+        levels = tuple(format.codebook or ())
+        if is_shifted(format) and kind == "float8":
+            half = 2 ** (format.bits - 1)
+            self._prepare, levels = _indices, tuple(map(float, range(-half, half)))
+        if levels:
             if kind == "int8":
-                tables, scale, self.base = *_int8_digits(format, digits), _base
+                tables, scale, self.base = *_int8_digits(levels, digits), _base
             else:
-                tables, scale = _float8_digits(format, np.dtype(chip.float8), digits)
-            self.unit = 1 / scale
+                tables, scale = _float8_digits(levels, np.dtype(chip.float8), digits)
+            self.unit = float(np.max(np.abs(levels))) / scale
             self._entries = tables
-        elif format.bits < 8:
-            one = np.array([0x40], np.uint8).view(np.dtype(self.dtype))[0]
-            self.unit = 1 / float(one)
+        else:
+            # The byte of a float may be worth something else on this chip.
+            of_chip = np.array([one], np.uint8).view(np.dtype(self.dtype))[0]
+            self.unit = 1 / float(of_chip)
 
     @property
     def num_tables(self) -> int:
@@ -118,8 +184,7 @@ class Decoder:
         self, codes: Shaped[Array, "rows bytes"], plane: int, tables: list
     ) -> list[Shaped[Array, "rows bytes"]]:
         """One plane of a tile: its digits, the highest first."""
-        prepare, _ = _to_bytes[self.format.name]
-        prepared = prepare(codes, plane, self.format)
+        prepared = self._prepare(codes, plane, self.format)
         digits = [_lookup(table, prepared, self.chip) for table in tables]
         digits = digits if tables else [prepared]
         if self.dtype == jnp.int8:
@@ -138,31 +203,33 @@ _base = 256
 
 
 @ft.cache
-def _int8_digits(format: Format, digits: int) -> tuple[list[np.ndarray], float]:
+def _int8_digits(
+    levels: tuple[float, ...], digits: int
+) -> tuple[list[np.ndarray], float]:
     """The codebook in int8, what that leaves in 256ths, and what one has become."""
-    levels = np.array(format.codebook)
+    table = _normalized(levels)
     if digits == 1:
         # The largest level need not be 127: other scales round the levels better.
         scales = np.linspace(120, 127, 1401)
     else:
         scales = np.array([127.0])
-    errors = [np.sum((np.round(levels * s) / s - levels) ** 2) for s in scales]
+    errors = [np.sum((np.round(table * s) / s - table) ** 2) for s in scales]
     scale = float(scales[np.argmin(errors)])
-    high = np.round(levels * scale)
-    low = np.clip(np.round((levels * scale - high) * _base), -127, 127)
-    tables = [table.astype(np.int8) for table in (high, low)[:digits]]
-    return tables, scale * _base ** (digits - 1)
+    high = np.round(table * scale)
+    low = np.clip(np.round((table * scale - high) * _base), -127, 127)
+    parts = [part.astype(np.int8) for part in (high, low)[:digits]]
+    return parts, scale * _base ** (digits - 1)
 
 
 @ft.cache
 def _float8_digits(
-    format: Format, dtype: np.dtype, digits: int
+    levels: tuple[float, ...], dtype: np.dtype, digits: int
 ) -> tuple[list[np.ndarray], float]:
     """The codebook in floats of 8 bits, and what these leave; as bytes."""
-    levels = np.array(format.codebook)
+    table = _normalized(levels)
 
     def rounded(scale) -> list[np.ndarray]:
-        left, out = levels * scale, []
+        left, out = table * scale, []
         for _ in range(digits):
             out.append(left.astype(dtype))
             left = left - out[-1].astype(np.float64)
@@ -170,7 +237,7 @@ def _float8_digits(
 
     def error(scale) -> float:
         total = sum(digit.astype(np.float64) for digit in rounded(scale))
-        return float(np.sum((total / scale - levels) ** 2))
+        return float(np.sum((total / scale - table) ** 2))
 
     # An octave of scales, as large as the larger floats that there are.
     scale = min(np.linspace(8, 16, 2001), key=error)

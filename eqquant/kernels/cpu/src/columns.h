@@ -35,10 +35,10 @@ struct Columns {
 
   static void run(const Product& p, int64_t block, const float* x, const float* scales,
                   int64_t row, float* y) {
-    constexpr int64_t values = 8 / bits * count * Vector::size;
+    constexpr int64_t values = planes_of(bits) * count * Vector::size;
     const int64_t whole = block / Vector::size * Vector::size;
     const uint8_t* codes = p.codes + row * p.packed;
-    const Vector::Levels levels = Vector::levels(p.levels);
+    const auto levels = Decoder<bits>::levels(p);
     Sums sums;
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = Vector::zero();

@@ -1,13 +1,28 @@
 // From codes to floats, in registers, for any `Vector`. This and the headers of products
 // in float32 are included into a namespace, and under the target, of that `Vector`.
 
+// A float of 8 bits, in place of the bits of a code.
+constexpr int float8 = 80;
+constexpr int planes_of(int bits) { return bits == float8 ? 1 : 8 / bits; }
+
+// Calls `use` with the bits of a code, or `float8`, as a constant.
+template <class Use>
+void with_codes(const Product& p, const Use& use) {
+  p.exponent ? use(std::integral_constant<int, float8>()) : with_bits(p, use);
+}
+
 // What is read of some bytes of a row, and what that stands for in one plane.
 template <int bits>
 struct Decoder {
   using Codes = Vector::Codes;
+  using Levels = Vector::Levels;
+  static EQQUANT_INLINE Levels levels(const Product& p) { return Vector::levels(p.levels); }
+  static EQQUANT_INLINE Levels scaled(Levels levels, Vector::Floats by) {
+    return Vector::scaled(levels, by);
+  }
   static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::codes(bytes); }
   template <int plane>
-  static EQQUANT_INLINE Vector::Floats decode(Vector::Levels levels, Codes codes) {
+  static EQQUANT_INLINE Vector::Floats decode(Levels levels, Codes codes) {
     return Vector::template decode<bits, plane>(levels, codes);
   }
 };
@@ -15,10 +30,31 @@ struct Decoder {
 template <>
 struct Decoder<8> {
   using Codes = Vector::Floats;
+  struct Levels {};
+  static EQQUANT_INLINE Levels levels(const Product&) { return {}; }
   static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::integers(bytes); }
   template <int>
-  static EQQUANT_INLINE Vector::Floats decode(Vector::Levels, Codes codes) {
+  static EQQUANT_INLINE Vector::Floats decode(Levels, Codes codes) {
     return codes;
+  }
+};
+
+// By way of 16 bits, whose floats have five bits of exponent. With four, the exponents are
+// too small by eight; that is left to the scales.
+template <>
+struct Decoder<float8> {
+  using Codes = Vector::Halves;
+  struct Levels {
+    __m128i shift;
+    Vector::Halves used;
+  };
+  static EQQUANT_INLINE Levels levels(const Product& p) {
+    return {_mm_cvtsi32_si128(3 + p.exponent), Vector::halves(p.exponent == 4 ? 0xBFFF : 0xFFFF)};
+  }
+  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::signed_halves(bytes); }
+  template <int>
+  static EQQUANT_INLINE Vector::Floats decode(Levels levels, Codes codes) {
+    return Vector::from_halves(codes, levels.shift, levels.used);
   }
 };
 
@@ -30,22 +66,23 @@ constexpr int scales_at_once(Scaling scaling) { return scaling == Scaling::pair 
 
 template <int bits, Scaling scaling>
 struct BlockDecoder {
-  Vector::Levels levels;
+  using Levels = typename Decoder<bits>::Levels;
+  Levels levels;
   Vector::Floats scale;
 
-  EQQUANT_INLINE void begin(Vector::Levels plain, const float* of_block) {
+  EQQUANT_INLINE void begin(Levels plain, const float* of_block) {
     levels = plain;
     if constexpr (scaling == Scaling::pair) scale = Vector::halves(of_block[0], of_block[1]);
     if constexpr (scaling == Scaling::block) {
       scale = Vector::all(*of_block);
-      if constexpr (bits < 8) levels = Vector::scaled(plain, scale);
+      if constexpr (bits < 8) levels = Decoder<bits>::scaled(plain, scale);
     }
   }
   template <int plane>
   EQQUANT_INLINE Vector::Floats decode(typename Decoder<bits>::Codes codes) const {
     const Vector::Floats out = Decoder<bits>::template decode<plane>(levels, codes);
     constexpr bool one_by_one =
-        scaling == Scaling::pair || (scaling == Scaling::block && bits == 8);
+        scaling == Scaling::pair || (scaling == Scaling::block && bits >= 8);
     return one_by_one ? Vector::multiply(out, scale) : out;
   }
 };

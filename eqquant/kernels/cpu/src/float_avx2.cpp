@@ -6,7 +6,7 @@
 #include "product.h"
 #include "target.h"
 
-EQQUANT_TARGET_BEGIN("avx2,fma")
+EQQUANT_TARGET_BEGIN("avx2,fma,f16c")
 namespace eqquant {
 namespace avx2 {
 

@@ -15,7 +15,7 @@ void columns_of(const Product& p, const char* scratch, int64_t begin, int64_t en
 }
 
 inline void run_columns(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  with_bits(p, [&](auto bits) { columns_of<bits>(p, scratch, begin, end); });
+  with_codes(p, [&](auto bits) { columns_of<bits>(p, scratch, begin, end); });
 }
 
 constexpr Routine columns_routine = {prepare_activation, run_columns, activation_scratch, 8};

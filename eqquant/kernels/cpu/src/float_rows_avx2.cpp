@@ -5,8 +5,9 @@
 
 #include "product.h"
 #include "target.h"
+#include "unpack.h"
 
-EQQUANT_TARGET_BEGIN("avx2,fma")
+EQQUANT_TARGET_BEGIN("avx2,fma,f16c")
 namespace eqquant {
 namespace avx2 {
 

@@ -5,6 +5,7 @@
 
 #include "product.h"
 #include "target.h"
+#include "unpack.h"
 
 EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 namespace eqquant {

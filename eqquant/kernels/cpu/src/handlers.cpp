@@ -6,6 +6,7 @@
 #include "parallel.h"
 #include "product.h"
 #include "round.h"
+#include "unpack.h"
 
 namespace ffi = xla::ffi;
 
@@ -42,6 +43,13 @@ const Kernel* find(std::string_view name) {
   return nullptr;
 }
 
+// Of so many bits, in rows of so many bytes.
+void set_codes(Product& p, int64_t bits, int64_t bytes) {
+  p.three_bits = bits == 3;
+  p.bits = p.three_bits ? 4 : static_cast<int>(bits);
+  p.packed = p.three_bits ? bytes / 3 * 4 : bytes;
+}
+
 template <class Dimensions>
 int64_t product_of(const Dimensions& dimensions, size_t count) {
   int64_t out = 1;
@@ -53,14 +61,17 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
                ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
                ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
-               int64_t run, float level_unit, bool contract_rows) {
+               int64_t exponent, int64_t run, float level_unit, bool contract_rows) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
     return invalid("this CPU cannot run '" + std::string(kernel) + "'");
   const Routine* routine = contract_rows ? found->rows : found->columns;
   if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
-  if (bits != 1 && bits != 2 && bits != 4 && bits != 8) return invalid("bits must be 1, 2, 4, 8");
+  if (bits < 1 || bits > 8 || (8 % bits && bits != 3)) return invalid("bits must be 1, 2, 3, 4, 8");
+  if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
+    return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
+  if (exponent && found->needs > 2) return invalid("floats of 8 bits need a float kernel");
   if (levels.element_count() != 16) return invalid("there must be 16 levels");
 
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
@@ -68,8 +79,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   const size_t rank = of_x.size();
   if (rank < 2 || of_codes.size() != rank || of_scales.size() != rank || of_y.size() != rank)
     return invalid("operands must have the same number of axes, two or more");
-  if (codes.element_type() != (bits == 8 ? ffi::S8 : ffi::U8))
-    return invalid("codes must be int8 if they have 8 bits, and otherwise uint8");
+  if (codes.element_type() != (bits == 8 && !exponent ? ffi::S8 : ffi::U8))
+    return invalid("codes must be int8 if they are integers of 8 bits, and otherwise uint8");
   if (scales.element_type() != ffi::F32 && scales.element_type() != ffi::BF16)
     return invalid("scales must be float32 or bfloat16");
   const size_t last = rank - 1, second = rank - 2;
@@ -81,10 +92,11 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   Product p{};
   p.m = of_x[second];
   p.rows = of_codes[second];
-  p.packed = of_codes[last];
   p.blocks = of_scales[last];
-  p.bits = static_cast<int>(bits);
   p.run = run;
+  p.exponent = static_cast<int>(exponent);
+  set_codes(p, bits, of_codes[last]);
+  if (p.stored_bytes() != of_codes[last]) return invalid("three bits must fill their bytes");
   p.bfloat16_scales = scales.element_type() == ffi::BF16;
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
@@ -96,7 +108,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
     return invalid("shapes of operands do not fit");
   if (!x.element_count() || !codes.element_count() || !batch)
     return invalid("operands must not be empty");
-  if (run < 1 || p.packed % run) return invalid("run must divide the bytes of a row");
+  if (run < 1 || p.packed % run || (p.three_bits && run % 4))
+    return invalid("run must divide the bytes of a row");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (p.digits == 2 && p.blocks != 1) return invalid("two digits need one scale for each row");
   if (routine == &split_amx && p.blocks > 1 && p.block_bytes() % 16)
@@ -109,24 +122,23 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   char* space = reinterpret_cast<char*>(scratch->typed_data());
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
-  const int64_t scale_size = p.bfloat16_scales ? 2 : 4;
   const int64_t units = contract_rows ? p.packed : p.rows;
   const bool alone = p.m * p.rows * p.columns() < worth_a_thread;
   for (int64_t i = 0; i < batch; i++) {
     p.x = x.typed_data() + i * p.m * in;
-    p.codes = all_codes + i * p.rows * p.packed;
-    p.scales = all_scales + i * p.rows * p.blocks * scale_size;
+    p.codes = all_codes + i * p.rows * p.stored_bytes();
+    p.scales = all_scales + i * p.rows * p.blocks * p.scale_size();
     p.y = y->typed_data() + i * p.m * out;
     if (alone) {
       routine->prepare(p, space, 0, p.m);
-      routine->run(p, space, 0, units);
+      run_units(*routine, p, space, 0, units);
       continue;
     }
     parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
       routine->prepare(p, space, begin, end);
     });
     parallel_for(pool, units, routine->grain, [&](int64_t begin, int64_t end) {
-      routine->run(p, space, begin, end);
+      run_units(*routine, p, space, begin, end);
     });
   }
   return ffi::Error::Success();
@@ -206,6 +218,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<std::string_view>("kernel")
                                   .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("exponent")
                                   .Attr<int64_t>("run")
                                   .Attr<float>("level_unit")
                                   .Attr<bool>("contract_rows"));
@@ -248,7 +261,8 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
       !found ? nullptr : contract_rows ? found->rows : found->columns;
   if (!routine) return -1;
   eqquant::Product p{};
-  p.m = m, p.rows = rows, p.packed = packed, p.blocks = blocks, p.bits = bits;
+  p.m = m, p.rows = rows, p.blocks = blocks;
+  eqquant::set_codes(p, bits, packed);
   p.digits = found->digits;
   return routine->scratch(p);
 }

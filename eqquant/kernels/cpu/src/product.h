@@ -17,17 +17,22 @@ namespace eqquant {
 // followed by the same run of the next.
 struct Product {
   const float* x;         // (m, columns), or (m, rows) where rows are contracted
-  const uint8_t* codes;   // (rows, packed)
+  const uint8_t* codes;   // (rows, packed), or of `three_bits`
   const void* scales;     // (rows, blocks)
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
   int bits;               // of a code: 1, 2, 4 or 8
   int64_t run;
+  // Whether `codes` are of three bits, and everything else is for the four that they are
+  // unpacked to. See unpack.h.
+  bool three_bits;
   bool bfloat16_scales;
   bool contract_rows;
   // What codes stand for, for each of the 16 values of four bits; narrower codes repeat.
-  // Codes of 8 bits are signed integers that stand for themselves.
+  // Codes of 8 bits stand for themselves: they are signed integers, or floats with so many
+  // bits of exponent.
   const float* levels;
+  int exponent;
   int digits;             // of an activation that is split: 1 or 2
   // What levels are multiples of, about; 0 for a part of the largest.
   float level_unit;
@@ -35,6 +40,10 @@ struct Product {
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
+  int64_t scale_size() const { return bfloat16_scales ? 2 : 4; }
+  // The codes of a row as they are stored, and how many bytes these are.
+  int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
+  const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
   // Whether so many bytes, read at once, hold whole blocks (of whole lanes of 32 bits), or
   // are part of one.
   bool fits_in_lanes(int64_t bytes) const {

@@ -12,8 +12,9 @@ constexpr int rows_at_once = 16;
 template <int bits, int vectors, int count>
 struct Rows {
   using Floats = Vector::Floats;
-  static constexpr int planes = 8 / bits;
+  static constexpr int planes = planes_of(bits);
   using Codes = typename Decoder<bits>::Codes;
+  using Levels = typename Decoder<bits>::Levels;
   using Sums = Floats[vectors][planes][count];
 
   template <int plane, class Size>
@@ -30,7 +31,7 @@ struct Rows {
   }
 
   template <int plane>
-  static EQQUANT_INLINE void add(Sums& sums, Vector::Levels levels, Codes codes, const Floats* x,
+  static EQQUANT_INLINE void add(Sums& sums, const Levels& levels, Codes codes, const Floats* x,
                                  int v) {
     const Floats weight = Decoder<bits>::template decode<plane>(levels, codes);
     for (int i = 0; i < count; i++)
@@ -41,9 +42,10 @@ struct Rows {
   // `out` is a piece of the result in plane order, `stride` from plane to plane.
   template <class Size>
   static EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
-                                 int64_t row, int rows, int64_t byte, float* out, int64_t ld,
-                                 int64_t stride, Size size) {
-    const Vector::Levels levels = Vector::levels(p.levels);
+                                 int64_t row, int rows, const uint8_t* codes,
+                                 int64_t row_bytes, float* out, int64_t ld, int64_t stride,
+                                 Size size) {
+    const Levels levels = Decoder<bits>::levels(p);
     // What each row is multiplied by.
     alignas(64) float factors[count][rows_at_once];
     for (int r = 0; r < rows_at_once; r += Vector::size) {
@@ -56,8 +58,7 @@ struct Rows {
     }
     Sums sums;
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
-    const uint8_t* codes = p.codes + row * p.packed + byte;
-    for (int r = 0; r < rows; r++, codes += p.packed) {
+    for (int r = 0; r < rows; r++, codes += row_bytes) {
       Floats factor[count];
       for (int i = 0; i < count; i++) factor[i] = Vector::all(factors[i][r]);
       for (int v = 0; v < vectors; v++) {
@@ -69,11 +70,36 @@ struct Rows {
   }
 };
 
+// The codes of some rows, from byte `begin` on: where they are, or else unpacked.
+struct Pieces {
+  const Product& p;
+  int64_t begin, first, groups, row_bytes;
+  std::vector<uint8_t> unpacked;
+
+  // Of whole groups.
+  Pieces(const Product& p, int64_t begin, int64_t end)
+      : p(p),
+        begin(begin),
+        first(begin / p.run),
+        groups((end + p.run - 1) / p.run - first),
+        row_bytes(p.three_bits ? groups * p.run : p.packed),
+        unpacked(p.three_bits ? rows_at_once * row_bytes : 0) {}
+
+  const uint8_t* of(int64_t row, int rows) {
+    if (!p.three_bits) return p.codes + row * p.packed + begin;
+    for (int r = 0; r < rows; r++)
+      unpack(p.stored(row + r) + first * p.run / 4 * 3, groups, p.run,
+             unpacked.data() + r * row_bytes);
+    return unpacked.data() + begin - first * p.run;
+  }
+};
+
 template <int bits, int count>
 void rows_of_group(const Product& p, int64_t block, int64_t first_block, const float* x,
-                  const float* scales, int64_t row, int rows, int64_t begin, int64_t end,
-                  float* out, int64_t ld, int64_t stride) {
-  constexpr int planes = 8 / bits;
+                  const float* scales, int64_t row, int rows, const uint8_t* codes,
+                  int64_t row_bytes, int64_t begin, int64_t end, float* out, int64_t ld,
+                  int64_t stride) {
+  constexpr int planes = planes_of(bits);
   constexpr int vectors = std::clamp(Vector::sums / planes / count, 1, 4);
   constexpr int64_t wide = vectors * Vector::size;
   int64_t j = begin;
@@ -83,12 +109,12 @@ void rows_of_group(const Product& p, int64_t block, int64_t first_block, const f
     alignas(64) float of_rows[rows_at_once] = {};
     for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
     for (; j + wide <= stop; j += wide)
-      Rows<bits, vectors, count>::run(p, x, of_rows, row, rows, j, out + j - begin, ld,
-                                      stride, Whole{});
+      Rows<bits, vectors, count>::run(p, x, of_rows, row, rows, codes + j - begin,
+                                      row_bytes, out + j - begin, ld, stride, Whole{});
     while (j < stop) {
       const int size = static_cast<int>(std::min<int64_t>(Vector::size, stop - j));
-      Rows<bits, 1, count>::run(p, x, of_rows, row, rows, j, out + j - begin, ld, stride,
-                                size);
+      Rows<bits, 1, count>::run(p, x, of_rows, row, rows, codes + j - begin, row_bytes,
+                                out + j - begin, ld, stride, size);
       j += size;
     }
   }
@@ -96,19 +122,22 @@ void rows_of_group(const Product& p, int64_t block, int64_t first_block, const f
 
 template <int bits>
 void rows(const Product& p, int64_t begin, int64_t end) {
-  constexpr int planes = 8 / bits, most = std::clamp(Vector::sums / planes, 1, 4);
+  constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, 4);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);
   const int64_t block = p.block_bytes(), first = begin / block;
   const Groups groups(p.m, most);
+  Pieces pieces(p, begin, end);
   for (int64_t row = 0; row < p.rows; row += rows_at_once) {
     const int some = static_cast<int>(std::min<int64_t>(rows_at_once, p.rows - row));
     const float* scales = scales_of(p, row, some, buffer.data());
+    const uint8_t* codes = pieces.of(row, some);
     for (int64_t g = 0; g < groups.count; g++) {
       const int64_t m = groups.first(g);
       with_constant<most>(groups.size(g), [&](auto count) {
-        rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, begin,
-                                   end, out.data() + m * ld, ld, stride);
+        rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, codes,
+                                   pieces.row_bytes, begin, end, out.data() + m * ld, ld,
+                                   stride);
       });
     }
   }
@@ -123,7 +152,7 @@ void rows(const Product& p, int64_t begin, int64_t end) {
 }
 
 inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) {
-  with_bits(p, [&](auto bits) { rows<bits>(p, begin, end); });
+  with_codes(p, [&](auto bits) { rows<bits>(p, begin, end); });
 }
 
 inline int64_t rows_scratch(const Product&) { return 0; }

@@ -78,7 +78,7 @@ inline void finish(const Task& task, int count) {
 
 template <int bits, Scaling scaling>
 struct Tiles {
-  static constexpr int64_t size = Vector::size, planes = 8 / bits;
+  static constexpr int64_t size = Vector::size, planes = planes_of(bits);
   // Of a tile: (row / 4, step, plane, row % 4, value).
   static constexpr int64_t plane_stride = at_once * size, step_stride = planes * plane_stride;
   static constexpr int64_t most_steps = std::max<int64_t>(1, tile_values / (planes * size));
@@ -99,7 +99,7 @@ struct Tiles {
   }
 
   void decode(int64_t row, int rows, const float* scales, Chunk chunk, float* to) const {
-    const Vector::Levels levels = Vector::levels(p.levels);
+    const auto levels = Decoder<bits>::levels(p);
     const int64_t whole = block / size, rest = block % size;
     const uint8_t* codes[at_once];
     const float* of_row[at_once];

@@ -7,6 +7,7 @@ struct Vector {
   static constexpr int sums = 8, most_at_once = 3, few = 4;
   using Floats = __m256;
   using Codes = __m256i;
+  using Halves = __m128i;
   struct Levels {
     __m256 low, high;
   };
@@ -54,6 +55,12 @@ struct Vector {
   static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm256_cvtepu8_epi32(bytes); }
   static EQQUANT_INLINE Floats integers(__m128i bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+  }
+  // Floats of 16 bits, and bytes that a shift brings to their place.
+  static EQQUANT_INLINE Halves halves(int bits) { return _mm_set1_epi16(static_cast<short>(bits)); }
+  static EQQUANT_INLINE Halves signed_halves(__m128i bytes) { return _mm_cvtepi8_epi16(bytes); }
+  static EQQUANT_INLINE Floats from_halves(Halves x, __m128i shift, Halves used) {
+    return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(x, shift), used));
   }
   static EQQUANT_INLINE Levels levels(const float* table) {
     return {_mm256_loadu_ps(table), _mm256_loadu_ps(table + 8)};

@@ -8,6 +8,7 @@ struct Vector {
   static constexpr int sums = 16, most_at_once = 6, few = 12;
   using Floats = __m512;
   using Codes = __m512i;
+  using Halves = __m256i;
   using Levels = __m512;
 
   static EQQUANT_INLINE __mmask16 mask(int count) { return (1u << count) - 1; }
@@ -49,6 +50,14 @@ struct Vector {
   static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm512_cvtepu8_epi32(bytes); }
   static EQQUANT_INLINE Floats integers(__m128i bytes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  }
+  // Floats of 16 bits, and bytes that a shift brings to their place.
+  static EQQUANT_INLINE Halves halves(int bits) {
+    return _mm256_set1_epi16(static_cast<short>(bits));
+  }
+  static EQQUANT_INLINE Halves signed_halves(__m128i bytes) { return _mm256_cvtepi8_epi16(bytes); }
+  static EQQUANT_INLINE Floats from_halves(Halves x, __m128i shift, Halves used) {
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(x, shift), used));
   }
   static EQQUANT_INLINE Levels levels(const float* table) { return _mm512_loadu_ps(table); }
   static EQQUANT_INLINE Levels scaled(Levels levels, Floats by) { return multiply(levels, by); }

@@ -1,0 +1,89 @@
+"""What the Pallas kernels make of codes, before they multiply."""
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
+from eqquant.debug import compile_for_tpu
+from eqquant.kernels.tpu import _chips, _three_bits, _tiles, _weights
+from helpers import kernels_in, needs_compiler, unpacked
+from jax.experimental import pallas as pl
+
+
+@pytest.mark.parametrize("block_size", [64, 96])
+def test_three_bits_are_unpacked_to_four(block_size, normal):
+    q = eqquant.quantize(normal(32, 3072), Int3(block_size=block_size))
+    used = _three_bits.used_bytes(q.codes.shape[1], q.format)
+    assert used == 1536 and used % _tiles.tile_multiple(q.format) == 0
+    assert _three_bits.stored_bytes(used, q.format) == q.codes.shape[1]
+
+    def kernel(codes, out):
+        out[...] = _three_bits.read(codes, 0, used, q.format)
+
+    out = jax.ShapeDtypeStruct((32, used), jnp.uint8)
+    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes[None])
+    got = np.asarray(got).reshape(32, -1, block_size // 2)
+    codes = np.concatenate([got & 15, got >> 4], -1).reshape(32, -1)
+    np.testing.assert_array_equal(codes, unpacked(q))
+
+
+def test_tables_of_integers_are_looked_up_once():
+    integers = (MXFP4(), Codebook((-3, -1, 0, 4)), Codebook((0, 127)))
+    assert all(map(_weights.is_exact, integers))
+    assert not any(map(_weights.is_exact, (NF4(), Codebook((-1, 0.123, 1)), Int4())))
+    chip = _chips._fifth_e
+    for format in (*integers, NF4(), NF2(), Codebook((-30, 1, 2.5))):
+        levels = np.asarray(format.codebook)
+        for kind in ("int8", "float8"):
+            for digits in (1, 2):
+                decoder = _weights.Decoder(format, chip, kind, digits)
+                tables = [
+                    jnp.asarray(t.view(decoder.dtype), jnp.float32)
+                    for t in decoder._entries
+                ]
+                got = np.asarray(decoder.combine(tables)) * decoder.unit
+                error = np.max(np.abs(got - levels)) / np.max(np.abs(levels))
+                exact = format in integers[:2]
+                assert error < (
+                    1e-6 if exact and digits == 1 else (6e-2, 1e-3)[digits - 1]
+                )
+
+
+def test_a_subclass_with_other_levels_is_not_taken_for_integers():
+    class Halved(Int4):
+        def levels(self, codes, dtype):
+            return super().levels(codes, dtype) / 2
+
+    class Tenth(FP8):
+        def levels(self, codes, dtype):
+            return super().levels(codes, dtype) / 10
+
+    for format, chip in ((Halved(), _chips._sixth), (Tenth(), _chips._seventh)):
+        assert not _weights.can_become("int8", format, chip)
+        assert not _weights.can_become("float8", format, chip)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chip, format, m",
+    [
+        ("v5e", Int3(), 8),
+        ("v5e", Int3(), 256),
+        ("v6e", Int4(), 8),
+        ("v6e", Int3(), 8),
+        ("v5p", FP8(), 8),
+        ("v5e", FP8(kind="e5m2"), 256),
+    ],
+)
+def test_they_compile(chip, format, m):
+    q = jax.eval_shape(
+        lambda: eqquant.quantize(jnp.ones((1024, 1024)), format, check_finite=False)
+    )
+    x = jax.ShapeDtypeStruct((m, 1024), jnp.bfloat16)
+    compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
+    kernel = "decode" if m == 8 else "columns"
+    assert kernels_in(compiled) == [f"{format.name}_{kernel}"]
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**22
