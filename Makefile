@@ -11,6 +11,10 @@ WORKERS ?= 2
 # install the compiler for TPUs, which JAX would take for a TPU.)
 export JAX_PLATFORMS ?= cpu
 
+# Python keeps what it compiles, eqquant with its checks of types and the tests as well:
+# two seconds for every process that is started. `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 NATIVE := $(wildcard eqquant/kernels/cpu/src/*) eqquant/kernels/cpu/_build.py
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
