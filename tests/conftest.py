@@ -2,8 +2,8 @@
 
     pytest -n 2
 
-starts three processes. The one that hands out the tests runs none, so it imports neither
-JAX nor eqquant, and its workers start that much sooner.
+starts three processes. The one that hands out the tests runs none, so it imports
+neither JAX nor eqquant, and its workers start that much sooner.
 """
 
 import os
