@@ -1,4 +1,4 @@
-"""Programs that are compiled once, kept between runs, and forgotten if they are many."""
+"""Programs that are compiled once, kept between runs, and forgotten if many."""
 
 import ctypes
 import gc
