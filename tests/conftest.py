@@ -10,8 +10,8 @@ import os
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Once: workers have it of the process that started them, and JAX finds a program that it
-# has kept by these flags, too.
+# Once: workers have it of the process that started them, and JAX finds a program that
+# it has kept by these flags, too.
 flag = "--xla_force_host_platform_device_count=8"
 if flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
