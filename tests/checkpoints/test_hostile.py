@@ -56,7 +56,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_bit_changes_unseen(folder, saved, at, bit):
     data = bytearray(saved[0])
@@ -67,7 +67,9 @@ def test_no_bit_changes_unseen(folder, saved, at, bit):
 
 @pytest.mark.slow
 def test_no_byte_changes_unseen(folder, saved):
-    for i in range(len(saved[0])):
+    # All of the header. What follows goes through one checksum.
+    header = 8 + int.from_bytes(saved[0][:8], "little")
+    for i in (*range(header), *range(header, len(saved[0]), 5)):
         data = bytearray(saved[0])
         data[i] ^= 1 << 5 * i % 8  # A bit of each, not always the same one.
         with pytest.raises(ValueError):

@@ -7,7 +7,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 import pytest
 from eqquant import Int8, NF4
-from helpers import fast, pairs, relative, strict
+from helpers import fast, KINDS, pairs, relative, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from test_dispatch import check, check_exact
@@ -183,7 +183,7 @@ def test_custom_batching_is_kept(weights):
         (P("x"), P(), P("x")),
     ],
     [True, False],
-    fast("nf4", "int8"),
+    fast("nf4", "int8", formats=KINDS),
 )
 def test_shard_map(specs, check_vma, default_format, normal):
     x_spec, w_spec, out_spec = specs

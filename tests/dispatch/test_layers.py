@@ -5,7 +5,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, DEFAULT_FORMATS, dense, pairs, quantize_weights
+from helpers import assert_close, dense, KINDS, pairs, quantize_weights
 
 
 KEY = jax.random.key(0)
@@ -44,7 +44,7 @@ def inputs(shapes, normal, *batch):
 
 
 def check(fn, layer, *args):
-    assert_close(fn(layer, *args), fn(dense(layer), *args))
+    assert_close(fn(layer, *args), eqx.filter_jit(fn)(dense(layer), *args))
     eqquant.debug.assert_not_materialised(fn, layer, *args)
 
 
@@ -75,7 +75,7 @@ USES = {
 }
 
 
-@pairs("name, use, default_format", LAYERS, USES, DEFAULT_FORMATS)
+@pairs("name, use, default_format", LAYERS, USES, KINDS)
 def test_layers(name, use, default_format, normal):
     (layer, shapes), (fn, batch) = LAYERS[name], USES[use]
     layer = quantize_weights(layer, default_format)

@@ -212,13 +212,14 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
     run = lambda name: finetune.main([*arguments, "--output", str(tmp_path / name)])
     history = run("whole")
     assert len(history) == 6 and history[-1] < history[0]
-    interrupt_after_saving(fitting, monkeypatch, lambda: run("parts"))
-    assert run("parts") == history
-    saved = [
-        load_file(tmp_path / name / "adapter_model.safetensors")
-        for name in ("whole", "parts")
-    ]
-    assert_identical(*saved)
+    if format == "nf4":  # Going on is the same with any.
+        interrupt_after_saving(fitting, monkeypatch, lambda: run("parts"))
+        assert run("parts") == history
+        saved = [
+            load_file(tmp_path / name / "adapter_model.safetensors")
+            for name in ("whole", "parts")
+        ]
+        assert_identical(*saved)
     # Beside weights apart, as `generate.py` has them, they do what they did.
     adapters = tmp_path / "whole"
     arguments = [str(small), "The answer", "--tokens", "4", "--format", format]

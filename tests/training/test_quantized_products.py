@@ -25,8 +25,6 @@ PRODUCTS = [
     pytest.param(format, id=repr(format))
     for format in (
         NF4(),
-        Int8(precision="default", block_size=32),
-        W8A8,
         Ternary(precision="default", activations="int8"),
         eqquant.Binary(precision="default"),
     )
@@ -34,6 +32,8 @@ PRODUCTS = [
 PRODUCTS += [
     pytest.param(format, id=repr(format), marks=pytest.mark.slow)
     for format in (
+        W8A8,  # Fast in a model with every layer, below.
+        Int8(precision="default", block_size=32),
         NF4(double_quantization=True),
         NF4(precision="default"),
         Int8(),

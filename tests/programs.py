@@ -1,0 +1,84 @@
+"""Programs that are compiled once, kept between runs, and forgotten if many."""
+
+import ctypes
+import gc
+import hashlib
+import importlib.metadata
+import os
+import pathlib
+import platform
+
+import jax
+from eqquant.kernels.cpu import _library
+
+
+def cache_key(*options) -> str:
+    """What compiled programs depend on beside their HLO and options, which JAX's own
+    keys have: a change of eqquant either changes these, and is compiled anew, or it is
+    in a native kernel, which a program calls by name."""
+    parts = [platform.machine(), os.environ.get("EQQUANT_CPU", ""), repr(options)]
+    cpuinfo = pathlib.Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        lines = cpuinfo.read_text().splitlines()
+        parts += sorted({x for x in lines if x.startswith(("flags", "Features"))})
+    for name in ("jax", "jaxlib", "libtpu"):
+        try:
+            parts.append(importlib.metadata.version(name))
+        except importlib.metadata.PackageNotFoundError:
+            parts.append("")
+    key = hashlib.sha256("\n".join(parts).encode())
+    if _library.library.exists():
+        key.update(_library.library.read_bytes())
+    return key.hexdigest()[:16]
+
+
+def keep_on_disk(*options) -> None:
+    cache = pathlib.Path(__file__).parents[1] / ".cache" / "jax" / cache_key(*options)
+    jax.config.update("jax_compilation_cache_dir", str(cache))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+# JAX makes a context of MLIR, with all dialects, for every program: 2.5 ms and 1.2 MB
+# each, which is half of the time it takes to lower a small one, and most of the memory
+# of a worker. Programs of tests share one, until they are forgotten.
+_contexts = []
+
+
+def share_contexts() -> None:
+    """Not in versions of JAX that make their contexts in another way."""
+    from jax._src.interpreters import mlir
+
+    make = getattr(mlir, "make_ir_context", None)
+    if make is None:
+        return
+
+    def shared():
+        if not _contexts:
+            _contexts.append(make())
+        return _contexts[0]
+
+    mlir.make_ir_context = shared
+
+
+def resident() -> int:
+    """Bytes of memory that this process has, where the system tells."""
+    statm = pathlib.Path("/proc/self/statm")
+    pages = int(statm.read_text().split()[1]) if statm.exists() else 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+_LIMIT = 1.2e9
+_limit = _LIMIT
+
+
+def forget_if_many() -> None:
+    """Forget compiled programs where the process takes more than a gigabyte."""
+    global _limit
+    if resident() > _limit:
+        jax.clear_caches()
+        _contexts.clear()
+        gc.collect()
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # Of glibc.
+            trim(0)
+        _limit = max(_LIMIT, resident() + 0.2e9)
