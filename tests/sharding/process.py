@@ -1,0 +1,141 @@
+"""One of several processes that have a mesh together. Run by `test_processes.py`.
+
+`python process.py INDEX COUNT PORT FOLDER` compares all that it has of each result with
+what it computes by itself, and is the one that is killed at the end if it is the last.
+"""
+
+import os
+import pathlib
+import signal
+import sys
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from eqquant.checkpoints import _write
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+ROWS, SIZE = 16, 128
+# In float32, and in another order.
+SUMS = 1e-5
+RULES = {"layers.0.weight*": P("m", "d"), "layers.1.weight*": P("d", "m")}
+
+
+def dense():
+    return eqx.nn.MLP(SIZE, SIZE, 256, 1, key=jax.random.key(0))
+
+
+def activation():
+    return jax.random.normal(jax.random.key(1), (ROWS, SIZE))
+
+
+def quantized(model):
+    return eqquant.quantize_tree(
+        model, eqquant.NF4(block_size=32, precision="highest"), progress=False
+    )
+
+
+def adapted(model):
+    model = eqquant.lora_tree(model, rank=2, key=jax.random.key(2))
+    # An adapter starts from zero, and then nothing is learned of its other half.
+    tune = eqquant.trainable_mask(model)
+    trainable, frozen = eqx.partition(model, tune)
+    return eqx.combine(jax.tree.map(lambda x: x + 0.1, trainable), frozen)
+
+
+@eqx.filter_jit
+def forward(model, x):
+    return jax.vmap(model)(x)
+
+
+@eqx.filter_jit
+def step(model, x):
+    """Of gradient descent, for the adapters alone."""
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    loss = lambda t: jnp.mean(jax.vmap(eqx.combine(t, frozen))(x) ** 2)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, trainable, jax.grad(loss)(trainable))
+    return eqx.combine(moved, frozen)
+
+
+def check(here, whole, bound=0.0):
+    """The shards of this process are those of the whole."""
+    arrays = [eqx.filter(tree, eqx.is_array) for tree in (here, whole)]
+    for a, b in zip(*map(jax.tree.leaves, arrays), strict=True):
+        assert not a.is_fully_addressable and a.dtype == b.dtype
+        for shard in a.addressable_shards:
+            mine, other = np.asarray(shard.data), np.asarray(b)[shard.index]
+            if bound:
+                np.testing.assert_allclose(mine, other, bound, bound)
+            else:
+                np.testing.assert_array_equal(mine, other)
+
+
+def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
+    jax.config.update("jax_num_cpu_devices", 8 // count)
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.distributed.initialize(f"127.0.0.1:{port}", count, index)
+    auto = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("d", "m"), axis_types=auto)
+    split = lambda tree, mesh=mesh: eqquant.shard_tree(
+        tree, mesh, rules=RULES, batch="d"
+    )
+
+    # Floats that are split are quantized where they are.
+    alone = quantized(dense())
+    model = split(quantized(split(dense())))
+    check(model, alone)
+
+    x = activation()
+    wide = jax.device_put(x, NamedSharding(mesh, P("d")))
+    check(forward(model, wide), forward(alone, x), SUMS)
+
+    trained = step(split(adapted(alone)), wide)
+    expected = step(adapted(alone), x)
+    check(trained, expected, SUMS)
+
+    eqquant.save(folder, {"model": trained, "step": 1})
+    loaded = eqquant.load(folder, {"model": trained, "step": 0})
+    check(loaded["model"], multihost_whole(trained, mesh))
+    # Onto another mesh.
+    other = jax.make_mesh((2, 4), ("d", "m"), axis_types=auto)
+    like = {"model": split(adapted(alone), other), "step": 0}
+    check(eqquant.load(folder, like)["model"], multihost_whole(trained, mesh))
+
+    write, last = _write._write, index == count - 1
+
+    def full(*args):
+        if last:
+            raise OSError("no space left")
+        return write(*args)
+
+    _write._write = full
+    try:
+        eqquant.save(folder, {"model": trained, "step": 2})
+    except (OSError, RuntimeError) as error:
+        assert isinstance(error, OSError) == last, error
+    else:
+        raise AssertionError("saved without one of the processes")
+
+    def killed(*args):
+        if last:
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return write(*args)
+
+    _write._write = killed
+    eqquant.save(folder, {"model": trained, "step": 3})
+
+
+def multihost_whole(tree, mesh):
+    """What all processes have together, in each."""
+    arrays, others = eqx.partition(tree, eqx.is_array)
+    whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(arrays)
+    local = jax.tree.map(lambda x: np.asarray(x.addressable_data(0)), whole)
+    return eqx.combine(local, others)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], pathlib.Path(sys.argv[4]))
