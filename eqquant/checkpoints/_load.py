@@ -251,4 +251,4 @@ def _place(array: Any, leaf: Any) -> Any:
         return array.astype(leaf.dtype, copy=False)
     if isinstance(leaf, np.generic):
         return array[()]
-    return to_jax(array)
+    return array if isinstance(array, jax.Array) else to_jax(array)

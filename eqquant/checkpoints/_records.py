@@ -360,7 +360,7 @@ def _as_key(tensor: Any, impl: str) -> Any:
     wrap = lambda data: jax.random.wrap_key_data(data, impl=impl)
     if isinstance(tensor, jax.ShapeDtypeStruct):
         return jax.eval_shape(wrap, tensor)
-    return wrap(jax.device_put(tensor))
+    return wrap(tensor if isinstance(tensor, jax.Array) else jax.device_put(tensor))
 
 
 def _exactly(cls: type) -> Callable[[Any], Any]:

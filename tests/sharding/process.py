@@ -96,13 +96,18 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
     expected = step(adapted(alone), x)
     check(trained, expected, SUMS)
 
-    eqquant.save(folder, {"model": trained, "step": 1})
-    loaded = eqquant.load(folder, {"model": trained, "step": 0})
-    check(loaded["model"], multihost_whole(trained, mesh))
+    keys = jax.random.split(jax.random.key(3), 4)
+    keys = jax.device_put(keys, NamedSharding(mesh, P("d")))
+    tree = {"model": trained, "keys": keys}
+    eqquant.save(folder, tree | {"step": 1})
+    loaded = eqquant.load(folder, tree | {"step": 0})
+    assert loaded["step"] == 1 and loaded["keys"].sharding == keys.sharding
+    assert jnp.all(loaded["keys"] == keys)
+    check(loaded["model"], whole_of(trained, mesh))
     # Onto another mesh.
     other = jax.make_mesh((2, 4), ("d", "m"), axis_types=auto)
-    like = {"model": split(adapted(alone), other), "step": 0}
-    check(eqquant.load(folder, like)["model"], multihost_whole(trained, mesh))
+    like = {"model": split(adapted(alone), other), "keys": keys, "step": 0}
+    check(eqquant.load(folder, like)["model"], whole_of(trained, mesh))
 
     write, last = _write._write, index == count - 1
 
@@ -113,7 +118,7 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
 
     _write._write = full
     try:
-        eqquant.save(folder, {"model": trained, "step": 2})
+        eqquant.save(folder, tree | {"step": 2})
     except (OSError, RuntimeError) as error:
         assert isinstance(error, OSError) == last, error
     else:
@@ -126,10 +131,10 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
         return write(*args)
 
     _write._write = killed
-    eqquant.save(folder, {"model": trained, "step": 3})
+    eqquant.save(folder, tree | {"step": 3})
 
 
-def multihost_whole(tree, mesh):
+def whole_of(tree, mesh):
     """What all processes have together, in each."""
     arrays, others = eqx.partition(tree, eqx.is_array)
     whole = jax.jit(lambda x: x, out_shardings=NamedSharding(mesh, P()))(arrays)

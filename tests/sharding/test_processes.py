@@ -48,15 +48,12 @@ def test_several_processes(tmp_path, count):
     expected = process.step(
         process.adapted(process.quantized(process.dense())), process.activation()
     )
-    found = eqquant.load(folder, {"model": expected, "step": 0})
-    assert found["step"] == 1
-    for a, b in zip(
-        *(
-            jax.tree.leaves(eqx.filter(t, eqx.is_array))
-            for t in (found["model"], expected)
-        ),
-        strict=True,
-    ):
+    keys = jax.random.split(jax.random.key(3), 4)
+    like = {"model": expected, "keys": keys, "step": 0}
+    found = eqquant.load(folder, like)
+    assert found["step"] == 1 and (found["keys"] == keys).all()
+    models = (eqx.filter(t["model"], eqx.is_array) for t in (found, like))
+    for a, b in zip(*map(jax.tree.leaves, models), strict=True):
         np.testing.assert_allclose(a, b, process.SUMS, process.SUMS)
     # Nothing of the saves that were stopped is left after the next one.
     eqquant.save(folder, {"step": 4})
