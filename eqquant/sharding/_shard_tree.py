@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -166,4 +167,7 @@ def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, caller: str) ->
             f"{caller}: an abstract mesh has no devices to put arrays on. Give a "
             "jax.sharding.Mesh, or abstract arrays: jax.eval_shape makes them."
         )
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # Not over processes otherwise.
+        data = jax.device_put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.device_put(x, sharding)

@@ -97,7 +97,7 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
     check(trained, expected, SUMS)
 
     keys = jax.random.split(jax.random.key(3), 4)
-    keys = jax.device_put(keys, NamedSharding(mesh, P("d")))
+    keys = eqquant.shard_tree(keys, mesh, P("d"))
     tree = {"model": trained, "keys": keys}
     eqquant.save(folder, tree | {"step": 1})
     loaded = eqquant.load(folder, tree | {"step": 0})

@@ -24,6 +24,9 @@ def free_port() -> int:
 @pytest.mark.parametrize("count", [2, 4])
 def test_several_processes(tmp_path, count):
     environment = os.environ | {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+    if cache := jax.config.jax_compilation_cache_dir:
+        environment["JAX_COMPILATION_CACHE_DIR"] = cache
+        environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     port, folder = str(free_port()), tmp_path / "model"
     program = pathlib.Path(process.__file__)
     logs = [tmp_path / f"{i}.log" for i in range(count)]
