@@ -22,7 +22,7 @@ from .._jax import (
     spec_of,
     warn,
 )
-from ..formats import Format, num_bytes
+from ..formats import Format, num_bytes, num_codes
 from ._plan import Names, names_of, Plan
 
 
@@ -155,22 +155,46 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
         params |= {"contract_rows": contract_rows, "out_dtype": dtype}
 
+        out_specs = layout.of_out(contract_rows)
+        columns = num_codes(codes.shape[-1], params["format"].bits)
+        shape = x.shape[-2], columns if contract_rows else codes.shape[-2]
+        scatter = _scattered(plan, over, out_specs, shape)
+
         def local(x, codes, scales):
             codes, scales = gather(layout, codes), gather(layout, scales, blocks)
             out = dot(x, codes, scales, over=over, **params)
             if not over:
                 return out
-            return lax.psum(out, over).astype(out_dtype)
+            if scatter is None:
+                return lax.psum(out, over).astype(out_dtype)
+            axis = out.ndim + scatter
+            out = lax.psum_scatter(out, over, scatter_dimension=axis, tiled=True)
+            return out.astype(out_dtype)
 
         in_specs = (
             layout.of_x(contract_rows),
             layout.of_weight(),
             layout.of_weight(blocks),
         )
-        out_specs = layout.of_out(contract_rows)
+        if scatter is not None:
+            entries = list(out_specs)
+            entries[scatter] = (*names_of(entries[scatter]), *over)
+            out_specs = PartitionSpec(*entries)
         return on_shards(local, plan, in_specs, out_specs)(x, codes, scales)
 
     return call
+
+
+def _scattered(
+    plan: Plan, over: Names, spec: PartitionSpec, shape: Sequence[int]
+) -> int | None:
+    """The axis of a result over which the devices that sum it up divide it, if it can
+    be divided: one of the last two, of this shape."""
+    if not over or plan.scatter is None:
+        return None
+    names = *names_of(spec[plan.scatter]), *over
+    parts = math.prod(plan.mesh.shape[name] for name in names)
+    return None if shape[plan.scatter] % parts else plan.scatter
 
 
 def on_each_device(
@@ -201,7 +225,8 @@ def on_each_device(
     if names := layout.gathers((*layout.rows, *layout.columns)):
         words += f", codes and scales gathered over {', '.join(names)} before"
     if over:
-        words += f", results summed over {', '.join(over)} after"
+        how = "summed" if plan.scatter is None else "summed and scattered"
+        words += f", results {how} over {', '.join(over)} after"
     return shards, over, words
 
 

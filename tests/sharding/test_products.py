@@ -105,6 +105,29 @@ def test_sums_are_of_float32(normal):
     assert summed.endswith("xf32>") and lowered.out_info.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("scatter, axis", [(-2, P(("d", "m"))), (-1, P("d", "m"))])
+def test_sums_that_are_scattered(scatter, axis, normal):
+    mesh = mesh_of()
+    q = quantized(normal, EXACT, SIZE, SIZE)
+    x, ct = normal(M, SIZE), normal(M, SIZE)
+    how = {"batch": "d", "scatter": scatter}
+    a, b = (eqquant.shard_tree(q, mesh, s, **how) for s in (P("m"), P(None, "m")))
+    product = jax.jit(lambda x, q: x @ q.T)
+    compiled = product.lower(put(x, mesh, "d"), b).compile()
+    assert collectives(compiled) == {("reduce-scatter", "f32")}
+    assert compiled.output_shardings.spec == axis
+    assert relative(product(x, b), x @ q.T) < SUMS
+    # The gradient is summed where the product is not.
+    gradient = jax.jit(lambda x, q, ct: jax.vjp(lambda x: x @ q.T, x)[1](ct)[0])
+    args = put(x, mesh, "d"), a, put(ct, mesh, "d", "m")
+    assert collectives(gradient.lower(*args).compile()) == {("reduce-scatter", "f32")}
+    assert relative(gradient(*args), ct @ q) < SUMS
+    # Rows that do not divide.
+    if scatter == -2:
+        few = product.lower(put(x[:4], mesh, "d"), b).compile()
+        assert collectives(few) == {("all-reduce", "f32")}
+
+
 def test_two_plans_for_one_shape(normal):
     q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
     mesh = mesh_of()
