@@ -72,6 +72,12 @@ class Layout:
         )
         return self._spec(rows, () if blocks == 1 else columns)
 
+    @property
+    def whole(self) -> "Layout":
+        """After what is gathered was."""
+        rows, columns = self.kept(self.rows), self.kept(self.columns)
+        return dataclasses.replace(self, rows=rows, columns=columns)
+
     def of_out(self, contract_rows: bool) -> PartitionSpec:
         return self.of_factor(self.columns if contract_rows else self.rows)
 
@@ -156,12 +162,13 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         params |= {"contract_rows": contract_rows, "out_dtype": dtype}
 
         out_specs = layout.of_out(contract_rows)
-        columns = num_codes(codes.shape[-1], params["format"].bits)
-        shape = x.shape[-2], columns if contract_rows else codes.shape[-2]
-        scatter = _scattered(plan, over, out_specs, shape)
+        free = _free(codes, params["format"], contract_rows)
+        scatter = _scattered(plan, over, out_specs, (x.shape[-2], free))
 
         def local(x, codes, scales):
-            codes, scales = gather(layout, codes), gather(layout, scales, blocks)
+            codes = gather(layout, codes)
+            if not plan.whole_scales:
+                scales = gather(layout, scales, blocks)
             out = dot(x, codes, scales, over=over, **params)
             if not over:
                 return out
@@ -174,7 +181,7 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         in_specs = (
             layout.of_x(contract_rows),
             layout.of_weight(),
-            layout.of_weight(blocks),
+            (layout.whole if plan.whole_scales else layout).of_weight(blocks),
         )
         if scatter is not None:
             entries = list(out_specs)
@@ -183,6 +190,13 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         return on_shards(local, plan, in_specs, out_specs)(x, codes, scales)
 
     return call
+
+
+def _free(codes, format: Format, contract_rows: bool) -> int:
+    """The size of the axis of a weight that is left."""
+    if contract_rows:
+        return num_codes(codes.shape[-1], format.bits)
+    return codes.shape[-2]
 
 
 def _scattered(
@@ -204,15 +218,10 @@ def on_each_device(
     what is done around it in words."""
     layout = layout_of(plan, x, codes, scales, format)
     over = layout.contracted(contract_rows)
-    whole = dataclasses.replace(
-        layout,
-        rows=layout.kept(layout.rows),
-        columns=layout.kept(layout.columns),
-    )
     specs = (
         layout.of_x(contract_rows),
-        whole.of_weight(),
-        whole.of_weight(scales.shape[-1]),
+        layout.whole.of_weight(),
+        layout.whole.of_weight(scales.shape[-1]),
     )
 
     def part(a, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -225,7 +234,9 @@ def on_each_device(
     if names := layout.gathers((*layout.rows, *layout.columns)):
         words += f", codes and scales gathered over {', '.join(names)} before"
     if over:
-        how = "summed" if plan.scatter is None else "summed and scattered"
+        shape = x.shape[-2], _free(codes, format, contract_rows)
+        scatter = _scattered(plan, over, layout.of_out(contract_rows), shape)
+        how = "summed" if scatter is None else "summed and scattered"
         words += f", results {how} over {', '.join(over)} after"
     return shards, over, words
 

@@ -122,10 +122,26 @@ def test_sums_that_are_scattered(scatter, axis, normal):
     args = put(x, mesh, "d"), a, put(ct, mesh, "d", "m")
     assert collectives(gradient.lower(*args).compile()) == {("reduce-scatter", "f32")}
     assert relative(gradient(*args), ct @ q) < SUMS
+    said = eqquant.debug.explain(lambda x, q: x @ q.T, x, b)
+    assert "summed and scattered over m" in said
     # Rows that do not divide.
     if scatter == -2:
         few = product.lower(put(x[:4], mesh, "d"), b).compile()
         assert collectives(few) == {("all-reduce", "f32")}
+
+
+def test_scales_in_eight_bits_are_gathered_so(normal):
+    mesh = mesh_of()
+    format = NF4(double_quantization=True, precision="highest")
+    layers, x = quantized(normal, format, 2, SIZE, SIZE), normal(M, SIZE)
+    split = eqquant.shard_tree(layers, mesh, P(None, "d", "m"), batch="d")
+    scan = lambda x, q: jax.lax.scan(lambda x, w: (x @ w.T, None), x, q)[0]
+    compiled = jax.jit(scan).lower(put(x, mesh, "d"), split).compile()
+    assert collectives(compiled) == {("all-gather", "u8"), ("all-reduce", "f32")}
+    assert relative(jax.jit(scan)(x, split), scan(x, layers)) < SUMS
+    # The same plan does nothing on one device.
+    here = jax.device_put(split, jax.devices()[0])
+    np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
 
 
 def test_two_plans_for_one_shape(normal):
