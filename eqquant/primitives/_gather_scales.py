@@ -64,7 +64,8 @@ mlir.register_lowering(gather_scales_p, _lower)
 
 
 def _batch(args, dims, *, plan: Plan):
-    return gather_scales_p.bind(jnp.moveaxis(*args, *dims, 0), plan=plan), 0
+    (part,), (dim,) = args, dims
+    return gather_scales_p.bind(jnp.moveaxis(part, dim, 0), plan=plan), 0
 
 
 batching.primitive_batchers[gather_scales_p] = _batch
