@@ -79,7 +79,7 @@ class Everyone(Alone):
     def spans(self, array: Any) -> bool:
         return spans_processes(array)
 
-    def owner(self, device: jax.Device) -> int:
+    def owner(self, device: Any) -> int:
         return device.process_index
 
     def shares(self, array):
