@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._jax import explicit_mesh_of, spec_of
+from ..primitives import names_of
 from ._implicit import ImplicitArray
 from ._materialise import materialise
 
@@ -18,6 +20,11 @@ def index_array(q: ImplicitArray, index: Any):
     by_axis = [entry for entry in entries if entry is not None]
     if any(_is_array(entry) for entry in by_axis):
         return _gather(q, entries, by_axis)
+    if _splits_rows(q) and not isinstance(by_axis[0], slice):
+        # JAX slices no axis that is split. To look up a row it can be told how.
+        row, *others = entries
+        if row is not None:
+            return index_array(q, (jnp.asarray(row)[None], *others))[0]
 
     start, limit, strides, integers = [], [], [], []
     for axis, (entry, size) in enumerate(zip(by_axis, q.shape, strict=True)):
@@ -127,9 +134,28 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     if any(entry != slice(None) for entry in by_axis[-n:]):
         return _decoded(q, tuple(entries))
     index = (*entries[: len(entries) - n], slice(None))
-    out = q.gather(lambda a, _: a[index])
+    out = q.gather(lambda a, _: _look_up(a, index))
     left = sum(isinstance(entry, slice) for entry in by_axis)
     return out if left >= 2 else out.dequantize()
+
+
+def _splits_rows(q: ImplicitArray) -> bool:
+    """Whether a mesh with explicit axes splits the first axis."""
+    codes = jax.tree.leaves(q)[0]
+    return explicit_mesh_of(codes) is not None and spec_of(codes)[0] is not None
+
+
+def _look_up(a, index: tuple):
+    """`a[index]`, also in a table whose rows a mesh with explicit axes splits. What is
+    found is split as the first index is, and as the other axes of the table are."""
+    rows, *others = index
+    is_split = explicit_mesh_of(a) is not None and spec_of(a)[0] is not None
+    if not is_split or any(other != slice(None) for other in others):
+        return a[index]
+    used = {name for entry in spec_of(rows) for name in names_of(entry)}
+    left = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]
+    spec = jax.sharding.PartitionSpec(*spec_of(rows), *left)
+    return a.at[index].get(out_sharding=spec)
 
 
 def _with_new_axes(entries: list, by_axis: list) -> tuple:

@@ -11,7 +11,7 @@ import numpy as np
 from ..formats import Ternary
 from ._entry import Entry, from_levels
 from ._json import parse_object
-from ._safetensors import MAX_HEADER, Stored
+from ._safetensors import MAX_HEADER, Tensor
 from ._source import Source
 
 
@@ -70,7 +70,7 @@ def _divides(source: Source) -> bool:
 
 
 def _entry(
-    source: Source, stored: Stored, scale: Stored, divides: bool, where: str
+    source: Source, stored: Tensor, scale: Tensor, divides: bool, where: str
 ) -> Entry:
     quarter, columns = stored.shape
     shape = (4 * quarter, columns)

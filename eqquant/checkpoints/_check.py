@@ -22,7 +22,7 @@ from ..formats import (
     ShortScales,
     unpack,
 )
-from ._memory import to_numpy
+from ._processes import local_parts
 
 
 _scale_dtypes = ("bfloat16", "float32", "float64")
@@ -41,7 +41,8 @@ def check_codes(array: Any) -> None:
     is_quantized = lambda x: isinstance(x, QuantizedArray)
     for q in jax.tree.leaves(array, is_leaf=is_quantized):
         if is_quantized(q) and q.format.unused_codes:
-            _check_codes(to_numpy(q.codes), q.format)
+            for codes in local_parts(q.codes):
+                _check_codes(codes, q.format)
 
 
 def _check_codes(codes: np.ndarray, format: Format) -> None:

@@ -1,6 +1,7 @@
 """What is in a checkpoint: leaves by path, described first, and read when they are
 asked for."""
 
+import functools as ft
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
 from ._check import check_codes
 from ._formats import known_formats
+from ._processes import read_onto
 from ._records import Rebuilder
 from ._source import Source
 
@@ -42,9 +44,20 @@ class Contents:
         except ValueError as error:
             raise ValueError(f"{source.path}: {error}") from error
 
-    def read(self, path: str) -> Any:
-        """A leaf, its arrays those of NumPy, checked."""
-        leaf = self._rebuilder.build(path, self.source.read)
+    def read(self, path: str, shardings: Sequence[Any] = ()) -> Any:
+        """A leaf, its arrays those of NumPy, checked; or, where there is a sharding for
+        a part, in the order in which JAX has them, on the devices of that."""
+        these = iter(shardings)
+
+        def get(name: str) -> Any:
+            sharding = next(these, None)
+            if sharding is None:
+                return self.source.read(name)
+            tensor = self.source.tensors[name]
+            slices = ft.partial(self.source.read_slices, name)
+            return read_onto(sharding, tensor.shape, tensor.dtype, slices)
+
+        leaf = self._rebuilder.build(path, get)
         if is_implicit(leaf):
             try:
                 check_codes(leaf)

@@ -32,6 +32,7 @@ from ._layout import KEY, read_layout, Shard, VERSION
 from ._load import nested
 from ._memory import about_arrays
 from ._pieces import quantize_in_pieces
+from ._processes import Alone
 from ._records import describe, describe_later, Leaf
 from ._safetensors import Path, TensorFile
 from ._save import check_names, check_shard_size
@@ -181,7 +182,7 @@ def _leaf(
 ) -> Leaf:
     found = contents.described[name]
     if not isinstance(found, jax.ShapeDtypeStruct):
-        leaf = describe(name, found)
+        leaf = describe(name, found, Alone())
         assert leaf is not None
         return leaf
     if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):

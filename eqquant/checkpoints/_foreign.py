@@ -13,7 +13,7 @@ from ._bitsandbytes import bitsandbytes_entries
 from ._entry import Entry
 from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
-from ._safetensors import Path, Stored
+from ._safetensors import Path, Tensor
 from ._source import Source
 
 
@@ -119,7 +119,7 @@ def check_plain(source: Source, caller: str) -> None:
             )
 
 
-def _plain(source: Source, stored: Stored) -> Entry:
+def _plain(source: Source, stored: Tensor) -> Entry:
     where = f"{source.path}: {stored.name!r}"
     return Entry(where, stored.shape, stored.dtype, lambda: source.read(stored.name))
 

@@ -1,9 +1,10 @@
 """What eqquant writes in the header of a file, beside the tensors: the layout.
 
 It is two strings of the metadata. `eqquant` is JSON: the version, a record of each leaf
-that is more than a tensor, a CRC-32 of the bytes of each tensor, and which shard this
-is. `eqquant.checksum` is the CRC-32 of the whole header, itself taken as zeros. So no
-bit of a file can change unseen, and reading costs one pass.
+that is more than a tensor, a CRC-32 of the bytes of each tensor, which shard this is,
+and which tensors are pieces of a larger one. `eqquant.checksum` is the CRC-32 of the
+whole header, itself taken as zeros. So no bit of a file can change unseen, and reading
+costs one pass.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import zlib
 from typing import Any
 
 from ._json import parse_object, to_json
-from ._safetensors import DTYPES, TensorFile
+from ._safetensors import are_sizes, DTYPES, TensorFile
 
 
 VERSION = 1
@@ -31,17 +32,28 @@ class Shard:
 
 
 @dataclasses.dataclass(frozen=True)
+class Piece:
+    """Where in a larger tensor, `of` a name and a shape, this one starts."""
+
+    of: str
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Layout:
     """**Fields:**
 
     - `records`: by the path of the leaf, or of a part of it.
     - `checksums`: by the name of the tensor.
     - `shard`: None for a file by itself.
+    - `pieces`: by the name of the tensor; without those that are whole.
     """
 
     records: dict[str, Any]
     checksums: dict[str, int]
     shard: Shard | None = None
+    pieces: dict[str, Piece] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +109,10 @@ def make_header(
     }
     if layout.shard is not None:
         described["shard"] = dataclasses.asdict(layout.shard)
+    if layout.pieces:
+        described["pieces"] = {
+            name: dataclasses.asdict(piece) for name, piece in layout.pieces.items()
+        }
     about = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
     text = padded({"__metadata__": about, **entries})
     crc = zlib.crc32(text)
@@ -136,12 +152,13 @@ def read_layout(file: TensorFile) -> Layout | None:
             f"reads {VERSION}."
         )
     expected = {"version", "records", "checksums"}
-    if parsed.keys() - {"shard"} != expected:
+    if parsed.keys() - {"shard", "pieces"} != expected:
         raise ValueError(f"{where}: the layout must have {sorted(expected)}.")
     return Layout(
         _records(parsed["records"], where),
         _checksums(parsed["checksums"], file),
         _shard(parsed.get("shard"), where),
+        _pieces(parsed.get("pieces", {}), file),
     )
 
 
@@ -178,3 +195,33 @@ def _shard(shard: Any, where: str) -> Shard | None:
             f"count; got {shard!r}."
         )
     return Shard(**shard)
+
+
+def _pieces(pieces: Any, file: TensorFile) -> dict[str, Piece]:
+    if not isinstance(pieces, dict) or not pieces.keys() <= file.tensors.keys():
+        raise ValueError(f"{file.path}: pieces must be some of its tensors.")
+    return {name: _piece(name, piece, file) for name, piece in pieces.items()}
+
+
+def _piece(name: str, piece: Any, file: TensorFile) -> Piece:
+    held = file.tensors[name].shape
+    if (
+        not isinstance(piece, dict)
+        or piece.keys() != {"of", "shape", "start"}
+        or not isinstance(piece["of"], str)
+        or not are_sizes(piece["shape"])
+        or not are_sizes(piece["start"])
+        or not held
+        or not len(piece["shape"]) == len(piece["start"]) == len(held)
+        or any(
+            start + part > size or not part
+            for start, part, size in zip(
+                piece["start"], held, piece["shape"], strict=True
+            )
+        )
+    ):
+        raise ValueError(
+            f"{file.path}: {name!r} of the shape {held} is no piece as it is described "
+            f"to be: {piece!r}."
+        )
+    return Piece(piece["of"], tuple(piece["shape"]), tuple(piece["start"]))

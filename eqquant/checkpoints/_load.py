@@ -20,6 +20,7 @@ from ..formats import Format
 from ..trees import match_layers, Site, sites
 from ._contents import Contents
 from ._memory import to_jax
+from ._processes import processes_of
 from ._records import is_no_data
 from ._safetensors import Path
 from ._source import Source
@@ -61,7 +62,8 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
     - `like`: a pytree of the structure that was saved, of arrays or of
         `jax.ShapeDtypeStruct`s. Where it has a plain array, the file may have a
         quantized one of the same shape and dtype. Arrays that are split over devices
-        are split again.
+        come back split so, whatever they were when they were saved. If the devices
+        are those of several processes, all of them must call this.
     - `formats`: format classes of your own that the file may name.
 
     **Returns:**
@@ -76,15 +78,18 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
     `ValueError` for a file that is damaged, incomplete, of another version, or not what
     `like` describes; nothing is returned then.
     """
+    return processes_of(like, _caller).together(lambda: _load(path, like, formats))
+
+
+def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:
     with Source(path) as source:
         contents = Contents(source, formats, _caller)
         if like is None:
             read = {path: contents.read(path) for path in contents.described}
             return nested({path: _to_jax_or_numpy(x) for path, x in read.items()})
-        plan = _match(contents, like)
         leaves = [
-            site.leaf if path is None else _place(contents.read(path), site.leaf)
-            for site, path in plan
+            site.leaf if path is None else _read(contents, path, site.leaf)
+            for site, path in _match(contents, like)
         ]
     old, treedef = jax.tree.flatten(like, is_leaf=is_implicit)
     out = jax.tree.unflatten(treedef, leaves)
@@ -219,22 +224,31 @@ def _say(leaf: Any) -> str:
     return repr(leaf)
 
 
-def _place(value: Any, leaf: Any) -> Any:
+def _read(contents: Contents, path: str, leaf: Any) -> Any:
     """As JAX or NumPy has it, and where the leaf of `like` is."""
-    if not is_implicit(value):
-        return _place_array(value, leaf) if is_array(leaf) else value
-    if jax.tree.structure(value) == jax.tree.structure(without_plan(leaf)):
-        parts = map(_place_array, jax.tree.leaves(value), jax.tree.leaves(leaf))
-        return jax.tree.unflatten(jax.tree.structure(leaf), parts)
-    return jax.tree.map(to_jax, value)
+    found = contents.described[path]
+    if not is_implicit(found):
+        if not is_array(leaf):
+            return contents.read(path)
+        return _place(contents.read(path, [_sharding(leaf)]), leaf)
+    treedef = jax.tree.structure(leaf)
+    if jax.tree.structure(found) != jax.tree.structure(without_plan(leaf)):
+        return jax.tree.map(to_jax, contents.read(path))
+    parts = jax.tree.leaves(leaf)
+    read = jax.tree.leaves(contents.read(path, list(map(_sharding, parts))))
+    return jax.tree.unflatten(treedef, map(_place, read, parts))
 
 
-def _place_array(array: Any, leaf: Any) -> Any:
+def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """That of an array which is split over devices."""
+    sharding = getattr(leaf, "sharding", None)
+    is_split = sharding is not None and len(sharding.device_set) > 1
+    return sharding if is_split else None
+
+
+def _place(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
         return array.astype(leaf.dtype, copy=False)
     if isinstance(leaf, np.generic):
         return array[()]
-    array = to_jax(array)
-    sharding = getattr(leaf, "sharding", None)
-    is_split = sharding is not None and len(sharding.device_set) > 1
-    return jax.device_put(array, sharding) if is_split else array
+    return array if isinstance(array, jax.Array) else to_jax(array)

@@ -22,7 +22,9 @@ from ..arrays import is_implicit, QuantizedArray, without_plan
 from ..formats import Format
 from ._check import check_codes, check_fit, CLASSES, PARTS
 from ._formats import format_from_json, format_to_json, Known
+from ._layout import Piece
 from ._memory import to_numpy
+from ._processes import Alone, Share
 from ._safetensors import DTYPES
 
 
@@ -34,16 +36,26 @@ _dtypes = {dtype.name: dtype for dtype in (*DTYPES.values(), *_unnamed_dtypes.va
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor to be: its name, and how to make it."""
+    """A tensor to be: its name, how to make it, and which process does. It may be a
+    piece of a larger one."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
     make: Callable[[], np.ndarray]
+    owner: int = 0
+    piece: Piece | None = None
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def whole(self) -> tuple[str, jax.ShapeDtypeStruct]:
+        """The tensor that this is, or is a piece of: its name, and what it is like."""
+        if self.piece is None:
+            return self.name, jax.ShapeDtypeStruct(self.shape, self.dtype)
+        return self.piece.of, jax.ShapeDtypeStruct(self.piece.shape, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +65,11 @@ class Leaf:
     path: str
     records: dict[str, dict[str, Any]]
     parts: tuple[Part, ...]
+
+    def of(self, owner: int) -> "Leaf":
+        """What one process writes of it. Records are those of the first."""
+        parts = tuple(part for part in self.parts if part.owner == owner)
+        return Leaf(self.path, {} if owner else self.records, parts)
 
 
 def below(path: str, name: str) -> str:
@@ -64,7 +81,7 @@ def below(path: str, name: str) -> str:
 #
 
 
-def describe(path: str, leaf: Any) -> Leaf | None:
+def describe(path: str, leaf: Any, processes: Alone) -> Leaf | None:
     """None for what is no data."""
     parts = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
@@ -74,7 +91,7 @@ def describe(path: str, leaf: Any) -> Leaf | None:
     if is_no_data(leaf):
         return None
     records: dict[str, dict[str, Any]] = {}
-    parts = tuple(_describe(path, leaf, records))
+    parts = tuple(_describe(path, leaf, records, processes))
     if is_implicit(leaf):
         _check_comes_back(path, leaf, records, parts)
     return Leaf(path, records, parts)
@@ -85,7 +102,7 @@ def _check_comes_back(path: str, leaf: Any, records: dict, parts: Iterable) -> N
     is_quantized = lambda x: isinstance(x, QuantizedArray)
     arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))
     known = {q.format.name: type(q.format) for q in arrays}
-    described = {p.name: jax.ShapeDtypeStruct(p.shape, p.dtype) for p in parts}
+    described = dict(part.whole for part in parts)
     rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
     if jax.tree.structure(rebuilt) != jax.tree.structure(without_plan(leaf)):
         raise ValueError(f"{leaf!r} would not come back as it is.")
@@ -115,17 +132,17 @@ def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:
     records: dict[str, dict[str, Any]] = {}
     parts = [
         dataclasses.replace(p, make=ft.partial(part, i))
-        for i, p in enumerate(_describe(path, leaf, records))
+        for i, p in enumerate(_describe(path, leaf, records, Alone()))
     ]
     return Leaf(path, records, tuple(parts))
 
 
-def _describe(path: str, leaf: Any, records: dict) -> Iterator[Part]:
+def _describe(path: str, leaf: Any, records: dict, processes: Alone) -> Iterator[Part]:
     cls = type(leaf)
     if CLASSES.get(cls.__name__) is cls:
-        yield from _describe_parts(path, leaf, records)
+        yield from _describe_parts(path, leaf, records, processes)
     elif isinstance(leaf, np.ndarray | np.generic | jax.Array | jax.ShapeDtypeStruct):
-        yield _describe_array(path, leaf, records)
+        yield from _describe_array(path, leaf, records, processes)
     elif leaf is None:
         records[path] = {"is": "none"}
     elif cls in _from_python:
@@ -139,7 +156,9 @@ def _saved_fields(cls: type) -> list[dataclasses.Field]:
     return [f for f in dataclasses.fields(cls) if f.metadata.get("saved", True)]
 
 
-def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
+def _describe_parts(
+    path: str, node: Any, records: dict, processes: Alone
+) -> Iterator[Part]:
     check_fit(node)
     static = {}
     parts = []
@@ -148,7 +167,7 @@ def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
         if field.metadata.get("static", False):
             static[field.name] = _static_to_json(value)
         else:
-            parts += _describe(below(path, field.name), value, records)
+            parts += _describe(below(path, field.name), value, records, processes)
     is_there = not isinstance(getattr(node, "codes", None), jax.ShapeDtypeStruct)
     if isinstance(node, QuantizedArray) and is_there:
         check_codes(node)
@@ -156,17 +175,13 @@ def _describe_parts(path: str, node: Any, records: dict) -> Iterator[Part]:
     yield from parts
 
 
-def _describe_array(path: str, array: Any, records: dict) -> Part:
-    if isinstance(array, jax.Array) and not array.is_fully_addressable:
-        raise ValueError("it is spread over several processes; gather it first.")
-    dtype = array.dtype
-    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
-        impl = str(jax.random.key_impl(array))
-        records[path] = {"is": "key", "impl": impl}
-        data = jax.eval_shape(jax.random.key_data, array)
-        make = lambda: to_numpy(jax.random.key_data(array))
-        return Part(path, np.dtype(np.uint32), data.shape, make)
-    dtype = np.dtype(dtype).newbyteorder("=")
+def _describe_array(
+    path: str, array: Any, records: dict, processes: Alone
+) -> Iterator[Part]:
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        records[path] = {"is": "key", "impl": str(jax.random.key_impl(array))}
+        array = jax.random.key_data(array)
+    dtype = np.dtype(array.dtype).newbyteorder("=")
     stored = dtype
     if dtype.name in _unnamed_dtypes:
         records[path] = {"is": "array", "dtype": dtype.name}
@@ -174,13 +189,22 @@ def _describe_array(path: str, array: Any, records: dict) -> Part:
     if stored not in DTYPES.values():
         raise TypeError(f"an array of the dtype {dtype} cannot be saved.")
 
-    def make():
-        out = np.asarray(to_numpy(array), dtype)
+    def make(share: Share) -> np.ndarray:
+        out = np.asarray(share.make(), dtype)
         # Not by `ascontiguousarray`, which makes an axis where there is none.
         out = out if out.flags.c_contiguous else out.copy(order="C")
         return out if stored == dtype else out.view(stored)
 
-    return Part(path, stored, tuple(array.shape), make)
+    for share in processes.shares(array):
+        piece = share.piece(path, tuple(array.shape))
+        name = path if piece is None else f"{path}[{_range(share)}]"
+        this = ft.partial(make, share)
+        yield Part(name, stored, share.shape, this, share.owner, piece)
+
+
+def _range(share: Share) -> str:
+    ranges = zip(share.start or (), share.shape, strict=True)
+    return ",".join(f"{start}:{start + size}" for start, size in ranges)
 
 
 def _hex(x: float) -> str:
@@ -336,7 +360,7 @@ def _as_key(tensor: Any, impl: str) -> Any:
     wrap = lambda data: jax.random.wrap_key_data(data, impl=impl)
     if isinstance(tensor, jax.ShapeDtypeStruct):
         return jax.eval_shape(wrap, tensor)
-    return wrap(jax.device_put(tensor))
+    return wrap(tensor if isinstance(tensor, jax.Array) else jax.device_put(tensor))
 
 
 def _exactly(cls: type) -> Callable[[Any], Any]:

@@ -10,6 +10,7 @@ import math
 import os
 import pathlib
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -48,19 +49,29 @@ MAX_HEADER = 100_000_000
 CHUNK = 2**22
 
 
+# One for each axis, with a start and a stop.
+Slices = tuple[slice, ...]
+
+
 @dataclasses.dataclass(frozen=True)
-class Stored:
-    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
+class Tensor:
+    """What a checkpoint has by a name."""
 
     name: str
     dtype: np.dtype
     shape: tuple[int, ...]
-    start: int
-    stop: int
 
     @property
     def size(self) -> int:
         return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Tensor):
+    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
+
+    start: int
+    stop: int
 
 
 class TensorFile:
@@ -135,16 +146,65 @@ class TensorFile:
             self._fill(raw, name)
             if checksum is not None:
                 crc = zlib.crc32(raw.data, crc)
-            if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
-                raise ValueError(f"{self.path}: {name!r} has bools other than 0 and 1.")
+            self._check_bools(raw, stored)
             if not same:
                 convert(raw.view(stored.dtype), part, f"{self.path}: {name!r}")
+        self._check(crc, checksum, name)
+        return out
+
+    def read_slices(
+        self,
+        name: str,
+        slices: Sequence[tuple[Slices, np.ndarray]],
+        checksum: int | None = None,
+    ) -> None:
+        """Slices of a tensor into arrays, in one pass, and with memory for a piece of
+        it. All of its bytes are read only if there is a checksum to check."""
+        stored = self.tensors[name]
+        crc = 0
+        self._file.seek(stored.start)
+
+        def read(shape: tuple[int, ...], slices) -> None:
+            """What has this shape, from where the file is."""
+            nonlocal crc
+            nbytes = math.prod(shape) * stored.dtype.itemsize
+            if not slices and checksum is None:
+                self._file.seek(nbytes, os.SEEK_CUR)
+            elif nbytes <= CHUNK:
+                raw = np.empty(nbytes, np.uint8)
+                self._fill(raw, name)
+                if checksum is not None:
+                    crc = zlib.crc32(raw.data, crc)
+                self._check_bools(raw, stored)
+                array = raw.view(stored.dtype).reshape(shape)
+                for place, out in slices:
+                    out[...] = array[place]
+            else:
+                length, *row = shape
+                step = max(CHUNK * length // nbytes, 1)
+                for i in range(0, length, step):
+                    rows = slice(i, min(i + step, length))
+                    below = [s for s in (_within(rows, *s) for s in slices) if s]
+                    if step > 1:
+                        read((rows.stop - i, *row), below)
+                    else:  # Of a row there may be too much, too.
+                        read(tuple(row), [(place[1:], out[0]) for place, out in below])
+
+        read(stored.shape, list(slices))
+        self._check(crc, checksum, name)
+
+    def _check_bools(self, raw: np.ndarray, stored: Stored) -> None:
+        if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
+            raise ValueError(
+                f"{self.path}: {stored.name!r} has bools other than 0 and 1."
+            )
+
+    def _check(self, crc: int, checksum: int | None, name: str) -> None:
         if checksum is not None and crc != checksum:
             raise ValueError(
                 f"{self.path}: the bytes of {name!r} are not those that were saved: "
                 "the file is damaged."
             )
-        return out
 
     def _fill(self, raw: np.ndarray, name: str) -> None:
         view, done = raw.data, 0
@@ -153,6 +213,18 @@ class TensorFile:
             if not count:
                 raise ValueError(f"{self.path}: the file ends within {name!r}.")
             done += count
+
+
+def _within(
+    rows: slice, place: Slices, out: np.ndarray
+) -> tuple[Slices, np.ndarray] | None:
+    """The part of a slice that is in some rows, counted from the first of them."""
+    first, *others = place
+    start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
+    if start >= stop:
+        return None
+    there = slice(start - rows.start, stop - rows.start), *others
+    return there, out[start - first.start : stop - first.start]
 
 
 def parse_header(
@@ -193,11 +265,11 @@ def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
         raise ValueError(
             f"{where} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}."
         )
-    if not _are_sizes(shape) or len(shape) > 32:
+    if not are_sizes(shape) or len(shape) > 32:
         raise ValueError(
             f"{where}: shape must be a list of up to 32 sizes, got {shape!r}."
         )
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ValueError(
             f"{where}: data_offsets must be a start and a stop, got {offsets!r}."
         )
@@ -211,7 +283,7 @@ def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
     return Stored(name, DTYPES[dtype], tuple(shape), first + start, first + stop)
 
 
-def _are_sizes(values: Any) -> bool:
+def are_sizes(values: Any) -> bool:
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 2**63 for value in values
     )

@@ -9,6 +9,7 @@ from .._jax import typed
 from ..trees import sites
 from ._errors import with_place
 from ._layout import KEY
+from ._processes import Alone, processes_of
 from ._records import describe, Leaf
 from ._safetensors import Path
 from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
@@ -31,6 +32,10 @@ def save(
 
     The file is written beside its place, synced to the disk, and renamed. Whatever
     stops the program, `path` is either the old checkpoint or the new one, whole.
+
+    If arrays are split over several processes, all of them must call this, with a path
+    on a disk that they share. Each writes what its devices have, into shards of its
+    own. What is not split is written by the first process.
 
     !!! Example
 
@@ -67,16 +72,22 @@ def save(
     check_shard_size(max_shard_size, _caller)
     metadata = check_metadata(metadata, _caller)
     target = target_of(pathlib.Path(os.fspath(path)), _caller)
+    processes = processes_of(tree, _caller)
+    leaves = processes.together(lambda: _leaves(tree, processes))
+    write_checkpoint(target, leaves, metadata, max_shard_size, processes=processes)
+
+
+def _leaves(tree: Any, processes: Alone) -> list[Leaf]:
     leaves: list[Leaf] = []
     for site in sites(tree):
         try:
-            leaf = describe(site.path, site.leaf)
+            leaf = describe(site.path, site.leaf, processes)
         except (TypeError, ValueError) as error:
             raise with_place(error, f"{_caller}: at {site.path}") from error
         if leaf is not None:
             leaves.append(leaf)
     check_names(leaves, _caller)
-    write_checkpoint(target, leaves, metadata, max_shard_size)
+    return leaves
 
 
 def check_shard_size(size: int | None, caller: str) -> None:
@@ -102,7 +113,8 @@ def check_names(leaves: list[Leaf], caller: str) -> None:
     """An error if two leaves would go by the same name."""
     seen: set[str] = set()
     for leaf in leaves:
-        names = {leaf.path, *leaf.records, *(part.name for part in leaf.parts)}
+        tensors = {name for part in leaf.parts for name in (part.name, part.whole[0])}
+        names = {leaf.path, *leaf.records, *tensors}
         if twice := names & seen | names & {"__metadata__"}:
             raise ValueError(
                 f"{caller}: {min(twice)!r} would be the name of two things. Rename a "

@@ -1,14 +1,18 @@
 """A checkpoint that is read: one file, or an index and its shards."""
 
 import contextlib
+import itertools
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ._json import parse_object
 from ._layout import KEY, Layout, read_layout
-from ._safetensors import MAX_HEADER, Path, Stored, TensorFile
+from ._memory import convert, empty
+from ._puzzle import assemble, Placed, Puzzle
+from ._safetensors import MAX_HEADER, Path, Slices, Tensor, TensorFile
 
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
@@ -29,7 +33,7 @@ class Source:
 
     path: pathlib.Path
     files: list[TensorFile]
-    tensors: dict[str, Stored]
+    tensors: dict[str, Tensor]
     records: dict[str, Any]
     is_ours: bool
     metadata: dict[str, str]
@@ -40,6 +44,7 @@ class Source:
         self.tensors, self.records, self.metadata = {}, {}, {}
         self._file_of: dict[str, TensorFile] = {}
         self._checksums: dict[str, int] = {}
+        self._pieces: dict[str, list[Placed]] = {}
         self._open = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
             stack.callback(self.close)
@@ -53,6 +58,7 @@ class Source:
                         f"{self.path}: this is shard {shard.number} of "
                         f"{shard.count}. Give the index, *{INDEX}, or the folder."
                     )
+            self._assemble()
             stack.pop_all()
 
     def close(self) -> None:
@@ -66,7 +72,29 @@ class Source:
 
     def read(self, name: str, dtype: Any = None) -> np.ndarray:
         """A tensor, in memory of its own, its checksum checked if it has one."""
-        return self._file_of[name].read(name, dtype, self._checksums.get(name))
+        tensor = self.tensors[name]
+        if not isinstance(tensor, Puzzle):
+            return self._file_of[name].read(name, dtype, self._checksums.get(name))
+        (whole,) = self.read_slices(name, [tuple(slice(0, n) for n in tensor.shape)])
+        if dtype is None or whole.dtype == dtype:
+            return whole
+        out = empty(whole.shape, dtype)
+        convert(whole, out, f"{self.path}: {name!r}")
+        return out
+
+    def read_slices(self, name: str, places: Sequence[Slices]) -> list[np.ndarray]:
+        """Slices of a tensor. What they do not need stays unread if it has no
+        checksum, or is a piece by itself."""
+        tensor = self.tensors[name]
+        shapes = [tuple(s.stop - s.start for s in place) for place in places]
+        out = [empty(shape, tensor.dtype) for shape in shapes]
+        slices = list(zip(places, out, strict=True))
+        if isinstance(tensor, Puzzle):
+            tensor.read_slices(slices)
+        else:
+            checksum = self._checksums.get(name)
+            self._file_of[name].read_slices(name, slices, checksum)
+        return out
 
     def _add(self, path: pathlib.Path) -> Layout | None:
         file = self._open.enter_context(TensorFile(path))
@@ -84,6 +112,10 @@ class Source:
                 raise ValueError(f"{path}: {min(twice)!r} is in two shards.")
             self.records.update(layout.records)
             self._checksums.update(layout.checksums)
+            for name, piece in layout.pieces.items():
+                checksum = layout.checksums[name]
+                placed = Placed(file, name, checksum, piece)
+                self._pieces.setdefault(piece.of, []).append(placed)
         self.is_ours &= layout is not None
         ours = {key for key in file.metadata if key.startswith(KEY)}
         self.metadata |= {k: v for k, v in file.metadata.items() if k not in ours}
@@ -113,6 +145,15 @@ class Source:
                 f"{self.path}: the shards do not hold what the index says: "
                 f"{sorted({name for name, _ in wrong})[:5]}."
             )
+
+    def _assemble(self) -> None:
+        """In place of pieces the tensors that they make."""
+        for placed in itertools.chain.from_iterable(self._pieces.values()):
+            del self.tensors[placed.name]
+        for name, pieces in self._pieces.items():
+            if name in self.tensors:
+                raise ValueError(f"{self.path}: {name!r} is there whole and in pieces.")
+            self.tensors[name] = assemble(name, pieces)
 
 
 def find(path: Path) -> pathlib.Path:

@@ -1,6 +1,7 @@
 """Files that are whole at any time: written beside their place, synced, and renamed."""
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 import secrets
@@ -67,7 +68,11 @@ def write_leaves(
         for leaf in leaves
         for part in leaf.parts
     ]
-    header, starts = make_header(planned, Layout(records, {}, shard), metadata)
+    pieces = {
+        part.name: part.piece for leaf in leaves for part in leaf.parts if part.piece
+    }
+    layout = Layout(records, {}, shard, pieces)
+    header, starts = make_header(planned, layout, metadata)
     checksums: dict[str, int] = {}
     with replacing(path) as file:
         file.write(header)
@@ -75,7 +80,7 @@ def write_leaves(
             for part in leaf.parts:
                 file.seek(starts[part.name])
                 checksums[part.name] = _write(file, part.make())
-        layout = Layout(records, checksums, shard)
+        layout = dataclasses.replace(layout, checksums=checksums)
         header, _ = make_header(planned, layout, metadata)
         file.seek(0)
         file.write(header)

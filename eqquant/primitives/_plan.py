@@ -32,11 +32,16 @@ class Plan:
         from the end, so that the plan of a stack is that of each of its matrices.
     - `batch`: the mesh axes that split the rows of an activation. A weight that these
         split, too, is gathered before it is multiplied, packed.
+    - `scatter`: which axis of a result is left split over the mesh axes of its sum, -2
+        (rows of the activation) or -1; None leaves the sum on all of these devices.
+    - `whole_scales`: whether scales are gathered over `batch` before a product.
     """
 
     mesh: AbstractMesh
     axes: tuple[Names, ...]
     batch: Names = ()
+    scatter: int | None = None
+    whole_scales: bool = False
 
     def of(self, ndim: int) -> list[Names]:
         """The mesh axes of each of the last `ndim` axes of the codes."""

@@ -22,7 +22,7 @@ from .._jax import (
     spec_of,
     warn,
 )
-from ..formats import Format, num_bytes
+from ..formats import Format, num_bytes, num_codes
 from ._plan import Names, names_of, Plan
 
 
@@ -71,6 +71,12 @@ class Layout:
             for names in (self.rows, self.columns)
         )
         return self._spec(rows, () if blocks == 1 else columns)
+
+    @property
+    def whole(self) -> "Layout":
+        """After what is gathered was."""
+        rows, columns = self.kept(self.rows), self.kept(self.columns)
+        return dataclasses.replace(self, rows=rows, columns=columns)
 
     def of_out(self, contract_rows: bool) -> PartitionSpec:
         return self.of_factor(self.columns if contract_rows else self.rows)
@@ -155,22 +161,54 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
         params |= {"contract_rows": contract_rows, "out_dtype": dtype}
 
+        out_specs = layout.of_out(contract_rows)
+        free = _free(codes, params["format"], contract_rows)
+        scatter = _scattered(plan, over, out_specs, (x.shape[-2], free))
+
         def local(x, codes, scales):
-            codes, scales = gather(layout, codes), gather(layout, scales, blocks)
+            codes = gather(layout, codes)
+            if not plan.whole_scales:
+                scales = gather(layout, scales, blocks)
             out = dot(x, codes, scales, over=over, **params)
             if not over:
                 return out
-            return lax.psum(out, over).astype(out_dtype)
+            if scatter is None:
+                return lax.psum(out, over).astype(out_dtype)
+            axis = out.ndim + scatter
+            out = lax.psum_scatter(out, over, scatter_dimension=axis, tiled=True)
+            return out.astype(out_dtype)
 
         in_specs = (
             layout.of_x(contract_rows),
             layout.of_weight(),
-            layout.of_weight(blocks),
+            (layout.whole if plan.whole_scales else layout).of_weight(blocks),
         )
-        out_specs = layout.of_out(contract_rows)
+        if scatter is not None:
+            entries = list(out_specs)
+            entries[scatter] = (*names_of(entries[scatter]), *over)
+            out_specs = PartitionSpec(*entries)
         return on_shards(local, plan, in_specs, out_specs)(x, codes, scales)
 
     return call
+
+
+def _free(codes, format: Format, contract_rows: bool) -> int:
+    """The size of the axis of a weight that is left."""
+    if contract_rows:
+        return num_codes(codes.shape[-1], format.bits)
+    return codes.shape[-2]
+
+
+def _scattered(
+    plan: Plan, over: Names, spec: PartitionSpec, shape: Sequence[int]
+) -> int | None:
+    """The axis of a result over which the devices that sum it up divide it, if it can
+    be divided: one of the last two, of this shape."""
+    if not over or plan.scatter is None:
+        return None
+    names = *names_of(spec[plan.scatter]), *over
+    parts = math.prod(plan.mesh.shape[name] for name in names)
+    return None if shape[plan.scatter] % parts else plan.scatter
 
 
 def on_each_device(
@@ -180,15 +218,10 @@ def on_each_device(
     what is done around it in words."""
     layout = layout_of(plan, x, codes, scales, format)
     over = layout.contracted(contract_rows)
-    whole = dataclasses.replace(
-        layout,
-        rows=layout.kept(layout.rows),
-        columns=layout.kept(layout.columns),
-    )
     specs = (
         layout.of_x(contract_rows),
-        whole.of_weight(),
-        whole.of_weight(scales.shape[-1]),
+        layout.whole.of_weight(),
+        layout.whole.of_weight(scales.shape[-1]),
     )
 
     def part(a, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
@@ -201,7 +234,10 @@ def on_each_device(
     if names := layout.gathers((*layout.rows, *layout.columns)):
         words += f", codes and scales gathered over {', '.join(names)} before"
     if over:
-        words += f", results summed over {', '.join(over)} after"
+        shape = x.shape[-2], _free(codes, format, contract_rows)
+        scatter = _scattered(plan, over, layout.of_out(contract_rows), shape)
+        how = "summed" if scatter is None else "summed and scattered"
+        words += f", results {how} over {', '.join(over)} after"
     return shards, over, words
 
 

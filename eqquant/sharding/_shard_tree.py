@@ -1,10 +1,11 @@
 """A quantized model over a mesh."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -26,6 +27,7 @@ def shard_tree(
     *,
     rules: Mapping | None = None,
     batch: str | Sequence[str] | None = None,
+    scatter: Literal[-2, -1] | None = None,
 ) -> Tree:
     """Split a quantized model over a mesh, and tell its products how.
 
@@ -81,6 +83,12 @@ def shard_tree(
         split no array of `tree`. With FSDP say which. Mesh axes of `batch` become the
         last of those that split an axis together.
 
+    - `scatter`: the axis of results that is left split over the mesh axes of their sum,
+        so that the sum is a reduce-scatter: -2 for the rows of activations, as sequence
+        parallelism has it, or -1 for what a weight puts out. By default all of these
+        devices have the sum, by an all-reduce; as they do if the axis does not divide.
+        For meshes with automatic axes.
+
     **Returns:**
 
     The same, each array on its devices. On a mesh with automatic axes the `plan` of
@@ -112,6 +120,10 @@ def shard_tree(
             f"got {sorted(unknown)[0]!r}."
         )
     plans = AxisType.Explicit not in kinds
+    if scatter is not None and not plans:
+        raise ValueError(
+            f"{caller}: scatter is for meshes with automatic axes, got {mesh}."
+        )
 
     def place(leaf, spec):
         if not _is_array(leaf):
@@ -126,7 +138,7 @@ def shard_tree(
                 return x
             axes = [names_of(entry) for entry in specs.codes]
             axes += [()] * (x.codes.ndim - len(axes))
-            plan = Plan(mesh.abstract_mesh, tuple(axes), of_batch)
+            plan = Plan(mesh.abstract_mesh, tuple(axes), of_batch, scatter)
             return x.with_plan(plan if plans else None)
 
         return jax.tree.map(planned, leaf, specs, is_leaf=is_quantized)
@@ -166,4 +178,7 @@ def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, caller: str) ->
             f"{caller}: an abstract mesh has no devices to put arrays on. Give a "
             "jax.sharding.Mesh, or abstract arrays: jax.eval_shape makes them."
         )
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # Not over processes otherwise.
+        data = jax.device_put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.device_put(x, sharding)

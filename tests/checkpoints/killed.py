@@ -2,18 +2,23 @@
 
 It forks before JAX has started a thread, and saves arrays of NumPy. The children are
 stopped at each call of the operating system that changes a file, one after the other;
-and then, by a signal, at any time. After each, what is in place must be whole.
+and then, by a signal, at any time. After each, what is in place must be whole. Two
+that save together, as processes of one mesh do, are stopped one at a time.
 """
 
+import contextlib
 import os
 import pathlib
 import random
 import signal
+import socket
 import sys
 import time
 
 import numpy as np
 from eqquant import load, save
+from eqquant.checkpoints import _save
+from eqquant.checkpoints._processes import Alone, Share
 
 
 # 64 bits stay NumPy's, so that loading starts no threads either.
@@ -22,6 +27,29 @@ def tree(i: int) -> dict:
 
 
 SIZES = {"one file": None, "shards": 16_000, "other shards": 8_000}
+
+
+class OneOfTwo(Alone):
+    """Half of each array is in one process, and half in the other."""
+
+    def __init__(self, index: int, other: socket.socket, token: str):
+        self.index, self._other, self._token = index, other, token
+
+    def together(self, step):
+        out = step()
+        with contextlib.suppress(ConnectionError):
+            self._other.send(b".")
+            if self._other.recv(1):
+                return out
+        os._exit(1)  # The other was stopped.
+
+    def agree(self, token):
+        return self._token
+
+    def shares(self, array):
+        half = len(array) // 2
+        yield Share(0, (half,), (0,), lambda: array[:half])
+        yield Share(1, (half,), (half,), lambda: array[half:])
 
 
 def save_and_stop(path, i: int, size, steps: int) -> None:
@@ -82,6 +110,44 @@ def at_every_step(folder: pathlib.Path) -> int:
     return count
 
 
+def save_from_two(path, i: int, stopped: int = 0, steps: int = 10**9) -> list[int]:
+    """How both of them ended; one exits after so many changes."""
+    ends, children = socket.socketpair(), []
+    for index in (0, 1):
+        children.append(os.fork())
+        if not children[-1]:
+            ends[1 - index].close()
+            processes = OneOfTwo(index, ends[index], f"{i:016x}")
+            _save.processes_of = lambda *_: processes  # noqa: B023
+            save_and_stop(path, i, 16_000, steps if index == stopped else 10**9)
+    for end in ends:
+        end.close()
+    waited = (os.waitpid(child, 0)[1] for child in children)
+    return [os.waitstatus_to_exitcode(status) for status in waited]
+
+
+def one_of_two(folder: pathlib.Path) -> int:
+    count = 0
+    for stopped in (0, 1):
+        for old in (None, 16_000, "two"):
+            path = folder / f"{stopped}, {old}" / "model.safetensors"
+            for steps in range(100):
+                if old == "two":
+                    assert save_from_two(path, 0) == [0, 0]
+                else:
+                    save(path, tree(0), max_shard_size=old)
+                done = save_from_two(path, 1, stopped, steps) == [0, 0]
+                i = in_place(path)
+                assert i == 1 or not done, f"{stopped}, {old}: saved, but not there"
+                count += 1
+                if done:
+                    break
+            save(path, tree(2))
+            assert in_place(path) == 2
+            assert os.listdir(path.parent) == [path.name]
+    return count
+
+
 def at_any_time(folder: pathlib.Path, kills: int) -> int:
     path, rng = folder / "signal" / "model.safetensors", random.Random(0)
     start = time.perf_counter()
@@ -105,4 +171,4 @@ def at_any_time(folder: pathlib.Path, kills: int) -> int:
 
 if __name__ == "__main__":
     folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])
-    print(at_every_step(folder), at_any_time(folder, kills))
+    print(at_every_step(folder), at_any_time(folder, kills), one_of_two(folder / "two"))

@@ -325,6 +325,15 @@ def test_shared_layers(path):
     assert eqx.tree_equal(eqquant.load(path, tied), tied)
 
 
+def test_numbers_stay_what_they_are_when_weights_are_quantized(path, normal):
+    tree = {"weight": normal(16, 64), "step": 3}
+    eqquant.save(path, tree)
+    eqquant.quantize_checkpoint(path, path.parent / "int8", "int8", progress=False)
+    found = eqquant.load(path.parent / "int8")
+    assert found["step"] == 3
+    assert_identical(found["weight"], eqquant.quantize(tree["weight"], "int8"))
+
+
 def test_a_tree_of_one_leaf(path):
     eqquant.save(path, jnp.arange(3))
     assert_identical(eqquant.load(path), jnp.arange(3))

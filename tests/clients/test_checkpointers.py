@@ -55,3 +55,22 @@ def test_orbax_onto_a_mesh(tmp_path, model, format):
     x = jnp.ones(64)
     expected = eqx.combine(arrays, functions)(x)
     assert jnp.allclose(eqx.combine(restored, functions)(x), expected, atol=1e-5)
+
+
+def test_orbax_from_one_mesh_onto_another(tmp_path, model):
+    arrays, _ = eqx.partition(eqquant.quantize_tree(model, "nf4"), eqx.is_array)
+    rules = {"layers.*.weight": jax.P("m"), "layers.1.bias": jax.P("d")}
+
+    def split(tree, *shape):
+        kinds = (jax.sharding.AxisType.Auto,) * 2
+        mesh = jax.make_mesh(shape, ("d", "m"), axis_types=kinds)
+        return eqquant.shard_tree(tree, mesh, rules=rules, batch="d")
+
+    like = split(eqx.filter_eval_shape(lambda: arrays), 2, 4)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "model", split(arrays, 4, 2))
+        checkpointer.wait_until_finished()
+        restored = checkpointer.restore(tmp_path / "model", like)
+    assert_identical(restored, split(arrays, 2, 4))
+    same = jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, like)
+    assert jax.tree.all(same)

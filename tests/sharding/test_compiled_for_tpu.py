@@ -73,6 +73,19 @@ def test_gradients_have_kernels(chip):
 
 
 @needs_compiler
+@pytest.mark.slow
+def test_scattered_sums_and_scales_in_eight_bits():
+    mesh = mesh_of("v5e:2x4", AxisType.Auto)
+    format = eqquant.NF4(double_quantization=True)
+    make = lambda: eqquant.quantize(jnp.ones((SIZE, SIZE), jnp.bfloat16), format)
+    q = eqx.filter_eval_shape(make)
+    split = eqquant.shard_tree(q, mesh, P("d", "m"), batch="d", scatter=-2)
+    program = compiled(lambda x, w: x @ w.T, mesh, activation(mesh), split)
+    assert kernels_in(program) == ["nf4_decode"]
+    assert collectives(program) == {("all-gather", "u8"), ("reduce-scatter", "f32")}
+
+
+@needs_compiler
 def test_rows_of_a_vocabulary_are_looked_up_where_they_are():
     mesh = mesh_of("v5e:2x4", AxisType.Auto)
     (table,) = weights(mesh, P("m"))

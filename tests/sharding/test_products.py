@@ -11,7 +11,7 @@ import pytest
 from collectives import collectives, largest_float
 from eqquant import Binary, Int8, NF4
 from eqquant.kernels.cpu import _library
-from helpers import pairs, relative, strict, TOLERANCE
+from helpers import pairs, relative, slow, strict, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -105,6 +105,46 @@ def test_sums_are_of_float32(normal):
     assert summed.endswith("xf32>") and lowered.out_info.dtype == jnp.bfloat16
 
 
+@pytest.mark.parametrize("scatter", [-2, slow(-1)])
+def test_sums_that_are_scattered(scatter, normal):
+    mesh = mesh_of()
+    axis = P(("d", "m")) if scatter == -2 else P("d", "m")
+    q = quantized(normal, EXACT, SIZE, SIZE)
+    x, ct = normal(M, SIZE), normal(M, SIZE)
+    how = {"batch": "d", "scatter": scatter}
+    a, b = (eqquant.shard_tree(q, mesh, s, **how) for s in (P("m"), P(None, "m")))
+    product = jax.jit(lambda x, q: x @ q.T)
+    compiled = product.lower(put(x, mesh, "d"), b).compile()
+    assert collectives(compiled) == {("reduce-scatter", "f32")}
+    assert compiled.output_shardings.spec == axis
+    assert relative(product(x, b), x @ q.T) < SUMS
+    # The gradient is summed where the product is not.
+    gradient = jax.jit(lambda x, q, ct: jax.vjp(lambda x: x @ q.T, x)[1](ct)[0])
+    args = put(x, mesh, "d"), a, put(ct, mesh, "d", "m")
+    assert collectives(gradient.lower(*args).compile()) == {("reduce-scatter", "f32")}
+    assert relative(gradient(*args), ct @ q) < SUMS
+    said = eqquant.debug.explain(lambda x, q: x @ q.T, x, b)
+    assert "summed and scattered over m" in said
+    # Rows that do not divide.
+    if scatter == -2:
+        few = product.lower(put(x[:4], mesh, "d"), b).compile()
+        assert collectives(few) == {("all-reduce", "f32")}
+
+
+def test_scales_in_eight_bits_are_gathered_so(normal):
+    mesh = mesh_of()
+    format = NF4(double_quantization=True, precision="highest")
+    layers, x = quantized(normal, format, 2, SIZE, SIZE), normal(M, SIZE)
+    split = eqquant.shard_tree(layers, mesh, P(None, "d", "m"), batch="d")
+    scan = lambda x, q: jax.lax.scan(lambda x, w: (x @ w.T, None), x, q)[0]
+    compiled = jax.jit(scan).lower(put(x, mesh, "d"), split).compile()
+    assert collectives(compiled) == {("all-gather", "u8"), ("all-reduce", "f32")}
+    assert relative(jax.jit(scan)(x, split), scan(x, layers)) < SUMS
+    # The same plan does nothing on one device.
+    here = jax.device_put(split, jax.devices()[0])
+    np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
+
+
 def test_two_plans_for_one_shape(normal):
     q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
     mesh = mesh_of()
@@ -179,6 +219,26 @@ def test_an_embedding_over_its_vocabulary(normal):
     np.testing.assert_array_equal(fn(split, tokens), fn(table, tokens))
 
 
+@pytest.mark.slow
+def test_rows_of_a_table_that_explicit_axes_split(normal):
+    mesh = mesh_of(AxisType.Explicit)
+    table = eqquant.quantize_tree(eqx.nn.Embedding(weight=normal(512, 64)), "int8")
+    split = eqquant.shard_tree(table, mesh, rules={"weight": P("m")}, batch="d")
+    tokens = np.arange(16, dtype=np.int32) * 31
+    expected = table.weight.dequantize()[tokens]
+    with jax.set_mesh(mesh):
+        for fn in (lambda t, i: jax.vmap(t)(i), lambda t, i: t.weight[i]):
+            fn = jax.jit(fn)
+            wide = put(tokens, mesh, "d")
+            assert collectives(fn.lower(split, wide).compile()) <= {
+                ("all-reduce", "s8"),
+                ("all-reduce", "f32"),
+            }
+            found = fn(split, wide)
+            assert jax.typeof(found).sharding.spec == P("d", None)
+            np.testing.assert_array_equal(found, expected)
+
+
 def test_a_convolution_over_batch_and_outputs(normal):
     mesh = mesh_of()
     layer = eqx.nn.Conv2d(16, 32, 3, padding=1, key=jax.random.key(0))
@@ -228,6 +288,33 @@ def test_a_step_of_qlora(normal):
         assert new.weight.plan == old.weight.plan
         before, after = old.weight.codes.sharding, new.weight.codes.sharding
         assert after.is_equivalent_to(before, 2)
+
+
+@pytest.mark.slow
+def test_quantized_products_while_training(normal):
+    mesh = mesh_of()
+    model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
+    specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
+    split = lambda model: eqquant.shard_tree(model, mesh, rules=specs, batch="d")
+    parts, static = eqx.partition(model, eqx.is_array)
+
+    def gradient(place):
+        def loss(parts, x):
+            model = eqx.combine(parts, static)
+            model = eqquant.fake_quantize_tree(model, EXACT, quantized_products=True)
+            return jnp.mean(jax.vmap(place(model))(x) ** 2)
+
+        return jax.jit(jax.grad(loss))
+
+    x = normal(M, SIZE)
+    args = split(parts), put(x, mesh, "d")
+    compiled = gradient(split).lower(*args).compile()
+    assert not any(kind == "all-gather" for kind, _ in collectives(compiled))
+    if not isinstance(_library.load(), str):
+        assert "eqquant_dot" in compiled.as_text()
+    expected = jax.tree.leaves(gradient(lambda model: model)(parts, x))
+    for a, b in zip(jax.tree.leaves(compiled(*args)), expected, strict=True):
+        assert relative(a, b) < 5 * SUMS
 
 
 def test_without_a_plan_one_warning_for_each_place(normal, recwarn):

@@ -16,8 +16,8 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config
-from ...formats import float_scales, Precision
-from ...primitives import quantized_dot, straight_rounded
+from ...formats import float_scales, Precision, ShortScales
+from ...primitives import gather_scales, quantized_dot, straight_rounded
 from ._structure import AbstractQuantizedArray
 
 
@@ -114,7 +114,9 @@ def _contract(
         last = num_columns * a.shape[-1]
         return a.reshape(*((num_batch,) if batch else ()), num_rows, last)
 
-    plan = q.plan
+    scales, plan = q.scales, q.plan
+    if isinstance(scales, ShortScales):
+        scales, plan = gather_scales(scales, plan)
     if plan is not None:
         order_of_codes = *order, len(order)
         moved = [q.codes.shape[i] for i in order_of_codes]
@@ -146,7 +148,7 @@ def _contract(
     out = quantized_dot(
         x,
         component(q.codes),
-        component(float_scales(q.scales)),
+        component(float_scales(scales)),
         format=q.format,
         contract_rows=contract_rows,
         precision=precision,

@@ -1,0 +1,186 @@
+"""Checkpoints in pieces: as several processes write them, each what it has.
+
+Eight devices stand for those of two processes. Real ones are in `tests/sharding`.
+"""
+
+import json
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.checkpoints import _safetensors, _save
+from eqquant.checkpoints._layout import Piece
+from eqquant.checkpoints._processes import Everyone
+from eqquant.checkpoints._records import Leaf, Part
+from eqquant.checkpoints._source import Source
+from eqquant.checkpoints._write import write_leaves
+from helpers import slow
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+def mesh_of(*shape):
+    kinds = (AxisType.Auto,) * len(shape)
+    return jax.make_mesh(shape, ("d", "m")[-len(shape) :], axis_types=kinds)
+
+
+class OneOfTwo(Everyone):
+    def __init__(self, index):
+        self.index = index
+
+    def together(self, step):
+        return step()
+
+    def agree(self, token):
+        return "0123456789abcdef"
+
+    def spans(self, array):
+        return isinstance(array, jax.Array) and len(array.devices()) > 1
+
+    def owner(self, device):
+        return device.id // 4
+
+
+@pytest.fixture
+def save_from_two(monkeypatch):
+    def save(path, tree, **how):
+        for index in (1, 0):  # The first one waits for the other.
+            with monkeypatch.context() as patch:
+                one = OneOfTwo(index)
+                patch.setattr(_save, "processes_of", lambda *_, one=one: one)
+                eqquant.save(path, tree, **how)
+
+    return save
+
+
+@pytest.fixture
+def tree(normal):
+    mesh = mesh_of(2, 4)
+    double = eqquant.NF4(double_quantization=True)
+    tree = {
+        "w": eqquant.quantize(normal(16, 256), "nf4"),
+        "d": eqquant.quantize(normal(8, 64), double),
+        "b": normal(8, dtype=jnp.bfloat16),
+        "f": normal(8).astype("float8_e3m4"),
+        "k": jax.random.split(jax.random.key(0), 4),
+    }
+    rules = {"w": P("m", "d"), "d": P(("d", "m")), "[bf]": P("m"), "k": P("d")}
+    split = eqquant.shard_tree(tree, mesh, rules=rules, batch="d")
+    return {**split, "step": 3, "here": np.arange(3), "none": jnp.zeros((0, 4))}
+
+
+def raw(tree):
+    """What is compared: arrays on different meshes are not, by JAX."""
+
+    def one(x):
+        if not hasattr(x, "dtype"):
+            return x
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        data = jax.random.key_data(x) if is_key else x
+        return type(x), x.dtype, x.shape, np.asarray(data).tobytes()
+
+    return jax.tree.structure(tree), list(map(one, jax.tree.leaves(tree)))
+
+
+def without_plan(tree):
+    drop = lambda x: x.with_plan(None) if hasattr(x, "with_plan") else x
+    is_array = lambda x: isinstance(x, eqquant.QuantizedArray)
+    return jax.tree.map(drop, tree, is_leaf=is_array)
+
+
+@pytest.mark.parametrize("most", [None, slow(500)])
+def test_onto_other_meshes(tmp_path, save_from_two, tree, most):
+    save_from_two(tmp_path, tree, max_shard_size=most)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
+    assert "w.codes[4:8,64:128]" in index["weight_map"]
+    assert len(set(index["weight_map"].values())) == (2 if most is None else 4)
+    assert raw(eqquant.load(tmp_path, tree)) == raw(tree)
+    plain = without_plan(tree)
+    for mesh, rules in [
+        (mesh_of(1, 8), {"w": P("m"), "b": P("m"), "[dkf]": None}),
+        (mesh_of(4, 2), {"w": P("m", "d"), "d": P("d"), "f": P("d"), "[bk]": None}),
+    ]:
+        split = {name: tree[name] for name in "wdbfk"}
+        split = eqx.filter_eval_shape(lambda split=split: split) if most else split
+        split = eqquant.shard_tree(split, mesh, rules=rules, batch="d")
+        loaded = eqquant.load(tmp_path, tree | split)
+        assert raw(without_plan(loaded)) == raw(plain)
+        for name, like in split.items():
+            for a, b in zip(*map(jax.tree.leaves, (loaded[name], like)), strict=True):
+                assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
+    # On one device, and quantized there.
+    assert raw(eqquant.load(tmp_path)["w"]) == raw(plain["w"])
+    assert raw(eqquant.load(tmp_path)["k"]) == raw(plain["k"])
+
+
+def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, normal):
+    w = jax.device_put(normal(64, 96), NamedSharding(mesh_of(2, 4), P("d", "m")))
+    save_from_two(tmp_path / "pieces", {"w": w})
+    eqquant.save(tmp_path / "whole", {"w": w})
+    read = []
+    fill = _safetensors.TensorFile._fill
+    count = lambda file, raw, name: read.append(raw.nbytes) or fill(file, raw, name)
+    monkeypatch.setattr(_safetensors.TensorFile, "_fill", count)
+    monkeypatch.setattr(_safetensors, "CHUNK", 256)  # Less than a row.
+    places = [(slice(3, 40), slice(20, 30)), (slice(30, 31), slice(0, 96))]
+    for name, least in [("pieces", w.nbytes * 6 / 8), ("whole", w.nbytes)]:
+        read.clear()
+        with Source(tmp_path / name) as source:
+            for place, found in zip(
+                places, source.read_slices("w", places), strict=True
+            ):
+                np.testing.assert_array_equal(found, w[place])
+        assert sum(read) == least and max(read) <= 256
+    # Without a checksum not even all of a piece.
+    with Source(tmp_path / "whole") as source:
+        (file,) = source.files
+        read.clear()
+        out = np.empty((1, 96), np.float32)
+        file.read_slices("w", [((slice(5, 6), slice(0, 96)), out)])
+        np.testing.assert_array_equal(out, w[5:6])
+        assert sum(read) == 96 * 4
+    # What is damaged elsewhere is not seen, and here it is.
+    (_, last) = sorted((tmp_path / "pieces").glob("*-of-*"))
+    data = bytearray(last.read_bytes())
+    data[-1] ^= 1
+    last.write_bytes(data)
+    with Source(tmp_path / "pieces") as source:
+        source.read_slices("w", places[1:])
+    with pytest.raises(ValueError, match="the file is damaged"):
+        eqquant.load(tmp_path / "pieces")
+
+
+OF = (4, 6)
+PUZZLES = {
+    "a gap": [((0, 0), (2, 6), OF)],
+    "an overlap": [((0, 0), (3, 6), OF), ((2, 0), (2, 6), OF)],
+    "twice": [((0, 0), (4, 6), OF), ((0, 0), (4, 6), OF)],
+    "no grid": [((0, 0), (4, 3), OF), ((0, 3), (2, 3), OF), ((3, 3), (1, 3), OF)],
+    "not from the start": [((2, 0), (2, 6), OF)],
+    "two shapes": [((0, 0), (4, 6), OF), ((0, 0), (4, 6), (8, 6))],
+    "out of it": [((2, 0), (4, 6), OF)],
+    "other axes": [((0,), (4, 6), OF)],
+    "huge": [((0, 0), (4, 6), (2**62, 2**62))],
+    "empty": [((0, 0), (0, 6), OF)],
+    "no axes": [((), (), ())],
+}
+
+
+@pytest.mark.parametrize("name", PUZZLES)
+def test_pieces_that_make_no_tensor(tmp_path, name):
+    f32 = np.dtype("f4")
+    parts = tuple(
+        Part(f"w{i}", f32, held, lambda n=held: np.zeros(n, f32), 0, Piece("w", of, at))
+        for i, (at, held, of) in enumerate(PUZZLES[name])
+    )
+    path = tmp_path / "model.safetensors"
+    write_leaves(path, [Leaf("w", {}, parts)], {})
+    with pytest.raises(ValueError, match="no piece as|do not cover|is a piece of"):
+        eqquant.load(path)
+    whole = Part("w", f32, OF, lambda: np.zeros(OF, f32))
+    piece = Part("w[", f32, OF, lambda: np.zeros(OF, f32), 0, Piece("w", OF, (0, 0)))
+    write_leaves(path, [Leaf("w", {}, (whole, piece))], {})
+    with pytest.raises(ValueError, match="whole and in pieces"):
+        eqquant.load(path)
