@@ -331,45 +331,56 @@ struct alignas(64) Register {
   int16_t words[chunk / 2];
 };
 
-// Some chunks of a row of the weight as words, with the scales in them; returns their unit.
+// What codes stand for that begin at some bit of each lane.
+template <int bits>
+EQQUANT_INLINE __m512 level(__m512 table, __m512i codes, int shift) {
+  const __m512i code = _mm512_srli_epi32(codes, shift);
+  if constexpr (bits == 8)
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24), 24));
+  return _mm512_permutexvar_ps(code, table);
+}
+
+// Chunks `begin` to `end` of a row of the weight as words, with the scales in them; returns
+// their unit.
 template <int bits>
 float decode_row(const Product& p, const Scales& blocks, float largest, int64_t row,
                  const float* scales, int64_t begin, int64_t end, int16_t* words,
                  int64_t stride) {
-  const Place start(blocks, begin);
-  float most = 0;
-  Place last(blocks, end - 1);
-  for (int64_t b = start.block; b < std::min(p.blocks, last.block + blocks.of_chunk); b++) {
-    if (!std::isfinite(scales[b])) return NAN;
-    most = std::max(most, std::fabs(scales[b]) * largest);
-  }
+  const __m512 levels = _mm512_loadu_ps(p.levels);
+  const Place start(blocks, begin), last(blocks, end - 1);
+  const auto for_each_chunk = [&](float per_unit, auto use) {
+    Place place = start;
+    for (int64_t c = begin; c < end; c++, place.next(blocks))
+      use(codes_at(p, row, c * chunk),
+          _mm512_mul_ps(blocks.read(scales, place.block), _mm512_set1_ps(per_unit)));
+  };
+  const int64_t some = std::min(p.blocks, last.block + blocks.of_chunk) - start.block;
+  const float most = absmax_of(scales + start.block, some) * largest;
+  if (!std::isfinite(most)) return NAN;
   float per_unit = largest_word / most;
   if (!std::isfinite(per_unit)) per_unit = 0;
-  const auto write = [&] {
-    Place place = start;
-    int16_t* to = words;
-    const __m512 levels = _mm512_loadu_ps(p.levels), factor = _mm512_set1_ps(per_unit);
-    for (int64_t c = begin; c < end; c++, place.next(blocks)) {
-      const __m512i codes = codes_at(p, row, c * chunk);
-      const __m512 scale = _mm512_mul_ps(blocks.read(scales, place.block), factor);
-      // A code that begins at some bit of each lane.
-      const auto word = [&](int shift) {
-        const __m512i code = _mm512_srli_epi32(codes, shift);
-        const __m512 level =
-            bits == 8 ? _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24), 24))
-                      : _mm512_permutexvar_ps(code, levels);
-        return _mm512_cvtps_epi32(_mm512_mul_ps(level, scale));
-      };
-      for (int shift = 0; shift < 16; shift += bits, to += stride)
-        _mm512_store_si512(to, _mm512_mask_mov_epi16(word(shift), 0xAAAAAAAA,
-                                                     _mm512_slli_epi32(word(shift + 16), 16)));
+  // The square of the largest norm of a lane: see `norm_of_lanes`.
+  __m512 square = _mm512_setzero_ps();
+  for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int shift = 0, step = 1; shift < 16; shift += bits, step++) {
+      const __m512 low = level<bits>(levels, codes, shift);
+      const __m512 high = level<bits>(levels, codes, shift + 16);
+      sum = _mm512_fmadd_ps(low, low, _mm512_fmadd_ps(high, high, sum));
+      if (step % InMemory<bits, 1>::steps_of_sum) continue;
+      square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
+      sum = _mm512_setzero_ps();
     }
-  };
-  write();
-  const int steps = steps_of_sum(p);
-  const int64_t registers = (end - begin) * steps_of(p);
-  const float smaller = shrunk(norm_of_lanes(words, stride, registers, steps), largest_norm);
-  if (smaller < 1) per_unit *= smaller, write();
+  });
+  per_unit *= shrunk(std::sqrt(_mm512_reduce_max_ps(square)), largest_norm);
+  for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    const auto word = [&](int shift) {
+      return _mm512_cvtps_epi32(_mm512_mul_ps(level<bits>(levels, codes, shift), scale));
+    };
+    for (int shift = 0; shift < 16; shift += bits, words += stride)
+      _mm512_store_si512(words, _mm512_mask_mov_epi16(word(shift), 0xAAAAAAAA,
+                                                      _mm512_slli_epi32(word(shift + 16), 16)));
+  });
   return per_unit > 0 ? 1 / per_unit : 0;
 }
 
@@ -422,15 +433,15 @@ struct Rows {
   template <int rows>
   void panel(int64_t row, int64_t begin, int64_t end, int64_t c, int64_t chunks) {
     const float* scales = scales_of(p, row, rows, buffer.data());
-    // All at once: as parts of rows, they are too short for the hardware to find out.
-    for (int r = 0; r < rows; r++)
-      for (int64_t j = c; j < c + chunks; j++)
-        __builtin_prefetch(p.codes + (row + r) * p.packed + j * chunk);
     float largest = bits == 8 ? 128 : 0, of_weight[rows];
     for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
     for (int r = 0; r < rows; r++)
       of_weight[r] = decode_row<bits>(p, blocks, largest, row + r, scales + r * p.blocks, c,
                                       c + chunks, decoded[r].words, rows * (chunk / 2));
+    // What is decoded next: parts of rows are too short for the hardware to find out.
+    for (int r = 0; r < rows; r++)
+      for (int64_t j = c; j < c + chunks; j++)
+        __builtin_prefetch(p.codes + (row + rows + r) * p.packed + j * chunk, 0, 2);
     const InMemory<bits, rows> weights{decoded[0].words, of_weight};
     multiply<rows>(weights, row, begin, end, c, chunks);
   }
