@@ -109,10 +109,11 @@ void round_row(const Product& p, const float* x, float per_unit, int16_t* words,
       const __m512i low = load(x + logical + i, count);
       const __m512i high = load(x + logical + i + 16, count - 16);
       int16_t* to = words + (j / chunk * steps + plane) * stride + j % chunk / 2;
-      _mm256_mask_storeu_epi16(to, first((count + 1) / 2),
-                               _mm512_cvtepi32_epi16(_mm512_permutex2var_epi32(low, of_even, high)));
-      _mm256_mask_storeu_epi16(to + planes * stride, first(count / 2),
-                               _mm512_cvtepi32_epi16(_mm512_permutex2var_epi32(low, of_odd, high)));
+      const __m512i even = _mm512_permutex2var_epi32(low, of_even, high);
+      const __m512i odd = _mm512_permutex2var_epi32(low, of_odd, high);
+      _mm256_mask_storeu_epi16(to, first((count + 1) / 2), _mm512_cvtepi32_epi16(even));
+      to += planes * stride;
+      _mm256_mask_storeu_epi16(to, first(count / 2), _mm512_cvtepi32_epi16(odd));
     }
   });
 }
@@ -144,7 +145,7 @@ float shrunk(float norm, float most) { return norm > most ? (most - 4) / norm * 
 
 void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const int steps = steps_of_sum(p);
-  // That of a lane of the weight: see `Panel`, or else as large as the levels permit.
+  // That of a lane of the weight: as `decode_row` makes it, or as the levels permit.
   const float of_weight =
       p.m < many ? levels_of(p).largest * std::sqrt(2.0f * steps) : largest_norm;
   const float most = largest_norm * largest_norm / of_weight;
