@@ -23,13 +23,10 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from attention import attend, softcap
 from config import Config, rope_frequencies
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
-
-
-def _softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
-    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 #
@@ -150,17 +147,8 @@ class Attention(eqx.Module):
         k, v = (x.reshape(-1, length, config.head_size) for x in (k, v))
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
-        # Queries that share a key are rows of one product: no key is repeated.
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)
-        q = (q * scale).reshape(len(k), -1, config.head_size)
-        scores = jnp.einsum("hqd,hkd->hqk", q, k, preferred_element_type=jnp.float32)
-        scores = _softcap(scores, config.attention_softcap)
-        rows = scores.shape
-        scores = scores.reshape(batch, -1, length, rows[-1])
-        scores = jnp.where(view.mask[:, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores).reshape(rows).astype(x.dtype)
-        y = jnp.einsum("hqk,hkd->hqd", weights, v)
-        y = y.reshape(batch, config.heads, length, -1).swapaxes(1, 2)
+        y = attend(q * scale, k, v, view.mask, config.attention_softcap).swapaxes(1, 2)
         return _project(self.output, y.reshape(batch, length, -1)), cache
 
 
@@ -324,7 +312,7 @@ class Decoder(eqx.Module):
     ) -> Float[Array, "batch length vocabulary"]:
         weight = (self.embedding if self.head is None else self.head).weight
         logits = jax.vmap(jax.vmap(lambda x: weight @ x))(self.norm(hidden))
-        return _softcap(logits.astype(jnp.float32), self.config.logit_softcap)
+        return softcap(logits.astype(jnp.float32), self.config.logit_softcap)
 
     def _views(self, length: int, keys: int, start, same) -> View:
         """That of global layers, and that of local ones, stacked."""

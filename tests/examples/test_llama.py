@@ -18,6 +18,7 @@ DATA = HERE / "data" / "llama"
 EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
+from attention import attend  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
 from model import empty_cache  # noqa: E402
@@ -107,6 +108,21 @@ def test_a_quantized_cache(name):
     # INT8 with a scale for each row of 16 values is an error of .004 in each key and
     # value. A router may choose other experts for that.
     assert 0 < relative(got, expected) < (0.3 if model.config.experts else 0.03)
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_queries_of_a_long_prompt_take_turns(format):
+    q, k, v = (
+        jax.random.normal(jax.random.key(i), shape)
+        for i, shape in enumerate([(2, 4, 256, 8), (4, 300, 8), (4, 300, 8)])
+    )
+    if format is not None:
+        k, v = eqquant.quantize(k, format), eqquant.quantize(v, format)
+    mask = jnp.arange(300) <= 20 + jnp.arange(256)[:, None]
+    run = jax.jit(strict(lambda q, mask: attend(q, k, v, mask[None], 5.0)))
+    pieces = [run(q[:, :, i : i + 64], mask[i : i + 64]) for i in range(0, 256, 64)]
+    # Products have fewer rows in one of them, so they may round otherwise.
+    assert_close(run(q, mask), jnp.concatenate(pieces, 2), 1e-4)
 
 
 def test_texts_that_are_packed_do_not_see_each_other():

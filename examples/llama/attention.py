@@ -1,0 +1,44 @@
+"""Attention in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+
+# Of a long prompt, the scores of all queries would fit no cache.
+_at_once = 128
+
+
+def softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
+    return x if cap is None else cap * jnp.tanh(x / cap)
+
+
+def attend(
+    q: Float[Array, "batch heads length size"],
+    k: Float[Array, "all_heads keys size"],
+    v: Float[Array, "all_heads keys size"],
+    mask: Bool[Array, "batch length keys"],  # The batch may be 1.
+    cap: float | None,
+) -> Float[Array, "batch heads length size"]:
+    """What queries, scaled already, make of keys and values. Heads of these are those
+    of all sequences; each serves as many heads of queries."""
+    batch, heads, length, size = q.shape
+
+    def of_some(q, mask):
+        # Queries that share a key are rows of one product: no key is repeated.
+        rows = q.reshape(len(k), -1, size)
+        scores = jnp.einsum("hqd,hkd->hqk", rows, k, preferred_element_type=jnp.float32)
+        scores = softcap(scores, cap)
+        by_sequence = scores.reshape(batch, heads, *mask.shape[1:])
+        weights = jax.nn.softmax(jnp.where(mask[:, None], by_sequence, -jnp.inf))
+        weights = weights.reshape(scores.shape).astype(q.dtype)
+        return jnp.einsum("hqk,hkd->hqd", weights, v).reshape(q.shape)
+
+    if length <= _at_once or length % _at_once:
+        return of_some(q, mask)
+    q = q.reshape(batch, heads, -1, _at_once, size)
+    mask = mask.reshape(len(mask), -1, _at_once, mask.shape[-1])
+    pieces = jnp.moveaxis(q, 2, 0), jnp.moveaxis(mask, 1, 0)
+    y = lax.map(lambda piece: of_some(*piece), pieces)
+    return jnp.moveaxis(y, 0, 2).reshape(batch, heads, length, size)
