@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from config import Config, rope_frequencies
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from layout import Layout
 
 
 def _softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shape"]:
@@ -135,17 +136,26 @@ class Attention(eqx.Module):
         cache: Cache | None,
         layer: Int[Array, ""] | None,
         start: Int[Array, ""] | int,
+        layout: Layout | None,
     ) -> tuple[Float[Array, "batch length size"], Cache | None]:
-        config = self.config
         batch, length, _ = x.shape
 
         def heads_of(linear):
-            y = _project(linear, x).reshape(batch, length, -1, config.head_size)
+            y = _project(linear, x).reshape(batch, length, -1, self.config.head_size)
             return y.swapaxes(1, 2)
 
         q, k, v = heads_of(self.query), heads_of(self.key), heads_of(self.value)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        attend = self._attend if layout is None else layout.attention(self._attend)
+        y, cache = attend(q, k, v, view, cache, layer, start)
+        y = y.swapaxes(1, 2).reshape(batch, length, -1)
+        return _project(self.output, y), cache
+
+    def _attend(self, q, k, v, view, cache, layer, start):
+        """With queries `(batch, heads, length, size)`, of all heads or of some."""
+        config = self.config
+        batch, heads, length, _ = q.shape
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, length, config.head_size) for x in (k, v))
         if cache is not None:
@@ -158,10 +168,9 @@ class Attention(eqx.Module):
         rows = scores.shape
         scores = scores.reshape(batch, -1, length, rows[-1])
         scores = jnp.where(view.mask[:, None], scores, -jnp.inf)
-        weights = jax.nn.softmax(scores).reshape(rows).astype(x.dtype)
+        weights = jax.nn.softmax(scores).reshape(rows).astype(q.dtype)
         y = jnp.einsum("hqk,hkd->hqd", weights, v)
-        y = y.reshape(batch, config.heads, length, -1).swapaxes(1, 2)
-        return _project(self.output, y.reshape(batch, length, -1)), cache
+        return y.reshape(batch, heads, length, -1), cache
 
 
 _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
@@ -252,10 +261,15 @@ class Layer(eqx.Module):
         self.attention = Attention(config, dtype, key=a)
         self.mlp = (Experts if config.experts else MLP)(config, dtype, key=b)
 
-    def __call__(self, x, view, cache, layer, start):
-        y, cache = self.attention(self.attention_norm(x), view, cache, layer, start)
+    def __call__(self, x, view, cache, layer, start, layout):
+        same = lambda x: x
+        enter = same if layout is None else layout.within_layer
+        leave = same if layout is None else layout.between_layers
+        y = enter(self.attention_norm(x))
+        y, cache = self.attention(y, view, cache, layer, start, layout)
+        y = leave(y)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
+        y = leave(self.mlp(enter(self.mlp_norm(x))))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
         return x, cache
 
@@ -292,18 +306,20 @@ class Decoder(eqx.Module):
         segments: Int[Array, "batch length"] | None = None,
         *,
         remat: bool = False,
+        layout: Layout | None = None,
     ) -> Float[Array, "batch length vocabulary"]:
         """The logits of the token after each one.
 
         Tokens see those before them: of the same segment, if there are `segments`, as
         where several texts are packed in one row. With `remat` a layer is computed
-        again in the backward pass, and only its input kept.
+        again in the backward pass, and only its input kept. `layout` says how it is
+        split over a mesh.
         """
         same = None
         if segments is not None:
             same = segments[:, :, None] == segments[:, None, :]
         views = self._views(tokens.shape[1], tokens.shape[1], 0, same)
-        hidden, _ = self._run(tokens, views, None, 0, remat)
+        hidden, _ = self._run(tokens, views, None, 0, remat, layout)
         return self.logits(hidden)
 
     def extend(
@@ -311,13 +327,15 @@ class Decoder(eqx.Module):
         tokens: Int[Array, "batch length"],
         cache: Cache | tuple[Cache, ...],
         start: Int[Array, ""] | int,
+        *,
+        layout: Layout | None = None,
     ) -> tuple[Float[Array, "batch length size"], Cache | tuple[Cache, ...]]:
         """Append tokens at the positions from `start` on. What `logits` takes, and the
         cache with them in it, for which there must be room."""
         caches = cache if isinstance(cache, tuple) else (cache,)
         capacity = caches[0].keys.shape[-2]
         views = self._views(tokens.shape[1], capacity, start, None)
-        return self._run(tokens, views, cache, start, remat=False)
+        return self._run(tokens, views, cache, start, False, layout)
 
     def logits(
         self, hidden: Float[Array, "batch length size"]
@@ -339,16 +357,17 @@ class Decoder(eqx.Module):
             views.append(View(jnp.cos(angles), jnp.sin(angles), near))
         return jax.tree.map(lambda *x: jnp.stack(x), *views)
 
-    def _run(self, tokens, views, cache, start, remat):
+    def _run(self, tokens, views, cache, start, remat, layout):
         config = self.config
         x = self.embedding.weight[tokens]
         if config.scale_embedding:
             x = x * jnp.asarray(math.sqrt(config.size), x.dtype)
+        x = x if layout is None else layout.between_layers(x)
         kinds = [int(is_local) for is_local in config.local] or [0] * config.layers
 
         def apply(layer, x, cache, index, kind):
             view = jax.tree.map(lambda x: x[kind], views)
-            return layer(x, view, cache, index, start)
+            return layer(x, view, cache, index, start, layout)
 
         if isinstance(self.layers, tuple):
             apply = eqx.filter_checkpoint(apply) if remat else apply
