@@ -1,13 +1,14 @@
 """Language models over pods of TPUs: compiled ahead of time, for TPUs that are not here.
 
-    python benchmarks/pods.py                        # Every case: an hour.
+    python benchmarks/pods.py                        # Every case.
     python benchmarks/pods.py 8b-decode-v5e          # Those whose name has this in it.
-    python benchmarks/pods.py 405b --layers 2        # Fewer layers: the same program.
+    python benchmarks/pods.py 405b --layers 2        # Fewer layers: a loop over them.
     python benchmarks/pods.py 70b --weights bfloat16
 
 The weights of the models are abstract: nothing is downloaded, and none is in memory.
-Prints for each case what the compiler says: bytes on each device, and whether they fit;
-what moves between devices; the kernels; and how long it took to compile.
+Prints for each case what the compiler says: the bytes on each device, and whether they
+fit; the kernels; what moves between devices; and how long it took. In a program that
+does not fit the compiler finds no place for its arrays: it says how much they take.
 
 Needs libtpu, on Linux: `pip install libtpu`.
 """
@@ -15,37 +16,22 @@ Needs libtpu, on Linux: `pip install libtpu`.
 import argparse
 import dataclasses
 import json
-import os
+import math
 import pathlib
+import re
 import sys
 import time
+from collections import Counter
 
-import eqquant
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import optax
 from _programs import Program
 from eqquant.debug._inspect import decoded_on_devices
-from jax.experimental import mesh_utils, topologies
-from jax.sharding import Mesh
 
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
-from config import Config, Llama3Scaling
-from layout import AXES, Layout
-from model import Decoder, empty_cache
-
-
-GIB = 2**30
-# Of Llama 3.1: size, hidden, layers, heads.
-MODELS = {
-    "8b": (4096, 14336, 32, 32),
-    "70b": (8192, 28672, 80, 64),
-    "405b": (16384, 53248, 126, 128),
-}
-# What a program may use of the memory of a device, as the compiler has it.
-MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "TPU7x": 94.75}
+import ahead
+from ahead import GIB
+from layout import Layout
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,17 +47,12 @@ class Case:
     def name(self) -> str:
         return f"{self.model}-{self.task}-{self.topology}"
 
-    @property
-    def chip(self) -> str:
-        return self.topology.split(":")[0]
-
 
 CASES = [
-    *(
-        Case("8b", task, f"{chip}:2x4", (1, 8, 1), batch, length)
-        for chip in ("v5e", "v6e")
-        for task, batch, length in (("prefill", 4, 2048), ("decode", 32, 4096))
-    ),
+    Case("8b", "prefill", "v5e:2x4", (1, 8, 1), 4, 2048),
+    Case("8b", "prefill", "v6e:2x4", (1, 8, 1), 4, 2048),
+    Case("8b", "decode", "v5e:2x4", (1, 8, 1), 32, 4096),
+    Case("8b", "decode", "v6e:2x4", (1, 8, 1), 32, 4096),
     Case("70b", "decode", "v5e:4x4", (1, 8, 2), 32, 4096),
     Case("70b", "decode", "v6e:4x4", (1, 8, 2), 32, 4096),
     Case("70b", "decode", "v5p:2x2x2", (1, 8, 1), 32, 4096),
@@ -81,192 +62,149 @@ CASES = [
 ]
 
 
-def abstract_model(case: Case, options) -> Decoder:
-    """Its shapes alone, quantized or not."""
-    size, hidden, layers, heads = MODELS[case.model]
-    config = Config(
-        vocabulary=options.vocabulary,
-        size=size,
-        hidden=hidden,
-        layers=options.layers or layers,
-        heads=heads,
-        kv_heads=8,
-        head_size=128,
-        rope_theta=500_000.0,
-        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192),
-    )
+class Clock:
+    """Seconds of each step, and of the CPU."""
 
-    def make():
-        model = Decoder(config, jnp.bfloat16, key=jax.random.key(0))
-        if options.weights != "bfloat16":
-            model = eqquant.quantize_tree(model, options.weights, progress=False)
-        if case.task == "train":
-            rules = {"head.*": None, "embedding.*": None}
-            model = eqquant.lora_tree(
-                model, options.rank, key=jax.random.key(1), rules=rules
-            )
-        return model
+    def __init__(self):
+        self.last = time.perf_counter(), time.process_time()
+        self.seconds: Counter = Counter()
+        self.cpu: Counter = Counter()
 
-    return eqx.filter_eval_shape(make)
+    def __call__(self, step: str):
+        now = time.perf_counter(), time.process_time()
+        self.seconds[step] = now[0] - self.last[0]
+        self.cpu[step] = now[1] - self.last[1]
+        self.last = now
 
 
-def program_of(case: Case, layout: Layout, model: Decoder):
-    """A function, its arguments, and which of them are used up."""
-    shape = case.batch, 1 if case.task == "decode" else case.length
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=layout.tokens())
-    if case.task == "train":
-        return training(layout, model, tokens)
-    cache = eqx.filter_eval_shape(
-        empty_cache, model, case.batch, case.length, jnp.bfloat16
-    )
-    cache = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.cache()), cache
-    )
-
-    def extend(cache, model, tokens, start):
-        hidden, cache = model.extend(tokens, cache, start, layout=layout)
-        return cache, model.logits(hidden[:, -1:])
-
-    return extend, (cache, model, tokens, jax.ShapeDtypeStruct((), jnp.int32))
-
-
-def training(layout: Layout, model: Decoder, tokens):
-    """A step of QLoRA: the state is that of AdamW, and adapters are what is trained."""
-    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
-    optimiser = optax.adamw(1e-4)
-    state = jax.eval_shape(optimiser.init, trainable)
-    moments = jax.tree.structure(trainable)
-    # Moments are where the adapters are.
-    place = lambda x: jax.tree.map(
-        lambda x, p: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=p.sharding),
-        x,
-        trainable,
-    )
-    is_moment = lambda x: jax.tree.structure(x) == moments
-    state = jax.tree.map(
-        lambda x: place(x) if is_moment(x) else x, state, is_leaf=is_moment
-    )
-
-    def step(trained, frozen, tokens):
-        trainable, state = trained
-
-        def loss(trainable):
-            model = eqx.combine(trainable, frozen)
-            logits = model(tokens, remat=True, layout=layout)[:, :-1]
-            total = jax.nn.logsumexp(logits, -1)
-            words = jnp.arange(logits.shape[-1])
-            chosen = jnp.where(words == tokens[:, 1:, None], logits, 0).sum(-1)
-            return jnp.mean(total - chosen)
-
-        value, gradients = eqx.filter_value_and_grad(loss)(trainable)
-        updates, state = optimiser.update(gradients, state, trainable)
-        return (eqx.apply_updates(trainable, updates), state), value
-
-    return step, ((trainable, state), frozen, tokens)
-
-
-def compiled(fn, args: tuple, layout: Layout):
-    """Its first argument is donated."""
-    dynamic, static = eqx.partition(args, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-
-    def call(first, rest):
-        out = fn(*eqx.combine((first, *rest), static))
-        return eqx.filter(out, eqx.is_array)
-
-    first, *rest = dynamic
-    times = [time.perf_counter()]
-    spent = [time.process_time()]
-
-    def lap(what):
-        times.append(time.perf_counter())
-        spent.append(time.process_time())
-        print(
-            f"  {what}: {times[-1] - times[-2]:.0f} s, "
-            f"{spent[-1] - spent[-2]:.0f} s of CPU",
-            flush=True,
-        )
-
-    step = jax.jit(call, donate_argnums=0, keep_unused=True)
-    with jax.sharding.use_abstract_mesh(layout.mesh.abstract_mesh):
-        traced = step.trace(first, tuple(rest))
-        lap("trace")
-        lowered = traced.lower(lowering_platforms=("tpu",))
-        lap("lower")
-        program = lowered.compile()
-        lap("compile")
-    return program, times[-1] - times[0], spent[-1] - spent[0]
+def build(case: Case, options, layers: int | None):
+    """The layout, the function that is compiled, and its arguments."""
+    trains = case.task == "train"
+    mesh = ahead.mesh_of(case.topology, case.mesh)
+    layout = Layout(mesh, fsdp=trains, by_tokens=trains)
+    config = ahead.config_of(case.model, layers, options.vocabulary)
+    format = None if options.weights == "bfloat16" else options.weights
+    rank = options.rank if trains else None
+    model = ahead.abstract_model(config, layout, format, rank)
+    if trains:
+        made = ahead.training(model, layout, case.batch, case.length)
+    else:
+        new = case.length if case.task == "prefill" else 1
+        made = ahead.serving(model, layout, case.batch, case.length, new)
+    return config, layout, *made
 
 
 def measure(case: Case, options) -> dict:
-    topology = topologies.get_topology_desc(
-        platform="tpu", topology_name=case.topology
+    config, layout, fn, args = build(case, options, options.layers)
+    clock = Clock()
+    out = dict(
+        case=case.name,
+        weights=options.weights,
+        layers=config.layers,
+        batch=case.batch,
+        length=case.length,
+        mesh=case.mesh,
+        memory=ahead.MEMORY[case.topology.split(":")[0]],
     )
-    devices = mesh_utils.create_device_mesh(
-        case.mesh, topology.devices, allow_split_physical_axes=True
-    )
-    mesh = Mesh(devices, AXES)
-    layout = Layout(mesh, *[case.task == "train"] * 2)
-    model = abstract_model(case, options)
-    model = eqquant.shard_tree(model, mesh, rules=layout.rules(), batch="data")
-    fn, args = program_of(case, layout, model)
-    program, seconds, cpu = compiled(fn, args, layout)
+    try:
+        program = ahead.compile_ahead(fn, args, layout, clock)
+    except jax.errors.JaxRuntimeError as error:
+        used = re.search(r"Used ([\d.]+)G of", str(error))
+        if not used:
+            raise
+        return out | dict(fits=False, needs=float(used[1]))
+    memory = program.memory_analysis()
+    arguments = memory.argument_size_in_bytes / GIB
+    results = (memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB
+    temporaries = memory.temp_size_in_bytes / GIB
     text = program.as_text()
     if options.text:
         options.text.mkdir(parents=True, exist_ok=True)
-        name = f"{case.name}-{options.weights}-{options.layers}.txt".replace(":", "_")
+        name = f"{case.name}-{options.weights}-{config.layers}.txt".replace(":", "_")
         (options.text / name).write_text(text)
-    memory = program.memory_analysis()
-    decoded = decoded_on_devices(text, args)
     found = Program(text)
     count, moved = found.collectives()
-    return dict(
-        name=case.name,
-        weights=options.weights,
-        layers=model.config.layers,
-        arguments=memory.argument_size_in_bytes / GIB,
-        temporaries=memory.temp_size_in_bytes / GIB,
-        results=(memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB,
-        decoded=decoded,
-        kernels=dict(found.kernels()),
-        collectives=dict(count),
-        moved={f"{kind} {dtype}": size for (kind, dtype), size in moved.items()},
-        seconds=seconds,
-        cpu=cpu,
+    out |= dict(
+        fits=True,
+        needs=arguments + results + temporaries,
+        arguments=arguments,
+        temporaries=temporaries,
+        results=results,
+        kernels=found.kernels(),
+        decoded=decoded_on_devices(text, args),
+        collectives=count,
+        moved={f"{kind} {dtype}": n / GIB for (kind, dtype), n in moved.items()},
+        seconds=sum(clock.seconds.values()),
+        cpu=sum(clock.cpu.values()),
+        steps=clock.cpu,
     )
+    return out | dict(largest=largest(case, options, out))
 
 
-def parse():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="parts of names; by default all")
-    parser.add_argument("--layers", type=int)
-    parser.add_argument("--vocabulary", type=int, default=128256)
-    parser.add_argument("--weights", default="nf4", help="a format, or bfloat16")
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--text", type=pathlib.Path, help="a folder for the programs")
-    return parser.parse_args()
+def largest(case: Case, options, measured: dict) -> dict:
+    """The most layers of this width that fit, and the parameters of such a model. What
+    a layer takes is known without compiling: its arguments, and in training its input,
+    which is kept."""
+    one, two = (build(case, options, layers)[-1] for layers in (1, 2))
+    layer = (ahead.bytes_of(two) - ahead.bytes_of(one)) / GIB
+    if case.task == "train":
+        size = ahead.MODELS[case.model][0]
+        kept = 2 * case.batch * case.length * size / math.prod(case.mesh)
+        layer += kept / GIB
+    left = measured["memory"] - measured["needs"]
+    layers = measured["layers"] + int(left // layer)
+    config = ahead.config_of(case.model, layers, options.vocabulary)
+    return dict(layers=layers, billions=ahead.parameters_of(config) / 1e9)
+
+
+def told(row: dict) -> str:
+    """For people."""
+    lines = [
+        f"{row['case']}, {row['weights']}, {row['layers']} layers, batch "
+        f"{row['batch']} x {row['length']}, mesh {tuple(row['mesh'])}"
+    ]
+    fits = "fits" if row["fits"] else "does not fit"
+    where = f"  {row['needs']:.2f} GiB of {row['memory']} on each device: {fits}"
+    if not row["fits"]:
+        return "\n".join([*lines, where])
+    lines += [
+        where + f" ({row['arguments']:.2f} arguments, {row['temporaries']:.2f} "
+        f"temporaries, {row['results']:.2f} results)",
+        "  kernels: " + _listed(row["kernels"]),
+        "  collectives: " + _listed(row["collectives"]),
+        "  GiB moved: "
+        + (", ".join(f"{k} {n:.4f}" for k, n in sorted(row["moved"].items())) or "none"),
+        "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
+        f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
+        + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),
+        f"  largest of this width: {row['largest']['layers']} layers, "
+        f"{row['largest']['billions']:.0f} billion parameters",
+    ]
+    return "\n".join(lines)
+
+
+def _listed(counts: dict) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "none"
 
 
 def main():
-    options = parse()
-    for name, value in {
-        "JAX_PLATFORMS": "cpu",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
-        os.environ.setdefault(name, value)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="parts of names; by default all")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--weights", default="nf4", help="a format, or bfloat16")
+    parser.add_argument("--rank", type=int, default=16, help="of adapters, in training")
+    parser.add_argument("--text", type=pathlib.Path, help="a folder for the programs")
+    parser.add_argument("--json", type=pathlib.Path, help="a file to append rows to")
+    options = parser.parse_args()
+    parts = options.cases or [""]
     for case in CASES:
-        if options.cases and not any(part in case.name for part in options.cases):
-            continue
-        print(case.name, options.weights, flush=True)
-        try:
-            print(json.dumps(measure(case, options)), flush=True)
-        except jax.errors.JaxRuntimeError as error:
-            print("  refused:", str(error)[:1500], flush=True)
+        if any(part in case.name for part in parts):
+            row = measure(case, options)
+            print(told(row), flush=True)
+            if options.json:
+                with options.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
 
 
 if __name__ == "__main__":

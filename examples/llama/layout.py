@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
+from jax.experimental.layout import Layout as Order, with_layout_constraint
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float
 
@@ -28,6 +29,11 @@ from jaxtyping import Array, Float
 AXES = ("data", "heads", "group")
 _SPLIT = ("heads", "group")  # What splits a layer.
 _ROWS = ("data", "group", "heads")  # The heads of all sequences, in a cache.
+
+
+def _as_it_is(x):
+    """In memory in the order of its axes."""
+    return with_layout_constraint(x, Order(tuple(range(x.ndim))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +93,14 @@ class Layout:
             if view.mask.shape[0] > 1:
                 of_view = dataclasses.replace(of_view, mask=heads)
             of_cache = jax.tree.map(lambda _: self.cache().spec, cache)
+
+            def local(*args):
+                y, cache = attend(*args)
+                # Or XLA prefers another order for new rows, and so copies all of it.
+                return y, jax.tree.map(_as_it_is, cache)
+
             return jax.shard_map(
-                attend,
+                local,
                 mesh=self.mesh,
                 in_specs=(heads, heads, heads, of_view, of_cache, P(), P()),
                 out_specs=(heads, of_cache),
