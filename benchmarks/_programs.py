@@ -64,7 +64,9 @@ class Program:
             arrays = _array.findall(results)
             if started and kind != "all-reduce" and len(arrays) > 1:
                 # Operands and results; a permute has a context beside them.
-                arrays = arrays[1:2] if kind != "all-gather" else arrays[len(arrays) // 2 :]
+                arrays = (
+                    arrays[1:2] if kind != "all-gather" else arrays[len(arrays) // 2 :]
+                )
             count[kind] += 1
             for dtype, sizes in arrays:
                 size = math.prod(int(n) for n in sizes.split(",") if n)
@@ -78,7 +80,7 @@ def _bytes(dtype: str) -> int:
 
 _header = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _called = re.compile(r"\b(body|condition|calls)=%?([\w.\-]+)")
-_constant = re.compile(r"s32\[\]\S* constant\((\d+)\)")
+_constant = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
 _kernel = re.compile(r"%?([\w\-]+)[.\w]* = ")
 _collective = re.compile(
     r" = (\(.*?\)|\S+) "

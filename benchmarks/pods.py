@@ -173,7 +173,9 @@ def told(row: dict) -> str:
         "  kernels: " + _listed(row["kernels"]),
         "  collectives: " + _listed(row["collectives"]),
         "  GiB moved: "
-        + (", ".join(f"{k} {n:.4f}" for k, n in sorted(row["moved"].items())) or "none"),
+        + (
+            ", ".join(f"{k} {n:.4f}" for k, n in sorted(row["moved"].items())) or "none"
+        ),
         "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
         f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
         + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),

@@ -157,7 +157,9 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
             # What is not split is gathered, and may be so axis by axis.
             sizes = {own, own // math.prod(part[:-2])}
             for axis in (-1, -2):
-                sizes.add(own // math.prod(part[:-2]) * q.codes.shape[axis] // part[axis])
+                sizes.add(
+                    own // math.prod(part[:-2]) * q.codes.shape[axis] // part[axis]
+                )
             weight = dataclasses.replace(weight, matrices=weight.matrices | sizes)
             flows[id(q.codes)] = Flow({weight: own})
 

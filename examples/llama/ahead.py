@@ -54,7 +54,10 @@ def parameters_of(config: Config) -> int:
 
 def mesh_of(topology: str, shape: tuple[int, int, int]) -> Mesh:
     """Over the devices of a topology such as `"v5e:4x4"`, with the axes `AXES`."""
-    for name, value in {  # So that libtpu does not look for the machine it would run on.
+    for (
+        name,
+        value,
+    ) in {  # So that libtpu does not look for the machine it would run on.
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
