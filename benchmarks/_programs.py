@@ -62,11 +62,10 @@ class Program:
                 continue
             results, kind, started = found.groups()
             arrays = _array.findall(results)
-            if started and kind != "all-reduce" and len(arrays) > 1:
-                # Operands and results; a permute has a context beside them.
-                arrays = (
-                    arrays[1:2] if kind != "all-gather" else arrays[len(arrays) // 2 :]
-                )
+            if started and kind != "all-reduce":
+                # Operands, results, and numbers that say where it is.
+                arrays = [(dtype, sizes) for dtype, sizes in arrays if sizes]
+                arrays = arrays[len(arrays) // 2 :]
             count[kind] += 1
             for dtype, sizes in arrays:
                 size = math.prod(int(n) for n in sizes.split(",") if n)

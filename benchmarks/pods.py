@@ -1,4 +1,4 @@
-"""Language models over pods of TPUs: compiled ahead of time, for TPUs that are not here.
+"""Language models over pods of TPUs that are not here, compiled ahead of time.
 
     python benchmarks/pods.py                        # Every case.
     python benchmarks/pods.py 8b-decode-v5e          # Those whose name has this in it.
