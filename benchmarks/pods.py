@@ -167,15 +167,13 @@ def told(row: dict) -> str:
     where = f"  {row['needs']:.2f} GiB of {row['memory']} on each device: {fits}"
     if not row["fits"]:
         return "\n".join([*lines, where])
+    moved = (f"{kind} {n:.4f}" for kind, n in sorted(row["moved"].items()))
     lines += [
         where + f" ({row['arguments']:.2f} arguments, {row['temporaries']:.2f} "
         f"temporaries, {row['results']:.2f} results)",
         "  kernels: " + _listed(row["kernels"]),
         "  collectives: " + _listed(row["collectives"]),
-        "  GiB moved: "
-        + (
-            ", ".join(f"{k} {n:.4f}" for k, n in sorted(row["moved"].items())) or "none"
-        ),
+        "  GiB moved: " + (", ".join(moved) or "none"),
         "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
         f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
         + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),

@@ -155,11 +155,10 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
             part = q.codes.sharding.shard_shape(q.codes.shape)
             own = num_codes(math.prod(part), q.format.bits)
             # What is not split is gathered, and may be so axis by axis.
-            sizes = {own, own // math.prod(part[:-2])}
+            matrix = own // math.prod(part[:-2])
+            sizes = {own, matrix}
             for axis in (-1, -2):
-                sizes.add(
-                    own // math.prod(part[:-2]) * q.codes.shape[axis] // part[axis]
-                )
+                sizes.add(matrix * q.codes.shape[axis] // part[axis])
             weight = dataclasses.replace(weight, matrices=weight.matrices | sizes)
             flows[id(q.codes)] = Flow({weight: own})
 

@@ -1,5 +1,5 @@
 """examples/llama/layout.py and ahead.py: over a mesh the model is the same, and
-over a pod that is not here it has kernels, one cache, and no weight in floating point."""
+over a pod that is not here it has kernels, one cache, and no weight in floats."""
 
 import pathlib
 import sys
