@@ -30,6 +30,16 @@ MODELS = {
 }
 # GiB of a device that a program may use, as the compiler says where it refuses one.
 MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "TPU7x": 94.75}
+# So that libtpu does not look for the machine that it would run on.
+_LIBTPU = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_MIN_LOG_LEVEL": "3",
+    "TPU_STDERR_LOG_LEVEL": "3",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 
 
 def config_of(name: str, layers: int | None = None, vocabulary: int = 128_256):
@@ -54,18 +64,7 @@ def parameters_of(config: Config) -> int:
 
 def mesh_of(topology: str, shape: tuple[int, int, int]) -> Mesh:
     """Over the devices of a topology such as `"v5e:4x4"`, with the axes `AXES`."""
-    for (
-        name,
-        value,
-    ) in {  # So that libtpu does not look for the machine it would run on.
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_MIN_LOG_LEVEL": "3",
-        "TPU_STDERR_LOG_LEVEL": "3",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }.items():
+    for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
     devices = mesh_utils.create_device_mesh(
