@@ -141,9 +141,10 @@ def training(model: Decoder, layout: Layout, batch: int, length: int):
 
 
 def compile_ahead(
-    fn: Callable, args: tuple, layout: Layout, tell: Callable = lambda step: None
+    fn: Callable, args: tuple, layout: Layout, tell: Callable = lambda step: None, **how
 ) -> jax.stages.Compiled:
-    """For the devices of the mesh. `tell` is called after each step of it."""
+    """For the devices of the mesh. `tell` is called after each step of it; what else
+    there is are options of the compiler."""
     (first, *rest), static = eqx.partition(args, _is_abstract)
 
     def call(first, rest):
@@ -155,7 +156,7 @@ def compile_ahead(
         tell("trace")
         lowered = traced.lower(lowering_platforms=("tpu",))
         tell("lower")
-        program = lowered.compile()
+        program = lowered.compile(compiler_options=how)
         tell("compile")
     return program
 
