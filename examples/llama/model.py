@@ -23,9 +23,10 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 from layout import Layout
 
 
@@ -58,52 +59,6 @@ class RMSNorm(eqx.Module):
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
         return (y * (self.weight + self.offset)).astype(x.dtype)
-
-
-class View(eqx.Module):
-    """What a layer sees: how positions rotate, and which tokens look at which."""
-
-    cos: Float[Array, "length half"]
-    sin: Float[Array, "length half"]
-    mask: Bool[Array, "batch length keys"]  # The batch may be 1.
-
-    def rotate(
-        self, x: Float[Array, "batch heads length size"]
-    ) -> Float[Array, "batch heads length size"]:
-        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-        rotated = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
-        return jnp.concatenate(rotated, -1).astype(x.dtype)
-
-
-class Cache(eqx.Module):
-    """Keys and values of the tokens so far, of a layer or of all layers, stacked. They
-    may be quantized arrays, as far as this code can tell: it replaces rows, and
-    multiplies.
-
-    `heads` are those of all sequences. Were they apart, XLA would copy the cache to
-    merge them in products.
-    """
-
-    keys: Float[Array, "*layers heads capacity size"]
-    values: Float[Array, "*layers heads capacity size"]
-
-    def append(self, keys, values, layer, start):
-        """The cache with rows of a layer replaced, in place where it is donated; and
-        all keys and values of that layer."""
-
-        def write(old, rows):
-            rows = rows.astype(old.dtype)
-            if layer is None:
-                return lax.dynamic_update_slice(old, rows, (0, start, 0))
-            return lax.dynamic_update_slice(old, rows[None], (layer, 0, start, 0))
-
-        def read(x):
-            if layer is None:
-                return x
-            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
-
-        cache = Cache(write(self.keys, keys), write(self.values, values))
-        return cache, read(cache.keys), read(cache.values)
 
 
 class Attention(eqx.Module):
