@@ -18,7 +18,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 import sys
 import tempfile
 import time
@@ -114,10 +113,7 @@ def measure(case: Case, options) -> dict:
     try:
         program = ahead.compile_ahead(fn, args, layout, clock, **dump)
     except jax.errors.JaxRuntimeError as error:
-        used = re.search(r"Used ([\d.]+)G of", str(error))
-        if not used:
-            raise
-        return out | dict(fits=False, needs=float(used[1]))
+        return out | dict(fits=False, needs=ahead.needed(error))
     memory = program.memory_analysis()
     arguments = memory.argument_size_in_bytes / GIB
     results = (memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB

@@ -12,6 +12,8 @@ import argparse
 import pathlib
 import sys
 
+import jax
+
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parent / "llama"))
 import ahead
@@ -36,17 +38,23 @@ def plan(options) -> float:
         f"{ahead.bytes_of(cache) / ahead.GIB:.2f} GiB of keys and values of "
         f"{options.batch} sequences of {options.length} tokens."
     )
-    program = ahead.compile_ahead(
-        step, args, layout, lambda step: print(f"... {step}", flush=True)
-    )
-    memory = program.memory_analysis()
-    used = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    used += memory.output_size_in_bytes - memory.alias_size_in_bytes
-    left = ahead.MEMORY[options.topology.split(":")[0]] - used / ahead.GIB
+    memory = ahead.MEMORY[options.topology.split(":")[0]]
+    try:
+        program = ahead.compile_ahead(
+            step, args, layout, lambda step: print(f"... {step}", flush=True)
+        )
+    except jax.errors.JaxRuntimeError as error:
+        needed = ahead.needed(error)
+        print(f"It does not fit: {needed:.2f} GiB of {memory} on each device.")
+        return memory - needed
+    found = program.memory_analysis()
+    used = found.argument_size_in_bytes + found.temp_size_in_bytes
+    used += found.output_size_in_bytes - found.alias_size_in_bytes
+    left = memory - used / ahead.GIB
     kernels = program.as_text().count('custom_call_target="tpu_custom_call"')
     print(
         f"The program runs {kernels} kernels, and takes {used / ahead.GIB:.2f} GiB on "
-        f"each device, {memory.temp_size_in_bytes / ahead.GIB:.2f} of these for a "
+        f"each device, {found.temp_size_in_bytes / ahead.GIB:.2f} of these for a "
         f"while. {left:.2f} GiB are left."
     )
     return left

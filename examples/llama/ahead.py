@@ -6,6 +6,7 @@ them, and without a TPU, will do. It needs libtpu, on Linux: `pip install libtpu
 
 import math
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ MODELS = {
     "405b": (16384, 53248, 126, 128),
 }
 # GiB of a device that a program may use, as the compiler says where it refuses one.
-MEMORY = {"v5e": 15.75, "v6e": 31.25, "v5p": 95.74, "TPU7x": 94.75}
+MEMORY = {"v5e": 15.75, "v6e": 31.24, "v5p": 95.73, "TPU7x": 94.74}
 # So that libtpu does not look for the machine that it would run on.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
@@ -159,6 +160,14 @@ def compile_ahead(
         program = lowered.compile(compiler_options=how)
         tell("compile")
     return program
+
+
+def needed(error: Exception) -> float:
+    """The GiB that a refused program would take. Any other error is raised again."""
+    found = re.search(r"([\d.]+)G\)? (?:of|exceeds)", str(error))
+    if found is None:
+        raise error
+    return float(found[1])
 
 
 def bytes_of(tree: Any) -> int:
