@@ -99,13 +99,17 @@ class Layout:
                 # Or XLA prefers another order for new rows, and so copies all of it.
                 return y, jax.tree.map(_as_it_is, cache)
 
-            return jax.shard_map(
+            # As products give them: or dense weights are gathered, for fewer sequences.
+            queries = self._put(queries, P("data", _SPLIT))
+            keys, values = (self._put(x, P("data", "heads")) for x in (keys, values))
+            y, cache = jax.shard_map(
                 local,
                 mesh=self.mesh,
                 in_specs=(heads, heads, heads, of_view, of_cache, P(), P()),
                 out_specs=(heads, of_cache),
                 check_vma=False,
             )(queries, keys, values, view, cache, layer, start)
+            return self._put(y, P("data", _SPLIT)), cache
 
         return call
 
