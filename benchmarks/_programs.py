@@ -78,7 +78,9 @@ def _bytes(dtype: str) -> int:
 
 
 _header = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_called = re.compile(r"\b(body|condition|calls)=%?([\w.\-]+)")
+_called = re.compile(
+    r"\b(body|condition|calls|to_apply|called_computations)=\{?%?([\w.\-]+)"
+)
 _constant = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
 _kernel = re.compile(r"%?([\w\-]+)[.\w]* = ")
 _collective = re.compile(

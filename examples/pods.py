@@ -15,7 +15,7 @@ import sys
 import jax
 
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parent / "llama"))
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "llama"))
 import ahead
 from layout import Layout
 

@@ -79,6 +79,14 @@ class _Program:
             return self.run(called("calls")[0], values, in_memory=False)
         if operation == "call":
             return self.run(called("to_apply")[0], values, in_memory)
+        if operation == "custom-call" and called("called_computations"):
+            return self.run(called("called_computations")[0], values, in_memory)
+        if operation == "async-start" and called("calls"):
+            return [values, self.run(called("calls")[0], values, in_memory), Flow()]
+        if operation == "async-update":
+            return values[0]
+        if operation == "async-done" and isinstance(values[0], list):
+            return values[0][1]
         if operation == "while":
             return self.loop(called("body")[0], values[0], in_memory)
         if operation == "conditional":
