@@ -28,7 +28,9 @@ from _programs import Program
 from eqquant.debug._inspect import decoded_on_devices
 
 
-sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
+sys.path.insert(
+    0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama")
+)
 import ahead
 from ahead import GIB
 from layout import Layout
