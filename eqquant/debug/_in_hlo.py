@@ -79,6 +79,15 @@ class _Program:
             return self.run(called("calls")[0], values, in_memory=False)
         if operation == "call":
             return self.run(called("to_apply")[0], values, in_memory)
+        if operation == "custom-call" and called("called_computations"):
+            return self.run(called("called_computations")[0], values, in_memory)
+        # What gets more operands later on is not looked into.
+        if operation == "async-start" and self.takes(called("calls"), len(values)):
+            return [values, self.run(called("calls")[0], values, in_memory), Flow()]
+        if operation == "async-done" and isinstance(values[0], list):
+            given, *results = values[0]
+            if isinstance(given, list):
+                return results[0]
         if operation == "while":
             return self.loop(called("body")[0], values[0], in_memory)
         if operation == "conditional":
@@ -103,6 +112,11 @@ class _Program:
             for _, dims in _arrays_in(instruction.shape)
         ]
         return outs if instruction.shape.startswith("(") else outs[0]
+
+    def takes(self, called: list[str], count: int) -> bool:
+        """Whether what is called has so many parameters."""
+        kinds = [x.operation for name in called for x in self.computations[name]]
+        return bool(called) and kinds.count("parameter") == count
 
     def loop(self, body: str, carry: _Value, in_memory: bool) -> _Value:
         def step(flows: list[Flow]) -> list[Flow]:

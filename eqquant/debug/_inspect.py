@@ -1,5 +1,6 @@
 """Checks and explanations of what a function does with quantized arrays."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -135,6 +136,37 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     found = decoded_in_jaxpr(jaxpr, flows, flow_of, jax.default_backend())
     compiled = jax.jit(call, keep_unused=True).lower(*dynamic).compile()
     return found + decoded_in_hlo(compiled.as_text() or "", flows)
+
+
+def decoded_on_devices(text: str, args: Any) -> list[str]:
+    """The places in a program for many devices where one of them holds a weight in
+    floating point: all of its own part, or of that and what it gathered.
+
+    **Arguments:**
+
+    - `text`: of a compiled program that keeps arguments which it does not use.
+    - `args`: what it was compiled for: arrays with shardings, abstract or not.
+    """
+    flows = {}
+
+    def follow(q):
+        if is_quantized(q):
+            weight = _weight_of(q)
+            part = q.codes.sharding.shard_shape(q.codes.shape)
+            own = num_codes(math.prod(part), q.format.bits)
+            # What is not split is gathered, and may be so axis by axis.
+            matrix = own // math.prod(part[:-2])
+            sizes = {own, matrix}
+            for axis in (-1, -2):
+                sizes.add(matrix * q.codes.shape[axis] // part[axis])
+            weight = dataclasses.replace(weight, matrices=weight.matrices | sizes)
+            flows[id(q.codes)] = Flow({weight: own})
+
+    jax.tree.map(follow, args, is_leaf=is_quantized)
+    parts = jax.tree.leaves(args)
+    return decoded_in_hlo(
+        text, [flows.get(id(part), Flow(data=True)) for part in parts]
+    )
 
 
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:

@@ -20,9 +20,11 @@ def attend(
     v: Float[Array, "all_heads keys size"],
     mask: Bool[Array, "batch length keys"],  # The batch may be 1.
     cap: float | None,
+    in_turns: bool = False,
 ) -> Float[Array, "batch heads length size"]:
     """What queries, scaled already, make of keys and values. Heads of these are those
-    of all sequences; each serves as many heads of queries."""
+    of all sequences; each serves as many heads of queries. In turns, some queries are
+    taken after others, which needs less memory."""
     batch, heads, length, size = q.shape
 
     def of_some(q, mask):
@@ -35,7 +37,7 @@ def attend(
         weights = weights.reshape(scores.shape).astype(q.dtype)
         return jnp.einsum("hqk,hkd->hqd", weights, v).reshape(q.shape)
 
-    if length <= _at_once or length % _at_once:
+    if not in_turns or length <= _at_once or length % _at_once:
         return of_some(q, mask)
     q = q.reshape(batch, heads, -1, _at_once, size)
     mask = mask.reshape(len(mask), -1, _at_once, mask.shape[-1])

@@ -24,9 +24,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from attention import attend, softcap
+from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+from layout import Layout
 
 
 #
@@ -54,52 +56,6 @@ class RMSNorm(eqx.Module):
         y = x.astype(jnp.float32)
         y = y * lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + self.eps)
         return (y * (self.weight + self.offset)).astype(x.dtype)
-
-
-class View(eqx.Module):
-    """What a layer sees: how positions rotate, and which tokens look at which."""
-
-    cos: Float[Array, "length half"]
-    sin: Float[Array, "length half"]
-    mask: Bool[Array, "batch length keys"]  # The batch may be 1.
-
-    def rotate(
-        self, x: Float[Array, "batch heads length size"]
-    ) -> Float[Array, "batch heads length size"]:
-        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-        rotated = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
-        return jnp.concatenate(rotated, -1).astype(x.dtype)
-
-
-class Cache(eqx.Module):
-    """Keys and values of the tokens so far, of a layer or of all layers, stacked. They
-    may be quantized arrays, as far as this code can tell: it replaces rows, and
-    multiplies.
-
-    `heads` are those of all sequences. Were they apart, XLA would copy the cache to
-    merge them in products.
-    """
-
-    keys: Float[Array, "*layers heads capacity size"]
-    values: Float[Array, "*layers heads capacity size"]
-
-    def append(self, keys, values, layer, start):
-        """The cache with rows of a layer replaced, in place where it is donated; and
-        all keys and values of that layer."""
-
-        def write(old, rows):
-            rows = rows.astype(old.dtype)
-            if layer is None:
-                return lax.dynamic_update_slice(old, rows, (0, start, 0))
-            return lax.dynamic_update_slice(old, rows[None], (layer, 0, start, 0))
-
-        def read(x):
-            if layer is None:
-                return x
-            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
-
-        cache = Cache(write(self.keys, keys), write(self.values, values))
-        return cache, read(cache.keys), read(cache.values)
 
 
 class Attention(eqx.Module):
@@ -132,24 +88,34 @@ class Attention(eqx.Module):
         cache: Cache | None,
         layer: Int[Array, ""] | None,
         start: Int[Array, ""] | int,
+        layout: Layout | None,
     ) -> tuple[Float[Array, "batch length size"], Cache | None]:
-        config = self.config
         batch, length, _ = x.shape
 
         def heads_of(linear):
-            y = _project(linear, x).reshape(batch, length, -1, config.head_size)
+            y = _project(linear, x).reshape(batch, length, -1, self.config.head_size)
             return y.swapaxes(1, 2)
 
         q, k, v = heads_of(self.query), heads_of(self.key), heads_of(self.value)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm(k)
+        inner = self._attend if layout is None else layout.attention(self._attend)
+        y, cache = inner(q, k, v, view, cache, layer, start)
+        y = y.swapaxes(1, 2).reshape(batch, length, -1)
+        return _project(self.output, y), cache
+
+    def _attend(self, q, k, v, view, cache, layer, start):
+        """With queries `(batch, heads, length, size)`, of all heads or of some."""
+        config = self.config
+        batch, heads, length, _ = q.shape
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, length, config.head_size) for x in (k, v))
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)
-        y = attend(q * scale, k, v, view.mask, config.attention_softcap).swapaxes(1, 2)
-        return _project(self.output, y.reshape(batch, length, -1)), cache
+        # In training, what is computed in turns would be kept for the backward pass.
+        cap, in_turns = config.attention_softcap, cache is not None
+        return attend(q * scale, k, v, view.mask, cap, in_turns), cache
 
 
 _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
@@ -240,10 +206,15 @@ class Layer(eqx.Module):
         self.attention = Attention(config, dtype, key=a)
         self.mlp = (Experts if config.experts else MLP)(config, dtype, key=b)
 
-    def __call__(self, x, view, cache, layer, start):
-        y, cache = self.attention(self.attention_norm(x), view, cache, layer, start)
+    def __call__(self, x, view, cache, layer, start, layout):
+        same = lambda x: x
+        enter = same if layout is None else layout.within_layer
+        leave = same if layout is None else layout.between_layers
+        y = enter(self.attention_norm(x))
+        y, cache = self.attention(y, view, cache, layer, start, layout)
+        y = leave(y)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
-        y = self.mlp(self.mlp_norm(x))
+        y = leave(self.mlp(enter(self.mlp_norm(x))))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
         return x, cache
 
@@ -280,18 +251,20 @@ class Decoder(eqx.Module):
         segments: Int[Array, "batch length"] | None = None,
         *,
         remat: bool = False,
+        layout: Layout | None = None,
     ) -> Float[Array, "batch length vocabulary"]:
         """The logits of the token after each one.
 
         Tokens see those before them: of the same segment, if there are `segments`, as
         where several texts are packed in one row. With `remat` a layer is computed
-        again in the backward pass, and only its input kept.
+        again in the backward pass, and only its input kept. `layout` says how it is
+        split over a mesh.
         """
         same = None
         if segments is not None:
             same = segments[:, :, None] == segments[:, None, :]
         views = self._views(tokens.shape[1], tokens.shape[1], 0, same)
-        hidden, _ = self._run(tokens, views, None, 0, remat)
+        hidden, _ = self._run(tokens, views, None, 0, remat, layout)
         return self.logits(hidden)
 
     def extend(
@@ -299,13 +272,15 @@ class Decoder(eqx.Module):
         tokens: Int[Array, "batch length"],
         cache: Cache | tuple[Cache, ...],
         start: Int[Array, ""] | int,
+        *,
+        layout: Layout | None = None,
     ) -> tuple[Float[Array, "batch length size"], Cache | tuple[Cache, ...]]:
         """Append tokens at the positions from `start` on. What `logits` takes, and the
         cache with them in it, for which there must be room."""
         caches = cache if isinstance(cache, tuple) else (cache,)
         capacity = caches[0].keys.shape[-2]
         views = self._views(tokens.shape[1], capacity, start, None)
-        return self._run(tokens, views, cache, start, remat=False)
+        return self._run(tokens, views, cache, start, False, layout)
 
     def logits(
         self, hidden: Float[Array, "batch length size"]
@@ -327,16 +302,17 @@ class Decoder(eqx.Module):
             views.append(View(jnp.cos(angles), jnp.sin(angles), near))
         return jax.tree.map(lambda *x: jnp.stack(x), *views)
 
-    def _run(self, tokens, views, cache, start, remat):
+    def _run(self, tokens, views, cache, start, remat, layout):
         config = self.config
         x = self.embedding.weight[tokens]
         if config.scale_embedding:
             x = x * jnp.asarray(math.sqrt(config.size), x.dtype)
+        x = x if layout is None else layout.between_layers(x)
         kinds = [int(is_local) for is_local in config.local] or [0] * config.layers
 
         def apply(layer, x, cache, index, kind):
             view = jax.tree.map(lambda x: x[kind], views)
-            return layer(x, view, cache, index, start)
+            return layer(x, view, cache, index, start, layout)
 
         if isinstance(self.layers, tuple):
             apply = eqx.filter_checkpoint(apply) if remat else apply

@@ -65,7 +65,13 @@ def _tiles(
     tile_n = asked.tile_n or chip.tile_n
     budget = _budget(chip)
     tiles = None
-    for tile_k in (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512):
+    choices = (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512)
+    # With many rows a short tile is as fast, to 1%, and a longer one takes the compiler
+    # several times as long. All columns at once let the kernel arrange the activation.
+    whole = contracted == 1 and chip.cores == 1 and packed * 8 // format.bits <= 4096
+    if bm >= 1024 and not whole:
+        choices = (asked.tile_k or 1024, 512)
+    for tile_k in choices:
         some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
         bn = math.ceil(min(rows, some_rows) / lanes) * lanes
         tile = _tile_bytes(packed, format, columns)

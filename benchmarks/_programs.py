@@ -1,0 +1,90 @@
+"""What a compiled program of XLA has in it: kernels, and what moves between devices."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import NamedTuple
+
+
+class Moved(NamedTuple):
+    """By one kind of collective, on one device, each time that the program runs."""
+
+    kind: str
+    dtype: str
+
+
+class Program:
+    """Of the text of a `jax.stages.Compiled`."""
+
+    def __init__(self, text: str):
+        self.lines: dict[str, list[str]] = {}
+        self.entry = name = ""
+        for line in text.splitlines():
+            if header := _header.match(line):
+                name = header[2]
+                self.lines[name] = []
+                self.entry = name if header[1] else self.entry
+            elif name:
+                self.lines[name].append(line)
+
+    def run(self) -> Iterator[tuple[str, int]]:
+        """Every instruction, and how often it runs."""
+        todo = [(self.entry, 1)]
+        while todo:
+            name, times = todo.pop()
+            for line in self.lines[name]:
+                yield line, times
+                called = dict(_called.findall(line))
+                trips = self.trips(called["condition"]) if "body" in called else 1
+                todo += [(inner, times * trips) for inner in called.values()]
+
+    def trips(self, condition: str) -> int:
+        """Of a loop: it counts up to a constant."""
+        text = "\n".join(self.lines[condition])
+        return max(int(n) for n in _constant.findall(text))
+
+    def kernels(self) -> Counter:
+        """How many of each name the program has."""
+        names = Counter()
+        for line, _ in self.run():
+            if 'custom_call_target="tpu_custom_call"' in line:
+                names[_kernel.search(line)[1]] += 1
+        return names
+
+    def collectives(self) -> tuple[Counter, Counter]:
+        """How many there are of each kind, and the bytes of their results on a device
+        in one run, by kind and dtype."""
+        count, total = Counter(), Counter()
+        for line, times in self.run():
+            found = _collective.search(line)
+            if not found:
+                continue
+            results, kind, started = found.groups()
+            arrays = _array.findall(results)
+            if started and kind != "all-reduce":
+                # Operands, results, and numbers that say where it is.
+                arrays = [(dtype, sizes) for dtype, sizes in arrays if sizes]
+                arrays = arrays[len(arrays) // 2 :]
+            count[kind] += 1
+            for dtype, sizes in arrays:
+                size = math.prod(int(n) for n in sizes.split(",") if n)
+                total[Moved(kind, dtype)] += times * size * _bytes(dtype)
+        return count, total
+
+
+def _bytes(dtype: str) -> int:
+    return max(int(re.findall(r"\d+", dtype)[0]) // 8, 1) if dtype != "pred" else 1
+
+
+_header = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_called = re.compile(
+    r"\b(body|condition|calls|to_apply|called_computations)=\{?%?([\w.\-]+)"
+)
+_constant = re.compile(r"[su]32\[\]\S* constant\((\d+)\)")
+_kernel = re.compile(r"%?([\w\-]+)[.\w]* = ")
+_collective = re.compile(
+    r" = (\(.*?\)|\S+) "
+    r"(all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+_array = re.compile(r"\b([a-z]+\d+\w*|pred)\[([\d,]*)\]")

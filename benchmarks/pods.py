@@ -1,0 +1,213 @@
+"""Language models over pods of TPUs that are not here, compiled ahead of time.
+
+    python benchmarks/pods.py                        # Every case.
+    python benchmarks/pods.py 8b-decode-v5e          # Those whose name has this in it.
+    python benchmarks/pods.py 405b --layers 2        # Fewer layers: a loop over them.
+    python benchmarks/pods.py 70b --weights bfloat16
+
+The weights of the models are abstract: nothing is downloaded, and none is in memory.
+Prints for each case what the compiler says: the bytes on each device, and whether they
+fit; the kernels; what moves between devices; and how long it took. In a program that
+does not fit the compiler finds no place for its arrays: it says how much they take.
+
+Needs libtpu, on Linux: `pip install libtpu`.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import sys
+import tempfile
+import time
+from collections import Counter
+
+import jax
+from _programs import Program
+from eqquant.debug._inspect import decoded_on_devices
+
+
+sys.path.insert(
+    0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama")
+)
+import ahead
+from ahead import GIB
+from layout import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    model: str
+    task: str  # "prefill", "decode" or "train".
+    topology: str
+    mesh: tuple[int, int, int]
+    batch: int
+    length: int  # Of a sequence; of the cache.
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}-{self.task}-{self.topology}"
+
+
+CASES = [
+    Case("8b", "prefill", "v5e:2x4", (1, 8, 1), 4, 2048),
+    Case("8b", "prefill", "v6e:2x4", (1, 8, 1), 4, 2048),
+    Case("8b", "decode", "v5e:2x4", (1, 8, 1), 32, 4096),
+    Case("8b", "decode", "v6e:2x4", (1, 8, 1), 32, 4096),
+    Case("70b", "decode", "v5e:4x4", (1, 8, 2), 32, 4096),
+    Case("70b", "decode", "v6e:4x4", (1, 8, 2), 32, 4096),
+    Case("70b", "decode", "v5p:2x2x2", (1, 8, 1), 32, 4096),
+    Case("405b", "decode", "v6e:16x16", (8, 8, 4), 128, 4096),
+    Case("405b", "train", "v5p:8x8x8", (64, 8, 1), 64, 4096),
+    Case("405b", "train", "TPU7x:8x8x4", (64, 8, 1), 64, 4096),
+]
+
+
+class Clock:
+    """Seconds of each step, and of the CPU."""
+
+    def __init__(self):
+        self.last = time.perf_counter(), time.process_time()
+        self.seconds: Counter = Counter()
+        self.cpu: Counter = Counter()
+
+    def __call__(self, step: str):
+        now = time.perf_counter(), time.process_time()
+        self.seconds[step] = now[0] - self.last[0]
+        self.cpu[step] = now[1] - self.last[1]
+        self.last = now
+
+
+def build(case: Case, options, layers: int | None):
+    """The layout, the function that is compiled, and its arguments."""
+    trains = case.task == "train"
+    mesh = ahead.mesh_of(case.topology, case.mesh)
+    layout = Layout(mesh, fsdp=trains, by_tokens=trains)
+    config = ahead.config_of(case.model, layers, options.vocabulary)
+    format = None if options.weights == "bfloat16" else options.weights
+    rank = options.rank if trains else None
+    model = ahead.abstract_model(config, layout, format, rank)
+    if trains:
+        made = ahead.training(model, layout, case.batch, case.length)
+    else:
+        new = case.length if case.task == "prefill" else 1
+        made = ahead.serving(model, layout, case.batch, case.length, new)
+    return config, layout, *made
+
+
+def measure(case: Case, options) -> dict:
+    config, layout, fn, args = build(case, options, options.layers)
+    clock = Clock()
+    out = dict(
+        case=case.name,
+        weights=options.weights,
+        layers=config.layers,
+        batch=case.batch,
+        length=case.length,
+        mesh=case.mesh,
+        memory=ahead.MEMORY[case.topology.split(":")[0]],
+    )
+    name = f"{case.name}-{options.weights}-{config.layers}".replace(":", "_")
+    folder = options.text / name
+    # The compiler writes its text itself: not every program can be asked for it.
+    dump = dict(xla_dump_to=str(folder), xla_dump_hlo_as_text=True)
+    try:
+        program = ahead.compile_ahead(fn, args, layout, clock, **dump)
+    except jax.errors.JaxRuntimeError as error:
+        return out | dict(fits=False, needs=ahead.needed(error))
+    memory = program.memory_analysis()
+    arguments = memory.argument_size_in_bytes / GIB
+    results = (memory.output_size_in_bytes - memory.alias_size_in_bytes) / GIB
+    temporaries = memory.temp_size_in_bytes / GIB
+    (path,) = folder.glob("*.jit_call.*after_codegen.txt")
+    text = path.read_text()
+    found = Program(text)
+    count, moved = found.collectives()
+    out |= dict(
+        fits=True,
+        needs=arguments + results + temporaries,
+        arguments=arguments,
+        temporaries=temporaries,
+        results=results,
+        kernels=found.kernels(),
+        decoded=decoded_on_devices(text, args),
+        collectives=count,
+        moved={f"{kind} {dtype}": n / GIB for (kind, dtype), n in moved.items()},
+        seconds=sum(clock.seconds.values()),
+        cpu=sum(clock.cpu.values()),
+        steps=clock.cpu,
+    )
+    return out | dict(largest=largest(case, options, out))
+
+
+def largest(case: Case, options, measured: dict) -> dict:
+    """The most layers of this width that fit, and the parameters of such a model. What
+    a layer takes is known without compiling: its arguments, and in training its input,
+    which is kept."""
+    one, two = (build(case, options, layers)[-1] for layers in (1, 2))
+    layer = (ahead.bytes_of(two) - ahead.bytes_of(one)) / GIB
+    if case.task == "train":
+        size = ahead.MODELS[case.model][0]
+        kept = 2 * case.batch * case.length * size / math.prod(case.mesh)
+        layer += kept / GIB
+    left = measured["memory"] - measured["needs"]
+    layers = measured["layers"] + int(left // layer)
+    config = ahead.config_of(case.model, layers, options.vocabulary)
+    return dict(layers=layers, billions=ahead.parameters_of(config) / 1e9)
+
+
+def told(row: dict) -> str:
+    """For people."""
+    lines = [
+        f"{row['case']}, {row['weights']}, {row['layers']} layers, batch "
+        f"{row['batch']} x {row['length']}, mesh {tuple(row['mesh'])}"
+    ]
+    fits = "fits" if row["fits"] else "does not fit"
+    where = f"  {row['needs']:.2f} GiB of {row['memory']} on each device: {fits}"
+    if not row["fits"]:
+        return "\n".join([*lines, where])
+    moved = (f"{kind} {n:.4f}" for kind, n in sorted(row["moved"].items()))
+    lines += [
+        where + f" ({row['arguments']:.2f} arguments, {row['temporaries']:.2f} "
+        f"temporaries, {row['results']:.2f} results)",
+        "  kernels: " + _listed(row["kernels"]),
+        "  collectives: " + _listed(row["collectives"]),
+        "  GiB moved: " + (", ".join(moved) or "none"),
+        "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
+        f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
+        + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),
+        f"  largest of this width: {row['largest']['layers']} layers, "
+        f"{row['largest']['billions']:.0f} billion parameters",
+    ]
+    return "\n".join(lines)
+
+
+def _listed(counts: dict) -> str:
+    return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "none"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("cases", nargs="*", help="parts of names; by default all")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--weights", default="nf4", help="a format, or bfloat16")
+    parser.add_argument("--rank", type=int, default=16, help="of adapters, in training")
+    parser.add_argument("--text", type=pathlib.Path, help="a folder for the programs")
+    parser.add_argument("--json", type=pathlib.Path, help="a file to append rows to")
+    options = parser.parse_args()
+    parts = options.cases or [""]
+    with tempfile.TemporaryDirectory() as folder:
+        options.text = options.text or pathlib.Path(folder)
+        for case in CASES:
+            if any(part in case.name for part in parts):
+                row = measure(case, options)
+                print(told(row), flush=True)
+                if options.json:
+                    with options.json.open("a") as file:
+                        file.write(json.dumps(row) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+"""What attention looks at: positions, and the keys and values of earlier tokens."""
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+
+class View(eqx.Module):
+    """What a layer sees: how positions rotate, and which tokens look at which."""
+
+    cos: Float[Array, "length half"]
+    sin: Float[Array, "length half"]
+    mask: Bool[Array, "batch length keys"]  # The batch may be 1.
+
+    def rotate(
+        self, x: Float[Array, "batch heads length size"]
+    ) -> Float[Array, "batch heads length size"]:
+        a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+        rotated = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
+        return jnp.concatenate(rotated, -1).astype(x.dtype)
+
+
+class Cache(eqx.Module):
+    """Keys and values of the tokens so far, of a layer or of all layers, stacked. They
+    may be quantized arrays, as far as this code can tell: it replaces rows, and
+    multiplies.
+
+    `heads` are those of all sequences. Were they apart, XLA would copy the cache to
+    merge them in products.
+    """
+
+    keys: Float[Array, "*layers heads capacity size"]
+    values: Float[Array, "*layers heads capacity size"]
+
+    def append(self, keys, values, layer, start):
+        """The cache with rows of a layer replaced, in place where it is donated; and
+        all keys and values of that layer."""
+
+        def write(old, rows):
+            rows = rows.astype(old.dtype)
+            if layer is None:
+                return lax.dynamic_update_slice(old, rows, (0, start, 0))
+            return lax.dynamic_update_slice(old, rows[None], (layer, 0, start, 0))
+
+        def read(x):
+            if layer is None:
+                return x
+            return lax.dynamic_index_in_dim(x, layer, keepdims=False)
+
+        cache = Cache(write(self.keys, keys), write(self.values, values))
+        return cache, read(cache.keys), read(cache.values)

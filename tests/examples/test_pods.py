@@ -1,0 +1,74 @@
+"""examples/llama/layout.py and ahead.py: over a mesh the model is the same, and
+over a pod that is not here it has kernels, one cache, and no weight in floats."""
+
+import pathlib
+import sys
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqquant.debug._inspect import decoded_on_devices
+from helpers import kernels_in, needs_compiler, relative
+from jax.sharding import AxisType
+
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES / "llama"))
+
+import ahead  # noqa: E402
+from config import Config  # noqa: E402
+from layout import AXES, Layout  # noqa: E402
+from model import Decoder, empty_cache  # noqa: E402
+
+
+@pytest.mark.slow
+def test_over_a_mesh_the_model_is_the_same():
+    config = Config(
+        vocabulary=64, size=128, hidden=256, layers=2, heads=8, kv_heads=2, head_size=16
+    )
+    model = Decoder(config, key=jax.random.key(0))
+    model = eqquant.quantize_tree(model, eqquant.NF4(block_size=32), progress=False)
+    tokens = jax.random.randint(jax.random.key(1), (4, 8), 0, 64)
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
+
+    @eqx.filter_jit
+    def run(model, tokens, cache, layout):
+        """By a loss, and in two pieces with a cache."""
+        loss = lambda model: jnp.sum(model(tokens, remat=True, layout=layout) ** 2)
+        scales = jax.grad(
+            lambda s: loss(eqx.tree_at(lambda m: m.norm.weight, model, s))
+        )
+        start, hidden = 0, []
+        for piece in jnp.split(tokens, [7], 1):
+            some, cache = model.extend(piece, cache, start, layout=layout)
+            start, hidden = start + piece.shape[1], [*hidden, some]
+        hidden = jnp.concatenate(hidden, 1)
+        return scales(model.norm.weight), model.logits(hidden)
+
+    expected = run(model, tokens, empty_cache(model, 4, 8), None)
+    for layout in (Layout(mesh), Layout(mesh, fsdp=True, by_tokens=True)):
+        split = eqquant.shard_tree(model, mesh, rules=layout.rules(), batch="data")
+        cache = jax.device_put(empty_cache(model, 4, 8), layout.cache())
+        found = run(split, jax.device_put(tokens, layout.tokens()), cache, layout)
+        # Activations are rounded to 15 bits, by what is largest in what a device has.
+        for a, b in zip(found, expected, strict=True):
+            assert relative(a, b) < 2e-3
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_decoding_over_a_pod_that_is_not_here():
+    layout = Layout(ahead.mesh_of("v5e:2x4", (1, 8, 1)))
+    config = ahead.config_of("8b", layers=2, vocabulary=8192)
+    model = ahead.abstract_model(config, layout, "nf4")
+    fn, args = ahead.serving(model, layout, batch=32, length=4096)
+    program = ahead.compile_ahead(fn, args, layout)
+    assert kernels_in(program) == ["nf4_decode"] * 8
+    assert decoded_on_devices(program.as_text(), args) == []
+    # There is one copy of the cache.
+    cache = ahead.bytes_of(args[0])
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes == cache
+    assert memory.temp_size_in_bytes < cache / 8
