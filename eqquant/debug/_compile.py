@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax import gpu_device, gpus, has_gpu_compiler
-from ._gpu_program import GPUProgram, kernels_in
+from ._gpu_program import GPUProgram, kernels_in, once
 
 
 _topologies = {
@@ -140,7 +140,7 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
     return GPUProgram(
         compiled,
         chip=chip,
-        launches="".join(thunks),
+        launches=once("".join(thunks)),
         kernels=kernels_in(ptx, gpus[chip].architecture),
     )
 

@@ -107,6 +107,12 @@ class GPUProgram:
     launches: str = dataclasses.field(repr=False)
     kernels: tuple[GPUKernel, ...]
 
+    @property
+    def num_launches(self) -> int:
+        """How many kernels and copies are started. What is in a loop counts once."""
+        pattern = r"^\s*\d+: k(?!While|CommandBuffer|DynamicSlice)"
+        return len(re.findall(pattern, self.launches, re.M))
+
     def as_text(self) -> str:
         """The optimised HLO."""
         return self.compiled.as_text() or ""
@@ -119,6 +125,14 @@ def kernels_in(texts: Iterable[str], architecture: str) -> tuple[GPUKernel, ...]
         for name in re.findall(r"\.entry\s+([\w$]+)", text):
             out.append(GPUKernel(name, architecture, text))
     return tuple(out)
+
+
+def once(launches: str) -> str:
+    """XLA writes them a second time, with those in groups that start together."""
+    lines = launches.splitlines()
+    again = [i for i, line in enumerate(lines) if i and line == lines[0]]
+    grouped = [i for i, line in enumerate(lines) if line.startswith("000: kCommand")]
+    return "\n".join(lines[: min([*again, *grouped, len(lines)])])
 
 
 def _instructions(sass: str) -> list[tuple[int, str, str]]:

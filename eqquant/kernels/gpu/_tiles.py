@@ -1,0 +1,116 @@
+"""Any format and direction: a tile of the weight is decoded, and multiplied.
+
+Tiles are cut along the axis that is not contracted, so that each gives a part of the
+result, and nothing is added up. There are as few of them as there can be, without a
+loop: a GPU starts two or three kernels for each.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from ...formats import (
+    Format,
+    from_plane_order,
+    num_bytes,
+    num_codes,
+    to_plane_order,
+    unpack_planes,
+)
+from ._levels import levels
+from ._parts import is_exact, multiply, split
+
+
+# Of a decoded tile. The caches of large GPUs hold 40 MB or more: a tile of this size is
+# read from there by the product that follows.
+_tile_bytes = 2**25
+# Each is compiled by itself. Of a larger weight tiles are larger.
+_most_tiles = 16
+
+
+def tile_size(size: int, each: int, multiple: int) -> int:
+    """How many rows (or columns) of a weight, of so many bytes each, are in a tile:
+    never all of them, if there is more than one."""
+    most = max(_tile_bytes // max(each, 1), -(-size // _most_tiles))
+    most = min(most, -(-size // 2))
+    return max(-(-most // multiple) * multiple, multiple)
+
+
+def dot(
+    x: Shaped[Array, "m size"],
+    codes: Shaped[Array, "rows packed"],
+    scales: Float[Array, "rows blocks"],
+    *,
+    format: Format,
+    contract_rows: bool,
+    operand: str,
+    parts: tuple[int, int],
+    out_dtype,
+) -> Float[Array, "m out"]:
+    """`x @ w.T`, or `x @ w`."""
+    bits, group = format.bits, format.group
+    rows, packed = codes.shape
+    columns, blocks = num_codes(packed, bits), scales.shape[1]
+    dtype = jnp.dtype(operand)
+    of_x, of_weight = parts if dtype == jnp.bfloat16 else (1, 1)
+    sums = jnp.int32 if dtype == jnp.int8 else jnp.float32
+    scales = scales.astype(jnp.float32)
+    # Integers are exact as they are, and what they are multiplied with, or the result,
+    # is scaled. But a result in 16 bits needs no other pass if the weight is.
+    narrow = parts == (1, 1) and jnp.dtype(out_dtype) == dtype
+    exact = is_exact(blocks, format)
+    late = exact and (not narrow or dtype == jnp.int8)
+    if narrow and not late:
+        sums = dtype
+    if late and contract_rows:
+        x = x.astype(jnp.float32) * scales[:, 0]
+
+    if contract_rows:
+        # Columns of a tile are those of whole blocks, or groups.
+        multiple = max(group, columns // blocks if blocks > 1 else 1)
+        size = tile_size(columns, rows * dtype.itemsize * of_weight, multiple)
+        total = columns
+    else:
+        x = to_plane_order(x, bits, group)
+        size = tile_size(rows, columns * dtype.itemsize * of_weight, 8)
+        total = rows
+    xs = split(x, dtype, of_x)
+    out, last = [], None
+    for start in range(0, total, size):
+        end = min(start + size, total)
+        if contract_rows:
+            span = slice(num_bytes(start, bits), num_bytes(end, bits))
+            part = (
+                slice(None)
+                if blocks == 1
+                else slice(start * blocks // columns, end * blocks // columns)
+            )
+            tile = codes[:, span], scales[:, part]
+        else:
+            tile = codes[start:end], scales[start:end]
+        if last is not None:
+            # After the last one is done, so that one tile at a time is in memory, and
+            # XLA does not put them together again for one product.
+            last, xs = lax.optimization_barrier((last, xs))
+            out[-1] = last
+        ws = _decode(*tile, format, dtype, of_weight, scaled=not late)
+        last = multiply(xs, ws, contract_rows, sums)
+        out.append(last)
+    if contract_rows:
+        out = [from_plane_order(part, bits, group) for part in out]
+    whole = jnp.concatenate(out, 1) if len(out) > 1 else out[0]
+    if late and not contract_rows:
+        whole = whole.astype(jnp.float32) * scales[:, 0]
+    return whole.astype(out_dtype)
+
+
+def _decode(codes, scales, format: Format, dtype, parts: int, scaled: bool) -> list:
+    """A tile in plane order."""
+    planes = unpack_planes(codes, format.bits, format.group)
+    rows, count, size = planes.shape
+    if not scaled:
+        return [levels(planes, format, dtype).reshape(rows, -1)]
+    w = levels(planes, format, jnp.float32)
+    blocks = scales.shape[1]
+    w = w.reshape(rows, count, blocks, size // blocks) * scales[:, None, :, None]
+    return split(w.reshape(rows, -1), dtype, parts)
