@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, Precision
+from ...formats import Format, num_codes, Precision
 from .._int8 import round_int8 as round_int8, rounding
 from ..xla import longest_int8_sum
 from . import _fused, _reduce, _tiles
@@ -144,7 +144,9 @@ def describe(x, codes, scales, **params) -> str:
     return f"XLA for GPUs, variant {variant!r} {rounding(x, bits)}"
 
 
-def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | None:
+def why_not(
+    x, codes, scales, *, format: Format, weight_dtype, contract_rows: bool, **params
+) -> str | None:
     """Why a product is not computed in these ways, if it is not."""
     if os.environ.get("EQQUANT_GPU") == "off":
         return "EQQUANT_GPU=off says so"
@@ -153,4 +155,11 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | Non
             return f"the lowering for GPUs computes in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
+    params |= dict(
+        format=format, weight_dtype=weight_dtype, contract_rows=contract_rows
+    )
+    if contract_rows and variant_of(x, codes, scales, **params).startswith("tiles"):
+        columns, blocks = num_codes(codes.shape[-1], format.bits), scales.shape[-1]
+        if 2 * _tiles.step_of(columns, blocks, format) > columns:
+            return "a tile of whole blocks, or groups of codes, would be all of it"
     return None

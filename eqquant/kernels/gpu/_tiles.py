@@ -14,10 +14,9 @@ from ...formats import (
     from_plane_order,
     num_bytes,
     num_codes,
-    to_plane_order,
     unpack_planes,
 )
-from ._levels import levels
+from ._levels import levels, per_code
 from ._parts import is_exact, multiply, split
 
 
@@ -48,7 +47,7 @@ def dot(
     out_dtype,
 ) -> Float[Array, "m out"]:
     """`x @ w.T`, or `x @ w`."""
-    bits, group = format.bits, format.group
+    bits = format.bits
     rows, packed = codes.shape
     columns, blocks = num_codes(packed, bits), scales.shape[1]
     dtype = jnp.dtype(operand)
@@ -66,13 +65,14 @@ def dot(
         x = x.astype(jnp.float32) * scales[:, 0]
 
     if contract_rows:
-        # Columns of a tile are those of whole blocks, or groups.
-        multiple = max(group, columns // blocks if blocks > 1 else 1)
-        size = tile_size(columns, rows * dtype.itemsize * of_weight, multiple)
+        size = tile_size(
+            columns, rows * dtype.itemsize * of_weight, step_of(columns, blocks, format)
+        )
         total = columns
     else:
-        x = to_plane_order(x, bits, group)
-        size = tile_size(rows, columns * dtype.itemsize * of_weight, 8)
+        size = tile_size(
+            rows, columns * dtype.itemsize * of_weight, 8 if rows > 8 else 1
+        )
         total = rows
     xs = split(x, dtype, of_x)
     out, last = [], None
@@ -96,21 +96,24 @@ def dot(
         ws = _decode(*tile, format, dtype, of_weight, scaled=not late)
         last = multiply(xs, ws, contract_rows, sums)
         out.append(last)
-    if contract_rows:
-        out = [from_plane_order(part, bits, group) for part in out]
     whole = jnp.concatenate(out, 1) if len(out) > 1 else out[0]
     if late and not contract_rows:
         whole = whole.astype(jnp.float32) * scales[:, 0]
     return whole.astype(out_dtype)
 
 
+def step_of(columns: int, blocks: int, format: Format) -> int:
+    """So many columns of a weight are decoded together: whole blocks, whole groups."""
+    return max(format.group, columns // blocks if blocks > 1 else 1)
+
+
 def _decode(codes, scales, format: Format, dtype, parts: int, scaled: bool) -> list:
-    """A tile in plane order."""
+    """A tile, in logical order: that costs nothing where it is written, but another
+    pass over a large activation."""
     planes = unpack_planes(codes, format.bits, format.group)
-    rows, count, size = planes.shape
+    planes = planes.reshape(codes.shape[0], -1)
+    logical = from_plane_order(planes, format.bits, format.group)
     if not scaled:
-        return [levels(planes, format, dtype).reshape(rows, -1)]
-    w = levels(planes, format, jnp.float32)
-    blocks = scales.shape[1]
-    w = w.reshape(rows, count, blocks, size // blocks) * scales[:, None, :, None]
-    return split(w.reshape(rows, -1), dtype, parts)
+        return [levels(logical, format, dtype)]
+    w = levels(logical, format, jnp.float32) * per_code(scales, logical.shape[1])
+    return split(w, dtype, parts)
