@@ -98,7 +98,7 @@ test-gpu-compiler:
 	@if [ "$$(uname -sm)" != 'Linux x86_64' ]; then \
 		echo 'NOT RUN: the compiler for GPUs is for Linux on x86-64'; exit 0; fi; \
 	$(MAKE) VENV=$(GPU) $(GPU)/.has-test $(GPU)/.has-gpu-compiler && \
-	$(GPU)/bin/python -m pytest -m 'not slow' \
+	$(GPU)/bin/python -m pytest -rs -m 'not slow' \
 		tests/debug/test_compile_gpu.py tests/kernels/test_gpu.py -k 'compiled or few_kernels'
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights

@@ -82,10 +82,21 @@ def test_stacks_and_what_is_not_finite(m, normal):
     assert np.isnan(lost[0, 0]).all() and not np.isnan(lost[1:]).any()
 
 
-def test_a_tile_is_never_the_whole_weight():
-    for size, each in ((7, 100), (4096, 28672), (2**20, 2**16), (64, 2**30)):
-        assert _tiles.tile_size(size, each, 1) <= -(-size // 2)
-        assert -(-size // _tiles.tile_size(size, each, 8)) <= 16
+@pytest.mark.parametrize(
+    "size, each, multiple",
+    [(7, 100, 1), (9, 100, 8), (4096, 28672, 128), (2**20, 2**16, 128), (64, 2**30, 8)],
+)
+def test_a_tile_is_never_the_whole_weight(size, each, multiple):
+    tile = _tiles.tile_size(size, each, multiple)
+    assert tile % multiple == 0 and tile < size
+    assert -(-size // tile) <= 16
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (16, 1024)])
+def test_one_block_of_columns_takes_the_loop(shape, normal):
+    q = eqquant.quantize(normal(*shape), NF4(block_size=shape[1]))
+    how = eqquant.debug.explain(lambda x: x @ q, normal(8, 16), platform="gpu")
+    assert "XLA, recipe 'float'" in how and "would be all of it" in how
 
 
 def test_turned_off(monkeypatch, normal):

@@ -29,10 +29,10 @@ _most_tiles = 16
 
 def tile_size(size: int, each: int, multiple: int) -> int:
     """How many rows (or columns) of a weight, of so many bytes each, are in a tile:
-    never all of them, if there is more than one."""
+    about as many in each, and never all of them if there are several."""
     most = max(_tile_bytes // max(each, 1), -(-size // _most_tiles))
-    most = min(most, -(-size // 2))
-    return max(-(-most // multiple) * multiple, multiple)
+    count = max(-(-size // most), 2)
+    return -(-size // (count * multiple)) * multiple
 
 
 def dot(
@@ -70,9 +70,9 @@ def dot(
         )
         total = columns
     else:
-        size = tile_size(
-            rows, columns * dtype.itemsize * of_weight, 8 if rows > 8 else 1
-        )
+        # What tensor cores multiply at once is even better filled.
+        multiple = 128 if rows >= 1024 else 8 if rows > 8 else 1
+        size = tile_size(rows, columns * dtype.itemsize * of_weight, multiple)
         total = rows
     xs = split(x, dtype, of_x)
     out, last = [], None
