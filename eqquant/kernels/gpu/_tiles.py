@@ -78,6 +78,12 @@ def dot(
     out, last = [], None
     for start in range(0, total, size):
         end = min(start + size, total)
+        if last is not None:
+            # After the last one is done, so that one tile at a time is in memory: XLA
+            # would decode several in one kernel, or put them together again for one
+            # product. The codes are whole here, as parts would be copied.
+            last, xs, codes = lax.optimization_barrier((last, xs, codes))
+            out[-1] = last
         if contract_rows:
             span = slice(num_bytes(start, bits), num_bytes(end, bits))
             part = (
@@ -88,11 +94,6 @@ def dot(
             tile = codes[:, span], scales[:, part]
         else:
             tile = codes[start:end], scales[start:end]
-        if last is not None:
-            # After the last one is done, so that one tile at a time is in memory, and
-            # XLA does not put them together again for one product.
-            last, xs = lax.optimization_barrier((last, xs))
-            out[-1] = last
         ws = _decode(*tile, format, dtype, of_weight, scaled=not late)
         last = multiply(xs, ws, contract_rows, sums)
         out.append(last)
