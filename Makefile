@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports coverage mutants sanitize lint format docs bench peers accuracy decode clean
+.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize lint format docs bench peers accuracy decode clean
 
 help:
 	@echo 'make install   install at once what test, docs and lint need, rather than each its own'
@@ -44,6 +44,7 @@ help:
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
 	@echo 'make test-clients  test models of other libraries, in an environment of its own'
 	@echo 'make test-imports  test files of bitsandbytes, GGUF, BitNet and PEFT beside their libraries'
+	@echo 'make test-gpu-compiler  compile for NVIDIA GPUs, in an environment of its own'
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
@@ -109,6 +110,17 @@ test-imports:
 	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
 	$(IMPORTS)/bin/python -m pytest tests/imports
 
+# The compiler for GPUs, without a GPU: 1.4 GB, by which only Linux on x86-64 is served.
+# JAX's plugin is of one version of JAX.
+GPU := $(VENV)-gpu
+
+test-gpu-compiler:
+	@if [ "$$(uname -sm)" != 'Linux x86_64' ]; then \
+		echo 'NOT RUN: the compiler for GPUs is for Linux on x86-64'; exit 0; fi; \
+	$(MAKE) VENV=$(GPU) $(GPU)/.has-test $(GPU)/.has-gpu-compiler && \
+	$(GPU)/bin/python -m pytest -rs -m 'not slow' \
+		tests/debug/test_compile_gpu.py tests/kernels/test_gpu.py -k 'compiled or few_kernels'
+
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage
 	$(BIN)/python -m coverage erase
@@ -147,7 +159,7 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 
@@ -164,7 +176,7 @@ decode: $(VENV)/.has-test $(VENV)/.has-examples
 	$(BIN)/python benchmarks/decode.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(IMPORTS) site dist build examples/output
+	rm -rf $(VENV) $(CLIENTS) $(IMPORTS) $(GPU) site dist build examples/output
 	rm -f eqquant/kernels/cpu/_native.so*
 	rm -rf .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -194,6 +206,13 @@ $(VENV)/.has-torch: $(VENV)/.exists
 	$(PIP) --no-deps \
 		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
 		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
+	@touch $@
+
+# With JAX of the same version.
+$(VENV)/.has-gpu-compiler: $(VENV)/.has-test
+	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
+	$(PIP) --editable '.[gpu-compiler]' \
+		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
 # By themselves: pyproject.toml says why.

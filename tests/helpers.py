@@ -11,6 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 import pytest
+from eqquant._jax import has_gpu_compiler
 from eqquant.formats._registry import formats
 from jax import export
 
@@ -141,6 +142,11 @@ def exported(fn, *args):
 needs_compiler = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
     reason="NOT COMPILED FOR TPU: libtpu is missing (pip install libtpu)",
+)
+
+needs_gpu_compiler = pytest.mark.skipif(
+    not (has_gpu_compiler() and importlib.util.find_spec("nvidia")),
+    reason="NOT COMPILED FOR GPUS: the compiler is missing (make test-gpu-compiler)",
 )
 
 

@@ -1,8 +1,8 @@
 """JAX beyond its public interface, and small tools that JAX lacks.
 
 Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
-that work row by row, run-time checks and warnings. Only `_compat.py` knows the version
-of JAX. Imports nothing of eqquant.
+that work row by row, the compiler for GPUs, run-time checks and warnings. Only
+`_compat.py` knows the version of JAX. Imports nothing of eqquant.
 """
 
 from ._compat import (
@@ -34,6 +34,12 @@ from ._compat import (
     subjaxprs as subjaxprs,
     zero_of as zero_of,
     zero_tangent as zero_tangent,
+)
+from ._gpu import (
+    GPU as GPU,
+    gpu_device as gpu_device,
+    gpus as gpus,
+    has_gpu_compiler as has_gpu_compiler,
 )
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise

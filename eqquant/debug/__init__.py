@@ -1,10 +1,14 @@
 """Tools to see, and to prove, what happens to quantized arrays.
 
-Exports assertions, `explain`, and `compile_for_tpu`. Imports `dispatch`, `arrays`,
-`primitives`, `formats` and `_jax`.
+Exports assertions, `explain`, `compile_for_tpu` and `compile_for_gpu`. Imports
+`dispatch`, `arrays`, `primitives`, `formats` and `_jax`.
 """
 
-from ._compile import compile_for_tpu as compile_for_tpu
+from ._compile import (
+    compile_for_gpu as compile_for_gpu,
+    compile_for_tpu as compile_for_tpu,
+)
+from ._gpu_program import GPUKernel as GPUKernel, GPUProgram as GPUProgram
 from ._inspect import (
     assert_not_materialised as assert_not_materialised,
     assert_trainable as assert_trainable,

@@ -1,7 +1,9 @@
-"""Compiling for a TPU without one."""
+"""Compiling for a TPU, or a GPU, without one."""
 
 import importlib.util
 import os
+import pathlib
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,9 @@ import jax
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .._jax import gpu_device, gpus, has_gpu_compiler
+from ._gpu_program import GPUProgram, kernels_in, once
 
 
 _topologies = {
@@ -71,7 +76,79 @@ def compile_for_tpu(
     topology = topologies.get_topology_desc(
         platform="tpu", topology_name=_topologies[chip]
     )
-    mesh = Mesh(np.array(topology.devices[:devices]), ("devices",))
+    return _compile(fn, args, "tpu", topology.devices[:devices])
+
+
+def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
+    """Compile a function for an NVIDIA GPU, without one: by the real compiler, ahead of
+    time.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+
+        def show():
+            x = jnp.ones((8, 512))
+            w = eqquant.quantize(jax.random.normal(jax.random.key(0), (512, 512)))
+            program = eqquant.debug.compile_for_gpu(lambda x, w: x @ w.T, x, w)
+            for kernel in program.kernels:
+                print(kernel.name, kernel.registers, kernel.spilled)
+        ```
+
+    The program cannot be called here. On a GPU, XLA also tries several kernels for a
+    product and keeps the fastest. Without one it takes the first, so tiles, and whether
+    cuBLAS computes a product, may differ there.
+
+    Needs JAX's plugin for CUDA, and NVIDIA's assembler and disassembler, on Linux:
+    `pip install 'eqquant[gpu-compiler]'`. The plugin is of one version of JAX; set
+    `JAX_PLATFORMS=cpu` where there is no GPU.
+
+    **Arguments:**
+
+    - `fn`: a function.
+    - `*args`: its arguments, or anything with a `shape` and a `dtype`.
+    - `chip`: `"a100"`, `"rtx4090"`, `"h100"` or `"h200"`.
+
+    **Returns:**
+
+    A [`eqquant.debug.GPUProgram`][].
+
+    **Raises:**
+
+    `ValueError` for an unknown chip, `RuntimeError` without the compiler.
+    """
+    if chip not in gpus:
+        raise ValueError(
+            f"compile_for_gpu: chip must be one of {tuple(gpus)}, got {chip!r}."
+        )
+    if not has_gpu_compiler():
+        raise RuntimeError(
+            "compile_for_gpu needs JAX's plugin for CUDA, which is the compiler: "
+            "pip install 'eqquant[gpu-compiler]'"
+        )
+    with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
+        compiled = _compile(
+            fn, args, "cuda", [gpu_device(chip)], {"xla_dump_to": folder}
+        )
+        files = sorted(pathlib.Path(folder).iterdir())
+        thunks = [f.read_text() for f in files if "thunk_sequence" in f.name]
+        ptx = [f.read_text() for f in files if f.suffix == ".ptx"]
+    return GPUProgram(
+        compiled,
+        chip=chip,
+        launches=once("".join(thunks)),
+        kernels=kernels_in(ptx, gpus[chip].architecture),
+    )
+
+
+def _compile(
+    fn: Callable, args: tuple, platform: str, devices: Any, options: Any = None
+) -> jax.stages.Compiled:
+    mesh = Mesh(np.array(devices), ("devices",))
     sharding = NamedSharding(mesh, PartitionSpec())
     dynamic, static = eqx.partition(args, lambda x: hasattr(x, "shape"))
     dynamic = jax.tree.map(
@@ -82,5 +159,5 @@ def compile_for_tpu(
         return fn(*eqx.combine(dynamic, static))
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        lowered = jax.jit(call).trace(dynamic).lower(lowering_platforms=("tpu",))
-        return lowered.compile()
+        lowered = jax.jit(call).trace(dynamic).lower(lowering_platforms=(platform,))
+        return lowered.compile(compiler_options=options)

@@ -235,8 +235,8 @@ def explain(
 
     A line for each product: the shapes, the format, the lowering and its variant, the
     reason for it, and to how many bits activations are rounded. A product that rounds
-    activations is not exactly linear. `docs/precision.md`, `docs/cpu.md` and
-    `docs/tpu.md` list the lowerings and variants.
+    activations is not exactly linear. `docs/precision.md`, `docs/cpu.md`,
+    `docs/gpu.md` and `docs/tpu.md` list the lowerings and variants.
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)

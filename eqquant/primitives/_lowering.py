@@ -8,7 +8,7 @@ from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
 from ..formats import Format
-from ..kernels import cpu, tpu, xla
+from ..kernels import cpu, gpu, tpu, xla
 from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
@@ -75,11 +75,12 @@ def _lower_on(native: Callable, *, exports: bool) -> Callable:
 
 
 # The kernels of platforms that have their own. XLA's serve on all others.
-_kernels = {"cpu": cpu, "tpu": tpu}
+_kernels = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
 lowerings = {
     None: _lower_on(dot_by(xla), exports=True),
     # What is exported may run where there is no library of native kernels.
     "cpu": _lower_on(_dot_on(cpu), exports=False),
+    "gpu": _lower_on(_dot_on(gpu), exports=True),
     "tpu": _lower_on(_dot_on(tpu), exports=True),
 }
 

@@ -107,9 +107,8 @@ class Attention(eqx.Module):
     def _attend(self, q, k, v, view, cache, layer, start):
         """With queries `(batch, heads, length, size)`, of all heads or of some."""
         config = self.config
-        batch, heads, length, _ = q.shape
         q, k = view.rotate(q), view.rotate(k)
-        k, v = (x.reshape(-1, length, config.head_size) for x in (k, v))
+        k, v = (x.reshape(-1, x.shape[2], config.head_size) for x in (k, v))
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)

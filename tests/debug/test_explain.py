@@ -63,7 +63,7 @@ def explain(normal, format, rows, precision, dtype, platform):
     ],
 )
 def test_by_xla(format, rows, precision, dtype, recipe, bits, normal):
-    said = explain(normal, format, rows, precision, dtype, "gpu")
+    said = explain(normal, format, rows, precision, dtype, "other")
     how = f"rounded to {bits} bits" if bits else "not rounded"
     assert f"XLA, recipe {recipe!r} (activations {how})" in said
 

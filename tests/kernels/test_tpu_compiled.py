@@ -180,7 +180,7 @@ def test_explain(normal):
 
     explain = ft.partial(eqquant.debug.explain, fn, normal(5, 128), q)
     assert "Pallas kernel, variant 'decode'" in explain(platform="tpu")
-    assert "XLA, recipe 'float'" in explain(platform="gpu")
+    assert "XLA, recipe 'float'" in explain(platform="other")
     assert explain(platform="cpu") == explain()
     backward = eqquant.debug.explain(
         jax.grad(lambda x: jnp.sum(fn(x, q))), normal(5, 128), platform="tpu"

@@ -1,0 +1,160 @@
+"""What is known of a program for a GPU before it runs."""
+
+import dataclasses
+import functools as ft
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterable
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUKernel:
+    """A kernel, and what NVIDIA's assembler makes of it.
+
+    **Fields:**
+
+    - `name`: of its entry point.
+    - `architecture`: for which it is assembled, such as `"sm_90a"`.
+    - `ptx`: as the compiler wrote it.
+
+    `registers`, `spilled` and `sass` ask `ptxas` and `nvdisasm`, which raise a
+    `RuntimeError` if they are not installed.
+    """
+
+    name: str
+    architecture: str
+    ptx: str = dataclasses.field(repr=False)
+
+    @ft.cached_property
+    def _assembled(self) -> tuple[str, str]:
+        """What `ptxas` says, and the instructions."""
+        with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
+            source, binary = (pathlib.Path(folder, x) for x in ("k.ptx", "k.cubin"))
+            source.write_text(self.ptx)
+            architecture = f"-arch={self.architecture}"
+            said = _run("ptxas", architecture, "-v", source, "-o", binary).stderr
+            return said, _run("nvdisasm", "-c", binary).stdout
+
+    def _said(self, pattern: str) -> int:
+        found = re.search(pattern, self._assembled[0])
+        return int(found[1]) if found else 0
+
+    @property
+    def registers(self) -> int:
+        """Of a thread."""
+        return self._said(r"Used (\d+) registers")
+
+    @property
+    def spilled(self) -> int:
+        """Bytes that a thread stores for want of registers."""
+        return self._said(r"(\d+) bytes spill stores")
+
+    @property
+    def sass(self) -> str:
+        """The instructions of the chip, as text."""
+        return self._assembled[1]
+
+    @property
+    def instructions(self) -> list[str]:
+        """Their names in order, such as `"LOP3.LUT"`."""
+        return [name for _, name, _ in _instructions(self.sass)]
+
+    @property
+    def loops(self) -> list[list[str]]:
+        """Those within each loop, the inner ones in the outer ones, too."""
+        labels: dict[str, int] = {}
+        position = 0
+        listed: list[tuple[int, str, str]] = []
+        for line in self.sass.splitlines():
+            if label := re.match(r"\s*(\.L_x_\d+):", line):
+                labels[label[1]] = position
+            for found in _instructions(line):
+                listed.append(found)
+                position += 1
+        out = []
+        for end, (_, name, operands) in enumerate(listed):
+            target = re.search(r"\.L_x_\d+", operands)
+            if name.startswith("BRA") and target:
+                start = labels.get(target[0], end)
+                # The last instruction jumps to itself, and is never reached.
+                if start < end:
+                    out.append([name for _, name, _ in listed[start : end + 1]])
+        return out
+
+
+@dataclasses.dataclass(frozen=True)
+class GPUProgram:
+    """What [`eqquant.debug.compile_for_gpu`][] returns.
+
+    **Fields:**
+
+    - `compiled`: a `jax.stages.Compiled`: `.memory_analysis()` tells what memory the
+        program takes. It cannot be called.
+    - `chip`: for which it is.
+    - `launches`: what the program does on the chip, in order, a line each.
+    - `kernels`: those that are compiled for it, each a [`eqquant.debug.GPUKernel`][];
+        but not those of libraries such as cuBLAS.
+    """
+
+    compiled: jax.stages.Compiled = dataclasses.field(repr=False)
+    chip: str
+    launches: str = dataclasses.field(repr=False)
+    kernels: tuple[GPUKernel, ...]
+
+    @property
+    def num_launches(self) -> int:
+        """How many kernels and copies are started. What is in a loop counts once."""
+        pattern = r"^\s*\d+: k(?!While|CommandBuffer|DynamicSlice)"
+        return len(re.findall(pattern, self.launches, re.M))
+
+    def as_text(self) -> str:
+        """The optimised HLO."""
+        return self.compiled.as_text() or ""
+
+
+def kernels_in(texts: Iterable[str], architecture: str) -> tuple[GPUKernel, ...]:
+    """Of each module of PTX those of its entry points."""
+    out = []
+    for text in texts:
+        for name in re.findall(r"\.entry\s+([\w$]+)", text):
+            out.append(GPUKernel(name, architecture, text))
+    return tuple(out)
+
+
+def once(launches: str) -> str:
+    """XLA writes them a second time, with those in groups that start together."""
+    lines = launches.splitlines()
+    again = [i for i, line in enumerate(lines) if i and line == lines[0]]
+    grouped = [i for i, line in enumerate(lines) if line.startswith("000: kCommand")]
+    return "\n".join(lines[: min([*again, *grouped, len(lines)])])
+
+
+def _instructions(sass: str) -> list[tuple[int, str, str]]:
+    """Addresses, names and operands."""
+    pattern = r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);"
+    return [(int(a, 16), name, rest) for a, name, rest in re.findall(pattern, sass)]
+
+
+def _run(tool: str, *args) -> subprocess.CompletedProcess:
+    command = [_tool(tool), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{tool} failed: {done.stderr.strip()}")
+    return done
+
+
+def _tool(name: str) -> str:
+    """Where NVIDIA's wheels have it, or the system."""
+    spec = importlib.util.find_spec("nvidia")
+    for root in (spec.submodule_search_locations or []) if spec else []:
+        for path in sorted(pathlib.Path(root).glob(f"*/bin/{name}")):
+            return str(path)
+    if path := shutil.which(name):
+        return path
+    raise RuntimeError(f"{name} is not installed: pip install 'eqquant[gpu-compiler]'")

@@ -1,0 +1,53 @@
+"""Few rows: one kernel that reads the codes and nothing else of that size.
+
+XLA makes of a sum along rows, and of all that goes into it, one kernel with no loop. A
+byte of codes is loaded once, for all of its planes and all rows of the activation.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Shaped
+
+from ...formats import Format, planes_of, to_plane_order
+from ._levels import levels, per_code
+
+
+def dot(
+    x: Shaped[Array, "m columns"],
+    codes: Shaped[Array, "rows packed"],
+    scales: Float[Array, "rows blocks"],
+    *,
+    format: Format,
+    out_dtype,
+) -> Float[Array, "m rows"]:
+    """`x @ w.T`."""
+    m, _ = x.shape
+    _, packed = codes.shape
+    planes = planes_of(format.bits)
+    blocked = scales.shape[1] > 1
+    scales = scales.astype(jnp.float32)
+    x = to_plane_order(x.astype(jnp.float32), format.bits, format.group)
+    x = x.reshape(m, planes, packed)
+    w = []
+    for plane in range(planes):
+        index = codes
+        if planes > 1:
+            index = codes >> jnp.uint8(plane * format.bits)
+            index = index & jnp.uint8(2**format.bits - 1)
+        w.append(levels(index, format, jnp.float32))
+    if blocked:
+        by = per_code(scales, packed)
+        w = [level * by for level in w]
+    terms = []
+    for row in x:
+        term = row[0] * w[0]
+        for plane in range(1, planes):
+            term = term + row[plane] * w[plane]
+        terms.append(term)
+
+    def add(left, right):
+        return tuple(a + b for a, b in zip(left, right, strict=True))
+
+    zeros = (jnp.float32(0),) * m
+    out = jnp.stack(lax.reduce(tuple(terms), zeros, add, (1,)))
+    return (out if blocked else out * scales[:, 0]).astype(out_dtype)

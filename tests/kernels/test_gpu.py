@@ -1,0 +1,140 @@
+"""The lowering for GPUs: its numbers, by XLA on any platform, and what the real
+compiler makes of it, where that is installed."""
+
+import dataclasses
+import functools as ft
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Int8, NF4, Ternary
+from eqquant.debug import compile_for_gpu
+from eqquant.debug._flow import Flow
+from eqquant.debug._in_hlo import decoded_in_hlo
+from eqquant.debug._inspect import _weight_of
+from eqquant.kernels import gpu, xla
+from eqquant.kernels.gpu import _tiles
+from eqquant.primitives import dot_by
+from helpers import FORMATS, needs_gpu_compiler, pairs, relative, slow, TOLERANCE
+
+
+def product(x, q, *, by=gpu, dtype="float32", **params):
+    params |= {"format": q.format, "weight_dtype": q.dtype, "out_dtype": dtype}
+    return jax.jit(ft.partial(dot_by(by), **params))(x, q.codes, q.scales)
+
+
+# Their scales are floats when a kernel gets them.
+CASES = [f for f in FORMATS if not f.quantized_scales and not f.has_offsets]
+
+
+@pairs("format, precision, m, contract_rows", CASES, TOLERANCE, [1, 6], [False, True])
+def test_ragged_products(format, precision, m, contract_rows, normal, monkeypatch):
+    monkeypatch.setattr(_tiles, "_tile_bytes", 8000)  # Several, the last one smaller.
+    q = eqquant.quantize(normal(77, 192), format)
+    x = normal(m, 77 if contract_rows else 192)
+    out = product(x, q, precision=precision, contract_rows=contract_rows)
+    w = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
+    bound = {"highest": 1e-6, "high": 2e-5, "default": 1e-2}[precision]
+    assert relative(out, expected) < bound
+
+
+@pairs(
+    "format, dtype, contract_rows",
+    [NF4(), Int8(), Ternary()],
+    ["bfloat16", "float16"],
+    [False, True],
+)
+def test_narrow_products_are_those_of_dense(format, dtype, contract_rows, normal):
+    q = eqquant.quantize(normal(80, 192).astype(dtype), format)
+    x = normal(9, 80 if contract_rows else 192).astype(dtype)
+    out = product(
+        x, q, dtype=dtype, precision="high", contract_rows=contract_rows
+    ).astype(jnp.float32)
+    exact = eqquant.dequantize_tree(dataclasses.replace(q, dtype=jnp.dtype("float32")))
+    wide = np.asarray(x.astype(jnp.float32), np.float64)
+    expected = wide @ np.asarray(exact if contract_rows else exact.T, np.float64)
+    # Two operands and a result, each rounded by half of the last place at most.
+    assert relative(out, expected) < {"bfloat16": 4e-3, "float16": 5e-4}[dtype]
+
+
+@pairs("format, m", [Int8(), Ternary(), NF4()], [3, 40])
+def test_w8a8_is_that_of_every_platform(format, m, normal):
+    format = dataclasses.replace(format, activations="int8")
+    q = eqquant.quantize(normal(24, 128), format)
+    x = normal(m, 128)
+    options = dict(precision="high", contract_rows=False)
+    assert relative(product(x, q, **options), product(x, q, by=xla, **options)) < 1e-5
+
+
+@pytest.mark.parametrize("m", [2, 6])
+def test_stacks_and_what_is_not_finite(m, normal):
+    q = eqquant.quantize(normal(3, 16, 64), "nf4")
+    x = normal(3, m, 64)
+    out = product(x, q, precision="high", contract_rows=False)
+    expected = np.einsum("bmk,bnk->bmn", np.asarray(x), np.asarray(q.dequantize()))
+    assert relative(out, expected) < 2e-5
+    large = product(x * 1e38, q, precision="high", contract_rows=False)
+    assert np.isfinite(large).any()
+    lost = product(x.at[0, 0, 0].set(jnp.nan), q, precision="high", contract_rows=False)
+    assert np.isnan(lost[0, 0]).all() and not np.isnan(lost[1:]).any()
+
+
+@pytest.mark.parametrize(
+    "size, each, multiple",
+    [(7, 100, 1), (9, 100, 8), (4096, 28672, 128), (2**20, 2**16, 128), (64, 2**30, 8)],
+)
+def test_a_tile_is_never_the_whole_weight(size, each, multiple):
+    tile = _tiles.tile_size(size, each, multiple)
+    assert tile % multiple == 0 and tile < size
+    assert -(-size // tile) <= 16
+
+
+@pytest.mark.parametrize("shape", [(16, 64), (16, 1024)])
+def test_one_block_of_columns_takes_the_loop(shape, normal):
+    q = eqquant.quantize(normal(*shape), NF4(block_size=shape[1]))
+    how = eqquant.debug.explain(lambda x: x @ q, normal(8, 16), platform="gpu")
+    assert "XLA, recipe 'float'" in how and "would be all of it" in how
+
+
+def test_turned_off(monkeypatch, normal):
+    q = eqquant.quantize(normal(8, 64), "nf4")
+    explain = ft.partial(eqquant.debug.explain, lambda x: x @ q.T, normal(2, 64))
+    assert "XLA for GPUs, variant 'reduce, float32'" in explain(platform="gpu")
+    monkeypatch.setenv("EQQUANT_GPU", "off")
+    assert "recipe 'float'" in explain(platform="gpu")
+    assert "EQQUANT_GPU=off" in explain(platform="gpu")
+
+
+def described(rows, columns, format):
+    return jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+    )
+
+
+@needs_gpu_compiler
+@pairs(
+    "format, m, contract_rows, chip",
+    [NF4(), Int8(), Ternary(), eqquant.Binary()],
+    [1, 16, slow(2048)],
+    [False, True],
+    ["h100", "a100"],
+)
+def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
+    q = described(4096, 14336, format)
+    x = jax.ShapeDtypeStruct((m, 4096 if contract_rows else 14336), jnp.bfloat16)
+    program = compile_for_gpu(
+        lambda x, q: x @ (q if contract_rows else q.T), x, q, chip=chip
+    )
+    assert "while" not in program.launches.lower()
+    weight = _weight_of(q)
+    flows = [Flow(data=True), Flow({weight: weight.decoded}), Flow()]
+    assert decoded_in_hlo(program.as_text(), flows) == []
+    assert program.num_launches <= {"int8": 3}.get(format.name, 24)
+    assert all(kernel.spilled == 0 for kernel in program.kernels)
+    # A tile, and for many rows the parts of the result.
+    held = program.compiled.memory_analysis().temp_size_in_bytes
+    assert held < 2.5 * 2**25 + 4 * m * 14336
