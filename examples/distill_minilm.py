@@ -148,7 +148,7 @@ COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=2600)
     parser.add_argument("--rate", type=float, default=5e-4, help="of learning")
     parser.add_argument("--tokens", type=int, default=480, help="of a batch")
     parser.add_argument("--layers", type=int, default=6, help="of the encoder to use")
