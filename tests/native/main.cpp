@@ -154,9 +154,12 @@ bool check(const Case& c) {
   for (int64_t m = 0; m < p.m; m++)
     for (int64_t n = 0; n < out; n++) {
       double sum = 0;
-      for (int64_t k = 0; k < in; k++)
-        sum += x[m * in + k] * (p.contract_rows ? w[k * out + n] : w[n * in + k]);
-      error += std::pow(y[m * out + n] - sum, 2), norm += sum * sum;
+      // Not that of the sum, of whose terms most may cancel.
+      for (int64_t k = 0; k < in; k++) {
+        const double term = x[m * in + k] * (p.contract_rows ? w[k * out + n] : w[n * in + k]);
+        sum += term, norm += term * term;
+      }
+      error += std::pow(y[m * out + n] - sum, 2);
     }
   const double relative = std::sqrt(error / norm);
   if (relative <= c.tolerance) return true;
