@@ -188,3 +188,20 @@ def test_statistics_of_another_model(normal):
         eqquant.quantize_tree(model, calibration=stats, method="magic")
     with pytest.raises(ValueError, match="needs original"):
         eqquant.report(model, calibration=stats)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda w, x: x @ jnp.swapaxes(w, 0, 1),
+        lambda w, x: jnp.einsum("boi,ni->nbo", w[None], x),
+        lambda w, x: jnp.einsum("obi,ni->nbo", w.reshape(12, 1, 16), x),
+    ],
+    ids=["transposed", "one more", "one within"],
+)
+def test_axes_may_move_before_a_product(product, normal):
+    x = normal(8, 16)
+    fn = eqquant.quaxify(lambda m, x: product(m["w"], x))
+    rules = {"w": eqquant.Rule("nf4", axis=-1)}
+    stats = eqquant.calibrate(fn, {"w": normal(12, 16)}, [x], rules=rules)
+    assert_exact(stats.weights["w"].gram, gram(x))
