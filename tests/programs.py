@@ -46,7 +46,8 @@ _contexts = []
 
 
 def share_contexts() -> None:
-    """Not in versions of JAX that make their contexts in another way."""
+    """Not in versions of JAX that make their contexts in another way. Tried on JAX
+    0.10.2 and 0.12.0.1."""
     from jax._src.interpreters import mlir
 
     make = getattr(mlir, "make_ir_context", None)

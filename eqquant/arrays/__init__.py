@@ -30,6 +30,7 @@ from .quantized import (
     dequantize as dequantize,
     encode as encode,
     from_components as from_components,
+    in_blocks as in_blocks,
     is_quantized as is_quantized,
     no_problem as no_problem,
     quantize as quantize,

@@ -1,21 +1,19 @@
 """Scales and offsets fitted to the data, for formats that GPTQ cannot use."""
 
-import math
 from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
-from ..arrays import encode, QuantizedArray
+from ..arrays import encode, in_blocks, QuantizedArray
 from ..formats import FittedFormat, Format
 from ._layout import Layout
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
-    """Whether it fits scales, and so can weigh the errors of values."""
-    return isinstance(format, FittedFormat) and format.fit != "absmax"
+    """Whether it fits offsets and scales, and so can weigh the errors of values."""
+    return isinstance(format, FittedFormat) and format.affine and format.fit != "absmax"
 
 
 def weighted(
@@ -33,7 +31,8 @@ def weighted(
     grams = gram.reshape(-1, *gram.shape[-2:])
     squares = jnp.diagonal(grams, axis1=-2, axis2=-1)
     limit = float(jnp.finfo(array.dtype).max)
-    fitted = jax.vmap(lambda w, s: _fit(w, s, format, limit))(weights, squares)
+    of_row = lambda row, squares: _fit(row, squares, format, limit)
+    fitted = jax.vmap(jax.vmap(of_row, (0, None)))(weights, squares)
 
     def stored(parts):
         return jax.tree.map(lambda p: layout.scales_from_matrices(p, shape), parts)
@@ -44,27 +43,21 @@ def weighted(
 
     new, _ = encode(array, format, plain.axes, stored(fitted))
     better = (loss(new) < loss(plain))[..., None]
-    old = (plain.scales, plain.offsets) if format.has_offsets else plain.scales
+    old = plain.scales, plain.offsets
     old = jax.tree.map(lambda part: layout.scales_as_matrices(part, shape), old)
     best = jax.tree.map(lambda a, b: jnp.where(better, a, b), fitted, old)
     return encode(array, format, plain.axes, stored(best))[0]
 
 
 def _fit(
-    weights: Float[Array, "rows size"],
+    row: Float[Array, " size"],
     importance: Float[Array, " size"],
     format: FittedFormat,
     limit: float,
 ):
-    """What `Format.encode` returns beside codes."""
-    rows, size = weights.shape
-    width = format.block_size or size
-    count = math.ceil(size / width)
-    counts = np.full(count, width, np.float32)
-    counts[-1] -= count * width - size
-    pad = count * width - size
-    blocks = jnp.pad(weights, ((0, 0), (0, pad))).reshape(rows, count, width)
-    importance = jnp.pad(importance, (0, pad)).reshape(count, width)
+    """The scales of a row, and its offsets."""
+    blocks, counts = in_blocks(row, format)
+    importance, _ = in_blocks(importance, format)
     # Only shares count, and large ones may overflow.
     largest = jnp.max(importance, -1, keepdims=True)
     importance = importance / jnp.where(largest > 0, largest, 1)

@@ -7,7 +7,7 @@ function and in words; and `Plan`, how a weight is split over a mesh. Imports `k
 """
 
 from ._activations import straight_rounded as straight_rounded
-from ._gather_scales import gather_scales as gather_scales
+from ._all_gather_scales import all_gather_scales as all_gather_scales
 from ._lowering import (
     dot_by as dot_by,
     implementation_on as implementation_on,

@@ -7,6 +7,7 @@ from ._array import (
 )
 from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components
+from ._encode import in_blocks as in_blocks
 from ._quantize import (
     dequantize as dequantize,
     encode as encode,

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config
 from ...formats import float_scales, Precision, ShortScales
-from ...primitives import gather_scales, quantized_dot, straight_rounded
+from ...primitives import all_gather_scales, quantized_dot, straight_rounded
 from ._structure import AbstractQuantizedArray
 
 
@@ -116,7 +116,7 @@ def _contract(
 
     scales, plan = q.scales, q.plan
     if isinstance(scales, ShortScales):
-        scales, plan = gather_scales(scales, plan)
+        scales, plan = all_gather_scales(scales, plan)
     if plan is not None:
         order_of_codes = *order, len(order)
         moved = [q.codes.shape[i] for i in order_of_codes]

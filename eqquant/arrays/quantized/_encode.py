@@ -57,7 +57,7 @@ def encode_rows(
 
     def encode(inputs):
         row, scales = inputs
-        blocks, counts = _in_blocks(row.astype(compute), format)
+        blocks, counts = in_blocks(row.astype(compute), format)
         absmax = _absmax(blocks)
         problem = _out_of_range(absmax, format)
         if scales is None:
@@ -187,7 +187,7 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
 _chunk_elements = 2**20
 
 
-def _in_blocks(
+def in_blocks(
     row: Float[Array, " size"], format: Format
 ) -> tuple[Float[Array, "blocks block"], Float[np.ndarray, " blocks"]]:
     """The row cut in blocks, the last one filled with zeros; and how much of each block

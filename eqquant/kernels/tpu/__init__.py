@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 from ...formats import Format, num_codes, Precision, TPUKernel
 from .._int8 import rounding
-from . import _decode, _general
+from . import _decode, _general, _tile_sizes
 from ._chips import chip
 from ._round import round_rows
 from ._weights import can_become, is_exact
@@ -175,6 +175,6 @@ def why_not(x, codes, scales, *, format: Format, weight_dtype, **_) -> str | Non
         return f"there are no kernels for TPU for codes like those of {format.name}"
     if format.bits == 3 and format.group % 32:
         return f"blocks of {format.block_size} are no whole words"
-    if not _general.fits(codes.shape[-1], format):
+    if not _tile_sizes.fits(codes.shape[-1], format):
         return f"blocks of {format.block_size} are too long for a tile"
     return None

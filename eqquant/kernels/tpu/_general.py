@@ -18,91 +18,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from ...formats import Format, TPUKernel
+from ...formats import Format
 from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
 from ._three_bits import read, stored_bytes, used_bytes
-from ._tiles import (
-    bits_of,
-    chunk_bytes,
-    lanes,
-    look_up,
-    pad_to,
-    planes_of,
-    result_like,
-    tile_multiple,
-)
+from ._tile_sizes import budget_of, choose_tiles, Tiles
+from ._tiles import bits_of, chunk_bytes, lanes, look_up, pad_to, planes_of, result_like
 from ._weights import can_become, Decoder, is_exact, is_shifted
-
-
-@dataclasses.dataclass(frozen=True)
-class _Tiles:
-    """The sizes of tiles: of the activation and the result so many rows; of the weight
-    so many rows, and bytes of a row."""
-
-    m: int
-    rows: int
-    bytes: int
-
-
-def _tiles(
-    m: int,
-    rows: int,
-    packed: int,
-    *,
-    format: Format,
-    contracted: int,
-    operand,
-    chip: Chip,
-) -> _Tiles:
-    """As much of the contracted axis as the memory of the chip takes."""
-    asked = format.tpu or TPUKernel()
-    size = max(jnp.dtype(operand).itemsize, 2)
-    register = 32 // jnp.dtype(operand).itemsize
-    most_m = (asked.tile_m or chip.tile_m) * 2 // size
-    bm = min(math.ceil(m / register) * register, most_m)
-    bm = math.ceil(bm / register) * register
-    tile_n = asked.tile_n or chip.tile_n
-    budget = _budget(chip)
-    tiles = None
-    choices = (asked.tile_k,) if asked.tile_k else (4096, 2048, 1024, 512)
-    # With many rows a short tile is as fast, to 1%, and a longer one takes the compiler
-    # several times as long. All columns at once let the kernel arrange the activation.
-    whole = contracted == 1 and chip.cores == 1 and packed * 8 // format.bits <= 4096
-    if bm >= 1024 and not whole:
-        choices = (asked.tile_k or 1024, 512)
-    for tile_k in choices:
-        some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
-        bn = math.ceil(min(rows, some_rows) / lanes) * lanes
-        tile = _tile_bytes(packed, format, columns)
-        bk = tile * planes_of(format)
-        in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
-        tiles = _Tiles(bm, bn, tile)
-        if in_and_out + bn * bk * (size + 1) <= budget:
-            break
-    assert tiles is not None
-    return tiles
-
-
-def _budget(chip: Chip) -> int:
-    """Of the vector memory: the compiler has temporaries of its own."""
-    return chip.memory * 2 // 3
-
-
-def fits(packed: int, format: Format) -> bool:
-    """Whether a tile of whole blocks is small enough."""
-    return _tile_bytes(used_bytes(packed, format), format, 8) * 512 <= 2**21
-
-
-def _tile_bytes(packed: int, format: Format, columns: int) -> int:
-    """How many bytes of a row a tile has, for about so many columns: all of them, or
-    whole registers and whole blocks."""
-    chunk = tile_multiple(format)
-    # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
-    block = (format.block_size or format.group) * bits_of(format) // 8
-    whole = math.lcm(chunk, block * (16 if format.block_size else 1))
-    size = math.ceil(columns * bits_of(format) // 8 / whole) * whole
-    return min(math.ceil(packed / chunk) * chunk, size)
 
 
 def _spread(
@@ -177,7 +99,7 @@ class _Plan:
 
     format: Format
     contracted: int
-    tiles: _Tiles
+    tiles: Tiles
     # Of the weight: the numbers in a tile, and how many tiles there are.
     sizes: tuple[int, int]
     counts: tuple[int, int]
@@ -218,7 +140,7 @@ def _plan(
 ) -> _Plan:
     *_, rows, packed = codes_shape
     packed, planes = used_bytes(packed, format), planes_of(format)
-    tiles = _tiles(
+    tiles = choose_tiles(
         m,
         rows,
         packed,
@@ -248,7 +170,7 @@ def _plan(
         scales=(rows, blocks),
         tile_scales=(tiles.rows, tile_blocks),
         weight=_Operand(format, operand, exact_table, chip),
-        arranges=arranges and used <= _budget(chip),
+        arranges=arranges and used <= budget_of(chip),
     )
 
 

@@ -22,15 +22,17 @@ from .._jax import (
 from ._plan import Plan
 
 
-gather_scales_p = Primitive("gather_scales")
+all_gather_scales_p = Primitive("all_gather_scales")
 
 
-def gather_scales(scales, plan: Plan | None):
+def all_gather_scales(scales, plan: Plan | None):
     """The same scales, and the plan of a product with them: their parts are gathered
     already."""
     if plan is None or not set(plan.batch) & {n for names in plan.axes for n in names}:
         return scales, plan
-    scales = jax.tree.map(lambda part: gather_scales_p.bind(part, plan=plan), scales)
+    scales = jax.tree.map(
+        lambda part: all_gather_scales_p.bind(part, plan=plan), scales
+    )
     return scales, dataclasses.replace(plan, whole_scales=True)
 
 
@@ -39,8 +41,8 @@ def _same(part, *, plan: Plan):
     return part
 
 
-gather_scales_p.def_impl(_same)
-gather_scales_p.def_abstract_eval(_same)
+all_gather_scales_p.def_impl(_same)
+all_gather_scales_p.def_abstract_eval(_same)
 
 
 def _constrained(part, *, plan: Plan):
@@ -60,12 +62,12 @@ def _lower(ctx, part, *, plan: Plan):
     return mlir.lower_fun(fn, multiple_results=False)(ctx, part, plan=plan)
 
 
-mlir.register_lowering(gather_scales_p, _lower)
+mlir.register_lowering(all_gather_scales_p, _lower)
 
 
 def _batch(args, dims, *, plan: Plan):
     (part,), (dim,) = args, dims
-    return gather_scales_p.bind(jnp.moveaxis(part, dim, 0), plan=plan), 0
+    return all_gather_scales_p.bind(jnp.moveaxis(part, dim, 0), plan=plan), 0
 
 
-batching.primitive_batchers[gather_scales_p] = _batch
+batching.primitive_batchers[all_gather_scales_p] = _batch

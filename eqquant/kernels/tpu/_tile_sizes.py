@@ -1,0 +1,83 @@
+"""How large the tiles of the kernel for any shape are."""
+
+import dataclasses
+import math
+
+import jax.numpy as jnp
+
+from ...formats import Format, TPUKernel
+from ._chips import Chip
+from ._three_bits import used_bytes
+from ._tiles import bits_of, lanes, planes_of, tile_multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The sizes of tiles: of the activation and the result so many rows; of the weight
+    so many rows, and bytes of a row."""
+
+    m: int
+    rows: int
+    bytes: int
+
+
+def choose_tiles(
+    m: int,
+    rows: int,
+    packed: int,
+    *,
+    format: Format,
+    contracted: int,
+    operand,
+    chip: Chip,
+) -> Tiles:
+    """As much of the contracted axis as the memory of the chip takes."""
+    asked = format.tpu or TPUKernel()
+    size = max(jnp.dtype(operand).itemsize, 2)
+    register = 32 // jnp.dtype(operand).itemsize
+    most_m = (asked.tile_m or chip.tile_m) * 2 // size
+    bm = min(math.ceil(m / register) * register, most_m)
+    bm = math.ceil(bm / register) * register
+    tile_n = asked.tile_n or chip.tile_n
+    budget = budget_of(chip)
+    tiles = None
+    # All columns at once let the kernel arrange the activation.
+    whole = contracted == 1 and chip.cores == 1 and packed * planes_of(format) <= 4096
+    choices = 4096, 2048, 1024, 512
+    if asked.tile_k:
+        choices = (asked.tile_k,)
+    elif bm >= 1024 and not whole:
+        # Long tiles take the compiler longer: on v5p twice as long, for half a percent.
+        choices = 1024, 512
+    for tile_k in choices:
+        some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
+        bn = math.ceil(min(rows, some_rows) / lanes) * lanes
+        tile = _tile_bytes(packed, format, columns)
+        bk = tile * planes_of(format)
+        in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
+        tiles = Tiles(bm, bn, tile)
+        if in_and_out + bn * bk * (size + 1) <= budget:
+            break
+    assert tiles is not None
+    return tiles
+
+
+def budget_of(chip: Chip) -> int:
+    """Of the vector memory: the compiler has temporaries of its own."""
+    return chip.memory * 2 // 3
+
+
+def fits(packed: int, format: Format) -> bool:
+    """Whether a tile of whole blocks is small enough."""
+    return _tile_bytes(used_bytes(packed, format), format, 8) * 512 <= 2**21
+
+
+def _tile_bytes(packed: int, format: Format, columns: int) -> int:
+    """How many bytes of a row a tile has, for about so many columns: all of them, or
+    whole registers and whole blocks."""
+    chunk = tile_multiple(format)
+    # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
+    block = (format.block_size or format.group) * bits_of(format) // 8
+    whole = math.lcm(chunk, block * (16 if format.block_size else 1))
+    size = math.ceil(columns * bits_of(format) // 8 / whole) * whole
+    return min(math.ceil(packed / chunk) * chunk, size)
