@@ -16,7 +16,7 @@ def softcap(x: Float[Array, "*shape"], cap: float | None) -> Float[Array, "*shap
 
 def attend(
     q: Float[Array, "batch heads length size"],
-    k: Float[Array, "all_heads keys size"],
+    k: Float[Array, "all_heads size keys"],
     v: Float[Array, "all_heads keys size"],
     mask: Bool[Array, "batch length keys"],  # The batch may be 1.
     cap: float | None,
@@ -30,7 +30,7 @@ def attend(
     def of_some(q, mask):
         # Queries that share a key are rows of one product: no key is repeated.
         rows = q.reshape(len(k), -1, size)
-        scores = jnp.einsum("hqd,hkd->hqk", rows, k, preferred_element_type=jnp.float32)
+        scores = jnp.einsum("hqd,hdk->hqk", rows, k, preferred_element_type=jnp.float32)
         scores = softcap(scores, cap)
         by_sequence = scores.reshape(batch, heads, *mask.shape[1:])
         weights = jax.nn.softmax(jnp.where(mask[:, None], by_sequence, -jnp.inf))

@@ -27,26 +27,28 @@ class Cache(eqx.Module):
     multiplies.
 
     `heads` are those of all sequences. Were they apart, XLA would copy the cache to
-    merge them in products.
+    merge them in products. Keys are columns, which products with queries read faster.
     """
 
-    keys: Float[Array, "*layers heads capacity size"]
+    keys: Float[Array, "*layers heads size capacity"]
     values: Float[Array, "*layers heads capacity size"]
 
     def append(self, keys, values, layer, start):
-        """The cache with rows of a layer replaced, in place where it is donated; and
-        all keys and values of that layer."""
+        """The cache with some tokens of a layer replaced, in place where it is donated;
+        and all keys and values of that layer."""
 
-        def write(old, rows):
-            rows = rows.astype(old.dtype)
+        def write(old, new, *first):
+            new = new.astype(old.dtype)
             if layer is None:
-                return lax.dynamic_update_slice(old, rows, (0, start, 0))
-            return lax.dynamic_update_slice(old, rows[None], (layer, 0, start, 0))
+                return lax.dynamic_update_slice(old, new, first)
+            return lax.dynamic_update_slice(old, new[None], (layer, *first))
 
         def read(x):
             if layer is None:
                 return x
             return lax.dynamic_index_in_dim(x, layer, keepdims=False)
 
-        cache = Cache(write(self.keys, keys), write(self.values, values))
+        keys = write(self.keys, keys, 0, 0, start)
+        values = write(self.values, values, 0, start, 0)
+        cache = Cache(keys, values)
         return cache, read(cache.keys), read(cache.values)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from load import load_model, read_json
 from lora import load_adapters
-from model import Decoder, empty_cache
+from model import Cache, Decoder, empty_cache
 from sampling import Sampling
 from text import Text
 from tokenizers.decoders import DecodeStream
@@ -30,6 +30,16 @@ FORMATS += ["nf3", "int3", "nf2", "int2", "ternary", "binary"]
 # A prompt is cut in pieces of these lengths, and the last one padded: so that there are
 # only so many programs.
 PIECES = (512, 128, 32)
+
+
+def quantize_cache(
+    cache: Cache | tuple[Cache, ...], format: eqquant.Format | str
+) -> Cache | tuple[Cache, ...]:
+    """Keys and values of a token get scales of their own, so it can be appended."""
+    if isinstance(cache, tuple):
+        return tuple(quantize_cache(part, format) for part in cache)
+    keys = eqquant.quantize(cache.keys, format, axis=-2)
+    return Cache(keys, eqquant.quantize(cache.values, format))
 
 
 class Generator:
@@ -74,9 +84,7 @@ class Generator:
 
     def _empty(self):
         cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
-        if self._kv is None:
-            return cache
-        return jax.tree.map(lambda x: eqquant.quantize(x, self._kv), cache)
+        return cache if self._kv is None else quantize_cache(cache, self._kv)
 
     def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
         numbers = np.int32(start), np.int32(last)
@@ -160,7 +168,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folder", type=pathlib.Path)
     parser.add_argument("prompt")
     parser.add_argument("--format", choices=FORMATS, default="nf4")
-    parser.add_argument("--kv", choices=["float", "int8", "nf4"], default="int8")
+    parser.add_argument(
+        "--kv", choices=["float", "int8", "int4", "nf4"], default="int8"
+    )
     parser.add_argument("--tokens", type=int, default=200, help="at most")
     parser.add_argument("--temperature", type=float, default=0.7)
     parser.add_argument("--top-k", type=int, default=0)

@@ -68,7 +68,7 @@ class Layout:
         return NamedSharding(self.mesh, P("data"))
 
     def cache(self) -> NamedSharding:
-        """Of `(layers, heads, capacity, size)`. The heads are in an order that only
+        """Of keys and values, `(layers, heads, ...)`. The order of the heads only
         `attention` knows: those of a device are together."""
         return NamedSharding(self.mesh, P(None, _ROWS))
 

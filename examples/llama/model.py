@@ -109,6 +109,7 @@ class Attention(eqx.Module):
         config = self.config
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, x.shape[2], config.head_size) for x in (k, v))
+        k = k.swapaxes(1, 2)
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)
@@ -277,7 +278,7 @@ class Decoder(eqx.Module):
         """Append tokens at the positions from `start` on. What `logits` takes, and the
         cache with them in it, for which there must be room."""
         caches = cache if isinstance(cache, tuple) else (cache,)
-        capacity = caches[0].keys.shape[-2]
+        capacity = caches[0].keys.shape[-1]
         views = self._views(tokens.shape[1], capacity, start, None)
         return self._run(tokens, views, cache, start, False, layout)
 
@@ -341,8 +342,12 @@ def empty_cache(
 ) -> Cache | tuple[Cache, ...]:
     """Room for so many tokens of each sequence."""
     config = model.config
-    shape = (batch * config.kv_heads, capacity, config.head_size)
-    make = lambda *layers: Cache(*(jnp.zeros((*layers, *shape), dtype) for _ in "kv"))
+
+    def make(*layers: int) -> Cache:
+        values = (*layers, batch * config.kv_heads, capacity, config.head_size)
+        keys = (*values[:-2], config.head_size, capacity)
+        return Cache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+
     if isinstance(model.layers, tuple):
         return tuple(make() for _ in range(config.layers))
     return make(config.layers)

@@ -19,6 +19,7 @@ EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
 from attention import attend  # noqa: E402
+from generate import quantize_cache  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
 from model import empty_cache  # noqa: E402
@@ -102,7 +103,7 @@ def test_a_quantized_cache(name):
     model = load(name)
     cache = empty_cache(model, 2, 24)
     expected, _ = in_pieces(model, tokens, cache, 10, 1, 10)
-    cache = jax.tree.map(lambda x: eqquant.quantize(x, "int8"), cache)
+    cache = quantize_cache(cache, "int8")
     got, after = in_pieces(model, tokens, cache, 10, 1, 10)
     assert jax.tree.structure(after) == jax.tree.structure(cache)
     # INT8 with a scale for each row of 16 values is an error of .004 in each key and
@@ -114,10 +115,11 @@ def test_a_quantized_cache(name):
 def test_queries_of_a_long_prompt_take_turns(format):
     q, k, v = (
         jax.random.normal(jax.random.key(i), shape)
-        for i, shape in enumerate([(2, 4, 256, 8), (4, 300, 8), (4, 300, 8)])
+        for i, shape in enumerate([(2, 4, 256, 8), (4, 8, 300), (4, 300, 8)])
     )
     if format is not None:
-        k, v = eqquant.quantize(k, format), eqquant.quantize(v, format)
+        k = eqquant.quantize(k, format, axis=-2)
+        v = eqquant.quantize(v, format)
     mask = jnp.arange(300) <= 20 + jnp.arange(256)[:, None]
     run = jax.jit(strict(lambda q, mask: attend(q, k, v, mask[None], 5.0)))
     pieces = [run(q[:, :, i : i + 64], mask[i : i + 64]) for i in range(0, 256, 64)]
