@@ -17,7 +17,6 @@ from ._materialise import (
     MaterialiseWarning as MaterialiseWarning,
     OnMaterialise as OnMaterialise,
 )
-from ._observed import Observed as Observed, ObservedArray as ObservedArray
 from ._plain import contract as contract, with_shape as with_shape
 from ._rotated import is_stored as is_stored, RotatedArray as RotatedArray
 from ._straight_through import (
@@ -25,6 +24,7 @@ from ._straight_through import (
     StraightThroughArray as StraightThroughArray,
 )
 from .lora import LoraArray as LoraArray
+from .observed import Observed as Observed, ObservedArray as ObservedArray
 from .quantized import (
     canonical_axes as canonical_axes,
     dequantize as dequantize,

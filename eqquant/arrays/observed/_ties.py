@@ -1,0 +1,54 @@
+"""Functions that return their first argument, and whose derivatives say what it was."""
+
+import functools as ft
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from ...primitives import sums_of_rows
+
+
+def _pass(out, *_):
+    return out
+
+
+def _forward_product(out, gram, rows, power, x):
+    return out, (x, jnp.zeros((), gram.dtype))
+
+
+def _backward_product(every_row: bool, residuals, ct):
+    x, like = residuals
+    live = jnp.ones(ct.shape[:-1], bool) if every_row else jnp.any(ct != 0, -1)
+    of_gram = jnp.where(live[..., None], x, 0).astype(like.dtype)
+    power = jnp.sum(jnp.square(ct.astype(like.dtype)), -1)
+    return ct, of_gram, live.astype(like.dtype), power, jnp.zeros_like(x)
+
+
+def _tie(every_row: bool) -> Callable:
+    """`tie(out, gram, rows, power, x)` is `out`. For each row of `out` with a cotangent
+    that is not zero, the cotangent of `gram` is `x`, that of `rows` is 1, and that of
+    `power` is the squared norm of the cotangent of `out`."""
+    tie = jax.custom_vjp(_pass)
+    tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))
+    return tie
+
+
+tie_product = {every_row: _tie(every_row) for every_row in (False, True)}
+
+
+@jax.custom_vjp
+def tie_lookup(rows, gram, count, power):
+    """As `observe_rows`."""
+    return rows
+
+
+def _forward_lookup(rows, gram, count, power):
+    return rows, jnp.zeros((), gram.dtype)
+
+
+def _backward_lookup(like, ct):
+    return ct, *sums_of_rows(ct, ct.ndim - 2, like.dtype)
+
+
+tie_lookup.defvjp(_forward_lookup, _backward_lookup)
