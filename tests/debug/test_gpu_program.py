@@ -41,9 +41,9 @@ def test_kernels_are_the_entry_points():
 def test_launches_are_counted_once():
     """Not the loop itself, but what is in it; nor what is written again in groups."""
     compiled = jax.jit(lambda x: x + 1).lower(1.0).compile()
-    count = lambda text: GPUProgram(
-        compiled, "h100", _gpu_program.once(text), ()
-    ).num_launches
+    count = lambda text: (
+        GPUProgram(compiled, "h100", _gpu_program.once(text), ()).num_launches
+    )
     assert count(LAUNCHES) == 3
     assert count(LAUNCHES + LAUNCHES) == 3
     grouped = "000: kCommandBuffer command_buffer\n  000: kKernel fusion\n"

@@ -78,12 +78,15 @@ def test_what_every_choice_keeps_to(name, on):
             said = cpu.describe(x, *args[1:], **params)
             assert repr(chosen) in said
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
-    assert kinds == {
-        "AVX2": {"float"},
-        "AVX-512": {"float"},
-        "VNNI": {"float", "one digit", "two digits", "words"},
-        "AMX": {"float", "one digit", "two digits", "words", "split"},
-    }[name]
+    assert (
+        kinds
+        == {
+            "AVX2": {"float"},
+            "AVX-512": {"float"},
+            "VNNI": {"float", "one digit", "two digits", "words"},
+            "AMX": {"float", "one digit", "two digits", "words", "split"},
+        }[name]
+    )
 
 
 @pytest.mark.parametrize(

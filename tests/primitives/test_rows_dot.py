@@ -22,9 +22,7 @@ def test_values_and_gradients(axes, rows, normal):
     """As of each by itself, whether there are fewer rows than columns or more."""
     x, w, ct = normal(5, 8), normal(rows, 8), normal(5, rows)
     # Copies that differ, along the axis that is mapped over.
-    several = lambda a, axis: (
-        a if axis is None else jnp.stack([a, 2 * a, a - 1], axis)
-    )
+    several = lambda a, axis: a if axis is None else jnp.stack([a, 2 * a, a - 1], axis)
     one = lambda a, axis, i: np.float64(a if axis is None else jnp.take(a, i, axis))
     x_axis, w_axis = axes
     xs, ws = several(x, x_axis), several(w, w_axis)
@@ -42,7 +40,9 @@ def test_values_and_gradients(axes, rows, normal):
         all_w.append(ct_i.T @ x_i)
     # What all share gets the sum.
     for got, each, axis in ((of_x, all_x, x_axis), (of_w, all_w, w_axis)):
-        assert relative(got, sum(each) if axis is None else np.stack(each, axis)) < EXACT
+        assert (
+            relative(got, sum(each) if axis is None else np.stack(each, axis)) < EXACT
+        )
 
 
 # Where the rows of `x` and `w` are, where what is contracted is, and the result.
