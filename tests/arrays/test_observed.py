@@ -1,4 +1,4 @@
-"""`ObservedArray`: the weight in every respect, and what it multiplies as a gradient."""
+"""`ObservedArray`: the weight in every respect; as a gradient, what it multiplies."""
 
 import math
 

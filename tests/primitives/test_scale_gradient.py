@@ -75,7 +75,7 @@ def gradient(q, x, ct):
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["one weight", "a stack"])
 def test_mapped_over(stacked, normal):
-    """Each activation has a gradient of its own; with or without a weight of its own."""
+    """Each activation has its own gradient, with or without its own weight."""
     lead = (3,) if stacked else ()
     q = make(normal, Int8, *lead, ROWS, SIZE)
     x, ct = normal(3, 4, SIZE), normal(4, ROWS)
