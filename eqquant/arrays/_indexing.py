@@ -119,6 +119,10 @@ def _is_array(entry: Any) -> bool:
     return getattr(entry, "ndim", 0) > 0
 
 
+def _takes_all(entry: Any) -> bool:
+    return isinstance(entry, slice) and entry == slice(None)
+
+
 def _wrap(entry: Any, size: int):
     if isinstance(entry, int | np.integer):
         return operator.index(entry) % size
@@ -129,9 +133,7 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     """Indexing by arrays: the same one on the parts, if it leaves their last axes
     whole."""
     n = q.whole_axes
-    if n is None or None in entries[-n:]:
-        return _decoded(q, tuple(entries))
-    if any(entry != slice(None) for entry in by_axis[-n:]):
+    if n is None or not all(map(_takes_all, entries[-n:])):
         return _decoded(q, tuple(entries))
     index = (*entries[: len(entries) - n], slice(None))
     out = q.gather(lambda a, _: _look_up(a, index))
@@ -150,7 +152,7 @@ def _look_up(a, index: tuple):
     found is split as the first index is, and as the other axes of the table are."""
     rows, *others = index
     is_split = explicit_mesh_of(a) is not None and spec_of(a)[0] is not None
-    if not is_split or any(other != slice(None) for other in others):
+    if not is_split or not all(map(_takes_all, others)):
         return a[index]
     used = {name for entry in spec_of(rows) for name in names_of(entry)}
     left = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, Shaped
 
 from ...primitives import rows_dot
 from ._structure import AbstractLoraArray
@@ -32,7 +32,7 @@ def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array,
 @ft.partial(jax.jit, static_argnames=("over", "batch", "precision"), inline=True)
 def contract_adapter(
     w: AbstractLoraArray,
-    x: Float[Array, "..."],
+    x: Shaped[Array, "..."],
     over: tuple[tuple[int, int], ...],
     batch: tuple[tuple[int, int], ...],
     precision: Any,

@@ -89,17 +89,16 @@ class AbstractObservedArray(ArrayOperators):
 
     @property
     def whole_axes(self) -> int | None:
-        n = self.ndim - len(self.lead) if self.lead else len(self.axes)
-        whole = range(-n, 0)
-        return n if not self.lead or not {*self.lead} & {*whole} else None
+        # Out of a stack whole matrices.
+        whole = (*self.axes, *self._others()) if self.lead else self.axes
+        n = len(whole)
+        return n if sorted(whole) == list(range(-n, 0)) else None
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         n = self.whole_axes
         assert n is not None
         base = plain.gather(fn, self.base, n, fill)
         if not self.lead:
-            if sorted(self.axes) != list(range(-n, 0)):
-                return NotImplemented
             return self._with(base, looked_up=True)
         none = None if fill is None else 0
         lead = tuple(range(-base.ndim, -n))

@@ -142,8 +142,6 @@ def _convert_element_type(q, *, new_dtype, **_):
 def _select_n(which, *cases, **_):
     if not all(isinstance(q, ImplicitArray) for q in cases) or jnp.ndim(which):
         return NotImplemented
-    if isinstance(which, ImplicitArray):
-        return NotImplemented
     if len({jax.tree.structure(q) for q in cases}) > 1:
         return NotImplemented
     return jax.tree.map(lambda *parts: lax.select_n(which, *parts), *cases)

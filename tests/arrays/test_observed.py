@@ -1,0 +1,163 @@
+"""`ObservedArray`: the weight in every respect; as a gradient, what it multiplies."""
+
+import math
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.arrays import Observed, ObservedArray
+from helpers import relative
+from jax.sharding import PartitionSpec as P
+
+
+# Sums of products in float32.
+EXACT = 1e-6
+STACK, OUT, SIZE, ROWS = 3, 4, 8, 5
+
+
+def observed(w, axes=(-1,), lead=(), **how) -> ObservedArray:
+    size = math.prod(w.shape[axis] for axis in axes)
+    seen = Observed.nothing([w.shape[axis] for axis in lead], size, jnp.float32)
+    return ObservedArray(w, seen, axes, lead, **how)
+
+
+def seen_by(fn, q):
+    """The result of a function, and what is seen where its cotangent is all ones."""
+
+    def total(seen):
+        out = fn(eqx.tree_at(lambda q: q.seen, q, seen))
+        return jnp.sum(out), out
+
+    seen, out = jax.jit(jax.grad(total, has_aux=True))(q.seen)
+    return out, seen
+
+
+def product(w, x):
+    """`x` with the contracted axis, wherever that went: rows, then what is left."""
+    (axis,) = w.blocked_axes
+    return w.contract(x, [(axis, 1)])
+
+
+#
+# A stack of matrices that moves before it multiplies
+#
+
+# How often each matrix of the stack is multiplied then.
+MOVES = {
+    "as it is": (lambda w: w, (1, 1, 1)),
+    "another order": (lambda w: w.transpose(1, 0, 2), (1, 1, 1)),
+    "contracted first": (lambda w: w.transpose(2, 0, 1), (1, 1, 1)),
+    "a part of the stack": (lambda w: w[1:], (0, 1, 1)),
+    "every other one": (lambda w: w[::2], (1, 0, 1)),
+    "one of them": (lambda w: w[1], (0, 1, 0)),
+    "looked up": (lambda w: w[np.array([2, 0, 2])], (1, 0, 2)),
+    "some outputs": (lambda w: w[:, 1:3], (1, 1, 1)),
+    "one axis more": (lambda w: w[:, None], (1, 1, 1)),
+    "and less": (lambda w: w[:, None].squeeze((1,)), (1, 1, 1)),
+    "reshaped": (lambda w: w.reshape(1, STACK, OUT, SIZE), (1, 1, 1)),
+    "copies": (lambda w: jnp.broadcast_to(w, (2, STACK, OUT, SIZE)), (1, 1, 1)),
+    "backwards": (lambda w: jnp.flip(w, 1), (1, 1, 1)),
+    "scaled": (lambda w: w * np.arange(1.0, OUT + 1)[:, None], (1, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_moves_before_a_product(name, normal):
+    move, counts = MOVES[name]
+    w, x = normal(STACK, OUT, SIZE), normal(ROWS, SIZE)
+    move = eqquant.quaxify(move, on_materialise="error")
+    out, seen = seen_by(lambda w: product(move(w), x), observed(w, lead=(-3,)))
+    dense = np.asarray(move(w), np.float64)
+    axis = 0 if name == "contracted first" else -1
+    expected = np.tensordot(np.float64(x), dense, (1, axis))
+    assert relative(out, expected) < EXACT
+    gram = np.float64(x).T @ np.float64(x)
+    for i, count in enumerate(counts):
+        error = np.abs(np.asarray(seen.gram[i]) - count * gram).max()
+        assert error <= EXACT * gram.max()
+    assert seen.rows.tolist() == [ROWS * count for count in counts]
+    outs = expected.size // ROWS // sum(counts)
+    np.testing.assert_array_equal(seen.power, seen.rows * outs)
+
+
+def test_what_it_cannot_be_is_said(normal):
+    """Then it is decoded, with a warning, rather than taken for another."""
+    stack = observed(normal(STACK, OUT, SIZE), lead=(-3,))
+    single = observed(normal(1, OUT, SIZE), lead=(-3,))
+    assert single.with_shape((1, OUT, SIZE)).axes == (-1,)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    for out in (
+        stack.with_shape((STACK * OUT, SIZE)),
+        stack.with_shape((STACK, OUT, 2, SIZE // 2)),
+        single.with_shape((OUT, SIZE)),
+        single.broadcast_in_dim((STACK, OUT, SIZE), (0, 1, 2)),
+        stack.slice((0, 0, 1), (STACK, OUT, SIZE)),
+        stack.dynamic_slice((0, 0, 0), (STACK, OUT, 2)),
+        stack.reverse((0,)),
+        stack.reverse((2,)),
+        stack.concatenate([stack], 0),
+        stack.split_specs(P("x"), mesh),
+    ):
+        assert out is NotImplemented
+    with pytest.warns(eqquant.MaterialiseWarning):
+        part = stack[..., :3]
+    np.testing.assert_array_equal(part, stack.base[..., :3])
+    assert stack.astype(jnp.bfloat16).dtype == jnp.bfloat16
+    assert not stack.rounds_activations
+
+
+#
+# Rows that are looked up
+#
+
+LOOKUPS = {
+    "an array": lambda w, rows: w[rows],
+    "the dispatcher": eqquant.quaxify(lambda w, rows: jnp.take(w, rows, axis=0)),
+    "mapped over": lambda w, rows: jax.vmap(lambda row: w[row])(rows),
+    "a scan": lambda w, rows: jax.lax.scan(lambda _, row: (0, w[row]), 0, rows)[1],
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_the_gradient_of_looked_up_rows_is_seen(name, normal):
+    w, factors = normal(16, SIZE), normal(ROWS, SIZE)
+    rows = jnp.array([3, 15, 3, 0, 7])
+    look_up = lambda q: LOOKUPS[name](q, rows) * factors
+    out, seen = seen_by(look_up, observed(w))
+    np.testing.assert_array_equal(out, w[rows] * factors)
+    ct = np.float64(factors)
+    assert relative(seen.gram, ct.T @ ct) < EXACT
+    assert seen.rows == ROWS
+    assert relative(seen.power, (ct**2).sum()) < EXACT
+
+
+def test_rows_across_what_is_contracted_are_no_lookup(normal):
+    """Nothing is seen of them, and they are right."""
+    w, rows = normal(16, SIZE), np.array([3, 1])
+    q = observed(w, axes=(-2,))
+    assert q.whole_axes is None
+    with pytest.warns(eqquant.MaterialiseWarning):
+        out, seen = seen_by(lambda w: w[rows], q)
+    np.testing.assert_array_equal(out, w[rows])
+    assert not jnp.any(seen.gram) and seen.rows == 0
+
+
+def test_products_of_another_kind_are_not_seen(normal):
+    w, y = normal(OUT, SIZE), normal(ROWS, OUT)
+    out, seen = seen_by(lambda w: y @ w, observed(w))
+    assert relative(out, np.float64(y) @ np.float64(w)) < EXACT
+    assert not jnp.any(seen.gram) and seen.rows == 0 and seen.power == 0
+
+
+@pytest.mark.parametrize("every_row", [False, True])
+def test_rows_on_which_nothing_depends(every_row, normal):
+    w, x = normal(OUT, SIZE), normal(ROWS, SIZE)
+    counts = np.array([1, 0, 1, 1, 0])
+    fn = lambda w: (x @ w.T) * counts[:, None]
+    _, seen = seen_by(fn, observed(w, every_row=every_row))
+    left = np.float64(x) if every_row else np.float64(x)[counts == 1]
+    assert relative(seen.gram, left.T @ left) < EXACT
+    assert seen.rows == len(left) and seen.power == 3 * OUT

@@ -1,0 +1,135 @@
+"""What several processes do together, as one of them sees it. Real ones are in
+`tests/sharding`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.checkpoints import _processes
+from eqquant.checkpoints._processes import Alone, Everyone
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+@pytest.fixture
+def others(monkeypatch):
+    """What the processes say: this one is the first of three."""
+
+    def say(*failed):
+        def gather(mine):
+            return np.array([bool(mine), *failed])
+
+        monkeypatch.setattr(multihost_utils, "process_allgather", gather)
+
+    return say
+
+
+def split(x, *spec):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+    return jax.device_put(x, NamedSharding(mesh, P(*spec)))
+
+
+def fail():
+    raise OSError("no space left")
+
+
+def test_an_error_in_one_is_an_error_everywhere(others):
+    everyone = Everyone("save")
+    others(False, False)
+    assert everyone.together(lambda: "done") == "done"
+    others(False, True)
+    with pytest.raises(RuntimeError, match="save: process 2 failed, and says why"):
+        everyone.together(lambda: "done")
+    # The one that failed says why, whatever the others do.
+    with pytest.raises(OSError, match="no space left"):
+        everyone.together(fail)
+
+
+def test_one_process_by_itself():
+    for processes in (Alone(), Everyone("save")):
+        assert processes.index == 0
+        assert processes.together(lambda: 3) == 3
+        assert processes.agree("0123456789abcdef") == "0123456789abcdef"
+        with pytest.raises(OSError, match="no space left"):
+            processes.together(fail)
+
+
+def test_what_all_of_them_have_the_first_one_writes(normal):
+    """As does one process of what no other has a part of."""
+    w = split(normal(4, 8), "d", "m")
+    assert type(_processes.processes_of({"w": w}, "save")) is Alone
+    empty = jnp.zeros((0, 4), jnp.bfloat16)
+    for processes in (Alone(), Everyone("save")):
+        for array in (w, empty):
+            (share,) = processes.shares(array)
+            assert (share.owner, share.shape, share.start) == (0, array.shape, None)
+            assert share.piece("w", array.shape) is None
+            made = share.make()
+            assert made.dtype == array.dtype
+            np.testing.assert_array_equal(made, array)
+
+
+class Wide:
+    """An array on devices of several processes."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __getattr__(self, name):
+        return getattr(self._array, name)
+
+    @property
+    def sharding(self):
+        return self
+
+    is_fully_addressable = False
+
+
+def test_arrays_over_several_processes_are_written_in_pieces(normal):
+    x = normal(4, 8)
+
+    class Shared(Everyone):
+        def spans(self, array):
+            return True
+
+    everyone = Shared("save")
+    shares = list(everyone.shares(split(x, None, "m")))
+    assert len(shares) == 4  # Each once, though there are two copies of it.
+    out = np.full((4, 8), np.nan, np.float32)
+    for share in shares:
+        piece = share.piece("w", (4, 8))
+        assert share.owner == 0 and piece is not None
+        where = zip(share.start, share.shape, strict=True)
+        out[tuple(slice(at, at + n) for at, n in where)] = share.make()
+    np.testing.assert_array_equal(out, x)
+    # All of it on each device: as it is.
+    (whole,) = everyone.shares(split(x))
+    assert whole.start is None
+    np.testing.assert_array_equal(whole.make(), x)
+
+
+def test_each_part_that_is_here_is_looked_at_once(normal):
+    x = normal(4, 8)
+    wide = Wide(split(x, None, "m"))
+    assert _processes.spans_processes(wide)
+    assert type(_processes.processes_of([wide], "save")) is Everyone
+    parts = list(_processes.local_parts(wide))
+    np.testing.assert_array_equal(np.concatenate(parts, 1), x)
+    (whole,) = _processes.local_parts(split(x, None, "m"))
+    np.testing.assert_array_equal(whole, x)
+
+
+def test_only_the_slices_that_are_needed_are_read(normal):
+    x, asked = np.asarray(normal(4, 8)), []
+
+    def read(places):
+        asked.extend(places)
+        return [x[place] for place in places]
+
+    sharding = split(x, None, "m").sharding
+    got = _processes.read_onto(sharding, x.shape, x.dtype, read)
+    assert got.sharding == sharding
+    np.testing.assert_array_equal(got, x)
+    assert asked == [(slice(0, 4), slice(i, i + 2)) for i in range(0, 8, 2)]
+    with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):
+        _processes.read_onto(sharding, x.shape, np.float64, read)

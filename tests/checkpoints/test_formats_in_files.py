@@ -1,0 +1,124 @@
+"""Formats as a file holds them, and indices of shards: what is written, and refused."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from eqquant.checkpoints._formats import (
+    format_from_json,
+    format_to_json,
+    known_formats,
+)
+from eqquant.checkpoints._source import read_index
+from eqquant.formats import Int8
+
+
+KNOWN = known_formats((), "load")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine(Int8):
+    name = "mine"
+    extra: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Forgetful(Int8):
+    """Whose fields do not make the same one again."""
+
+    name = "forgetful"
+    __eq__ = object.__eq__
+
+
+@dataclasses.dataclass(frozen=True)
+class Nameless(Int8):
+    pass
+
+
+def through_a_file(format, known):
+    return format_from_json(json.loads(json.dumps(format_to_json(format))), known)
+
+
+def test_formats_of_users():
+    known = known_formats([Mine], "load")
+    for format, expected in (
+        (Mine(extra=(1, (2.5, "a"), None, True)), None),
+        (Mine(extra=np.float32(0.5)), Mine(extra=0.5)),
+        (Mine(extra=np.int8(3)), Mine(extra=3)),
+        (Mine(block_size=32, extra=np.dtype("float16")), None),
+    ):
+        found = through_a_file(format, known)
+        assert type(found) is Mine
+        if format.extra == np.dtype("float16"):
+            # As text: the class says what it is.
+            assert found.extra == "float16" and found.block_size == 32
+            continue
+        assert found == (expected or format)
+    with pytest.raises(ValueError, match="'mine' is not known.*formats="):
+        through_a_file(Mine(), KNOWN)
+
+
+@pytest.mark.parametrize(
+    "format, message",
+    [
+        (Mine(extra=[1]), r"cannot be saved: a field holds \[1\]"),
+        (Nameless(), "its class is called 'int8', like another"),
+        (Forgetful(), "its fields make another format"),
+    ],
+)
+def test_what_cannot_be_saved(format, message):
+    with pytest.raises(ValueError, match=message):
+        format_to_json(format)
+
+
+@pytest.mark.parametrize("more", [3, "nf4", str, Int8()])
+def test_formats_are_classes(more, untyped):
+    with pytest.raises(TypeError, match="load: formats must be subclasses"):
+        known_formats([more], "load")
+
+
+def test_two_formats_of_one_name():
+    with pytest.raises(ValueError, match="two formats are called 'int8'"):
+        known_formats([Nameless], "load")
+
+
+@pytest.mark.parametrize(
+    "written, message",
+    [
+        (["int8"], "must have a name and fields"),
+        ({"name": "int8"}, "must have a name and fields"),
+        ({"name": 3, "fields": {}}, "the format 3 is not known"),
+        ({"name": "mine", "fields": {"extra": {"a": 1}}}, "a field cannot be"),
+    ],
+)
+def test_what_no_format_is_made_of(written, message):
+    with pytest.raises(ValueError, match=message):
+        format_from_json(written, known_formats([Mine], "load"))
+
+
+@pytest.mark.parametrize(
+    "index, message",
+    [
+        (None, "there is no such file"),
+        ([], "index"),
+        ({}, "must have a weight_map"),
+        ({"weight_map": {}, "metadata": []}, "must have a weight_map"),
+        ({"weight_map": {"w": "../a.safetensors"}}, "not the name of"),
+        ({"weight_map": {}, "metadata": {"eqquant": 3}}, "eqquant must be a string"),
+    ],
+)
+def test_indices_of_shards(index, message, tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    if index is not None:
+        path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=message):
+        read_index(path)
+
+
+def test_an_index_that_is_too_long_is_not_read(tmp_path):
+    path = tmp_path / "model.safetensors.index.json"
+    with path.open("wb") as file:
+        file.truncate(2**40)  # Sparse: nothing is stored.
+    with pytest.raises(ValueError, match="too long for an index"):
+        read_index(path)

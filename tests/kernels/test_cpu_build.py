@@ -1,0 +1,89 @@
+"""The build of the native library: what it needs, and what it says if that fails."""
+
+import builtins
+import os
+import platform
+import runpy
+import subprocess
+
+import pytest
+from eqquant.kernels.cpu import _build
+
+
+@pytest.fixture
+def on_x86(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="no shell")
+def test_the_compiler_that_is_asked_for(monkeypatch, tmp_path, on_x86):
+    for name in ("g++", "mine"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert _build.compiler() == str(tmp_path / "g++")
+    monkeypatch.setenv("CXX", "mine")
+    assert _build.compiler() == str(tmp_path / "mine")
+    monkeypatch.setenv("CXX", "missing")
+    assert _build.compiler() == str(tmp_path / "g++")
+
+
+def test_other_machines_have_no_native_kernels(monkeypatch):
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    with pytest.raises(_build.CannotBuild, match="for x86-64, not for .* on arm64"):
+        _build.compiler()
+
+
+def test_without_jax_there_are_no_header_files(monkeypatch):
+    found = builtins.__import__
+
+    def without_jax(name, *args):
+        if name == "jax":
+            raise ImportError("No module named 'jax'")
+        return found(name, *args)
+
+    monkeypatch.setattr(builtins, "__import__", without_jax)
+    with pytest.raises(_build.CannotBuild, match="header files.*No module named 'jax'"):
+        _build.include_dir()
+
+
+@pytest.mark.parametrize("fails", ["compiler", "linker"])
+def test_an_error_is_shown_and_what_was_there_stays(monkeypatch, tmp_path, fails):
+    """No half of a library takes its place."""
+    calls = []
+
+    def run(command):
+        calls.append(command)
+        is_it = ("-shared" in command) == (fails == "linker")
+        said = f"{fails}: something is wrong\n" if is_it else ""
+        return subprocess.CompletedProcess(command, int(is_it), stderr=said)
+
+    monkeypatch.setattr(_build, "compiler", lambda: "c++")
+    monkeypatch.setattr(_build, "include_dir", lambda: str(tmp_path))
+    monkeypatch.setattr(_build, "recipe", lambda *_: "a recipe")
+    monkeypatch.setattr(_build, "_run", run)
+    library, said = tmp_path / "library.so", []
+    library.write_bytes(b"the old one")
+    with pytest.raises(_build.CannotBuild, match=f"the {fails} failed:\n{fails}: some"):
+        _build.build(library, said.append)
+    assert library.read_bytes() == b"the old one"
+    sources = sorted(path.name for path in _build._sources.glob("*.cpp"))
+    compiled = sorted(c[c.index("-c") + 1].split("/")[-1] for c in calls if "-c" in c)
+    assert compiled == sources and len(said) == 1
+    assert f"{len(sources)} files" in said[0]
+
+
+def test_cores_are_those_of_the_process(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 4, 5}, raising=False)
+    assert _build._cores() == 3
+    monkeypatch.delattr(os, "sched_getaffinity")
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert _build._cores() == 1
+
+
+def test_the_program_says_why_it_cannot(monkeypatch, tmp_path, on_x86):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(SystemExit, match=r"no C\+\+ compiler was found|not for"):
+        runpy.run_path(_build.__file__, run_name="__main__")

@@ -1,0 +1,154 @@
+"""Which native kernel serves which product, on CPUs of every kind."""
+
+import functools as ft
+import itertools
+import types
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import pytest
+from eqquant import Binary, FP8, Int4, Int8, MXFP4, NF4
+from eqquant.kernels import cpu
+
+
+SETS = ("AVX2", "AVX-512", "VNNI", "AMX")  # Of instructions, each with those before.
+F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A CPU that has no more than these instructions."""
+
+    def have(name):
+        library = types.SimpleNamespace(instructions=1 + SETS.index(name))
+        monkeypatch.setattr(cpu, "load", lambda: library)
+
+    return have
+
+
+def of_shape(shape, dtype=F32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@ft.cache
+def described(format, rows, size):
+    return jax.eval_shape(lambda: eqquant.quantize(jnp.zeros((rows, size)), format))
+
+
+def product(format, m, rows=4096, size=4096, contract_rows=False, **how):
+    """The operands, and the parameters."""
+    q = described(format, rows, size)
+    dtype = how.pop("x_dtype", F32)
+    x = of_shape((m, rows if contract_rows else format.padded(size)), dtype)
+    params = {"precision": "high", "weight_dtype": F32} | how
+    params |= {"format": format, "contract_rows": contract_rows}
+    return (x, q.codes, q.scales), params
+
+
+FORMATS = [NF4(), Int8(), Int8(block_size=128), Int4(), Binary(), FP8()]
+PRECISIONS = ("default", "high", "highest")
+ROWS = (1, 7, 8, 12, 16, 32, 64, 65, 128, 1000)
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_what_every_choice_keeps_to(name, on):
+    on(name)
+    seen = set()
+    for format, precision, contract_rows in itertools.product(
+        FORMATS, PRECISIONS, (False, True)
+    ):
+        how = {"precision": precision, "contract_rows": contract_rows}
+        args, params = product(format, 1, **how)
+        for m in ROWS:
+            x = of_shape((m, args[0].shape[-1]))
+            chosen = cpu.choose_kernel(x, *args[1:], **params)
+            seen.add(chosen)
+            if chosen is None:
+                assert m > 1, "a product of a vector has a native kernel"
+                continue
+            kind, _, needs = chosen.partition(", ")
+            assert SETS.index(needs) <= SETS.index(name), "instructions are missing"
+            if precision == "highest":
+                assert kind == "float", "weights and activations are exact"
+            if kind == "one digit":
+                assert precision == "default", "8 bits are not for a high precision"
+            if contract_rows:
+                assert kind == "float", "the others add along the rows of codes"
+            said = cpu.describe(x, *args[1:], **params)
+            assert repr(chosen) in said
+    kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
+    assert (
+        kinds
+        == {
+            "AVX2": {"float"},
+            "AVX-512": {"float"},
+            "VNNI": {"float", "one digit", "two digits", "words"},
+            "AMX": {"float", "one digit", "two digits", "words", "split"},
+        }[name]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, format, m, how, expected",
+    [
+        # Products of int8 are XLA's where these are few; of floats they are not.
+        ("AVX2", Int8(), 33, {"precision": "default"}, None),
+        ("AVX2", Int8(), 64, {}, "float, AVX2"),
+        ("AVX-512", Int8(), 64, {"precision": "default"}, None),
+        ("AVX-512", Int8(), 512, {}, "float, AVX-512"),
+        ("AVX-512", Int8(), 513, {}, None),
+        ("AVX-512", Int8(), 64, {"contract_rows": True}, "float, AVX-512"),
+        ("AVX2", Int8(), 17, {"contract_rows": True}, None),
+        ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
+        ("VNNI", Int8(), 9, {"contract_rows": True}, None),
+        ("AMX", Int8(), 7, {}, "two digits, VNNI"),
+        ("AMX", Int8(), 8, {}, None),
+        ("AMX", Binary(), 23, {"precision": "default"}, "one digit, VNNI"),
+        # Activations of int8 already.
+        ("VNNI", Int8(), 3, {"x_dtype": jnp.dtype("int8")}, "one digit, VNNI"),
+        # One bfloat16 for each is enough for many rows, if no more is asked for.
+        ("AMX", NF4(), 64, {"precision": "default"}, "split, AMX"),
+        ("AMX", NF4(), 65, {"precision": "default"}, None),
+        ("AMX", NF4(), 65, {}, "split, AMX"),
+        ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, None),
+        ("AMX", NF4(), 11, {}, "words, VNNI"),
+        ("VNNI", NF4(), 8, {"precision": "default"}, "one digit, VNNI"),
+        ("VNNI", NF4(), 7, {"precision": "default"}, "words, VNNI"),
+        # A block of 4 bytes is no part of a vector that words are made of.
+        ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
+        ("VNNI", FP8(), 65, {"contract_rows": True}, None),
+    ],
+)
+def test_where_one_kernel_ends(name, format, m, how, expected, on):
+    on(name)
+    args, params = product(format, m, **how)
+    assert cpu.choose_kernel(*args, **params) == expected
+    why = cpu.why_not(*args, **params)
+    if expected is None:
+        assert why == f"for {m} rows XLA is faster than the native kernels"
+    elif format.block_size is None or format.block_size >= 32:
+        assert why is None
+
+
+def test_a_bfloat16_is_not_rounded_by_two(on):
+    on("AMX")
+    args, params = product(NF4(), 64)
+    assert "16 bits" in cpu.describe(*args, **params)
+    args, params = product(NF4(), 64, x_dtype=BF16)
+    assert "16 bits" not in cpu.describe(*args, **params)
+
+
+def test_why_there_is_none(on, monkeypatch):
+    on("AMX")
+    wide = product(NF4(), 4, weight_dtype=jnp.dtype("float64"))
+    short = product(Int4(block_size=8), 4)
+    for (args, params), expected in (
+        (wide, "in float32 at most, not in float64"),
+        (product(NF4(), 0), "nothing to multiply"),
+        (short, "blocks of 8 are shorter than a register"),
+    ):
+        assert expected in cpu.why_not(*args, **params)
+    monkeypatch.setattr(cpu, "load", lambda: "without native kernels: a reason")
+    args, params = product(MXFP4(), 4)
+    assert cpu.why_not(*args, **params) == "without native kernels: a reason"

@@ -1,0 +1,90 @@
+"""`observe_rows`: rows as they are, and as a gradient what their gradients are like."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant.primitives import observe_rows
+from helpers import assert_identical
+
+
+# Small integers: sums of float32 are exact.
+STACK, ROWS, SIZE = 2, 5, 4
+
+
+def integers(*shape):
+    return np.random.default_rng(0).integers(-3, 4, shape).astype(np.float32)
+
+
+def cotangents(*lead):
+    ct = integers(*lead, ROWS, SIZE)
+    ct[..., 1, :] = 0  # A row on which nothing depends.
+    return ct
+
+
+def zeros(*lead):
+    return (jnp.zeros((*lead, SIZE, SIZE)), jnp.zeros(lead), jnp.zeros(lead))
+
+
+def sums(ct, over):
+    """In NumPy: of the axes `over` before the rows."""
+    gram = np.einsum("...ri,...rj->...ij", ct, ct).sum(over)
+    count = (ct != 0).any(-1).sum(-1).astype(np.float32).sum(over)
+    return gram, count, (ct**2).sum((-1, -2)).sum(over)
+
+
+def check(fn, x, seen, ct, over=()):
+    """The value and the cotangents of `x` are untouched; those of the rest are sums."""
+    value, pull = jax.vjp(jax.jit(fn), x, *seen)
+    assert_identical(value, x)
+    of_x, *of_seen = jax.jit(pull)(jnp.asarray(ct))
+    np.testing.assert_array_equal(of_x, ct)
+    for got, expected in zip(of_seen, sums(ct, over), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("lead", [(), (STACK,)], ids=["one", "a stack"])
+def test_sums_over_rows(lead):
+    ct = cotangents(*lead)
+    assert sums(ct, ())[1].max() == ROWS - 1
+    check(observe_rows, jnp.asarray(integers(*lead, ROWS, SIZE)), zeros(*lead), ct)
+
+
+def test_sums_over_what_is_mapped():
+    """Also where one map is within another, and over another axis."""
+    x, ct = jnp.asarray(integers(3, 2, ROWS, SIZE)), cotangents(3, 2)
+    inner = jax.vmap(observe_rows, (0, None, None, None))
+    check(jax.vmap(inner, (0, None, None, None)), x, zeros(), ct, (0, 1))
+    from_last = jax.vmap(inner, (2, None, None, None), 2)
+    moved = lambda a: np.moveaxis(a, 0, 2)
+    value, pull = jax.vjp(from_last, jnp.moveaxis(x, 0, 2), *zeros())
+    assert_identical(value, jnp.moveaxis(x, 0, 2))
+    for got, expected in zip(pull(moved(ct))[1:], sums(ct, (0, 1)), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("lead", [(), (STACK,)], ids=["one", "a stack"])
+def test_what_is_mapped_may_have_sums_of_its_own(lead):
+    x, ct = jnp.asarray(integers(3, *lead, ROWS, SIZE)), cotangents(3, *lead)
+    check(jax.vmap(observe_rows), x, zeros(3, *lead), ct)
+    # Within a map that all share.
+    xs, cts = jnp.stack([x, 2 * x]), np.stack([ct, 2 * ct])
+    shared = jax.vmap(jax.vmap(observe_rows), (0, None, None, None))
+    check(shared, xs, zeros(3, *lead), cts, (0,))
+
+
+def test_rows_may_be_the_same_for_several_sums():
+    x, ct = jnp.asarray(integers(ROWS, SIZE)), cotangents(3)
+    fn = jax.vmap(observe_rows, (None, 0, 0, 0))
+    value, pull = jax.vjp(fn, x, *zeros(3))
+    assert_identical(value, jnp.stack([x] * 3))
+    of_x, *of_seen = pull(jnp.asarray(ct))
+    np.testing.assert_array_equal(of_x, ct.sum(0))
+    for got, expected in zip(of_seen, sums(ct, ()), strict=True):
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_rows_alone_may_be_differentiated():
+    x, ct = jnp.asarray(integers(ROWS, SIZE)), cotangents()
+    _, pull = jax.vjp(lambda x: observe_rows(x, *zeros()), x)
+    np.testing.assert_array_equal(pull(jnp.asarray(ct))[0], ct)
