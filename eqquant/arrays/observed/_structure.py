@@ -90,7 +90,7 @@ class AbstractObservedArray(ArrayOperators):
     @property
     def whole_axes(self) -> int | None:
         # Out of a stack whole matrices.
-        whole = (*self.axes, *self._others()) if self.lead else self.axes
+        whole = (*self.axes, *self.others) if self.lead else self.axes
         n = len(whole)
         return n if sorted(whole) == list(range(-n, 0)) else None
 
