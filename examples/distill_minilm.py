@@ -192,7 +192,7 @@ def kinds(trained):
 
 def train(name: str, model, stream, watch, options):
     """The quantized model before and after training, and how many seconds of the
-    processor all of it took."""
+    processor it took up to there."""
     row = ROWS[name]
     steps, rate = options.steps or row.steps, options.rate or row.rate
     began = time.process_time()
@@ -207,7 +207,8 @@ def train(name: str, model, stream, watch, options):
     )
     state = eqquant.Distillation(student, optimiser)
     before = finish(state.model(student))
-    seconds = np.array(time.process_time() - began)
+    prepared = time.process_time() - began
+    seconds = np.array(prepared)
     print(f"{name}: mean cosine of the first half {watch(before):.4f}", flush=True)
     path = options.output / f"distill_minilm_{name}.eqx"
     # A checkpoint of another run is of no use.
@@ -231,7 +232,7 @@ def train(name: str, model, stream, watch, options):
             f"first half {watch(quantized):.4f}, {float(seconds):.0f} s of CPU",
             flush=True,
         )
-    return before, finish(state.model(student)), float(seconds)
+    return (before, prepared), (finish(state.model(student)), float(seconds))
 
 
 COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
@@ -264,13 +265,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     print(f"{len(stream):,} tokens of text")
     rows = []
     for name in options.rows:
-        before, after, seconds = train(name, model, stream, watch, options)
-        title = f"at most {name} bits"
-        stages = (title, before, np.nan), (f"{title}, trained", after, seconds)
-        for title, quantized, spent in stages:
+        stages = train(name, model, stream, watch, options)
+        titles = f"at most {name} bits", f"at most {name} bits, trained"
+        for title, (quantized, seconds) in zip(titles, stages, strict=True):
             embeddings = minilm.embed_all(quantized, *sentences)
             row = measure(title, quantized, model, embeddings, expected)
-            rows.append(row | {"seconds": spent})
+            rows.append(row | {"seconds": seconds})
     print()
     minilm.print_table(rows, COLUMNS)
     return rows
