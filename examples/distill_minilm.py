@@ -1,19 +1,26 @@
-"""Train a sentence encoder of ternary or binary weights to do what the float one does.
+"""Train a sentence encoder of one or two bits a weight to do what the float one does.
 
-The encoder is that of minilm.py. The text is the documentation of Python itself, in
-which a part of the tokens are replaced by random ones, as in calibrate_minilm.py. It
-shares no sentence with the evaluation; and no choice was made by the second half of
-that, which has columns of its own.
+The encoder is that of minilm.py. Each row is a budget of bits for the whole model,
+shared out among the weights by calibration, as in calibrate_minilm.py. GPTQ rounds
+them, and training improves the result: the scales, norms and biases of the first row;
+in the second one the binary and ternary matrices, too.
+
+The text is the documentation of Python itself, in which a part of the tokens are
+replaced by random ones, as in calibrate_minilm.py. It shares no sentence with the
+evaluation; and no choice was made by the second half of that, which has columns of its
+own.
 
     python examples/distill_minilm.py
-    python examples/distill_minilm.py --rows ternary --steps 300 --output /tmp/distilled
+    python examples/distill_minilm.py --rows 2.1 --steps 300 --output /tmp/distilled
 
 A run that was stopped goes on from its last checkpoint; `--fresh` starts over.
 """
 
 import argparse
+import dataclasses
 import pathlib
 import time
+from typing import NamedTuple
 
 import _checkpoint
 import eqquant
@@ -24,7 +31,7 @@ import minilm
 import numpy as np
 import optax
 from _calibration_data import documentation, FIRST_WORD, VOCABULARY
-from calibrate_minilm import COLUMNS, measure
+from calibrate_minilm import calibrate, COLUMNS, measure, RULES
 from jaxtyping import Array, Bool, Float, Int
 from tokenizers import Tokenizer
 
@@ -33,15 +40,29 @@ HERE = pathlib.Path(__file__).parent
 LENGTHS = 16, 40  # Of the sentences of a batch, in turn.
 
 SHORT = {"scale_dtype": "bfloat16"}
+BINARY, TERNARY = eqquant.Binary(**SHORT), eqquant.Ternary(**SHORT)
+NF3 = eqquant.NF3(block_size=None)
+NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
+
+
 # Small tables, of which few bits cost much.
-TABLES = {"*token_types*": "int8", "*positions*": eqquant.NF4(**SHORT)}
-# The layers, and the table of words.
+TABLES = RULES | {"*positions*": eqquant.NF3()}
+
+
+class Row(NamedTuple):
+    """Bits a weight, of the whole model; what they are shared out among; whether binary
+    and ternary matrices get new codes; how many steps to train, and how fast."""
+
+    bits: float
+    formats: list[eqquant.Format]
+    trains_codes: bool
+    steps: int
+    rate: float
+
+
 ROWS = {
-    "ternary": (
-        eqquant.Ternary(**SHORT),
-        eqquant.NF2(block_size=None, fit="least_squares", **SHORT),
-    ),
-    "binary": (eqquant.Binary(**SHORT), eqquant.Binary(block_size=128, **SHORT)),
+    "2.1": Row(2.1, [BINARY, TERNARY, NF3, NF4], False, 440, 1e-3),
+    "1.2": Row(1.2, [BINARY, TERNARY, NF3, NF4], True, 520, 1e-3),
 }
 
 
@@ -92,12 +113,13 @@ def batch_at(i: int, stream: Int[np.ndarray, " tokens"], size: int) -> Batch:
 
 def forward(model, batch: Batch):
     """The sentences, and what goes from layer to layer."""
+    layers = eqquant.dequantize_tree(model.layers)  # Once, for all products.
 
     def one(
         tokens: Int[Array, " length"], mask: Bool[Array, " length"]
     ) -> tuple[Float[Array, " size"], list[Float[Array, "length size"]]]:
         hidden = [model.embeddings(tokens)]
-        for layer in model.layers:
+        for layer in layers:
             hidden.append(layer(hidden[-1], mask))
         mean = jnp.sum(hidden[-1], 0, where=mask[:, None]) / jnp.sum(mask)
         hidden = [jnp.where(mask[:, None], x, 0) for x in hidden]
@@ -106,40 +128,111 @@ def forward(model, batch: Batch):
     return jax.vmap(one)(*batch)
 
 
-def train(name: str, model, stream, watch, options):
-    """The quantized model, and how many seconds of the processor training took."""
-    format, words = ROWS[name]
-    rules = TABLES | {"*embeddings.words*": words}
-    student = eqquant.quantize_tree(model, None, rules=rules)
-    student = eqquant.FakeQuantized(student, format)
-    rate = optax.warmup_cosine_decay_schedule(
-        0, options.rate, options.steps // 20, options.steps
+def loss(outputs, expected) -> Float[Array, ""]:
+    """The errors of the layers, of the embeddings, and of how similar sentences are:
+    the last is what says which are the nearest."""
+    (new, hidden), (old, of_teacher) = outputs, expected
+    square = lambda x: jnp.sum(jnp.square(x))
+    layers = zip(hidden, of_teacher, strict=True)
+    layers = jnp.mean(jnp.stack([square(x - y) / square(y) for x, y in layers]))
+    others = 1 - jnp.eye(len(new))
+    similar, wanted = (x @ x.T * others for x in (new, old))
+    cosine = jnp.mean(jnp.sum(new * old, -1))
+    return layers + 2 * (1 - cosine) + 2 * square(similar - wanted) / square(wanted)
+
+
+def start(row: Row, model, sentences: int):
+    """The student, and a function that makes the result of what it has become."""
+    stats = calibrate(model, sentences)
+    base = eqquant.quantize_tree(model, None, rules=TABLES)
+    budget = int(row.bits * eqquant.tree_nbytes(model) / 32)
+    allocation = eqquant.allocate(base, budget, row.formats, stats, rotate=True)
+    print(allocation, flush=True)
+    student = eqquant.quantize_tree(
+        base, None, rules=allocation, calibration=stats, rotate=True
     )
-    optimiser = optax.adam(rate, b2=0.98)
+    if not row.trains_codes:
+        return student, lambda quantized: quantized
+    # The words keep their codes. Scales are in float32 in training, which is faster.
+    short = {
+        path: (format, axis)
+        for path, (format, axis) in allocation.items()
+        if format in (BINARY, TERNARY) and "layers" in path
+    }
+    wide = {
+        path: (dataclasses.replace(format, scale_dtype="float32"), axis)
+        for path, (format, axis) in short.items()
+    }
+    student = eqquant.FakeQuantized(_floats(student), None, rules=wide, rotate=True)
+
+    def finish(quantized):
+        return eqquant.quantize_tree(_floats(quantized), None, rules=short, rotate=True)
+
+    return student, finish
+
+
+def _floats(model):
+    """The model with its binary and ternary matrices as floats, but for tables."""
+
+    def one(x):
+        is_short = is_quantized(x) and isinstance(x.format, shortest)
+        return x.dequantize() if is_short else x
+
+    shortest = eqquant.Binary | eqquant.Ternary
+    arrays = eqquant.QuantizedArray | eqquant.RotatedArray
+    is_quantized = lambda x: isinstance(x, arrays)
+    layers = jax.tree.map(one, model.layers, is_leaf=is_quantized)
+    return eqx.tree_at(lambda m: m.layers, model, layers)
+
+
+def kinds(trained):
+    """What each array is."""
+    return jax.tree.map(lambda x: "matrices" if x.size > 1e5 else "others", trained)
+
+
+def train(name: str, model, stream, watch, options):
+    """The quantized model before and after training, and how many seconds of the
+    processor it took up to there."""
+    row = ROWS[name]
+    steps, rate = options.steps or row.steps, options.rate or row.rate
+    began = time.process_time()
+    student, finish = start(row, model, options.sentences)
+    schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)
+    # Matrices are trained slower than scales, norms and biases.
+    rates = {"matrices": 0.4, "others": 1.0}
+    optimiser = optax.chain(
+        optax.scale_by_adam(b2=0.98),
+        optax.partition({k: optax.scale(v) for k, v in rates.items()}, kinds),
+        optax.scale_by_learning_rate(schedule),
+    )
     state = eqquant.Distillation(student, optimiser)
-    seconds = np.zeros(())
+    before = finish(state.model(student))
+    prepared = time.process_time() - began
+    seconds = np.array(prepared)
+    print(f"{name}: mean cosine of the first half {watch(before):.4f}", flush=True)
     path = options.output / f"distill_minilm_{name}.eqx"
     # A checkpoint of another run is of no use.
-    run = {k: getattr(options, k) for k in ("steps", "rate", "tokens", "layers")}
+    run = {"steps": steps, "rate": rate}
+    run |= {k: getattr(options, k) for k in ("sentences", "tokens", "layers")}
     if not options.fresh:
         state, seconds = _checkpoint.restore(path, (state, seconds), **run)
     if state.steps > 0:
         print(f"{name}: going on from step {int(state.steps)} of {path}")
-    while (first := int(state.steps)) < options.steps:
-        last = min(first + options.save_every, options.steps)
+    while (first := int(state.steps)) < steps:
+        last = min(first + options.save_every, steps)
         batches = [batch_at(i, stream, options.tokens) for i in range(first, last)]
-        start = time.process_time()
+        began = time.process_time()
         quantized, state = eqquant.distill(
-            student, model, forward, batches, optimiser, state=state
+            student, model, forward, batches, optimiser, loss=loss, state=state
         )
-        seconds = seconds + time.process_time() - start
+        seconds = seconds + time.process_time() - began
         _checkpoint.save(path, (state, seconds), **run)
         print(
             f"{name}, step {last}: loss {float(state.loss):.4f}, mean cosine of the "
             f"first half {watch(quantized):.4f}, {float(seconds):.0f} s of CPU",
             flush=True,
         )
-    return state.model(student), float(seconds)
+    return (before, prepared), (finish(state.model(student)), float(seconds))
 
 
 COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
@@ -148,8 +241,9 @@ COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--steps", type=int, default=2600)
-    parser.add_argument("--rate", type=float, default=5e-4, help="of learning")
+    parser.add_argument("--steps", type=int, help="by default those of the row")
+    parser.add_argument("--rate", type=float, help="of learning")
+    parser.add_argument("--sentences", type=int, default=480, help="to calibrate on")
     parser.add_argument("--tokens", type=int, default=480, help="of a batch")
     parser.add_argument("--layers", type=int, default=6, help="of the encoder to use")
     parser.add_argument("--save-every", type=int, default=100, help="steps")
@@ -171,10 +265,12 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     print(f"{len(stream):,} tokens of text")
     rows = []
     for name in options.rows:
-        quantized, seconds = train(name, model, stream, watch, options)
-        embeddings = minilm.embed_all(quantized, *sentences)
-        row = measure(name, quantized, model, embeddings, expected)
-        rows.append(row | {"seconds": seconds})
+        stages = train(name, model, stream, watch, options)
+        titles = f"at most {name} bits", f"at most {name} bits, trained"
+        for title, (quantized, seconds) in zip(titles, stages, strict=True):
+            embeddings = minilm.embed_all(quantized, *sentences)
+            row = measure(title, quantized, model, embeddings, expected)
+            rows.append(row | {"seconds": seconds})
     print()
     minilm.print_table(rows, COLUMNS)
     return rows

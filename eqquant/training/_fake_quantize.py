@@ -4,10 +4,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
+from jax import lax
 from jaxtyping import Array, Float
 
 from .._jax import typed
-from ..arrays import quantize, QuantizedArray
+from ..arrays import (
+    canonical_axes,
+    hadamard,
+    quantize,
+    QuantizedArray,
+    rotated,
+    RotatedArray,
+    straight_through_value,
+)
 from ..formats import Format
 from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_start, make_trainable, straight_through
@@ -128,6 +137,8 @@ class FakeQuantized(eqx.Module):
         2004.09576); both start from what [`eqquant.quantize`][] chooses.
     - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
         those of `.quantized()`, bit for bit.
+    - `rotate`: round in a rotated basis, as [`eqquant.quantize_tree`][] does. What is
+        trained stays in the basis of the model. Not with `quantized_products`.
     """
 
     model: Any
@@ -136,6 +147,7 @@ class FakeQuantized(eqx.Module):
     choices: tuple[Choice, ...] = eqx.field(static=True)
     clip: bool = eqx.field(static=True)
     quantized_products: bool = eqx.field(static=True)
+    rotate: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
 
     @typed
@@ -150,22 +162,32 @@ class FakeQuantized(eqx.Module):
         clip: bool = False,
         learn_scales: bool = False,
         quantized_products: bool = False,
+        rotate: bool = False,
         check_finite: bool = True,
     ):
         choices = choose(
             model, format, where=where, rules=rules, min_size=min_size, caller=_name
         )
         _check_some(choices, _name)
+        by_object = [c for c in choices if c.format.activations != "float"]
+        if rotate and (quantized_products or by_object):
+            raise ValueError(
+                f"{_name}: rotate must be False with quantized_products, and for "
+                "formats with activations='int8': results would not be those of the "
+                "quantized model."
+            )
         self.model = model
         self.choices = tuple(choices)
         self.clip = clip
         self.quantized_products = quantized_products
+        self.rotate = rotate
         self.check_finite = check_finite
         self.scales = self.offsets = None
         if learn_scales:
             starts = []
 
             def add(leaf, choice):
+                leaf, _ = self._turned(leaf, choice)
                 starts.append(learned_start(leaf, choice.format, choice.axis))
 
             replace_chosen(add, model, choices, caller=_name)
@@ -181,8 +203,13 @@ class FakeQuantized(eqx.Module):
         how = self.clip, self.quantized_products, self.check_finite
 
         def one(leaf, choice, learned):
-            if not isinstance(leaf, QuantizedArray):
-                return _fake(leaf, choice, learned, *how)
+            if not isinstance(leaf, QuantizedArray | RotatedArray):
+                turned, back = self._turned(leaf, choice)
+                out = back(_fake(turned, choice, learned, *how))
+                if turned is leaf or self.clip or learned["scales"] is not None:
+                    return out
+                # There and back is the identity for a gradient, too.
+                return straight_through_value(lax.stop_gradient(out), leaf)
             is_learned = learned["scales"] is not None
             if leaf.format != choice.format or is_learned:
                 scaled = " with scales that were learned" if is_learned else ""
@@ -200,17 +227,38 @@ class FakeQuantized(eqx.Module):
         that were learned."""
 
         def one(leaf, choice, learned):
-            if isinstance(leaf, QuantizedArray):
+            if isinstance(leaf, QuantizedArray | RotatedArray):
                 raise ValueError("it is quantized already.")
-            return quantize(
-                leaf,
-                choice.format,
-                axis=choice.axis,
-                check_finite=self.check_finite,
-                **learned,
+            turned, back = self._turned(leaf, choice)
+            return back(
+                quantize(
+                    turned,
+                    choice.format,
+                    axis=choice.axis,
+                    check_finite=self.check_finite,
+                    **learned,
+                )
             )
 
         return self._replace(one)
+
+    def _turned(self, leaf, choice: Choice) -> tuple[Any, Callable]:
+        """The weight in the basis that it is rounded in; and what goes back, of an
+        array or a quantized one."""
+        same = lambda x: x
+        if not self.rotate or not leaf.ndim:
+            return leaf, same
+        axis = canonical_axes(choice.axis, leaf.ndim)[-1]
+        turned, block = rotated(leaf, axis)
+        if block == 1:
+            return leaf, same
+
+        def back(x):
+            if isinstance(x, QuantizedArray):
+                return RotatedArray(x.replace(dtype=leaf.dtype), block)
+            return hadamard(x, axis, block).astype(leaf.dtype)
+
+        return turned, back
 
     def _replace(self, fn: Callable) -> Any:
         paths = {i: site.path for i, site in enumerate(sites(self.model))}

@@ -247,3 +247,38 @@ def test_bad_arguments():
     fewer = eqx.tree_at(lambda w: w.model.layers, wrapped, model.layers[1:])
     with pytest.raises(ValueError, match="another structure.*Wrap it anew"):
         fewer(jnp.ones(64))
+
+
+@pytest.mark.parametrize("learn_scales", [False, True])
+def test_rotated(learn_scales):
+    """Trained in the basis of the model, and rounded in another: as `quantize_tree`."""
+    layer = eqx.nn.Linear(64, 8, key=KEY)
+    how = {"min_size": 1, "rotate": True}
+    wrapped = eqquant.FakeQuantized(layer, "ternary", learn_scales=learn_scales, **how)
+    quantized = wrapped.quantized()
+    assert isinstance(quantized.weight, eqquant.RotatedArray)
+    if not learn_scales:
+        later = eqquant.quantize_tree(layer, "ternary", **how)
+        assert_identical(arrays(quantized), arrays(later))
+    x = jax.random.normal(KEY, (64,))
+    rounded = eqquant.dequantize_tree(quantized)
+    assert_identical(wrapped.fake_quantized().weight, rounded.weight)
+    loss = lambda model: jnp.sum(model(x) ** 2)
+    gradient = eqx.filter_grad(loss)(wrapped)
+    if learn_scales:
+        assert (gradient.scales[0] != 0).all()
+    else:
+        of_rounded = eqx.filter_grad(loss)(rounded)
+        assert_identical(gradient.model.weight, of_rounded.weight)
+    assert wrapped.quantized().weight.format == eqquant.Ternary()
+    with pytest.raises(ValueError, match="quantized already"):
+        eqx.tree_at(lambda w: w.model, wrapped, quantized).quantized()
+
+
+def test_what_cannot_be_rotated():
+    for format, how in (
+        ("ternary", {"quantized_products": True}),
+        (eqquant.Int8(activations="int8"), {}),
+    ):
+        with pytest.raises(ValueError, match="FakeQuantized: rotate must be False"):
+            eqquant.FakeQuantized(mlp(), format, rotate=True, **how)
