@@ -2,8 +2,8 @@
 
     python benchmarks/_round_weights.py NAME FOLDER CHECKPOINT
 
-FOLDER has the weights, and the batches to calibrate on. For each of the library's formats
-a file of what the weights become is written to it, and a line of JSON printed.
+FOLDER has the weights, and the batches to calibrate on. For each of the library's
+formats a file of what the weights become is written to it, and a line of JSON printed.
 """
 
 import json

@@ -9,9 +9,9 @@ rounds every weight but one of 768 elements, in each of its formats. What these 
 for then takes the place of the weights, so all are evaluated alike. Bytes are those of
 the whole model.
 
-For each number of bytes that the others take, eqquant has a budget of as many, which is
-used as in `examples/calibrate_minilm.py`. llm-compressor gets the same calibration data;
-the formats of the rest use none.
+For each number of bytes that the others take, eqquant has a budget of as many, as in
+`examples/calibrate_minilm.py`. llm-compressor gets the same calibration data; the
+formats of the rest use none.
 """
 
 import argparse
@@ -101,7 +101,7 @@ def main() -> None:
         "--bits",
         type=float,
         nargs="*",
-        help="of eqquant, in bits a weight; by default as many bytes as the others take",
+        help="of eqquant, in bits a weight (default: the bytes of the others)",
     )
     parser.add_argument("--sentences", type=int, default=480)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)

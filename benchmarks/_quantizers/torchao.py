@@ -1,7 +1,7 @@
 """torchao: int4 as `Int4WeightOnlyConfig` has it, and HQQ.
 
-That has kernels for GPUs only. What its codes stand for does not depend on these: here are
-the functions by which it chooses scales and zeros, and rounds.
+That has kernels for GPUs only. What its codes stand for does not depend on these: here
+are the functions by which it chooses scales and zeros, and rounds.
 """
 
 import functools as ft
@@ -14,7 +14,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
     import torchao
     from torchao.quantization import MappingType, quant_primitives as q
 
-    # Two threads that share a busy core wait for each other: HQQ took four times as long.
+    # On busy cores two threads wait for each other: HQQ took four times as long.
     torch.set_num_threads(1)
 
     def plain(w, bits: int, block: int):
