@@ -72,7 +72,10 @@ def test_a_large_step_takes_the_place_of_small_ones():
         return Options(path, size, -1, hull)
 
     names = ["a", "b", "c"]
-    options = (weight("table", 1000, 10, 1), *(weight(x, 100, 2, 0.9) for x in names))
+    options = (
+        weight("table", 1000, 10.0, 1.0),
+        *(weight(x, 100, 2.0, 0.9) for x in names),
+    )
     smallest = 500 + 3 * 50
     chosen = _chosen(options, 0, smallest + 560)
     assert chosen["table"] == (eqquant.Int8(), -1) and chosen.nbytes == smallest + 550
