@@ -1,36 +1,45 @@
 """Weights as a library rounds them, in its own environment.
 
-    python benchmarks/_round_weights.py NAME WEIGHTS.npz FOLDER
+    python benchmarks/_round_weights.py NAME FOLDER CHECKPOINT
 
-For each of its formats a file of what the weights become is written to FOLDER, and a
-line of JSON printed.
+FOLDER has the weights, and the batches to calibrate on. For each of the library's
+formats a file of what the weights become is written to it, and a line of JSON printed.
 """
 
 import json
 import pathlib
 import sys
+import time
 
 import _quantizers
 import numpy as np
 
 
-def main(name: str, weights: str, folder: str) -> None:
+def read(file: pathlib.Path) -> dict[str, np.ndarray]:
+    with np.load(file) as arrays:
+        return {name: arrays[name] for name in arrays.files}
+
+
+def main(name: str, folder: pathlib.Path, checkpoint: pathlib.Path) -> None:
     version, formats = _quantizers.find()[name].load()
-    with np.load(weights) as file:
-        arrays = {path: file[path] for path in file.files}
-    for i, (variant, rounded) in enumerate(formats.items()):
+    weights, batches = (read(folder / f"{of}.npz") for of in ("weights", "batches"))
+    numbers = range(len(batches) // 2)
+    pairs = [(batches[f"tokens{i}"], batches[f"mask{i}"]) for i in numbers]
+    for i, (variant, quantize) in enumerate(formats.items()):
         said = {"variant": variant, "version": version}
+        start = time.perf_counter()
         try:
-            results = {path: rounded(w) for path, w in arrays.items()}
+            model = _quantizers.Model(dict(weights), checkpoint, pairs)
+            decoded, nbytes = quantize(model)
         except Exception as error:
             short = f"{type(error).__name__}: {error}".splitlines()[0]
             print(json.dumps(said | {"failed": short}), flush=True)
             continue
-        file = pathlib.Path(folder) / f"{name}-{i}.npz"
-        np.savez(file, **{path: decoded for path, (decoded, _) in results.items()})
-        nbytes = sum(size for _, size in results.values())
+        said["seconds"] = time.perf_counter() - start
+        file = folder / f"{name}-{i}.npz"
+        np.savez(file, **decoded)
         print(json.dumps(said | {"file": str(file), "bytes": nbytes}), flush=True)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], *map(pathlib.Path, sys.argv[2:]))

@@ -1,14 +1,17 @@
 """A whole model in few bits, beside other libraries: accuracy and bytes.
 
     python benchmarks/accuracy.py
-    python benchmarks/accuracy.py --quantizers llama_cpp --bits 4.35
+    python benchmarks/accuracy.py --quantizers llama_cpp torchao
 
 The model is that of `examples/minilm.py`. Each library is installed into an environment
 of its own, in a folder that is kept (`--cache`); what cannot be installed is named. It
 rounds every weight but one of 768 elements, in each of its formats. What these stand
 for then takes the place of the weights, so all are evaluated alike. Bytes are those of
-the whole model. eqquant uses calibration data, as in `examples/calibrate_minilm.py`;
-the formats of the others that are compared do not.
+the whole model.
+
+For each number of bytes that the others take, eqquant has a budget of as many, as in
+`examples/calibrate_minilm.py`. llm-compressor gets the same calibration data; the
+formats of the rest use none.
 """
 
 import argparse
@@ -28,53 +31,78 @@ from _examples import calibrate_minilm, minilm
 
 HERE = pathlib.Path(__file__).resolve().parent
 COLUMNS = {key: calibrate_minilm.COLUMNS[key] for key in ("format", "bytes", "bits")}
-COLUMNS |= {k: calibrate_minilm.COLUMNS[k] for k in ("mean", "top 10")}
-
-
-def path_of(path) -> str:
-    return jax.tree_util.keystr(path, simple=True, separator=".")
+COLUMNS |= {"mean": ("mean cosine", "{:.5f}"), "top 10": ("same top 10", "{:.2%}")}
 
 
 def weights_of(model) -> dict[str, np.ndarray]:
     leaves = jax.tree_util.tree_leaves_with_path(model)
+    named = ((minilm.name_of(path), leaf) for path, leaf in leaves)
     return {
-        path_of(path): np.asarray(leaf)
-        for path, leaf in leaves
-        if getattr(leaf, "ndim", 0) == 2 and "token_types" not in path_of(path)
+        name: np.asarray(leaf)
+        for name, leaf in named
+        if getattr(leaf, "ndim", 0) == 2 and "token_type" not in name
     }
 
 
 def with_weights(model, weights):
     def new(path, leaf):
-        name = path_of(path)
+        name = minilm.name_of(path)
         return jax.numpy.asarray(weights[name]) if name in weights else leaf
 
     return jax.tree_util.tree_map_with_path(new, model)
 
 
-def rounded_by(name: str, file: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """What each format of a library makes of the weights in a file."""
+def write(folder: pathlib.Path, weights, batches) -> None:
+    np.savez(folder / "weights.npz", **weights)
+    parts = {}
+    for i, (tokens, mask) in enumerate(batches):
+        parts |= {f"tokens{i}": tokens, f"mask{i}": mask}
+    np.savez(folder / "batches.npz", **parts)
+
+
+def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
+    """What each format of a library makes of the weights in a folder."""
     quantizer = _quantizers.find()[name]
     python = install(quantizer.environment, quantizer.packages, cache)
     ran = run(
         python,
         str(HERE / "_round_weights.py"),
-        *(name, str(file), str(file.parent)),
+        *(name, str(folder), str(minilm.WEIGHTS)),
         environment={},
         capture_output=True,
         timeout=1800,
     )
-    if ran.returncode:
+    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"variant"')]
+    if ran.returncode and not lines:
         raise RuntimeError(f"fails: {last_line(ran.stderr)}")
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
     return [json.loads(line) for line in lines]
+
+
+def not_ahead(ours: list[dict], others: list[dict]) -> list[str]:
+    """Where a row of ours with at most as many bytes is not the better one."""
+    found = []
+    for other in others:
+        small = [row for row in ours if row["bytes"] <= other["bytes"]]
+        for key in ("mean", "top 10"):
+            best = max((row[key] for row in small), default=-1.0)
+            if best <= other[key]:
+                title = COLUMNS[key][0]
+                found.append(
+                    f"{other['format']}, {title}: {best:.5f}, {other[key]:.5f}"
+                )
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     known = list(_quantizers.find())
     parser.add_argument("--quantizers", nargs="*", choices=known, default=known)
-    parser.add_argument("--bits", type=float, nargs="*", default=calibrate_minilm.BITS)
+    parser.add_argument(
+        "--bits",
+        type=float,
+        nargs="*",
+        help="of eqquant, in bits a weight (default: the bytes of the others)",
+    )
     parser.add_argument("--sentences", type=int, default=480)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     options = parser.parse_args()
@@ -85,22 +113,26 @@ def main() -> None:
     weights = weights_of(model)
     rest = eqquant.tree_nbytes(model) - sum(w.nbytes for w in weights.values())
 
-    rows, missing = [], []
+    but = minilm.read_sentences()
+    count = options.sentences
+    batches = calibrate_minilm.calibration_batches(count, minilm.tokenize, but)
+    ours, others, missing = [], [], []
 
-    def add(name: str, quantized, nbytes: int | None = None) -> None:
+    def measure(name: str, quantized, nbytes: int | None = None) -> dict:
         embeddings = minilm.embed_all(quantized, *sentences)
         row = minilm.compare(name, quantized, model, embeddings, expected)
         if nbytes is not None:
             row |= {"bytes": nbytes, "bits": row["bits"] * nbytes / row["bytes"]}
-        rows.append(row)
-        print(f"{name}: mean cosine {row['mean']:.4f}", file=sys.stderr, flush=True)
+        said = f"{name}: mean cosine {row['mean']:.5f}, {row['top 10']:.2%}"
+        print(said, file=sys.stderr, flush=True)
+        return row
 
-    with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "weights.npz"
-        np.savez(file, **weights)
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        write(folder, weights, batches)
         for name in options.quantizers:
             try:
-                results = rounded_by(name, file, options.cache)
+                results = rounded_by(name, folder, options.cache)
             except (RuntimeError, subprocess.TimeoutExpired) as problem:
                 missing.append(f"{name}: {problem}")
                 continue
@@ -109,18 +141,24 @@ def main() -> None:
                 if "failed" in result:
                     missing.append(f"{title}: {result['failed']}")
                     continue
+                print(f"{result['seconds']:.0f} s", end=" ", file=sys.stderr)
                 with np.load(result["file"]) as decoded:
-                    add(title, with_weights(model, decoded), rest + result["bytes"])
-    if options.bits:
+                    new = with_weights(model, decoded)
+                others.append(measure(title, new, rest + result["bytes"]))
+    size = eqquant.tree_nbytes(model)
+    sizes = sorted({row["bytes"] for row in others}, reverse=True)
+    if options.bits is not None:
+        sizes = [int(bits * size / 32) for bits in options.bits]
+    if sizes:
         stats = calibrate_minilm.calibrate(model, options.sentences)
-        ours = calibrate_minilm.budgets(options.bits, model, stats)
-        for bits, (quantized, _) in zip(options.bits, ours, strict=True):
-            add(f"eqquant, at most {bits} bits", quantized)
+        for quantized, _ in calibrate_minilm.budgets(sizes, model, stats):
+            ours.append(measure("eqquant", quantized))
 
-    rows.sort(key=lambda row: -row["bytes"])
-    minilm.print_table(rows, COLUMNS)
+    minilm.print_table(sorted(ours + others, key=lambda row: -row["bytes"]), COLUMNS)
     for line in missing:
         print(f"NOT MEASURED: {line}")
+    for line in not_ahead(ours, others):
+        print(f"NOT AHEAD of {line}")
 
 
 if __name__ == "__main__":

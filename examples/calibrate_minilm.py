@@ -61,15 +61,15 @@ def calibrate(model, sentences: int) -> eqquant.Statistics:
 
 
 def budgets(
-    bits: list[float], model, stats: eqquant.Statistics
+    sizes: list[int], model, stats: eqquant.Statistics
 ) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.Allocation]]:
-    """For each number of bits a weight the model, and which format each weight has."""
+    """For each number of bytes the model, and which format each weight has."""
     size = eqquant.tree_nbytes(model)
     model = eqquant.quantize_tree(model, None, rules=RULES)
     # What the formats cost each weight is measured once.
     whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
-    for most in bits:
-        allocation = whole.within(int(most * size / 32))
+    for most in sizes:
+        allocation = whole.within(most)
         quantized = eqquant.quantize_tree(
             model, None, rules=allocation, calibration=stats, rotate=True
         )
@@ -162,7 +162,9 @@ def main() -> None:
         jax.block_until_ready(quantized)
         add(name, quantized, time.perf_counter() - start)
     start = time.perf_counter()
-    of_budgets = budgets(options.bits, model, stats)
+    size = eqquant.tree_nbytes(model)
+    sizes = [int(bits * size / 32) for bits in options.bits]
+    of_budgets = budgets(sizes, model, stats)
     for bits, (quantized, allocation) in zip(options.bits, of_budgets, strict=True):
         jax.block_until_ready(quantized)
         seconds = time.perf_counter() - start

@@ -144,15 +144,21 @@ NAMES = [
 ]
 
 
+def name_of(path) -> str:
+    """In the checkpoint, of an array at a path in the model."""
+    name = jax.tree_util.keystr(path).removeprefix(".")
+    for pattern, replacement in NAMES:
+        name = re.sub(pattern, replacement, name)
+    return name
+
+
 def load_model() -> SentenceEncoder:
     """The model with its pretrained weights; every one has to be found."""
     checkpoint = load_file(WEIGHTS / "model.safetensors")
     skeleton = eqx.filter_eval_shape(SentenceEncoder, key=jax.random.key(0))
 
     def load(path, leaf):
-        name = jax.tree_util.keystr(path).removeprefix(".")
-        for pattern, replacement in NAMES:
-            name = re.sub(pattern, replacement, name)
+        name = name_of(path)
         weight = jnp.asarray(checkpoint[name])
         assert weight.shape == leaf.shape, (name, weight.shape, leaf.shape)
         return weight

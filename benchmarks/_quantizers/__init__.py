@@ -8,22 +8,36 @@ import dataclasses
 import importlib
 import pathlib
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
 
-# What the codes and scales of a matrix of float32 stand for, and how many bytes they
-# take.
-Round = Callable[[np.ndarray], tuple[np.ndarray, int]]
+# Matrices of float32, by their names in the checkpoint.
+Weights = dict[str, np.ndarray]
 
-# One environment for those that need PyTorch, without what GPUs need.
-TORCH = (
+
+class Model(NamedTuple):
+    """What there is to quantize, and to calibrate on."""
+
+    weights: Weights
+    checkpoint: pathlib.Path
+    # Tokens, and which of them are not padding.
+    batches: list[tuple[np.ndarray, np.ndarray]]
+
+
+# What the weights become, and how many bytes their codes and scales take.
+Quantize = Callable[[Model], tuple[Weights, int]]
+
+# PyTorch without what GPUs need. Without that index pip may have it elsewhere.
+PYTORCH = (
+    "--retries=0",
     "--extra-index-url=https://download.pytorch.org/whl/cpu",
     "torch==2.13.0+cpu",
-    "torchao",
-    "bitsandbytes",
     "numpy",
 )
+# One environment for those that need nothing else.
+TORCH = (*PYTORCH, "torchao", "bitsandbytes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +47,18 @@ class Quantizer:
 
     environment: str
     packages: tuple[str, ...]
-    load: Callable[[], tuple[str, dict[str, Round]]]
+    load: Callable[[], tuple[str, dict[str, Quantize]]]
+
+
+def each(rounded: Callable[[np.ndarray], tuple[np.ndarray, int]]) -> Quantize:
+    """Weight by weight, without data."""
+
+    def of(model: Model):
+        results = {name: rounded(w) for name, w in model.weights.items()}
+        decoded = {name: new for name, (new, _) in results.items()}
+        return decoded, sum(size for _, size in results.values())
+
+    return of
 
 
 def find() -> dict[str, Quantizer]:

@@ -2,10 +2,10 @@
 
 import functools as ft
 
-from . import Quantizer, Round, TORCH
+from . import each, Quantize, Quantizer, TORCH
 
 
-def load() -> tuple[str, dict[str, Round]]:
+def load() -> tuple[str, dict[str, Quantize]]:
     import bitsandbytes as bnb
     import torch
 
@@ -22,9 +22,9 @@ def load() -> tuple[str, dict[str, Round]]:
         return bnb.functional.dequantize_4bit(codes, state).numpy(), nbytes
 
     return f"bitsandbytes {bnb.__version__}", {
-        "nf4": ft.partial(rounded, kind="nf4", twice=False),
-        "nf4, double quantization": ft.partial(rounded, kind="nf4", twice=True),
-        "fp4": ft.partial(rounded, kind="fp4", twice=False),
+        "nf4": each(ft.partial(rounded, kind="nf4", twice=False)),
+        "nf4, double quantization": each(ft.partial(rounded, kind="nf4", twice=True)),
+        "fp4": each(ft.partial(rounded, kind="fp4", twice=False)),
     }
 
 

@@ -7,7 +7,7 @@ import importlib.metadata
 import numpy as np
 from _peers.llama_cpp import ggml_of, peer, quantized
 
-from . import Quantizer, Round
+from . import each, Quantize, Quantizer
 
 
 # ggml's numbers of types.
@@ -31,7 +31,7 @@ class _Traits(ctypes.Structure):
     ]
 
 
-def load() -> tuple[str, dict[str, Round]]:
+def load() -> tuple[str, dict[str, Quantize]]:
     import llama_cpp
 
     ggml = ggml_of(llama_cpp)
@@ -47,7 +47,7 @@ def load() -> tuple[str, dict[str, Round]]:
 
     version = importlib.metadata.version("llama-cpp-python")
     return f"llama-cpp-python {version}", {
-        name: ft.partial(rounded, kind=kind) for name, kind in TYPES.items()
+        name: each(ft.partial(rounded, kind=kind)) for name, kind in TYPES.items()
     }
 
 

@@ -1,6 +1,7 @@
 """A byte budget for a whole model, shared out among its weights."""
 
 import dataclasses
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
@@ -154,7 +155,7 @@ def allocate(
     rounded by it here. The first steps are those with the largest gain per byte. The
     assignment is that of a Lagrange multiplier, as the lower convex hull of each weight
     has its formats in order of gain; what is left of the budget then goes to steps that
-    still fit.
+    still fit, and a large step that did not may take the place of small ones.
 
     !!! Example
 
@@ -229,11 +230,9 @@ def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocatio
             f"takes in the smallest of formats, got {budget:,}. {others:,} of them are "
             "of arrays that are not quantized."
         )
-    for weight, i in _steps(hulls):
-        more = hulls[weight][i + 1].nbytes - hulls[weight][taken[weight]].nbytes
-        if taken[weight] == i and nbytes + more <= budget:
-            taken[weight] = i + 1
-            nbytes += more
+    steps = _steps(hulls)
+    taken, nbytes = _filled(hulls, steps, taken, nbytes, budget)
+    taken, nbytes = _exchanged(hulls, steps, taken, nbytes, budget)
     rows = []
     for of_weight, at in zip(options, taken, strict=True):
         got = of_weight.hull[at]
@@ -242,6 +241,74 @@ def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocatio
         rows.append(row)
     rows.sort(key=lambda row: -row.loss)
     return Allocation(tuple(rows), nbytes, budget, options, others)
+
+
+_Steps = Sequence[tuple[int, int]]
+
+
+def _filled(
+    hulls: Sequence[tuple[Option, ...]],
+    steps: _Steps,
+    taken: Sequence[int],
+    nbytes: int,
+    budget: int,
+) -> tuple[list[int], int]:
+    """Every step that still fits, the steepest first."""
+    taken = list(taken)
+    for weight, i in steps:
+        more = hulls[weight][i + 1].nbytes - hulls[weight][i].nbytes
+        if taken[weight] == i and nbytes + more <= budget:
+            taken[weight] = i + 1
+            nbytes += more
+    return taken, nbytes
+
+
+def _exchanged(
+    hulls: Sequence[tuple[Option, ...]],
+    steps: _Steps,
+    taken: list[int],
+    nbytes: int,
+    budget: int,
+) -> tuple[list[int], int]:
+    """A large step that did not fit, as that of a table that is half of the model, may
+    be worth more than some small ones and what is left of the budget."""
+
+    def loss_of(taken):
+        return sum(hull[at].loss for hull, at in zip(hulls, taken, strict=True))
+
+    def last_steps(taken):
+        return [last_step(taken, weight) for weight, at in enumerate(taken) if at]
+
+    def last_step(taken, weight):
+        less, more = hulls[weight][taken[weight] - 1 : taken[weight] + 1]
+        return gain(less, more), weight, more.nbytes - less.nbytes
+
+    smallest = sorted(last_steps(taken))
+    for large, i in steps:
+        less, more = hulls[large][i : i + 2]
+        missing = more.nbytes - less.nbytes - (budget - nbytes)
+        # What is given up has at least the smallest gain.
+        if (
+            taken[large] != i
+            or not smallest
+            or less.loss - more.loss <= missing * smallest[0][0]
+        ):
+            continue
+        new, size = list(taken), nbytes + more.nbytes - less.nbytes
+        new[large] = i + 1
+        heap = [step for step in smallest if step[1] != large]  # Sorted: a heap.
+        while size > budget and heap:
+            _, weight, freed = heapq.heappop(heap)
+            new[weight] -= 1
+            size -= freed
+            if new[weight]:
+                heapq.heappush(heap, last_step(new, weight))
+        if size > budget:
+            continue
+        new, size = _filled(hulls, steps, new, size, budget)
+        if loss_of(new) < loss_of(taken):
+            taken, nbytes, smallest = new, size, sorted(last_steps(new))
+    return taken, nbytes
 
 
 def _steps(hulls: Sequence[tuple[Option, ...]]) -> list[tuple[int, int]]:

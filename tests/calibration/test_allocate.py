@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqquant.calibration._allocate import _chosen
+from eqquant.calibration._options import Option, Options
 
 
 FORMATS = ["binary", "ternary", "nf4", "int8"]
@@ -60,6 +62,26 @@ def test_the_frontier_goes_through_what_is_chosen():
     figure = pytest.importorskip("matplotlib.figure").Figure()
     axes = rules.plot(figure.subplots())
     assert axes.get_xlabel() == "MB" and len(axes.lines) == 3
+
+
+def test_a_large_step_takes_the_place_of_small_ones():
+    # By gain per byte the small ones come first, and then the table does not fit.
+    def weight(path, size, before, after):
+        formats = (eqquant.NF4(), size // 2, before), (eqquant.Int8(), size, after)
+        hull = tuple(Option(*option) for option in formats)
+        return Options(path, size, -1, hull)
+
+    names = ["a", "b", "c"]
+    options = (
+        weight("table", 1000, 10.0, 1.0),
+        *(weight(x, 100, 2.0, 0.9) for x in names),
+    )
+    smallest = 500 + 3 * 50
+    chosen = _chosen(options, 0, smallest + 560)
+    assert chosen["table"] == (eqquant.Int8(), -1) and chosen.nbytes == smallest + 550
+    assert chosen.loss == pytest.approx(1 + 0.9 + 2 * 2)
+    assert chosen.within(smallest + 499)["table"] == (eqquant.NF4(), -1)
+    assert chosen.within(smallest + 650).loss == pytest.approx(1 + 3 * 0.9)
 
 
 @pytest.mark.parametrize(
