@@ -21,12 +21,12 @@ def levels(
         return codes.astype(dtype)
     if format.bits == 8:
         codes = lax.bitcast_convert_type(codes, jnp.uint8)
-    table = jnp.asarray(_table(format), dtype)
+    table = jnp.asarray(table_of(format), dtype)
     return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 @ft.lru_cache(maxsize=64)
-def _table(format: Format) -> np.ndarray:
+def table_of(format: Format) -> np.ndarray:
     """Of all codes, as numbers: XLA would start a kernel to compute them."""
     with jax.ensure_compile_time_eval():
         codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
