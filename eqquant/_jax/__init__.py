@@ -15,6 +15,7 @@ from ._compat import (
     device_kind as device_kind,
     explicit_mesh_of as explicit_mesh_of,
     finish as finish,
+    gpu_capability as gpu_capability,
     has_explicit_axes as has_explicit_axes,
     is_automatically_partitioned as is_automatically_partitioned,
     is_exported as is_exported,

@@ -178,7 +178,11 @@ def integers(dtype) -> str:
             ],
         )
     # 128 + the low seven bits, less 128, or 256 if the sign is set.
-    lines = ["xor.b32 one, $3, 0x3f803f80;", "xor.b32 a, $3, 0x43004300;", "xor.b32 b, $3, 0xc300c300;"]
+    lines = [
+        "xor.b32 one, $3, 0x3f803f80;",
+        "xor.b32 a, $3, 0x43004300;",
+        "xor.b32 b, $3, 0xc300c300;",
+    ]
     for out, select in enumerate(("0x4140", "0x4342")):
         lines += [
             f"prmt.b32 s, $2, 0, {select};",

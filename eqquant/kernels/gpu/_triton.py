@@ -97,7 +97,9 @@ def dot(
 
     def load(ref, first, row, column, mask=None):
         """`ref[first, row, column]`, each of these in the shape of the others."""
-        options = {} if mask is None else dict(mask=mask, other=jnp.zeros((), ref.dtype))
+        options = (
+            {} if mask is None else dict(mask=mask, other=jnp.zeros((), ref.dtype))
+        )
         return plgpu.load(ref.at[first, row, column], **options)
 
     def grid_of(row, column):
@@ -141,7 +143,6 @@ def dot(
         start = lax.div(tile, jnp.int32(num_m)) * size
         decode.prepare((tiles.rows, tiles.bytes))
         row_m = start_m + iota(tiles.m)
-        row_m_in = jnp.minimum(row_m, m - 1) if m % tiles.m else row_m
 
         def tile_of(row, byte, valid):
             """Codes, and their scales: rows beyond the last one again."""
