@@ -1,10 +1,11 @@
 """JAX beyond its public interface, and small tools that JAX lacks.
 
 Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
-that work row by row, the compiler for GPUs, run-time checks and warnings. Only
+that work row by row, threads with nothing in context, the compiler for GPUs, run-time checks and warnings. Only
 `_compat.py` knows the version of JAX. Imports nothing of eqquant.
 """
 
+from ._apart import apart as apart
 from ._compat import (
     bind_equation as bind_equation,
     by_compiler as by_compiler,

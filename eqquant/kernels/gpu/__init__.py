@@ -1,6 +1,6 @@
 """Products with quantized weights on GPUs.
 
-On the chips that it knows, a kernel of Pallas and Triton decodes codes in registers, and
+On chips that are known, a kernel of Pallas and Triton decodes codes in registers, and
 multiplies them with tensor cores. Whatever it does not serve, and what is exported, is
 left to `portable`: XLA, in what it makes good kernels of.
 """
@@ -10,7 +10,6 @@ from jaxtyping import Array, Float, Int8, UInt8
 from .._int8 import round_int8 as round_int8, rounding
 from . import _portable as portable, _triton
 from ._choose import bits_kept, choose, options_of
-from ._portable import why_not as why_not
 
 
 def dot(
@@ -34,6 +33,14 @@ def dot(
     options = options_of(kernel, params["format"], params["contract_rows"])
     out = _triton.dot(*args, **options, out_dtype=out_dtype, interpret=interpret)
     return out.reshape(*x.shape[:-1], out.shape[-1])
+
+
+def why_not(x, codes, scales, **params) -> str | None:
+    """Why a product is left to the lowering for all platforms, if it is."""
+    reason = portable.why_nothing(x, codes, scales, **params)
+    if reason is None and isinstance(choose(x, codes, scales, **params), str):
+        reason = portable.why_not(x, codes, scales, **params)
+    return reason
 
 
 def describe(x, codes, scales, **params) -> str:

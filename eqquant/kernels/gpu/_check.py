@@ -5,7 +5,6 @@ first, once for each process and each thing that the compiler would make another
 of, and is compared with XLA.
 """
 
-import concurrent.futures
 import dataclasses
 import functools as ft
 
@@ -13,8 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._jax import warn
-from ...formats import Format
+from ..._jax import apart, warn
+from ...formats import Format, pack
 from .. import xla
 from . import _triton
 
@@ -45,10 +44,7 @@ def failure_of(
 
 @ft.cache
 def _failure_of(*args) -> str | None:
-    # In a thread of its own, as a product that is being compiled has a mesh, and a
-    # trace, in its context.
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(_compare, *args).result()
+    return apart(_compare, *args)
 
 
 def _compare(
@@ -62,9 +58,14 @@ def _compare(
     packed += format.group * format.bits // 8 if format.bits < 8 else 16
     m = max(tiles.m - 3, 1)
     rng = np.random.default_rng(0)
-    codes = rng.integers(0, 256, (1, rows, packed), np.uint8)
-    codes = codes.view(np.dtype(format.code_dtype))
     columns = packed * 8 // format.bits
+    dtype = np.dtype(format.code_dtype)
+    every = np.arange(2**format.bits, dtype=np.uint8).view(dtype)
+    used = np.setdiff1d(every, np.array(format.unused_codes, dtype))
+    codes = rng.choice(used, (1, rows, columns))
+    if format.bits < 8:
+        codes = pack(codes.reshape(1, rows, -1, format.group), format.bits)
+        codes = codes.reshape(1, rows, packed)
     blocks = columns // format.block_size if format.block_size and blocked else 1
     scales = rng.uniform(0.5, 2, (1, rows, blocks))
     x = rng.standard_normal((1, m, rows if contract_rows else columns))

@@ -33,11 +33,15 @@ _described = {
 }
 
 
+def known(kind: str, capability: str | None = None) -> Chip | None:
+    """By compute capability, or the name of a chip that eqquant compiles for."""
+    return _chips.get(capability or _described.get(kind, ""))
+
+
 def chip() -> tuple[Chip | None, str, bool]:
     """That which is compiled for, what it is called, and whether it is here."""
     kind, capability = gpu_capability()
-    here = capability is not None
-    return _chips.get(capability or _described.get(kind, "")), kind, here
+    return known(kind, capability), kind, capability is not None
 
 
 def tiles_for(

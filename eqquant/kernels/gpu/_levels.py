@@ -2,12 +2,12 @@
 
 import functools as ft
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
+from ..._jax import apart
 from ...formats import Format
 
 
@@ -28,9 +28,12 @@ def levels(
 @ft.lru_cache(maxsize=64)
 def table_of(format: Format) -> np.ndarray:
     """Of all codes, as numbers: XLA would start a kernel to compute them."""
-    with jax.ensure_compile_time_eval():
+
+    def table() -> np.ndarray:
         codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
         return np.asarray(format.levels(codes.astype(format.code_dtype), jnp.float32))
+
+    return apart(table)
 
 
 def per_code(

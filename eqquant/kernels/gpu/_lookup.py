@@ -1,9 +1,10 @@
 """From codes to numbers of 16 bits that tensor cores multiply, in registers.
 
 Four bytes of codes are in one register. A table of at most 16 numbers is looked up by
-`prmt`, which picks four bytes out of eight by the nibbles of a register: one for the low
-bytes of the numbers, one for the high ones. Integers of 8 bits become the mantissa of a
-number whose exponent is known, of which what is too much is subtracted.
+`prmt`, which picks four bytes out of eight by the nibbles of a register: one for the
+low bytes of the numbers, one for the high ones. Integers of 8 bits become the mantissa
+of a number whose exponent is known, of which what is too much is subtracted. The bits
+of ternary and binary codes become the sign, and the highest of the exponent.
 
 Each is inline PTX, one text for each plane: what planes share, NVIDIA's assembler
 computes once. In interpret mode, which knows no PTX, the same is computed in JAX.
@@ -22,28 +23,38 @@ from ._levels import table_of
 
 
 def _asm(registers: str, lines: list[str]) -> str:
-    """Four bytes are in `$2`, and a zero in `$3`; two numbers are to be in `$0`, and two
-    in `$1`."""
+    """Four bytes are in `$2`, and a zero in `$3`. Two numbers are to be in `$0`, and
+    two in `$1`."""
     return "{\n.reg .b32 " + registers + ";\n" + "\n".join(lines) + "\n}"
 
 
 # Zero, but NVIDIA's assembler does not know: it would keep constants where `prmt` does
 # not reach them, and move each one again for every use.
-hidden_zero = _asm(
-    "z",
-    [
-        "mov.u32 z, %laneid;",
-        "popc.b32 z, z;",
-        "mul.lo.u32 z, z, z;",
-        "shr.u32 z, z, 6;",
-        "or.b32 $0, $1, z;",
-    ],
-)
+_zero = [
+    "mov.u32 z, %laneid;",
+    "popc.b32 z, z;",
+    "mul.lo.u32 z, z, z;",
+    "shr.u32 z, z, 6;",
+]
+hidden_zero = _asm("z", [*_zero, "or.b32 $0, $1, z;"])
 
 
 def can_decode(format: Format) -> bool:
     """Whether there is a way from the codes to numbers of 16 bits."""
     return format.bits in (1, 2, 4) or (format.bits == 8 and format.integer_levels)
+
+
+# What codes stand for whose highest bit is a sign, by their number of bits.
+_signed_codes = {1: {0: 1, 1: -1}, 2: {0: 0, 1: 1, 3: -1}}
+
+
+def is_signed(format: Format) -> bool:
+    """Whether the bits of codes are a sign, and whether the level is not zero."""
+    levels = _signed_codes.get(format.bits, {})
+    used = [c for c in range(2**format.bits) if c not in format.unused_codes]
+    return format.unit_levels and all(
+        levels.get(code) == table_of(format)[code] for code in used
+    )
 
 
 class Decoder:
@@ -57,8 +68,9 @@ class Decoder:
         if self.bits == 8:
             return
         levels = np.asarray(table_of(format), np.float32)
-        if format.unit_levels:
-            # 2 and -2 have nothing but zeros in their low byte: one lookup is enough.
+        self.signed = is_signed(format)
+        if self.signed:
+            # The highest bit of the exponent alone is a 2.
             levels, self.unit = levels * 2, 0.5
         for _ in range(parts):
             self.tables.append(levels.astype(self.dtype))
@@ -67,11 +79,14 @@ class Decoder:
     def prepare(self, shape: tuple[int, int]) -> None:
         """In a kernel, before its loop, for codes of such a shape.
 
-        As a zero that depends on no load is an operand, Triton decodes codes where it
-        has loaded them, four to a register. It would have brought them in the order of
-        the tensor cores first, two and two, and put them together byte by byte.
+        Where a zero that depends on no load is an operand, Triton decodes codes where
+        it has loaded them, four to a register, and brings what it has decoded in the
+        order of tensor cores, through shared memory. Otherwise it does so with the
+        codes, two and two, which it then has to put together byte by byte. That is
+        better where a byte has four codes or more, of which shared memory would be the
+        limit.
         """
-        if not self.interpret:
+        if not self.interpret and self.bits >= 4:
             zero = jnp.zeros(shape, jnp.int8)
             self._zero = _run(hidden_zero, [zero], jnp.int8)
 
@@ -87,13 +102,16 @@ class Decoder:
             index = codes >> jnp.uint8(plane * self.bits)
             index = index & jnp.uint8(2**self.bits - 1)
             return [_select(table, index) for table in self.tables]
+        if self.signed:
+            return [self._run(signed(self.bits, plane), codes)]
         return [
             self._run(looked_up(_bits(table), self.bits, plane), codes)
             for table in self.tables
         ]
 
     def _run(self, asm: str, codes):
-        return _run(asm, [codes, self._zero], self.dtype)
+        zero = [] if self._zero is None else [self._zero]
+        return _run(asm, [codes, *zero], self.dtype)
 
 
 def _bits(table: np.ndarray) -> tuple[int, ...]:
@@ -125,7 +143,8 @@ def looked_up(table: tuple[int, ...], bits: int, plane: int) -> str:
     """PTX that looks up the bits of numbers: of one plane of the codes."""
     per_nibble = 4 // bits
     second, shift = divmod(plane, per_nibble)
-    lines = ["mov.b32 z, $3;", f"shr.u32 s, $2, {shift * bits};"]
+    lines = ["mov.b32 z, $3;"] if bits == 4 else list(_zero)
+    lines += [f"shr.u32 s, $2, {shift * bits};"]
     if bits == 4:
         lines += ["shr.u32 u, s, 3;", "and.b32 u, u, 0x11111111;"]
         lines += ["xor.b32 k, z, 0xff00;"]
@@ -158,6 +177,22 @@ def looked_up(table: tuple[int, ...], bits: int, plane: int) -> str:
         lines.append(f"prmt.b32 ${out}, l, h, {'0x7351' if second else '0x6240'};")
     registers = ", ".join(f"{name}{i}" for name in "lh" for i in range(4))
     return _asm(f"z, s, u, k, m, p, q, l, h, {registers}", lines)
+
+
+@ft.cache
+def signed(bits: int, plane: int) -> str:
+    """PTX that brings the bits of a plane of the codes to the top of numbers."""
+    lines = []
+    for out, select in enumerate(("0x1404", "0x3424")):
+        lines += [
+            f"prmt.b32 s, $2, 0, {select};",
+            f"shl.b32 s, s, {8 - bits - plane * bits};",
+        ]
+        if bits == 1:
+            lines.append(f"lop3.b32 ${out}, s, 0x80008000, 0x40004000, 0xea;")
+        else:
+            lines.append(f"and.b32 ${out}, s, 0xc000c000;")
+    return _asm("s", lines)
 
 
 @ft.cache

@@ -144,10 +144,8 @@ def describe(x, codes, scales, **params) -> str:
     return f"XLA for GPUs, variant {variant!r} {rounding(x, bits)}"
 
 
-def why_not(
-    x, codes, scales, *, format: Format, weight_dtype, contract_rows: bool, **params
-) -> str | None:
-    """Why a product is not computed in these ways, if it is not."""
+def why_nothing(x, codes, scales, *, weight_dtype, **_) -> str | None:
+    """Why nothing that is made for GPUs computes a product, if that is so."""
     if os.environ.get("EQQUANT_GPU") == "off":
         return "EQQUANT_GPU=off says so"
     for dtype in (x.dtype, weight_dtype, scales.dtype):
@@ -155,6 +153,16 @@ def why_not(
             return f"the lowering for GPUs computes in float32 at most, not in {dtype}"
     if 0 in (*x.shape, *codes.shape):
         return "there is nothing to multiply"
+    return None
+
+
+def why_not(
+    x, codes, scales, *, format: Format, weight_dtype, contract_rows: bool, **params
+) -> str | None:
+    """Why a product is not computed in these ways, if it is not."""
+    reason = why_nothing(x, codes, scales, weight_dtype=weight_dtype)
+    if reason:
+        return reason
     params |= dict(
         format=format, weight_dtype=weight_dtype, contract_rows=contract_rows
     )

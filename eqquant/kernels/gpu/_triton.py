@@ -133,7 +133,13 @@ def dot(
         for i, w in enumerate(ws):
             for x in xs if i == 0 else xs[:1]:
                 a, b = (w, x) if turned else (x, w)
-                out = pl.dot(a, b, trans_b=turned)
+                contracted = (1,), (1 if turned else 0,)
+                out = lax.dot_general(
+                    a,
+                    b,
+                    (contracted, ((), ())),
+                    preferred_element_type=jnp.float32,
+                )
                 total = out if total is None else total + out
         return total
 
@@ -144,7 +150,7 @@ def dot(
         decode.prepare((tiles.rows, tiles.bytes))
         row_m = start_m + iota(tiles.m)
 
-        def tile_of(row, byte, valid):
+        def tile_of(row, byte):
             """Codes, and their scales: rows beyond the last one again."""
             row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
             at = byte + iota(tiles.bytes)
@@ -161,7 +167,7 @@ def dot(
             row = start + iota(tiles.rows)
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
-                q, scale = tile_of(row, byte, None)
+                q, scale = tile_of(row, byte)
                 total = None
                 for plane in range(planes):
                     column = columns_of(byte, plane)
@@ -188,7 +194,7 @@ def dot(
                 scaled = split(scaled_by(some, scale, mask))
             out = []
             for sub in range(tiles.subtiles):
-                q, scale = tile_of(row, start + sub * tiles.bytes, None)
+                q, scale = tile_of(row, start + sub * tiles.bytes)
                 xs = scaled if blocks == 1 else split(scaled_by(some, scale, mask))
                 for plane in range(planes):
                     out.append(multiply(xs, decode(q, plane), False))
@@ -224,10 +230,15 @@ def dot(
         n, r = grid_of(row, row_m)
         store(acc, r, n)
 
+    def like(x):
+        """A result, which inside of shard_map varies as the activation does."""
+        shape = tiles.split * batch, m, out_size
+        return jnp.broadcast_to(x[:1, :1, :1].astype(out_type), shape)
+
     out = pl.pallas_call(
         kernel,
         grid=(num_m * pl.cdiv(free, size), tiles.split, batch),
-        out_shape=jax.ShapeDtypeStruct((tiles.split * batch, m, out_size), out_type),
+        out_shape=jax.eval_shape(like, x),
         compiler_params=plgpu.CompilerParams(
             num_warps=tiles.warps, num_stages=tiles.stages
         ),
