@@ -1,8 +1,9 @@
 """JAX beyond its public interface, and small tools that JAX lacks.
 
 Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
-that work row by row, threads with nothing in context, the compiler for GPUs, run-time checks and warnings. Only
-`_compat.py` knows the version of JAX. Imports nothing of eqquant.
+that work row by row, threads with nothing in context, the compiler for GPUs, run-time
+checks and warnings. Only `_compat.py` knows the version of JAX. Imports nothing of
+eqquant.
 """
 
 from ._apart import apart as apart
