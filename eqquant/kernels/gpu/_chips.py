@@ -71,9 +71,11 @@ def tiles_for(
     # A few for each core, so that one decodes while another waits for its codes. But
     # sums of parts are written and read again, of as many rows as the activation has.
     target = chip.cores * (3 if m <= 4 else 2)
-    steps = rows // tile_rows if contract_rows else packed // (width * subtiles)
+    step, length = (tile_rows, rows) if contract_rows else (width * subtiles, packed)
     split = 1
-    while programs * split < target and steps // (2 * split) >= 8 and few:
+    while few and programs * split < target and length // step // (2 * split) >= 8:
+        if length % step == 0 and length // step % (2 * split):
+            break  # Some would have nothing to do in their last step.
         split *= 2
     return Tiles(
         m=tile_m,

@@ -1,12 +1,13 @@
 """Which products get the kernel of `_triton.py`, and in what it multiplies."""
 
 import dataclasses
+import math
 import os
 from typing import Any
 
 import jax.numpy as jnp
 
-from ...formats import Format, GPUKernel, Precision
+from ...formats import Format, GPUKernel, num_codes, Precision
 from . import _check, _chips, _triton
 from ._lookup import can_decode
 
@@ -63,9 +64,10 @@ def choose(
     m, (*batch, rows, packed) = x.shape[-2], codes.shape
     if m > _most_rows and asked.kernel is None:
         return f"of more than {_most_rows} rows it is expected to be faster"
-    count = 1
-    for size in batch:
-        count *= size
+    count = math.prod(batch)
+    out = num_codes(packed, format.bits) if contract_rows else rows
+    if max(x.size, codes.size, count * m * out) >= 2**31 or count >= 2**16:
+        return "the kernels count in 32 bits, and weights of a stack in 16"
     tiles = _chips.tiles_for(
         chip,
         m,

@@ -15,7 +15,6 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Shaped
 
 from ...formats import Format
@@ -127,6 +126,9 @@ def _select(table: np.ndarray, index: Shaped[Array, "..."]):
 
 def _run(asm: str, args: list, dtype):
     """Four elements at a time."""
+    # Not every jaxlib has Triton, which is needed for a GPU alone.
+    from jax.experimental.pallas import triton as plgpu
+
     registers = 4 * jnp.dtype(dtype).itemsize // 4
     (out,) = plgpu.elementwise_inline_asm(
         asm,

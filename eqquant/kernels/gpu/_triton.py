@@ -21,7 +21,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Shaped
 
 from ...formats import Format, num_codes, planes_of
@@ -71,6 +70,9 @@ def dot(
     interpret: bool = False,
 ) -> Float[Array, "batch m out"]:
     """`x @ w.T`, or `x @ w`; both operands become `parts` numbers of type `operand`."""
+    # Not every jaxlib has Triton, which is needed for a GPU alone.
+    from jax.experimental.pallas import triton as plgpu
+
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
     blocks = scales.shape[-1]
@@ -151,11 +153,13 @@ def dot(
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
-            """Codes, and their scales: rows beyond the last one again."""
+            """Codes, and their scales: beyond the last row that again, and beyond the
+            last byte zeros, so that several bytes are still one load."""
             row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
             at = byte + iota(tiles.bytes)
-            at_in = jnp.minimum(at, packed - 1) if packed % wide or not whole else at
-            q = load(codes, first, *grid_of(row, at_in))
+            r, c = grid_of(row, at)
+            beyond = packed % wide or not whole
+            q = load(codes, first, r, c, c < packed if beyond else None)
             if blocks == 1:
                 return q, None
             i = lax.div(byte, jnp.int32(block))
