@@ -14,7 +14,7 @@ for GPUs ("XLA"), by the kernel ("kernel"), and dequantizing first ("dense first
 - the memory that the program needs meanwhile;
 - for the kernel, and for one of XLA's without a loop, instructions for each weight,
   those of the arithmetic unit, and bytes of shared memory; what share of the bandwidth
-  of the memory it can use at most, and which unit limits it;
+  of the memory it can use at most for what has to be moved, and which unit limits it;
 - KiB of codes that a core waits for at once. To keep the memory busy, an H100 needs
   some 20, an H200 some 30.
 
@@ -84,9 +84,11 @@ def per_thread(program, kernel, weights: int) -> float | None:
     return weights / (int(launched[1]) * int(launched[2]))
 
 
-def limits(program, x, q, contract_rows, chip, weights, stored) -> list[str]:
-    """Of the kernel that multiplies."""
-    share = ""
+def limits(
+    program, x, q, contract_rows, chip, weights, stored, needed: float
+) -> list[str]:
+    """Of the kernel that multiplies. Of the bytes that the program moves this share is
+    needed."""
     found = []
     for kernel in program.kernels:
         count = per_thread(program, kernel, weights)
@@ -109,6 +111,8 @@ def limits(program, x, q, contract_rows, chip, weights, stored) -> list[str]:
         if count:
             units = units_of(kernel, count)
             share, limit = bound(units, chip, stored / weights)
+            if needed < share:
+                share, limit = needed, "memory"
             numbers = units.issued, units.alu, units.shared
             cells = [f"{x:.1f}" for x in numbers]
             cells += [f"{share:.0%}", limit, waits, str(kernel.spilled)]
@@ -123,7 +127,7 @@ WIDTHS = 8, 12, 5, 8, 12, 8, 9, 8, 9, 9, 7, 11, 12, 7, 4, 7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048])
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
@@ -165,13 +169,17 @@ def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
         multiply = ft.partial(PRODUCTS[product], rows=options.rows)
     program = compile_for_gpu(multiply, x, q, chip=chip)
     total = cost(program.as_text())
-    held = program.compiled.memory_analysis().temp_size_in_bytes
+    memory = program.compiled.memory_analysis()
+    assert memory is not None
+    held = memory.temp_size_in_bytes
     return [
         total.launches,
         f"{total.bytes / 1e6:.1f}",
         f"{total.bytes / least:.1f}",
         f"{held / 2**20:.1f}",
-        *limits(program, x, q, options.rows, gpus[chip], n * k, stored),
+        *limits(
+            program, x, q, options.rows, gpus[chip], n * k, stored, least / total.bytes
+        ),
     ]
 
 

@@ -16,6 +16,7 @@ a part of the contracted axis, and XLA adds these.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -99,10 +100,8 @@ def dot(
 
     def load(ref, first, row, column, mask=None):
         """`ref[first, row, column]`, each of these in the shape of the others."""
-        options = (
-            {} if mask is None else dict(mask=mask, other=jnp.zeros((), ref.dtype))
-        )
-        return plgpu.load(ref.at[first, row, column], **options)
+        other = None if mask is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(ref.at[first, row, column], mask=mask, other=other)
 
     def grid_of(row, column):
         shape = row.size, column.size
@@ -131,7 +130,7 @@ def dot(
 
     def multiply(xs: list, ws: list, turned: bool):
         """The product of two sums, but for that of what is smallest in both."""
-        total = None
+        total: Any = None
         for i, w in enumerate(ws):
             for x in xs if i == 0 else xs[:1]:
                 a, b = (w, x) if turned else (x, w)
@@ -172,7 +171,7 @@ def dot(
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
                 q, scale = tile_of(row, byte)
-                total = None
+                total = jnp.zeros((tiles.rows, tiles.m), jnp.float32)
                 for plane in range(planes):
                     column = columns_of(byte, plane)
                     mask = None
@@ -181,7 +180,7 @@ def dot(
                         mask = (r < m) & (c < columns)
                     some = load(x, first, r, c, mask)
                     product = multiply(split(some), decode(q, plane), True)
-                    total = product if total is None else total + product
+                    total = total + product
                 if scale is not None:
                     total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
                 acc = acc + total
@@ -192,6 +191,7 @@ def dot(
             r, c = grid_of(row_m, row)
             mask = None if whole and not m % tiles.m else (r < m) & (c < rows)
             some = load(x, first, r, c, mask).astype(jnp.float32)
+            scaled = []
             if blocks == 1:
                 at = jnp.minimum(row, rows - 1)
                 scale = plgpu.load(scales.at[first, at, jnp.zeros_like(at)])
