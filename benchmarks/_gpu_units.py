@@ -28,6 +28,7 @@ class Units(NamedTuple):
     issued: float
     alu: float
     fma: float
+    imad: float
     shared: float
 
     def cycles(self, chip: GPU) -> dict[str, float]:
@@ -35,7 +36,7 @@ class Units(NamedTuple):
         return {
             "issue": self.issued / 128,
             "ALU": self.alu / 64,
-            "FMA": self.fma / chip.lanes,
+            "FMA": self.fma / chip.lanes + self.imad / 64,
             "shared": self.shared / _shared,
         }
 
@@ -45,15 +46,15 @@ def units_of(kernel: GPUKernel, weights: float) -> Units:
     names = max(kernel.loops, key=len, default=kernel.instructions)
     names = [name for name in names if name != "NOP"]
     alu = sum(bool(_alu.match(name)) for name in names)
-    # Multiplying integers takes both halves of a unit. So does a conversion, twice.
     fma = sum(bool(_fma.match(name)) for name in names)
-    fma += 2 * sum(name.startswith("IMAD") for name in names)
+    imad = sum(name.startswith("IMAD") for name in names)
+    # A quarter as many a cycle.
     alu += 4 * sum(bool(_convert.match(name)) for name in names)
     moved = 0.0
     for name in names:
         if re.match(r"LDS|STS", name):
             moved += _width(name)
-    return Units(*(x / weights for x in (len(names), alu, fma, moved)))
+    return Units(*(x / weights for x in (len(names), alu, fma, imad, moved)))
 
 
 def _width(name: str) -> int:

@@ -202,15 +202,11 @@ def test_what_the_assembler_cannot_know_is_zero():
 #
 
 
-def explained(m=8, dtype="float32", format="nf4", rows=False, shape=(64, 64)):
-    w = jax.ShapeDtypeStruct(shape, dtype)
-    x = jax.ShapeDtypeStruct((m, shape[0] if rows else shape[1]), dtype)
-
-    def product(x, w):
-        q = eqquant.quantize(w, format, check_finite=False)
-        return x @ (q if rows else q.T)
-
-    return eqquant.debug.explain(product, x, w, platform="gpu")
+def explained(m=8, dtype="float32", format="nf4", rows=False):
+    q = eqquant.quantize(jnp.ones((64, 64), dtype), format)
+    return eqquant.debug.explain(
+        lambda x: x @ (q if rows else q.T), jnp.ones((m, 64), dtype), platform="gpu"
+    )
 
 
 @pytest.mark.parametrize(
@@ -238,7 +234,6 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "of more than 128 rows" in explained(m=200)
     assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
     assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
-    assert "count in 32 bits" in explained(shape=(2**16, 2**16))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
     assert "no kernels for codes like those of int3" in explained(format="int3")
     assert "do not multiply float32" in explained(format=NF4(precision="highest"))
@@ -246,6 +241,14 @@ def test_by_shape_and_dtype(on, monkeypatch):
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
     assert "as EQQUANT_GPU=xla says so" in explained()
+
+
+def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
+    shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    options = dict(format=NF4(), precision="high", weight_dtype="float32")
+    how = gpu.describe(*operands, contract_rows=False, **options)
+    assert "as the kernels count in 32 bits" in how
 
 
 #

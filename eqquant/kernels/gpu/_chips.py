@@ -12,20 +12,18 @@ class Chip:
     """What depends on the generation.
 
     - `cores`: about how many there are, among which programs are spread.
-    - `rows`: of a weight, of a program, for few rows of an activation.
     """
 
     name: str
     cores: int
-    rows: int
 
 
 # By compute capability. Others are served by XLA.
 _chips = {
-    "8.0": Chip("sm_80", cores=108, rows=64),
-    "8.6": Chip("sm_86", cores=84, rows=64),
-    "8.9": Chip("sm_89", cores=128, rows=64),
-    "9.0": Chip("sm_90", cores=132, rows=128),
+    "8.0": Chip("sm_80", cores=108),
+    "8.6": Chip("sm_86", cores=84),
+    "8.9": Chip("sm_89", cores=128),
+    "9.0": Chip("sm_90", cores=132),
 }
 _described = {
     gpu.name: ".".join(gpu.architecture.removeprefix("sm_").rstrip("a"))
@@ -63,7 +61,7 @@ def tiles_for(
     if contract_rows:
         tile_rows, subtiles = 64, max(1, 64 // width)
     else:
-        tile_rows, subtiles = chip.rows if few else 128, max(1, 64 // width)
+        tile_rows, subtiles = 128, max(1, 64 // width)
         if format.bits < 4:
             subtiles = 1
     size, free = (width * subtiles, packed) if contract_rows else (tile_rows, rows)
