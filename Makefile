@@ -121,7 +121,7 @@ test-gpu-compiler:
 		echo 'NOT RUN: the compiler for GPUs is for Linux on x86-64'; exit 0; fi; \
 	$(MAKE) VENV=$(GPU) $(GPU)/.has-test $(GPU)/.has-gpu-compiler && \
 	$(GPU)/bin/python -m pytest -rs -m '$(GPU_TESTS)' tests/debug/test_compile_gpu.py \
-		tests/kernels/test_gpu.py tests/kernels/test_gpu_triton.py -k 'compiled or few_kernels'
+		tests/kernels/test_gpu.py tests/kernels/test_gpu_compiled.py -k 'compiled or few_kernels'
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage

@@ -171,7 +171,7 @@ def dot(
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
                 q, scale = tile_of(row, byte)
-                total = jnp.zeros((tiles.rows, tiles.m), jnp.float32)
+                total: Any = None
                 for plane in range(planes):
                     column = columns_of(byte, plane)
                     mask = None
@@ -180,7 +180,7 @@ def dot(
                         mask = (r < m) & (c < columns)
                     some = load(x, first, r, c, mask)
                     product = multiply(split(some), decode(q, plane), True)
-                    total = total + product
+                    total = product if total is None else total + product
                 if scale is not None:
                     total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
                 acc = acc + total
