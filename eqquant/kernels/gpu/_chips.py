@@ -53,7 +53,9 @@ def tiles_for(
     contract_rows: bool,
 ) -> Tiles | None:
     """None if tensor cores cannot multiply what one scale is for."""
-    width = subtile_bytes(format, 64 if format.bits == 8 else 32)
+    # For `x @ w` the activation is scaled again for each subtile: so these are wider.
+    most = (128 if contract_rows else 64) if format.bits == 8 else 32
+    width = subtile_bytes(format, most)
     if width < 16:
         return None
     tile_m = next(size for size in (16, 32, 64, 128) if m <= size or size == 128)
