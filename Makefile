@@ -113,13 +113,15 @@ test-imports:
 # The compiler for GPUs, without a GPU: 1.4 GB, by which only Linux on x86-64 is served.
 # JAX's plugin is of one version of JAX.
 GPU := $(VENV)-gpu
+# All of them: make test-gpu-compiler GPU_TESTS='slow or not slow'
+GPU_TESTS ?= not slow
 
 test-gpu-compiler:
 	@if [ "$$(uname -sm)" != 'Linux x86_64' ]; then \
 		echo 'NOT RUN: the compiler for GPUs is for Linux on x86-64'; exit 0; fi; \
 	$(MAKE) VENV=$(GPU) $(GPU)/.has-test $(GPU)/.has-gpu-compiler && \
-	$(GPU)/bin/python -m pytest -rs -m 'not slow' \
-		tests/debug/test_compile_gpu.py tests/kernels/test_gpu.py -k 'compiled or few_kernels'
+	$(GPU)/bin/python -m pytest -rs -m '$(GPU_TESTS)' tests/debug/test_compile_gpu.py \
+		tests/kernels/test_gpu.py tests/kernels/test_gpu_compiled.py -k 'compiled or few_kernels'
 
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage

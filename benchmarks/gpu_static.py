@@ -2,17 +2,21 @@
 
     python benchmarks/gpu_static.py
     python benchmarks/gpu_static.py --chip a100 --m 1 --sizes 4096x4096 --markdown
+    python benchmarks/gpu_static.py --products kernel --m 1 16 --chip h100 h200 a100
 
 Needs the compiler: `pip install 'eqquant[gpu-compiler]'`, and `JAX_PLATFORMS=cpu`.
 Nothing is run. For each product, by XLA's lowering for every platform ("loop"), by that
-for GPUs, and dequantizing first ("dense first"):
+for GPUs ("XLA"), by the kernel ("kernel"), and dequantizing first ("dense first"):
 
 - kernels that are started, those in loops as often as these turn;
 - megabytes that they read and write, and how many times that is what has to be moved at
   least (codes, scales, activation, result, once each);
 - the memory that the program needs meanwhile;
-- for a kernel without a loop, instructions for each weight, and what share of the
-  bandwidth of the memory it can use at most if every cycle issues one.
+- for the kernel, and for one of XLA's without a loop, instructions for each weight,
+  those of the arithmetic unit, and bytes of shared memory; what share of the bandwidth
+  of the memory it can use at most for what has to be moved, and which unit limits it;
+- KiB of codes that a core waits for at once. To keep the memory busy, an H100 needs
+  some 20, an H200 some 30.
 
 On a GPU, XLA tries several tilings for a product, and the kernels of cuBLAS, and keeps
 the fastest; without one it takes its first. So nothing is said of their speed.
@@ -26,9 +30,11 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost
+from _gpu_units import bound, in_flight, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
+from eqquant.kernels.gpu import _chips
 from eqquant.primitives import dot_by
 
 
@@ -41,106 +47,140 @@ FORMATS = {
 }
 
 
+def params_of(q, dtype, contract_rows):
+    return dict(
+        format=q.format,
+        contract_rows=contract_rows,
+        precision=q.format.precision,
+        weight_dtype=q.dtype,
+        out_dtype=dtype,
+    )
+
+
 def by(kernel):
-    def product(x, q):
-        return dot_by(kernel)(
-            x,
-            q.codes,
-            q.scales,
-            format=q.format,
-            contract_rows=False,
-            precision=q.format.precision,
-            weight_dtype=q.dtype,
-            out_dtype=x.dtype,
-        )
+    def product(x, q, contract_rows):
+        params = params_of(q, x.dtype, contract_rows)
+        return dot_by(kernel)(x, q.codes, q.scales, **params)
 
     return product
 
 
 PRODUCTS = {
     "loop": by(xla),
-    "for GPUs": by(gpu),
-    "dense first": lambda x, q: x @ q.dequantize().T,
+    "XLA": by(gpu.portable),
+    "kernel": by(gpu),
+    "dense first": lambda x, q, rows: (
+        x @ (q.dequantize() if rows else q.dequantize().T)
+    ),
 }
 
 
-def per_weight(program, weights: int) -> float | None:
-    """Instructions, of the kernel that has most, if it has no loop."""
-    pattern = r"\] (\S+) grid: \[(\d+).*?threads: \[(\d+)"
-    launched = {
-        name: int(blocks) * int(threads)
-        for name, blocks, threads in re.findall(pattern, program.launches)
-    }
-    issued = 0
+def per_thread(program, kernel, weights: int) -> float | None:
+    """How many weights, of a kernel of XLA's without a loop."""
+    pattern = rf"\] {re.escape(kernel.name)} grid: \[(\d+).*?threads: \[(\d+)"
+    launched = re.search(pattern, program.launches)
+    if launched is None or kernel.loops:
+        return None
+    return weights / (int(launched[1]) * int(launched[2]))
+
+
+def limits(
+    program, x, q, contract_rows, chip, weights, stored, needed: float
+) -> list[str]:
+    """Of the kernel that multiplies. Of the bytes that the program moves this share is
+    needed."""
+    found = []
     for kernel in program.kernels:
-        if kernel.loops:
-            return None
-        names = [x for x in kernel.instructions if x != "NOP"]
-        issued = max(issued, len(names) * launched.get(kernel.name, 0))
-    return issued / weights
+        count = per_thread(program, kernel, weights)
+        waits = ""
+        if kernel.name.endswith(("_columns", "_rows")):
+            known = _chips.known(chip.name)
+            assert known is not None
+            tiles = _chips.tiles_for(
+                known,
+                x.shape[0],
+                *q.codes.shape,
+                batch=1,
+                format=q.format,
+                contract_rows=contract_rows,
+            )
+            assert tiles is not None
+            count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
+            count /= 32 * tiles.warps * -(-x.shape[0] // tiles.m)
+            waits = f"{in_flight(kernel, tiles, chip):.0f}"
+        if count:
+            units = units_of(kernel, count)
+            share, limit = bound(units, chip, stored / weights)
+            if needed < share:
+                share, limit = needed, "memory"
+            numbers = units.issued, units.alu, units.shared
+            cells = [f"{x:.1f}" for x in numbers]
+            cells += [f"{share:.0%}", limit, waits, str(kernel.spilled)]
+            found.append((units.issued, cells))
+    return max(found)[1] if found else [""] * 7
+
+
+HEAD = "chip", "K x N", "M", "format", "product", "kernels", "MB", "x least", "MiB held"
+HEAD = *HEAD, "instr./w.", "ALU/w.", "shared B/w.", "of bandwidth", "limit", "KiB"
+HEAD = *HEAD, "spilled"
+WIDTHS = 8, 12, 5, 8, 12, 8, 9, 8, 9, 9, 7, 11, 12, 7, 4, 7
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chip", default="h100", choices=gpus)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048])
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")
+    parser.add_argument("--dtype", default="bfloat16", help="of x, and of the result")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
-    chip = gpus[options.chip]
-    head = "K x N", "M", "format", "product", "kernels", "MB", "x least", "MiB held"
-    head = *head, "instr./weight", "of bandwidth"
     line = "| {} |" if options.markdown else "{}"
     join = " | ".join if options.markdown else "  ".join
-    widths = 12, 5, 8, 12, 8, 9, 8, 9, 14, 13
     show = lambda cells: print(
-        line.format(join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))),
+        line.format(join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True))),
         flush=True,
     )
-    show(head)
+    show(HEAD)
     if options.markdown:
-        show(["---"] * len(head))
-    for size in options.sizes:
-        k, n = map(int, size.split("x"))
-        for m in options.m:
-            for name in options.formats:
-                q = jax.eval_shape(
-                    ft.partial(
-                        eqquant.quantize, format=FORMATS[name], check_finite=False
-                    ),
-                    jax.ShapeDtypeStruct((n, k), jnp.bfloat16),
-                )
-                x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
-                stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(q))
-                least = stored + 2 * m * (k + n)
-                for product in options.products:
-                    program = compile_for_gpu(
-                        PRODUCTS[product], x, q, chip=options.chip
-                    )
-                    total = cost(program.as_text())
-                    memory = program.compiled.memory_analysis()
-                    issued = per_weight(program, n * k) if m <= 4 else None
-                    share = ""
-                    if issued is not None and product == "for GPUs":
-                        # Four warps a cycle, of 32 weights each.
-                        rate = chip.cores * chip.clock * 4 * 32 / issued
-                        share = f"{rate * stored / (n * k) / chip.bandwidth:.0%}"
-                    show(
-                        [
-                            size,
-                            m,
-                            name,
-                            product,
-                            total.launches,
-                            f"{total.bytes / 1e6:.1f}",
-                            f"{total.bytes / least:.1f}",
-                            f"{memory.temp_size_in_bytes / 2**20:.1f}",
-                            f"{issued:.1f}" if share else "",
-                            share,
-                        ]
-                    )
+        show(["---"] * len(HEAD))
+    for chip in options.chip:
+        for size in options.sizes:
+            for m in options.m:
+                for name in options.formats:
+                    for product in options.products:
+                        cells = row(options, chip, size, m, name, product)
+                        show([chip, size, m, name, product, *cells])
+
+
+def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
+    k, n = map(int, size.split("x"))
+    q = jax.eval_shape(
+        ft.partial(eqquant.quantize, format=FORMATS[name], check_finite=False),
+        jax.ShapeDtypeStruct((n, k), options.dtype),
+    )
+    x = jax.ShapeDtypeStruct((m, n if options.rows else k), jnp.dtype(options.dtype))
+    stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(q))
+    least = stored + x.dtype.itemsize * m * (k + n)
+    multiply = ft.partial(PRODUCTS[product], contract_rows=options.rows)
+    if product == "dense first":
+        multiply = ft.partial(PRODUCTS[product], rows=options.rows)
+    program = compile_for_gpu(multiply, x, q, chip=chip)
+    total = cost(program.as_text())
+    memory = program.compiled.memory_analysis()
+    assert memory is not None
+    held = memory.temp_size_in_bytes
+    return [
+        total.launches,
+        f"{total.bytes / 1e6:.1f}",
+        f"{total.bytes / least:.1f}",
+        f"{held / 2**20:.1f}",
+        *limits(
+            program, x, q, options.rows, gpus[chip], n * k, stored, least / total.bytes
+        ),
+    ]
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from .formats import (
     Float8Scales as Float8Scales,
     Format as Format,
     FP8 as FP8,
+    GPUKernel as GPUKernel,
     Int2 as Int2,
     Int3 as Int3,
     Int4 as Int4,

@@ -38,10 +38,11 @@ def pytest_configure(config):
 
 # Few optimisations save a third of the time. Tests have all of them only where these
 # matter: that every way to quantize gives the same bits, what a model takes, which
-# programs are made for TPUs; and `make test-lowerings` has them everywhere.
+# programs are made for TPUs and GPUs; and `make test-lowerings` has them everywhere.
 OPTIMISED = {
     "test_quantize_in_jax.py",
     "test_tpu_compiled.py",
+    "test_gpu_compiled.py",
     "test_examples.py",
     "test_training_examples.py",
     "test_llama_programs.py",

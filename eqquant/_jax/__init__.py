@@ -1,10 +1,12 @@
 """JAX beyond its public interface, and small tools that JAX lacks.
 
 Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
-that work row by row, the compiler for GPUs, run-time checks and warnings. Only
-`_compat.py` knows the version of JAX. Imports nothing of eqquant.
+that work row by row, threads with nothing in context, the compiler for GPUs, run-time
+checks and warnings. Only `_compat.py` knows the version of JAX. Imports nothing of
+eqquant.
 """
 
+from ._apart import apart as apart
 from ._compat import (
     bind_equation as bind_equation,
     by_compiler as by_compiler,
@@ -15,6 +17,7 @@ from ._compat import (
     device_kind as device_kind,
     explicit_mesh_of as explicit_mesh_of,
     finish as finish,
+    gpu_capability as gpu_capability,
     has_explicit_axes as has_explicit_axes,
     is_automatically_partitioned as is_automatically_partitioned,
     is_exported as is_exported,

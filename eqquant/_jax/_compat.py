@@ -282,6 +282,17 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+def gpu_capability() -> tuple[str, str | None]:
+    """What is compiled for, as `device_kind` says, and if that is a GPU of NVIDIA's
+    which is here, its compute capability, such as `"9.0"`."""
+    kind = device_kind()
+    for device in jax.devices():
+        if device.platform == "gpu" and device.device_kind == kind:
+            capability = str(getattr(device, "compute_capability", ""))
+            return kind, capability if capability[:1].isdigit() else None
+    return kind, None
+
+
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether the compiler, rather than shard_map, splits this program over devices."""
     axes = ctx.module_context.axis_context

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from beartype.door import is_bearable
 
-from ..formats import every_format as formats_by_name, Format, TPUKernel
+from ..formats import every_format as formats_by_name, Format, GPUKernel, TPUKernel
 
 
 Known = Mapping[str, type[Format]]
@@ -72,8 +72,8 @@ def _value_to_json(value: Any) -> Any:
         return value.name
     if isinstance(value, tuple):
         return [_value_to_json(x) for x in value]
-    if isinstance(value, TPUKernel):
-        return {"TPUKernel": dataclasses.asdict(value)}
+    if isinstance(value, TPUKernel | GPUKernel):
+        return {type(value).__name__: dataclasses.asdict(value)}
     raise TypeError(
         f"a field holds {value!r}. Fields must be numbers, strings, dtypes, None, or "
         "tuples of these."
@@ -84,9 +84,11 @@ def _value_from_json(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(_value_from_json(x) for x in value)
     if isinstance(value, dict):
-        if value.keys() != {"TPUKernel"}:
+        kernels = {kernel.__name__: kernel for kernel in (TPUKernel, GPUKernel)}
+        if len(value) != 1 or not value.keys() <= kernels.keys():
             raise ValueError(f"a field cannot be {value!r}.")
-        return _make(TPUKernel, value["TPUKernel"])
+        ((name, fields),) = value.items()
+        return _make(kernels[name], fields)
     return value
 
 

@@ -8,6 +8,7 @@ import numpy as np
 
 from ._fitted import Fit, FittedFormat
 from ._format import divide_blocks, Precision
+from ._gpu import GPUKernel
 from ._table import count_below, midpoints
 from ._tpu import TPUKernel
 
@@ -127,7 +128,7 @@ class Codebook(TableFormat):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `precision`, `activations`, `tpu`: see [`eqquant.Format`][].
+    - `precision`, `activations`, `tpu`, `gpu`: see [`eqquant.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
 
     **Raises:**
@@ -151,10 +152,11 @@ class Codebook(TableFormat):
         tpu: TPUKernel | None = None,
         fit: Fit = "absmax",
         affine: bool = False,
+        gpu: GPUKernel | None = None,
     ):
         fields = {"values": _checked(values), "block_size": block_size}
         fields |= {"scale_dtype": scale_dtype, "precision": precision}
-        fields |= {"activations": activations, "tpu": tpu}
+        fields |= {"activations": activations, "tpu": tpu, "gpu": gpu}
         fields |= {"fit": fit, "affine": affine}
         for field, value in fields.items():
             object.__setattr__(self, field, value)

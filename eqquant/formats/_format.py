@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
+from ._gpu import GPUKernel
 from ._pack import group_multiple, planes_of
 from ._tpu import TPUKernel
 
@@ -43,6 +44,7 @@ class Format(abc.ABC):
         before a product, whatever the precision. The scale is `absmax / 127` of the
         row. With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding.
     - `tpu`: an [`eqquant.TPUKernel`][], which chooses the kernel and its tiles.
+    - `gpu`: an [`eqquant.GPUKernel`][], which chooses the kernel.
     """
 
     block_size: int | None = None
@@ -50,6 +52,7 @@ class Format(abc.ABC):
     precision: Precision = "high"
     activations: Activations = "float"
     tpu: TPUKernel | None = None
+    gpu: GPUKernel | None = None
 
     name: ClassVar[str]
     bits: ClassVar[int]

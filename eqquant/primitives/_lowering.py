@@ -58,13 +58,13 @@ def _lower_by(dot: Callable) -> Callable:
     return mlir.lower_fun(dot, multiple_results=False)
 
 
-def _lower_on(native: Callable, *, exports: bool) -> Callable:
-    """The lowering for a platform, by a product on one device. If it is not exported,
-    XLA's is in its place."""
+def _lower_on(native: Callable, exported: Callable | None = None) -> Callable:
+    """The lowering for a platform, by a product on one device; in what is exported by
+    another one, if there is one."""
     portable = dot_by(xla)
 
     def lower(ctx, *args, plan=None, **params):
-        dot = portable if is_exported(ctx) and not exports else native
+        dot = exported if is_exported(ctx) and exported else native
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in[:2])
             # The compiler cannot split a kernel over devices; what XLA made it can.
@@ -77,11 +77,12 @@ def _lower_on(native: Callable, *, exports: bool) -> Callable:
 # The kernels of platforms that have their own. XLA's serve on all others.
 _kernels = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
 lowerings = {
-    None: _lower_on(dot_by(xla), exports=True),
-    # What is exported may run where there is no library of native kernels.
-    "cpu": _lower_on(_dot_on(cpu), exports=False),
-    "gpu": _lower_on(_dot_on(gpu), exports=True),
-    "tpu": _lower_on(_dot_on(tpu), exports=True),
+    None: _lower_on(dot_by(xla)),
+    # What is exported may run where there is no library of native kernels, or on
+    # another GPU.
+    "cpu": _lower_on(_dot_on(cpu), exported=dot_by(xla)),
+    "gpu": _lower_on(_dot_on(gpu), exported=_dot_on(gpu.portable)),
+    "tpu": _lower_on(_dot_on(tpu)),
 }
 
 

@@ -79,6 +79,10 @@ def test_the_primitive_multiplies_floats(q):
 def test_bad_kernels_and_primitives(untyped):
     with pytest.raises(ValueError, match="kernel must be one of .*, got 'fast'"):
         TPUKernel(kernel="fast")
+    with pytest.raises(ValueError, match="kernel must be one of .*, got 'cuda'"):
+        eqquant.GPUKernel(kernel="cuda")
+    with pytest.raises(ValueError, match="check must be a bool, got 1"):
+        eqquant.GPUKernel(check=1)
     with pytest.raises(TypeError, match="expected JAX primitives, got 'dot_general'"):
         eqquant.register("dot_general")
 

@@ -58,7 +58,10 @@ def test_a_quantized_model(path, model, format):
     [
         eqquant.NF4(block_size=None, scale_dtype="bfloat16", scale_search=True),
         eqquant.Int8(activations="int8", precision="highest"),
-        eqquant.Binary(tpu=eqquant.TPUKernel(kernel="general", tile_m=8)),
+        eqquant.Binary(
+            tpu=eqquant.TPUKernel(kernel="general", tile_m=8),
+            gpu=eqquant.GPUKernel(kernel="xla"),
+        ),
         eqquant.Ternary(rule="absmean", least_squares=False),
     ],
     ids=repr,

@@ -17,7 +17,7 @@ from eqquant.debug._inspect import _weight_of
 from eqquant.kernels import gpu, xla
 from eqquant.kernels.gpu import _tiles
 from eqquant.primitives import dot_by
-from helpers import FORMATS, needs_gpu_compiler, pairs, relative, slow, TOLERANCE
+from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
 
 
 def product(x, q, *, by=gpu, dtype="float32", **params):
@@ -116,19 +116,30 @@ def described(rows, columns, format):
 
 
 @needs_gpu_compiler
-@pairs(
+@pytest.mark.parametrize(
     "format, m, contract_rows, chip",
-    [NF4(), Int8(), Ternary(), eqquant.Binary()],
-    [1, 16, slow(2048)],
-    [False, True],
-    ["h100", "a100"],
+    [
+        (NF4(), 1, False, "h100"),
+        (Int8(), 16, True, "a100"),
+        *[
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (NF4(), 16, True, "h100"),
+                (NF4(), 2048, False, "a100"),
+                (Int8(), 2048, False, "h100"),
+                (Ternary(), 16, False, "h100"),
+                (eqquant.Binary(), 1, True, "a100"),
+            ]
+        ],
+    ],
 )
 def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     q = described(4096, 14336, format)
     x = jax.ShapeDtypeStruct((m, 4096 if contract_rows else 14336), jnp.bfloat16)
-    program = compile_for_gpu(
-        lambda x, q: x @ (q if contract_rows else q.T), x, q, chip=chip
-    )
+    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, precision="high")
+    params |= dict(format=format, contract_rows=contract_rows)
+    product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
+    program = compile_for_gpu(product, x, q, chip=chip)
     assert "while" not in program.launches.lower()
     weight = _weight_of(q)
     flows = [Flow(data=True), Flow({weight: weight.decoded}), Flow()]

@@ -2,12 +2,12 @@
 
 import functools as ft
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
+from ..._jax import apart
 from ...formats import Format
 
 
@@ -21,16 +21,19 @@ def levels(
         return codes.astype(dtype)
     if format.bits == 8:
         codes = lax.bitcast_convert_type(codes, jnp.uint8)
-    table = jnp.asarray(_table(format), dtype)
+    table = jnp.asarray(table_of(format), dtype)
     return table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
 
 
 @ft.lru_cache(maxsize=64)
-def _table(format: Format) -> np.ndarray:
+def table_of(format: Format) -> np.ndarray:
     """Of all codes, as numbers: XLA would start a kernel to compute them."""
-    with jax.ensure_compile_time_eval():
+
+    def table() -> np.ndarray:
         codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
         return np.asarray(format.levels(codes.astype(format.code_dtype), jnp.float32))
+
+    return apart(table)
 
 
 def per_code(

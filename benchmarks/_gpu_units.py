@@ -1,0 +1,81 @@
+"""What units of a core a kernel keeps busy, for each weight, and how fast it can be at
+most: by the instructions of its loop, or of all of it if it has none.
+
+Rates are those of NVIDIA's tables of arithmetic throughput, per cycle and core. A
+kernel that waits for results, or for other warps, is slower: expect 70 to 80% of a
+bound.
+"""
+
+import re
+from typing import NamedTuple
+
+from eqquant._jax import GPU
+from eqquant.debug import GPUKernel
+
+
+# Of shared memory, bytes a cycle.
+_shared = 128
+_alu = re.compile(
+    r"LOP3|PLOP3|PRMT|SHF|SGXT|SEL|FSEL|ISETP|FSETP|IADD|VIADD|LEA|IMNMX|VIMNMX|POPC"
+)
+_fma = re.compile(r"FFMA|FMUL|FADD|HFMA2|HMUL2|HADD2")
+_convert = re.compile(r"I2F|F2I|F2F\b")
+
+
+class Units(NamedTuple):
+    """For each weight; of one thread, but for `shared`, which is in bytes."""
+
+    issued: float
+    alu: float
+    fma: float
+    imad: float
+    shared: float
+
+    def cycles(self, chip: GPU) -> dict[str, float]:
+        """Of a core, that each unit takes for a weight."""
+        return {
+            "issue": self.issued / 128,
+            "ALU": self.alu / 64,
+            "FMA": self.fma / chip.lanes + self.imad / 64,
+            "shared": self.shared / _shared,
+        }
+
+
+def units_of(kernel: GPUKernel, weights: float) -> Units:
+    """`weights` are those of a thread, in the loop."""
+    names = max(kernel.loops, key=len, default=kernel.instructions)
+    names = [name for name in names if name != "NOP"]
+    alu = sum(bool(_alu.match(name)) for name in names)
+    fma = sum(bool(_fma.match(name)) for name in names)
+    imad = sum(name.startswith("IMAD") for name in names)
+    # A quarter as many a cycle.
+    alu += 4 * sum(bool(_convert.match(name)) for name in names)
+    moved = 0.0
+    for name in names:
+        if re.match(r"LDS|STS", name):
+            moved += _width(name)
+    return Units(*(x / weights for x in (len(names), alu, fma, imad, moved)))
+
+
+def _width(name: str) -> int:
+    if name.startswith("LDSM"):
+        return 4 * int(name[-1]) if name[-1].isdigit() else 4
+    digits = re.search(r"\.U?(8|16|64|128)$", name)
+    return int(digits[1]) // 8 if digits else 4
+
+
+def bound(units: Units, chip: GPU, stored: float) -> tuple[float, str]:
+    """The largest share of the memory's bandwidth, and what limits it: of weights that
+    take so many bytes each."""
+    unit, cycles = max(units.cycles(chip).items(), key=lambda item: item[1])
+    share = chip.cores * chip.clock / cycles * stored / chip.bandwidth
+    return share, unit if share < 1 else "memory"
+
+
+def in_flight(kernel: GPUKernel, tiles, chip: GPU) -> float:
+    """Kibibytes of codes that a core waits for, by the registers of the kernel."""
+    threads = 32 * tiles.warps
+    registers = -(-kernel.registers // 8) * 8 * threads
+    programs = min(chip.registers // registers, chip.threads // threads)
+    tile = tiles.rows * tiles.bytes * tiles.subtiles
+    return programs * tile * (tiles.stages - 1) / 2**10

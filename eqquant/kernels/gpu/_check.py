@@ -1,0 +1,100 @@
+"""The check that a kernel passes before its first product on a device.
+
+Nobody has seen these kernels run on every GPU there is. So each multiplies small data
+first, once for each process and each thing that the compiler would make another program
+of, and is compared with XLA.
+"""
+
+import dataclasses
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import apart, warn
+from ...formats import Format, pack
+from .. import xla
+from . import _triton
+
+
+def failure_of(
+    kind: str,
+    kernel,
+    *,
+    format: Format,
+    contract_rows: bool,
+    blocked: bool,
+    dtypes: tuple,
+) -> str | None:
+    """Why a kernel must not be used on the devices here, if it must not."""
+    # Sums of two parts stand for those of more.
+    tiles = dataclasses.replace(kernel.tiles, split=min(kernel.tiles.split, 2))
+    kernel = dataclasses.replace(kernel, tiles=tiles)
+    failure = _failure_of(kind, kernel, format, contract_rows, blocked, dtypes)
+    if failure:
+        warn(
+            f"The kernel for {format!r} ({kernel.name}) failed its check on {kind!r}, "
+            f"and XLA multiplies in its place: {failure}",
+            UserWarning,
+            once=True,
+        )
+    return failure
+
+
+@ft.cache
+def _failure_of(*args) -> str | None:
+    return apart(_compare, *args)
+
+
+def _compare(
+    kind: str, kernel, format: Format, contract_rows: bool, blocked: bool, dtypes
+) -> str | None:
+    del kind
+    tiles, (x_dtype, _, scale_dtype) = kernel.tiles, dtypes
+    # Whole tiles and a rest of each axis.
+    rows = tiles.rows * tiles.split + 8
+    packed = tiles.bytes * tiles.subtiles * tiles.split
+    packed += format.group * format.bits // 8 if format.bits < 8 else 16
+    m = max(tiles.m - 3, 1)
+    rng = np.random.default_rng(0)
+    columns = packed * 8 // format.bits
+    dtype = np.dtype(format.code_dtype)
+    every = np.arange(2**format.bits, dtype=np.uint8).view(dtype)
+    used = np.setdiff1d(every, np.array(format.unused_codes, dtype))
+    codes = rng.choice(used, (1, rows, columns))
+    if format.bits < 8:
+        codes = pack(codes.reshape(1, rows, -1, format.group), format.bits)
+        codes = codes.reshape(1, rows, packed)
+    blocks = columns // format.block_size if format.block_size and blocked else 1
+    scales = rng.uniform(0.5, 2, (1, rows, blocks))
+    x = rng.standard_normal((1, m, rows if contract_rows else columns))
+    x = jnp.asarray(x, x_dtype)
+    codes, scales = jnp.asarray(codes), jnp.asarray(scales, scale_dtype)
+    options = dict(format=format, contract_rows=contract_rows)
+    by_kernel = ft.partial(
+        _triton.dot,
+        operand=jnp.dtype(kernel.operand),
+        parts=kernel.parts,
+        tiles=tiles,
+        out_dtype=jnp.float32,
+        interpret=jax.default_backend() == "cpu",
+        **options,
+    )
+    by_xla = ft.partial(
+        xla.dot,
+        precision="highest",
+        weight_dtype=jnp.dtype("float32"),
+        out_dtype=jnp.float32,
+        **options,
+    )
+    expected = np.asarray(jax.jit(by_xla)(x.astype(jnp.float32), codes, scales))
+    try:
+        out = np.asarray(jax.jit(by_kernel)(x, codes, scales))
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:200]}"
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    # Operands of 8 bits, of 11, or of 16.
+    bound = 1e-2 if kernel.parts == (1, 1) else 1e-4
+    bound = 1e-3 if kernel.operand == "float16" else bound
+    return None if error < bound else f"its relative error is {error:.1e}"

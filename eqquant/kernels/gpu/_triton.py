@@ -1,0 +1,254 @@
+"""The kernel: codes to the result of a product, by Pallas and Triton.
+
+A step decodes a few subtiles of the weight in registers, and multiplies each with
+tensor cores. What a subtile holds is some bytes of a row, all with one scale, for some
+rows. The weight is never scaled:
+
+- `x @ w.T`: products of a subtile share a scale for each row, which the product is
+  multiplied with, in float32;
+- `x @ w`: the activation is multiplied with the scales of the rows, in float32, before
+  it is rounded, or split.
+
+The activation is read where the codes of a plane want it, so nothing is permuted, cast
+or padded by another kernel. If there are too few tiles for the chip, each program sums
+a part of the contracted axis, and XLA adds these.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Shaped
+
+from ...formats import Format, num_codes, planes_of
+from ._lookup import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """How a product is cut.
+
+    - `m`: rows of the activation, of a program.
+    - `rows`: of the weight, of a subtile.
+    - `bytes`: of a row, of a subtile.
+    - `subtiles`: of a step, along a row.
+    - `split`: programs that share a sum.
+    """
+
+    m: int
+    rows: int
+    bytes: int
+    subtiles: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+
+
+def subtile_bytes(format: Format, most: int) -> int:
+    """How many bytes of a row one scale, and one slice of a plane, may have: a power of
+    two, up to `most`; less than 16 if tensor cores cannot multiply so few."""
+    if format.block_size is None:
+        return most
+    width = format.block_size * format.bits // 8
+    return math.gcd(width, most)
+
+
+def dot(
+    x: Float[Array, "batch m size"],
+    codes: Shaped[Array, "batch rows packed"],
+    scales: Float[Array, "batch rows blocks"],
+    *,
+    format: Format,
+    contract_rows: bool,
+    operand,
+    parts: tuple[int, int],
+    tiles: Tiles,
+    out_dtype,
+    interpret: bool = False,
+) -> Float[Array, "batch m out"]:
+    """`x @ w.T`, or `x @ w`; both operands become `parts` numbers of type `operand`."""
+    # Not every jaxlib has Triton, which is needed for a GPU alone.
+    from jax.experimental.pallas import triton as plgpu
+
+    batch, m, _ = x.shape
+    _, rows, packed = codes.shape
+    blocks = scales.shape[-1]
+    planes = planes_of(format.bits)
+    columns = num_codes(packed, format.bits)
+    decode = Decoder(format, operand, parts[1], interpret)
+    wide = tiles.bytes * tiles.subtiles
+    # Bytes of a plane of a group, and codes from one group to the next.
+    run, stride = format.group // planes, format.group
+    if planes == 1:
+        run = stride = tiles.bytes
+    block = packed // blocks if blocks > 1 else None
+
+    contracted, step = (rows, tiles.rows) if contract_rows else (packed, wide)
+    free, size = (packed, wide) if contract_rows else (rows, tiles.rows)
+    steps = pl.cdiv(pl.cdiv(contracted, step), tiles.split)
+    whole = steps * step * tiles.split == contracted
+    num_m = pl.cdiv(m, tiles.m)
+    out_size = columns if contract_rows else rows
+    out_type = jnp.float32 if tiles.split > 1 else out_dtype
+
+    def iota(size: int):
+        return lax.broadcasted_iota(jnp.int32, (size,), 0)
+
+    def load(ref, first, row, column, mask=None):
+        """`ref[first, row, column]`, each of these in the shape of the others."""
+        other = None if mask is None else jnp.zeros((), ref.dtype)
+        return plgpu.load(ref.at[first, row, column], mask=mask, other=other)
+
+    def grid_of(row, column):
+        shape = row.size, column.size
+        return (
+            lax.broadcast_in_dim(row, shape, (0,)),
+            lax.broadcast_in_dim(column, shape, (1,)),
+        )
+
+    def columns_of(start, plane: int):
+        """Of the activation, or of the result: those of a plane of a subtile."""
+        i = iota(tiles.bytes)
+        within = start % run if run > tiles.bytes else 0
+        first = lax.div(start, jnp.int32(run)) * stride + within + plane * run
+        if run >= tiles.bytes:
+            return first + i
+        return first + lax.div(i, jnp.int32(run)) * stride + lax.rem(i, jnp.int32(run))
+
+    def split(x) -> list:
+        """The activation as numbers of `operand`, the largest first."""
+        high = x.astype(operand)
+        if parts[0] == 1:
+            return [high]
+        rest = x - high.astype(jnp.float32)
+        finite = jnp.abs(x) < jnp.inf
+        return [high, jnp.where(finite, rest, 0).astype(operand)]
+
+    def multiply(xs: list, ws: list, turned: bool):
+        """The product of two sums, but for that of what is smallest in both."""
+        total: Any = None
+        for i, w in enumerate(ws):
+            for x in xs if i == 0 else xs[:1]:
+                a, b = (w, x) if turned else (x, w)
+                contracted = (1,), (1 if turned else 0,)
+                out = lax.dot_general(
+                    a,
+                    b,
+                    (contracted, ((), ())),
+                    preferred_element_type=jnp.float32,
+                )
+                total = out if total is None else total + out
+        return total
+
+    def kernel(x, codes, scales, out):
+        tile, part, first = (pl.program_id(i) for i in range(3))
+        start_m = lax.rem(tile, jnp.int32(num_m)) * tiles.m
+        start = lax.div(tile, jnp.int32(num_m)) * size
+        decode.prepare((tiles.rows, tiles.bytes))
+        row_m = start_m + iota(tiles.m)
+
+        def tile_of(row, byte):
+            """Codes, and their scales: beyond the last row that again, and beyond the
+            last byte zeros, so that several bytes are still one load."""
+            row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
+            at = byte + iota(tiles.bytes)
+            r, c = grid_of(row, at)
+            beyond = packed % wide or not whole
+            q = load(codes, first, r, c, c < packed if beyond else None)
+            if blocks == 1:
+                return q, None
+            i = lax.div(byte, jnp.int32(block))
+            i = jnp.minimum(i, blocks - 1)
+            i = lax.broadcast(i, (tiles.rows,))
+            return q, plgpu.load(scales.at[first, row, i]).astype(jnp.float32)
+
+        def columns_step(i, acc):
+            row = start + iota(tiles.rows)
+            for sub in range(tiles.subtiles):
+                byte = (part * steps + i) * wide + sub * tiles.bytes
+                q, scale = tile_of(row, byte)
+                total: Any = None
+                for plane in range(planes):
+                    column = columns_of(byte, plane)
+                    mask = None
+                    r, c = grid_of(row_m, column)
+                    if m % tiles.m or not whole:
+                        mask = (r < m) & (c < columns)
+                    some = load(x, first, r, c, mask)
+                    product = multiply(split(some), decode(q, plane), True)
+                    total = product if total is None else total + product
+                if scale is not None:
+                    total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
+                acc = acc + total
+            return acc
+
+        def rows_step(i, accs):
+            row = (part * steps + i) * tiles.rows + iota(tiles.rows)
+            r, c = grid_of(row_m, row)
+            mask = None if whole and not m % tiles.m else (r < m) & (c < rows)
+            some = load(x, first, r, c, mask).astype(jnp.float32)
+            scaled = []
+            if blocks == 1:
+                at = jnp.minimum(row, rows - 1)
+                scale = plgpu.load(scales.at[first, at, jnp.zeros_like(at)])
+                scaled = split(scaled_by(some, scale, mask))
+            out = []
+            for sub in range(tiles.subtiles):
+                q, scale = tile_of(row, start + sub * tiles.bytes)
+                xs = scaled if blocks == 1 else split(scaled_by(some, scale, mask))
+                for plane in range(planes):
+                    out.append(multiply(xs, decode(q, plane), False))
+            return tuple(a + b for a, b in zip(accs, out, strict=True))
+
+        def scaled_by(x, scale, mask):
+            x = x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, (1,))
+            return x if mask is None else jnp.where(mask, x, 0)
+
+        def store(value, row, column):
+            mask = (row < m) & (column < out_size)
+            at = out.at[part * batch + first, row, column]
+            plgpu.store(at, value.astype(out.dtype), mask=mask)
+
+        if contract_rows:
+            shape = tiles.m, tiles.bytes
+            zeros = (jnp.zeros(shape, jnp.float32),) * (planes * tiles.subtiles)
+            accs = lax.fori_loop(0, steps, rows_step, zeros)
+            for i, acc in enumerate(accs):
+                sub, plane = divmod(i, planes)
+                byte = start + sub * tiles.bytes
+                column = columns_of(byte, plane)
+                store(acc * decode.unit, *grid_of(row_m, column))
+            return
+        zero = jnp.zeros((tiles.rows, tiles.m), jnp.float32)
+        acc = lax.fori_loop(0, steps, columns_step, zero) * decode.unit
+        row = start + iota(tiles.rows)
+        if blocks == 1:
+            at = jnp.minimum(row, rows - 1)
+            scale = plgpu.load(scales.at[first, at, jnp.zeros_like(at)])
+            scale = scale.astype(jnp.float32)
+            acc = acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+        n, r = grid_of(row, row_m)
+        store(acc, r, n)
+
+    def like(x):
+        """A result, which inside of shard_map varies as the activation does."""
+        shape = tiles.split * batch, m, out_size
+        return jnp.broadcast_to(x[:1, :1, :1].astype(out_type), shape)
+
+    out = pl.pallas_call(
+        kernel,
+        grid=(num_m * pl.cdiv(free, size), tiles.split, batch),
+        out_shape=jax.eval_shape(like, x),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=tiles.warps, num_stages=tiles.stages
+        ),
+        interpret=interpret,
+        name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
+    )(x, codes, scales)
+    if tiles.split > 1:
+        out = jnp.sum(out.reshape(tiles.split, batch, m, out_size), 0)
+    return out.astype(out_dtype)

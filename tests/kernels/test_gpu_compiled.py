@@ -1,0 +1,73 @@
+"""What the real compiler makes of the kernel for GPUs, where it is installed."""
+
+import functools as ft
+
+import eqquant
+import jax
+import pytest
+from eqquant import Binary, Int8, NF4, Ternary
+from eqquant._jax import gpus
+from eqquant.debug import compile_for_gpu
+from eqquant.kernels.gpu import _chips
+from helpers import needs_gpu_compiler
+
+
+MORE = [
+    (Int8(), 1, False, "bfloat16", "a100", 5.5),
+    (Int8(), 16, True, "bfloat16", "h100", 6.3),
+    (Ternary(), 16, False, "float16", "a100", 5.0),
+    (Binary(), 16, False, "bfloat16", "h100", 2.8),
+    (Binary(), 16, True, "bfloat16", "h100", 9.0),
+    (NF4(), 1, False, "float32", "h100", 12.0),
+    (NF4(), 64, False, "bfloat16", "h100", 12.0),
+]
+
+
+# Instructions for a weight at most: a tenth more than there were with jax 0.10.2.
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "format, m, contract_rows, dtype, chip, most",
+    [
+        (NF4(), 16, False, "bfloat16", "h100", 5.4),
+        (NF4(), 16, False, "bfloat16", "a100", 7.4),
+        (Int8(), 1, False, "bfloat16", "h100", 5.0),
+        (Ternary(), 16, False, "bfloat16", "h100", 3.1),
+        (NF4(), 16, True, "bfloat16", "a100", 8.1),
+        *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
+    ],
+)
+def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, capsys):
+    q = jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((14336, 4096), dtype),
+    )
+    x = jax.ShapeDtypeStruct((m, 14336 if contract_rows else 4096), dtype)
+    program = compile_for_gpu(
+        lambda x, q: x @ (q if contract_rows else q.T), x, q, chip=chip
+    )
+    (kernel,) = (k for k in program.kernels if k.name.startswith(format.name))
+    assert kernel.spilled == 0
+    tiles = _chips.tiles_for(
+        _chips.known(gpus[chip].name),
+        m,
+        *q.codes.shape,
+        batch=1,
+        format=format,
+        contract_rows=contract_rows,
+    )
+    codes = tiles.rows * tiles.bytes * tiles.subtiles
+    threads = 32 * tiles.warps
+    loop = [name for name in max(kernel.loops, key=len) if name != "NOP"]
+    each = len(loop) * threads / (codes * 8 / format.bits)
+    programs = gpus[chip].registers // (-(-kernel.registers // 8) * 8 * threads)
+    in_flight = programs * codes * (tiles.stages - 1)
+    with capsys.disabled():
+        print(
+            f"\n{format} {m=} {contract_rows=} {dtype} {chip}: {each:.2f} instructions "
+            f"a weight, {kernel.registers} registers, {in_flight / 2**10:.0f} KiB in "
+            "flight",
+            end=" ",
+        )
+    assert each < most
+    # What arrives in a microsecond, of which a core has its part.
+    assert in_flight > 1e-6 * gpus[chip].bandwidth / gpus[chip].cores / 2

@@ -1,0 +1,294 @@
+"""The Triton kernel for GPUs: its numbers in interpret mode, its inline PTX step by
+step, which products get it, and the check that it has to pass."""
+
+import re
+
+import eqquant
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, GPUKernel, Int4, Int8, NF4, Ternary
+from eqquant.kernels import gpu
+from eqquant.kernels.gpu import _check, _chips, _lookup, _triton
+from helpers import pairs, relative, slow
+
+
+FORMATS = [NF4(), Int8(), Ternary(), Binary(), Int4(), Int8(block_size=64)]
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """Compiles for a GPU, or seems to have one."""
+
+    def set(kind=H100, capability=None):
+        monkeypatch.setattr(_chips, "gpu_capability", lambda: (kind, capability))
+
+    set()
+    _check._failure_of.cache_clear()
+    yield set
+    _check._failure_of.cache_clear()
+
+
+def small(m: int, contract_rows: bool, split: int):
+    """Tiles that ragged shapes have several of."""
+    return lambda *_, format, **__: _triton.Tiles(
+        m=16,
+        rows=16,
+        bytes=_triton.subtile_bytes(format, 16 if format.bits < 8 else 32),
+        subtiles=2 if contract_rows or format.bits == 4 else 1,
+        split=split,
+    )
+
+
+@pairs(
+    "format, dtypes, m, contract_rows, split",
+    FORMATS,
+    ["float32 high", "bfloat16 high", "float16 high", "float32 default"],
+    [3, slow(17)],
+    [False, True],
+    [1, 2],
+)
+def test_ragged_products(
+    format, dtypes, m, contract_rows, split, on, normal, monkeypatch
+):
+    dtype, precision = dtypes.split()
+    tiles = small(m, contract_rows, split)
+    monkeypatch.setattr(_chips, "tiles_for", tiles)
+    q = eqquant.quantize(normal(45, 200).astype(dtype), format)
+    x = normal(m, 45 if contract_rows else 200).astype(dtype)
+    missing = q.codes.shape[1] * 8 // format.bits - 200
+    options = dict(format=format, contract_rows=contract_rows, precision=precision)
+    out = gpu.dot(
+        x if contract_rows else jnp.pad(x, ((0, 0), (0, missing))),
+        q.codes,
+        q.scales,
+        weight_dtype=q.dtype,
+        out_dtype=jnp.float32,
+        interpret=True,
+        **options,
+    )[:, : 200 if contract_rows else None]
+    w = np.asarray(_exact(q), np.float64)
+    expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
+    # Operands of 16 bits, of 11 and of 8, each rounded by half of the last place.
+    bound = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 4e-3}[dtype]
+    assert relative(out, expected) < (6e-3 if precision == "default" else bound)
+
+
+def _exact(q):
+    codes = eqquant.formats.unpack(q.codes, q.format.bits, q.format.group)
+    levels = q.format.levels(codes, jnp.float32)
+    scales = jnp.repeat(q.scales, levels.shape[1] // q.scales.shape[1], 1)
+    return (levels * scales)[:, : q.shape[1]]
+
+
+def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
+    monkeypatch.setattr(_chips, "tiles_for", small(3, False, 1))
+    q = eqquant.quantize(normal(2, 20, 64), "nf4")
+    x = normal(2, 3, 64).at[0, 1, 5].set(jnp.nan).at[1, 0, 0].set(jnp.inf)
+    out = gpu.dot(
+        x,
+        q.codes,
+        q.scales,
+        format=q.format,
+        contract_rows=False,
+        precision="high",
+        weight_dtype=q.dtype,
+        out_dtype=jnp.float32,
+        interpret=True,
+    )
+    expected = np.einsum("bmk,bnk->bmn", np.asarray(x), np.asarray(q.dequantize()))
+    assert np.array_equal(np.isnan(out).all(-1), [[0, 1, 0], [0, 0, 0]])
+    assert not np.isfinite(out[1, 0]).any()
+    fine = np.isfinite(expected)
+    assert relative(out[fine], expected[fine]) < 2e-5
+
+
+#
+# Inline PTX
+#
+
+
+def emulate(asm: str, **registers: int) -> dict[str, int]:
+    """What a few instructions of PTX do to registers of 32 bits."""
+    values = {name.replace("_", "$"): value for name, value in registers.items()}
+    bytes_of = lambda *words: b"".join(w.to_bytes(4, "little") for w in words)
+
+    def of(name: str) -> int:
+        return values[name] if name in values else int(name, 0)
+
+    def prmt(a, b, select):
+        pool = bytes_of(a, b)
+        picked = [(select >> 4 * i) & 15 for i in range(4)]
+        assert max(picked) < 8  # More would mean the sign.
+        return int.from_bytes(bytes(pool[i] for i in picked), "little")
+
+    def floats(dtype, function):
+        def apply(*args):
+            args = [np.frombuffer(bytes_of(a), dtype).astype(np.float64) for a in args]
+            exact = function(*args)
+            assert (exact.astype(dtype).astype(np.float64) == exact).all()
+            return int.from_bytes(exact.astype(dtype).tobytes(), "little")
+
+        return apply
+
+    does = {
+        "mov.u32": lambda a: a,
+        "mov.b32": lambda a: a,
+        "xor.b32": lambda a, b: a ^ b,
+        "and.b32": lambda a, b: a & b,
+        "or.b32": lambda a, b: a | b,
+        "shr.u32": lambda a, b: a >> b,
+        "shl.b32": lambda a, b: a << b,
+        "popc.b32": lambda a: a.bit_count(),
+        "mul.lo.u32": lambda a, b: a * b,
+        "lop3.b32": lambda a, b, c, table: {
+            0xCA: (a & b) | (~a & c),
+            0xEA: (a & b) | c,
+        }[table],
+        "prmt.b32": prmt,
+        "fma.rn.bf16x2": floats(jnp.bfloat16, lambda a, b, c: a * b + c),
+        "add.rn.f16x2": floats(np.float16, lambda a, b: a + b),
+    }
+    for line in re.findall(r"^([a-z].*);$", asm, re.M):
+        name, _, operands = line.partition(" ")
+        target, *args = operands.split(", ")
+        values[target] = does[name](*map(of, args)) & 0xFFFFFFFF
+    return values
+
+
+WAYS = [(f, "bfloat16") for f in FORMATS[:5]] + [(f, "float16") for f in FORMATS[:2]]
+
+
+@pytest.mark.parametrize("format, dtype", WAYS, ids=str)
+def test_inline_ptx_is_what_interpret_mode_computes(format, dtype):
+    codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
+    if format.unused_codes and format.bits < 8:
+        low, high = codes & 0x55, codes & 0xAA
+        codes = codes[high & ~(low << 1) == 0]  # Two bits are never 10.
+        codes = codes[: len(codes) // 4 * 4]
+    decode = _lookup.Decoder(format, dtype, 2, interpret=True)
+    planes = 8 // format.bits
+    for plane in range(planes):
+        expected = decode(jnp.asarray(codes[None].view(format.code_dtype)), plane)
+        if format.bits == 8:
+            texts = [_lookup.integers(jnp.dtype(dtype))]
+        elif decode.signed:
+            texts, expected = [_lookup.signed(format.bits, plane)], expected[:1]
+        else:
+            words = [_lookup._bits(table) for table in decode.tables]
+            texts = [_lookup.looked_up(w, format.bits, plane) for w in words]
+        for text, numbers in zip(texts, expected, strict=True):
+            got = []
+            for word in codes.view("<u4"):
+                out = emulate(text, _2=int(word), _3=0, **{"%laneid": 31})
+                got += [out["$0"], out["$1"]]
+            assert np.array_equal(
+                np.array(got, "<u4").view(np.uint16), np.asarray(numbers)[0].view("<u2")
+            )
+
+
+def test_what_the_assembler_cannot_know_is_zero():
+    for lane in range(32):
+        assert emulate(_lookup.hidden_zero, _1=0, **{"%laneid": lane})["$0"] == 0
+
+
+#
+# Which products get it
+#
+
+
+def explained(m=8, dtype="float32", format="nf4", rows=False):
+    q = eqquant.quantize(jnp.ones((64, 64), dtype), format)
+    return eqquant.debug.explain(
+        lambda x: x @ (q if rows else q.T), jnp.ones((m, 64), dtype), platform="gpu"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind, capability, said",
+    [
+        ("NVIDIA A100-SXM4-80GB", None, "for sm_80, few rows, bfloat16 three times"),
+        ("NVIDIA GeForce RTX 4090", None, "for sm_89"),
+        (H100, None, "for sm_90"),
+        ("NVIDIA B200", None, "no kernels for 'NVIDIA B200'"),
+        ("cpu", None, "no kernels for 'cpu'"),
+    ],
+)
+def test_by_chip(kind, capability, said, on):
+    on(kind, capability)
+    assert said in explained()
+
+
+def test_by_shape_and_dtype(on, monkeypatch):
+    assert "few rows, bfloat16 (activations not rounded)" in explained(dtype="bfloat16")
+    assert "few rows, float16 (activations not" in explained(dtype="float16")
+    assert "bfloat16 three times (activations rounded to 16 bits)" in explained(
+        dtype="float16", rows=True
+    )
+    assert "64 rows, bfloat16 twice" in explained(m=40, format="ternary")
+    assert "of more than 128 rows" in explained(m=200)
+    assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
+    assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
+    assert "too short for tensor cores" in explained(format=NF4(block_size=16))
+    assert "no kernels for codes like those of int3" in explained(format="int3")
+    assert "do not multiply float32" in explained(format=NF4(precision="highest"))
+    assert "do not multiply integers" in explained(format=Int8(activations="int8"))
+    monkeypatch.setenv("EQQUANT_GPU", "xla")
+    assert "variant 'tiles, bfloat16'" in explained()
+    assert "as EQQUANT_GPU=xla says so" in explained()
+
+
+def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
+    shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    options = dict(format=NF4(), precision="high", weight_dtype="float32")
+    how = gpu.describe(*operands, contract_rows=False, **options)
+    assert "as the kernels count in 32 bits" in how
+
+
+#
+# The check
+#
+
+
+def right(x, codes, scales, *, format, contract_rows, out_dtype, **_):
+    options = dict(format=format, contract_rows=contract_rows, out_dtype=out_dtype)
+    options |= dict(precision="highest", weight_dtype=jnp.dtype("float32"))
+    return _check.xla.dot(x.astype(jnp.float32), codes, scales, **options)
+
+
+def test_a_kernel_that_is_right_is_used(on, monkeypatch):
+    on(H100, "9.0")
+    monkeypatch.setattr(_check._triton, "dot", right)
+    assert "Triton kernel for sm_90" in explained()
+    before = _check._failure_of.cache_info().misses
+    assert "Triton kernel for sm_90" in explained(m=4)
+    assert _check._failure_of.cache_info().misses == before  # Once.
+
+
+def raises(*_, **__):
+    raise NotImplementedError("no such instruction")
+
+
+@pytest.mark.parametrize(
+    "wrong, said",
+    [
+        (lambda *a, **k: right(*a, **k).at[:, :, -1].mul(1.1), "relative error is"),
+        (lambda *a, **k: right(*a, **k) * jnp.nan, "relative error is nan"),
+        (raises, "NotImplementedError: no such instruction"),
+    ],
+)
+def test_a_kernel_that_is_wrong_is_not_used(wrong, said, on, monkeypatch):
+    on(H100, "9.0")
+    monkeypatch.setattr(_check._triton, "dot", wrong)
+    with pytest.warns(UserWarning, match=f"failed its check .*{said}"):
+        how = explained()
+    assert "XLA for GPUs" in how and said in how
+    assert "Triton kernel" in explained(format=NF4(gpu=GPUKernel(check=False)))
+    with pytest.warns(UserWarning, match="failed its check"):
+        q = eqquant.quantize(jnp.ones((64, 64)), "ternary")
+        traced = jax.jit(lambda x: x @ q.T).trace(jnp.ones((8, 64)))
+        lowered = traced.lower(lowering_platforms=("cuda",))
+    assert "triton" not in lowered.as_text()
