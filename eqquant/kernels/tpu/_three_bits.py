@@ -27,7 +27,7 @@ def used_bytes(stored: int, format: Format) -> int:
 def read(codes, start: int, size: int, format: Format) -> Shaped[Array, "rows size"]:
     """In a kernel: some bytes of each row, from the first of a register on."""
     if format.bits != 3:
-        return codes[0, :, start : start + size]
+        return codes[:, start : start + size]
     parts = [_unpacked(codes, at, format) for at in range(start, start + size, lanes)]
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -41,11 +41,11 @@ def _rem(x: Array, by: int) -> Array:
 
 
 def _unpacked(codes, start: int, format: Format):
-    rows = codes.shape[1]
+    rows = codes.shape[0]
     quarter = format.group // 8  # Of the bytes that a group is unpacked to.
 
     def words(register: int):
-        part = codes[0, :, register * lanes : (register + 1) * lanes]
+        part = codes[:, register * lanes : (register + 1) * lanes]
         return pltpu.bitcast(part, jnp.uint32)
 
     def gather(first: int, repeat: int) -> Array:
