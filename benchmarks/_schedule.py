@@ -231,9 +231,12 @@ class _Count:
     busiest: str
 
 
-def _trips(bundles: list[str], predicate: str) -> int:
-    """Of a loop that counts up from zero, by what ends it."""
-    raise NotImplementedError
+def _trips(text: str, predicate: str) -> int:
+    """Of a loop that counts from zero to a constant, by what ends it. One of the grid
+    need not be such a loop, nor one that waits."""
+    end = re.search(rf"{predicate} = scmp\S+ (%s\w+), (\d+)", text)
+    step = end and re.search(rf"{end[1]} = sadd\.s32 (\d+), ", text)
+    return max(int(end[2]) // int(step[1]), 1) if end and step else 1
 
 
 def _count(bundles: list[str], utilization, device: Device) -> _Count:
@@ -247,7 +250,9 @@ def _count(bundles: list[str], utilization, device: Device) -> _Count:
             target = label.get(int(match[2]))
             if target is not None and target <= i:
                 last = min(i + 4, len(bundles) - 1)
-                loops.append((target, last, _trips(bundles[target : i + 1], match[1])))
+                loops.append(
+                    (target, last, _trips("".join(bundles[target : i + 1]), match[1]))
+                )
             elif target is not None:
                 skips.append((i + 5, target))
     start, end, _ = max(

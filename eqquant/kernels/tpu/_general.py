@@ -102,7 +102,8 @@ class _Operand:
         format = self.format
         codes = codes.astype(jnp.int32)
         if format.bits < 8:
-            codes = lax.shift_right_logical(codes, plane * bits_of(format))
+            shift = bits_of(format) * (plane + 1) - format.bits
+            codes = lax.shift_right_logical(codes, shift)
             codes = codes & (2**format.bits - 1)
         return format.levels(codes, self.compute)
 
@@ -258,16 +259,15 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
                 some_x[of_x],
                 w,
                 (((1,), (plan.contracted,)), ((), ())),
-                precision=lax.Precision.HIGHEST
-                if weight.dtype == jnp.float32
-                else None,
+                precision=precision,
                 preferred_element_type=plan.sums,
             )
             some_total[of_total] += product
         return carry
 
     codes_at_once = plan.tiles.rows * size * planes
-    bundles = codes_at_once * max(plan.tiles.m, 256) // 2**16
+    passes = 6 if weight.dtype == jnp.float32 else 1
+    bundles = codes_at_once * max(plan.tiles.m * passes, 256) // 2**16
     loop(tile // size, add, bundles=bundles)
 
 

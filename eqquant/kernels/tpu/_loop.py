@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 
 # How many bundles of instructions an iteration should have, about: a few hundredths of
 # them are lost to waiting for the last result.
-_bundles = 4096
+_bundles = 8192
 
 
 def loop(
@@ -25,7 +25,12 @@ def loop(
     """`body(i, carry)` so many times, each about so many bundles of instructions."""
     if count < 2:
         return body(0, carry) if count else carry
-    unroll = min(max(math.ceil(_bundles / bundles), 1), count)
+    least = max(math.ceil(_bundles / bundles), 1)
+    if least >= count:
+        unroll = count
+    else:  # Without a rest, if that takes no more than twice as many copies.
+        whole = (n for n in range(least, min(2 * least, count) + 1) if count % n == 0)
+        unroll = next(whole, least)
     # In 32 bits, whatever the default is.
     return lax.fori_loop(np.int32(0), np.int32(count), body, carry, unroll=unroll)
 
