@@ -19,9 +19,7 @@ from jax.experimental import pallas as pl
 _bundles = 8192
 
 
-def loop(
-    count: int, body: Callable[[Any, Any], Any], carry: Any = (), *, bundles: float
-):
+def loop(count: int, body: Callable[[Any, Any], Any], carry: Any = (), *, bundles: int):
     """`body(i, carry)` so many times, each about so many bundles of instructions."""
     if count < 2:
         return body(0, carry) if count else carry
