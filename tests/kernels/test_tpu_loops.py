@@ -7,11 +7,10 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from eqquant import Binary, Int3, Int8, NF4, Ternary
 from eqquant.kernels import tpu
 from eqquant.kernels.tpu import _chips, _loop
-from helpers import pairs, relative
+from helpers import pairs, relative, slow
 
 
 def product(x, q, **options):
@@ -30,7 +29,7 @@ def product(x, q, **options):
 @pairs(
     "kind, format, m, contract_rows",
     ["TPU v5e", "TPU v6e"],
-    [NF4(), Int3(), Binary(), Int8(block_size=64), Ternary(block_size=128)],
+    [NF4(), Int3(), Binary(), slow(Int8(block_size=64)), slow(Ternary(block_size=128))],
     [8, 40],
     [False, True],
 )

@@ -1,8 +1,8 @@
 """Codes as the kernels use them. Three bits are unpacked to four, in vector memory.
 
 A group of 64 codes is stored as 16 bytes of their low two bits, in four planes, and 8
-bytes of the high one, in eight. Unpacked it is 32 bytes of two planes, with each code in
-the upper three bits of its half.
+bytes of the high one, in eight. Unpacked it is 32 bytes of two planes, with each code
+in the upper three bits of its half.
 """
 
 import functools as ft
