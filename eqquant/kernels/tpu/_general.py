@@ -124,6 +124,8 @@ class _Plan:
     weight: _Operand
     # Whether the kernel brings the activation in the order of the codes.
     arranges: bool
+    # In a cycle of the matrix units.
+    macs: int
 
     @property
     def free(self) -> int:
@@ -186,6 +188,7 @@ def _plan(
         tile_scales=(tiles.rows, tile_blocks),
         weight=_Operand(format, operand, exact_table, chip),
         arranges=arranges and used <= budget_of(chip),
+        macs=chip.macs,
     )
 
 
@@ -265,9 +268,10 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
             some_total[of_total] += product
         return carry
 
-    codes_at_once = plan.tiles.rows * size * planes
+    # Or, for few rows, those to decode.
     passes = 6 if weight.dtype == jnp.float32 else 1
-    bundles = codes_at_once * max(plan.tiles.m * passes, 256) // 2**16
+    cycles = max(plan.tiles.m * passes / plan.macs, 1 / 256)
+    bundles = int(plan.tiles.rows * size * planes * cycles)
     loop(tile // size, add, bundles=bundles)
 
 
