@@ -227,13 +227,12 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
     """In a kernel: the product with one tile of the weight."""
     weight, planes, format = plan.weight, plan.planes, plan.format
     tile = plan.tiles.bytes
-    known, block = None, 0
+    known, block = None, (format.block_size or 0) * bits_of(format) // 8
     if plan.blocked:
         start = step * plan.tile_scales[plan.contracted]
         # They lie as `(blocks, rows)`: their axes are the other way round.
         known = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
         known = _by_rows(known.astype(jnp.float32) * weight.unit, weight.compute)
-        block = format.block_size * bits_of(format) // 8
     looked_up = weight.decode.tables() if weight.decode else []
     # Small parts let the compiler decode one while it multiplies another.
     chunk = chunk_bytes(format) if planes > 1 else math.gcd(tile, 512)
