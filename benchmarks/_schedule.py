@@ -231,6 +231,14 @@ class _Count:
     busiest: str
 
 
+def _trips(text: str, predicate: str) -> int:
+    """Of a loop that counts from zero to a constant, by what ends it. One of the grid
+    need not be such a loop, nor one that waits."""
+    end = re.search(rf"{predicate} = scmp\S+ (%s\w+), (\d+)", text)
+    step = end and re.search(rf"{end[1]} = sadd\.s32 (\d+), ", text)
+    return max(int(end[2]) // int(step[1]), 1) if end and step else 1
+
+
 def _count(bundles: list[str], utilization, device: Device) -> _Count:
     label = {}
     for i, text in enumerate(bundles):
@@ -241,38 +249,59 @@ def _count(bundles: list[str], utilization, device: Device) -> _Count:
         for match in _branch.finditer(text):
             target = label.get(int(match[2]))
             if target is not None and target <= i:
-                loops.append((target, min(i + 4, len(bundles) - 1)))
+                last = min(i + 4, len(bundles) - 1)
+                loops.append(
+                    (target, last, _trips("".join(bundles[target : i + 1]), match[1]))
+                )
             elif target is not None:
                 skips.append((i + 5, target))
-    start, end = max(loops, key=lambda l: l[1] - l[0], default=(0, len(bundles) - 1))
+    start, end, _ = max(
+        loops, key=lambda l: l[1] - l[0], default=(0, len(bundles) - 1, 1)
+    )
+    # How often a bundle is issued in a step, by the loops in it.
+    times = dict.fromkeys(range(start, end + 1), 1)
+    for first, last, trips in loops:
+        if (first, last) != (start, end) and start <= first and last <= end:
+            for i in range(first, last + 1):
+                times[i] *= trips
 
-    def products(texts: list[str]) -> int:
-        return sum(("vmatmul" in text) + ("vmatpush" in text) for text in texts)
+    def products(first: int, last: int) -> int:
+        texts = ((times.get(i, 1), bundles[i]) for i in range(first, last))
+        return sum(n * (("vmatmul" in t) + ("vmatpush" in t)) for n, t in texts)
 
-    everything = products(bundles[start : end + 1])
-    kept = set(range(start, end + 1))
+    everything = products(start, end + 1)
+    kept = set(times)
     rare = 0
     for first, last in sorted(skips, key=lambda s: s[0] - s[1]):
         inside = start <= first < last <= end and first in kept
         # What is guarded runs on some steps only, unless it is the work itself.
-        if inside and products(bundles[first:last]) < 0.3 * max(everything, 1):
+        if inside and products(first, last) < 0.3 * max(everything, 1):
             kept -= set(range(first, last))
-            rare += last - first
+            rare += sum(times[i] for i in range(first, last))
     matmul = push = 0.0
     for i in kept:
-        matmul += len(re.findall(r"\bvmatmul\S*", bundles[i])) * device.matmul_cycles
-        push += len(re.findall(r"\bvmatpush\S*", bundles[i])) * device.push_cycles
+        matmul += (
+            times[i]
+            * len(re.findall(r"\bvmatmul\S*", bundles[i]))
+            * device.matmul_cycles
+        )
+        push += (
+            times[i]
+            * len(re.findall(r"\bvmatpush\S*", bundles[i]))
+            * device.push_cycles
+        )
+    cycles = sum(times[i] for i in kept)
     units, busy = utilization
     assert len(busy) == len(bundles)
     share = {
         # Of loads and stores, those of registers that spill are counted twice.
-        _units[name]: sum(busy[i][column] for i in kept) / available / len(kept)
+        _units[name]: sum(times[i] * busy[i][column] for i in kept) / available / cycles
         for column, (name, available) in enumerate(units.items())
         if name in _units
     }
     busiest = max(share, key=share.__getitem__)
     return _Count(
-        len(kept),
+        cycles,
         rare,
         max(matmul, push) / device.matrix_units,
         f"{busiest} {share[busiest]:.0%}",

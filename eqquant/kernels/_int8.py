@@ -9,9 +9,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int8
 
 
-def _row_unit(
+def row_unit(
     x: Float[Array, "*m size"], over: tuple[str, ...] = ()
 ) -> Float[Array, "*m 1"]:
+    """What one is worth in a row of int8."""
     # Through the bits: XLA:CPU's maximum of floats may lose a NaN, and a row with a NaN
     # has to stay one.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
@@ -28,7 +29,7 @@ def split_int8(
     x: Float[Array, "m size"],
 ) -> tuple[Int8[Array, "twice_m size"], Float[Array, "twice_m 1"]]:
     """`x` as two int8 matrices, one above the other: `high * unit + low * unit/254`."""
-    unit = _row_unit(x)
+    unit = row_unit(x)
     x = x * (1 / unit)
     high = jnp.round(x)
     low = jnp.round((x - high) * 254)
@@ -42,7 +43,7 @@ def round_int8(
     """`x` as an int8 matrix times one number for each row; `over` are the mesh axes
     over which rows are split, inside of `shard_map`."""
     x = x.astype(jnp.float32)
-    unit = _row_unit(x, over)
+    unit = row_unit(x, over)
     return jnp.round(x * (1 / unit)).astype(jnp.int8), unit
 
 

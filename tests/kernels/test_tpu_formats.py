@@ -23,9 +23,9 @@ def test_three_bits_are_unpacked_to_four(block_size, normal):
         out[...] = _three_bits.read(codes, 0, used, q.format)
 
     out = jax.ShapeDtypeStruct((32, used), jnp.uint8)
-    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes[None])
+    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes)
     got = np.asarray(got).reshape(32, -1, block_size // 2)
-    codes = np.concatenate([got & 15, got >> 4], -1).reshape(32, -1)
+    codes = np.concatenate([got >> 1 & 7, got >> 5], -1).reshape(32, -1)
     np.testing.assert_array_equal(codes, unpacked(q))
 
 

@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
 from ...formats import Format
+from ._loop import loop, part_of
 from ._tiles import (
     chunk_bytes,
     from_tiles,
@@ -119,12 +120,18 @@ def arrange(x, out, format: Format, permute: Callable = split_planes):
     """In a kernel: the columns of `x` to `out`, by default in plane order."""
     narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
     size = lanes * planes_of(format)
-    for start in range(0, x.shape[1], size):
-        columns = slice(start, start + size)
-        part = x[:, columns]
+
+    def each(i, carry):
+        part = part_of(x, 1, i, size)[...]
         part = pltpu.bitcast(part, jnp.int32) if narrow else part
         part = jnp.concatenate(permute(part, format), 1)
-        out[:, columns] = pltpu.bitcast(part, out.dtype) if narrow else part
+        part_of(out, 1, i, size)[...] = (
+            pltpu.bitcast(part, out.dtype) if narrow else part
+        )
+        return carry
+
+    registers = x.shape[0] * size * x.dtype.itemsize // 4096
+    loop(x.shape[1] // size, each, bundles=2 * registers)
 
 
 def _permuted(x, format: Format, permute, name: str, interpret: bool):

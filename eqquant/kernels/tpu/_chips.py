@@ -18,6 +18,8 @@ class Chip:
     gather_axis: int
     # What a kernel may take of the vector memory, in bytes.
     memory: int
+    # How many numbers in bfloat16 the matrix units multiply in a cycle.
+    macs: int = 4 * 128**2
     # Whether the matrix unit takes int8, and which float of 8 bits if any.
     int8: bool = True
     float8: Any = None
@@ -81,6 +83,7 @@ _fifth_p = dataclasses.replace(
 _sixth = Chip(
     gather_axis=0,
     memory=100 * 2**20,
+    macs=4 * 256**2,
     float8=jnp.float8_e4m3b11fnuz,
     bfloat16=True,
     steps={

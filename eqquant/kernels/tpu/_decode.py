@@ -8,6 +8,8 @@ The activation is int8 where the weight is, in two digits, which keep 15 bits of
 in one; and bfloat16 where the weight is a float: one digit if it is in bfloat16 itself.
 """
 
+import math
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -17,6 +19,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 from ...formats import Format
 from ._arrange import is_simple
 from ._chips import Chip
+from ._loop import loop, part_of
 from ._spread import digits_of, interleave, spread, turn
 from ._three_bits import read, stored_bytes, used_bytes
 from ._tiles import lanes, pad_to, planes_of, result_like, tile_multiple
@@ -121,7 +124,8 @@ def contract_columns(
     multiple = lanes * max(turned, 1)
     bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
     group = 2 if turned == 2 else group
-    sums = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
+    product_dtype = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
+    span = chunk * planes * max(turned, 1)
     steps = pl.cdiv(rows, bn)
     cores = min(chip.cores, steps)
 
@@ -130,7 +134,7 @@ def contract_columns(
             w = w.astype(x.dtype)
         contracted = ((1,), (0 if turned else 1,))
         return lax.dot_general(
-            x, w, (contracted, ((), ())), preferred_element_type=sums
+            x, w, (contracted, ((), ())), preferred_element_type=product_dtype
         )
 
     def rows_of(product, block: int) -> Float[Array, "m rows"]:
@@ -146,6 +150,15 @@ def contract_columns(
     # whole registers: then it would transpose them, by a pass over them.
     wide = blocks % lanes == 0
 
+    # Chunks of an iteration: their scales are whole registers, and their codes, too.
+    per = tile_multiple(format) // math.gcd(tile_multiple(format), chunk)
+    known = size
+    if format.block_size:
+        register = 8 if wide else 32 // scales.dtype.itemsize
+        per = math.lcm(per, register // math.gcd(register, group))
+        known = min(size, blocks * _block_bytes(format))
+    iterations = known // (per * chunk)
+
     def kernel(x, codes, scales, out, spread_x, unit, *scratch):
         tables, turned_scales = scratch[: decode.num_tables], scales.at[0]
         if wide:
@@ -157,7 +170,7 @@ def contract_columns(
             for ref, table in zip(tables, decode.tables(), strict=True):
                 ref[...] = table
             spread(
-                x[0],
+                x.at[0],
                 spread_x,
                 unit,
                 format=format,
@@ -168,37 +181,50 @@ def contract_columns(
             )
 
         looked_up = [table[...] for table in tables]
-        total = jnp.zeros((padded, codes.shape[1]), jnp.float32)
-        whole = []
-        for start in range(0, size, chunk):
-            part = read(codes, start, chunk, format)
-            part = turn(part, turned) if turned else part
-            decoded = [decode(part, plane, looked_up) for plane in range(planes)]
-            ends = (end * planes * max(turned, 1) for end in (start, start + chunk))
-            span = slice(*ends)
-            products = [
-                multiply(
-                    spread_x[:, span],
-                    jnp.concatenate(digit, 0 if turned else 1)
-                    if planes > 1
-                    else digit[0],
-                )
-                for digit in zip(*decoded, strict=True)
-            ]
-            if not format.block_size:
-                whole = list(map(jnp.add, whole, products)) if whole else products
-                continue
-            first = start // _block_bytes(format)
-            if kind == "float8":  # One base for all: rows may be added first.
-                products = [decode.combine(products)]
-            for block in range(min(group, blocks - first)):
-                value = decode.combine([rows_of(p, block) for p in products])
-                scale = turned_scales[first + block : first + block + 1, :]
-                total = total + value * scale.astype(jnp.float32)
+
+        def add(i, sums: list) -> list:
+            """The products with some chunks of codes."""
+            some_codes = part_of(codes.at[0], 1, i, stored_bytes(per * chunk, format))
+            some_x = part_of(spread_x, 1, i, per * span)
+            for j in range(some_x.shape[1] // span):
+                part = read(some_codes, j * chunk, chunk, format)
+                part = turn(part, turned) if turned else part
+                decoded = [decode(part, plane, looked_up) for plane in range(planes)]
+                products = [
+                    multiply(
+                        some_x[:, j * span : (j + 1) * span],
+                        jnp.concatenate(digit, 0 if turned else 1)
+                        if planes > 1
+                        else digit[0],
+                    )
+                    for digit in zip(*decoded, strict=True)
+                ]
+                if not format.block_size:
+                    sums = list(map(jnp.add, sums, products))
+                    continue
+                some_scales = part_of(turned_scales, 0, i, per * group)
+                if kind == "float8":  # One base for all: rows may be added first.
+                    products = [decode.combine(products)]
+                for row in range(j * group, min((j + 1) * group, some_scales.shape[0])):
+                    block = row - j * group
+                    value = decode.combine([rows_of(p, block) for p in products])
+                    scale = some_scales[row : row + 1, :].astype(jnp.float32)
+                    sums = [sums[0] + value * scale]
+            return sums
+
+        sums = [jnp.zeros((padded, bn), jnp.float32)]
         if not format.block_size:
-            total = decode.combine([rows_of(p, 0) for p in whole])
+            shape = group * digits.count * padded, bn // max(turned, 1)
+            sums = [jnp.zeros(shape, product_dtype)] * max(decode.num_tables, 1)
+        bundles = 6 * max(decode.num_tables, 1) * bn * per * chunk * planes // 4096
+        sums = loop(iterations, add, sums, bundles=bundles)
+        if iterations * per * chunk < size:
+            sums = add(iterations, sums)
+        total = sums[0]
+        if not format.block_size:
+            total = decode.combine([rows_of(p, 0) for p in sums])
             if turned == 2:
-                odd = decode.combine([rows_of(p, 1) for p in whole])
+                odd = decode.combine([rows_of(p, 1) for p in sums])
                 total = interleave(total, odd)
             total = total * turned_scales[...].astype(jnp.float32)
         out[0] = (total * (unit[:, :1] * decode.unit)).astype(out.dtype)

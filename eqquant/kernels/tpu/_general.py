@@ -13,6 +13,7 @@ import functools as ft
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -21,31 +22,44 @@ from jaxtyping import Array, Float, Int
 from ...formats import Format
 from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
+from ._loop import loop, part_of
 from ._three_bits import read, stored_bytes, used_bytes
 from ._tile_sizes import budget_of, choose_tiles, Tiles
-from ._tiles import bits_of, chunk_bytes, lanes, look_up, pad_to, planes_of, result_like
+from ._tiles import (
+    bits_of,
+    chunk_bytes,
+    lanes,
+    look_up,
+    pad_to,
+    planes_of,
+    result_like,
+    tile_multiple,
+)
 from ._weights import can_become, Decoder, is_exact, is_shifted
 
 
-def _spread(
-    scales: Float[Array, "blocks rows"], tile: int, format: Format, dtype
-) -> Float[Array, "rows bytes"]:
-    """The scales of a tile, one for each of its bytes."""
-    assert format.block_size is not None
-    block = format.block_size * bits_of(format) // 8
+def _by_rows(
+    scales: Float[Array, "blocks rows"], dtype
+) -> Float[Array, "rows lanes"] | Int[Array, "half lanes"]:
+    """The scales of a tile in whole registers, to be looked up."""
     scales = scales.T.astype(dtype)
     if dtype == jnp.bfloat16:  # Two rows at once.
         scales = pltpu.bitcast(scales, jnp.int32)
-    scales = pad_to(scales, 1, lanes)
+    return pad_to(scales, 1, lanes)
+
+
+def _spread(scales, start, size: int, block: int, dtype) -> Float[Array, "rows bytes"]:
+    """Those of some bytes, from `start` on; of which a block has so many."""
     lane = lax.broadcasted_iota(jnp.int32, (scales.shape[0], lanes), 1)
     parts = []
-    for start in range(0, tile, lanes):
-        first = start // block // lanes * lanes
-        index = lax.div(lane + start, jnp.int32(block)) - first
-        part = look_up(scales[:, first : first + lanes], index, 1)
-        parts.append(pltpu.bitcast(part, dtype))
-    out = jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
-    return out[:, :tile]
+    for offset in range(0, size, lanes):
+        first = lax.div(start + offset, np.int32(block * lanes))
+        some = scales[:, :lanes]
+        for i in range(1, scales.shape[1] // lanes):
+            some = jnp.where(first >= i, scales[:, i * lanes : (i + 1) * lanes], some)
+        index = lax.div(lane + (start + offset), jnp.int32(block)) - first * lanes
+        parts.append(pltpu.bitcast(look_up(some, index, 1), dtype))
+    return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _masked(scales, axis: int, start: Int[Array, ""], size: int):
@@ -88,7 +102,8 @@ class _Operand:
         format = self.format
         codes = codes.astype(jnp.int32)
         if format.bits < 8:
-            codes = lax.shift_right_logical(codes, plane * bits_of(format))
+            shift = bits_of(format) * (plane + 1) - format.bits
+            codes = lax.shift_right_logical(codes, shift)
             codes = codes & (2**format.bits - 1)
         return format.levels(codes, self.compute)
 
@@ -109,6 +124,8 @@ class _Plan:
     weight: _Operand
     # Whether the kernel brings the activation in the order of the codes.
     arranges: bool
+    # In a cycle of the matrix units.
+    macs: int
 
     @property
     def free(self) -> int:
@@ -171,6 +188,7 @@ def _plan(
         tile_scales=(tiles.rows, tile_blocks),
         weight=_Operand(format, operand, exact_table, chip),
         arranges=arranges and used <= budget_of(chip),
+        macs=chip.macs,
     )
 
 
@@ -207,34 +225,53 @@ def _kernel(plan: _Plan, x, codes, scales, *rest):
 
 def _accumulate(plan: _Plan, x, codes, scales, total, step):
     """In a kernel: the product with one tile of the weight."""
-    weight, planes, tile = plan.weight, plan.planes, plan.tiles.bytes
-    spread = None
+    weight, planes, format = plan.weight, plan.planes, plan.format
+    tile = plan.tiles.bytes
+    known, block = None, (format.block_size or 0) * bits_of(format) // 8
     if plan.blocked:
         start = step * plan.tile_scales[plan.contracted]
         # They lie as `(blocks, rows)`: their axes are the other way round.
         known = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
-        known = known.astype(jnp.float32) * weight.unit
-        spread = _spread(known, tile, plan.format, weight.compute)
+        known = _by_rows(known.astype(jnp.float32) * weight.unit, weight.compute)
     looked_up = weight.decode.tables() if weight.decode else []
     # Small parts let the compiler decode one while it multiplies another.
-    chunk = chunk_bytes(plan.format) if planes > 1 else math.gcd(tile, 512)
-    for start in range(0, tile, chunk):
-        part = slice(start, start + chunk)
-        scale = None if spread is None else spread[:, part]
-        some = read(codes, start, chunk, plan.format)
-        decoded = [weight(some, scale, plane, looked_up) for plane in range(planes)]
-        w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
+    chunk = chunk_bytes(format) if planes > 1 else math.gcd(tile, 512)
+    size = math.lcm(chunk, tile_multiple(format))
+    precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
+
+    def add(i, carry):
+        some_codes = part_of(codes.at[0], 1, i, stored_bytes(size, format))
         # Columns of the weight are those of the activation, or of the result.
-        columns = (slice(None), slice(start * planes, (start + chunk) * planes))
-        of_x, of_total = (columns, ...) if plan.contracted else (..., columns)
-        product = lax.dot_general(
-            x[of_x],
-            w,
-            (((1,), (plan.contracted,)), ((), ())),
-            precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
-            preferred_element_type=plan.sums,
-        )
-        total[of_total] += product
+        some_x, some_total = x, total
+        if plan.contracted:
+            some_x = part_of(x, 1, i, size * planes)
+        else:
+            some_total = part_of(total, 1, i, size * planes)
+        for start in range(0, size, chunk):
+            scale = None
+            if known is not None:
+                first = jnp.int32(i * size + start)
+                scale = _spread(known, first, chunk, block, weight.compute)
+            part = read(some_codes, start, chunk, format)
+            decoded = [weight(part, scale, plane, looked_up) for plane in range(planes)]
+            w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
+            columns = (slice(None), slice(start * planes, (start + chunk) * planes))
+            of_x, of_total = (columns, ...) if plan.contracted else (..., columns)
+            product = lax.dot_general(
+                some_x[of_x],
+                w,
+                (((1,), (plan.contracted,)), ((), ())),
+                precision=precision,
+                preferred_element_type=plan.sums,
+            )
+            some_total[of_total] += product
+        return carry
+
+    # Or, for few rows, those to decode.
+    passes = 6 if weight.dtype == jnp.float32 else 1
+    cycles = max(plan.tiles.m * passes / plan.macs, 1 / 256)
+    bundles = int(plan.tiles.rows * size * planes * cycles)
+    loop(tile // size, add, bundles=bundles)
 
 
 def dot(

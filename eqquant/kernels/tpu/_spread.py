@@ -2,6 +2,7 @@
 in digits that the matrix unit takes, and once for every block."""
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -10,9 +11,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
 from ...formats import Format
-from .._int8 import round_int8, split_int8
+from .._int8 import row_unit
 from ._arrange import split_planes
 from ._chips import Chip
+from ._loop import loop, part_of
 from ._tiles import lanes, look_up, planes_of
 from ._weights import Kind
 
@@ -36,23 +38,16 @@ def digits_of(x_dtype, kind: Kind, exact: bool, chip: Chip) -> Digits:
     return Digits(2, 254 if integers else 1, dtype)
 
 
-def _split(x: Float[Array, "m columns"], exact_integers: bool, digits: Digits):
-    """The digits of the activation, in float32, and what the last is worth."""
-    m = x.shape[0]
-    one = jnp.ones((m, 1), jnp.float32)
+def _split(x: Float[Array, "m columns"], unit, digits: Digits):
+    """The digits of the activation, in float32."""
     if digits.dtype == jnp.int8:
-        if exact_integers:
-            return [x], one
-        if digits.count == 1:
-            rows, unit = round_int8(x)
-            return [rows.astype(jnp.float32)], unit
-        rows, unit = split_int8(x)
-        rows = rows.astype(jnp.float32)
-        return [rows[:m], rows[m:]], unit[m:]
+        x = x if unit is None else x * (1 / unit)
+        high = jnp.round(x)
+        return [high, jnp.round((x - high) * digits.base)][: digits.count]
     if digits.count == 1:
-        return [x], one
+        return [x]
     high = x.astype(jnp.bfloat16).astype(jnp.float32)
-    return [high, x - high], one
+    return [high, x - high]
 
 
 def spread(
@@ -71,21 +66,23 @@ def spread(
     [`turn`][], in the other of a pair. To `unit`, what the last digit is worth."""
     m, columns = x.shape
     planes = planes_of(format)
-    size = lanes * planes
-    parts, worth = _split(x.astype(jnp.float32), x.dtype == jnp.int8, digits)
-    unit[...] = jnp.broadcast_to(worth, (m, lanes))
+    rounds = digits.dtype == jnp.int8 and x.dtype != jnp.int8
+    worth = row_unit(x[...].astype(jnp.float32)) if rounds else None
+    last = jnp.ones((m, 1), jnp.float32) if worth is None else worth
+    last = last / digits.base ** (digits.count - 1)
+    unit[...] = jnp.broadcast_to(last, (m, lanes))
     lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
     block = _odd(lane) if turned == 2 else lax.div(lane, jnp.int32(lanes // group))
-    for start in range(0, columns, size):
-        split = [
-            split_planes(digit[:, start : start + size], format) for digit in parts
-        ]
-        chunk_start, within = divmod(start // planes, chunk)
-        for plane in range(planes):
-            first = chunk_start * chunk * planes + plane * chunk + within
-            each = [digit[plane] for digit in split]
-            for half in range(2 if turned == 2 else 1):
-                values = [_twice(x, half) for x in each] if turned == 2 else each
+
+    def spread_chunk(x, out):
+        for start in range(0, chunk, lanes):
+            part = x[:, start * planes : (start + lanes) * planes]
+            parts = _split(part.astype(jnp.float32), worth, digits)
+            split = [split_planes(digit, format) for digit in parts]
+            for plane, half in itertools.product(range(planes), range(turned or 1)):
+                values = [digit[plane] for digit in split]
+                if turned == 2:
+                    values = [_twice(value, half) for value in values]
                 rows = [
                     jnp.where(block == b, value, 0.0) if group > 1 else value
                     for b in range(group)
@@ -94,8 +91,17 @@ def spread(
                 whole = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
                 if digits.dtype == jnp.int8:
                     whole = whole.astype(jnp.int32)
-                begin = first * max(turned, 1) + half * lanes
+                begin = (plane * chunk + start) * max(turned, 1) + half * lanes
                 out[:, begin : begin + lanes] = whole.astype(digits.dtype)
+
+    def each(i, _):
+        size = chunk * planes
+        spread_chunk(part_of(x, 1, i, size), part_of(out, 1, i, size * max(turned, 1)))
+        return ()
+
+    # A register of each digit, of each block.
+    registers = chunk * planes * max(turned, 1) * group * digits.count * m // 1024
+    loop(columns // (chunk * planes), each, bundles=registers)
 
 
 def turn(

@@ -1,8 +1,11 @@
 """Codes as the kernels use them. Three bits are unpacked to four, in vector memory.
 
 A group of 64 codes is stored as 16 bytes of their low two bits, in four planes, and 8
-bytes of the high one, in eight. Unpacked it is 32 bytes of two planes.
+bytes of the high one, in eight. Unpacked it is 32 bytes of two planes, with each code
+in the upper three bits of its half.
 """
+
+import functools as ft
 
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +30,7 @@ def used_bytes(stored: int, format: Format) -> int:
 def read(codes, start: int, size: int, format: Format) -> Shaped[Array, "rows size"]:
     """In a kernel: some bytes of each row, from the first of a register on."""
     if format.bits != 3:
-        return codes[0, :, start : start + size]
+        return codes[:, start : start + size]
     parts = [_unpacked(codes, at, format) for at in range(start, start + size, lanes)]
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
@@ -41,12 +44,21 @@ def _rem(x: Array, by: int) -> Array:
 
 
 def _unpacked(codes, start: int, format: Format):
-    rows = codes.shape[1]
+    rows = codes.shape[0]
     quarter = format.group // 8  # Of the bytes that a group is unpacked to.
+    lane = lax.broadcasted_iota(jnp.int32, (rows // 4, lanes), 1)
+    # The first stored byte, if no group begins in another register.
+    edge = stored_bytes(start, format) % lanes
 
+    @ft.cache
     def words(register: int):
-        part = codes[0, :, register * lanes : (register + 1) * lanes]
+        part = codes[:, register * lanes : (register + 1) * lanes]
         return pltpu.bitcast(part, jnp.uint32)
+
+    @ft.cache
+    def both(register: int):
+        """The lanes of a register from the edge on, and those of the next before."""
+        return jnp.where(lane >= edge, words(register), words(register + 1))
 
     def gather(first: int, repeat: int) -> Array:
         """Byte `first`, and `repeat` of those that follow, of each stored group."""
@@ -56,23 +68,25 @@ def _unpacked(codes, start: int, format: Format):
             group, within = div(at, 4 * quarter), rem(at, 4 * quarter)
             return group * (3 * quarter) + first + rem(within, repeat)
 
-        lane = lax.broadcasted_iota(jnp.int32, (rows // 4, lanes), 1)
         index = source(lane, _div, _rem)
-        used = source(np.arange(lanes), np.floor_divide, np.remainder) // lanes
-        lowest, *others = range(int(used.min()), int(used.max()) + 1)
-        out = look_up(words(lowest), _rem(index, lanes), 1)
+        used = source(np.arange(lanes), np.floor_divide, np.remainder)
+        registers = used // lanes
+        lowest, *others = range(int(registers.min()), int(registers.max()) + 1)
+        index_in_register = _rem(index, lanes)
+        # To select before looks up once.
+        if len(others) == 1 and np.all((used % lanes >= edge) == (registers == lowest)):
+            return look_up(both(lowest), index_in_register, 1)
+        out = look_up(words(lowest), index_in_register, 1)
         for register in others:
-            part = look_up(words(register), _rem(index, lanes), 1)
+            part = look_up(words(register), index_in_register, 1)
             out = jnp.where(index >= register * lanes, part, out)
         return out
 
     low, high = gather(0, 2 * quarter), gather(2 * quarter, quarter)
-    lane = lax.broadcasted_iota(jnp.int32, low.shape, 1) + start
-    which = _rem(_div(lane, quarter), 4)
-    low = jnp.where(which >= 2, low >> 2, low)
-    left = jnp.where(which == 0, high << 2, high << 1)
-    right = jnp.where(which == 2, high, high >> 1)
-    high = jnp.where(which < 2, left, right)
-    # What shifts bring in from other bytes is masked.
-    both = (low & jnp.uint32(0x33333333)) | (high & jnp.uint32(0x44444444))
-    return pltpu.bitcast(both, jnp.uint8)
+    # To the top of each half: what shifts bring in from other bytes is masked.
+    which = _rem(_div(lane + start % (4 * quarter), quarter), 4)
+    later = lax.convert_element_type(which >= 2, jnp.uint32)
+    low = lax.shift_right_logical(lax.shift_left(low, 1 - later), later)
+    high = lax.shift_left(high, lax.convert_element_type(3 - which, jnp.uint32))
+    whole = (low & jnp.uint32(0x66666666)) | (high & jnp.uint32(0x88888888))
+    return pltpu.bitcast(whole, jnp.uint8)

@@ -47,7 +47,7 @@ def _as_they_are(codes, plane: int, format: Format):
 def _integers(codes, plane: int, format: Format):
     """Codes that are integers plus the magnitude of the lowest, at the top of the byte,
     whose sign they then have."""
-    shift = 8 - format.bits - plane * bits_of(format)
+    shift = 8 - bits_of(format) * (plane + 1)
     words = pltpu.bitcast(codes, jnp.uint32)
     words = words << shift if shift else words
     top = (2**format.bits - 1) << (8 - format.bits)
@@ -67,7 +67,7 @@ def _float8(codes, plane: int, format: Format):
 
 def _indices(codes, plane: int, format: Format):
     words = pltpu.bitcast(codes, jnp.uint32)
-    shift = plane * bits_of(format)
+    shift = bits_of(format) * (plane + 1) - format.bits
     words = (words >> shift if shift else words) & _mask(2**format.bits - 1)
     return pltpu.bitcast(words, jnp.int8)
 

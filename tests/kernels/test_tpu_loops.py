@@ -1,0 +1,67 @@
+"""Loops over the codes of a row, in the kernels for TPUs."""
+
+import functools as ft
+
+import eqquant
+import jax
+import jax.core
+import jax.numpy as jnp
+import numpy as np
+from eqquant import Binary, Int3, Int8, NF4, Ternary
+from eqquant.kernels import tpu
+from eqquant.kernels.tpu import _chips, _loop
+from helpers import pairs, relative, slow
+
+
+def product(x, q, **options):
+    return tpu.dot(
+        x,
+        q.codes,
+        q.scales,
+        format=q.format,
+        precision="high",
+        weight_dtype=jnp.dtype("float32"),
+        out_dtype=jnp.float32,
+        **options,
+    )
+
+
+@pairs(
+    "kind, format, m, contract_rows",
+    ["TPU v5e", "TPU v6e"],
+    [NF4(), Int3(), Binary(), slow(Int8(block_size=64)), slow(Ternary(block_size=128))],
+    [8, 40],
+    [False, True],
+)
+def test_loops_that_are_not_unrolled(
+    kind, format, m, contract_rows, monkeypatch, normal
+):
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    monkeypatch.setattr(_loop, "_bundles", 1)
+    # The last chunks of a row are no whole iteration.
+    rows, columns = 130, 5 * 1024
+    q = eqquant.quantize(normal(rows, columns), format)
+    x = normal(m, rows if contract_rows else columns)
+    out = product(x, q, contract_rows=contract_rows, interpret=True)
+    w = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
+    assert relative(out, expected) < 1e-4
+
+
+def operations(jaxpr) -> int:
+    inner = (jax.core.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns)
+    return len(jaxpr.eqns) + sum(operations(j) for js in inner for j in js)
+
+
+@pairs("format, m", [NF4(), Int8(), Int3(), Binary()], [8, 512])
+def test_long_rows_take_no_more_code(format, m):
+    def traced(columns: int) -> int:
+        q = jax.eval_shape(
+            ft.partial(eqquant.quantize, format=format, check_finite=False),
+            jax.ShapeDtypeStruct((512, columns), jnp.float32),
+        )
+        x = jax.ShapeDtypeStruct((m, columns), jnp.float32)
+        fn = ft.partial(product, contract_rows=False)
+        return operations(jax.make_jaxpr(fn)(x, q).jaxpr)
+
+    assert traced(2**15) <= 1.2 * traced(2**13)
