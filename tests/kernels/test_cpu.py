@@ -24,9 +24,12 @@ TOLERANCE = {
     "one digit, VNNI": 4e-2,
     "words, VNNI": 2e-4,
     "split, AMX": 3e-5,
+    "float, NEON": 3e-6,
+    "two digits, dotprod": 2e-4,
+    "one digit, dotprod": 4e-2,
+    "two digits, i8mm": 2e-4,
+    "one digit, i8mm": 4e-2,
 }
-SETS = ("AVX2", "AVX-512", "VNNI", "AMX")  # Of instructions: the last word of a name.
-NEEDS = {name: 1 + SETS.index(name.split(", ")[-1]) for name in TOLERANCE}
 
 RULES = [("absmean", True), ("absmean", False), ("threshold", False)]
 
@@ -34,12 +37,19 @@ library = cpu.load()
 needs_library = pytest.mark.skipif(
     isinstance(library, str), reason=f"NATIVE KERNELS NOT RUN: {library}"
 )
+
+
+def runs(kernel):
+    """Whether this CPU has the instructions, with which a name ends."""
+    needs = kernel.split(", ")[-1].lower().replace("-", "")
+    return not isinstance(library, str) and needs in library.instructions
+
+
 KERNELS = [
     pytest.param(
         name,
         marks=pytest.mark.skipif(
-            isinstance(library, str) or NEEDS[name] > library.instructions,
-            reason=f"NATIVE KERNEL NOT RUN: {name}",
+            not runs(name), reason=f"NATIVE KERNEL NOT RUN: {name}"
         ),
     )
     for name in TOLERANCE
@@ -156,7 +166,7 @@ def test_the_largest_sums_fit(kernel):
 
 
 @pytest.mark.skipif(
-    isinstance(library, str) or library.instructions < 2,
+    not runs("AVX-512"),
     reason="NATIVE ENCODER NOT RUN: it needs AVX-512",
 )
 @pytest.mark.parametrize("block_size", [32, 64, 256])
@@ -231,7 +241,7 @@ def test_other_levels_than_those_of_a_format_are_not_taken_for_integers(normal):
 def test_bad_calls_are_errors(normal):
     q = eqquant.quantize(normal(40, 128), NF4())
     good = dict(
-        kernel="float, AVX2",
+        kernel=f"float, {'AVX2' if runs('AVX2') else 'NEON'}",
         bits=np.int64(4),
         exponent=np.int64(0),
         run=np.int64(32),
@@ -360,7 +370,7 @@ def test_explain_says_which_kernel(normal):
     explain = lambda *args: eqquant.debug.explain(product, *args, platform="cpu")
     q = eqquant.quantize(normal(40, 128), NF4())
     few = (
-        "words, VNNI" if NEEDS["words, VNNI"] <= library.instructions else "float, AVX"
+        "words, VNNI" if runs("VNNI") else "float, "
     )
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
     assert "rows XLA is faster" in explain(

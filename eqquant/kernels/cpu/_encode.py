@@ -16,7 +16,7 @@ def encodes(array: Float[Array, "..."], format: Format) -> bool:
     library = load()
     return (
         not isinstance(library, str)
-        and library.instructions >= 2
+        and "avx512" in library.instructions
         and format.boundaries is not None
         and len(format.boundaries) == 15
         and format.block_size is not None

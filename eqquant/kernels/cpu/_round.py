@@ -58,6 +58,6 @@ def round_trip(
         largest_scale=np.float32(largest),
         by_deviation=isinstance(format, Ternary) and format.rule == "threshold",
         least_squares=isinstance(format, Ternary) and format.least_squares,
-        instructions=np.int64(library.instructions),
+        instructions=np.int64(len(library.instructions)),
     )
     return values.reshape(array.shape), problems.reshape(lead)

@@ -20,6 +20,4 @@ struct Encoding {
   int64_t block;            // a multiple of 32
 };
 
-void encode_avx512(const Encoding&, int64_t begin, int64_t end);
-
 }  // namespace eqquant
