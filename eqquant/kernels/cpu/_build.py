@@ -22,8 +22,8 @@ from collections.abc import Callable
 here = pathlib.Path(__file__).resolve().parent
 library = here / "_native.so"
 _sources = here / "src"
-# Plain x86-64 or ARM: what needs more is marked so in the sources, and chosen at run time. The
-# warning is wrong about the intrinsics of some versions of GCC.
+# Plain x86-64, or plain ARM: what needs more is marked so in the sources, and chosen at
+# run time. The warning is wrong about the intrinsics of some versions of GCC.
 _flags = [
     "-std=c++17",
     "-O3",
@@ -162,9 +162,9 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 if __name__ == "__main__":
     try:
-        if len(sys.argv) > 1:  # For another machine: its compiler, its name, and where to.
-            name, target, place = sys.argv[1:]
-            cross = name, str(architecture(target))
+        if len(sys.argv) > 1:  # For another machine.
+            name, machine, place = sys.argv[1:]
+            cross = name, str(architecture(machine))
             print(build(pathlib.Path(place).resolve(), print, cross))
         else:
             print(build(say=print))

@@ -122,14 +122,16 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
 }
 
 ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                  ffi::Buffer<ffi::F32> boundaries, ffi::ResultBuffer<ffi::U8> codes,
+                  ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
+                  ffi::Buffer<ffi::F32> given, ffi::ResultBuffer<ffi::U8> codes,
                   ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
-                  int64_t block) {
+                  int64_t block, bool is_given, ffi::Span<const float> shares) {
   Encoder* const run = instructions() ? encoder(instructions()) : nullptr;
   if (!run) return invalid("this CPU cannot encode");
   const auto of_x = x.dimensions();
   if (of_x.size() != 2) return invalid("x must have two axes");
-  if (boundaries.element_count() != 16) return invalid("there must be 16 boundaries");
+  if (boundaries.element_count() != 16 || levels.element_count() != 16)
+    return invalid("there must be 16 boundaries and 16 levels");
   if (block < 32 || block % 32 || of_x[1] % block)
     return invalid("block must be a multiple of 32, and divide the size of a row");
   const int64_t rows = of_x[0], size = of_x[1];
@@ -137,9 +139,20 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
       int64_t(scales->element_count()) != rows * size / block ||
       int64_t(problems->element_count()) != rows)
     return invalid("shapes of results do not fit");
-  const Encoding e{x.typed_data(),        boundaries.typed_data(), codes->typed_data(),
-                   scales->typed_data(),  problems->typed_data(),  rows,
-                   size,                  block};
+  if (is_given && given.element_count() != scales->element_count())
+    return invalid("there must be a scale for each block");
+  const Encoding e{x.typed_data(),
+                   boundaries.typed_data(),
+                   levels.typed_data(),
+                   shares.begin(),
+                   static_cast<int64_t>(shares.size()),
+                   is_given ? given.typed_data() : nullptr,
+                   codes->typed_data(),
+                   scales->typed_data(),
+                   problems->typed_data(),
+                   rows,
+                   size,
+                   block};
   const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain,
                [&](int64_t begin, int64_t end) { run(e, begin, end); });
@@ -207,10 +220,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>()
-                                  .Attr<int64_t>("block"));
+                                  .Attr<int64_t>("block")
+                                  .Attr<bool>("is_given")
+                                  .Attr<ffi::Span<const float>>("shares"));
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_round(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
