@@ -55,25 +55,32 @@ struct Thresholds {
   }
 };
 
-// By halves, as `sum_blocks` adds: `count` vectors, to the power of two filled with zeros.
-EQQUANT_INLINE float sum_lanes(__m512 x) {
-  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
-  const __m128 four =
-      _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
-  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+// Sums go by halves, as those of `sum_blocks`: first of `count` vectors, to the power of two
+// filled with zeros, and then of the lanes of each of four.
+EQQUANT_INLINE __m512 sum(__m512* of, std::integral_constant<int64_t, 4>) {
+  return _mm512_add_ps(_mm512_add_ps(of[0], of[2]), _mm512_add_ps(of[1], of[3]));
 }
-EQQUANT_INLINE float sum(__m512* of, std::integral_constant<int64_t, 4>) {
-  return sum_lanes(_mm512_add_ps(_mm512_add_ps(of[0], of[2]), _mm512_add_ps(of[1], of[3])));
-}
-EQQUANT_INLINE float sum(__m512* of, int64_t count) {
+EQQUANT_INLINE __m512 sum(__m512* of, int64_t count) {
   while (count > 1) {
     int64_t half = 1;
     while (2 * half < count) half *= 2;
     for (int64_t i = 0; i < count - half; i++) of[i] = _mm512_add_ps(of[i], of[i + half]);
     count = half;
   }
-  return sum_lanes(of[0]);
+  return of[0];
+}
+EQQUANT_INLINE __m512 by_halves(__m512 a, __m512 b) {
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+}
+EQQUANT_INLINE void sum_lanes(const __m512* x, float* sums) {
+  const __m512 ab = by_halves(x[0], x[1]), cd = by_halves(x[2], x[3]);
+  __m512 all =
+      _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
+  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4E));
+  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
+  alignas(64) float lanes[16];
+  _mm512_store_ps(lanes, all);
+  for (int i = 0; i < 4; i++) sums[i] = lanes[4 * i];
 }
 
 // What a search knows of a block: the values, also relative to the largest magnitude; their
@@ -90,22 +97,19 @@ struct alignas(64) Register {
 // From here on thresholds are no subnormal numbers, which some threads take for zero.
 constexpr float smallest_scale = 0x1p-90f;
 
-struct Search {
+class Search {
   const Encoding& e;
   const __m512 levels, boundaries;
   const Thresholds thresholds;
-  std::vector<Register> space;
-
-  explicit Search(const Encoding& e)
-      : e(e),
-        levels(_mm512_loadu_ps(e.levels)),
-        boundaries(_mm512_loadu_ps(e.boundaries)),
-        thresholds(e.boundaries),
-        space(5 * (e.block / 16)) {}
+  // Scales to try, after the one to start from; these relative to the largest magnitude; the
+  // squared error of each; and before all of these the square of the block itself.
+  const int64_t tried;
+  std::vector<float> scales, relative, errors;
+  std::vector<Register> partial, space;
 
   // `code_of(i)` gives codes. What they stand for is compared with the values.
   template <class Count, class CodeOf>
-  EQQUANT_INLINE float error(Count count, Values of, float share, const CodeOf& code_of) const {
+  EQQUANT_INLINE __m512 error(Count count, Values of, float share, const CodeOf& code_of) {
     const __m512 decoded = _mm512_mul_ps(levels, _mm512_set1_ps(share));
     for (int64_t i = 0; i < count; i++) {
       of.code[i] = code_of(i);
@@ -115,48 +119,66 @@ struct Search {
     return sum(of.squares, count);
   }
 
-  // The best scale of a block, where `start` is its largest magnitude, or a little more.
   template <class Count>
-  EQQUANT_INLINE float run(Count count, Values of, const float* x, float absmax,
-                           float start) const {
+  EQQUANT_INLINE float run(Count count, Values of, const float* x, float absmax, float start) {
+    __m512* const sums = reinterpret_cast<__m512*>(partial.data());
     for (int64_t i = 0; i < count; i++) {
       of.x[i] = _mm512_loadu_ps(x + 16 * i), of.unit[i] = divide(x + 16 * i, absmax);
       const __mmask16 above = _mm512_cmp_ps_mask(of.x[i], _mm512_setzero_ps(), _CMP_GT_OQ);
       of.above[i] = _mm512_maskz_set1_epi32(above, 1);
       of.squares[i] = _mm512_mul_ps(of.unit[i], of.unit[i]);
     }
-    // What is less than rounding is no improvement.
-    const float enough = sum(of.squares, count) * 0x1p-20f;
-    const auto by_division = [&](float scale) {
-      const __m512 by = _mm512_set1_ps(scale);
-      return error(count, of, scale / absmax, [&](int64_t i) {
+    sums[0] = sum(of.squares, count);
+    scales[1] = start;
+    for (int64_t k = 2; k < tried; k++)
+      scales[k] = std::min(std::max(start * e.shares[k - 2], FLT_MIN), FLT_MAX);
+    for (int64_t k = 1; k < tried; k++) relative[k] = scales[k] / absmax;
+    const auto by_division = [&](int64_t k) {
+      const __m512 by = _mm512_set1_ps(scales[k]);
+      sums[k] = error(count, of, relative[k], [&](int64_t i) {
         return search(_mm512_div_ps(of.x[i], by), boundaries);
       });
     };
-    float least = by_division(start), best = start;
-    for (int64_t i = 0; i < e.num_shares; i++) {
-      const float scale = std::min(std::max(start * e.shares[i], FLT_MIN), FLT_MAX);
-      float found;
-      if (start < smallest_scale) {
-        found = by_division(scale);
-      } else if (const __m512 bounds = thresholds.of(scale); i == 0) {
-        found = error(count, of, scale / absmax, [&](int64_t i) {
-          return search(of.x[i], bounds);
-        });
-      } else {
-        // With a scale that is a little larger a code is the same, or the next one to zero.
-        found = error(count, of, scale / absmax, [&](int64_t i) {
+    by_division(1);
+    if (start < smallest_scale) {
+      for (int64_t k = 2; k < tried; k++) by_division(k);
+    } else {
+      const __m512 bounds = thresholds.of(scales[2]);
+      sums[2] = error(count, of, relative[2], [&](int64_t i) { return search(of.x[i], bounds); });
+      // With a scale that is a little larger a code is the same, or the next one to zero.
+      for (int64_t k = 3; k < tried; k++) {
+        const __m512 bounds = thresholds.of(scales[k]);
+        sums[k] = error(count, of, relative[k], [&](int64_t i) {
           const __m512i least = _mm512_sub_epi32(of.code[i], of.above[i]);
           const __m512 bound = _mm512_permutexvar_ps(least, bounds);
           const __mmask16 beyond = _mm512_cmp_ps_mask(of.x[i], bound, _CMP_GT_OQ);
           return _mm512_mask_add_epi32(least, beyond, least, _mm512_set1_epi32(1));
         });
       }
-      if (found < least - enough) least = found, best = scale;
     }
-    return best;
+    for (int64_t k = 0; k < tried; k += 4) sum_lanes(sums + k, &errors[k]);
+    // What is less than rounding is no improvement.
+    const float enough = errors[0] * 0x1p-20f;
+    int64_t best = 1;
+    for (int64_t k = 2; k < tried; k++)
+      if (errors[k] < errors[best] - enough) best = k;
+    return scales[best];
   }
 
+ public:
+  explicit Search(const Encoding& e)
+      : e(e),
+        levels(_mm512_loadu_ps(e.levels)),
+        boundaries(_mm512_loadu_ps(e.boundaries)),
+        thresholds(e.boundaries),
+        tried(2 + e.num_shares),
+        scales(tried),
+        relative(tried),
+        errors(tried + 3),
+        partial(tried + 3),
+        space(5 * (e.block / 16)) {}
+
+  // The best scale of a block, where `start` is its largest magnitude, or a little more.
   float scale(const float* x, float absmax, float start) {
     // The default, whose values are all in registers.
     if (e.block == 64) {
