@@ -16,7 +16,7 @@ export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-NATIVE := $(wildcard eqquant/kernels/cpu/src/*) eqquant/kernels/cpu/_build.py
+NATIVE := $(wildcard eqquant/kernels/cpu/src/*.* eqquant/kernels/cpu/src/*/*) eqquant/kernels/cpu/_build.py
 # Of large libraries only what is imported is worth compiling, which Python does then.
 COMPILE ?= --compile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPILE)
@@ -25,7 +25,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize lint format docs bench peers accuracy decode clean
+.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm lint format docs bench peers accuracy decode clean
 
 help:
 	@echo 'make install   install at once what test, docs and lint need, rather than each its own'
@@ -48,6 +48,7 @@ help:
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
 	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
+	@echo 'make test-arm  run those for ARM in an emulator'
 
 # pip makes an environment with JAX in it to build eqquant, for each of these by itself or
 # once for all of them.
@@ -85,8 +86,10 @@ test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 
 # A machine has one kind of CPU; this is how the others are tested on it. Without formats
 # that take the path of another.
+LEAST := $(if $(filter x86_64,$(shell uname -m)),avx2,neon)
+
 test-lowerings: $(VENV)/.has-test
-	set -e; for best in off avx2; do \
+	set -e; for best in off $(LEAST); do \
 		echo "==> EQQUANT_CPU=$$best"; EQQUANT_CPU=$$best $(BIN)/python -m pytest \
 			-q -n $(WORKERS) --dist worksteal \
 			tests/primitives/test_quantized_dot.py tests/kernels/test_cpu.py \
@@ -136,17 +139,39 @@ MUTATED ?= $(addprefix eqquant/,formats primitives arrays dispatch)
 mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python tests/mutants --workers $(WORKERS) $(MUTATED)
 
-# Without XLA, which is not built for it.
-SANITIZED := tests/native/main.cpp $(filter-out %/handlers.cpp,$(filter %.cpp,$(NATIVE)))
-SANITIZERS := -fsanitize=address,undefined -fno-sanitize-recover=all
+# Without XLA, which is not built for it: those of one architecture.
+SOURCES := eqquant/kernels/cpu/src
+sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*.cpp $(SOURCES)/$(1)/*.cpp))
+# A folder, the architecture, a compiler, and its sanitizers.
+define SANITIZE
+rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WORKERS) -I{} \
+	sh -c '$(3) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(4) \
+		-I$(SOURCES) -c {} -o $(1)/$$(basename {}).o'; \
+$(3) $(4) $(1)/*.o -o $(1)/main
+endef
 
 sanitize:
 	@if ! command -v $(CXX) > /dev/null || [ "$$(uname -m)" != x86_64 ]; then \
 		echo 'NOT RUN: make sanitize needs a C++ compiler, and x86-64'; exit 0; fi; \
-	set -e; mkdir -p build/sanitize; printf '%s\n' $(SANITIZED) | xargs -P $(WORKERS) -I{} \
-		sh -c '$(CXX) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(SANITIZERS) \
-			-Ieqquant/kernels/cpu/src -c {} -o build/sanitize/$$(basename {}).o'; \
-	$(CXX) $(SANITIZERS) build/sanitize/*.o -o build/sanitize/main; build/sanitize/main
+	set -e; $(call SANITIZE,build/sanitize,x86,$(CXX),\
+		-fsanitize=address$(comma)undefined -fno-sanitize-recover=all); build/sanitize/main
+
+# The library for ARM as it is installed, and its kernels under an emulator, which has
+# three kinds of CPU: with i8mm, with dotprod only, with neither. AddressSanitizer does not
+# work there.
+ARM := aarch64-linux-gnu-g++
+QEMU := qemu-aarch64-static
+
+test-arm: $(VENV)/.has-test
+	@if ! command -v $(ARM) > /dev/null || ! command -v $(QEMU) > /dev/null; then \
+		echo 'NOT RUN: make test-arm needs a compiler for ARM and an emulator:'; \
+		echo '    apt-get install g++-aarch64-linux-gnu qemu-user-static'; exit 0; fi; \
+	set -e; mkdir -p build/arm; \
+	$(BIN)/python eqquant/kernels/cpu/_build.py $(ARM) aarch64 build/arm/_native.so; \
+	$(call SANITIZE,build/arm/sanitize,arm,$(ARM),\
+		-static -fsanitize=undefined -fno-sanitize-recover=all); \
+	for cpu in max neoverse-n1 cortex-a72; do \
+		echo "==> $$cpu"; $(QEMU) -cpu $$cpu build/arm/sanitize/main 15; done
 
 lint: $(VENV)/.has-lint
 	$(BIN)/ruff check .

@@ -21,6 +21,8 @@ FORMATS = {
     "int8 block 64": eqquant.Int8(block_size=64),
     "nf4": eqquant.NF4(),
     "nf4 searched": eqquant.NF4(scale_search=True),
+    "nf4 double": eqquant.NF4(double_quantization=True),
+    "nf4 both": eqquant.NF4(scale_search=True, double_quantization=True),
     "ternary": eqquant.Ternary(),
     "ternary absmean": eqquant.Ternary(rule="absmean"),
     "binary": eqquant.Binary(),

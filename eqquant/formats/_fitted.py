@@ -1,5 +1,6 @@
 """What formats with a table of levels share: how a block gets its scale, and offset."""
 
+import functools as ft
 from collections.abc import Sequence
 from typing import Any, ClassVar, get_args, Literal, NamedTuple, TypeAlias
 
@@ -29,6 +30,11 @@ class _Parts(NamedTuple):
 
     scales: Float[Array, "*lead blocks"]
     offsets: Float[Array, "*lead blocks"] | None
+
+
+@ft.cache
+def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
+    return tuple(first + (last - first) * i / (count - 1) for i in range(count))
 
 
 class FittedFormat(Format):
@@ -94,10 +100,13 @@ class FittedFormat(Format):
         return self.affine
 
     @property
-    def factors(self) -> tuple[float, float, int]:
-        """The shares of a scale that a search tries: from, to, and how many. With fewer
-        levels it pays to cut off more of the largest values."""
-        return {4: (0.8, 1.05, 21), 3: (0.5, 1.05, 23)}.get(self.bits, (0.2, 1.05, 35))
+    def shares(self):
+        """Those of a scale that a fit tries. With fewer levels it pays to cut off more
+        of the largest values."""
+        if self.fit == "absmax":
+            return ()
+        low, count = {4: (0.8, 21), 3: (0.5, 23)}.get(self.bits, (0.2, 35))
+        return _evenly(low, 1.05, count if self.fit == "search" else 8)
 
     def encode(self, blocks, absmax, counts, limit, importance=None):
         """As every format; and a fit counts the squared error of each value as much as
@@ -162,7 +171,7 @@ class FittedFormat(Format):
         share = lambda part: true_divide(part.astype(one.dtype), one)[..., None]
         weigh = lambda x: x if importance is None else x * importance
         total = lambda x: sum_blocks(weigh(jnp.where(is_real, x, 0)))
-        energy = lambda x: jnp.sum(weigh(jnp.where(is_real, x**2, 0)), -1)
+        energy = lambda x: total(square(x))
         size = counts
         if importance is not None:
             size = total(jnp.ones_like(unit))
@@ -200,15 +209,14 @@ class FittedFormat(Format):
             new = self._bounded(_Parts(scales, offsets), absmax, limit)
             return _chosen(scales * parts.scales.astype(scales.dtype) > 0, new, parts)
 
-        low, high, count = self.factors
+        shares = jnp.asarray(self.shares, one.dtype)
         refinements = 2 if self.fit == "least_squares" else 0
-        count = count if refinements == 0 else 8
         # What is less than rounding is no improvement: what was decoded stays.
         enough = energy(unit) * 2.0**-20
 
         def step(i, best):
             error, parts = best
-            new = scaled(low + (high - low) / (count - 1) * i.astype(one.dtype))
+            new = scaled(shares[i])
             if refinements:
                 new = lax.fori_loop(
                     0, refinements, lambda _, parts: refined(parts), new
@@ -218,7 +226,7 @@ class FittedFormat(Format):
             parts = _chosen(better, new, parts)
             return jnp.where(better, new_error, error), parts
 
-        return lax.fori_loop(0, count, step, (error_of(start), start))[1]
+        return lax.fori_loop(0, len(shares), step, (error_of(start), start))[1]
 
 
 def _chosen(condition, new: _Parts, old: _Parts) -> _Parts:

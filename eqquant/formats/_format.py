@@ -71,9 +71,11 @@ class Format(abc.ABC):
     # The code of zero (or what stands for it), which fills a partial last group.
     padding_code: ClassVar[int] = 0
     # For native encoders of float32: the code of a value is how many of these numbers
-    # lie below `value / scale`, where the scale is the largest magnitude of the block.
-    # Not inherited, as a subclass may encode in another way.
+    # lie below `value / scale`, where the scale is the largest magnitude of the block,
+    # or the best of some shares of it. Not inherited, as a subclass may encode in
+    # another way.
     boundaries: ClassVar[tuple[float, ...] | None] = None
+    shares: ClassVar[tuple[float, ...]] = ()
     # Codes without a level. A file that has one is damaged. Not inherited.
     unused_codes: ClassVar[tuple[int, ...]] = ()
 

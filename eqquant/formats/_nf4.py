@@ -65,8 +65,6 @@ class NF4(FittedFormat):
 
     @property
     def boundaries(self):
-        if self.scale_search or self.double_quantization:
-            return None
         return tuple(float(x) for x in midpoints(_table, np.dtype("float32")))
 
     @property

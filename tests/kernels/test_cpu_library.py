@@ -109,6 +109,20 @@ def test_a_library_is_compiled_anew_when_a_file_changes(what, fake_build, tmp_pa
     assert (tmp_path / "library.so").read_bytes() != before
 
 
+@pytest.mark.parametrize("machine, other", [("x86_64", "arm"), ("arm64", "x86")])
+def test_only_the_sources_of_the_machine_are_compiled(
+    machine, other, fake_build, monkeypatch, tmp_path
+):
+    for name in ("x86", "arm"):
+        (tmp_path / "src" / name).mkdir()
+        (tmp_path / "src" / name / "kernels.cpp").write_text("1")
+    monkeypatch.setattr(_build.platform, "machine", lambda: machine)
+    assert fake_build()
+    calls = (tmp_path / "calls").read_text()
+    assert f"src/{_build.architecture()}/kernels.cpp" in calls
+    assert f"src/{other}/kernels.cpp" not in calls
+
+
 def test_a_library_is_compiled_anew_when_flags_change(fake_build, monkeypatch):
     monkeypatch.setattr(_build, "_flags", [*_build._flags, "-g"])
     assert fake_build()

@@ -5,9 +5,9 @@
 #include <cstdio>
 #include <memory>
 #include <random>
+#include <string>
 
-#include "product.h"
-#include "round.h"
+#include "machine.h"
 #include "unpack.h"
 
 using eqquant::Product;
@@ -20,20 +20,14 @@ struct Case {
   const Routine* routine;
   bool contract_rows;
   int digits;
-  int needs;
   double tolerance;
 };
 
-const Case cases[] = {
-    {"float, AVX2", &eqquant::float_avx2, false, 0, 1, 1e-6},
-    {"float, AVX2, rows", &eqquant::float_rows_avx2, true, 0, 1, 1e-6},
-    {"float, AVX-512", &eqquant::float_avx512, false, 0, 2, 1e-6},
-    {"float, AVX-512, rows", &eqquant::float_rows_avx512, true, 0, 2, 1e-6},
-    {"two digits", &eqquant::digits_vnni, false, 2, 3, 2e-4},
-    {"one digit", &eqquant::digits_vnni, false, 1, 3, 4e-2},
-    {"words", &eqquant::words_vnni, false, 0, 3, 2e-4},
-    {"split", &eqquant::split_amx, false, 0, 4, 3e-5},
-};
+double tolerance_of(const std::string& name) {
+  const std::string how = name.substr(0, name.find(','));
+  if (how == "float") return 1e-6;
+  return how == "one digit" ? 4e-2 : how == "split" ? 3e-5 : 2e-4;
+}
 
 std::mt19937 generator(0);
 int below(int n) { return static_cast<int>(generator() % n); }
@@ -97,7 +91,8 @@ bool check(const Case& c) {
   std::normal_distribution<float> normal;
   Product p{};
   // Of 1, 2, 4, or 8 bits; of three; floats.
-  const int kind = below(c.needs <= 2 ? 7 : 5);
+  const bool floats = !c.routine->why_not;
+  const int kind = below(floats ? 7 : 5);
   p.bits = kind == 4 ? 4 : 1 << std::min(kind, 3);
   p.three_bits = kind == 4;
   p.exponent = kind > 4 ? kind - 1 : 0;
@@ -112,8 +107,7 @@ bool check(const Case& c) {
   const bool one_scale = c.digits == 2 || below(2);
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;
-  if (c.routine == &eqquant::split_amx && p.blocks > 1 && p.block_bytes() % 16) p.blocks = 1;
-  if (c.routine == &eqquant::words_vnni && !p.fits_in_lanes(64)) p.blocks = 1;
+  if (!floats && c.routine->why_not(p)) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
   p.bfloat16_scales = below(2);
 
@@ -168,8 +162,8 @@ bool check(const Case& c) {
   return false;
 }
 
-// Rounding by AVX2 and by AVX-512 is bit for bit the same; and no value moves by more than
-// its block is large.
+// Rounding by any instructions is bit for bit the same; and no value moves by more than its
+// block is large.
 bool check_rounding() {
   using eqquant::Levels;
   std::normal_distribution<float> normal;
@@ -183,19 +177,17 @@ bool check_rounding() {
   eqquant::Rounding r{x.get(), boundaries.get(), levels.get(), a.get(), problems.get(),
                       size, block, static_cast<Levels>(below(4)), 1e38f,
                       below(2) != 0, below(2) != 0};
-  eqquant::round_avx2(r, 0, rows / 2);
-  eqquant::round_avx2(r, rows / 2, rows);
+  eqquant::rounder(1)(r, 0, rows / 2);
+  eqquant::rounder(1)(r, rows / 2, rows);
   bool fine = true;
   for (int64_t i = 0; i < rows * size; i += block) {
     float absmax = 0;
     for (int64_t j = 0; j < block; j++) absmax = std::max(absmax, std::abs(x[i + j]));
     for (int64_t j = 0; j < block; j++) fine &= std::abs(a[i + j] - x[i + j]) <= absmax * 1.001f;
   }
-  if (eqquant::instructions() >= 2) {
-    r.y = b.get();
-    eqquant::round_avx512(r, 0, rows);
-    fine &= !std::memcmp(a.get(), b.get(), rows * size * sizeof(float));
-  }
+  r.y = b.get();
+  eqquant::rounder(eqquant::instructions())(r, 0, rows);
+  fine &= !std::memcmp(a.get(), b.get(), rows * size * sizeof(float));
   if (!fine)
     std::printf("rounding: wrong; kind %d size %ld block %ld\n", int(r.kind), long(size),
                 long(block));
@@ -204,19 +196,25 @@ bool check_rounding() {
 
 }  // namespace
 
-int main() {
+int main(int argc, char** argv) {
+  const int times = argc > 1 ? std::atoi(argv[1]) : 150;
+  const int best = eqquant::instructions();
+  std::printf("instructions: %d\n", best);
   int failed = 0, ran = 0;
-  for (const Case& c : cases) {
-    if (c.needs > eqquant::instructions()) {
-      std::printf("NOT RUN, this CPU cannot: %s\n", c.name);
-      continue;
+  for (const eqquant::Kernel* k = eqquant::kernels; k->name; k++)
+    for (const Routine* routine : {k->columns, k->rows}) {
+      if (!routine) continue;
+      const Case c{k->name, routine, routine == k->rows, k->digits, tolerance_of(k->name)};
+      if (k->needs > best) {
+        std::printf("NOT RUN, this CPU cannot: %s\n", c.name);
+        continue;
+      }
+      for (int i = 0; i < times; i++, ran++) failed += !check(c);
     }
-    for (int i = 0; i < 150; i++, ran++) failed += !check(c);
-  }
   std::printf("%d products, %d wrong\n", ran, failed);
   int wrong = 0;
-  for (int i = 0; i < 300 && eqquant::instructions(); i++) wrong += !check_rounding();
-  std::printf("300 arrays rounded, %d wrong\n", wrong);
+  for (int i = 0; i < 2 * times && best; i++) wrong += !check_rounding();
+  std::printf("%d arrays rounded, %d wrong\n", 2 * times, wrong);
   failed += wrong;
   return failed != 0;
 }

@@ -105,16 +105,25 @@ def has_encoder(
 
 def _by_rows(array, *, format: Format, chunked: bool):
     codes, scales, problem = encode_rows(array, format, (-1,), chunked)
-    return codes, scales, jnp.broadcast_to(problem, array.shape[:-1])
+    problems = jnp.broadcast_to(problem, array.shape[:-1])
+    return jax.tree.leaves((codes, scales, problems))
 
 
 def _native(array, *, format: Format, chunked: bool):
     del chunked
-    return cpu.encode(array, format=format)
+    return jax.tree.leaves(cpu.encode(array, format=format))
 
 
-# As `encode_rows`, but with a problem for each row.
-encode_rowwise = rowwise("encode", _by_rows, _native)
+_encode_rowwise = rowwise("encode", _by_rows, _native)
+
+
+def encode_rowwise(array: Float[Array, "*lead size"], format: Format, chunked: bool):
+    """As [`encode_rows`][], but with a problem for each row."""
+    codes, *scales, problems = _encode_rowwise(array, format=format, chunked=chunked)
+    structure = jax.tree.structure(
+        jax.eval_shape(lambda: format.no_scales((), array.shape[-1]))
+    )
+    return codes, jax.tree.unflatten(structure, scales), problems
 
 
 def _merge_lead(given):

@@ -16,7 +16,7 @@ from ...formats import Format, num_codes, Precision
 from .._int8 import round_int8 as round_int8, rounding
 from ..xla import longest_int8_sum
 from ._encode import encode as encode, encodes as encodes
-from ._library import load, status as status
+from ._library import Library, load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
 
 
@@ -150,11 +150,12 @@ def choose_kernel(
     XLA's own are faster. Errors are relative (Frobenius norm), on normal activations
     and weights:
 
-    - `"float, AVX-512"` (AVX2): weights exact, multiplied in float32. 1e-6.
-    - `"two digits, VNNI"`: weights exact, activations in two int8, which is 15 bits
-        of them. 4e-5.
-    - `"one digit, VNNI"`: activations rounded to int8. 1e-2; for weights with a scale
-        for each block these, too, to 127 of the largest of a row. 1.3e-2.
+    - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
+    - `"two digits, VNNI"` (dotprod, i8mm): weights exact, activations in two int8,
+        which is 15 bits of them. 4e-5.
+    - `"one digit, VNNI"` (dotprod, i8mm): activations rounded to int8. 1e-2; for
+        weights with a scale for each block these, too, to 127 of the largest of a row.
+        1.3e-2.
     - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
     - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
     """
@@ -163,8 +164,9 @@ def choose_kernel(
     m, size = x.shape[-2:]
     blocks = scales.shape[-1]
     packed = _row_bytes(codes.shape[-1], format)
-    avx512, vnni, amx = (library.instructions >= level for level in (2, 3, 4))
-    floats = "float, AVX-512" if avx512 else "float, AVX2"
+    avx512, vnni, amx = (s in library.instructions for s in ("avx512", "vnni", "amx"))
+    floats = f"float, {_best_of(library, _of_floats)}"
+    integers = _best_of(library, _of_integers)
     # Up to how many rows they are faster than what XLA has.
     most = (64 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
     if avx512 and not contract_rows and codes.shape[-2] * size <= _small:
@@ -173,9 +175,9 @@ def choose_kernel(
         return floats if m <= most else None
     if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
         # What XLA has for these is int8 products, of one or two digits: fast, too, but
-        # those of two only where there is VNNI.
+        # those of two only where there are instructions for them.
         rounded = precision == "default" or x.dtype == jnp.int8
-        if not vnni:
+        if integers is None:
             if rounded:
                 most = min(most, 32)
             elif avx512 and not contract_rows:
@@ -186,20 +188,30 @@ def choose_kernel(
         digits = "one digit" if rounded else "two digits"
         # With AMX, XLA's products of int8 are faster than those of VNNI.
         few = m < (8 if format.bits == 8 else 24)
-        return f"{digits}, VNNI" if few or not amx else None
+        return f"{digits}, {integers}" if few or not amx else None
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
     if amx and in_tiles and not contract_rows and m >= 12:
         # XLA has one product of bfloat16 for many rows, if that is precise enough.
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
-    if vnni and not contract_rows:
+    if integers and not contract_rows:
         rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
         if rounds and not amx:
-            return "one digit, VNNI"
-        if _fits_words(packed, blocks, format):
+            return f"one digit, {integers}"
+        if vnni and _fits_words(packed, blocks, format):
             return "words, VNNI"
     return floats if m <= most else None
+
+
+# Kernels of floats, and of int8 products, by their instructions; the best ones first.
+_of_floats = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
+_of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
+
+
+def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
+    found = (name for s, name in kernels.items() if s in library.instructions)
+    return next(found, None)
 
 
 def _fits_words(packed: int, blocks: int, format: Format) -> bool:

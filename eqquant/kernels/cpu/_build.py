@@ -1,6 +1,7 @@
 """Compiling the library of native kernels.
 
     python eqquant/kernels/cpu/_build.py
+    python eqquant/kernels/cpu/_build.py aarch64-linux-gnu-g++ aarch64 build/arm.so
 
 A library that is up to date is kept. The build of the package runs this, so it needs
 nothing but Python, a C++ compiler, and for XLA's header files JAX.
@@ -21,8 +22,8 @@ from collections.abc import Callable
 here = pathlib.Path(__file__).resolve().parent
 library = here / "_native.so"
 _sources = here / "src"
-# Plain x86-64: what needs more is marked so in the sources, and chosen at run time. The
-# warning is wrong about the intrinsics of some versions of GCC.
+# Plain x86-64, or plain ARM: what needs more is marked so in the sources, and chosen at
+# run time. The warning is wrong about the intrinsics of some versions of GCC.
 _flags = [
     "-std=c++17",
     "-O3",
@@ -41,12 +42,20 @@ class CannotBuild(Exception):
     """Why there will be no library."""
 
 
+def architecture(machine: str = "") -> str | None:
+    """Which folder of the sources is for a machine, this one if none is named; `None`
+    if none is."""
+    names = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
+    return names.get((machine or platform.machine()).lower())
+
+
 def fingerprint() -> str:
     """Of the sources and of how they are compiled. The library carries that of its own,
     so that an old one is not taken for theirs."""
     digest = hashlib.sha256()
-    for path in sorted(_sources.glob("*.*")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(_sources.rglob("*.*")):
+        name = path.relative_to(_sources).as_posix()
+        digest.update(name.encode() + b"\0" + path.read_bytes() + b"\0")
     digest.update(repr((_flags, _link_flags)).encode())
     return digest.hexdigest()[:16]
 
@@ -69,9 +78,11 @@ def is_current(recipe: str, out: pathlib.Path = library) -> bool:
 
 def compiler() -> str:
     """A C++ compiler, `CXX` if that is set."""
-    if platform.machine().lower() not in ("x86_64", "amd64") or os.name != "posix":
+    if architecture() is None or os.name != "posix":
         machine = f"{platform.system()} on {platform.machine()}"
-        raise CannotBuild(f"native kernels are for x86-64, not for {machine}")
+        raise CannotBuild(
+            f"native kernels are for x86-64 and ARM of 64 bits, not for {machine}"
+        )
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         found = shutil.which(name) if name else None
         if found:
@@ -88,17 +99,22 @@ def include_dir() -> str:
 
 
 def build(
-    out: pathlib.Path = library, say: Callable[[str], None] = lambda message: None
+    out: pathlib.Path = library,
+    say: Callable[[str], None] = lambda message: None,
+    cross: tuple[str, str] | None = None,
 ) -> pathlib.Path:
     """The library, compiled if there is none that is up to date; `CannotBuild` if that
-    cannot be done here."""
-    cxx, headers = compiler(), include_dir()
+    cannot be done here. `cross` is a compiler for another machine, and which folder of
+    the sources that takes."""
+    cxx, machine = cross or (compiler(), architecture())
+    headers = include_dir()
     made_from, made_by = fingerprint(), recipe(cxx, headers)
     if is_current(made_by, out):
         return out
-    command = [cxx, *_flags, "-isystem", headers]
+    command = [cxx, *_flags, "-I", str(_sources), "-isystem", headers]
     command += [f'-DEQQUANT_SOURCES="{made_from}"', f'-DEQQUANT_RECIPE="{made_by}"']
-    sources = sorted(_sources.glob("*.cpp"), key=_how_soon)
+    sources = [*_sources.glob("*.cpp"), *_sources.glob(f"{machine}/*.cpp")]
+    sources.sort(key=_how_soon)
     at_once = min(_cores(), len(sources))
     say(
         f"Compiling the native CPU kernels: {len(sources)} files, {at_once} at a time. "
@@ -146,6 +162,11 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
 
 if __name__ == "__main__":
     try:
-        print(build(say=print))
+        if len(sys.argv) > 1:  # For another machine.
+            name, machine, place = sys.argv[1:]
+            cross = name, str(architecture(machine))
+            print(build(pathlib.Path(place).resolve(), print, cross))
+        else:
+            print(build(say=print))
     except CannotBuild as problem:
         sys.exit(str(problem))

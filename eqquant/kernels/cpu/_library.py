@@ -10,16 +10,17 @@ from typing import NamedTuple
 
 import jax
 
-from ._build import fingerprint, library
+from ._build import architecture, fingerprint, library
 
 
 # What a CPU may have, each with all of those before it.
-instruction_sets = ("none", "avx2", "avx512", "vnni", "amx")
+_sets = {"x86": ("avx2", "avx512", "vnni", "amx"), "arm": ("neon", "dotprod", "i8mm")}
+instruction_sets = _sets.get(architecture() or "", ())
 
 
 class Library(NamedTuple):
-    # The best instructions that it may use: an index of `instruction_sets`.
-    instructions: int
+    # The instructions that it may use: some of `instruction_sets`, from the first on.
+    instructions: tuple[str, ...]
     scratch: Callable[..., int]
 
 
@@ -30,11 +31,11 @@ def load() -> Library | str:
     The environment variable `EQQUANT_CPU` is read here, when the first product is
     lowered: `off`, or the best of the instruction sets to use.
     """
-    wanted = os.environ.get("EQQUANT_CPU", instruction_sets[-1])
-    if wanted not in ("off", *instruction_sets[1:]):
+    best = instruction_sets[-1] if instruction_sets else "off"
+    wanted = os.environ.get("EQQUANT_CPU", best)
+    if wanted not in ("off", *instruction_sets):
         raise ValueError(
-            f"EQQUANT_CPU must be one of {('off', *instruction_sets[1:])}, got "
-            f"{wanted!r}."
+            f"EQQUANT_CPU must be one of {('off', *instruction_sets)}, got {wanted!r}."
         )
     if wanted == "off":
         return "native kernels are switched off (EQQUANT_CPU=off)"
@@ -52,8 +53,8 @@ def load() -> Library | str:
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
     except Exception as error:  # Whatever is wrong with it, XLA serves.
         return f"the native kernels cannot be loaded ({error})"
-    instructions = min(native.eqquant_instructions(), instruction_sets.index(wanted))
-    if not instructions:
+    most = min(native.eqquant_instructions(), 1 + instruction_sets.index(wanted))
+    if not most:
         return "this CPU lacks AVX2"
     scratch = native.eqquant_scratch
     scratch.restype = ctypes.c_int64
@@ -63,7 +64,7 @@ def load() -> Library | str:
         *[ctypes.c_int64] * 4,
         ctypes.c_int,
     ]
-    return Library(instructions, scratch)
+    return Library(instruction_sets[:most], scratch)
 
 
 def _interface_of_xla() -> int:
@@ -83,5 +84,4 @@ def status() -> str:
     found = load()
     if isinstance(found, str):
         return f"Native CPU kernels: none; {found}. XLA serves."
-    best = instruction_sets[found.instructions]
-    return f"Native CPU kernels: up to {best}."
+    return f"Native CPU kernels: up to {found.instructions[-1]}."

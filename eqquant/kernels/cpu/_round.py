@@ -24,7 +24,7 @@ def rounds(array: Float[Array, "..."], format: Format) -> bool:
     return (
         not isinstance(load(), str)
         and kind is not None
-        and (kind != _table or format.boundaries is not None)
+        and not (format.shares or format.quantized_scales)
         and array.dtype == format.scale_dtype == np.float32
         and array.size > 0
         and array.shape[-1] % (format.block_size or 1) == 0
@@ -58,6 +58,6 @@ def round_trip(
         largest_scale=np.float32(largest),
         by_deviation=isinstance(format, Ternary) and format.rule == "threshold",
         least_squares=isinstance(format, Ternary) and format.least_squares,
-        instructions=np.int64(library.instructions),
+        instructions=np.int64(len(library.instructions)),
     )
     return values.reshape(array.shape), problems.reshape(lead)

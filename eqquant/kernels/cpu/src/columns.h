@@ -59,9 +59,9 @@ struct Columns {
     y += row;
     for (int i = 0; i < count; i++, y += p.rows) {
       if constexpr (rows == 4) {
-        __m128 four = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
-        if (scaling == Scaling::row) four = _mm_mul_ps(four, _mm_loadu_ps(scales));
-        _mm_storeu_ps(y, four);
+        auto four = Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
+        if (scaling == Scaling::row) four = Vector::multiply(four, Vector::load_four(scales));
+        Vector::store(y, four);
         continue;
       }
       for (int r = 0; r < rows; r++) {

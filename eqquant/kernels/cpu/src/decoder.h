@@ -20,7 +20,7 @@ struct Decoder {
   static EQQUANT_INLINE Levels scaled(Levels levels, Vector::Floats by) {
     return Vector::scaled(levels, by);
   }
-  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::codes(bytes); }
+  static EQQUANT_INLINE Codes read(Vector::Bytes bytes) { return Vector::codes(bytes); }
   template <int plane>
   static EQQUANT_INLINE Vector::Floats decode(Levels levels, Codes codes) {
     return Vector::template decode<bits, plane>(levels, codes);
@@ -32,7 +32,7 @@ struct Decoder<8> {
   using Codes = Vector::Floats;
   struct Levels {};
   static EQQUANT_INLINE Levels levels(const Product&) { return {}; }
-  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::integers(bytes); }
+  static EQQUANT_INLINE Codes read(Vector::Bytes bytes) { return Vector::integers(bytes); }
   template <int>
   static EQQUANT_INLINE Vector::Floats decode(Levels, Codes codes) {
     return codes;
@@ -45,13 +45,13 @@ template <>
 struct Decoder<float8> {
   using Codes = Vector::Halves;
   struct Levels {
-    __m128i shift;
+    Vector::Shift shift;
     Vector::Halves used;
   };
   static EQQUANT_INLINE Levels levels(const Product& p) {
-    return {_mm_cvtsi32_si128(3 + p.exponent), Vector::halves(p.exponent == 4 ? 0xBFFF : 0xFFFF)};
+    return {Vector::shift(3 + p.exponent), Vector::halves(p.exponent == 4 ? 0xBFFF : 0xFFFF)};
   }
-  static EQQUANT_INLINE Codes read(__m128i bytes) { return Vector::signed_halves(bytes); }
+  static EQQUANT_INLINE Codes read(Vector::Bytes bytes) { return Vector::signed_halves(bytes); }
   template <int>
   static EQQUANT_INLINE Vector::Floats decode(Levels levels, Codes codes) {
     return Vector::from_halves(codes, levels.shift, levels.used);
@@ -91,8 +91,8 @@ struct BlockDecoder {
 struct Whole {
   constexpr operator int() const { return Vector::size; }
 };
-EQQUANT_INLINE __m128i bytes_of(const uint8_t* p, Whole) { return Vector::bytes(p); }
-EQQUANT_INLINE __m128i bytes_of(const uint8_t* p, int count) {
+EQQUANT_INLINE Vector::Bytes bytes_of(const uint8_t* p, Whole) { return Vector::bytes(p); }
+EQQUANT_INLINE Vector::Bytes bytes_of(const uint8_t* p, int count) {
   return Vector::bytes(p, count);
 }
 EQQUANT_INLINE Vector::Floats floats_of(const float* p, Whole) { return Vector::load(p); }

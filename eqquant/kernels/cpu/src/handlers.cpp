@@ -2,10 +2,8 @@
 #include <string>
 #include <string_view>
 
-#include "encode.h"
+#include "machine.h"
 #include "parallel.h"
-#include "product.h"
-#include "round.h"
 #include "unpack.h"
 
 namespace ffi = xla::ffi;
@@ -20,26 +18,9 @@ ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("eqquant: " + what);
 }
 
-struct Kernel {
-  std::string_view name;
-  const Routine* columns;
-  const Routine* rows;
-  int digits;
-  int needs;
-};
-
-constexpr Kernel kernels[] = {
-    {"float, AVX2", &float_avx2, &float_rows_avx2, 0, 1},
-    {"float, AVX-512", &float_avx512, &float_rows_avx512, 0, 2},
-    {"two digits, VNNI", &digits_vnni, nullptr, 2, 3},
-    {"one digit, VNNI", &digits_vnni, nullptr, 1, 3},
-    {"words, VNNI", &words_vnni, nullptr, 0, 3},
-    {"split, AMX", &split_amx, nullptr, 0, 4},
-};
-
 const Kernel* find(std::string_view name) {
-  for (const Kernel& kernel : kernels)
-    if (kernel.name == name) return &kernel;
+  for (const Kernel* kernel = kernels; kernel->name; kernel++)
+    if (kernel->name == name) return kernel;
   return nullptr;
 }
 
@@ -71,7 +52,6 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   if (bits < 1 || bits > 8 || (8 % bits && bits != 3)) return invalid("bits must be 1, 2, 3, 4, 8");
   if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
     return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
-  if (exponent && found->needs > 2) return invalid("floats of 8 bits need a float kernel");
   if (levels.element_count() != 16) return invalid("there must be 16 levels");
 
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
@@ -111,11 +91,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   if (run < 1 || p.packed % run || (p.three_bits && run % 4))
     return invalid("run must divide the bytes of a row");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
-  if (p.digits == 2 && p.blocks != 1) return invalid("two digits need one scale for each row");
-  if (routine == &split_amx && p.blocks > 1 && p.block_bytes() % 16)
-    return invalid("blocks must be a multiple of 16 bytes");
-  if (routine == &words_vnni && (!p.fits_in_lanes(64) || (bits < 8 && run % 2)))
-    return invalid("blocks must divide 64 bytes, or be a multiple of them");
+  if (routine->why_not)
+    if (const char* reason = routine->why_not(p)) return invalid(reason);
   if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
     return invalid("scratch is too small");
 
@@ -145,13 +122,16 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
 }
 
 ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
-                  ffi::Buffer<ffi::F32> boundaries, ffi::ResultBuffer<ffi::U8> codes,
+                  ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
+                  ffi::Buffer<ffi::F32> given, ffi::ResultBuffer<ffi::U8> codes,
                   ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
-                  int64_t block) {
-  if (instructions() < 2) return invalid("this CPU cannot encode");
+                  int64_t block, bool is_given, ffi::Span<const float> shares) {
+  Encoder* const run = instructions() ? encoder(instructions()) : nullptr;
+  if (!run) return invalid("this CPU cannot encode");
   const auto of_x = x.dimensions();
   if (of_x.size() != 2) return invalid("x must have two axes");
-  if (boundaries.element_count() != 16) return invalid("there must be 16 boundaries");
+  if (boundaries.element_count() != 16 || levels.element_count() != 16)
+    return invalid("there must be 16 boundaries and 16 levels");
   if (block < 32 || block % 32 || of_x[1] % block)
     return invalid("block must be a multiple of 32, and divide the size of a row");
   const int64_t rows = of_x[0], size = of_x[1];
@@ -159,12 +139,23 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
       int64_t(scales->element_count()) != rows * size / block ||
       int64_t(problems->element_count()) != rows)
     return invalid("shapes of results do not fit");
-  const Encoding e{x.typed_data(),        boundaries.typed_data(), codes->typed_data(),
-                   scales->typed_data(),  problems->typed_data(),  rows,
-                   size,                  block};
+  if (is_given && given.element_count() != scales->element_count())
+    return invalid("there must be a scale for each block");
+  const Encoding e{x.typed_data(),
+                   boundaries.typed_data(),
+                   levels.typed_data(),
+                   shares.begin(),
+                   static_cast<int64_t>(shares.size()),
+                   is_given ? given.typed_data() : nullptr,
+                   codes->typed_data(),
+                   scales->typed_data(),
+                   problems->typed_data(),
+                   rows,
+                   size,
+                   block};
   const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain,
-               [&](int64_t begin, int64_t end) { encode_avx512(e, begin, end); });
+               [&](int64_t begin, int64_t end) { run(e, begin, end); });
   return ffi::Error::Success();
 }
 
@@ -195,7 +186,7 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    largest_scale,
                    by_deviation,
                    least_squares};
-  const auto run = best < 2 ? round_avx2 : round_avx512;
+  Rounder* const run = rounder(static_cast<int>(best));
   const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
   return ffi::Error::Success();
@@ -229,10 +220,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
                                   .Ctx<ffi::ThreadPool>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::PRED>>()
-                                  .Attr<int64_t>("block"));
+                                  .Attr<int64_t>("block")
+                                  .Attr<bool>("is_given")
+                                  .Attr<ffi::Span<const float>>("shares"));
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_round(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
@@ -250,7 +245,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
                                   .Attr<bool>("least_squares")
                                   .Attr<int64_t>("instructions"));
 
-// See instructions() in product.h.
+// See instructions() in machine.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
 
 // How much scratch a product needs, in bytes; -1 if there is no such kernel.

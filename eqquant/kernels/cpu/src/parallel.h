@@ -7,6 +7,7 @@
 #include <memory>
 #include <mutex>
 
+#include "machine.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace eqquant {
@@ -46,7 +47,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   }
   work();
   const auto is_done = [&] { return counters->done.load(std::memory_order_acquire) == pieces; };
-  for (int i = 0; i < 1000 && !is_done(); i++) __builtin_ia32_pause();
+  for (int i = 0; i < 1000 && !is_done(); i++) pause();
   if (is_done()) return;
   // Seldom. The thread that is waited for may need this very core, and to yield it in a
   // loop would not give it away for long.

@@ -66,21 +66,9 @@ struct Routine {
   int64_t (*scratch)(const Product&);
   // Units that a thread takes at least, and of which it takes a multiple.
   int64_t grain;
+  // What keeps it from a product, if something may.
+  const char* (*why_not)(const Product&) = nullptr;
 };
-
-// For activations as they are. Every machine that has the library has AVX2.
-extern const Routine float_avx2, float_rows_avx2;
-extern const Routine float_avx512, float_rows_avx512;
-// For activations split in digits of 8 bits.
-extern const Routine digits_vnni;
-// For activations rounded to 16 bits, and levels, too.
-extern const Routine words_vnni;
-// For many rows: operands split in two bfloat16 each, three products of these. AMX.
-extern const Routine split_amx;
-
-// The best instructions of this machine: 0 (none of them), 1 (AVX2), 2 (AVX-512), 3 (its
-// VNNI), 4 (AMX with bfloat16).
-int instructions();
 
 inline float from_bfloat16(uint16_t bits) {
   uint32_t wide = uint32_t{bits} << 16;

@@ -22,7 +22,4 @@ struct Rounding {
   bool by_deviation, least_squares;
 };
 
-void round_avx2(const Rounding&, int64_t begin, int64_t end);
-void round_avx512(const Rounding&, int64_t begin, int64_t end);
-
 }  // namespace eqquant

@@ -62,7 +62,7 @@ struct Rows {
       Floats factor[count];
       for (int i = 0; i < count; i++) factor[i] = Vector::all(factors[i][r]);
       for (int v = 0; v < vectors; v++) {
-        const __m128i bytes = bytes_of(codes + v * Vector::size, size);
+        const Vector::Bytes bytes = bytes_of(codes + v * Vector::size, size);
         add<0>(sums, levels, Decoder<bits>::read(bytes), factor, v);
       }
     }

@@ -61,16 +61,18 @@ inline void finish(const Task& task, int count) {
   const int rows = std::min(at_once, task.rows);
   float scales[at_once] = {1, 1, 1, 1}, four[at_once];
   if (task.scales) std::memcpy(scales, task.scales, rows * sizeof(float));
-  const __m128 scale = _mm_loadu_ps(scales);
+  const auto scale = Vector::load_four(scales);
   for (int i = 0; i < count; i++) {
     const Line* of = task.sums + i * at_once;
-    const __m128 sum = Vector::sum_four(Vector::load(of[0].values), Vector::load(of[1].values),
-                                        Vector::load(of[2].values), Vector::load(of[3].values));
+    const auto sum = Vector::multiply(
+        Vector::sum_four(Vector::load(of[0].values), Vector::load(of[1].values),
+                         Vector::load(of[2].values), Vector::load(of[3].values)),
+        scale);
     float* y = task.y + i * task.y_stride;
     if (rows == at_once) {
-      _mm_storeu_ps(y, _mm_mul_ps(sum, scale));
+      Vector::store(y, sum);
     } else {
-      _mm_storeu_ps(four, _mm_mul_ps(sum, scale));
+      Vector::store(four, sum);
       std::memcpy(y, four, rows * sizeof(float));
     }
   }
@@ -123,7 +125,7 @@ struct Tiles {
       left -= some;
       if (rest && left > 0) {
         for (int r = 0; r < at_once; r++) {
-          const __m128i last = Vector::bytes(codes[r] + j, static_cast<int>(rest));
+          const Vector::Bytes last = Vector::bytes(codes[r] + j, static_cast<int>(rest));
           write(decoders[r], Decoder<bits>::read(last), to + r * size);
         }
         j += rest, left--, to += step_stride;

@@ -1,12 +1,16 @@
 #include "unpack.h"
 
+#if defined(__x86_64__)
 #include <immintrin.h>
+#endif
 
 #include <vector>
 
 #include "target.h"
 
+#if defined(__x86_64__)  // Every one that has the library.
 EQQUANT_TARGET_BEGIN("avx2,fma")
+#endif
 namespace eqquant {
 namespace {
 
@@ -39,6 +43,7 @@ void unpack_words(const uint8_t* from, int64_t part, uint8_t* to) {
 
 // The same for the groups of 64 codes that most formats have.
 EQQUANT_INLINE void unpack_64(const uint8_t* from, uint8_t* to) {
+#if defined(__x86_64__)
   const __m256i lows = _mm256_broadcastsi128_si256(
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   int64_t eight;
@@ -50,6 +55,9 @@ EQQUANT_INLINE void unpack_64(const uint8_t* from, uint8_t* to) {
       reinterpret_cast<__m256i*>(to),
       _mm256_or_si256(_mm256_and_si256(shifted, _mm256_set1_epi8(low)),
                       _mm256_and_si256(highs, _mm256_set1_epi8(high))));
+#else
+  unpack_words<uint64_t>(from, 8, to);
+#endif
 }
 
 }  // namespace
@@ -89,4 +97,6 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
 }
 
 }  // namespace eqquant
+#if defined(__x86_64__)
 EQQUANT_TARGET_END
+#endif

@@ -210,9 +210,15 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   with_bits(p, [&](auto bits) { some_rows<bits>(p, scratch, begin, end); });
 }
 
+const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
+  return nullptr;
+}
+
 }  // namespace
 
-const Routine split_amx = {prepare, run, scratch_size, rows_at_once};
+extern const Routine split_amx = {prepare, run, scratch_size, rows_at_once, why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

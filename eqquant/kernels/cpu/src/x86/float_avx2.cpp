@@ -16,7 +16,7 @@ namespace avx2 {
 
 }  // namespace avx2
 
-const Routine float_avx2 = avx2::columns_routine;
+extern const Routine float_avx2 = avx2::columns_routine;
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -7,17 +7,17 @@
 #include "target.h"
 #include "unpack.h"
 
-EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+EQQUANT_TARGET_BEGIN("avx2,fma,f16c")
 namespace eqquant {
-namespace avx512 {
+namespace avx2 {
 
-#include "vector_avx512.h"
+#include "vector_avx2.h"
 
 #include "rows.h"
 
-}  // namespace avx512
+}  // namespace avx2
 
-const Routine float_rows_avx512 = avx512::rows_routine;
+extern const Routine float_rows_avx2 = avx2::rows_routine;
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

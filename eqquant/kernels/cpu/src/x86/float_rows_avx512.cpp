@@ -5,6 +5,7 @@
 
 #include "product.h"
 #include "target.h"
+#include "unpack.h"
 
 EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
 namespace eqquant {
@@ -12,11 +13,11 @@ namespace avx512 {
 
 #include "vector_avx512.h"
 
-#include "float_kernels.h"
+#include "rows.h"
 
 }  // namespace avx512
 
-const Routine float_avx512 = avx512::columns_routine;
+extern const Routine float_rows_avx512 = avx512::rows_routine;
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

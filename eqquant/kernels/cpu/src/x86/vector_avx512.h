@@ -9,6 +9,9 @@ struct Vector {
   using Floats = __m512;
   using Codes = __m512i;
   using Halves = __m256i;
+  using Bytes = __m128i;
+  using Shift = __m128i;
+  using Four = __m128;
   using Levels = __m512;
 
   static EQQUANT_INLINE __mmask16 mask(int count) { return (1u << count) - 1; }
@@ -30,8 +33,11 @@ struct Vector {
     return _mm512_fmadd_ps(a, b, c);
   }
   static EQQUANT_INLINE float sum(Floats x) { return _mm512_reduce_add_ps(x); }
+  static EQQUANT_INLINE Four load_four(const float* p) { return _mm_loadu_ps(p); }
+  static EQQUANT_INLINE void store(float* p, Four x) { _mm_storeu_ps(p, x); }
+  static EQQUANT_INLINE Four multiply(Four a, Four b) { return _mm_mul_ps(a, b); }
   // Of each of four vectors.
-  static EQQUANT_INLINE __m128 sum_four(Floats a, Floats b, Floats c, Floats d) {
+  static EQQUANT_INLINE Four sum_four(Floats a, Floats b, Floats c, Floats d) {
     const Floats ab = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
     const Floats cd = _mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d));
     const Floats all =
@@ -41,22 +47,23 @@ struct Vector {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 
-  static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {
+  static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
-  static EQQUANT_INLINE __m128i bytes(const uint8_t* p, int count) {
+  static EQQUANT_INLINE Bytes bytes(const uint8_t* p, int count) {
     return _mm_maskz_loadu_epi8(mask(count), p);
   }
-  static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm512_cvtepu8_epi32(bytes); }
-  static EQQUANT_INLINE Floats integers(__m128i bytes) {
+  static EQQUANT_INLINE Codes codes(Bytes bytes) { return _mm512_cvtepu8_epi32(bytes); }
+  static EQQUANT_INLINE Floats integers(Bytes bytes) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
   // Floats of 16 bits, and bytes that a shift brings to their place.
+  static EQQUANT_INLINE Shift shift(int bits) { return _mm_cvtsi32_si128(bits); }
   static EQQUANT_INLINE Halves halves(int bits) {
     return _mm256_set1_epi16(static_cast<short>(bits));
   }
-  static EQQUANT_INLINE Halves signed_halves(__m128i bytes) { return _mm256_cvtepi8_epi16(bytes); }
-  static EQQUANT_INLINE Floats from_halves(Halves x, __m128i shift, Halves used) {
+  static EQQUANT_INLINE Halves signed_halves(Bytes bytes) { return _mm256_cvtepi8_epi16(bytes); }
+  static EQQUANT_INLINE Floats from_halves(Halves x, Shift shift, Halves used) {
     return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(x, shift), used));
   }
   static EQQUANT_INLINE Levels levels(const float* table) { return _mm512_loadu_ps(table); }

@@ -481,9 +481,16 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   with_bits(p, [&](auto bits) { all_rows<bits>(p, scratch, begin, end); });
 }
 
+const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (!p.fits_in_lanes(chunk) || (p.bits < 8 && p.run % 2))
+    return "blocks must divide 64 bytes, or be a multiple of them";
+  return nullptr;
+}
+
 }  // namespace
 
-const Routine words_vnni = {prepare, run, scratch_size, 8};
+extern const Routine words_vnni = {prepare, run, scratch_size, 8, why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -8,6 +8,9 @@ struct Vector {
   using Floats = __m256;
   using Codes = __m256i;
   using Halves = __m128i;
+  using Bytes = __m128i;
+  using Shift = __m128i;
+  using Four = __m128;
   struct Levels {
     __m256 low, high;
   };
@@ -38,28 +41,32 @@ struct Vector {
     s = _mm_hadd_ps(s, s);
     return _mm_cvtss_f32(_mm_hadd_ps(s, s));
   }
+  static EQQUANT_INLINE Four load_four(const float* p) { return _mm_loadu_ps(p); }
+  static EQQUANT_INLINE void store(float* p, Four x) { _mm_storeu_ps(p, x); }
+  static EQQUANT_INLINE Four multiply(Four a, Four b) { return _mm_mul_ps(a, b); }
   // Of each of four vectors.
-  static EQQUANT_INLINE __m128 sum_four(Floats a, Floats b, Floats c, Floats d) {
+  static EQQUANT_INLINE Four sum_four(Floats a, Floats b, Floats c, Floats d) {
     const Floats all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
   }
 
-  static EQQUANT_INLINE __m128i bytes(const uint8_t* p) {
+  static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {
     return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
   }
-  static EQQUANT_INLINE __m128i bytes(const uint8_t* p, int count) {
+  static EQQUANT_INLINE Bytes bytes(const uint8_t* p, int count) {
     uint64_t some = 0;
     std::memcpy(&some, p, count);
     return _mm_cvtsi64_si128(some);
   }
-  static EQQUANT_INLINE Codes codes(__m128i bytes) { return _mm256_cvtepu8_epi32(bytes); }
-  static EQQUANT_INLINE Floats integers(__m128i bytes) {
+  static EQQUANT_INLINE Codes codes(Bytes bytes) { return _mm256_cvtepu8_epi32(bytes); }
+  static EQQUANT_INLINE Floats integers(Bytes bytes) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
   }
   // Floats of 16 bits, and bytes that a shift brings to their place.
+  static EQQUANT_INLINE Shift shift(int bits) { return _mm_cvtsi32_si128(bits); }
   static EQQUANT_INLINE Halves halves(int bits) { return _mm_set1_epi16(static_cast<short>(bits)); }
-  static EQQUANT_INLINE Halves signed_halves(__m128i bytes) { return _mm_cvtepi8_epi16(bytes); }
-  static EQQUANT_INLINE Floats from_halves(Halves x, __m128i shift, Halves used) {
+  static EQQUANT_INLINE Halves signed_halves(Bytes bytes) { return _mm_cvtepi8_epi16(bytes); }
+  static EQQUANT_INLINE Floats from_halves(Halves x, Shift shift, Halves used) {
     return _mm256_cvtph_ps(_mm_and_si128(_mm_sll_epi16(x, shift), used));
   }
   static EQQUANT_INLINE Levels levels(const float* table) {

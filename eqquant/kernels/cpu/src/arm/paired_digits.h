@@ -1,0 +1,40 @@
+// As in plain_digits.h, two rows by two of digits in one instruction: i8mm.
+template <int rows, int count>
+void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_t* totals) {
+  static_assert(rows % 2 == 0);
+  constexpr int pairs = (count + 1) / 2;
+  // Each register has two halves of two rows: sums are (row, digits) of two and two.
+  struct Pair {
+    int8x16_t low, high;
+  };
+  const auto pair = [](const void* one, const void* other) -> Pair {
+    const int64x2_t a = vreinterpretq_s64_u8(Integers::load(one));
+    const int64x2_t b = vreinterpretq_s64_u8(Integers::load(other));
+    return {vreinterpretq_s8_s64(vzip1q_s64(a, b)), vreinterpretq_s8_s64(vzip2q_s64(a, b))};
+  };
+  int32x4_t sums[pairs][rows / 2];
+  for (int i = 0; i < pairs; i++)
+    for (int r = 0; r < rows / 2; r++) sums[i][r] = Integers::zero();
+  int64_t j = 0;
+  do {
+    Pair weight[rows / 2];
+    for (int r = 0; r < rows / 2; r++)
+      weight[r] = pair(w + 2 * r * stride + j, w + (2 * r + 1) * stride + j);
+    for (int i = 0; i < pairs; i++) {
+      // Beyond the last one, that once more: it is not used.
+      const int other = 2 * i + 1 < count ? 2 * i + 1 : 2 * i;
+      const Pair digits = pair(x + 2 * i * stride + j, x + other * stride + j);
+      for (int r = 0; r < rows / 2; r++) {
+        sums[i][r] = vmmlaq_s32(sums[i][r], digits.low, weight[r].low);
+        sums[i][r] = vmmlaq_s32(sums[i][r], digits.high, weight[r].high);
+      }
+    }
+    j += Integers::size;
+  } while (j < stride);
+  for (int i = 0; i < count; i++)
+    for (int r = 0; r < rows / 2; r++) {
+      const int32x4_t of = sums[i / 2][r];
+      const int32x2_t two = i % 2 ? vget_high_s32(of) : vget_low_s32(of);
+      vst1_u32(totals + i * rows + 2 * r, vreinterpret_u32_s32(two));
+    }
+}

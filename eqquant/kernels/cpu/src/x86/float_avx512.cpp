@@ -1,0 +1,22 @@
+#include <immintrin.h>
+
+#include <type_traits>
+#include <vector>
+
+#include "product.h"
+#include "target.h"
+
+EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma")
+namespace eqquant {
+namespace avx512 {
+
+#include "vector_avx512.h"
+
+#include "float_kernels.h"
+
+}  // namespace avx512
+
+extern const Routine float_avx512 = avx512::columns_routine;
+
+}  // namespace eqquant
+EQQUANT_TARGET_END
