@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints._ggml import TYPES
+from eqquant.checkpoints.foreign._ggml import TYPES
 
 
 gguf = pytest.importorskip("gguf")
@@ -20,13 +20,13 @@ torch = pytest.importorskip("torch")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
-CHECKPOINTS = pathlib.Path(__file__).parents[1] / "checkpoints"
-DATA = CHECKPOINTS / "data"
+FOREIGN = pathlib.Path(__file__).parents[1] / "checkpoints/foreign"
+DATA = FOREIGN / "data"
 
 
 @pytest.mark.parametrize("script", ["gguf", "bitsandbytes", "bitnet"])
 def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_path):
-    path = CHECKPOINTS / f"make_{script}.py"
+    path = FOREIGN / f"make_{script}.py"
     subprocess.run([sys.executable, path, tmp_path], check=True, timeout=600)
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
     committed = {p.relative_to(DATA) for p in DATA.rglob("*") if p.is_file()}

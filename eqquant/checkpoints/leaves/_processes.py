@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from ._layout import Piece
-from ._memory import to_numpy
+from ..files import Piece, to_numpy
 
 
 T = TypeVar("T")

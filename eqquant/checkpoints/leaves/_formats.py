@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from beartype.door import is_bearable
 
-from ..formats import every_format as formats_by_name, Format, TPUKernel
+from ...formats import every_format as formats_by_name, Format, TPUKernel
 
 
 Known = Mapping[str, type[Format]]

@@ -1,51 +1,15 @@
-"""Files that are whole at any time: written beside their place, synced, and renamed."""
+"""Leaves into one file."""
 
-import contextlib
 import dataclasses
-import os
 import pathlib
-import secrets
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import BinaryIO
 
 import numpy as np
 
-from ._layout import Layout, make_header, Planned, Shard
-from ._records import Leaf
-from ._safetensors import CHUNK
-
-
-PART = ".part"
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` at the end, and not before all
-    of it is on the disk. If that fails `path` is what it was."""
-    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
-    try:
-        with open(part, "xb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: pathlib.Path) -> None:
-    """Names in a folder are data of the folder, and synced with it."""
-    if os.name == "nt":
-        return  # Folders cannot be opened there.
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from ..files import CHUNK, Layout, make_header, Planned, replacing, Shard
+from ._leaf import Leaf
 
 
 def nbytes(leaf: Leaf) -> int:

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from eqquant import Int4, Int8, Ternary
-from eqquant.checkpoints._gguf import GGUFFile
+from eqquant.checkpoints.foreign._gguf import GGUFFile
 from helpers import relative, TOLERANCE, unpacked
 from safetensors.numpy import load_file
 
@@ -108,7 +108,7 @@ def keep_only(name, folder):
 
 def write(folder, tensors, metadata=(), version=3, alignment=32):
     """A GGUF file by its specification; sizes and types as given, right or wrong."""
-    from eqquant.checkpoints._ggml import TYPES
+    from eqquant.checkpoints.foreign._ggml import TYPES
 
     codes = {kind.name: code for code, kind in TYPES.items()}
     number = lambda value, size: int(value).to_bytes(size, "little")

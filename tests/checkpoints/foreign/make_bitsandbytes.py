@@ -1,7 +1,7 @@
 """Writes `bitsandbytes_*.safetensors` from layers of bitsandbytes, and what that
 decodes them to.
 
-    python tests/checkpoints/make_bitsandbytes.py FOLDER
+    python tests/checkpoints/foreign/make_bitsandbytes.py FOLDER
 """
 
 import copy

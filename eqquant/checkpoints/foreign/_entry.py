@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._jax import config
-from ..arrays import from_components, QuantizedArray
-from ..formats import Format, Int4, Int8, NF4, pack, Ternary
+from ..._jax import config
+from ...arrays import from_components, QuantizedArray
+from ...formats import Format, Int4, Int8, NF4, pack, Ternary
 
 
 class NotHeld(ValueError):

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..arrays import LoraArray, QuantizedArray, RotatedArray, StraightThroughArray
-from ..formats import (
+from ...arrays import LoraArray, QuantizedArray, RotatedArray, StraightThroughArray
+from ...formats import (
     Float8Scales,
     Format,
     num_bytes,

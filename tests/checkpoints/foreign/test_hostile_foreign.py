@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 import jax
 import numpy as np
 import pytest
-from eqquant.checkpoints._gguf import GGUFFile
+from eqquant.checkpoints.foreign._gguf import GGUFFile
 
 
 DATA = pathlib.Path(__file__).parent / "data"

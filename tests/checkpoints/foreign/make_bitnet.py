@@ -1,6 +1,6 @@
 """Writes `bitnet_*/` with the layers of transformers, and what they multiply by.
 
-python tests/checkpoints/make_bitnet.py FOLDER
+python tests/checkpoints/foreign/make_bitnet.py FOLDER
 """
 
 import json

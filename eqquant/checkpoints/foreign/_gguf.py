@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from ..files import Path
 from ._ggml import Type, TYPES
-from ._safetensors import Path
 
 
 MAGIC = b"GGUF"

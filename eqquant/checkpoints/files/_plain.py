@@ -5,8 +5,8 @@ import pathlib
 import numpy as np
 
 from ._layout import padded, place, Planned, with_length
+from ._replacing import replacing
 from ._safetensors import DTYPES
-from ._write import replacing
 
 
 def write_plain(

@@ -30,7 +30,7 @@ class Placed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Puzzle(Tensor):
+class SplitTensor(Tensor):
     """A tensor whose pieces cover it, each element once."""
 
     pieces: tuple[Placed, ...]
@@ -57,7 +57,7 @@ def _shared(
     return tuple(there), out[(*here,)]
 
 
-def assemble(name: str, pieces: Sequence[Placed]) -> Puzzle:
+def assemble(name: str, pieces: Sequence[Placed]) -> SplitTensor:
     """The tensor of these pieces; a `ValueError` if they do not make one: they must be
     all parts of a grid, as those of a mesh are."""
     first = pieces[0]
@@ -92,4 +92,4 @@ def assemble(name: str, pieces: Sequence[Placed]) -> Puzzle:
             f"{first.file.path}: the pieces of {name!r} do not cover its shape "
             f"{shape}, each element once."
         )
-    return Puzzle(name, dtype, shape, tuple(pieces))
+    return SplitTensor(name, dtype, shape, tuple(pieces))

@@ -8,11 +8,9 @@ and those of `autobitlinear` multiply.
 
 import numpy as np
 
-from ..formats import Ternary
+from ...formats import Ternary
+from ..files import MAX_HEADER, parse_object, Source, Tensor
 from ._entry import Entry, from_levels
-from ._json import parse_object
-from ._safetensors import MAX_HEADER, Tensor
-from ._source import Source
 
 
 SCALE = "_scale"

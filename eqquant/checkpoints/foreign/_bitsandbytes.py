@@ -12,10 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import Int8, NF4
+from ...formats import Int8, NF4
+from ..files import parse_object, Source
 from ._entry import Entry, from_levels, NotHeld
-from ._json import parse_object
-from ._source import Source
 
 
 STATE = ".quant_state.bitsandbytes__"

@@ -18,11 +18,19 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 
-from ._layout import KEY, Shard
+from ..files import (
+    index_of,
+    KEY,
+    PART,
+    read_index,
+    replacing,
+    Shard,
+    SUFFIX,
+    sync_folder,
+)
+from ._leaf import Leaf
 from ._processes import Alone
-from ._records import Leaf
-from ._source import index_of, read_index, SUFFIX
-from ._write import nbytes, PART, replacing, sync_folder, write_leaves
+from ._write import nbytes, write_leaves
 
 
 MAX_SHARD_SIZE = 5 * 10**9

@@ -1,6 +1,6 @@
 """Writes `gguf.gguf` with the package of llama.cpp, and what that decodes it to.
 
-    python tests/checkpoints/make_gguf.py FOLDER
+    python tests/checkpoints/foreign/make_gguf.py FOLDER
 
 What that package quantizes itself is quantized; K-quants and the like, which it only
 decodes, are random bits.

@@ -11,8 +11,8 @@ import numpy as np
 from ._json import parse_object
 from ._layout import KEY, Layout, read_layout
 from ._memory import convert, empty
-from ._puzzle import assemble, Placed, Puzzle
 from ._safetensors import MAX_HEADER, Path, Slices, Tensor, TensorFile
+from ._split import assemble, Placed, SplitTensor
 
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
@@ -73,7 +73,7 @@ class Source:
     def read(self, name: str, dtype: Any = None) -> np.ndarray:
         """A tensor, in memory of its own, its checksum checked if it has one."""
         tensor = self.tensors[name]
-        if not isinstance(tensor, Puzzle):
+        if not isinstance(tensor, SplitTensor):
             return self._file_of[name].read(name, dtype, self._checksums.get(name))
         (whole,) = self.read_slices(name, [tuple(slice(0, n) for n in tensor.shape)])
         if dtype is None or whole.dtype == dtype:
@@ -89,7 +89,7 @@ class Source:
         shapes = [tuple(s.stop - s.start for s in place) for place in places]
         out = [empty(shape, tensor.dtype) for shape in shapes]
         slices = list(zip(places, out, strict=True))
-        if isinstance(tensor, Puzzle):
+        if isinstance(tensor, SplitTensor):
             tensor.read_slices(slices)
         else:
             checksum = self._checksums.get(name)

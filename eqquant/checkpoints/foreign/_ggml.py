@@ -13,7 +13,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..formats import Format, Int4, Int8, Ternary
+from ...formats import Format, Int4, Int8, Ternary
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4
-from eqquant.checkpoints._source import Source
+from eqquant.checkpoints.files import Source
 from helpers import relative, TOLERANCE, unpacked
 from safetensors.numpy import save_file
 

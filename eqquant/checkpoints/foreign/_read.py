@@ -6,15 +6,14 @@ from collections.abc import Iterator
 
 from jaxtyping import Array
 
-from .._jax import typed
-from ..arrays import QuantizedArray
+from ..._jax import typed
+from ...arrays import QuantizedArray
+from ..files import Path, Source, Tensor
 from ._bitnet import bitnet_entries
 from ._bitsandbytes import bitsandbytes_entries
 from ._entry import Entry
 from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
-from ._safetensors import Path, Tensor
-from ._source import Source
 
 
 @typed

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._jax import typed
-from ..arrays import QuantizedArray
-from ..formats import float_scales, NF4, unpack
+from ..._jax import typed
+from ...arrays import QuantizedArray
+from ...formats import float_scales, NF4, unpack
+from ..files import Path, to_json, write_plain
 from ._bitsandbytes import BLOCK_SIZES, DTYPES, STATE
-from ._json import to_json
-from ._plain import write_plain
-from ._safetensors import Path
 
 
 @typed

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..arrays import is_implicit, QuantizedArray
-from ..formats import Format
+from ...arrays import is_implicit, QuantizedArray
+from ...formats import Format
+from ..files import Source
 from ._check import check_codes
 from ._formats import known_formats
 from ._processes import read_onto
-from ._records import Rebuilder
-from ._source import Source
+from ._rebuild import Rebuilder
 
 
 class Contents:

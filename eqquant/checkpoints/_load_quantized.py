@@ -23,14 +23,12 @@ from ..trees import (
     warn_of_nothing,
     with_progress,
 )
-from ._contents import Contents
 from ._errors import with_place
 from ._load import is_array
-from ._memory import about_arrays, empty, to_jax
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
-from ._records import is_no_data
-from ._safetensors import Path
+from .files import about_arrays, empty, Path, to_jax
+from .leaves import Contents, is_no_data
 
 
 _caller = "load_quantized"
