@@ -9,7 +9,8 @@ and those of `autobitlinear` multiply.
 import numpy as np
 
 from ...formats import Ternary
-from ..files import MAX_HEADER, parse_object, Source, Tensor
+from ..files import Source, Tensor
+from ._config import PackingConfig
 from ._entry import Entry, from_levels
 
 
@@ -17,9 +18,8 @@ SCALE = "_scale"
 _scale_dtypes = ("float32", "float16", "bfloat16")
 
 
-def bitnet_entries(source: Source) -> tuple[dict[str, Entry], set[str]]:
-    """The weights by name, and the names of all the tensors that they are made of."""
-    entries, used = {}, set()
+def bitnet_entries(source: Source) -> dict[str, Entry]:
+    entries = {}
     divides = None
     for name, scale in source.tensors.items():
         weight = name.removesuffix(SCALE)
@@ -42,29 +42,16 @@ def bitnet_entries(source: Source) -> tuple[dict[str, Entry], set[str]]:
         if divides is None:
             divides = _divides(source)
         entries[weight] = _entry(source, stored, scale, divides, where)
-        used |= {weight, name}
-    return entries, used
+    return entries
 
 
 def _divides(source: Source) -> bool:
     """Whether layers divide by their scale, which is for `config.json` to say."""
-    path = source.path.parent / "config.json"
-    if not path.is_file() or path.stat().st_size > MAX_HEADER:
-        raise ValueError(
-            f"{source.path}: has ternary weights as BitNet does, but there is no "
-            f"{path.name} beside it, which says whether their scale divides or "
-            "multiplies."
-        )
-    config = parse_object(path.read_bytes(), str(path)).get("quantization_config")
-    if not isinstance(config, dict) or config.get("quant_method") != "bitnet":
-        raise ValueError(f"{path}: quantization_config must be that of bitnet.")
-    kind = config.get("linear_class", "bitlinear")
-    if kind not in ("bitlinear", "autobitlinear"):
-        raise ValueError(
-            f"{path}: linear_class must be 'bitlinear' or 'autobitlinear', got "
-            f"{kind!r}."
-        )
-    return kind == "bitlinear"
+    says = "whether their scale divides or multiplies"
+    config = PackingConfig(source, "ternary weights as BitNet does", says)
+    config.one_of("quant_method", ("bitnet",))
+    kinds = "bitlinear", "autobitlinear"
+    return config.one_of("linear_class", kinds, kinds[0]) == kinds[0]
 
 
 def _entry(
@@ -97,4 +84,5 @@ def _entry(
     def decode() -> np.ndarray:
         return (levels() * scales()).astype(scale.dtype)
 
-    return Entry(where, shape, scale.dtype, decode, quantized, ("BitNet", True))
+    how = decode, quantized, ("BitNet", True), (stored.name, scale.name)
+    return Entry(where, shape, scale.dtype, *how)

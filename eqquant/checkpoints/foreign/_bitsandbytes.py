@@ -28,10 +28,8 @@ _smallest_block = 8
 _longest_state = 2**16
 
 
-def bitsandbytes_entries(source: Source) -> tuple[dict[str, Entry], set[str]]:
-    """The weights by name, and the names of all the tensors that they are made of."""
+def bitsandbytes_entries(source: Source) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
-    used: set[str] = set()
     for name in source.tensors:
         weight, found, kind = name.partition(STATE)
         if found:
@@ -39,12 +37,10 @@ def bitsandbytes_entries(source: Source) -> tuple[dict[str, Entry], set[str]]:
             if weight in entries:
                 raise ValueError(f"{state.where} has two states.")
             entries[weight] = state.entry()
-            used |= state.names
         elif name.endswith(".SCB") or name == "SCB":
             weight = name.removesuffix("SCB") + "weight"
-            entries[weight], names = _int8_entry(source, weight, name)
-            used |= names
-    return entries, used
+            entries[weight] = _int8_entry(source, weight, name)
+    return entries
 
 
 #
@@ -186,7 +182,7 @@ class _State:
 
     def entry(self) -> Entry:
         kind = f"{self.kind} in blocks of {self.row_block}", not self.why_not_held()
-        how = self.decode, self.quantized, kind
+        how = self.decode, self.quantized, kind, tuple(self.names)
         return Entry(self.where, self.shape, self.dtype, *how)
 
 
@@ -200,7 +196,7 @@ def _repeat(each: np.ndarray, times: int, size: int) -> np.ndarray:
 #
 
 
-def _int8_entry(source: Source, weight: str, scb: str) -> tuple[Entry, set[str]]:
+def _int8_entry(source: Source, weight: str, scb: str) -> Entry:
     where = f"{source.path}: {weight!r} of bitsandbytes"
     prefix = weight.removesuffix("weight")
     stored, rows = source.tensors.get(weight), source.tensors[scb]
@@ -230,7 +226,5 @@ def _int8_entry(source: Source, weight: str, scb: str) -> tuple[Entry, set[str]]
     def quantized():
         return from_levels(source.read(weight), scales(), Int8())
 
-    dtype = np.dtype("float32")
-    return Entry(
-        where, stored.shape, dtype, decode, quantized, ("LLM.int8()", True)
-    ), names
+    how = decode, quantized, ("LLM.int8()", True), tuple(names)
+    return Entry(where, stored.shape, np.dtype("float32"), *how)

@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from ..._jax import config
 from ...arrays import from_components, QuantizedArray
-from ...formats import Format, Int4, Int8, NF4, pack, Ternary
+from ...formats import Format, Int2, Int3, Int4, Int8, NF4, pack, Ternary
 
 
 class NotHeld(ValueError):
@@ -28,6 +28,7 @@ class Entry:
         an array that is not quantized.
     - `kind`: how it is quantized, and whether a format holds that, as far as is known
         without reading it.
+    - `parts`: the names of the tensors that it is made of.
     """
 
     where: str
@@ -36,6 +37,7 @@ class Entry:
     decode: Callable[[], np.ndarray]
     quantized: Callable[[], QuantizedArray] | None = None
     kind: tuple[str, bool] = ("", False)
+    parts: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -77,20 +79,34 @@ _narrower = {
 }
 
 
-# Where the level zero is among the codes, and the levels that there are.
+# How levels become codes, and the levels that there are.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
-    Int4: (lambda levels: (levels + 8).astype(np.uint8), -8, 7),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
     NF4: (lambda codes: codes.astype(np.uint8), 0, 15),
+    **{
+        format: (
+            lambda levels, half=half: (levels + half).astype(np.uint8),
+            -half,
+            half - 1,
+        )
+        for format, half in ((Int4, 8), (Int3, 4), (Int2, 2))
+    },
 }
+# Bits of float32 that scales of 16 bits leave empty: so products with levels are exact.
+_empty = np.uint32(0xFF)
 
 
 def from_levels(
-    levels: np.ndarray, scales: np.ndarray, format: Format, dtype: Any = "float32"
+    levels: np.ndarray,
+    scales: np.ndarray,
+    format: Format,
+    dtype: Any = "float32",
+    offsets: np.ndarray | None = None,
 ) -> QuantizedArray:
     """A quantized array of integers `(*lead, size)` (for NF4: indices into its table)
-    and scales `(*lead, blocks)`, exactly; or [`NotHeld`][]."""
+    and scales `(*lead, blocks)`, exactly; or [`NotHeld`][]. An affine format has
+    offsets, like scales."""
     to_codes, lowest, highest = _levels[type(format)]
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
@@ -99,11 +115,13 @@ def from_levels(
                 f"has integers from {low} to {high}; {format!r} holds {lowest} to "
                 f"{highest}."
             )
-    scales = np.ascontiguousarray(scales, np.float32)
-    if np.any((np.abs(scales) < np.finfo(np.float32).tiny) & (scales != 0)):
-        raise NotHeld(
-            "has scales that are subnormal in float32, which XLA takes for 0."
-        )
+    scales, shifts = _float32(scales), None
+    if offsets is not None:
+        shifts = _float32(offsets)
+        if np.any(scales.view(np.uint32) & _empty) or np.any(shifts != offsets):
+            raise NotHeld(
+                "has scales and offsets that do not add up without rounding in float32."
+            )
     codes, size = to_codes(levels), levels.shape[-1]
     if format.group > 1:
         filled = format.padded(size) - size
@@ -112,5 +130,36 @@ def from_levels(
         groups = codes.reshape(*codes.shape[:-1], -1, format.group)
         codes = pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
     return from_components(
-        jnp.asarray(codes), jnp.asarray(scales), format, dtype=dtype, size=size
+        jnp.asarray(codes),
+        jnp.asarray(scales),
+        format,
+        dtype=dtype,
+        size=size,
+        offsets=None if shifts is None else jnp.asarray(shifts),
     )
+
+
+def from_codes(
+    codes: np.ndarray,
+    scales: np.ndarray,
+    offsets: np.ndarray,
+    format: Format,
+    dtype: Any = "float32",
+) -> QuantizedArray:
+    """As [`from_levels`][], of `code * scale + offset` where codes start from zero and
+    the levels of the format are around it."""
+    half = format.largest_level
+    # In float64, which holds this sum of what was in 16 bits.
+    moved = offsets.astype(np.float64) + half * scales.astype(np.float64)
+    return from_levels(
+        codes.astype(np.int8) - np.int8(half), scales, format, dtype, moved
+    )
+
+
+def _float32(scales: np.ndarray) -> np.ndarray:
+    scales = np.ascontiguousarray(scales, np.float32)
+    if np.any((np.abs(scales) < np.finfo(np.float32).tiny) & (scales != 0)):
+        raise NotHeld(
+            "has scales that are subnormal in float32, which XLA takes for 0."
+        )
+    return scales

@@ -202,6 +202,7 @@ def _mxfp4(raw):
 
 
 _int4, _int8 = Int4(block_size=32), Int8(block_size=32)
+_affine = Int4(block_size=32, affine=True)
 _ternary = Ternary(block_size=256)
 
 # By the number that files have.
@@ -209,7 +210,7 @@ TYPES: dict[int, Type] = {
     0: Type("F32", nbytes=4, dtype=np.dtype("<f4")),
     1: Type("F16", nbytes=2, dtype=np.dtype("<f2")),
     2: Type("Q4_0", 32, 18, unpack=_q4_0, format=_int4),
-    3: Type("Q4_1", 32, 20, unpack=_q4_1),
+    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=_affine),
     6: Type("Q5_0", 32, 22, unpack=_q5_0, format=_int8),
     7: Type("Q5_1", 32, 24, unpack=_q5_1),
     8: Type("Q8_0", 32, 34, unpack=_q8_0, format=_int8),

@@ -4,7 +4,7 @@ import functools as ft
 
 import numpy as np
 
-from ._entry import Entry, from_levels, NotHeld
+from ._entry import Entry, from_codes, from_levels, NotHeld
 from ._gguf import GGUFFile, Tensor
 
 
@@ -65,9 +65,12 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     step = _chunk // kind.block
     parts = [kind.unpack(raw[i : i + step]) for i in range(0, len(raw), step)]
     *lead, size = tensor.shape
-    levels, scales = (
-        np.concatenate([getattr(part, name) for part in parts]).reshape(*lead, -1)
-        for name in ("levels", "scales")
-    )
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p, name) for p in parts]).reshape(*lead, -1)
+
+    levels, scales = joined("levels"), joined("scales")
     assert levels.shape == (*lead, size)
+    if kind.format.has_offsets:
+        return from_codes(levels, scales, joined("offsets"), kind.format)
     return from_levels(levels, scales, kind.format)

@@ -9,11 +9,15 @@ from jaxtyping import Array
 from ..._jax import typed
 from ...arrays import QuantizedArray
 from ..files import Path, Source, Tensor
+from ._awq import awq_entries
 from ._bitnet import bitnet_entries
 from ._bitsandbytes import bitsandbytes_entries
+from ._config import PackingConfig
 from ._entry import Entry
 from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
+from ._gptq import gptq_entries
+from ._parts import prefixes
 
 
 @typed
@@ -43,6 +47,8 @@ def read_checkpoint(
     - bitsandbytes in safetensors: NF4 as [`eqquant.NF4`][], LLM.int8() as
         [`eqquant.Int8`][].
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].
+    - GPTQ of 4, 3 or 2 bits and AWQ in safetensors, as [`eqquant.Int4`][],
+        [`eqquant.Int3`][] and [`eqquant.Int2`][], with offsets for their zero points.
     - Any other safetensors: plain arrays.
 
     Codes and values are those of the file, bit for bit (values of LLM.int8() up to the
@@ -87,24 +93,34 @@ def open_entries(path: Path) -> Iterator[dict[str, Entry]]:
 
 
 def safetensors_entries(source: Source) -> dict[str, Entry]:
-    _refuse_unknown(source)
     entries: dict[str, Entry] = {}
     used: set[str] = set()
-    for find in (bitsandbytes_entries, bitnet_entries):
-        found, parts = find(source)
-        if twice := used & parts:
-            raise ValueError(
-                f"{source.path}: {min(twice)!r} belongs to two quantized weights."
-            )
-        entries |= found
-        used |= parts
+    for find in (bitsandbytes_entries, bitnet_entries, _entries_in_words):
+        for name, entry in find(source).items():
+            if twice := used.intersection(entry.parts):
+                raise ValueError(
+                    f"{source.path}: {min(twice)!r} belongs to two quantized weights."
+                )
+            entries[name] = entry
+            used.update(entry.parts)
     plain = [t for name, t in source.tensors.items() if name not in used]
+    _refuse_unknown(source, plain)
     if twice := entries.keys() & {stored.name for stored in plain}:
         raise ValueError(f"{source.path}: {min(twice)!r} is there twice.")
     entries |= {stored.name: _plain(source, stored) for stored in plain}
     # In the order of the file.
     order = {name: i for i, name in enumerate(source.tensors)}
-    return dict(sorted(entries.items(), key=lambda item: order[item[0]]))
+    first = lambda item: min(order[part] for part in item[1].parts)
+    return dict(sorted(entries.items(), key=first))
+
+
+def _entries_in_words(source: Source) -> dict[str, Entry]:
+    """Of GPTQ or AWQ, which name their tensors alike."""
+    if next(prefixes(source, "qweight"), None) is None:
+        return {}
+    config = PackingConfig(source, "'qweight', as GPTQ and AWQ do", "how it is packed")
+    find = {"gptq": gptq_entries, "awq": awq_entries}.get(config.method)
+    return {} if find is None else find(source, config)
 
 
 def check_plain(source: Source, caller: str) -> None:
@@ -120,23 +136,21 @@ def check_plain(source: Source, caller: str) -> None:
 
 def _plain(source: Source, stored: Tensor) -> Entry:
     where = f"{source.path}: {stored.name!r}"
-    return Entry(where, stored.shape, stored.dtype, lambda: source.read(stored.name))
+    read = lambda: source.read(stored.name)
+    return Entry(where, stored.shape, stored.dtype, read, parts=(stored.name,))
 
 
-def _refuse_unknown(source: Source) -> None:
+def _refuse_unknown(source: Source, plain: list[Tensor]) -> None:
     """Packed weights that are not known, which would come as wrong numbers."""
-    for name, stored in source.tensors.items():
+    for stored in plain:
+        name = stored.name
         prefix, _, last = name.rpartition(".")
         beside = lambda part, prefix=prefix: source.tensors.get(
             f"{prefix}.{part}" if prefix else part
         )
         kind = None
-        if last == "qweight" and beside("qzeros"):
-            scales = beside("scales")
-            is_gptq = scales is None or scales.shape[-1:] == stored.shape[-1:]
-            kind = ("GPTQ" if is_gptq else "AWQ") + ", with zero points"
-        elif last == "qweight" and beside("scales"):
-            kind = "GPTQ"
+        if last == "qweight":
+            kind = "a relative of GPTQ"
         elif last == "weight_packed":
             kind = "compressed-tensors"
         elif last == "weight" and stored.dtype.name == "uint32" and beside("scales"):
