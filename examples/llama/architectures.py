@@ -30,7 +30,9 @@ def _check_weights_alone(quantization) -> None:
     """That only weights were quantized, in a way that `eqquant.load_quantized` reads:
     where activations are rounded, too, it would be another model."""
     known = "awq", "bitsandbytes", "gptq"
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+    method = (
+        quantization.get("quant_method") if isinstance(quantization, dict) else None
+    )
     if method not in known:
         raise ValueError(
             f"config.json: quantization_config of quant_method={method!r} is not "

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.checkpoints.foreign._ggml import TYPES
+from safetensors.numpy import load_file
 
 
 gguf = pytest.importorskip("gguf")
@@ -24,7 +25,9 @@ FOREIGN = pathlib.Path(__file__).parents[1] / "checkpoints/foreign"
 DATA = FOREIGN / "data"
 
 
-@pytest.mark.parametrize("script", ["gguf", "bitsandbytes", "bitnet"])
+@pytest.mark.parametrize(
+    "script", ["gguf", "bitsandbytes", "bitnet", "compressed_tensors"]
+)
 def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_path):
     path = FOREIGN / f"make_{script}.py"
     subprocess.run([sys.executable, path, tmp_path], check=True, timeout=600)
@@ -33,6 +36,27 @@ def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_p
     assert made == {p for p in committed if p.parts[0].startswith(script)}
     for name in made:
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes(), name
+
+
+def test_what_gptqmodel_writes_is_read_bit_for_bit(tmp_path):
+    """Not compared with the files that are committed: its codes depend on the order in
+    which a machine adds."""
+    pytest.importorskip("gptqmodel")
+    path = FOREIGN / "make_gptq.py"
+    subprocess.run([sys.executable, path, tmp_path], check=True, timeout=1200)
+    made = sorted(place.name for place in tmp_path.iterdir())
+    assert made == sorted(place.name for place in DATA.glob("gptq_*"))
+    for name in made:
+        expected = load_file(tmp_path / name / "expected.safetensors")
+        found = eqquant.read_checkpoint(
+            tmp_path / name / "model.safetensors", decode=True
+        )
+        for key in expected.keys() - {"tokens", "logits"}:
+            weight = found[key]
+            if eqquant.is_quantized(weight):
+                weight = weight.dequantize()
+            assert weight.dtype == expected[key].dtype
+            np.testing.assert_array_equal(np.asarray(weight), expected[key])
 
 
 def test_the_types_of_ggml_have_these_sizes():

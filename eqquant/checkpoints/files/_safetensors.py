@@ -3,6 +3,11 @@
 A file is the length of the header (eight bytes, little endian), the header (JSON), and
 the bytes of the tensors without a gap. All of the header is checked before any tensor
 is read, against the size of the file: what it says is never trusted with memory.
+
+The library of this name reads into memory of its own and writes tensors that are all
+there at once. Here a tensor is read a piece at a time into the memory that JAX takes,
+in the dtype that it is to have, and its checksum in the same pass. (As of 0.8 that
+library has no float8 for NumPy, either, and of a name that is there twice takes one.)
 """
 
 import dataclasses

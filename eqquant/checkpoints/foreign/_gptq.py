@@ -13,7 +13,7 @@ from ._config import PackingConfig
 from ._entry import Entry
 from ._parts import Parts, prefixes
 from ._words import holds, unpack_words
-from ._zero_points import BITS, SCALE_DTYPES, ZeroPointWeight
+from ._zero_points import BITS, block_order, SCALE_DTYPES, ZeroPointWeight
 
 
 def gptq_entries(source: Source, config: PackingConfig) -> dict[str, Entry]:
@@ -68,15 +68,6 @@ def _weight(
             )
         return found
 
-    def order() -> np.ndarray:
-        found = parts.read("g_idx")
-        if np.any((found < 0) | (found >= blocks)):
-            raise ValueError(
-                f"{parts.where} has groups in 'g_idx' from {found.min()} to "
-                f"{found.max()}, but there are {blocks}."
-            )
-        return found
-
     return ZeroPointWeight(
         "GPTQ",
         parts.where,
@@ -89,5 +80,5 @@ def _weight(
         codes=lambda: unpack_words(parts.read("qweight"), bits, 0).T,
         scales=lambda: parts.read("scales").T,
         zeros=zeros,
-        order=order if has_order else None,
+        order=(lambda: block_order(parts, "g_idx", blocks)) if has_order else None,
     )

@@ -2,7 +2,7 @@
 
 import contextlib
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jaxtyping import Array
 
@@ -12,6 +12,7 @@ from ..files import Path, Source, Tensor
 from ._awq import awq_entries
 from ._bitnet import bitnet_entries
 from ._bitsandbytes import bitsandbytes_entries
+from ._compressed_tensors import compressed_tensors_entries
 from ._config import PackingConfig
 from ._entry import Entry
 from ._gguf import GGUFFile, is_gguf
@@ -42,13 +43,14 @@ def read_checkpoint(
     The kind is recognised by what the file holds:
 
     - GGUF: `Q8_0`, `Q5_0`, `Q6_K` and others with integers, as [`eqquant.Int8`][];
-        `Q4_0` and `Q3_K` as [`eqquant.Int4`][]; `TQ1_0` and `TQ2_0` as
+        `Q4_0`, `Q4_1` and `Q3_K` as [`eqquant.Int4`][]; `TQ1_0` and `TQ2_0` as
         [`eqquant.Ternary`][].
     - bitsandbytes in safetensors: NF4 as [`eqquant.NF4`][], LLM.int8() as
         [`eqquant.Int8`][].
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].
-    - GPTQ of 4, 3 or 2 bits and AWQ in safetensors, as [`eqquant.Int4`][],
-        [`eqquant.Int3`][] and [`eqquant.Int2`][], with offsets for their zero points.
+    - GPTQ, AWQ and compressed-tensors in safetensors, of 4, 3 or 2 bits:
+        [`eqquant.Int4`][], [`eqquant.Int3`][] and [`eqquant.Int2`][], with offsets if
+        there are zero points; and [`eqquant.Int8`][].
     - Any other safetensors: plain arrays.
 
     Codes and values are those of the file, bit for bit (values of LLM.int8() up to the
@@ -95,12 +97,14 @@ def open_entries(path: Path) -> Iterator[dict[str, Entry]]:
 def safetensors_entries(source: Source) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     used: set[str] = set()
-    for find in (bitsandbytes_entries, bitnet_entries, _entries_in_words):
+    for find in _finders:
         for name, entry in find(source).items():
             if twice := used.intersection(entry.parts):
                 raise ValueError(
                     f"{source.path}: {min(twice)!r} belongs to two quantized weights."
                 )
+            if name in entries:
+                raise ValueError(f"{source.path}: {name!r} is there twice.")
             entries[name] = entry
             used.update(entry.parts)
     plain = [t for name, t in source.tensors.items() if name not in used]
@@ -121,6 +125,14 @@ def _entries_in_words(source: Source) -> dict[str, Entry]:
     config = PackingConfig(source, "'qweight', as GPTQ and AWQ do", "how it is packed")
     find = {"gptq": gptq_entries, "awq": awq_entries}.get(config.method)
     return {} if find is None else find(source, config)
+
+
+_finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
+    bitsandbytes_entries,
+    bitnet_entries,
+    _entries_in_words,
+    compressed_tensors_entries,
+)
 
 
 def check_plain(source: Source, caller: str) -> None:
@@ -151,8 +163,6 @@ def _refuse_unknown(source: Source, plain: list[Tensor]) -> None:
         kind = None
         if last == "qweight":
             kind = "a relative of GPTQ"
-        elif last == "weight_packed":
-            kind = "compressed-tensors"
         elif last == "weight" and stored.dtype.name == "uint32" and beside("scales"):
             kind = "MLX, with offsets" if beside("biases") else "MLX"
         if kind is not None:

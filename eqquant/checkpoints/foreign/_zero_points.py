@@ -8,11 +8,23 @@ import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int8
 from ._entry import Entry, from_codes, from_levels, NotHeld
+from ._parts import Parts
 
 
 _formats: dict[int, type[Format]] = {2: Int2, 3: Int3, 4: Int4, 8: Int8}
 BITS = tuple(_formats)
 SCALE_DTYPES = ("float16", "bfloat16", "float32")
+
+
+def block_order(parts: Parts, name: str, blocks: int) -> np.ndarray:
+    """The block of each column, read and checked."""
+    found = parts.read(name)
+    if np.any((found < 0) | (found >= blocks)):
+        raise ValueError(
+            f"{parts.where} has groups in {name!r} from {found.min()} to "
+            f"{found.max()}, but there are {blocks}."
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 DATA = pathlib.Path(__file__).parent / "data"
 EXACT = {
     "Q4_0": Int4(block_size=32),
+    "Q4_1": Int4(block_size=32, affine=True),
     "Q3_K": Int4(block_size=16),
     "Q8_0": Int8(block_size=32),
     "Q5_0": Int8(block_size=32),
@@ -26,7 +27,7 @@ EXACT = {
     "TQ2_0": Ternary(block_size=256),
     "stack": Int4(block_size=32),
 }
-WITH_OFFSETS = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+WITH_OFFSETS = ("Q5_1", "Q2_K", "Q4_K", "Q5_K")
 PLAIN = ("F32", "F16", "BF16")
 
 
@@ -136,6 +137,19 @@ def test_integers_that_int8_does_not_hold(tmp_path):
     with pytest.raises(ValueError, match="integers from -128 to 3.*holds -127 to 127"):
         eqquant.read_checkpoint(path)
     assert eqquant.read_checkpoint(path, decode=True)["w"][0, :2].tolist() == [-128, 3]
+
+
+def test_offsets_that_do_not_add_up(tmp_path):
+    block = np.full(20, 0x21, np.uint8)
+    for offset, held in ((-0.75, True), (8192.0, False)):
+        block[:4] = np.array([2.0**-12 + 2.0**-22, offset], "<f2").view(np.uint8)
+        path = write(tmp_path, [("w", "Q4_1", (32,), block)])
+        if held:
+            assert eqquant.is_quantized(eqquant.read_checkpoint(path)["w"])
+            continue
+        with pytest.raises(ValueError, match="do not add up without rounding"):
+            eqquant.read_checkpoint(path)
+        assert eqquant.read_checkpoint(path, decode=True)["w"][0] == offset
 
 
 def test_a_code_that_is_not_ternary(tmp_path):
