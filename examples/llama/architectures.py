@@ -29,15 +29,20 @@ def config_of(values: dict) -> Config:
 def _check_weights_alone(quantization) -> None:
     """That only weights were quantized, in a way that `eqquant.load_quantized` reads:
     where activations are rounded, too, it would be another model."""
-    known = "awq", "bitsandbytes", "gptq"
-    method = (
-        quantization.get("quant_method") if isinstance(quantization, dict) else None
-    )
+    known = "awq", "bitsandbytes", "compressed-tensors", "gptq"
+    values = quantization if isinstance(quantization, dict) else {}
+    method = values.get("quant_method")
     if method not in known:
         raise ValueError(
             f"config.json: quantization_config of quant_method={method!r} is not "
             f"supported, only {', '.join(map(repr, known))}."
         )
+    for group in values.get("config_groups", {}).values():
+        if group.get("input_activations"):
+            raise ValueError(
+                "config.json: quantization_config has input_activations, which are "
+                "not supported: only weights may be quantized."
+            )
 
 
 class _Values:

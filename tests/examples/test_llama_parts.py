@@ -77,6 +77,16 @@ UNSUPPORTED = {
         dict(quantization_config={"quant_method": "bitnet"}),
         "quant_method='bitnet' is not supported, only 'awq'",
     ),
+    "activations of a group": (
+        "qwen3",
+        dict(
+            quantization_config={
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"input_activations": {"num_bits": 8}}},
+            }
+        ),
+        "has input_activations",
+    ),
     "both ways": ("gemma3", dict(use_bidirectional_attention=True), "bidirectional"),
 }
 

@@ -34,7 +34,7 @@ def _weight(parts: Parts) -> ZeroPointWeight:
     shape = tuple(map(int, parts.read("weight_shape")))
     columns = shape[1]
     found = [bits for bits in _bits if words and words == _words(columns, bits)]
-    if shape[0] != rows or columns < 1 or len(found) != 1:
+    if shape[0] != rows or not rows or columns < 1 or len(found) != 1:
         raise ValueError(
             f"{parts.where} has 'weight_packed' of {(rows, words)}, and 'weight_shape' "
             f"says {shape}: eqquant knows no packing in {_bits} bits that makes this."

@@ -42,7 +42,7 @@ def _weight(
 ) -> ZeroPointWeight:
     words, outputs = parts.look_up("qweight", ("int32",), (None, None)).shape
     inputs, held = holds(words, bits), outputs * bits // 32
-    if not inputs or holds(held, bits) != outputs:
+    if not inputs or not outputs or holds(held, bits) != outputs:
         raise ValueError(
             f"{parts.where} has 'qweight' of the shape {(words, outputs)}, which is no "
             f"matrix of {bits} bits."

@@ -18,7 +18,7 @@ def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
     the next, so that three words hold 32 codes."""
     period = _period(bits)
     words = np.moveaxis(words.view(np.uint32), axis, 0)
-    words = words.reshape(-1, period, *words.shape[1:])
+    words = words.reshape(len(words) // period, period, *words.shape[1:])
     count, mask = holds(period, bits), np.uint32(2**bits - 1)
     out = np.empty((len(words), count, *words.shape[2:]), np.uint8)
     for i in range(count):
@@ -27,4 +27,4 @@ def unpack_words(words: np.ndarray, bits: int, axis: int) -> np.ndarray:
         if shift + bits > 32:
             codes |= words[:, word + 1] << np.uint32(32 - shift)
         out[:, i] = codes & mask
-    return np.moveaxis(out.reshape(-1, *out.shape[2:]), 0, axis)
+    return np.moveaxis(out.reshape(len(words) * count, *out.shape[2:]), 0, axis)

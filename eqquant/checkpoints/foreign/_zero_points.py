@@ -106,7 +106,7 @@ class ZeroPointWeight:
 
     def _order_of_blocks(self, blocks: np.ndarray) -> np.ndarray:
         """Which scale each block has, if all columns of one have the same."""
-        step = self.block or len(blocks)
+        step = min(self.block or len(blocks), len(blocks))
         first = blocks[::step]
         if np.any(np.repeat(first, step)[: len(blocks)] != blocks):
             raise NotHeld(

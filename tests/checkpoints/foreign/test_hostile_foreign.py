@@ -1,6 +1,7 @@
 """Files of other kinds that are damaged, or made to mislead: always a `ValueError`."""
 
 import pathlib
+import shutil
 import struct
 
 import eqquant
@@ -10,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from eqquant.checkpoints.foreign._gguf import GGUFFile
+from helpers import slow
 
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -189,13 +191,19 @@ def test_real_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
 
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
-def test_bitsandbytes_with_bits_flipped_in_what_describes_it(tmp_path_factory, data):
-    original = (DATA / "bitsandbytes_int8.safetensors").read_bytes()
+@pytest.mark.parametrize(
+    "name", ["bitsandbytes_int8", slow("compressed_tensors"), slow("gptq")]
+)
+def test_bits_flipped_in_a_header(tmp_path_factory, name, data):
+    file = "gptq_zeros/model" if name == "gptq" else name
+    original = (DATA / f"{file}.safetensors").read_bytes()
     raw = bytearray(original)
     header = 8 + int.from_bytes(raw[:8], "little")
     flip_bits(data, raw, header)
     path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
     path.write_bytes(raw)
+    if name == "gptq":
+        shutil.copy(DATA / "gptq_zeros/config.json", path.parent)
     outcome(path)
 
 

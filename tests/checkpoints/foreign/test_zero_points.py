@@ -90,6 +90,13 @@ def test_without_g_idx_columns_are_in_order(tmp_path):
     assert_exact(read(tmp_path), expected)
 
 
+def test_a_group_that_is_larger_than_a_row(tmp_path):
+    expected = gptq(tmp_path, group=INPUTS, config={"group_size": 2**31 - 1})
+    q = read(tmp_path)
+    assert q.format == Int4(block_size=None, affine=True)
+    assert_exact(q, expected)
+
+
 def test_what_float32_would_round_is_not_held(tmp_path):
     scales = parts()[2].astype(np.float32) * np.float32(1 + 2**-20)
     gptq(tmp_path, scales=scales)
@@ -128,6 +135,7 @@ BAD = {
     "codes of another dtype": (gptq, dict(qweight=f16(12, 64)), "'qweight' in int32"),
     "codes of a vector": (gptq, dict(qweight=int32(12)), "any, any.* but has int32"),
     "no codes": (gptq, dict(qweight=int32(0, 64)), "no matrix of 4 bits"),
+    "no outputs": (gptq, dict(qweight=int32(12, 0)), "no matrix of 4 bits"),
     "outputs that fill no words": (gptq, dict(qweight=int32(12, 63)), "no matrix of 4"),
     "scales of fewer groups": (gptq, dict(scales=f16(2, 64)), r"\(3, 64\), but has"),
     "scales of integers": (gptq, dict(scales=int32(3, 64)), "'scales' in float16"),
