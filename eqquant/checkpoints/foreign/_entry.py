@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from ..._jax import config
 from ...arrays import from_components, QuantizedArray
-from ...formats import Format, Int2, Int3, Int4, Int8, NF4, pack, Ternary
+from ...formats import Format, FP8, Int2, Int3, Int4, Int8, NF4, pack, Ternary
 
 
 class NotHeld(ValueError):
@@ -84,6 +84,7 @@ _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
     NF4: (lambda codes: codes.astype(np.uint8), 0, 15),
+    FP8: (lambda codes: codes, 0, 255),
     **{
         format: (
             lambda levels, half=half: (levels + half).astype(np.uint8),
@@ -104,9 +105,9 @@ def from_levels(
     dtype: Any = "float32",
     offsets: np.ndarray | None = None,
 ) -> QuantizedArray:
-    """A quantized array of integers `(*lead, size)` (for NF4: indices into its table)
-    and scales `(*lead, blocks)`, exactly; or [`NotHeld`][]. An affine format has
-    offsets, like scales."""
+    """A quantized array of integers `(*lead, size)` (for NF4 and FP8: codes) and scales
+    `(*lead, blocks)`, exactly; or [`NotHeld`][]. An affine format has offsets, like
+    scales."""
     to_codes, lowest, highest = _levels[type(format)]
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
@@ -123,10 +124,10 @@ def from_levels(
                 "has scales and offsets that do not add up without rounding in float32."
             )
     codes, size = to_codes(levels), levels.shape[-1]
-    if format.group > 1:
-        filled = format.padded(size) - size
+    if filled := format.padded(size) - size:
         widths = [(0, 0)] * (codes.ndim - 1) + [(0, filled)]
         codes = np.pad(codes, widths, constant_values=format.padding_code)
+    if format.group > 1:
         groups = codes.reshape(*codes.shape[:-1], -1, format.group)
         codes = pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
     return from_components(

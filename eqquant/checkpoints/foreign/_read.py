@@ -19,6 +19,7 @@ from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
 from ._gptq import gptq_entries
 from ._parts import prefixes
+from ._scaled_bytes import scaled_byte_entries
 
 
 @typed
@@ -51,6 +52,8 @@ def read_checkpoint(
     - GPTQ, AWQ and compressed-tensors in safetensors, of 4, 3 or 2 bits:
         [`eqquant.Int4`][], [`eqquant.Int3`][] and [`eqquant.Int2`][], with offsets if
         there are zero points; and [`eqquant.Int8`][].
+    - FP8 and int8 with scales, as vLLM and Hugging Face have them: [`eqquant.FP8`][]
+        and [`eqquant.Int8`][].
     - Any other safetensors: plain arrays.
 
     Codes and values are those of the file, bit for bit (values of LLM.int8() up to the
@@ -132,6 +135,7 @@ _finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
     bitnet_entries,
     _entries_in_words,
     compressed_tensors_entries,
+    scaled_byte_entries,
 )
 
 

@@ -3,9 +3,11 @@
 import pathlib
 
 import eqquant
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Int2, Int4, Int8
+from eqquant import FP8, Int2, Int4, Int8
+from eqquant.checkpoints.files import write_plain
 from safetensors.numpy import load_file, save_file
 
 
@@ -17,6 +19,9 @@ FORMATS = {
     "rows": Int4(block_size=None, affine=True),
     "two_bits": Int2(block_size=32, affine=True, **FULL),
     "eight_bits": Int8(block_size=None),
+    "fp8_rows": FP8(),
+    "fp8_whole": FP8(),
+    "int8_rows": Int8(),
 }
 
 
@@ -74,3 +79,45 @@ def test_parts_that_do_not_fit(what, tmp_path):
     for decode in (False, True):
         with pytest.raises(ValueError, match=message):
             eqquant.read_checkpoint(path, decode=decode)
+
+
+def float8(rows, columns):
+    codes = np.random.default_rng(0).integers(0, 127, (rows, columns), np.uint8)
+    return codes.view(jnp.float8_e4m3fn)
+
+
+def save(path, **tensors):
+    write_plain(path, {f"a.{name}": tensor for name, tensor in tensors.items()}, {})
+
+
+def test_fp8_in_tiles(tmp_path):
+    """As Hugging Face and DeepSeek have it, by its layout."""
+    path, rows, columns = tmp_path / "model.safetensors", 130, 300
+    weight = float8(rows, columns)
+    scales = np.random.default_rng(1).uniform(0.1, 1, (2, 3)).astype(np.float32)
+    save(path, weight=weight, weight_scale_inv=scales)
+    q = eqquant.read_checkpoint(path)["a.weight"]
+    assert q.format == FP8(block_size=128) and q.shape == (rows, columns)
+    of_each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    expected = weight.astype(np.float32) * of_each
+    assert np.asarray(q.dequantize()).tobytes() == expected.tobytes()
+
+
+def test_bytes_that_are_not_held(tmp_path):
+    path, scale = tmp_path / "model.safetensors", np.full((4, 1), 2, np.float32)
+    integers = np.full((4, 8), -128, np.int8)
+    nothing = np.full((4, 8), 0x7F, np.uint8).view(jnp.float8_e4m3fn)
+    for weight, message in ((integers, "from -128 to -128"), (nothing, "not a number")):
+        save(path, weight=weight, weight_scale=scale)
+        with pytest.raises(ValueError, match=f"{message}.*decode=True"):
+            eqquant.read_checkpoint(path)
+        found = eqquant.read_checkpoint(path, decode=True)["a.weight"]
+        np.testing.assert_array_equal(found, weight.astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 2), (2, 1), (1, 4)])
+def test_scales_of_bytes_that_do_not_fit(shape, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save(path, weight=float8(4, 8), weight_scale=np.ones(shape, np.float32))
+    with pytest.raises(ValueError, match=r"'weight_scale' in .* of the shape \(\) or"):
+        eqquant.read_checkpoint(path)
