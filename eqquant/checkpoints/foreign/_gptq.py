@@ -64,7 +64,7 @@ def _weight(
             # Libraries differ in whether this is 0 or the next after the last code.
             raise ValueError(
                 f"{parts.where} has a zero point that is out of range: {2**bits}, "
-                f"stored less one in {bits} bits."
+                f"stored less one in {bits} bits. Save the checkpoint as gptq_v2."
             )
         return found
 

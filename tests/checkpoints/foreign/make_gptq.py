@@ -20,8 +20,11 @@ os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 import torch
 import transformers
-from gptqmodel import BACKEND, GPTQModel, QuantizeConfig
-from safetensors.torch import save_file
+from gptqmodel import GPTQModel, QuantizeConfig
+from gptqmodel.nn_modules.qlinear.torch import TorchLinear
+from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm
+from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
+from safetensors.torch import load_file, save_file
 from tokenizers import models, Tokenizer
 
 
@@ -73,24 +76,54 @@ def quantize(source: pathlib.Path, target: pathlib.Path, options: dict) -> None:
     model.save(str(target))
 
 
-def decode(folder: pathlib.Path) -> dict[str, torch.Tensor]:
-    """The weights by the layers of GPTQModel."""
-    model = GPTQModel.load(str(folder), backend=BACKEND.TORCH, device="cpu")
-    return {
-        f"{name}.weight": module.dequantize_weight().T.contiguous()
-        for name, module in model.model.named_modules()
-        if hasattr(module, "dequantize_weight")
-    }
+def decode(tensors: dict, config: dict) -> dict[str, torch.Tensor]:
+    """Quantized weights, by the code of GPTQModel."""
+    bits, group = config["bits"], config["group_size"]
+    found = {}
+    for name in [key for key in tensors if key.endswith(".qweight")]:
+        prefix = name.removesuffix("qweight")
+        parts = {
+            key.removeprefix(prefix): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(prefix)
+        }
+        if config["quant_method"] == "awq":
+            order = (parts[key] for key in ("qweight", "qzeros", "scales"))
+            weight = dequantize_gemm(*order, bits, group)
+        else:
+            words, outputs = parts["qweight"].shape
+            layer = TorchLinear(
+                bits=bits,
+                group_size=group,
+                sym=config["sym"],
+                desc_act=config["desc_act"],
+                in_features=words * 32 // bits,
+                out_features=outputs,
+            )
+            layer.load_state_dict(parts)
+            if config["checkpoint_format"] == "gptq":
+                convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
+            weight = layer.dequantize_weight()
+        assert weight.dtype == parts["scales"].dtype
+        found[f"{prefix}weight"] = weight.T.contiguous()
+    return found
 
 
 @torch.no_grad()
-def logits_of(source: pathlib.Path, weights: dict, tokens: torch.Tensor):
-    model = transformers.LlamaForCausalLM.from_pretrained(source).float().eval()
-    missing = model.load_state_dict(
-        {name: w.float() for name, w in weights.items()}, strict=False
-    )
-    assert not missing.unexpected_keys
-    return model(tokens).logits
+def expect(folder: pathlib.Path) -> None:
+    """What a folder must come to."""
+    values = json.loads((folder / "config.json").read_text())
+    quantization = values.pop("quantization_config")
+    tensors = load_file(folder / "model.safetensors")
+    weights = decode(tensors, quantization)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
+    model = model.float().eval()
+    plain = {key: tensor for key, tensor in tensors.items() if "_proj" not in key}
+    model.load_state_dict({k: v.float() for k, v in {**plain, **weights}.items()})
+    tokens = torch.arange(3, 3 + 20)[None]
+    expected = {"tokens": tokens, "logits": model(tokens).logits.contiguous()}
+    expected |= {k: w for k, w in weights.items() if "self_attn" in k}
+    save_file(expected, folder / "expected.safetensors")
 
 
 def write(folder: pathlib.Path, *names: str) -> None:
@@ -100,9 +133,6 @@ def write(folder: pathlib.Path, *names: str) -> None:
         for name in names or MODELS:
             saved = pathlib.Path(temporary) / name
             quantize(source, saved, MODELS[name])
-            weights = decode(saved)
-            tokens = torch.arange(3, 3 + 20)[None]
-            logits = logits_of(source, weights, tokens)
             place = folder / name
             place.mkdir(exist_ok=True)
             shutil.copy(saved / "model.safetensors", place)
@@ -110,9 +140,7 @@ def write(folder: pathlib.Path, *names: str) -> None:
             # A path of the machine, and much else that does not matter to a reader.
             del config["quantization_config"]["meta"]
             (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-            expected = {"tokens": tokens, "logits": logits.contiguous()}
-            expected |= {k: w for k, w in weights.items() if "self_attn" in k}
-            save_file(expected, place / "expected.safetensors")
+            expect(place)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import FP8, Int2, Int4, Int8
-from eqquant.checkpoints.files import write_plain
+from eqquant.checkpoints.files import Source, write_plain
 from safetensors.numpy import load_file, save_file
 
 
@@ -69,9 +69,11 @@ BAD = {
 @pytest.mark.parametrize("what", BAD)
 def test_parts_that_do_not_fit(what, tmp_path):
     changes, message = BAD[what]
-    tensors = load_file(DATA / "compressed_tensors.safetensors")
     prefix = "zeros."
-    tensors = {k: v for k, v in tensors.items() if k.startswith(prefix)}
+    # Not by `load_file`, as there is FP8 in that file, too.
+    with Source(DATA / "compressed_tensors.safetensors") as source:
+        names = [name for name in source.tensors if name.startswith(prefix)]
+        tensors = {name: source.read(name) for name in names}
     tensors |= {prefix + name: tensor for name, tensor in changes.items()}
     tensors = {k: v for k, v in tensors.items() if v is not None}
     path = tmp_path / "model.safetensors"
