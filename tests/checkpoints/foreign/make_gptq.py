@@ -76,8 +76,9 @@ def quantize(source: pathlib.Path, target: pathlib.Path, options: dict) -> None:
     model.save(str(target))
 
 
-def decode(tensors: dict, config: dict) -> dict[str, torch.Tensor]:
-    """Quantized weights, by the code of GPTQModel."""
+def decode(tensors: dict, config: dict, dtype=None) -> dict[str, torch.Tensor]:
+    """Quantized weights, by the code of GPTQModel: in the dtype of their scales, or in
+    a longer one."""
     bits, group = config["bits"], config["group_size"]
     found = {}
     for name in [key for key in tensors if key.endswith(".qweight")]:
@@ -88,8 +89,10 @@ def decode(tensors: dict, config: dict) -> dict[str, torch.Tensor]:
             if key.startswith(prefix)
         }
         if config["quant_method"] == "awq":
-            order = (parts[key] for key in ("qweight", "qzeros", "scales"))
-            weight = dequantize_gemm(*order, bits, group)
+            scales = parts["scales"].to(dtype)
+            weight = dequantize_gemm(
+                parts["qweight"], parts["qzeros"], scales, bits, group
+            )
         else:
             words, outputs = parts["qweight"].shape
             layer = TorchLinear(
@@ -103,8 +106,9 @@ def decode(tensors: dict, config: dict) -> dict[str, torch.Tensor]:
             layer.load_state_dict(parts)
             if config["checkpoint_format"] == "gptq":
                 convert_gptq_v1_to_v2_format_module(layer, bits, torch.int32)
+            layer.scales = layer.scales.to(dtype)
             weight = layer.dequantize_weight()
-        assert weight.dtype == parts["scales"].dtype
+        assert weight.dtype == (dtype or parts["scales"].dtype)
         found[f"{prefix}weight"] = weight.T.contiguous()
     return found
 
@@ -115,13 +119,14 @@ def expect(folder: pathlib.Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     quantization = values.pop("quantization_config")
     tensors = load_file(folder / "model.safetensors")
-    weights = decode(tensors, quantization)
+    weights = decode(tensors, quantization, torch.float32)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values))
     model = model.float().eval()
     plain = {key: tensor for key, tensor in tensors.items() if "_proj" not in key}
-    model.load_state_dict({k: v.float() for k, v in {**plain, **weights}.items()})
+    model.load_state_dict({**{k: v.float() for k, v in plain.items()}, **weights})
     tokens = torch.arange(3, 3 + 20)[None]
     expected = {"tokens": tokens, "logits": model(tokens).logits.contiguous()}
+    weights = decode(tensors, quantization)
     expected |= {k: w for k, w in weights.items() if "self_attn" in k}
     save_file(expected, folder / "expected.safetensors")
 
