@@ -43,7 +43,7 @@ help:
 	@echo 'make clean     remove all that the others made'
 	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
 	@echo 'make test-clients  test models of other libraries, in an environment of its own'
-	@echo 'make test-imports  test files of bitsandbytes, GGUF, BitNet and PEFT beside their libraries'
+	@echo 'make test-imports  test files of bitsandbytes, GGUF, GPTQ and others beside their libraries'
 	@echo 'make test-gpu-compiler  compile for NVIDIA GPUs, in an environment of its own'
 	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
 	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
@@ -110,7 +110,7 @@ TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 test-imports:
-	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-imports
+	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-gptqmodel
 	$(IMPORTS)/bin/python -m pytest tests/imports
 
 # The compiler for GPUs, without a GPU: 1.4 GB, by which only Linux on x86-64 is served.
@@ -233,6 +233,10 @@ $(VENV)/.has-torch: $(VENV)/.exists
 	$(PIP) --no-deps \
 		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
 		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
+	@touch $@
+
+$(VENV)/.has-gptqmodel: $(VENV)/.has-imports
+	$(PIP) --no-deps gptqmodel==7.7.0
 	@touch $@
 
 # With JAX of the same version.

@@ -94,6 +94,19 @@ def test_no_circle_of_files():
         pytest.fail(" -> ".join(error.args[1]))
 
 
+def test_rooms_within_checkpoints():
+    """What is called is at the top; each of the others imports only these of them, and
+    through the door."""
+    below = {"leaves": {"files"}, "foreign": {"files"}, "files": set()}
+    below[""] = below.keys()
+    for file in (file for file in FILES if room_of(file) == "checkpoints"):
+        mine = file.split("/")[1:-1]
+        for other in imported_files(file):
+            theirs, door = other.split("/")[1:-1], other.endswith("/__init__.py")
+            if room_of(other) == "checkpoints" and theirs != mine:
+                assert door and "".join(theirs) in below["".join(mine)], file
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_room_says_what_it_imports(room):
     doc = ast.get_docstring(parse(f"{room}/__init__.py"))
@@ -110,8 +123,9 @@ def test_a_folder_says_what_it_is_for(folder):
 
 
 def test_tests_are_in_the_same_rooms():
-    folders = {p.parent.name for p in (ROOT / "tests").glob("*/test_*.py")}
-    assert folders <= {*ROOMS, "examples", "clients", "imports"}
+    tests = ROOT / "tests"
+    folders = {p.parent.relative_to(tests).as_posix() for p in tests.rglob("test_*.py")}
+    assert folders - {"."} <= {*FOLDERS, "examples", "clients", "imports"}
 
 
 def test_the_imports_are_found():

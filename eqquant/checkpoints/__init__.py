@@ -3,12 +3,17 @@
 Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint`;
 `read_checkpoint` and `write_bitsandbytes`, for files of other libraries; and `main`,
 the command line. Imports `trees`, `arrays`, `formats` and `_jax`.
+
+What is called is here. Below it are `foreign/` and `leaves/`, which do not import each
+other, and below these `files/`.
 """
 
-from ._bitsandbytes_write import write_bitsandbytes as write_bitsandbytes
 from ._command import main as main
 from ._convert import quantize_checkpoint as quantize_checkpoint
-from ._foreign import read_checkpoint as read_checkpoint
 from ._load import load as load, load_metadata as load_metadata
-from ._quantized import load_quantized as load_quantized
+from ._load_quantized import load_quantized as load_quantized
 from ._save import save as save
+from .foreign import (
+    read_checkpoint as read_checkpoint,
+    write_bitsandbytes as write_bitsandbytes,
+)

@@ -8,13 +8,10 @@ from collections.abc import Sequence
 
 from ..formats import as_format, Format, formats
 from ..trees import Report, report
-from ._contents import Contents
 from ._convert import quantize_checkpoint
-from ._formats import format_from_json
 from ._load import nested
-from ._memory import about_arrays
-from ._shards import MAX_SHARD_SIZE
-from ._source import Source
+from .files import about_arrays, Source
+from .leaves import Contents, format_from_json, MAX_SHARD_SIZE
 
 
 _formats = f"{', '.join(formats)}; with options: nf4:block_size=32,scale_search=true"

@@ -23,22 +23,36 @@ from ..trees import (
     weight_of,
     with_progress,
 )
-from ._contents import Contents
 from ._errors import with_place
-from ._foreign import check_plain
-from ._formats import format_to_json
-from ._json import to_json
-from ._layout import KEY, read_layout, Shard, VERSION
 from ._load import nested
-from ._memory import about_arrays
 from ._pieces import quantize_in_pieces
-from ._processes import Alone
-from ._records import describe, describe_later, Leaf
-from ._safetensors import Path, TensorFile
 from ._save import check_names, check_shard_size
-from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
-from ._source import INDEX, index_of, Source
-from ._write import replacing
+from .files import (
+    about_arrays,
+    INDEX,
+    index_of,
+    KEY,
+    Path,
+    read_layout,
+    replacing,
+    Shard,
+    Source,
+    TensorFile,
+    to_json,
+    VERSION,
+)
+from .foreign import check_plain
+from .leaves import (
+    Alone,
+    Contents,
+    describe,
+    describe_later,
+    format_to_json,
+    Leaf,
+    MAX_SHARD_SIZE,
+    target_of,
+    write_checkpoint,
+)
 
 
 _caller = "quantize_checkpoint"

@@ -18,12 +18,8 @@ from ..arrays import (
 )
 from ..formats import Format
 from ..trees import match_layers, Site, sites
-from ._contents import Contents
-from ._memory import to_jax
-from ._processes import processes_of
-from ._records import is_no_data
-from ._safetensors import Path
-from ._source import Source
+from .files import Path, Source, to_jax
+from .leaves import Contents, is_no_data, processes_of
 
 
 _caller = "load"

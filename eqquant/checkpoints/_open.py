@@ -9,13 +9,9 @@ import jax
 import numpy as np
 
 from ..formats import Format
-from ._contents import Contents
-from ._entry import Entry
-from ._foreign import open_entries, safetensors_entries
-from ._gguf import is_gguf
-from ._memory import convert, empty
-from ._safetensors import Path
-from ._source import Source
+from .files import convert, empty, Path, Source
+from .foreign import Entry, is_gguf, open_entries, safetensors_entries
+from .leaves import Contents
 
 
 class ForeignContents:

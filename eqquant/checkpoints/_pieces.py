@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import quantize
 from ..formats import Format
 from ..trees import Axis
-from ._memory import empty, to_jax
+from .files import empty, to_jax
 
 
 # Elements. XLA makes float32 of shorter floats before anything else.

@@ -8,11 +8,16 @@ from typing import Any
 from .._jax import typed
 from ..trees import sites
 from ._errors import with_place
-from ._layout import KEY
-from ._processes import Alone, processes_of
-from ._records import describe, Leaf
-from ._safetensors import Path
-from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint
+from .files import KEY, Path
+from .leaves import (
+    Alone,
+    describe,
+    Leaf,
+    MAX_SHARD_SIZE,
+    processes_of,
+    target_of,
+    write_checkpoint,
+)
 
 
 _caller = "save"

@@ -22,11 +22,27 @@ def config_of(values: dict) -> Config:
                 f"config.json: {name} does something else than to continue text."
             )
     if "quantization_config" in values:
-        raise ValueError(
-            "config.json: quantization_config says that the weights are quantized "
-            "already. Give the model in floating point."
-        )
+        _check_weights_alone(values["quantization_config"])
     return _architectures[kind](_Values(values))
+
+
+def _check_weights_alone(quantization) -> None:
+    """That only weights were quantized, in a way that `eqquant.load_quantized` reads:
+    where activations are rounded, too, it would be another model."""
+    known = "awq", "bitsandbytes", "compressed-tensors", "gptq"
+    values = quantization if isinstance(quantization, dict) else {}
+    method = values.get("quant_method")
+    if method not in known:
+        raise ValueError(
+            f"config.json: quantization_config of quant_method={method!r} is not "
+            f"supported, only {', '.join(map(repr, known))}."
+        )
+    for group in values.get("config_groups", {}).values():
+        if group.get("input_activations"):
+            raise ValueError(
+                "config.json: quantization_config has input_activations, which are "
+                "not supported: only weights may be quantized."
+            )
 
 
 class _Values:

@@ -18,7 +18,7 @@ import time
 import numpy as np
 from eqquant import load, save
 from eqquant.checkpoints import _save
-from eqquant.checkpoints._processes import Alone, Share
+from eqquant.checkpoints.leaves._processes import Alone, Share
 
 
 # 64 bits stay NumPy's, so that loading starts no threads either.

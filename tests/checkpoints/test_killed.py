@@ -10,7 +10,8 @@ import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints import _convert, _write
+from eqquant.checkpoints import _convert
+from eqquant.checkpoints.leaves import _write
 from helpers import assert_identical
 
 

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints import _safetensors, _save
-from eqquant.checkpoints._layout import Piece
-from eqquant.checkpoints._processes import Everyone
-from eqquant.checkpoints._records import Leaf, Part
-from eqquant.checkpoints._source import Source
-from eqquant.checkpoints._write import write_leaves
+from eqquant.checkpoints import _save
+from eqquant.checkpoints.files import _safetensors, Piece, Source
+from eqquant.checkpoints.leaves._leaf import Leaf, Part
+from eqquant.checkpoints.leaves._processes import Everyone
+from eqquant.checkpoints.leaves._write import write_leaves
 from helpers import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 

@@ -176,3 +176,20 @@ def test_gradients_of_adapters(name):
     assert len(jax.tree.leaves(got)) == 2 * 7
     assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(got))
     assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-3)
+
+
+# Made by GPTQModel, and logits of its weights by transformers.
+QUANTIZED = HERE.parent / "checkpoints" / "foreign" / "data"
+
+
+@pytest.mark.parametrize("name", ["gptq_zeros", slow("gptq_awq")])
+def test_a_folder_that_another_library_quantized(name):
+    values = load_file(QUANTIZED / name / "expected.safetensors")
+    tokens = jnp.asarray(values["tokens"], jnp.int32)
+    model = load_model(QUANTIZED / name, progress=False)
+    query = model.layers[0].attention.query.weight
+    assert query.format == eqquant.Int4(block_size=32, affine=True)
+    expected = forward(eqquant.dequantize_tree(model), tokens)
+    # As of the float models above, but with activations of 15 bits in products.
+    np.testing.assert_allclose(expected, values["logits"], atol=1e-4, rtol=0)
+    assert relative(forward(model, tokens), expected) < 1e-3

@@ -71,7 +71,22 @@ UNSUPPORTED = {
     "kinds of layers": ("gemma2", dict(layer_types=["mamba"] * 2), "'mamba'"),
     "too few": ("gemma2", dict(layer_types=["full_attention"]), "1 entries"),
     "missing": ("mistral", dict(hidden_size=None), "no hidden_size"),
-    "quantized": ("qwen3", dict(quantization_config={}), "quantization_config"),
+    "quantized": ("qwen3", dict(quantization_config={}), "quant_method=None"),
+    "activations": (
+        "qwen3",
+        dict(quantization_config={"quant_method": "bitnet"}),
+        "quant_method='bitnet' is not supported, only 'awq'",
+    ),
+    "activations of a group": (
+        "qwen3",
+        dict(
+            quantization_config={
+                "quant_method": "compressed-tensors",
+                "config_groups": {"group_0": {"input_activations": {"num_bits": 8}}},
+            }
+        ),
+        "has input_activations",
+    ),
     "both ways": ("gemma3", dict(use_bidirectional_attention=True), "bidirectional"),
 }
 

@@ -83,6 +83,17 @@ def test_a_generator_compiles_once_and_is_right():
         generator.prefill([])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gptq_zeros", "gptq_awq"])
+def test_text_of_a_folder_that_another_library_quantized(name):
+    folder = HERE.parent / "checkpoints" / "foreign" / "data" / name
+    model = load_model(folder, "int8", progress=False)
+    assert model.embedding.weight.format == eqquant.Int8()
+    assert model.layers[0].mlp.up.weight.format.name == "int4"
+    generator = generate.Generator(model, 64, None, GREEDY)
+    assert take(generator([5, 9, 30]), 4) == by_hand(model, [5, 9, 30], 4)
+
+
 @pytest.mark.parametrize("kv", [None, slow("int8")])
 @pytest.mark.parametrize("stacked", [False, slow(True)])
 def test_the_cache_stays_in_place(kv, stacked):

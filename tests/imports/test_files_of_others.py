@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints._ggml import TYPES
+from eqquant.checkpoints.foreign._ggml import TYPES
+from safetensors.numpy import load_file
 
 
 gguf = pytest.importorskip("gguf")
@@ -20,19 +21,42 @@ torch = pytest.importorskip("torch")
 bitsandbytes = pytest.importorskip("bitsandbytes")
 pytest.importorskip("transformers")
 
-CHECKPOINTS = pathlib.Path(__file__).parents[1] / "checkpoints"
-DATA = CHECKPOINTS / "data"
+FOREIGN = pathlib.Path(__file__).parents[1] / "checkpoints/foreign"
+DATA = FOREIGN / "data"
 
 
-@pytest.mark.parametrize("script", ["gguf", "bitsandbytes", "bitnet"])
+@pytest.mark.parametrize(
+    "script", ["gguf", "bitsandbytes", "bitnet", "compressed_tensors"]
+)
 def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_path):
-    path = CHECKPOINTS / f"make_{script}.py"
+    path = FOREIGN / f"make_{script}.py"
     subprocess.run([sys.executable, path, tmp_path], check=True, timeout=600)
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
     committed = {p.relative_to(DATA) for p in DATA.rglob("*") if p.is_file()}
     assert made == {p for p in committed if p.parts[0].startswith(script)}
     for name in made:
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes(), name
+
+
+def test_what_gptqmodel_writes_is_read_bit_for_bit(tmp_path):
+    """Not compared with the files that are committed: its codes depend on the order in
+    which a machine adds."""
+    pytest.importorskip("gptqmodel")
+    path = FOREIGN / "make_gptq.py"
+    subprocess.run([sys.executable, path, tmp_path], check=True, timeout=1200)
+    made = sorted(place.name for place in tmp_path.iterdir())
+    assert made == sorted(place.name for place in DATA.glob("gptq_*"))
+    for name in made:
+        expected = load_file(tmp_path / name / "expected.safetensors")
+        found = eqquant.read_checkpoint(
+            tmp_path / name / "model.safetensors", decode=True
+        )
+        for key in expected.keys() - {"tokens", "logits"}:
+            weight = found[key]
+            if eqquant.is_quantized(weight):
+                weight = weight.dequantize()
+            assert weight.dtype == expected[key].dtype
+            np.testing.assert_array_equal(np.asarray(weight), expected[key])
 
 
 def test_the_types_of_ggml_have_these_sizes():

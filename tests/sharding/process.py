@@ -14,7 +14,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from eqquant.checkpoints import _write
+from eqquant.checkpoints.leaves import _write
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 

@@ -1,0 +1,42 @@
+"""Files: bytes of tensors, safely, whoever wrote them and whatever they are for.
+
+Safetensors and their headers, checked against the size of the file; checkpoints of
+several files, and tensors split over them; files that replace others whole; JSON and
+memory. Imports no other room of checkpoints.
+"""
+
+from ._json import parse_object as parse_object, to_json as to_json
+from ._layout import (
+    KEY as KEY,
+    Layout as Layout,
+    make_header as make_header,
+    Piece as Piece,
+    Planned as Planned,
+    read_layout as read_layout,
+    Shard as Shard,
+    VERSION as VERSION,
+)
+from ._memory import (
+    about_arrays as about_arrays,
+    convert as convert,
+    empty as empty,
+    to_jax as to_jax,
+    to_numpy as to_numpy,
+)
+from ._plain import write_plain as write_plain
+from ._replacing import PART as PART, replacing as replacing, sync_folder as sync_folder
+from ._safetensors import (
+    CHUNK as CHUNK,
+    DTYPES as DTYPES,
+    MAX_HEADER as MAX_HEADER,
+    Path as Path,
+    Tensor as Tensor,
+    TensorFile as TensorFile,
+)
+from ._source import (
+    INDEX as INDEX,
+    index_of as index_of,
+    read_index as read_index,
+    Source as Source,
+    SUFFIX as SUFFIX,
+)

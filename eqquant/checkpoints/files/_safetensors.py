@@ -1,0 +1,294 @@
+"""Files of safetensors: what their header says, checked, and tensors out of them.
+
+A file is the length of the header (eight bytes, little endian), the header (JSON), and
+the bytes of the tensors without a gap. All of the header is checked before any tensor
+is read, against the size of the file: what it says is never trusted with memory.
+
+The library of this name reads into memory of its own and writes tensors that are all
+there at once. Here a tensor is read a piece at a time into the memory that JAX takes,
+in the dtype that it is to have, and its checksum in the same pass. (As of 0.8 that
+library has no float8 for NumPy, either, and of a name that is there twice takes one.)
+"""
+
+import dataclasses
+import math
+import os
+import pathlib
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._json import parse_object
+from ._memory import convert, empty
+
+
+Path = str | os.PathLike
+
+DTYPES = {
+    "BOOL": np.dtype(np.bool_),
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "U16": np.dtype(np.uint16),
+    "I16": np.dtype(np.int16),
+    "U32": np.dtype(np.uint32),
+    "I32": np.dtype(np.int32),
+    "U64": np.dtype(np.uint64),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(jnp.float8_e4m3fn),
+    "F8_E5M2": np.dtype(jnp.float8_e5m2),
+    "F8_E8M0": np.dtype(jnp.float8_e8m0fnu),
+    "F8_E4M3FNUZ": np.dtype(jnp.float8_e4m3fnuz),
+    "F8_E5M2FNUZ": np.dtype(jnp.float8_e5m2fnuz),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(jnp.bfloat16),
+    "F32": np.dtype(np.float32),
+    "F64": np.dtype(np.float64),
+    "C64": np.dtype(np.complex64),
+}
+# As the library of that name has it.
+MAX_HEADER = 100_000_000
+# What is read, checked and converted at once.
+CHUNK = 2**22
+
+
+# One for each axis, with a start and a stop.
+Slices = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tensor:
+    """What a checkpoint has by a name."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored(Tensor):
+    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
+
+    start: int
+    stop: int
+
+
+class TensorFile:
+    """A file that is open, and its header, which has been checked.
+
+    **Fields:**
+
+    - `path`: of the file.
+    - `header`: its bytes.
+    - `metadata`: the strings that the header holds beside tensors.
+    - `tensors`: by name.
+    """
+
+    def __init__(self, path: Path):
+        self.path = pathlib.Path(path)
+        if not self.path.is_file():
+            raise ValueError(f"{self.path}: there is no such file.")
+        self._file = self.path.open("rb")
+        try:
+            self.file_size = os.fstat(self._file.fileno()).st_size
+            self.header = self._read_header()
+            self.metadata, self.tensors = parse_header(
+                self.header, self.file_size, str(self.path)
+            )
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def _read_header(self) -> bytes:
+        start = self._file.read(8)
+        length = int.from_bytes(start, "little")
+        if len(start) < 8 or length > self.file_size - 8:
+            raise ValueError(
+                f"{self.path}: not a safetensors file, or cut off: it has "
+                f"{self.file_size} bytes, and says that its header has {length}."
+            )
+        if length > MAX_HEADER:
+            raise ValueError(
+                f"{self.path}: the header must have at most {MAX_HEADER} bytes, but "
+                f"has {length}."
+            )
+        return self._file.read(length)
+
+    def read(
+        self, name: str, dtype: Any = None, checksum: int | None = None
+    ) -> np.ndarray:
+        """A tensor, in memory of its own; with `dtype` converted to that, a piece at a
+        time. `checksum` is the CRC-32 that its bytes must have."""
+        stored = self.tensors[name]
+        dtype = stored.dtype if dtype is None else np.dtype(dtype)
+        out = empty(stored.shape, dtype)
+        flat = out.reshape(-1)
+        same = dtype == stored.dtype
+        itemsize = stored.dtype.itemsize
+        piece = np.empty(
+            0 if same else min(CHUNK, stored.stop - stored.start), np.uint8
+        )
+        crc = 0
+        self._file.seek(stored.start)
+        for start in range(0, stored.size, CHUNK // itemsize):
+            part = flat[start : start + CHUNK // itemsize]
+            raw = part.view(np.uint8) if same else piece[: part.size * itemsize]
+            self._fill(raw, name)
+            if checksum is not None:
+                crc = zlib.crc32(raw.data, crc)
+            self._check_bools(raw, stored)
+            if not same:
+                convert(raw.view(stored.dtype), part, f"{self.path}: {name!r}")
+        self._check(crc, checksum, name)
+        return out
+
+    def read_slices(
+        self,
+        name: str,
+        slices: Sequence[tuple[Slices, np.ndarray]],
+        checksum: int | None = None,
+    ) -> None:
+        """Slices of a tensor into arrays, in one pass, and with memory for a piece of
+        it. All of its bytes are read only if there is a checksum to check."""
+        stored = self.tensors[name]
+        crc = 0
+        self._file.seek(stored.start)
+
+        def read(shape: tuple[int, ...], slices) -> None:
+            """What has this shape, from where the file is."""
+            nonlocal crc
+            nbytes = math.prod(shape) * stored.dtype.itemsize
+            if not slices and checksum is None:
+                self._file.seek(nbytes, os.SEEK_CUR)
+            elif nbytes <= CHUNK:
+                raw = np.empty(nbytes, np.uint8)
+                self._fill(raw, name)
+                if checksum is not None:
+                    crc = zlib.crc32(raw.data, crc)
+                self._check_bools(raw, stored)
+                array = raw.view(stored.dtype).reshape(shape)
+                for place, out in slices:
+                    out[...] = array[place]
+            else:
+                length, *row = shape
+                step = max(CHUNK * length // nbytes, 1)
+                for i in range(0, length, step):
+                    rows = slice(i, min(i + step, length))
+                    below = [s for s in (_within(rows, *s) for s in slices) if s]
+                    if step > 1:
+                        read((rows.stop - i, *row), below)
+                    else:  # Of a row there may be too much, too.
+                        read(tuple(row), [(place[1:], out[0]) for place, out in below])
+
+        read(stored.shape, list(slices))
+        self._check(crc, checksum, name)
+
+    def _check_bools(self, raw: np.ndarray, stored: Stored) -> None:
+        if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
+            raise ValueError(
+                f"{self.path}: {stored.name!r} has bools other than 0 and 1."
+            )
+
+    def _check(self, crc: int, checksum: int | None, name: str) -> None:
+        if checksum is not None and crc != checksum:
+            raise ValueError(
+                f"{self.path}: the bytes of {name!r} are not those that were saved: "
+                "the file is damaged."
+            )
+
+    def _fill(self, raw: np.ndarray, name: str) -> None:
+        view, done = raw.data, 0
+        while done < len(view):
+            count = self._file.readinto(view[done:])
+            if not count:
+                raise ValueError(f"{self.path}: the file ends within {name!r}.")
+            done += count
+
+
+def _within(
+    rows: slice, place: Slices, out: np.ndarray
+) -> tuple[Slices, np.ndarray] | None:
+    """The part of a slice that is in some rows, counted from the first of them."""
+    first, *others = place
+    start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
+    if start >= stop:
+        return None
+    there = slice(start - rows.start, stop - rows.start), *others
+    return there, out[start - first.start : stop - first.start]
+
+
+def parse_header(
+    header: bytes, file_size: int, where: str
+) -> tuple[dict[str, str], dict[str, Stored]]:
+    """What the header says, if it can be true of a file of that size."""
+    parsed = parse_object(header, f"{where}: the header")
+    metadata = parsed.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise ValueError(f"{where}: __metadata__ must hold strings.")
+    first = 8 + len(header)
+    tensors = {
+        name: _parse_tensor(name, entry, first, f"{where}: {name!r}")
+        for name, entry in parsed.items()
+    }
+    position = first
+    for stored in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
+        if stored.start != position:
+            what = "overlaps another" if stored.start < position else "follows a gap"
+            raise ValueError(f"{where}: the tensor {stored.name!r} {what}.")
+        position = stored.stop
+    if position != file_size:
+        raise ValueError(
+            f"{where}: the tensors end at byte {position}, but the file has "
+            f"{file_size}: it is cut off, or damaged."
+        )
+    return metadata, tensors
+
+
+def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
+    expected = {"dtype", "shape", "data_offsets"}
+    if not isinstance(entry, dict) or entry.keys() != expected:
+        raise ValueError(f"{where} must have exactly {sorted(expected)}.")
+    dtype, shape, offsets = (entry[k] for k in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(
+            f"{where} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}."
+        )
+    if not are_sizes(shape) or len(shape) > 32:
+        raise ValueError(
+            f"{where}: shape must be a list of up to 32 sizes, got {shape!r}."
+        )
+    if not are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ValueError(
+            f"{where}: data_offsets must be a start and a stop, got {offsets!r}."
+        )
+    size = math.prod(shape) * DTYPES[dtype].itemsize
+    start, stop = offsets
+    if stop - start != size:
+        raise ValueError(
+            f"{where} of the shape {tuple(shape)} takes {size} bytes as {dtype}, but "
+            f"has {stop - start}."
+        )
+    return Stored(name, DTYPES[dtype], tuple(shape), first + start, first + stop)
+
+
+def are_sizes(values: Any) -> bool:
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value < 2**63 for value in values
+    )

@@ -1,0 +1,13 @@
+"""Checkpoints of other libraries: a file per kind, which finds the weights of that kind
+and says how each is read; `_read.py` asks all of them. Imports `files`.
+"""
+
+from ._entry import Entry as Entry
+from ._gguf import is_gguf as is_gguf
+from ._read import (
+    check_plain as check_plain,
+    open_entries as open_entries,
+    read_checkpoint as read_checkpoint,
+    safetensors_entries as safetensors_entries,
+)
+from ._write_bitsandbytes import write_bitsandbytes as write_bitsandbytes

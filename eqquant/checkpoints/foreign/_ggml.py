@@ -1,0 +1,242 @@
+"""The types of tensors in GGUF files: blocks of bytes, and what they mean.
+
+A block holds integers, and numbers that they are multiplied by: `value = level * scale`
+or `level * scale + offset`. Here each becomes arrays of these, in the order that ggml
+computes in, so that values are the same bit for bit. What a block looks like is part of
+ggml's public headers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...formats import Format, Int4, Int8, Ternary
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocks:
+    """**Fields:**
+
+    - `levels`: `(count, block)`, int8.
+    - `scales`: `(count, scales)`, float32: each is that of a part of the block.
+    - `offsets`: as `scales`, for types that have them.
+    """
+
+    levels: np.ndarray
+    scales: np.ndarray
+    offsets: np.ndarray | None = None
+
+    def decode(self) -> np.ndarray:
+        count, parts = self.scales.shape
+        values = self.levels.reshape(count, parts, -1).astype(np.float32)
+        # A scale that is not finite is one: that is not an error here.
+        with np.errstate(invalid="ignore", over="ignore"):
+            values *= self.scales[..., None]
+            if self.offsets is not None:
+                values += self.offsets[..., None]
+        return values.reshape(self.levels.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Type:
+    """**Fields:**
+
+    - `block`, `nbytes`: how many values a block has, and how many bytes.
+    - `dtype`: of types that are plain numbers.
+    - `unpack`: the bytes of blocks, `(count, nbytes)`, to what they mean.
+    - `format`: that holds them bit for bit.
+    """
+
+    name: str
+    block: int = 1
+    nbytes: int = 1
+    dtype: Any = None
+    unpack: Callable[[np.ndarray], Blocks] | None = None
+    format: Format | None = None
+
+
+def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
+    """The parts of blocks, the last of which is what remains."""
+    return np.split(blocks, np.cumsum(sizes), axis=1)
+
+
+def _halves(raw: np.ndarray) -> np.ndarray:
+    """Numbers of 16 bits, in float32."""
+    return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
+
+
+def _fields(raw: np.ndarray, bits: int, run: int) -> np.ndarray:
+    """Fields of so many bits. Of each run of bytes come first the lowest of all, then
+    the next."""
+    count = raw.shape[0]
+    shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    fields = (raw.reshape(count, -1, 1, run) >> shifts) & np.uint8(2**bits - 1)
+    return fields.reshape(count, -1)
+
+
+def _q4_0(raw):
+    d, q = _split(raw, 2)
+    return Blocks(_fields(q, 4, 16).astype(np.int8) - np.int8(8), _halves(d))
+
+
+def _q4_1(raw):
+    d, m, q = _split(raw, 2, 2)
+    return Blocks(_fields(q, 4, 16).astype(np.int8), _halves(d), _halves(m))
+
+
+def _five_bits(high, low):
+    bits = np.unpackbits(high, axis=1, bitorder="little")
+    return (_fields(low, 4, 16) | bits << np.uint8(4)).astype(np.int8)
+
+
+def _q5_0(raw):
+    d, high, low = _split(raw, 2, 4)
+    return Blocks(_five_bits(high, low) - np.int8(16), _halves(d))
+
+
+def _q5_1(raw):
+    d, m, high, low = _split(raw, 2, 2, 4)
+    return Blocks(_five_bits(high, low), _halves(d), _halves(m))
+
+
+def _q8_0(raw):
+    d, q = _split(raw, 2)
+    return Blocks(q.view(np.int8), _halves(d))
+
+
+def _q2_k(raw):
+    scales, q, d, least = _split(raw, 16, 64, 2)
+    step = _halves(d) * (scales & np.uint8(15)).astype(np.float32)
+    least = _halves(least) * (scales >> np.uint8(4)).astype(np.float32)
+    return Blocks(_fields(q, 2, 32).astype(np.int8), step, -least)
+
+
+def _q3_k(raw):
+    high, low, scales, d = _split(raw, 32, 64, 12)
+    scales = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
+    scales = scales.astype(np.float32) - np.float32(32)
+    levels = _fields(low, 2, 32).astype(np.int8)
+    # Four less where the third bit is not set.
+    levels -= ((_fields(high, 1, 32) ^ np.uint8(1)) << np.uint8(2)).astype(np.int8)
+    return Blocks(levels, _halves(d) * scales)
+
+
+def _steps_and_leasts(d, least, packed):
+    """Of Q4_K and Q5_K: two times eight numbers of 6 bits. Four of each have a byte,
+    whose top bits belong to the four others."""
+    first, second, rest = np.split(packed, 3, axis=1)
+
+    def eight(four, low):
+        high = (four >> np.uint8(2)) & np.uint8(0x30)
+        whole = np.concatenate([four & np.uint8(63), low | high], 1)
+        return whole.astype(np.float32)
+
+    steps = _halves(d) * eight(first, rest & np.uint8(15))
+    return steps, -(_halves(least) * eight(second, rest >> np.uint8(4)))
+
+
+def _q4_k(raw):
+    d, least, scales, q = _split(raw, 2, 2, 12)
+    steps, leasts = _steps_and_leasts(d, least, scales)
+    return Blocks(_fields(q, 4, 32).astype(np.int8), steps, leasts)
+
+
+def _q5_k(raw):
+    d, least, scales, high, low = _split(raw, 2, 2, 12, 32)
+    steps, leasts = _steps_and_leasts(d, least, scales)
+    levels = _fields(low, 4, 32) | _fields(high, 1, 32) << np.uint8(4)
+    return Blocks(levels.astype(np.int8), steps, leasts)
+
+
+def _q6_k(raw):
+    low, high, scales, d = _split(raw, 128, 64, 16)
+    levels = _fields(low, 4, 64) | _fields(high, 2, 32) << np.uint8(4)
+    steps = _halves(d) * scales.view(np.int8).astype(np.float32)
+    return Blocks(levels.astype(np.int8) - np.int8(32), steps)
+
+
+def _tq1_0(raw):
+    """Five ternary digits to a byte, as a fraction of 256; four in the last bytes."""
+    first, second, rest, d = _split(raw, 32, 16, 4)
+
+    def digits(part, count):
+        powers = np.uint8(3) ** np.arange(count, dtype=np.uint8)[:, None]
+        shifted = part[:, None, :] * powers  # Without the digits before, as it wraps.
+        return ((shifted.astype(np.uint16) * 3) >> 8).reshape(len(part), -1)
+
+    levels = np.concatenate([digits(first, 5), digits(second, 5), digits(rest, 4)], 1)
+    return Blocks(levels.astype(np.int8) - np.int8(1), _halves(d))
+
+
+def _tq2_0(raw):
+    q, d = _split(raw, 64)
+    return Blocks(_fields(q, 2, 32).astype(np.int8) - np.int8(1), _halves(d))
+
+
+# Of IQ4_NL and IQ4_XS; and of FP4 (e2m1), doubled.
+_iq4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+_fp4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_iq4_levels, _fp4_levels = (np.array(table, np.int8) for table in (_iq4, _fp4))
+
+
+def _iq4_nl(raw):
+    d, q = _split(raw, 2)
+    return Blocks(_iq4_levels[_fields(q, 4, 16)], _halves(d))
+
+
+def _iq4_xs(raw):
+    d, high, low, q = _split(raw, 2, 2, 4)
+    scales = _fields(low, 4, 1) | _fields(high, 2, 1) << np.uint8(4)
+    scales = scales.astype(np.float32) - np.float32(32)
+    return Blocks(_iq4_levels[_fields(q, 4, 16)], _halves(d) * scales)
+
+
+def _mxfp4(raw):
+    exponents, q = _split(raw, 1)
+    # Halved, as the levels are doubled.
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
+    return Blocks(_fp4_levels[_fields(q, 4, 16)], scales.astype(np.float32))
+
+
+_int4, _int8 = Int4(block_size=32), Int8(block_size=32)
+_affine = Int4(block_size=32, affine=True)
+_ternary = Ternary(block_size=256)
+
+# By the number that files have.
+TYPES: dict[int, Type] = {
+    0: Type("F32", nbytes=4, dtype=np.dtype("<f4")),
+    1: Type("F16", nbytes=2, dtype=np.dtype("<f2")),
+    2: Type("Q4_0", 32, 18, unpack=_q4_0, format=_int4),
+    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=_affine),
+    6: Type("Q5_0", 32, 22, unpack=_q5_0, format=_int8),
+    7: Type("Q5_1", 32, 24, unpack=_q5_1),
+    8: Type("Q8_0", 32, 34, unpack=_q8_0, format=_int8),
+    10: Type("Q2_K", 256, 84, unpack=_q2_k),
+    11: Type("Q3_K", 256, 110, unpack=_q3_k, format=Int4(block_size=16)),
+    12: Type("Q4_K", 256, 144, unpack=_q4_k),
+    13: Type("Q5_K", 256, 176, unpack=_q5_k),
+    14: Type("Q6_K", 256, 210, unpack=_q6_k, format=Int8(block_size=16)),
+    16: Type("IQ2_XXS", 256, 66),
+    17: Type("IQ2_XS", 256, 74),
+    18: Type("IQ3_XXS", 256, 98),
+    19: Type("IQ1_S", 256, 50),
+    20: Type("IQ4_NL", 32, 18, unpack=_iq4_nl, format=_int8),
+    21: Type("IQ3_S", 256, 110),
+    22: Type("IQ2_S", 256, 82),
+    23: Type("IQ4_XS", 256, 136, unpack=_iq4_xs, format=_int8),
+    24: Type("I8", nbytes=1, dtype=np.dtype("i1")),
+    25: Type("I16", nbytes=2, dtype=np.dtype("<i2")),
+    26: Type("I32", nbytes=4, dtype=np.dtype("<i4")),
+    27: Type("I64", nbytes=8, dtype=np.dtype("<i8")),
+    28: Type("F64", nbytes=8, dtype=np.dtype("<f8")),
+    29: Type("IQ1_M", 256, 56),
+    30: Type("BF16", nbytes=2, dtype=np.dtype(jnp.bfloat16)),
+    34: Type("TQ1_0", 256, 54, unpack=_tq1_0, format=_ternary),
+    35: Type("TQ2_0", 256, 66, unpack=_tq2_0, format=_ternary),
+    39: Type("MXFP4", 32, 17, unpack=_mxfp4, format=_int8),
+    40: Type("NVFP4", 64, 36),
+    41: Type("Q1_0", 128, 18),
+}

@@ -1,0 +1,76 @@
+"""The tensors of a GGUF file as arrays: quantized, plain or decoded."""
+
+import functools as ft
+
+import numpy as np
+
+from ._entry import Entry, from_codes, from_levels, NotHeld
+from ._gguf import GGUFFile, Tensor
+
+
+# What is decoded at once, in values.
+_chunk = 2**22
+
+
+def gguf_entries(file: GGUFFile) -> dict[str, Entry]:
+    return {name: _entry(file, tensor) for name, tensor in file.tensors.items()}
+
+
+def _entry(file: GGUFFile, tensor: Tensor) -> Entry:
+    where = f"{file.path}: {tensor.name!r} in {tensor.type.name}"
+    is_plain = tensor.type.dtype is not None
+    return Entry(
+        where,
+        tensor.shape,
+        tensor.type.dtype if is_plain else np.dtype("float32"),
+        ft.partial(_plain if is_plain else _decode, file, tensor, where),
+        None if is_plain else ft.partial(_quantized, file, tensor),
+        (tensor.type.name, tensor.type.format is not None),
+    )
+
+
+def _plain(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
+    del where
+    return file.read(tensor).view(tensor.type.dtype).reshape(tensor.shape)
+
+
+def _blocks(file: GGUFFile, tensor: Tensor) -> np.ndarray:
+    return file.read(tensor).reshape(-1, tensor.type.nbytes)
+
+
+def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
+    unpack, block = tensor.type.unpack, tensor.type.block
+    if unpack is None:
+        raise ValueError(f"{where}: eqquant does not decode this type.")
+    raw = _blocks(file, tensor)
+    out, step = np.empty((len(raw), block), np.float32), _chunk // block
+    for start in range(0, len(raw), step):
+        out[start : start + step] = unpack(raw[start : start + step]).decode()
+    return out.reshape(tensor.shape)
+
+
+def _quantized(file: GGUFFile, tensor: Tensor):
+    kind = tensor.type
+    if kind.unpack is None:
+        raise ValueError(
+            f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant neither "
+            "holds nor decodes."
+        )
+    if kind.format is None:
+        raise NotHeld(
+            "has an offset in each block that no format of eqquant holds exactly: it "
+            "would have to be quantized again."
+        )
+    raw = _blocks(file, tensor)
+    step = _chunk // kind.block
+    parts = [kind.unpack(raw[i : i + step]) for i in range(0, len(raw), step)]
+    *lead, size = tensor.shape
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([getattr(p, name) for p in parts]).reshape(*lead, -1)
+
+    levels, scales = joined("levels"), joined("scales")
+    assert levels.shape == (*lead, size)
+    if kind.format.has_offsets:
+        return from_codes(levels, scales, joined("offsets"), kind.format)
+    return from_levels(levels, scales, kind.format)

@@ -1,0 +1,108 @@
+"""NF4 weights in the layout of bitsandbytes."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ..._jax import typed
+from ...arrays import QuantizedArray
+from ...formats import float_scales, NF4, unpack
+from ..files import Path, to_json, write_plain
+from ._bitsandbytes import BLOCK_SIZES, DTYPES, STATE
+
+
+@typed
+def write_bitsandbytes(
+    path: Path, arrays: Mapping[str, Array | np.ndarray | QuantizedArray]
+) -> None:
+    """Write arrays to a safetensors file that bitsandbytes reads, with NF4 weights in
+    its layout, bit for bit.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import tempfile
+
+        weight = jax.random.normal(jax.random.key(0), (16, 128))
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        q = eqquant.quantize(weight, "nf4")
+        eqquant.write_bitsandbytes(path, {"layer.weight": q})
+        assert (eqquant.read_checkpoint(path)["layer.weight"].codes == q.codes).all()
+        ```
+
+    **Arguments:**
+
+    - `path`: of the file, which is replaced if it is there.
+    - `arrays`: by name. Those that are quantized must be in [`eqquant.NF4`][] along
+        their last axis, in blocks of 32 to 4096 that fill the rows. With double
+        quantization their scales are written as float32, which changes no value.
+
+    **Raises:**
+
+    `ValueError` for an array that bitsandbytes has no layout for; the message says why.
+    """
+    target = pathlib.Path(os.fspath(path))
+    tensors: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        parts = {name: array}
+        if isinstance(array, QuantizedArray):
+            parts = {name + end: part for end, part in _parts(name, array).items()}
+        if twice := tensors.keys() & parts.keys():
+            raise ValueError(f"write_bitsandbytes: there are two of {min(twice)!r}.")
+        tensors |= {key: np.asarray(part) for key, part in parts.items()}
+    write_plain(target, tensors, {"format": "pt"})
+
+
+def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
+    """The tensors that bitsandbytes has for a weight, by the ends of their names."""
+    block = _block(name, q)
+    codes = np.asarray(unpack(q.codes, q.format.bits, q.format.group)).reshape(-1)
+    state = {
+        "quant_type": "nf4",
+        "blocksize": block,
+        "dtype": q.dtype.name,
+        "shape": list(q.shape),
+    }
+    return {
+        "": (codes[0::2] << np.uint8(4) | codes[1::2]).reshape(-1, 1),
+        ".absmax": np.asarray(float_scales(q.scales), np.float32).reshape(-1),
+        ".quant_map": np.array(NF4.codebook, np.float32),
+        f"{STATE}nf4": np.frombuffer(to_json(state), np.uint8),
+    }
+
+
+def _block(name: str, q: QuantizedArray) -> int:
+    """The block size of a weight that bitsandbytes has a layout for."""
+
+    def fail(what: str):
+        raise ValueError(f"write_bitsandbytes: {name!r} {what}")
+
+    q.check_whole()
+    if type(q.format) is not NF4:
+        fail(f"is in {q.format!r}; bitsandbytes has NF4 alone.")
+    if q.axes != (-1,):
+        fail(
+            f"has its blocks along the axes {q.axes}, those of bitsandbytes run along "
+            "the last. Transpose it, or quantize it again."
+        )
+    if q.ndim < 2 or not q.size:
+        fail(f"has the shape {q.shape}; bitsandbytes has matrices.")
+    columns = q.shape[-1]
+    block = q.format.block_size or columns
+    if block not in BLOCK_SIZES:
+        fail(f"has blocks of {block}; bitsandbytes has {BLOCK_SIZES}.")
+    if columns % block:
+        fail(f"has rows of {columns}, which blocks of {block} do not fill.")
+    if q.dtype.name not in DTYPES:
+        fail(f"stands for {q.dtype.name}; bitsandbytes has {list(DTYPES)}.")
+    scales = float_scales(q.scales)
+    if not jnp.array_equal(scales, scales.astype(jnp.float32), equal_nan=True):
+        fail("has scales that float32 does not hold.")
+    return block

@@ -1,0 +1,24 @@
+"""Leaves of trees: what each becomes in a file of eqquant's, and back.
+
+A leaf is described as tensors and records, and built again from these; what comes out
+of a file is checked first. Files are written by all processes that have a part of the
+tree. Imports `files`.
+"""
+
+from ._contents import Contents as Contents
+from ._describe import (
+    describe as describe,
+    describe_later as describe_later,
+    is_no_data as is_no_data,
+)
+from ._formats import (
+    format_from_json as format_from_json,
+    format_to_json as format_to_json,
+)
+from ._leaf import Leaf as Leaf
+from ._processes import Alone as Alone, processes_of as processes_of
+from ._shards import (
+    MAX_SHARD_SIZE as MAX_SHARD_SIZE,
+    target_of as target_of,
+    write_checkpoint as write_checkpoint,
+)

@@ -1,0 +1,113 @@
+"""Formats as JSON, and back. A file only ever names a format: the class is one that is
+known already."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from beartype.door import is_bearable
+
+from ...formats import (
+    every_format as formats_by_name,
+    Format,
+    GPUKernel,
+    TPUKernel,
+)
+
+
+Known = Mapping[str, type[Format]]
+
+
+def known_formats(more: Sequence[type[Format]], caller: str) -> Known:
+    """Those of eqquant, and more that a user gives, by name."""
+    known = dict(formats_by_name)
+    for cls in more:
+        if not isinstance(cls, type) or not issubclass(cls, Format):
+            raise TypeError(
+                f"{caller}: formats must be subclasses of eqquant.Format, got {cls!r}."
+            )
+        if known.setdefault(cls.name, cls) is not cls:
+            raise ValueError(f"{caller}: two formats are called {cls.name!r}.")
+    return known
+
+
+def format_to_json(format: Format) -> dict[str, Any]:
+    """What [`format_from_json`][] makes the same format of."""
+    cls = type(format)
+    name = getattr(cls, "name", None)
+    if not isinstance(name, str) or formats_by_name.get(name, cls) is not cls:
+        raise ValueError(
+            f"{format!r} cannot be saved, as its class is called {name!r}, like "
+            "another. Give it a `name` of its own."
+        )
+    fields = {f.name: getattr(format, f.name) for f in dataclasses.fields(format)}
+    try:
+        written = {
+            "name": name,
+            "fields": {key: _value_to_json(value) for key, value in fields.items()},
+        }
+        same = format_from_json(written, {name: cls}) == format
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{format!r} cannot be saved: {error}") from error
+    if not same:
+        raise ValueError(f"{format!r} cannot be saved: its fields make another format.")
+    return written
+
+
+def format_from_json(written: Any, known: Known) -> Format:
+    if not isinstance(written, dict) or written.keys() != {"name", "fields"}:
+        raise ValueError(f"a format must have a name and fields, got {written!r}.")
+    name, fields = written["name"], written["fields"]
+    if not isinstance(name, str) or name not in known:
+        raise ValueError(
+            f"the format {name!r} is not known; known are {sorted(known)}. If it is "
+            "one of yours, load with `formats=[...]`."
+        )
+    return _make(known[name], fields)
+
+
+def _value_to_json(value: Any) -> Any:
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, np.integer | np.floating):
+        return value.item()
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, tuple):
+        return [_value_to_json(x) for x in value]
+    if isinstance(value, TPUKernel | GPUKernel):
+        return {type(value).__name__: dataclasses.asdict(value)}
+    raise TypeError(
+        f"a field holds {value!r}. Fields must be numbers, strings, dtypes, None, or "
+        "tuples of these."
+    )
+
+
+def _value_from_json(value: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(_value_from_json(x) for x in value)
+    if isinstance(value, dict):
+        kernels = {kernel.__name__: kernel for kernel in (TPUKernel, GPUKernel)}
+        if len(value) != 1 or not value.keys() <= kernels.keys():
+            raise ValueError(f"a field cannot be {value!r}.")
+        ((name, fields),) = value.items()
+        return _make(kernels[name], fields)
+    return value
+
+
+def _make(cls: type, fields: Any) -> Any:
+    """An instance of a dataclass, each field of the type that it is declared with."""
+    hints = typing.get_type_hints(cls)
+    declared = {field.name for field in dataclasses.fields(cls) if field.init}
+    if not isinstance(fields, dict) or not fields.keys() <= declared:
+        raise ValueError(f"{cls.__name__} has no such fields: {fields!r}.")
+    values = {name: _value_from_json(value) for name, value in fields.items()}
+    for name, value in values.items():
+        if not is_bearable(value, hints[name]):
+            raise ValueError(f"{cls.__name__}: {name} cannot be {value!r}.")
+    try:
+        return cls(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,60 @@
+"""Leaves into one file."""
+
+import dataclasses
+import pathlib
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import BinaryIO
+
+import numpy as np
+
+from ..files import CHUNK, Layout, make_header, Planned, replacing, Shard
+from ._leaf import Leaf
+
+
+def nbytes(leaf: Leaf) -> int:
+    return sum(part.nbytes for part in leaf.parts)
+
+
+def write_leaves(
+    path: pathlib.Path,
+    leaves: Sequence[Leaf],
+    metadata: dict[str, str],
+    shard: Shard | None = None,
+    *,
+    shown: Iterable[Leaf] | None = None,
+) -> None:
+    """One file of these leaves. Each is made when it is written, and then forgotten.
+    `shown` are the same leaves, in a progress bar."""
+    records = {k: v for leaf in leaves for k, v in leaf.records.items()}
+    planned = [
+        Planned(part.name, part.dtype, part.shape, part.nbytes)
+        for leaf in leaves
+        for part in leaf.parts
+    ]
+    pieces = {
+        part.name: part.piece for leaf in leaves for part in leaf.parts if part.piece
+    }
+    layout = Layout(records, {}, shard, pieces)
+    header, starts = make_header(planned, layout, metadata)
+    checksums: dict[str, int] = {}
+    with replacing(path) as file:
+        file.write(header)
+        for leaf in leaves if shown is None else shown:
+            for part in leaf.parts:
+                file.seek(starts[part.name])
+                checksums[part.name] = _write(file, part.make())
+        layout = dataclasses.replace(layout, checksums=checksums)
+        header, _ = make_header(planned, layout, metadata)
+        file.seek(0)
+        file.write(header)
+
+
+def _write(file: BinaryIO, array: np.ndarray) -> int:
+    raw = array.reshape(-1).view(np.uint8).data
+    crc = 0
+    for start in range(0, len(raw), CHUNK):
+        piece = raw[start : start + CHUNK]
+        crc = zlib.crc32(piece, crc)
+        file.write(piece)
+    return crc

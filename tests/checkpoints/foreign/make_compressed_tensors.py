@@ -1,0 +1,95 @@
+"""Writes `compressed_tensors.safetensors` with the compressors of compressed-tensors,
+and what these decode it to.
+
+    python tests/checkpoints/foreign/make_compressed_tensors.py FOLDER
+"""
+
+import pathlib
+import sys
+
+import torch
+from compressed_tensors.compressors import (
+    NaiveQuantizationCompressor,
+    PackedQuantizationCompressor,
+)
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import save_file
+
+
+# Bits, columns, group (None for a whole row), whether without zero points, dtype.
+LAYERS = {
+    "zeros": (4, 96, 32, False, "bfloat16"),
+    "symmetric": (4, 64, 32, True, "float16"),
+    "rows": (4, 100, None, False, "float16"),
+    "two_bits": (2, 64, 32, False, "bfloat16"),
+    "eight_bits": (8, 64, 64, True, "bfloat16"),
+}
+# Floats or integers of 8 bits, which share a scale, dtype.
+BYTES = {
+    "fp8_rows": ("float", "channel", "bfloat16"),
+    "fp8_whole": ("float", "tensor", "float32"),
+    "int8_rows": ("int", "channel", "bfloat16"),
+}
+ROWS = 12  # Which do not fill words.
+
+
+def layer(bits: int, columns: int, group: int | None, symmetric: bool, dtype):
+    groups = 1 if group is None else columns // group
+    half = 2 ** (bits - 1)
+    # 8 bits without their lowest level, which Int8 does not have.
+    levels = torch.randint(-half + (bits == 8), half, (ROWS, columns))
+    scales = (torch.randint(1, 100, (ROWS, groups)) / 512).to(dtype)
+    zeros = torch.randint(-half, half, (ROWS, groups))
+    zeros = torch.zeros_like(zeros) if symmetric else zeros
+    each = lambda x: x.repeat_interleave(columns // groups, 1)
+    state = {
+        # Quantized again, these are the same levels.
+        "weight": (levels - each(zeros)).float() * each(scales).float(),
+        "weight_scale": scales,
+        "weight_zero_point": zeros.to(torch.int8),
+    }
+    strategy = "channel" if group is None else "group"
+    weights = QuantizationArgs(
+        num_bits=bits, symmetric=symmetric, strategy=strategy, group_size=group
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    return packed_and_back(PackedQuantizationCompressor, state, scheme)
+
+
+def layer_of_bytes(kind: str, strategy: str, dtype):
+    """FP8, or integers of 8 bits, by rows or as a whole."""
+    if kind == "float":
+        levels = torch.randint(0, 127, (ROWS, 40), dtype=torch.uint8)
+        levels = levels.view(torch.float8_e4m3fn).float()
+        levels[:, ::2] *= -1
+    else:
+        levels = torch.randint(-127, 128, (ROWS, 40)).float()
+    count = ROWS if strategy == "channel" else 1
+    scales = (torch.randint(1, 100, (count, 1)) / 512).to(dtype)
+    state = {"weight": levels * scales.float(), "weight_scale": scales}
+    if strategy == "tensor":
+        state["weight_scale"] = scales[0]
+    weights = QuantizationArgs(num_bits=8, type=kind, strategy=strategy)
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    return packed_and_back(NaiveQuantizationCompressor, state, scheme)
+
+
+def packed_and_back(compressor, state: dict, scheme: QuantizationScheme):
+    packed = compressor.compress(state, scheme)
+    return packed, compressor.decompress(packed, scheme)["weight"]
+
+
+def write(folder: pathlib.Path) -> None:
+    torch.manual_seed(0)
+    found, expected = {}, {}
+    makers = dict.fromkeys(LAYERS, layer) | dict.fromkeys(BYTES, layer_of_bytes)
+    for name, (*options, dtype) in (LAYERS | BYTES).items():
+        packed, weight = makers[name](*options, getattr(torch, dtype))
+        found |= {f"{name}.{key}": value.contiguous() for key, value in packed.items()}
+        expected[f"{name}.weight"] = weight.contiguous()
+    save_file(found, folder / "compressed_tensors.safetensors", {"format": "pt"})
+    save_file(expected, folder / "compressed_tensors_expected.safetensors")
+
+
+if __name__ == "__main__":
+    write(pathlib.Path(sys.argv[1]))

@@ -1,0 +1,125 @@
+"""Weights that compressed-tensors packed: `make_compressed_tensors.py`."""
+
+import pathlib
+
+import eqquant
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import FP8, Int2, Int4, Int8
+from eqquant.checkpoints.files import Source, write_plain
+from safetensors.numpy import load_file, save_file
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+FULL = {"scale_dtype": "float32", "fit": "absmax"}
+FORMATS = {
+    "zeros": Int4(block_size=32, affine=True),
+    "symmetric": Int4(block_size=32),
+    "rows": Int4(block_size=None, affine=True),
+    "two_bits": Int2(block_size=32, affine=True, **FULL),
+    "eight_bits": Int8(block_size=None),
+    "fp8_rows": FP8(),
+    "fp8_whole": FP8(),
+    "int8_rows": Int8(),
+}
+
+
+@pytest.fixture(scope="module")
+def found():
+    return eqquant.read_checkpoint(DATA / "compressed_tensors.safetensors")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_values_are_those_of_the_library(name, found):
+    assert found.keys() == {f"{name}.weight" for name in FORMATS}
+    q = found[f"{name}.weight"]
+    # In the dtype of the scales, to which the library rounds, too.
+    expected = load_file(DATA / "compressed_tensors_expected.safetensors")
+    expected = expected[f"{name}.weight"]
+    assert q.format == FORMATS[name] and q.dtype == expected.dtype
+    assert q.shape == expected.shape
+    value = np.asarray(q.dequantize())
+    np.testing.assert_array_equal(value, expected)
+
+
+BAD = {
+    "no shape": (dict(weight_shape=None), "no 'weight_shape' beside it"),
+    "no scales": (dict(weight_scale=None), "no 'weight_scale' beside it"),
+    "another shape": (dict(weight_shape=np.array([8, 64])), r"says \(8, 64\)"),
+    "an empty shape": (dict(weight_shape=np.array([12, 0])), r"says \(12, 0\)"),
+    "a negative shape": (dict(weight_shape=np.array([12, -8])), r"says \(12, -8\)"),
+    "more columns": (dict(weight_shape=np.array([12, 97])), "knows no packing"),
+    "three axes": (dict(weight_shape=np.array([12, 8, 8])), r"\(2,\), but has"),
+    "codes of bytes": (dict(weight_packed=np.zeros((12, 12), np.uint8)), "in int32"),
+    "groups of no columns": (dict(weight_scale=np.ones((12, 0), np.float16)), "0 gr"),
+    "partial groups": (dict(weight_scale=np.ones((12, 5), np.float16)), "5 groups"),
+    "scales of a vector": (dict(weight_scale=np.ones(12, np.float16)), "weight_scale"),
+    "zeros of others": (
+        dict(weight_zero_point=np.zeros((1, 3), np.int32)),
+        r"\(2, 3\), but has",
+    ),
+    "an order of others": (
+        dict(weight_g_idx=np.full(96, 3, np.int32)),
+        "groups in 'weight_g_idx' from 3 to 3, but there are 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_parts_that_do_not_fit(what, tmp_path):
+    changes, message = BAD[what]
+    prefix = "zeros."
+    # Not by `load_file`, as there is FP8 in that file, too.
+    with Source(DATA / "compressed_tensors.safetensors") as source:
+        names = [name for name in source.tensors if name.startswith(prefix)]
+        tensors = {name: source.read(name) for name in names}
+    tensors |= {prefix + name: tensor for name, tensor in changes.items()}
+    tensors = {k: v for k, v in tensors.items() if v is not None}
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    for decode in (False, True):
+        with pytest.raises(ValueError, match=message):
+            eqquant.read_checkpoint(path, decode=decode)
+
+
+def float8(rows, columns):
+    codes = np.random.default_rng(0).integers(0, 127, (rows, columns), np.uint8)
+    return codes.view(jnp.float8_e4m3fn)
+
+
+def save(path, **tensors):
+    write_plain(path, {f"a.{name}": tensor for name, tensor in tensors.items()}, {})
+
+
+def test_fp8_in_tiles(tmp_path):
+    """As Hugging Face and DeepSeek have it, by its layout."""
+    path, rows, columns = tmp_path / "model.safetensors", 130, 300
+    weight = float8(rows, columns)
+    scales = np.random.default_rng(1).uniform(0.1, 1, (2, 3)).astype(np.float32)
+    save(path, weight=weight, weight_scale_inv=scales)
+    q = eqquant.read_checkpoint(path)["a.weight"]
+    assert q.format == FP8(block_size=128) and q.shape == (rows, columns)
+    of_each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    expected = weight.astype(np.float32) * of_each
+    assert np.asarray(q.dequantize()).tobytes() == expected.tobytes()
+
+
+def test_bytes_that_are_not_held(tmp_path):
+    path, scale = tmp_path / "model.safetensors", np.full((4, 1), 2, np.float32)
+    integers = np.full((4, 8), -128, np.int8)
+    nothing = np.full((4, 8), 0x7F, np.uint8).view(jnp.float8_e4m3fn)
+    for weight, message in ((integers, "from -128 to -128"), (nothing, "not a number")):
+        save(path, weight=weight, weight_scale=scale)
+        with pytest.raises(ValueError, match=f"{message}.*decode=True"):
+            eqquant.read_checkpoint(path)
+        found = eqquant.read_checkpoint(path, decode=True)["a.weight"]
+        np.testing.assert_array_equal(found, weight.astype(np.float32) * scale)
+
+
+@pytest.mark.parametrize("shape", [(2,), (4, 2), (2, 1), (1, 4)])
+def test_scales_of_bytes_that_do_not_fit(shape, tmp_path):
+    path = tmp_path / "model.safetensors"
+    save(path, weight=float8(4, 8), weight_scale=np.ones(shape, np.float32))
+    with pytest.raises(ValueError, match=r"'weight_scale' in .* of the shape \(\) or"):
+        eqquant.read_checkpoint(path)

@@ -1,0 +1,207 @@
+"""GGUF files that llama.cpp's package wrote: `make_gguf.py`."""
+
+import pathlib
+
+import eqquant
+import jax
+import numpy as np
+import pytest
+from eqquant import Int4, Int8, Ternary
+from eqquant.checkpoints.foreign._gguf import GGUFFile
+from helpers import relative, TOLERANCE, unpacked
+from safetensors.numpy import load_file
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+EXACT = {
+    "Q4_0": Int4(block_size=32),
+    "Q4_1": Int4(block_size=32, affine=True),
+    "Q3_K": Int4(block_size=16),
+    "Q8_0": Int8(block_size=32),
+    "Q5_0": Int8(block_size=32),
+    "Q6_K": Int8(block_size=16),
+    "IQ4_NL": Int8(block_size=32),
+    "IQ4_XS": Int8(block_size=32),
+    "MXFP4": Int8(block_size=32),
+    "TQ1_0": Ternary(block_size=256),
+    "TQ2_0": Ternary(block_size=256),
+    "stack": Int4(block_size=32),
+}
+WITH_OFFSETS = ("Q5_1", "Q2_K", "Q4_K", "Q5_K")
+PLAIN = ("F32", "F16", "BF16")
+
+
+@pytest.fixture(scope="module")
+def found():
+    return eqquant.read_checkpoint(DATA / "gguf.gguf", decode=True)
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return load_file(DATA / "gguf_expected.safetensors")
+
+
+def test_every_tensor_is_there_in_its_order(found, expected):
+    assert found.keys() == expected.keys() == {*EXACT, *WITH_OFFSETS, *PLAIN}
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        assert list(found) == list(file.tensors)
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_what_stays_quantized_has_the_values_of_the_file(name, found, expected):
+    q = found[name]
+    assert q.format == EXACT[name] and q.dtype == np.float32
+    value = np.asarray(q.dequantize())
+    assert value.shape == expected[name].shape
+    assert value.tobytes() == expected[name].tobytes()
+
+
+@pytest.mark.parametrize("name", [*WITH_OFFSETS, *PLAIN])
+def test_what_is_decoded_has_the_values_of_the_file(name, found, expected):
+    value = np.asarray(found[name])
+    dtype = {"F16": "float16", "BF16": "bfloat16"}.get(name, "float32")
+    assert value.dtype == dtype and value.shape == expected[name].shape
+    assert value.astype(np.float32).tobytes() == expected[name].tobytes()
+
+
+def test_the_codes_are_those_of_the_file(found):
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        raw = file.read(file.tensors["Q4_0"]).reshape(-1, 18)
+        assert np.asarray(found["Q4_0"].codes).tobytes() == raw[:, 2:].tobytes()
+        raw = file.read(file.tensors["Q8_0"]).reshape(-1, 34)
+        assert np.asarray(found["Q8_0"].codes).tobytes() == raw[:, 2:].tobytes()
+        scales = raw[:, :2].copy().view("<f2").astype(np.float32)
+        assert np.asarray(found["Q8_0"].scales).tobytes() == scales.tobytes()
+    assert (found["Q4_0"].scales < 0).any() and (found["Q4_0"].scales > 0).any()
+
+
+def test_bits_of_each(found):
+    bits = {name: 8 * found[name].nbytes / found[name].size for name in EXACT}
+    assert bits["Q4_0"] == 5 and bits["Q8_0"] == 9 and bits["TQ2_0"] == 2.125
+
+
+@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "TQ2_0"])
+def test_products(name, found, expected, normal):
+    q, dense = found[name], expected[name].astype(np.float64)
+    x = normal(5, dense.shape[1])
+    assert (
+        relative(jax.jit(lambda x, q: x @ q.T)(x, q), x @ dense.T) < TOLERANCE["high"]
+    )
+
+
+@pytest.mark.parametrize("name", WITH_OFFSETS)
+def test_offsets_are_an_error_that_says_so(name, tmp_path):
+    one = keep_only(name, tmp_path)
+    with pytest.raises(ValueError, match=f"{name!r} in {name}: has an offset.*decode="):
+        eqquant.read_checkpoint(one)
+    decoded = eqquant.read_checkpoint(one, decode=True)
+    assert list(decoded) == [name] and not eqquant.is_quantized(decoded[name])
+
+
+def keep_only(name, folder):
+    """The same file with one tensor, its header written anew here."""
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        tensor = file.tensors[name]
+        return write(
+            folder, [(name, tensor.type.name, tensor.shape, file.read(tensor))]
+        )
+
+
+def write(folder, tensors, metadata=(), version=3, alignment=32):
+    """A GGUF file by its specification; sizes and types as given, right or wrong."""
+    from eqquant.checkpoints.foreign._ggml import TYPES
+
+    codes = {kind.name: code for code, kind in TYPES.items()}
+    number = lambda value, size: int(value).to_bytes(size, "little")
+    text = lambda s: number(len(s.encode()), 8) + s.encode()
+    head = b"GGUF" + number(version, 4) + number(len(tensors), 8)
+    head += number(len(metadata), 8)
+    for key, kind, raw in metadata:
+        head += text(key) + number(kind, 4) + raw
+    data = b""
+    for name, kind, shape, raw in tensors:
+        head += text(name) + number(len(shape), 4)
+        head += b"".join(number(size, 8) for size in shape[::-1])
+        head += number(codes.get(kind, kind), 4) + number(len(data), 8)
+        data += bytes(raw) + bytes(-len(raw) % alignment)
+    path = folder / "made.gguf"
+    path.write_bytes(head + bytes(-len(head) % alignment) + data)
+    return path
+
+
+def test_integers_that_int8_does_not_hold(tmp_path):
+    block = np.zeros(34, np.uint8)
+    block[:2] = np.array([1.0], "<f2").view(np.uint8)
+    block[2:4] = 128, 3  # -128 and 3
+    path = write(tmp_path, [("w", "Q8_0", (1, 32), block)])
+    with pytest.raises(ValueError, match="integers from -128 to 3.*holds -127 to 127"):
+        eqquant.read_checkpoint(path)
+    assert eqquant.read_checkpoint(path, decode=True)["w"][0, :2].tolist() == [-128, 3]
+
+
+def test_offsets_that_do_not_add_up(tmp_path):
+    block = np.full(20, 0x21, np.uint8)
+    for offset, held in ((-0.75, True), (8192.0, False)):
+        block[:4] = np.array([2.0**-12 + 2.0**-22, offset], "<f2").view(np.uint8)
+        path = write(tmp_path, [("w", "Q4_1", (32,), block)])
+        if held:
+            assert eqquant.is_quantized(eqquant.read_checkpoint(path)["w"])
+            continue
+        with pytest.raises(ValueError, match="do not add up without rounding"):
+            eqquant.read_checkpoint(path)
+        assert eqquant.read_checkpoint(path, decode=True)["w"][0] == offset
+
+
+def test_a_code_that_is_not_ternary(tmp_path):
+    block = np.full(66, 0x55, np.uint8)  # Zeros.
+    block[0] = 0x57  # 3, which would be 2.
+    path = write(tmp_path, [("w", "TQ2_0", (1, 256), block)])
+    with pytest.raises(ValueError, match="integers from 0 to 2"):
+        eqquant.read_checkpoint(path)
+
+
+def test_scales_of_mxfp4_that_are_subnormal(tmp_path):
+    block = np.full(17, 0x11, np.uint8)
+    block[0] = 1  # Half of the smallest normal number.
+    path = write(tmp_path, [("w", "MXFP4", (32,), block)])
+    with pytest.raises(ValueError, match="subnormal"):
+        eqquant.read_checkpoint(path)
+
+
+def test_types_that_are_not_decoded(tmp_path):
+    raw = np.zeros(66, np.uint8)
+    path = write(tmp_path, [("w", "IQ2_XXS", (1, 256), raw)])
+    for decode in (False, True):
+        with pytest.raises(ValueError, match="'w' is in IQ2_XXS.*neither"):
+            eqquant.read_checkpoint(path, decode=decode)
+
+
+def test_numbers_of_64_bits(tmp_path):
+    values = np.array([1, -5, 2**31 - 1], np.int64)
+    path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
+    assert eqquant.read_checkpoint(path)["i"].tolist() == values.tolist()
+    values[0] = 2**31
+    path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
+    for decode in (False, True):
+        with pytest.raises(ValueError, match="int64 that int32 does not hold"):
+            eqquant.read_checkpoint(path, decode=decode)
+    floats = np.array([0.1])
+    path = write(tmp_path, [("x", "F64", (1,), floats.view(np.uint8))])
+    with pytest.raises(ValueError, match="float64 that float32 does not hold"):
+        eqquant.read_checkpoint(path)
+    assert eqquant.read_checkpoint(path, decode=True)["x"][0] == np.float32(0.1)
+    with jax.enable_x64(True):
+        assert eqquant.read_checkpoint(path)["x"][0] == 0.1
+
+
+def test_metadata():
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        assert file.metadata["general.architecture"] == "llama"
+        assert file.metadata["tokens"] == ["a", "b", "\N{GREEK SMALL LETTER ALPHA}"]
+        assert file.metadata["a.bool"] is True and file.metadata["a.float"] == 0.5
+        assert file.metadata["numbers"].tolist() == [1, -2, 3]
+
+
+def test_codes_decoded_by_hand(found):
+    # Planar within a block, as every format of eqquant.
+    assert unpacked(found["Q4_0"]).shape == found["Q4_0"].shape

@@ -1,0 +1,46 @@
+"""Models that GPTQModel quantized and saved, for GPTQ and AWQ: `make_gptq.py`."""
+
+import pathlib
+
+import eqquant
+import numpy as np
+import pytest
+from eqquant import Int4
+from safetensors.numpy import load_file
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+FORMATS = {
+    "zeros": Int4(block_size=32, affine=True),
+    "symmetric": Int4(block_size=32),
+    "awq": Int4(block_size=32, affine=True),
+    "ordered": None,  # By the size of activations.
+}
+
+
+def parts(name):
+    folder = DATA / f"gptq_{name}"
+    expected = load_file(folder / "expected.safetensors")
+    weights = expected.keys() - {"tokens", "logits"}
+    assert len(weights) == 4
+    return folder / "model.safetensors", {key: expected[key] for key in weights}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_are_those_of_the_library(name):
+    path, expected = parts(name)
+    if FORMATS[name] is None:
+        with pytest.raises(ValueError, match="desc_act.*decode=True"):
+            eqquant.read_checkpoint(path)
+    found = eqquant.read_checkpoint(path, decode=FORMATS[name] is None)
+    for key, value in expected.items():
+        weight = found[key]
+        if FORMATS[name] is None:
+            assert not eqquant.is_quantized(weight)
+        else:
+            assert weight.format == FORMATS[name]
+            weight = weight.dequantize()
+        assert weight.dtype == value.dtype
+        np.testing.assert_array_equal(np.asarray(weight), value)
+    # Nothing else is there but what the model has.
+    assert {key.rsplit(".", 1)[-1] for key in found} == {"weight"}

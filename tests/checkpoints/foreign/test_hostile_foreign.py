@@ -1,0 +1,240 @@
+"""Files of other kinds that are damaged, or made to mislead: always a `ValueError`."""
+
+import pathlib
+import shutil
+import struct
+
+import eqquant
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import numpy as np
+import pytest
+from eqquant.checkpoints.foreign._gguf import GGUFFile
+from helpers import slow
+
+
+DATA = pathlib.Path(__file__).parent / "data"
+
+
+def u32(value):
+    return struct.pack("<I", value)
+
+
+def u64(value):
+    return struct.pack("<Q", value)
+
+
+def text(value):
+    raw = value if isinstance(value, bytes) else value.encode()
+    return u64(len(raw)) + raw
+
+
+def tensor(name="w", sizes=(32,), kind=0, offset=0, axes=None):
+    axes = len(sizes) if axes is None else axes
+    return text(name) + u32(axes) + b"".join(map(u64, sizes)) + u32(kind) + u64(offset)
+
+
+def pair(key="k", kind=4, value=bytes(4)):
+    return text(key) + u32(kind) + value
+
+
+ALIGN = "general.alignment"
+F32 = 0
+BYTES = bytes(128)  # Of 32 numbers in float32.
+
+
+def gguf(pairs=(), tensors=None, data=BYTES, *, version=3, magic=b"GGUF", **n):
+    tensors = [tensor()] if tensors is None else tensors
+    head = magic + u32(version)
+    head += u64(n.get("num_tensors", len(tensors))) + u64(
+        n.get("num_pairs", len(pairs))
+    )
+    head += b"".join(pairs) + b"".join(tensors)
+    return head + bytes(-len(head) % 32) + data
+
+
+def read(tmp_path, raw):
+    path = tmp_path / "file.gguf"
+    path.write_bytes(raw)
+    return eqquant.read_checkpoint(path)
+
+
+def test_what_the_cases_below_change_is_right(tmp_path):
+    pairs = [pair(), pair("s", 8, text("x")), pair("a", 9, u32(8) + u64(1) + text("y"))]
+    found = read(tmp_path, gguf(pairs))
+    assert found["w"].shape == (32,) and not found["w"].any()
+
+
+huge = 2**64 - 1
+nested = b"".join(u32(9) + u64(1) for _ in range(40)) + u32(0) + u64(0)
+CASES = {
+    "no more than magic": (b"GGUF", "would end beyond the file"),
+    "version 1": (gguf(version=1), "version 1 of GGUF"),
+    "version 4": (gguf(version=4), "version 4 of GGUF"),
+    "big-endian": (gguf(version=3 << 24), "version 3, big-endian"),
+    "more tensors than fit": (gguf(num_tensors=huge), "more than fit in the file"),
+    "fewer tensors": (
+        gguf(tensors=[tensor(), tensor("v")], num_tensors=3),
+        "would end at",
+    ),
+    "more pairs than fit": (gguf(num_pairs=huge), "more than fit in the file"),
+    "a long string": (gguf([pair("s", 8, u64(huge))]), "would end beyond the file"),
+    "a long name": (gguf(tensors=[u64(huge)] * 4, num_tensors=1), "would end beyond"),
+    "a long array": (gguf([pair("a", 9, u32(4) + u64(2**61))]), "more than fit"),
+    "a long array of strings": (gguf([pair("a", 9, u32(8) + u64(2**61))]), "than fit"),
+    "arrays in arrays": (gguf([pair("a", 9, nested)]), "nested too deep"),
+    "arrays of nothing known": (
+        gguf([pair("a", 9, u32(99) + u64(1) + b"x")]),
+        "unknown type 99",
+    ),
+    "an unknown type of value": (gguf([pair("k", 13)]), "unknown type 13"),
+    "a bool that is none": (gguf([pair("k", 7, b"\x02")]), "a bool of 2"),
+    "a string that is not UTF-8": (gguf([pair("s", 8, text(b"\xff"))]), "not UTF-8"),
+    "a key that is not UTF-8": (gguf([pair(b"\xff")]), "not UTF-8"),
+    "a name that is not UTF-8": (gguf(tensors=[tensor(b"\xc3")]), "not UTF-8"),
+    "a key twice": (gguf([pair(), pair()]), "'k' is there twice"),
+    "a tensor twice": (gguf(tensors=[tensor()] * 2), "two tensors 'w'"),
+    "many axes": (gguf(tensors=[tensor(axes=5)]), "5 axes"),
+    "very many axes": (gguf(tensors=[tensor(axes=2**32 - 1)]), "axes"),
+    "an unknown type": (gguf(tensors=[tensor(kind=4)]), "unknown type 4"),
+    "a huge shape": (gguf(tensors=[tensor(sizes=(2**40, 2**40))]), "has the shape"),
+    "a large shape": (gguf(tensors=[tensor(sizes=(2**40,))]), "would end at byte"),
+    "an axis of nothing": (gguf(tensors=[tensor(sizes=(0, huge))]), "has the shape"),
+    "rows that are no blocks": (
+        gguf(tensors=[tensor(sizes=(33,), kind=8)]),
+        "rows of 33 values, but blocks of Q8_0 have 32",
+    ),
+    "an offset beyond the file": (gguf(tensors=[tensor(offset=32)]), "would end at"),
+    "a huge offset": (gguf(tensors=[tensor(offset=2**64 - 32)]), "would end at"),
+    "an offset between": (gguf(tensors=[tensor(offset=8)]), "no multiple of 32"),
+    "tensors that overlap": (
+        gguf(tensors=[tensor(), tensor("v", sizes=(8,), offset=32)]),
+        "overlaps another",
+    ),
+    "an alignment of 0": (gguf([pair(ALIGN, 4, u32(0))]), "power of two, got 0"),
+    "an alignment of 24": (gguf([pair(ALIGN, 4, u32(24))]), "power of two, got 24"),
+    "an alignment of text": (
+        gguf([pair(ALIGN, 8, text("8"))]),
+        "power of two, got '8'",
+    ),
+    "one of several files": (gguf([pair("split.count", 4, u32(3))]), "one of 3 files"),
+    "cut off": (gguf(data=BYTES[:-1]), "cut off"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gguf_file_made_to_mislead(case, tmp_path):
+    raw, message = CASES[case]
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, raw)
+
+
+def outcome(path):
+    """What comes of reading a file: arrays as bytes, or the error."""
+    try:
+        found = eqquant.read_checkpoint(path, decode=True)
+    except ValueError as error:
+        assert str(error).startswith(str(path)), error
+        return None
+    return {
+        name: [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(array)]
+        for name, array in found.items()
+    }
+
+
+@hypothesis.given(data=st.data())
+def test_gguf_cut_off_anywhere(tmp_path_factory, data):
+    raw = (DATA / "gguf.gguf").read_bytes()
+    length = data.draw(st.integers(0, len(raw) - 1))
+    path = tmp_path_factory.getbasetemp() / "cut.gguf"
+    path.write_bytes(raw[:length])
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        end = max(tensor.stop for tensor in file.tensors.values())
+    if length < end:
+        # Without its magic it is not even taken for a GGUF file.
+        assert outcome(path) is None
+
+
+def flip_bits(data, raw: bytearray, count: int) -> None:
+    """One to three bits of the first `count` bytes."""
+    for _ in range(data.draw(st.integers(1, 3))):
+        bit = data.draw(st.integers(0, 8 * count - 1))
+        raw[bit // 8] ^= 1 << bit % 8
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=st.data())
+def test_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
+    raw = bytearray(gguf([pair(), pair("s", 8, text("x"))], [tensor(kind=0)]))
+    header = len(raw) - len(BYTES)
+    flip_bits(data, raw, header)
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    path.write_bytes(raw)
+    # Either an error of ours or arrays of what is there: never anything else.
+    for parts in (outcome(path) or {}).values():
+        assert sum(map(len, parts)) <= 8 * len(BYTES)
+
+
+@pytest.mark.slow
+@hypothesis.settings(max_examples=300)
+@hypothesis.given(data=st.data())
+def test_real_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
+    raw = bytearray((DATA / "gguf.gguf").read_bytes())
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        header = min(tensor.start for tensor in file.tensors.values())
+    flip_bits(data, raw, header)
+    path = tmp_path_factory.getbasetemp() / "flipped.gguf"
+    path.write_bytes(raw)
+    outcome(path)
+
+
+@hypothesis.settings(max_examples=60)
+@hypothesis.given(data=st.data())
+@pytest.mark.parametrize(
+    "name", ["bitsandbytes_int8", slow("compressed_tensors"), slow("gptq")]
+)
+def test_bits_flipped_in_a_header(tmp_path_factory, name, data):
+    file = "gptq_zeros/model" if name == "gptq" else name
+    original = (DATA / f"{file}.safetensors").read_bytes()
+    raw = bytearray(original)
+    header = 8 + int.from_bytes(raw[:8], "little")
+    flip_bits(data, raw, header)
+    path = tmp_path_factory.getbasetemp() / "flipped.safetensors"
+    path.write_bytes(raw)
+    if name == "gptq":
+        shutil.copy(DATA / "gptq_zeros/config.json", path.parent)
+    outcome(path)
+
+
+def flip_state(data, text: bytes) -> bytes:
+    raw = bytearray(text)
+    for _ in range(data.draw(st.integers(1, 3))):
+        bit = data.draw(st.integers(0, 8 * len(raw) - 1))
+        raw[bit // 8] ^= 1 << bit % 8
+    return bytes(raw)
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(data=st.data())
+def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "state.safetensors"
+    q = eqquant.quantize(jax.numpy.ones((2, 64)), "nf4")
+    eqquant.write_bitsandbytes(path, {"w": q})
+    raw = path.read_bytes()
+    start = raw.rindex(b'{"quant_type"')
+    stop = raw.index(b"}", start) + 1
+    path.write_bytes(raw[:start] + flip_state(data, raw[start:stop]) + raw[stop:])
+    after = outcome(path)
+    assert after is None or after.keys() == {"w"}
+
+
+def test_a_folder_or_nothing(tmp_path):
+    with pytest.raises(ValueError, match="found none"):
+        eqquant.read_checkpoint(tmp_path)
+    for path in (tmp_path / "nothing", tmp_path / "nothing.gguf"):
+        with pytest.raises(FileNotFoundError, match="no such file"):
+            eqquant.read_checkpoint(path)
+    (tmp_path / "other.safetensors").write_bytes(b"GGUX" + bytes(100))
+    with pytest.raises(ValueError, match="not a safetensors file|JSON"):
+        eqquant.read_checkpoint(tmp_path)

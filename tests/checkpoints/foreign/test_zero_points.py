@@ -1,0 +1,194 @@
+"""GPTQ and AWQ: weights of few bits with zero points, by their layout."""
+
+import eqquant
+import jax
+import numpy as np
+import pytest
+from eqquant import Int2, Int3, Int4, Int8
+from helpers import relative, TOLERANCE
+from words import awq, gptq, GROUP, INPUTS, OUTPUTS, pack_words, parts, values
+
+
+def read(folder, **options):
+    return eqquant.read_checkpoint(folder, **options)["a.weight"]
+
+
+def assert_exact(q, expected):
+    """In float32 bit for bit, and in the dtype of the file as its library rounds."""
+    assert q.shape == (OUTPUTS, INPUTS) and q.dtype == np.float16
+    found = np.asarray(q.astype("float32").dequantize())
+    assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
+    half = np.ascontiguousarray(expected.astype(np.float16))
+    assert np.asarray(q.dequantize()).tobytes() == half.tobytes()
+
+
+FULL = {"scale_dtype": "float32", "fit": "absmax"}
+
+
+@pytest.mark.parametrize(
+    "bits, group, symmetric, format",
+    [
+        (4, 32, False, Int4(block_size=32, affine=True)),
+        (4, 32, True, Int4(block_size=32)),
+        (4, INPUTS, False, Int4(block_size=None, affine=True)),
+        (3, 32, False, Int3(block_size=32, affine=True, **FULL)),
+        (2, 32, True, Int2(block_size=32, **FULL)),
+        (8, 32, True, Int8(block_size=32)),
+    ],
+)
+def test_gptq_keeps_codes_and_values(bits, group, symmetric, format, tmp_path):
+    size = -1 if group == INPUTS else group
+    expected = gptq(tmp_path, bits, group, symmetric, config={"group_size": size})
+    q = read(tmp_path)
+    assert q.format == format
+    assert_exact(q, expected)
+    # As nothing has to be decoded, that changes nothing.
+    assert read(tmp_path, decode=True).format == format
+
+
+def test_zeros_of_the_second_layout_are_as_they_are(tmp_path):
+    _, zeros, *_ = parts()
+    config = {"checkpoint_format": "gptq_v2"}
+    expected = gptq(tmp_path, config=config, qzeros=pack_words(zeros, 4, 1))
+    assert_exact(read(tmp_path), expected)
+
+
+def test_awq_keeps_codes_and_values(tmp_path):
+    expected = awq(tmp_path)
+    q = read(tmp_path)
+    assert q.format == Int4(block_size=GROUP, affine=True)
+    assert_exact(q, expected)
+
+
+def test_a_product(tmp_path, normal):
+    expected = awq(tmp_path).astype(np.float64)
+    x, q = normal(5, INPUTS), read(tmp_path).astype("float32")
+    y = jax.jit(lambda x, q: x @ q.T)(x, q)
+    assert relative(y, x @ expected.T) < TOLERANCE["high"]
+
+
+@pytest.mark.parametrize("desc_act", [False, True])
+def test_groups_in_another_order_that_are_whole(desc_act, tmp_path):
+    codes, zeros, scales, groups = parts()
+    groups = groups[::-1].copy()
+    gptq(tmp_path, g_idx=groups, config={"desc_act": desc_act})
+    assert_exact(read(tmp_path), values(codes, zeros, scales, groups))
+
+
+def test_columns_in_the_order_of_activations_are_decoded_on_request(tmp_path):
+    codes, zeros, scales, groups = parts()
+    groups = np.random.default_rng(1).permutation(groups)
+    gptq(tmp_path, g_idx=groups, config={"desc_act": True})
+    with pytest.raises(ValueError, match="'a.weight' of GPTQ: .*desc_act.*decode=True"):
+        read(tmp_path)
+    expected = values(codes, zeros, scales, groups).astype(np.float16)
+    np.testing.assert_array_equal(read(tmp_path, decode=True), expected)
+
+
+def test_without_g_idx_columns_are_in_order(tmp_path):
+    expected = gptq(tmp_path, g_idx=None)
+    assert_exact(read(tmp_path), expected)
+
+
+def test_a_group_that_is_larger_than_a_row(tmp_path):
+    expected = gptq(tmp_path, group=INPUTS, config={"group_size": 2**31 - 1})
+    q = read(tmp_path)
+    assert q.format == Int4(block_size=None, affine=True)
+    assert_exact(q, expected)
+
+
+def test_what_float32_would_round_is_not_held(tmp_path):
+    scales = parts()[2].astype(np.float32) * np.float32(1 + 2**-20)
+    gptq(tmp_path, scales=scales)
+    with pytest.raises(ValueError, match="do not add up without rounding.*decode=True"):
+        read(tmp_path)
+    assert read(tmp_path, decode=True).dtype == np.float32
+    # Without zero points there is nothing to add.
+    gptq(tmp_path, symmetric=True, scales=scales)
+    assert read(tmp_path).format == Int4(block_size=GROUP)
+
+
+def test_codes_of_8_bits_have_no_zero_points(tmp_path):
+    expected = gptq(tmp_path, 8)
+    with pytest.raises(ValueError, match="zero points beside codes of 8 bits"):
+        read(tmp_path)
+    found = read(tmp_path, decode=True)
+    np.testing.assert_array_equal(found, expected.astype(np.float16))
+
+
+def int32(*shape):
+    return np.zeros(shape, np.int32)
+
+
+def f16(*shape):
+    return np.ones(shape, np.float16)
+
+
+BAD = {
+    "no scales": (gptq, dict(scales=None), "no 'scales' beside it"),
+    "no zeros": (gptq, dict(qzeros=None), "no 'qzeros' beside it"),
+    "no order": (
+        gptq,
+        dict(g_idx=None, config={"desc_act": True}),
+        "no 'g_idx' beside it, although desc_act",
+    ),
+    "codes of another dtype": (gptq, dict(qweight=f16(12, 64)), "'qweight' in int32"),
+    "codes of a vector": (gptq, dict(qweight=int32(12)), "any, any.* but has int32"),
+    "no codes": (gptq, dict(qweight=int32(0, 64)), "no matrix of 4 bits"),
+    "no outputs": (gptq, dict(qweight=int32(12, 0)), "no matrix of 4 bits"),
+    "outputs that fill no words": (gptq, dict(qweight=int32(12, 63)), "no matrix of 4"),
+    "scales of fewer groups": (gptq, dict(scales=f16(2, 64)), r"\(3, 64\), but has"),
+    "scales of integers": (gptq, dict(scales=int32(3, 64)), "'scales' in float16"),
+    "zeros of more outputs": (gptq, dict(qzeros=int32(3, 9)), r"\(3, 8\), but has"),
+    "a short order": (gptq, dict(g_idx=int32(95)), r"\(96,\), but has"),
+    "groups that are not there": (gptq, dict(g_idx=int32(96) + 3), "there are 3"),
+    "groups below zero": (gptq, dict(g_idx=int32(96) - 1), "from -1 to -1"),
+    "a zero out of range": (gptq, dict(qzeros=int32(3, 8) - 1), "out of range: 16"),
+    "5 bits": (gptq, dict(config={"bits": 5}), "one of 2, 3, 4, 8, got 5"),
+    "other bits": (gptq, dict(config={"bits": 8}), "must have|no matrix"),
+    "bits that are none": (gptq, dict(config={"bits": 4.0}), "got 4.0"),
+    "no group size": (gptq, dict(config={"group_size": None}), "-1, got None"),
+    "a group size of 0": (gptq, dict(config={"group_size": 0}), "-1, got 0"),
+    "an odd group size": (
+        gptq,
+        dict(config={"group_size": 33}),
+        "'a.weight' of GPTQ: Int4: block_size must be",
+    ),
+    "a huge group size": (gptq, dict(config={"group_size": 2**40}), "got 1099511"),
+    "another layout": (
+        gptq,
+        dict(config={"checkpoint_format": "marlin"}),
+        "'marlin', a layout that eqquant does not read, only 'gptq', 'gptq_v2'",
+    ),
+    "words of another size": (gptq, dict(config={"pack_dtype": "int8"}), "'int8'"),
+    "another method": (
+        gptq,
+        dict(config={"quant_method": "other"}),
+        "'a.qweight' is packed by a relative of GPTQ",
+    ),
+    "no method": (gptq, dict(config={"quant_method": None}), "with a quant_method"),
+    "AWQ of GPTQ": (gptq, dict(config={"quant_method": "awq"}), "'AWQ|of AWQ must"),
+    "GPTQ of AWQ": (awq, dict(config={"quant_method": "gptq"}), "of GPTQ must have"),
+    "AWQ for other kernels": (awq, dict(config={"version": "gemv"}), "'gemv', a"),
+    "AWQ of 3 bits": (awq, dict(config={"bits": 3}), "one of 4, got 3"),
+    "AWQ without zeros": (awq, dict(qzeros=None), "no 'qzeros'"),
+    "AWQ of nothing": (awq, dict(qweight=int32(0, 8)), "nothing in 'qweight'"),
+    "twice": (gptq, dict(weight=f16(64, 96)), "'a.weight' is there twice"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_parts_that_do_not_fit(what, tmp_path):
+    make, changes, message = BAD[what]
+    make(tmp_path, **changes)
+    for decode in (False, True):
+        with pytest.raises(ValueError, match=message) as raised:
+            read(tmp_path, decode=decode)
+        assert str(raised.value).startswith(str(tmp_path))
+
+
+def test_config_json_must_be_there(tmp_path):
+    gptq(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"'qweight', .* no config\.json beside it"):
+        read(tmp_path)
