@@ -28,10 +28,12 @@ from ._compat import (
     num_devices_of as num_devices_of,
     open_jaxpr as open_jaxpr,
     parts_of as parts_of,
+    rewrite as rewrite,
     shard_map_manual_axes as shard_map_manual_axes,
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
+    trace_context as trace_context,
     zero_of as zero_of,
     zero_tangent as zero_tangent,
 )
@@ -40,6 +42,12 @@ from ._gpu import (
     gpu_device as gpu_device,
     gpus as gpus,
     has_gpu_compiler as has_gpu_compiler,
+)
+from ._propagation import (
+    Factors as Factors,
+    mark as mark,
+    mark_operand as mark_operand,
+    propagate as propagate,
 )
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise

@@ -1,14 +1,18 @@
 """Models that train as if they were quantized."""
 
+import dataclasses
+import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 from jaxtyping import Array, Float
 
 from .._jax import typed
-from ..arrays import quantize, QuantizedArray
+from ..arrays import is_implicit, quantize, QuantizedArray
 from ..formats import Format
+from ..sharding import check_spec, QuantizesLater, Split
 from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_start, make_trainable, straight_through
 
@@ -84,7 +88,7 @@ def fake_quantize_tree(
     return replace_chosen(one, model, choices, caller=caller)
 
 
-class FakeQuantized(eqx.Module):
+class FakeQuantized(QuantizesLater):
     """A model that trains as if it were quantized.
 
     Call it as you call the model. Its arrays are the floating-point arrays of the
@@ -128,6 +132,9 @@ class FakeQuantized(eqx.Module):
         2004.09576); both start from what [`eqquant.quantize`][] chooses.
     - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
         those of `.quantized()`, bit for bit.
+
+    [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and `.quantized()`
+    as well, are then split as the arrays are, and have the plan.
     """
 
     model: Any
@@ -137,6 +144,9 @@ class FakeQuantized(eqx.Module):
     clip: bool = eqx.field(static=True)
     quantized_products: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
+    splits: tuple[Split, ...] | None = eqx.field(
+        static=True, metadata={"saved": False}
+    )
 
     @typed
     def __init__(
@@ -161,6 +171,7 @@ class FakeQuantized(eqx.Module):
         self.clip = clip
         self.quantized_products = quantized_products
         self.check_finite = check_finite
+        self.splits = None
         self.scales = self.offsets = None
         if learn_scales:
             starts = []
@@ -212,6 +223,24 @@ class FakeQuantized(eqx.Module):
 
         return self._replace(one)
 
+    def with_splits(self, splits: Any) -> "FakeQuantized":
+        """For [`eqquant.shard_tree`][], which also puts the arrays in their places."""
+        arrays = jax.tree.leaves(self.model, is_leaf=is_implicit)
+        all_splits = jax.tree.leaves(splits.model)
+        of_chosen = tuple(all_splits[choice.index] for choice in self.choices)
+        for choice, split in zip(self.choices, of_chosen, strict=True):
+            how = {"axis": choice.axis, "check_finite": False}
+            make = ft.partial(quantize, format=choice.format, **how)
+            q = arrays[choice.index]
+            q = q if is_implicit(q) else jax.eval_shape(make, q)
+            path = f"model.{choice.path}"
+            check_spec(path, q, split.spec, split.mesh, "shard_tree")
+        out = object.__new__(type(self))
+        for field in dataclasses.fields(self):
+            value = of_chosen if field.name == "splits" else getattr(self, field.name)
+            object.__setattr__(out, field.name, value)
+        return out
+
     def _replace(self, fn: Callable) -> Any:
         paths = {i: site.path for i, site in enumerate(sites(self.model))}
         if any(paths.get(choice.index) != choice.path for choice in self.choices):
@@ -224,7 +253,12 @@ class FakeQuantized(eqx.Module):
             self.choices, self.scales or none, self.offsets or none, strict=True
         )
         learned = {c: {"scales": s, "offsets": o} for c, s, o in parts}
-        one = lambda leaf, choice: fn(leaf, choice, learned[choice])
+        splits = dict(zip(self.choices, self.splits or none, strict=True))
+
+        def one(leaf, choice):
+            made, split = fn(leaf, choice, learned[choice]), splits[choice]
+            return split(made) if split is not None and is_implicit(made) else made
+
         return replace_chosen(one, self.model, self.choices, caller=_name)
 
 

@@ -290,33 +290,6 @@ def test_a_step_of_qlora(normal):
         assert after.is_equivalent_to(before, 2)
 
 
-@pytest.mark.slow
-def test_quantized_products_while_training(normal):
-    mesh = mesh_of()
-    model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
-    specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
-    split = lambda model: eqquant.shard_tree(model, mesh, rules=specs, batch="d")
-    parts, static = eqx.partition(model, eqx.is_array)
-
-    def gradient(place):
-        def loss(parts, x):
-            model = eqx.combine(parts, static)
-            model = eqquant.fake_quantize_tree(model, EXACT, quantized_products=True)
-            return jnp.mean(jax.vmap(place(model))(x) ** 2)
-
-        return jax.jit(jax.grad(loss))
-
-    x = normal(M, SIZE)
-    args = split(parts), put(x, mesh, "d")
-    compiled = gradient(split).lower(*args).compile()
-    assert not any(kind == "all-gather" for kind, _ in collectives(compiled))
-    if not isinstance(_library.load(), str):
-        assert "eqquant_dot" in compiled.as_text()
-    expected = jax.tree.leaves(gradient(lambda model: model)(parts, x))
-    for a, b in zip(jax.tree.leaves(compiled(*args)), expected, strict=True):
-        assert relative(a, b) < 5 * SUMS
-
-
 def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
     mesh = mesh_of()
     q, x = put(quantized(normal, "nf4", SIZE, SIZE), mesh, "m"), normal(M, SIZE)
