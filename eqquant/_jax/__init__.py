@@ -23,6 +23,7 @@ from ._compat import (
     is_traced as is_traced,
     Literal as Literal,
     manual_axes_in_context as manual_axes_in_context,
+    mapped_mesh_axes as mapped_mesh_axes,
     match_varying as match_varying,
     num_devices as num_devices,
     num_devices_of as num_devices_of,

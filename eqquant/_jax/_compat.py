@@ -89,6 +89,13 @@ def has_explicit_axes() -> bool:
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
+def mapped_mesh_axes() -> frozenset[str]:
+    """The explicit axes that split what a `jax.vmap` around maps over."""
+    from jax._src import core
+
+    return frozenset(core.get_axis_env().explicit_mesh_axis_names)
+
+
 def _type_of(x) -> Any:
     """Of a value, or itself."""
     is_type = hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array)

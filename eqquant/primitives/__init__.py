@@ -8,6 +8,7 @@ how. Imports `kernels`, `formats` and `_jax`.
 
 from ._activations import straight_rounded as straight_rounded
 from ._all_gather_scales import all_gather_scales as all_gather_scales
+from ._dense_dot import dense_dot as dense_dot
 from ._lowering import (
     dot_by as dot_by,
     implementation_on as implementation_on,
