@@ -70,7 +70,7 @@ def _lower_on(native: Callable, *, exports: bool) -> Callable:
             if isinstance(plan, Mark):
                 of = {name: params[name] for name in ("format", "contract_rows")}
                 return plan.lower(ctx, args, 1, factors_of_dot(*ctx.avals_in, **of))
-            plan = plan_for(ctx, plan, *ctx.avals_in[:2])
+            plan = plan_for(ctx, plan, *ctx.avals_in)
             # The compiler cannot split a kernel over devices; what XLA made it can.
             dot = portable if plan is None else sharded(dot, plan)
         return _lower_by(dot)(ctx, *args, **params)
