@@ -44,13 +44,13 @@ from ._gpu import (
     gpus as gpus,
     has_gpu_compiler as has_gpu_compiler,
 )
+from ._pipeline import pipeline as pipeline
 from ._propagation import (
     Factors as Factors,
     mark as mark,
     mark_operand as mark_operand,
     propagate as propagate,
 )
-from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed
 from ._warn import source_of as source_of, warn as warn

@@ -4,8 +4,8 @@ Operations are marked by custom calls, which say in a sharding rule what goes wi
 Shardy then propagates shardings over the module, and those of the marks are read. No
 program with a mark is ever run.
 
-`jax.extend.mlir` has all that this takes. JAX promises little of it: tried with 0.10.2
-and 0.12.0.
+`jax.extend.mlir` has all that this takes. JAX promises little of it: tried with 0.10.2,
+0.11.2 and 0.12.0.
 """
 
 import dataclasses
@@ -95,7 +95,9 @@ def propagate(lowered: jax.stages.Lowered) -> dict[str, list[tuple[str, ...]]]:
         label = ir.StringAttr(attributes["backend_config"]).value
         found[label] = []
         if "sdy.sharding" in attributes:
-            (one,) = sdy.TensorShardingPerValueAttr(attributes["sdy.sharding"]).shardings
+            (one,) = sdy.TensorShardingPerValueAttr(
+                attributes["sdy.sharding"]
+            ).shardings
             dims = sdy.TensorShardingAttr(one).dimension_shardings
             found[label] = [_names(sdy.DimensionShardingAttr(dim)) for dim in dims]
         return ir.WalkResult.ADVANCE

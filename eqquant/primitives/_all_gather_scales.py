@@ -81,7 +81,7 @@ def _lower(ctx, part, x, *, plan: Plan | None, stack: int):
     fn = _same
     of_part, of_x = ctx.avals_in
     mesh, spec = explicit_mesh_of(of_part), _explicit_spec(of_part, of_x, stack)
-    here = is_automatically_partitioned(ctx)
+    here = is_automatically_partitioned(ctx) and not manual_axes_in_context()
     if spec is not None:
 
         def fn(part, x):
@@ -90,8 +90,7 @@ def _lower(ctx, part, x, *, plan: Plan | None, stack: int):
                 return jax.sharding.reshard(part, spec)
 
     elif plan is not None and here and num_devices(ctx) == plan.mesh.size:
-        if not manual_axes_in_context():
-            fn = lambda part, x: _constrained(part, plan)
+        fn = lambda part, x: _constrained(part, plan)
     return mlir.lower_fun(fn, multiple_results=False)(ctx, part, x)
 
 

@@ -10,7 +10,9 @@ from .._jax import has_explicit_axes, mapped_mesh_axes, spec_of
 from ._plan import Names, names_of
 
 
-def dense_dot(x: Any, w: Any, numbers: Any, *, weight_first: bool = False, **how) -> Any:
+def dense_dot(
+    x: Any, w: Any, numbers: Any, *, weight_first: bool = False, **how
+) -> Any:
     """`lax.dot_general(x, w, numbers, **how)`, or of the two in the other order.
 
     On a mesh with explicit axes JAX refuses factors that are split alike where they are
@@ -41,9 +43,11 @@ def _aligned(x: Any, w: Any, numbers: Any, weight_first: bool) -> tuple:
         of_w[j] = of_x[i]
     for i, j in zip(over_x, over_w, strict=True):
         of_x[i] = of_w[j]
-    free = [of_x[i] for i in free_x], [of_w[i] for i in free_w]
-    out = [of_x[i] for i in batch_x]
-    out += sum(reversed(free) if weight_first else free, [])
+    of_free_x, of_free_w = [of_x[i] for i in free_x], [of_w[i] for i in free_w]
+    first, second = of_free_x, of_free_w
+    if weight_first:
+        first, second = second, first
+    out = [*(of_x[i] for i in batch_x), *first, *second]
     x, w = (
         jax.sharding.reshard(a, _spec(names)) for a, names in ((x, of_x), (w, of_w))
     )

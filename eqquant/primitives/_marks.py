@@ -14,8 +14,8 @@ from ._plan import Names, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Mark:
-    """In place of a plan that is not known yet, of the product that is the `number`th of
-    its program."""
+    """In place of a plan that is not known yet, of the `number`th product of its
+    program."""
 
     number: int
 
@@ -43,7 +43,8 @@ class Mark:
         """By what was found of the marks, for codes of so many axes; of a product,
         which of them is `contracted`."""
         x, codes, out = (
-            found.get(self._label(part)) or [()] * ndim for part in ("x", "codes", "out")
+            found.get(self._label(part)) or [()] * ndim
+            for part in ("x", "codes", "out")
         )
         batch, scatter = x[-2], None
         over = set() if contracted is None else {*codes[contracted]} - {*batch}

@@ -6,7 +6,6 @@ contracts several, for which XLA:CPU first transposes the cotangent: that takes 
 longer than the product itself, where one side of `w` is the rank of an adapter.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive

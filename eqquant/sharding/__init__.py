@@ -1,8 +1,8 @@
 """Models over many devices: how they are split, and what products are told of it.
 
-Exports `shard_tree` and `partitioned_jit`; and for modules that quantize their arrays when they are called,
-`QuantizesLater`, `Split` and `check_spec`. Imports `trees`, `arrays`, `primitives` and
-`_jax`.
+Exports `shard_tree` and `partitioned_jit`; and for modules that quantize their arrays
+when they are called, `QuantizesLater`, `Split` and `check_spec`. Imports `trees`,
+`arrays`, `primitives` and `_jax`.
 """
 
 from ._partitioned_jit import partitioned_jit as partitioned_jit

@@ -120,14 +120,14 @@ def shard_tree(
     plans = AxisType.Explicit not in kinds
     if scatter is not None and not plans:
         raise ValueError(
-            f"{caller}: scatter is for meshes with automatic axes, got {mesh}."
+            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. Make it "
+            "with `axis_types=(AxisType.Auto, ...)`; or leave scatter out, and split "
+            "results with `jax.sharding.reshard`."
         )
 
     splits = [Split(mesh, spec, of_batch, scatter) for _, spec in pairs]
     structure = jax.tree.structure(tree, is_leaf=is_implicit)
-    placed = [
-        split(site.leaf) for split, (site, _) in zip(splits, pairs, strict=True)
-    ]
+    placed = [split(site.leaf) for split, (site, _) in zip(splits, pairs, strict=True)]
     return jax.tree.map(
         lambda x, splits: x.with_splits(splits) if _is_later(x) else x,
         jax.tree.unflatten(structure, placed),

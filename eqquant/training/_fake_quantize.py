@@ -133,8 +133,8 @@ class FakeQuantized(QuantizesLater):
     - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
         those of `.quantized()`, bit for bit.
 
-    [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and `.quantized()`
-    as well, are then split as the arrays are, and have the plan.
+    [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and what
+    `.quantized()` gives, is then split as the arrays are, and has the plan.
     """
 
     model: Any
@@ -144,9 +144,7 @@ class FakeQuantized(QuantizesLater):
     clip: bool = eqx.field(static=True)
     quantized_products: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
-    splits: tuple[Split, ...] | None = eqx.field(
-        static=True, metadata={"saved": False}
-    )
+    splits: tuple[Split, ...] | None = eqx.field(static=True, metadata={"saved": False})
 
     @typed
     def __init__(

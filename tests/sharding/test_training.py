@@ -9,7 +9,7 @@ import pytest
 from collectives import collectives, largest_float
 from eqquant import NF4
 from eqquant.kernels.cpu import _library
-from helpers import relative, slow
+from helpers import relative
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
@@ -48,8 +48,9 @@ def wrapped(split):
     return model, lambda model: model
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
-@pytest.mark.parametrize("how", [wrapped, slow(quantized_in_the_loss)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("how", [wrapped, quantized_in_the_loss])
 def test_products_are_those_of_kernels(how, kind, normal):
     mesh = mesh_of(kind)
     split = lambda model: eqquant.shard_tree(model, mesh, rules=RULES, batch="d")
