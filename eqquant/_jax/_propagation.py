@@ -83,7 +83,8 @@ def mark_operand(value: Any, aval: Any, label: str) -> Any:
 
 def propagate(lowered: jax.stages.Lowered) -> dict[str, list[tuple[str, ...]]]:
     """Of the result of each mark, the mesh axes that split each of its axes."""
-    text = lowered.compiler_ir("stablehlo").operation.get_asm(binary=True)
+    program: Any = lowered.compiler_ir("stablehlo")
+    text = program.operation.get_asm(binary=True)
     found: dict[str, list[tuple[str, ...]]] = {}
 
     def read(op):

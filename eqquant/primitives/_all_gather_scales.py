@@ -5,6 +5,7 @@ gathered for a product. With scales of 8 bits this is where they are still in 8 
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -80,7 +81,8 @@ def _constrained(part, plan: Plan):
 def _lower(ctx, part, x, *, plan: Plan | None, stack: int):
     fn = _same
     of_part, of_x = ctx.avals_in
-    mesh, spec = explicit_mesh_of(of_part), _explicit_spec(of_part, of_x, stack)
+    mesh: Any = explicit_mesh_of(of_part)
+    spec = _explicit_spec(of_part, of_x, stack)
     here = is_automatically_partitioned(ctx) and not manual_axes_in_context()
     if spec is not None:
 

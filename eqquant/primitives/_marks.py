@@ -31,7 +31,8 @@ class Mark:
         for part, i in (("x", 0), ("codes", codes)):
             label = self._label(part)
             values[i] = mark_operand(values[i], ctx.avals_in[i], label)
-        return [mark(values, *ctx.avals_out, self._label("out"), factors)]
+        (out,) = ctx.avals_out
+        return [mark(values, out, self._label("out"), factors)]
 
     def plan(
         self,

@@ -101,6 +101,7 @@ def test_a_model_with_a_constraint_and_what_is_static(normal):
     assert relative(got["y"], jax.vmap(model)(x)) < SUMS
 
 
+@pytest.mark.filterwarnings("ignore:Some donated buffers")
 def test_plans_and_explicit_axes_stay(normal):
     q, x = eqquant.quantize(normal(SIZE, SIZE), EXACT), normal(M, SIZE)
     fn = eqquant.partitioned_jit(lambda x, q: x @ q.T, donate_argnums=(0,))

@@ -146,6 +146,8 @@ def test_scales_in_eight_bits_are_gathered_so(kind, normal):
             got = compiled(*args)
         assert collectives(compiled) == {("all-gather", "u8"), ("all-reduce", "f32")}
         assert relative(got, fn(x, layers)) < SUMS
+    if kind == AxisType.Explicit:
+        return
     # The same plan does nothing on one device.
     here = jax.device_put(split, jax.devices()[0])
     np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
