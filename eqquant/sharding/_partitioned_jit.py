@@ -65,7 +65,8 @@ def partitioned_jit(fn: Callable, *, donate_argnums: tuple[int, ...] = ()) -> An
 
     **Raises:**
 
-    `ValueError` if arguments are on meshes of different shapes or names of axes.
+    `ValueError` if arguments are on meshes of different shapes or names of axes, or if
+    `jax_use_shardy_partitioner` is off.
 
     !!! warning
 
