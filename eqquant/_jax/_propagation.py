@@ -85,8 +85,8 @@ def propagate(lowered: jax.stages.Lowered) -> dict[str, list[tuple[str, ...]]]:
     """Of the result of each mark, the mesh axes that split each of its axes."""
     if not getattr(jax.config, "jax_use_shardy_partitioner", True):
         raise ValueError(
-            "partitioned_jit: jax_use_shardy_partitioner is off, and only Shardy can be "
-            "asked how it splits a program. Turn it on, or call eqquant.shard_tree."
+            "partitioned_jit: jax_use_shardy_partitioner is off, but only Shardy can "
+            "be asked how it splits a program. Turn it on, or call eqquant.shard_tree."
         )
     program: Any = lowered.compiler_ir("stablehlo")
     text = program.operation.get_asm(binary=True)
