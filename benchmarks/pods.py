@@ -183,6 +183,20 @@ def told(row: dict) -> str:
     return "\n".join(lines)
 
 
+def largest_of_each(rows: list[dict]) -> list[str]:
+    """Of the models that were compiled for a topology, with as many layers as fit."""
+    best: dict = {}
+    for row in rows:
+        if row["fits"]:
+            key = row["case"].split("-")[-1], row["case"].split("-")[1], row["weights"]
+            new = row["largest"]["billions"], row["case"].split("-")[0]
+            best[key] = max(best.get(key, new), new)
+    return [
+        f"{topology}, {task}, {weights}: {size:.0f} billion weights, as wide as {model}"
+        for (topology, task, weights), (size, model) in sorted(best.items())
+    ]
+
+
 def _listed(counts: dict) -> str:
     return ", ".join(f"{n} {name}" for name, n in sorted(counts.items())) or "none"
 
@@ -198,15 +212,18 @@ def main():
     parser.add_argument("--json", type=pathlib.Path, help="a file to append rows to")
     options = parser.parse_args()
     parts = options.cases or [""]
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         options.text = options.text or pathlib.Path(folder)
         for case in CASES:
             if any(part in case.name for part in parts):
                 row = measure(case, options)
+                rows.append(row)
                 print(told(row), flush=True)
                 if options.json:
                     with options.json.open("a") as file:
                         file.write(json.dumps(row) + "\n")
+    print("The largest model that fits:", *largest_of_each(rows), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
+from ..primitives import dense_dot
 from ._implicit import is_implicit
 
 
@@ -64,13 +65,12 @@ def contract(w, x, over, batch=(), *, precision: Any = None, out_dtype=None) -> 
         return w.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
     dtype = jnp.promote_types(w.dtype, x.dtype)
     w, x = w.astype(dtype), x.astype(dtype)
-    numbers: Any = [
-        tuple(zip(*pairs, strict=True)) or ((), ()) for pairs in (over, batch)
+    swapped: Any = [
+        tuple(zip(*((j, i) for i, j in pairs), strict=True)) or ((), ())
+        for pairs in (over, batch)
     ]
+    # The order of the operands is no different for a vector, which goes on the right:
+    # XLA:CPU transposes a matrix to have it there.
+    is_vector = x.ndim == len(over) + len(batch)
     how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
-    if x.ndim == len(over) + len(batch):
-        # The order of the operands is no different then, and a vector goes on the
-        # right: XLA:CPU transposes a matrix to have it there.
-        return lax.dot_general(w, x, numbers, **how)
-    swapped: Any = [tuple(reversed(pair)) for pair in numbers]
-    return lax.dot_general(x, w, swapped, **how)
+    return dense_dot(x, w, swapped, weight_first=is_vector, **how)

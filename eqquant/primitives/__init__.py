@@ -2,17 +2,19 @@
 
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
 activations, which work on raw arrays; what a product becomes on each platform, as a
-function and in words; and `Plan`, how a weight is split over a mesh. Imports `kernels`,
-`formats` and `_jax`.
+function and in words; `Plan`, how a weight is split over a mesh, and `Mark`, which asks
+how. Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
 from ._all_gather_scales import all_gather_scales as all_gather_scales
+from ._dense_dot import dense_dot as dense_dot
 from ._lowering import (
     dot_by as dot_by,
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
+from ._marks import Mark as Mark
 from ._observe_rows import observe_rows as observe_rows, sums_of_rows as sums_of_rows
 from ._plan import aligned as aligned, names_of as names_of, Plan as Plan
 from ._quantized_dot import (
@@ -20,3 +22,4 @@ from ._quantized_dot import (
     quantized_dot_p as quantized_dot_p,
 )
 from ._rows_dot import rows_dot as rows_dot
+from ._scale_gradient import scale_gradient_p as scale_gradient_p

@@ -6,16 +6,14 @@ contracts several, for which XLA:CPU first transposes the cotangent: that takes 
 longer than the product itself, where one side of `w` is the rank of an adapter.
 """
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .._jax import has_explicit_axes, match_varying, spec_of
-from ._plan import names_of
+from .._jax import has_explicit_axes, match_varying
+from ._dense_dot import dense_dot
 
 
 rows_dot_p = Primitive("rows_dot")
@@ -27,24 +25,12 @@ def rows_dot(
     """`x @ w.T`."""
     x, w = match_varying(x, w)
     if has_explicit_axes():  # To merge axes would be to split them otherwise.
-        return _explicit_dot(x, w, precision)
+        return _dot(x, w, precision=precision)
     return rows_dot_p.bind(x, w, precision=precision)
 
 
-def _dot(x, w, *, precision, **how):
-    return lax.dot_general(x, w, (((1,), (1,)), ((), ())), precision=precision, **how)
-
-
-def _explicit_dot(x, w, precision):
-    """With the rows of both split as they are, and a sum over what is contracted."""
-    (m, _), (rows, contracted) = spec_of(x), spec_of(w)
-    if not any((m, rows, contracted)):
-        return _dot(x, w, precision=precision)
-    free = None if set(names_of(rows)) & set(names_of(m)) else rows
-    if set(names_of(contracted)) & set(names_of(m)):
-        w, contracted = jax.sharding.reshard(w, PartitionSpec(rows, None)), None
-    x = jax.sharding.reshard(x, PartitionSpec(m, contracted))
-    return _dot(x, w, precision=precision, out_sharding=PartitionSpec(m, free))
+def _dot(x, w, *, precision):
+    return dense_dot(x, w, (((1,), (1,)), ((), ())), precision=precision)
 
 
 @rows_dot_p.def_abstract_eval

@@ -116,17 +116,22 @@ def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
     return Layout(stack, batch, of_rows, of_columns, frozenset(batch))
 
 
-def plan_from_types(x, codes) -> Plan | None:
+def plan_from_types(x, codes, scales=None) -> Plan | None:
     """On a mesh with explicit axes; None on any other."""
     mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
     if mesh is None:
         return None
-    return Plan(mesh, tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2]))
+    axes, batch = tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2])
+    left = () if scales is None else map(names_of, spec_of(scales))
+    whole = scales is not None and not {n for names in left for n in names} & {*batch}
+    return Plan(mesh, axes, batch, whole_scales=whole)
 
 
-def plan_for(ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes) -> Plan | None:
+def plan_for(
+    ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes, scales=None
+) -> Plan | None:
     """The plan of what is lowered, if there is one; a warning if there is none."""
-    explicit = plan_from_types(x, codes)
+    explicit = plan_from_types(x, codes, scales)
     if explicit is not None:
         return explicit
     devices = num_devices(ctx)

@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from .._jax import is_traced, typed
-from ..arrays import is_implicit, is_quantized, QuantizedArray
-from ..primitives import names_of, Plan
+from .._jax import typed
+from ..arrays import is_implicit
+from ..primitives import names_of
+from ._quantizes_later import QuantizesLater
 from ._specs import check_spec, specs_of
+from ._split import is_array, Split
 
 
 Tree = TypeVar("Tree")
@@ -108,7 +106,7 @@ def shard_tree(
     pairs = list(specs_of(tree, specs, rules, caller))
     used: set[str] = set()
     for site, spec in pairs:
-        if _is_array(site.leaf):
+        if is_array(site.leaf):
             check_spec(site.path, site.leaf, spec, mesh, caller)
             used.update(name for entry in spec for name in names_of(entry))
     if batch is None:
@@ -122,63 +120,21 @@ def shard_tree(
     plans = AxisType.Explicit not in kinds
     if scatter is not None and not plans:
         raise ValueError(
-            f"{caller}: scatter is for meshes with automatic axes, got {mesh}."
+            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. Make it "
+            "with `axis_types=(AxisType.Auto, ...)`; or leave scatter out, and split "
+            "results with `jax.sharding.reshard`."
         )
 
-    def place(leaf, spec):
-        if not _is_array(leaf):
-            return leaf
-        if not is_implicit(leaf):
-            return _put(leaf, spec, mesh, caller)
-        specs = leaf.split_specs(_in_order(spec, of_batch), mesh)
-        leaf = jax.tree.map(lambda x, s: _put(x, s, mesh, caller), leaf, specs)
-
-        def planned(x, specs):
-            if not isinstance(x, QuantizedArray):
-                return x
-            axes = [names_of(entry) for entry in specs.codes]
-            axes += [()] * (x.codes.ndim - len(axes))
-            plan = Plan(mesh.abstract_mesh, tuple(axes), of_batch, scatter)
-            return x.with_plan(plan if plans else None)
-
-        return jax.tree.map(planned, leaf, specs, is_leaf=is_quantized)
-
-    placed = [place(site.leaf, spec) for site, spec in pairs]
-    return jax.tree.unflatten(jax.tree.structure(tree, is_leaf=is_implicit), placed)
-
-
-def _is_array(x: Any) -> bool:
-    return (
-        is_implicit(x)
-        or eqx.is_array(x)
-        or isinstance(x, np.ndarray | jax.ShapeDtypeStruct)
+    splits = [Split(mesh, spec, of_batch, scatter) for _, spec in pairs]
+    structure = jax.tree.structure(tree, is_leaf=is_implicit)
+    placed = [split(site.leaf) for split, (site, _) in zip(splits, pairs, strict=True)]
+    return jax.tree.map(
+        lambda x, splits: x.with_splits(splits) if _is_later(x) else x,
+        jax.tree.unflatten(structure, placed),
+        jax.tree.unflatten(structure, splits),
+        is_leaf=lambda x: is_implicit(x) or _is_later(x),
     )
 
 
-def _in_order(spec: PartitionSpec, batch: tuple[str, ...]) -> PartitionSpec:
-    """What is gathered last, so that it leaves neighbours together."""
-    return PartitionSpec(
-        *(
-            tuple(sorted(names_of(entry), key=lambda name: name in batch)) or None
-            for entry in spec
-        )
-    )
-
-
-def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, caller: str) -> Any:
-    sharding = NamedSharding(mesh, spec)
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-    if is_traced(x):
-        if AxisType.Explicit in mesh.axis_types:
-            return jax.sharding.reshard(x, sharding)
-        return lax.with_sharding_constraint(x, sharding)
-    if isinstance(mesh, AbstractMesh):
-        raise TypeError(
-            f"{caller}: an abstract mesh has no devices to put arrays on. Give a "
-            "jax.sharding.Mesh, or abstract arrays: jax.eval_shape makes them."
-        )
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # Not over processes otherwise.
-        data = jax.device_put(jax.random.key_data(x), sharding)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
-    return jax.device_put(x, sharding)
+def _is_later(x: Any) -> bool:
+    return isinstance(x, QuantizesLater)

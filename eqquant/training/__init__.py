@@ -1,8 +1,8 @@
 """Training: straight-through estimators, quantization-aware training, distillation,
 adapters.
 
-Exports the functions that users train with. Imports `trees`, `arrays`, `primitives`,
-`kernels`, `formats` and `_jax`.
+Exports the functions that users train with. Imports `sharding`, `trees`, `arrays`,
+`primitives`, `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import round_activations as round_activations

@@ -1,9 +1,12 @@
 """Models that train as if they were quantized."""
 
+import dataclasses
+import functools as ft
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
+import jax
 from jax import lax
 from jaxtyping import Array, Float
 
@@ -11,6 +14,7 @@ from .._jax import typed
 from ..arrays import (
     canonical_axes,
     hadamard,
+    is_implicit,
     quantize,
     QuantizedArray,
     rotated,
@@ -18,6 +22,7 @@ from ..arrays import (
     straight_through_value,
 )
 from ..formats import Format
+from ..sharding import check_spec, QuantizesLater, Split
 from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_start, make_trainable, straight_through
 
@@ -93,7 +98,7 @@ def fake_quantize_tree(
     return replace_chosen(one, model, choices, caller=caller)
 
 
-class FakeQuantized(eqx.Module):
+class FakeQuantized(QuantizesLater):
     """A model that trains as if it were quantized.
 
     Call it as you call the model. Its arrays are the floating-point arrays of the
@@ -139,6 +144,9 @@ class FakeQuantized(eqx.Module):
         those of `.quantized()`, bit for bit.
     - `rotate`: round in a rotated basis, as [`eqquant.quantize_tree`][] does. What is
         trained stays in the basis of the model. Not with `quantized_products`.
+
+    [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and what
+    `.quantized()` gives, is then split as the arrays are, and has the plan.
     """
 
     model: Any
@@ -149,6 +157,7 @@ class FakeQuantized(eqx.Module):
     quantized_products: bool = eqx.field(static=True)
     rotate: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
+    splits: tuple[Split, ...] | None = eqx.field(static=True, metadata={"saved": False})
 
     @typed
     def __init__(
@@ -182,6 +191,7 @@ class FakeQuantized(eqx.Module):
         self.quantized_products = quantized_products
         self.rotate = rotate
         self.check_finite = check_finite
+        self.splits = None
         self.scales = self.offsets = None
         if learn_scales:
             starts = []
@@ -229,18 +239,14 @@ class FakeQuantized(eqx.Module):
         def one(leaf, choice, learned):
             if isinstance(leaf, QuantizedArray | RotatedArray):
                 raise ValueError("it is quantized already.")
-            turned, back = self._turned(leaf, choice)
-            return back(
-                quantize(
-                    turned,
-                    choice.format,
-                    axis=choice.axis,
-                    check_finite=self.check_finite,
-                    **learned,
-                )
-            )
+            return self._quantized(leaf, choice, self.check_finite, **learned)
 
         return self._replace(one)
+
+    def _quantized(self, leaf, choice: Choice, check_finite: bool, **learned):
+        turned, back = self._turned(leaf, choice)
+        how = {"axis": choice.axis, "check_finite": check_finite}
+        return back(quantize(turned, choice.format, **how, **learned))
 
     def _turned(self, leaf, choice: Choice) -> tuple[Any, Callable]:
         """The weight in the basis that it is rounded in; and what goes back, of an
@@ -260,6 +266,23 @@ class FakeQuantized(eqx.Module):
 
         return turned, back
 
+    def with_splits(self, splits: Any) -> "FakeQuantized":
+        """For [`eqquant.shard_tree`][], which also puts the arrays in their places."""
+        arrays = jax.tree.leaves(self.model, is_leaf=is_implicit)
+        all_splits = jax.tree.leaves(splits.model)
+        of_chosen = tuple(all_splits[choice.index] for choice in self.choices)
+        for choice, split in zip(self.choices, of_chosen, strict=True):
+            make = ft.partial(self._quantized, choice=choice, check_finite=False)
+            q = arrays[choice.index]
+            q = q if is_implicit(q) else jax.eval_shape(make, q)
+            path = f"model.{choice.path}"
+            check_spec(path, q, split.spec, split.mesh, "shard_tree")
+        out = object.__new__(type(self))
+        for field in dataclasses.fields(self):
+            value = of_chosen if field.name == "splits" else getattr(self, field.name)
+            object.__setattr__(out, field.name, value)
+        return out
+
     def _replace(self, fn: Callable) -> Any:
         paths = {i: site.path for i, site in enumerate(sites(self.model))}
         if any(paths.get(choice.index) != choice.path for choice in self.choices):
@@ -272,7 +295,12 @@ class FakeQuantized(eqx.Module):
             self.choices, self.scales or none, self.offsets or none, strict=True
         )
         learned = {c: {"scales": s, "offsets": o} for c, s, o in parts}
-        one = lambda leaf, choice: fn(leaf, choice, learned[choice])
+        splits = dict(zip(self.choices, self.splits or none, strict=True))
+
+        def one(leaf, choice):
+            made, split = fn(leaf, choice, learned[choice]), splits[choice]
+            return split(made) if split is not None and is_implicit(made) else made
+
         return replace_chosen(one, self.model, self.choices, caller=_name)
 
 

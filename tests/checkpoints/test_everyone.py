@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.checkpoints import _processes
-from eqquant.checkpoints._processes import Alone, Everyone
+from eqquant.checkpoints.leaves._processes import Alone, Everyone
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 

@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
-from eqquant.checkpoints._formats import (
+from eqquant.checkpoints.files._source import read_index
+from eqquant.checkpoints.leaves._formats import (
     format_from_json,
     format_to_json,
     known_formats,
 )
-from eqquant.checkpoints._source import read_index
 from eqquant.formats import Int8
 
 

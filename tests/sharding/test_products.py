@@ -131,15 +131,23 @@ def test_sums_that_are_scattered(scatter, normal):
         assert collectives(few) == {("all-reduce", "f32")}
 
 
-def test_scales_in_eight_bits_are_gathered_so(normal):
-    mesh = mesh_of()
+@pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
+def test_scales_in_eight_bits_are_gathered_so(kind, normal):
+    mesh = mesh_of(kind)
     format = NF4(double_quantization=True, precision="highest")
     layers, x = quantized(normal, format, 2, SIZE, SIZE), normal(M, SIZE)
     split = eqquant.shard_tree(layers, mesh, P(None, "d", "m"), batch="d")
     scan = lambda x, q: jax.lax.scan(lambda x, w: (x @ w.T, None), x, q)[0]
-    compiled = jax.jit(scan).lower(put(x, mesh, "d"), split).compile()
-    assert collectives(compiled) == {("all-gather", "u8"), ("all-reduce", "f32")}
-    assert relative(jax.jit(scan)(x, split), scan(x, layers)) < SUMS
+    mapped = lambda x, q: jax.vmap(lambda x: q[0] @ x)(x)
+    for fn in (scan, mapped)[: 1 if kind == AxisType.Auto else 2]:
+        with jax.set_mesh(mesh):
+            args = put(x, mesh, "d"), split
+            compiled = jax.jit(fn).lower(*args).compile()
+            got = compiled(*args)
+        assert collectives(compiled) == {("all-gather", "u8"), ("all-reduce", "f32")}
+        assert relative(got, fn(x, layers)) < SUMS
+    if kind == AxisType.Explicit:
+        return
     # The same plan does nothing on one device.
     here = jax.device_put(split, jax.devices()[0])
     np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
@@ -290,33 +298,6 @@ def test_a_step_of_qlora(normal):
         assert after.is_equivalent_to(before, 2)
 
 
-@pytest.mark.slow
-def test_quantized_products_while_training(normal):
-    mesh = mesh_of()
-    model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
-    specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
-    split = lambda model: eqquant.shard_tree(model, mesh, rules=specs, batch="d")
-    parts, static = eqx.partition(model, eqx.is_array)
-
-    def gradient(place):
-        def loss(parts, x):
-            model = eqx.combine(parts, static)
-            model = eqquant.fake_quantize_tree(model, EXACT, quantized_products=True)
-            return jnp.mean(jax.vmap(place(model))(x) ** 2)
-
-        return jax.jit(jax.grad(loss))
-
-    x = normal(M, SIZE)
-    args = split(parts), put(x, mesh, "d")
-    compiled = gradient(split).lower(*args).compile()
-    assert not any(kind == "all-gather" for kind, _ in collectives(compiled))
-    if not isinstance(_library.load(), str):
-        assert "eqquant_dot" in compiled.as_text()
-    expected = jax.tree.leaves(gradient(lambda model: model)(parts, x))
-    for a, b in zip(jax.tree.leaves(compiled(*args)), expected, strict=True):
-        assert relative(a, b) < 5 * SUMS
-
-
 def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
     mesh = mesh_of()
     q, x = put(quantized(normal, "nf4", SIZE, SIZE), mesh, "m"), normal(M, SIZE)
@@ -331,12 +312,16 @@ def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
 
 
 @pytest.mark.slow
-def test_adapters_on_a_mesh_with_explicit_axes(normal):
+@pytest.mark.parametrize(
+    "first, second", [("m", (None, "m")), (("m", "d"), ("d", "m"))]
+)
+def test_adapters_on_a_mesh_with_explicit_axes(first, second, normal):
     mesh = mesh_of(AxisType.Explicit)
     model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
     model = eqquant.quantize_tree(model, EXACT)
     model = eqquant.lora_tree(model, rank=4, key=jax.random.key(1))
-    specs = {"layers.0.*": P("m"), "layers.1.weight": P(None, "m")}
+    specs = {"layers.0.weight": P(first), "layers.1.weight": P(*second)}
+    specs["layers.0.bias"] = P("m")  # Results are not split over "d".
     split = eqquant.shard_tree(model, mesh, rules=specs, batch="d")
     x = normal(M, SIZE)
 

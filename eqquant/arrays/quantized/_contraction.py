@@ -114,15 +114,6 @@ def _contract(
         last = num_columns * a.shape[-1]
         return a.reshape(*((num_batch,) if batch else ()), num_rows, last)
 
-    scales, plan = q.scales, q.plan
-    if isinstance(scales, ShortScales):
-        scales, plan = all_gather_scales(scales, plan)
-    if plan is not None:
-        order_of_codes = *order, len(order)
-        moved = [q.codes.shape[i] for i in order_of_codes]
-        merged = component(q.codes).shape
-        plan = plan.permuted(order_of_codes).reshaped(moved, merged)
-
     # The activation: (batch, free, contracted in the order of storage).
     used = {axis for _, axis in (*over, *batch)}
     x_free = [axis for axis in range(x.ndim) if axis not in used]
@@ -141,6 +132,14 @@ def _contract(
         x = x.reshape(num_batch, m, num_columns * (size + padding))
     if not batch:
         x = x[0]
+    scales, plan = q.scales, q.plan
+    if isinstance(scales, ShortScales):
+        scales, plan = all_gather_scales(scales, plan, x, 1 if batch else 0)
+    if plan is not None:
+        order_of_codes = *order, len(order)
+        moved = [q.codes.shape[i] for i in order_of_codes]
+        merged = component(q.codes).shape
+        plan = plan.permuted(order_of_codes).reshaped(moved, merged)
 
     dtype = out_dtype
     if q.offsets is not None:

@@ -1,0 +1,89 @@
+"""How one array is split over a mesh: put there, and its products told."""
+
+import dataclasses
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from .._jax import is_traced
+from ..arrays import is_implicit, is_quantized, QuantizedArray
+from ..primitives import names_of, Plan
+
+
+def is_array(x: Any) -> bool:
+    return (
+        is_implicit(x)
+        or eqx.is_array(x)
+        or isinstance(x, np.ndarray | jax.ShapeDtypeStruct)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """What `shard_tree` is told of one array.
+
+    **Fields:**
+
+    - `mesh`, `batch`, `scatter`: as for [`eqquant.shard_tree`][].
+    - `spec`: of the array as if it were not quantized.
+    """
+
+    mesh: Mesh | AbstractMesh
+    spec: PartitionSpec
+    batch: tuple[str, ...] = ()
+    scatter: Literal[-2, -1] | None = None
+
+    def __call__(self, leaf: Any) -> Any:
+        """The array on its devices, or constrained to be there. Each quantized array in
+        it gets a plan if the axes of the mesh are automatic."""
+        if not is_array(leaf):
+            return leaf
+        if not is_implicit(leaf):
+            return _put(leaf, self.spec, self.mesh)
+        specs = leaf.split_specs(self._in_order(), self.mesh)
+        leaf = jax.tree.map(lambda x, spec: _put(x, spec, self.mesh), leaf, specs)
+        return jax.tree.map(self._planned, leaf, specs, is_leaf=is_quantized)
+
+    def _planned(self, x: Any, specs: Any) -> Any:
+        if not isinstance(x, QuantizedArray):
+            return x
+        if AxisType.Explicit in self.mesh.axis_types:  # Types say it.
+            return x.with_plan(None)
+        axes = [names_of(entry) for entry in specs.codes]
+        axes += [()] * (x.codes.ndim - len(axes))
+        mesh = self.mesh.abstract_mesh
+        return x.with_plan(Plan(mesh, tuple(axes), self.batch, self.scatter))
+
+    def _in_order(self) -> PartitionSpec:
+        """What is gathered last, so that it leaves neighbours together."""
+        return PartitionSpec(
+            *(
+                tuple(sorted(names_of(entry), key=lambda name: name in self.batch))
+                or None
+                for entry in self.spec
+            )
+        )
+
+
+def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
+    sharding = NamedSharding(mesh, spec)
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    if is_traced(x):
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.sharding.reshard(x, sharding)
+        return lax.with_sharding_constraint(x, sharding)
+    if isinstance(mesh, AbstractMesh):
+        raise TypeError(
+            "shard_tree: an abstract mesh has no devices to put arrays on. Give a "
+            "jax.sharding.Mesh, or abstract arrays: jax.eval_shape makes them."
+        )
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # Not over processes otherwise.
+        data = jax.device_put(jax.random.key_data(x), sharding)
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
+    return jax.device_put(x, sharding)
