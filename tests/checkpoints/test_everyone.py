@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints import _processes
+from eqquant.checkpoints.leaves import _processes
 from eqquant.checkpoints.leaves._processes import Alone, Everyone
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P

@@ -30,8 +30,8 @@ def test_the_compiler_that_is_asked_for(monkeypatch, tmp_path, on_x86):
 
 
 def test_other_machines_have_no_native_kernels(monkeypatch):
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    with pytest.raises(_build.CannotBuild, match="for x86-64, not for .* on arm64"):
+    monkeypatch.setattr(platform, "machine", lambda: "riscv64")
+    with pytest.raises(_build.CannotBuild, match="for x86-64 and .* on riscv64"):
         _build.compiler()
 
 
@@ -49,7 +49,10 @@ def test_without_jax_there_are_no_header_files(monkeypatch):
 
 
 @pytest.mark.parametrize("fails", ["compiler", "linker"])
-def test_an_error_is_shown_and_what_was_there_stays(monkeypatch, tmp_path, fails):
+@pytest.mark.parametrize("machine, folder", [("x86_64", "x86"), ("arm64", "arm")])
+def test_an_error_is_shown_and_what_was_there_stays(
+    monkeypatch, tmp_path, machine, folder, fails
+):
     """No half of a library takes its place."""
     calls = []
 
@@ -59,6 +62,7 @@ def test_an_error_is_shown_and_what_was_there_stays(monkeypatch, tmp_path, fails
         said = f"{fails}: something is wrong\n" if is_it else ""
         return subprocess.CompletedProcess(command, int(is_it), stderr=said)
 
+    monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(_build, "compiler", lambda: "c++")
     monkeypatch.setattr(_build, "include_dir", lambda: str(tmp_path))
     monkeypatch.setattr(_build, "recipe", lambda *_: "a recipe")
@@ -68,7 +72,8 @@ def test_an_error_is_shown_and_what_was_there_stays(monkeypatch, tmp_path, fails
     with pytest.raises(_build.CannotBuild, match=f"the {fails} failed:\n{fails}: some"):
         _build.build(library, said.append)
     assert library.read_bytes() == b"the old one"
-    sources = sorted(path.name for path in _build._sources.glob("*.cpp"))
+    folders = _build._sources, _build._sources / folder
+    sources = sorted(path.name for f in folders for path in f.glob("*.cpp"))
     compiled = sorted(c[c.index("-c") + 1].split("/")[-1] for c in calls if "-c" in c)
     assert compiled == sources and len(said) == 1
     assert f"{len(sources)} files" in said[0]

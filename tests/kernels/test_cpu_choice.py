@@ -2,7 +2,6 @@
 
 import functools as ft
 import itertools
-import types
 
 import eqquant
 import jax
@@ -10,9 +9,17 @@ import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int4, Int8, MXFP4, NF4
 from eqquant.kernels import cpu
+from eqquant.kernels.cpu._library import Library
 
 
-SETS = ("AVX2", "AVX-512", "VNNI", "AMX")  # Of instructions, each with those before.
+# Instructions, each with those before it in its row, as kernels name them.
+X86 = {"AVX2": "avx2", "AVX-512": "avx512", "VNNI": "vnni", "AMX": "amx"}
+ARM = {"NEON": "neon", "dotprod": "dotprod", "i8mm": "i8mm"}
+SETS = [
+    (*names[:i], name)
+    for names in map(list, (X86, ARM))
+    for i, name in enumerate(names)
+]
 F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 
@@ -21,7 +28,9 @@ def on(monkeypatch):
     """A CPU that has no more than these instructions."""
 
     def have(name):
-        library = types.SimpleNamespace(instructions=1 + SETS.index(name))
+        (names,) = (names for names in SETS if names[-1] == name)
+        instructions = tuple((X86 | ARM)[n] for n in names)
+        library = Library(instructions, lambda *_: 0)
         monkeypatch.setattr(cpu, "load", lambda: library)
 
     return have
@@ -51,9 +60,9 @@ PRECISIONS = ("default", "high", "highest")
 ROWS = (1, 7, 8, 12, 16, 32, 64, 65, 128, 1000)
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_what_every_choice_keeps_to(name, on):
-    on(name)
+@pytest.mark.parametrize("names", SETS, ids=lambda names: names[-1])
+def test_what_every_choice_keeps_to(names, on):
+    on(names[-1])
     seen = set()
     for format, precision, contract_rows in itertools.product(
         FORMATS, PRECISIONS, (False, True)
@@ -68,7 +77,7 @@ def test_what_every_choice_keeps_to(name, on):
                 assert m > 1, "a product of a vector has a native kernel"
                 continue
             kind, _, needs = chosen.partition(", ")
-            assert SETS.index(needs) <= SETS.index(name), "instructions are missing"
+            assert needs in names, "instructions are missing"
             if precision == "highest":
                 assert kind == "float", "weights and activations are exact"
             if kind == "one digit":
@@ -78,15 +87,10 @@ def test_what_every_choice_keeps_to(name, on):
             said = cpu.describe(x, *args[1:], **params)
             assert repr(chosen) in said
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
-    assert (
-        kinds
-        == {
-            "AVX2": {"float"},
-            "AVX-512": {"float"},
-            "VNNI": {"float", "one digit", "two digits", "words"},
-            "AMX": {"float", "one digit", "two digits", "words", "split"},
-        }[name]
-    )
+    digits = {"float", "one digit", "two digits"}
+    expected = {"VNNI": digits | {"words"}, "AMX": digits | {"words", "split"}}
+    expected |= {"dotprod": digits, "i8mm": digits}
+    assert kinds == expected.get(names[-1], {"float"})
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,10 @@ def test_what_every_choice_keeps_to(name, on):
         # A block of 4 bytes is no part of a vector that words are made of.
         ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
         ("VNNI", FP8(), 65, {"contract_rows": True}, None),
+        # Words of 16 bits gain nothing there.
+        ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
+        ("i8mm", NF4(), 8, {"precision": "default"}, "one digit, i8mm"),
+        ("dotprod", Int8(), 1000, {}, "two digits, dotprod"),
     ],
 )
 def test_where_one_kernel_ends(name, format, m, how, expected, on):
