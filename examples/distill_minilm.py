@@ -2,8 +2,8 @@
 
 The encoder is that of minilm.py. Each row is a budget of bits for the whole model,
 shared out among the weights by calibration, as in calibrate_minilm.py. GPTQ rounds
-them, and training improves the result: the scales, norms and biases of the first row;
-in the second one the binary and ternary matrices, too.
+them, and training improves the result: scales, norms, biases, and the codes of binary
+and ternary weights, the words among these.
 
 The text is the documentation of Python itself, in which a part of the tokens are
 replaced by random ones, as in calibrate_minilm.py. It shares no sentence with the
@@ -50,19 +50,18 @@ TABLES = RULES | {"*positions*": eqquant.NF3()}
 
 
 class Row(NamedTuple):
-    """Bits a weight, of the whole model; what they are shared out among; whether binary
-    and ternary matrices get new codes; how many steps to train, and how fast."""
+    """Bits a weight, of the whole model; what they are shared out among; how many steps
+    to train, and how fast."""
 
     bits: float
     formats: list[eqquant.Format]
-    trains_codes: bool
     steps: int
     rate: float
 
 
 ROWS = {
-    "2.1": Row(2.1, [BINARY, TERNARY, NF3, NF4], False, 440, 1e-3),
-    "1.2": Row(1.2, [BINARY, TERNARY, NF3, NF4], True, 520, 1e-3),
+    "2.1": Row(2.1, [BINARY, TERNARY, NF3, NF4], 1500, 1e-3),
+    "1.2": Row(1.2, [BINARY, TERNARY, NF3, NF4], 1500, 1e-3),
 }
 
 
@@ -151,13 +150,11 @@ def start(row: Row, model, sentences: int):
     student = eqquant.quantize_tree(
         base, None, rules=allocation, calibration=stats, rotate=True
     )
-    if not row.trains_codes:
-        return student, lambda quantized: quantized
-    # The words keep their codes. Scales are in float32 in training, which is faster.
+    # Scales are in float32 in training, which is faster.
     short = {
         path: (format, axis)
         for path, (format, axis) in allocation.items()
-        if format in (BINARY, TERNARY) and "layers" in path
+        if format in (BINARY, TERNARY)
     }
     wide = {
         path: (dataclasses.replace(format, scale_dtype="float32"), axis)
@@ -172,7 +169,7 @@ def start(row: Row, model, sentences: int):
 
 
 def _floats(model):
-    """The model with its binary and ternary matrices as floats, but for tables."""
+    """The model with its binary and ternary matrices as floats."""
 
     def one(x):
         is_short = is_quantized(x) and isinstance(x.format, shortest)
@@ -181,13 +178,16 @@ def _floats(model):
     shortest = eqquant.Binary | eqquant.Ternary
     arrays = eqquant.QuantizedArray | eqquant.RotatedArray
     is_quantized = lambda x: isinstance(x, arrays)
-    layers = jax.tree.map(one, model.layers, is_leaf=is_quantized)
-    return eqx.tree_at(lambda m: m.layers, model, layers)
+    return jax.tree.map(one, model, is_leaf=is_quantized)
 
 
 def kinds(trained):
     """What each array is."""
-    return jax.tree.map(lambda x: "matrices" if x.size > 1e5 else "others", trained)
+
+    def kind(x):
+        return "words" if x.size > 5e6 else "matrices" if x.size > 1e5 else "others"
+
+    return jax.tree.map(kind, trained)
 
 
 def train(name: str, model, stream, watch, options):
@@ -198,8 +198,8 @@ def train(name: str, model, stream, watch, options):
     began = time.process_time()
     student, finish = start(row, model, options.sentences)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)
-    # Matrices are trained slower than scales, norms and biases.
-    rates = {"matrices": 0.4, "others": 1.0}
+    # Matrices are trained slower than all else: a step has few of the words.
+    rates = {"words": 1.0, "matrices": 0.4, "others": 1.0}
     optimiser = optax.chain(
         optax.scale_by_adam(b2=0.98),
         optax.partition({k: optax.scale(v) for k, v in rates.items()}, kinds),
