@@ -1,5 +1,6 @@
 """Adapters of `examples/llama`, beside PEFT: each reads what the other writes."""
 
+import importlib.util
 import pathlib
 import sys
 
@@ -22,6 +23,14 @@ from lora import add_adapters, load_adapters, save_adapters  # noqa: E402
 
 FOLDER = ROOT / "tests/examples/data/llama/llama3"
 TOKENS = np.array([[1, 5, 9, 30, 2, 17]])
+
+
+@pytest.fixture(autouse=True)
+def without_gptqmodel(monkeypatch):
+    """Where that is installed, PEFT wants Optimum as well, whatever it is to read."""
+    find = importlib.util.find_spec
+    hidden = lambda name, *of: None if name == "gptqmodel" else find(name, *of)
+    monkeypatch.setattr(importlib.util, "find_spec", hidden)
 
 
 def _base():
