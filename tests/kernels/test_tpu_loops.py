@@ -49,8 +49,10 @@ def test_loops_that_are_not_unrolled(
 
 
 def operations(jaxpr) -> int:
-    inner = (jax.core.jaxprs_in_params(eqn.params) for eqn in jaxpr.eqns)
-    return len(jaxpr.eqns) + sum(operations(j) for js in inner for j in js)
+    is_jaxpr = lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")
+    params = jax.tree.leaves([eqn.params for eqn in jaxpr.eqns], is_leaf=is_jaxpr)
+    inner = [getattr(x, "jaxpr", x) for x in params if is_jaxpr(x)]
+    return len(jaxpr.eqns) + sum(map(operations, inner))
 
 
 @pairs("format, m", [NF4(), Int8(), Int3(), Binary()], [8, 512])
