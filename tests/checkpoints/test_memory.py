@@ -1,4 +1,4 @@
-"""Quantizing while loading takes the memory of the quantized model and two tensors."""
+"""The memory of arrays that are loaded, and what quantizing while loading takes."""
 
 import json
 import pathlib
@@ -6,8 +6,21 @@ import subprocess
 import sys
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from eqquant.checkpoints.files import empty, to_jax
 from measured import COLUMNS, ROWS
+
+
+@pytest.mark.parametrize("rows", [1, 3000])  # The second takes huge pages.
+def test_jax_takes_memory_as_it_is(rows):
+    array = empty((rows, 1024), np.int8)
+    array[...] = np.arange(rows)[:, None] % 100
+    expected = array.sum(0, dtype=np.int64)
+    taken = to_jax(array)
+    assert taken.unsafe_buffer_pointer() == array.ctypes.data
+    del array
+    assert (np.asarray(taken).sum(0, dtype=np.int64) == expected).all()
 
 
 def write(path, layers: int, rows: int, rng) -> int:

@@ -79,15 +79,19 @@ inline ByteLevels byte_levels(const Product& p) {
 
 // What is left of a row from byte `j` on, at most a register of it.
 EQQUANT_INLINE Bytes bytes_at(const Product& p, const uint8_t* row, int64_t j) {
-  return Integers::load(row + j, std::min<int64_t>(Integers::size, p.packed - j));
+  const int64_t left = p.packed - j;
+  return left >= Integers::size ? Integers::load(row + j) : Integers::load(row + j, left);
 }
 
-template <int bits, int rows, int count>
+// Products of some rows of the weight. Sums are in `parts`, so that no addition has to wait
+// for the one before.
+template <int bits, int rows, int count, int parts>
 struct Tile {
-  Sums sums[count * rows];
+  Sums sums[parts][count * rows];
 
   template <int plane>
-  EQQUANT_INLINE void multiply(Bytes table, const Bytes* codes, const int8_t* x, int64_t stride) {
+  static EQQUANT_INLINE void multiply(Bytes table, const Bytes* codes, const int8_t* x,
+                                      int64_t stride, Sums* sums) {
     Bytes weight[rows];
     for (int r = 0; r < rows; r++)
       weight[r] = Integers::template decode<bits, plane>(table, codes[r]);
@@ -96,7 +100,18 @@ struct Tile {
       for (int r = 0; r < rows; r++)
         sums[i * rows + r] = Integers::add(sums[i * rows + r], weight[r], digits);
     }
-    if constexpr ((plane + 1) * bits < 8) multiply<plane + 1>(table, codes, x, stride);
+    if constexpr ((plane + 1) * bits < 8) multiply<plane + 1>(table, codes, x, stride, sums);
+  }
+
+  static EQQUANT_INLINE void step(const Product& p, Bytes table, const uint8_t* codes,
+                                  const int8_t* x, int64_t stride, int64_t j, Sums* sums) {
+    Bytes some_codes[rows];
+    for (int r = 0; r < rows; r++) {
+      const uint8_t* of_row = codes + r * p.packed;
+      some_codes[r] = bytes_at(p, of_row, j);
+      rows == 1 ? prefetch_near(of_row + j) : prefetch(of_row + j);
+    }
+    multiply<0>(table, some_codes, x + j, stride, sums);
   }
 
   // `x` is `count` rows of digits, from row `first` of all on.
@@ -104,21 +119,23 @@ struct Tile {
                           const Row* of, const float* scales, int64_t row, int64_t first) {
     const int64_t stride = plane_stride(p);
     const uint8_t* codes = p.codes + row * p.packed;
-    for (auto& sum : sums) sum = Integers::zero();
-    for (int64_t j = 0; j < p.packed; j += Integers::size) {
-      Bytes some_codes[rows];
-      for (int r = 0; r < rows; r++) {
-        some_codes[r] = bytes_at(p, codes + r * p.packed, j);
-        prefetch(codes + r * p.packed + j);
-      }
-      multiply<0>(levels.table, some_codes, x + j, stride);
-    }
-    alignas(16) uint32_t total[(count * rows + 3) / 4 * 4];
-    for (int i = 0; i < count * rows; i += 4) {
+    for (auto& part : sums)
+      for (auto& sum : part) sum = Integers::zero();
+    int64_t j = 0;
+    for (; j + parts * Integers::size <= p.packed; j += parts * Integers::size)
+      for (int k = 0; k < parts; k++)
+        step(p, levels.table, codes, x, stride, j + k * Integers::size, sums[k]);
+    for (; j < p.packed; j += Integers::size)
+      step(p, levels.table, codes, x, stride, j, sums[0]);
+    constexpr int of_part = count * rows, all = parts * of_part;
+    alignas(16) uint32_t total[(all + 3) / 4 * 4];
+    for (int i = 0; i < all; i += 4) {
       Sums four[4];
-      for (int k = 0; k < 4; k++) four[k] = i + k < count * rows ? sums[i + k] : Integers::zero();
+      for (int k = 0; k < 4; k++)
+        four[k] = i + k < all ? sums[(i + k) / of_part][(i + k) % of_part] : Integers::zero();
       Integers::store_totals(total + i, four);
     }
+    for (int i = of_part; i < all; i++) total[i % of_part] += total[i];
     for (int i = 0; i < count; i += p.digits) {
       const int64_t m = (first + i) / p.digits;
       for (int r = 0; r < rows; r++) {
@@ -133,7 +150,7 @@ struct Tile {
   }
 };
 
-template <int bits, int rows>
+template <int bits, int rows, int parts = 1>
 void all_digits(const Product& p, const ByteLevels& levels, char* scratch, int64_t row) {
   float buffer[rows];
   const float* scales = scales_of(p, row, rows, buffer);
@@ -142,16 +159,22 @@ void all_digits(const Product& p, const ByteLevels& levels, char* scratch, int64
   const int64_t count = p.m * p.digits, ld = digit_stride(p);
   int64_t i = 0;
   for (; i + 4 <= count; i += 4)
-    Tile<bits, rows, 4>().run(p, levels, x + i * ld, of, scales, row, i);
+    Tile<bits, rows, 4, parts>().run(p, levels, x + i * ld, of, scales, row, i);
   for (; i + 2 <= count; i += 2)
-    Tile<bits, rows, 2>().run(p, levels, x + i * ld, of, scales, row, i);
-  for (; i < count; i++) Tile<bits, rows, 1>().run(p, levels, x + i * ld, of, scales, row, i);
+    Tile<bits, rows, 2, parts>().run(p, levels, x + i * ld, of, scales, row, i);
+  for (; i < count; i++)
+    Tile<bits, rows, 1, parts>().run(p, levels, x + i * ld, of, scales, row, i);
 }
 
 template <int bits>
 void some_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const ByteLevels levels = byte_levels(p);
   int64_t row = begin;
+  // One row of the activation is bound by memory where codes need no decoding, and memory is
+  // read fastest from one end to the other.
+  if constexpr (bits == 8)
+    if (p.m == 1)
+      for (; row < end; row++) all_digits<bits, 1, 2>(p, levels, scratch, row);
   for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, levels, scratch, row);
   for (; row < end; row++) all_digits<bits, 1>(p, levels, scratch, row);
 }

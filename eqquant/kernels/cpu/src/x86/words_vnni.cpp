@@ -209,8 +209,10 @@ struct Place {
 };
 
 EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
-  const __mmask64 some = p.packed - j >= chunk ? ~0ull : (1ull << (p.packed - j)) - 1;
-  return _mm512_maskz_loadu_epi8(some, p.codes + row * p.packed + j);
+  const uint8_t* from = p.codes + row * p.packed + j;
+  const int64_t left = p.packed - j;
+  if (left >= chunk) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi8((1ull << left) - 1, from);
 }
 
 // The codes of a chunk of some rows, decoded in registers.
@@ -232,7 +234,8 @@ struct InRegisters {
   EQQUANT_INLINE void read() {
     for (int r = 0; r < rows; r++) {
       of[r] = codes_at(p, row + r, j);
-      prefetch(p.codes + (row + r) * p.packed + j);
+      const uint8_t* from = p.codes + (row + r) * p.packed + j;
+      rows == 1 ? prefetch_near(from) : prefetch(from);
     }
   }
   template <int step>
@@ -448,10 +451,12 @@ struct Rows {
   }
 };
 
-// Calls `use(rows, row)` for rows of the weight, by fours as long as there are as many.
+// Calls `use(rows, row)` for rows of the weight, by fours as long as there are as many. One
+// by one is better for a single group of rows of the activation, which is bound by memory:
+// that is read fastest from one end to the other.
 template <class Use>
-void by_fours(int64_t begin, int64_t end, const Use& use) {
-  for (; begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
+void by_fours(const Product& p, int64_t begin, int64_t end, const Use& use) {
+  for (; p.m > most_at_once && begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
   for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
 }
 
@@ -465,13 +470,13 @@ template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // It is only read.
   if (p.m < many)
-    return by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
+    return by_fours(p, begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
   const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
   for (int64_t i = 0; i < p.m; i += in_turn)
     for (int64_t c = 0; c < chunks_of(p); c += chunks)
-      by_fours(begin, end, [&](auto rows, int64_t row) {
+      by_fours(p, begin, end, [&](auto rows, int64_t row) {
         of.template panel<rows>(row, i, std::min(p.m, i + in_turn), c,
                                 std::min(chunks, chunks_of(p) - c));
       });
