@@ -28,8 +28,8 @@ def dot(
         return portable.dot(
             x, codes, scales, out_dtype=out_dtype, x_unit=x_unit, **params
         )
-    assert x_unit is None  # Integers are not multiplied by the kernel.
-    args = (a.reshape(-1, *a.shape[-2:]) for a in (x, codes, scales))
+    arrays = [x, codes, scales] + [x_unit] * (x_unit is not None)
+    args = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
     options = options_of(kernel, params["format"], params["contract_rows"])
     out = _triton.dot(*args, **options, out_dtype=out_dtype, interpret=interpret)
     return out.reshape(*x.shape[:-1], out.shape[-1])

@@ -12,10 +12,13 @@ class Chip:
     """What depends on the generation.
 
     - `cores`: about how many there are, among which programs are spread.
+    - `large_products`: whether tensor cores read their operands from shared memory,
+        and so keep registers free for more sums.
     """
 
     name: str
     cores: int
+    large_products: bool = False
 
 
 # By compute capability. Others are served by XLA.
@@ -23,7 +26,7 @@ _chips = {
     "8.0": Chip("sm_80", cores=108),
     "8.6": Chip("sm_86", cores=84),
     "8.9": Chip("sm_89", cores=128),
-    "9.0": Chip("sm_90", cores=132),
+    "9.0": Chip("sm_90", cores=132, large_products=True),
 }
 _described = {
     gpu.name: ".".join(gpu.architecture.removeprefix("sm_").rstrip("a"))
@@ -51,14 +54,19 @@ def tiles_for(
     batch: int,
     format: Format,
     contract_rows: bool,
+    integers: bool = False,
 ) -> Tiles | None:
-    """None if tensor cores cannot multiply what one scale is for."""
+    """None if tensor cores cannot multiply what one scale is for. With `integers`,
+    codes are multiplied as they are."""
     # For `x @ w` the activation is scaled again for each subtile: so these are wider.
     most = (128 if contract_rows else 64) if format.bits == 8 else 32
     width = subtile_bytes(format, most)
     if width < 16:
         return None
-    tile_m = next(size for size in (16, 32, 64, 128) if m <= size or size == 128)
+    if integers and chip.large_products:
+        width = 128
+    most_m = 256 if integers and chip.large_products else 128
+    tile_m = next(size for size in (16, 32, 64, 128, 256) if m <= size or size == most_m)
     few = tile_m == 16
     if contract_rows:
         tile_rows, subtiles = 64, max(1, 64 // width)
@@ -77,12 +85,15 @@ def tiles_for(
         if length % step == 0 and length // step % (2 * split):
             break  # Some would have nothing to do in their last step.
         split *= 2
+    warps, stages = 8 if tile_m == 128 else 4, 3
+    if integers and tile_m >= 128:
+        warps, stages = (8, 3) if tile_m == 256 else (4, 4)
     return Tiles(
         m=tile_m,
         rows=tile_rows,
         bytes=width,
         subtiles=subtiles,
         split=split,
-        warps=8 if tile_m == 128 else 4,
-        stages=3,
+        warps=warps,
+        stages=stages,
     )

@@ -8,12 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...formats import Format, GPUKernel, num_codes, Precision
+from ..xla import longest_int8_sum
 from . import _check, _chips, _triton
 from ._lookup import can_decode
+from ._parts import is_exact
 
 
-# Up to so many rows the kernel is chosen. Beyond, XLA multiplies decoded tiles by the
-# kernels of cuBLAS, which multiply faster than it decodes.
+# Up to so many rows floats are multiplied by the kernel. Beyond, XLA multiplies decoded
+# tiles by the kernels of cuBLAS, which multiply faster than it decodes. Integers need
+# no decoding: it multiplies those of any number of rows.
 _most_rows = 128
 
 
@@ -57,12 +60,16 @@ def choose(
     dtypes = tuple(jnp.dtype(dtype) for dtype in (x.dtype, weight_dtype))
     if not can_decode(format):
         return f"there are no kernels for codes like those of {format.name}"
-    operands = _operands(dtypes, format, contract_rows, precision)
-    if operands is None:
-        what = "integers" if x.dtype == jnp.int8 else "float32"
-        return f"the kernels do not multiply {what}"
+    if x.dtype == jnp.int8:
+        if reason := _no_integers(x, scales, format, contract_rows):
+            return reason
+        operands = "int8", (1, 1)
+    else:
+        operands = _operands(dtypes, format, contract_rows, precision)
+        if operands is None:
+            return "the kernels do not multiply float32"
     m, (*batch, rows, packed) = x.shape[-2], codes.shape
-    if m > _most_rows and asked.kernel is None:
+    if m > _most_rows and asked.kernel is None and operands[0] != "int8":
         return f"of more than {_most_rows} rows it is expected to be faster"
     count = math.prod(batch)
     out = num_codes(packed, format.bits) if contract_rows else rows
@@ -76,6 +83,7 @@ def choose(
         batch=count,
         format=format,
         contract_rows=contract_rows,
+        integers=operands[0] == "int8",
     )
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"
@@ -100,8 +108,6 @@ def _operands(
     """What is multiplied, and how many of these stand for a number of the activation
     and of the weight."""
     x, w = dtypes
-    if x == jnp.int8:
-        return None
     # Scaled, an activation in float16 may be too small for it.
     if x == w == jnp.float16 and not contract_rows:
         return "float16", (1, 1)
@@ -113,6 +119,15 @@ def _operands(
     holds = x == jnp.bfloat16 and not contract_rows
     parts = 1 if holds and format.integer_levels else 2
     return "bfloat16", (parts, 1 if format.integer_levels else 2)
+
+
+def _no_integers(x, scales, format: Format, contract_rows: bool) -> str | None:
+    """Why an activation in int8 is not multiplied as it is, if it is not."""
+    if contract_rows or format.bits != 8 or not is_exact(scales.shape[-1], format):
+        return "the kernels multiply integers with whole rows of int8 only"
+    if x.shape[-1] > longest_int8_sum:
+        return f"sums of {x.shape[-1]} products may not fit in int32"
+    return None
 
 
 def options_of(kernel: Kernel, format: Format, contract_rows: bool) -> dict[str, Any]:
