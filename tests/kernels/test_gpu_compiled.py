@@ -8,7 +8,7 @@ import pytest
 from eqquant import Binary, Int8, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.kernels.gpu import _chips
+from eqquant.kernels.gpu import _chips, _choose
 from helpers import needs_gpu_compiler
 
 
@@ -47,14 +47,18 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     )
     (kernel,) = (k for k in program.kernels if k.name.startswith(format.name))
     assert kernel.spilled == 0
-    tiles = _chips.tiles_for(
+    if format.activations == "int8":
+        x = jax.ShapeDtypeStruct(x.shape, "int8")
+    tiles = _choose.kernel_on(
         _chips.known(gpus[chip].name),
-        m,
-        *q.codes.shape,
-        batch=1,
+        x,
+        q.codes,
+        q.scales,
         format=format,
         contract_rows=contract_rows,
-    )
+        precision=format.precision,
+        weight_dtype=q.dtype,
+    ).tiles
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps
     loop = [name for name in max(kernel.loops, key=len) if name != "NOP"]

@@ -14,9 +14,9 @@ from ._lookup import can_decode
 from ._parts import is_exact
 
 
-# Up to so many rows floats are multiplied by the kernel. Beyond, XLA multiplies decoded
-# tiles by the kernels of cuBLAS, which multiply faster than it decodes. Integers need
-# no decoding: it multiplies those of any number of rows.
+# Up to so many rows the kernel is chosen. Beyond, XLA multiplies decoded tiles by the
+# kernels of cuBLAS, which multiply faster than it decodes; but for what it decodes in a
+# few instructions, or not at all.
 _most_rows = 128
 
 
@@ -57,6 +57,42 @@ def choose(
     chip, kind, here = _chips.chip()
     if chip is None:
         return f"there are no kernels for {kind!r}"
+    kernel = kernel_on(
+        chip,
+        x,
+        codes,
+        scales,
+        format=format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=weight_dtype,
+    )
+    if here and asked.check and isinstance(kernel, Kernel):
+        failure = _check.failure_of(
+            kind,
+            kernel,
+            format=dataclasses.replace(format, gpu=None),
+            contract_rows=contract_rows,
+            blocked=scales.shape[-1] > 1,
+            dtypes=tuple(map(jnp.dtype, (x.dtype, weight_dtype, scales.dtype))),
+        )
+        if failure:
+            return f"the kernel failed its check on {kind!r}: {failure}"
+    return kernel
+
+
+def kernel_on(
+    chip: _chips.Chip,
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+) -> Kernel | str:
+    """That of a chip, or why XLA multiplies there."""
     dtypes = tuple(jnp.dtype(dtype) for dtype in (x.dtype, weight_dtype))
     if not can_decode(format):
         return f"there are no kernels for codes like those of {format.name}"
@@ -69,7 +105,13 @@ def choose(
         if operands is None:
             return "the kernels do not multiply float32"
     m, (*batch, rows, packed) = x.shape[-2], codes.shape
-    if m > _most_rows and asked.kernel is None and operands[0] != "int8":
+    operand, parts = operands
+    as_it_is = None
+    if x.dtype == jnp.dtype(operand) and parts == (1, 1) and not contract_rows:
+        as_it_is = operand
+    forced = format.gpu is not None and format.gpu.kernel == "triton"
+    large = _chips.is_large(chip, m, format, as_it_is)
+    if m > _most_rows and not (large or as_it_is == "int8" or forced):
         return f"of more than {_most_rows} rows it is expected to be faster"
     count = math.prod(batch)
     out = num_codes(packed, format.bits) if contract_rows else rows
@@ -83,23 +125,11 @@ def choose(
         batch=count,
         format=format,
         contract_rows=contract_rows,
-        integers=operands[0] == "int8",
+        as_it_is=as_it_is,
     )
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"
-    kernel = Kernel(chip.name, *operands, tiles)
-    if here and asked.check:
-        failure = _check.failure_of(
-            kind,
-            kernel,
-            format=dataclasses.replace(format, gpu=None),
-            contract_rows=contract_rows,
-            blocked=scales.shape[-1] > 1,
-            dtypes=(*dtypes, jnp.dtype(scales.dtype)),
-        )
-        if failure:
-            return f"the kernel failed its check on {kind!r}: {failure}"
-    return kernel
+    return Kernel(chip.name, operand, parts, tiles)
 
 
 def _operands(

@@ -138,9 +138,9 @@ def dot(
         finite = jnp.abs(x) < jnp.inf
         return [high, jnp.where(finite, rest, 0).astype(operand)]
 
-    def multiply(xs: list, ws: list, turned: bool):
-        """The product of two sums, but for that of what is smallest in both."""
-        total: Any = None
+    def multiply(xs: list, ws: list, turned: bool, total: Any = None):
+        """The product of two sums, but for that of what is smallest in both; added to
+        a total by the tensor cores."""
         for i, w in enumerate(ws):
             for x in xs if i == 0 else xs[:1]:
                 a, b = (w, x) if turned else (x, w)
@@ -183,7 +183,8 @@ def dot(
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
                 q, scale = tile_of(row, byte)
-                total: Any = None
+                # What is scaled afterwards needs registers of its own.
+                total: Any = None if blocks > 1 else acc
                 for plane in range(planes):
                     column = columns_of(byte, plane)
                     mask = None
@@ -191,11 +192,12 @@ def dot(
                     if m % tiles.m or not whole:
                         mask = (r < m) & (c < columns)
                     some = load(x, first, r, c, mask)
-                    product = multiply(split(some), numbers_of(q, plane), True)
-                    total = product if total is None else total + product
+                    ws = numbers_of(q, plane)
+                    total = multiply(split(some), ws, True, total)
                 if scale is not None:
                     total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-                acc = acc + total
+                    total = acc + total
+                acc = total
             return acc
 
         def rows_step(i, accs):
