@@ -1,5 +1,5 @@
-"""Kernels that a program for a GPU starts, by its HLO: bytes that each reads and writes,
-and products that it adds up.
+"""Kernels that a program for a GPU starts, by its HLO: bytes that each reads and
+writes, and products that it adds up.
 
 Each array counts once for each kernel that reads or writes it, as if it came from the
 memory every time; of what a kernel slices only the slice counts. Caches make it less.

@@ -18,14 +18,14 @@ _peaks = {
     "sm_90a": (494.7e12, 989.5e12),
 }
 # From the end of a kernel to the start of the next.
-_pause = 2e-6
+pause = 2e-6
 
 
 def dense(m: int, k: int, n: int, chip: GPU) -> float:
     """Seconds of a product in bfloat16 by cuBLAS."""
     moved = 2 * (m * k + k * n + m * n)
     products = m * k * n / _peaks[chip.architecture][0]
-    return max(products, moved / chip.bandwidth) + _pause
+    return max(products, moved / chip.bandwidth) + pause
 
 
 def of_xla(step: Step, chip: GPU) -> tuple[float, float]:
@@ -37,8 +37,20 @@ def of_xla(step: Step, chip: GPU) -> tuple[float, float]:
         peak = _peaks[chip.architecture][step.product.dtype == "s8"]
         time = max(time, step.product.products / peak)
         if step.product.converted:
-            converting = step.product.converted / chip.bandwidth + _pause
-    return (time + converting + _pause) * step.count, (time + _pause) * step.count
+            converting = step.product.converted / chip.bandwidth + pause
+    return (time + converting + pause) * step.count, (time + pause) * step.count
+
+
+def of_loop(step: Step, units: Units | None, chip: GPU) -> tuple[float, str]:
+    """Of a kernel that multiplies nothing, by its bytes and the instructions of all of
+    its threads; and what limits it."""
+    limits = {"memory": step.bytes / chip.bandwidth}
+    if units is not None:
+        for unit, cycles in units.cycles(chip).items():
+            limits[unit] = cycles / (chip.cores * chip.clock)
+    limit, time = max(limits.items(), key=lambda item: item[1])
+    limit = limit if time > pause else "pauses"
+    return (time + pause) * step.count, limit
 
 
 def by_kernel(
@@ -52,4 +64,4 @@ def by_kernel(
     moved = step.bytes / chip.bandwidth
     waiting = at_peak * (1 + max(others.values()) / tensor)
     free = at_peak * max(1, max(others.values()) / tensor)
-    return max(waiting, moved) + _pause, max(free, moved) + _pause
+    return max(waiting, moved) + pause, max(free, moved) + pause

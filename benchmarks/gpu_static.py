@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_static.py
     python benchmarks/gpu_static.py --chip a100 --m 1 --sizes 4096x4096 --markdown
-    python benchmarks/gpu_static.py --products kernel --m 1 16 --chip h100 h200 a100
+    python benchmarks/gpu_static.py --products kernel --chip h100 h200 a100
+    python benchmarks/gpu_static.py --encode --dtype float32
 
 Needs the compiler: `pip install 'eqquant[gpu-compiler]'`, and `JAX_PLATFORMS=cpu`.
 Nothing is run. For each product, by XLA's lowering for every platform ("loop"), by that
@@ -34,6 +35,7 @@ import functools as ft
 import re
 from typing import Any
 
+import _gpu_encoding
 import eqquant
 import jax
 import jax.numpy as jnp
@@ -121,7 +123,7 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
             (kernel,) = filter(is_ours, program.kernels)
             tiles, each = tiles_of(kernel, x, q, contract_rows, chip)
             products = -(-m // tiles.m) * tiles.m * float(weights)
-            integers = "int8" == q.format.activations
+            integers = q.format.activations == "int8"
             units = units_of(kernel, each)
             times = by_kernel(step, units, tiles.m, products, integers, chip)
         else:
@@ -170,20 +172,29 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--encode", action="store_true", help="quantizing instead")
     parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")
     parser.add_argument("--dtype", default="bfloat16", help="of x, and of the result")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     line = "| {} |" if options.markdown else "{}"
     join = " | ".join if options.markdown else "  ".join
+    head, widths = HEAD, WIDTHS
+    if options.encode:
+        head, widths = _gpu_encoding.HEAD, _gpu_encoding.WIDTHS
     show = lambda cells: print(
-        line.format(join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True))),
+        line.format(join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))),
         flush=True,
     )
-    show(HEAD)
+    show(head)
     if options.markdown:
-        show(["---"] * len(HEAD))
-    for chip in options.chip:
+        show(["---"] * len(head))
+    for chip in options.chip if options.encode else []:
+        for size in options.sizes:
+            for name in options.formats:
+                of = FORMATS[name], name, size, options.dtype, chip
+                show(_gpu_encoding.row(*of))
+    for chip in options.chip if not options.encode else []:
         for size in options.sizes:
             for m in options.m:
                 for name in options.formats:

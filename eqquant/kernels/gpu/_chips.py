@@ -75,7 +75,9 @@ def tiles_for(
     if width < 16:
         return None
     most_m = 256 if large else 128
-    tile_m = next(size for size in (16, 32, 64, 128, 256) if m <= size or size == most_m)
+    tile_m = next(
+        size for size in (16, 32, 64, 128, 256) if m <= size or size == most_m
+    )
     few = tile_m == 16
     if contract_rows:
         tile_rows, subtiles = 64, max(1, 64 // width)
