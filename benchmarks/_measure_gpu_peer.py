@@ -21,7 +21,8 @@ def recorded(call, torch):
     stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):
-            call(), call()
+            call()
+            call()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):

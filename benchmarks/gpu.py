@@ -28,7 +28,7 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import _gpu_peers
 import eqquant
@@ -84,7 +84,8 @@ def products(weight, name: str, m: int, options) -> list[list[str]]:
     count, repeats = sizes_for(m * n * x.dtype.itemsize, options.group)
     q = eqquant.quantize(weight, FORMATS[name])
     size, of_dense = copies(weight, options.gigabytes, count)
-    calls = {"dense": turns(dense, x, of_dense, repeats)}
+    calls: dict[str, Callable[[], object]] = {}
+    calls["dense"] = turns(dense, x, of_dense, repeats)
     sizes, programs = {"dense": size}, {}
     for by, program, form in (
         ("eqquant", quantized, q),
@@ -97,7 +98,8 @@ def products(weight, name: str, m: int, options) -> list[list[str]]:
     times = interleaved(calls, seconds=options.seconds * len(calls))
     of = {by: summary(taken, count * repeats) for by, taken in times.items()}
     with jax.default_matmul_precision("highest"):
-        exact = x.astype(jnp.float32) @ q.astype(jnp.float32).dequantize().T
+        wide = dataclasses.replace(q, dtype=jnp.dtype("float32"))
+        exact = x.astype(jnp.float32) @ wide.dequantize().T
     rows = []
     for by, (median, best) in of.items():
         error = ""

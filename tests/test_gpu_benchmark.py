@@ -1,8 +1,12 @@
 """The script that measures on a GPU, tried out without one."""
 
 import importlib
+import json
 import pathlib
+import sys
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 
@@ -48,6 +52,47 @@ def test_a_library_that_cannot_be_measured_is_named(script, capsys, monkeypatch)
     script.main([*TINY, "torchao"])
     out = capsys.readouterr().out
     assert "NOT MEASURED: torchao: cannot be installed: no such package" in out
+
+
+class Fake(np.ndarray):
+    """An array that knows of PyTorch's what the script calls."""
+
+    bfloat16 = lambda self: self.astype(np.float32)
+    clone = np.ndarray.copy
+    element_size = lambda self: self.itemsize
+
+
+@pytest.fixture
+def torch(monkeypatch):
+    def randn(*shape, device):
+        assert device == "cpu"
+        return np.zeros(shape).view(Fake)
+
+    functional = SimpleNamespace(linear=lambda x, w: x @ w.T)
+    nn = SimpleNamespace(functional=functional)
+    fake = SimpleNamespace(randn=randn, nn=nn, set_grad_enabled=lambda _: None)
+    monkeypatch.setitem(sys.modules, "torch", fake)
+
+
+def test_other_libraries_are_measured_beside_dense(script, torch, capsys, monkeypatch):
+    peers = importlib.import_module("_gpu_peers")
+
+    def broken(w):
+        raise ValueError("not this one")
+
+    formats = {"int8": lambda w: (lambda x: x @ w.T, 100), "int4": broken}
+    peer = peers.GPUPeer("fake", (), lambda: formats)
+    monkeypatch.setattr(peers, "peers", [peer])
+    options = dict(platform="cpu", sizes=[[64, 96]], m=[3], group=2)
+    measuring = importlib.import_module("_measure_gpu_peer")
+    measuring.measure("fake", dict(**options, seconds=0, gigabytes=0))
+    lines = capsys.readouterr().out.splitlines()
+    rows = dense, int8, int4 = [json.loads(line) for line in lines]
+    assert all(len(row) == len(script.HEAD) for row in rows)
+    assert dense[:4] == ["64x96", 3, "", "dense, beside fake (no graph)"]
+    assert int8[:4] == ["64x96", 3, "int8", "fake (no graph)"]
+    assert float(dense[6]) == 1 and float(int8[6]) > 0
+    assert int4[2:5] == ["int4", "fake fails", "ValueError: not this one"]
 
 
 def test_rotation_holds_what_is_asked_for(script):

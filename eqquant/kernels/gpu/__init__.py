@@ -28,7 +28,7 @@ def dot(
         return portable.dot(
             x, codes, scales, out_dtype=out_dtype, x_unit=x_unit, **params
         )
-    arrays = [x, codes, scales] + [x_unit] * (x_unit is not None)
+    arrays = (x, codes, scales) if x_unit is None else (x, codes, scales, x_unit)
     args = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
     options = options_of(kernel, params["format"], params["contract_rows"])
     out = _triton.dot(*args, **options, out_dtype=out_dtype, interpret=interpret)
