@@ -251,6 +251,13 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "64 rows, bfloat16 twice" in explained(m=40, format="ternary")
     assert "of more than 128 rows" in explained(m=200)
     assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
+    many = dict(m=200, format="ternary")
+    assert "256 rows, bfloat16" in explained(**many, dtype="bfloat16")
+    assert "256 rows, float16" in explained(**many, dtype="float16")
+    assert "of more than 128 rows" in explained(**many)
+    assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
+    blocks = Ternary(block_size=64)
+    assert "of more than 128 rows" in explained(200, "bfloat16", blocks)
     assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
     assert "no kernels for codes like those of int3" in explained(format="int3")
@@ -264,6 +271,9 @@ def test_by_shape_and_dtype(on, monkeypatch):
         assert "integers with whole rows of int8 only" in explained(
             format=format, rows=rows
         )
+    on("NVIDIA A100-SXM4-80GB")
+    assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
+    assert "128 rows, int8" in explained(m=200, format=Int8(**rounded))
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
     assert "as EQQUANT_GPU=xla says so" in explained()

@@ -1,8 +1,8 @@
 """Products with quantized weights on GPUs.
 
 On chips that are known, a kernel of Pallas and Triton decodes codes in registers, and
-multiplies them with tensor cores. Whatever it does not serve, and what is exported, is
-left to `portable`: XLA, in what it makes good kernels of.
+multiplies them with tensor cores, or integers as they are. Whatever it does not serve,
+and what is exported, is left to `portable`: XLA, in what it makes good kernels of.
 """
 
 from jaxtyping import Array, Float, Int8, UInt8
