@@ -1,5 +1,5 @@
-"""Kernels that a program for a GPU starts, and bytes that these read and write, by its
-HLO.
+"""Kernels that a program for a GPU starts, by its HLO: bytes that each reads and
+writes, and products that it adds up.
 
 Each array counts once for each kernel that reads or writes it, as if it came from the
 memory every time; of what a kernel slices only the slice counts. Caches make it less.
@@ -25,57 +25,89 @@ _nothing = {
 _sizes = {"pred": 1, "bf16": 2, "f16": 2}
 
 
+class Product(NamedTuple):
+    """A product of two matrices: multiplications, the dtype of the operands, and bytes
+    of what is converted to it within the kernel, before and after."""
+
+    products: int
+    dtype: str
+    converted: int = 0
+
+
+class Step(NamedTuple):
+    """A kernel, started so many times."""
+
+    name: str
+    bytes: int
+    product: Product | None = None
+    count: int = 1
+
+
 class Cost(NamedTuple):
     launches: int
     bytes: int
 
-    def times(self, count: int) -> "Cost":
-        return Cost(self.launches * count, self.bytes * count)
-
-
-def _bytes_of(shape: str) -> int:
-    total = 0
-    for dtype, dims in _arrays_in(shape):
-        digits = re.search(r"\d+", dtype)
-        size = _sizes.get(dtype) or max(int(digits[0]) // 8 if digits else 1, 1)
-        total += size * math.prod(dims)
-    return total
-
 
 def cost(text: str) -> Cost:
     """Of a compiled program."""
+    found = steps(text)
+    return Cost(sum(s.count for s in found), sum(s.bytes * s.count for s in found))
+
+
+def steps(text: str) -> list[Step]:
+    """Of a compiled program, in order."""
     computations, entry = _parse(text)
 
-    def of(name: str) -> Cost:
-        launches = moved = 0
+    def of(name: str) -> list[Step]:
+        out: list[Step] = []
         shapes: dict[str, str] = {}
         for instruction in computations[name]:
             shapes[instruction.name] = instruction.shape
             if instruction.operation in _nothing:
                 continue
             operands = [shapes[x] for x in _reference.findall(instruction.operands)]
+            called = lambda key, at=instruction.attributes: _reference.findall(
+                _attribute(at, key)
+            )[0]
             if instruction.operation == "while":
                 trips = re.search(r"known_trip_count\D+(\d+)", instruction.attributes)
-                called = [
-                    _reference.findall(_attribute(instruction.attributes, key))[0]
-                    for key in ("body", "condition")
-                ]
-                parts = [of(x).times(int(trips[1]) if trips else 1) for x in called]
-                launches += sum(part.launches for part in parts)
-                moved += sum(part.bytes for part in parts)
+                count = int(trips[1]) if trips else 1
+                inner = [*of(called("condition")), *of(called("body"))]
+                out += [step._replace(count=step.count * count) for step in inner]
             elif instruction.operation in ("call", "async-start"):
                 key = "to_apply" if instruction.operation == "call" else "calls"
-                called = _reference.findall(_attribute(instruction.attributes, key))
-                part = of(called[0])
-                launches, moved = launches + part.launches, moved + part.bytes
+                out += of(called(key))
             elif instruction.operation == "fusion":
-                called = _reference.findall(_attribute(instruction.attributes, "calls"))
-                launches += 1
-                moved += fused(called[0], operands, instruction.shape)
+                moved = fused(called("calls"), operands, instruction.shape)
+                found = product_in(called("calls"))
+                out.append(Step(instruction.name, moved, found))
             else:
-                launches += 1
-                moved += sum(map(_bytes_of, operands)) + _bytes_of(instruction.shape)
-        return Cost(launches, moved)
+                assert "__cublas" not in instruction.attributes, "a product not counted"
+                moved = sum(map(_bytes_of, operands)) + _bytes_of(instruction.shape)
+                out.append(Step(instruction.name, moved))
+        return out
+
+    def product_in(name: str) -> Product | None:
+        body = {x.name: x for x in computations[name]}
+        for instruction in body.values():
+            if instruction.operation == "fusion":
+                inner = _reference.findall(_attribute(instruction.attributes, "calls"))
+                if found := product_in(inner[0]):
+                    return found
+            if instruction.operation != "dot":
+                continue
+            operands = [body[x] for x in _reference.findall(instruction.operands)]
+            ((dtype, dims),) = _arrays_in(operands[0].shape)
+            contracted = _attribute(instruction.attributes, "lhs_contracting_dims")
+            each = math.prod(dims[int(i)] for i in re.findall(r"\d+", contracted))
+            ((_, out),) = _arrays_in(instruction.shape)
+            converted = 0
+            for operand in operands:
+                if operand.operation == "convert":
+                    before = body[_reference.findall(operand.operands)[0]]
+                    converted += _bytes_of(before.shape) + _bytes_of(operand.shape)
+            return Product(each * math.prod(out), dtype, converted)
+        return None
 
     def fused(name: str, operands: list[str], shape: str) -> int:
         body = computations[name]
@@ -101,3 +133,12 @@ def cost(text: str) -> Cost:
         return written + total
 
     return of(entry)
+
+
+def _bytes_of(shape: str) -> int:
+    total = 0
+    for dtype, dims in _arrays_in(shape):
+        digits = re.search(r"\d+", dtype)
+        size = _sizes.get(dtype) or max(int(digits[0]) // 8 if digits else 1, 1)
+        total += size * math.prod(dims)
+    return total

@@ -2,7 +2,8 @@
 
     python benchmarks/gpu_static.py
     python benchmarks/gpu_static.py --chip a100 --m 1 --sizes 4096x4096 --markdown
-    python benchmarks/gpu_static.py --products kernel --m 1 16 --chip h100 h200 a100
+    python benchmarks/gpu_static.py --products kernel --chip h100 h200 a100
+    python benchmarks/gpu_static.py --encode --dtype float32
 
 Needs the compiler: `pip install 'eqquant[gpu-compiler]'`, and `JAX_PLATFORMS=cpu`.
 Nothing is run. For each product, by XLA's lowering for every platform ("loop"), by that
@@ -16,25 +17,35 @@ for GPUs ("XLA"), by the kernel ("kernel"), and dequantizing first ("dense first
   those of the arithmetic unit, and bytes of shared memory; what share of the bandwidth
   of the memory it can use at most for what has to be moved, and which unit limits it;
 - KiB of codes that a core waits for at once. To keep the memory busy, an H100 needs
-  some 20, an H200 some 30.
+  some 20, an H200 some 30;
+- how fast it is beside a product of cuBLAS in bfloat16, if that reaches what NVIDIA's
+  data sheet says: at worst, and at best.
 
 On a GPU, XLA tries several tilings for a product, and the kernels of cuBLAS, and keeps
-the fastest; without one it takes its first. So nothing is said of their speed.
+the fastest; without one it takes its first. So its products are taken for those of
+cuBLAS. They wait for what is decoded before, and that is all: nothing comes from a
+cache, and between two kernels are two microseconds. Of INT8 codes, which the product
+itself may convert, the worst is that a kernel of its own converts them. Of the kernel,
+the worst is that tensor cores wait for all that is decoded, the best that they never
+wait. That of cuBLAS is an ideal, too, and in truth both are slower.
 """
 
 import argparse
 import functools as ft
 import re
+from typing import Any
 
+import _gpu_encoding
 import eqquant
 import jax
 import jax.numpy as jnp
-from _gpu_bytes import cost
+from _gpu_bytes import cost, steps
+from _gpu_times import by_kernel, dense, of_xla
 from _gpu_units import bound, in_flight, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
-from eqquant.kernels.gpu import _chips
+from eqquant.kernels.gpu import _chips, _choose
 from eqquant.primitives import dot_by
 
 
@@ -84,6 +95,45 @@ def per_thread(program, kernel, weights: int) -> float | None:
     return weights / (int(launched[1]) * int(launched[2]))
 
 
+def is_ours(kernel) -> bool:
+    return kernel.name.endswith(("_columns", "_rows"))
+
+
+def tiles_of(kernel, x, q, contract_rows, chip) -> tuple[Any, float]:
+    """Of our kernel; and how many weights a thread has in its loop."""
+    known = _chips.known(chip.name)
+    assert known is not None
+    params = params_of(q, x.dtype, contract_rows)
+    del params["out_dtype"]
+    if q.format.activations == "int8":
+        x = jax.ShapeDtypeStruct(x.shape, jnp.int8)
+    chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
+    assert isinstance(chosen, _choose.Kernel)
+    tiles = chosen.tiles
+    count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
+    return tiles, count / (32 * tiles.warps)
+
+
+def beside_cublas(program, x, q, contract_rows, chip) -> str:
+    """How many times as fast, at worst and at best."""
+    (m, size), weights = x.shape, q.size
+    worst = best = 0.0
+    for step in steps(program.as_text()):
+        if "pallas_call" in step.name:
+            (kernel,) = filter(is_ours, program.kernels)
+            tiles, each = tiles_of(kernel, x, q, contract_rows, chip)
+            products = -(-m // tiles.m) * tiles.m * float(weights)
+            integers = q.format.activations == "int8"
+            units = units_of(kernel, each)
+            times = by_kernel(step, units, tiles.m, products, integers, chip)
+        else:
+            times = of_xla(step, chip)
+        worst, best = worst + times[0], best + times[1]
+    ideal = dense(m, size, weights // size, chip)
+    worst, best = f"{ideal / worst:.2f}", f"{ideal / best:.2f}"
+    return worst if worst == best else f"{worst}-{best}"
+
+
 def limits(
     program, x, q, contract_rows, chip, weights, stored, needed: float
 ) -> list[str]:
@@ -93,20 +143,9 @@ def limits(
     for kernel in program.kernels:
         count = per_thread(program, kernel, weights)
         waits = ""
-        if kernel.name.endswith(("_columns", "_rows")):
-            known = _chips.known(chip.name)
-            assert known is not None
-            tiles = _chips.tiles_for(
-                known,
-                x.shape[0],
-                *q.codes.shape,
-                batch=1,
-                format=q.format,
-                contract_rows=contract_rows,
-            )
-            assert tiles is not None
-            count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
-            count /= 32 * tiles.warps * -(-x.shape[0] // tiles.m)
+        if is_ours(kernel):
+            tiles, count = tiles_of(kernel, x, q, contract_rows, chip)
+            count /= -(-x.shape[0] // tiles.m)
             waits = f"{in_flight(kernel, tiles, chip):.0f}"
         if count:
             units = units_of(kernel, count)
@@ -122,8 +161,8 @@ def limits(
 
 HEAD = "chip", "K x N", "M", "format", "product", "kernels", "MB", "x least", "MiB held"
 HEAD = *HEAD, "instr./w.", "ALU/w.", "shared B/w.", "of bandwidth", "limit", "KiB"
-HEAD = *HEAD, "spilled"
-WIDTHS = 8, 12, 5, 8, 12, 8, 9, 8, 9, 9, 7, 11, 12, 7, 4, 7
+HEAD = *HEAD, "spilled", "of cuBLAS"
+WIDTHS = 8, 12, 5, 8, 12, 8, 9, 8, 9, 9, 7, 11, 12, 7, 4, 7, 9
 
 
 def main() -> None:
@@ -133,20 +172,29 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
+    parser.add_argument("--encode", action="store_true", help="quantizing instead")
     parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")
     parser.add_argument("--dtype", default="bfloat16", help="of x, and of the result")
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
     line = "| {} |" if options.markdown else "{}"
     join = " | ".join if options.markdown else "  ".join
+    head, widths = HEAD, WIDTHS
+    if options.encode:
+        head, widths = _gpu_encoding.HEAD, _gpu_encoding.WIDTHS
     show = lambda cells: print(
-        line.format(join(f"{c:>{w}}" for c, w in zip(cells, WIDTHS, strict=True))),
+        line.format(join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))),
         flush=True,
     )
-    show(HEAD)
+    show(head)
     if options.markdown:
-        show(["---"] * len(HEAD))
-    for chip in options.chip:
+        show(["---"] * len(head))
+    for chip in options.chip if options.encode else []:
+        for size in options.sizes:
+            for name in options.formats:
+                of = FORMATS[name], name, size, options.dtype, chip
+                show(_gpu_encoding.row(*of))
+    for chip in options.chip if not options.encode else []:
         for size in options.sizes:
             for m in options.m:
                 for name in options.formats:
@@ -180,6 +228,7 @@ def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
         *limits(
             program, x, q, options.rows, gpus[chip], n * k, stored, least / total.bytes
         ),
+        beside_cublas(program, x, q, options.rows, gpus[chip]),
     ]
 
 

@@ -32,6 +32,7 @@ from ._compat import (
     num_devices_of as num_devices_of,
     open_jaxpr as open_jaxpr,
     parts_of as parts_of,
+    platform_of as platform_of,
     rewrite as rewrite,
     shard_map_manual_axes as shard_map_manual_axes,
     spec_of as spec_of,

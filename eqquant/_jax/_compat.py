@@ -326,6 +326,16 @@ def device_kind() -> str:
     return jax.devices()[0].device_kind
 
 
+def platform_of(array: Any) -> str:
+    """Of an array's devices, such as `"cpu"` or `"gpu"`; if it is traced, of what is
+    compiled for."""
+    if not is_traced(array):
+        return next(iter(array.devices())).platform
+    described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    platform = getattr(described, "platform", None) or jax.default_backend()
+    return {"cuda": "gpu", "rocm": "gpu"}.get(platform, platform)
+
+
 def gpu_capability() -> tuple[str, str | None]:
     """What is compiled for, as `device_kind` says, and if that is a GPU of NVIDIA's
     which is here, its compute capability, such as `"9.0"`."""

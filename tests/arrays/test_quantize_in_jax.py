@@ -99,7 +99,7 @@ def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
 def test_temporaries_are_small(default_format):
     # 64 MB of float32, a chunk of four megabytes at a time.
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
-    lowered = encode_rows.lower(w, format=default_format, axes=(-1,), chunked=True)
+    lowered = encode_rows.lower(w, format=default_format, axes=(-1,), at_once=2**20)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     searches = getattr(default_format, "fit", "absmax") != "absmax"
     assert temporary < (20e6 if searches else 10e6)

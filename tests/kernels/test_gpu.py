@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4, Ternary
+from eqquant.arrays.quantized import _encode
 from eqquant.debug import compile_for_gpu
 from eqquant.debug._flow import Flow
 from eqquant.debug._in_hlo import decoded_in_hlo
@@ -106,6 +107,15 @@ def test_turned_off(monkeypatch, normal):
     monkeypatch.setenv("EQQUANT_GPU", "off")
     assert "recipe 'float'" in explain(platform="gpu")
     assert "EQQUANT_GPU=off" in explain(platform="gpu")
+
+
+@pytest.mark.parametrize("platform, loops", [("gpu", False), ("cpu", True)])
+def test_a_gpu_encodes_much_at_once(platform, loops, monkeypatch):
+    monkeypatch.setattr(_encode, "platform_of", lambda _: platform)
+    at_once = _encode.elements_at_once(jnp.zeros(8))
+    weight = jax.ShapeDtypeStruct((3, 2**20), jnp.float32)
+    lowered = _encode.encode_rows.lower(weight, NF4(), (-1,), at_once)
+    assert ("stablehlo.while" in lowered.as_text()) == loops
 
 
 def described(rows, columns, format):

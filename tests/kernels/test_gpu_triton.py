@@ -76,6 +76,27 @@ def test_ragged_products(
     assert relative(out, expected) < (6e-3 if precision == "default" else bound)
 
 
+@pytest.mark.parametrize("m, split", [(3, 1), (21, 2)])
+def test_integers_are_multiplied_exactly(m, split, on, monkeypatch):
+    monkeypatch.setattr(_chips, "tiles_for", small(m, False, split))
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (2, m, 200)).astype(np.int8)
+    codes = rng.integers(-127, 128, (2, 45, 200)).astype(np.int8)
+    scales, units = (rng.uniform(0.5, 2, (2, n, 1)).astype("f4") for n in (45, m))
+    out = gpu.dot(
+        *map(jnp.asarray, (x, codes, scales)),
+        x_unit=jnp.asarray(units),
+        format=Int8(activations="int8"),
+        contract_rows=False,
+        precision="high",
+        weight_dtype=jnp.dtype("float32"),
+        out_dtype=jnp.float32,
+        interpret=True,
+    )
+    expected = x.astype(np.float64) @ codes.swapaxes(1, 2).astype(np.float64)
+    assert relative(out, expected * scales.swapaxes(1, 2) * units) < 3e-7
+
+
 def _exact(q):
     codes = eqquant.formats.unpack(q.codes, q.format.bits, q.format.group)
     levels = q.format.levels(codes, jnp.float32)
@@ -230,11 +251,29 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "64 rows, bfloat16 twice" in explained(m=40, format="ternary")
     assert "of more than 128 rows" in explained(m=200)
     assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
+    many = dict(m=200, format="ternary")
+    assert "256 rows, bfloat16" in explained(**many, dtype="bfloat16")
+    assert "256 rows, float16" in explained(**many, dtype="float16")
+    assert "of more than 128 rows" in explained(**many)
+    assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
+    blocks = Ternary(block_size=64)
+    assert "of more than 128 rows" in explained(200, "bfloat16", blocks)
     assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
     assert "no kernels for codes like those of int3" in explained(format="int3")
     assert "do not multiply float32" in explained(format=NF4(precision="highest"))
-    assert "do not multiply integers" in explained(format=Int8(activations="int8"))
+    rounded = dict(activations="int8")
+    assert "few rows, int8 (activations rounded to 8 bits)" in explained(
+        format=Int8(**rounded)
+    )
+    assert "256 rows, int8" in explained(m=200, format=Int8(**rounded))
+    for format, rows in (Int8(**rounded), True), (Ternary(**rounded), False):
+        assert "integers with whole rows of int8 only" in explained(
+            format=format, rows=rows
+        )
+    on("NVIDIA A100-SXM4-80GB")
+    assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
+    assert "128 rows, int8" in explained(m=200, format=Int8(**rounded))
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
     assert "as EQQUANT_GPU=xla says so" in explained()
@@ -253,16 +292,20 @@ def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
 #
 
 
-def right(x, codes, scales, *, format, contract_rows, out_dtype, **_):
+def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
     options = dict(format=format, contract_rows=contract_rows, out_dtype=out_dtype)
     options |= dict(precision="highest", weight_dtype=jnp.dtype("float32"))
-    return _check.xla.dot(x.astype(jnp.float32), codes, scales, **options)
+    x = x.astype(jnp.float32)
+    for unit in units:
+        x = x * unit
+    return _check.xla.dot(x, codes, scales, **options)
 
 
 def test_a_kernel_that_is_right_is_used(on, monkeypatch):
     on(H100, "9.0")
     monkeypatch.setattr(_check._triton, "dot", right)
     assert "Triton kernel for sm_90" in explained()
+    assert "few rows, int8" in explained(format=Int8(activations="int8"))
     before = _check._failure_of.cache_info().misses
     assert "Triton kernel for sm_90" in explained(m=4)
     assert _check._failure_of.cache_info().misses == before  # Once.
@@ -286,6 +329,8 @@ def test_a_kernel_that_is_wrong_is_not_used(wrong, said, on, monkeypatch):
     with pytest.warns(UserWarning, match=f"failed its check .*{said}"):
         how = explained()
     assert "XLA for GPUs" in how and said in how
+    with pytest.warns(UserWarning, match="few rows, int8.* failed its check"):
+        assert "XLA for GPUs" in explained(format=Int8(activations="int8"))
     assert "Triton kernel" in explained(format=NF4(gpu=GPUKernel(check=False)))
     with pytest.warns(UserWarning, match="failed its check"):
         q = eqquant.quantize(jnp.ones((64, 64)), "ternary")

@@ -79,7 +79,7 @@ class QuantizedArray(AbstractQuantizedArray):
             return NotImplemented
         self.check_whole()
         rows = rows.astype(self.dtype)
-        codes, parts, _ = encode_rows(rows, self.format, self.axes, chunked=False)
+        codes, parts, _ = encode_rows(rows, self.format, self.axes, at_once=None)
         scales, offsets = scales_and_offsets(parts, self.format)
         # A row that is not finite becomes NaN: a check under `jit` would cost more.
         finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]

@@ -18,6 +18,7 @@ from ..._jax import (
     match_varying,
     parts_of,
     pipeline,
+    platform_of,
     rowwise,
     spec_of,
 )
@@ -31,16 +32,17 @@ def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
     return ndim > 1 and len(axes) == ndim and format.block_size is None
 
 
-@ft.partial(jax.jit, static_argnames=("format", "axes", "chunked"))
+@ft.partial(jax.jit, static_argnames=("format", "axes", "at_once"))
 def encode_rows(
     array: Float[Array, "..."],
     format: Format,
     axes: tuple[int, ...],
-    chunked: bool,
+    at_once: int | None,
     given: Any = None,
 ):
     """Codes, scales (those given, or those of the format; a tuple with offsets, if it
-    has these), and whether some value was out of range."""
+    has these), and whether some value was out of range. So many elements are encoded
+    at once, or all."""
     blocked = [a % array.ndim for a in axes]
     lead = [a for a in range(array.ndim) if a not in blocked]
     shape = [array.shape[a] for a in lead]
@@ -75,10 +77,9 @@ def encode_rows(
         codes = _in_groups(codes, format)
         return pack(codes, format.bits), scales, problem
 
-    if chunked:
-        # A chunk at a time keeps temporaries in the cache, and as small as that.
+    if at_once is not None:
         inputs = rows.reshape(-1, size), _merge_lead(given)
-        height = max(1, _chunk_elements // size)
+        height = max(1, at_once // size)
         codes, scales, problem = _map_chunks(jax.vmap(encode), inputs, height)
     else:
         # Axis by axis: to flatten them would gather what is split over devices.
@@ -103,23 +104,25 @@ def has_encoder(
     )
 
 
-def _by_rows(array, *, format: Format, chunked: bool):
-    codes, scales, problem = encode_rows(array, format, (-1,), chunked)
+def _by_rows(array, *, format: Format, at_once: int | None):
+    codes, scales, problem = encode_rows(array, format, (-1,), at_once)
     problems = jnp.broadcast_to(problem, array.shape[:-1])
     return jax.tree.leaves((codes, scales, problems))
 
 
-def _native(array, *, format: Format, chunked: bool):
-    del chunked
+def _native(array, *, format: Format, at_once: int | None):
+    del at_once
     return jax.tree.leaves(cpu.encode(array, format=format))
 
 
 _encode_rowwise = rowwise("encode", _by_rows, _native)
 
 
-def encode_rowwise(array: Float[Array, "*lead size"], format: Format, chunked: bool):
+def encode_rowwise(
+    array: Float[Array, "*lead size"], format: Format, at_once: int | None
+):
     """As [`encode_rows`][], but with a problem for each row."""
-    codes, *scales, problems = _encode_rowwise(array, format=format, chunked=chunked)
+    codes, *scales, problems = _encode_rowwise(array, format=format, at_once=at_once)
     structure = jax.tree.structure(
         jax.eval_shape(lambda: format.no_scales((), array.shape[-1]))
     )
@@ -192,8 +195,11 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
     return write(count, last, out) if rest else out
 
 
-# What is encoded at once: four megabytes of float32.
-_chunk_elements = 2**20
+def elements_at_once(array: Array) -> int:
+    """How many elements to encode at once. A chunk of four megabytes keeps temporaries
+    in the cache of a CPU. A GPU has to be given more, or it does nothing but start
+    kernels: 256 megabytes."""
+    return 2**26 if platform_of(array) == "gpu" else 2**20
 
 
 def in_blocks(

@@ -14,7 +14,14 @@ from ..._jax import config, is_traced, typed
 from ...formats import as_format, Format, scales_and_offsets
 from ._array import QuantizedArray
 from ._axes import canonical_axes
-from ._encode import encode_rows, encode_rowwise, has_encoder, is_a_scale, per_tensor
+from ._encode import (
+    elements_at_once,
+    encode_rows,
+    encode_rowwise,
+    has_encoder,
+    is_a_scale,
+    per_tensor,
+)
 
 
 @typed
@@ -117,7 +124,8 @@ def encode(
 ) -> tuple[QuantizedArray, Bool[Array, ""]]:
     """As [`quantize`][], of arguments that have been checked; and whether there are
     values that cannot be quantized."""
-    how = {"format": format, "chunked": _is_on_one_device(array)}
+    at_once = elements_at_once(array) if _is_on_one_device(array) else None
+    how = {"format": format, "at_once": at_once}
     if given is None and has_encoder(array, format, axes):
         codes, stored, problems = encode_rowwise(array, **how)
         problem = jnp.any(problems)

@@ -1,8 +1,8 @@
 """Products with quantized weights on GPUs.
 
 On chips that are known, a kernel of Pallas and Triton decodes codes in registers, and
-multiplies them with tensor cores. Whatever it does not serve, and what is exported, is
-left to `portable`: XLA, in what it makes good kernels of.
+multiplies them with tensor cores, or integers as they are. Whatever it does not serve,
+and what is exported, is left to `portable`: XLA, in what it makes good kernels of.
 """
 
 from jaxtyping import Array, Float, Int8, UInt8
@@ -28,8 +28,8 @@ def dot(
         return portable.dot(
             x, codes, scales, out_dtype=out_dtype, x_unit=x_unit, **params
         )
-    assert x_unit is None  # Integers are not multiplied by the kernel.
-    args = (a.reshape(-1, *a.shape[-2:]) for a in (x, codes, scales))
+    arrays = (x, codes, scales) if x_unit is None else (x, codes, scales, x_unit)
+    args = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
     options = options_of(kernel, params["format"], params["contract_rows"])
     out = _triton.dot(*args, **options, out_dtype=out_dtype, interpret=interpret)
     return out.reshape(*x.shape[:-1], out.shape[-1])

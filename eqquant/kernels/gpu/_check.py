@@ -72,6 +72,10 @@ def _compare(
     x = jnp.asarray(x, x_dtype)
     codes, scales = jnp.asarray(codes), jnp.asarray(scales, scale_dtype)
     options = dict(format=format, contract_rows=contract_rows)
+    units = []
+    if kernel.operand == "int8":
+        x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8)
+        units = [jnp.asarray(rng.uniform(0.5, 2, (1, m, 1)), jnp.float32)]
     by_kernel = ft.partial(
         _triton.dot,
         operand=jnp.dtype(kernel.operand),
@@ -88,13 +92,16 @@ def _compare(
         out_dtype=jnp.float32,
         **options,
     )
-    expected = np.asarray(jax.jit(by_xla)(x.astype(jnp.float32), codes, scales))
+    wide = x.astype(jnp.float32)
+    for unit in units:
+        wide = wide * unit
+    expected = np.asarray(jax.jit(by_xla)(wide, codes, scales))
     try:
-        out = np.asarray(jax.jit(by_kernel)(x, codes, scales))
+        out = np.asarray(jax.jit(by_kernel)(x, codes, scales, *units))
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-    # Operands of 8 bits, of 11, or of 16.
+    # Operands of 8 bits, of 11, or of 16; or integers, whose sums are exact.
     bound = 1e-2 if kernel.parts == (1, 1) else 1e-4
-    bound = 1e-3 if kernel.operand == "float16" else bound
+    bound = {"float16": 1e-3, "int8": 1e-5}.get(kernel.operand, bound)
     return None if error < bound else f"its relative error is {error:.1e}"

@@ -4,6 +4,7 @@ import dataclasses
 
 from ..._jax import gpu_capability, gpus
 from ...formats import Format
+from ._lookup import is_signed
 from ._triton import subtile_bytes, Tiles
 
 
@@ -12,10 +13,13 @@ class Chip:
     """What depends on the generation.
 
     - `cores`: about how many there are, among which programs are spread.
+    - `large_products`: whether tensor cores read their operands from shared memory,
+        and so keep registers free for more sums.
     """
 
     name: str
     cores: int
+    large_products: bool = False
 
 
 # By compute capability. Others are served by XLA.
@@ -23,7 +27,7 @@ _chips = {
     "8.0": Chip("sm_80", cores=108),
     "8.6": Chip("sm_86", cores=84),
     "8.9": Chip("sm_89", cores=128),
-    "9.0": Chip("sm_90", cores=132),
+    "9.0": Chip("sm_90", cores=132, large_products=True),
 }
 _described = {
     gpu.name: ".".join(gpu.architecture.removeprefix("sm_").rstrip("a"))
@@ -42,6 +46,15 @@ def chip() -> tuple[Chip | None, str, bool]:
     return known(kind, capability), kind, capability is not None
 
 
+def is_large(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
+    """Whether a product has tiles of 256 rows of the activation, if it is multiplied
+    `as_it_is`, in that dtype. Codes are to be decoded in a few instructions, and no
+    sums of blocks to be scaled, for which there are no registers."""
+    if not chip.large_products or m <= 128 or format.block_size is not None:
+        return False
+    return as_it_is == "int8" or (as_it_is is not None and is_signed(format))
+
+
 def tiles_for(
     chip: Chip,
     m: int,
@@ -51,14 +64,20 @@ def tiles_for(
     batch: int,
     format: Format,
     contract_rows: bool,
+    as_it_is: str | None = None,
 ) -> Tiles | None:
-    """None if tensor cores cannot multiply what one scale is for."""
+    """None if tensor cores cannot multiply what one scale is for. `as_it_is` is the
+    dtype of an activation that is multiplied in it, unscaled."""
+    large, integers = is_large(chip, m, format, as_it_is), as_it_is == "int8"
     # For `x @ w` the activation is scaled again for each subtile: so these are wider.
     most = (128 if contract_rows else 64) if format.bits == 8 else 32
     width = subtile_bytes(format, most)
     if width < 16:
         return None
-    tile_m = next(size for size in (16, 32, 64, 128) if m <= size or size == 128)
+    most_m = 256 if large else 128
+    tile_m = next(
+        size for size in (16, 32, 64, 128, 256) if m <= size or size == most_m
+    )
     few = tile_m == 16
     if contract_rows:
         tile_rows, subtiles = 64, max(1, 64 // width)
@@ -77,12 +96,18 @@ def tiles_for(
         if length % step == 0 and length // step % (2 * split):
             break  # Some would have nothing to do in their last step.
         split *= 2
+    warps, stages = 8 if tile_m >= 128 else 4, 3
+    if large:
+        # 128 codes of each row.
+        width, subtiles = 16 * format.bits, 1
+    elif integers and tile_m == 128:
+        warps, stages = 4, 4
     return Tiles(
         m=tile_m,
         rows=tile_rows,
         bytes=width,
         subtiles=subtiles,
         split=split,
-        warps=8 if tile_m == 128 else 4,
-        stages=3,
+        warps=warps,
+        stages=stages,
     )

@@ -8,12 +8,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...formats import Format, GPUKernel, num_codes, Precision
+from ..xla import longest_int8_sum
 from . import _check, _chips, _triton
 from ._lookup import can_decode
+from ._parts import is_exact
 
 
 # Up to so many rows the kernel is chosen. Beyond, XLA multiplies decoded tiles by the
-# kernels of cuBLAS, which multiply faster than it decodes.
+# kernels of cuBLAS, which multiply faster than it decodes; but for what it decodes in a
+# few instructions, or not at all.
 _most_rows = 128
 
 
@@ -54,15 +57,61 @@ def choose(
     chip, kind, here = _chips.chip()
     if chip is None:
         return f"there are no kernels for {kind!r}"
+    kernel = kernel_on(
+        chip,
+        x,
+        codes,
+        scales,
+        format=format,
+        contract_rows=contract_rows,
+        precision=precision,
+        weight_dtype=weight_dtype,
+    )
+    if here and asked.check and isinstance(kernel, Kernel):
+        failure = _check.failure_of(
+            kind,
+            kernel,
+            format=dataclasses.replace(format, gpu=None),
+            contract_rows=contract_rows,
+            blocked=scales.shape[-1] > 1,
+            dtypes=tuple(map(jnp.dtype, (x.dtype, weight_dtype, scales.dtype))),
+        )
+        if failure:
+            return f"the kernel failed its check on {kind!r}: {failure}"
+    return kernel
+
+
+def kernel_on(
+    chip: _chips.Chip,
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+) -> Kernel | str:
+    """That of a chip, or why XLA multiplies there."""
     dtypes = tuple(jnp.dtype(dtype) for dtype in (x.dtype, weight_dtype))
     if not can_decode(format):
         return f"there are no kernels for codes like those of {format.name}"
-    operands = _operands(dtypes, format, contract_rows, precision)
-    if operands is None:
-        what = "integers" if x.dtype == jnp.int8 else "float32"
-        return f"the kernels do not multiply {what}"
+    if x.dtype == jnp.int8:
+        if reason := _no_integers(x, scales, format, contract_rows):
+            return reason
+        operands = "int8", (1, 1)
+    else:
+        operands = _operands(dtypes, format, contract_rows, precision)
+        if operands is None:
+            return "the kernels do not multiply float32"
     m, (*batch, rows, packed) = x.shape[-2], codes.shape
-    if m > _most_rows and asked.kernel is None:
+    operand, parts = operands
+    as_it_is = None
+    if x.dtype == jnp.dtype(operand) and parts == (1, 1) and not contract_rows:
+        as_it_is = operand
+    forced = format.gpu is not None and format.gpu.kernel == "triton"
+    large = _chips.is_large(chip, m, format, as_it_is)
+    if m > _most_rows and not (large or as_it_is == "int8" or forced):
         return f"of more than {_most_rows} rows it is expected to be faster"
     count = math.prod(batch)
     out = num_codes(packed, format.bits) if contract_rows else rows
@@ -76,22 +125,11 @@ def choose(
         batch=count,
         format=format,
         contract_rows=contract_rows,
+        as_it_is=as_it_is,
     )
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"
-    kernel = Kernel(chip.name, *operands, tiles)
-    if here and asked.check:
-        failure = _check.failure_of(
-            kind,
-            kernel,
-            format=dataclasses.replace(format, gpu=None),
-            contract_rows=contract_rows,
-            blocked=scales.shape[-1] > 1,
-            dtypes=(*dtypes, jnp.dtype(scales.dtype)),
-        )
-        if failure:
-            return f"the kernel failed its check on {kind!r}: {failure}"
-    return kernel
+    return Kernel(chip.name, operand, parts, tiles)
 
 
 def _operands(
@@ -100,8 +138,6 @@ def _operands(
     """What is multiplied, and how many of these stand for a number of the activation
     and of the weight."""
     x, w = dtypes
-    if x == jnp.int8:
-        return None
     # Scaled, an activation in float16 may be too small for it.
     if x == w == jnp.float16 and not contract_rows:
         return "float16", (1, 1)
@@ -113,6 +149,15 @@ def _operands(
     holds = x == jnp.bfloat16 and not contract_rows
     parts = 1 if holds and format.integer_levels else 2
     return "bfloat16", (parts, 1 if format.integer_levels else 2)
+
+
+def _no_integers(x, scales, format: Format, contract_rows: bool) -> str | None:
+    """Why an activation in int8 is not multiplied as it is, if it is not."""
+    if contract_rows or format.bits != 8 or not is_exact(scales.shape[-1], format):
+        return "the kernels multiply integers with whole rows of int8 only"
+    if x.shape[-1] > longest_int8_sum:
+        return f"sums of {x.shape[-1]} products may not fit in int32"
+    return None
 
 
 def options_of(kernel: Kernel, format: Format, contract_rows: bool) -> dict[str, Any]:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format, num_codes, planes_of
 from ._lookup import Decoder
@@ -58,9 +58,10 @@ def subtile_bytes(format: Format, most: int) -> int:
 
 
 def dot(
-    x: Float[Array, "batch m size"],
+    x: Float[Array, "batch m size"] | Int8[Array, "batch m size"],
     codes: Shaped[Array, "batch rows packed"],
     scales: Float[Array, "batch rows blocks"],
+    x_unit: Float[Array, "batch m 1"] | None = None,
     *,
     format: Format,
     contract_rows: bool,
@@ -70,7 +71,9 @@ def dot(
     out_dtype,
     interpret: bool = False,
 ) -> Float[Array, "batch m out"]:
-    """`x @ w.T`, or `x @ w`; both operands become `parts` numbers of type `operand`."""
+    """`x @ w.T`, or `x @ w`; both operands become `parts` numbers of type `operand`.
+    If that is int8, so are the activation, the rows of which are in `x_unit`, and the
+    codes, and a row of the weight has one scale."""
     # Not every jaxlib has Triton, which is needed for a GPU alone.
     from jax.experimental.pallas import triton as plgpu
 
@@ -79,7 +82,11 @@ def dot(
     blocks = scales.shape[-1]
     planes = planes_of(format.bits)
     columns = num_codes(packed, format.bits)
-    decode = Decoder(format, operand, parts[1], interpret)
+    integers = jnp.dtype(operand) == jnp.int8
+    assert not integers or not contract_rows
+    sums = jnp.int32 if integers else jnp.float32
+    decode = None if integers else Decoder(format, operand, parts[1], interpret)
+    unit_of_levels = 1.0 if decode is None else decode.unit
     wide = tiles.bytes * tiles.subtiles
     # Bytes of a plane of a group, and codes from one group to the next.
     run, stride = format.group // planes, format.group
@@ -119,6 +126,9 @@ def dot(
             return first + i
         return first + lax.div(i, jnp.int32(run)) * stride + lax.rem(i, jnp.int32(run))
 
+    def numbers_of(codes, plane: int) -> list:
+        return [codes] if decode is None else decode(codes, plane)
+
     def split(x) -> list:
         """The activation as numbers of `operand`, the largest first."""
         high = x.astype(operand)
@@ -128,9 +138,9 @@ def dot(
         finite = jnp.abs(x) < jnp.inf
         return [high, jnp.where(finite, rest, 0).astype(operand)]
 
-    def multiply(xs: list, ws: list, turned: bool):
-        """The product of two sums, but for that of what is smallest in both."""
-        total: Any = None
+    def multiply(xs: list, ws: list, turned: bool, total: Any = None):
+        """The product of two sums, but for that of what is smallest in both; added to
+        a total by the tensor cores."""
         for i, w in enumerate(ws):
             for x in xs if i == 0 else xs[:1]:
                 a, b = (w, x) if turned else (x, w)
@@ -139,16 +149,18 @@ def dot(
                     a,
                     b,
                     (contracted, ((), ())),
-                    preferred_element_type=jnp.float32,
+                    preferred_element_type=sums,
                 )
                 total = out if total is None else total + out
         return total
 
-    def kernel(x, codes, scales, out):
+    def kernel(x, codes, scales, *refs):
+        *unit, out = refs
         tile, part, first = (pl.program_id(i) for i in range(3))
         start_m = lax.rem(tile, jnp.int32(num_m)) * tiles.m
         start = lax.div(tile, jnp.int32(num_m)) * size
-        decode.prepare((tiles.rows, tiles.bytes))
+        if decode is not None:
+            decode.prepare((tiles.rows, tiles.bytes))
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
@@ -171,7 +183,8 @@ def dot(
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
                 q, scale = tile_of(row, byte)
-                total: Any = None
+                # What is scaled afterwards needs registers of its own.
+                total: Any = None if blocks > 1 else acc
                 for plane in range(planes):
                     column = columns_of(byte, plane)
                     mask = None
@@ -179,11 +192,12 @@ def dot(
                     if m % tiles.m or not whole:
                         mask = (r < m) & (c < columns)
                     some = load(x, first, r, c, mask)
-                    product = multiply(split(some), decode(q, plane), True)
-                    total = product if total is None else total + product
+                    ws = numbers_of(q, plane)
+                    total = multiply(split(some), ws, True, total)
                 if scale is not None:
                     total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-                acc = acc + total
+                    total = acc + total
+                acc = total
             return acc
 
         def rows_step(i, accs):
@@ -201,7 +215,7 @@ def dot(
                 q, scale = tile_of(row, start + sub * tiles.bytes)
                 xs = scaled if blocks == 1 else split(scaled_by(some, scale, mask))
                 for plane in range(planes):
-                    out.append(multiply(xs, decode(q, plane), False))
+                    out.append(multiply(xs, numbers_of(q, plane), False))
             return tuple(a + b for a, b in zip(accs, out, strict=True))
 
         def scaled_by(x, scale, mask):
@@ -221,16 +235,21 @@ def dot(
                 sub, plane = divmod(i, planes)
                 byte = start + sub * tiles.bytes
                 column = columns_of(byte, plane)
-                store(acc * decode.unit, *grid_of(row_m, column))
+                store(acc * unit_of_levels, *grid_of(row_m, column))
             return
-        zero = jnp.zeros((tiles.rows, tiles.m), jnp.float32)
-        acc = lax.fori_loop(0, steps, columns_step, zero) * decode.unit
+        zero = jnp.zeros((tiles.rows, tiles.m), sums)
+        acc = lax.fori_loop(0, steps, columns_step, zero)
+        acc = acc.astype(jnp.float32) * unit_of_levels
         row = start + iota(tiles.rows)
         if blocks == 1:
             at = jnp.minimum(row, rows - 1)
             scale = plgpu.load(scales.at[first, at, jnp.zeros_like(at)])
             scale = scale.astype(jnp.float32)
             acc = acc * lax.broadcast_in_dim(scale, acc.shape, (0,))
+        for ref in unit:
+            at = jnp.minimum(row_m, m - 1)
+            each = plgpu.load(ref.at[first, at, jnp.zeros_like(at)])
+            acc = acc * lax.broadcast_in_dim(each, acc.shape, (1,))
         n, r = grid_of(row, row_m)
         store(acc, r, n)
 
@@ -239,6 +258,7 @@ def dot(
         shape = tiles.split * batch, m, out_size
         return jnp.broadcast_to(x[:1, :1, :1].astype(out_type), shape)
 
+    units = () if x_unit is None else (x_unit.astype(jnp.float32),)
     out = pl.pallas_call(
         kernel,
         grid=(num_m * pl.cdiv(free, size), tiles.split, batch),
@@ -248,7 +268,7 @@ def dot(
         ),
         interpret=interpret,
         name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
-    )(x, codes, scales)
+    )(x, codes, scales, *units)
     if tiles.split > 1:
         out = jnp.sum(out.reshape(tiles.split, batch, m, out_size), 0)
     return out.astype(out_dtype)

@@ -1,0 +1,56 @@
+"""What quantizing costs on a GPU, beside a copy of what is quantized: by the kernels
+that XLA makes, one after the other."""
+
+import functools as ft
+import re
+
+import eqquant
+import jax
+from _gpu_bytes import steps
+from _gpu_times import of_loop, pause
+from _gpu_units import units_of
+from eqquant._jax import gpus
+from eqquant.debug import compile_for_gpu
+
+
+HEAD = "chip", "K x N", "format", "kernels", "MB", "x least", "MiB held", "limit"
+HEAD = *HEAD, "of a copy"
+WIDTHS = 8, 12, 8, 8, 9, 8, 9, 7, 9
+
+
+def row(format, name: str, size: str, dtype: str, chip: str) -> list:
+    k, n = map(int, size.split("x"))
+    quantize = ft.partial(eqquant.quantize, format=format, check_finite=False)
+    weight = jax.ShapeDtypeStruct((n, k), dtype)
+    out = jax.eval_shape(quantize, weight)
+    program = compile_for_gpu(quantize, weight, chip=chip)
+    read = k * n * weight.dtype.itemsize
+    written = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(out))
+    kernels = {kernel.name: kernel for kernel in program.kernels}
+    taken, limits, found = 0.0, {}, steps(program.as_text())
+    for step in found:
+        kernel = kernels.get(re.sub(r"\W", "_", step.name))
+        threads = _threads(program, kernel.name) if kernel else None
+        units = units_of(kernel, 1 / threads) if kernel and threads else None
+        time, limit = of_loop(step, units, gpus[chip])
+        taken += time
+        limits[limit] = limits.get(limit, 0.0) + time
+    moved = sum(step.bytes * step.count for step in found)
+    memory = program.compiled.memory_analysis()
+    assert memory is not None
+    copied = 2 * read / gpus[chip].bandwidth + pause
+    return [
+        *(chip, size, name),
+        sum(step.count for step in found),
+        f"{moved / 1e6:.1f}",
+        f"{moved / (read + written):.1f}",
+        f"{memory.temp_size_in_bytes / 2**20:.1f}",
+        max(limits, key=lambda limit: limits[limit]),
+        f"{copied / taken:.0%}",
+    ]
+
+
+def _threads(program, name: str) -> int | None:
+    pattern = rf"\] {re.escape(name)} grid: \[(\d+).*?threads: \[(\d+)"
+    launched = re.search(pattern, program.launches)
+    return int(launched[1]) * int(launched[2]) if launched else None
