@@ -24,6 +24,7 @@ the fastest; without one it takes its first. So nothing is said of their speed.
 
 import argparse
 import functools as ft
+import math
 import re
 
 import eqquant
@@ -75,13 +76,15 @@ PRODUCTS = {
 }
 
 
-def per_thread(program, kernel, weights: int) -> float | None:
-    """How many weights, of a kernel of XLA's without a loop."""
-    pattern = rf"\] {re.escape(kernel.name)} grid: \[(\d+).*?threads: \[(\d+)"
-    launched = re.search(pattern, program.launches)
-    if launched is None or kernel.loops:
+def launched(program, kernel) -> tuple[int, int, int] | None:
+    """Programs, threads of each, and bytes of shared memory."""
+    name, size = re.escape(kernel.name), r"\[(\d+), (\d+), (\d+)\]"
+    pattern = rf"\] {name} grid: {size} threads: {size}.*?shared_memory: (\d+)"
+    found = re.search(pattern, program.launches)
+    if found is None:
         return None
-    return weights / (int(launched[1]) * int(launched[2]))
+    numbers = list(map(int, found.groups()))
+    return math.prod(numbers[:3]), math.prod(numbers[3:6]), numbers[6]
 
 
 def limits(
@@ -91,8 +94,9 @@ def limits(
     needed."""
     found = []
     for kernel in program.kernels:
-        count = per_thread(program, kernel, weights)
-        waits = ""
+        launch, waits, count = launched(program, kernel), "", None
+        if launch and not kernel.loops:  # XLA's.
+            count = weights / (launch[0] * launch[1])
         if kernel.name.endswith(("_columns", "_rows")):
             known = _chips.known(chip.name)
             assert known is not None
@@ -103,11 +107,12 @@ def limits(
                 batch=1,
                 format=q.format,
                 contract_rows=contract_rows,
+                itemsize=x.dtype.itemsize,
             )
-            assert tiles is not None
+            assert tiles is not None and launch is not None
             count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
             count /= 32 * tiles.warps * -(-x.shape[0] // tiles.m)
-            waits = f"{in_flight(kernel, tiles, chip):.0f}"
+            waits = f"{in_flight(kernel, tiles, chip, launch[0], launch[2]):.0f}"
         if count:
             units = units_of(kernel, count)
             share, limit = bound(units, chip, stored / weights)

@@ -76,6 +76,7 @@ def choose(
         batch=count,
         format=format,
         contract_rows=contract_rows,
+        itemsize=x.dtype.itemsize,
     )
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ...formats import Format, num_codes, planes_of
 from ._lookup import Decoder
+from ._ptx import multiply_add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,12 +149,13 @@ def dot(
         tile, part, first = (pl.program_id(i) for i in range(3))
         start_m = lax.rem(tile, jnp.int32(num_m)) * tiles.m
         start = lax.div(tile, jnp.int32(num_m)) * size
-        decode.prepare((tiles.rows, tiles.bytes))
+        ready = decode.prepare()
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
             """Codes, and their scales: beyond the last row that again, and beyond the
             last byte zeros, so that several bytes are still one load."""
+            row = row + ready
             row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
             at = byte + iota(tiles.bytes)
             r, c = grid_of(row, at)
@@ -181,9 +183,11 @@ def dot(
                     some = load(x, first, r, c, mask)
                     product = multiply(split(some), decode(q, plane), True)
                     total = product if total is None else total + product
-                if scale is not None:
-                    total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-                acc = acc + total
+                if scale is None:
+                    acc = acc + total
+                else:
+                    scale = lax.broadcast_in_dim(scale, total.shape, (0,))
+                    acc = multiply_add(total, scale, acc, interpret)
             return acc
 
         def rows_step(i, accs):
