@@ -61,10 +61,10 @@ class Emulator:
             self.size = int(operands[0])
         elif name == "bar.sync":
             self.barriers += 1
-        elif name == "st.shared.v4.b32":
-            at = address(operands[0])
-            assert at % 16 == 0
-            for i, word in enumerate(operands[1].strip("{}").split(", ")):
+        elif name in ("st.shared.v2.b32", "st.shared.v4.b32"):
+            at, stored = address(operands[0]), operands[1].strip("{}").split(", ")
+            assert at % (4 * len(stored)) == 0 and str(len(stored)) in name
+            for i, word in enumerate(stored):
                 self.shared[at + 4 * i] = of(word)
         elif name == "ld.shared.b32":
             at = address(operands[1])
@@ -150,7 +150,7 @@ def test_decoding_is_what_interpret_mode_computes(format, dtype, parts, emulator
     codes = jnp.asarray(codes[None].view(format.code_dtype))
     by_ptx = _lookup.Decoder(format, dtype, parts, interpret=False)
     by_jax = _lookup.Decoder(format, dtype, parts, interpret=True)
-    assert by_ptx.prepare() == 0
+    assert by_ptx.prepare(128) == 0
     for plane in range(8 // format.bits):
         got, expected = by_ptx(codes, plane), by_jax(codes, plane)
         assert len(got) == len(expected) == parts
@@ -159,15 +159,18 @@ def test_decoding_is_what_interpret_mode_computes(format, dtype, parts, emulator
             assert np.array_equal(np.asarray(a).view("<u2"), np.asarray(b).view("<u2"))
 
 
-@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize(
+    "parts, threads",
+    [(1, 128), pytest.param(1, 256, marks=pytest.mark.slow), (2, 256)],
+)
 @pytest.mark.parametrize("format", [NF4(), FOUR, TWO], ids=str)
-def test_the_table_has_a_copy_for_each_bank(format, parts, emulator):
+def test_the_table_has_a_copy_for_each_bank(format, parts, threads, emulator):
     decode = _lookup.Decoder(format, "bfloat16", parts, interpret=False)
-    decode.prepare()
+    decode.prepare(threads)
     assert emulator.size == len(emulator.shared) * 4 == _table.size_of(format.bits)
     # What Triton puts behind it is to be as aligned as it believes.
     assert emulator.size % 1024 == 0
-    assert emulator.barriers == 128  # Each thread waits for all the others.
+    assert emulator.barriers == threads  # Each thread waits for all the others.
     low = np.arange(4**format.bits) % 2**format.bits
     high = np.arange(4**format.bits) >> format.bits
     for part, table in enumerate(decode.tables):

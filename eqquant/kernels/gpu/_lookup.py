@@ -68,11 +68,12 @@ class Decoder:
             self.tables.append(levels.astype(self.dtype))
             levels = levels - self.tables[-1].astype(np.float32)
 
-    def prepare(self) -> Int32[Array, ""] | int:
-        """In a kernel, before its loop: a zero, on which codes have to depend."""
+    def prepare(self, threads: int) -> Int32[Array, ""] | int:
+        """In a kernel of so many threads, before its loop: a zero, on which codes have
+        to depend."""
         if self.interpret or not self.looks_up:
             return 0
-        return _table.fill(self.tables, self.bits)
+        return _table.fill(self.tables, self.bits, threads)
 
     def __call__(
         self, codes: Shaped[Array, "rows bytes"], plane: int

@@ -22,15 +22,12 @@ from . import _ptx
 
 
 _entry = 128  # Bytes: a word for each bank.
-# What fills: 16 entries at a time, four words each. A kernel has as many threads, or
-# more, of which some do the same again: in no case does one fill twice, which would
-# declare the table twice.
-_fillers = 128
+_block = 16 * _entry  # What all threads fill at once.
 
 
 def size_of(bits: int) -> int:
     """Bytes of a table."""
-    return _entry * max(4**bits, 16)
+    return max(_entry * 4**bits, _block)
 
 
 def _pairs(table: np.ndarray, bits: int) -> np.ndarray:
@@ -39,23 +36,26 @@ def _pairs(table: np.ndarray, bits: int) -> np.ndarray:
     return (numbers[:, None] << 16 | numbers).reshape(4**bits).view(np.int32)
 
 
-def fill(tables: list[np.ndarray], bits: int) -> Int32[Array, ""]:
+def fill(tables: list[np.ndarray], bits: int, threads: int) -> Int32[Array, ""]:
     """In a kernel, before any lookup: a zero that is there once the table is.
 
     **Arguments:**
 
     - `tables`: numbers of 16 bits by code; one or two of them.
     - `bits`: of a code.
+    - `threads`: of the kernel, at least 128. Each runs the text once: a second time
+        would declare the table again.
     """
-    index = lax.broadcasted_iota(jnp.int32, (_fillers,), 0)
-    first = lax.rem(lax.div(index, jnp.int32(8)), jnp.int32(min(4**bits, 16)))
-    args = [index]
+    each = _block // threads
+    index = lax.broadcasted_iota(jnp.int32, (threads,), 0)
+    entry = lax.rem(lax.div(index, _entry // each), min(4**bits, 16))
+    args = [index * each]
     for table in tables:
-        word = jnp.zeros((_fillers,), jnp.int32)
-        for i, entry in enumerate(_pairs(table, bits)[:16]):
-            word = jnp.where(first == i, jnp.int32(entry), word)
+        word = jnp.zeros((threads,), jnp.int32)
+        for i, pair in enumerate(_pairs(table, bits)[:16]):
+            word = jnp.where(entry == i, jnp.int32(pair), word)
         args.append(word)
-    asm = filling(tuple(tuple(_changes(table, bits)) for table in tables))
+    asm = filling(tuple(tuple(_changes(table, bits)) for table in tables), each // 4)
     constraints = ",".join(["=r", *["r"] * len(args)])
     return jnp.max(_ptx.run(asm, args, jnp.int32, constraints, pack=1))
 
@@ -67,20 +67,19 @@ def _changes(table: np.ndarray, bits: int) -> list[int]:
 
 
 @ft.cache
-def filling(changes: tuple[tuple[int, ...], ...]) -> str:
-    """PTX that fills: a thread has four words of an entry of the first 16, in `$2`, and
-    `$3` if there are two tables, and those of every 16th entry after it."""
-    lines = ["mov.u32 a, levels;", "mad.lo.u32 a, $1, 16, a;"]
+def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
+    """PTX that fills. Of the first 16 entries a thread has `each` words from byte `$1`
+    on: these are `$2`, or `$2` and `$3` if there are two tables. It also has those of
+    every 16th entry after these."""
+    lines = ["mov.u32 a, levels;", "add.u32 a, a, $1;"]
     for i in range(len(changes[0])):
-        names = []
-        for part, name in zip(changes, ("v", "w"), strict=False):
-            lines.append(f"xor.b32 {name}, ${2 + len(names)}, {part[i]:#010x};")
-            names.append(name)
-        words = ", ".join((names * 4)[:4])
-        lines.append(f"st.shared.v4.b32 [a+{i * 16 * _entry}], {{{words}}};")
+        names = ["v", "w"][: len(changes)]
+        for j, name in enumerate(names):
+            lines.append(f"xor.b32 {name}, ${2 + j}, {changes[j][i]:#010x};")
+        words = ", ".join((names * each)[:each])
+        lines.append(f"st.shared.v{each}.b32 [a+{i * _block}], {{{words}}};")
     lines += ["bar.sync 0;", "mov.u32 $0, 0;"]
-    size = len(changes[0]) * 16 * _entry
-    declared = f".shared .align 1024 .b8 levels[{size}];\n"
+    declared = f".shared .align 1024 .b8 levels[{len(changes[0]) * _block}];\n"
     return declared + _ptx.block("a, v, w", lines)
 
 

@@ -149,7 +149,7 @@ def dot(
         tile, part, first = (pl.program_id(i) for i in range(3))
         start_m = lax.rem(tile, jnp.int32(num_m)) * tiles.m
         start = lax.div(tile, jnp.int32(num_m)) * size
-        ready = decode.prepare()
+        ready = decode.prepare(32 * tiles.warps)
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
