@@ -60,7 +60,8 @@ def units_of(kernel: GPUKernel, weights: float) -> Units:
 def _width(name: str) -> int:
     if name.startswith("LDSM"):
         return 4 * int(name[-1]) if name[-1].isdigit() else 4
-    digits = re.search(r"\.U?(8|16|64|128)$", name)
+    # Of less than a word the rest is wasted.
+    digits = re.search(r"\.U?(64|128)$", name)
     return int(digits[1]) // 8 if digits else 4
 
 
@@ -72,10 +73,16 @@ def bound(units: Units, chip: GPU, stored: float) -> tuple[float, str]:
     return share, unit if share < 1 else "memory"
 
 
-def in_flight(kernel: GPUKernel, tiles, chip: GPU) -> float:
-    """Kibibytes of codes that a core waits for, by the registers of the kernel."""
+def in_flight(kernel: GPUKernel, tiles, chip: GPU, grid: int, dynamic: int) -> float:
+    """Kibibytes of codes that a core waits for: by registers and shared memory, of
+    which a launch asks for `dynamic` bytes, and by how many programs there are."""
     threads = 32 * tiles.warps
     registers = -(-kernel.registers // 8) * 8 * threads
-    programs = min(chip.registers // registers, chip.threads // threads)
+    programs = min(
+        chip.registers // registers,
+        chip.threads // threads,
+        chip.shared // (kernel.shared + dynamic + 1024),
+        -(-grid // chip.cores),
+    )
     tile = tiles.rows * tiles.bytes * tiles.subtiles
     return programs * tile * (tiles.stages - 1) / 2**10

@@ -32,6 +32,7 @@ wait. That of cuBLAS is an ideal, too, and in truth both are slower.
 
 import argparse
 import functools as ft
+import math
 import re
 from typing import Any
 
@@ -86,13 +87,15 @@ PRODUCTS = {
 }
 
 
-def per_thread(program, kernel, weights: int) -> float | None:
-    """How many weights, of a kernel of XLA's without a loop."""
-    pattern = rf"\] {re.escape(kernel.name)} grid: \[(\d+).*?threads: \[(\d+)"
-    launched = re.search(pattern, program.launches)
-    if launched is None or kernel.loops:
+def launched(program, kernel) -> tuple[int, int, int] | None:
+    """Programs, threads of each, and bytes of shared memory."""
+    name, size = re.escape(kernel.name), r"\[(\d+), (\d+), (\d+)\]"
+    pattern = rf"\] {name} grid: {size} threads: {size}.*?shared_memory: (\d+)"
+    found = re.search(pattern, program.launches)
+    if found is None:
         return None
-    return weights / (int(launched[1]) * int(launched[2]))
+    numbers = list(map(int, found.groups()))
+    return math.prod(numbers[:3]), math.prod(numbers[3:6]), numbers[6]
 
 
 def is_ours(kernel) -> bool:
@@ -141,12 +144,14 @@ def limits(
     needed."""
     found = []
     for kernel in program.kernels:
-        count = per_thread(program, kernel, weights)
-        waits = ""
+        launch, waits, count = launched(program, kernel), "", None
+        if launch and not kernel.loops:  # XLA's.
+            count = weights / (launch[0] * launch[1])
         if is_ours(kernel):
+            assert launch is not None
             tiles, count = tiles_of(kernel, x, q, contract_rows, chip)
             count /= -(-x.shape[0] // tiles.m)
-            waits = f"{in_flight(kernel, tiles, chip):.0f}"
+            waits = f"{in_flight(kernel, tiles, chip, launch[0], launch[2]):.0f}"
         if count:
             units = units_of(kernel, count)
             share, limit = bound(units, chip, stored / weights)

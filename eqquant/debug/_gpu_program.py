@@ -23,8 +23,8 @@ class GPUKernel:
     - `architecture`: for which it is assembled, such as `"sm_90a"`.
     - `ptx`: as the compiler wrote it.
 
-    `registers`, `spilled` and `sass` ask `ptxas` and `nvdisasm`, which raise a
-    `RuntimeError` if they are not installed.
+    `registers`, `spilled`, `shared` and `sass` ask `ptxas` and `nvdisasm`, which raise
+    a `RuntimeError` if they are not installed.
     """
 
     name: str
@@ -54,6 +54,11 @@ class GPUKernel:
     def spilled(self) -> int:
         """Bytes that a thread stores for want of registers."""
         return self._said(r"(\d+) bytes spill stores")
+
+    @property
+    def shared(self) -> int:
+        """Bytes of shared memory that it declares itself. A launch may add more."""
+        return self._said(r"(\d+) bytes smem")
 
     @property
     def sass(self) -> str:

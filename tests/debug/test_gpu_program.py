@@ -55,7 +55,7 @@ def test_launches_are_counted_once():
 PTXAS = """#!/bin/sh
 # -arch=A -v source -o binary
 echo "$1 of $(cat $3)" > "$5"
-echo "ptxas info    : Used 40 registers, 8 bytes spill stores" >&2
+echo "ptxas info    : Used 40 registers, 8 bytes spill stores, 64 bytes smem" >&2
 """
 NVDISASM = """#!/bin/sh
 echo '        /*0000*/               @P0 MOV R1, R2 ;'
@@ -81,7 +81,7 @@ def test_a_kernel_is_assembled_for_its_chip(tools):
     tools("ptxas", PTXAS)
     tools("nvdisasm", NVDISASM)
     kernel = GPUKernel("k", "sm_90a", "the program")
-    assert (kernel.registers, kernel.spilled) == (40, 8)
+    assert (kernel.registers, kernel.spilled, kernel.shared) == (40, 8, 64)
     assert kernel.instructions == ["MOV", "EXIT"]
     assert "-arch=sm_90a of the program" in kernel.sass
 

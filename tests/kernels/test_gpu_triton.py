@@ -1,7 +1,5 @@
-"""The Triton kernel for GPUs: its numbers in interpret mode, its inline PTX step by
-step, which products get it, and the check that it has to pass."""
-
-import re
+"""The Triton kernel for GPUs: its numbers in interpret mode, which products get it, and
+the check that it has to pass."""
 
 import eqquant
 import jax
@@ -10,7 +8,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, GPUKernel, Int4, Int8, NF4, Ternary
 from eqquant.kernels import gpu
-from eqquant.kernels.gpu import _check, _chips, _lookup, _triton
+from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import pairs, relative, slow
 
 
@@ -127,95 +125,6 @@ def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
 
 
 #
-# Inline PTX
-#
-
-
-def emulate(asm: str, **registers: int) -> dict[str, int]:
-    """What a few instructions of PTX do to registers of 32 bits."""
-    values = {name.replace("_", "$"): value for name, value in registers.items()}
-    bytes_of = lambda *words: b"".join(w.to_bytes(4, "little") for w in words)
-
-    def of(name: str) -> int:
-        return values[name] if name in values else int(name, 0)
-
-    def prmt(a, b, select):
-        pool = bytes_of(a, b)
-        picked = [(select >> 4 * i) & 15 for i in range(4)]
-        assert max(picked) < 8  # More would mean the sign.
-        return int.from_bytes(bytes(pool[i] for i in picked), "little")
-
-    def floats(dtype, function):
-        def apply(*args):
-            args = [np.frombuffer(bytes_of(a), dtype).astype(np.float64) for a in args]
-            exact = function(*args)
-            assert (exact.astype(dtype).astype(np.float64) == exact).all()
-            return int.from_bytes(exact.astype(dtype).tobytes(), "little")
-
-        return apply
-
-    does = {
-        "mov.u32": lambda a: a,
-        "mov.b32": lambda a: a,
-        "xor.b32": lambda a, b: a ^ b,
-        "and.b32": lambda a, b: a & b,
-        "or.b32": lambda a, b: a | b,
-        "shr.u32": lambda a, b: a >> b,
-        "shl.b32": lambda a, b: a << b,
-        "popc.b32": lambda a: a.bit_count(),
-        "mul.lo.u32": lambda a, b: a * b,
-        "lop3.b32": lambda a, b, c, table: {
-            0xCA: (a & b) | (~a & c),
-            0xEA: (a & b) | c,
-        }[table],
-        "prmt.b32": prmt,
-        "fma.rn.bf16x2": floats(jnp.bfloat16, lambda a, b, c: a * b + c),
-        "add.rn.f16x2": floats(np.float16, lambda a, b: a + b),
-    }
-    for line in re.findall(r"^([a-z].*);$", asm, re.M):
-        name, _, operands = line.partition(" ")
-        target, *args = operands.split(", ")
-        values[target] = does[name](*map(of, args)) & 0xFFFFFFFF
-    return values
-
-
-WAYS = [(f, "bfloat16") for f in FORMATS[:5]] + [(f, "float16") for f in FORMATS[:2]]
-
-
-@pytest.mark.parametrize("format, dtype", WAYS, ids=str)
-def test_inline_ptx_is_what_interpret_mode_computes(format, dtype):
-    codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
-    if format.unused_codes and format.bits < 8:
-        low, high = codes & 0x55, codes & 0xAA
-        codes = codes[high & ~(low << 1) == 0]  # Two bits are never 10.
-        codes = codes[: len(codes) // 4 * 4]
-    decode = _lookup.Decoder(format, dtype, 2, interpret=True)
-    planes = 8 // format.bits
-    for plane in range(planes):
-        expected = decode(jnp.asarray(codes[None].view(format.code_dtype)), plane)
-        if format.bits == 8:
-            texts = [_lookup.integers(jnp.dtype(dtype))]
-        elif decode.signed:
-            texts, expected = [_lookup.signed(format.bits, plane)], expected[:1]
-        else:
-            words = [_lookup._bits(table) for table in decode.tables]
-            texts = [_lookup.looked_up(w, format.bits, plane) for w in words]
-        for text, numbers in zip(texts, expected, strict=True):
-            got = []
-            for word in codes.view("<u4"):
-                out = emulate(text, _2=int(word), _3=0, **{"%laneid": 31})
-                got += [out["$0"], out["$1"]]
-            assert np.array_equal(
-                np.array(got, "<u4").view(np.uint16), np.asarray(numbers)[0].view("<u2")
-            )
-
-
-def test_what_the_assembler_cannot_know_is_zero():
-    for lane in range(32):
-        assert emulate(_lookup.hidden_zero, _1=0, **{"%laneid": lane})["$0"] == 0
-
-
-#
 # Which products get it
 #
 
@@ -249,6 +158,9 @@ def test_by_shape_and_dtype(on, monkeypatch):
         dtype="float16", rows=True
     )
     assert "64 rows, bfloat16 twice" in explained(m=40, format="ternary")
+    assert "looked up in shared memory" in explained()
+    assert "codes as signs" in explained(format="binary")
+    assert "codes converted" in explained(format="int8")
     assert "of more than 128 rows" in explained(m=200)
     assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
     many = dict(m=200, format="ternary")
@@ -285,6 +197,24 @@ def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
     options = dict(format=NF4(), precision="high", weight_dtype="float32")
     how = gpu.describe(*operands, contract_rows=False, **options)
     assert "as the kernels count in 32 bits" in how
+
+
+def tiles(chip, m, itemsize=2, format=FORMATS[0]):
+    size = (14336, 4096 * format.bits // 8)
+    options = dict(batch=1, format=format, contract_rows=False)
+    known = _chips.known("", chip)
+    return _chips.tiles_for(known, m, *size, itemsize=itemsize, **options)
+
+
+def test_tiles_fit_into_shared_memory():
+    assert (tiles("9.0", 1).rows, tiles("9.0", 1).stages) == (256, 4)
+    assert [tiles("9.0", m).m for m in (16, 17, 64, 128, 500)] == [16, 32, 64, 128, 128]
+    # Where there is less of it, fewer stages, and then fewer rows of the activation.
+    assert (tiles("8.9", 32).stages, tiles("8.9", 32, 4).stages) == (4, 3)
+    assert tiles("8.9", 128).m == 64 and tiles("8.9", 128, 4).m == 32
+    # A part of a row is worth a program if it has a few steps.
+    assert (tiles("9.0", 1).split, tiles("9.0", 1, format=Binary()).split) == (4, 2)
+    assert tiles("9.0", 17).split == 1
 
 
 #

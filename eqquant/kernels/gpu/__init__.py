@@ -1,6 +1,6 @@
 """Products with quantized weights on GPUs.
 
-On chips that are known, a kernel of Pallas and Triton decodes codes in registers, and
+On chips that are known, a kernel of Pallas and Triton decodes codes into registers, and
 multiplies them with tensor cores, or integers as they are. Whatever it does not serve,
 and what is exported, is left to `portable`: XLA, in what it makes good kernels of.
 """
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 from .._int8 import round_int8 as round_int8, rounding
 from . import _portable as portable, _triton
 from ._choose import bits_kept, choose, options_of
+from ._lookup import how
 
 
 def dot(
@@ -49,7 +50,8 @@ def describe(x, codes, scales, **params) -> str:
     if isinstance(kernel, str):
         return f"{portable.describe(x, codes, scales, **params)}, as {kernel}"
     bits = bits_kept(kernel, x, params["contract_rows"])
-    return f"Triton kernel for {kernel.chip}, {kernel.name} {rounding(x, bits)}"
+    rounded, decoded = rounding(x, bits), how(params["format"])
+    return f"Triton kernel for {kernel.chip}, {kernel.name} {rounded}, {decoded}"
 
 
 def variant_of(x, codes, scales, **params) -> str:

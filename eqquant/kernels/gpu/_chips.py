@@ -4,7 +4,8 @@ import dataclasses
 
 from ..._jax import gpu_capability, gpus
 from ...formats import Format
-from ._lookup import is_signed
+from ._lookup import in_table, is_signed
+from ._table import size_of
 from ._triton import subtile_bytes, Tiles
 
 
@@ -13,21 +14,23 @@ class Chip:
     """What depends on the generation.
 
     - `cores`: about how many there are, among which programs are spread.
+    - `shared`: bytes of shared memory that a program may have.
     - `large_products`: whether tensor cores read their operands from shared memory,
         and so keep registers free for more sums.
     """
 
     name: str
     cores: int
+    shared: int
     large_products: bool = False
 
 
 # By compute capability. Others are served by XLA.
 _chips = {
-    "8.0": Chip("sm_80", cores=108),
-    "8.6": Chip("sm_86", cores=84),
-    "8.9": Chip("sm_89", cores=128),
-    "9.0": Chip("sm_90", cores=132, large_products=True),
+    "8.0": Chip("sm_80", cores=108, shared=163 * 1024),
+    "8.6": Chip("sm_86", cores=84, shared=99 * 1024),
+    "8.9": Chip("sm_89", cores=128, shared=99 * 1024),
+    "9.0": Chip("sm_90", cores=132, shared=227 * 1024, large_products=True),
 }
 _described = {
     gpu.name: ".".join(gpu.architecture.removeprefix("sm_").rstrip("a"))
@@ -64,50 +67,77 @@ def tiles_for(
     batch: int,
     format: Format,
     contract_rows: bool,
+    itemsize: int,
     as_it_is: str | None = None,
 ) -> Tiles | None:
-    """None if tensor cores cannot multiply what one scale is for. `as_it_is` is the
-    dtype of an activation that is multiplied in it, unscaled."""
-    large, integers = is_large(chip, m, format, as_it_is), as_it_is == "int8"
-    # For `x @ w` the activation is scaled again for each subtile: so these are wider.
-    most = (128 if contract_rows else 64) if format.bits == 8 else 32
-    width = subtile_bytes(format, most)
-    if width < 16:
+    """None if tensor cores cannot multiply what one scale is for. `itemsize` is that of
+    the activation, and `as_it_is` its dtype if it is multiplied in it, unscaled."""
+    sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
+    if is_large(chip, m, format, as_it_is):
+        sizes = [256]
+    room = chip.shared - (size_of(format.bits) if in_table(format) else 0)
+    candidates = [
+        dataclasses.replace(tiles, stages=stages)
+        for size in sizes
+        for tiles in [_of_size(size, format, contract_rows, as_it_is == "int8")]
+        for stages in range(tiles.stages, 2, -1)
+    ]
+    fits = lambda tiles: _staged(tiles, format, contract_rows, itemsize) <= room
+    tiles = next(filter(fits, candidates), candidates[-1])
+    if tiles.bytes < 16:
         return None
-    most_m = 256 if large else 128
-    tile_m = next(
-        size for size in (16, 32, 64, 128, 256) if m <= size or size == most_m
-    )
-    few = tile_m == 16
-    if contract_rows:
-        tile_rows, subtiles = 64, max(1, 64 // width)
-    else:
-        tile_rows, subtiles = 128, max(1, 64 // width)
-        if format.bits < 4:
-            subtiles = 1
-    size, free = (width * subtiles, packed) if contract_rows else (tile_rows, rows)
-    programs = -(-free // size) * -(-m // tile_m) * batch
+    wide = tiles.bytes * tiles.subtiles
+    size, free = (wide, packed) if contract_rows else (tiles.rows, rows)
+    programs = -(-free // size) * -(-m // tiles.m) * batch
     # A few for each core, so that one decodes while another waits for its codes. But
     # sums of parts are written and read again, of as many rows as the activation has.
-    target = chip.cores * (3 if m <= 4 else 2)
-    step, length = (tile_rows, rows) if contract_rows else (width * subtiles, packed)
-    split = 1
-    while few and programs * split < target and length // step // (2 * split) >= 8:
+    target = chip.cores * (12 if m <= 4 else 8) // tiles.warps
+    step, length = (tiles.rows, rows) if contract_rows else (wide, packed)
+    least = 4 if format.bits < 4 and not contract_rows else 8
+    split, few = 1, tiles.m == 16
+    while few and programs * split < target and length // step // (2 * split) >= least:
         if length % step == 0 and length // step % (2 * split):
             break  # Some would have nothing to do in their last step.
         split *= 2
-    warps, stages = 8 if tile_m >= 128 else 4, 3
-    if large:
-        # 128 codes of each row.
-        width, subtiles = 16 * format.bits, 1
-    elif integers and tile_m == 128:
-        warps, stages = 4, 4
-    return Tiles(
-        m=tile_m,
-        rows=tile_rows,
+    return dataclasses.replace(tiles, split=split)
+
+
+def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Tiles:
+    """Tiles of so many rows of the activation."""
+    if m == 256:  # 128 codes of each row.
+        return Tiles(m=m, rows=128, bytes=16 * format.bits, subtiles=1, warps=8)
+    few = m == 16 and not contract_rows
+    # For `x @ w` the activation is scaled again for each subtile: so these are wider.
+    # For `x @ w.T` each plane has a load of the activation: so where there are many
+    # planes, and few rows of it, they are, too.
+    most = (128 if contract_rows else 64) if format.bits == 8 else 32
+    if format.bits < 4 and few:
+        most = 64
+    width = subtile_bytes(format, most)
+    subtiles = max(1, 64 // max(width, 1))
+    deep = integers and m == 128
+    tiles = Tiles(
+        m=m,
+        rows=64 if contract_rows else 128,
         bytes=width,
-        subtiles=subtiles,
-        split=split,
-        warps=warps,
-        stages=stages,
+        subtiles=1 if format.bits < 4 and not contract_rows else subtiles,
+        warps=8 if m == 128 and not deep else 4,
+        stages=4 if deep else 3,
     )
+    if in_table(format) and m <= 32 and not contract_rows:
+        # More than 48 KiB, for which any version of JAX asks for as much as there is:
+        # it does not know of the table.
+        tiles = dataclasses.replace(tiles, stages=4)
+    if in_table(format) and few:
+        # More threads share a table.
+        tiles = dataclasses.replace(tiles, rows=256, warps=8)
+    return tiles
+
+
+def _staged(tiles: Tiles, format: Format, contract_rows: bool, itemsize: int) -> int:
+    """About how many bytes of shared memory there are for what is on its way."""
+    codes = tiles.rows * tiles.bytes * tiles.subtiles
+    columns = tiles.bytes * tiles.subtiles * 8 // format.bits
+    x = tiles.m * (tiles.rows if contract_rows else columns) * itemsize
+    scales = 2 * tiles.rows * tiles.subtiles
+    return (tiles.stages - 1) * (codes + x + scales) + 2048

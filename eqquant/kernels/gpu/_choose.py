@@ -125,6 +125,7 @@ def kernel_on(
         batch=count,
         format=format,
         contract_rows=contract_rows,
+        itemsize=x.dtype.itemsize,
         as_it_is=as_it_is,
     )
     if tiles is None:

@@ -26,6 +26,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format, num_codes, planes_of
 from ._lookup import Decoder
+from ._ptx import multiply_add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +160,13 @@ def dot(
         tile, part, first = (pl.program_id(i) for i in range(3))
         start_m = lax.rem(tile, jnp.int32(num_m)) * tiles.m
         start = lax.div(tile, jnp.int32(num_m)) * size
-        if decode is not None:
-            decode.prepare((tiles.rows, tiles.bytes))
+        ready = 0 if decode is None else decode.prepare(32 * tiles.warps)
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
             """Codes, and their scales: beyond the last row that again, and beyond the
             last byte zeros, so that several bytes are still one load."""
+            row = row + ready
             row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
             at = byte + iota(tiles.bytes)
             r, c = grid_of(row, at)
@@ -195,8 +196,8 @@ def dot(
                     ws = numbers_of(q, plane)
                     total = multiply(split(some), ws, True, total)
                 if scale is not None:
-                    total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
-                    total = acc + total
+                    scale = lax.broadcast_in_dim(scale, total.shape, (0,))
+                    total = multiply_add(total, scale, acc, interpret)
                 acc = total
             return acc
 

@@ -1,0 +1,106 @@
+"""A table in shared memory, from two codes to two numbers of 16 bits.
+
+Two codes of at most four bits are an index of at most eight, and an entry has what
+both stand for, in one load. There is a copy of the table for each bank of the memory,
+so that no lane waits for another: 32 KiB for codes of four bits. Where two numbers
+stand for a level, an entry has both, and two lanes share a copy.
+
+Pallas has no load from shared memory by a computed index. So inline PTX declares the
+table: static memory, where Triton's is dynamic. It is filled once, before the loop of a
+kernel. What is returned then is a zero, which the compiler knows nothing of: added to
+the rows that are loaded, it keeps lookups behind the filling.
+"""
+
+import functools as ft
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Int32
+
+from . import _ptx
+
+
+_entry = 128  # Bytes: a word for each bank.
+_block = 16 * _entry  # What all threads fill at once.
+
+
+def size_of(bits: int) -> int:
+    """Bytes of a table."""
+    return max(_entry * 4**bits, _block)
+
+
+def _pairs(table: np.ndarray, bits: int) -> np.ndarray:
+    """What two codes stand for, the second one in the high bits of index and entry."""
+    numbers = table.view(np.uint16).astype(np.uint32)
+    return (numbers[:, None] << 16 | numbers).reshape(4**bits).view(np.int32)
+
+
+def fill(tables: list[np.ndarray], bits: int, threads: int) -> Int32[Array, ""]:
+    """In a kernel, before any lookup: a zero that is there once the table is.
+
+    **Arguments:**
+
+    - `tables`: numbers of 16 bits by code; one or two of them.
+    - `bits`: of a code.
+    - `threads`: of the kernel, at least 128. Each runs the text once: a second time
+        would declare the table again.
+    """
+    each = _block // threads
+    index = lax.broadcasted_iota(jnp.int32, (threads,), 0)
+    entry = lax.rem(lax.div(index, _entry // each), min(4**bits, 16))
+    args = [index * each]
+    for table in tables:
+        word = jnp.zeros((threads,), jnp.int32)
+        for i, pair in enumerate(_pairs(table, bits)[:16]):
+            word = jnp.where(entry == i, jnp.int32(pair), word)
+        args.append(word)
+    asm = filling(tuple(tuple(_changes(table, bits)) for table in tables), each // 4)
+    constraints = ",".join(["=r", *["r"] * len(args)])
+    return jnp.max(_ptx.run(asm, args, jnp.int32, constraints, pack=1))
+
+
+def _changes(table: np.ndarray, bits: int) -> list[int]:
+    """By which bits each 16 entries differ from the first ones."""
+    pairs = _pairs(table, bits).view(np.uint32)
+    return [int(entry ^ pairs[0]) for entry in pairs[::16]]
+
+
+@ft.cache
+def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
+    """PTX that fills. Of the first 16 entries a thread has `each` words from byte `$1`
+    on: these are `$2`, or `$2` and `$3` if there are two tables. It also has those of
+    every 16th entry after these."""
+    lines = ["mov.u32 a, levels;", "add.u32 a, a, $1;"]
+    for i in range(len(changes[0])):
+        names = ["v", "w"][: len(changes)]
+        for j, name in enumerate(names):
+            lines.append(f"xor.b32 {name}, ${2 + j}, {changes[j][i]:#010x};")
+        words = ", ".join((names * each)[:each])
+        lines.append(f"st.shared.v{each}.b32 [a+{i * _block}], {{{words}}};")
+    lines += ["bar.sync 0;", "mov.u32 $0, 0;"]
+    declared = f".shared .align 1024 .b8 levels[{len(changes[0]) * _block}];\n"
+    return declared + _ptx.block("a, v, w", lines)
+
+
+@ft.cache
+def looked_up(bits: int, plane: int, part: int, parts: int) -> str:
+    """PTX that looks up a plane of two bytes: of `parts` tables one."""
+    mask = 2**bits - 1
+    return _ptx.block(
+        "s, a, l",
+        [
+            "mov.u32 l, %laneid;",
+            f"and.b32 l, l, {32 // parts - 1};",
+            f"shl.b32 l, l, {1 + parts};",
+            "cvt.u32.u16 s, $1;",
+            f"shr.u32 s, s, {plane * bits};",
+            f"and.b32 s, s, {mask << 8 | mask:#06x};",
+            # Codes are eight bits apart. One is moved to bit 7, the other behind it.
+            f"mul.lo.u32 s, s, {1 << 7 | 1 << (bits - 1):#x};",
+            f"lop3.b32 s, s, {(4**bits - 1) << 7:#x}, l, 0xea;",
+            "mov.u32 a, levels;",
+            "add.u32 a, a, s;",
+            f"ld.shared.b32 $0, [a+{4 * part}];",
+        ],
+    )

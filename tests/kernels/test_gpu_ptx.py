@@ -1,0 +1,198 @@
+"""The inline PTX of the kernel for GPUs, step by step: it gives the bits that interpret
+mode computes."""
+
+import functools as ft
+import re
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Codebook, Int4, Int8, NF4, Ternary
+from eqquant.kernels.gpu import _lookup, _ptx, _table
+
+
+BASE = 0x400  # Of the table, whose address nothing may depend on.
+
+
+class Emulator:
+    """A few instructions of PTX, for one thread after the other."""
+
+    def __init__(self):
+        self.shared: dict[int, int] = {}
+        self.size = self.barriers = 0
+        self.loaded: list[tuple[int, int]] = []
+
+    def run(self, asm, args, dtype, constraints, pack):
+        """As that of `_ptx.py`, for arrays."""
+        results, *operands = constraints.split(",")
+        assert results.strip("=&") in "rf" and len(operands) == len(args)
+        args = [np.asarray(arg) for arg in args]
+        words = [self._words(arg, pack) for arg in args]
+        out = []
+        for i, row in enumerate(zip(*words, strict=True)):
+            registers = {f"${j + 1}": word for j, word in enumerate(row)}
+            out.append(self.emulate(asm, {**registers, "%laneid": i % 32}))
+        out = np.array(out, "<u4").view(jnp.dtype(dtype))
+        return jnp.asarray(out.reshape(args[0].shape))
+
+    def _words(self, arg, pack):
+        width = arg.dtype.itemsize * pack
+        numbers = arg.reshape(-1, pack).view(f"<u{width}")
+        return [int(x) for x in numbers.ravel()]
+
+    def emulate(self, asm: str, registers: dict[str, int]) -> int:
+        """What is in `$0` then."""
+        values = {"levels": BASE, **registers}
+        for name, operands in _parsed(asm):
+            self._step(name, operands, values)
+        return values["$0"]
+
+    def _step(self, name, operands, values):
+        def of(text: str) -> int:
+            return values[text] if text in values else int(text, 0)
+
+        def address(text: str) -> int:
+            register, _, offset = text.strip("[]").partition("+")
+            found = of(register) + int(offset or 0)
+            assert BASE <= found < BASE + self.size and found % 4 == 0
+            return found
+
+        if name == ".shared":
+            self.size = int(operands[0])
+        elif name == "bar.sync":
+            self.barriers += 1
+        elif name in ("st.shared.v2.b32", "st.shared.v4.b32"):
+            at, stored = address(operands[0]), operands[1].strip("{}").split(", ")
+            assert at % (4 * len(stored)) == 0 and str(len(stored)) in name
+            for i, word in enumerate(stored):
+                self.shared[at + 4 * i] = of(word)
+        elif name == "ld.shared.b32":
+            at = address(operands[1])
+            self.loaded.append((values["%laneid"], at))
+            values[operands[0]] = self.shared[at]
+        else:
+            target, *args = operands
+            values[target] = DOES[name](*map(of, args)) & 0xFFFFFFFF
+
+
+@ft.cache
+def _parsed(asm: str) -> list[tuple[str, list[str]]]:
+    steps = []
+    for line in asm.splitlines():
+        if declared := re.fullmatch(r"\.shared .* levels\[(\d+)\];", line):
+            steps.append((".shared", [declared[1]]))
+        elif line not in "{}" and not line.startswith(".reg"):
+            name, _, operands = line.removesuffix(";").partition(" ")
+            steps.append((name, re.split(r", (?![^{]*\})", operands)))
+    return steps
+
+
+def _bytes(*words: int) -> bytes:
+    return b"".join(word.to_bytes(4, "little") for word in words)
+
+
+def _prmt(a, b, select):
+    picked = [(select >> 4 * i) & 15 for i in range(4)]
+    assert max(picked) < 8  # More would mean the sign.
+    return int.from_bytes(bytes(_bytes(a, b)[i] for i in picked), "little")
+
+
+def _floats(dtype, function):
+    def apply(*args):
+        args = [np.frombuffer(_bytes(a), dtype).astype(np.float64) for a in args]
+        exact = function(*args)
+        rounded = exact.astype(dtype)
+        assert dtype == np.float32 or (rounded.astype(np.float64) == exact).all()
+        return int.from_bytes(rounded.tobytes(), "little")
+
+    return apply
+
+
+DOES = {
+    "mov.u32": lambda a: a,
+    "cvt.u32.u16": lambda a: a & 0xFFFF,
+    "xor.b32": lambda a, b: a ^ b,
+    "and.b32": lambda a, b: a & b,
+    "add.u32": lambda a, b: a + b,
+    "shr.u32": lambda a, b: a >> b,
+    "shl.b32": lambda a, b: a << b,
+    "mul.lo.u32": lambda a, b: a * b,
+    "mad.lo.u32": lambda a, b, c: a * b + c,
+    "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
+    "prmt.b32": _prmt,
+    "fma.rn.bf16x2": _floats(jnp.bfloat16, lambda a, b, c: a * b + c),
+    "fma.rn.f32": _floats(np.float32, lambda a, b, c: a * b + c),
+    "add.rn.f16x2": _floats(np.float16, lambda a, b: a + b),
+}
+
+
+@pytest.fixture
+def emulator(monkeypatch):
+    emulator = Emulator()
+    monkeypatch.setattr(_ptx, "run", emulator.run)
+    return emulator
+
+
+TWO, FOUR = Codebook((-0.5, 1.0)), Codebook((-1.0, -0.3, 0.5, 1.0))
+FORMATS = [NF4(), Int4(), FOUR, TWO, Int8(), Ternary(), Binary()]
+WAYS = [(f, "bfloat16", parts) for f in FORMATS for parts in (1, 2)]
+WAYS = [way for way in WAYS if way[2] == 1 or not way[0].integer_levels]
+WAYS += [(f, "float16", 1) for f in FORMATS]
+
+
+@pytest.mark.parametrize("format, dtype, parts", WAYS, ids=str)
+def test_decoding_is_what_interpret_mode_computes(format, dtype, parts, emulator):
+    codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
+    if format.unused_codes and format.bits < 8:
+        low, high = codes & 0x55, codes & 0xAA
+        codes = codes[high & ~(low << 1) == 0]  # Two bits are never 10.
+        codes = codes[: len(codes) // 2 * 2]
+    codes = jnp.asarray(codes[None].view(format.code_dtype))
+    by_ptx = _lookup.Decoder(format, dtype, parts, interpret=False)
+    by_jax = _lookup.Decoder(format, dtype, parts, interpret=True)
+    assert by_ptx.prepare(128) == 0
+    for plane in range(8 // format.bits):
+        got, expected = by_ptx(codes, plane), by_jax(codes, plane)
+        assert len(got) == len(expected) == parts
+        for a, b in zip(got, expected, strict=True):
+            assert a.dtype == b.dtype == dtype
+            assert np.array_equal(np.asarray(a).view("<u2"), np.asarray(b).view("<u2"))
+
+
+@pytest.mark.parametrize(
+    "parts, threads",
+    [(1, 128), pytest.param(1, 256, marks=pytest.mark.slow), (2, 256)],
+)
+@pytest.mark.parametrize("format", [NF4(), FOUR, TWO], ids=str)
+def test_the_table_has_a_copy_for_each_bank(format, parts, threads, emulator):
+    decode = _lookup.Decoder(format, "bfloat16", parts, interpret=False)
+    decode.prepare(threads)
+    assert emulator.size == len(emulator.shared) * 4 == _table.size_of(format.bits)
+    # What Triton puts behind it is to be as aligned as it believes.
+    assert emulator.size % 1024 == 0
+    assert emulator.barriers == threads  # Each thread waits for all the others.
+    low = np.arange(4**format.bits) % 2**format.bits
+    high = np.arange(4**format.bits) >> format.bits
+    for part, table in enumerate(decode.tables):
+        entries = np.stack([table[low], table[high]], 1).view("<u4").ravel()
+        for copy in range(0, 32, parts):
+            words = [
+                emulator.shared[BASE + 128 * entry + 4 * (copy + part)]
+                for entry in range(len(entries))
+            ]
+            assert np.array_equal(words, entries)
+        # A warp at a time: how many lanes want something of the same bank.
+        emulator.loaded.clear()
+        codes = np.random.default_rng(0).integers(0, 256, (1, 64), np.uint8)
+        _ptx.on_pairs(decode.texts(0)[part], jnp.asarray(codes), "bfloat16")
+        banks = [at // 4 % 32 for _, at in emulator.loaded]
+        assert np.bincount(banks).max() == parts
+
+
+def test_multiplying_and_adding(emulator, normal):
+    x, y, z = normal(3, 40)
+    got = _ptx.multiply_add(x, y, z, interpret=False)
+    exact = [np.asarray(v, np.float64) for v in (x, y, z)]
+    expected = exact[0] * exact[1] + exact[2]
+    assert np.array_equal(got, expected.astype(np.float32))
+    assert np.allclose(_ptx.multiply_add(x, y, z, interpret=True), expected, atol=1e-6)
