@@ -148,11 +148,11 @@ def _splits_rows(q: ImplicitArray) -> bool:
 
 
 def _look_up(a, index: tuple):
-    """`a[index]`, also in a table whose rows a mesh with explicit axes splits. What is
-    found is split as the first index is, and as the other axes of the table are."""
+    """`a[index]`, also where a mesh with explicit axes splits rows of a table, or what
+    looks them up. What is found is split as the first index is, and as the other axes
+    of the table are."""
     rows, *others = index
-    is_split = explicit_mesh_of(a) is not None and spec_of(a)[0] is not None
-    if not is_split or not all(map(_takes_all, others)):
+    if explicit_mesh_of(a) is None or not all(map(_takes_all, others)):
         return a[index]
     used = {name for entry in spec_of(rows) for name in names_of(entry)}
     left = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]
