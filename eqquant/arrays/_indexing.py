@@ -20,7 +20,7 @@ def index_array(q: ImplicitArray, index: Any):
     by_axis = [entry for entry in entries if entry is not None]
     if any(_is_array(entry) for entry in by_axis):
         return _gather(q, entries, by_axis)
-    if _splits_rows(q) and not isinstance(by_axis[0], slice):
+    if _is_looked_up(q, by_axis[0]):
         # JAX slices no axis that is split. To look up a row it can be told how.
         row, *others = entries
         if row is not None:
@@ -141,10 +141,14 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     return out if left >= 2 else out.dequantize()
 
 
-def _splits_rows(q: ImplicitArray) -> bool:
-    """Whether a mesh with explicit axes splits the first axis."""
+def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
+    """Whether a mesh with explicit axes splits the first axis, or may split what is
+    mapped over to look up rows of a table."""
     codes = jax.tree.leaves(q)[0]
-    return explicit_mesh_of(codes) is not None and spec_of(codes)[0] is not None
+    if isinstance(entry, slice) or explicit_mesh_of(codes) is None:
+        return False
+    is_row = q.ndim == 2 and isinstance(entry, jax.Array)
+    return is_row or spec_of(codes)[0] is not None
 
 
 def _look_up(a, index: tuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from collectives import collectives
 from eqquant import NF4
+from eqquant.kernels.cpu import _library
 from helpers import relative, slow, strict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -139,3 +140,15 @@ def test_products(name, normal):
         assert relative(a, b) < 5 * SUMS
     assert jax.typeof(got[0]).sharding.spec == of_result
     assert jax.typeof(got[1]).sharding == jax.typeof(x).sharding
+
+
+def test_arrays_of_no_mesh_are_copied(normal, recwarn):
+    q = eqquant.quantize(normal(OUT, SIZE), NF4(precision="highest"))
+    x = normal(8, SIZE)
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        run = jax.jit(matmul).lower(x, q).compile()
+        got = run(x, q)
+    assert relative(got, x @ q.T) < SUMS and not collectives(run)
+    assert isinstance(_library.load(), str) or "eqquant_dot" in run.as_text()
+    assert not [w for w in recwarn if "shard_tree" in str(w.message)]
