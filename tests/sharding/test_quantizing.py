@@ -64,3 +64,12 @@ def test_merge_lora(kind, spec):
     assert merged.weight.plan == split.weight.base.plan
     got, of_one = (np.array(rows.rows[0].relative_error) for rows in (report, errors))
     assert 0 < got < 1 and abs(got - of_one) < 1e-6
+
+
+def test_in_shardings(normal):
+    mesh = mesh_of(AxisType.Auto)
+    q, x = eqquant.quantize(normal(SIZE, SIZE), "int8"), normal(8, SIZE)
+    q = q.with_plan(eqquant.shard_tree(q, mesh, P("m"), batch="d").plan)
+    where = tuple(NamedSharding(mesh, spec) for spec in (P("d"), P("m")))
+    compiled = jax.jit(lambda x, q: x @ q.T, in_shardings=where).lower(x, q).compile()
+    assert not collectives(compiled) and largest_float(compiled) < q.size / 4
