@@ -5,12 +5,13 @@ import re
 
 
 def collectives(compiled) -> set[tuple[str, str]]:
-    """The kind of each collective, and the type of what it moves."""
+    """The kind of each collective, and the types of what it moves: one may move several
+    arrays."""
     kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
-    found = re.findall(
-        rf"= \(?(\w+)\[[\d,]*\]\S* ({kinds})(?:-start)?\(", compiled.as_text()
-    )
-    return {(kind, dtype) for dtype, kind in found}
+    found = re.findall(rf"= (\S+|\(.*?\)) ({kinds})(?:-start)?\(", compiled.as_text())
+    # Some have a counter beside what they move.
+    types = [(kind, re.findall(r"(\w+)\[(\d*)", of)) for of, kind in found]
+    return {(kind, t) for kind, of in types for t, n in of if n or len(of) == 1}
 
 
 def largest_float(compiled) -> int:

@@ -20,7 +20,7 @@ def index_array(q: ImplicitArray, index: Any):
     by_axis = [entry for entry in entries if entry is not None]
     if any(_is_array(entry) for entry in by_axis):
         return _gather(q, entries, by_axis)
-    if _splits_rows(q) and not isinstance(by_axis[0], slice):
+    if _is_looked_up(q, by_axis[0]):
         # JAX slices no axis that is split. To look up a row it can be told how.
         row, *others = entries
         if row is not None:
@@ -141,18 +141,22 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     return out if left >= 2 else out.dequantize()
 
 
-def _splits_rows(q: ImplicitArray) -> bool:
-    """Whether a mesh with explicit axes splits the first axis."""
+def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
+    """Whether a mesh with explicit axes splits the first axis, or may split what is
+    mapped over to look up rows of a table."""
     codes = jax.tree.leaves(q)[0]
-    return explicit_mesh_of(codes) is not None and spec_of(codes)[0] is not None
+    if isinstance(entry, slice) or explicit_mesh_of(codes) is None:
+        return False
+    is_row = q.ndim == 2 and isinstance(entry, jax.Array)
+    return is_row or spec_of(codes)[0] is not None
 
 
 def _look_up(a, index: tuple):
-    """`a[index]`, also in a table whose rows a mesh with explicit axes splits. What is
-    found is split as the first index is, and as the other axes of the table are."""
+    """`a[index]`, also where a mesh with explicit axes splits rows of a table, or what
+    looks them up. What is found is split as the first index is, and as the other axes
+    of the table are."""
     rows, *others = index
-    is_split = explicit_mesh_of(a) is not None and spec_of(a)[0] is not None
-    if not is_split or not all(map(_takes_all, others)):
+    if explicit_mesh_of(a) is None or not all(map(_takes_all, others)):
         return a[index]
     used = {name for entry in spec_of(rows) for name in names_of(entry)}
     left = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]

@@ -77,7 +77,8 @@ class Interpreter:
         for eqn in _used(jaxpr):
             values = [read(var) for var in eqn.invars]
             if any(isinstance(x, ImplicitArray) for x in values):
-                results = self.apply(eqn, values)
+                with eqn.ctx.manager:  # Its mesh: `auto_axes` takes another.
+                    results = self.apply(eqn, values)
             else:
                 results = bind_equation(eqn, values)
             env.update(zip(eqn.outvars, results, strict=True))

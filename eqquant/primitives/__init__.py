@@ -3,7 +3,8 @@
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
 activations, which work on raw arrays; what a product becomes on each platform, as a
 function and in words; `Plan`, how a weight is split over a mesh, and `Mark`, which asks
-how. Imports `kernels`, `formats` and `_jax`.
+how; and `merge` and `split` for axes that are split. Imports `kernels`, `formats` and
+`_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
@@ -15,6 +16,12 @@ from ._lowering import (
     lowering_of as lowering_of,
 )
 from ._marks import Mark as Mark
+from ._merge import (
+    merge as merge,
+    parts_by_type as parts_by_type,
+    split as split,
+    split_by_type as split_by_type,
+)
 from ._observe_rows import observe_rows as observe_rows, sums_of_rows as sums_of_rows
 from ._plan import aligned as aligned, names_of as names_of, Plan as Plan
 from ._quantized_dot import (

@@ -28,6 +28,7 @@ from ..formats import Format, num_codes, Precision
 from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
+from ._merge import merge, parts_by_type, split, split_by_type
 from ._plan import Plan
 from ._scale_gradient import scale_gradient, scale_gradient_p
 from ._sharded import layout_of, plan_from_types, sharding_of_result
@@ -220,9 +221,12 @@ def _batch(args, dims, **params):
     if codes_dim is None and scales_dim is None:
         # More activations for the same weight: more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
-        *batch, size, m, k = x.shape
-        out = quantized_dot(x.reshape(*batch, size * m, k), codes, scales, **params)
-        return out.reshape(*batch, size, m, out.shape[-1]), len(batch)
+        ones = [1] * (x.ndim - 3)
+        rows = merge(x, [*ones, 2, 1])
+        out = quantized_dot(rows, codes, scales, **params)
+        shapes = [[size] for size in out.shape]
+        shapes[-2] = list(x.shape[-3:-1])
+        return split(out, shapes, parts_by_type(x), split_by_type(x)), len(ones)
 
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 

@@ -16,6 +16,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from .._jax import (
     explicit_mesh_of,
+    has_explicit_axes,
     manual_axes_in_context,
     num_devices,
     parts_of,
@@ -134,6 +135,8 @@ def plan_for(
     explicit = plan_from_types(x, codes, scales)
     if explicit is not None:
         return explicit
+    if has_explicit_axes():  # Both are from elsewhere: each device has a copy.
+        return Plan(jax.sharding.get_abstract_mesh(), ())
     devices = num_devices(ctx)
     if plan is not None and plan.mesh.size == devices:
         return plan
@@ -268,7 +271,11 @@ def on_shards(local: Callable, plan: Plan, in_specs: tuple, out_specs) -> Callab
             mesh, free = plan.mesh, set(plan.mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh):
             if AxisType.Explicit in mesh.axis_types:
-                args = map(jax.sharding.reshard, args, in_specs)
+                # A type says nothing to the compiler, which else would split a carry of
+                # a loop as its products have it.
+                own = (PartitionSpec(*spec_of(x)) for x in args)
+                for specs in (own, in_specs):
+                    args = tuple(map(jax.sharding.reshard, args, specs))
             fn = jax.shard_map(
                 local,
                 mesh=mesh,

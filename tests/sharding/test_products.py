@@ -228,10 +228,11 @@ def test_an_embedding_over_its_vocabulary(normal):
 
 
 @pytest.mark.slow
-def test_rows_of_a_table_that_explicit_axes_split(normal):
+@pytest.mark.parametrize("rows", [P("m"), P(None, "m"), P()])
+def test_rows_of_a_table_that_explicit_axes_split(rows, normal):
     mesh = mesh_of(AxisType.Explicit)
     table = eqquant.quantize_tree(eqx.nn.Embedding(weight=normal(512, 64)), "int8")
-    split = eqquant.shard_tree(table, mesh, rules={"weight": P("m")}, batch="d")
+    split = eqquant.shard_tree(table, mesh, rules={"weight": rows}, batch="d")
     tokens = np.arange(16, dtype=np.int32) * 31
     expected = table.weight.dequantize()[tokens]
     with jax.set_mesh(mesh):
@@ -243,7 +244,7 @@ def test_rows_of_a_table_that_explicit_axes_split(normal):
                 ("all-reduce", "f32"),
             }
             found = fn(split, wide)
-            assert jax.typeof(found).sharding.spec == P("d", None)
+            assert jax.typeof(found).sharding.spec == P("d", *rows[1:] or (None,))
             np.testing.assert_array_equal(found, expected)
 
 

@@ -17,7 +17,15 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config
 from ...formats import float_scales, Precision, ShortScales
-from ...primitives import all_gather_scales, quantized_dot, straight_rounded
+from ...primitives import (
+    all_gather_scales,
+    merge,
+    parts_by_type,
+    quantized_dot,
+    split,
+    split_by_type,
+    straight_rounded,
+)
 from ._structure import AbstractQuantizedArray
 
 
@@ -102,36 +110,39 @@ def _contract(
     free = [axis for axis in lead if axis not in x_of and axis not in batch_axes]
     rows, columns = (contracted, free) if contract_rows else (free, contracted)
 
-    shape = q.shape
-    sizes = {axis: shape[axis] for axis in range(q.ndim)}
-    num_batch = math.prod(sizes[axis] for axis in batch_axes)
-    num_rows = math.prod(sizes[axis] for axis in rows)
-    num_columns = math.prod(sizes[axis] for axis in columns)
+    sizes, num_batch = dict(enumerate(q.shape)), len(batch)
+    stack = [num_batch] if batch else []
     order = [lead.index(axis) for axis in (*batch_axes, *rows, *columns)]
+    codes = jnp.transpose(q.codes, (*order, len(order)))
+    parts, names = parts_by_type(codes), split_by_type(codes)
+    if columns and jax.tree.leaves(q.scales)[0].shape[-1] % parts[-1]:
+        parts[-1] = 1  # Parts of blocks would be what is merged.
 
     def component(a):
         a = jnp.transpose(a, (*order, len(order)))
-        last = num_columns * a.shape[-1]
-        return a.reshape(*((num_batch,) if batch else ()), num_rows, last)
+        return merge(a, [*stack, len(rows), len(columns) + 1], parts)
 
     # The activation: (batch, free, contracted in the order of storage).
     used = {axis for _, axis in (*over, *batch)}
     x_free = [axis for axis in range(x.ndim) if axis not in used]
     x_over = [x_of[axis] for axis in (rows if contract_rows else (*columns, *blocked))]
-    free_shape = [x.shape[axis] for axis in x_free]
     x = jnp.transpose(x, (*(axis for _, axis in batch), *x_free, *x_over))
-    m = math.prod(free_shape)
-    size = math.prod(sizes[axis] for axis in blocked)
-    padding = q.padding
+    before = num_batch + len(x_free)
+    free_shape = list(x.shape[num_batch:before])
+    seen = [*parts[:num_batch], *parts_by_type(x)[num_batch:before]]
+    kept = [*names[:num_batch], *split_by_type(x)[num_batch:before]]
+    last = -1 - len(columns)
+    of_rows, of_columns = parts[num_batch:last], parts[last:]
+    inner = [1] * (len(blocked) - 1)
+    size, padding = math.prod(sizes[axis] for axis in blocked), q.padding
     if contract_rows:
-        x = x.reshape(num_batch, m, num_rows)
+        x = merge(x, [*stack, len(x_free), len(rows)], [*seen, *of_rows])
     else:
-        x = x.reshape(num_batch, m, num_columns, size)
+        alone = [1] * (before + len(columns))
+        x = merge(x, [*alone, len(blocked)], [*seen, *of_columns, *inner])
         if padding:
-            x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, padding)))
-        x = x.reshape(num_batch, m, num_columns * (size + padding))
-    if not batch:
-        x = x[0]
+            x = jnp.pad(x, [*((0, 0) for _ in alone), (0, padding)])
+        x = merge(x, [*stack, len(x_free), len(columns) + 1], [*seen, *of_columns])
     scales, plan = q.scales, q.plan
     if isinstance(scales, ShortScales):
         scales, plan = all_gather_scales(scales, plan, x, 1 if batch else 0)
@@ -164,13 +175,20 @@ def _contract(
         )
         out = (out + term).astype(out_dtype)
 
-    batch_shape = [sizes[axis] for axis in batch_axes]
+    shapes = [[sizes[axis] for axis in batch_axes]] if batch else []
+    shapes.append(free_shape)
     if not contract_rows:
-        return out.reshape(*batch_shape, *free_shape, *(sizes[a] for a in rows))
-    out = out.reshape(num_batch, m, num_columns, size + padding)[..., :size]
+        kept += names[num_batch:last]
+        return split(out, [*shapes, [sizes[a] for a in rows]], [*seen, *of_rows], kept)
+    kept += names[last:]
+    stored = [*(sizes[axis] for axis in columns), size + padding]
+    out = split(out, [*shapes, stored], [*seen, *of_columns], kept)
+    if padding:
+        out = out[..., :size]
+    shapes = [*([n] for n in out.shape[:-1]), [sizes[axis] for axis in blocked]]
+    kept += [()] * len(inner)
+    out = split(out, shapes, [*seen, *of_columns, *inner], kept)
     stored = [*columns, *blocked]
-    out = out.reshape(*batch_shape, *free_shape, *(sizes[a] for a in stored))
-    before = len(batch_shape) + len(free_shape)
     logical = [before + stored.index(axis) for axis in sorted(stored)]
     return jnp.transpose(out, (*range(before), *logical))
 

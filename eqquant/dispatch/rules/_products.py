@@ -34,12 +34,13 @@ def _dot_general(lhs, rhs, **params):
             return NotImplemented
         dense = ft.partial(lax.dot_general_p.bind, **params)
         return Decoded(q, lambda w: dense(w, x) if quantized_lhs else dense(x, w))
-    if not quantized_lhs:
-        return out
-    # The primitive has the free axes of the left operand first; here it is `q`.
-    first = len(batch)
-    free = q.ndim - len(over) - len(batch)
-    return jnp.moveaxis(out, range(-free, 0), range(first, first + free))
+    if quantized_lhs:
+        # The primitive has the free axes of the left operand first; here it is `q`.
+        first = len(batch)
+        free = q.ndim - len(over) - len(batch)
+        out = jnp.moveaxis(out, range(-free, 0), range(first, first + free))
+    wanted = params["out_sharding"]
+    return out if wanted is None else jax.sharding.reshard(out, wanted)
 
 
 def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:

@@ -196,6 +196,14 @@ def _sharding_constraint(q, *, sharding, **_):
     return jax.tree.map(lax.with_sharding_constraint, q, shardings)
 
 
+@register_names("reshard")
+def _reshard(q, *, dst_sharding, **_):
+    shardings = _shardings(q, dst_sharding)
+    if shardings is NotImplemented:
+        return NotImplemented
+    return jax.tree.map(jax.sharding.reshard, q, shardings)
+
+
 @register_names("device_put")
 def _device_put(*operands, devices, **_):
     out = []
