@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
+from eqquant import Binary, Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
 from eqquant.debug import compile_for_tpu
 from eqquant.kernels.tpu import _chips, _three_bits, _tiles, _weights
-from helpers import kernels_in, needs_compiler, unpacked
+from helpers import kernels_in, needs_compiler, slow, unpacked
 from jax.experimental import pallas as pl
 
 
@@ -66,19 +66,23 @@ def test_a_subclass_with_other_levels_is_not_taken_for_integers():
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "chip, format, m",
+    "case",
     [
-        ("v5e", Int3(), 8),
-        ("v5e", Int3(), 256),
-        ("v6e", Int4(), 8),
-        ("v6e", Int3(), 8),
-        ("v5p", FP8(), 8),
-        ("v5e", FP8(kind="e5m2"), 256),
+        ("v5e", Binary(), 8),
+        ("v6e", Binary(), 8),
+        slow(("v5p", Binary(), 8)),
+        slow(("v6e", Binary(), 24)),
+        slow(("v5e", Int3(), 8)),
+        slow(("v5e", Int3(), 256)),
+        slow(("v6e", Int4(), 8)),
+        slow(("v6e", Int3(), 8)),
+        slow(("v5p", FP8(), 8)),
+        slow(("v5e", FP8(kind="e5m2"), 256)),
     ],
 )
-def test_they_compile(chip, format, m):
+def test_they_compile(case):
+    chip, format, m = case
     q = jax.eval_shape(
         lambda: eqquant.quantize(jnp.ones((1024, 1024)), format, check_finite=False)
     )
