@@ -12,7 +12,7 @@ import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary, TPUKernel
 from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels._int8 import round_int8
-from eqquant.kernels.tpu import _chips
+from eqquant.kernels.tpu import _chips, _weights
 from helpers import FORMATS as EVERY_FORMAT, pairs, relative, slow
 
 
@@ -121,6 +121,20 @@ def test_both_ways_to_look_up(axis, format, precision, monkeypatch):
     assert _chips.chip().gather_axis == axis
     options = dict(contract_rows=False, precision=precision, dtype="float32")
     check(format, 8, 130, 1000, **options)
+
+
+@pytest.mark.parametrize("kind, parts", [("TPU v5e", 128), ("TPU v6e", 0)])
+def test_a_quarter_of_the_rows_by_logic(kind, parts, monkeypatch):
+    rows, by_logic = [], _weights._by_logic
+
+    def counted(circuit, codes):
+        rows.append(codes.shape[0])
+        return by_logic(circuit, codes)
+
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    monkeypatch.setattr(_weights, "_by_logic", counted)
+    check(NF4(), 8, 512, 256, **COLUMNS)
+    assert set(rows) == ({parts} if parts else set())
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels.tpu import _chips, _three_bits, _tiles, _weights
+from eqquant.kernels.tpu import _chips, _circuit, _three_bits, _tiles, _weights
 from helpers import kernels_in, needs_compiler, slow, unpacked
 from jax.experimental import pallas as pl
 
@@ -49,6 +49,21 @@ def test_tables_of_integers_are_looked_up_once():
                 assert error < (
                     1e-6 if exact and digits == 1 else (6e-2, 1e-3)[digits - 1]
                 )
+
+
+def test_a_table_by_logic():
+    (table,), _ = _weights._int8_digits(tuple(NF4().codebook), 1)
+    circuit = _circuit.circuit_of(tuple(map(int, table)))
+    codes = np.random.default_rng(0).integers(0, 256, (128, 128), np.uint8)
+
+    def kernel(codes, out):
+        parts = [codes[i : i + 32, :] for i in range(0, 128, 32)]
+        for plane, decoded in enumerate(circuit.decode(parts)):
+            out[plane] = jnp.concatenate(decoded)
+
+    out = jax.ShapeDtypeStruct((2, 128, 128), jnp.int8)
+    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(codes)
+    np.testing.assert_array_equal(got, table[np.stack([codes & 15, codes >> 4])])
 
 
 def test_a_subclass_with_other_levels_is_not_taken_for_integers():

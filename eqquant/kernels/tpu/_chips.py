@@ -39,6 +39,8 @@ class Chip:
     turned: dict[str, int] = dataclasses.field(default_factory=dict)
     # Whose codes are multiplied bit by bit, if they have no blocks.
     bits: dict[str, Kind] = dataclasses.field(default_factory=dict)
+    # Whether looking codes up is slow enough to do without for some.
+    logic: bool = False
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
@@ -82,6 +84,7 @@ _fifth_e = Chip(
         "binary": (1024, 512),
     },
     bits={"binary": "bits of float8"},
+    logic=True,
 )
 _fifth_p = dataclasses.replace(
     _fifth_e,

@@ -82,7 +82,11 @@ def contract_columns(
         digits = dataclasses.replace(digits, dtype=jnp.int8)
     count = 2 if exact_table or kind == "float8" else 1
     decode = Decoder(
-        format, chip, kind, count if format.codebook and not is_exact(format) else 1
+        format,
+        chip,
+        kind,
+        count if format.codebook and not is_exact(format) else 1,
+        logic=chip.logic,
     )
     multiple = tile_multiple(format)
     size = pl.cdiv(packed, multiple) * multiple
@@ -163,9 +167,7 @@ def contract_columns(
             for j in range(some_x.shape[1] // span):
                 part = read(some_codes, j * chunk, chunk, format)
                 part = turn(part, turned) if turned else part
-                decoded = [
-                    decode(part, i, looked_up) for i in range(len(decode.planes))
-                ]
+                decoded = decode(part, looked_up)
                 products = [
                     multiply(
                         some_x[:, j * span : (j + 1) * span],
