@@ -1,8 +1,8 @@
 """What the compiler for TPUs makes of a kernel: its schedule, and the time it implies.
 
-libtpu writes down the instructions of a kernel, bundle by bundle: a bundle is what a
-core issues in one cycle. Not in the schedule, and added here, are the cycles for which
-the matrix units are busy, and the transfers between memory and the core.
+libtpu writes down the instructions of a kernel (see `_bundles.py`). Not among them, and
+added here, are the cycles for which the matrix units are busy, and the transfers
+between memory and the core.
 """
 
 import contextlib
@@ -14,6 +14,7 @@ import os
 import re
 import tempfile
 
+import _bundles
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
@@ -180,134 +181,6 @@ def _pipelines():
         pltpu.emit_pipeline = emit
 
 
-_bundle = re.compile(r"^\s*(?:0x[0-9a-f]+|\d+)\s+(?:LH|LB|LE|PB|PF|CT|)\s*:\s*[> ]*\{")
-_branch = re.compile(r"sbr\.rel \(!?(%p[0-9a-z_]+)\) target = \$region(\d+)")
-_region = re.compile(
-    r"(?:Start/End empty regions?|Start regions?|empty region) ([0-9]+)"
-)
-
-
-def _read_bundles(path: str) -> list[str]:
-    bundles: list[str] = []
-    with open(path) as file:
-        for line in file:
-            if _bundle.match(line):
-                bundles.append(line)
-            elif bundles:
-                bundles[-1] += line
-    return bundles
-
-
-def _read_utilization(path: str) -> tuple[dict[str, int], list[list[int]]]:
-    """How many there are of each unit, and how many are busy in each bundle."""
-    with open(path) as file:
-        _, names, capacity, _, *rows = [line.split() for line in file if line.strip()]
-    units = dict(zip((n.strip(",") for n in names), map(int, capacity), strict=True))
-    return units, [list(map(int, row)) for row in rows]
-
-
-# What the compiler calls them, and what they are called here.
-_units = {
-    "MATMUL": "multiply",
-    "MATPUSH": "push",
-    "XLU": "permute",
-    "VALU": "arithmetic",
-    "VPOP": "pop",
-    "EUP": "transcendental",
-    "VLOAD": "load",
-    "VSTORE": "store",
-    "SALU": "scalar",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class _Count:
-    """Cycles of a step, cycles outside of steps, cycles of the matrix units in a step,
-    and the unit that is busiest in it."""
-
-    step: int
-    rare: int
-    matrix: float
-    busiest: str
-
-
-def _trips(text: str, predicate: str) -> int:
-    """Of a loop that counts from zero to a constant, by what ends it. One of the grid
-    need not be such a loop, nor one that waits."""
-    end = re.search(rf"{predicate} = scmp\S+ (%s\w+), (\d+)", text)
-    step = end and re.search(rf"{end[1]} = sadd\.s32 (\d+), ", text)
-    return max(int(end[2]) // int(step[1]), 1) if end and step else 1
-
-
-def _count(bundles: list[str], utilization, device: Device) -> _Count:
-    label = {}
-    for i, text in enumerate(bundles):
-        for match in _region.finditer(text):
-            label.setdefault(int(match[1]), i)
-    loops, skips = [], []
-    for i, text in enumerate(bundles):
-        for match in _branch.finditer(text):
-            target = label.get(int(match[2]))
-            if target is not None and target <= i:
-                last = min(i + 4, len(bundles) - 1)
-                loops.append(
-                    (target, last, _trips("".join(bundles[target : i + 1]), match[1]))
-                )
-            elif target is not None:
-                skips.append((i + 5, target))
-    start, end, _ = max(
-        loops, key=lambda l: l[1] - l[0], default=(0, len(bundles) - 1, 1)
-    )
-    # How often a bundle is issued in a step, by the loops in it.
-    times = dict.fromkeys(range(start, end + 1), 1)
-    for first, last, trips in loops:
-        if (first, last) != (start, end) and start <= first and last <= end:
-            for i in range(first, last + 1):
-                times[i] *= trips
-
-    def products(first: int, last: int) -> int:
-        texts = ((times.get(i, 1), bundles[i]) for i in range(first, last))
-        return sum(n * (("vmatmul" in t) + ("vmatpush" in t)) for n, t in texts)
-
-    everything = products(start, end + 1)
-    kept = set(times)
-    rare = 0
-    for first, last in sorted(skips, key=lambda s: s[0] - s[1]):
-        inside = start <= first < last <= end and first in kept
-        # What is guarded runs on some steps only, unless it is the work itself.
-        if inside and products(first, last) < 0.3 * max(everything, 1):
-            kept -= set(range(first, last))
-            rare += sum(times[i] for i in range(first, last))
-    matmul = push = 0.0
-    for i in kept:
-        matmul += (
-            times[i]
-            * len(re.findall(r"\bvmatmul\S*", bundles[i]))
-            * device.matmul_cycles
-        )
-        push += (
-            times[i]
-            * len(re.findall(r"\bvmatpush\S*", bundles[i]))
-            * device.push_cycles
-        )
-    cycles = sum(times[i] for i in kept)
-    units, busy = utilization
-    assert len(busy) == len(bundles)
-    share = {
-        # Of loads and stores, those of registers that spill are counted twice.
-        _units[name]: sum(times[i] * busy[i][column] for i in kept) / available / cycles
-        for column, (name, available) in enumerate(units.items())
-        if name in _units
-    }
-    busiest = max(share, key=share.__getitem__)
-    return _Count(
-        cycles,
-        rare,
-        max(matmul, push) / device.matrix_units,
-        f"{busiest} {share[busiest]:.0%}",
-    )
-
-
 def _seconds(
     name: str, grid, moved: float, files: list[str], device: Device
 ) -> Estimate:
@@ -322,16 +195,20 @@ def _seconds(
         ]
         return os.path.join(_dump, found[-1])
 
-    utilization = _read_utilization(path("final_hlo-static-per-bundle-utilization"))
-    count = _count(_read_bundles(path("final_bundles")), utilization, device)
+    count = _bundles.count(
+        path("final_bundles"), path("final_hlo-static-per-bundle-utilization")
+    )
+    products = count.products * device.matmul_cycles
+    pushes = count.pushes * device.push_cycles
+    matrix = max(products, pushes) / device.matrix_units
     steps = math.prod(grid)
     transfer = moved / steps / device.bytes_per_cycle
-    longest = max(count.step, count.matrix, transfer)
-    limit = {transfer: "transfer", count.matrix: "matrix"}.get(longest, count.busiest)
+    longest = max(count.step, matrix, transfer)
+    limit = {transfer: "transfer", matrix: "matrix"}.get(longest, count.busiest)
     total = longest * math.ceil(steps / device.cores)
     total += count.rare + transfer + _launch_cycles
     return Estimate(
-        steps, count.step, count.matrix, transfer, moved, total / device.hertz, limit
+        steps, count.step, matrix, transfer, moved, total / device.hertz, limit
     )
 
 

@@ -86,14 +86,16 @@ def test_on_tpu(format, rows, precision, dtype, variant, bits, monkeypatch, norm
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v5e")
     said = explain(normal, format, rows, precision, dtype, "tpu")
     how = f"rounded to {bits} bits" if bits else "not rounded"
-    assert f"Pallas kernel, variant {variant!r} (activations {how})" in said
+    weights = ", weights as int8" if "decode" in variant else ""
+    assert f"Pallas kernel, variant {variant!r}{weights} (activations {how})" in said
 
 
 def test_on_tpu_in_floats_of_8_bits(monkeypatch, normal):
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU7x")
     exact = explain(normal, "int8", 5, "high", "float32", "tpu")
-    assert "'decode' (activations rounded to 16 bits)" in exact
+    assert "'decode', weights as bfloat16 (activations rounded to 16 bits)" in exact
     narrow = explain(normal, "int8", 5, "high", "bfloat16", "tpu")
-    assert "'decode' (activations not rounded)" in narrow
+    assert "'decode', weights as bfloat16 (activations not rounded)" in narrow
     rounded = explain(normal, "int8", 5, "default", "float32", "tpu")
-    assert "'decode, rounded' (activations rounded to 8 bits)" in rounded
+    said = "'decode, rounded', weights as bfloat16 (activations rounded to 8 bits)"
+    assert said in rounded

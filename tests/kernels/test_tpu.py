@@ -12,7 +12,7 @@ import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary, TPUKernel
 from eqquant.kernels import cpu, tpu, xla
 from eqquant.kernels._int8 import round_int8
-from eqquant.kernels.tpu import _chips
+from eqquant.kernels.tpu import _chips, _weights
 from helpers import FORMATS as EVERY_FORMAT, pairs, relative, slow
 
 
@@ -123,6 +123,20 @@ def test_both_ways_to_look_up(axis, format, precision, monkeypatch):
     check(format, 8, 130, 1000, **options)
 
 
+@pytest.mark.parametrize("kind, parts", [("TPU v5e", 128), ("TPU v6e", 0)])
+def test_a_quarter_of_the_rows_by_logic(kind, parts, monkeypatch):
+    rows, by_logic = [], _weights._by_logic
+
+    def counted(circuit, codes):
+        rows.append(codes.shape[0])
+        return by_logic(circuit, codes)
+
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    monkeypatch.setattr(_weights, "_by_logic", counted)
+    check(NF4(), 8, 512, 256, **COLUMNS)
+    assert set(rows) == ({parts} if parts else set())
+
+
 @pytest.mark.slow
 def test_as_many_blocks_as_a_register_has_lanes():
     options = dict(contract_rows=False, precision="high", dtype="bfloat16")
@@ -141,6 +155,51 @@ def test_what_each_chip_does(kind, format, operand, monkeypatch):
     m, dtype = operand
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
+
+
+@pairs(
+    "kind, dtype, m, precision",
+    ["TPU v5e", "TPU v6e", slow("TPU v5p")],
+    ["float32", "bfloat16"],
+    [5, 16],
+    ["high", "default"],
+)
+def test_binary_bit_by_bit(kind, dtype, m, precision, monkeypatch, normal):
+    monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+    rows, columns = 130, 1500
+    q = eqquant.quantize(normal(rows, columns), Binary())
+    # The sum of a row is far from zero, as the bits alone are.
+    x = (normal(m, columns) + 3).at[1].set(0).astype(dtype)
+    out = multiply(x, q, contract_rows=False, precision=precision, dtype=dtype)
+    w = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ w.T
+    assert not out[1].any()
+    if kind == "TPU v6e":
+        tolerance = 5e-5
+    elif dtype == "bfloat16":
+        tolerance = 1e-6
+    else:
+        tolerance = 8e-6 if precision == "high" else 3e-3
+    assert relative(out, expected) < tolerance
+
+
+def test_what_binary_codes_are_multiplied_as(monkeypatch):
+    q = eqquant.quantize(jnp.ones((128, 1024)), Binary())
+
+    def described(kind, m, dtype="bfloat16"):
+        monkeypatch.setattr(_chips, "device_kind", lambda: kind)
+        x = jax.ShapeDtypeStruct((m, 1024), jnp.dtype(dtype))
+        options = dict(precision="high", weight_dtype=jnp.bfloat16, format=q.format)
+        return tpu.describe(x, q.codes, q.scales, contract_rows=False, **options)
+
+    for kind in ("TPU v5e", "TPU v5p"):
+        assert "as bits of float8 (activations not rounded)" in described(kind, 32)
+    assert "as bits of int4 (activations rounded to 14 bits)" in described("TPU v6e", 8)
+    assert "as float8 (activations not rounded)" in described("TPU v6e", 32)
+    assert "as float8 (activations rounded to 8 bits)" in described(
+        "TPU v6e", 8, "int8"
+    )
+    assert "as bfloat16" in described("TPU v4", 8)
 
 
 @pytest.mark.slow

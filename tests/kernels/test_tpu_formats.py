@@ -5,10 +5,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
+from eqquant import Binary, Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels.tpu import _chips, _three_bits, _tiles, _weights
-from helpers import kernels_in, needs_compiler, unpacked
+from eqquant.kernels.tpu import _chips, _circuit, _three_bits, _tiles, _weights
+from helpers import kernels_in, needs_compiler, slow, unpacked
 from jax.experimental import pallas as pl
 
 
@@ -51,6 +51,21 @@ def test_tables_of_integers_are_looked_up_once():
                 )
 
 
+def test_a_table_by_logic():
+    (table,), _ = _weights._int8_digits(tuple(NF4().codebook), 1)
+    circuit = _circuit.circuit_of(tuple(map(int, table)))
+    codes = np.random.default_rng(0).integers(0, 256, (128, 128), np.uint8)
+
+    def kernel(codes, out):
+        parts = [codes[i : i + 32, :] for i in range(0, 128, 32)]
+        for plane, decoded in enumerate(circuit.decode(parts)):
+            out[plane] = jnp.concatenate(decoded)
+
+    out = jax.ShapeDtypeStruct((2, 128, 128), jnp.int8)
+    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(codes)
+    np.testing.assert_array_equal(got, table[np.stack([codes & 15, codes >> 4])])
+
+
 def test_a_subclass_with_other_levels_is_not_taken_for_integers():
     class Halved(Int4):
         def levels(self, codes, dtype):
@@ -66,19 +81,23 @@ def test_a_subclass_with_other_levels_is_not_taken_for_integers():
 
 
 @needs_compiler
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "chip, format, m",
+    "case",
     [
-        ("v5e", Int3(), 8),
-        ("v5e", Int3(), 256),
-        ("v6e", Int4(), 8),
-        ("v6e", Int3(), 8),
-        ("v5p", FP8(), 8),
-        ("v5e", FP8(kind="e5m2"), 256),
+        ("v5e", Binary(), 8),
+        ("v6e", Binary(), 8),
+        slow(("v5p", Binary(), 8)),
+        slow(("v6e", Binary(), 24)),
+        slow(("v5e", Int3(), 8)),
+        slow(("v5e", Int3(), 256)),
+        slow(("v6e", Int4(), 8)),
+        slow(("v6e", Int3(), 8)),
+        slow(("v5p", FP8(), 8)),
+        slow(("v5e", FP8(kind="e5m2"), 256)),
     ],
 )
-def test_they_compile(chip, format, m):
+def test_they_compile(case):
+    chip, format, m = case
     q = jax.eval_shape(
         lambda: eqquant.quantize(jnp.ones((1024, 1024)), format, check_finite=False)
     )

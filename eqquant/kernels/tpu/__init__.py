@@ -18,6 +18,7 @@ from ...formats import Format, num_codes, Precision, TPUKernel
 from .._int8 import rounding
 from . import _decode, _general, _tile_sizes
 from ._chips import chip
+from ._operands import choose_operands, kind_of
 from ._round import round_rows
 from ._weights import can_become, is_exact
 
@@ -84,13 +85,23 @@ def describe(x, codes, scales, **params) -> str:
     del scales
     variant = variant_of(x, codes, **params)
     kernel, _, rounded = variant.partition(", ")
-    bits = None
+    bits, operands = None, ""
     if kernel == "decode":
-        exact = dict(exact=rounded != "rounded", exact_table=not rounded)
-        bits = _decode.activation_bits(x.dtype, params["format"], chip=chip(), **exact)
+        format = params["format"]
+        found = choose_operands(
+            x.shape[-2],
+            num_codes(codes.shape[-1], format.bits),
+            x.dtype,
+            format,
+            exact=rounded != "rounded",
+            exact_table=not rounded,
+            chip=chip(),
+        )
+        operands = f", weights as {found.weights}"
+        bits = found.bits_kept(x.dtype)
     elif kernel == "bfloat16" and x.dtype != jnp.bfloat16:
         bits = 8
-    return f"Pallas kernel, variant {variant!r} {rounding(x, bits)}"
+    return f"Pallas kernel, variant {variant!r}{operands} {rounding(x, bits)}"
 
 
 def variant_of(
@@ -146,7 +157,7 @@ def choose_variant(
     if exact_table is None:
         # To look up twice is not within a tenth of the fastest, but where the chip has
         # to do so anyway, or products hide it.
-        twice = _decode.kind_of(format, x_dtype, False, here) == "float8"
+        twice = kind_of(format, x_dtype, False, here) == "float8"
         hidden = twice if decodes else m >= 1024
         exact_table = precision == "highest" or (
             precision == "high" and (floats or hidden)

@@ -1,13 +1,17 @@
 """What is best on which chip. `benchmarks/tpu_roofline.py --sweep` finds it anew."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
 from ..._jax import device_kind, warn
 from ...formats import Format
 from ._tiles import bits_of
+
+
+# What the matrix unit multiplies by: numbers of 8 bits; or single bits (`_bits.py`).
+Kind = Literal["int8", "float8", "bits of float8", "bits of int4"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +37,10 @@ class Chip:
     # Whose codes are transposed first, so many rows as one (see `turn`): pairs only if
     # they have no blocks.
     turned: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Whose codes are multiplied bit by bit, if they have no blocks.
+    bits: dict[str, Kind] = dataclasses.field(default_factory=dict)
+    # Whether looking codes up is slow enough to do without for some.
+    logic: bool = False
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
@@ -44,6 +52,9 @@ class Chip:
     def turned_of(self, format: Format) -> int:
         """Likewise."""
         return self.turned.get(format.name, self.turned.get(_like[bits_of(format)], 0))
+
+    def bits_of(self, format: Format) -> Kind | None:
+        return None if format.block_size else self.bits.get(format.name)
 
 
 _like = {8: "int8", 4: "nf4", 2: "ternary", 1: "binary"}
@@ -70,15 +81,16 @@ _fifth_e = Chip(
         "int8": (256, 256),
         "nf4": (512, 128),
         "ternary": (512, 512),
-        "binary": (2048, 128),
+        "binary": (1024, 512),
     },
-    turned={"binary": 2},
+    bits={"binary": "bits of float8"},
+    logic=True,
 )
 _fifth_p = dataclasses.replace(
     _fifth_e,
     cores=2,
     steps=_fifth_e.steps
-    | {"nf4": (1024, 128), "ternary": (1024, 512), "binary": (1024, 128)},
+    | {"nf4": (1024, 128), "ternary": (1024, 512), "binary": (1024, 512)},
 )
 _sixth = Chip(
     gather_axis=0,
@@ -90,9 +102,10 @@ _sixth = Chip(
         "int8": (256, 256),
         "nf4": (512, 128),
         "ternary": (1024, 128),
-        "binary": (2048, 128),
+        "binary": (2048, 256),
     },
     turned={"ternary": 2, "binary": 2},
+    bits={"binary": "bits of int4"},
     tile_n=1024,
 )
 _seventh = dataclasses.replace(
@@ -107,6 +120,7 @@ _seventh = dataclasses.replace(
         "binary": (2048, 128),
     },
     turned={"int8": 1, "nf4": 1, "ternary": 1, "binary": 1},
+    bits={},
     tile_m=1024,
 )
 

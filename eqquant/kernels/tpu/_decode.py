@@ -3,11 +3,9 @@
 Weights go to the matrix unit as bytes (see `_weights.py`), and are not scaled. Scales
 are applied to the result instead, one row of them for each block, for which the
 activation is spread out: the rows of one block are zero in the others.
-
-The activation is int8 where the weight is, in two digits, which keep 15 bits of it, or
-in one; and bfloat16 where the weight is a float: one digit if it is in bfloat16 itself.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
@@ -18,12 +16,13 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format
 from ._arrange import is_simple
-from ._chips import Chip
+from ._chips import Chip, Kind
 from ._loop import loop, part_of
-from ._spread import digits_of, interleave, spread, turn
+from ._operands import choose_operands
+from ._spread import interleave, spread, turn
 from ._three_bits import read, stored_bytes, used_bytes
 from ._tiles import lanes, pad_to, planes_of, result_like, tile_multiple
-from ._weights import can_become, Decoder, is_exact, is_shifted, Kind
+from ._weights import can_become, Decoder, is_exact
 
 
 def _block_bytes(format: Format) -> int:
@@ -35,34 +34,6 @@ def _num_blocks(format: Format) -> int:
     return lanes // _block_bytes(format) if format.block_size else 1
 
 
-def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
-    """What the weight becomes, for an activation of some dtype."""
-    floats = can_become("float8", format, chip)
-    if is_exact(format) or is_shifted(format):
-        # One digit of either will do. Floats leave an activation in bfloat16 as it is,
-        # in one digit, too: that is worth a lookup where these are fast.
-        fast = chip.gather_axis == 0 and x_dtype == jnp.bfloat16
-        floats = floats and (fast or not chip.int8)
-    elif format.codebook is not None:
-        # In two floats of 8 bits it keeps 13 bits, which an activation in bfloat16 has
-        # not; in one int8 it is faster.
-        floats = floats and (x_dtype == jnp.bfloat16 if exact_table else not chip.int8)
-    return "float8" if floats else "int8"
-
-
-def activation_bits(
-    x_dtype, format: Format, *, exact: bool, exact_table: bool, chip: Chip
-) -> int | None:
-    """How many bits of an activation are kept; None for all."""
-    kind = kind_of(format, x_dtype, exact_table, chip)
-    digits = digits_of(x_dtype, kind, exact, chip)
-    if digits.dtype == jnp.int8:
-        return 15 if digits.count == 2 else 8
-    if x_dtype == jnp.bfloat16:
-        return None
-    return 16 if digits.count == 2 else 8
-
-
 def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     """Whether there is such a kernel."""
     kinds: tuple[Kind, ...] = ("int8", "float8")
@@ -72,16 +43,6 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
         return False
     spread = 2 * _num_blocks(format) * m * columns
     return spread <= 2**21 and columns // planes_of(format) * lanes <= 2**21
-
-
-def _turned(format: Format, digits, m: int, size: int, chip: Chip) -> int:
-    """Whether codes are transposed first, and how many rows of them as one: the matrix
-    unit takes a weight faster that need not be transposed on its way into it, where
-    there are few codes to transpose, or hardware for it."""
-    turned = chip.turned_of(format)
-    spread = 2 * turned**2 * digits.count * m * size * planes_of(format)
-    in_pairs_of_blocks = turned == 2 and format.block_size
-    return 0 if in_pairs_of_blocks or spread > 2**22 else turned
 
 
 def contract_columns(
@@ -103,34 +64,47 @@ def contract_columns(
     blocks = scales.shape[-1]
     packed, planes = used_bytes(packed, format), planes_of(format)
     group = _num_blocks(format)
-    kind = kind_of(format, x.dtype, exact_table, chip)
-    count = 2 if exact_table or kind == "float8" else 1
-    decode = Decoder(
-        format, chip, kind, count if format.codebook and not is_exact(format) else 1
-    )
 
     # Whole registers: sums of the rows of a block then need no shuffling.
     x = pad_to(pad_to(x, 1, 8), 2, tile_multiple(format) * planes)
     padded = x.shape[1]
-    digits = digits_of(x.dtype, kind, exact, chip)
+    operands = choose_operands(
+        m,
+        x.shape[2],
+        x.dtype,
+        format,
+        exact=exact,
+        exact_table=exact_table,
+        chip=chip,
+    )
+    kind, digits, turned = operands.kind, operands.digits, operands.turned
+    if interpret and digits.dtype == jnp.int4:  # XLA for CPUs does not multiply it.
+        digits = dataclasses.replace(digits, dtype=jnp.int8)
+    count = 2 if exact_table or kind == "float8" else 1
+    decode = Decoder(
+        format,
+        chip,
+        kind,
+        count if format.codebook and not is_exact(format) else 1,
+        logic=chip.logic,
+    )
     multiple = tile_multiple(format)
     size = pl.cdiv(packed, multiple) * multiple
     most, chunk = chip.steps_of(format)
-    chunk = lanes if format.block_size or size % chunk else chunk
+    chunk = lanes if format.block_size else math.gcd(chunk, size)
     if format.tpu and format.tpu.tile_n:
         most = format.tpu.tile_n
     most = min(most, min(2**22, chip.memory // 8) // size)
-    turned = _turned(format, digits, padded, size, chip)
     multiple = lanes * max(turned, 1)
     bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
     group = 2 if turned == 2 else group
-    product_dtype = jnp.int32 if digits.dtype == jnp.int8 else jnp.float32
+    product_dtype = jnp.int32 if digits.integers else jnp.float32
     span = chunk * planes * max(turned, 1)
     steps = pl.cdiv(rows, bn)
     cores = min(chip.cores, steps)
 
     def multiply(x, w):
-        if w.dtype == jnp.int8:  # Which every bfloat16 can be.
+        if jnp.issubdtype(w.dtype, jnp.integer):  # Which every bfloat16 can be.
             w = w.astype(x.dtype)
         contracted = ((1,), (0 if turned else 1,))
         return lax.dot_general(
@@ -140,9 +114,11 @@ def contract_columns(
     def rows_of(product, block: int) -> Float[Array, "m rows"]:
         """Those of one block, the digits of the activation put together."""
         first = block * digits.count * padded
-        total = product[first:][:padded].astype(jnp.float32)
-        if digits.count > 1:
-            low = product[first + padded :][:padded].astype(jnp.float32)
+        total, *rest = (
+            product[first + i * padded :][:padded].astype(jnp.float32)
+            for i in range(digits.count)
+        )
+        for low in rest:
             total = (total * digits.base if digits.base > 1 else total) + low
         return total
 
@@ -161,6 +137,7 @@ def contract_columns(
 
     def kernel(x, codes, scales, out, spread_x, unit, *scratch):
         tables, turned_scales = scratch[: decode.num_tables], scales.at[0]
+        sum_x = scratch[decode.num_tables] if decode.offset else None
         if wide:
             turned_scales = scratch[-1]
             _transpose(scales.at[0], turned_scales)
@@ -173,7 +150,8 @@ def contract_columns(
                 x.at[0],
                 spread_x,
                 unit,
-                format=format,
+                sum_x,
+                decode=decode,
                 digits=digits,
                 group=group,
                 chunk=chunk,
@@ -189,12 +167,12 @@ def contract_columns(
             for j in range(some_x.shape[1] // span):
                 part = read(some_codes, j * chunk, chunk, format)
                 part = turn(part, turned) if turned else part
-                decoded = [decode(part, plane, looked_up) for plane in range(planes)]
+                decoded = decode(part, looked_up)
                 products = [
                     multiply(
                         some_x[:, j * span : (j + 1) * span],
                         jnp.concatenate(digit, 0 if turned else 1)
-                        if planes > 1
+                        if len(decode.planes) > 1
                         else digit[0],
                     )
                     for digit in zip(*decoded, strict=True)
@@ -226,6 +204,8 @@ def contract_columns(
             if turned == 2:
                 odd = decode.combine([rows_of(p, 1) for p in sums])
                 total = interleave(total, odd)
+            if sum_x is not None:
+                total = total + sum_x[:, :1] * decode.offset
             total = total * turned_scales[...].astype(jnp.float32)
         out[0] = (total * (unit[:, :1] * decode.unit)).astype(out.dtype)
 
@@ -254,6 +234,7 @@ def contract_columns(
             ),
             pltpu.VMEM((padded, lanes), jnp.float32),
             *[pltpu.VMEM((32, lanes), jnp.int8)] * decode.num_tables,
+            *[pltpu.VMEM((padded, lanes), jnp.float32)] * bool(decode.offset),
             *[pltpu.VMEM((blocks, bn), jnp.float32)] * wide,
         ],
         compiler_params=pltpu.CompilerParams(

@@ -69,7 +69,7 @@ def _masked(scales, axis: int, start: Int[Array, ""], size: int):
 
 
 class _Operand:
-    """A plane of a tile as the matrix unit takes it, and what one is then worth."""
+    """The planes of a tile as the matrix unit takes them; what one is then worth."""
 
     def __init__(self, format: Format, dtype, exact_table: bool, chip: Chip):
         self.format, self.dtype = format, jnp.dtype(dtype)
@@ -87,15 +87,21 @@ class _Operand:
         packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
         self.compute = jnp.bfloat16 if packed else jnp.float32
 
-    def __call__(self, codes, scales, plane: int, tables):
+    def __call__(self, codes, scales, tables) -> list:
         if self.decode is None:
-            w = self._by_levels(codes, plane)
-        else:
-            digits = self.decode(codes, plane, tables)
-            if len(digits) == 1 and scales is None:
-                whole = digits[0].dtype != jnp.int8 or self.dtype == jnp.int8
-                return digits[0] if whole else digits[0].astype(self.dtype)
-            w = self.decode.combine([digit.astype(self.compute) for digit in digits])
+            planes = range(planes_of(self.format))
+            return [self._scaled(self._by_levels(codes, p), scales) for p in planes]
+        return [self._whole(digits, scales) for digits in self.decode(codes, tables)]
+
+    def _whole(self, digits: list, scales):
+        assert self.decode is not None
+        if len(digits) == 1 and scales is None:
+            whole = digits[0].dtype != jnp.int8 or self.dtype == jnp.int8
+            return digits[0] if whole else digits[0].astype(self.dtype)
+        w = self.decode.combine([digit.astype(self.compute) for digit in digits])
+        return self._scaled(w, scales)
+
+    def _scaled(self, w, scales):
         return (w if scales is None else w * scales).astype(self.dtype)
 
     def _by_levels(self, codes, plane: int):
@@ -253,7 +259,7 @@ def _accumulate(plan: _Plan, x, codes, scales, total, step):
                 first = jnp.int32(i * size + start)
                 scale = _spread(known, first, chunk, block, weight.compute)
             part = read(some_codes, start, chunk, format)
-            decoded = [weight(part, scale, plane, looked_up) for plane in range(planes)]
+            decoded = weight(part, scale, looked_up)
             w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
             columns = (slice(None), slice(start * planes, (start + chunk) * planes))
             of_x, of_total = (columns, ...) if plan.contracted else (..., columns)

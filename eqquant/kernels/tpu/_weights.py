@@ -1,12 +1,11 @@
-"""From codes to bytes that the matrix unit multiplies: int8, or floats of 8 bits.
+"""From codes to what the matrix unit multiplies: int8, or floats of 8 bits.
 
 By a mask and a shift for 32 bits of codes, or by one lookup in hardware for each digit
-of a codebook. What one is worth is left to the scales.
+of a codebook. What one is worth is left to the scales. Single bits: see `_bits.py`.
 """
 
 import functools as ft
 from collections.abc import Callable
-from typing import Literal
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,11 +14,10 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
 from ...formats import Format
-from ._chips import Chip
-from ._tiles import bits_of, lanes, look_up
-
-
-Kind = Literal["int8", "float8"]
+from ._bits import Bits
+from ._chips import Chip, Kind
+from ._circuit import Circuit, circuit_of
+from ._tiles import bits_of, lanes, look_up, planes_of
 
 
 def _mask(byte: int) -> Array:
@@ -89,6 +87,23 @@ def _lookup(table, indices, chip: Chip):
     )
 
 
+def _by_logic(circuit: Circuit, codes) -> list[Shaped[Array, "rows bytes"]]:
+    """The bytes of both planes, of a multiple of 128 rows; of none, nothing."""
+    if not codes.shape[0]:
+        return []
+
+    def column(j: int) -> list:
+        both = [], []
+        for i in range(0, codes.shape[0], 128):
+            parts = [codes[i + r : i + r + 32, j : j + lanes] for r in (0, 32, 64, 96)]
+            for plane, decoded in zip(both, circuit.decode(parts), strict=True):
+                plane.extend(decoded)
+        return [jnp.concatenate(plane) for plane in both]
+
+    columns = [column(j) for j in range(0, codes.shape[1], lanes)]
+    return [jnp.concatenate(plane, 1) for plane in zip(*columns, strict=True)]
+
+
 # How a format becomes bytes, which kinds of number these are, and the byte of one.
 _Way = tuple[Callable, tuple[Kind, ...], int]
 _to_bytes: dict[str, _Way] = {
@@ -97,7 +112,11 @@ _to_bytes: dict[str, _Way] = {
     "int3": (_integers, ("int8", "float8"), 0x20),
     "int2": (_integers, ("int8", "float8"), 0x40),
     "ternary": (_signed_top_bits, ("int8", "float8"), 0x40),
-    "binary": (_signed_top_bits, ("int8", "float8"), 0x40),
+    "binary": (
+        _signed_top_bits,
+        ("int8", "float8", "bits of float8", "bits of int4"),
+        0x40,
+    ),
 }
 _looked_up: _Way = (_indices, ("int8", "float8"), 0)
 _as_floats: _Way = (_float8, ("float8",), 0x38)
@@ -118,7 +137,7 @@ def _has_table(format: Format) -> bool:
 
 def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
     """Whether the codes of a format become such bytes, on this chip."""
-    if kind == "float8" and chip.float8 is None:
+    if kind in ("float8", "bits of float8") and chip.float8 is None:
         return False
     way = _way_of(format)
     return way is not None and kind in way[1]
@@ -145,18 +164,39 @@ def _normalized(levels: tuple[float, ...]) -> np.ndarray:
 
 
 class Decoder:
-    """Codes of a format to bytes: of so many digits, if it has a codebook."""
+    """Codes of a format to operands, one for each plane or two: of so many digits, if
+    it has a codebook."""
 
-    def __init__(self, format: Format, chip: Chip, kind: Kind, digits: int):
+    def __init__(
+        self,
+        format: Format,
+        chip: Chip,
+        kind: Kind,
+        digits: int,
+        logic: bool = False,
+    ):
         self.format, self.chip = format, chip
-        self.dtype = jnp.int8 if kind == "int8" else chip.float8
+        integers = {"int8": jnp.int8, "bits of int4": jnp.int4}
+        self.dtype = integers.get(kind, chip.float8)
         # What a digit is worth, relative to the next, and what the last is worth.
         self.base, self.unit = 1, 1.0
         self._entries: list[np.ndarray] = []
+        self._circuit = None
         way = _way_of(format)
         assert way is not None
         self._prepare, _, one = way
+        # For each operand: which planes it has, whose rows take turns, and what its
+        # numbers are worth beside those of the others. What is added to every number.
+        self.planes = [(plane,) for plane in range(planes_of(format))]
+        self.powers = [1.0] * len(self.planes)
+        self.offset = 0.0
         levels = tuple(format.codebook or ())
+        if kind in ("bits of float8", "bits of int4"):
+            self._prepare = bits = Bits(kind, self.dtype)
+            self.planes = [place.planes for place in bits.places]
+            self.powers = bits.powers
+            self.unit, self.offset = -2 / bits.one, -bits.one / 2
+            return
         if is_shifted(format) and kind == "float8":
             half = 2 ** (format.bits - 1)
             self._prepare, levels = _indices, tuple(map(float, range(-half, half)))
@@ -167,6 +207,8 @@ class Decoder:
                 tables, scale = _float8_digits(levels, np.dtype(chip.float8), digits)
             self.unit = float(np.max(np.abs(levels))) / scale
             self._entries = tables
+            if logic and kind == "int8" and len(tables) == 1:
+                self._circuit = circuit_of(tuple(map(int, tables[0])))
         else:
             # The byte of a float may be worth something else on this chip.
             of_chip = np.array([one], np.uint8).view(np.dtype(self.dtype))[0]
@@ -181,15 +223,26 @@ class Decoder:
         return [_make_table(entries, self.chip) for entries in self._entries]
 
     def __call__(
-        self, codes: Shaped[Array, "rows bytes"], plane: int, tables: list
-    ) -> list[Shaped[Array, "rows bytes"]]:
-        """One plane of a tile: its digits, the highest first."""
-        prepared = self._prepare(codes, plane, self.format)
-        digits = [_lookup(table, prepared, self.chip) for table in tables]
-        digits = digits if tables else [prepared]
-        if self.dtype == jnp.int8:
-            return digits
-        return [pltpu.bitcast(digit, self.dtype) for digit in digits]
+        self, codes: Shaped[Array, "rows bytes"], tables: list
+    ) -> list[list[Shaped[Array, "some bytes"]]]:
+        """The operands of a tile: of each the digits, the highest first."""
+        # The last quarter of the rows, in fours of registers.
+        looked_up = codes.shape[0]
+        by_logic = []
+        if self._circuit:
+            looked_up -= codes.shape[0] // 512 * 128
+            by_logic = _by_logic(self._circuit, codes[looked_up:])
+        operands = []
+        for i in range(len(self.planes)):
+            prepared = self._prepare(codes[:looked_up], i, self.format)
+            digits = [_lookup(table, prepared, self.chip) for table in tables]
+            digits = digits if tables else [prepared]
+            if self.dtype != jnp.int8:
+                digits = [pltpu.bitcast(digit, self.dtype) for digit in digits]
+            if by_logic:
+                digits = [jnp.concatenate([*digits, by_logic[i]])]
+            operands.append(digits)
+        return operands
 
     def combine(self, digits: list) -> Array:
         """The digits put together, or what products with them have become."""
