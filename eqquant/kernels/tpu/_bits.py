@@ -32,11 +32,9 @@ _places: dict[Kind, list[Place]] = {
         *(Place((plane,), 0, plane) for plane in range(3, 7)),
         Place((7,), -1, 6),
     ],
-    # The halves of a byte follow each other as rows of the operand. What is worth less
-    # leaves more bits to the activation.
-    "bits of int4": [
-        Place((plane, plane + 4), -(plane & 2), plane & 1) for plane in range(4)
-    ],
+    # The halves of a byte follow each other as rows of the operand. Bits that are worth
+    # more than others would leave fewer to the activation.
+    "bits of int4": [Place((plane, plane + 4), -plane, 0) for plane in range(4)],
 }
 
 

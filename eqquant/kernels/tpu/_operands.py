@@ -2,8 +2,8 @@
 activation is, and whether codes are transposed before.
 
 The activation is int8 where the weight is, in two digits, which keep 15 bits of it, or
-in one; int4 where the weight is, in four, which keep 14; and bfloat16 where the weight
-is a float: one digit if it is in bfloat16 itself.
+in one; int4 where the weight is, in four, which keep as many; and bfloat16 where the
+weight is a float: one digit if it is in bfloat16 itself.
 """
 
 import dataclasses
@@ -69,7 +69,7 @@ class Operands:
     def bits_kept(self, x_dtype) -> int | None:
         """Of an activation; None for all."""
         if self.digits.integers:
-            return {1: 8, 2: 15, 4: 14}[self.digits.count]
+            return 8 if self.digits.count == 1 else 15
         if x_dtype == jnp.bfloat16:
             return None
         return 16 if self.digits.count == 2 else 8
