@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from collectives import collectives, largest_float
 from eqquant import Binary, Int8, NF4
+from eqquant.kernels import cpu
 from eqquant.kernels.cpu import _library
 from helpers import pairs, relative, slow, strict, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -81,6 +82,24 @@ def test_a_product_and_its_gradients(kind, how, format, normal):
     for a, b in zip(got, expected, strict=True):
         assert relative(a, b) < TOLERANCE["highest"]
     assert got[2].sharding.is_equivalent_to(split.scales.sharding, 2)
+
+
+@pairs("kind, how", [AxisType.Auto, AxisType.Explicit], SPLITS)
+def test_without_a_kernel_the_same_is_moved(kind, how, normal, monkeypatch):
+    monkeypatch.setattr(cpu, "load", lambda: "there are none in this test")
+    spec, moved = SPLITS[how]
+    mesh = mesh_of(kind)
+    q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
+    split = eqquant.shard_tree(q, mesh, spec, batch="d")
+    with jax.set_mesh(mesh):
+        x = put(x, mesh, "d")
+        compiled = jax.jit(lambda x, q: x @ q.T).lower(x, split).compile()
+        got = compiled(x, split)
+    assert "eqquant_dot" not in compiled.as_text()
+    assert collectives(compiled) == moved
+    # As small as it is here, all that a device has is one tile.
+    assert how == "whole" or largest_float(compiled) < q.size / 2
+    assert relative(got, np.float64(x) @ np.float64(q.dequantize()).T) < SUMS
 
 
 @pytest.mark.parametrize("spec", [P(None, "m"), P("d", "m")])
