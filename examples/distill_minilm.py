@@ -41,6 +41,7 @@ LENGTHS = 16, 40  # Of the sentences of a batch, in turn.
 
 SHORT = {"scale_dtype": "bfloat16"}
 BINARY, TERNARY = eqquant.Binary(**SHORT), eqquant.Ternary(**SHORT)
+NF2 = eqquant.NF2(block_size=None)
 NF3 = eqquant.NF3(block_size=None)
 NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
 
@@ -61,7 +62,7 @@ class Row(NamedTuple):
 
 ROWS = {
     "2.1": Row(2.1, [BINARY, TERNARY, NF3, NF4], 1500, 1e-3),
-    "1.2": Row(1.2, [BINARY, TERNARY, NF3, NF4], 1500, 1e-3),
+    "1.2": Row(1.2, [BINARY, NF2, NF3, NF4], 1500, 1e-3),
 }
 
 
