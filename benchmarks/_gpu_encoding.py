@@ -8,7 +8,7 @@ import eqquant
 import jax
 from _gpu_bytes import steps
 from _gpu_times import of_loop, pause
-from _gpu_units import units_of
+from _gpu_units import launched, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 
@@ -30,8 +30,8 @@ def row(format, name: str, size: str, dtype: str, chip: str) -> list:
     taken, limits, found = 0.0, {}, steps(program.as_text())
     for step in found:
         kernel = kernels.get(re.sub(r"\W", "_", step.name))
-        threads = _threads(program, kernel.name) if kernel else None
-        units = units_of(kernel, 1 / threads) if kernel and threads else None
+        launch = launched(program, kernel.name) if kernel else None
+        units = units_of(kernel, 1 / (launch[0] * launch[1])) if launch else None
         time, limit = of_loop(step, units, gpus[chip])
         taken += time
         limits[limit] = limits.get(limit, 0.0) + time
@@ -48,9 +48,3 @@ def row(format, name: str, size: str, dtype: str, chip: str) -> list:
         max(limits, key=lambda limit: limits[limit]),
         f"{copied / taken:.0%}",
     ]
-
-
-def _threads(program, name: str) -> int | None:
-    pattern = rf"\] {re.escape(name)} grid: \[(\d+).*?threads: \[(\d+)"
-    launched = re.search(pattern, program.launches)
-    return int(launched[1]) * int(launched[2]) if launched else None

@@ -6,6 +6,7 @@ kernel that waits for results, or for other warps, is slower: expect 70 to 80% o
 bound.
 """
 
+import math
 import re
 from typing import NamedTuple
 
@@ -71,6 +72,18 @@ def bound(units: Units, chip: GPU, stored: float) -> tuple[float, str]:
     unit, cycles = max(units.cycles(chip).items(), key=lambda item: item[1])
     share = chip.cores * chip.clock / cycles * stored / chip.bandwidth
     return share, unit if share < 1 else "memory"
+
+
+def launched(program, kernel_name: str) -> tuple[int, int, int] | None:
+    """Of a kernel that a program starts: blocks, threads of each, and bytes of shared
+    memory; None if it says nothing of it."""
+    name, size = re.escape(kernel_name), r"\[(\d+), (\d+), (\d+)\]"
+    pattern = rf"\] {name} grid: {size} threads: {size}.*?shared_memory: (\d+)"
+    found = re.search(pattern, program.launches)
+    if found is None:
+        return None
+    numbers = list(map(int, found.groups()))
+    return math.prod(numbers[:3]), math.prod(numbers[3:6]), numbers[6]
 
 
 def in_flight(kernel: GPUKernel, tiles, chip: GPU, grid: int, dynamic: int) -> float:

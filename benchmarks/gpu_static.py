@@ -32,8 +32,6 @@ wait. That of cuBLAS is an ideal, too, and in truth both are slower.
 
 import argparse
 import functools as ft
-import math
-import re
 from typing import Any
 
 import _gpu_encoding
@@ -42,7 +40,7 @@ import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
 from _gpu_times import by_kernel, dense, of_xla
-from _gpu_units import bound, in_flight, units_of
+from _gpu_units import bound, in_flight, launched, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
@@ -85,17 +83,6 @@ PRODUCTS = {
         x @ (q.dequantize() if rows else q.dequantize().T)
     ),
 }
-
-
-def launched(program, kernel) -> tuple[int, int, int] | None:
-    """Programs, threads of each, and bytes of shared memory."""
-    name, size = re.escape(kernel.name), r"\[(\d+), (\d+), (\d+)\]"
-    pattern = rf"\] {name} grid: {size} threads: {size}.*?shared_memory: (\d+)"
-    found = re.search(pattern, program.launches)
-    if found is None:
-        return None
-    numbers = list(map(int, found.groups()))
-    return math.prod(numbers[:3]), math.prod(numbers[3:6]), numbers[6]
 
 
 def is_ours(kernel) -> bool:
@@ -144,7 +131,7 @@ def limits(
     needed."""
     found = []
     for kernel in program.kernels:
-        launch, waits, count = launched(program, kernel), "", None
+        launch, waits, count = launched(program, kernel.name), "", None
         if launch and not kernel.loops:  # XLA's.
             count = weights / (launch[0] * launch[1])
         if is_ours(kernel):

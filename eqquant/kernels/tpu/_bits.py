@@ -1,8 +1,8 @@
-"""Codes of one bit, by masks: bits that stay where they are, or almost.
+"""Codes of one bit, by masks: bits that stay where they are, or are shifted a little.
 
-In a float of 8 bits, or in an integer of 4, a bit that is set is a power of two then;
-which one, the activation makes up for. A weight is 1, and 2 less if its bit is set: the
-1 is a sum of the activation, for all weights of a row the same.
+In a float of 8 bits, a bit that is set is a power of two then; which one, the
+activation makes up for. In an integer of 4 bits it is 1. A weight is 1, and 2 less if
+its bit is set: the 1 is a sum of the activation, for all weights of a row the same.
 """
 
 import dataclasses
