@@ -174,10 +174,12 @@ class ImplicitArray(eqx.Module):
         *,
         precision: Any = None,
         out_dtype=None,
+        out_sharding: PartitionSpec | None = None,
     ) -> Any:
         """Contract the pairs of axes `over` (of this array, of `x`), with the pairs
         `batch` as batch axes. The result's axes are: batch, free axes of `x`, free axes
-        of this array."""
+        of this array. On a mesh with explicit axes `out_sharding` says how it is split.
+        """
 
     #
     # All that follows from it

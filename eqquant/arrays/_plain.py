@@ -59,10 +59,13 @@ def gather(
     return out.reshape(*out.shape[:-1], *kept)
 
 
-def contract(w, x, over, batch=(), *, precision: Any = None, out_dtype=None) -> Any:
+def contract(
+    w, x, over, batch=(), *, precision: Any = None, out_dtype=None, out_sharding=None
+) -> Any:
     """`ImplicitArray.contract`, of an array of either kind."""
+    how: dict[str, Any] = {"precision": precision, "out_sharding": out_sharding}
     if is_implicit(w):
-        return w.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
+        return w.contract(x, over, batch, out_dtype=out_dtype, **how)
     dtype = jnp.promote_types(w.dtype, x.dtype)
     w, x = w.astype(dtype), x.astype(dtype)
     swapped: Any = [
@@ -72,5 +75,5 @@ def contract(w, x, over, batch=(), *, precision: Any = None, out_dtype=None) -> 
     # The order of the operands is no different for a vector, which goes on the right:
     # XLA:CPU transposes a matrix to have it there.
     is_vector = x.ndim == len(over) + len(batch)
-    how: dict[str, Any] = {"precision": precision, "preferred_element_type": out_dtype}
-    return dense_dot(x, w, swapped, weight_first=is_vector, **how)
+    how |= {"weight_first": is_vector, "preferred_element_type": out_dtype}
+    return dense_dot(x, w, swapped, **how)

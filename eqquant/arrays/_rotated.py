@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from .._jax import parts_of
+from ..primitives import split_as
 from ._hadamard import hadamard
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
@@ -150,21 +151,22 @@ class RotatedArray(ArrayOperators):
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
         *,
-        precision: Any = None,
-        out_dtype=None,
+        out_sharding: PartitionSpec | None = None,
+        **how,
     ) -> Any:
         axis = self.axis + self.ndim
-        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
         if axis in (of_x := dict(over)):
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 x = x.astype(jnp.promote_types(x.dtype, self.dtype))
             x = hadamard(x, of_x[axis], self.block)
+            how["out_sharding"] = out_sharding
             return self.base.contract(x, over, batch, **how)
         out = self.base.contract(x, over, batch, **how)
         if out is NotImplemented or axis in dict(batch):
             return NotImplemented
         left = [i for i in range(self.ndim) if i not in {*of_x, *dict(batch)}]
-        return hadamard(out, left.index(axis) - len(left), self.block)
+        out = hadamard(out, left.index(axis) - len(left), self.block)
+        return split_as(out, out_sharding)
 
     def __pdoc__(self, **kwargs):
         base = wl.pdoc(self.base, **kwargs)

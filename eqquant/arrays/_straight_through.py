@@ -122,13 +122,13 @@ class StraightThroughArray(ArrayOperators):
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
         *,
-        precision: Any = None,
         out_dtype=None,
+        **how,
     ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
-        how = {"precision": precision, "out_dtype": out_dtype}
-        contract = ft.partial(plain.contract, over=over, batch=batch, **how)
+        how |= {"over": over, "batch": batch, "out_dtype": out_dtype}
+        contract = ft.partial(plain.contract, **how)
         out = contract(self.q, lax.stop_gradient(x))
         if out is NotImplemented:
             return NotImplemented

@@ -3,12 +3,17 @@
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
 activations, which work on raw arrays; what a product becomes on each platform, as a
 function and in words; `Plan`, how a weight is split over a mesh, and `Mark`, which asks
-how; and `merge` and `split` for axes that are split. Imports `kernels`, `formats` and
-`_jax`.
+how; `plan_asked` and `split_as` for results that are to be split, and `merge` and
+`split` for axes that are. Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
 from ._all_gather_scales import all_gather_scales as all_gather_scales
+from ._asked import (
+    left_by_product as left_by_product,
+    plan_asked as plan_asked,
+    split_as as split_as,
+)
 from ._dense_dot import dense_dot as dense_dot
 from ._lowering import (
     dot_by as dot_by,

@@ -51,18 +51,20 @@ all_gather_scales_p.def_impl(_same)
 
 
 @all_gather_scales_p.def_abstract_eval
-def _abstract_eval(part, x, *, stack: int, **_):
-    spec = _explicit_spec(part, x, stack)
+def _abstract_eval(part, x, *, plan: Plan | None, stack: int):
+    spec = _explicit_spec(part, x, plan, stack)
     if spec is None:
         return part
     return part.update(sharding=part.sharding.update(spec=spec))
 
 
-def _explicit_spec(part, x, stack: int) -> PartitionSpec | None:
+def _explicit_spec(part, x, plan: Plan | None, stack: int) -> PartitionSpec | None:
     """By the types of both, how the parts are then split; None if no type says it."""
     if explicit_mesh_of(part) is None or explicit_mesh_of(x) is None:
         return None
     rows = {n for entry in spec_of(x)[stack:-1] for n in names_of(entry)}
+    if plan is not None and plan.mesh == explicit_mesh_of(part):
+        rows = set(plan.batch)
     rows |= mapped_mesh_axes()
     left = lambda entry: tuple(n for n in names_of(entry) if n not in rows)
     return PartitionSpec(*(left(entry) or None for entry in spec_of(part)))
@@ -82,7 +84,7 @@ def _lower(ctx, part, x, *, plan: Plan | None, stack: int):
     fn = _same
     of_part, of_x = ctx.avals_in
     mesh: Any = explicit_mesh_of(of_part)
-    spec = _explicit_spec(of_part, of_x, stack)
+    spec = _explicit_spec(of_part, of_x, plan, stack)
     here = is_automatically_partitioned(ctx) and not manual_axes_in_context()
     if spec is not None:
 
@@ -113,11 +115,15 @@ def _transpose(ct, part, x, **_):
     return ct, None
 
 
-def _batch(args, dims, *, stack: int, **params):
+def _batch(args, dims, *, stack: int, plan: Plan | None):
     (part, x), (of_part, of_x) = args, dims
     if of_part is None:  # More rows of the activation.
         x = jnp.moveaxis(x, of_x, stack)
-        return all_gather_scales_p.bind(part, x, stack=stack, **params), None
+        if plan is not None and explicit_mesh_of(x) is not None:
+            batch = *names_of(spec_of(x)[stack]), *plan.batch
+            plan = dataclasses.replace(plan, batch=batch)
+        return all_gather_scales_p.bind(part, x, stack=stack, plan=plan), None
+    params = {"plan": plan}
     part = jnp.moveaxis(part, of_part, 0)
     if of_x is not None:
         x, stack = jnp.moveaxis(x, of_x, 0), stack + 1

@@ -102,7 +102,7 @@ def lowering_of(
     """What a product becomes on a platform, in words, and how activations are rounded.
     Only shapes and dtypes count. On so many `devices`, unless the mesh of the operands
     is one with explicit axes, a plan says how it is split."""
-    plan = plan_from_types(x, codes) or plan
+    plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:
         shards, over, split = on_each_device(plan, x, codes, scales, **params)
         params = _for_parts(_kernels.get(platform, xla), over, params)

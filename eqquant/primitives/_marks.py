@@ -35,24 +35,14 @@ class Mark:
         return [mark(values, out, self._label("out"), factors)]
 
     def plan(
-        self,
-        found: dict[str, list[Names]],
-        mesh: AbstractMesh,
-        ndim: int,
-        contracted: int | None = None,
+        self, found: dict[str, list[Names]], mesh: AbstractMesh, ndim: int
     ) -> Plan:
-        """By what was found of the marks, for codes of so many axes; of a product,
-        which of them is `contracted`."""
+        """By what was found of the marks, for codes of so many axes."""
         x, codes, out = (
             found.get(self._label(part)) or [()] * ndim
             for part in ("x", "codes", "out")
         )
-        batch, scatter = x[-2], None
-        over = set() if contracted is None else {*codes[contracted]} - {*batch}
-        for axis in (-2, -1):
-            if over and over <= {*out[axis]}:
-                scatter = axis
-        return Plan(mesh, tuple(codes), batch, scatter)
+        return Plan(mesh, tuple(codes), x[-2], (out[-2], out[-1]))
 
 
 def factors_of_dot(

@@ -20,7 +20,11 @@ def names_of(entry: Any) -> Names:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a quantized weight is split over a mesh whose axes are automatic.
+    """How a quantized weight is split over a mesh.
+
+    On one with automatic axes the array has a plan. On one with explicit axes the types
+    of both operands say how they are split; there `batch` and `scatter` come from the
+    sharding that is asked for the result.
 
     A plan decides where a product is computed, never what it is: an axis that does not
     divide is not split, and values that lie elsewhere are moved.
@@ -32,15 +36,15 @@ class Plan:
         from the end, so that the plan of a stack is that of each of its matrices.
     - `batch`: the mesh axes that split the rows of an activation. A weight that these
         split, too, is gathered before it is multiplied, packed.
-    - `scatter`: which axis of a result is left split over the mesh axes of its sum, -2
-        (rows of the activation) or -1; None leaves the sum on all of these devices.
+    - `scatter`: the mesh axes that may split the rows and the columns of a result, if
+        it is summed over them: a reduce-scatter. Over others all devices have the sum.
     - `whole_scales`: whether scales are gathered over `batch` before a product.
     """
 
     mesh: AbstractMesh
     axes: tuple[Names, ...]
     batch: Names = ()
-    scatter: int | None = None
+    scatter: tuple[Names, Names] = ((), ())
     whole_scales: bool = False
 
     def of(self, ndim: int) -> list[Names]:

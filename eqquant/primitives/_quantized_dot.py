@@ -21,6 +21,8 @@ from .._jax import (
     config,
     explicit_mesh_of,
     match_varying,
+    parts_of,
+    spec_of,
     typed,
     zero_tangent,
 )
@@ -29,7 +31,7 @@ from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
 from ._merge import merge, parts_by_type, split, split_by_type
-from ._plan import Plan
+from ._plan import names_of, Plan
 from ._scale_gradient import scale_gradient, scale_gradient_p
 from ._sharded import layout_of, plan_from_types, sharding_of_result
 
@@ -69,6 +71,7 @@ def quantized_dot(
     - `out_dtype`: the dtype of the result. By default JAX promotes those of the
         operands.
     - `plan`: how the weight is split over a mesh, as [`eqquant.shard_tree`][] has it.
+        On one with explicit axes only what is asked of the result.
 
     **Returns:**
 
@@ -103,7 +106,9 @@ def _impl(x, codes, scales, **params):
 
 
 @quantized_dot_p.def_abstract_eval
-def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
+def _abstract_eval(
+    x, codes, scales, *, format, contract_rows, out_dtype, plan=None, **_
+):
     *batch, rows, packed = codes.shape
     columns = num_codes(packed, format.bits)
     contracted, free = (rows, columns) if contract_rows else (columns, rows)
@@ -122,9 +127,10 @@ def _abstract_eval(x, codes, scales, *, format, contract_rows, out_dtype, **_):
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
     how: dict[str, Any] = {}
-    plan = plan_from_types(x, codes)
+    plan = plan_from_types(x, codes, asked=plan)
     if plan is not None:
-        spec = layout_of(plan, x, codes, scales, format).of_out(contract_rows)
+        layout = layout_of(plan, x, codes, scales, format)
+        _, spec = layout.of_sum(plan, x, codes, format, contract_rows)
         how["sharding"] = sharding_of_result(x, codes, spec)
     shape = (*x.shape[:-1], free)
     return x.update(shape=shape, dtype=out_dtype, weak_type=False, **how)
@@ -161,6 +167,7 @@ def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
             return ad.Zero(x.aval), None, None
         format = dataclasses.replace(format, activations="float")
         params["out_dtype"] = x.aval.dtype
+        params["plan"] = _plan_back(x.aval, codes, params.get("plan"))
         other = quantized_dot(
             ct, codes, scales, format=format, contract_rows=not contract_rows, **params
         )
@@ -196,13 +203,23 @@ def _transpose_scale_gradient(ct, rows, columns, codes, *, format, plan, **_):
             contract_rows=by_rows,
             precision="highest",
             out_dtype=aval.dtype,
-            plan=plan,
+            plan=_plan_back(aval, codes, plan),
         )
         out = _typed_as(out, aval)
     return (None, out, None) if by_rows else (out, None, None)
 
 
 ad.primitive_transposes[scale_gradient_p] = _transpose_scale_gradient
+
+
+def _plan_back(x, codes, plan: Plan | None) -> Plan | None:
+    """That of the product for the cotangent of an activation `x`: by the same rows, and
+    with a result that is split as `x` is."""
+    by_types = plan_from_types(x, codes, asked=plan)
+    if by_types is None:
+        return plan
+    rows, columns = map(names_of, spec_of(x)[-2:])
+    return dataclasses.replace(by_types, scatter=(rows, columns))
 
 
 def _typed_as(x, aval):
@@ -222,11 +239,21 @@ def _batch(args, dims, **params):
         # More activations for the same weight: more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
-        rows = merge(x, [*ones, 2, 1])
+        parts, names = parts_by_type(x), split_by_type(x)
+        mesh, plan = explicit_mesh_of(x), params.get("plan")
+        if mesh is not None and plan is not None:
+            batch = *names[-3], *plan.batch
+            params["plan"] = dataclasses.replace(plan, batch=batch)
+            into = parts[-2] * parts_of(mesh, plan.scatter[0])
+            if (
+                x.shape[-2] % into == 0
+            ):  # Rows stay neighbours where they are scattered.
+                parts[-2], names[-2] = into, (*names[-2], *plan.scatter[0])
+        rows = merge(x, [*ones, 2, 1], parts)
         out = quantized_dot(rows, codes, scales, **params)
         shapes = [[size] for size in out.shape]
         shapes[-2] = list(x.shape[-3:-1])
-        return split(out, shapes, parts_by_type(x), split_by_type(x)), len(ones)
+        return split(out, shapes, parts, names), len(ones)
 
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
@@ -261,7 +288,7 @@ def _batch(args, dims, **params):
 def _merges(plan: Plan | None, codes) -> bool:
     """Whether rows of a stack of weights can be those of one: not if they are split,
     as each device then has a part of every weight."""
-    if plan is None:
+    if plan is None or explicit_mesh_of(codes) is not None:
         return explicit_mesh_of(codes) is None
     return not plan.of(codes.ndim)[-2]
 

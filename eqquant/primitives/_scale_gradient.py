@@ -62,10 +62,10 @@ def _impl(*args, **params):
 
 
 @scale_gradient_p.def_abstract_eval
-def _abstract_eval(over_rows, over_columns, codes, *, blocks, format, dtype, **_):
+def _abstract_eval(over_rows, over_columns, codes, *, blocks, format, dtype, plan):
     shape = *codes.shape[:-1], blocks
     how: dict[str, Any] = {}
-    plan = plan_from_types(over_columns, codes)
+    plan = plan_from_types(over_columns, codes, asked=plan)
     if plan is not None:
         scales = jax.ShapeDtypeStruct(shape, dtype)
         spec = layout_of(plan, over_columns, codes, scales, format).of_weight(blocks)

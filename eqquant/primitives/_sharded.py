@@ -7,6 +7,7 @@ on meshes with explicit axes that is read off the types of the operands.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,8 +80,28 @@ class Layout:
         rows, columns = self.kept(self.rows), self.kept(self.columns)
         return dataclasses.replace(self, rows=rows, columns=columns)
 
-    def of_out(self, contract_rows: bool) -> PartitionSpec:
-        return self.of_factor(self.columns if contract_rows else self.rows)
+    def of_sum(
+        self, plan: Plan, x, codes, format: Format, contract_rows: bool
+    ) -> tuple[tuple[Names, Names], PartitionSpec]:
+        """The mesh axes over which rows and columns of a result are scattered as they
+        are summed, where they can be divided; and how the result is then split."""
+        free, names = codes.shape[-2], self.rows
+        if contract_rows:
+            free, names = num_codes(codes.shape[-1], format.bits), self.columns
+        left = self.contracted(contract_rows)
+
+        def fitting(size: int, split: Names, wanted: Names) -> Names:
+            found = tuple(name for name in wanted if name in left)
+            while found and size % parts_of(plan.mesh, (*split, *found)):
+                found = found[:-1]
+            return found
+
+        split = self.batch, self.kept(names)
+        rows = fitting(x.shape[-2], split[0], plan.scatter[0])
+        left = tuple(name for name in left if name not in rows)
+        columns = fitting(free, split[1], plan.scatter[1])
+        spec = self._spec((*split[0], *rows), (*split[1], *columns))
+        return (rows, columns), spec
 
 
 def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
@@ -117,22 +138,26 @@ def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
     return Layout(stack, batch, of_rows, of_columns, frozenset(batch))
 
 
-def plan_from_types(x, codes, scales=None) -> Plan | None:
-    """On a mesh with explicit axes; None on any other."""
+def plan_from_types(x, codes, scales=None, asked: Any = None) -> Plan | None:
+    """On a mesh with explicit axes; None on any other. What the result should be is no
+    matter of types: the plan that the product was given says what is `asked`."""
     mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
     if mesh is None:
         return None
     axes, batch = tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2])
+    scatter: tuple[Names, Names] = ((), ())
+    if isinstance(asked, Plan) and asked.mesh == mesh:
+        batch, scatter = asked.batch, asked.scatter
     left = () if scales is None else map(names_of, spec_of(scales))
     whole = scales is not None and not {n for names in left for n in names} & {*batch}
-    return Plan(mesh, axes, batch, whole_scales=whole)
+    return Plan(mesh, axes, batch, scatter, whole_scales=whole)
 
 
 def plan_for(
     ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes, scales=None
 ) -> Plan | None:
     """The plan of what is lowered, if there is one; a warning if there is none."""
-    explicit = plan_from_types(x, codes, scales)
+    explicit = plan_from_types(x, codes, scales, plan)
     if explicit is not None:
         return explicit
     if has_explicit_axes():  # Both are from elsewhere: each device has a copy.
@@ -169,21 +194,22 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
         params |= {"contract_rows": contract_rows, "out_dtype": dtype}
 
-        out_specs = layout.of_out(contract_rows)
-        free = _free(codes, params["format"], contract_rows)
-        scatter = _scattered(plan, over, out_specs, (x.shape[-2], free))
+        scatter, out_specs = layout.of_sum(
+            plan, x, codes, params["format"], contract_rows
+        )
 
         def local(x, codes, scales):
             codes = gather(layout, codes)
             if not plan.whole_scales:
                 scales = gather(layout, scales, blocks)
             out = dot(x, codes, scales, over=over, **params)
-            if not over:
-                return out
-            if scatter is None:
-                return lax.psum(out, over).astype(out_dtype)
-            axis = out.ndim + scatter
-            out = lax.psum_scatter(out, over, scatter_dimension=axis, tiled=True)
+            left = over
+            for axis, names in zip((-2, -1), scatter, strict=True):
+                if names:
+                    axis, how = out.ndim + axis, {"tiled": True}
+                    out = lax.psum_scatter(out, names, scatter_dimension=axis, **how)
+                    left = tuple(name for name in left if name not in names)
+            out = lax.psum(out, left) if left else out
             return out.astype(out_dtype)
 
         in_specs = (
@@ -191,32 +217,9 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
             layout.of_weight(),
             (layout.whole if plan.whole_scales else layout).of_weight(blocks),
         )
-        if scatter is not None:
-            entries = list(out_specs)
-            entries[scatter] = (*names_of(entries[scatter]), *over)
-            out_specs = PartitionSpec(*entries)
         return on_shards(local, plan, in_specs, out_specs)(x, codes, scales)
 
     return call
-
-
-def _free(codes, format: Format, contract_rows: bool) -> int:
-    """The size of the axis of a weight that is left."""
-    if contract_rows:
-        return num_codes(codes.shape[-1], format.bits)
-    return codes.shape[-2]
-
-
-def _scattered(
-    plan: Plan, over: Names, spec: PartitionSpec, shape: Sequence[int]
-) -> int | None:
-    """The axis of a result over which the devices that sum it up divide it, if it can
-    be divided: one of the last two, of this shape."""
-    if not over or plan.scatter is None:
-        return None
-    names = *names_of(spec[plan.scatter]), *over
-    parts = math.prod(plan.mesh.shape[name] for name in names)
-    return None if shape[plan.scatter] % parts else plan.scatter
 
 
 def on_each_device(
@@ -242,10 +245,13 @@ def on_each_device(
     if names := layout.gathers((*layout.rows, *layout.columns)):
         words += f", codes and scales gathered over {', '.join(names)} before"
     if over:
-        shape = x.shape[-2], _free(codes, format, contract_rows)
-        scatter = _scattered(plan, over, layout.of_out(contract_rows), shape)
-        how = "summed" if scatter is None else "summed and scattered"
-        words += f", results {how} over {', '.join(over)} after"
+        scatter, _ = layout.of_sum(plan, x, codes, format, contract_rows)
+        scattered = [name for names in scatter for name in names]
+        left = [name for name in over if name not in scattered]
+        if scattered:
+            words += f", results summed and scattered over {', '.join(scattered)} after"
+        if left:
+            words += f", results summed over {', '.join(left)} after"
     return shards, over, words
 
 

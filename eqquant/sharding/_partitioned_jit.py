@@ -204,10 +204,8 @@ def _planned(closed: Any, structs: list, mesh: AbstractMesh) -> Any:
     def planned(eqn):
         if not _is_without_plan(eqn):
             return None
-        is_dot = eqn.primitive is quantized_dot_p
-        codes = eqn.invars[1 if is_dot else 2].aval
-        contracted = (-2 if eqn.params["contract_rows"] else -1) if is_dot else None
-        plan = Mark(next(numbers)).plan(found, mesh, codes.ndim, contracted)
+        codes = eqn.invars[1 if eqn.primitive is quantized_dot_p else 2].aval
+        plan = Mark(next(numbers)).plan(found, mesh, codes.ndim)
         return eqn.params | {"plan": plan}
 
     return rewrite(closed, planned)

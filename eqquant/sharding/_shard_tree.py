@@ -85,7 +85,8 @@ def shard_tree(
         so that the sum is a reduce-scatter: -2 for the rows of activations, as sequence
         parallelism has it, or -1 for what a weight puts out. By default all of these
         devices have the sum, by an all-reduce; as they do if the axis does not divide.
-        For meshes with automatic axes.
+        For meshes with automatic axes; with explicit ones `out_sharding` of a product
+        says it.
 
     **Returns:**
 
@@ -120,9 +121,9 @@ def shard_tree(
     plans = AxisType.Explicit not in kinds
     if scatter is not None and not plans:
         raise ValueError(
-            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. Make it "
-            "with `axis_types=(AxisType.Auto, ...)`; or leave scatter out, and split "
-            "results with `jax.sharding.reshard`."
+            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. Say how "
+            "a result is split where it is computed, inside of `eqquant.quaxify`: "
+            "`jnp.einsum(..., out_sharding=spec)`."
         )
 
     splits = [Split(mesh, spec, of_batch, scatter) for _, spec in pairs]

@@ -57,7 +57,11 @@ class Split:
         axes = [names_of(entry) for entry in specs.codes]
         axes += [()] * (x.codes.ndim - len(axes))
         mesh = self.mesh.abstract_mesh
-        return x.with_plan(Plan(mesh, tuple(axes), self.batch, self.scatter))
+        over = {
+            axis: mesh.axis_names if axis == self.scatter else () for axis in (-2, -1)
+        }
+        scatter = over[-2], over[-1]
+        return x.with_plan(Plan(mesh, tuple(axes), self.batch, scatter))
 
     def _in_order(self) -> PartitionSpec:
         """What is gathered last, so that it leaves neighbours together."""

@@ -91,7 +91,8 @@ def abstract_model(
         return model
 
     model = eqx.filter_eval_shape(make)
-    return eqquant.shard_tree(model, layout.mesh, rules=layout.rules(), batch="data")
+    how = {"rules": layout.rules(), "batch": "data", "scatter": layout.scatter}
+    return eqquant.shard_tree(model, layout.mesh, **how)
 
 
 def serving(model: Decoder, layout: Layout, batch: int, length: int, new: int = 1):

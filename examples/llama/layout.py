@@ -41,7 +41,8 @@ class Layout:
     """Over a mesh with the axes `AXES`.
 
     With `by_tokens` what is between layers is split by tokens as well (sequence
-    parallelism): the residuals that training keeps are then small.
+    parallelism): the residuals that training keeps are then small. One sequence on each
+    part of `"data"` is best: of several, devices sum up some, and then swap.
     """
 
     mesh: Mesh | AbstractMesh
@@ -62,6 +63,11 @@ class Layout:
             "*.output.weight": P(None, gathered, _SPLIT),
             "*.down.weight": P(None, gathered, _SPLIT),
         }
+
+    @property
+    def scatter(self) -> int | None:
+        """For `eqquant.shard_tree`: each device sums up its own tokens."""
+        return -2 if self.by_tokens else None
 
     def tokens(self) -> NamedSharding:
         """Of `(batch, length)`."""

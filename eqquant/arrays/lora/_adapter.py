@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, Shaped
 
-from ...primitives import rows_dot
+from ..._jax import has_explicit_axes, spec_of
+from ...primitives import dense_dot, rows_dot, split_as
 from ._structure import AbstractLoraArray
 
 
@@ -29,13 +31,18 @@ def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array,
     return (base.astype(wide) + w.scale * product).astype(w.dtype)
 
 
-@ft.partial(jax.jit, static_argnames=("over", "batch", "precision"), inline=True)
+@ft.partial(
+    jax.jit,
+    static_argnames=("over", "batch", "precision", "out_sharding"),
+    inline=True,
+)
 def contract_adapter(
     w: AbstractLoraArray,
     x: Shaped[Array, "..."],
     over: tuple[tuple[int, int], ...],
     batch: tuple[tuple[int, int], ...],
     precision: Any,
+    out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
     """`ImplicitArray.contract`, of the adapter alone: `scale * b @ a`, never formed."""
     x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
@@ -49,7 +56,8 @@ def contract_adapter(
     ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
     forwards = bool(set(ins) & set(contracted))
     left = ins if forwards else outs
-    if not (w.lead_axes or batch) and set(contracted) == set(left):
+    together = has_explicit_axes()  # Axes that are split are not merged.
+    if not (w.lead_axes or batch or together) and set(contracted) == set(left):
         return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
     axes = w.axes_of_parts
     first, second = ("a", "b") if forwards else ("b", "a")
@@ -63,11 +71,31 @@ def contract_adapter(
     between = [i for i in met if i in {*out, *axes[second], None}]
 
     def multiply(x, x_axes, name, out_axes):
+        part = getattr(w, name)
+        if together:
+            return _dense_dot(x, x_axes, part, axes[name], out_axes, precision)
         spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
-        return jnp.einsum(spec, x, getattr(w, name), precision=precision)
+        return jnp.einsum(spec, x, part, precision=precision)
 
     y = multiply(x, x_axes, first, between) * w.scale
-    return multiply(y, between, second, out)
+    if out_sharding is not None:  # What has the rank for an axis is small: move that.
+        asked = dict(zip(out, out_sharding, strict=False))
+        now = dict(zip(between, spec_of(y), strict=True))
+        kept = (asked.get(i) if i in x_free else now[i] for i in between)
+        y = split_as(y, PartitionSpec(*kept))
+    return split_as(multiply(y, between, second, out), out_sharding)
+
+
+def _dense_dot(x, x_axes, part, axes, out_axes, precision):
+    """`einsum` of two factors with these axes, on a mesh with explicit axes."""
+    both = [i for i in x_axes if i in axes]
+    pairs = [(x_axes.index(i), axes.index(i)) for i in both if i not in out_axes]
+    batch = [(x_axes.index(i), axes.index(i)) for i in both if i in out_axes]
+    numbers: Any = [tuple(zip(*of, strict=True)) or ((), ()) for of in (pairs, batch)]
+    out = dense_dot(x, part, numbers, precision=precision)
+    order = [i for i in both if i in out_axes]
+    order += [i for i in (*x_axes, *axes) if i not in both]
+    return jnp.transpose(out, [order.index(i) for i in out_axes])
 
 
 def _multiply_rows(w: AbstractLoraArray, x, over: list[int], forwards: bool, precision):

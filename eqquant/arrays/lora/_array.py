@@ -5,6 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import wadler_lindig as wl
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .. import _plain as plain
@@ -54,17 +55,19 @@ class LoraArray(AbstractLoraArray):
         *,
         precision: Any = None,
         out_dtype=None,
+        out_sharding: PartitionSpec | None = None,
     ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
         if not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
-        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
-        out = plain.contract(self.base, x, over, batch, **how)
+        how: dict[str, Any] = {"precision": precision, "out_sharding": out_sharding}
+        out = plain.contract(self.base, x, over, batch, out_dtype=out_dtype, **how)
         if out is NotImplemented:
             return NotImplemented
         over, batch = tuple(over), tuple(batch)
-        return out + contract_adapter(self, x, over, batch, precision).astype(out_dtype)
+        term = contract_adapter(self, x, over, batch, **how)
+        return out + term.astype(out_dtype)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree of something else.

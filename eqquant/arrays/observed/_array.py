@@ -74,11 +74,8 @@ class ObservedArray(AbstractObservedArray):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
-        precision: Any = None,
-        out_dtype=None,
+        **how,
     ) -> Any:
-        how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
         out = plain.contract(self.base, x, over, batch, **how)
         of_x = {axis - self.ndim: i for axis, i in (*over, *batch)}
         batched = [axis - self.ndim for axis, _ in batch]

@@ -98,12 +98,10 @@ class QuantizedArray(AbstractQuantizedArray):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
-        precision: Any = None,
-        out_dtype=None,
+        **how,
     ) -> Any:
         self.check_whole()
-        return contract(self, x, over, batch, precision=precision, out_dtype=out_dtype)
+        return contract(self, x, over, batch, **how)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree of something else.

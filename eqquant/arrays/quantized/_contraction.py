@@ -13,16 +13,21 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import config
+from ..._jax import config, explicit_mesh_of, parts_of, spec_of
 from ...formats import float_scales, Precision, ShortScales
 from ...primitives import (
     all_gather_scales,
+    dense_dot,
     merge,
+    names_of,
     parts_by_type,
+    plan_asked,
     quantized_dot,
     split,
+    split_as,
     split_by_type,
     straight_rounded,
 )
@@ -55,6 +60,7 @@ def contract(
     *,
     precision: Any = None,
     out_dtype=None,
+    out_sharding: PartitionSpec | None = None,
 ):
     """`ImplicitArray.contract`, of a quantized array: one `quantized_dot`.
 
@@ -77,7 +83,8 @@ def contract(
         q = q.unflatten()
         if q is NotImplemented:
             return NotImplemented
-        return contract(q, x, over, batch, precision=precision, out_dtype=out_dtype)
+        how = {"precision": precision, "out_sharding": out_sharding}
+        return contract(q, x, over, batch, out_dtype=out_dtype, **how)
 
     return _contract(
         q,
@@ -86,12 +93,15 @@ def contract(
         batch=tuple(batch),
         precision=as_precision(precision),
         out_dtype=jnp.dtype(out_dtype),
+        out_sharding=out_sharding,
     )
 
 
 # One program, also where it is called eagerly.
 @ft.partial(
-    jax.jit, static_argnames=("over", "batch", "precision", "out_dtype"), inline=True
+    jax.jit,
+    static_argnames=("over", "batch", "precision", "out_dtype", "out_sharding"),
+    inline=True,
 )
 def _contract(
     q: AbstractQuantizedArray,
@@ -101,6 +111,7 @@ def _contract(
     batch: tuple[tuple[int, int], ...],
     precision: Precision | None,
     out_dtype,
+    out_sharding: PartitionSpec | None,
 ) -> Float[Array, "..."]:
     x_of = dict(over)
     blocked, lead = q.blocked_axes, q.lead_axes
@@ -110,7 +121,7 @@ def _contract(
     free = [axis for axis in lead if axis not in x_of and axis not in batch_axes]
     rows, columns = (contracted, free) if contract_rows else (free, contracted)
 
-    sizes, num_batch = dict(enumerate(q.shape)), len(batch)
+    sizes, num_batch, padding = dict(enumerate(q.shape)), len(batch), q.padding
     stack = [num_batch] if batch else []
     order = [lead.index(axis) for axis in (*batch_axes, *rows, *columns)]
     codes = jnp.transpose(q.codes, (*order, len(order)))
@@ -132,9 +143,35 @@ def _contract(
     seen = [*parts[:num_batch], *parts_by_type(x)[num_batch:before]]
     kept = [*names[:num_batch], *split_by_type(x)[num_batch:before]]
     last = -1 - len(columns)
+    scales, plan = q.scales, q.plan
+    mesh = explicit_mesh_of(q.codes) or explicit_mesh_of(x)
+    if out_sharding is not None and mesh is not None:
+        asked = [*map(names_of, out_sharding)]
+        asked += [()] * (before + len(free) + contract_rows * len(blocked) - len(asked))
+        # Of the free axes of the weight, which are merged, the first may be split.
+        stored = [*columns, *blocked] if contract_rows else rows
+        place = last if contract_rows else num_batch
+        of_first, first = (), 1
+        if stored and not (contract_rows and padding):
+            of_first = asked[before + sorted(stored).index(stored[0])]
+            first = sizes[stored[0]]
+        of_sum = names[num_batch:last] if contract_rows else names[last:]
+        plan, scattered = plan_asked(
+            mesh,
+            [*asked[num_batch:before], of_first],
+            [*kept[num_batch:], names[place] if stored else ()],
+            [*free_shape, first],
+            {name for of in names for name in of},
+            {name for of in of_sum for name in of},
+        )
+        for i, more in enumerate(scattered[:-1], num_batch):
+            kept[i], seen[i] = (*kept[i], *more), seen[i] * parts_of(mesh, more)
+        if more := scattered[-1]:
+            names[place] = *names[place], *more
+            parts[place] *= parts_of(mesh, more)
     of_rows, of_columns = parts[num_batch:last], parts[last:]
     inner = [1] * (len(blocked) - 1)
-    size, padding = math.prod(sizes[axis] for axis in blocked), q.padding
+    size = math.prod(sizes[axis] for axis in blocked)
     if contract_rows:
         x = merge(x, [*stack, len(x_free), len(rows)], [*seen, *of_rows])
     else:
@@ -143,10 +180,9 @@ def _contract(
         if padding:
             x = jnp.pad(x, [*((0, 0) for _ in alone), (0, padding)])
         x = merge(x, [*stack, len(x_free), len(columns) + 1], [*seen, *of_columns])
-    scales, plan = q.scales, q.plan
     if isinstance(scales, ShortScales):
         scales, plan = all_gather_scales(scales, plan, x, 1 if batch else 0)
-    if plan is not None:
+    if plan is not None and mesh is None:
         order_of_codes = *order, len(order)
         moved = [q.codes.shape[i] for i in order_of_codes]
         merged = component(q.codes).shape
@@ -169,17 +205,15 @@ def _contract(
     if q.offsets is not None:
         if q.rounds_activations:
             x = straight_rounded(x, (x.ndim - 1,))
-        repeats = (x if not contract_rows else out).shape[-1]
-        term = _offset_term(
-            x.astype(dtype), component(q.offsets), contract_rows, repeats
-        )
+        term = _offset_term(x.astype(dtype), component(q.offsets), contract_rows, out)
         out = (out + term).astype(out_dtype)
 
     shapes = [[sizes[axis] for axis in batch_axes]] if batch else []
     shapes.append(free_shape)
     if not contract_rows:
         kept += names[num_batch:last]
-        return split(out, [*shapes, [sizes[a] for a in rows]], [*seen, *of_rows], kept)
+        shapes.append([sizes[axis] for axis in rows])
+        return split_as(split(out, shapes, [*seen, *of_rows], kept), out_sharding)
     kept += names[last:]
     stored = [*(sizes[axis] for axis in columns), size + padding]
     out = split(out, [*shapes, stored], [*seen, *of_columns], kept)
@@ -190,22 +224,32 @@ def _contract(
     out = split(out, shapes, [*seen, *of_columns, *inner], kept)
     stored = [*columns, *blocked]
     logical = [before + stored.index(axis) for axis in sorted(stored)]
-    return jnp.transpose(out, (*range(before), *logical))
+    out = jnp.transpose(out, (*range(before), *logical))
+    return split_as(out, out_sharding)
 
 
 def _offset_term(
     x: Float[Array, "*batch m size"],
     offsets: Float[Array, "*batch rows blocks"],
     contract_rows: bool,
-    columns: int,
+    out: Float[Array, "*batch m out"],
 ) -> Float[Array, "*batch m out"]:
-    """What the offsets of a weight of so many `columns` add to a product: an offset is
-    the same for all of a block, so that of the activation only the sum matters."""
+    """What the offsets of a weight add to a product `out`: an offset is the same for
+    all of a block, so that of the activation only the sum matters."""
     blocks = offsets.shape[-1]
     offsets = offsets.astype(x.dtype)
-    multiply = ft.partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+    if not contract_rows:
+        x = jnp.sum(x.reshape(*x.shape[:-1], blocks, x.shape[-1] // max(blocks, 1)), -1)
+    stack, last = tuple(range(x.ndim - 2)), x.ndim - 1
+    numbers = ((last,), (last - contract_rows,)), (stack, stack)
+    how: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
+    spec = None if (mesh := explicit_mesh_of(out)) is None else spec_of(out)
+    if spec is not None:
+        even = not contract_rows or blocks % parts_of(mesh, spec[-1]) == 0
+        how["out_sharding"] = PartitionSpec(*spec[:-1], spec[-1] if even else None)
+    term = dense_dot(x, offsets, numbers, **how)
     if contract_rows:
-        term = multiply("...mr,...rb->...mb", x, offsets)
-        return jnp.repeat(term, columns // max(blocks, 1), axis=-1)
-    sums = jnp.sum(x.reshape(*x.shape[:-1], blocks, columns // max(blocks, 1)), -1)
-    return multiply("...mb,...rb->...mr", sums, offsets)
+        each = out.shape[-1] // max(blocks, 1)
+        term = jnp.broadcast_to(term[..., None], (*term.shape, each))
+        term = term.reshape(out.shape)
+    return term if spec is None else split_as(term, PartitionSpec(*spec))

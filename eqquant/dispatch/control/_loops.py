@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
-from ..._jax import Literal, open_jaxpr, split_scan
+from ..._jax import Literal, open_jaxpr, spec_of, split_scan
 from ...arrays import ImplicitArray, is_implicit
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
@@ -51,13 +52,20 @@ def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
     return carry, agree
 
 
+def _type_of_first(xs):
+    """Of the first of what a loop goes over, which may be none."""
+    aval = jax.typeof(xs)
+    sharding = aval.sharding.update(spec=PartitionSpec(*spec_of(xs)[1:]))
+    return aval.update(shape=xs.shape[1:], sharding=sharding)
+
+
 @control_rule_for("scan")
 def _scan(interpreter: Interpreter, eqn, args):
     params = eqn.params
     fn = interpreter.function(params["jaxpr"])
     consts, carry, xs = split_scan(params, args)
     n = len(carry)
-    first = jax.tree.map(lambda a: jax.typeof(a).update(shape=a.shape[1:]), xs)
+    first = jax.tree.map(_type_of_first, xs)
 
     def carried(carry):
         return fn(*consts, *carry, *jax.tree.map(jnp.zeros_like, first))[:n]

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from ...arrays import ImplicitArray
 from ...primitives import straight_rounded
@@ -27,7 +28,16 @@ def _dot_general(lhs, rhs, **params):
         batch = [(j, i) for i, j in batch]
     precision, out_dtype = params["precision"], params["preferred_element_type"]
     out_dtype = out_dtype or _dot_dtype(lhs.dtype, rhs.dtype)
-    out = q.contract(x, over, batch, precision=precision, out_dtype=out_dtype)
+    how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
+    # The primitive has the free axes of the left operand first; here they are of `x`.
+    first, free = len(batch), q.ndim - len(over) - len(batch)
+    num_axes = x.ndim - len(over) + free
+    if (wanted := params["out_sharding"]) is not None:
+        entries = [*wanted.spec, *[None] * (num_axes - len(wanted.spec))]
+        if quantized_lhs:
+            entries[first:] = entries[first + free :] + entries[first : first + free]
+        how["out_sharding"] = PartitionSpec(*entries)
+    out = q.contract(x, over, batch, **how)
     if out is NotImplemented:
         x, is_rounded = rounded(q, x, [axis for _, axis in over])
         if not is_rounded:
@@ -35,12 +45,8 @@ def _dot_general(lhs, rhs, **params):
         dense = ft.partial(lax.dot_general_p.bind, **params)
         return Decoded(q, lambda w: dense(w, x) if quantized_lhs else dense(x, w))
     if quantized_lhs:
-        # The primitive has the free axes of the left operand first; here it is `q`.
-        first = len(batch)
-        free = q.ndim - len(over) - len(batch)
         out = jnp.moveaxis(out, range(-free, 0), range(first, first + free))
-    wanted = params["out_sharding"]
-    return out if wanted is None else jax.sharding.reshard(out, wanted)
+    return out
 
 
 def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
