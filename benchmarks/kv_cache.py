@@ -1,0 +1,114 @@
+"""A cache of keys and values, by how many tokens it has room for.
+
+    python benchmarks/kv_cache.py
+    python benchmarks/kv_cache.py --tokens 512 8192 --kv int8
+
+The cache is that of one layer of `examples/llama`. "Append" replaces the keys and
+values of one token, in a cache that is donated: it should take as long in a large cache
+as in a small one. "Attend" is what one token then looks up: two products with all of
+the cache. Its error is that beside a cache in float32, of normal numbers.
+"""
+
+import argparse
+import functools as ft
+import math
+import pathlib
+import sys
+
+import eqquant
+import jax
+import jax.numpy as jnp
+from _timing import interleaved, machine, median
+
+
+sys.path.insert(
+    0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama")
+)
+from cache import Cache
+from generate import quantize_cache
+
+
+KINDS = ("float32", "bfloat16", "int8", "int4", "nf4")
+
+
+def make(kind: str, heads: int, tokens: int, size: int) -> Cache:
+    a, b = jax.random.split(jax.random.key(0))
+    keys = jax.random.normal(a, (heads, size, tokens))
+    values = jax.random.normal(b, (heads, tokens, size))
+    if kind in ("float32", "bfloat16"):
+        return Cache(keys.astype(kind), values.astype(kind))
+    return quantize_cache(Cache(keys, values), kind)
+
+
+@ft.partial(jax.jit, donate_argnums=0)
+@ft.partial(eqquant.quaxify, on_materialise="error")
+def append(cache: Cache, key, value, i) -> Cache:
+    return cache.append(key[..., None], value[:, None], None, i)[0]
+
+
+@jax.jit
+@ft.partial(eqquant.quaxify, on_materialise="error")
+def attend(cache: Cache, queries):
+    size = queries.shape[-1]
+    scores = jnp.einsum("hgd,hdt->hgt", queries, cache.keys) / math.sqrt(size)
+    weights = jax.nn.softmax(scores.astype(jnp.float32)).astype(queries.dtype)
+    return jnp.einsum("hgt,htd->hgd", weights, cache.values)
+
+
+class Appends:
+    """To a cache that is given away, and taken back."""
+
+    def __init__(self, cache: Cache, heads: int, size: int):
+        self.cache, self.row, self.i = cache, jnp.ones((heads, size)), jnp.int32(3)
+
+    def __call__(self) -> Cache:
+        self.cache = append(self.cache, self.row, self.row, self.i)
+        return self.cache
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[512, 32_768])
+    parser.add_argument("--kv", nargs="+", default=list(KINDS), choices=KINDS)
+    parser.add_argument("--heads", type=int, default=4, help="of keys")
+    parser.add_argument("--group", type=int, default=8, help="queries to a key")
+    parser.add_argument("--size", type=int, default=64, help="of a head")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each table")
+    options = parser.parse_args(arguments)
+    heads, size = options.heads, options.size
+    shape = heads, options.group, size
+    queries = jax.random.normal(jax.random.key(1), shape)
+
+    caches = {
+        (kind, n): make(kind, heads, n, size)
+        for kind in options.kv
+        for n in options.tokens
+    }
+    exact = {
+        n: attend(make("float32", heads, n, size), queries) for n in options.tokens
+    }
+
+    def error(kind: str, n: int) -> float:
+        off = attend(caches[kind, n], queries).astype(jnp.float32) - exact[n]
+        return float(jnp.linalg.norm(off) / jnp.linalg.norm(exact[n]))
+
+    errors = {of: error(*of) for of in caches}
+    held = {of: eqquant.tree_nbytes(cache) / of[1] for of, cache in caches.items()}
+    attends = {of: ft.partial(attend, cache, queries) for of, cache in caches.items()}
+    attends = interleaved(attends, seconds=options.seconds)
+    appends = {of: Appends(cache, heads, size) for of, cache in caches.items()}
+    appends = interleaved(appends, seconds=options.seconds)
+
+    print(f"{machine()}; {heads} heads of {size}, {options.group} queries to each\n")
+    print("| cache | tokens | bytes a token | append, µs | attend, µs | error |")
+    print("|---|---|---|---|---|---|")
+    for of in caches:
+        kind, n = of
+        times = (f"{median(t[of]) * 1e6:,.0f}" for t in (appends, attends))
+        last = f"{errors[of]:.1e}" if errors[of] else "0"
+        row = kind, f"{n:,}", f"{held[of]:,.0f}", *times, last
+        print(f"| {' | '.join(row)} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""The script that measures caches of keys and values, tried out on small ones."""
+
+import importlib
+import pathlib
+
+import pytest
+
+
+BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.mark.slow
+def test_its_table(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    script = importlib.import_module("kv_cache")
+    small = ["--tokens", "64", "128", "--heads", "1", "--group", "2", "--seconds", "0"]
+    script.main([*small, "--kv", "float32", "int8", "int4"])
+    lines = [x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    kinds = "float32", "int8", "int4"
+    assert [row[:2] for row in rows] == [[k, n] for k in kinds for n in ("64", "128")]
+    # Codes of keys and values of 64, and a scale of each or of each 32.
+    assert [row[2] for row in rows[::2]] == ["512", "136", "80"]
+    for row in rows:
+        assert min(float(x.replace(",", "")) for x in row[3:5]) > 0
+        assert float(row[5]) < {"float32": 1e-9, "int8": 0.02, "int4": 0.3}[row[0]]
