@@ -143,9 +143,11 @@ def _contract(
         if padding:
             x = jnp.pad(x, [*((0, 0) for _ in alone), (0, padding)])
         x = merge(x, [*stack, len(x_free), len(columns) + 1], [*seen, *of_columns])
-    scales, plan = q.scales, q.plan
+    scales, offsets, plan = q.scales, q.offsets, q.plan
     if isinstance(scales, ShortScales):
-        scales, plan = all_gather_scales(scales, plan, x, 1 if batch else 0)
+        both = scales, offsets
+        both, plan = all_gather_scales(both, plan, x, 1 if batch else 0)
+        scales, offsets = both
     if plan is not None:
         order_of_codes = *order, len(order)
         moved = [q.codes.shape[i] for i in order_of_codes]
@@ -153,7 +155,7 @@ def _contract(
         plan = plan.permuted(order_of_codes).reshaped(moved, merged)
 
     dtype = out_dtype
-    if q.offsets is not None:
+    if offsets is not None:
         dtype = jnp.promote_types(out_dtype, jnp.float32)
     out = quantized_dot(
         x,
@@ -166,12 +168,12 @@ def _contract(
         out_dtype=dtype,
         plan=plan,
     )
-    if q.offsets is not None:
+    if offsets is not None:
         if q.rounds_activations:
             x = straight_rounded(x, (x.ndim - 1,))
         repeats = (x if not contract_rows else out).shape[-1]
         term = _offset_term(
-            x.astype(dtype), component(q.offsets), contract_rows, repeats
+            x.astype(dtype), component(float_scales(offsets)), contract_rows, repeats
         )
         out = (out + term).astype(out_dtype)
 
