@@ -46,6 +46,7 @@ from .formats import (
     NF4 as NF4,
     NVFP4 as NVFP4,
     PowerOfTwoScales as PowerOfTwoScales,
+    QuantizedOffsets as QuantizedOffsets,
     QuantizedScales as QuantizedScales,
     Ternary as Ternary,
     TPUKernel as TPUKernel,

@@ -1,9 +1,10 @@
 """Train a sentence encoder of one or two bits a weight to do what the float one does.
 
 The encoder is that of minilm.py. Each row is a budget of bits for the whole model,
-shared out among the weights by calibration, as in calibrate_minilm.py. GPTQ rounds
-them, and training improves the result: scales, norms, biases, and the codes of binary
-and ternary weights, the words among these.
+shared out among the weights by calibration, as in calibrate_minilm.py. Words are half
+of all weights. So their table is in parts, of which frequent words get more bits, and
+rare ones are a product of two matrices. GPTQ rounds, and training improves the result:
+scales, norms, biases, and the codes of binary and ternary weights.
 
 The text is the documentation of Python itself, in which a part of the tokens are
 replaced by random ones, as in calibrate_minilm.py. It shares no sentence with the
@@ -31,13 +32,15 @@ import minilm
 import numpy as np
 import optax
 from _calibration_data import documentation, FIRST_WORD, VOCABULARY
-from calibrate_minilm import calibrate, COLUMNS, measure, RULES
+from calibrate_minilm import COLUMNS, measure, RULES
 from jaxtyping import Array, Bool, Float, Int
+from scipy.linalg import hadamard
 from tokenizers import Tokenizer
 
 
 HERE = pathlib.Path(__file__).parent
-LENGTHS = 16, 40  # Of the sentences of a batch, in turn.
+LENGTHS = 16, 24  # Of the sentences of a batch, in turn.
+REPLACED = 0.9, 0.2  # At most so much of a sentence, at the start and at the end.
 
 SHORT = {"scale_dtype": "bfloat16"}
 BINARY, TERNARY = eqquant.Binary(**SHORT), eqquant.Ternary(**SHORT)
@@ -48,6 +51,14 @@ NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
 
 # Small tables, of which few bits cost much.
 TABLES = RULES | {"*positions*": eqquant.NF3()}
+
+
+# Where the table of words is cut. The vocabulary has 104 tokens of which some are
+# special, others that are never used (so there is a warning, and they get the smallest
+# format), single characters, and words by their frequency.
+PARTS = 104, 999, 3000, 6000
+# Words of the last part have so many coefficients, cut in two: the first count most.
+RANK, CUT = 128, 64
 
 
 class Row(NamedTuple):
@@ -61,8 +72,8 @@ class Row(NamedTuple):
 
 
 ROWS = {
-    "2.1": Row(2.1, [BINARY, TERNARY, NF3, NF4], 1500, 1e-3),
-    "1.2": Row(1.2, [BINARY, NF2, NF3, NF4], 1500, 1e-3),
+    "2.1": Row(2.1, [BINARY, TERNARY, NF2, NF3, NF4], 700, 4e-4),
+    "1.2": Row(1.2, [BINARY, NF2, NF3, NF4], 1500, 7e-4),
 }
 
 
@@ -84,9 +95,11 @@ def text() -> Int[np.ndarray, " tokens"]:
 Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
 
 
-def batch_at(i: int, stream: Int[np.ndarray, " tokens"], size: int) -> Batch:
-    """`size` tokens, and their mask. Of each sentence a tenth to nine tenths of the
-    tokens are replaced: half of them by any, half by frequent ones."""
+def batch_at(
+    i: int, stream: Int[np.ndarray, " tokens"], size: int, most: float
+) -> Batch:
+    """`size` tokens, and their mask. Of each sentence a tenth of the tokens or more, at
+    `most` so many, are replaced: half of them by any, half by frequent ones."""
     rng = np.random.default_rng([1, i])
     length = LENGTHS[i % len(LENGTHS)]
     count = size // length
@@ -98,12 +111,75 @@ def batch_at(i: int, stream: Int[np.ndarray, " tokens"], size: int) -> Batch:
     ranks = np.where(
         rng.random(tokens.shape) < 0.5, frequent, rng.uniform(0, ranks, tokens.shape)
     )
-    share = rng.uniform(0.1, 0.9, (count, 1))
+    share = rng.uniform(0.1, most, (count, 1))
     words = FIRST_WORD + ranks.astype(np.int32)
     tokens = np.where(rng.random(tokens.shape) < share, words, tokens)
     first, last = 101, 102  # [CLS] and [SEP].
     tokens = np.pad(tokens, ((0, 0), (1, 1)), constant_values=((0, 0), (first, last)))
     return tokens.astype(np.int32), np.ones(tokens.shape, bool)
+
+
+#
+# The model
+#
+
+
+class Words(eqx.Module):
+    """A table of words in parts, each with a format of its own. Rare words are a
+    product: coefficients, in two parts themselves, of the vectors of a basis."""
+
+    frequent: list[eqx.nn.Embedding]
+    rare: list[eqx.nn.Embedding]
+    basis: eqx.nn.Linear
+
+    def __init__(
+        self, table: Float[Array, "words size"], gram: Float[Array, "size size"]
+    ):
+        *frequent, rare = jnp.split(table, PARTS)
+        coefficients, basis = factors(rare, gram, RANK)
+        rare = jnp.split(coefficients, [CUT], axis=1)
+        self.frequent = [eqx.nn.Embedding(weight=part) for part in frequent]
+        self.rare = [eqx.nn.Embedding(weight=part) for part in rare]
+        layer = eqx.nn.Linear(RANK, len(basis), False, key=jax.random.key(0))
+        self.basis = eqx.tree_at(lambda layer: layer.weight, layer, basis)
+
+    def __call__(self, token: Int[Array, ""]) -> Float[Array, " size"]:
+        parts = (*self.frequent, self.rare[0])
+        ends = np.cumsum([part.num_embeddings for part in parts])
+        starts = [0, *ends[:-1]]
+        at = lambda part, first: jnp.clip(token - first, 0, part.num_embeddings - 1)
+        found = [part(at(part, starts[-1])) for part in self.rare]
+        row = self.basis(jnp.concatenate(found))
+        for part, first, end in zip(self.frequent, starts, ends, strict=False):
+            is_here = (token >= first) & (token < end)
+            row = jnp.where(is_here, part(at(part, first)), row)
+        return row
+
+
+def factors(
+    table: Float[Array, "words size"], gram: Float[Array, "size size"], rank: int
+) -> tuple[Float[Array, "words rank"], Float[Array, "size rank"]]:
+    """Coefficients and a basis, of which the product is the best where errors count as
+    `gram` says."""
+    values, vectors = np.linalg.eigh(np.asarray(gram, np.float64))
+    root = np.sqrt(values + 1e-3 * values.mean())
+    scaled = np.asarray(table, np.float64) @ (vectors * root)
+    first = np.linalg.eigh(scaled.T @ scaled)[1][:, ::-1][:, :rank]
+    coefficients, basis = scaled @ first, (vectors / root) @ first
+    return jnp.asarray(coefficients, jnp.float32), jnp.asarray(basis, jnp.float32)
+
+
+def in_parts(model, batches: list[Batch]):
+    """The model with its words in parts."""
+    path = "embeddings.words.weight"
+    rules = {"*layers*": None} | dict.fromkeys(TABLES)
+    stats = eqquant.calibrate(embed, model, batches[:4], rules=rules)
+    words = Words(model.embeddings.words.weight, stats.weights[path].gram)
+    return eqx.tree_at(lambda m: m.embeddings.words, model, words)
+
+
+def embed(model, batch: Batch):
+    return jax.vmap(model)(*batch)
 
 
 #
@@ -141,27 +217,32 @@ def loss(outputs, expected) -> Float[Array, ""]:
     return layers + 2 * (1 - cosine) + 2 * square(similar - wanted) / square(wanted)
 
 
-def start(row: Row, model, sentences: int):
+def start(row: Row, model, batches: list[Batch]):
     """The student, and a function that makes the result of what it has become."""
-    stats = calibrate(model, sentences)
-    base = eqquant.quantize_tree(model, None, rules=TABLES)
     budget = int(row.bits * eqquant.tree_nbytes(model) / 32)
+    model = in_parts(model, batches)
+    rules = dict.fromkeys(TABLES)  # They have formats of their own.
+    stats = eqquant.calibrate(embed, model, batches, rules=rules)
+    base = eqquant.quantize_tree(model, None, rules=TABLES)
     allocation = eqquant.allocate(base, budget, row.formats, stats, rotate=True)
     print(allocation, flush=True)
     student = eqquant.quantize_tree(
         base, None, rules=allocation, calibration=stats, rotate=True
     )
+    # Codes of rare words stay: too few steps have any of them.
     # Scales are in float32 in training, which is faster.
     short = {
         path: (format, axis)
         for path, (format, axis) in allocation.items()
-        if format in (BINARY, TERNARY)
+        if format in (BINARY, TERNARY) and "rare" not in path
     }
     wide = {
         path: (dataclasses.replace(format, scale_dtype="float32"), axis)
         for path, (format, axis) in short.items()
     }
-    student = eqquant.FakeQuantized(_floats(student), None, rules=wide, rotate=True)
+    student = eqquant.FakeQuantized(
+        _masters(student, base), None, rules=wide, rotate=True
+    )
 
     def finish(quantized):
         return eqquant.quantize_tree(_floats(quantized), None, rules=short, rotate=True)
@@ -169,26 +250,47 @@ def start(row: Row, model, sentences: int):
     return student, finish
 
 
-def _floats(model):
-    """The model with its binary and ternary matrices as floats."""
+def _masters(quantized, model):
+    """Weights to train: `quantized` with its binary ones as floats of the signs that
+    GPTQ chose, and of the magnitudes that they have in `model`. These say which sign
+    is easily changed, and their mean is the scale."""
 
-    def one(x):
+    def one(x, weight):
+        if not (is_rotated(x) and isinstance(x.format, eqquant.Binary)):
+            return x
+        matrix = hadamard(x.block) / x.block**0.5
+        rotated = lambda x: (x.reshape(-1, len(matrix)) @ matrix).reshape(x.shape)
+        return rotated(jnp.sign(x.base.dequantize()) * jnp.abs(rotated(weight)))
+
+    is_rotated = lambda x: isinstance(x, eqquant.RotatedArray)
+    new = jax.tree.map(one, quantized, model, is_leaf=is_rotated)
+    rare = lambda m: m.embeddings.words.rare
+    return _floats(eqx.tree_at(rare, new, rare(quantized)))
+
+
+def _floats(model):
+    """The model with its binary and ternary matrices as floats, but for rare words."""
+
+    def one(path, x):
         is_short = is_quantized(x) and isinstance(x.format, shortest)
-        return x.dequantize() if is_short else x
+        is_trained = is_short and "rare" not in jax.tree_util.keystr(path)
+        return x.dequantize() if is_trained else x
 
     shortest = eqquant.Binary | eqquant.Ternary
     arrays = eqquant.QuantizedArray | eqquant.RotatedArray
     is_quantized = lambda x: isinstance(x, arrays)
-    return jax.tree.map(one, model, is_leaf=is_quantized)
+    return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_quantized)
 
 
 def kinds(trained):
     """What each array is."""
 
-    def kind(x):
-        return "words" if x.size > 5e6 else "matrices" if x.size > 1e5 else "others"
+    def kind(path, x):
+        if x.size < 1e4:
+            return "others"
+        return "words" if "words" in jax.tree_util.keystr(path) else "matrices"
 
-    return jax.tree.map(kind, trained)
+    return jax.tree_util.tree_map_with_path(kind, trained)
 
 
 def train(name: str, model, stream, watch, options):
@@ -197,7 +299,9 @@ def train(name: str, model, stream, watch, options):
     row = ROWS[name]
     steps, rate = options.steps or row.steps, options.rate or row.rate
     began = time.process_time()
-    student, finish = start(row, model, options.sentences)
+    size, last = 2 * options.tokens, options.sentences // 40
+    batches = [batch_at(-i, stream, size, REPLACED[0]) for i in range(-last, 0)]
+    student, finish = start(row, model, batches)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)
     # Matrices are trained slower than all else: a step has few of the words.
     rates = {"words": 1.0, "matrices": 0.4, "others": 1.0}
@@ -221,7 +325,10 @@ def train(name: str, model, stream, watch, options):
         print(f"{name}: going on from step {int(state.steps)} of {path}")
     while (first := int(state.steps)) < steps:
         last = min(first + options.save_every, steps)
-        batches = [batch_at(i, stream, options.tokens) for i in range(first, last)]
+        most = lambda i: REPLACED[0] + (REPLACED[1] - REPLACED[0]) * i / steps
+        batches = [
+            batch_at(i, stream, options.tokens, most(i)) for i in range(first, last)
+        ]
         began = time.process_time()
         quantized, state = eqquant.distill(
             student, model, forward, batches, optimiser, loss=loss, state=state

@@ -138,7 +138,8 @@ class Statistics(AbstractCalibration):
             warn(
                 f"{caller}: {', '.join(sorted(formats))} cannot use the data: GPTQ "
                 "needs `nearest` and no offsets. Its weights are rounded plainly, to "
-                "the nearest level. With offsets, `fit='search'` uses the data.",
+                "the nearest level. With offsets that are floats, `fit='search'` "
+                "uses the data.",
                 UserWarning,
             )
 

@@ -12,8 +12,10 @@ from ._layout import Layout
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
-    """Whether it fits offsets and scales, and so can weigh the errors of values."""
-    return isinstance(format, FittedFormat) and format.affine and format.fit != "absmax"
+    """Whether it fits offsets and scales, and so can weigh the errors of values. Those
+    that are rounded themselves are not compared."""
+    fits = isinstance(format, FittedFormat) and format.affine and format.fit != "absmax"
+    return fits and not format.quantized_scales
 
 
 def weighted(

@@ -41,6 +41,7 @@ from ._scales import (
     gather_scales as gather_scales,
     num_groups as num_groups,
     PowerOfTwoScales as PowerOfTwoScales,
+    QuantizedOffsets as QuantizedOffsets,
     QuantizedScales as QuantizedScales,
     scales_and_offsets as scales_and_offsets,
     scales_split as scales_split,

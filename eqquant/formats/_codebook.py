@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
 
 from ._fitted import Fit, FittedFormat
@@ -50,12 +49,6 @@ class _Lloyd(TableFormat):
     fit: Fit = "search"
     affine: bool = False
     double_quantization: bool = False
-
-    def __post_init__(self):
-        if self.double_quantization and jnp.dtype(self.scale_dtype) == jnp.bfloat16:
-            # The default; scales in 8 bits decode to float32.
-            object.__setattr__(self, "scale_dtype", "float32")
-        super().__post_init__()
 
 
 class NF3(_Lloyd):

@@ -19,7 +19,7 @@ from ._format import (
     sum_blocks,
     true_divide,
 )
-from ._scales import num_groups, quantize_scales
+from ._scales import num_groups, quantize_offsets, quantize_scales, QuantizedOffsets
 
 
 Fit: TypeAlias = Literal["absmax", "search", "least_squares"]
@@ -29,7 +29,7 @@ class _Parts(NamedTuple):
     """Of each block, as stored."""
 
     scales: Float[Array, "*lead blocks"]
-    offsets: Float[Array, "*lead blocks"] | None
+    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None
 
 
 @ft.cache
@@ -41,7 +41,7 @@ class FittedFormat(Format):
     """A format whose scales bring a table of levels to a block.
 
     A subclass has `table`, the levels in ascending order, and `nearest`. It may have
-    fields `fit` and `affine`, and, if its scales are positive, `double_quantization`.
+    fields `fit` and `affine`, and `double_quantization`, for scales that are positive.
     """
 
     fit: Fit = "absmax"
@@ -53,6 +53,10 @@ class FittedFormat(Format):
 
     def __post_init__(self):
         super().__post_init__()
+        default = jnp.dtype(type(self).scale_dtype)
+        if self.double_quantization and self.scale_dtype == default:
+            # Scales in 8 bits decode to float32.
+            object.__setattr__(self, "scale_dtype", np.dtype("float32"))
         if self.fit not in get_args(Fit):
             raise ValueError(
                 f"{type(self).__name__}: fit must be one of {get_args(Fit)}, got "
@@ -71,9 +75,10 @@ class FittedFormat(Format):
                 f"{name}: scale_dtype must be float32 with double_quantization, got "
                 f"{self.scale_dtype.name!r}."
             )
-        if self.affine:
+        if not self._has_positive_scales:
             raise ValueError(
-                f"{name}: affine must be False with double_quantization, got True."
+                f"{name}: affine must be True with double_quantization, got False: "
+                "scales in 8 bits are positive, and those without offsets have signs."
             )
 
     @property
@@ -81,19 +86,28 @@ class FittedFormat(Format):
         return self.double_quantization
 
     def no_scales(self, lead, size):
+        parts = super().no_scales(lead, size)
         if not self.double_quantization:
-            return super().no_scales(lead, size)
-        return quantize_scales(super().no_scales(lead, size), 0.0)
+            return parts
+        if not self.affine:
+            return quantize_scales(parts, 0.0)
+        scales, offsets = parts
+        return quantize_scales(scales, 0.0), quantize_offsets(offsets)
 
     def scale_bytes(self, size):
         if not self.double_quantization:
             return super().scale_bytes(size)
         blocks = self.num_blocks(size)
-        return blocks + num_groups(blocks)
+        return (2 if self.affine else 1) * (blocks + num_groups(blocks))
 
     @property
     def signed_scales(self):
         return -self.table[0] != self.table[-1]
+
+    @property
+    def _has_positive_scales(self) -> bool:
+        # With offsets they are a part of a range.
+        return self.affine or not self.signed_scales
 
     @property
     def has_offsets(self):
@@ -116,12 +130,17 @@ class FittedFormat(Format):
         if self.fit != "absmax":
             parts = self._fitted(blocks, absmax, counts, limit, parts, importance)
         stored = self.stored_scales(parts.scales, limit)
-        codes = self._codes(blocks, _Parts(stored.astype(absmax.dtype), parts.offsets))
-        return codes, (stored, parts.offsets) if self.affine else stored
+        offsets = self._stored_offsets(parts.offsets)
+        codes = self._codes(blocks, _Parts(stored.astype(absmax.dtype), offsets))
+        return codes, (stored, offsets) if self.affine else stored
 
     def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float) -> Any:
         """Scales as the array has them."""
         return quantize_scales(scales, limit) if self.double_quantization else scales
+
+    def _stored_offsets(self, offsets: Any) -> Any:
+        twice = self.affine and self.double_quantization
+        return quantize_offsets(offsets) if twice else offsets
 
     def _codes(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
         if parts.offsets is not None:

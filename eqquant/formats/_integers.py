@@ -56,11 +56,14 @@ class Int4(_Integers):
         `fit="absmax"` the largest value then takes the highest level, and the smallest
         the lowest. A product takes one more product for each block: the offset times
         the sum of the activation.
+    - `double_quantization`: store scales and offsets in 8 bits, as in
+        [`eqquant.NF4`][]. Needs `affine`, as other scales may be negative.
     """
 
     block_size: int | None = 32
     fit: Fit = "absmax"
     affine: bool = False
+    double_quantization: bool = False
 
     name = "int4"
     bits = 4
@@ -78,6 +81,7 @@ class Int3(_Integers):
     scale_dtype: Any = "bfloat16"
     fit: Fit = "search"
     affine: bool = False
+    double_quantization: bool = False
 
     name = "int3"
     bits = 3
@@ -95,6 +99,7 @@ class Int2(_Integers):
     scale_dtype: Any = "bfloat16"
     fit: Fit = "search"
     affine: bool = False
+    double_quantization: bool = False
 
     name = "int2"
     bits = 2

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Int8, UInt8
 
 from ._format import true_divide
 from ._fp8 import from_float8, to_float8
@@ -106,7 +106,10 @@ class QuantizedScales(ShortScales):
     def _units(self) -> Float[Array, "*lead #blocks"]:
         units = _power_of_two(self.exponents)
         if self.exponents.shape[-1] > 1:
-            units = jnp.repeat(units, GROUP, axis=-1)[..., : self.codes.shape[-1]]
+            # Not `jnp.repeat`, which meshes with explicit axes refuse.
+            *lead, groups = units.shape
+            units = jnp.broadcast_to(units[..., None], (*lead, groups, GROUP))
+            units = units.reshape(*lead, -1)[..., : self.codes.shape[-1]]
         return units
 
     def nearest(self, scales):
@@ -118,20 +121,33 @@ class QuantizedScales(ShortScales):
     def gather(self, fn, fill):
         in_exponents = fill if fill is None or fill == 0 else 255
         exponents = fn(self.exponents, in_exponents)
-        return QuantizedScales(fn(self.codes, None), exponents)
+        return type(self)(fn(self.codes, None), exponents)
 
     def slice(self, start, stop):
         if self.exponents.shape[-1] == 1:
-            return QuantizedScales(self.codes[..., start:stop], self.exponents)
+            return type(self)(self.codes[..., start:stop], self.exponents)
         if start % GROUP:
             return NotImplemented
         exponents = self.exponents[..., start // GROUP : num_groups(stop)]
-        return QuantizedScales(self.codes[..., start:stop], exponents)
+        return type(self)(self.codes[..., start:stop], exponents)
 
     def split(self, parts):
         if self.exponents.shape[-1] > 1:
             return self.shape[-1] % (parts * GROUP) == 0
         return super().split(parts)
+
+
+class QuantizedOffsets(QuantizedScales):
+    """Offsets in 8 bits: as [`eqquant.QuantizedScales`][], but codes have signs, from
+    -127 to 127. Zero is exact."""
+
+    codes: Int8[Array, "*lead blocks"]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def nearest(self, scales):
+        units = self._units
+        codes = jnp.round(scales / jnp.where(units > 0, units, 1))
+        codes = jnp.clip(codes, -127, 127).astype(jnp.int8)
+        return QuantizedOffsets(codes, self.exponents)
 
 
 class PowerOfTwoScales(ShortScales):
@@ -212,6 +228,16 @@ def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
     largest = jnp.minimum(255, jnp.floor(limit / jnp.where(units > 0, units, 1)))
     codes = jnp.clip(codes, jnp.where(scales > 0, 1, 0), largest)
     return QuantizedScales(codes.astype(jnp.uint8), exponents)
+
+
+def quantize_offsets(offsets: Float[Array, "*lead blocks"]) -> QuantizedOffsets:
+    """In 8 bits: with units twice as large as those of scales, as one bit is the
+    sign."""
+    offsets = offsets.astype(jnp.float32)
+    exponents = quantize_scales(jnp.abs(offsets), jnp.inf).exponents
+    exponents = jnp.where((exponents > 0) & (exponents < 254), exponents + 1, exponents)
+    zeros = jnp.zeros(offsets.shape, jnp.int8)
+    return QuantizedOffsets(zeros, exponents).nearest(offsets)
 
 
 def num_groups(blocks: int) -> int:

@@ -178,7 +178,7 @@ def learned_start(array, format: Format, axis: int | Sequence[int]) -> tuple[Any
 
 def _one_each(q: QuantizedArray, axis: int | Sequence[int]) -> tuple[Any, Any]:
     """Scales and offsets, as `quantize` takes them."""
-    parts = float_scales(q.scales), q.offsets
+    parts = q.float_parts
     of_all = not isinstance(axis, int) and len(axis) == q.ndim
     if of_all and q.format.block_size is None:
         # One per tensor is stored once per row.
@@ -216,7 +216,7 @@ def _(primals, tangents):
     # A scale may be negative.
     ends = each * (lowest * rounding), each * (highest * rounding)
     if q.offsets is not None:
-        middle = _spread(q, q.offsets)
+        middle = _spread(q, float_scales(q.offsets))
         ends = tuple(end + middle for end in ends)
     inside = (array >= jnp.minimum(*ends)) & (array <= jnp.maximum(*ends))
     return _clipped(array, q), jnp.where(inside, tangent, 0)

@@ -131,17 +131,9 @@ def test_distillation(monkeypatch, tmp_path):
     monkeypatch.setattr(distill.minilm, "load_model", lambda: cut(whole_model()))
     monkeypatch.setattr(distill, "VOCABULARY", words)
     monkeypatch.setattr(distill, "text", lambda: text.astype(np.int32))
-    batch = distill.batch_at(0, distill.text(), 64)
-    forward = lambda model, batch: jax.vmap(model)(*batch)
-    monkeypatch.setattr(
-        distill,
-        "calibrate",
-        lambda model, _: eqquant.calibrate(
-            forward, model, [batch], rules=dict.fromkeys(distill.RULES)
-        ),
-    )
+    monkeypatch.setattr(distill, "PARTS", (104, 999, 2050, 2100))
     arguments = ["--steps", "4", "--tokens", "64", "--layers", "1", "--save-every", "2"]
-    arguments += ["--rows", "1.2"]
+    arguments += ["--rows", "1.2", "--sentences", "80"]
     # Tables count for more here.
     formats = [distill.BINARY, distill.TERNARY]
     row = distill.ROWS["1.2"]._replace(bits=1.6, formats=formats)
@@ -152,6 +144,25 @@ def test_distillation(monkeypatch, tmp_path):
     assert 1.3 < after["bits"] == before["bits"] <= 1.6
     interrupt_after_saving(distill, monkeypatch, lambda: run("parts"))
     assert run("parts")[1]["mean"] == after["mean"] != before["mean"]
+
+
+def test_words_in_parts(monkeypatch):
+    distill = load("distill_minilm", monkeypatch)
+    monkeypatch.setattr(distill, "PARTS", (2, 5, 24))
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((40, 16)).astype(np.float32)
+    # Where errors count in four directions only, four vectors are enough.
+    some = np.linalg.qr(rng.standard_normal((16, 4)))[0]
+    monkeypatch.setattr(distill, "RANK", 4)
+    monkeypatch.setattr(distill, "CUT", 1)
+    words = distill.Words(jnp.asarray(table), jnp.asarray(some @ some.T))
+    assert [part.num_embeddings for part in words.frequent] == [2, 3, 19]
+    assert [part.weight.shape for part in words.rare] == [(16, 1), (16, 3)]
+    rows = np.asarray(jax.vmap(words)(jnp.arange(40)))
+    assert_identical(rows[:24], table[:24])
+    error = rows[24:] - table[24:]
+    assert np.max(np.abs(error)) > 0.1
+    np.testing.assert_allclose(error @ some, 0, atol=1e-2)
 
 
 def test_nothing_of_the_evaluation_is_trained_on(monkeypatch):

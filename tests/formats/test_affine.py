@@ -11,8 +11,11 @@ from helpers import assert_identical, relative, slow, sqnr, strict, unpacked
 
 
 INT4 = Int4(affine=True)
+TWICE = Int4(affine=True, double_quantization=True)
 AFFINE = [
     INT4,
+    TWICE,
+    slow(NF3(affine=True, block_size=32, double_quantization=True)),
     slow(Int4(affine=True, block_size=None)),
     slow(Int4(affine=True, block_size=64, scale_dtype="bfloat16", fit="search")),
     slow(Int3(affine=True)),
@@ -144,6 +147,49 @@ def test_parts_that_are_given(normal):
         )
     with pytest.raises(ValueError, match="cannot hold"):
         eqquant.quantize(w * 1e38, INT4)
+
+
+def test_offsets_in_8_bits(normal, tmp_path):
+    rows = np.array([[3.0], [-3e4], [0], [1e-30], [1e37]], np.float32)
+    w = normal(5, 9216) * jnp.abs(rows) / 16 + rows
+    q, once = eqquant.quantize(w, TWICE), eqquant.quantize(w, INT4)
+    assert isinstance(q.offsets, eqquant.QuantizedOffsets)
+    # A code for each of 288 blocks, and two exponents, for scales and offsets alike.
+    assert q.nbytes == 5 * (9216 // 2 + 2 * (288 + 2))
+    exponents = np.float64(q.offsets.exponents).repeat(256, -1)[:, :288] - 127
+    units = np.where(exponents == -127, 0, np.exp2(exponents))
+    assert_identical(
+        q.offsets.astype(jnp.float32), np.float32(np.float64(q.offsets.codes) * units)
+    )
+    # To the nearest; the largest of a group uses its bits.
+    error = np.abs(np.float64(q.offsets.astype(jnp.float32)) - np.float64(once.offsets))
+    assert np.all(error <= 1.001 * units)
+    largest = np.abs(np.asarray(q.offsets.codes)).max(-1)
+    assert largest.tolist()[2] == 0 and all(largest[[0, 1, 3, 4]] >= 63)
+    dense, before = q.dequantize(), once.dequantize()
+    for i in range(5):
+        assert relative(dense[i], w[i]) <= 1.1 * relative(before[i], w[i])
+    eqquant.save(tmp_path / "q.safetensors", q)
+    assert_identical(eqquant.load(tmp_path / "q.safetensors", like=q), q)
+    again = eqquant.from_components(q.codes, q.scales, TWICE, offsets=q.offsets)
+    assert_identical(again, q)
+
+
+def test_what_offsets_in_8_bits_cannot_be(normal):
+    with pytest.raises(ValueError, match="Int4: affine must be True with double"):
+        Int4(double_quantization=True)
+    q = eqquant.quantize(normal(4, 64), TWICE)
+    with pytest.raises(TypeError, match="offsets of .* must be eqquant.QuantizedOff"):
+        eqquant.from_components(
+            q.codes, q.scales, TWICE, offsets=q.offsets.astype(jnp.float32)
+        )
+    with pytest.raises(TypeError, match="offsets of .* must be an array"):
+        plain = Int4(affine=True)
+        scales = q.scales.astype(jnp.float32)
+        eqquant.from_components(q.codes, scales, plain, offsets=q.offsets)
+    with pytest.raises(ValueError, match="scales cannot be given to"):
+        floats = q.float_parts
+        eqquant.quantize(normal(4, 64), TWICE, scales=floats[0], offsets=floats[1])
 
 
 @pytest.mark.slow

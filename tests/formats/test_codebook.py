@@ -152,5 +152,3 @@ def test_scales_in_8_bits(normal):
 def test_what_scales_in_8_bits_cannot_be():
     with pytest.raises(ValueError, match="NF3: scale_dtype must be float32"):
         NF3(scale_dtype="float64", double_quantization=True)
-    with pytest.raises(ValueError, match="NF2: affine must be False"):
-        NF2(affine=True, double_quantization=True)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives, largest_float
-from eqquant import Binary, Int8, NF4
+from eqquant import Binary, Int4, Int8, NF4
 from eqquant.kernels import cpu
 from eqquant.kernels.cpu import _library
 from helpers import pairs, relative, slow, strict, TOLERANCE
@@ -170,6 +170,21 @@ def test_scales_in_eight_bits_are_gathered_so(kind, normal):
     # The same plan does nothing on one device.
     here = jax.device_put(split, jax.devices()[0])
     np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
+
+
+TWICE = {"double_quantization": True, "precision": "highest"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, slow(AxisType.Auto)])
+@pytest.mark.parametrize("format", [Int4(affine=True, **TWICE), slow(NF4(**TWICE))])
+def test_several_groups_of_scales_in_eight_bits(kind, format, normal):
+    mesh, size = mesh_of(kind), 4 * 256 * format.block_size
+    q, x = quantized(normal, format, 4, size), normal(M, size)
+    split = eqquant.shard_tree(q, mesh, P(None, "m"), batch="d")
+    assert split.scales.exponents.sharding.spec == P(None, "m")
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, q: x @ q.T)(put(x, mesh, "d"), split)
+    assert relative(got, np.float64(x) @ np.float64(q.dequantize()).T) < 4 * SUMS
 
 
 def test_two_plans_for_one_shape(normal):

@@ -9,12 +9,14 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import has_explicit_axes
-from ...primitives import observe_rows
+from ...primitives import observe_rows, split_by_type
 from .. import _plain as plain
 from ._structure import AbstractObservedArray
 from ._ties import tie_lookup, tie_product
@@ -90,6 +92,7 @@ class ObservedArray(AbstractObservedArray):
         stack = [x.shape[of_x[i]] for i in batched]
         size = math.prod(x.shape[of_x[i]] for i in self.axes)
         seen = jnp.transpose(lax.stop_gradient(x), order).reshape(*stack, -1, size)
+        seen = _with_whole_rows(seen)
 
         left = [axis for axis in range(-self.ndim, 0) if axis not in of_x]
         shared = [axis for axis in left if axis in self.lead]
@@ -119,6 +122,15 @@ class ObservedArray(AbstractObservedArray):
         rows = tie_product[self.every_row](rows, *ties, seen)
         rows = jnp.transpose(rows, (*_inverse(sort), *tail)).reshape(shape)
         return jnp.transpose(rows, _inverse(to_front))
+
+
+def _with_whole_rows(x: Shaped[Array, "*stack rows size"]):
+    """Every value of a row meets every other one in `gram`, so a mesh with explicit
+    axes must not split them."""
+    *names, of_row = split_by_type(x)
+    if not of_row:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*(n or None for n in names), None))
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

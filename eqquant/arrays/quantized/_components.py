@@ -8,7 +8,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import typed
-from ...formats import as_format, Format, num_codes, scales_and_offsets, ShortScales
+from ...formats import (
+    as_format,
+    Format,
+    num_codes,
+    QuantizedOffsets,
+    scales_and_offsets,
+    ShortScales,
+)
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 
@@ -22,7 +29,7 @@ def from_components(
     dtype: Any = "float32",
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
-    offsets: Float[Array, "*lead blocks"] | None = None,
+    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None,
 ) -> QuantizedArray:
     """Make a quantized array from its parts, for example those of a checkpoint.
 
@@ -37,7 +44,8 @@ def from_components(
     - `axis`: the blocked axis (or axes) of that array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
         one axis, is all that `codes` holds.
-    - `offsets`: as `scales`, for an affine format.
+    - `offsets`: as `scales`, for an affine format; an [`eqquant.QuantizedOffsets`][]
+        with double quantization.
 
     **Returns:**
 
@@ -61,9 +69,13 @@ def from_components(
             f"from_components: scales must be {format.scale_dtype} as {format!r} has "
             f"it, got {scales.dtype}."
         )
-    kind = _kind(scales_and_offsets(format.no_scales((), 1), format)[0])
-    if kind != _kind(scales):
-        raise TypeError(f"from_components: scales of {format!r} must be {kind}.")
+    kinds = scales_and_offsets(format.no_scales((), 1), format)
+    given = {"scales": scales, "offsets": offsets}
+    for (name, part), known in zip(given.items(), kinds, strict=True):
+        if part is not None and known is not None and _kind(part) != _kind(known):
+            raise TypeError(
+                f"from_components: {name} of {format!r} must be {_kind(known)}."
+            )
     if scales.shape[:-1] != codes.shape[:-1]:
         raise ValueError(
             f"from_components: scales must have the leading axes {codes.shape[:-1]} of "

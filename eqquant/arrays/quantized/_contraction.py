@@ -143,7 +143,7 @@ def _contract(
     seen = [*parts[:num_batch], *parts_by_type(x)[num_batch:before]]
     kept = [*names[:num_batch], *split_by_type(x)[num_batch:before]]
     last = -1 - len(columns)
-    scales, plan = q.scales, q.plan
+    scales, offsets, plan = q.scales, q.offsets, q.plan
     mesh = explicit_mesh_of(q.codes) or explicit_mesh_of(x)
     if out_sharding is not None and mesh is not None:
         asked = [*map(names_of, out_sharding)]
@@ -181,7 +181,9 @@ def _contract(
             x = jnp.pad(x, [*((0, 0) for _ in alone), (0, padding)])
         x = merge(x, [*stack, len(x_free), len(columns) + 1], [*seen, *of_columns])
     if isinstance(scales, ShortScales):
-        scales, plan = all_gather_scales(scales, plan, x, 1 if batch else 0)
+        both = scales, offsets
+        both, plan = all_gather_scales(both, plan, x, 1 if batch else 0)
+        scales, offsets = both
     if plan is not None and mesh is None:
         order_of_codes = *order, len(order)
         moved = [q.codes.shape[i] for i in order_of_codes]
@@ -189,7 +191,7 @@ def _contract(
         plan = plan.permuted(order_of_codes).reshaped(moved, merged)
 
     dtype = out_dtype
-    if q.offsets is not None:
+    if offsets is not None:
         dtype = jnp.promote_types(out_dtype, jnp.float32)
     out = quantized_dot(
         x,
@@ -202,10 +204,11 @@ def _contract(
         out_dtype=dtype,
         plan=plan,
     )
-    if q.offsets is not None:
+    if offsets is not None:
         if q.rounds_activations:
             x = straight_rounded(x, (x.ndim - 1,))
-        term = _offset_term(x.astype(dtype), component(q.offsets), contract_rows, out)
+        offsets = component(float_scales(offsets))
+        term = _offset_term(x.astype(dtype), offsets, contract_rows, out)
         out = (out + term).astype(out_dtype)
 
     shapes = [[sizes[axis] for axis in batch_axes]] if batch else []

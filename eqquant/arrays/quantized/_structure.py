@@ -20,6 +20,7 @@ from ...formats import (
     gather_scales,
     num_bytes,
     num_codes,
+    QuantizedOffsets,
     scales_split,
     ShortScales,
     slice_scales,
@@ -38,7 +39,7 @@ class AbstractQuantizedArray(ArrayOperators):
     axes: tuple[int, ...] = eqx.field(static=True)
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
-    offsets: Float[Array, "*lead blocks"] | None = None
+    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None
     plan: Plan | None = eqx.field(static=True, default=None, metadata={"saved": False})
 
     #
@@ -48,6 +49,13 @@ class AbstractQuantizedArray(ArrayOperators):
     @property
     def ndim(self) -> int:
         return self.codes.ndim - 1 + len(self.axes)
+
+    @property
+    def float_parts(self) -> tuple[Any, Any]:
+        """Scales, and offsets or None, as arrays of floats."""
+        offsets = self.offsets
+        offsets = None if offsets is None else float_scales(offsets)
+        return float_scales(self.scales), offsets
 
     @property
     def is_whole(self) -> bool:
@@ -214,7 +222,7 @@ class AbstractQuantizedArray(ArrayOperators):
             if scales is NotImplemented:
                 return NotImplemented
             if offsets is not None:
-                offsets = offsets[..., start // block : stop // block]
+                offsets = slice_scales(offsets, start // block, stop // block)
         return self.replace(
             codes=self.codes[..., num_bytes(start, bits) : num_bytes(stop, bits)],
             scales=scales,
@@ -261,7 +269,9 @@ class AbstractQuantizedArray(ArrayOperators):
 
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
         scales = gather_scales(fn, self.scales, fill)
-        offsets = None if self.offsets is None else fn(self.offsets, fill)
+        offsets = self.offsets
+        if offsets is not None:
+            offsets = gather_scales(fn, offsets, fill)
         codes = fn(self.codes, None)
         # What is looked up may be any of the rows.
         lookup = lambda p: p.picked(
@@ -288,7 +298,8 @@ class AbstractQuantizedArray(ArrayOperators):
         scales = float_scales(self.scales).astype(dtype)
         factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
         offsets = self.offsets
-        offsets = None if offsets is None else fn(offsets.astype(dtype), factor)
+        if offsets is not None:
+            offsets = fn(float_scales(offsets).astype(dtype), factor)
         return self.replace(scales=fn(scales, factor), offsets=offsets)
 
     def power(self, exponent: int) -> Any:
@@ -350,8 +361,7 @@ class AbstractQuantizedArray(ArrayOperators):
             part = part.reshape(*lead, *(1 for _ in new), 1)
             return jnp.broadcast_to(part, (*lead, *new, 1))
 
-        parts = float_scales(self.scales), self.offsets
-        scales, offsets = jax.tree.map(each, parts)
+        scales, offsets = jax.tree.map(each, self.float_parts)
         now = [*self.lead_axes, *others]
         order = sorted(range(len(now)), key=now.__getitem__)
         out = self.replace(codes=codes, scales=scales, offsets=offsets)

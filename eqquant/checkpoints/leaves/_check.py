@@ -18,7 +18,9 @@ from ...formats import (
     num_groups,
     planes_of,
     PowerOfTwoScales,
+    QuantizedOffsets,
     QuantizedScales,
+    scales_and_offsets,
     ShortScales,
     unpack,
 )
@@ -99,13 +101,6 @@ def _check_quantized(q: QuantizedArray) -> None:
         codes.shape[:-1] == scales.shape[:-1],
         f"codes of the shape {codes.shape} do not fit scales of {scales.shape}.",
     )
-    if isinstance(scales, ShortScales):  # After scaling they are plain ones.
-        expected = type(format.no_scales((), 1))
-        _require(
-            type(scales) is expected,
-            f"scales of {format!r} must be {expected.__name__}, not "
-            f"{type(scales).__name__}.",
-        )
     offsets = q.offsets
     fits = offsets is None or (
         offsets.shape == scales.shape and offsets.dtype.name in _scale_dtypes
@@ -114,6 +109,14 @@ def _check_quantized(q: QuantizedArray) -> None:
         fits and format.has_offsets == (offsets is not None),
         f"offsets do not fit scales of {scales.shape} in {format!r}.",
     )
+    kinds = scales_and_offsets(format.no_scales((), 1), format)
+    for part, kind in zip((scales, offsets), map(type, kinds), strict=True):
+        if isinstance(part, ShortScales):  # After scaling they are plain ones.
+            _require(
+                type(part) is kind,
+                f"scales of {format!r} must be {kind.__name__}, not "
+                f"{type(part).__name__}.",
+            )
     _require(q.axes, "no axis is blocked.")
     _check_axes(q.axes, codes.ndim - 1 + len(q.axes))
     _require(
@@ -145,8 +148,9 @@ def _check_quantized(q: QuantizedArray) -> None:
 def _check_scales(scales: QuantizedScales) -> None:
     codes, exponents = scales.codes, scales.exponents
     _require(codes is not None and exponents is not None, "a part is missing.")
+    dtype = np.int8 if isinstance(scales, QuantizedOffsets) else np.uint8
     fits = (
-        codes.dtype == exponents.dtype == np.uint8
+        (codes.dtype, exponents.dtype) == (dtype, np.uint8)
         and codes.ndim >= 1
         and exponents.shape == (*codes.shape[:-1], num_groups(codes.shape[-1]))
     )
@@ -220,6 +224,7 @@ def _check_float8(scales: Float8Scales) -> None:
 _checks: dict[type, Callable[[Any], None]] = {
     QuantizedArray: _check_quantized,
     QuantizedScales: _check_scales,
+    QuantizedOffsets: _check_scales,
     PowerOfTwoScales: _check_powers,
     Float8Scales: _check_float8,
     LoraArray: _check_lora,
@@ -231,7 +236,7 @@ _checks: dict[type, Callable[[Any], None]] = {
 CLASSES = {cls.__name__: cls for cls in _checks}
 PARTS: dict[tuple[type, str], tuple[type, ...]] = {
     (QuantizedArray, "scales"): (QuantizedScales, PowerOfTwoScales, Float8Scales),
-    (QuantizedArray, "offsets"): (type(None),),
+    (QuantizedArray, "offsets"): (type(None), QuantizedOffsets),
     (LoraArray, "base"): (QuantizedArray, RotatedArray, StraightThroughArray),
     (LoraArray, "key"): (type(None),),
     (RotatedArray, "base"): (QuantizedArray,),
