@@ -44,7 +44,10 @@ class Units(NamedTuple):
 
 def units_of(kernel: GPUKernel, weights: float) -> Units:
     """`weights` are those of a thread, in the loop."""
-    names = max(kernel.loops, key=len, default=kernel.instructions)
+    return _units(max(kernel.loops, key=len, default=kernel.instructions), weights)
+
+
+def _units(names: list[str], weights: float) -> Units:
     names = [name for name in names if name != "NOP"]
     alu = sum(bool(_alu.match(name)) for name in names)
     fma = sum(bool(_fma.match(name)) for name in names)
@@ -56,6 +59,38 @@ def units_of(kernel: GPUKernel, weights: float) -> Units:
         if re.match(r"LDS|STS", name):
             moved += _width(name)
     return Units(*(x / weights for x in (len(names), alu, fma, imad, moved)))
+
+
+class Pipelined(NamedTuple):
+    """Of the kernel in which tensor cores multiply a step of a warpgroup while it
+    decodes the next one, instructions of a thread: from one step to the next; of
+    these, those before tensor cores have more to do; and those of a tile of the result
+    beside its steps. `shared` are cycles of shared memory for each of tensor cores."""
+
+    step: Units
+    between: int
+    tile: int
+    shared: float
+
+
+def pipelined(kernel: GPUKernel, pipeline, step_bytes: int) -> Pipelined:
+    """By its loops, where a step brings so many bytes to a program."""
+    loops = sorted((x for x in kernel.loops if _multiplies(x)), key=len)
+    step, tile = ([name for name in loop if name != "NOP"] for loop in loops[:2])
+    at = next(i for i, name in enumerate(step) if name.startswith("WARPGROUP.DEPBAR"))
+    turned = [*step[at:], *step[:at]]
+    between = next(i for i, name in enumerate(turned) if name.startswith("HGMMA"))
+    weights = 64 * pipeline.rows
+    units = _units(step, weights / 256)
+    # Each of two warpgroups reads all rows of the activation.
+    moved = 2 * 64 * 2 * pipeline.m + step_bytes + units.shared * weights
+    tensor = pipeline.m * weights / 2048
+    # A tile has the last step, and the first codes, once more.
+    return Pipelined(units, between, len(tile) - len(step), moved / _shared / tensor)
+
+
+def _multiplies(names: list[str]) -> bool:
+    return any(name.startswith("HGMMA") for name in names)
 
 
 def _width(name: str) -> int:

@@ -347,6 +347,21 @@ def gpu_capability() -> tuple[str, str | None]:
     return kind, None
 
 
+def gpu_cores() -> int | None:
+    """Of a GPU that is here, if JAX knows."""
+    for device in jax.devices():
+        if device.platform == "gpu":
+            return getattr(device, "core_count", None)
+    return None
+
+
+def mosaic_interpreter():
+    """What tells a kernel of Mosaic for GPUs to run without one."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    return InterpretGPUParams()
+
+
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Whether the compiler, rather than shard_map, splits this program over devices."""
     axes = ctx.module_context.axis_context

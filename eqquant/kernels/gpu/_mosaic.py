@@ -1,0 +1,357 @@
+"""The kernel for many rows on Hopper, by Pallas and Mosaic GPU: decoding hidden behind
+tensor cores.
+
+A program has 128 rows of the weight and 256 of the activation, and three warpgroups.
+One brings what is needed, a step of 64 columns at a time, several steps ahead. Two have
+64 rows of the weight each. While tensor cores multiply a step of one, which they do by
+themselves, it looks the codes of its next step up; and while it scales these, they
+multiply that of the other.
+
+Two programs have the same rows of the activation, each of which is brought to both at
+once. There are as many programs as cores, and each computes several tiles of the
+result, without a pause: the first steps of a tile are brought while the one before is
+written.
+
+Scales of blocks are rounded to bfloat16, and so is a level times its scale, as a weight
+in bfloat16 would be. A scale for a whole row is multiplied in float32 with the result.
+"""
+
+import dataclasses
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Shaped
+
+from ..._jax import mosaic_interpreter
+from ...formats import Format, planes_of
+from . import _fragments
+from ._lookup import Decoder, in_table
+from ._table import size_of
+
+
+_step = 64  # Columns of the weight: 128 bytes of an activation in 16 bits.
+
+
+@dataclasses.dataclass(frozen=True)
+class Pipeline:
+    """How a product is cut.
+
+    - `m`: rows of the activation, of a program.
+    - `rows`: of the weight.
+    - `stages`: steps that are on their way, or multiplied.
+    - `cluster`: programs that share rows of the activation.
+    - `cores`: at most so many programs.
+    """
+
+    m: int = 256
+    rows: int = 128
+    stages: int = 4
+    cluster: int = 2
+    cores: int = 132
+
+
+def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | None:
+    """Why `x @ w.T`, with the activation as it is, in 16 bits, is not for this kernel,
+    if it is not. Programs have so many bytes of `shared` memory."""
+    dtype = jnp.dtype(x.dtype)
+    *batch, rows, packed = codes.shape
+    blocks = scales.shape[-1]
+    if any(size > 1 for size in batch):
+        return "of stacks it multiplies none"
+    if out_dtype is not None and jnp.dtype(out_dtype) != dtype:
+        return f"its results are in {dtype}"
+    plain = format.group == 64 or (format.group == 32 and format.bits == 4)
+    if not plain and format.bits != 8:
+        return f"it decodes groups of 64 codes, and not of {format.group}"
+    if format.block_size is not None and blocks > 1:
+        if dtype != jnp.bfloat16 or scales.dtype != jnp.float32:
+            return "it scales blocks by float32, for bfloat16"
+        short = format.block_size == 32 and format.bits == 4
+        served = format.block_size % _step == 0 or short
+        if not served or not (in_table(format) or format.bits == 8):
+            return f"it does not scale blocks of {format.block_size} such codes"
+        if blocks % 4:
+            return "a row's scales are to be a multiple of 16 bytes"
+    if packed % 16 or rows % 8:
+        return "rows of codes and of the result are to be multiples of 16 bytes"
+    if bytes_of(Pipeline(), format, blocks) > shared:
+        return "there is too little shared memory"
+    return None
+
+
+def bytes_of(pipeline: Pipeline, format: Format, blocks: int) -> int:
+    """Of shared memory."""
+    step = bytes_of_step(pipeline, format, blocks)
+    table = size_of(format.bits) if in_table(format) else 0
+    return pipeline.stages * step + pipeline.m * 128 + table + 4096
+
+
+def bytes_of_step(pipeline: Pipeline, format: Format, blocks: int) -> int:
+    """Which a program brings."""
+    of_row = _width(format) + 16 * (blocks > 1)
+    return 2 * pipeline.m * _step + pipeline.rows * of_row
+
+
+def _width(format: Format) -> int:
+    """Bytes of a row of codes that are brought at once: at least 16."""
+    return max(_step * format.bits // 8, 16)
+
+
+def dot(
+    x: Shaped[Array, "1 m size"],
+    codes: Shaped[Array, "1 rows packed"],
+    scales: Float[Array, "1 rows blocks"],
+    *,
+    format: Format,
+    operand,
+    pipeline: Pipeline,
+    out_dtype,
+    interpret: bool = False,
+) -> Float[Array, "1 m rows"]:
+    """`x @ w.T`, where `why_not` knows no reason."""
+    # Not every jaxlib has Mosaic for GPUs.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    x, codes, scales = x[0], codes[0], scales[0]
+    (m, size), (rows, _), blocks = x.shape, codes.shape, scales.shape[1]
+    blocked = blocks > 1
+    stages, cluster = pipeline.stages, pipeline.cluster
+    tile_m, tile_rows = pipeline.m, pipeline.rows
+    if interpret:
+        cluster = 1  # It knows no others.
+    num_m, num_rows = pl.cdiv(m, tile_m), pl.cdiv(rows, tile_rows * cluster)
+    steps = pl.cdiv(size, _step)
+    clusters = min(pipeline.cores // cluster, num_m * num_rows)
+    f32 = jnp.float32
+    decoder = Decoder(format, operand, 1, interpret)
+    width, of_step = _width(format), _step * format.bits // 8
+    of_block = max(_step // (format.block_size or _step), 1) if blocked else 0
+    once = min(8, num_m)
+    if not blocked:
+        # Read by threads: beyond the last row, too.
+        scales = scales[:, 0].astype(jnp.float32)
+        scales = jnp.pad(scales, (0, num_rows * cluster * tile_rows - rows))
+    out_shape = m, rows
+    if interpret:  # Nor does it copy what is beyond an array as zeros.
+        out_shape = num_m * tile_m, num_rows * tile_rows
+        x = jnp.pad(x, ((0, out_shape[0] - m), (0, steps * _step - size)))
+        codes = jnp.pad(codes, ((0, out_shape[1] - rows), (0, -codes.shape[1] % width)))
+        if blocked:
+            scales = jnp.pad(scales, ((0, out_shape[1] - rows), (0, -blocks % 4)))
+
+    def swizzled(bytes: int, itemsize: int) -> tuple:
+        if bytes == 16:
+            return ()
+        tiling = plgpu.TilingTransform((8, bytes // itemsize))
+        return tiling, plgpu.SwizzleTransform(bytes)
+
+    def place(i) -> tuple:
+        """Of a tile. Those that are computed at once share rows of both operands."""
+        group = lax.div(i, jnp.int32(once * num_rows))
+        i = lax.rem(i, jnp.int32(once * num_rows))
+        high = jnp.minimum(once, num_m - group * once)
+        return group * once + lax.rem(i, high), lax.div(i, high)
+
+    def kernel(x, codes, scales, out, xs, qs, outs, full, empty, *rest):
+        ss, held = rest[:blocked], rest[blocked:]
+        thread, block = lax.axis_index("thread"), lax.axis_index("block")
+        first = lax.axis_index("cluster")
+        count = lax.div(num_m * num_rows - first + clusters - 1, jnp.int32(clusters))
+
+        def each_tile(do) -> None:
+            def tile(i, _):
+                at_m, at_row = place(first + i * clusters)
+                do(i * steps, at_m * tile_m, (at_row * cluster + block) * tile_rows)
+
+            lax.fori_loop(0, count, tile, None)
+
+        def slot_of(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        def bring(start, at_m, at_row) -> None:
+            def step(k, _):
+                slot = slot_of(start + k)
+
+                @pl.when(start + k >= stages)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                def copy(source, row, size, column, width, to, **options):
+                    plgpu.copy_gmem_to_smem(
+                        source.at[pl.ds(row, size), pl.ds(column, width)],
+                        to.at[slot],
+                        full.at[slot],
+                        **options,
+                    )
+
+                both = {} if cluster == 1 else {"collective_axes": "block"}
+                copy(x, at_m, tile_m, k * _step, _step, xs, **both)
+                byte = lax.div(k * of_step, jnp.int32(width)) * width
+                copy(codes, at_row, tile_rows, byte, width, qs)
+                for to in ss:
+                    column = lax.div(scale_of(k), jnp.int32(4)) * 4
+                    copy(scales, at_row, tile_rows, column, 4, to)
+
+            lax.fori_loop(0, steps, step, None)
+
+        def scale_of(k):
+            if of_block > 1:
+                return k * of_block
+            return lax.div(k, jnp.int32((format.block_size or _step) // _step))
+
+        def decode(k, slot):
+            q, scale = qs.at[slot], None
+            if of_step < width:
+                at = lax.rem(k, jnp.int32(width // of_step)) * of_step
+                q = q.at[:, pl.ds(at, of_step)]
+            for ref in ss:
+                at = lax.rem(scale_of(k), jnp.int32(4))
+                scale = ref.at[slot, :, pl.ds(at, of_block)]
+            if interpret:
+                return _decode(q[...], None if scale is None else scale[...], thread)
+            transforms = swizzled(width, 1)
+            return _fragments.decode(q, scale, decoder, format, width, transforms)
+
+        def _decode(q, scale, thread):
+            """As `_fragments` does, in JAX."""
+            q = lax.dynamic_slice_in_dim(q, thread * 64, 64)
+            planes = jnp.stack(
+                [decoder(q, plane)[0] for plane in range(planes_of(format.bits))], 1
+            )
+            w = jnp.zeros((64, 8, 8), operand)
+            for i, columns in enumerate(_fragments.columns_of(format)):
+                for plane, column in enumerate(columns):
+                    w = w.at[:, column].set(planes[:, plane, 8 * i : 8 * i + 8])
+            w = w.reshape(64, 64)
+            if scale is None:
+                return w, w[:1]
+            scale = lax.dynamic_slice_in_dim(scale, thread * 64, 64)
+            return w, jnp.repeat(scale.astype(operand), 64 // of_block, 1)
+
+        def finish(levels, units):
+            if interpret:
+                return levels * units if blocked else levels
+            return _fragments.finish(levels, units, of_block)
+
+        def multiply(start, at_m, at_row) -> None:
+            at_row = at_row + thread * 64
+
+            def decoded(k):
+                slot = slot_of(start + k)
+                plgpu.barrier_wait(full.at[slot])
+                return decode(k, slot)
+
+            def sum(total) -> None:
+                def multiply(k, some):
+                    some, xs_k = finish(*some), xs.at[slot_of(start + k)]
+                    if interpret:  # It multiplies nothing in registers.
+                        more = jnp.dot(some, xs_k[...].T, preferred_element_type=f32)
+                        total[...] = total[...] + more
+                    else:
+                        plgpu.wgmma(total, some, plgpu.transpose_ref(xs_k, (1, 0)))
+
+                def release(k):
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[slot_of(start + k)])
+
+                def step(k, some):
+                    multiply(k, some)
+                    some = decoded(k + 1)
+                    release(k)
+                    return some
+
+                some = lax.fori_loop(0, steps - 1, step, decoded(0))
+                multiply(steps - 1, some)
+                release(steps - 1)
+                write(total[...], at_m, at_row)
+
+            if not interpret:
+                pl.run_scoped(sum, plgpu.WGMMAAccumulatorRef((64, tile_m), jnp.float32))
+                return
+            (total,) = (ref.at[thread] for ref in held)
+            total[...] = jnp.zeros(total.shape, total.dtype)
+            sum(total)
+
+        def write(result, at_m, at_row) -> None:
+            if not blocked:
+                layout = plgpu.Layout.WGMMA.reduce(1)
+                mine = scales.at[pl.ds(at_row, 64)]
+                scale = (
+                    mine[...]
+                    if interpret
+                    else plgpu.load(mine, (), layout=layout, optimized=False)
+                )
+                scale = scale * decoder.unit
+                result = result * lax.broadcast_in_dim(scale, result.shape, (0,))
+            result = result.astype(out_dtype)
+            parts = tile_m // outs.shape[2]
+            for part in range(parts):
+                at, slot = part * outs.shape[2], part % 2
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                to, some = outs.at[thread, slot], result[:, at : at + outs.shape[2]]
+                if interpret:
+                    to[...] = some.T
+                else:
+                    _fragments.store(some, to, swizzled(128, 2))
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(
+                    to,
+                    out.at[pl.ds(at_m + at, outs.shape[2]), pl.ds(at_row, 64)],
+                )
+
+        if decoder.looks_up and not interpret:
+            _fragments.fill(decoder)
+
+        @pl.when(thread == 2)
+        def _():
+            plgpu.set_max_registers(40, action="decrease")
+            each_tile(bring)
+            # Not gone before the last of what other programs tell this one.
+            for last in range(1, stages + 1):
+
+                @pl.when(count * steps >= last)
+                def _(last=last):
+                    plgpu.barrier_wait(empty.at[slot_of(count * steps - last)])
+
+        @pl.when(thread < 2)
+        def _():
+            plgpu.set_max_registers(232, action="increase")
+            each_tile(multiply)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    smem = lambda shape, dtype, transforms: plgpu.SMEM(
+        shape, dtype, transforms=transforms
+    )
+    consumed = plgpu.Barrier
+    if cluster > 1:
+        consumed = ft.partial(plgpu.ClusterBarrier, collective_axes=("block",))
+    scratch = [
+        smem((stages, tile_m, _step), x.dtype, swizzled(128, 2)),
+        smem((stages, tile_rows, width), codes.dtype, swizzled(width, 1)),
+        smem((2, 2, tile_m // 4, 64), out_dtype, swizzled(128, 2)),
+        plgpu.Barrier(num_arrivals=2 + blocked, num_barriers=stages),
+        consumed(num_arrivals=2, num_barriers=stages),
+        *[plgpu.SMEM((stages, tile_rows, 4), scales.dtype)] * blocked,
+        *[plgpu.SMEM((2, 64, tile_m), jnp.float32)] * interpret,
+    ]
+    options: dict[str, Any] = {}
+    if interpret:
+        options["interpret"] = mosaic_interpreter()
+    kernel.__name__ = kernel.__qualname__ = f"{format.name}_columns"
+    out = plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
+        scratch_types=scratch,
+        grid=(clusters,),
+        grid_names=("cluster",),
+        cluster=(cluster,),
+        cluster_names=("block",),
+        num_threads=3,
+        thread_name="thread",
+        **options,
+    )(x, codes, scales)
+    return out[None, :m, :rows] if interpret else out[None]
