@@ -70,7 +70,14 @@ def by_kernel(
 
 
 def by_pipeline(
-    step: Step, found: Pipelined, pipeline, m: int, k: int, n: int, chip: GPU
+    step: Step,
+    found: Pipelined,
+    pipeline,
+    m: int,
+    k: int,
+    n: int,
+    integers: bool,
+    chip: GPU,
 ) -> tuple[float, float]:
     """Of the kernel in which tensor cores multiply a step of one warpgroup while it
     decodes the next, and while the other one is between two steps.
@@ -79,17 +86,17 @@ def by_pipeline(
     as long as what is busiest in it. At worst a tile pauses for all that is not in a
     step, of one warpgroup after the other, and for a microsecond of waiting; at best
     the other warpgroup, and what is brought ahead, hide it."""
-    rate = _rates[chip.architecture][0]
-    tensor = pipeline.m * pipeline.rows * 64 / rate
-    busy = {**found.step.cycles(chip), "shared": 0.0}
-    cycles = max(tensor, max(busy.values()) * pipeline.rows * 64, found.shared * tensor)
+    rate, columns = _rates[chip.architecture][integers], 128 if integers else 64
+    weights = pipeline.rows * columns
+    busy = max(found.step._replace(shared=found.shared / weights).cycles(chip).values())
+    cycles = max(pipeline.m * weights / rate, busy * weights)
     # Of a warpgroup, if the other one has an instruction of tensor cores left.
-    waits = max(0.0, 2 * found.between - 64 * pipeline.m * 16 / rate)
+    waits = max(0.0, found.between - 64 * 16 * pipeline.m / rate)
     tiles = math.ceil(m / pipeline.m) * math.ceil(n / pipeline.rows / pipeline.cluster)
     most = math.ceil(tiles / (chip.cores // pipeline.cluster))
-    clock = _peaks[chip.architecture][0] / rate / chip.cores
+    clock = _peaks[chip.architecture][integers] / rate / chip.cores
     pause_of_tile = 2 * found.tile / clock + 1e-6
     moved = step.bytes / chip.bandwidth
-    best = most * math.ceil(k / 64) * (cycles + waits) / clock
+    best = most * math.ceil(k / columns) * (cycles + waits) / clock
     worst = best + most * pause_of_tile
     return max(worst, moved) + pause, max(best, moved) + pause

@@ -64,8 +64,9 @@ def _units(names: list[str], weights: float) -> Units:
 class Pipelined(NamedTuple):
     """Of the kernel in which tensor cores multiply a step of a warpgroup while it
     decodes the next one, instructions of a thread: from one step to the next; of
-    these, those before tensor cores have more to do; and those of a tile of the result
-    beside its steps. `shared` are cycles of shared memory for each of tensor cores."""
+    these, cycles of those while tensor cores have none of its products; and those of a
+    tile of the result beside its steps. `shared` are bytes of shared memory that go in
+    or out in a step, by tensor cores, too."""
 
     step: Units
     between: int
@@ -73,24 +74,31 @@ class Pipelined(NamedTuple):
     shared: float
 
 
-def pipelined(kernel: GPUKernel, pipeline, step_bytes: int) -> Pipelined:
-    """By its loops, where a step brings so many bytes to a program."""
-    loops = sorted((x for x in kernel.loops if _multiplies(x)), key=len)
-    step, tile = ([name for name in loop if name != "NOP"] for loop in loops[:2])
-    at = next(i for i, name in enumerate(step) if name.startswith("WARPGROUP.DEPBAR"))
+def pipelined(
+    kernel: GPUKernel, pipeline, step_bytes: int, integers: bool
+) -> Pipelined:
+    """By its loops, where a step brings so many bytes to a program, 128 for each row of
+    the activation."""
+    listed = list(zip(kernel.instructions, kernel.stalls, strict=True))
+    loops = [listed[start:stop] for start, stop in kernel.places_of_loops]
+    loops = sorted((loop for loop in loops if _multiplies(loop)), key=len)
+    step, tile = ([x for x in loop if x[0] != "NOP"] for loop in loops[:2])
+    at = next(i for i, (name, _) in enumerate(step) if "WARPGROUP.DEPBAR" in name)
     turned = [*step[at:], *step[:at]]
-    between = next(i for i, name in enumerate(turned) if name.startswith("HGMMA"))
-    weights = 64 * pipeline.rows
-    units = _units(step, weights / 256)
-    # Each of two warpgroups reads all rows of the activation.
-    moved = 2 * 64 * 2 * pipeline.m + step_bytes + units.shared * weights
-    tensor = pipeline.m * weights / 2048
+    first = next(i for i, (name, _) in enumerate(turned) if "GMMA" in name)
+    between = sum(max(stall, 1) for _, stall in turned[:first])
+    weights = (128 if integers else 64) * pipeline.rows
+    units = _units([name for name, _ in step], weights / 256)
+    # Each of two warpgroups reads all rows of the activation, and integers of its own.
+    moved = 2 * 128 * pipeline.m + step_bytes + units.shared * weights
+    if integers:  # Of which one product is still to be done when it waits.
+        moved, between = moved + weights, 0
     # A tile has the last step, and the first codes, once more.
-    return Pipelined(units, between, len(tile) - len(step), moved / _shared / tensor)
+    return Pipelined(units, between, len(tile) - len(step), moved)
 
 
-def _multiplies(names: list[str]) -> bool:
-    return any(name.startswith("HGMMA") for name in names)
+def _multiplies(loop: list[tuple[str, int]]) -> bool:
+    return any("GMMA" in name for name, _ in loop)
 
 
 def _width(name: str) -> int:

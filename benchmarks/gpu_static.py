@@ -110,6 +110,13 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     return tiles, count / (32 * tiles.warps)
 
 
+def pipelined_in(kernel, tiles, q):
+    integers = q.format.activations == "int8"
+    itemsize = 1 if integers else 2
+    brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
+    return pipelined(kernel, tiles, brought, integers)
+
+
 def beside_cublas(program, x, q, contract_rows, chip) -> str:
     """How many times as fast, at worst and at best."""
     (m, size), weights = x.shape, q.size
@@ -118,10 +125,10 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
         if "mpmd_map" in step.name:
             (kernel,) = filter(is_mosaic, program.kernels)
             tiles, _ = tiles_of(x, q, contract_rows, chip)
-            brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1])
-            found = pipelined(kernel, tiles, brought)
+            found = pipelined_in(kernel, tiles, q)
             shape = m, size, weights // size
-            times = by_pipeline(step, found, tiles, *shape, chip)
+            integers = q.format.activations == "int8"
+            times = by_pipeline(step, found, tiles, *shape, integers, chip)
         elif "pallas_call" in step.name:
             (kernel,) = filter(is_ours, program.kernels)
             tiles, each = tiles_of(x, q, contract_rows, chip)
@@ -146,8 +153,7 @@ def limits(
     for kernel in program.kernels:
         if is_mosaic(kernel):
             tiles, _ = tiles_of(x, q, contract_rows, chip)
-            brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1])
-            units = pipelined(kernel, tiles, brought).step
+            units = pipelined_in(kernel, tiles, q).step
             numbers = units.issued, units.alu, units.shared
             cells = [*(f"{x:.1f}" for x in numbers), "", "", ""]
             return [*cells, str(kernel.spilled)]

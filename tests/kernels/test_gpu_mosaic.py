@@ -35,8 +35,7 @@ FORMATS = [
 def test_ragged_products(format, on, normal, monkeypatch):
     """Two programs, one of which has two tiles, and more steps than stages."""
     small = ft.partial(_mosaic.Pipeline, m=32, stages=3)
-    monkeypatch.setattr(_choose._mosaic, "Pipeline", lambda cores=2: small(cores=2))
-    monkeypatch.setattr(_mosaic, "bytes_of", lambda *_: 0)
+    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small(cores=2))
     size = 512 if format.block_size == 128 else 256
     q = eqquant.quantize(normal(264, size).astype("bfloat16"), format)
     x = normal(30, size).astype("bfloat16")
@@ -50,6 +49,27 @@ def test_ragged_products(format, on, normal, monkeypatch):
     blocked = q.scales.shape[1] > 1
     bound = 4e-3 if blocked else 2.5e-3
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
+
+
+def test_integers_are_multiplied_exactly(on, monkeypatch):
+    small = _mosaic.Pipeline(m=32, stages=2, cores=2)
+    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (30, 272), np.int8)
+    codes = rng.integers(-127, 128, (136, 272), np.int8)
+    scales, units = (np.float32(rng.uniform(0.5, 2, (n, 1))) for n in (136, 30))
+    out = gpu.dot(
+        *map(jnp.asarray, (x, codes, scales)),
+        x_unit=jnp.asarray(units),
+        format=Int8(activations="int8", gpu=KERNEL),
+        contract_rows=False,
+        precision="high",
+        weight_dtype=jnp.dtype("bfloat16"),
+        out_dtype=jnp.dtype("bfloat16"),
+        interpret=True,
+    )
+    exact = np.float64(x) @ np.float64(codes).T * scales.T * units
+    assert relative(out, exact) < 2.5e-3  # The result is rounded.
 
 
 #
@@ -175,7 +195,7 @@ def test_by_shape_and_dtype(on):
         (Ternary(block_size=64, gpu=KERNEL), "does not scale blocks of 64 such codes"),
     ]:
         assert said in many(format)
-    assert "it is for more than 128 rows" in explained(
+    assert "it is for many rows on Hopper" in explained(
         200, "float32", NF4(gpu=GPUKernel("mosaic"))
     )
     assert "Triton kernel" in many(Ternary(gpu=GPUKernel("triton")))
@@ -188,7 +208,10 @@ def test_it_fits_into_shared_memory():
     shared = _chips.known("", "9.0").shared
     pipeline = _mosaic.Pipeline()
     for format in NF4(), Int4(), Int8(), Int8(block_size=64), Ternary(), Binary():
-        assert 100_000 < _mosaic.bytes_of(pipeline, format, 64) <= shared
+        assert 100_000 < _mosaic.bytes_of(pipeline, format, 64, 2) <= shared
+    x = jnp.zeros((1, 1), jnp.int8)
+    pipeline = _mosaic.pipeline_for(x, 1)
+    assert 100_000 < _mosaic.bytes_of(pipeline, Int8(), 1, 1) <= shared
 
 
 @pytest.mark.parametrize("factor", [1, 1.1])

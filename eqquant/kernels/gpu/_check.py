@@ -74,9 +74,12 @@ def _compare(
     if kernel.operand == "int8":
         x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8)
         units = [jnp.asarray(rng.uniform(0.5, 2, (1, m, 1)), jnp.float32)]
+    out_dtype = jnp.float32
+    if kernel.by == "Mosaic":
+        out_dtype = jnp.bfloat16 if kernel.operand == "int8" else x_dtype
     by_kernel = ft.partial(
         kernel.dot,
-        out_dtype=x_dtype if kernel.by == "Mosaic" else jnp.float32,
+        out_dtype=out_dtype,
         interpret=jax.default_backend() == "cpu",
         **options,
     )
@@ -99,4 +102,6 @@ def _compare(
     # Operands of 8 bits, of 11, or of 16; or integers, whose sums are exact.
     bound = 1e-2 if kernel.parts == (1, 1) else 1e-4
     bound = {"float16": 1e-3, "int8": 1e-5}.get(kernel.operand, bound)
+    if jnp.dtype(out_dtype) == jnp.bfloat16:
+        bound = 1e-2
     return None if error < bound else f"its relative error is {error:.1e}"

@@ -97,11 +97,11 @@ def kernel_on(
     if x.dtype == jnp.dtype(operand) and parts == (1, 1) and not contract_rows:
         as_it_is = operand
     asked = format.gpu.kernel if format.gpu is not None else None
-    hopper = "it is for more than 128 rows on Hopper, with operands of 16 bits"
-    if as_it_is not in (None, "int8") and chip.large_products and asked != "triton":
+    hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
+    if as_it_is is not None and chip.large_products and asked != "triton":
         hopper = _mosaic.why_not(x, codes, scales, format, out_dtype, chip.shared)
         if hopper is None and (m > _most_rows or asked == "mosaic"):
-            pipeline = _mosaic.Pipeline(cores=chip.cores)
+            pipeline = _mosaic.pipeline_for(x, chip.cores)
             return Kernel(chip.name, operand, parts, pipeline)
     if asked == "mosaic":
         return f"the format asks for Mosaic: {hopper}"

@@ -14,6 +14,7 @@ written.
 
 Scales of blocks are rounded to bfloat16, and so is a level times its scale, as a weight
 in bfloat16 would be. A scale for a whole row is multiplied in float32 with the result.
+Integers of 8 bits are multiplied by integers as they are, in steps of 128 columns.
 """
 
 import dataclasses
@@ -33,7 +34,8 @@ from ._lookup import Decoder, in_table
 from ._table import size_of
 
 
-_step = 64  # Columns of the weight: 128 bytes of an activation in 16 bits.
+_line = 128  # Bytes of a row of the activation, in a step.
+_step = _line // 2  # Columns of the weight; of integers twice as many.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,16 +56,21 @@ class Pipeline:
     cores: int = 132
 
 
+def pipeline_for(x, cores: int) -> Pipeline:
+    """Of an activation in int8, a step has twice the codes."""
+    return Pipeline(cores=cores, stages=3 if x.dtype == jnp.int8 else 4)
+
+
 def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | None:
-    """Why `x @ w.T`, with the activation as it is, in 16 bits, is not for this kernel,
-    if it is not. Programs have so many bytes of `shared` memory."""
+    """Why `x @ w.T`, with the activation as it is, in 8 or 16 bits, is not for this
+    kernel, if it is not. Programs have so many bytes of `shared` memory."""
     dtype = jnp.dtype(x.dtype)
     *batch, rows, packed = codes.shape
     blocks = scales.shape[-1]
     if any(size > 1 for size in batch):
         return "of stacks it multiplies none"
-    if out_dtype is not None and jnp.dtype(out_dtype) != dtype:
-        return f"its results are in {dtype}"
+    if out_dtype is not None and jnp.dtype(out_dtype).itemsize != 2:
+        return "its results are in 16 bits"
     plain = format.group == 64 or (format.group == 32 and format.bits == 4)
     if not plain and format.bits != 8:
         return f"it decodes groups of 64 codes, and not of {format.group}"
@@ -78,33 +85,37 @@ def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | N
             return "a row's scales are to be a multiple of 16 bytes"
     if packed % 16 or rows % 8:
         return "rows of codes and of the result are to be multiples of 16 bytes"
-    if bytes_of(Pipeline(), format, blocks) > shared:
+    pipeline = pipeline_for(x, 1)
+    if bytes_of(pipeline, format, blocks, dtype.itemsize) > shared:
         return "there is too little shared memory"
     return None
 
 
-def bytes_of(pipeline: Pipeline, format: Format, blocks: int) -> int:
-    """Of shared memory."""
-    step = bytes_of_step(pipeline, format, blocks)
+def bytes_of(pipeline: Pipeline, format: Format, blocks: int, itemsize: int) -> int:
+    """Of shared memory, for an activation of so many bytes each."""
+    step = bytes_of_step(pipeline, format, blocks, itemsize)
     table = size_of(format.bits) if in_table(format) else 0
     return pipeline.stages * step + pipeline.m * 128 + table + 4096
 
 
-def bytes_of_step(pipeline: Pipeline, format: Format, blocks: int) -> int:
+def bytes_of_step(
+    pipeline: Pipeline, format: Format, blocks: int, itemsize: int
+) -> int:
     """Which a program brings."""
-    of_row = _width(format) + 16 * (blocks > 1)
-    return 2 * pipeline.m * _step + pipeline.rows * of_row
+    of_row = _width(format, _line // itemsize) + 16 * (blocks > 1)
+    return pipeline.m * _line + pipeline.rows * of_row
 
 
-def _width(format: Format) -> int:
+def _width(format: Format, columns: int = _step) -> int:
     """Bytes of a row of codes that are brought at once: at least 16."""
-    return max(_step * format.bits // 8, 16)
+    return max(columns * format.bits // 8, 16)
 
 
 def dot(
     x: Shaped[Array, "1 m size"],
     codes: Shaped[Array, "1 rows packed"],
     scales: Float[Array, "1 rows blocks"],
+    x_unit: Float[Array, "1 m 1"] | None = None,
     *,
     format: Format,
     operand,
@@ -112,7 +123,8 @@ def dot(
     out_dtype,
     interpret: bool = False,
 ) -> Float[Array, "1 m rows"]:
-    """`x @ w.T`, where `why_not` knows no reason."""
+    """`x @ w.T`, where `why_not` knows no reason; in integers if `operand` is int8,
+    and `x` then, whose rows are in `x_unit`."""
     # Not every jaxlib has Mosaic for GPUs.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -124,21 +136,27 @@ def dot(
     if interpret:
         cluster = 1  # It knows no others.
     num_m, num_rows = pl.cdiv(m, tile_m), pl.cdiv(rows, tile_rows * cluster)
-    steps = pl.cdiv(size, _step)
+    integers = jnp.dtype(operand) == jnp.int8
+    columns = _line // x.dtype.itemsize
+    steps = pl.cdiv(size, columns)
     clusters = min(pipeline.cores // cluster, num_m * num_rows)
-    f32 = jnp.float32
+    sums = jnp.int32 if integers else jnp.float32
     decoder = Decoder(format, operand, 1, interpret)
-    width, of_step = _width(format), _step * format.bits // 8
+    width, of_step = _width(format, columns), columns * format.bits // 8
     of_block = max(_step // (format.block_size or _step), 1) if blocked else 0
     once = min(8, num_m)
     if not blocked:
         # Read by threads: beyond the last row, too.
         scales = scales[:, 0].astype(jnp.float32)
         scales = jnp.pad(scales, (0, num_rows * cluster * tile_rows - rows))
+    units = []
+    if x_unit is not None:
+        x_unit = x_unit[0, :, 0].astype(jnp.float32)
+        units.append(jnp.pad(x_unit, (0, num_m * tile_m - m)))
     out_shape = m, rows
     if interpret:  # Nor does it copy what is beyond an array as zeros.
         out_shape = num_m * tile_m, num_rows * tile_rows
-        x = jnp.pad(x, ((0, out_shape[0] - m), (0, steps * _step - size)))
+        x = jnp.pad(x, ((0, out_shape[0] - m), (0, steps * columns - size)))
         codes = jnp.pad(codes, ((0, out_shape[1] - rows), (0, -codes.shape[1] % width)))
         if blocked:
             scales = jnp.pad(scales, ((0, out_shape[1] - rows), (0, -blocks % 4)))
@@ -156,8 +174,10 @@ def dot(
         high = jnp.minimum(once, num_m - group * once)
         return group * once + lax.rem(i, high), lax.div(i, high)
 
-    def kernel(x, codes, scales, out, xs, qs, outs, full, empty, *rest):
-        ss, held = rest[:blocked], rest[blocked:]
+    def kernel(x, codes, scales, *refs):
+        units, refs = refs[:integers], refs[integers:]
+        out, xs, qs, outs, full, empty, *refs = refs
+        ss, held = refs[:blocked], refs[blocked:]
         thread, block = lax.axis_index("thread"), lax.axis_index("block")
         first = lax.axis_index("cluster")
         count = lax.div(num_m * num_rows - first + clusters - 1, jnp.int32(clusters))
@@ -189,7 +209,7 @@ def dot(
                     )
 
                 both = {} if cluster == 1 else {"collective_axes": "block"}
-                copy(x, at_m, tile_m, k * _step, _step, xs, **both)
+                copy(x, at_m, tile_m, k * columns, columns, xs, **both)
                 byte = lax.div(k * of_step, jnp.int32(width)) * width
                 copy(codes, at_row, tile_rows, byte, width, qs)
                 for to in ss:
@@ -243,20 +263,37 @@ def dot(
             def decoded(k):
                 slot = slot_of(start + k)
                 plgpu.barrier_wait(full.at[slot])
+                if integers:
+                    some = qs.at[slot, pl.ds(thread * 64, 64)]
+                    return some[...] if interpret else some
                 return decode(k, slot)
 
             def sum(total) -> None:
                 def multiply(k, some):
-                    some, xs_k = finish(*some), xs.at[slot_of(start + k)]
+                    xs_k = xs.at[slot_of(start + k)]
+                    some = some if integers else finish(*some)
                     if interpret:  # It multiplies nothing in registers.
-                        more = jnp.dot(some, xs_k[...].T, preferred_element_type=f32)
+                        more = jnp.dot(some, xs_k[...].T, preferred_element_type=sums)
                         total[...] = total[...] + more
                     else:
                         plgpu.wgmma(total, some, plgpu.transpose_ref(xs_k, (1, 0)))
 
-                def release(k):
-                    plgpu.wgmma_wait(0)
+                def release(k, running=0):
+                    plgpu.wgmma_wait(running)
                     plgpu.barrier_arrive(empty.at[slot_of(start + k)])
+
+                def step_of_integers(k, _):
+                    multiply(k, decoded(k))
+
+                    @pl.when(k > 0)
+                    def _():
+                        release(k - 1, running=1)
+
+                if integers:  # As they are in memory.
+                    lax.fori_loop(0, steps, step_of_integers, None)
+                    release(steps - 1)
+                    write(total[...], at_m, at_row)
+                    return
 
                 def step(k, some):
                     multiply(k, some)
@@ -270,29 +307,33 @@ def dot(
                 write(total[...], at_m, at_row)
 
             if not interpret:
-                pl.run_scoped(sum, plgpu.WGMMAAccumulatorRef((64, tile_m), jnp.float32))
+                pl.run_scoped(sum, plgpu.WGMMAAccumulatorRef((64, tile_m), sums))
                 return
             (total,) = (ref.at[thread] for ref in held)
             total[...] = jnp.zeros(total.shape, total.dtype)
             sum(total)
 
         def write(result, at_m, at_row) -> None:
+            def scaled(some, by, start, axis: int, unit: float = 1):
+                """By a number for each place on an axis."""
+                by = by.at[pl.ds(start, some.shape[axis])]
+                if interpret:
+                    by = by[...]
+                else:
+                    layout = plgpu.Layout.WGMMA.reduce(1 - axis)
+                    by = plgpu.load(by, (), layout=layout, optimized=False)
+                return some * lax.broadcast_in_dim(by * unit, some.shape, (axis,))
+
+            result = result.astype(jnp.float32)
             if not blocked:
-                layout = plgpu.Layout.WGMMA.reduce(1)
-                mine = scales.at[pl.ds(at_row, 64)]
-                scale = (
-                    mine[...]
-                    if interpret
-                    else plgpu.load(mine, (), layout=layout, optimized=False)
-                )
-                scale = scale * decoder.unit
-                result = result * lax.broadcast_in_dim(scale, result.shape, (0,))
-            result = result.astype(out_dtype)
-            parts = tile_m // outs.shape[2]
-            for part in range(parts):
+                result = scaled(result, scales, at_row, 0, decoder.unit)
+            for part in range(tile_m // outs.shape[2]):
                 at, slot = part * outs.shape[2], part % 2
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 to, some = outs.at[thread, slot], result[:, at : at + outs.shape[2]]
+                for unit in units:
+                    some = scaled(some, unit, at_m + at, 1)
+                some = some.astype(out_dtype)
                 if interpret:
                     to[...] = some.T
                 else:
@@ -303,7 +344,7 @@ def dot(
                     out.at[pl.ds(at_m + at, outs.shape[2]), pl.ds(at_row, 64)],
                 )
 
-        if decoder.looks_up and not interpret:
+        if decoder.looks_up and not (integers or interpret):
             _fragments.fill(decoder)
 
         @pl.when(thread == 2)
@@ -330,13 +371,13 @@ def dot(
     if cluster > 1:
         consumed = ft.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     scratch = [
-        smem((stages, tile_m, _step), x.dtype, swizzled(128, 2)),
+        smem((stages, tile_m, columns), x.dtype, swizzled(_line, x.dtype.itemsize)),
         smem((stages, tile_rows, width), codes.dtype, swizzled(width, 1)),
         smem((2, 2, tile_m // 4, 64), out_dtype, swizzled(128, 2)),
         plgpu.Barrier(num_arrivals=2 + blocked, num_barriers=stages),
         consumed(num_arrivals=2, num_barriers=stages),
         *[plgpu.SMEM((stages, tile_rows, 4), scales.dtype)] * blocked,
-        *[plgpu.SMEM((2, 64, tile_m), jnp.float32)] * interpret,
+        *[plgpu.SMEM((2, 64, tile_m), sums)] * interpret,
     ]
     options: dict[str, Any] = {}
     if interpret:
@@ -353,5 +394,5 @@ def dot(
         num_threads=3,
         thread_name="thread",
         **options,
-    )(x, codes, scales)
+    )(x, codes, scales, *units)
     return out[None, :m, :rows] if interpret else out[None]
