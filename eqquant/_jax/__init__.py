@@ -29,7 +29,7 @@ from ._compat import (
     manual_axes_in_context as manual_axes_in_context,
     mapped_mesh_axes as mapped_mesh_axes,
     match_varying as match_varying,
-    mosaic_interpreter as mosaic_interpreter,
+    mosaic_gpu_kernel as mosaic_gpu_kernel,
     num_devices as num_devices,
     num_devices_of as num_devices_of,
     open_jaxpr as open_jaxpr,

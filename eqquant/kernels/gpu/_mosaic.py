@@ -19,7 +19,6 @@ Integers of 8 bits are multiplied by integers as they are, in steps of 128 colum
 
 import dataclasses
 import functools as ft
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import mosaic_interpreter
+from ..._jax import mosaic_gpu_kernel
 from ...formats import Format, planes_of
 from . import _fragments
 from ._lookup import Decoder, in_table
@@ -379,20 +378,17 @@ def dot(
         *[plgpu.SMEM((stages, tile_rows, 4), scales.dtype)] * blocked,
         *[plgpu.SMEM((2, 64, tile_m), sums)] * interpret,
     ]
-    options: dict[str, Any] = {}
-    if interpret:
-        options["interpret"] = mosaic_interpreter()
     kernel.__name__ = kernel.__qualname__ = f"{format.name}_columns"
-    out = plgpu.kernel(
+    out = mosaic_gpu_kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(out_shape, out_dtype),
-        scratch_types=scratch,
+        jax.ShapeDtypeStruct(out_shape, out_dtype),
+        scratch,
+        interpret=interpret,
         grid=(clusters,),
         grid_names=("cluster",),
         cluster=(cluster,),
         cluster_names=("block",),
         num_threads=3,
         thread_name="thread",
-        **options,
     )(x, codes, scales, *units)
     return out[None, :m, :rows] if interpret else out[None]
