@@ -7,11 +7,20 @@ import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, GPUKernel, Int4, Int8, NF4, Ternary
+from eqquant import Binary, Codebook, GPUKernel, Int4, Int8, NF4, Ternary
 from eqquant.kernels import gpu
-from eqquant.kernels.gpu import _check, _chips, _choose, _fragments, _kernel, _mosaic
+from eqquant.kernels.gpu import (
+    _check,
+    _chips,
+    _choose,
+    _fragments,
+    _kernel,
+    _lookup,
+    _mosaic,
+    _table,
+)
 from helpers import relative, slow
-from test_gpu_ptx import _parsed, Emulator
+from test_gpu_ptx import _parsed, BASE, Emulator
 from test_gpu_triton import H100, on as on, right
 
 
@@ -165,6 +174,28 @@ def test_each_thread_fills_its_part_of_the_table():
     for thread in range(384):
         place, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
         assert place == 16 * (thread % 128) and entry == place // 128
+
+
+@pytest.mark.parametrize("format", [NF4(), Codebook((-1.0, -0.3, 0.5, 1.0))], ids=str)
+def test_the_table_is_where_it_is_said_to_be(format):
+    decoder = _lookup.Decoder(format, "bfloat16", 1, interpret=False)
+    emulator, bits = Emulator(), format.bits
+    emulator.size = _table.size_of(bits)
+    text = _table.filling_of(decoder.tables, bits, 128)
+    text = _fragments.with_table_at(text, "$3")
+    pairs = _table.first_pairs(decoder.tables[0], bits).view("<u4")
+    for thread in range(128):
+        at, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
+        emulator.emulate(text, {"$1": at, "$2": int(pairs[entry]), "$3": BASE})
+    assert len(emulator.shared) * 4 == emulator.size
+    for two in np.random.default_rng(0).integers(0, 2**16, 20):
+        for plane in range(8 // bits):
+            text = _fragments.with_table_at(decoder.texts(plane)[0], "$2")
+            registers = {"$1": int(two), "$2": BASE, "%laneid": int(two) % 32}
+            found = np.array([emulator.emulate(text, registers)], "<u4")
+            codes = [two >> shift + plane * bits & 2**bits - 1 for shift in (0, 8)]
+            expected = decoder.tables[0][codes]
+            assert np.array_equal(found.view("<u2"), expected.view("<u2"))
 
 
 #

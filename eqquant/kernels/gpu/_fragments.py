@@ -130,65 +130,80 @@ def columns_of(format: Format) -> list[list[int]]:
     return [[of(q, plane) for plane in range(planes)] for q in range(format.bits)]
 
 
-def fill(decoder: Decoder) -> None:
+def with_table_at(asm: str, place: str) -> str:
+    """PTX of `_table.py` for a table at an address in a register: Mosaic's memory is
+    all dynamic, and begins where static memory would."""
+    lines = asm.splitlines()
+    declared = lines[0].startswith(".shared")
+    return "\n".join(lines[declared:]).replace("levels", place)
+
+
+def fill(decoder: Decoder, table) -> None:
     """Before the threads part: the table of `_table.py`, which each warpgroup writes
     whole. All have to be here, as all wait."""
     import jax.experimental.mosaic.gpu as mgpu
+    from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import arith
 
-    (table,) = decoder.tables
+    (levels,) = decoder.tables
     constant = lambda i: mgpu.utils.c(int(i), ir.IntegerType.get_signless(32))
 
-    @_inlined(return_type=_words(1)[0])
-    def fill(_):
+    @_inlined((plgpu.RefType(),), return_type=_words(1)[0])
+    def fill(_, table):
         at, entry = _asm(place_of_entry, "=&r,=&r", [], 2)
         word = constant(0)
-        for i, pair in enumerate(_table.first_pairs(table, decoder.bits)):
+        for i, pair in enumerate(_table.first_pairs(levels, decoder.bits)):
             same = arith.cmpi(arith.CmpIPredicate.eq, entry, constant(i))
             word = arith.select(same, constant(pair), word)
-        text = _table.filling_of([table], decoder.bits, 128)
-        return _array_of(_asm(text, "=r,r,r", [at, word]))
+        text = _table.filling_of([levels], decoder.bits, 128)
+        text = with_table_at(text, "$3")
+        return _array_of(_asm(text, "=r,r,r,r", [at, word, _address(table)]))
 
-    fill()
+    fill(table)
 
 
-def decode(codes, scales, decoder: Decoder, format: Format, width: int, transforms):
+def decode(
+    codes, scales, table, decoder: Decoder, format: Format, width: int, transforms
+):
     """Of a step, levels, and for each thread its scales, or a zero, which `finish`
     wants. `codes` are in 128 rows of `width` bytes, of which a warpgroup has 64;
-    `scales` are None if a row has one."""
+    `scales` are None if a row has one, and `table` if nothing is looked up."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
 
     blocks = 0 if scales is None else scales.shape[-1]
-    refs = (codes,) if scales is None else (codes, scales)
-    types = (plgpu.RefType(transforms), plgpu.RefType())[: len(refs)]
+    refs = tuple(ref for ref in (codes, scales, table) if ref is not None)
+    types = (plgpu.RefType(transforms), *(plgpu.RefType() for _ in refs[1:]))
     words, _ = _words(max(2 * blocks, 1))
     texts = [decoder.texts(plane)[0] for plane in range(planes_of(format.bits))]
 
     @_inlined(arg_types=types, return_type=(_operand(decoder.dtype), words))
-    def decode(_, codes, scales=None):
+    def decode(_, codes, *refs):
         pair = ir.VectorType.get((2,), _number(decoder.dtype))
         at, change = _asm(
             place_of_codes(width), "=&r,=&r,r", [_address(codes)], 2, pure=True
         )
         units = []
-        if scales is None:
+        if not blocks:
             units += _asm(zero, "=r", [], pure=True)
         else:
-            of = _asm(place_of_scale(), "=r,r", [_address(scales)], pure=True)
+            of = _asm(place_of_scale(), "=r,r", [_address(refs[0])], pure=True)
             for block in range(blocks):
                 for half in range(2):
                     text = load_scale(128 * half + 4 * block)
                     units += _asm(text, "=r,r", of)
+        tables = [] if table is None else [_address(refs[-1])]
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), object)
         for half in range(2):
             for q, columns in enumerate(columns_of(format)):
                 text = load_codes(8 * q, 8 * width * half)
                 (two,) = _asm(text, "=h,r,r", [at, change], bits=16)
                 for column, text in zip(columns, texts, strict=True):
-                    (numbers,) = _asm(text, "=r,h", [two])
+                    text = with_table_at(text, "$2")
+                    kinds = "=r,h,r" if tables else "=r,h"
+                    (numbers,) = _asm(text, kinds, [two, *tables])
                     numbers = mgpu.utils.bitcast(numbers, pair)
                     out[0, column, 0, 0, half, 0, 0, 0, 0] = numbers
         layout = mgpu.WGMMA_LAYOUT

@@ -176,7 +176,9 @@ def dot(
     def kernel(x, codes, scales, *refs):
         units, refs = refs[:integers], refs[integers:]
         out, xs, qs, outs, full, empty, *refs = refs
-        ss, held = refs[:blocked], refs[blocked:]
+        ss, refs = refs[:blocked], refs[blocked:]
+        held, refs = refs[:interpret], refs[interpret:]
+        table = refs[0] if refs else None
         thread, block = lax.axis_index("thread"), lax.axis_index("block")
         first = lax.axis_index("cluster")
         count = lax.div(num_m * num_rows - first + clusters - 1, jnp.int32(clusters))
@@ -233,7 +235,9 @@ def dot(
             if interpret:
                 return _decode(q[...], None if scale is None else scale[...], thread)
             transforms = swizzled(width, 1)
-            return _fragments.decode(q, scale, decoder, format, width, transforms)
+            return _fragments.decode(
+                q, scale, table, decoder, format, width, transforms
+            )
 
         def _decode(q, scale, thread):
             """As `_fragments` does, in JAX."""
@@ -343,8 +347,8 @@ def dot(
                     out.at[pl.ds(at_m + at, outs.shape[2]), pl.ds(at_row, 64)],
                 )
 
-        if decoder.looks_up and not (integers or interpret):
-            _fragments.fill(decoder)
+        if table is not None:
+            _fragments.fill(decoder, table)
 
         @pl.when(thread == 2)
         def _():
@@ -377,6 +381,8 @@ def dot(
         consumed(num_arrivals=2, num_barriers=stages),
         *[plgpu.SMEM((stages, tile_rows, 4), scales.dtype)] * blocked,
         *[plgpu.SMEM((2, 64, tile_m), sums)] * interpret,
+        *[plgpu.SMEM((size_of(format.bits) // 4,), jnp.int32)]
+        * (decoder.looks_up and not interpret),
     ]
     kernel.__name__ = kernel.__qualname__ = f"{format.name}_columns"
     out = mosaic_gpu_kernel(
