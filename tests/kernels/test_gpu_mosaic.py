@@ -60,13 +60,15 @@ def test_ragged_products(format, on, normal, monkeypatch):
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
 
 
-def test_integers_are_multiplied_exactly(on, monkeypatch):
-    small = _mosaic.Pipeline(m=32, stages=2, cores=2)
+@pytest.mark.parametrize("m", [30, slow(260)])
+def test_integers_are_multiplied_exactly(m, on, monkeypatch):
+    """At most nine tiles of rows, of which eight are computed at once."""
+    small = _mosaic.Pipeline(m=32, stages=2, cores=6)
     monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small)
     rng = np.random.default_rng(0)
-    x = rng.integers(-127, 128, (30, 272), np.int8)
+    x = rng.integers(-127, 128, (m, 272), np.int8)
     codes = rng.integers(-127, 128, (136, 272), np.int8)
-    scales, units = (np.float32(rng.uniform(0.5, 2, (n, 1))) for n in (136, 30))
+    scales, units = (np.float32(rng.uniform(0.5, 2, (n, 1))) for n in (136, m))
     out = gpu.dot(
         *map(jnp.asarray, (x, codes, scales)),
         x_unit=jnp.asarray(units),
