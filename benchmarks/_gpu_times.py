@@ -4,8 +4,10 @@ By NVIDIA's data sheets: the memory's bandwidth, and what tensor cores multiply 
 second, without sparsity. So each is as if cuBLAS, and everything else, reached these.
 """
 
+import math
+
 from _gpu_bytes import Step
-from _gpu_units import Units
+from _gpu_units import Pipelined, Units
 from eqquant._jax import GPU
 
 
@@ -65,3 +67,36 @@ def by_kernel(
     waiting = at_peak * (1 + max(others.values()) / tensor)
     free = at_peak * max(1, max(others.values()) / tensor)
     return max(waiting, moved) + pause, max(free, moved) + pause
+
+
+def by_pipeline(
+    step: Step,
+    found: Pipelined,
+    pipeline,
+    m: int,
+    k: int,
+    n: int,
+    integers: bool,
+    chip: GPU,
+) -> tuple[float, float]:
+    """Of the kernel in which tensor cores multiply a step of one warpgroup while it
+    decodes the next, and while the other one is between two steps.
+
+    In both numbers, all programs wait for those with the most tiles, and a step takes
+    as long as what is busiest in it. At worst a tile pauses for all that is not in a
+    step, of one warpgroup after the other, and for a microsecond of waiting; at best
+    the other warpgroup, and what is brought ahead, hide it."""
+    rate, columns = _rates[chip.architecture][integers], 128 if integers else 64
+    weights = pipeline.rows * columns
+    busy = max(found.step._replace(shared=found.shared / weights).cycles(chip).values())
+    cycles = max(pipeline.m * weights / rate, busy * weights)
+    # Of a warpgroup, if the other one has an instruction of tensor cores left.
+    waits = max(0.0, found.between - 64 * 16 * pipeline.m / rate)
+    tiles = math.ceil(m / pipeline.m) * math.ceil(n / pipeline.rows / pipeline.cluster)
+    most = math.ceil(tiles / (chip.cores // pipeline.cluster))
+    clock = _peaks[chip.architecture][integers] / rate / chip.cores
+    pause_of_tile = 2 * found.tile / clock + 1e-6
+    moved = step.bytes / chip.bandwidth
+    best = most * math.ceil(k / columns) * (cycles + waits) / clock
+    worst = best + most * pause_of_tile
+    return max(worst, moved) + pause, max(best, moved) + pause

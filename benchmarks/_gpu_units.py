@@ -44,7 +44,10 @@ class Units(NamedTuple):
 
 def units_of(kernel: GPUKernel, weights: float) -> Units:
     """`weights` are those of a thread, in the loop."""
-    names = max(kernel.loops, key=len, default=kernel.instructions)
+    return _units(max(kernel.loops, key=len, default=kernel.instructions), weights)
+
+
+def _units(names: list[str], weights: float) -> Units:
     names = [name for name in names if name != "NOP"]
     alu = sum(bool(_alu.match(name)) for name in names)
     fma = sum(bool(_fma.match(name)) for name in names)
@@ -56,6 +59,46 @@ def units_of(kernel: GPUKernel, weights: float) -> Units:
         if re.match(r"LDS|STS", name):
             moved += _width(name)
     return Units(*(x / weights for x in (len(names), alu, fma, imad, moved)))
+
+
+class Pipelined(NamedTuple):
+    """Of the kernel in which tensor cores multiply a step of a warpgroup while it
+    decodes the next one, instructions of a thread: from one step to the next; of
+    these, cycles of those while tensor cores have none of its products; and those of a
+    tile of the result beside its steps. `shared` are bytes of shared memory that go in
+    or out in a step, by tensor cores, too."""
+
+    step: Units
+    between: int
+    tile: int
+    shared: float
+
+
+def pipelined(
+    kernel: GPUKernel, pipeline, step_bytes: int, integers: bool
+) -> Pipelined:
+    """By its loops, where a step brings so many bytes to a program, 128 for each row of
+    the activation."""
+    listed = list(zip(kernel.instructions, kernel.stalls, strict=True))
+    loops = [listed[start:stop] for start, stop in kernel.places_of_loops]
+    loops = sorted((loop for loop in loops if _multiplies(loop)), key=len)
+    step, tile = ([x for x in loop if x[0] != "NOP"] for loop in loops[:2])
+    at = next(i for i, (name, _) in enumerate(step) if "WARPGROUP.DEPBAR" in name)
+    turned = [*step[at:], *step[:at]]
+    first = next(i for i, (name, _) in enumerate(turned) if "GMMA" in name)
+    between = sum(max(stall, 1) for _, stall in turned[:first])
+    weights = (128 if integers else 64) * pipeline.rows
+    units = _units([name for name, _ in step], weights / 256)
+    # Each of two warpgroups reads all rows of the activation, and integers of its own.
+    moved = 2 * 128 * pipeline.m + step_bytes + units.shared * weights
+    if integers:  # Of which one product is still to be done when it waits.
+        moved, between = moved + weights, 0
+    # A tile has the last step, and the first codes, once more.
+    return Pipelined(units, between, len(tile) - len(step), moved)
+
+
+def _multiplies(loop: list[tuple[str, int]]) -> bool:
+    return any("GMMA" in name for name, _ in loop)
 
 
 def _width(name: str) -> int:

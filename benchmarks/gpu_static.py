@@ -39,12 +39,12 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
-from _gpu_times import by_kernel, dense, of_xla
-from _gpu_units import bound, in_flight, launched, units_of
+from _gpu_times import by_kernel, by_pipeline, dense, of_xla
+from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
-from eqquant.kernels.gpu import _chips, _choose
+from eqquant.kernels.gpu import _chips, _choose, _mosaic
 from eqquant.primitives import dot_by
 
 
@@ -89,8 +89,12 @@ def is_ours(kernel) -> bool:
     return kernel.name.endswith(("_columns", "_rows"))
 
 
-def tiles_of(kernel, x, q, contract_rows, chip) -> tuple[Any, float]:
-    """Of our kernel; and how many weights a thread has in its loop."""
+def is_mosaic(kernel) -> bool:
+    return kernel.name.endswith("_mosaic_gpu_kernel")
+
+
+def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
+    """Of our kernel; and how many weights a thread of Triton's has in its loop."""
     known = _chips.known(chip.name)
     assert known is not None
     params = params_of(q, x.dtype, contract_rows)
@@ -100,8 +104,17 @@ def tiles_of(kernel, x, q, contract_rows, chip) -> tuple[Any, float]:
     chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
     assert isinstance(chosen, _choose.Kernel)
     tiles = chosen.tiles
+    if isinstance(tiles, _mosaic.Pipeline):
+        return tiles, 0.0
     count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
     return tiles, count / (32 * tiles.warps)
+
+
+def pipelined_in(kernel, tiles, q):
+    integers = q.format.activations == "int8"
+    itemsize = 1 if integers else 2
+    brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
+    return pipelined(kernel, tiles, brought, integers)
 
 
 def beside_cublas(program, x, q, contract_rows, chip) -> str:
@@ -109,9 +122,16 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
     (m, size), weights = x.shape, q.size
     worst = best = 0.0
     for step in steps(program.as_text()):
-        if "pallas_call" in step.name:
+        if "mpmd_map" in step.name:
+            (kernel,) = filter(is_mosaic, program.kernels)
+            tiles, _ = tiles_of(x, q, contract_rows, chip)
+            found = pipelined_in(kernel, tiles, q)
+            shape = m, size, weights // size
+            integers = q.format.activations == "int8"
+            times = by_pipeline(step, found, tiles, *shape, integers, chip)
+        elif "pallas_call" in step.name:
             (kernel,) = filter(is_ours, program.kernels)
-            tiles, each = tiles_of(kernel, x, q, contract_rows, chip)
+            tiles, each = tiles_of(x, q, contract_rows, chip)
             products = -(-m // tiles.m) * tiles.m * float(weights)
             integers = q.format.activations == "int8"
             units = units_of(kernel, each)
@@ -131,12 +151,18 @@ def limits(
     needed."""
     found = []
     for kernel in program.kernels:
+        if is_mosaic(kernel):
+            tiles, _ = tiles_of(x, q, contract_rows, chip)
+            units = pipelined_in(kernel, tiles, q).step
+            numbers = units.issued, units.alu, units.shared
+            cells = [*(f"{x:.1f}" for x in numbers), "", "", ""]
+            return [*cells, str(kernel.spilled)]
         launch, waits, count = launched(program, kernel.name), "", None
         if launch and not kernel.loops:  # XLA's.
             count = weights / (launch[0] * launch[1])
         if is_ours(kernel):
             assert launch is not None
-            tiles, count = tiles_of(kernel, x, q, contract_rows, chip)
+            tiles, count = tiles_of(x, q, contract_rows, chip)
             count /= -(-x.shape[0] // tiles.m)
             waits = f"{in_flight(kernel, tiles, chip, launch[0], launch[2]):.0f}"
         if count:

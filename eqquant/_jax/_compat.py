@@ -4,6 +4,7 @@ Every private or version-dependent piece of JAX that eqquant uses is here, with 
 versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
 """
 
+import inspect
 import math
 import weakref
 from collections.abc import Callable
@@ -345,6 +346,31 @@ def gpu_capability() -> tuple[str, str | None]:
             capability = str(getattr(device, "compute_capability", ""))
             return kind, capability if capability[:1].isdigit() else None
     return kind, None
+
+
+def gpu_cores() -> int | None:
+    """Of a GPU that is here, if JAX knows."""
+    for device in jax.devices():
+        if device.platform == "gpu":
+            return getattr(device, "core_count", None)
+    return None
+
+
+def mosaic_gpu_kernel(body, out, scratch, *, interpret: bool, **options):
+    """`plgpu.kernel`, which calls its arguments otherwise before 0.10.2; without a GPU
+    if `interpret`."""
+    # Not every jaxlib has Mosaic for GPUs.
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    names = "out_type", "scratch_types"
+    if names[0] not in inspect.signature(plgpu.kernel).parameters:
+        names = "out_shape", "scratch_shapes"
+    options |= dict(zip(names, (out, scratch), strict=True))
+    if interpret:
+        from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+        options["interpret"] = InterpretGPUParams()
+    return plgpu.kernel(body, **options)
 
 
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:

@@ -1,8 +1,10 @@
 """Compiling for a TPU, or a GPU, without one."""
 
+import contextlib
 import importlib.util
 import os
 import pathlib
+import re
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -131,18 +133,50 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
             "pip install 'eqquant[gpu-compiler]'"
         )
     with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
-        compiled = _compile(
-            fn, args, "cuda", [gpu_device(chip)], {"xla_dump_to": folder}
-        )
+        with _in_environment("MOSAIC_GPU_DUMP_TO", folder):
+            compiled = _compile(
+                fn, args, "cuda", [gpu_device(chip)], {"xla_dump_to": folder}
+            )
         files = sorted(pathlib.Path(folder).iterdir())
         thunks = [f.read_text() for f in files if "thunk_sequence" in f.name]
-        ptx = [f.read_text() for f in files if f.suffix == ".ptx"]
+        ptx = [f for f in files if f.suffix == ".ptx"]
+        mosaic = [f.read_text() for f in ptx if _of_mosaic in f.read_text()]
+        ptx = [f.read_text() for f in ptx if _of_mosaic not in f.read_text()]
+        ptx += _all_of_mosaic(compiled.as_text() or "", mosaic)
     return GPUProgram(
         compiled,
         chip=chip,
         launches=once("".join(thunks)),
         kernels=kernels_in(ptx, gpus[chip].architecture),
     )
+
+
+@contextlib.contextmanager
+def _in_environment(name: str, value: str):
+    """Kernels of Mosaic are written where a variable says, not where XLA is told."""
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+_of_mosaic = "_mosaic_gpu_kernel("
+_compiled_by_mosaic: dict[str, str] = {}
+
+
+def _all_of_mosaic(program: str, new: list[str]) -> list[str]:
+    """PTX of the kernels of Mosaic in a program: it compiles each once in a process,
+    and writes it then. A program names them by what they are made of."""
+    names = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
+    names = list(dict.fromkeys(names))
+    unknown = [name for name in names if name not in _compiled_by_mosaic]
+    if len(unknown) == len(new):
+        _compiled_by_mosaic.update(zip(unknown, new, strict=True))
+    return [_compiled_by_mosaic[name] for name in names if name in _compiled_by_mosaic]
 
 
 def _compile(

@@ -32,14 +32,15 @@ class GPUKernel:
     ptx: str = dataclasses.field(repr=False)
 
     @ft.cached_property
-    def _assembled(self) -> tuple[str, str]:
-        """What `ptxas` says, and the instructions."""
+    def _assembled(self) -> tuple[str, str, str]:
+        """What `ptxas` says, and the instructions, then with their bits."""
         with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
             source, binary = (pathlib.Path(folder, x) for x in ("k.ptx", "k.cubin"))
             source.write_text(self.ptx)
             architecture = f"-arch={self.architecture}"
             said = _run("ptxas", architecture, "-v", source, "-o", binary).stderr
-            return said, _run("nvdisasm", "-c", binary).stdout
+            disassembled = (_run("nvdisasm", "-c", *o, binary) for o in ((), ("-hex",)))
+            return said, *(done.stdout for done in disassembled)
 
     def _said(self, pattern: str) -> int:
         found = re.search(pattern, self._assembled[0])
@@ -71,8 +72,24 @@ class GPUKernel:
         return [name for _, name, _ in _instructions(self.sass)]
 
     @property
+    def stalls(self) -> list[int]:
+        """How many cycles a warp waits after each of them at least, before it issues
+        the next one: what the assembler says, and nobody documents. Waiting for memory,
+        tensor cores and other warps is not in it."""
+        second = r"^\s+/\* 0x([0-9a-f]{16}) \*/"
+        bits = re.findall(second, self._assembled[2], re.M)
+        return [int(word, 16) >> 41 & 15 for word in bits]
+
+    @property
     def loops(self) -> list[list[str]]:
         """Those within each loop, the inner ones in the outer ones, too."""
+        names = self.instructions
+        return [names[start:stop] for start, stop in self.places_of_loops]
+
+    @property
+    def places_of_loops(self) -> list[tuple[int, int]]:
+        """Of each of `loops` the first of `instructions`, and the one behind the
+        last."""
         labels: dict[str, int] = {}
         position = 0
         listed: list[tuple[int, str, str]] = []
@@ -89,7 +106,7 @@ class GPUKernel:
                 start = labels.get(target[0], end)
                 # The last instruction jumps to itself, and is never reached.
                 if start < end:
-                    out.append([name for _, name, _ in listed[start : end + 1]])
+                    out.append((start, end + 1))
         return out
 
 

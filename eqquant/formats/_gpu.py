@@ -4,7 +4,7 @@ import dataclasses
 from typing import get_args, Literal
 
 
-_Kernel = Literal["triton", "xla"]
+_Kernel = Literal["mosaic", "triton", "xla"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,10 @@ class GPUKernel:
 
     **Arguments:**
 
-    - `kernel`: `"triton"`, the kernel that decodes while it multiplies, for any number
-        of rows, where there is one for the product; or `"xla"`, what XLA makes.
+    - `kernel`: `"triton"`, the kernel that decodes and multiplies, for any number of
+        rows; `"mosaic"`, that for many rows on an H100 or H200, which decodes behind
+        tensor cores; each where there is one for the product, and otherwise what XLA
+        makes; or `"xla"`, always that.
     - `check`: whether a kernel has to pass a check before its first product on a
         device: by the same product of XLA's, on small data. If it does not, eqquant
         warns, and XLA multiplies.

@@ -37,6 +37,17 @@ SASS = """
 """
 
 
+def test_what_mosaic_compiled_before_is_known(monkeypatch):
+    """A program names its kernels by text that has quotes in it, too."""
+    monkeypatch.setattr(_compile, "_compiled_by_mosaic", {})
+    program = 'kernel_hash = "a\\"b\\\\", module = "x", kernel_hash = "c", '
+    of = lambda text, *new: _compile._all_of_mosaic(text, list(new))
+    assert of(program, "first", "second") == ["first", "second"]
+    assert of(program) == ["first", "second"]
+    assert of('kernel_hash = "c" kernel_hash = "d"', "third") == ["second", "third"]
+    assert of("") == of('kernel_hash = "e"') == []
+
+
 def test_loops_are_found():
     kernel = eqquant.debug.GPUKernel("k", "sm_80", "")
     said = "Used 24 registers\n 8 bytes stack frame, 16 bytes spill stores"

@@ -86,6 +86,22 @@ def test_a_kernel_is_assembled_for_its_chip(tools):
     assert "-arch=sm_90a of the program" in kernel.sass
 
 
+BITS = """#!/bin/sh
+echo '        /*0000*/   LDS R4, [R2] ;   /* 0x0000000002047984 */'
+echo '                                    /* 0x000e280000000800 */'
+echo '        /*0010*/   HMUL2 R5, R4, R3 ;   /* 0x0000000304057232 */'
+echo '                                    /* 0x001fca0000000000 */'
+"""
+
+
+def test_cycles_are_in_the_bits_of_an_instruction(tools):
+    tools("ptxas", PTXAS)
+    tools("nvdisasm", BITS)
+    kernel = GPUKernel("k", "sm_90a", "")
+    assert kernel.instructions == ["LDS", "HMUL2"]
+    assert kernel.stalls == [4, 5]
+
+
 def test_the_tools_of_wheels_come_first(tools, monkeypatch, tmp_path):
     wheels = tmp_path / "site/nvidia"
     tools("ptxas", PTXAS.replace("40", "39"))

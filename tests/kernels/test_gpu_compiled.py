@@ -7,7 +7,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary
+from eqquant import Binary, GPUKernel, Int4, Int8, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels.gpu import _chips, _choose
@@ -16,6 +16,7 @@ from eqquant.kernels.gpu._table import size_of
 from helpers import needs_gpu_compiler
 
 
+TRITON = GPUKernel("triton")
 MORE = [
     (Int8(), 1, False, "bfloat16", "a100", 6.3),
     (Int8(), 16, True, "bfloat16", "h100", 7.3),
@@ -26,8 +27,8 @@ MORE = [
     (NF4(), 64, False, "bfloat16", "h100", 5.3),
     (Int8(activations="int8"), 16, False, "bfloat16", "h100", 1.6),
     (Int8(activations="int8"), 2048, False, "bfloat16", "a100", 2.2),
-    (Binary(), 2048, False, "bfloat16", "h100", 3.9),
-    (Ternary(), 2048, False, "float16", "h100", 4.6),
+    (Binary(gpu=TRITON), 2048, False, "bfloat16", "h100", 3.9),
+    (Ternary(gpu=TRITON), 2048, False, "float16", "h100", 4.6),
 ]
 
 
@@ -42,8 +43,8 @@ MORE = [
         (Ternary(), 16, False, "bfloat16", "h100", 2.0),
         (Binary(), 1, False, "bfloat16", "h100", 1.8),
         (NF4(), 16, True, "bfloat16", "a100", 7.6),
-        (Int8(activations="int8"), 2048, False, "bfloat16", "h100", 1.8),
-        (Ternary(), 2048, False, "bfloat16", "h100", 4.3),
+        (Int8(activations="int8", gpu=TRITON), 2048, False, "bfloat16", "h100", 1.8),
+        (Ternary(gpu=TRITON), 2048, False, "bfloat16", "h100", 4.3),
         *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
     ],
 )
@@ -96,6 +97,62 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     # What arrives in a microsecond, of which a core has its part. With many rows the
     # memory is not waited for.
     assert m > 128 or in_flight > 1e-6 * gpus[chip].bandwidth / gpus[chip].cores / 2
+
+
+# Instructions of a step of many rows on Hopper at most, a tenth more than there were,
+# and of these between two products of a warpgroup.
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "format, dtype, most, between",
+    [
+        (NF4(), "bfloat16", 184, 37),
+        *map(
+            lambda case: pytest.param(*case, marks=pytest.mark.slow),
+            [
+                (Int4(), "bfloat16", 187, 39),
+                (Int8(), "bfloat16", 172, 95),
+                (Int8(block_size=64), "bfloat16", 183, 71),
+                (Ternary(), "float16", 112, 68),
+                (Binary(), "bfloat16", 113, 70),
+                (Int8(activations="int8"), "bfloat16", 89, 80),
+            ],
+        ),
+    ],
+)
+def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, capsys):
+    q = jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((14336, 4096), dtype),
+    )
+    x = jax.ShapeDtypeStruct((2048, 4096), dtype)
+    program = compile_for_gpu(lambda x, q: x @ q.T, x, q, chip="h100")
+    integers = format.activations == "int8"
+    assert program.num_launches == (4 if integers else 1)
+    (kernel,) = (k for k in program.kernels if "mosaic" in k.name)
+    assert kernel.name == f"{format.name}_columns_mosaic_gpu_kernel"
+    # Three warpgroups have as many registers as there are, and share these otherwise.
+    assert kernel.spilled == 0 and kernel.registers * 384 <= gpus["h100"].registers
+    # Mosaic's memory begins where static memory would: of that is its first byte alone.
+    assert kernel.shared == 1 and "levels" not in kernel.ptx
+    multiplies = lambda loop: any("GMMA" in name for name in loop)
+    step = min(filter(multiplies, kernel.loops), key=len)
+    step = [name for name in step if name != "NOP"]
+    at = {name: [i for i, x in enumerate(step) if name in x] for name in WAITS}
+    # Four products, for which one wait is enough: so the assembler put in no others, as
+    # it does if something writes what they still read.
+    first, *_, last = at["GMMA"]
+    (wait,) = at["WARPGROUP.DEPBAR"]
+    assert len(at["GMMA"]) == 4
+    apart = (first - wait) % len(step)
+    with capsys.disabled():
+        print(f"\n{format} {dtype}: {len(step)} instructions, {apart} apart", end=" ")
+    assert len(step) < most and apart < between
+    # All codes are read after these have begun, and before that wait.
+    during = (step + step)[last : last + (wait - last) % len(step)]
+    assert during.count("LDS.U16") == (0 if integers else 2 * format.bits)
+
+
+WAITS = "GMMA", "WARPGROUP.DEPBAR"
 
 
 @needs_gpu_compiler

@@ -168,8 +168,6 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "256 rows, float16" in explained(**many, dtype="float16")
     assert "of more than 128 rows" in explained(**many)
     assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
-    blocks = Ternary(block_size=64)
-    assert "of more than 128 rows" in explained(200, "bfloat16", blocks)
     assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
     assert "no kernels for codes like those of int3" in explained(format="int3")
@@ -233,7 +231,7 @@ def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
 
 def test_a_kernel_that_is_right_is_used(on, monkeypatch):
     on(H100, "9.0")
-    monkeypatch.setattr(_check._triton, "dot", right)
+    monkeypatch.setattr(_triton, "dot", right)
     assert "Triton kernel for sm_90" in explained()
     assert "few rows, int8" in explained(format=Int8(activations="int8"))
     before = _check._failure_of.cache_info().misses
@@ -255,7 +253,7 @@ def raises(*_, **__):
 )
 def test_a_kernel_that_is_wrong_is_not_used(wrong, said, on, monkeypatch):
     on(H100, "9.0")
-    monkeypatch.setattr(_check._triton, "dot", wrong)
+    monkeypatch.setattr(_triton, "dot", wrong)
     with pytest.warns(UserWarning, match=f"failed its check .*{said}"):
         how = explained()
     assert "XLA for GPUs" in how and said in how

@@ -1,15 +1,16 @@
 """Products with quantized weights on GPUs.
 
 On chips that are known, a kernel of Pallas and Triton decodes codes into registers, and
-multiplies them with tensor cores, or integers as they are. Whatever it does not serve,
-and what is exported, is left to `portable`: XLA, in what it makes good kernels of.
+multiplies them with tensor cores, or integers as they are. Of many rows, on Hopper, one
+of Mosaic decodes while tensor cores multiply. Whatever these do not serve, and what is
+exported, is left to `portable`: XLA, in what it makes good kernels of.
 """
 
 from jaxtyping import Array, Float, Int8, UInt8
 
 from .._int8 import round_int8 as round_int8, rounding
-from . import _portable as portable, _triton
-from ._choose import bits_kept, choose, options_of
+from . import _portable as portable
+from ._choose import bits_kept, choose
 from ._lookup import how
 
 
@@ -24,15 +25,20 @@ def dot(
     **params,
 ) -> Float[Array, "*batch m out"]:
     """As that of `kernels/xla/`. Only where [`why_not`][] knows no reason."""
-    kernel = choose(x, codes, scales, **params)
+    kernel = choose(x, codes, scales, out_dtype=out_dtype, **params)
     if isinstance(kernel, str):
         return portable.dot(
             x, codes, scales, out_dtype=out_dtype, x_unit=x_unit, **params
         )
     arrays = (x, codes, scales) if x_unit is None else (x, codes, scales, x_unit)
     args = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
-    options = options_of(kernel, params["format"], params["contract_rows"])
-    out = _triton.dot(*args, **options, out_dtype=out_dtype, interpret=interpret)
+    out = kernel.dot(
+        *args,
+        format=params["format"],
+        contract_rows=params["contract_rows"],
+        out_dtype=out_dtype,
+        interpret=interpret,
+    )
     return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
@@ -51,7 +57,7 @@ def describe(x, codes, scales, **params) -> str:
         return f"{portable.describe(x, codes, scales, **params)}, as {kernel}"
     bits = bits_kept(kernel, x, params["contract_rows"])
     rounded, decoded = rounding(x, bits), how(params["format"])
-    return f"Triton kernel for {kernel.chip}, {kernel.name} {rounded}, {decoded}"
+    return f"{kernel.by} kernel for {kernel.chip}, {kernel.name} {rounded}, {decoded}"
 
 
 def variant_of(x, codes, scales, **params) -> str:

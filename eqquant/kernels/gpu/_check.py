@@ -5,7 +5,6 @@ first, once for each process and each thing that the compiler would make another
 of, and is compared with XLA.
 """
 
-import dataclasses
 import functools as ft
 
 import jax
@@ -15,12 +14,12 @@ import numpy as np
 from ..._jax import apart, warn
 from ...formats import Format, pack
 from .. import xla
-from . import _triton
+from ._kernel import Kernel
 
 
 def failure_of(
     kind: str,
-    kernel,
+    kernel: Kernel,
     *,
     format: Format,
     contract_rows: bool,
@@ -28,9 +27,7 @@ def failure_of(
     dtypes: tuple,
 ) -> str | None:
     """Why a kernel must not be used on the devices here, if it must not."""
-    # Sums of two parts stand for those of more.
-    tiles = dataclasses.replace(kernel.tiles, split=min(kernel.tiles.split, 2))
-    kernel = dataclasses.replace(kernel, tiles=tiles)
+    kernel, *_ = kernel.sample(format)
     failure = _failure_of(kind, kernel, format, contract_rows, blocked, dtypes)
     if failure:
         warn(
@@ -48,15 +45,16 @@ def _failure_of(*args) -> str | None:
 
 
 def _compare(
-    kind: str, kernel, format: Format, contract_rows: bool, blocked: bool, dtypes
+    kind: str,
+    kernel: Kernel,
+    format: Format,
+    contract_rows: bool,
+    blocked: bool,
+    dtypes,
 ) -> str | None:
     del kind
-    tiles, (x_dtype, _, scale_dtype) = kernel.tiles, dtypes
-    # Whole tiles and a rest of each axis.
-    rows = tiles.rows * tiles.split + 8
-    packed = tiles.bytes * tiles.subtiles * tiles.split
-    packed += format.group * format.bits // 8 if format.bits < 8 else 16
-    m = max(tiles.m - 3, 1)
+    x_dtype, _, scale_dtype = dtypes
+    kernel, m, rows, packed = kernel.sample(format)
     rng = np.random.default_rng(0)
     columns = packed * 8 // format.bits
     dtype = np.dtype(format.code_dtype)
@@ -76,12 +74,12 @@ def _compare(
     if kernel.operand == "int8":
         x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8)
         units = [jnp.asarray(rng.uniform(0.5, 2, (1, m, 1)), jnp.float32)]
+    out_dtype = jnp.float32
+    if kernel.by == "Mosaic":
+        out_dtype = jnp.bfloat16 if kernel.operand == "int8" else x_dtype
     by_kernel = ft.partial(
-        _triton.dot,
-        operand=jnp.dtype(kernel.operand),
-        parts=kernel.parts,
-        tiles=tiles,
-        out_dtype=jnp.float32,
+        kernel.dot,
+        out_dtype=out_dtype,
         interpret=jax.default_backend() == "cpu",
         **options,
     )
@@ -97,11 +95,13 @@ def _compare(
         wide = wide * unit
     expected = np.asarray(jax.jit(by_xla)(wide, codes, scales))
     try:
-        out = np.asarray(jax.jit(by_kernel)(x, codes, scales, *units))
+        out = np.asarray(jax.jit(by_kernel)(x, codes, scales, *units), np.float32)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     # Operands of 8 bits, of 11, or of 16; or integers, whose sums are exact.
     bound = 1e-2 if kernel.parts == (1, 1) else 1e-4
     bound = {"float16": 1e-3, "int8": 1e-5}.get(kernel.operand, bound)
+    if jnp.dtype(out_dtype) == jnp.bfloat16:
+        bound = 1e-2
     return None if error < bound else f"its relative error is {error:.1e}"

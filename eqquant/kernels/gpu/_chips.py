@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from ..._jax import gpu_capability, gpus
+from ..._jax import gpu_capability, gpu_cores, gpus
 from ...formats import Format
 from ._lookup import in_table, is_signed
 from ._table import size_of
@@ -13,7 +13,8 @@ from ._triton import subtile_bytes, Tiles
 class Chip:
     """What depends on the generation.
 
-    - `cores`: about how many there are, among which programs are spread.
+    - `cores`: how many there are, among which programs are spread; about, of a chip
+        that is not here.
     - `shared`: bytes of shared memory that a program may have.
     - `large_products`: whether tensor cores read their operands from shared memory,
         and so keep registers free for more sums.
@@ -46,7 +47,11 @@ def known(kind: str, capability: str | None = None) -> Chip | None:
 def chip() -> tuple[Chip | None, str, bool]:
     """That which is compiled for, what it is called, and whether it is here."""
     kind, capability = gpu_capability()
-    return known(kind, capability), kind, capability is not None
+    found = known(kind, capability)
+    cores = gpu_cores() if capability is not None else None
+    if found is not None and cores:
+        found = dataclasses.replace(found, cores=cores)
+    return found, kind, capability is not None
 
 
 def is_large(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:

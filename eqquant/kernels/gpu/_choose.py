@@ -1,15 +1,15 @@
-"""Which products get the kernel of `_triton.py`, and in what it multiplies."""
+"""Which products get a kernel, which one, and in what it multiplies."""
 
 import dataclasses
 import math
 import os
-from typing import Any
 
 import jax.numpy as jnp
 
 from ...formats import Format, GPUKernel, num_codes, Precision
 from ..xla import longest_int8_sum
-from . import _check, _chips, _triton
+from . import _check, _chips, _mosaic
+from ._kernel import Kernel as Kernel
 from ._lookup import can_decode
 from ._parts import is_exact
 
@@ -18,22 +18,6 @@ from ._parts import is_exact
 # kernels of cuBLAS, which multiply faster than it decodes; but for what it decodes in a
 # few instructions, or not at all.
 _most_rows = 128
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A kernel for a product: on which chip, and what its tensor cores multiply."""
-
-    chip: str
-    operand: str
-    parts: tuple[int, int]
-    tiles: _triton.Tiles
-
-    @property
-    def name(self) -> str:
-        rows = "few rows" if self.tiles.m == 16 else f"{self.tiles.m} rows"
-        twice = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]
-        return f"{rows}, {self.operand}{twice}"
 
 
 def choose(
@@ -45,6 +29,7 @@ def choose(
     contract_rows: bool,
     precision: Precision,
     weight_dtype,
+    out_dtype=None,
     **_,
 ) -> Kernel | str:
     """The kernel of a product, by the shapes and dtypes of what it gets; or why XLA
@@ -66,6 +51,7 @@ def choose(
         contract_rows=contract_rows,
         precision=precision,
         weight_dtype=weight_dtype,
+        out_dtype=out_dtype,
     )
     if here and asked.check and isinstance(kernel, Kernel):
         failure = _check.failure_of(
@@ -91,6 +77,7 @@ def kernel_on(
     contract_rows: bool,
     precision: Precision,
     weight_dtype,
+    out_dtype=None,
 ) -> Kernel | str:
     """That of a chip, or why XLA multiplies there."""
     dtypes = tuple(jnp.dtype(dtype) for dtype in (x.dtype, weight_dtype))
@@ -109,7 +96,16 @@ def kernel_on(
     as_it_is = None
     if x.dtype == jnp.dtype(operand) and parts == (1, 1) and not contract_rows:
         as_it_is = operand
-    forced = format.gpu is not None and format.gpu.kernel == "triton"
+    asked = format.gpu.kernel if format.gpu is not None else None
+    hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
+    if as_it_is is not None and chip.large_products and asked != "triton":
+        hopper = _mosaic.why_not(x, codes, scales, format, out_dtype, chip.shared)
+        if hopper is None and (m > _most_rows or asked == "mosaic"):
+            pipeline = _mosaic.pipeline_for(x, chip.cores)
+            return Kernel(chip.name, operand, parts, pipeline)
+    if asked == "mosaic":
+        return f"the format asks for Mosaic: {hopper}"
+    forced = asked == "triton"
     large = _chips.is_large(chip, m, format, as_it_is)
     if m > _most_rows and not (large or as_it_is == "int8" or forced):
         return f"of more than {_most_rows} rows it is expected to be faster"
@@ -159,17 +155,6 @@ def _no_integers(x, scales, format: Format, contract_rows: bool) -> str | None:
     if x.shape[-1] > longest_int8_sum:
         return f"sums of {x.shape[-1]} products may not fit in int32"
     return None
-
-
-def options_of(kernel: Kernel, format: Format, contract_rows: bool) -> dict[str, Any]:
-    """Those of `_triton.dot`."""
-    return dict(
-        format=format,
-        contract_rows=contract_rows,
-        operand=jnp.dtype(kernel.operand),
-        parts=kernel.parts,
-        tiles=kernel.tiles,
-    )
 
 
 def bits_kept(kernel: Kernel, x, contract_rows: bool) -> int | None:

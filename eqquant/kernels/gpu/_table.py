@@ -48,16 +48,28 @@ def fill(tables: list[np.ndarray], bits: int, threads: int) -> Int32[Array, ""]:
     """
     each = _block // threads
     index = lax.broadcasted_iota(jnp.int32, (threads,), 0)
-    entry = lax.rem(lax.div(index, _entry // each), min(4**bits, 16))
+    entry = lax.div(index, _entry // each)
     args = [index * each]
     for table in tables:
         word = jnp.zeros((threads,), jnp.int32)
-        for i, pair in enumerate(_pairs(table, bits)[:16]):
+        for i, pair in enumerate(first_pairs(table, bits)):
             word = jnp.where(entry == i, jnp.int32(pair), word)
         args.append(word)
-    asm = filling(tuple(tuple(_changes(table, bits)) for table in tables), each // 4)
+    asm = filling_of(tables, bits, threads)
     constraints = ",".join(["=r", *["r"] * len(args)])
     return jnp.max(_ptx.run(asm, args, jnp.int32, constraints, pack=1))
+
+
+def first_pairs(table: np.ndarray, bits: int) -> np.ndarray:
+    """The first 16 entries, as integers of 32 bits. Of a smaller table they are there
+    several times."""
+    return np.resize(_pairs(table, bits), 16)
+
+
+def filling_of(tables: list[np.ndarray], bits: int, threads: int) -> str:
+    """The PTX by which so many threads fill it."""
+    changes = tuple(tuple(_changes(table, bits)) for table in tables)
+    return filling(changes, _block // threads // 4)
 
 
 def _changes(table: np.ndarray, bits: int) -> list[int]:

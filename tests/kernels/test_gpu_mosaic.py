@@ -1,0 +1,263 @@
+"""The Mosaic kernel for many rows on Hopper: its numbers in interpret mode, the places
+that its PTX computes, which interpret mode knows nothing of, and what gets it."""
+
+import functools as ft
+
+import eqquant
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from eqquant import Binary, Codebook, GPUKernel, Int4, Int8, NF4, Ternary
+from eqquant.kernels import gpu
+from eqquant.kernels.gpu import (
+    _check,
+    _chips,
+    _choose,
+    _fragments,
+    _kernel,
+    _lookup,
+    _mosaic,
+    _table,
+)
+from helpers import relative, slow
+from test_gpu_ptx import _parsed, BASE, Emulator
+from test_gpu_triton import H100, on as on, right
+
+
+KERNEL = GPUKernel("mosaic", check=False)
+FORMATS = [
+    NF4(gpu=KERNEL),
+    *map(
+        slow,
+        [
+            Int8(gpu=KERNEL),
+            Int4(gpu=KERNEL),
+            Ternary(gpu=KERNEL),
+            Binary(gpu=KERNEL),
+            Int8(block_size=128, gpu=KERNEL),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=str)
+def test_ragged_products(format, on, normal, monkeypatch):
+    """Two programs, one of which has two tiles, and more steps than stages."""
+    small = ft.partial(_mosaic.Pipeline, m=32, stages=3)
+    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small(cores=2))
+    size = 512 if format.block_size == 128 else 256
+    q = eqquant.quantize(normal(264, size).astype("bfloat16"), format)
+    x = normal(30, size).astype("bfloat16")
+    options = dict(format=format, contract_rows=False, precision="high")
+    options |= dict(weight_dtype=q.dtype, out_dtype=q.dtype)
+    assert isinstance(_choose.choose(x, q.codes, q.scales, **options), _kernel.Kernel)
+    out = gpu.dot(x, q.codes, q.scales, **options, interpret=True)
+    assert out.dtype == jnp.bfloat16
+    w = np.asarray(q.astype(jnp.float32).dequantize(), np.float64)
+    # The result is rounded; and scales of blocks, levels, and what they make.
+    blocked = q.scales.shape[1] > 1
+    bound = 4e-3 if blocked else 2.5e-3
+    assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
+
+
+@pytest.mark.parametrize("m", [30, slow(260)])
+def test_integers_are_multiplied_exactly(m, on, monkeypatch):
+    """At most nine tiles of rows, of which eight are computed at once."""
+    small = _mosaic.Pipeline(m=32, stages=2, cores=6)
+    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small)
+    rng = np.random.default_rng(0)
+    x = rng.integers(-127, 128, (m, 272), np.int8)
+    codes = rng.integers(-127, 128, (136, 272), np.int8)
+    scales, units = (np.float32(rng.uniform(0.5, 2, (n, 1))) for n in (136, m))
+    out = gpu.dot(
+        *map(jnp.asarray, (x, codes, scales)),
+        x_unit=jnp.asarray(units),
+        format=Int8(activations="int8", gpu=KERNEL),
+        contract_rows=False,
+        precision="high",
+        weight_dtype=jnp.dtype("bfloat16"),
+        out_dtype=jnp.dtype("bfloat16"),
+        interpret=True,
+    )
+    exact = np.float64(x) @ np.float64(codes).T * scales.T * units
+    assert relative(out, exact) < 2.5e-3  # The result is rounded.
+
+
+#
+# Places
+#
+
+
+class Places(Emulator):
+    """Where threads read and write: a register that is loaded is its own address."""
+
+    def _step(self, name, operands, values):
+        if name == "ld.shared.u16":
+            register, _, offset = operands[1].strip("[]").partition("+")
+            values[operands[0]] = values[register] + int(offset)
+        else:
+            super()._step(name, operands, values)
+
+    def of(self, asm: str, *args: int, thread: int = 0, results: int = 1) -> list[int]:
+        registers = {f"${results + i}": arg for i, arg in enumerate(args)}
+        self.emulate(asm, registers | {"%tid.x": thread, "$0": 0})
+        return [self.values[f"${i}"] for i in range(results)]
+
+    def emulate(self, asm, registers):
+        self.values = dict(registers)
+        for name, operands in _parsed(asm):
+            self._step(name, operands, self.values)
+        return 0
+
+
+def swizzled(place: int, width: int) -> int:
+    """As the hardware writes rows of so many bytes: among those of 128 bytes, places of
+    16 are exchanged by the number of the line."""
+    return place ^ ((place >> 7) & (width // 16 - 1)) << 4
+
+
+@pytest.mark.parametrize(
+    "format", [NF4(), Int4(), Int8(), Ternary(), Binary()], ids=str
+)
+def test_threads_read_the_codes_of_their_columns(format, normal):
+    width = _mosaic._width(format)
+    per = width * 8 // format.bits
+    codes = np.random.default_rng(0).integers(0, 2**format.bits, (128, per), np.uint8)
+    packed = codes
+    if format.bits < 8:
+        groups = codes.reshape(128, -1, format.group)
+        packed = eqquant.formats.pack(jnp.asarray(groups), format.bits)
+        packed = np.asarray(packed).reshape(128, width)
+    memory = {swizzled(i, width): int(b) for i, b in enumerate(packed.ravel())}
+    assert sorted(memory) == list(range(128 * width))
+    places, base = Places(), 4096
+    for thread in range(0, 256, 5):
+        row = thread // 32 * 16 + thread % 32 // 4
+        text = _fragments.place_of_codes(width)
+        at = places.of(text, base, thread=thread, results=2)
+        for half in range(2):
+            for q, columns in enumerate(_fragments.columns_of(format)):
+                text = _fragments.load_codes(8 * q, 8 * width * half)
+                (found,) = places.of(text, *at)
+                for byte in range(2):
+                    loaded = memory[found - base + byte]
+                    for plane, column in enumerate(columns):
+                        code = loaded >> plane * format.bits & 2**format.bits - 1
+                        column = 8 * column + 2 * (thread % 4) + byte
+                        assert code == codes[row + 8 * half, column]
+    assert sorted(np.ravel(_fragments.columns_of(format))) == list(range(8))
+
+
+def test_threads_read_the_scales_of_their_rows():
+    for thread in range(256):
+        row = thread // 32 * 16 + thread % 32 // 4
+        places = Places().of(_fragments.place_of_scale(), 512, thread=thread)
+        assert places == [512 + 16 * row]
+
+
+def test_results_are_written_in_rows_of_the_activation():
+    """Four times 8 x 8 at once: eight lanes say where eight rows of each go."""
+    base, places = 16384, set()
+    for thread in range(128):
+        warp, lane = divmod(thread, 32)
+        (at,) = Places().of(_fragments.place_of_result(), base, thread=thread)
+        pair, half, row = lane // 16, lane // 8 % 2, lane % 8
+        for columns in range(0, 8, 2):
+            found = at + 1024 * columns - base
+            row_of_x = 8 * (columns + pair) + row
+            place = row_of_x * 128 + 2 * (16 * warp + 8 * half)
+            assert found == swizzled(place, 128)
+            places.add(found)
+    # Each 16 bytes of 64 rows of 64 numbers once.
+    assert places == set(range(0, 64 * 128, 16))
+
+
+def test_each_thread_fills_its_part_of_the_table():
+    for thread in range(384):
+        place, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
+        assert place == 16 * (thread % 128) and entry == place // 128
+
+
+@pytest.mark.parametrize("format", [NF4(), Codebook((-1.0, -0.3, 0.5, 1.0))], ids=str)
+def test_the_table_is_where_it_is_said_to_be(format):
+    decoder = _lookup.Decoder(format, "bfloat16", 1, interpret=False)
+    emulator, bits = Emulator(), format.bits
+    emulator.size = _table.size_of(bits)
+    text = _table.filling_of(decoder.tables, bits, 128)
+    text = _fragments.with_table_at(text, "$3")
+    pairs = _table.first_pairs(decoder.tables[0], bits).view("<u4")
+    for thread in range(128):
+        at, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
+        emulator.emulate(text, {"$1": at, "$2": int(pairs[entry]), "$3": BASE})
+    assert len(emulator.shared) * 4 == emulator.size
+    for two in np.random.default_rng(0).integers(0, 2**16, 20):
+        for plane in range(8 // bits):
+            text = _fragments.with_table_at(decoder.texts(plane)[0], "$2")
+            registers = {"$1": int(two), "$2": BASE, "%laneid": int(two) % 32}
+            found = np.array([emulator.emulate(text, registers)], "<u4")
+            codes = [two >> shift + plane * bits & 2**bits - 1 for shift in (0, 8)]
+            expected = decoder.tables[0][codes]
+            assert np.array_equal(found.view("<u2"), expected.view("<u2"))
+
+
+#
+# Which products get it
+#
+
+
+def explained(m, dtype, format, rows=False):
+    q = eqquant.quantize(jnp.ones((128, 128), dtype), format)
+    return eqquant.debug.explain(
+        lambda x: x @ (q if rows else q.T), jnp.ones((m, 128), dtype), platform="gpu"
+    )
+
+
+def test_by_shape_and_dtype(on):
+    many = ft.partial(explained, 200, "bfloat16")
+    for format in "int8", "ternary", "binary":
+        assert "Mosaic kernel for sm_90, 256 rows, bfloat16" in many(format)
+        assert "Mosaic" not in explained(128, "bfloat16", format)
+        assert "Mosaic" not in explained(200, "float32", format)
+        assert "Mosaic" not in many(format, rows=True)
+    # Of a row of 128 weights, scales are 8 bytes.
+    assert "of more than 128 rows" in many("nf4")
+    why = many(NF4(gpu=GPUKernel("mosaic")))
+    assert "asks for Mosaic: a row's scales are to be a multiple of 16 bytes" in why
+    for format, said in [
+        (NF4(block_size=128, gpu=KERNEL), "groups of 64 codes, and not of 128"),
+        (Ternary(block_size=64, gpu=KERNEL), "does not scale blocks of 64 such codes"),
+    ]:
+        assert said in many(format)
+    assert "it is for many rows on Hopper" in explained(
+        200, "float32", NF4(gpu=GPUKernel("mosaic"))
+    )
+    assert "Triton kernel" in many(Ternary(gpu=GPUKernel("triton")))
+    assert "Mosaic kernel" in explained(3, "bfloat16", Ternary(gpu=KERNEL))
+    on("NVIDIA A100-SXM4-80GB")
+    assert "Mosaic" not in many("int8")
+
+
+def test_it_fits_into_shared_memory():
+    shared = _chips.known("", "9.0").shared
+    pipeline = _mosaic.Pipeline()
+    for format in NF4(), Int4(), Int8(), Int8(block_size=64), Ternary(), Binary():
+        assert 100_000 < _mosaic.bytes_of(pipeline, format, 64, 2) <= shared
+    x = jnp.zeros((1, 1), jnp.int8)
+    pipeline = _mosaic.pipeline_for(x, 1)
+    assert 100_000 < _mosaic.bytes_of(pipeline, Int8(), 1, 1) <= shared
+
+
+@pytest.mark.parametrize("factor", [1, 1.1])
+def test_the_check(factor, on, monkeypatch):
+    on(H100, "9.0")
+    kernel = lambda *args, contract_rows=False, **options: (
+        factor * right(*args, contract_rows=contract_rows, **options)
+    )
+    monkeypatch.setattr(_mosaic, "dot", kernel)
+    if factor == 1:
+        assert "Mosaic kernel" in explained(200, "bfloat16", "ternary")
+    else:
+        with pytest.warns(UserWarning, match="failed its check .* relative error is"):
+            how = explained(200, "bfloat16", "ternary")
+        assert "XLA" in how
+    assert _check._failure_of.cache_info().misses == 1
