@@ -33,8 +33,8 @@ FORMATS = [
     eqquant.Int8(block_size=32, scale_dtype="bfloat16"),
 ]
 BITS = [8.2, 5.5, 4.35, 3.85, 3.4, 2.6]
-# 768 weights, of which NF4 costs more than of any others.
-RULES = {"*token_types*": "int8"}
+# 768 weights that are added to every token: their errors cost more than any others.
+RULES = {"*token_types*": FORMATS[-1]}
 ROWS = {
     "int8": (eqquant.Int8(), False, False),
     "int8, GPTQ": (eqquant.Int8(), True, False),

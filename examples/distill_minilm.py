@@ -32,7 +32,7 @@ import minilm
 import numpy as np
 import optax
 from _calibration_data import documentation, FIRST_WORD, VOCABULARY
-from calibrate_minilm import COLUMNS, measure, RULES
+from calibrate_minilm import COLUMNS, measure
 from jaxtyping import Array, Bool, Float, Int
 from scipy.linalg import hadamard
 from tokenizers import Tokenizer
@@ -50,7 +50,7 @@ NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
 
 
 # Small tables, of which few bits cost much.
-TABLES = RULES | {"*positions*": eqquant.NF3()}
+TABLES = {"*token_types*": "int8", "*positions*": eqquant.NF3()}
 
 
 # Where the table of words is cut. The vocabulary has 104 tokens of which some are
