@@ -135,6 +135,17 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             assert relative(got, expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])
+@pytest.mark.parametrize("m, rows, columns", [(90, 100, 6400), (170, 40, 13000)])
+def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
+    # And the activation is more than what is multiplied in one turn.
+    codes = jnp.asarray(rng.integers(-127, 128, (rows, columns)), jnp.int8)
+    scales = jnp.asarray(0.5 + rng.random((rows, 1)), jnp.float32)
+    x = jnp.asarray(rng.standard_normal((m, columns)), jnp.float32)
+    got, expected = both(kernel, x, codes, scales, Int8())
+    assert relative(got, expected) < TOLERANCE[kernel]
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_not_finite_stays_in_its_row(kernel, normal):
     q = eqquant.quantize(normal(40, 128), Int8())

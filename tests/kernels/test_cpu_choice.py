@@ -105,7 +105,9 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX-512", Int8(), 64, {"contract_rows": True}, "float, AVX-512"),
         ("AVX2", Int8(), 17, {"contract_rows": True}, None),
         ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
-        ("VNNI", Int8(), 9, {"contract_rows": True}, None),
+        ("VNNI", Int8(), 9000, {"contract_rows": True}, "float, AVX-512"),
+        ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
+        ("AMX", Int8(), 9, {"contract_rows": True}, None),
         ("AMX", Int8(), 7, {}, "two digits, VNNI"),
         ("AMX", Int8(), 8, {}, None),
         ("AMX", Binary(), 23, {"precision": "default"}, "one digit, VNNI"),
@@ -121,7 +123,10 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 7, {"precision": "default"}, "words, VNNI"),
         # A block of 4 bytes is no part of a vector that words are made of.
         ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
-        ("VNNI", FP8(), 65, {"contract_rows": True}, None),
+        ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),
+        # Nor are blocks of 12 bytes parts of a vector, of which many rows are decoded.
+        ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
+        ("AMX", NF4(), 65, {"contract_rows": True}, None),
         # Words of 16 bits gain nothing there.
         ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
         ("i8mm", NF4(), 8, {"precision": "default"}, "one digit, i8mm"),

@@ -18,8 +18,24 @@ needs_encoder = pytest.mark.skipif(
     isinstance(library, str) or "avx512" not in library.instructions,
     reason="NATIVE ENCODER NOT RUN: it needs AVX-512",
 )
+
+
+class ManyScales(NF4):
+    """So far apart that codes change more than once from the first to the last."""
+
+    boundaries = NF4().boundaries
+    shares = tuple(0.3 * 1.05**i for i in range(40))
+
+
+class FewScales(NF4):
+    boundaries = NF4().boundaries
+    shares = tuple(0.3 * 1.25**i for i in range(6))
+
+
 FORMATS = [
     NF4(),
+    ManyScales(scale_search=True),
+    FewScales(block_size=32, scale_search=True),
     NF4(block_size=32, scale_search=True),
     NF4(scale_search=True, double_quantization=True),
     # Six vectors to a block, which are added up as eight.

@@ -6,6 +6,7 @@ its own threads. Nothing in it knows a format: it gets the levels of one as a ta
 """
 
 import functools as ft
+import math
 
 import jax
 import jax.numpy as jnp
@@ -168,8 +169,15 @@ def choose_kernel(
     floats = f"float, {_best_of(library, _of_floats)}"
     integers = _best_of(library, _of_integers)
     # Up to how many rows they are faster than what XLA has.
-    most = (64 if avx512 else 16) if contract_rows else (128 if avx512 else 64)
-    if avx512 and not contract_rows and codes.shape[-2] * size <= _small:
+    most: float = 16 if contract_rows else (128 if avx512 else 64)
+    if contract_rows and avx512:
+        most = 64
+        if not amx and _fits_panels(packed, blocks):
+            most = math.inf
+            if precision == "default":
+                # XLA rounds both to int8, of which codes of 8 bits are decoded already.
+                most = 32 if format.bits == 8 and not format.float8 else 256
+    elif avx512 and codes.shape[-2] * size <= _small:
         most = _most_of_small
     if precision == "highest" or format.float8:
         return floats if m <= most else None
@@ -184,7 +192,7 @@ def choose_kernel(
                 most = max(most, 512)
             return floats if m <= most else None
         if contract_rows:
-            return floats if m <= 8 else None
+            return floats if m <= (8 if amx or not avx512 else most) else None
         digits = "one digit" if rounded else "two digits"
         # With AMX, XLA's products of int8 are faster than those of VNNI.
         few = m < (8 if format.bits == 8 else 24)
@@ -212,6 +220,13 @@ _of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
 def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
     found = (name for s, name in kernels.items() if s in library.instructions)
     return next(found, None)
+
+
+def _fits_panels(packed: int, blocks: int) -> bool:
+    """Whether rows are whole registers of sixteen bytes, parts of a block or two."""
+    block = packed // blocks
+    in_blocks = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
+    return in_blocks and packed % 16 == 0
 
 
 def _fits_words(packed: int, blocks: int, format: Format) -> bool:

@@ -1,6 +1,6 @@
 // Products in int8, with activations split in digits, for any `Integers`: some bytes at a
 // time, of which products are added up by fours. Included into a namespace, and under a
-// target, after these, and after a `multiply_decoded` for them.
+// target, after these, and after a `Panel` for them.
 //
 // A row of the activation is `unit * (high + low / 254)`, two rows of int8, which is 15
 // bits of it. Where the instruction wants one operand to be unsigned, levels are made so by
@@ -18,43 +18,87 @@ struct Row {
 using Bytes = Integers::Bytes;
 using Sums = Integers::Sums;
 
-inline int64_t plane_stride(const Product& p) {
-  return (p.packed + Integers::size - 1) / Integers::size * Integers::size;
-}
-inline int64_t digit_stride(const Product& p) { return plane_stride(p) * p.planes(); }
+// Rows are multiplied as they are, decoded in registers, if they are few and their levels
+// integers; otherwise some rows of the weight are decoded before, and multiplied as a `Panel`
+// or as `DecodedRows`. Both have these:
+//
+// - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once
+// - `vectors_for(length)`: how many of these vectors, if rows have so many bytes
+// - `take(rows, length, vector, vectors)`: `lanes` decoded rows, one after the other
+// - `multiply(vectors, x, stride, length, count, totals)`: all that it took, by `count` rows
+//   of digits, which are `stride` bytes apart; totals are (digits, vector, lane)
+// - `cached_bytes` of digits, which are multiplied in one turn
+constexpr int64_t few_digits = 8;
 
-// Scratch is the digits (m, digits, plane, byte), each plane filled up with zeros, and
-// then the rows.
-inline int8_t* digits_in(const Product&, char* scratch) { return reinterpret_cast<int8_t*>(scratch); }
-inline Row* rows_in(const Product& p, char* scratch) {
-  return reinterpret_cast<Row*>(scratch + p.m * p.digits * digit_stride(p));
+// Whether the levels of a row are integers of one unit as they are.
+inline bool is_exact(const Product& p) {
+  if (p.blocks > 1) return false;
+  for (int i = 0; p.bits < 8 && i < 16; i++) {
+    const float level = p.levels[i];
+    if (!(std::fabs(level) < 256 && level == static_cast<float>(static_cast<int>(level))))
+      return false;
+  }
+  return true;
+}
+inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
+
+// Where the digits of a row are: each plane is filled up with zeros, to whole registers if the
+// weight is decoded in these, otherwise to four bytes, of which products are added up. Rows that
+// are read at once are not to be a power of two from each other, or a cache has no room for
+// them.
+struct Layout {
+  static constexpr int64_t gap = 64;
+  bool few;
+  int64_t plane, row;  // From one to the next.
+  int64_t length;      // Of a row, without the gap.
+
+  explicit Layout(const Product& p)
+      : few(p.m * p.digits <= few_digits && is_exact(p)),
+        plane(round_up(p.packed, few ? Integers::size : 4)),
+        row(0),
+        length(round_up(plane * p.planes(), Integers::size)) {
+    row = few ? length : length + gap;
+  }
+};
+
+// Scratch is the digits (m, digits, plane, byte), and then the rows.
+inline int8_t* digits_in(char* scratch) { return reinterpret_cast<int8_t*>(scratch); }
+inline Row* rows_in(const Product& p, const Layout& of, char* scratch) {
+  return reinterpret_cast<Row*>(scratch + p.m * p.digits * of.row);
 }
 
+// The most that it may be, whatever the levels are, which are not known yet.
 inline int64_t scratch_size(const Product& p) {
-  return p.m * (p.digits * digit_stride(p) + static_cast<int64_t>(sizeof(Row)));
+  const int64_t digits = round_up(p.packed, Integers::size) * p.planes() + Layout::gap;
+  return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row)));
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const int64_t columns = p.columns(), stride = plane_stride(p);
+  const Layout layout(p);
+  const int64_t columns = p.columns();
   for (int64_t i = begin; i < end; i++) {
     const float* x = p.x + i * columns;
-    int8_t* digits = digits_in(p, scratch) + i * p.digits * digit_stride(p);
-    Row& row = rows_in(p, scratch)[i];
+    int8_t* digits = digits_in(scratch) + i * p.digits * layout.row;
+    Row& row = rows_in(p, layout, scratch)[i];
     const float absmax = Integers::absmax_of(x, columns);
     row.unit = std::isfinite(absmax) ? absmax / 127 : NAN;
     const float per_unit = 127 / absmax;
     if (!std::isfinite(per_unit) && std::isfinite(absmax)) row.unit = 0;
     const float factor = std::isfinite(per_unit) ? per_unit : 0;
-    for (int64_t at = p.packed; at < stride; at++)
-      for (int plane = 0; plane < p.digits * p.planes(); plane++)
-        digits[plane * stride + at] = 0;
+    for (int digit = 0; digit < p.digits; digit++) {
+      int8_t* const of = digits + digit * layout.row;
+      for (int plane = 0; plane < p.planes(); plane++)
+        std::memset(of + plane * layout.plane + p.packed, 0, layout.plane - p.packed);
+      const int64_t used = p.planes() * layout.plane;
+      std::memset(of + used, 0, layout.row - used);
+    }
     Sums sums[2] = {Integers::zero(), Integers::zero()};
     for_each_run(p, 0, p.packed, [&](int64_t logical, int64_t planar, int64_t length) {
-      int8_t* high = digits + planar / p.packed * stride + planar % p.packed;
+      int8_t* high = digits + planar / p.packed * layout.plane + planar % p.packed;
       if (p.digits == 1)
         Integers::split<1>(x + logical, length, factor, high, nullptr, sums);
       else
-        Integers::split<2>(x + logical, length, factor, high, high + digit_stride(p), sums);
+        Integers::split<2>(x + logical, length, factor, high, high + layout.row, sums);
     });
     for (int digit = 0; digit < 2; digit++)
       row.sums[digit] = Integers::total(sums[digit]);
@@ -114,10 +158,10 @@ struct Tile {
     multiply<0>(table, some_codes, x + j, stride, sums);
   }
 
-  // `x` is `count` rows of digits, from row `first` of all on.
+  // `x` is `count` rows of digits, from row `first` of all on, and `stride` from plane to plane.
   EQQUANT_INLINE void run(const Product& p, const ByteLevels& levels, const int8_t* x,
-                          const Row* of, const float* scales, int64_t row, int64_t first) {
-    const int64_t stride = plane_stride(p);
+                          int64_t stride, const Row* of, const float* scales, int64_t row,
+                          int64_t first) {
     const uint8_t* codes = p.codes + row * p.packed;
     for (auto& part : sums)
       for (auto& sum : part) sum = Integers::zero();
@@ -151,51 +195,40 @@ struct Tile {
 };
 
 template <int bits, int rows, int parts = 1>
-void all_digits(const Product& p, const ByteLevels& levels, char* scratch, int64_t row) {
+void all_digits(const Product& p, const Layout& layout, const ByteLevels& levels, char* scratch,
+                int64_t row) {
   float buffer[rows];
   const float* scales = scales_of(p, row, rows, buffer);
-  const int8_t* x = digits_in(p, scratch);
-  const Row* of = rows_in(p, scratch);
-  const int64_t count = p.m * p.digits, ld = digit_stride(p);
+  const int8_t* x = digits_in(scratch);
+  const Row* of = rows_in(p, layout, scratch);
+  const int64_t count = p.m * p.digits, ld = layout.row, plane = layout.plane;
   int64_t i = 0;
   for (; i + 4 <= count; i += 4)
-    Tile<bits, rows, 4, parts>().run(p, levels, x + i * ld, of, scales, row, i);
+    Tile<bits, rows, 4, parts>().run(p, levels, x + i * ld, plane, of, scales, row, i);
   for (; i + 2 <= count; i += 2)
-    Tile<bits, rows, 2, parts>().run(p, levels, x + i * ld, of, scales, row, i);
+    Tile<bits, rows, 2, parts>().run(p, levels, x + i * ld, plane, of, scales, row, i);
   for (; i < count; i++)
-    Tile<bits, rows, 1, parts>().run(p, levels, x + i * ld, of, scales, row, i);
+    Tile<bits, rows, 1, parts>().run(p, levels, x + i * ld, plane, of, scales, row, i);
 }
 
 template <int bits>
-void some_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
+void some_rows(const Product& p, const Layout& layout, char* scratch, int64_t begin,
+               int64_t end) {
   const ByteLevels levels = byte_levels(p);
   int64_t row = begin;
   // One row of the activation is bound by memory where codes need no decoding, and memory is
   // read fastest from one end to the other.
   if constexpr (bits == 8)
     if (p.m == 1)
-      for (; row < end; row++) all_digits<bits, 1, 2>(p, levels, scratch, row);
-  for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, levels, scratch, row);
-  for (; row < end; row++) all_digits<bits, 1>(p, levels, scratch, row);
+      for (; row < end; row++) all_digits<bits, 1, 2>(p, layout, levels, scratch, row);
+  for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, layout, levels, scratch, row);
+  for (; row < end; row++) all_digits<bits, 1>(p, layout, levels, scratch, row);
 }
 
 //
 // For more rows of the activation, and for weights whose levels are not integers of one
-// unit: four rows are decoded once, into the innermost cache.
+// unit: some rows are decoded once.
 //
-
-constexpr int at_once = 4, most_digits = 6;
-constexpr int64_t few_digits = 8;
-// The digits that a second-level cache holds, beside the rest: more are taken in turns.
-constexpr int64_t cached_bytes = 1 << 19;
-
-// Whether the levels of a row are integers of one unit as they are.
-inline bool is_exact(const Product& p) {
-  if (p.blocks > 1) return false;
-  for (int i = 0; p.bits < 8 && i < 16; i++)
-    if (p.levels[i] != std::nearbyint(p.levels[i])) return false;
-  return true;
-}
 
 struct alignas(Integers::size) Register {
   uint8_t bytes[Integers::size];
@@ -205,8 +238,8 @@ struct alignas(Integers::size) Register {
 // them are its largest scale times the largest level. Returns that unit.
 template <int bits>
 float round_row(const Product& p, const float* scales, float largest, const uint8_t* codes,
-                uint8_t* to) {
-  const int64_t block = p.block_bytes(), stride = plane_stride(p);
+                uint8_t* to, int64_t stride) {
+  const int64_t block = p.block_bytes();
   float most = 0;
   for (int64_t b = 0; b < p.blocks; b++) {
     if (!std::isfinite(scales[b])) return NAN;
@@ -219,83 +252,97 @@ float round_row(const Product& p, const float* scales, float largest, const uint
   return unit;
 }
 
-// A row as bytes, in the order of digits.
+// A row as bytes, in the order of digits. A plane may write beyond its end, before the next
+// one does; the last one up to a register beyond that of the row.
 template <int bits, int plane = 0>
-void decode_row(const Product& p, Bytes table, const uint8_t* codes, uint8_t* to) {
+void decode_row(const Product& p, Bytes table, const uint8_t* codes, uint8_t* to,
+                int64_t stride) {
   for (int64_t j = 0; j < p.packed; j += Integers::size)
-    Integers::store(to + plane * plane_stride(p) + j,
+    Integers::store(to + plane * stride + j,
                     Integers::template decode<bits, plane>(table, bytes_at(p, codes, j)));
-  if constexpr ((plane + 1) * bits < 8) decode_row<bits, plane + 1>(p, table, codes, to);
+  if constexpr ((plane + 1) * bits < 8) decode_row<bits, plane + 1>(p, table, codes, to, stride);
 }
 
-template <int bits>
-void many_digits(const Product& p, char* scratch, int64_t begin, int64_t end) {
+// The results of some rows of digits by `lanes` rows of the weight, of which the first `rows`
+// are wanted: totals are `stride` from one row of digits to the next.
+template <int lanes>
+void finish(const Product& p, uint32_t offset, const uint32_t* totals, int64_t stride,
+            const Row* of, int64_t count, const float* units, int rows, float* y) {
+  for (int64_t i = 0; i < count; i += p.digits, totals += p.digits * stride, of++, y += p.rows) {
+    const uint32_t* const low = totals + stride;
+    const uint32_t of_high = offset * of->sums[0], of_low = offset * of->sums[1];
+    alignas(64) float sums[lanes];
+    for (int r = 0; r < lanes; r++)
+      sums[r] = static_cast<float>(static_cast<int32_t>(totals[r] - of_high));
+    for (int r = 0; p.digits > 1 && r < lanes; r++)
+      sums[r] += static_cast<float>(static_cast<int32_t>(low[r] - of_low)) / low_per_high;
+    for (int r = 0; r < lanes; r++) sums[r] = sums[r] * of->unit * units[r];
+    if (rows >= lanes)
+      std::memcpy(y, sums, sizeof sums);
+    else
+      std::memcpy(y, sums, rows * sizeof(float));
+  }
+}
+
+template <int bits, class Decoded>
+void many_digits(const Product& p, const Layout& layout, char* scratch, int64_t begin,
+                 int64_t end) {
+  constexpr int lanes = Decoded::lanes, most_digits = Decoded::most_digits;
   ByteLevels levels{Bytes{}, Integers::middle};
   float largest = bits == 8 ? 127 : 0;
   const bool exact = is_exact(p);
   if (exact) levels = byte_levels(p);
   for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
-  const int8_t* x = digits_in(p, scratch);
-  const Row* of = rows_in(p, scratch);
-  const int64_t stride = digit_stride(p), count = p.m * p.digits;
-  // Whole rows of the activation at a time: one digit or two of each.
+  const int8_t* x = digits_in(scratch);
+  const Row* of = rows_in(p, layout, scratch);
+  const int64_t stride = layout.row, length = layout.length, count = p.m * p.digits;
+  const int at_once = lanes * Decoded::vectors_for(length);
+  // As much of the activation as a cache holds, whole rows of it: one digit or two of each.
   const int64_t in_turn =
-      std::max<int64_t>(1, cached_bytes / stride / most_digits) * most_digits;
-  std::vector<Register> decoded(at_once * stride / Integers::size);
-  uint8_t* w = decoded[0].bytes;
+      std::max<int64_t>(1, Decoded::cached_bytes / stride / most_digits) * most_digits;
+  // With space for what is written beyond the last row.
+  std::vector<Register> decoded(lanes * length / Integers::size + 1);
+  Decoded weights(at_once * length);
   std::vector<float> buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
   for (int64_t first = 0; first < count; first += in_turn)
     for (int64_t row = begin; row < end; row += at_once) {
       const int rows = static_cast<int>(std::min<int64_t>(at_once, end - row));
+      const int vectors = (rows + lanes - 1) / lanes;
       const float* scales = scales_of(p, row, rows, buffer.data());
-      alignas(16) float units[at_once] = {};
+      alignas(64) float units[lanes * Decoded::most_vectors] = {};
       for (int r = 0; r < rows; r++) {
         const uint8_t* codes = p.codes + (row + r) * p.packed;
+        uint8_t* const to = decoded[0].bytes + r % lanes * length;
         if (exact) {
           units[r] = scales[r];
-          decode_row<bits>(p, levels.table, codes, w + r * stride);
+          decode_row<bits>(p, levels.table, codes, to, layout.plane);
         } else {
-          units[r] = round_row<bits>(p, scales + r * p.blocks, largest, codes, w + r * stride);
+          units[r] =
+              round_row<bits>(p, scales + r * p.blocks, largest, codes, to, layout.plane);
         }
+        if (r % lanes == lanes - 1 || r == rows - 1)
+          weights.take(decoded[0].bytes, length, r / lanes, vectors);
       }
       const int64_t last = std::min(count, first + in_turn);
       for (int64_t i = first; i < last; i += most_digits) {
-        alignas(64) uint32_t totals[most_digits * at_once];
-        const int8_t* some = x + i * stride;
-        switch (std::min<int64_t>(most_digits, last - i)) {
-          case 1: multiply_decoded<at_once, 1>(w, some, stride, totals); break;
-          case 2: multiply_decoded<at_once, 2>(w, some, stride, totals); break;
-          case 3: multiply_decoded<at_once, 3>(w, some, stride, totals); break;
-          case 4: multiply_decoded<at_once, 4>(w, some, stride, totals); break;
-          case 5: multiply_decoded<at_once, 5>(w, some, stride, totals); break;
-          default: multiply_decoded<at_once, most_digits>(w, some, stride, totals);
-        }
-        for (int64_t k = 0; k < std::min<int64_t>(most_digits, last - i); k += p.digits) {
-          const int64_t m = (i + k) / p.digits;
-          const float unit = of[m].unit;
-          alignas(16) float sums[at_once];
-          for (int r = 0; r < at_once; r++) {
-            const auto digit = [&](int d) {
-              const uint32_t sum = totals[(k + d) * at_once + r] - levels.offset * of[m].sums[d];
-              return static_cast<float>(static_cast<int32_t>(sum));
-            };
-            const float sum = p.digits == 1 ? digit(0) : digit(0) + digit(1) / low_per_high;
-            sums[r] = sum * unit * units[r];
-          }
-          float* y = p.y + m * p.rows + row;
-          if (rows == at_once)
-            std::memcpy(y, sums, sizeof sums);
-          else
-            std::memcpy(y, sums, rows * sizeof(float));
-        }
+        alignas(64) uint32_t totals[most_digits * lanes * Decoded::most_vectors];
+        const int64_t some = std::min<int64_t>(most_digits, last - i), m = i / p.digits;
+        weights.multiply(vectors, x + i * stride, stride, length, static_cast<int>(some), totals);
+        for (int v = 0; v < vectors; v++)
+          finish<lanes>(p, levels.offset, totals + v * lanes, vectors * lanes, of + m, some,
+                        units + v * lanes, rows - v * lanes,
+                        p.y + m * p.rows + row + v * lanes);
       }
     }
 }
 
 template <int bits>
 void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const bool few = p.m * p.digits <= few_digits && is_exact(p);
-  few ? some_rows<bits>(p, scratch, begin, end) : many_digits<bits>(p, scratch, begin, end);
+  const Layout layout(p);
+  if (layout.few) return some_rows<bits>(p, layout, scratch, begin, end);
+  const bool pays = Panel::pays(p.m * p.digits, layout.length);
+  const auto many = pays ? many_digits<bits, Panel> : many_digits<bits, DecodedRows>;
+  many(p, layout, scratch, begin, end);
 }
 
 inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
@@ -309,4 +356,4 @@ inline const char* why_not(const Product& p) {
   return nullptr;
 }
 
-constexpr Routine digits_routine = {prepare, run, scratch_size, 8, why_not};
+constexpr Routine digits_routine = {prepare, run, scratch_size, 16, why_not};

@@ -120,8 +120,11 @@ void rows_of_group(const Product& p, int64_t block, int64_t first_block, const f
   }
 }
 
+#include "row_panels.h"
+
 template <int bits>
 void rows(const Product& p, int64_t begin, int64_t end) {
+  if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, begin, end);
   constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, 4);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);

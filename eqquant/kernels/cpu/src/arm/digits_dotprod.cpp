@@ -14,6 +14,8 @@ namespace dotprod {
 
 #include "plain_digits.h"
 
+using Panel = DecodedRows;
+
 #include "digits.h"
 
 }  // namespace dotprod

@@ -14,6 +14,8 @@ namespace i8mm {
 
 #include "paired_digits.h"
 
+using Panel = DecodedRows;
+
 #include "digits.h"
 
 }  // namespace i8mm

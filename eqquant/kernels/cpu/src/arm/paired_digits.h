@@ -1,6 +1,7 @@
 // As in plain_digits.h, two rows by two of digits in one instruction: i8mm.
 template <int rows, int count>
-void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_t* totals) {
+void multiply_decoded(const uint8_t* w, int64_t length, const int8_t* x, int64_t stride,
+                      uint32_t* totals) {
   static_assert(rows % 2 == 0);
   constexpr int pairs = (count + 1) / 2;
   // Each register has two halves of two rows: sums are (row, digits) of two and two.
@@ -19,7 +20,7 @@ void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_
   do {
     Pair weight[rows / 2];
     for (int r = 0; r < rows / 2; r++)
-      weight[r] = pair(w + 2 * r * stride + j, w + (2 * r + 1) * stride + j);
+      weight[r] = pair(w + 2 * r * length + j, w + (2 * r + 1) * length + j);
     for (int i = 0; i < pairs; i++) {
       // Beyond the last one, that once more: it is not used.
       const int other = 2 * i + 1 < count ? 2 * i + 1 : 2 * i;
@@ -30,7 +31,7 @@ void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_
       }
     }
     j += Integers::size;
-  } while (j < stride);
+  } while (j < length);
   for (int i = 0; i < count; i++)
     for (int r = 0; r < rows / 2; r++) {
       const int32x4_t of = sums[i / 2][r];
@@ -38,3 +39,5 @@ void multiply_decoded(const uint8_t* w, const int8_t* x, int64_t stride, uint32_
       vst1_u32(totals + i * rows + 2 * r, vreinterpret_u32_s32(two));
     }
 }
+
+#include "decoded_rows.h"

@@ -14,6 +14,8 @@ namespace vnni {
 
 #include "plain_digits.h"
 
+#include "panels_vnni.h"
+
 #include "digits.h"
 
 }  // namespace vnni

@@ -34,29 +34,26 @@ EQQUANT_INLINE __m512 divide(const float* x, float by) {
 
 // The boundaries of a scale, which spare the divisions: `x / scale`, once rounded, is above
 // a boundary if the quotient is above the middle between that and the next float, and so if
-// `x` is above the largest float that is not above the product. That of 24 bits and 25 is
-// exact in a double, and is no float itself.
+// `x` is above the largest float that is not above the product. Half of the step to the next
+// float is a power of two: its product is exact, and all is rounded once.
 struct Thresholds {
-  __m512d low, high;
+  __m512 boundaries, halves;
 
-  explicit Thresholds(const float* boundaries) {
-    double middles[16];
+  explicit Thresholds(const float* of) {
+    float half[16];
     for (int i = 0; i < 16; i++)
-      middles[i] = (static_cast<double>(boundaries[i]) +
-                    static_cast<double>(std::nextafter(boundaries[i], INFINITY))) / 2;
-    low = _mm512_loadu_pd(middles), high = _mm512_loadu_pd(middles + 8);
+      half[i] = std::isinf(of[i]) ? 0 : (std::nextafter(of[i], INFINITY) - of[i]) / 2;
+    boundaries = _mm512_loadu_ps(of), halves = _mm512_loadu_ps(half);
   }
   EQQUANT_INLINE __m512 of(float scale) const {
     constexpr int down = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    const __m512d by = _mm512_set1_pd(scale);
-    return _mm512_insertf32x8(
-        _mm512_castps256_ps512(_mm512_cvt_roundpd_ps(_mm512_mul_pd(low, by), down)),
-        _mm512_cvt_roundpd_ps(_mm512_mul_pd(high, by), down), 1);
+    const __m512 by = _mm512_set1_ps(scale);
+    return _mm512_fmadd_round_ps(boundaries, by, _mm512_mul_ps(halves, by), down);
   }
 };
 
 // Sums go by halves, as those of `sum_blocks`: first of `count` vectors, to the power of two
-// filled with zeros, and then of the lanes of each of four.
+// filled with zeros, and then of the lanes of each of sixteen.
 EQQUANT_INLINE __m512 sum(__m512* of, std::integral_constant<int64_t, 4>) {
   return _mm512_add_ps(_mm512_add_ps(of[0], of[2]), _mm512_add_ps(of[1], of[3]));
 }
@@ -69,27 +66,37 @@ EQQUANT_INLINE __m512 sum(__m512* of, int64_t count) {
   }
   return of[0];
 }
+// Of two vectors: the halves of each, or where these were halves, the halves of all four. And
+// the same within quarters of a vector.
+template <bool again>
 EQQUANT_INLINE __m512 by_halves(__m512 a, __m512 b) {
-  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE));
+  constexpr int low = again ? 0x88 : 0x44, high = again ? 0xDD : 0xEE;
+  return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, low), _mm512_shuffle_f32x4(a, b, high));
 }
-EQQUANT_INLINE void sum_lanes(const __m512* x, float* sums) {
-  const __m512 ab = by_halves(x[0], x[1]), cd = by_halves(x[2], x[3]);
-  __m512 all =
-      _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xDD));
-  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0x4E));
-  all = _mm512_add_ps(all, _mm512_permute_ps(all, 0xB1));
-  alignas(64) float lanes[16];
-  _mm512_store_ps(lanes, all);
-  for (int i = 0; i < 4; i++) sums[i] = lanes[4 * i];
+template <bool again>
+EQQUANT_INLINE __m512 in_quarters(__m512 a, __m512 b) {
+  constexpr int low = again ? 0x88 : 0x44, high = again ? 0xDD : 0xEE;
+  return _mm512_add_ps(_mm512_shuffle_ps(a, b, low), _mm512_shuffle_ps(a, b, high));
+}
+// Of sixteen vectors.
+EQQUANT_INLINE __m512 sum_lanes(const __m512* x) {
+  const auto quarters = [&](int i) {
+    return by_halves<true>(by_halves<false>(x[i], x[i + 4]),
+                           by_halves<false>(x[i + 8], x[i + 12]));
+  };
+  return in_quarters<true>(in_quarters<false>(quarters(0), quarters(1)),
+                           in_quarters<false>(quarters(2), quarters(3)));
 }
 
-// What a search knows of a block: the values, also relative to the largest magnitude; their
-// codes by the last scale; whether they are positive; and space for what is summed up.
+// What a search knows of a block: the values, also relative to the largest magnitude; whether
+// they are positive; their codes by the last scale; the code next to zero from there, and
+// what this and the one beyond stand for; and space for what is summed up.
 struct Values {
   __m512 *x, *unit;
-  __m512i *code, *above;
-  __m512* squares;
+  __m512i *above, *code, *least;
+  __m512 *inner, *outer, *squares;
 };
+constexpr int parts_of_values = 8;
 struct alignas(64) Register {
   char bytes[64];
 };
@@ -101,19 +108,29 @@ class Search {
   const Encoding& e;
   const __m512 levels, boundaries;
   const Thresholds thresholds;
+  // How far a scale may grow until some code changes by more than one.
+  const float reach;
   // Scales to try, after the one to start from; these relative to the largest magnitude; the
   // squared error of each; and before all of these the square of the block itself.
   const int64_t tried;
-  std::vector<float> scales, relative, errors;
+  std::vector<float> shares, scales, relative, errors;
   std::vector<Register> partial, space;
 
-  // `code_of(i)` gives codes. What they stand for is compared with the values.
-  template <class Count, class CodeOf>
-  EQQUANT_INLINE __m512 error(Count count, Values of, float share, const CodeOf& code_of) {
-    const __m512 decoded = _mm512_mul_ps(levels, _mm512_set1_ps(share));
+  static float reach_of(const float* boundaries) {
+    float least = INFINITY;
+    for (int i = 0; i < 14; i++) {
+      const float ratio = boundaries[i + 1] / boundaries[i];
+      if (ratio > 0) least = std::min(least, std::max(ratio, 1 / ratio));
+    }
+    return least / 1.001f;
+  }
+
+  // What `decoded(i)` gives is compared with the values.
+  template <class Count, class Decoded>
+  EQQUANT_INLINE __m512 error(Count count, Values of, float share, const Decoded& decoded) {
+    const __m512 by = _mm512_set1_ps(share);
     for (int64_t i = 0; i < count; i++) {
-      of.code[i] = code_of(i);
-      const __m512 off = _mm512_sub_ps(of.unit[i], _mm512_permutexvar_ps(of.code[i], decoded));
+      const __m512 off = _mm512_sub_ps(of.unit[i], _mm512_mul_ps(decoded(i), by));
       of.squares[i] = _mm512_mul_ps(off, off);
     }
     return sum(of.squares, count);
@@ -129,41 +146,86 @@ class Search {
       of.squares[i] = _mm512_mul_ps(of.unit[i], of.unit[i]);
     }
     sums[0] = sum(of.squares, count);
-    scales[1] = start;
-    for (int64_t k = 2; k < tried; k++)
-      scales[k] = std::min(std::max(start * e.shares[k - 2], FLT_MIN), FLT_MAX);
-    for (int64_t k = 1; k < tried; k++) relative[k] = scales[k] / absmax;
+    // The first two are the block itself, and the one to start from.
+    for (int64_t k = 0; k < tried; k += 16) {
+      __m512 scale = _mm512_mul_ps(_mm512_set1_ps(start), _mm512_loadu_ps(&shares[k]));
+      scale = _mm512_max_ps(scale, _mm512_set1_ps(FLT_MIN));
+      scale = _mm512_min_ps(scale, _mm512_set1_ps(FLT_MAX));
+      _mm512_storeu_ps(&scales[k], scale);
+      _mm512_storeu_ps(&relative[k], _mm512_div_ps(scale, _mm512_set1_ps(absmax)));
+    }
+    const auto by_code = [&](int64_t i) { return _mm512_permutexvar_ps(of.code[i], levels); };
     const auto by_division = [&](int64_t k) {
       const __m512 by = _mm512_set1_ps(scales[k]);
-      sums[k] = error(count, of, relative[k], [&](int64_t i) {
-        return search(_mm512_div_ps(of.x[i], by), boundaries);
-      });
+      for (int64_t i = 0; i < count; i++)
+        of.code[i] = search(_mm512_div_ps(of.x[i], by), boundaries);
+      sums[k] = error(count, of, relative[k], by_code);
     };
-    by_division(1);
+    const auto by_thresholds = [&](int64_t k) {
+      const __m512 bounds = thresholds.of(scales[k]);
+      for (int64_t i = 0; i < count; i++) of.code[i] = search(of.x[i], bounds);
+      sums[k] = error(count, of, relative[k], by_code);
+    };
     if (start < smallest_scale) {
-      for (int64_t k = 2; k < tried; k++) by_division(k);
+      for (int64_t k = 1; k < tried; k++) by_division(k);
     } else {
-      const __m512 bounds = thresholds.of(scales[2]);
-      sums[2] = error(count, of, relative[2], [&](int64_t i) { return search(of.x[i], bounds); });
-      // With a scale that is a little larger a code is the same, or the next one to zero.
-      for (int64_t k = 3; k < tried; k++) {
-        const __m512 bounds = thresholds.of(scales[k]);
-        sums[k] = error(count, of, relative[k], [&](int64_t i) {
-          const __m512i least = _mm512_sub_epi32(of.code[i], of.above[i]);
-          const __m512 bound = _mm512_permutexvar_ps(least, bounds);
-          const __mmask16 beyond = _mm512_cmp_ps_mask(of.x[i], bound, _CMP_GT_OQ);
-          return _mm512_mask_add_epi32(least, beyond, least, _mm512_set1_epi32(1));
-        });
+      by_thresholds(1);
+      by_thresholds(2);
+      for (int64_t k = 3; k < tried;) {
+        // With a scale that is a little larger a code is the same, or the next one to zero.
+        const float most = scales[k - 1] * reach;
+        for (int64_t i = 0; i < count; i++) {
+          of.least[i] = _mm512_sub_epi32(of.code[i], of.above[i]);
+          const __m512i outer = _mm512_add_epi32(of.least[i], _mm512_set1_epi32(1));
+          of.inner[i] = _mm512_permutexvar_ps(of.least[i], levels);
+          of.outer[i] = _mm512_permutexvar_ps(outer, levels);
+        }
+        __m512 bounds;
+        const auto beyond = [&](int64_t i) {
+          const __m512 bound = _mm512_permutexvar_ps(of.least[i], bounds);
+          return _mm512_cmp_ps_mask(of.x[i], bound, _CMP_GT_OQ);
+        };
+        do {
+          bounds = thresholds.of(scales[k]);
+          sums[k] = error(count, of, relative[k], [&](int64_t i) {
+            return _mm512_mask_blend_ps(beyond(i), of.inner[i], of.outer[i]);
+          });
+        } while (++k < tried && scales[k] <= most);
+        if (k < tried)
+          for (int64_t i = 0; i < count; i++)
+            of.code[i] = _mm512_mask_add_epi32(of.least[i], beyond(i), of.least[i],
+                                               _mm512_set1_epi32(1));
       }
     }
-    for (int64_t k = 0; k < tried; k += 4) sum_lanes(sums + k, &errors[k]);
+    return scales[best_of(sums)];
+  }
+
+  int64_t best_of(const __m512* sums) {
+    __m512 least = _mm512_set1_ps(INFINITY);
+    for (int64_t k = 0; k < tried; k += 16) {
+      const __m512 of = sum_lanes(sums + k);
+      _mm512_storeu_ps(&errors[k], of);
+      least = _mm512_mask_min_ps(least, candidates(k), least, of);
+    }
     // What is less than rounding is no improvement.
     const float enough = errors[0] * 0x1p-20f;
-    int64_t best = 1;
+    // If all others are worse by that, the least is it.
+    least = _mm512_set1_ps(_mm512_reduce_min_ps(least));
+    int64_t close = 0, best = 1;
+    for (int64_t k = 0; k < tried; k += 16) {
+      const __m512 others = _mm512_sub_ps(_mm512_loadu_ps(&errors[k]), _mm512_set1_ps(enough));
+      const __mmask16 near =
+          _mm512_mask_cmp_ps_mask(candidates(k), others, least, _CMP_NGT_UQ);
+      close += __builtin_popcount(near);
+      if (near) best = k + __builtin_ctz(near);
+    }
+    if (close == 1) return best;
+    best = 1;
     for (int64_t k = 2; k < tried; k++)
       if (errors[k] < errors[best] - enough) best = k;
-    return scales[best];
+    return best;
   }
+  __mmask16 candidates(int64_t k) const { return first(tried - k) & (k ? 0xFFFF : 0xFFFE); }
 
  public:
   explicit Search(const Encoding& e)
@@ -171,27 +233,32 @@ class Search {
         levels(_mm512_loadu_ps(e.levels)),
         boundaries(_mm512_loadu_ps(e.boundaries)),
         thresholds(e.boundaries),
+        reach(reach_of(e.boundaries)),
         tried(2 + e.num_shares),
-        scales(tried),
-        relative(tried),
-        errors(tried + 3),
-        partial(tried + 3),
-        space(5 * (e.block / 16)) {}
+        shares(tried + 15, 1.0f),
+        scales(tried + 15),
+        relative(tried + 15),
+        errors(tried + 15),
+        partial(tried + 15),
+        space(parts_of_values * (e.block / 16)) {
+    std::copy(e.shares, e.shares + e.num_shares, shares.begin() + 2);
+  }
 
   // The best scale of a block, where `start` is its largest magnitude, or a little more.
   float scale(const float* x, float absmax, float start) {
     // The default, whose values are all in registers.
     if (e.block == 64) {
-      __m512 floats[3][4];
-      __m512i codes[2][4];
-      const Values of{floats[0], floats[1], codes[0], codes[1], floats[2]};
+      __m512 floats[5][4];
+      __m512i codes[3][4];
+      const Values of{floats[0], floats[1], codes[0],  codes[1],
+                      codes[2],  floats[2], floats[3], floats[4]};
       return run(std::integral_constant<int64_t, 4>(), of, x, absmax, start);
     }
     const int64_t count = e.block / 16;
-    const auto part = [&](int i) { return static_cast<void*>(space.data() + i * count); };
-    const Values of{static_cast<__m512*>(part(0)), static_cast<__m512*>(part(1)),
-                    static_cast<__m512i*>(part(2)), static_cast<__m512i*>(part(3)),
-                    static_cast<__m512*>(part(4))};
+    const auto floats = [&](int i) { return reinterpret_cast<__m512*>(&space[i * count]); };
+    const auto codes = [&](int i) { return reinterpret_cast<__m512i*>(&space[i * count]); };
+    const Values of{floats(0), floats(1), codes(2),  codes(3),
+                    codes(4),  floats(5), floats(6), floats(7)};
     return run(count, of, x, absmax, start);
   }
 };

@@ -14,7 +14,7 @@ struct Integers {
     const __mmask64 some = count >= 64 ? ~0ull : (1ull << count) - 1;
     return _mm512_maskz_loadu_epi8(some, p);
   }
-  static EQQUANT_INLINE void store(void* p, Bytes x) { _mm512_store_si512(p, x); }
+  static EQQUANT_INLINE void store(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
   static EQQUANT_INLINE Bytes table(const uint8_t* of_codes) {
     return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(of_codes)));
   }
@@ -58,16 +58,22 @@ struct Integers {
                     Sums* sums) {
     constexpr float low_per_high = 254;
     const __m512 factor = _mm512_set1_ps(per_unit);
+    const auto write = [](int8_t* to, __mmask16 some, __m512i of) {
+      const __m128i bytes = _mm512_cvtepi32_epi8(of);
+      // Under a mask it takes many times as long.
+      some == 0xFFFF ? _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes)
+                     : _mm_mask_storeu_epi8(to, some, bytes);
+    };
     for (int64_t i = 0; i < size; i += 16) {
       const __mmask16 some = first(size - i);
       const __m512 scaled = _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + i), factor);
       const __m512i whole = _mm512_cvtps_epi32(scaled);
-      _mm512_mask_cvtepi32_storeu_epi8(high + i, some, whole);
+      write(high + i, some, whole);
       sums[0] = _mm512_add_epi32(sums[0], whole);
       if constexpr (digits == 1) continue;
       const __m512 rest = _mm512_sub_ps(scaled, _mm512_cvtepi32_ps(whole));
       const __m512i part = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(low_per_high)));
-      _mm512_mask_cvtepi32_storeu_epi8(low + i, some, part);
+      write(low + i, some, part);
       sums[1] = _mm512_add_epi32(sums[1], part);
     }
   }

@@ -6,6 +6,8 @@ struct Vector {
   // How many registers are for sums, beside decoding; rows of the activation that are
   // multiplied at once with four decoded rows; and up to how many rows are few.
   static constexpr int sums = 16, most_at_once = 6, few = 12;
+  // From how many rows on x @ w decodes the weight once for all of them.
+  static constexpr int rows_for_panels = 16;
   using Floats = __m512;
   using Codes = __m512i;
   using Halves = __m256i;

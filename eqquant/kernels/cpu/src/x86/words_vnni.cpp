@@ -42,15 +42,18 @@ int64_t group_of(const Product& p, int64_t row) {
   return std::min(most_at_once, p.m - row / most_at_once * most_at_once);
 }
 
-// From how many rows of the activation on the weight is decoded once for all of them; how
-// many words of a row at most; and the activation that a second-level cache holds, beside
-// the rest: more is taken in turns.
-constexpr int64_t many = 4 * most_at_once, panel_words = 2048, cached_bytes = 5 << 17;
+// From how many rows of the activation on the weight is decoded once for all of them: by
+// measuring, later the more codes a lookup decodes at once.
+int64_t many(const Product& p) { return most_at_once * (p.bits == 8 ? 7 : p.bits == 4 ? 14 : 32); }
+
+// How many words of a row are decoded at most; and the activation that a second-level cache
+// holds, beside the rest: more is taken in turns.
+constexpr int64_t panel_words = 2048, cached_bytes = 5 << 17;
 
 // How many steps go into one sum. Of short ones the norm is smaller, so words can be larger.
 constexpr int most_of_sum = 4;
 int steps_of_sum(const Product& p) {
-  return p.m < many ? steps_of(p) : std::min(most_of_sum, steps_of(p));
+  return p.m < many(p) ? steps_of(p) : std::min(most_of_sum, steps_of(p));
 }
 
 // Scratch is the words, each group of rows as (chunk, step, row, word), and then the unit of
@@ -147,7 +150,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const int steps = steps_of_sum(p);
   // That of a lane of the weight: as `decode_row` makes it, or as the levels permit.
   const float of_weight =
-      p.m < many ? levels_of(p).largest * std::sqrt(2.0f * steps) : largest_norm;
+      p.m < many(p) ? levels_of(p).largest * std::sqrt(2.0f * steps) : largest_norm;
   const float most = largest_norm * largest_norm / of_weight;
   for (int64_t i = begin; i < end; i++) {
     const float* x = p.x + i * p.columns();
@@ -406,7 +409,7 @@ struct Rows {
         levels(levels_of(p)),
         blocks(p),
         buffer(p.bfloat16_scales ? 4 * p.blocks : 0),
-        decoded(p.m >= many ? 4 * panel_words / (chunk / 2) : 0) {}
+        decoded(p.m >= many(p) ? 4 * panel_words / (chunk / 2) : 0) {}
 
   // Some rows of the weight with rows `begin` to `end` of the activation, in `chunks` from
   // chunk `c` on.
@@ -470,7 +473,7 @@ int64_t evenly(int64_t count, int64_t most) {
 template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // It is only read.
-  if (p.m < many)
+  if (p.m < many(p))
     return by_fours(p, begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;

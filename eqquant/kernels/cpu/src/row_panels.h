@@ -1,0 +1,162 @@
+// x @ w in float32 for more rows of the activation, for any `Vector`. Some rows of the weight
+// are decoded once, with their scales, into a second-level cache, and multiplied with all of
+// the activation, which is read as it is.
+
+// How many floats are decoded at once: so much of each row, by measuring, and so many rows.
+constexpr int64_t panel_floats = 1 << 16;
+constexpr int64_t panel_columns(int planes) { return planes == 1 || planes > 2 ? 256 : 128; }
+// Vectors of a row that are multiplied at once.
+constexpr int side_by_side = 4;
+
+// Whether vectors of bytes are parts of blocks, and there are enough rows.
+inline bool fits_panels(const Product& p, int64_t begin, int64_t end) {
+  if (p.m < Vector::rows_for_panels || begin % Vector::size || end % Vector::size) return false;
+  return p.blocks == 1 || p.block_bytes() % Vector::size == 0 || in_pairs(p);
+}
+
+// Some rows of the activation, `x` and those after it, by decoded rows of the weight, of which
+// each has `side_by_side` vectors; `y` is where each vector of the result begins.
+template <int vectors, int count>
+void multiply_panel(const float* w, const float* x, int64_t x_stride, int64_t rows,
+                    float* const* y, int64_t y_stride, bool adds) {
+  using Floats = Vector::Floats;
+  constexpr int64_t size = Vector::size;
+  Floats sums[count][vectors];
+  for (int i = 0; i < count; i++)
+    for (int v = 0; v < vectors; v++) {
+      __builtin_prefetch(y[v] + i * y_stride, 1);
+      sums[i][v] = Vector::zero();
+    }
+  const float* const end = x + rows;
+  do {
+    Floats weight[vectors];
+    for (int v = 0; v < vectors; v++) weight[v] = Vector::load(w + v * size);
+    for (int i = 0; i < count; i++) {
+      const Floats factor = Vector::all(x[i * x_stride]);
+      for (int v = 0; v < vectors; v++)
+        sums[i][v] = Vector::multiply_add(weight[v], factor, sums[i][v]);
+    }
+    w += side_by_side * size;
+  } while (++x < end);
+  const Floats one = Vector::all(1);
+  for (int i = 0; i < count; i++)
+    for (int v = 0; v < vectors; v++) {
+      float* const to = y[v] + i * y_stride;
+      if (adds) sums[i][v] = Vector::multiply_add(sums[i][v], one, Vector::load(to));
+      Vector::store(to, sums[i][v]);
+    }
+}
+
+template <int bits, Scaling scaling>
+struct Panels {
+  static constexpr int64_t size = Vector::size, planes = planes_of(bits);
+  static constexpr int64_t most_columns = panel_columns(planes);
+  static constexpr int64_t most_rows = panel_floats / most_columns;
+  static constexpr int64_t bytes_at_once = most_columns / planes;
+
+  const Product& p;
+  std::vector<float> buffer, decoded;
+
+  explicit Panels(const Product& p)
+      : p(p),
+        buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0),
+        decoded(panel_floats) {}
+
+  template <int plane = 0>
+  static EQQUANT_INLINE void write(const BlockDecoder<bits, scaling>& decoder,
+                                   typename Decoder<bits>::Codes codes, float* to,
+                                   int64_t vector, int64_t stride) {
+    const int64_t v = vector + plane;
+    Vector::store(to + v / side_by_side * stride + v % side_by_side * size,
+                  decoder.template decode<plane>(codes));
+    if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, to, vector, stride);
+  }
+
+  // So many bytes of the rows from `row` on: (four vectors, row, vector).
+  void decode(Pieces& pieces, int64_t row, int64_t rows, int64_t bytes) {
+    const auto levels = Decoder<bits>::levels(p);
+    const int64_t stride = rows * side_by_side * size, block = p.block_bytes() * scales_at_once(scaling);
+    const int64_t ahead = p.three_bits ? 0 : rows_at_once * p.packed;
+    float* to = decoded.data();
+    for (int64_t done = 0; done < rows; done += rows_at_once) {
+      const int some = static_cast<int>(std::min<int64_t>(rows_at_once, rows - done));
+      const uint8_t* codes = pieces.of(row + done, some);
+      const float* scales = scales_of(p, row + done, some, buffer.data());
+      for (int r = 0; r < some; r++, codes += pieces.row_bytes, scales += p.blocks) {
+        BlockDecoder<bits, scaling> decoder;
+        int64_t until = 0;
+        for (int64_t j = 0; j < bytes; j += size) {
+          // Some rows ahead: they are too far apart for the hardware to find out.
+          if (j % 64 == 0) __builtin_prefetch(codes + j + ahead);
+          if (pieces.begin + j >= until) {
+            const int64_t b = (pieces.begin + j) / block;
+            decoder.begin(levels, scales + b * scales_at_once(scaling));
+            until = (b + 1) * block;
+          }
+          write(decoder, Decoder<bits>::read(Vector::bytes(codes + j)), to, j / size * planes,
+                stride);
+        }
+        to += side_by_side * size;
+      }
+    }
+  }
+
+  void run(int64_t begin, int64_t bytes, const Groups& groups) {
+    const int64_t vectors = bytes / size * planes;
+    float* y[most_columns / size + side_by_side];
+    // Where a vector has the end of one run and the start of the next, results are put into
+    // their order afterwards.
+    const bool in_order = p.run % size == 0;
+    const int64_t y_stride = in_order ? p.columns() : vectors * size;
+    std::vector<float> unordered(in_order ? 0 : p.m * y_stride);
+    std::fill(std::begin(y), std::end(y), in_order ? p.y : unordered.data());
+    for (int64_t v = 0; v < vectors; v++) {
+      const int64_t j = v / planes * size, byte = begin + j, plane = v % planes;
+      y[v] += in_order ? (byte / p.run * planes + plane) * p.run + byte % p.run
+                       : plane * bytes + j;
+    }
+    Pieces pieces(p, begin, begin + bytes);
+    for (int64_t row = 0; row < p.rows; row += most_rows) {
+      const int64_t rows = std::min(most_rows, p.rows - row);
+      decode(pieces, row, rows, bytes);
+      for (int64_t g = 0; g < groups.count; g++) {
+        const float* x = p.x + groups.first(g) * p.rows + row;
+        with_constant<Vector::most_at_once>(groups.size(g), [&](auto count) {
+          for (int64_t v = 0; v < vectors; v += side_by_side) {
+            float* to[side_by_side];
+            for (int i = 0; i < side_by_side; i++)
+              to[i] = y[v + i] + groups.first(g) * y_stride;
+            const float* w = decoded.data() + v * rows * size;
+            const int some = static_cast<int>(std::min<int64_t>(side_by_side, vectors - v));
+            with_constant<side_by_side>(some, [&](auto wide) {
+              multiply_panel<wide, count>(w, x, p.rows, rows, to, y_stride, row > 0);
+            });
+          }
+        });
+      }
+    }
+    for (int64_t m = 0; m < p.m && !in_order; m++) {
+      const float* from = unordered.data() + m * y_stride;
+      float* to = p.y + m * p.columns();
+      for_each_run(p, begin, begin + bytes, [&](int64_t logical, int64_t planar, int64_t length) {
+        const int64_t plane = planar / p.packed, byte = planar % p.packed;
+        std::memcpy(to + logical, from + plane * bytes + byte - begin, length * sizeof(float));
+      });
+    }
+  }
+};
+
+template <int bits, Scaling scaling>
+void panels(const Product& p, int64_t begin, int64_t end) {
+  Panels<bits, scaling> of(p);
+  const Groups groups(p.m, Vector::most_at_once);
+  constexpr int64_t some = Panels<bits, scaling>::bytes_at_once;
+  for (int64_t j = begin; j < end; j += some) of.run(j, std::min(some, end - j), groups);
+}
+
+template <int bits>
+void rows_of_many(const Product& p, int64_t begin, int64_t end) {
+  if constexpr (2 * shortest_block == Vector::size)
+    if (in_pairs(p)) return panels<bits, Scaling::pair>(p, begin, end);
+  panels<bits, Scaling::block>(p, begin, end);
+}
