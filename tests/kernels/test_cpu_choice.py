@@ -119,8 +119,8 @@ def test_what_every_choice_keeps_to(names, on):
         ("AMX", NF4(), 65, {}, "split, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, None),
         ("AMX", NF4(), 11, {}, "words, VNNI"),
-        ("VNNI", NF4(), 8, {"precision": "default"}, "one digit, VNNI"),
-        ("VNNI", NF4(), 7, {"precision": "default"}, "words, VNNI"),
+        ("VNNI", NF4(), 16, {"precision": "default"}, "one digit, VNNI"),
+        ("VNNI", NF4(), 15, {"precision": "default"}, "words, VNNI"),
         # A block of 4 bytes is no part of a vector that words are made of.
         ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
         ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),

@@ -204,10 +204,12 @@ def choose_kernel(
         one_will_do = precision == "default" or narrow
         return None if one_will_do and m > 64 else "split, AMX"
     if integers and not contract_rows:
-        rounds = precision == "default" and m >= 8 and size <= longest_int8_sum
-        if rounds and not amx:
+        words = vnni and _fits_words(packed, blocks, format)
+        # To decode a row for all of the activation pays from so many on.
+        many = m >= (16 if words else 8)
+        if precision == "default" and many and size <= longest_int8_sum and not amx:
             return f"one digit, {integers}"
-        if vnni and _fits_words(packed, blocks, format):
+        if words:
             return "words, VNNI"
     return floats if m <= most else None
 
