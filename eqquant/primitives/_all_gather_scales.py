@@ -119,15 +119,14 @@ def _batch(args, dims, *, stack: int, plan: Plan | None):
     (part, x), (of_part, of_x) = args, dims
     if of_part is None:  # More rows of the activation.
         x = jnp.moveaxis(x, of_x, stack)
-        if plan is not None and explicit_mesh_of(x) is not None:
+        if plan is not None and plan.mesh == explicit_mesh_of(x):
             batch = *names_of(spec_of(x)[stack]), *plan.batch
             plan = dataclasses.replace(plan, batch=batch)
         return all_gather_scales_p.bind(part, x, stack=stack, plan=plan), None
-    params = {"plan": plan}
     part = jnp.moveaxis(part, of_part, 0)
     if of_x is not None:
         x, stack = jnp.moveaxis(x, of_x, 0), stack + 1
-    return all_gather_scales_p.bind(part, x, stack=stack, **params), 0
+    return all_gather_scales_p.bind(part, x, stack=stack, plan=plan), 0
 
 
 ad.primitive_jvps[all_gather_scales_p] = _jvp

@@ -240,14 +240,13 @@ def _batch(args, dims, **params):
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
         parts, names = parts_by_type(x), split_by_type(x)
-        mesh, plan = explicit_mesh_of(x), params.get("plan")
-        if mesh is not None and plan is not None:
+        plan = params.get("plan")
+        if plan is not None and plan.mesh == explicit_mesh_of(x):
             batch = *names[-3], *plan.batch
             params["plan"] = dataclasses.replace(plan, batch=batch)
-            into = parts[-2] * parts_of(mesh, plan.scatter[0])
-            if (
-                x.shape[-2] % into == 0
-            ):  # Rows stay neighbours where they are scattered.
+            # Rows stay neighbours where they are scattered.
+            into = parts[-2] * parts_of(plan.mesh, plan.scatter[0])
+            if x.shape[-2] % into == 0:
                 parts[-2], names[-2] = into, (*names[-2], *plan.scatter[0])
         rows = merge(x, [*ones, 2, 1], parts)
         out = quantized_dot(rows, codes, scales, **params)
@@ -288,9 +287,9 @@ def _batch(args, dims, **params):
 def _merges(plan: Plan | None, codes) -> bool:
     """Whether rows of a stack of weights can be those of one: not if they are split,
     as each device then has a part of every weight."""
-    if plan is None or explicit_mesh_of(codes) is not None:
-        return explicit_mesh_of(codes) is None
-    return not plan.of(codes.ndim)[-2]
+    if explicit_mesh_of(codes) is not None:
+        return False
+    return plan is None or not plan.of(codes.ndim)[-2]
 
 
 batching.primitive_batchers[quantized_dot_p] = _batch

@@ -206,8 +206,10 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
             left = over
             for axis, names in zip((-2, -1), scatter, strict=True):
                 if names:
-                    axis, how = out.ndim + axis, {"tiled": True}
-                    out = lax.psum_scatter(out, names, scatter_dimension=axis, **how)
+                    axis = out.ndim + axis
+                    out = lax.psum_scatter(
+                        out, names, scatter_dimension=axis, tiled=True
+                    )
                     left = tuple(name for name in left if name not in names)
             out = lax.psum(out, left) if left else out
             return out.astype(out_dtype)

@@ -41,8 +41,9 @@ class Layout:
     """Over a mesh with the axes `AXES`.
 
     With `by_tokens` what is between layers is split by tokens as well (sequence
-    parallelism): the residuals that training keeps are then small. One sequence on each
-    part of `"data"` is best: of several, devices sum up some, and then swap.
+    parallelism): the residuals that training keeps are then small. Use as many
+    sequences as `"data"` has devices. With more, sums are split by sequences first, and
+    then moved.
     """
 
     mesh: Mesh | AbstractMesh

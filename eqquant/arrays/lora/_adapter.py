@@ -56,8 +56,8 @@ def contract_adapter(
     ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
     forwards = bool(set(ins) & set(contracted))
     left = ins if forwards else outs
-    together = has_explicit_axes()  # Axes that are split are not merged.
-    if not (w.lead_axes or batch or together) and set(contracted) == set(left):
+    explicit = has_explicit_axes()  # Axes that are split are not merged.
+    if not (w.lead_axes or batch or explicit) and set(contracted) == set(left):
         return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
     axes = w.axes_of_parts
     first, second = ("a", "b") if forwards else ("b", "a")
@@ -72,7 +72,7 @@ def contract_adapter(
 
     def multiply(x, x_axes, name, out_axes):
         part = getattr(w, name)
-        if together:
+        if explicit:
             return _dense_dot(x, x_axes, part, axes[name], out_axes, precision)
         spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
         return jnp.einsum(spec, x, part, precision=precision)

@@ -52,11 +52,11 @@ def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
     return carry, agree
 
 
-def _type_of_first(xs):
-    """Of the first of what a loop goes over, which may be none."""
-    aval = jax.typeof(xs)
-    sharding = aval.sharding.update(spec=PartitionSpec(*spec_of(xs)[1:]))
-    return aval.update(shape=xs.shape[1:], sharding=sharding)
+def _type_of_first(x):
+    """The type of `x[0]`; there may be no such element."""
+    aval = jax.typeof(x)
+    sharding = aval.sharding.update(spec=PartitionSpec(*spec_of(x)[1:]))
+    return aval.update(shape=x.shape[1:], sharding=sharding)
 
 
 @control_rule_for("scan")
