@@ -142,7 +142,7 @@ mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
 # Without XLA, which is not built for it: those of one architecture.
 SOURCES := eqquant/kernels/cpu/src
 sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*.cpp $(SOURCES)/$(1)/*.cpp))
-# A folder, the architecture, a compiler, and its sanitizers.
+# A folder, the architecture, a compiler, and its flags.
 define SANITIZE
 rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WORKERS) -I{} \
 	sh -c '$(3) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(4) \
@@ -150,11 +150,14 @@ rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WO
 $(3) $(4) $(1)/*.o -o $(1)/main
 endef
 
+# Where a CPU has no tiles (AMX), plain C++ stands in for these.
+TILES := $(shell grep -qs amx_int8 /proc/cpuinfo || echo -DEQQUANT_EMULATE_TILES)
+
 sanitize:
 	@if ! command -v $(CXX) > /dev/null || [ "$$(uname -m)" != x86_64 ]; then \
 		echo 'NOT RUN: make sanitize needs a C++ compiler, and x86-64'; exit 0; fi; \
 	set -e; $(call SANITIZE,build/sanitize,x86,$(CXX),\
-		-fsanitize=address$(comma)undefined -fno-sanitize-recover=all); build/sanitize/main
+		$(TILES) -fsanitize=address$(comma)undefined -fno-sanitize-recover=all); build/sanitize/main
 
 # The library for ARM as it is installed, and its kernels under an emulator, which has
 # three kinds of CPU: with i8mm, with dotprod only, with neither. AddressSanitizer does not

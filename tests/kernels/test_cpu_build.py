@@ -4,6 +4,7 @@ import builtins
 import os
 import platform
 import runpy
+import sys
 import subprocess
 
 import pytest
@@ -90,5 +91,6 @@ def test_cores_are_those_of_the_process(monkeypatch):
 def test_the_program_says_why_it_cannot(monkeypatch, tmp_path, on_x86):
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(sys, "argv", ["_build.py"])
     with pytest.raises(SystemExit, match=r"no C\+\+ compiler was found|not for"):
         runpy.run_path(_build.__file__, run_name="__main__")

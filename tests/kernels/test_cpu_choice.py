@@ -82,13 +82,15 @@ def test_what_every_choice_keeps_to(names, on):
                 assert kind == "float", "weights and activations are exact"
             if kind == "one digit":
                 assert precision == "default", "8 bits are not for a high precision"
+            if kind == "bfloat16":
+                assert precision == "default", "as many are not, either"
             if contract_rows:
                 assert kind == "float", "the others add along the rows of codes"
             said = cpu.describe(x, *args[1:], **params)
             assert repr(chosen) in said
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
     digits = {"float", "one digit", "two digits"}
-    expected = {"VNNI": digits | {"words"}, "AMX": digits | {"words", "split"}}
+    expected = {"VNNI": digits | {"words"}, "AMX": digits | {"words", "split", "bfloat16"}}
     expected |= {"dotprod": digits, "i8mm": digits}
     assert kinds == expected.get(names[-1], {"float"})
 
@@ -109,15 +111,16 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
         ("AMX", Int8(), 9, {"contract_rows": True}, None),
         ("AMX", Int8(), 7, {}, "two digits, VNNI"),
-        ("AMX", Int8(), 8, {}, None),
-        ("AMX", Binary(), 23, {"precision": "default"}, "one digit, VNNI"),
+        ("AMX", Int8(), 8, {}, "two digits, AMX"),
+        ("AMX", Binary(), 15, {"precision": "default"}, "one digit, VNNI"),
+        ("AMX", Binary(), 4096, {"precision": "default"}, "one digit, AMX"),
         # Activations of int8 already.
         ("VNNI", Int8(), 3, {"x_dtype": jnp.dtype("int8")}, "one digit, VNNI"),
         # One bfloat16 for each is enough for many rows, if no more is asked for.
-        ("AMX", NF4(), 64, {"precision": "default"}, "split, AMX"),
-        ("AMX", NF4(), 65, {"precision": "default"}, None),
-        ("AMX", NF4(), 65, {}, "split, AMX"),
-        ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, None),
+        ("AMX", NF4(), 12, {"precision": "default"}, "bfloat16, AMX"),
+        ("AMX", NF4(), 4096, {}, "split, AMX"),
+        ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "bfloat16, AMX"),
+        ("AMX", NF4(), 65, {"x_dtype": BF16}, "split, AMX"),
         ("AMX", NF4(), 11, {}, "words, VNNI"),
         ("VNNI", NF4(), 16, {"precision": "default"}, "one digit, VNNI"),
         ("VNNI", NF4(), 15, {"precision": "default"}, "words, VNNI"),

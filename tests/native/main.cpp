@@ -19,14 +19,16 @@ struct Case {
   const char* name;
   const Routine* routine;
   bool contract_rows;
-  int digits;
+  int digits;  // Or parts.
+  bool integers;  // Whether activations become integers.
   double tolerance;
 };
 
 double tolerance_of(const std::string& name) {
   const std::string how = name.substr(0, name.find(','));
   if (how == "float") return 1e-6;
-  return how == "one digit" ? 4e-2 : how == "split" ? 3e-5 : 2e-4;
+  if (how == "one digit") return 4e-2;
+  return how == "bfloat16" ? 1e-2 : how == "split" ? 3e-5 : 2e-4;
 }
 
 std::mt19937 generator(0);
@@ -57,6 +59,13 @@ double level_of(const Product& p, int64_t row, int64_t j, int plane) {
   // What a routine leaves to the scales is in them here, too.
   if (p.exponent) return float_of_8_bits(byte, p.exponent) / (p.exponent == 4 ? 256 : 1);
   return p.bits == 8 ? static_cast<int8_t>(byte) : p.levels[byte >> (plane * p.bits) & 15];
+}
+
+// As bfloat16, which is the upper half of a float.
+uint16_t rounded_down(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  return static_cast<uint16_t>(bits >> 16);
 }
 
 // The weight, decoded.
@@ -104,14 +113,15 @@ bool check(const Case& c) {
   p.run = p.three_bits && below(2) ? 4 * (2 + below(5)) : 8 << below(3);
   // Often but one, of eight bytes perhaps: blocks as short as they can be.
   const int64_t runs = 1 + below(2) * below(6), blocks = 1 + below(5);
-  const bool one_scale = c.digits == 2 || below(2);
+  const bool one_scale = (c.integers && c.digits == 2) || below(2);
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;
   if (!floats && c.routine->why_not(p)) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
   p.bfloat16_scales = below(2);
+  p.bfloat16_x = below(2);
 
-  const bool integers = c.digits == 2 || (c.digits && below(2));
+  const bool integers = c.integers && (c.digits == 2 || below(2));
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
     const int code = i & ((1 << std::min(p.three_bits ? 3 : p.bits, 4)) - 1);
@@ -120,7 +130,12 @@ bool check(const Case& c) {
   const int64_t in = p.contract_rows ? p.rows : p.columns();
   const int64_t out = p.contract_rows ? p.columns() : p.rows;
   std::unique_ptr<float[]> x(new float[p.m * in]), y(new float[p.m * out]);
-  for (int64_t i = 0; i < p.m * in; i++) x[i] = normal(generator);
+  std::unique_ptr<uint16_t[]> narrow_x(new uint16_t[p.m * in]);
+  for (int64_t i = 0; i < p.m * in; i++) {
+    x[i] = normal(generator);
+    narrow_x[i] = rounded_down(x[i]);
+    if (p.bfloat16_x) x[i] = eqquant::from_bfloat16(narrow_x[i]);
+  }
   std::unique_ptr<uint8_t[]> codes(new uint8_t[p.rows * p.stored_bytes()]);
   for (int64_t i = 0; i < p.rows * p.stored_bytes(); i++) {
     codes[i] = static_cast<uint8_t>(generator());
@@ -131,11 +146,10 @@ bool check(const Case& c) {
   std::unique_ptr<uint16_t[]> narrow(new uint16_t[p.rows * p.blocks]);
   for (int64_t i = 0; i < p.rows * p.blocks; i++) {
     scales[i] = 0.5f + std::abs(normal(generator));
-    uint32_t bits;
-    std::memcpy(&bits, &scales[i], sizeof bits);
-    narrow[i] = static_cast<uint16_t>(bits >> 16);
+    narrow[i] = rounded_down(scales[i]);
   }
-  p.x = x.get(), p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
+  p.x = p.bfloat16_x ? static_cast<void*>(narrow_x.get()) : x.get();
+  p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
   p.scales = p.bfloat16_scales ? static_cast<void*>(narrow.get()) : scales.get();
   const int64_t size = c.routine->scratch(p);
   // Aligned as XLA's buffers are.
@@ -204,7 +218,9 @@ int main(int argc, char** argv) {
   for (const eqquant::Kernel* k = eqquant::kernels; k->name; k++)
     for (const Routine* routine : {k->columns, k->rows}) {
       if (!routine) continue;
-      const Case c{k->name, routine, routine == k->rows, k->digits, tolerance_of(k->name)};
+      const bool integers = std::string(k->name).find("digit") != std::string::npos;
+      const Case c{k->name,   routine,  routine == k->rows,
+                   k->digits, integers, tolerance_of(k->name)};
       if (k->needs > best) {
         std::printf("NOT RUN, this CPU cannot: %s\n", c.name);
         continue;

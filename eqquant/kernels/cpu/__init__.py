@@ -58,8 +58,17 @@ def dot(
     *batch, rows, packed = codes.shape
     m = x.shape[-2]
     columns = num_codes(packed, format.bits)
+    if x.dtype != jnp.bfloat16:  # Of which the kernels read the rows as they are.
+        x = x.astype(jnp.float32)
     scratch = library.scratch(
-        kernel.encode(), contract_rows, m, rows, packed, scales.shape[-1], format.bits
+        kernel.encode(),
+        contract_rows,
+        x.dtype == jnp.bfloat16,
+        m,
+        rows,
+        packed,
+        scales.shape[-1],
+        format.bits,
     )
     out = (*batch, m, columns if contract_rows else rows)
     results = (
@@ -71,7 +80,7 @@ def dot(
     if format.float8 == "e4m3fn":
         scales = scales * jnp.asarray(2**8, scales.dtype)
     product, _ = jax.ffi.ffi_call("eqquant_dot", results)(
-        x.astype(jnp.float32),
+        x,
         codes,
         scales,
         _levels(format),
@@ -152,13 +161,14 @@ def choose_kernel(
     and weights:
 
     - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
-    - `"two digits, VNNI"` (dotprod, i8mm): weights exact, activations in two int8,
-        which is 15 bits of them. 4e-5.
-    - `"one digit, VNNI"` (dotprod, i8mm): activations rounded to int8. 1e-2; for
+    - `"two digits, VNNI"` (AMX, dotprod, i8mm): weights exact, activations in two
+        int8, which is 15 bits of them. 4e-5.
+    - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
         weights with a scale for each block these, too, to 127 of the largest of a row.
         1.3e-2.
     - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
     - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
+    - `"bfloat16, AMX"`: both in one. 3e-3.
     """
     library = load()
     assert not isinstance(library, str), library
@@ -193,16 +203,14 @@ def choose_kernel(
             return floats if m <= most else None
         if contract_rows:
             return floats if m <= (8 if amx or not avx512 else most) else None
-        digits = "one digit" if rounded else "two digits"
-        # With AMX, XLA's products of int8 are faster than those of VNNI.
-        few = m < (8 if format.bits == 8 else 24)
-        return f"{digits}, {integers}" if few or not amx else None
+        # Tiles have sixteen rows of digits, and want the weight in another order.
+        if amx and m * (1 if rounded else 2) >= 16:
+            integers = "AMX"
+        return f"{'one digit' if rounded else 'two digits'}, {integers}"
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
     if amx and in_tiles and not contract_rows and m >= 12:
-        # XLA has one product of bfloat16 for many rows, if that is precise enough.
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        one_will_do = precision == "default" or narrow
-        return None if one_will_do and m > 64 else "split, AMX"
+        return f"{'bfloat16' if precision == 'default' or narrow else 'split'}, AMX"
     if integers and not contract_rows:
         words = vnni and _fits_words(packed, blocks, format)
         # To decode a row for all of the activation pays from so many on.
@@ -243,10 +251,10 @@ def describe(x, codes, scales, **params) -> str:
     kernel = choose_kernel(x, codes, scales, **params)
     assert kernel is not None
     how, _, _ = kernel.partition(", ")
-    bits = {"two digits": 15, "one digit": 8, "words": 16, "split": 16}.get(how)
-    if how == "split" and x.dtype == jnp.bfloat16:
-        bits = None  # The first of the two has all of it.
-    return f"native kernel {kernel!r} {rounding(x, bits)}"
+    bits = {"two digits": 15, "one digit": 8, "words": 16, "split": 16, "bfloat16": 8}
+    if how in ("split", "bfloat16") and x.dtype == jnp.bfloat16:
+        bits = {}  # The first of the two, or the one, has all of it.
+    return f"native kernel {kernel!r} {rounding(x, bits.get(how))}"
 
 
 def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:

@@ -61,6 +61,7 @@ def load() -> Library | str:
     scratch.argtypes = [
         ctypes.c_char_p,
         ctypes.c_int,
+        ctypes.c_int,
         *[ctypes.c_int64] * 4,
         ctypes.c_int,
     ]

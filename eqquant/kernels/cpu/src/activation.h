@@ -63,9 +63,10 @@ inline void prepare_activation(const Product& p, char* scratch, int64_t begin, i
   constexpr int64_t size = Vector::size;
   const int64_t block = bytes_at_once(p), stride = row_stride(p), planes = p.planes();
   const Groups groups(p);
+  Activation x(p);
   int64_t group = 0;
   for (int64_t i = begin; i < end; i++) {
-    const float* from = p.x + i * p.columns();
+    const float* from = x.row(i);
     while (groups.first(group + 1) <= i) group++;
     const int64_t first = groups.first(group), step = groups.size(group) * size;
     float* to = reinterpret_cast<float*>(scratch) + first * stride + (i - first) * size;

@@ -22,13 +22,14 @@ using Sums = Integers::Sums;
 // integers; otherwise some rows of the weight are decoded before, and multiplied as a `Panel`
 // or as `DecodedRows`. Both have these:
 //
-// - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once
+// - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once, of
+//   which `spare_digits` may be beyond the last row
+// - `few_digits`: up to so many rows are few
 // - `vectors_for(length)`: how many of these vectors, if rows have so many bytes
 // - `take(rows, length, vector, vectors)`: `lanes` decoded rows, one after the other
 // - `multiply(vectors, x, stride, length, count, totals)`: all that it took, by `count` rows
 //   of digits, which are `stride` bytes apart; totals are (digits, vector, lane)
 // - `cached_bytes` of digits, which are multiplied in one turn
-constexpr int64_t few_digits = 8;
 
 // Whether the levels of a row are integers of one unit as they are.
 inline bool is_exact(const Product& p) {
@@ -53,7 +54,7 @@ struct Layout {
   int64_t length;      // Of a row, without the gap.
 
   explicit Layout(const Product& p)
-      : few(p.m * p.digits <= few_digits && is_exact(p)),
+      : few(p.m * p.digits <= Panel::few_digits && is_exact(p)),
         plane(round_up(p.packed, few ? Integers::size : 4)),
         row(0),
         length(round_up(plane * p.planes(), Integers::size)) {
@@ -70,17 +71,19 @@ inline Row* rows_in(const Product& p, const Layout& of, char* scratch) {
 // The most that it may be, whatever the levels are, which are not known yet.
 inline int64_t scratch_size(const Product& p) {
   const int64_t digits = round_up(p.packed, Integers::size) * p.planes() + Layout::gap;
-  return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row)));
+  return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row))) +
+         Panel::spare_digits * digits;
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const Layout layout(p);
   const int64_t columns = p.columns();
+  Activation activation(p);
   for (int64_t i = begin; i < end; i++) {
-    const float* x = p.x + i * columns;
+    const float* x = activation.row(i);
     int8_t* digits = digits_in(scratch) + i * p.digits * layout.row;
     Row& row = rows_in(p, layout, scratch)[i];
-    const float absmax = Integers::absmax_of(x, columns);
+    const float absmax = Integers::largest_of(x, columns);
     row.unit = std::isfinite(absmax) ? absmax / 127 : NAN;
     const float per_unit = 127 / absmax;
     if (!std::isfinite(per_unit) && std::isfinite(absmax)) row.unit = 0;
@@ -339,7 +342,8 @@ void many_digits(const Product& p, const Layout& layout, char* scratch, int64_t 
 template <int bits>
 void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const Layout layout(p);
-  if (layout.few) return some_rows<bits>(p, layout, scratch, begin, end);
+  if constexpr (Panel::few_digits > 0)
+    if (layout.few) return some_rows<bits>(p, layout, scratch, begin, end);
   const bool pays = Panel::pays(p.m * p.digits, layout.length);
   const auto many = pays ? many_digits<bits, Panel> : many_digits<bits, DecodedRows>;
   many(p, layout, scratch, begin, end);

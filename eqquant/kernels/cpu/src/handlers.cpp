@@ -38,7 +38,7 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
   return out;
 }
 
-ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer codes,
+ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
                ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
@@ -61,8 +61,9 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
     return invalid("operands must have the same number of axes, two or more");
   if (codes.element_type() != (bits == 8 && !exponent ? ffi::S8 : ffi::U8))
     return invalid("codes must be int8 if they are integers of 8 bits, and otherwise uint8");
-  if (scales.element_type() != ffi::F32 && scales.element_type() != ffi::BF16)
-    return invalid("scales must be float32 or bfloat16");
+  for (const ffi::AnyBuffer& of : {x, scales})
+    if (of.element_type() != ffi::F32 && of.element_type() != ffi::BF16)
+      return invalid("x and scales must be float32 or bfloat16");
   const size_t last = rank - 1, second = rank - 2;
   const int64_t batch = product_of(of_x, second);
   for (size_t i = 0; i < second; i++)
@@ -77,12 +78,13 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   p.exponent = static_cast<int>(exponent);
   set_codes(p, bits, of_codes[last]);
   if (p.stored_bytes() != of_codes[last]) return invalid("three bits must fill their bytes");
+  p.bfloat16_x = x.element_type() == ffi::BF16;
   p.bfloat16_scales = scales.element_type() == ffi::BF16;
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
   p.digits = found->digits;
   p.level_unit = level_unit;
-  const int64_t in = contract_rows ? p.rows : p.columns();
+  const int64_t in = p.contracted();
   const int64_t out = contract_rows ? p.columns() : p.rows;
   if (of_x[last] != in || of_scales[second] != p.rows || of_y[second] != p.m || of_y[last] != out)
     return invalid("shapes of operands do not fit");
@@ -99,10 +101,11 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer cod
   char* space = reinterpret_cast<char*>(scratch->typed_data());
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
+  const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
   const bool alone = p.m * p.rows * p.columns() < worth_a_thread;
   for (int64_t i = 0; i < batch; i++) {
-    p.x = x.typed_data() + i * p.m * in;
+    p.x = all_x + i * p.m * in * p.x_size();
     p.codes = all_codes + i * p.rows * p.stored_bytes();
     p.scales = all_scales + i * p.rows * p.blocks * p.scale_size();
     p.y = y->typed_data() + i * p.m * out;
@@ -201,7 +204,7 @@ EQQUANT_EXPORT XLA_FFI_Error* eqquant_dot(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                               ffi::Ffi::Bind()
                                   .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
@@ -249,8 +252,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
 
 // How much scratch a product needs, in bytes; -1 if there is no such kernel.
-EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int64_t m,
-                                       int64_t rows, int64_t packed, int64_t blocks, int bits) {
+EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
+                                       int64_t m, int64_t rows, int64_t packed,
+                                       int64_t blocks, int bits) {
   const eqquant::Kernel* found = eqquant::find(kernel);
   const eqquant::Routine* routine =
       !found ? nullptr : contract_rows ? found->rows : found->columns;
@@ -258,6 +262,7 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   eqquant::Product p{};
   p.m = m, p.rows = rows, p.blocks = blocks;
   eqquant::set_codes(p, bits, packed);
+  p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
   p.digits = found->digits;
   return routine->scratch(p);
 }

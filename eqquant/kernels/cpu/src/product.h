@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 namespace eqquant {
 
@@ -16,7 +17,7 @@ namespace eqquant {
 // into it, or the result out of it. In logical order a run of `run` bytes of one plane is
 // followed by the same run of the next.
 struct Product {
-  const float* x;         // (m, columns), or (m, rows) where rows are contracted
+  const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, packed), or of `three_bits`
   const void* scales;     // (rows, blocks)
   float* y;               // (m, rows), or (m, columns)
@@ -26,20 +27,23 @@ struct Product {
   // Whether `codes` are of three bits, and everything else is for the four that they are
   // unpacked to. See unpack.h.
   bool three_bits;
-  bool bfloat16_scales;
+  bool bfloat16_x, bfloat16_scales;
   bool contract_rows;
   // What codes stand for, for each of the 16 values of four bits; narrower codes repeat.
   // Codes of 8 bits stand for themselves: they are signed integers, or floats with so many
   // bits of exponent.
   const float* levels;
   int exponent;
-  int digits;             // of an activation that is split: 1 or 2
+  int digits;             // or parts, in which an activation is split: 1 or 2
   // What levels are multiples of, about; 0 for a part of the largest.
   float level_unit;
 
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
+  // Of a row of the activation.
+  int64_t contracted() const { return contract_rows ? rows : columns(); }
+  int64_t x_size() const { return bfloat16_x ? 2 : 4; }
   int64_t scale_size() const { return bfloat16_scales ? 2 : 4; }
   // The codes of a row as they are stored, and how many bytes these are.
   int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
@@ -97,13 +101,32 @@ inline void with_bits(const Product& p, const Use& use) {
   }
 }
 
+inline void from_bfloat16(const void* from, int64_t begin, int64_t size, float* to) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + begin;
+  for (int64_t i = 0; i < size; i++) to[i] = from_bfloat16(bits[i]);
+}
+
 // The scales of some rows as floats: where they are, or else converted into `buffer`.
 inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
   if (!p.bfloat16_scales) return static_cast<const float*>(p.scales) + row * p.blocks;
-  const uint16_t* from = static_cast<const uint16_t*>(p.scales) + row * p.blocks;
-  for (int64_t i = 0; i < rows * p.blocks; i++) buffer[i] = from_bfloat16(from[i]);
+  from_bfloat16(p.scales, row * p.blocks, rows * p.blocks, buffer);
   return buffer;
 }
+
+// Rows of the activation as floats, likewise.
+class Activation {
+  const Product& p;
+  std::vector<float> buffer;
+
+ public:
+  explicit Activation(const Product& p) : p(p), buffer(p.bfloat16_x ? p.contracted() : 0) {}
+  const float* row(int64_t i) {
+    const int64_t size = p.contracted();
+    if (!p.bfloat16_x) return static_cast<const float*>(p.x) + i * size;
+    from_bfloat16(p.x, i * size, size, buffer.data());
+    return buffer.data();
+  }
+};
 
 // Calls `use(logical, planar, length)` for each run of a row in both orders.
 template <class Use>

@@ -55,10 +55,12 @@ struct Panels {
   static constexpr int64_t bytes_at_once = most_columns / planes;
 
   const Product& p;
+  const float* const all_x;
   std::vector<float> buffer, decoded;
 
-  explicit Panels(const Product& p)
+  Panels(const Product& p, const float* x)
       : p(p),
+        all_x(x),
         buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0),
         decoded(panel_floats) {}
 
@@ -120,7 +122,7 @@ struct Panels {
       const int64_t rows = std::min(most_rows, p.rows - row);
       decode(pieces, row, rows, bytes);
       for (int64_t g = 0; g < groups.count; g++) {
-        const float* x = p.x + groups.first(g) * p.rows + row;
+        const float* x = all_x + groups.first(g) * p.rows + row;
         with_constant<Vector::most_at_once>(groups.size(g), [&](auto count) {
           for (int64_t v = 0; v < vectors; v += side_by_side) {
             float* to[side_by_side];
@@ -147,16 +149,16 @@ struct Panels {
 };
 
 template <int bits, Scaling scaling>
-void panels(const Product& p, int64_t begin, int64_t end) {
-  Panels<bits, scaling> of(p);
+void panels(const Product& p, const float* x, int64_t begin, int64_t end) {
+  Panels<bits, scaling> of(p, x);
   const Groups groups(p.m, Vector::most_at_once);
   constexpr int64_t some = Panels<bits, scaling>::bytes_at_once;
   for (int64_t j = begin; j < end; j += some) of.run(j, std::min(some, end - j), groups);
 }
 
 template <int bits>
-void rows_of_many(const Product& p, int64_t begin, int64_t end) {
+void rows_of_many(const Product& p, const float* x, int64_t begin, int64_t end) {
   if constexpr (2 * shortest_block == Vector::size)
-    if (in_pairs(p)) return panels<bits, Scaling::pair>(p, begin, end);
-  panels<bits, Scaling::block>(p, begin, end);
+    if (in_pairs(p)) return panels<bits, Scaling::pair>(p, x, begin, end);
+  panels<bits, Scaling::block>(p, x, begin, end);
 }

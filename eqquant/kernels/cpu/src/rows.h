@@ -123,8 +123,8 @@ void rows_of_group(const Product& p, int64_t block, int64_t first_block, const f
 #include "row_panels.h"
 
 template <int bits>
-void rows(const Product& p, int64_t begin, int64_t end) {
-  if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, begin, end);
+void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
+  if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, x, begin, end);
   constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, 4);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);
@@ -138,7 +138,7 @@ void rows(const Product& p, int64_t begin, int64_t end) {
     for (int64_t g = 0; g < groups.count; g++) {
       const int64_t m = groups.first(g);
       with_constant<most>(groups.size(g), [&](auto count) {
-        rows_of_group<bits, count>(p, block, first, p.x + m * p.rows, scales, row, some, codes,
+        rows_of_group<bits, count>(p, block, first, x + m * p.rows, scales, row, some, codes,
                                    pieces.row_bytes, begin, end, out.data() + m * ld, ld,
                                    stride);
       });
@@ -154,11 +154,18 @@ void rows(const Product& p, int64_t begin, int64_t end) {
   }
 }
 
-inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) {
-  with_codes(p, [&](auto bits) { rows<bits>(p, begin, end); });
+// Scratch is the activation, if it is not in float32 as it is.
+inline void run_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  const void* x = p.bfloat16_x ? scratch : p.x;
+  with_codes(p, [&](auto bits) { rows<bits>(p, static_cast<const float*>(x), begin, end); });
 }
 
-inline int64_t rows_scratch(const Product&) { return 0; }
-inline void prepare_rows(const Product&, char*, int64_t, int64_t) {}
+inline int64_t rows_scratch(const Product& p) {
+  return p.bfloat16_x ? p.m * p.rows * static_cast<int64_t>(sizeof(float)) : 0;
+}
+inline void prepare_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  float* to = reinterpret_cast<float*>(scratch) + begin * p.rows;
+  if (p.bfloat16_x) from_bfloat16(p.x, begin * p.rows, (end - begin) * p.rows, to);
+}
 
 constexpr Routine rows_routine = {prepare_rows, run_rows, rows_scratch, 64};

@@ -50,7 +50,7 @@ struct Integers {
                                   _mm256_extracti128_si256(quarter, 1)));
   }
 
-  static float absmax_of(const float* x, int64_t size) { return vnni::absmax_of(x, size); }
+  static float largest_of(const float* x, int64_t size) { return absmax_of(x, size); }
 
   // A run of the activation as digits, which are added to the sums, too.
   template <int digits>
@@ -86,7 +86,8 @@ struct Integers {
     const __m512 by = _mm512_set1_ps(factor);
     const auto rounded = [&](__m512 x) {
       const __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(x, by));
-      return _mm512_cvtepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(middle)));
+      // Saturated: -128 by a negative scale is 128.
+      return _mm512_cvtusepi32_epi8(_mm512_add_epi32(whole, _mm512_set1_epi32(middle)));
     };
     const __m128i table = rounded(_mm512_loadu_ps(levels));
     for (int64_t j = 0; j < bytes; j += 16) {

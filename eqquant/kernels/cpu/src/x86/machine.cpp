@@ -22,10 +22,16 @@ bool may_use_tiles() {
 bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const bool bfloat16 = d >> 22 & 1, tiles = d >> 24 & 1;
-  if (!bfloat16 || !tiles || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
+  // Of bfloat16, any, and of bytes.
+  const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
   const bool avx512_bf16 = a >> 5 & 1;
-  return avx512_bf16 && may_use_tiles();
+#if defined(EQQUANT_EMULATE_TILES)
+  constexpr bool emulated = true;
+#else
+  constexpr bool emulated = false;
+#endif
+  return avx512_bf16 && (emulated || (tiles && may_use_tiles()));
 }
 
 // Floats of 16 bits, which compilers do not all ask for by name.
@@ -54,11 +60,11 @@ int instructions() {
 
 extern const Routine float_avx2, float_rows_avx2, float_avx512, float_rows_avx512;
 // For activations split in digits of 8 bits.
-extern const Routine digits_vnni;
+extern const Routine digits_vnni, digits_amx;
 // For activations rounded to 16 bits, and levels, too.
 extern const Routine words_vnni;
-// For many rows: operands split in two bfloat16 each, three products of these.
-extern const Routine split_amx;
+// For more rows: both operands as one bfloat16, or split in two, and three products of these.
+extern const Routine bfloat16_amx;
 
 const Kernel kernels[] = {
     {"float, AVX2", &float_avx2, &float_rows_avx2, 0, avx2},
@@ -66,7 +72,10 @@ const Kernel kernels[] = {
     {"two digits, VNNI", &digits_vnni, nullptr, 2, vnni},
     {"one digit, VNNI", &digits_vnni, nullptr, 1, vnni},
     {"words, VNNI", &words_vnni, nullptr, 0, vnni},
-    {"split, AMX", &split_amx, nullptr, 0, amx},
+    {"two digits, AMX", &digits_amx, nullptr, 2, amx},
+    {"one digit, AMX", &digits_amx, nullptr, 1, amx},
+    {"split, AMX", &bfloat16_amx, nullptr, 2, amx},
+    {"bfloat16, AMX", &bfloat16_amx, nullptr, 1, amx},
     {},
 };
 

@@ -152,8 +152,9 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const float of_weight =
       p.m < many(p) ? levels_of(p).largest * std::sqrt(2.0f * steps) : largest_norm;
   const float most = largest_norm * largest_norm / of_weight;
+  Activation activation(p);
   for (int64_t i = begin; i < end; i++) {
-    const float* x = p.x + i * p.columns();
+    const float* x = activation.row(i);
     const int64_t in_group = i % most_at_once, stride = group_of(p, i) * (chunk / 2);
     int16_t* words =
         words_in(scratch) + (i - in_group) * row_words(p) + in_group * (chunk / 2);
