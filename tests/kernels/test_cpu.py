@@ -156,7 +156,8 @@ def test_the_least_code_by_a_negative_scale_is_not_the_least_byte(kernel):
     # It is 128 of a unit of which the largest code is 127.
     codes = jnp.full((20, 256), -128, jnp.int8)
     scales = jnp.full((20, 2), -0.5)
-    got, expected = both(kernel, jnp.ones((3, 256)), codes, scales, Int8(block_size=128))
+    x, format = jnp.ones((3, 256)), Int8(block_size=128)
+    got, expected = both(kernel, x, codes, scales, format)
     assert relative(got, expected) < TOLERANCE[kernel]
 
 

@@ -4,8 +4,8 @@ import builtins
 import os
 import platform
 import runpy
-import sys
 import subprocess
+import sys
 
 import pytest
 from eqquant.kernels.cpu import _build
