@@ -9,9 +9,14 @@ An entry is the time of the dense float32 product over the time of this one: abo
 faster than dense. First the ratio of the medians, then that of the fastest runs, which
 other work on the machine disturbs less. The error is relative to the same product with
 the dequantized weight, in float64; MB are of temporaries.
+
+With `--ring` a row says how long it takes to copy codes and scales, half of them on
+each of two threads: what a product of one row, which is bound by memory, can be held
+against.
 """
 
 import argparse
+import concurrent.futures
 import csv
 import dataclasses
 import itertools
@@ -55,6 +60,25 @@ def ring(weight, gigabytes: float):
     copies = max(1, round(gigabytes * 1e9 / size))
     others = (jax.tree.map(jnp.copy, weight) for _ in range(copies - 1))
     return itertools.cycle([weight, *others])
+
+
+class Copy:
+    """Copies the leaves of one weight after the other to the same place."""
+
+    def __init__(self, weights):
+        self.weights, self.to = weights, {}
+        self.threads = concurrent.futures.ThreadPoolExecutor(2)
+
+    def __call__(self):
+        pending = []
+        for i, leaf in enumerate(jax.tree.leaves(next(self.weights))):
+            leaf = np.asarray(leaf).reshape(-1)
+            to = self.to.setdefault(i, np.zeros_like(leaf))
+            half = leaf.size // 2
+            for part in (slice(half), slice(half, None)):
+                pending.append(self.threads.submit(np.copyto, to[part], leaf[part]))
+        for each in pending:
+            each.result()
 
 
 def main() -> None:
@@ -108,6 +132,8 @@ def main() -> None:
             variant: f"{name:<9}{variant:<21}{per_weight:>9.3f}" for variant in variants
         }
         rings = {name: ring(q, options.ring) for name, (_, q) in variants.items()}
+        copies = {"a copy of it": Copy(ring(q, options.ring))} if options.ring else {}
+        rows |= {variant: f"{name:<9}{variant:<21}{'':>9}" for variant in copies}
         for m in options.m:
             x = jnp.asarray(rng.standard_normal((m, size), dtype=np.float32))
             reference = np.asarray(x, np.float64) @ (exact if transposed else exact.T)
@@ -124,9 +150,14 @@ def main() -> None:
                         call(x, next(ring))
                     )
                     for variant in variants
-                },
+                }
+                | copies,
                 seconds=options.seconds * (1 + len(variants)),
             )
+            for variant in copies:
+                ratio = median(times["dense"]) / median(times[variant])
+                fastest = min(times["dense"]) / min(times[variant])
+                rows[variant] += f"  {ratio:>5.2f} ({fastest:>5.2f}) {'':>10}"
             for variant, (_, q) in variants.items():
                 ratio = median(times["dense"]) / median(times[variant])
                 fastest = min(times["dense"]) / min(times[variant])
