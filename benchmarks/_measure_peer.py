@@ -89,7 +89,7 @@ def measure(name: str, options: dict) -> None:
                 continue
             calls[variant] = product
             results[variant] = {**report, **said, "version": products.version}
-        ratios = {}
+        ratios, microseconds = {}, {}
         for m, x in xs.items():
             put = products.put(x)
             times = interleaved(
@@ -97,9 +97,16 @@ def measure(name: str, options: dict) -> None:
                 seconds=options["seconds"] * len(calls),
             )
             ratios[m] = ratios_of(times)
+            microseconds[m] = {
+                k: 1e6 * statistics.median(of) for k, of in times.items()
+            }
         for variant, result in results.items():
-            of_m = {m: ratio[variant] for m, ratio in ratios.items()}
-            print(json.dumps({**result, "ratios": of_m}), flush=True)
+            result["ratios"] = {m: ratio[variant] for m, ratio in ratios.items()}
+            result["microseconds"] = {m: of[variant] for m, of in microseconds.items()}
+            print(json.dumps(result), flush=True)
+        dense = {m: of["dense"] for m, of in microseconds.items()}
+        shape = [rows, columns]
+        print(json.dumps({"shape": shape, "dense": dense}), flush=True)
 
 
 if __name__ == "__main__":

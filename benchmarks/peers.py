@@ -8,7 +8,8 @@ Each peer is installed into an environment of its own, in a folder that is kept
 is named. Everyone gets the same normal weights and activations, and is measured in a
 process of its own, in turn with its own dense float32 product: an entry is how many
 times as fast as that it is (medians; in parentheses its slowest and its fastest run,
-over the median of the dense product). Copying results to NumPy counts, for both.
+over the median of the dense product). Copying results to NumPy counts, for both. A
+second table has microseconds (medians), as a library's own dense product may be slow.
 
 SQNR is that of the product, against the float64 product with the weights before they
 were quantized; MB is by how much one product of 64 rows raises memory; GB/s how fast
@@ -65,6 +66,15 @@ def cells(name: str, result: dict, ms: list[int]) -> list[str]:
     ]
 
 
+def times(name: str, result: dict, ms: list[int]) -> list[str]:
+    variant, of = (
+        ("dense float32", result["dense"])
+        if "dense" in result
+        else (result["variant"], result["microseconds"])
+    )
+    return [f"{name}: {variant}", *(f"{of[str(m)]:.0f}" for m in ms)]
+
+
 def print_table(rows: list[list[str]], markdown: bool) -> None:
     if markdown:
         rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
@@ -91,7 +101,7 @@ def main() -> None:
 
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
     asked = {"m": options.m, "shapes": shapes, "seconds": options.seconds}
-    found, missing, versions = [], [], {}
+    found, dense, missing, versions = [], [], [], {}
     for name in options.peers:
         try:
             results = measure(peers[name], asked, options.cache, options.timeout)
@@ -102,6 +112,8 @@ def main() -> None:
         for result in results:
             if "failed" in result:
                 missing.append(f"{name}, {result['variant']}: {result['failed']}")
+            elif "dense" in result:
+                dense.append((name, result))
             else:
                 found.append((name, result))
                 versions[name] = result["version"]
@@ -110,6 +122,11 @@ def main() -> None:
         print(f"\nweights of {shape[0]} x {shape[1]}, times as fast as dense float32\n")
         of_shape = [cells(n, r, options.m) for n, r in found if r["shape"] == shape]
         print_table([head, *of_shape], options.markdown)
+        print("\nmicroseconds\n")
+        all_times = [
+            times(n, r, options.m) for n, r in dense + found if r["shape"] == shape
+        ]
+        print_table([head[: 1 + len(options.m)], *all_times], options.markdown)
     print()
     for name, version in versions.items():
         print(f"{name}: {version}")
