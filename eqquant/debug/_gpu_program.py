@@ -18,6 +18,8 @@ class GPUInstruction(NamedTuple):
     """What a chip executes, and what the assembler writes into it, which nobody
     documents.
 
+    **Fields:**
+
     - `name` and `operands`, such as `"LOP3.LUT"`.
     - `stall`: how many cycles a warp waits after it at least, before it issues the next
         one.

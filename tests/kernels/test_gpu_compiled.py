@@ -32,7 +32,7 @@ MORE = [
     (Int8(block_size=64), 2048, False, "bfloat16", "rtx4090", 11.7),
     (Int4(block_size=64), 2048, False, "bfloat16", "rtx4090", 10.3),
     (Ternary(), 2048, False, "bfloat16", "rtx4090", 7.7),
-    (Ternary(block_size=64), 2048, False, "bfloat16", "rtx4090", 18.4),
+    (Ternary(block_size=128), 2048, False, "bfloat16", "rtx4090", 8.6),
     (Binary(), 2048, False, "float16", "rtx4090", 16.3),
     (NF4(gpu=TRITON), 2048, False, "bfloat16", "a100", 13.4),
     (Binary(gpu=TRITON), 2048, False, "bfloat16", "h100", 3.9),

@@ -74,7 +74,7 @@ def test_ragged_products(
     assert relative(out, expected) < (6e-3 if precision == "default" else bound)
 
 
-MANY = [NF4(), Int4(block_size=64), Int8(block_size=64), Ternary(block_size=64)]
+MANY = [NF4(), Int4(block_size=64), Int8(block_size=64), Ternary(block_size=128)]
 
 
 @pairs(

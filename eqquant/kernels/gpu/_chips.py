@@ -73,7 +73,8 @@ def is_large(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
 def hides_decoding(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
     """Whether a product of many rows hides what it decodes behind tensor cores, if both
     operands are multiplied `as_it_is`, in that dtype. Weights of blocks are scaled
-    then, in bfloat16. Of a plane, tensor cores want 32 numbers at once."""
+    then, in bfloat16. Of a plane, tensor cores want 32 numbers at once, of eight planes
+    there is no room for more than 16."""
     if not chip.slow_products or m <= 128 or as_it_is in (None, "int8"):
         return False
     if in_table(format) and format.bits < 4:
@@ -81,7 +82,7 @@ def hides_decoding(chip: Chip, m: int, format: Format, as_it_is: str | None) -> 
     if format.block_size is None:
         return True
     width = subtile_bytes(format, 32)
-    return as_it_is == "bfloat16" and width >= (16 if is_signed(format) else 32)
+    return as_it_is == "bfloat16" and width >= (16 if format.bits == 1 else 32)
 
 
 def tiles_for(
