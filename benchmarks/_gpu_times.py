@@ -12,7 +12,7 @@ from eqquant._jax import GPU
 
 
 # Products a cycle and core: of 16 bits summed in float32, and of 8 bits in int32.
-_rates = {"sm_80": (1024, 2048), "sm_89": (256, 1024), "sm_90a": (2048, 4096)}
+rates = {"sm_80": (1024, 2048), "sm_89": (256, 1024), "sm_90a": (2048, 4096)}
 # The same a second.
 _peaks = {
     "sm_80": (156e12, 312e12),
@@ -60,13 +60,19 @@ def by_kernel(
 ) -> tuple[float, float]:
     """Of a kernel that decodes weights and multiplies each with so many rows of an
     activation: if tensor cores wait for all else in its loop, and if for nothing."""
-    tensor = rows / _rates[chip.architecture][integers]
+    tensor = rows / rates[chip.architecture][integers]
     others = units.cycles(chip)
     at_peak = products / _peaks[chip.architecture][integers]
     moved = step.bytes / chip.bandwidth
     waiting = at_peak * (1 + max(others.values()) / tensor)
     free = at_peak * max(1, max(others.values()) / tensor)
     return max(waiting, moved) + pause, max(free, moved) + pause
+
+
+def by_schedule(step: Step, busy: float, chip: GPU) -> tuple[float, float]:
+    """Of a kernel that keeps cores busy for so many seconds."""
+    time = max(busy, step.bytes / chip.bandwidth) + pause
+    return time, time
 
 
 def by_pipeline(
@@ -86,7 +92,7 @@ def by_pipeline(
     as long as what is busiest in it. At worst a tile pauses for all that is not in a
     step, of one warpgroup after the other, and for a microsecond of waiting; at best
     the other warpgroup, and what is brought ahead, hide it."""
-    rate, columns = _rates[chip.architecture][integers], 128 if integers else 64
+    rate, columns = rates[chip.architecture][integers], 128 if integers else 64
     weights = pipeline.rows * columns
     busy = max(found.step._replace(shared=found.shared / weights).cycles(chip).values())
     cycles = max(pipeline.m * weights / rate, busy * weights)

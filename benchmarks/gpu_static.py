@@ -25,7 +25,9 @@ On a GPU, XLA tries several tilings for a product, and the kernels of cuBLAS, an
 the fastest; without one it takes its first. So its products are taken for those of
 cuBLAS. They wait for what is decoded before, and that is all: nothing comes from a
 cache, and between two kernels are two microseconds. Of INT8 codes, which the product
-itself may convert, the worst is that a kernel of its own converts them. Of the kernel,
+itself may convert, the worst is that a kernel of its own converts them. Of the kernel
+of Triton, for many rows on Ampere and Ada, the schedulers of a core are run
+(`_gpu_schedule.py`), and cores that have most of its tiles are waited for. Elsewhere
 the worst is that tensor cores wait for all that is decoded, the best that they never
 wait. That of cuBLAS is an ideal, too, and in truth both are slower.
 """
@@ -39,7 +41,8 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
-from _gpu_times import by_kernel, by_pipeline, dense, of_xla
+from _gpu_schedule import can_schedule, seconds
+from _gpu_times import by_kernel, by_pipeline, by_schedule, dense, of_xla
 from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
@@ -110,6 +113,14 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     return tiles, count / (32 * tiles.warps)
 
 
+def steps_of(tiles, q, contract_rows) -> int:
+    """Of the loop of a program of Triton's."""
+    rows, packed = q.codes.shape
+    if contract_rows:
+        return -(-rows // (tiles.rows * tiles.split))
+    return -(-packed // (tiles.bytes * tiles.subtiles * tiles.split))
+
+
 def pipelined_in(kernel, tiles, q):
     integers = q.format.activations == "int8"
     itemsize = 1 if integers else 2
@@ -134,8 +145,15 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
             tiles, each = tiles_of(x, q, contract_rows, chip)
             products = -(-m // tiles.m) * tiles.m * float(weights)
             integers = q.format.activations == "int8"
-            units = units_of(kernel, each)
-            times = by_kernel(step, units, tiles.m, products, integers, chip)
+            if m > 128 and can_schedule(chip):
+                launch = launched(program, kernel.name)
+                assert launch is not None
+                turns = steps_of(tiles, q, contract_rows)
+                busy = seconds(kernel, tiles.warps, launch[2], turns, launch[0], chip)
+                times = by_schedule(step, busy, chip)
+            else:
+                units = units_of(kernel, each)
+                times = by_kernel(step, units, tiles.m, products, integers, chip)
         else:
             times = of_xla(step, chip)
         worst, best = worst + times[0], best + times[1]

@@ -8,7 +8,11 @@ from ._compile import (
     compile_for_gpu as compile_for_gpu,
     compile_for_tpu as compile_for_tpu,
 )
-from ._gpu_program import GPUKernel as GPUKernel, GPUProgram as GPUProgram
+from ._gpu_program import (
+    GPUInstruction as GPUInstruction,
+    GPUKernel as GPUKernel,
+    GPUProgram as GPUProgram,
+)
 from ._inspect import (
     assert_not_materialised as assert_not_materialised,
     assert_trainable as assert_trainable,

@@ -9,8 +9,33 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import jax
+
+
+class GPUInstruction(NamedTuple):
+    """What a chip executes, and what the assembler writes into it, which nobody
+    documents.
+
+    **Fields:**
+
+    - `name` and `operands`, such as `"LOP3.LUT"`.
+    - `stall`: how many cycles a warp waits after it at least, before it issues the next
+        one.
+    - `yields`: whether another warp is to issue next.
+    - `writes`, `reads`: the scoreboard, of six, that is free once the result is
+        written, and once the operands are read.
+    - `waits`: scoreboards that have to be free before.
+    """
+
+    name: str
+    operands: str
+    stall: int
+    yields: bool
+    writes: int | None
+    reads: int | None
+    waits: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +101,18 @@ class GPUKernel:
         """How many cycles a warp waits after each of them at least, before it issues
         the next one: what the assembler says, and nobody documents. Waiting for memory,
         tensor cores and other warps is not in it."""
+        return [x.stall for x in self.listed]
+
+    @ft.cached_property
+    def listed(self) -> list[GPUInstruction]:
+        """In order, with what the assembler writes into them."""
         second = r"^\s+/\* 0x([0-9a-f]{16}) \*/"
-        bits = re.findall(second, self._assembled[2], re.M)
-        return [int(word, 16) >> 41 & 15 for word in bits]
+        words = re.findall(second, self._assembled[2], re.M)
+        named = _instructions(self.sass)
+        return [
+            _with_bits(name, operands, int(word, 16))
+            for (_, name, operands), word in zip(named, words, strict=True)
+        ]
 
     @property
     def loops(self) -> list[list[str]]:
@@ -161,6 +195,13 @@ def _instructions(sass: str) -> list[tuple[int, str, str]]:
     """Addresses, names and operands."""
     pattern = r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);"
     return [(int(a, 16), name, rest) for a, name, rest in re.findall(pattern, sass)]
+
+
+def _with_bits(name: str, operands: str, word: int) -> GPUInstruction:
+    board = lambda at: None if (i := word >> at & 7) == 7 else i
+    waits = tuple(i for i in range(6) if word >> 52 + i & 1)
+    stall, yields = word >> 41 & 15, not word >> 45 & 1
+    return GPUInstruction(name, operands, stall, yields, board(46), board(49), waits)
 
 
 def _run(tool: str, *args) -> subprocess.CompletedProcess:

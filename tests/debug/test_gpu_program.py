@@ -100,6 +100,11 @@ def test_cycles_are_in_the_bits_of_an_instruction(tools):
     kernel = GPUKernel("k", "sm_90a", "")
     assert kernel.instructions == ["LDS", "HMUL2"]
     assert kernel.stalls == [4, 5]
+    # The second one waits until the first one's result is written.
+    assert kernel.listed == [
+        ("LDS", "R4, [R2] ", 4, False, 0, None, ()),
+        ("HMUL2", "R5, R4, R3 ", 5, True, None, None, (0,)),
+    ]
 
 
 def test_the_tools_of_wheels_come_first(tools, monkeypatch, tmp_path):

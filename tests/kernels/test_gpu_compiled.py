@@ -27,6 +27,14 @@ MORE = [
     (NF4(), 64, False, "bfloat16", "h100", 5.3),
     (Int8(activations="int8"), 16, False, "bfloat16", "h100", 1.6),
     (Int8(activations="int8"), 2048, False, "bfloat16", "a100", 2.2),
+    (Int8(activations="int8"), 2048, False, "bfloat16", "rtx4090", 2.0),
+    (Int8(), 2048, False, "bfloat16", "rtx4090", 10.1),
+    (Int8(block_size=64), 2048, False, "bfloat16", "rtx4090", 11.7),
+    (Int4(block_size=64), 2048, False, "bfloat16", "rtx4090", 10.3),
+    (Ternary(), 2048, False, "bfloat16", "rtx4090", 7.7),
+    (Ternary(block_size=128), 2048, False, "bfloat16", "rtx4090", 8.6),
+    (Binary(), 2048, False, "float16", "rtx4090", 16.3),
+    (NF4(gpu=TRITON), 2048, False, "bfloat16", "a100", 13.4),
     (Binary(gpu=TRITON), 2048, False, "bfloat16", "h100", 3.9),
     (Ternary(gpu=TRITON), 2048, False, "float16", "h100", 4.6),
 ]
@@ -45,6 +53,7 @@ MORE = [
         (NF4(), 16, True, "bfloat16", "a100", 7.6),
         (Int8(activations="int8", gpu=TRITON), 2048, False, "bfloat16", "h100", 1.8),
         (Ternary(gpu=TRITON), 2048, False, "bfloat16", "h100", 4.3),
+        (NF4(), 2048, False, "bfloat16", "rtx4090", 10.3),
         *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
     ],
 )

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, GPUKernel, Int4, Int8, NF4, Ternary
+from eqquant import Binary, Codebook, GPUKernel, Int4, Int8, NF4, Ternary
 from eqquant.kernels import gpu
 from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import pairs, relative, slow
@@ -72,6 +72,37 @@ def test_ragged_products(
     # Operands of 16 bits, of 11 and of 8, each rounded by half of the last place.
     bound = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 4e-3}[dtype]
     assert relative(out, expected) < (6e-3 if precision == "default" else bound)
+
+
+MANY = [NF4(), Int4(block_size=64), Int8(block_size=64), Ternary(block_size=128)]
+
+
+@pairs(
+    "format, rows, m, chip",
+    [*MANY, Int8(), Ternary(), Binary()],
+    [45, slow(300)],
+    [129, slow(150)],
+    ["NVIDIA GeForce RTX 4090, 8.9", "NVIDIA GeForce RTX 3090, 8.6"],
+)
+def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
+    format, rows, m, chip, on, normal, monkeypatch
+):
+    """With the tiles that are chosen, rows of the activation and of the weight beyond
+    the last whole one, and a block that is not whole."""
+    on(*chip.split(", "))
+    monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
+    q = eqquant.quantize(normal(rows, 200).astype("bfloat16"), format)
+    missing = q.codes.shape[1] * 8 // format.bits - 200
+    x = jnp.pad(normal(m, 200), ((0, 0), (0, missing))).astype("bfloat16")
+    options = dict(format=format, contract_rows=False, precision="high")
+    options |= dict(weight_dtype=q.dtype, out_dtype=jnp.float32)
+    chosen = gpu.choose(x, q.codes, q.scales, **options)
+    assert chosen.tiles.m == 128 and chosen.tiles.scaled == bool(format.block_size)
+    out = gpu.dot(x, q.codes, q.scales, interpret=True, **options)
+    w = np.asarray(_exact(q), np.float64)
+    expected = np.asarray(x[:, :200], np.float64) @ w.T
+    # A level, a scale and their product, each rounded by half of the last place.
+    assert relative(out, expected) < (4e-3 if format.block_size else 2e-3)
 
 
 @pytest.mark.parametrize("m, split", [(3, 1), (21, 2)])
@@ -184,6 +215,27 @@ def test_by_shape_and_dtype(on, monkeypatch):
     on("NVIDIA A100-SXM4-80GB")
     assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
     assert "128 rows, int8" in explained(m=200, format=Int8(**rounded))
+    assert "XLA" in explained(m=200, dtype="bfloat16")
+    on("NVIDIA GeForce RTX 4090")
+    for format in "int8", "nf4", "ternary", "binary":
+        many = dict(m=200, format=format)
+        how = "Triton kernel for sm_89, 128 rows, bfloat16"
+        assert how in explained(**many, dtype="bfloat16")
+        # Weights of blocks are not scaled in float16, nor rounded for float32.
+        served = format != "nf4"
+        assert ("128 rows, float16" in explained(**many, dtype="float16")) == served
+        assert "of more than 128 rows" in explained(**many)
+        assert "Triton" not in explained(**many, dtype="bfloat16", rows=True)
+    assert "in shared memory and scaled" in explained(m=200, dtype="bfloat16")
+    # Of a plane there are too few numbers, or planes are too many to look up.
+    few = Int4(), Binary(block_size=64), NF4(block_size=32), Codebook((-1.0, 0.5))
+    for format in few:
+        assert "of more than" in explained(m=200, format=format, dtype="bfloat16")
+    # Tensor cores of the same generation that are twice as fast.
+    on("NVIDIA L40S", "8.9")
+    monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
+    assert "for sm_89" in explained(m=8, dtype="bfloat16")
+    assert "of more than" in explained(m=200, dtype="bfloat16")
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
     assert "as EQQUANT_GPU=xla says so" in explained()

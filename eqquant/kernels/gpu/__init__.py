@@ -57,6 +57,8 @@ def describe(x, codes, scales, **params) -> str:
         return f"{portable.describe(x, codes, scales, **params)}, as {kernel}"
     bits = bits_kept(kernel, x, params["contract_rows"])
     rounded, decoded = rounding(x, bits), how(params["format"])
+    if kernel.scales_weights:
+        decoded += " and scaled"
     return f"{kernel.by} kernel for {kernel.chip}, {kernel.name} {rounded}, {decoded}"
 
 

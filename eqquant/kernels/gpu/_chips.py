@@ -18,12 +18,15 @@ class Chip:
     - `shared`: bytes of shared memory that a program may have.
     - `large_products`: whether tensor cores read their operands from shared memory,
         and so keep registers free for more sums.
+    - `slow_products`: whether tensor cores are so slow beside the other units that
+        these decode for many rows while another warp multiplies.
     """
 
     name: str
     cores: int
     shared: int
     large_products: bool = False
+    slow_products: bool = False
 
 
 # By compute capability. Others are served by XLA.
@@ -41,7 +44,11 @@ _described = {
 
 def known(kind: str, capability: str | None = None) -> Chip | None:
     """By compute capability, or the name of a chip that eqquant compiles for."""
-    return _chips.get(capability or _described.get(kind, ""))
+    found = _chips.get(capability or _described.get(kind, ""))
+    if found is not None and "GeForce" in kind:
+        # Half as fast as others of the generation, if sums are in float32.
+        return dataclasses.replace(found, slow_products=True)
+    return found
 
 
 def chip() -> tuple[Chip | None, str, bool]:
@@ -63,6 +70,21 @@ def is_large(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
     return as_it_is == "int8" or (as_it_is is not None and is_signed(format))
 
 
+def hides_decoding(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
+    """Whether a product of many rows hides what it decodes behind tensor cores, if both
+    operands are multiplied `as_it_is`, in that dtype. Weights of blocks are scaled
+    then, in bfloat16. Of a plane, tensor cores want 32 numbers at once, of eight planes
+    there is no room for more than 16."""
+    if not chip.slow_products or m <= 128 or as_it_is in (None, "int8"):
+        return False
+    if in_table(format) and format.bits < 4:
+        return False  # Of these there are more planes than registers.
+    if format.block_size is None:
+        return True
+    width = subtile_bytes(format, 32)
+    return as_it_is == "bfloat16" and width >= (16 if format.bits == 1 else 32)
+
+
 def tiles_for(
     chip: Chip,
     m: int,
@@ -74,17 +96,21 @@ def tiles_for(
     contract_rows: bool,
     itemsize: int,
     as_it_is: str | None = None,
+    hides: bool = False,
 ) -> Tiles | None:
     """None if tensor cores cannot multiply what one scale is for. `itemsize` is that of
-    the activation, and `as_it_is` its dtype if it is multiplied in it, unscaled."""
+    the activation, and `as_it_is` its dtype if it is multiplied in it, unscaled;
+    `hides` is what [`hides_decoding`][] says."""
     sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
     if is_large(chip, m, format, as_it_is):
         sizes = [256]
+    if hides:
+        sizes = [128]
     room = chip.shared - (size_of(format.bits) if in_table(format) else 0)
     candidates = [
         dataclasses.replace(tiles, stages=stages)
         for size in sizes
-        for tiles in [_of_size(size, format, contract_rows, as_it_is == "int8")]
+        for tiles in [_of_size(size, format, contract_rows, as_it_is == "int8", hides)]
         for stages in range(tiles.stages, 2, -1)
     ]
     fits = lambda tiles: _staged(tiles, format, contract_rows, itemsize) <= room
@@ -107,11 +133,17 @@ def tiles_for(
     return dataclasses.replace(tiles, split=split)
 
 
-def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Tiles:
+def _of_size(
+    m: int, format: Format, contract_rows: bool, integers: bool, hides: bool
+) -> Tiles:
     """Tiles of so many rows of the activation."""
+    if hides:
+        return _hiding(m, format)
     if m == 256:  # 128 codes of each row.
         return Tiles(m=m, rows=128, bytes=16 * format.bits, subtiles=1, warps=8)
     few = m == 16 and not contract_rows
+    if integers and m == 128:  # Two programs to a core, each with long steps.
+        return Tiles(m=m, rows=128, bytes=128, subtiles=1, warps=4)
     # For `x @ w` the activation is scaled again for each subtile: so these are wider.
     # For `x @ w.T` each plane has a load of the activation: so where there are many
     # planes, and few rows of it, they are, too.
@@ -120,14 +152,12 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
         most = 64
     width = subtile_bytes(format, most)
     subtiles = max(1, 64 // max(width, 1))
-    deep = integers and m == 128
     tiles = Tiles(
         m=m,
         rows=64 if contract_rows else 128,
         bytes=width,
         subtiles=1 if format.bits < 4 and not contract_rows else subtiles,
-        warps=8 if m == 128 and not deep else 4,
-        stages=4 if deep else 3,
+        warps=8 if m == 128 and not integers else 4,
     )
     if in_table(format) and m <= 32 and not contract_rows:
         # More than 48 KiB, for which any version of JAX asks for as much as there is:
@@ -137,6 +167,20 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
         # More threads share a table.
         tiles = dataclasses.replace(tiles, rows=256, warps=8)
     return tiles
+
+
+def _hiding(m: int, format: Format) -> Tiles:
+    """Of integers of 8 bits two programs are on a core. Others take a core, as there is
+    one table, or as many planes of the activation as a byte has codes."""
+    wide = format.bits == 8
+    return Tiles(
+        m=m,
+        rows=128 if wide else 256,
+        bytes=subtile_bytes(format, 64 if wide else 32 if format.bits > 1 else 16),
+        subtiles=1,
+        warps=4 if wide else 8,
+        scaled=format.block_size is not None,
+    )
 
 
 def _staged(tiles: Tiles, format: Format, contract_rows: bool, itemsize: int) -> int:

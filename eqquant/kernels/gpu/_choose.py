@@ -16,7 +16,7 @@ from ._parts import is_exact
 
 # Up to so many rows the kernel is chosen. Beyond, XLA multiplies decoded tiles by the
 # kernels of cuBLAS, which multiply faster than it decodes; but for what it decodes in a
-# few instructions, or not at all.
+# few instructions, or not at all, and where tensor cores are slow.
 _most_rows = 128
 
 
@@ -107,7 +107,10 @@ def kernel_on(
         return f"the format asks for Mosaic: {hopper}"
     forced = asked == "triton"
     large = _chips.is_large(chip, m, format, as_it_is)
-    if m > _most_rows and not (large or as_it_is == "int8" or forced):
+    narrow = as_it_is if dtypes[0] == dtypes[1] else None
+    hides = _chips.hides_decoding(chip, m, format, narrow)
+    many = large or hides or as_it_is == "int8"
+    if m > _most_rows and not (many or forced):
         return f"of more than {_most_rows} rows it is expected to be faster"
     count = math.prod(batch)
     out = num_codes(packed, format.bits) if contract_rows else rows
@@ -123,6 +126,7 @@ def kernel_on(
         contract_rows=contract_rows,
         itemsize=x.dtype.itemsize,
         as_it_is=as_it_is,
+        hides=hides,
     )
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"

@@ -26,6 +26,11 @@ class Kernel:
         return "Mosaic" if isinstance(self.tiles, Pipeline) else "Triton"
 
     @property
+    def scales_weights(self) -> bool:
+        """In 16 bits, if a row has several scales."""
+        return isinstance(self.tiles, Tiles) and self.tiles.scaled
+
+    @property
     def name(self) -> str:
         rows = "few rows" if self.tiles.m == 16 else f"{self.tiles.m} rows"
         twice = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]

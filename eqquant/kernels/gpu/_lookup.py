@@ -17,7 +17,7 @@ from jaxtyping import Array, Int32, Shaped
 from ...formats import Format
 from . import _table
 from ._levels import table_of
-from ._ptx import block, on_pairs
+from ._ptx import decoding, on_bytes
 
 
 def can_decode(format: Format) -> bool:
@@ -51,10 +51,13 @@ def how(format: Format) -> str:
 
 
 class Decoder:
-    """Codes to `parts` numbers of `dtype` whose sum, times `unit`, is the level."""
+    """Codes to `parts` numbers of `dtype` whose sum, times `unit`, is the level; so
+    many pairs of codes at once."""
 
-    def __init__(self, format: Format, dtype, parts: int, interpret: bool):
-        self.bits, self.dtype = format.bits, jnp.dtype(dtype)
+    def __init__(
+        self, format: Format, dtype, parts: int, interpret: bool, pairs: int = 1
+    ):
+        self.bits, self.dtype, self.pairs = format.bits, jnp.dtype(dtype), pairs
         self.interpret, self.unit = interpret, 1.0
         self.looks_up = in_table(format)
         self.tables: list[np.ndarray] = []
@@ -76,25 +79,40 @@ class Decoder:
         return _table.fill(self.tables, self.bits, threads)
 
     def __call__(
-        self, codes: Shaped[Array, "rows bytes"], plane: int
+        self,
+        codes: Shaped[Array, "rows bytes"],
+        plane: int,
+        scale: Shaped[Array, "rows bytes"] | None = None,
     ) -> list[Shaped[Array, "rows bytes"]]:
-        """One plane of a tile: its parts, the largest first."""
-        if self.bits == 8 and self.interpret:
-            return [codes.astype(self.dtype)]
+        """One plane of a tile: its parts, the largest first. With a scale, which is a
+        number of `dtype` as well, its only part is scaled."""
+        assert scale is None or len(self.tables) < 2
         if self.interpret:
-            index = codes >> jnp.uint8(plane * self.bits)
-            index = index & jnp.uint8(2**self.bits - 1)
-            return [_select(table, index) for table in self.tables]
-        return [on_pairs(text, codes, self.dtype) for text in self.texts(plane)]
+            out = self._interpreted(codes, plane)
+            return out if scale is None else [out[0] * scale]
+        args = [codes] if scale is None else [codes, scale]
+        texts = self.texts(plane, scale is not None)
+        return [on_bytes(text, args, self.dtype, self.pairs) for text in texts]
 
-    def texts(self, plane: int) -> list[str]:
-        """The PTX of each part."""
+    def _interpreted(self, codes, plane: int) -> list:
         if self.bits == 8:
-            return [integers(self.dtype)]
+            return [codes.astype(self.dtype)]
+        index = codes >> jnp.uint8(plane * self.bits)
+        index = index & jnp.uint8(2**self.bits - 1)
+        return [_select(table, index) for table in self.tables]
+
+    def texts(self, plane: int, scaled: bool = False) -> list[str]:
+        """The PTX of each part."""
+        parts = max(len(self.tables), 1)
+        return [self._text(plane, i, scaled) for i in range(parts)]
+
+    def _text(self, plane: int, part: int, scaled: bool) -> str:
+        if self.bits == 8:
+            return integers(self.dtype, self.pairs, scaled)
         if not self.looks_up:
-            return [signed(self.bits, plane)]
+            return signed(self.bits, plane, self.pairs, scaled)
         parts = len(self.tables)
-        return [_table.looked_up(self.bits, plane, i, parts) for i in range(parts)]
+        return _table.looked_up(self.bits, plane, part, parts, self.pairs, scaled)
 
 
 def _select(table: np.ndarray, index: Shaped[Array, "..."]):
@@ -105,44 +123,37 @@ def _select(table: np.ndarray, index: Shaped[Array, "..."]):
 
 
 @ft.cache
-def signed(bits: int, plane: int) -> str:
+def signed(bits: int, plane: int, pairs: int = 1, scaled: bool = False) -> str:
     """PTX that brings the bits of a plane of the codes to the top of numbers."""
     mask = "0x80008000, 0x40004000, 0xea" if bits == 1 else "0xc000c000, 0, 0xea"
-    return block(
-        "s",
-        [
-            "cvt.u32.u16 s, $1;",
-            "prmt.b32 s, s, 0, 0x1404;",
-            f"shl.b32 s, s, {8 - bits - plane * bits};",
-            f"lop3.b32 $0, s, {mask};",
-        ],
-    )
+    lines = []
+    for i, moved in enumerate(["0x1404", "0x3424"][:pairs]):
+        lines += [
+            f"prmt.b32 t, s, 0, {moved};",
+            f"shl.b32 t, t, {8 - bits - plane * bits};",
+            f"lop3.b32 ${i}, t, {mask};",
+        ]
+    return decoding("t", lines, pairs, scaled)
 
 
 @ft.cache
-def integers(dtype) -> str:
+def integers(dtype, pairs: int = 1, scaled: bool = False) -> str:
     """PTX that converts integers of 8 bits."""
+    selected = ["0x4140", "0x4342"][:pairs]
     if jnp.dtype(dtype) == jnp.float16:
         # 1024 + 128 + i, whose low byte is i + 128.
-        return block(
-            "s, c",
-            [
-                "mov.u32 c, 0xe480e480;",
-                "cvt.u32.u16 s, $1;",
-                "xor.b32 s, s, 0x8080;",
-                "prmt.b32 s, s, 0x64, 0x4140;",
-                "add.rn.f16x2 $0, s, c;",
-            ],
-        )
+        lines = ["mov.u32 c, 0xe480e480;", "xor.b32 s, s, 0x80808080;"]
+        for i, bytes in enumerate(selected):
+            lines.append(f"prmt.b32 t, s, 0x64, {bytes};")
+            lines.append(f"add.rn.f16x2 ${i}, t, c;")
+        return decoding("c, t", lines, pairs, scaled)
     # 128 + the low seven bits, less 128, or 256 if the sign is set.
-    return block(
-        "s, p, q, one",
-        [
-            "mov.u32 one, 0x3f803f80;",
-            "cvt.u32.u16 s, $1;",
-            "prmt.b32 s, s, 0, 0x4140;",
-            "lop3.b32 p, s, 0x007f007f, 0x43004300, 0xea;",
-            "lop3.b32 q, s, 0x00800080, 0xc300c300, 0xea;",
-            "fma.rn.bf16x2 $0, p, one, q;",
-        ],
-    )
+    lines = ["mov.u32 one, 0x3f803f80;"]
+    for i, bytes in enumerate(selected):
+        lines += [
+            f"prmt.b32 t, s, 0, {bytes};",
+            "lop3.b32 p, t, 0x007f007f, 0x43004300, 0xea;",
+            "lop3.b32 q, t, 0x00800080, 0xc300c300, 0xea;",
+            f"fma.rn.bf16x2 ${i}, p, one, q;",
+        ]
+    return decoding("t, p, q, one", lines, pairs, scaled)

@@ -26,13 +26,29 @@ def run(
     return out
 
 
-def on_pairs(asm: str, codes: Shaped[Array, "*shape"], dtype):
-    """From two bytes, in `$1`, to two numbers of 16 bits, in `$0`.
+def on_bytes(asm: str, args: list[Shaped[Array, "*shape"]], dtype, pairs: int):
+    """From so many pairs of bytes to numbers of 16 bits, by a text of [`decoding`][].
+    `args` are the codes, and scales of `dtype` if there are any.
 
-    Two, because Triton moves codes to where tensor cores want numbers, and there these
-    are in pairs. Of four bytes it would have to put a register together first.
+    Where tensor cores want a pair of numbers, Triton moves a pair of codes: of four it
+    would have to put a register together first. Of many rows it moves four.
     """
-    return run(asm, [codes], dtype, "=r,h", pack=2)
+    results, codes = ["=r"] * pairs, "h" if pairs == 1 else "r"
+    constraints = [*results, codes, *["r"] * pairs * (len(args) - 1)]
+    return run(asm, args, dtype, ",".join(constraints), pack=2 * pairs)
+
+
+def decoding(registers: str, lines: list[str], pairs: int, scaled: bool) -> str:
+    """A text that makes of the codes, which `lines` have in `s`, pairs of numbers, from
+    `$0` on; scaled then, if scales follow the codes, and these are in bfloat16."""
+    named = ", ".join(filter(None, ["s", registers, "z" if scaled else ""]))
+    load = "cvt.u32.u16 s, $1;" if pairs == 1 else f"mov.b32 s, ${pairs};"
+    lines = [load, *lines]
+    if scaled:
+        lines.append("mov.u32 z, 0x80008000;")  # What a product is added to: -0.
+    for i in range(pairs if scaled else 0):
+        lines.append(f"fma.rn.bf16x2 ${i}, ${i}, ${pairs + 1 + i}, z;")
+    return block(named, lines)
 
 
 def block(registers: str, lines: list[str]) -> str:

@@ -96,23 +96,26 @@ def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
 
 
 @ft.cache
-def looked_up(bits: int, plane: int, part: int, parts: int) -> str:
-    """PTX that looks up a plane of two bytes: of `parts` tables one."""
-    mask = 2**bits - 1
-    return _ptx.block(
-        "s, a, l",
-        [
-            "mov.u32 l, %laneid;",
-            f"and.b32 l, l, {32 // parts - 1};",
-            f"shl.b32 l, l, {1 + parts};",
-            "cvt.u32.u16 s, $1;",
-            f"shr.u32 s, s, {plane * bits};",
-            f"and.b32 s, s, {mask << 8 | mask:#06x};",
-            # Codes are eight bits apart. One is moved to bit 7, the other behind it.
-            f"mul.lo.u32 s, s, {1 << 7 | 1 << (bits - 1):#x};",
-            f"lop3.b32 s, s, {(4**bits - 1) << 7:#x}, l, 0xea;",
+def looked_up(
+    bits: int, plane: int, part: int, parts: int, pairs: int = 1, scaled: bool = False
+) -> str:
+    """PTX that looks up a plane of some pairs of bytes: of `parts` tables one."""
+    mask = 0x01010101 * (2**bits - 1)
+    lines = [
+        "mov.u32 l, %laneid;",
+        f"and.b32 l, l, {32 // parts - 1};",
+        f"shl.b32 l, l, {1 + parts};",
+        f"shr.u32 s, s, {plane * bits};",
+        f"and.b32 s, s, {mask:#010x};",
+        # Codes are eight bits apart. One is moved to bit 7, the other behind it.
+        f"mul.lo.u32 s, s, {1 << 7 | 1 << (bits - 1):#x};",
+    ]
+    for i in range(pairs):
+        lines += [
+            f"shr.u32 t, s, {16 * i};",
+            f"lop3.b32 t, t, {(4**bits - 1) << 7:#x}, l, 0xea;",
             "mov.u32 a, levels;",
-            "add.u32 a, a, s;",
-            f"ld.shared.b32 $0, [a+{4 * part}];",
-        ],
-    )
+            "add.u32 a, a, t;",
+            f"ld.shared.b32 ${i}, [a+{4 * part}];",
+        ]
+    return _ptx.decoding("t, a, l", lines, pairs, scaled)

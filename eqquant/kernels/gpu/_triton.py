@@ -2,10 +2,11 @@
 
 A step decodes a few subtiles of the weight in registers, and multiplies each with
 tensor cores. What a subtile holds is some bytes of a row, all with one scale, for some
-rows. The weight is never scaled:
+rows. The weight is not scaled:
 
 - `x @ w.T`: products of a subtile share a scale for each row, which the product is
-  multiplied with, in float32;
+  multiplied with, in float32. But of many rows (`Tiles.scaled`) the weight is, in 16
+  bits, as if it were dense: fewer numbers of it than sums of its products;
 - `x @ w`: the activation is multiplied with the scales of the rows, in float32, before
   it is rounded, or split.
 
@@ -38,6 +39,7 @@ class Tiles:
     - `bytes`: of a row, of a subtile.
     - `subtiles`: of a step, along a row.
     - `split`: programs that share a sum.
+    - `scaled`: whether weights are scaled, in 16 bits, and not sums of a block.
     """
 
     m: int
@@ -47,6 +49,7 @@ class Tiles:
     split: int = 1
     warps: int = 4
     stages: int = 3
+    scaled: bool = False
 
 
 def subtile_bytes(format: Format, most: int) -> int:
@@ -86,7 +89,10 @@ def dot(
     integers = jnp.dtype(operand) == jnp.int8
     assert not integers or not contract_rows
     sums = jnp.int32 if integers else jnp.float32
-    decode = None if integers else Decoder(format, operand, parts[1], interpret)
+    decode = None
+    if not integers:
+        pairs = 2 if tiles.m > 64 and not contract_rows else 1
+        decode = Decoder(format, operand, parts[1], interpret, pairs)
     unit_of_levels = 1.0 if decode is None else decode.unit
     wide = tiles.bytes * tiles.subtiles
     # Bytes of a plane of a group, and codes from one group to the next.
@@ -127,8 +133,8 @@ def dot(
             return first + i
         return first + lax.div(i, jnp.int32(run)) * stride + lax.rem(i, jnp.int32(run))
 
-    def numbers_of(codes, plane: int) -> list:
-        return [codes] if decode is None else decode(codes, plane)
+    def numbers_of(codes, plane: int, scale=None) -> list:
+        return [codes] if decode is None else decode(codes, plane, scale)
 
     def split(x) -> list:
         """The activation as numbers of `operand`, the largest first."""
@@ -184,8 +190,11 @@ def dot(
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
                 q, scale = tile_of(row, byte)
-                # What is scaled afterwards needs registers of its own.
-                total: Any = None if blocks > 1 else acc
+                each = None
+                if tiles.scaled and scale is not None:
+                    each = lax.broadcast_in_dim(scale.astype(operand), q.shape, (0,))
+                # A sum that is scaled afterwards needs registers of its own.
+                total: Any = acc if scale is None or each is not None else None
                 for plane in range(planes):
                     column = columns_of(byte, plane)
                     mask = None
@@ -193,9 +202,9 @@ def dot(
                     if m % tiles.m or not whole:
                         mask = (r < m) & (c < columns)
                     some = load(x, first, r, c, mask)
-                    ws = numbers_of(q, plane)
+                    ws = numbers_of(q, plane, each)
                     total = multiply(split(some), ws, True, total)
-                if scale is not None:
+                if scale is not None and each is None:
                     scale = lax.broadcast_in_dim(scale, total.shape, (0,))
                     total = multiply_add(total, scale, acc, interpret)
                 acc = total
