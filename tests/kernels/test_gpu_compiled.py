@@ -26,7 +26,7 @@ MORE = [
     (NF4(), 16, False, "bfloat16", "rtx4090", 5.5),
     (NF4(), 64, False, "bfloat16", "h100", 5.3),
     (Int8(activations="int8"), 16, False, "bfloat16", "h100", 1.6),
-    (Int8(activations="int8"), 2048, False, "bfloat16", "a100", 2.2),
+    (Int8(activations="int8", gpu=TRITON), 2048, False, "bfloat16", "a100", 2.2),
     (Int8(activations="int8"), 2048, False, "bfloat16", "rtx4090", 2.0),
     (Int8(), 2048, False, "bfloat16", "rtx4090", 10.1),
     (Int8(block_size=64), 2048, False, "bfloat16", "rtx4090", 11.7),

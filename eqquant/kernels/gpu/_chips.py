@@ -20,6 +20,8 @@ class Chip:
         and so keep registers free for more sums.
     - `slow_products`: whether tensor cores are so slow beside the other units that
         these decode for many rows while another warp multiplies.
+    - `fast_memory`: whether XLA may as well write sums of integers, to scale them when
+        it reads them again.
     """
 
     name: str
@@ -27,11 +29,12 @@ class Chip:
     shared: int
     large_products: bool = False
     slow_products: bool = False
+    fast_memory: bool = False
 
 
 # By compute capability. Others are served by XLA.
 _chips = {
-    "8.0": Chip("sm_80", cores=108, shared=163 * 1024),
+    "8.0": Chip("sm_80", cores=108, shared=163 * 1024, fast_memory=True),
     "8.6": Chip("sm_86", cores=84, shared=99 * 1024),
     "8.9": Chip("sm_89", cores=128, shared=99 * 1024),
     "9.0": Chip("sm_90", cores=132, shared=227 * 1024, large_products=True),

@@ -109,7 +109,7 @@ def kernel_on(
     large = _chips.is_large(chip, m, format, as_it_is)
     narrow = as_it_is if dtypes[0] == dtypes[1] else None
     hides = _chips.hides_decoding(chip, m, format, narrow)
-    many = large or hides or as_it_is == "int8"
+    many = large or hides or (as_it_is == "int8" and not chip.fast_memory)
     if m > _most_rows and not (many or forced):
         return f"of more than {_most_rows} rows it is expected to be faster"
     count = math.prod(batch)
