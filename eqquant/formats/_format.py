@@ -289,8 +289,8 @@ def divide_blocks(
 ) -> Float[Array, "*lead size"]:
     """Each block divided by its number; by 1 where that is zero."""
     by = jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
-    # CUDA divides by a product with the reciprocal. Of what `true_divide` hides from XLA
-    # that is computed for each value, and not once for several; the bits are the same.
+    # CUDA divides by a product with the reciprocal, which it computes for each value of
+    # what `true_divide` hides from XLA, and otherwise once. The bits are the same.
     return lax.platform_dependent(
         blocks, by, cuda=lambda x, by: x / by, default=true_divide
     )

@@ -154,8 +154,8 @@ def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, ca
 WAITS = "GMMA", "WARPGROUP.DEPBAR"
 
 
-# Kernels at most, and instructions of that which writes codes, for each of them: a tenth
-# more than there were. Nothing as long as the weight is kept.
+# Kernels at most, and instructions of that which writes codes, for each of them: a
+# tenth more than there were. Nothing as long as the weight is kept.
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "format, chip, dtype, launches, most",
