@@ -44,7 +44,7 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
-from eqquant.kernels.gpu import _chips, _choose, _mosaic
+from eqquant.kernels.gpu import _chips, _choose, _pipeline
 from eqquant.primitives import dot_by
 
 
@@ -104,7 +104,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
     assert isinstance(chosen, _choose.Kernel)
     tiles = chosen.tiles
-    if isinstance(tiles, _mosaic.Pipeline):
+    if isinstance(tiles, _pipeline.Pipeline):
         return tiles, 0.0
     count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
     return tiles, count / (32 * tiles.warps)
@@ -113,7 +113,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
 def pipelined_in(kernel, tiles, q):
     integers = q.format.activations == "int8"
     itemsize = 1 if integers else 2
-    brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
+    brought = _pipeline.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
     return pipelined(kernel, tiles, brought, integers)
 
 

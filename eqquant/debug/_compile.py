@@ -182,10 +182,10 @@ def _all_of_mosaic(program: str, new: list[str]) -> list[str]:
     unknown = [name for name in names if name not in _compiled_by_mosaic]
     if len(unknown) != len(new):
         raise RuntimeError(
-            f"compile_for_gpu: the program has {len(unknown)} kernels of Mosaic that it "
-            f"has not seen yet, and Mosaic wrote {len(new)}. It writes a kernel once in "
-            "a process: compile this one in a process that did not run or compile it "
-            "before."
+            f"compile_for_gpu: the program has {len(unknown)} kernels of Mosaic that "
+            f"are not known yet, and Mosaic wrote {len(new)}. It writes a kernel once "
+            "in a process: compile this one in a process that did not run or compile "
+            "it before."
         )
     _compiled_by_mosaic.update(zip(unknown, new, strict=True))
     return [_compiled_by_mosaic[name] for name in names]
