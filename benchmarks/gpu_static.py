@@ -54,6 +54,7 @@ FORMATS = {
     "nf4": eqquant.NF4(),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
+    "int4": eqquant.Int4(),
 }
 
 
@@ -188,7 +189,8 @@ def main() -> None:
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048])
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    usual = list(FORMATS)[:-1]
+    parser.add_argument("--formats", nargs="+", default=usual, choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--encode", action="store_true", help="quantizing instead")
     parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")

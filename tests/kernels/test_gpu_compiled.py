@@ -24,6 +24,8 @@ MORE = [
     (NF4(), 1, False, "float32", "h100", 6.7),
     (NF4(), 16, False, "bfloat16", "rtx4090", 5.5),
     (NF4(), 64, False, "bfloat16", "h100", 5.3),
+    (Int4(), 16, False, "bfloat16", "a100", 7.1),
+    (Int4(), 1, False, "float32", "h100", 7.8),
     (Int8(activations="int8"), 16, False, "bfloat16", "h100", 1.6),
     (Int8(activations="int8"), 2048, False, "bfloat16", "a100", 2.2),
     (Binary(gpu=TRITON), 2048, False, "bfloat16", "h100", 3.9),
@@ -38,6 +40,7 @@ MORE = [
     [
         (NF4(), 16, False, "bfloat16", "h100", 4.5),
         (NF4(), 16, False, "bfloat16", "a100", 5.5),
+        (Int4(), 1, False, "bfloat16", "h200", 5.7),
         (Int8(), 1, False, "bfloat16", "h100", 4.7),
         (Ternary(), 16, False, "bfloat16", "h100", 2.0),
         (Binary(), 1, False, "bfloat16", "h100", 1.8),

@@ -119,6 +119,9 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
     if format.bits < 4 and few:
         most = 64
     width = subtile_bytes(format, most)
+    if few and width == 16 == (format.block_size or 0) * format.bits // 8:
+        # Two blocks: narrower ones come to the order of tensor cores byte by byte.
+        width = 32
     subtiles = max(1, 64 // max(width, 1))
     deep = integers and m == 128
     tiles = Tiles(
