@@ -133,8 +133,8 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
         stages=4 if deep else 3,
     )
     if in_table(format) and m <= 32 and not contract_rows:
-        # More than 48 KiB, for which any version of JAX asks for as much as there is:
-        # it does not know of the table.
+        # More than 48 KiB: for that any launcher asks for as much as there is. XLA's
+        # always does. JAX has another one, which does not know of the table.
         tiles = dataclasses.replace(tiles, stages=4)
     if in_table(format) and few:
         # More threads share a table.
