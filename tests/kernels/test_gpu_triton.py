@@ -154,10 +154,13 @@ def test_few_rows_have_several_short_blocks_in_a_subtile():
     assert chip is not None
     shape = dict(batch=1, contract_rows=False, itemsize=2)
     of = lambda m, format: _chips.tiles_for(chip, m, 4096, 2048, format=format, **shape)
-    spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 17)}
-    assert spanned == {1: 2, 16: 2, 17: 1}
+    spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
+    assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
     assert of(1, Int8(block_size=16)).bytes == 32
     assert of(1, Int4(block_size=16)) is None
+    # Of 64 rows their activation does not fit there.
+    chip = _chips.known("NVIDIA GeForce RTX 4090", "8.9")
+    assert chip is not None and of(64, Int4()).m == 32
     # Not parts of blocks.
     assert of(1, Int4(block_size=96)).bytes == 16
 
