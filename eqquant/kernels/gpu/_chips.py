@@ -125,7 +125,7 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
     if short and m <= 64:
         # Two blocks: narrower ones come to the order of tensor cores byte by byte.
         width, subtiles = 32, 2
-    elif short:  # Nor would there be registers for as many sums.
+    elif short:  # There are no registers for as many sums.
         subtiles = 2
     deep = integers and m == 128
     tiles = Tiles(
@@ -134,7 +134,7 @@ def _of_size(m: int, format: Format, contract_rows: bool, integers: bool) -> Til
         bytes=width,
         subtiles=1 if format.bits < 4 and not contract_rows else subtiles,
         warps=8 if (m == 128 and not deep) or (m == 64 and short) else 4,
-        stages=4 if deep else 3,
+        stages=4 if deep else 5 if m == 128 and short else 3,
     )
     if in_table(format) and m <= 32 and not contract_rows:
         # More than 48 KiB: for that any launcher asks for as much as there is. XLA's
