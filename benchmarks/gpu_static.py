@@ -47,7 +47,7 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
-from eqquant.kernels.gpu import _chips, _choose, _mosaic
+from eqquant.kernels.gpu import _chips, _choose, _pipeline
 from eqquant.primitives import dot_by
 
 
@@ -57,6 +57,7 @@ FORMATS = {
     "nf4": eqquant.NF4(),
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
+    "int4": eqquant.Int4(),
 }
 
 
@@ -107,7 +108,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
     assert isinstance(chosen, _choose.Kernel)
     tiles = chosen.tiles
-    if isinstance(tiles, _mosaic.Pipeline):
+    if isinstance(tiles, _pipeline.Pipeline):
         return tiles, 0.0
     count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
     return tiles, count / (32 * tiles.warps)
@@ -124,7 +125,7 @@ def steps_of(tiles, q, contract_rows) -> int:
 def pipelined_in(kernel, tiles, q):
     integers = q.format.activations == "int8"
     itemsize = 1 if integers else 2
-    brought = _mosaic.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
+    brought = _pipeline.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
     return pipelined(kernel, tiles, brought, integers)
 
 
@@ -206,7 +207,8 @@ def main() -> None:
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048])
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    usual = list(FORMATS)[:-1]
+    parser.add_argument("--formats", nargs="+", default=usual, choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--encode", action="store_true", help="quantizing instead")
     parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")

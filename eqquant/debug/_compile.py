@@ -121,7 +121,8 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
 
     **Raises:**
 
-    `ValueError` for an unknown chip, `RuntimeError` without the compiler.
+    `ValueError` for an unknown chip, `RuntimeError` without the compiler, or if a
+    kernel of Mosaic was compiled in this process before, but not by this function.
     """
     if chip not in gpus:
         raise ValueError(
@@ -170,13 +171,24 @@ _compiled_by_mosaic: dict[str, str] = {}
 
 def _all_of_mosaic(program: str, new: list[str]) -> list[str]:
     """PTX of the kernels of Mosaic in a program: it compiles each once in a process,
-    and writes it then. A program names them by what they are made of."""
+    and writes it then. A program names them by what they are made of.
+
+    **Raises:**
+
+    `RuntimeError` if not as many are written as are not known.
+    """
     names = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
     names = list(dict.fromkeys(names))
     unknown = [name for name in names if name not in _compiled_by_mosaic]
-    if len(unknown) == len(new):
-        _compiled_by_mosaic.update(zip(unknown, new, strict=True))
-    return [_compiled_by_mosaic[name] for name in names if name in _compiled_by_mosaic]
+    if len(unknown) != len(new):
+        raise RuntimeError(
+            f"compile_for_gpu: the program has {len(unknown)} kernels of Mosaic that "
+            f"are not known yet, and Mosaic wrote {len(new)}. It writes a kernel once "
+            "in a process: compile this one in a process that did not run or compile "
+            "it before."
+        )
+    _compiled_by_mosaic.update(zip(unknown, new, strict=True))
+    return [_compiled_by_mosaic[name] for name in names]
 
 
 def _compile(

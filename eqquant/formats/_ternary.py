@@ -4,6 +4,7 @@ import dataclasses
 from typing import get_args, Literal
 
 import jax.numpy as jnp
+from jax import lax
 
 from ._format import (
     bound_scales,
@@ -66,8 +67,9 @@ class Ternary(Format):
             threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
         nonzero = magnitude > threshold[..., None]
         if self.least_squares:
-            how_many = sum_blocks(nonzero.astype(blocks.dtype))
-            total = sum_blocks(jnp.where(nonzero, magnitude, 0))
+            counted, summed = (magnitude > x[..., None] for x in _each(threshold))
+            how_many = sum_blocks(counted.astype(blocks.dtype))
+            total = sum_blocks(jnp.where(summed, magnitude, 0))
             scales = total / jnp.maximum(how_many, 1)
         else:
             scales = mean_magnitude
@@ -82,6 +84,15 @@ class Ternary(Format):
         if codes.dtype == jnp.uint8:
             low, high = low.astype(jnp.int8), high.astype(jnp.int8)
         return (low - high).astype(dtype)
+
+
+def _each(threshold):
+    """For each use one, as XLA for GPUs would write a comparison that several use to
+    memory, and read it again for each. Others compute it once."""
+    both = threshold, threshold
+    return lax.platform_dependent(
+        both, cuda=lax.optimization_barrier, default=lambda x: x
+    )
 
 
 def _codes(nonzero, negative):

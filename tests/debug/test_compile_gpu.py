@@ -45,7 +45,12 @@ def test_what_mosaic_compiled_before_is_known(monkeypatch):
     assert of(program, "first", "second") == ["first", "second"]
     assert of(program) == ["first", "second"]
     assert of('kernel_hash = "c" kernel_hash = "d"', "third") == ["second", "third"]
-    assert of("") == of('kernel_hash = "e"') == []
+    assert of("") == []
+    # What it cannot show it does not leave out.
+    for new in [(), ("fourth", "fifth")]:
+        with pytest.raises(RuntimeError, match=f"has 1 kernels .* wrote {len(new)}"):
+            of('kernel_hash = "c" kernel_hash = "e"', *new)
+    assert of('kernel_hash = "c"') == ["second"]
 
 
 def test_loops_are_found():

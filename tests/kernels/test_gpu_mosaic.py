@@ -13,10 +13,11 @@ from eqquant.kernels.gpu import (
     _check,
     _chips,
     _choose,
-    _fragments,
+    _fragment_ptx,
     _kernel,
     _lookup,
     _mosaic,
+    _pipeline,
     _table,
 )
 from helpers import relative, slow
@@ -43,8 +44,8 @@ FORMATS = [
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_ragged_products(format, on, normal, monkeypatch):
     """Two programs, one of which has two tiles, and more steps than stages."""
-    small = ft.partial(_mosaic.Pipeline, m=32, stages=3)
-    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small(cores=2))
+    small = ft.partial(_pipeline.Pipeline, m=32, stages=3)
+    monkeypatch.setattr(_pipeline, "pipeline_for", lambda *_: small(cores=2))
     size = 512 if format.block_size == 128 else 256
     q = eqquant.quantize(normal(264, size).astype("bfloat16"), format)
     x = normal(30, size).astype("bfloat16")
@@ -63,8 +64,8 @@ def test_ragged_products(format, on, normal, monkeypatch):
 @pytest.mark.parametrize("m", [30, slow(260)])
 def test_integers_are_multiplied_exactly(m, on, monkeypatch):
     """At most nine tiles of rows, of which eight are computed at once."""
-    small = _mosaic.Pipeline(m=32, stages=2, cores=6)
-    monkeypatch.setattr(_mosaic, "pipeline_for", lambda *_: small)
+    small = _pipeline.Pipeline(m=32, stages=2, cores=6)
+    monkeypatch.setattr(_pipeline, "pipeline_for", lambda *_: small)
     rng = np.random.default_rng(0)
     x = rng.integers(-127, 128, (m, 272), np.int8)
     codes = rng.integers(-127, 128, (136, 272), np.int8)
@@ -120,7 +121,7 @@ def swizzled(place: int, width: int) -> int:
     "format", [NF4(), Int4(), Int8(), Ternary(), Binary()], ids=str
 )
 def test_threads_read_the_codes_of_their_columns(format, normal):
-    width = _mosaic._width(format)
+    width = _pipeline.width_of(format)
     per = width * 8 // format.bits
     codes = np.random.default_rng(0).integers(0, 2**format.bits, (128, per), np.uint8)
     packed = codes
@@ -133,11 +134,11 @@ def test_threads_read_the_codes_of_their_columns(format, normal):
     places, base = Places(), 4096
     for thread in range(0, 256, 5):
         row = thread // 32 * 16 + thread % 32 // 4
-        text = _fragments.place_of_codes(width)
+        text = _fragment_ptx.place_of_codes(width)
         at = places.of(text, base, thread=thread, results=2)
         for half in range(2):
-            for q, columns in enumerate(_fragments.columns_of(format)):
-                text = _fragments.load_codes(8 * q, 8 * width * half)
+            for q, columns in enumerate(_fragment_ptx.columns_of(format)):
+                text = _fragment_ptx.load_codes(8 * q, 8 * width * half)
                 (found,) = places.of(text, *at)
                 for byte in range(2):
                     loaded = memory[found - base + byte]
@@ -145,13 +146,13 @@ def test_threads_read_the_codes_of_their_columns(format, normal):
                         code = loaded >> plane * format.bits & 2**format.bits - 1
                         column = 8 * column + 2 * (thread % 4) + byte
                         assert code == codes[row + 8 * half, column]
-    assert sorted(np.ravel(_fragments.columns_of(format))) == list(range(8))
+    assert sorted(np.ravel(_fragment_ptx.columns_of(format))) == list(range(8))
 
 
 def test_threads_read_the_scales_of_their_rows():
     for thread in range(256):
         row = thread // 32 * 16 + thread % 32 // 4
-        places = Places().of(_fragments.place_of_scale(), 512, thread=thread)
+        places = Places().of(_fragment_ptx.place_of_scale(), 512, thread=thread)
         assert places == [512 + 16 * row]
 
 
@@ -160,7 +161,7 @@ def test_results_are_written_in_rows_of_the_activation():
     base, places = 16384, set()
     for thread in range(128):
         warp, lane = divmod(thread, 32)
-        (at,) = Places().of(_fragments.place_of_result(), base, thread=thread)
+        (at,) = Places().of(_fragment_ptx.place_of_result(), base, thread=thread)
         pair, half, row = lane // 16, lane // 8 % 2, lane % 8
         for columns in range(0, 8, 2):
             found = at + 1024 * columns - base
@@ -174,7 +175,9 @@ def test_results_are_written_in_rows_of_the_activation():
 
 def test_each_thread_fills_its_part_of_the_table():
     for thread in range(384):
-        place, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
+        place, entry = Places().of(
+            _fragment_ptx.place_of_entry, thread=thread, results=2
+        )
         assert place == 16 * (thread % 128) and entry == place // 128
 
 
@@ -184,15 +187,15 @@ def test_the_table_is_where_it_is_said_to_be(format):
     emulator, bits = Emulator(), format.bits
     emulator.size = _table.size_of(bits)
     text = _table.filling_of(decoder.tables, bits, 128)
-    text = _fragments.with_table_at(text, "$3")
+    text = _fragment_ptx.with_table_at(text, "$3")
     pairs = _table.first_pairs(decoder.tables[0], bits).view("<u4")
     for thread in range(128):
-        at, entry = Places().of(_fragments.place_of_entry, thread=thread, results=2)
+        at, entry = Places().of(_fragment_ptx.place_of_entry, thread=thread, results=2)
         emulator.emulate(text, {"$1": at, "$2": int(pairs[entry]), "$3": BASE})
     assert len(emulator.shared) * 4 == emulator.size
     for two in np.random.default_rng(0).integers(0, 2**16, 20):
         for plane in range(8 // bits):
-            text = _fragments.with_table_at(decoder.texts(plane)[0], "$2")
+            text = _fragment_ptx.with_table_at(decoder.texts(plane)[0], "$2")
             registers = {"$1": int(two), "$2": BASE, "%laneid": int(two) % 32}
             found = np.array([emulator.emulate(text, registers)["$0"]], "<u4")
             codes = [two >> shift + plane * bits & 2**bits - 1 for shift in (0, 8)]
@@ -239,12 +242,12 @@ def test_by_shape_and_dtype(on):
 
 def test_it_fits_into_shared_memory():
     shared = _chips.known("", "9.0").shared
-    pipeline = _mosaic.Pipeline()
+    pipeline = _pipeline.Pipeline()
     for format in NF4(), Int4(), Int8(), Int8(block_size=64), Ternary(), Binary():
-        assert 100_000 < _mosaic.bytes_of(pipeline, format, 64, 2) <= shared
+        assert 100_000 < _pipeline.bytes_of(pipeline, format, 64, 2) <= shared
     x = jnp.zeros((1, 1), jnp.int8)
-    pipeline = _mosaic.pipeline_for(x, 1)
-    assert 100_000 < _mosaic.bytes_of(pipeline, Int8(), 1, 1) <= shared
+    pipeline = _pipeline.pipeline_for(x, 1)
+    assert 100_000 < _pipeline.bytes_of(pipeline, Int8(), 1, 1) <= shared
 
 
 @pytest.mark.parametrize("factor", [1, 1.1])

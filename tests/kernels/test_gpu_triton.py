@@ -51,9 +51,29 @@ def small(m: int, contract_rows: bool, split: int):
 def test_ragged_products(
     format, dtypes, m, contract_rows, split, on, normal, monkeypatch
 ):
+    monkeypatch.setattr(_chips, "tiles_for", small(m, contract_rows, split))
+    check_ragged(format, dtypes, m, contract_rows, normal)
+
+
+@pairs(
+    "format, bytes, dtypes, split",
+    [Int4(), NF4(block_size=32), Int8(block_size=16), Ternary(block_size=64)],
+    [32, slow(64)],
+    ["float32 high", "bfloat16 high", "float16 high"],
+    [1, 2],
+)
+def test_ragged_products_with_several_blocks_in_a_subtile(
+    format, bytes, dtypes, split, on, normal, monkeypatch
+):
+    tiles = _triton.Tiles(m=16, rows=16, bytes=bytes, subtiles=2, split=split)
+    assert bytes >= 2 * _triton.subtile_bytes(format, 64)
+    monkeypatch.setattr(_chips, "tiles_for", lambda *_, **__: tiles)
+    check_ragged(format, dtypes, 3, False, normal)
+
+
+def check_ragged(format, dtypes, m, contract_rows, normal):
+    """A product of 45 rows of 200 columns, against float64."""
     dtype, precision = dtypes.split()
-    tiles = small(m, contract_rows, split)
-    monkeypatch.setattr(_chips, "tiles_for", tiles)
     q = eqquant.quantize(normal(45, 200).astype(dtype), format)
     x = normal(m, 45 if contract_rows else 200).astype(dtype)
     missing = q.codes.shape[1] * 8 // format.bits - 200
@@ -158,6 +178,22 @@ def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
 #
 # Which products get it
 #
+
+
+def test_few_rows_have_several_short_blocks_in_a_subtile():
+    chip = _chips.known(H100)
+    assert chip is not None
+    shape = dict(batch=1, contract_rows=False, itemsize=2)
+    of = lambda m, format: _chips.tiles_for(chip, m, 4096, 2048, format=format, **shape)
+    spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
+    assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
+    assert of(1, Int8(block_size=16)).bytes == 32
+    assert of(1, Int4(block_size=16)) is None
+    # Of 64 rows their activation does not fit there.
+    chip = _chips.known("NVIDIA GeForce RTX 4090", "8.9")
+    assert chip is not None and of(64, Int4()).m == 32
+    # Not parts of blocks.
+    assert of(1, Int4(block_size=96)).bytes == 16
 
 
 def explained(m=8, dtype="float32", format="nf4", rows=False):

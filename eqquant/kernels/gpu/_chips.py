@@ -155,16 +155,24 @@ def _of_size(
         most = 64
     width = subtile_bytes(format, most)
     subtiles = max(1, 64 // max(width, 1))
+    short = width == 16 == (format.block_size or 0) * format.bits // 8
+    short = short and not contract_rows
+    if short and m <= 64:
+        # Two blocks: narrower ones come to the order of tensor cores byte by byte.
+        width, subtiles = 32, 2
+    elif short:  # There are no registers for as many sums.
+        subtiles = 2
     tiles = Tiles(
         m=m,
         rows=64 if contract_rows else 128,
         bytes=width,
         subtiles=1 if format.bits < 4 and not contract_rows else subtiles,
-        warps=8 if m == 128 and not integers else 4,
+        warps=8 if (m == 128 and not integers) or (m == 64 and short) else 4,
+        stages=5 if m == 128 and short else 3,
     )
     if in_table(format) and m <= 32 and not contract_rows:
-        # More than 48 KiB, for which any version of JAX asks for as much as there is:
-        # it does not know of the table.
+        # More than 48 KiB: for that any launcher asks for as much as there is. XLA's
+        # always does. JAX has another one, which does not know of the table.
         tiles = dataclasses.replace(tiles, stages=4)
     if in_table(format) and few:
         # More threads share a table.
@@ -191,5 +199,8 @@ def _staged(tiles: Tiles, format: Format, contract_rows: bool, itemsize: int) ->
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     columns = tiles.bytes * tiles.subtiles * 8 // format.bits
     x = tiles.m * (tiles.rows if contract_rows else columns) * itemsize
+    if format.block_size is not None and not contract_rows:
+        # For each block of a subtile once.
+        x *= max(tiles.bytes * 8 // format.bits // format.block_size, 1)
     scales = 2 * tiles.rows * tiles.subtiles
     return (tiles.stages - 1) * (codes + x + scales) + 2048

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ...formats import Format, GPUKernel, num_codes, Precision
 from ..xla import longest_int8_sum
-from . import _check, _chips, _mosaic
+from . import _check, _chips, _pipeline
 from ._kernel import Kernel as Kernel
 from ._lookup import can_decode
 from ._parts import is_exact
@@ -99,10 +99,10 @@ def kernel_on(
     asked = format.gpu.kernel if format.gpu is not None else None
     hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
     if as_it_is is not None and chip.large_products and asked != "triton":
-        hopper = _mosaic.why_not(x, codes, scales, format, out_dtype, chip.shared)
+        hopper = _pipeline.why_not(x, codes, scales, format, out_dtype, chip.shared)
         if hopper is None and (m > _most_rows or asked == "mosaic"):
-            pipeline = _mosaic.pipeline_for(x, chip.cores)
-            return Kernel(chip.name, operand, parts, pipeline)
+            cut = _pipeline.pipeline_for(x, chip.cores)
+            return Kernel(chip.name, operand, parts, cut)
     if asked == "mosaic":
         return f"the format asks for Mosaic: {hopper}"
     forced = asked == "triton"

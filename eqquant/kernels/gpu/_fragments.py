@@ -1,12 +1,8 @@
 """Codes to the operand of a tensor core, in a kernel of Mosaic GPU.
 
-`wgmma` takes 64 x 64 numbers of its left operand in registers of 128 threads. Of eight
-columns a thread has two beside each other, in two rows that are eight apart. So it
-reads two bytes of a row at once, and decodes them as `_lookup.py` does, whose PTX is
-used.
-
-Pallas has no such loads. What is here is inline PTX, and Mosaic's arrays made of it.
-Interpret mode knows neither: there `_mosaic.py` computes the same.
+A thread decodes two bytes as `_lookup.py` does, whose PTX is used. Pallas has no loads
+as `_fragment_ptx.py` has them. So what is here is inline PTX, and Mosaic's arrays made
+of it. Interpret mode knows neither: see `_emulate.py`.
 """
 
 from typing import Any
@@ -15,127 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...formats import Format, planes_of
-from . import _ptx, _table
+from . import _fragment_ptx as ptx, _table
 from ._lookup import Decoder
-
-
-_row = [  # In `r`, that of a thread of 256, of 128 rows; in `g`, of eight rows which.
-    "mov.u32 t, %tid.x;",
-    "shr.u32 g, t, 2;",
-    "and.b32 g, g, 7;",
-    "shr.u32 r, t, 5;",
-    "mad.lo.u32 r, r, 16, g;",
-]
-# What a thread of 128 fills of each block of the table, and with which of its entries.
-place_of_entry = _ptx.block(
-    "t",
-    [
-        "mov.u32 t, %tid.x;",
-        "and.b32 t, t, 127;",
-        "shl.b32 $0, t, 4;",
-        "shr.u32 $1, t, 3;",
-    ],
-)
-
-
-def place_of_codes(width: int) -> str:
-    """PTX: of a thread, in 128 rows of so many bytes from `$2` on, `$0` is the place of
-    its codes. Rows longer than 16 bytes are swizzled, for which places of 16 bytes are
-    changed by `$1`."""
-    return _ptx.block(
-        "t, r, g",
-        [
-            *_row,
-            f"mul.lo.u32 r, r, {width};",
-            "shr.u32 $1, r, 3;",
-            f"and.b32 $1, $1, {width - 16};",
-            "and.b32 t, t, 3;",
-            "mad.lo.u32 r, t, 2, r;",
-            "add.u32 $0, r, $2;",
-        ],
-    )
-
-
-def load_codes(byte: int, further: int) -> str:
-    """PTX: two codes, or more, `byte` bytes of a row behind `$1`, whose place `$2`
-    changes, and `further` bytes behind that."""
-    return _ptx.block(
-        "a",
-        [
-            f"xor.b32 a, $2, {byte // 16 * 16};",
-            "add.u32 a, a, $1;",
-            f"ld.shared.u16 $0, [a+{byte % 16 + further}];",
-        ],
-    )
-
-
-def place_of_scale() -> str:
-    """PTX: that of a thread's row, in rows of 16 bytes from `$1` on."""
-    return _ptx.block("t, r, g", [*_row, "mad.lo.u32 $0, r, 16, $1;"])
-
-
-def load_scale(offset: int) -> str:
-    """PTX: a scale in float32, so many bytes behind `$1`, as two of bfloat16."""
-    return _ptx.block(
-        "s", [f"ld.shared.b32 s, [$1+{offset}];", "cvt.rn.bf16x2.f32 $0, s, s;"]
-    )
-
-
-# Last of all, after the product before has read its operand: until then nothing may
-# write what the next one reads.
-scaled = "mul.rn.bf16x2 $0, $1, $2;"
-unscaled = "or.b32 $0, $1, $2;"
-# A zero of which the assembler does not know. The third axis of the grid has one place.
-zero = "mov.u32 $0, %ctaid.z;"
-
-
-def place_of_result() -> str:
-    """PTX: where a thread's eight numbers go, of 64 columns in swizzled rows of 128
-    bytes from `$1` on, by `store_results`."""
-    return _ptx.block(
-        "t, j, q, h",
-        [
-            "mov.u32 t, %tid.x;",
-            "and.b32 j, t, 7;",
-            "shr.u32 h, t, 3;",
-            "and.b32 h, h, 1;",
-            "shr.u32 q, t, 4;",
-            "and.b32 q, q, 6;",  # Twice the warp, of four.
-            "add.u32 q, q, h;",
-            "xor.b32 q, q, j;",
-            "shr.u32 h, t, 1;",
-            "and.b32 h, h, 8;",
-            "add.u32 j, j, h;",
-            "shl.b32 q, q, 4;",
-            "mad.lo.u32 q, j, 128, q;",
-            "add.u32 $0, q, $1;",
-        ],
-    )
-
-
-def store_results(offset: int) -> str:
-    """PTX: four times 8 x 8 numbers, turned."""
-    return (
-        f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{offset}], "
-        "{$1, $2, $3, $4};"
-    )
-
-
-def columns_of(format: Format) -> list[list[int]]:
-    """Where codes are: of each eight bytes of 64 codes, and of each plane of these,
-    which eight columns."""
-    planes = planes_of(format.bits)
-    run = 8 if planes == 1 else format.group // planes // 8
-    of = lambda q, plane: q // run * run * planes + plane * run + q % run
-    return [[of(q, plane) for plane in range(planes)] for q in range(format.bits)]
-
-
-def with_table_at(asm: str, place: str) -> str:
-    """PTX of `_table.py` for a table at an address in a register: Mosaic's memory is
-    all dynamic, and begins where static memory would."""
-    lines = asm.splitlines()
-    declared = lines[0].startswith(".shared")
-    return "\n".join(lines[declared:]).replace("levels", place)
 
 
 def fill(decoder: Decoder, table) -> None:
@@ -151,13 +28,13 @@ def fill(decoder: Decoder, table) -> None:
 
     @_inlined((plgpu.RefType(),), return_type=_words(1)[0])
     def fill(_, table):
-        at, entry = _asm(place_of_entry, "=&r,=&r", [], 2)
+        at, entry = _asm(ptx.place_of_entry, "=&r,=&r", [], 2)
         word = constant(0)
         for i, pair in enumerate(_table.first_pairs(levels, decoder.bits)):
             same = arith.cmpi(arith.CmpIPredicate.eq, entry, constant(i))
             word = arith.select(same, constant(pair), word)
         text = _table.filling_of([levels], decoder.bits, 128)
-        text = with_table_at(text, "$3")
+        text = ptx.with_table_at(text, "$3")
         return _array_of(_asm(text, "=r,r,r,r", [at, word, _address(table)]))
 
     fill(table)
@@ -183,25 +60,25 @@ def decode(
     def decode(_, codes, *refs):
         pair = ir.VectorType.get((2,), _number(decoder.dtype))
         at, change = _asm(
-            place_of_codes(width), "=&r,=&r,r", [_address(codes)], 2, pure=True
+            ptx.place_of_codes(width), "=&r,=&r,r", [_address(codes)], 2, pure=True
         )
         units = []
         if not blocks:
-            units += _asm(zero, "=r", [], pure=True)
+            units += _asm(ptx.zero, "=r", [], pure=True)
         else:
-            of = _asm(place_of_scale(), "=r,r", [_address(refs[0])], pure=True)
+            of = _asm(ptx.place_of_scale(), "=r,r", [_address(refs[0])], pure=True)
             for block in range(blocks):
                 for half in range(2):
-                    text = load_scale(128 * half + 4 * block)
+                    text = ptx.load_scale(128 * half + 4 * block)
                     units += _asm(text, "=r,r", of)
         tables = [] if table is None else [_address(refs[-1])]
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), object)
         for half in range(2):
-            for q, columns in enumerate(columns_of(format)):
-                text = load_codes(8 * q, 8 * width * half)
+            for q, columns in enumerate(ptx.columns_of(format)):
+                text = ptx.load_codes(8 * q, 8 * width * half)
                 (two,) = _asm(text, "=h,r,r", [at, change], bits=16)
                 for column, text in zip(columns, texts, strict=True):
-                    text = with_table_at(text, "$2")
+                    text = ptx.with_table_at(text, "$2")
                     kinds = "=r,h,r" if tables else "=r,h"
                     (numbers,) = _asm(text, kinds, [two, *tables])
                     numbers = mgpu.utils.bitcast(numbers, pair)
@@ -234,7 +111,7 @@ def finish(levels, units, blocks: int):
             column, half = at[1], at[4]
             unit = of(column * blocks // 8 * 2 + half if blocks else 0)
             numbers = mgpu.utils.bitcast(levels.registers[at], i32)
-            text = scaled if blocks else unscaled
+            text = ptx.scaled if blocks else ptx.unscaled
             (numbers,) = _asm(text, "=r,r,r", [numbers, unit])
             out[at] = mgpu.utils.bitcast(numbers, levels.registers[at].type)
         return mgpu.FragmentedArray(
@@ -257,7 +134,7 @@ def store(some, out, transforms) -> None:
     )
     def store(_, some, out):
         i32 = ir.IntegerType.get_signless(32)
-        (at,) = _asm(place_of_result(), "=r,r", [_address(out)], pure=True)
+        (at,) = _asm(ptx.place_of_result(), "=r,r", [_address(out)], pure=True)
         for c in range(0, some.registers.shape[1], 2):
             four = [
                 mgpu.utils.bitcast(
@@ -266,7 +143,7 @@ def store(some, out, transforms) -> None:
                 for i in range(2)
                 for half in range(2)
             ]
-            _asm(store_results(1024 * c), "r,r,r,r,r", [at, *four], 0)
+            _asm(ptx.store_results(1024 * c), "r,r,r,r,r", [at, *four], 0)
         # What returns nothing is left out.
         return _array_of([at])
 

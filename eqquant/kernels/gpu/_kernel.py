@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ...formats import Format
 from . import _mosaic, _triton
-from ._mosaic import Pipeline
+from ._pipeline import Pipeline
 from ._triton import Tiles
 
 

@@ -17,7 +17,6 @@ in bfloat16 would be. A scale for a whole row is multiplied in float32 with the 
 Integers of 8 bits are multiplied by integers as they are, in steps of 128 columns.
 """
 
-import dataclasses
 import functools as ft
 
 import jax
@@ -27,87 +26,11 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import mosaic_gpu_kernel
-from ...formats import Format, planes_of
-from . import _fragments
-from ._lookup import Decoder, in_table
+from ...formats import Format
+from . import _emulate, _fragments
+from ._lookup import Decoder
+from ._pipeline import LINE, Pipeline, STEP, width_of
 from ._table import size_of
-
-
-_line = 128  # Bytes of a row of the activation, in a step.
-_step = _line // 2  # Columns of the weight; of integers twice as many.
-
-
-@dataclasses.dataclass(frozen=True)
-class Pipeline:
-    """How a product is cut.
-
-    - `m`: rows of the activation, of a program.
-    - `rows`: of the weight.
-    - `stages`: steps that are on their way, or multiplied.
-    - `cluster`: programs that share rows of the activation.
-    - `cores`: at most so many programs.
-    """
-
-    m: int = 256
-    rows: int = 128
-    stages: int = 4
-    cluster: int = 2
-    cores: int = 132
-
-
-def pipeline_for(x, cores: int) -> Pipeline:
-    """Of an activation in int8, a step has twice the codes."""
-    return Pipeline(cores=cores, stages=3 if x.dtype == jnp.int8 else 4)
-
-
-def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | None:
-    """Why `x @ w.T`, with the activation as it is, in 8 or 16 bits, is not for this
-    kernel, if it is not. Programs have so many bytes of `shared` memory."""
-    dtype = jnp.dtype(x.dtype)
-    *batch, rows, packed = codes.shape
-    blocks = scales.shape[-1]
-    if any(size > 1 for size in batch):
-        return "of stacks it multiplies none"
-    if out_dtype is not None and jnp.dtype(out_dtype).itemsize != 2:
-        return "its results are in 16 bits"
-    plain = format.group == 64 or (format.group == 32 and format.bits == 4)
-    if not plain and format.bits != 8:
-        return f"it decodes groups of 64 codes, and not of {format.group}"
-    if format.block_size is not None and blocks > 1:
-        if dtype != jnp.bfloat16 or scales.dtype != jnp.float32:
-            return "it scales blocks by float32, for bfloat16"
-        short = format.block_size == 32 and format.bits == 4
-        served = format.block_size % _step == 0 or short
-        if not served or not (in_table(format) or format.bits == 8):
-            return f"it does not scale blocks of {format.block_size} such codes"
-        if blocks % 4:
-            return "a row's scales are to be a multiple of 16 bytes"
-    if packed % 16 or rows % 8:
-        return "rows of codes and of the result are to be multiples of 16 bytes"
-    pipeline = pipeline_for(x, 1)
-    if bytes_of(pipeline, format, blocks, dtype.itemsize) > shared:
-        return "there is too little shared memory"
-    return None
-
-
-def bytes_of(pipeline: Pipeline, format: Format, blocks: int, itemsize: int) -> int:
-    """Of shared memory, for an activation of so many bytes each."""
-    step = bytes_of_step(pipeline, format, blocks, itemsize)
-    table = size_of(format.bits) if in_table(format) else 0
-    return pipeline.stages * step + pipeline.m * 128 + table + 4096
-
-
-def bytes_of_step(
-    pipeline: Pipeline, format: Format, blocks: int, itemsize: int
-) -> int:
-    """Which a program brings."""
-    of_row = _width(format, _line // itemsize) + 16 * (blocks > 1)
-    return pipeline.m * _line + pipeline.rows * of_row
-
-
-def _width(format: Format, columns: int = _step) -> int:
-    """Bytes of a row of codes that are brought at once: at least 16."""
-    return max(columns * format.bits // 8, 16)
 
 
 def dot(
@@ -122,8 +45,8 @@ def dot(
     out_dtype,
     interpret: bool = False,
 ) -> Float[Array, "1 m rows"]:
-    """`x @ w.T`, where `why_not` knows no reason; in integers if `operand` is int8,
-    and `x` then, whose rows are in `x_unit`."""
+    """`x @ w.T`, where `_pipeline.why_not` knows no reason; in integers if `operand` is
+    int8, and `x` then, whose rows are in `x_unit`."""
     # Not every jaxlib has Mosaic for GPUs.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -136,13 +59,13 @@ def dot(
         cluster = 1  # It knows no others.
     num_m, num_rows = pl.cdiv(m, tile_m), pl.cdiv(rows, tile_rows * cluster)
     integers = jnp.dtype(operand) == jnp.int8
-    columns = _line // x.dtype.itemsize
+    columns = LINE // x.dtype.itemsize
     steps = pl.cdiv(size, columns)
     clusters = min(pipeline.cores // cluster, num_m * num_rows)
     sums = jnp.int32 if integers else jnp.float32
     decoder = Decoder(format, operand, 1, interpret)
-    width, of_step = _width(format, columns), columns * format.bits // 8
-    of_block = max(_step // (format.block_size or _step), 1) if blocked else 0
+    width, of_step = width_of(format, columns), columns * format.bits // 8
+    of_block = max(STEP // (format.block_size or STEP), 1) if blocked else 0
     once = min(8, num_m)
     if not blocked:
         # Read by threads: beyond the last row, too.
@@ -222,7 +145,7 @@ def dot(
         def scale_of(k):
             if of_block > 1:
                 return k * of_block
-            return lax.div(k, jnp.int32((format.block_size or _step) // _step))
+            return lax.div(k, jnp.int32((format.block_size or STEP) // STEP))
 
         def decode(k, slot):
             q, scale = qs.at[slot], None
@@ -233,27 +156,12 @@ def dot(
                 at = lax.rem(scale_of(k), jnp.int32(4))
                 scale = ref.at[slot, :, pl.ds(at, of_block)]
             if interpret:
-                return _decode(q[...], None if scale is None else scale[...], thread)
+                scales = None if scale is None else scale[...]
+                return _emulate.decode(q[...], scales, thread, decoder, format)
             transforms = swizzled(width, 1)
             return _fragments.decode(
                 q, scale, table, decoder, format, width, transforms
             )
-
-        def _decode(q, scale, thread):
-            """As `_fragments` does, in JAX."""
-            q = lax.dynamic_slice_in_dim(q, thread * 64, 64)
-            planes = jnp.stack(
-                [decoder(q, plane)[0] for plane in range(planes_of(format.bits))], 1
-            )
-            w = jnp.zeros((64, 8, 8), operand)
-            for i, columns in enumerate(_fragments.columns_of(format)):
-                for plane, column in enumerate(columns):
-                    w = w.at[:, column].set(planes[:, plane, 8 * i : 8 * i + 8])
-            w = w.reshape(64, 64)
-            if scale is None:
-                return w, w[:1]
-            scale = lax.dynamic_slice_in_dim(scale, thread * 64, 64)
-            return w, jnp.repeat(scale.astype(operand), 64 // of_block, 1)
 
         def finish(levels, units):
             if interpret:
@@ -374,7 +282,7 @@ def dot(
     if cluster > 1:
         consumed = ft.partial(plgpu.ClusterBarrier, collective_axes=("block",))
     scratch = [
-        smem((stages, tile_m, columns), x.dtype, swizzled(_line, x.dtype.itemsize)),
+        smem((stages, tile_m, columns), x.dtype, swizzled(LINE, x.dtype.itemsize)),
         smem((stages, tile_rows, width), codes.dtype, swizzled(width, 1)),
         smem((2, 2, tile_m // 4, 64), out_dtype, swizzled(128, 2)),
         plgpu.Barrier(num_arrivals=2 + blocked, num_barriers=stages),

@@ -1,14 +1,16 @@
 """The kernel: codes to the result of a product, by Pallas and Triton.
 
 A step decodes a few subtiles of the weight in registers, and multiplies each with
-tensor cores. What a subtile holds is some bytes of a row, all with one scale, for some
-rows. The weight is not scaled:
+tensor cores. What a subtile holds is some bytes of a row, for some rows. The weight is
+not scaled:
 
-- `x @ w.T`: products of a subtile share a scale for each row, which the product is
-  multiplied with, in float32. But of many rows (`Tiles.scaled`) the weight is, in 16
-  bits, as if it were dense: fewer numbers of it than sums of its products;
-- `x @ w`: the activation is multiplied with the scales of the rows, in float32, before
-  it is rounded, or split.
+- `x @ w.T`: products of a block share a scale for each row, which their sum is
+  multiplied with, in float32. If a subtile spans several blocks, it is multiplied once
+  for each, by an activation that is zero elsewhere. But of many rows (`Tiles.scaled`)
+  the weight is scaled, in 16 bits, as if it were dense: fewer numbers of it than sums
+  of its products;
+- `x @ w`: the activation is multiplied with the scales of the rows, one for a subtile,
+  in float32, before it is rounded, or split.
 
 The activation is read where the codes of a plane want it, so nothing is permuted, cast
 or padded by another kernel. If there are too few tiles for the chip, each program sums
@@ -36,7 +38,7 @@ class Tiles:
 
     - `m`: rows of the activation, of a program.
     - `rows`: of the weight, of a subtile.
-    - `bytes`: of a row, of a subtile.
+    - `bytes`: of a row, of a subtile: part of a block, or, for `x @ w.T`, whole blocks.
     - `subtiles`: of a step, along a row.
     - `split`: programs that share a sum.
     - `scaled`: whether weights are scaled, in 16 bits, and not sums of a block.
@@ -100,6 +102,9 @@ def dot(
     if planes == 1:
         run = stride = tiles.bytes
     block = packed // blocks if blocks > 1 else None
+    # Blocks in a subtile.
+    spanned = 1 if block is None else max(tiles.bytes // block, 1)
+    assert spanned == 1 or not contract_rows
 
     contracted, step = (rows, tiles.rows) if contract_rows else (packed, wide)
     free, size = (packed, wide) if contract_rows else (rows, tiles.rows)
@@ -170,8 +175,9 @@ def dot(
         row_m = start_m + iota(tiles.m)
 
         def tile_of(row, byte):
-            """Codes, and their scales: beyond the last row that again, and beyond the
-            last byte zeros, so that several bytes are still one load."""
+            """Codes, and the scales of each of their blocks: beyond the last row that
+            again, and beyond the last byte zeros, so that several bytes are still one
+            load."""
             row = row + ready
             row = jnp.minimum(row, rows - 1) if rows % tiles.rows or not whole else row
             at = byte + iota(tiles.bytes)
@@ -179,35 +185,49 @@ def dot(
             beyond = packed % wide or not whole
             q = load(codes, first, r, c, c < packed if beyond else None)
             if blocks == 1:
-                return q, None
-            i = lax.div(byte, jnp.int32(block))
-            i = jnp.minimum(i, blocks - 1)
-            i = lax.broadcast(i, (tiles.rows,))
-            return q, plgpu.load(scales.at[first, row, i]).astype(jnp.float32)
+                return q, [None]
+            found = []
+            for which in range(spanned):
+                i = lax.div(byte, jnp.int32(block)) + which
+                i = lax.broadcast(jnp.minimum(i, blocks - 1), (tiles.rows,))
+                scale = plgpu.load(scales.at[first, row, i])
+                found.append(scale.astype(jnp.float32))
+            return q, found
 
         def columns_step(i, acc):
             row = start + iota(tiles.rows)
             for sub in range(tiles.subtiles):
                 byte = (part * steps + i) * wide + sub * tiles.bytes
-                q, scale = tile_of(row, byte)
-                each = None
-                if tiles.scaled and scale is not None:
-                    each = lax.broadcast_in_dim(scale.astype(operand), q.shape, (0,))
+                q, each = tile_of(row, byte)
+                by = None
+                if tiles.scaled and blocks > 1:
+                    by = lax.broadcast_in_dim(each[0].astype(operand), q.shape, (0,))
                 # A sum that is scaled afterwards needs registers of its own.
-                total: Any = acc if scale is None or each is not None else None
+                late = blocks > 1 and by is None
+                totals: list = [None if late else acc for _ in each]
                 for plane in range(planes):
-                    column = columns_of(byte, plane)
+                    r, c = grid_of(row_m, columns_of(byte, plane))
                     mask = None
-                    r, c = grid_of(row_m, column)
                     if m % tiles.m or not whole:
                         mask = (r < m) & (c < columns)
-                    some = load(x, first, r, c, mask)
-                    ws = numbers_of(q, plane, each)
-                    total = multiply(split(some), ws, True, total)
-                if scale is not None and each is None:
-                    scale = lax.broadcast_in_dim(scale, total.shape, (0,))
-                    total = multiply_add(total, scale, acc, interpret)
-                acc = total
+                    some = []
+                    for which in range(spanned):
+                        ours = mask
+                        if spanned > 1:  # Those of other blocks multiply zeros.
+                            at = lax.div(iota(tiles.bytes), jnp.int32(block))
+                            ours = lax.broadcast_in_dim(at == which, r.shape, (1,))
+                            ours = ours if mask is None else mask & ours
+                        some.append(split(load(x, first, r, c, ours)))
+                    ws = numbers_of(q, plane, by)
+                    totals = [
+                        multiply(xs, ws, True, total)
+                        for xs, total in zip(some, totals, strict=True)
+                    ]
+                for scale, total in zip(each, totals, strict=True):
+                    if late:
+                        scale = lax.broadcast_in_dim(scale, total.shape, (0,))
+                        total = multiply_add(total, scale, acc, interpret)
+                    acc = total
             return acc
 
         def rows_step(i, accs):
@@ -222,7 +242,7 @@ def dot(
                 scaled = split(scaled_by(some, scale, mask))
             out = []
             for sub in range(tiles.subtiles):
-                q, scale = tile_of(row, start + sub * tiles.bytes)
+                q, (scale,) = tile_of(row, start + sub * tiles.bytes)
                 xs = scaled if blocks == 1 else split(scaled_by(some, scale, mask))
                 for plane in range(planes):
                     out.append(multiply(xs, numbers_of(q, plane), False))
