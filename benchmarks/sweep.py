@@ -58,9 +58,10 @@ ENOUGH, MOST_REPEATS = 2**22, 8
 def program(multiply, repeats: int):
     """So many products, each of which waits for the one before."""
 
-    def run(x, w):
+    def run(first, w):
+        x = first
         for _ in range(repeats - 1):
-            x = x + 1e-30 * multiply(x, w)[:, :1]
+            x = first + 1e-30 * multiply(x, w)[:, :1]
         return multiply(x, w)
 
     return jax.jit(run)

@@ -80,7 +80,8 @@ std::unique_ptr<double[]> decode(const Product& p) {
 // In two pieces, as two threads would.
 void run(const Routine& routine, const Product& p, char* scratch) {
   const int64_t units = p.contract_rows ? p.packed : p.rows;
-  const int64_t cut = std::min(units, (units / 2 + routine.grain - 1) / routine.grain * routine.grain);
+  const int64_t grain = routine.grain(p);
+  const int64_t cut = std::min(units, (units / 2 + grain - 1) / grain * grain);
   routine.prepare(p, scratch, 0, p.m / 2);
   routine.prepare(p, scratch, p.m / 2, p.m);
   eqquant::run_units(routine, p, scratch, 0, cut);

@@ -356,4 +356,4 @@ inline const char* why_not(const Product& p) {
   return nullptr;
 }
 
-constexpr Routine digits_routine = {prepare, run, scratch_size, 16, why_not};
+constexpr Routine digits_routine = {prepare, run, scratch_size, always<16>, why_not};

@@ -74,10 +74,15 @@ struct Routine {
   // Bytes of scratch that `prepare` fills and `run` reads.
   int64_t (*scratch)(const Product&);
   // Units that a thread takes at least, and of which it takes a multiple.
-  int64_t grain;
+  int64_t (*grain)(const Product&);
   // What keeps it from a product, if something may.
   const char* (*why_not)(const Product&) = nullptr;
 };
+
+template <int64_t grain>
+inline int64_t always(const Product&) {
+  return grain;
+}
 
 inline float from_bfloat16(uint16_t bits) {
   uint32_t wide = uint32_t{bits} << 16;

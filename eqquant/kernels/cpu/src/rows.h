@@ -161,4 +161,4 @@ inline void run_rows(const Product& p, const char*, int64_t begin, int64_t end) 
 inline int64_t rows_scratch(const Product&) { return 0; }
 inline void prepare_rows(const Product&, char*, int64_t, int64_t) {}
 
-constexpr Routine rows_routine = {prepare_rows, run_rows, rows_scratch, 64};
+constexpr Routine rows_routine = {prepare_rows, run_rows, rows_scratch, always<64>};

@@ -81,7 +81,7 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
                int64_t end) {
   // Where rows are contracted, a routine takes parts of all of them: it unpacks these.
   if (!p.three_bits || p.contract_rows) return routine.run(p, scratch, begin, end);
-  const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain;
+  const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =
       std::min(end - begin, std::max<int64_t>(1, bytes / p.packed / grain) * grain);
   std::vector<uint8_t> unpacked(at_once * p.packed);

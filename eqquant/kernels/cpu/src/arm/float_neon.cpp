@@ -1,5 +1,6 @@
 #include <arm_neon.h>
 
+#include <numeric>
 #include <type_traits>
 #include <vector>
 

@@ -23,9 +23,7 @@ bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
   const bool bfloat16 = d >> 22 & 1, tiles = d >> 24 & 1;
-  if (!bfloat16 || !tiles || !__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
-  const bool avx512_bf16 = a >> 5 & 1;
-  return avx512_bf16 && may_use_tiles();
+  return bfloat16 && tiles && has_bfloat16() && may_use_tiles();
 }
 
 // Floats of 16 bits, which compilers do not all ask for by name.
@@ -46,6 +44,11 @@ int find_out() {
 }
 
 }  // namespace
+
+bool has_bfloat16() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
 
 int instructions() {
   static const int found = find_out();

@@ -8,6 +8,10 @@ struct Vector {
   static constexpr int sums = 16, most_at_once = 6, few = 12;
   // From how many rows on x @ w decodes the weight once for all of them.
   static constexpr int rows_for_panels = 16;
+  // And x @ w.T, where the sums of short rows are hardly worth being added up.
+  static int64_t rows_for_column_panels(int64_t columns) {
+    return std::clamp<int64_t>(columns / 20, 14, 56);
+  }
   using Floats = __m512;
   using Codes = __m512i;
   using Halves = __m256i;
@@ -47,6 +51,29 @@ struct Vector {
     const __m256 half =
         _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
+  }
+
+  // Sixteen vectors: by quarters first, then among these.
+  static EQQUANT_INLINE void transpose(Floats (&x)[size]) {
+    Floats y[size];
+    for (int i = 0; i < 16; i += 2) {
+      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int k = 0; k < 2; k++) {
+        x[i + 2 * k] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0x44);
+        x[i + 2 * k + 1] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0xEE);
+      }
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k += 8) {
+        y[k + i] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0x88);
+        y[k + i + 4] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0xDD);
+      }
+    for (int i = 0; i < 8; i++) {
+      x[i] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0x88);
+      x[i + 8] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0xDD);
+    }
   }
 
   static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {

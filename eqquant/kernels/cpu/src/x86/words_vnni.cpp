@@ -499,7 +499,7 @@ const char* why_not(const Product& p) {
 
 }  // namespace
 
-extern const Routine words_vnni = {prepare, run, scratch_size, 8, why_not};
+extern const Routine words_vnni = {prepare, run, scratch_size, always<8>, why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END
