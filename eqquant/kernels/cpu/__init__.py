@@ -213,7 +213,7 @@ def choose_kernel(
 
 def _most_floats(
     library: Library, packed: int, blocks: int, format: Format, precision: Precision
-) -> float:
+) -> int | float:
     """Up to how many rows of the activation floats are faster than what XLA has."""
     block = packed // blocks
     in_vectors = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
@@ -226,7 +226,7 @@ def _most_floats(
 
 def _most_contracted(
     library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
-) -> float:
+) -> int | float:
     """The same where the rows of the weight are contracted."""
     rows, stored = codes.shape[-2:]
     columns = num_codes(stored, format.bits)

@@ -28,7 +28,8 @@ struct ColumnPanels {
 
   const Product& p;
   const int64_t bytes_at_once = columns_of_panel / planes / whole_bytes(p) * whole_bytes(p);
-  std::vector<float> panel, buffer;
+  Space panel;
+  std::vector<float> buffer;
   // (vector of bytes, plane, row, value)
   alignas(4 * size) float decoded[steps * planes * size * size];
 

@@ -6,6 +6,19 @@ constexpr int64_t panel_floats = 1 << 16;
 // Vectors of results that are computed at once.
 constexpr int side_by_side = 4;
 
+// Space for a panel, where no vector is in two lines of a cache. To fill it with zeros would
+// take longer than a small product.
+struct Space {
+  struct alignas(64) Line {
+    float values[16];
+  };
+  std::unique_ptr<Line[]> lines;
+
+  explicit Space(int64_t floats) : lines(new Line[(floats + 15) / 16]) {}
+  float* data() { return lines[0].values; }
+  const float* data() const { return lines[0].values; }
+};
+
 // Some rows of the activation, `x` and those after it, by a panel, which has `side_by_side`
 // vectors for each of `rows` values of these; `y` is where each vector of the result begins.
 template <int vectors, int count>

@@ -21,12 +21,13 @@ struct Panels {
   static constexpr int64_t bytes_at_once = most_columns / planes;
 
   const Product& p;
-  std::vector<float> buffer, decoded;
+  std::vector<float> buffer;
+  Space decoded;
 
   explicit Panels(const Product& p)
       : p(p),
         buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0),
-        decoded(panel_floats) {}
+        decoded(most_columns * std::min(most_rows, p.rows)) {}
 
   // Where a vector has the ends of two runs, which are half of it each, those of two planes
   // are one vector of columns that follow each other, and so are the others.

@@ -6,6 +6,8 @@ struct Vector {
   // How many registers are for sums, beside decoding; rows of the activation that are
   // multiplied at once with four decoded rows; and up to how many rows are few.
   static constexpr int sums = 8, most_at_once = 3, few = 4;
+  // How many x @ w multiplies at once.
+  static constexpr int most_of_rows = 4;
   // From how many rows on x @ w decodes the weight once for all of them.
   static constexpr int rows_for_panels = 16;
   // And x @ w.T, where the sums of short rows are hardly worth being added up.

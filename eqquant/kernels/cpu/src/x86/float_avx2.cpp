@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#include <memory>
 #include <numeric>
 #include <type_traits>
 #include <vector>
