@@ -186,7 +186,7 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	set -e; for script in $(filter-out %/peers.py %/sweep.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 

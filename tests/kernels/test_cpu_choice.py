@@ -133,6 +133,8 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),
         ("VNNI", NF4(), 2048, {"rows": 256}, "words, VNNI"),
         ("VNNI", Int4(), 2048, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", Int4(), 64, {"rows": 384, "size": 384}, "float, AVX-512"),
+        ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "words, VNNI"),
         ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),
         ("VNNI", Binary(), 2048, {}, "two digits, VNNI"),
         # Words of 16 bits gain nothing there.

@@ -182,7 +182,8 @@ def choose_kernel(
     else:
         most = _most_floats(library, packed, blocks, format, precision)
     if exact and rounded and integers is None and precision != "highest":
-        most = min(most, 32)  # XLA has products of int8 for these.
+        # XLA has products of int8 for these. Codes of fewer bits it decodes first.
+        most = min(most, 32) if format.bits == 8 else most
     as_floats = floats if m <= most else None
     if precision == "highest" or format.float8 or contract_rows or integers is None:
         return as_floats
@@ -204,9 +205,13 @@ def choose_kernel(
     many = m >= (16 if words else 8)
     if precision == "default" and many and size <= longest_int8_sum and not amx:
         return f"one digit, {integers}"
-    # To round the activation is not worth it for so few rows of the weight.
-    short = rows <= 256 and (size <= 512 or m >= 1024) and m >= 48
-    if words and not (short and (size <= 512 or format.group <= 32)):
+    # For so few rows of the weight to round the activation is not worth it.
+    short_runs = _run(codes.shape[-1], format) <= 16
+    if size <= 512:
+        in_vain = rows <= (384 if short_runs else 256) and m >= 48
+    else:
+        in_vain = rows <= 256 and short_runs and m >= 1024
+    if words and not in_vain:
         return "words, VNNI"
     return as_floats
 
