@@ -223,7 +223,7 @@ $(VENV)/.exists:
 # yet; that it does, and what came of it, is said here, as pip does not.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 	@echo 'Installing eqquant[$*]. If its native CPU kernels are still to be compiled,' \
-		'that takes 20 seconds or so on two cores.'
+		'that takes 30 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@
