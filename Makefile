@@ -189,7 +189,7 @@ docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
+	set -e; for script in $(filter-out %/peers.py %/sweep.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
 		echo "==> $$script"; $(BIN)/python "$$script"; \
 	done
 
@@ -226,7 +226,7 @@ $(VENV)/.exists:
 # yet; that it does, and what came of it, is said here, as pip does not.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 	@echo 'Installing eqquant[$*]. If its native CPU kernels are still to be compiled,' \
-		'that takes 20 seconds or so on two cores.'
+		'that takes 30 seconds or so on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@

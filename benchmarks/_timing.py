@@ -2,6 +2,7 @@
 
 import functools as ft
 import statistics
+import time
 from collections.abc import Callable
 
 import _interleaved
@@ -13,10 +14,13 @@ def interleaved(
     *,
     seconds: float = 1.0,
     at_least: int = 7,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Seconds of each run of each candidate, until its results are there."""
     calls = {name: ft.partial(_finish, fn) for name, fn in candidates.items()}
-    return _interleaved.interleaved(calls, seconds=seconds, at_least=at_least)
+    return _interleaved.interleaved(
+        calls, seconds=seconds, at_least=at_least, clock=clock
+    )
 
 
 def _finish(fn: Callable[[], object]) -> None:

@@ -1,6 +1,5 @@
 """The native kernels: their numbers, and when they serve."""
 
-import dataclasses
 import functools as ft
 
 import eqquant
@@ -138,6 +137,44 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             x = normal(m, 523 if contract_rows else 1024)
             got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
             assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "float" in str(k.values[0])])
+@pytest.mark.parametrize(
+    "format",
+    [
+        Binary(),  # Runs of half a vector.
+        Ternary(block_size=32),  # Two blocks to a vector.
+        Int3(block_size=None),
+        Int4(),
+        Int8(block_size=128),
+        FP8(),
+        NF4(block_size=2048),  # No panel holds a whole run.
+    ],
+    ids=repr,
+)
+def test_panels_of_any_rows(kernel, format, rng):
+    # Rows that are no whole panel, more columns than one, and the last of them a part.
+    m, rows, size = 100, 150, 2500 if format.bits == 8 else 2304
+    if format.block_size == 2048:
+        size = 4096
+    w = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
+    q = eqquant.quantize(w, format)
+    exact = np.asarray(q.dequantize(), np.float64)
+    params = dict(
+        format=format,
+        precision="highest",
+        weight_dtype=jnp.dtype("float32"),
+        out_dtype=jnp.dtype("float32"),
+        kernel=kernel,
+    )
+    for contract_rows, weight in ((False, exact.T), (True, exact)):
+        x = jnp.asarray(rng.standard_normal((m, weight.shape[0])), jnp.float32)
+        columns = format.padded(size)
+        padded = x if contract_rows else jnp.pad(x, ((0, 0), (0, columns - size)))
+        got = cpu.dot(padded, q.codes, q.scales, contract_rows=contract_rows, **params)
+        expected = np.asarray(x, np.float64) @ weight
+        assert relative(got[:, : expected.shape[1]], expected) < TOLERANCE[kernel]
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])
@@ -348,10 +385,9 @@ def test_explain_says_which_kernel(normal):
     q = eqquant.quantize(normal(40, 128), NF4())
     few = "words, VNNI" if runs("VNNI") else "float, "
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
-    assert "rows XLA is faster" in explain(
-        normal(1100, 128),
-        q.replace(format=dataclasses.replace(q.format, precision="highest")),
-    )
+    # Blocks of twelve bytes are no parts of a vector.
+    odd = eqquant.quantize(normal(40, 96), NF4(block_size=24, precision="highest"))
+    assert "rows XLA is faster" in explain(normal(1100, 96), odd)
     short = eqquant.quantize(normal(40, 128), Binary(block_size=16))
     assert "shorter than a register" in explain(normal(1, 128), short)
     with jax.enable_x64(True):

@@ -7,7 +7,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant import Binary, FP8, Int4, Int8, MXFP4, NF4
+from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4
 from eqquant.kernels import cpu
 from eqquant.kernels.cpu._library import Library
 
@@ -103,9 +103,9 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX2", Int8(), 64, {}, "float, AVX2"),
         ("AVX-512", Int8(), 64, {"precision": "default"}, None),
         ("AVX-512", Int8(), 512, {}, "float, AVX-512"),
-        ("AVX-512", Int8(), 513, {}, None),
+        ("AVX-512", Int8(), 5000, {}, "float, AVX-512"),
         ("AVX-512", Int8(), 64, {"contract_rows": True}, "float, AVX-512"),
-        ("AVX2", Int8(), 17, {"contract_rows": True}, None),
+        ("AVX2", Int8(), 17, {"contract_rows": True}, "float, AVX2"),
         ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
         ("VNNI", Int8(), 9000, {"contract_rows": True}, "float, AVX-512"),
         ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
@@ -129,7 +129,17 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),
         # Nor are blocks of 12 bytes parts of a vector, of which many rows are decoded.
         ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
-        ("AMX", NF4(), 65, {"contract_rows": True}, None),
+        ("AMX", NF4(), 65, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", NF4(), 65, {"contract_rows": True, "precision": "default"}, None),
+        # To round the activation pays for more rows of the weight than these.
+        ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
+        ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),
+        ("VNNI", NF4(), 2048, {"rows": 256}, "words, VNNI"),
+        ("VNNI", Int4(), 2048, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", Int4(), 64, {"rows": 384, "size": 384}, "float, AVX-512"),
+        ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "words, VNNI"),
+        ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", Binary(), 2048, {}, "two digits, VNNI"),
         # Words of 16 bits gain nothing there.
         ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
         ("i8mm", NF4(), 8, {"precision": "default"}, "one digit, i8mm"),
@@ -145,6 +155,32 @@ def test_where_one_kernel_ends(name, format, m, how, expected, on):
         assert why == f"for {m} rows XLA is faster than the native kernels"
     elif format.block_size is None or format.block_size >= 32:
         assert why is None
+
+
+@pytest.mark.parametrize(
+    "format, m, rows, size, expected",
+    [
+        (NF4(), 257, 1024, 1024, None),
+        (NF4(), 256, 1024, 1024, "float, AVX-512"),
+        (Int3(), 512, 1024, 1024, "float, AVX-512"),
+        (Int8(), 33, 1024, 1024, None),
+        (Int8(), 33, 1024, 384, "float, AVX-512"),
+        # What XLA rounds, and writes, is more than caches hold.
+        (NF4(), 1024, 256, 4096, "float, AVX-512"),
+        (NF4(), 2048, 4096, 256, "float, AVX-512"),
+    ],
+)
+def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
+    format, m, rows, size, expected, on, monkeypatch
+):
+    on("VNNI")
+    library = cpu.load()._replace(bfloat16=True)
+    monkeypatch.setattr(cpu, "load", lambda: library)
+    how = {"rows": rows, "size": size, "contract_rows": True, "precision": "default"}
+    args, params = product(format, m, **how)
+    assert cpu.choose_kernel(*args, **params) == expected
+    args, params = product(format, m, **how | {"precision": "high"})
+    assert cpu.choose_kernel(*args, **params) == "float, AVX-512"
 
 
 def test_a_bfloat16_is_not_rounded_by_two(on):

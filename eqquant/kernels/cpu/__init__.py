@@ -23,9 +23,6 @@ from ._round import round_trip as round_trip, rounds as rounds
 
 # Of floats of 8 bits.
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
-# Weights of so few elements are multiplied by up to so many rows in less time than by
-# what XLA makes, which takes ten times as long to compile: most of a small convolution.
-_small, _most_of_small = 2**17, 1024
 
 
 def dot(
@@ -58,6 +55,7 @@ def dot(
     *batch, rows, packed = codes.shape
     m = x.shape[-2]
     columns = num_codes(packed, format.bits)
+    run = _run(packed, format)
     if x.dtype != jnp.bfloat16:  # Of which the kernels read the rows as they are.
         x = x.astype(jnp.float32)
     scratch = library.scratch(
@@ -68,6 +66,7 @@ def dot(
         rows,
         packed,
         scales.shape[-1],
+        run,
         format.bits,
     )
     out = (*batch, m, columns if contract_rows else rows)
@@ -87,7 +86,7 @@ def dot(
         kernel=kernel,
         bits=np.int64(format.bits),
         exponent=np.int64(_exponent_bits[format.float8]),
-        run=np.int64(_run(packed, format)),
+        run=np.int64(run),
         level_unit=np.float32(_level_unit(format)),
         contract_rows=contract_rows,
     )
@@ -173,53 +172,85 @@ def choose_kernel(
     library = load()
     assert not isinstance(library, str), library
     m, size = x.shape[-2:]
-    blocks = scales.shape[-1]
+    rows, blocks = codes.shape[-2], scales.shape[-1]
     packed = _row_bytes(codes.shape[-1], format)
-    avx512, vnni, amx = (s in library.instructions for s in ("avx512", "vnni", "amx"))
+    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
     floats = f"float, {_best_of(library, _of_floats)}"
     integers = _best_of(library, _of_integers)
-    # Up to how many rows they are faster than what XLA has.
-    most: float = 16 if contract_rows else (128 if avx512 else 64)
-    if contract_rows and avx512:
-        most = 64
-        if not amx and _fits_panels(packed, blocks):
-            most = math.inf
-            if precision == "default":
-                # XLA rounds both to int8, of which codes of 8 bits are decoded already.
-                most = 32 if format.bits == 8 and not format.float8 else 256
-    elif avx512 and codes.shape[-2] * size <= _small:
-        most = _most_of_small
-    if precision == "highest" or format.float8:
-        return floats if m <= most else None
-    if format.integer_levels and blocks == 1 and size <= longest_int8_sum:
-        # What XLA has for these is int8 products, of one or two digits: fast, too, but
-        # those of two only where there are instructions for them.
-        rounded = precision == "default" or x.dtype == jnp.int8
-        if integers is None:
-            if rounded:
-                most = min(most, 32)
-            elif avx512 and not contract_rows:
-                most = max(most, 512)
-            return floats if m <= most else None
-        if contract_rows:
-            return floats if m <= (8 if amx or not avx512 else most) else None
+    exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
+    rounded = precision == "default" or x.dtype == jnp.int8
+    if contract_rows:
+        most = _most_contracted(library, m, codes, blocks, format, precision)
+        if exact and integers and (amx or not vnni) and precision != "highest":
+            most = 8
+    else:
+        most = _most_floats(library, packed, blocks, format, precision)
+    if exact and rounded and integers is None and precision != "highest":
+        # XLA has products of int8 for these. Codes of fewer bits it decodes first.
+        most = min(most, 32) if format.bits == 8 else most
+    as_floats = floats if m <= most else None
+    if precision == "highest" or format.float8 or contract_rows or integers is None:
+        return as_floats
+    if exact:
+        if not rounded and format.bits == 1 and m >= 2048 and rows <= 256 and not amx:
+            return as_floats
         # Tiles have sixteen rows of digits, and want the weight in another order.
         if amx and m * (1 if rounded else 2) >= 16:
             integers = "AMX"
         return f"{'one digit' if rounded else 'two digits'}, {integers}"
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
-    if amx and in_tiles and not contract_rows and m >= 12:
+    if amx and in_tiles and m >= 12:
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         return f"{'bfloat16' if precision == 'default' or narrow else 'split'}, AMX"
-    if integers and not contract_rows:
-        words = vnni and _fits_words(packed, blocks, format)
-        # To decode a row for all of the activation pays from so many on.
-        many = m >= (16 if words else 8)
-        if precision == "default" and many and size <= longest_int8_sum and not amx:
-            return f"one digit, {integers}"
-        if words:
-            return "words, VNNI"
-    return floats if m <= most else None
+    words = vnni and _fits_words(packed, blocks, format)
+    # To decode a row for all of the activation pays from so many on.
+    many = m >= (16 if words else 8)
+    if precision == "default" and many and size <= longest_int8_sum and not amx:
+        return f"one digit, {integers}"
+    # For so few rows of the weight to round the activation is not worth it.
+    short_runs = _run(codes.shape[-1], format) <= 16
+    if size <= 512:
+        in_vain = rows <= (384 if short_runs else 256) and m >= 48
+    else:
+        in_vain = rows <= 256 and short_runs and m >= 1024
+    if words and not in_vain:
+        return "words, VNNI"
+    return as_floats
+
+
+def _most_floats(
+    library: Library, packed: int, blocks: int, format: Format, precision: Precision
+) -> int | float:
+    """Up to how many rows of the activation floats are faster than what XLA has."""
+    block = packed // blocks
+    in_vectors = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
+    if not in_vectors or format.group > 1024:
+        return 128 if "avx512" in library.instructions else 64
+    if precision == "default" and library.bfloat16:
+        return 128
+    return math.inf
+
+
+def _most_contracted(
+    library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
+) -> int | float:
+    """The same where the rows of the weight are contracted."""
+    rows, stored = codes.shape[-2:]
+    columns = num_codes(stored, format.bits)
+    if not _fits_panels(_row_bytes(stored, format), blocks):
+        return 64 if "avx512" in library.instructions else 16
+    if precision != "default":
+        return math.inf
+    # XLA rounds both operands to int8 or bfloat16, which pays for many rows, if not
+    # most of the time goes to what it writes to memory.
+    if (m * columns >= 2**22 and rows < 1024) or (m * rows >= 2**23 and columns < 512):
+        return math.inf
+    if format.bits == 8 and not format.float8:
+        fast = "vnni" in library.instructions and min(rows, columns) >= 512
+        return 32 if fast else math.inf
+    if "amx" in library.instructions:
+        return 64
+    return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
 
 
 # Kernels of floats, and of int8 products, by their instructions; the best ones first.

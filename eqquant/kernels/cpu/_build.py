@@ -118,7 +118,7 @@ def build(
     at_once = min(_cores(), len(sources))
     say(
         f"Compiling the native CPU kernels: {len(sources)} files, {at_once} at a time. "
-        "On two cores that takes about 20 seconds."
+        "On two cores that takes about 30 seconds."
     )
     with (
         tempfile.TemporaryDirectory() as scratch,

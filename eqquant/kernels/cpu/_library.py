@@ -22,6 +22,8 @@ class Library(NamedTuple):
     # The instructions that it may use: some of `instruction_sets`, from the first on.
     instructions: tuple[str, ...]
     scratch: Callable[..., int]
+    # Whether XLA multiplies bfloat16 faster than float32.
+    bfloat16: bool = False
 
 
 @ft.cache
@@ -62,10 +64,12 @@ def load() -> Library | str:
         ctypes.c_char_p,
         ctypes.c_int,
         ctypes.c_int,
-        *[ctypes.c_int64] * 4,
+        *[ctypes.c_int64] * 5,
         ctypes.c_int,
     ]
-    return Library(instruction_sets[:most], scratch)
+    usable = instruction_sets[:most]
+    bfloat16 = "vnni" in usable and bool(native.eqquant_bfloat16())
+    return Library(usable, scratch, bfloat16)
 
 
 def _interface_of_xla() -> int:

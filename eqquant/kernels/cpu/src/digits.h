@@ -222,7 +222,7 @@ void some_rows(const Product& p, const Layout& layout, char* scratch, int64_t be
   // One row of the activation is bound by memory where codes need no decoding, and memory is
   // read fastest from one end to the other.
   if constexpr (bits == 8)
-    if (p.m == 1)
+    if (p.m == 1 && !p.is_small())
       for (; row < end; row++) all_digits<bits, 1, 2>(p, layout, levels, scratch, row);
   for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, layout, levels, scratch, row);
   for (; row < end; row++) all_digits<bits, 1>(p, layout, levels, scratch, row);
@@ -360,4 +360,4 @@ inline const char* why_not(const Product& p) {
   return nullptr;
 }
 
-constexpr Routine digits_routine = {prepare, run, scratch_size, 16, why_not};
+constexpr Routine digits_routine = {prepare, run, scratch_size, always<16>, why_not};

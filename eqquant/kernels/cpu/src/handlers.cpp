@@ -117,7 +117,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
       routine->prepare(p, space, begin, end);
     });
-    parallel_for(pool, units, routine->grain, [&](int64_t begin, int64_t end) {
+    parallel_for(pool, units, routine->grain(p), [&](int64_t begin, int64_t end) {
       run_units(*routine, p, space, begin, end);
     });
   }
@@ -251,16 +251,19 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
 // See instructions() in machine.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
 
+// See has_bfloat16() in machine.h.
+EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
+
 // How much scratch a product needs, in bytes; -1 if there is no such kernel.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
                                        int64_t m, int64_t rows, int64_t packed,
-                                       int64_t blocks, int bits) {
+                                       int64_t blocks, int64_t run, int bits) {
   const eqquant::Kernel* found = eqquant::find(kernel);
   const eqquant::Routine* routine =
       !found ? nullptr : contract_rows ? found->rows : found->columns;
   if (!routine) return -1;
   eqquant::Product p{};
-  p.m = m, p.rows = rows, p.blocks = blocks;
+  p.m = m, p.rows = rows, p.blocks = blocks, p.run = run;
   eqquant::set_codes(p, bits, packed);
   p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
   p.digits = found->digits;

@@ -11,6 +11,8 @@ namespace eqquant {
 // The best instructions of this machine, as a number: 0 are none that suffice, and each
 // kernel says which it needs. `_library.py` has their names.
 int instructions();
+// Whether it multiplies bfloat16 faster than float32. No kernel needs that: XLA does it.
+bool has_bfloat16();
 
 struct Kernel {
   const char* name;

@@ -48,6 +48,9 @@ struct Product {
   // The codes of a row as they are stored, and how many bytes these are.
   int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
+  // Whether a second-level cache may hold the codes. What is read from memory is read fastest
+  // from one end to the other, row by row; from a cache some rows at once.
+  bool is_small() const { return rows * packed <= 1 << 20; }
   // Whether so many bytes, read at once, hold whole blocks (of whole lanes of 32 bits), or
   // are part of one.
   bool fits_in_lanes(int64_t bytes) const {
@@ -78,10 +81,15 @@ struct Routine {
   // Bytes of scratch that `prepare` fills and `run` reads.
   int64_t (*scratch)(const Product&);
   // Units that a thread takes at least, and of which it takes a multiple.
-  int64_t grain;
+  int64_t (*grain)(const Product&);
   // What keeps it from a product, if something may.
   const char* (*why_not)(const Product&) = nullptr;
 };
+
+template <int64_t grain>
+inline int64_t always(const Product&) {
+  return grain;
+}
 
 inline float from_bfloat16(uint16_t bits) {
   uint32_t wide = uint32_t{bits} << 16;

@@ -2,49 +2,15 @@
 // are decoded once, with their scales, into a second-level cache, and multiplied with all of
 // the activation, which is read as it is.
 
-// How many floats are decoded at once: so much of each row, by measuring, and so many rows.
-constexpr int64_t panel_floats = 1 << 16;
+#include "panel.h"
+
+// How much of each row is decoded at once, by measuring, and so how many rows.
 constexpr int64_t panel_columns(int planes) { return planes == 1 || planes > 2 ? 256 : 128; }
-// Vectors of a row that are multiplied at once.
-constexpr int side_by_side = 4;
 
 // Whether vectors of bytes are parts of blocks, and there are enough rows.
 inline bool fits_panels(const Product& p, int64_t begin, int64_t end) {
   if (p.m < Vector::rows_for_panels || begin % Vector::size || end % Vector::size) return false;
   return p.blocks == 1 || p.block_bytes() % Vector::size == 0 || in_pairs(p);
-}
-
-// Some rows of the activation, `x` and those after it, by decoded rows of the weight, of which
-// each has `side_by_side` vectors; `y` is where each vector of the result begins.
-template <int vectors, int count>
-void multiply_panel(const float* w, const float* x, int64_t x_stride, int64_t rows,
-                    float* const* y, int64_t y_stride, bool adds) {
-  using Floats = Vector::Floats;
-  constexpr int64_t size = Vector::size;
-  Floats sums[count][vectors];
-  for (int i = 0; i < count; i++)
-    for (int v = 0; v < vectors; v++) {
-      __builtin_prefetch(y[v] + i * y_stride, 1);
-      sums[i][v] = Vector::zero();
-    }
-  const float* const end = x + rows;
-  do {
-    Floats weight[vectors];
-    for (int v = 0; v < vectors; v++) weight[v] = Vector::load(w + v * size);
-    for (int i = 0; i < count; i++) {
-      const Floats factor = Vector::all(x[i * x_stride]);
-      for (int v = 0; v < vectors; v++)
-        sums[i][v] = Vector::multiply_add(weight[v], factor, sums[i][v]);
-    }
-    w += side_by_side * size;
-  } while (++x < end);
-  const Floats one = Vector::all(1);
-  for (int i = 0; i < count; i++)
-    for (int v = 0; v < vectors; v++) {
-      float* const to = y[v] + i * y_stride;
-      if (adds) sums[i][v] = Vector::multiply_add(sums[i][v], one, Vector::load(to));
-      Vector::store(to, sums[i][v]);
-    }
 }
 
 template <int bits, Scaling scaling>
@@ -56,22 +22,38 @@ struct Panels {
 
   const Product& p;
   const float* const all_x;
-  std::vector<float> buffer, decoded;
+  std::vector<float> buffer;
+  Space decoded;
 
   Panels(const Product& p, const float* x)
       : p(p),
         all_x(x),
         buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0),
-        decoded(panel_floats) {}
+        decoded(most_columns * std::min(most_rows, p.rows)) {}
+
+  // Where a vector has the ends of two runs, which are half of it each, those of two planes
+  // are one vector of columns that follow each other, and so are the others.
+  static bool in_halves(const Product& p) { return planes > 1 && 2 * p.run == size; }
 
   template <int plane = 0>
   static EQQUANT_INLINE void write(const BlockDecoder<bits, scaling>& decoder,
                                    typename Decoder<bits>::Codes codes, float* to,
-                                   int64_t vector, int64_t stride) {
-    const int64_t v = vector + plane;
-    Vector::store(to + v / side_by_side * stride + v % side_by_side * size,
-                  decoder.template decode<plane>(codes));
-    if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, to, vector, stride);
+                                   int64_t vector, int64_t stride, bool halves) {
+    const auto at = [&](int64_t v) {
+      return to + v / side_by_side * stride + v % side_by_side * size;
+    };
+    const Vector::Floats out = decoder.template decode<plane>(codes);
+    if (!halves) {
+      Vector::store(at(vector + plane), out);
+    } else if constexpr (planes > 1) {
+      alignas(4 * size) float both[size];
+      Vector::store(both, out);
+      constexpr int64_t half = size / 2, first = plane / 2, odd = plane % 2 * half;
+      std::memcpy(at(vector + first) + odd, both, half * sizeof(float));
+      std::memcpy(at(vector + planes / 2 + first) + odd, both + half, half * sizeof(float));
+    }
+    if constexpr (plane + 1 < planes)
+      write<plane + 1>(decoder, codes, to, vector, stride, halves);
   }
 
   // So many bytes of the rows from `row` on: (four vectors, row, vector).
@@ -79,6 +61,7 @@ struct Panels {
     const auto levels = Decoder<bits>::levels(p);
     const int64_t stride = rows * side_by_side * size, block = p.block_bytes() * scales_at_once(scaling);
     const int64_t ahead = p.three_bits ? 0 : rows_at_once * p.packed;
+    const bool halves = in_halves(p);
     float* to = decoded.data();
     for (int64_t done = 0; done < rows; done += rows_at_once) {
       const int some = static_cast<int>(std::min<int64_t>(rows_at_once, rows - done));
@@ -96,7 +79,7 @@ struct Panels {
             until = (b + 1) * block;
           }
           write(decoder, Decoder<bits>::read(Vector::bytes(codes + j)), to, j / size * planes,
-                stride);
+                stride, halves);
         }
         to += side_by_side * size;
       }
@@ -108,14 +91,15 @@ struct Panels {
     float* y[most_columns / size + side_by_side];
     // Where a vector has the end of one run and the start of the next, results are put into
     // their order afterwards.
-    const bool in_order = p.run % size == 0;
+    const bool halves = in_halves(p), in_order = p.run % size == 0 || halves;
     const int64_t y_stride = in_order ? p.columns() : vectors * size;
     std::vector<float> unordered(in_order ? 0 : p.m * y_stride);
     std::fill(std::begin(y), std::end(y), in_order ? p.y : unordered.data());
     for (int64_t v = 0; v < vectors; v++) {
       const int64_t j = v / planes * size, byte = begin + j, plane = v % planes;
-      y[v] += in_order ? (byte / p.run * planes + plane) * p.run + byte % p.run
-                       : plane * bytes + j;
+      y[v] += halves     ? (begin * planes) + v * size
+              : in_order ? (byte / p.run * planes + plane) * p.run + byte % p.run
+                         : plane * bytes + j;
     }
     Pieces pieces(p, begin, begin + bytes);
     for (int64_t row = 0; row < p.rows; row += most_rows) {

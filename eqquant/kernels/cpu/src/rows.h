@@ -6,10 +6,10 @@
 #include "activation.h"
 
 // The rows that are added up before the result goes back to memory.
-constexpr int rows_at_once = 16;
+constexpr int rows_at_once = 32;
 
 // What is kept in registers is passed from function to function: see columns.h.
-template <int bits, int vectors, int count>
+template <int bits, int vectors, int count, int blocks = 1>
 struct Rows {
   using Floats = Vector::Floats;
   static constexpr int planes = planes_of(bits);
@@ -39,6 +39,35 @@ struct Rows {
     if constexpr (plane + 1 < planes) add<plane + 1>(sums, levels, codes, x, v);
   }
 
+  // What each row is multiplied by, for each of the blocks that the vectors are of: `scales` are
+  // those of the rows, if it is one block.
+  using Factors = float[count][rows_at_once][blocks];
+
+  static EQQUANT_INLINE void multiply(const Product& p, const float* x, const float* scales,
+                                      int64_t row, int rows, Factors& factors) {
+    if constexpr (blocks == 1) {
+      for (int r = 0; r < rows; r += Vector::size) {
+        const Floats scale = Vector::load(scales + r);
+        const int some = std::min(rows - r, Vector::size);
+        for (int i = 0; i < count; i++)
+          Vector::store(&factors[i][r][0],
+                        Vector::multiply(Vector::load(x + i * p.rows + row + r, some), scale));
+      }
+    } else {
+      for (int r = 0; r < rows; r++, scales += p.blocks)
+        for (int i = 0; i < count; i++) {
+          const float of_row = x[i * p.rows + row + r];
+          if constexpr (blocks == 4) {
+            const float all[] = {of_row, of_row, of_row, of_row};
+            Vector::store(factors[i][r], Vector::multiply(Vector::load_four(scales),
+                                                          Vector::load_four(all)));
+          } else {
+            for (int b = 0; b < blocks; b++) factors[i][r][b] = of_row * scales[b];
+          }
+        }
+    }
+  }
+
   // `out` is a piece of the result in plane order, `stride` from plane to plane.
   template <class Size>
   static EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
@@ -46,22 +75,16 @@ struct Rows {
                                  int64_t row_bytes, float* out, int64_t ld, int64_t stride,
                                  Size size) {
     const Levels levels = Decoder<bits>::levels(p);
-    // What each row is multiplied by.
-    alignas(64) float factors[count][rows_at_once];
-    for (int r = 0; r < rows_at_once; r += Vector::size) {
-      const Floats scale = Vector::load(scales + r);
-      for (int i = 0; i < count && r < rows; i++) {
-        const int some = std::min(rows - r, Vector::size);
-        Vector::store(&factors[i][r],
-                      Vector::multiply(Vector::load(x + i * p.rows + row + r, some), scale));
-      }
-    }
+    alignas(64) Factors factors;
+    multiply(p, x, scales, row, rows, factors);
     Sums sums;
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
     for (int r = 0; r < rows; r++, codes += row_bytes) {
       Floats factor[count];
-      for (int i = 0; i < count; i++) factor[i] = Vector::all(factors[i][r]);
       for (int v = 0; v < vectors; v++) {
+        if (v * blocks % vectors == 0)
+          for (int i = 0; i < count; i++)
+            factor[i] = Vector::all(factors[i][r][v * blocks / vectors]);
         const Vector::Bytes bytes = bytes_of(codes + v * Vector::size, size);
         add<0>(sums, levels, Decoder<bits>::read(bytes), factor, v);
       }
@@ -94,41 +117,70 @@ struct Pieces {
   }
 };
 
+// Vectors that are taken at once, as many as registers hold sums.
+constexpr int vectors_with(int planes, int count) {
+  const int most = Vector::sums / planes / count;
+  return most >= 4 ? 4 : most >= 2 ? 2 : 1;
+}
+
 template <int bits, int count>
-void rows_of_group(const Product& p, int64_t block, int64_t first_block, const float* x,
-                  const float* scales, int64_t row, int rows, const uint8_t* codes,
-                  int64_t row_bytes, int64_t begin, int64_t end, float* out, int64_t ld,
-                  int64_t stride) {
-  constexpr int planes = planes_of(bits);
-  constexpr int vectors = std::clamp(Vector::sums / planes / count, 1, 4);
-  constexpr int64_t wide = vectors * Vector::size;
-  int64_t j = begin;
-  for (int64_t b = first_block; j < end; b++) {
-    // Up to the end of the block, which has one scale.
-    const int64_t stop = std::min(end, (b + 1) * block);
-    alignas(64) float of_rows[rows_at_once] = {};
-    for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
-    for (; j + wide <= stop; j += wide)
-      Rows<bits, vectors, count>::run(p, x, of_rows, row, rows, codes + j - begin,
-                                      row_bytes, out + j - begin, ld, stride, Whole{});
-    while (j < stop) {
-      const int size = static_cast<int>(std::min<int64_t>(Vector::size, stop - j));
-      Rows<bits, 1, count>::run(p, x, of_rows, row, rows, codes + j - begin, row_bytes,
-                                out + j - begin, ld, stride, size);
-      j += size;
+struct RowsOfGroup {
+  static constexpr int planes = planes_of(bits), vectors = vectors_with(planes, count);
+  static constexpr int64_t wide = vectors * Vector::size;
+
+  const Product& p;
+  const float *x, *scales;
+  int64_t row;
+  int rows;
+  const uint8_t* codes;
+  int64_t row_bytes, begin, end;
+  float* out;
+  int64_t ld, stride;
+
+  template <int taken, int blocks, class Size>
+  EQQUANT_INLINE void take(int64_t j, const float* scales, Size size) const {
+    Rows<bits, taken, count, blocks>::run(p, x, scales, row, rows, codes + j - begin,
+                                          row_bytes, out + j - begin, ld, stride, size);
+  }
+  // Vectors of several blocks each time; returns where it ended.
+  template <int blocks>
+  int64_t across(int64_t block) const {
+    int64_t j = begin;
+    for (; j + wide <= end; j += wide) take<vectors, blocks>(j, scales + j / block, Whole{});
+    return j;
+  }
+
+  void run() const {
+    const int64_t block = p.block_bytes();
+    int64_t j = begin;
+    if (begin % block == 0 && block < wide) {
+      if constexpr (vectors >= 4)
+        if (4 * block == wide) j = across<4>(block);
+      if constexpr (vectors >= 2)
+        if (2 * block == wide) j = across<2>(block);
+    }
+    for (int64_t b = j / block; j < end; b++) {
+      // Up to the end of the block, which has one scale.
+      const int64_t stop = std::min(end, (b + 1) * block);
+      alignas(64) float of_rows[rows_at_once] = {};
+      for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
+      for (; j + wide <= stop; j += wide) take<vectors, 1>(j, of_rows, Whole{});
+      if constexpr (vectors > 1)
+        for (; j + Vector::size <= stop; j += Vector::size) take<1, 1>(j, of_rows, Whole{});
+      if (j < stop) take<1, 1>(j, of_rows, static_cast<int>(stop - j));
+      j = stop;
     }
   }
-}
+};
 
 #include "row_panels.h"
 
 template <int bits>
 void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
   if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, x, begin, end);
-  constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, 4);
+  constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, Vector::most_of_rows);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);
-  const int64_t block = p.block_bytes(), first = begin / block;
   const Groups groups(p.m, most);
   Pieces pieces(p, begin, end);
   for (int64_t row = 0; row < p.rows; row += rows_at_once) {
@@ -138,9 +190,9 @@ void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
     for (int64_t g = 0; g < groups.count; g++) {
       const int64_t m = groups.first(g);
       with_constant<most>(groups.size(g), [&](auto count) {
-        rows_of_group<bits, count>(p, block, first, x + m * p.rows, scales, row, some, codes,
-                                   pieces.row_bytes, begin, end, out.data() + m * ld, ld,
-                                   stride);
+        RowsOfGroup<bits, count>{p, x + m * p.rows, scales, row, some, codes,
+                                 pieces.row_bytes, begin, end, out.data() + m * ld, ld, stride}
+            .run();
       });
     }
   }
@@ -154,18 +206,8 @@ void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
   }
 }
 
-// Scratch is the activation, if it is not in float32 as it is.
 inline void run_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  const void* x = p.bfloat16_x ? scratch : p.x;
-  with_codes(p, [&](auto bits) { rows<bits>(p, static_cast<const float*>(x), begin, end); });
+  with_codes(p, [&](auto bits) { rows<bits>(p, plain_x(p, scratch), begin, end); });
 }
 
-inline int64_t rows_scratch(const Product& p) {
-  return p.bfloat16_x ? p.m * p.rows * static_cast<int64_t>(sizeof(float)) : 0;
-}
-inline void prepare_rows(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  float* to = reinterpret_cast<float*>(scratch) + begin * p.rows;
-  if (p.bfloat16_x) from_bfloat16(p.x, begin * p.rows, (end - begin) * p.rows, to);
-}
-
-constexpr Routine rows_routine = {prepare_rows, run_rows, rows_scratch, 64};
+constexpr Routine rows_routine = {prepare_plain, run_rows, plain_scratch, always<64>};

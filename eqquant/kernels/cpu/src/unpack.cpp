@@ -4,7 +4,7 @@
 #include <immintrin.h>
 #endif
 
-#include <vector>
+#include <memory>
 
 #include "target.h"
 
@@ -81,15 +81,15 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
                int64_t end) {
   // Where rows are contracted, a routine takes parts of all of them: it unpacks these.
   if (!p.three_bits || p.contract_rows) return routine.run(p, scratch, begin, end);
-  const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain;
+  const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =
       std::min(end - begin, std::max<int64_t>(1, bytes / p.packed / grain) * grain);
-  std::vector<uint8_t> unpacked(at_once * p.packed);
+  const std::unique_ptr<uint8_t[]> unpacked(new uint8_t[at_once * p.packed]);
   Product some = p;
-  some.codes = unpacked.data();
+  some.codes = unpacked.get();
   for (int64_t row = begin; row < end; row += at_once) {
     const int64_t rows = std::min(at_once, end - row);
-    unpack(p.stored(row), rows * (p.packed / p.run), p.run, unpacked.data());
+    unpack(p.stored(row), rows * (p.packed / p.run), p.run, unpacked.get());
     some.scales = static_cast<const char*>(p.scales) + row * p.blocks * p.scale_size();
     some.y = p.y + row;
     routine.run(some, scratch, 0, rows);

@@ -1,5 +1,7 @@
 #include <arm_neon.h>
 
+#include <memory>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 

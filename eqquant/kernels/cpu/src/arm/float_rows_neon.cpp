@@ -1,5 +1,6 @@
 #include <arm_neon.h>
 
+#include <memory>
 #include <type_traits>
 #include <vector>
 

@@ -29,6 +29,8 @@ constexpr bool has_dotprod = false, has_i8mm = false;
 
 }  // namespace
 
+bool has_bfloat16() { return false; }  // What XLA makes of it there is not measured.
+
 int instructions() { return !has_dotprod ? neon : has_i8mm ? i8mm : dotprod; }
 
 extern const Routine float_neon, float_rows_neon;

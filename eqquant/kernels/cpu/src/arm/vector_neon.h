@@ -6,8 +6,14 @@ struct Vector {
   // How many registers are for sums, beside decoding; rows of the activation that are
   // multiplied at once with four decoded rows; and up to how many rows are few.
   static constexpr int sums = 8, most_at_once = 3, few = 4;
+  // How many x @ w multiplies at once.
+  static constexpr int most_of_rows = 4;
   // From how many rows on x @ w decodes the weight once for all of them.
   static constexpr int rows_for_panels = 16;
+  // And x @ w.T, where the sums of short rows are hardly worth being added up.
+  static int64_t rows_for_column_panels(int64_t columns) {
+    return std::clamp<int64_t>(columns / 8, 48, 96);
+  }
   using Four = float32x4_t;
   struct Floats {
     Four low, high;
@@ -54,6 +60,20 @@ struct Vector {
   static EQQUANT_INLINE Four sum_four(Floats a, Floats b, Floats c, Floats d) {
     const auto half = [](Floats x) { return vaddq_f32(x.low, x.high); };
     return vpaddq_f32(vpaddq_f32(half(a), half(b)), vpaddq_f32(half(c), half(d)));
+  }
+
+  // Eight vectors: by fours, and fours of these.
+  static EQQUANT_INLINE void turn(Four& a, Four& b, Four& c, Four& d) {
+    const Four ab = vzip1q_f32(a, c), cd = vzip1q_f32(b, d);
+    const Four ef = vzip2q_f32(a, c), gh = vzip2q_f32(b, d);
+    a = vzip1q_f32(ab, cd), b = vzip2q_f32(ab, cd), c = vzip1q_f32(ef, gh), d = vzip2q_f32(ef, gh);
+  }
+  static EQQUANT_INLINE void transpose(Floats (&x)[size]) {
+    for (int i = 0; i < 8; i += 4) {
+      turn(x[i].low, x[i + 1].low, x[i + 2].low, x[i + 3].low);
+      turn(x[i].high, x[i + 1].high, x[i + 2].high, x[i + 3].high);
+    }
+    for (int i = 0; i < 4; i++) std::swap(x[i].high, x[i + 4].low);
   }
 
   static EQQUANT_INLINE Bytes bytes(const uint8_t* p) { return vld1_u8(p); }

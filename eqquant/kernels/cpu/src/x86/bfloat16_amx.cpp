@@ -266,7 +266,7 @@ const char* why_not(const Product& p) {
 
 }  // namespace
 
-extern const Routine bfloat16_amx = {prepare, run, scratch_size, rows_at_once, why_not};
+extern const Routine bfloat16_amx = {prepare, run, scratch_size, always<rows_at_once>, why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

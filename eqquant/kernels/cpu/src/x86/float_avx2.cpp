@@ -1,5 +1,7 @@
 #include <immintrin.h>
 
+#include <memory>
+#include <numeric>
 #include <type_traits>
 #include <vector>
 

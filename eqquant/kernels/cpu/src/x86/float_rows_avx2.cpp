@@ -1,5 +1,6 @@
 #include <immintrin.h>
 
+#include <memory>
 #include <type_traits>
 #include <vector>
 

@@ -22,16 +22,12 @@ bool may_use_tiles() {
 bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+#if defined(EQQUANT_EMULATE_TILES)
+  return has_bfloat16();
+#endif
   // Of bfloat16, any, and of bytes.
   const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
-  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d)) return false;
-  const bool avx512_bf16 = a >> 5 & 1;
-#if defined(EQQUANT_EMULATE_TILES)
-  constexpr bool emulated = true;
-#else
-  constexpr bool emulated = false;
-#endif
-  return avx512_bf16 && (emulated || (tiles && may_use_tiles()));
+  return tiles && has_bfloat16() && may_use_tiles();
 }
 
 // Floats of 16 bits, which compilers do not all ask for by name.
@@ -52,6 +48,11 @@ int find_out() {
 }
 
 }  // namespace
+
+bool has_bfloat16() {
+  unsigned a, b, c, d;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 5 & 1);
+}
 
 int instructions() {
   static const int found = find_out();

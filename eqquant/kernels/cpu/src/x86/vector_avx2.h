@@ -5,8 +5,14 @@ struct Vector {
   // How many registers are for sums, beside decoding; rows of the activation that are
   // multiplied at once with four decoded rows; and up to how many rows are few.
   static constexpr int sums = 8, most_at_once = 3, few = 4;
+  // How many x @ w multiplies at once.
+  static constexpr int most_of_rows = 4;
   // From how many rows on x @ w decodes the weight once for all of them.
   static constexpr int rows_for_panels = 16;
+  // And x @ w.T, where the sums of short rows are hardly worth being added up.
+  static int64_t rows_for_column_panels(int64_t columns) {
+    return std::clamp<int64_t>(columns / 8, 48, 96);
+  }
   using Floats = __m256;
   using Codes = __m256i;
   using Halves = __m128i;
@@ -50,6 +56,25 @@ struct Vector {
   static EQQUANT_INLINE Four sum_four(Floats a, Floats b, Floats c, Floats d) {
     const Floats all = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+  }
+
+  // Eight vectors: by halves first, then among these.
+  static EQQUANT_INLINE void transpose(Floats (&x)[size]) {
+    Floats y[size];
+    for (int i = 0; i < 8; i += 2) {
+      y[i] = _mm256_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm256_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4)
+      for (int k = 0; k < 2; k++) {
+        x[i + 2 * k] = _mm256_shuffle_ps(y[i + k], y[i + k + 2], 0x44);
+        x[i + 2 * k + 1] = _mm256_shuffle_ps(y[i + k], y[i + k + 2], 0xEE);
+      }
+    for (int i = 0; i < 4; i++) {
+      y[i] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x20);
+      y[i + 4] = _mm256_permute2f128_ps(x[i], x[i + 4], 0x31);
+    }
+    for (int i = 0; i < 8; i++) x[i] = y[i];
   }
 
   static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {

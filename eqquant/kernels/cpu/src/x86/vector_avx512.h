@@ -5,14 +5,20 @@ struct Vector {
   static constexpr int size = 16;
   // How many registers are for sums, beside decoding; rows of the activation that are
   // multiplied at once with four decoded rows; and up to how many rows are few.
-  static constexpr int sums = 16, most_at_once = 6, few = 12;
+  static constexpr int sums = 24, most_at_once = 6, few = 12;
+  // How many x @ w multiplies at once.
+  static constexpr int most_of_rows = 8;
   // From how many rows on x @ w decodes the weight once for all of them.
-  static constexpr int rows_for_panels = 16;
+  static constexpr int rows_for_panels = 13;
+  // And x @ w.T, where the sums of short rows are hardly worth being added up.
+  static int64_t rows_for_column_panels(int64_t columns) {
+    return std::clamp<int64_t>(columns / 20, 14, 56);
+  }
   using Floats = __m512;
   using Codes = __m512i;
   using Halves = __m256i;
   using Bytes = __m128i;
-  using Shift = __m128i;
+  using Shift = __m256i;
   using Four = __m128;
   using Levels = __m512;
 
@@ -49,6 +55,29 @@ struct Vector {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 
+  // Sixteen vectors: by quarters first, then among these.
+  static EQQUANT_INLINE void transpose(Floats (&x)[size]) {
+    Floats y[size];
+    for (int i = 0; i < 16; i += 2) {
+      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
+      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+      for (int k = 0; k < 2; k++) {
+        x[i + 2 * k] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0x44);
+        x[i + 2 * k + 1] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0xEE);
+      }
+    for (int i = 0; i < 4; i++)
+      for (int k = 0; k < 16; k += 8) {
+        y[k + i] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0x88);
+        y[k + i + 4] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0xDD);
+      }
+    for (int i = 0; i < 8; i++) {
+      x[i] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0x88);
+      x[i + 8] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0xDD);
+    }
+  }
+
   static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
   }
@@ -60,13 +89,13 @@ struct Vector {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
   }
   // Floats of 16 bits, and bytes that a shift brings to their place.
-  static EQQUANT_INLINE Shift shift(int bits) { return _mm_cvtsi32_si128(bits); }
+  static EQQUANT_INLINE Shift shift(int bits) { return halves(bits); }
   static EQQUANT_INLINE Halves halves(int bits) {
     return _mm256_set1_epi16(static_cast<short>(bits));
   }
   static EQQUANT_INLINE Halves signed_halves(Bytes bytes) { return _mm256_cvtepi8_epi16(bytes); }
   static EQQUANT_INLINE Floats from_halves(Halves x, Shift shift, Halves used) {
-    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sll_epi16(x, shift), used));
+    return _mm512_cvtph_ps(_mm256_and_si256(_mm256_sllv_epi16(x, shift), used));
   }
   static EQQUANT_INLINE Levels levels(const float* table) { return _mm512_loadu_ps(table); }
   static EQQUANT_INLINE Levels scaled(Levels levels, Floats by) { return multiply(levels, by); }

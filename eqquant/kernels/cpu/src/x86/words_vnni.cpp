@@ -460,7 +460,7 @@ struct Rows {
 // that is read fastest from one end to the other.
 template <class Use>
 void by_fours(const Product& p, int64_t begin, int64_t end, const Use& use) {
-  for (; p.m > most_at_once && begin + 4 <= end; begin += 4)
+  for (; (p.m > most_at_once || p.is_small()) && begin + 4 <= end; begin += 4)
     use(std::integral_constant<int, 4>(), begin);
   for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
 }
@@ -500,7 +500,7 @@ const char* why_not(const Product& p) {
 
 }  // namespace
 
-extern const Routine words_vnni = {prepare, run, scratch_size, 8, why_not};
+extern const Routine words_vnni = {prepare, run, scratch_size, always<8>, why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END
