@@ -174,7 +174,7 @@ def dot(
         ready = 0 if decode is None else decode.prepare(32 * tiles.warps)
         row_m = start_m + iota(tiles.m)
 
-        def tile_of(row, byte):
+        def tile_of(row, byte) -> tuple[Any, list[Any]]:
             """Codes, and the scales of each of their blocks: beyond the last row that
             again, and beyond the last byte zeros, so that several bytes are still one
             load."""
