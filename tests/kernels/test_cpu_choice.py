@@ -108,6 +108,11 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX2", Int8(), 17, {"contract_rows": True}, "float, AVX2"),
         ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
         ("VNNI", Int8(), 9000, {"contract_rows": True}, "float, AVX-512"),
+        # To round so much pays only for more than a few rows of the weight.
+        ("VNNI", Int8(), 4095, {"rows": 256}, "two digits, VNNI"),
+        ("VNNI", Int8(), 4096, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", NF4(), 4096, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
         ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
         ("AMX", Int8(), 9, {"contract_rows": True}, None),
         ("AMX", Int8(), 7, {}, "two digits, VNNI"),

@@ -191,8 +191,12 @@ def choose_kernel(
     as_floats = floats if m <= most else None
     if precision == "highest" or format.float8 or contract_rows or integers is None:
         return as_floats
+    # The integers that so large an activation becomes are in fresh pages of memory,
+    # which the operating system fills first: in vain for few rows of the weight.
+    too_large = rows <= 256 and m * size >= 2**24 and not amx
     if exact:
-        if not rounded and format.bits == 1 and m >= 2048 and rows <= 256 and not amx:
+        bits = rows <= 256 and format.bits == 1 and m >= 2048 and not amx
+        if not rounded and (too_large or bits):
             return as_floats
         # Tiles have sixteen rows of digits, and want the weight in another order.
         if amx and m * (1 if rounded else 2) >= 16:
@@ -213,7 +217,7 @@ def choose_kernel(
         in_vain = rows <= (384 if short_runs else 256) and m >= 48
     else:
         in_vain = rows <= 256 and short_runs and m >= 1024
-    if words and not in_vain:
+    if words and not (in_vain or too_large):
         return "words, VNNI"
     return as_floats
 

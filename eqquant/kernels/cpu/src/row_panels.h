@@ -5,6 +5,9 @@
 #include "panel.h"
 
 // How much of each row is decoded at once, by measuring, and so how many rows.
+// Rows of the activation in one turn, for which the weight is decoded again: results of so many
+// stay in a second-level cache while rows of the weight are added up, and in few pages.
+constexpr int64_t rows_in_turn = 512;
 constexpr int64_t panel_columns(int planes) { return planes == 1 || planes > 2 ? 256 : 128; }
 
 // Whether vectors of bytes are parts of blocks, and there are enough rows.
@@ -20,8 +23,8 @@ struct Panels {
   static constexpr int64_t most_rows = panel_floats / most_columns;
   static constexpr int64_t bytes_at_once = most_columns / planes;
 
-  const Product& p;
-  const float* const all_x;
+  Product p;
+  const float* all_x;
   std::vector<float> buffer;
   Space decoded;
 
@@ -135,9 +138,15 @@ struct Panels {
 template <int bits, Scaling scaling>
 void panels(const Product& p, const float* x, int64_t begin, int64_t end) {
   Panels<bits, scaling> of(p, x);
-  const Groups groups(p.m, Vector::most_at_once);
+  const Groups turns(p.m, rows_in_turn);
   constexpr int64_t some = Panels<bits, scaling>::bytes_at_once;
-  for (int64_t j = begin; j < end; j += some) of.run(j, std::min(some, end - j), groups);
+  for (int64_t i = 0; i < turns.count; i++) {
+    of.p.m = turns.size(i);
+    of.p.y = p.y + turns.first(i) * p.columns();
+    of.all_x = x + turns.first(i) * p.rows;
+    const Groups groups(of.p.m, Vector::most_at_once);
+    for (int64_t j = begin; j < end; j += some) of.run(j, std::min(some, end - j), groups);
+  }
 }
 
 template <int bits>
