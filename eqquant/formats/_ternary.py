@@ -67,7 +67,9 @@ class Ternary(Format):
             threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
         nonzero = magnitude > threshold[..., None]
         if self.least_squares:
-            counted, summed = (magnitude > x[..., None] for x in _each(threshold))
+            counted, summed = (
+                magnitude > x[..., None] for x in _for_each_use(threshold)
+            )
             how_many = sum_blocks(counted.astype(blocks.dtype))
             total = sum_blocks(jnp.where(summed, magnitude, 0))
             scales = total / jnp.maximum(how_many, 1)
@@ -86,9 +88,9 @@ class Ternary(Format):
         return (low - high).astype(dtype)
 
 
-def _each(threshold):
-    """For each use one, as XLA for GPUs would write a comparison that several use to
-    memory, and read it again for each. Others compute it once."""
+def _for_each_use(threshold):
+    """One for each of two uses, as XLA for GPUs would write a comparison that several
+    use to memory, and read it again for each. Others compute it once."""
     both = threshold, threshold
     return lax.platform_dependent(
         both, cuda=lax.optimization_barrier, default=lambda x: x

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4
 from eqquant.kernels import cpu
+from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
 
 
@@ -31,7 +32,7 @@ def on(monkeypatch):
         (names,) = (names for names in SETS if names[-1] == name)
         instructions = tuple((X86 | ARM)[n] for n in names)
         library = Library(instructions, lambda *_: 0)
-        monkeypatch.setattr(cpu, "load", lambda: library)
+        monkeypatch.setattr(_choose, "load", lambda: library)
 
     return have
 
@@ -180,7 +181,7 @@ def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
 ):
     on("VNNI")
     library = cpu.load()._replace(bfloat16=True)
-    monkeypatch.setattr(cpu, "load", lambda: library)
+    monkeypatch.setattr(_choose, "load", lambda: library)
     how = {"rows": rows, "size": size, "contract_rows": True, "precision": "default"}
     args, params = product(format, m, **how)
     assert cpu.choose_kernel(*args, **params) == expected
@@ -206,6 +207,6 @@ def test_why_there_is_none(on, monkeypatch):
         (short, "blocks of 8 are shorter than a register"),
     ):
         assert expected in cpu.why_not(*args, **params)
-    monkeypatch.setattr(cpu, "load", lambda: "without native kernels: a reason")
+    monkeypatch.setattr(_choose, "load", lambda: "without native kernels: a reason")
     args, params = product(MXFP4(), 4)
     assert cpu.why_not(*args, **params) == "without native kernels: a reason"

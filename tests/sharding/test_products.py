@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from collectives import collectives, largest_float
 from eqquant import Binary, Int4, Int8, NF4
-from eqquant.kernels import cpu
-from eqquant.kernels.cpu import _library
+from eqquant.kernels.cpu import _choose, _library
 from helpers import pairs, relative, slow, strict, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -86,7 +85,7 @@ def test_a_product_and_its_gradients(kind, how, format, normal):
 
 @pairs("kind, how", [AxisType.Auto, AxisType.Explicit], SPLITS)
 def test_without_a_kernel_the_same_is_moved(kind, how, normal, monkeypatch):
-    monkeypatch.setattr(cpu, "load", lambda: "there are none in this test")
+    monkeypatch.setattr(_choose, "load", lambda: "there are none in this test")
     spec, moved = SPLITS[how]
     mesh = mesh_of(kind)
     q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)

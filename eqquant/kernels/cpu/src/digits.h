@@ -83,7 +83,7 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
     const float* x = activation.row(i);
     int8_t* digits = digits_in(scratch) + i * p.digits * layout.row;
     Row& row = rows_in(p, layout, scratch)[i];
-    const float absmax = Integers::largest_of(x, columns);
+    const float absmax = Integers::absmax(x, columns);
     row.unit = std::isfinite(absmax) ? absmax / 127 : NAN;
     const float per_unit = 127 / absmax;
     if (!std::isfinite(per_unit) && std::isfinite(absmax)) row.unit = 0;

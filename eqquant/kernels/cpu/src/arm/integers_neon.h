@@ -49,7 +49,7 @@ struct Integers {
   }
 
   // Of the bits, whose order is that of the magnitudes, and among which NaN is largest.
-  static float largest_of(const float* x, int64_t size) {
+  static float absmax(const float* x, int64_t size) {
     uint32_t most = 0;
     for (int64_t i = 0; i < size; i++) {
       uint32_t bits;

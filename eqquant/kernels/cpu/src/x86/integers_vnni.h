@@ -50,7 +50,7 @@ struct Integers {
                                   _mm256_extracti128_si256(quarter, 1)));
   }
 
-  static float largest_of(const float* x, int64_t size) { return absmax_of(x, size); }
+  static float absmax(const float* x, int64_t size) { return absmax_of(x, size); }
 
   // A run of the activation as digits, which are added to the sums, too.
   template <int digits>

@@ -1,0 +1,196 @@
+"""Which products get a native kernel, and which one."""
+
+import math
+
+import jax.numpy as jnp
+
+from ...formats import Format, num_codes, Precision
+from .._int8 import rounding
+from ..xla import longest_int8_sum
+from ._library import Library, load
+
+
+def choose_kernel(
+    x,
+    codes,
+    scales,
+    *,
+    format: Format,
+    contract_rows: bool,
+    precision: Precision,
+    weight_dtype,
+    **_,
+) -> str | None:
+    """Which kernel a product gets, by the shapes and dtypes of its operands; `None` if
+    XLA's own are faster. Errors are relative (Frobenius norm), on normal activations
+    and weights:
+
+    - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
+    - `"two digits, VNNI"` (AMX, dotprod, i8mm): weights exact, activations in two
+        int8, which is 15 bits of them. 4e-5.
+    - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
+        weights with a scale for each block these, too, to 127 of the largest of a row.
+        1.3e-2.
+    - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
+    - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
+    - `"bfloat16, AMX"`: both in one. 3e-3.
+    """
+    library = load()
+    assert not isinstance(library, str), library
+    m, size = x.shape[-2:]
+    rows, blocks = codes.shape[-2], scales.shape[-1]
+    packed = row_bytes(codes.shape[-1], format)
+    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
+    floats = f"float, {_best_of(library, _of_floats)}"
+    integers = _best_of(library, _of_integers)
+    exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
+    rounded = precision == "default" or x.dtype == jnp.int8
+    if contract_rows:
+        most = _most_contracted(library, m, codes, blocks, format, precision)
+        if exact and integers and (amx or not vnni) and precision != "highest":
+            most = 8
+    else:
+        most = _most_floats(library, packed, blocks, format, precision)
+    if exact and rounded and integers is None and precision != "highest":
+        # XLA has products of int8 for these. Codes of fewer bits it decodes first.
+        most = min(most, 32) if format.bits == 8 else most
+    as_floats = floats if m <= most else None
+    if precision == "highest" or format.float8 or contract_rows or integers is None:
+        return as_floats
+    # The integers that so large an activation becomes are in fresh pages of memory,
+    # which the operating system fills first: in vain for few rows of the weight.
+    thin = rows <= 256 and not amx
+    too_large = thin and m * size >= 2**24
+    if exact:
+        many_bits = thin and format.bits == 1 and m >= 2048
+        if not rounded and (too_large or many_bits):
+            return as_floats
+        # Tiles have sixteen rows of digits, and want the weight in another order.
+        if amx and m * (1 if rounded else 2) >= 16:
+            integers = "AMX"
+        return f"{'one digit' if rounded else 'two digits'}, {integers}"
+    in_tiles = blocks == 1 or packed // blocks % 16 == 0
+    if amx and in_tiles and m >= 12:
+        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
+        return f"{'bfloat16' if precision == 'default' or narrow else 'split'}, AMX"
+    words = vnni and _fits_words(packed, blocks, format)
+    # To decode a row for all of the activation pays from so many on.
+    many = m >= (16 if words else 8)
+    if precision == "default" and many and size <= longest_int8_sum and not amx:
+        return f"one digit, {integers}"
+    # For so few rows of the weight to round the activation is not worth it.
+    short_runs = run_of(codes.shape[-1], format) <= 16
+    if size <= 512:
+        in_vain = rows <= (384 if short_runs else 256) and m >= 48
+    else:
+        in_vain = rows <= 256 and short_runs and m >= 1024
+    if words and not (in_vain or too_large):
+        return "words, VNNI"
+    return as_floats
+
+
+def _most_floats(
+    library: Library, packed: int, blocks: int, format: Format, precision: Precision
+) -> int | float:
+    """Up to how many rows of the activation floats are faster than what XLA has."""
+    block = packed // blocks
+    in_vectors = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
+    if not in_vectors or format.group > 1024:
+        return 128 if "avx512" in library.instructions else 64
+    if precision == "default" and library.bfloat16:
+        return 128
+    return math.inf
+
+
+def _most_contracted(
+    library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
+) -> int | float:
+    """The same where the rows of the weight are contracted."""
+    rows, stored = codes.shape[-2:]
+    columns = num_codes(stored, format.bits)
+    if not _fits_panels(row_bytes(stored, format), blocks):
+        return 64 if "avx512" in library.instructions else 16
+    if precision != "default":
+        return math.inf
+    # XLA rounds both operands to int8 or bfloat16, which pays for many rows, if not
+    # most of the time goes to what it writes to memory.
+    if (m * columns >= 2**22 and rows < 1024) or (m * rows >= 2**23 and columns < 512):
+        return math.inf
+    if format.bits == 8 and not format.float8:
+        fast = "vnni" in library.instructions and min(rows, columns) >= 512
+        return 32 if fast else math.inf
+    if "amx" in library.instructions:
+        return 64
+    return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
+
+
+# Kernels of floats, and of int8 products, by their instructions; the best ones first.
+_of_floats = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
+_of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
+
+
+def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
+    found = (name for s, name in kernels.items() if s in library.instructions)
+    return next(found, None)
+
+
+def _fits_panels(packed: int, blocks: int) -> bool:
+    """Whether rows are whole registers of sixteen bytes, parts of a block or two."""
+    block = packed // blocks
+    in_blocks = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
+    return in_blocks and packed % 16 == 0
+
+
+def _fits_words(packed: int, blocks: int, format: Format) -> bool:
+    """Whether 64 bytes hold whole blocks, or a part of one."""
+    block = packed // blocks
+    in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
+    return in_lanes and (format.bits == 8 or run_of(packed, format) % 2 == 0)
+
+
+def describe(x, codes, scales, **params) -> str:
+    """The kernel that a product gets, in words, and how it rounds activations."""
+    kernel = choose_kernel(x, codes, scales, **params)
+    assert kernel is not None
+    how, _, _ = kernel.partition(", ")
+    bits = {"two digits": 15, "one digit": 8, "words": 16, "split": 16, "bfloat16": 8}
+    if how in ("split", "bfloat16") and x.dtype == jnp.bfloat16:
+        bits = {}  # The first of the two, or the one, has all of it.
+    return f"native kernel {kernel!r} {rounding(x, bits.get(how))}"
+
+
+def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:
+    """Why a product has no native kernel, if it has none."""
+    library = load()
+    if isinstance(library, str):
+        return library
+    for dtype in (x.dtype, weight_dtype, scales.dtype):
+        if jnp.dtype(dtype).itemsize > 4:
+            return f"native kernels compute in float32 at most, not in {dtype}"
+    if 0 in (*x.shape, *codes.shape):
+        return "there is nothing to multiply"
+    if format.bits == 8 and not (format.integer_levels or format.float8):
+        return f"there are no native kernels for codes like those of {format.name}"
+    packed, blocks = row_bytes(codes.shape[-1], format), scales.shape[-1]
+    if blocks > 1 and packed // blocks < 8:
+        return f"blocks of {format.block_size} are shorter than a register"
+    params |= {"format": format, "weight_dtype": weight_dtype}
+    if choose_kernel(x, codes, scales, **params) is None:
+        return f"for {x.shape[-2]} rows XLA is faster than the native kernels"
+    return None
+
+
+def run_of(packed: int, format: Format) -> int:
+    """Bytes of a row, as the kernels get it, whose codes of one plane follow each
+    other."""
+    return packed if format.bits == 8 else format.group * _bits_unpacked(format) // 8
+
+
+def _bits_unpacked(format: Format) -> int:
+    """Of each code in the kernels, which unpack three bits to four."""
+    return 4 if format.bits == 3 else format.bits
+
+
+def row_bytes(packed: int, format: Format) -> int:
+    """Of a row as the kernels get it, for so many that are stored."""
+    return packed * _bits_unpacked(format) // format.bits
