@@ -71,8 +71,10 @@ def choose_kernel(
         return f"{'one digit' if rounded else 'two digits'}, {integers}"
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
     if amx and in_tiles and m >= 12:
+        if precision == "default":
+            return "one digit, AMX"
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        return f"{'bfloat16' if precision == 'default' or narrow else 'split'}, AMX"
+        return "bfloat16, AMX" if narrow else "two digits, AMX"
     words = vnni and _fits_words(packed, blocks, format)
     # To decode a row for all of the activation pays from so many on.
     many = m >= (16 if words else 8)

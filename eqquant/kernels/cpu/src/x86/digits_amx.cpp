@@ -1,7 +1,9 @@
 // Products in int8 of more rows: AMX.
 //
-// The digits of sixteen rows of the activation are a tile as they are, and four bytes of each
-// of sixteen rows of the weight are another one, as they are arranged for VNNI.
+// A row of the activation is `unit * (high + low / 254)`, two rows of int8, which is 15 bits
+// of it. Weights whose levels are bytes, with a scale for each row, are as they are. Others become
+// such digits, too, of the largest of a row in a span: 16 bits of it. Of four products, that of
+// the lower digits is left out, which is 2^-16 of the largest.
 #include <immintrin.h>
 
 #include <cmath>
@@ -10,92 +12,233 @@
 #include "product.h"
 #include "target.h"
 
-EQQUANT_TARGET_BEGIN("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,amx-tile,amx-int8,avx2,fma")
+EQQUANT_TARGET_BEGIN(
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-int8,amx-bf16,avx2,fma")
 namespace eqquant {
-namespace amx {
+namespace digits {
 
-#include "arranged_rows.h"
+#include "tiled.h"
 
-#include "integers_vnni.h"
+constexpr float low_per_high = 254;
 
-#include "tiles_amx.h"
+// What some bytes of one or more blocks stand for, by code: sixteen bytes for each lane of a
+// register.
+template <int bits, int plane>
+EQQUANT_INLINE __m512i look_up(__m512i tables, __m512i codes) {
+  const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
+  return _mm512_shuffle_epi8(
+      tables, _mm512_and_si512(shifted, _mm512_set1_epi8((1 << bits) - 1)));
+}
 
-struct Panel : Arranged {
-  static constexpr int most_digits = 2 * tile_rows;
-  static constexpr int64_t few_digits = 0, spare_digits = tile_rows - 1;
-  Configured tiles;
+EQQUANT_INLINE __mmask64 first_bytes(int64_t count) {
+  return count >= 64 ? ~0ull : (1ull << count) - 1;
+}
 
-  using Arranged::Arranged;
-  static bool pays(int64_t, int64_t) { return true; }
+// Of sixteen numbers, in units.
+struct Split {
+  __m512i high, low;
 
-  // Tiles 0 to 3 are sums, 4 and 5 the digits, 6 and 7 the weight, with which one tile of
-  // digits is multiplied up to four times, and two of them are twice.
-  template <bool two, int wide>
-  static void multiply(const Vector* w, int64_t w_stride, const int8_t* x, int64_t stride,
-                       int64_t length, uint32_t* totals) {
-    static_assert(wide <= (two ? 2 : 4));
-    _tile_zero(0);
-    if constexpr (wide > 1) _tile_zero(1);
-    if constexpr (two || wide > 2) _tile_zero(2);
-    if constexpr (two || wide > 3) _tile_zero(3);
-    const int64_t step = w_stride * sizeof(Vector);
-    for (int64_t j = 0; j < length; j += tile_bytes, w += tile_rows * w_stride) {
-      _tile_loadd(4, x + j, stride);
-      if constexpr (two) _tile_loadd(5, x + tile_rows * stride + j, stride);
-      _tile_loadd(6, w, step);
-      _tile_dpbsud(0, 4, 6);
-      if constexpr (two) _tile_dpbsud(2, 5, 6);
-      if constexpr (wide > 1) {
-        _tile_loadd(7, w + 1, step);
-        _tile_dpbsud(1, 4, 7);
-        if constexpr (two) _tile_dpbsud(3, 5, 7);
-      }
-      if constexpr (wide > 2) {
-        _tile_loadd(6, w + 2, step);
-        _tile_dpbsud(2, 4, 6);
-      }
-      if constexpr (wide > 3) {
-        _tile_loadd(7, w + 3, step);
-        _tile_dpbsud(3, 4, 7);
-      }
-    }
-    uint32_t* const more = totals + (two ? tile_rows * w_stride * lanes : 2 * lanes);
-    _tile_stored(0, totals, step);
-    if constexpr (wide > 1) _tile_stored(1, totals + lanes, step);
-    if constexpr (two || wide > 2) _tile_stored(2, more, step);
-    if constexpr ((two && wide > 1) || wide > 3) _tile_stored(3, more + lanes, step);
-  }
-
-  // By `count` rows of digits; totals are (digits, row).
-  void multiply(int vectors, const int8_t* x, int64_t stride, int64_t length, int count,
-                uint32_t* totals) const {
-    const auto from = [&](auto two, auto wide, int v) {
-      multiply<two, wide>(panel.data() + v, vectors, x, stride, length, totals + v * lanes);
-    };
-    using std::integral_constant;
-    const std::true_type both;
-    const std::false_type one;
-    if (count > tile_rows) {
-      int v = 0;
-      for (; v + 2 <= vectors; v += 2) from(both, integral_constant<int, 2>(), v);
-      if (v < vectors) from(both, integral_constant<int, 1>(), v);
-      return;
-    }
-    switch (vectors) {
-      case 1: return from(one, integral_constant<int, 1>(), 0);
-      case 2: return from(one, integral_constant<int, 2>(), 0);
-      case 3: return from(one, integral_constant<int, 3>(), 0);
-      default: return from(one, integral_constant<int, 4>(), 0);
-    }
+  EQQUANT_INLINE explicit Split(__m512 x) {
+    high = _mm512_cvtps_epi32(x);
+    const __m512 rest = _mm512_sub_ps(x, _mm512_cvtepi32_ps(high));
+    low = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(low_per_high)));
   }
 };
-using DecodedRows = Panel;
 
-#include "digits.h"
+class Digits {
+  const Product& p;
+  float* units;  // Of each row of the activation, in scratch.
+  bool exact;    // Whether levels are integers of eight bits, and of one unit, as they are.
+  alignas(64) int8_t table[16] = {};
+  float largest = 128;  // Of the levels.
+  float of_weight[rows_at_once] = {};
+  std::vector<float> scales;
+  std::vector<int8_t> tables[2];  // (block of a span, code)
 
-}  // namespace amx
+ public:
+  using Number = int8_t;
 
-extern const Routine digits_amx = amx::digits_routine;
+  // For whole tiles.
+  static int64_t space(const Product& p) {
+    return (p.m + tile_rows - 1) / tile_rows * tile_rows * static_cast<int64_t>(sizeof(float));
+  }
+
+  Digits(const Product& p, char* space)
+      : p(p), units(reinterpret_cast<float*>(space)), exact(p.blocks == 1) {
+    if (p.bits == 8) return;
+    largest = 0;
+    for (int i = 0; i < 16; i++) {
+      const float level = p.levels[i];
+      largest = std::max(largest, std::fabs(level));
+      exact = exact && level >= -128 && level <= 127 && level == std::rint(level);
+    }
+    for (int i = 0; exact && i < 16; i++) table[i] = static_cast<int8_t>(p.levels[i]);
+  }
+
+  bool low_parts() const { return !exact && p.digits > 1; }
+
+  void round(const Layout<int8_t>& layout, int64_t i, const float* x, int8_t* row,
+             int64_t stride) {
+    const float absmax = absmax_of(x, p.columns()), per_unit = 127 / absmax;
+    const bool fits = std::isfinite(per_unit);
+    units[i] = !std::isfinite(absmax) ? NAN : fits ? absmax / 127 : 0;
+    const __m512 factor = _mm512_set1_ps(fits ? per_unit : 0);
+    layout.for_each_run([&](int64_t logical, int64_t place, int64_t length) {
+      for (int64_t j = 0; j < length; j += 16) {
+        const __mmask16 some = first(length - j);
+        const Split of(
+            _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + logical + j), factor));
+        _mm512_mask_cvtepi32_storeu_epi8(row + place + j, some, of.high);
+        if (p.digits > 1)
+          _mm512_mask_cvtepi32_storeu_epi8(row + stride + place + j, some, of.low);
+      }
+    });
+  }
+
+  Decoded<int8_t> decode(const Span& span, int64_t row, int rows, const Decoded<int8_t>& to) {
+    scales.resize(rows * p.blocks);
+    const float* of = scales_of(p, row, rows, scales.data());
+    // Codes that are tiles as they are.
+    if (exact && p.bits == 8 && rows == rows_at_once && span.bytes % tile_bytes == 0) {
+      std::copy(of, of + rows, of_weight);
+      const uint8_t* codes = p.codes + row * p.packed + span.begin;
+      return {const_cast<int8_t*>(reinterpret_cast<const int8_t*>(codes)), p.packed};
+    }
+    with_bits(p, [&](auto bits) {
+      for (int r = 0; r < rows; r++) {
+        const uint8_t* codes = p.codes + (row + r) * p.packed + span.begin;
+        if (exact) {
+          of_weight[r] = of[r];
+          copy<bits>(span, codes, to.row(r));
+        } else if (p.digits == 1) {
+          of_weight[r] = round_row<bits, 1>(span, of + r * p.blocks, codes, to.row(r), nullptr);
+        } else {
+          of_weight[r] =
+              round_row<bits, 2>(span, of + r * p.blocks, codes, to.row(r), to.row(r, 1));
+        }
+      }
+    });
+    return to;
+  }
+
+  EQQUANT_INLINE __m512 result(int64_t i, const int32_t* high, const int32_t* low, int r) const {
+    __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(high));
+    if (p.digits > 1)
+      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(low)),
+                            _mm512_set1_ps(1 / low_per_high), sum);
+    return _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_loadu_ps(units + i)),
+                         _mm512_set1_ps(of_weight[r]));
+  }
+
+ private:
+  // `use(j, some, codes)` for each register of codes of a row in a span.
+  template <class Use>
+  EQQUANT_INLINE void for_each_register(const Span& span, const uint8_t* codes, const Use& use) {
+    for (int64_t j = 0; j < span.bytes; j += 64) {
+      const __mmask64 some = first_bytes(span.bytes - j);
+      use(j, some, _mm512_maskz_loadu_epi8(some, codes + j));
+    }
+  }
+
+  template <int bits, int plane = 0, class Write>
+  EQQUANT_INLINE void look_up_planes(__m512i tables, __m512i codes, const Write& write) {
+    write(plane, look_up<bits, plane>(tables, codes));
+    if constexpr ((plane + 1) * bits < 8) look_up_planes<bits, plane + 1>(tables, codes, write);
+  }
+
+  template <int bits>
+  void copy(const Span& span, const uint8_t* codes, int8_t* to) {
+    const __m512i levels = _mm512_broadcast_i32x4(_mm_load_si128(
+        reinterpret_cast<const __m128i*>(table)));
+    for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+      if constexpr (bits == 8)
+        _mm512_mask_storeu_epi8(to + j, some, of);
+      else
+        look_up_planes<bits>(levels, of, [&](int plane, __m512i x) {
+          _mm512_mask_storeu_epi8(to + plane * span.plane + j, some, x);
+        });
+    });
+  }
+
+  // A row of a span as integers of one unit: 127 of them are its largest scale times the largest
+  // level. Returns that unit.
+  template <int bits, int parts>
+  float round_row(const Span& span, const float* of_row, const uint8_t* codes, int8_t* high,
+                  int8_t* low) {
+    const int64_t block = p.block_bytes(), begin = span.begin / block;
+    const int64_t blocks = (span.begin + span.bytes - 1) / block + 1 - begin;
+    const float* of_blocks = of_row + begin;
+    const float most = absmax_of(of_blocks, blocks) * largest, unit = most / 127;
+    if (!std::isfinite(most)) return NAN;
+    const float per_unit = std::isfinite(1 / unit) ? 1 / unit : 0;
+    int8_t* const to[2] = {high, low};
+    if constexpr (bits == 8) {
+      for (int64_t j = 0, b = 0, left = block - span.begin % block; j < span.bytes; j += 16) {
+        const __mmask16 some = first(span.bytes - j);
+        const __m512i values = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(some, codes + j));
+        const Split of(_mm512_mul_ps(_mm512_cvtepi32_ps(values),
+                                     _mm512_set1_ps(of_blocks[b] * per_unit)));
+        _mm512_mask_cvtepi32_storeu_epi8(high + j, some, of.high);
+        if (parts > 1) _mm512_mask_cvtepi32_storeu_epi8(low + j, some, of.low);
+        if (!(left -= 16)) left = block, b++;
+      }
+    } else {
+      const __m512 levels = _mm512_loadu_ps(p.levels);
+      for (int part = 0; part < parts; part++)  // With some to spare, as four are read at once.
+        tables[part].resize((blocks + 4) * 16);
+      for (int64_t b = 0; b < blocks; b++) {
+        const Split of(_mm512_mul_ps(levels, _mm512_set1_ps(of_blocks[b] * per_unit)));
+        _mm512_mask_cvtepi32_storeu_epi8(&tables[0][b * 16], 0xFFFF, of.high);
+        if (parts > 1) _mm512_mask_cvtepi32_storeu_epi8(&tables[1][b * 16], 0xFFFF, of.low);
+      }
+      const auto with_lanes = [&](const auto& lanes) {
+        for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+          for (int part = 0; part < parts; part++)
+            look_up_planes<bits>(lanes(tables[part].data(), j), of, [&](int plane, __m512i x) {
+              _mm512_mask_storeu_epi8(to[part] + plane * span.plane + j, some, x);
+            });
+        });
+      };
+      const auto load = [](const int8_t* at) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+      };
+      if (p.blocks == 1) {
+        with_lanes([&](const int8_t* of, int64_t) { return _mm512_broadcast_i32x4(load(of)); });
+      } else if (block == 16) {
+        with_lanes([](const int8_t* of, int64_t j) { return _mm512_loadu_si512(of + j); });
+      } else if (block == 32) {
+        with_lanes([](const int8_t* of, int64_t j) {
+          const __m512i two = _mm512_castsi256_si512(
+              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of + j / 2)));
+          return _mm512_shuffle_i64x2(two, two, 0x50);
+        });
+      } else {
+        with_lanes([&](const int8_t* of, int64_t j) {
+          const int64_t lane = (span.begin + j) / 16, of_block = block / 16;
+          const auto at = [&](int64_t i) { return load(of + ((lane + i) / of_block - begin) * 16); };
+          if (block % 64 == 0) return _mm512_broadcast_i32x4(at(0));
+          __m512i out = _mm512_castsi128_si512(at(0));
+          out = _mm512_inserti32x4(out, at(1), 1);
+          out = _mm512_inserti32x4(out, at(2), 2);
+          return _mm512_inserti32x4(out, at(3), 3);
+        });
+      }
+    }
+    return unit;
+  }
+};
+
+const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
+  return nullptr;
+}
+
+}  // namespace digits
+
+extern const Routine digits_amx = {digits::prepare<digits::Digits>, digits::run<digits::Digits>,
+                                   digits::scratch_size<digits::Digits>,
+                                   always<digits::rows_at_once>, digits::why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

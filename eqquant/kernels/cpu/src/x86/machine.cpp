@@ -64,7 +64,7 @@ extern const Routine float_avx2, float_rows_avx2, float_avx512, float_rows_avx51
 extern const Routine digits_vnni, digits_amx;
 // For activations rounded to 16 bits, and levels, too.
 extern const Routine words_vnni;
-// For more rows: both operands as one bfloat16, or split in two, and three products of these.
+// For more rows, rounded to bfloat16.
 extern const Routine bfloat16_amx;
 
 const Kernel kernels[] = {
@@ -75,7 +75,6 @@ const Kernel kernels[] = {
     {"words, VNNI", &words_vnni, nullptr, 0, vnni},
     {"two digits, AMX", &digits_amx, nullptr, 2, amx},
     {"one digit, AMX", &digits_amx, nullptr, 1, amx},
-    {"split, AMX", &bfloat16_amx, nullptr, 2, amx},
     {"bfloat16, AMX", &bfloat16_amx, nullptr, 1, amx},
     {},
 };

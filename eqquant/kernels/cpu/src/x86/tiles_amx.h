@@ -46,7 +46,7 @@ void add_products(int sum, int a, int b, const Product& product) {
     }
 }
 inline void add_integers(int sum, int a, int b) {
-  add_products<uint32_t, int8_t, uint8_t>(
+  add_products<uint32_t, int8_t, int8_t>(
       sum, a, b, [](int x, int y) { return static_cast<uint32_t>(x * y); });
 }
 inline void add_bfloat16(int sum, int a, int b) {
@@ -60,12 +60,12 @@ inline void add_bfloat16(int sum, int a, int b) {
 #undef _tile_loadd
 #undef _tile_stored
 #undef _tile_zero
-#undef _tile_dpbsud
+#undef _tile_dpbssd
 #undef _tile_dpbf16ps
 #define _tile_loadd(tile, from, stride) emulated::load(tile, from, stride)
 #define _tile_stored(tile, to, stride) emulated::store(tile, to, stride)
 #define _tile_zero(tile) emulated::zero(tile)
-#define _tile_dpbsud(sum, a, b) emulated::add_integers(sum, a, b)
+#define _tile_dpbssd(sum, a, b) emulated::add_integers(sum, a, b)
 #define _tile_dpbf16ps(sum, a, b) emulated::add_bfloat16(sum, a, b)
 
 struct Configured {
