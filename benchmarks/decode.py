@@ -36,11 +36,11 @@ import time
 
 from _decoders import Shape
 from _environments import CACHE, install, last_line, run
+from _peers import llama_cpp
 from peers import print_table
 
 
 HERE = pathlib.Path(__file__).resolve().parent
-PACKAGES = ("llama-cpp-python", "numpy")
 SEQUENCES = (1, 8)
 # How many bytes of a file a parameter takes.
 VARIANTS = {
@@ -124,7 +124,8 @@ def start(variant: str, options: argparse.Namespace, shape: Shape) -> Process:
     kind, _ = VARIANTS[variant]
     python = sys.executable
     if kind == "llama_cpp":
-        python = install("llama.cpp", PACKAGES, options.cache)
+        peer = llama_cpp.peer
+        python = install(peer.name, peer.packages, options.cache, peer.header)
     # The arithmetic of products is in the file.
     name = variant.replace(", ", "-")
     suffix = ".gguf" if kind == "llama_cpp" else ".safetensors"

@@ -34,7 +34,7 @@ def measure(
 ) -> list[dict]:
     python = sys.executable
     if peer.packages:
-        python = install(peer.name, peer.packages, cache)
+        python = install(peer.name, peer.packages, cache, peer.header)
     ran = run(
         python,
         str(HERE / "_measure_peer.py"),

@@ -12,6 +12,18 @@ from . import Peer, Products, Quantize, THREADS
 TYPES = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
 FLOAT32 = 0
 
+# Its kernels for AMX tell the CPU once per thread how large the tiles are. What GCC 12
+# has for that says that only the first 8 of 64 bytes are read, so that it drops what is
+# written to the others: tiles have no rows, and the first use of one is an illegal
+# instruction. This says that all are read, and serves with other versions, too.
+HEADER = """\
+#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define _tile_loadconfig(from) \\
+    __asm__ volatile("ldtilecfg %0" ::"m"(*(const char(*)[64])(from)))
+#endif
+"""
+
 _pointer, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
 
 
@@ -178,4 +190,4 @@ def load() -> Products:
 
 
 # Its Python package compiles it for this machine.
-peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"))
+peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"), header=HEADER)
