@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 import venv
@@ -14,19 +15,34 @@ CACHE = (
 )
 
 
-def install(name: str, packages: Sequence[str], cache: pathlib.Path) -> str:
-    """The Python of an environment; a `RuntimeError` says why there is none."""
+def install(
+    name: str, packages: Sequence[str], cache: pathlib.Path, header: str = ""
+) -> str:
+    """The Python of an environment; a `RuntimeError` says why there is none. A header
+    is put before every C++ file that is compiled for it."""
     folder = cache / name
     python = folder / "bin" / "python"
     done = folder / ".installed"
-    if not done.exists() or done.read_text().split("\n") != list(packages):
+    wanted = "\n".join([*packages, *header.splitlines()])
+    if not done.exists() or done.read_text() != wanted:
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
-        venv.create(folder, with_pip=True)
+        # Nothing remains that was compiled with another header.
+        venv.create(folder, with_pip=True, clear=bool(header))
         command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
-        ran = subprocess.run([*command, *packages], capture_output=True, text=True)
+        environment = dict(os.environ)
+        if header:
+            file = folder.resolve() / "header.h"
+            file.write_text(header)
+            flags = environment.get("CXXFLAGS", "")
+            environment["CXXFLAGS"] = f"{flags} -include {shlex.quote(str(file))}"
+            # pip may have kept what was compiled without it.
+            command.append("--no-cache-dir")
+        ran = subprocess.run(
+            [*command, *packages], env=environment, capture_output=True, text=True
+        )
         if ran.returncode:
             raise RuntimeError(f"cannot be installed: {last_line(ran.stderr)}")
-        done.write_text("\n".join(packages))
+        done.write_text(wanted)
     return str(python)
 
 

@@ -63,7 +63,7 @@ def write(folder: pathlib.Path, weights, batches) -> None:
 def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
     """What each format of a library makes of the weights in a folder."""
     quantizer = _quantizers.find()[name]
-    python = install(quantizer.environment, quantizer.packages, cache)
+    python = install(quantizer.environment, quantizer.packages, cache, quantizer.header)
     ran = run(
         python,
         str(HERE / "_round_weights.py"),

@@ -8,6 +8,7 @@ A model of the shape of TinyLlama (1.1 billion parameters, random): `examples/ll
 float32 and bfloat16, and with weights in INT8, NF4 and ternary; and llama.cpp on GGUF
 files of the same numbers in q8_0, q4_0 and tq2_0, every matrix in that type. "default"
 is `precision="default"`, which rounds activations to 8 bits; llama.cpp always does.
+`EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.
 
 Each is a process of its own, on the same cores. They take turns: only one computes at
 a time, and the order changes from round to round. Times are the least of all rounds, in
@@ -36,11 +37,11 @@ import time
 
 from _decoders import Shape
 from _environments import CACHE, install, last_line, run
+from _peers import llama_cpp
 from peers import print_table
 
 
 HERE = pathlib.Path(__file__).resolve().parent
-PACKAGES = ("llama-cpp-python", "numpy")
 SEQUENCES = (1, 8)
 # How many bytes of a file a parameter takes.
 VARIANTS = {
@@ -124,7 +125,8 @@ def start(variant: str, options: argparse.Namespace, shape: Shape) -> Process:
     kind, _ = VARIANTS[variant]
     python = sys.executable
     if kind == "llama_cpp":
-        python = install("llama.cpp", PACKAGES, options.cache)
+        peer = llama_cpp.peer
+        python = install(peer.name, peer.packages, options.cache, peer.header)
     # The arithmetic of products is in the file.
     name = variant.replace(", ", "-")
     suffix = ".gguf" if kind == "llama_cpp" else ".safetensors"

@@ -10,6 +10,7 @@ process of its own, in turn with its own dense float32 product: an entry is how 
 times as fast as that it is (medians; in parentheses its slowest and its fastest run,
 over the median of the dense product). Copying results to NumPy counts, for both. A
 second table has microseconds (medians), as a library's own dense product may be slow.
+`EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.
 
 SQNR is that of the product, against the float64 product with the weights before they
 were quantized; MB is by how much one product of 64 rows raises memory; GB/s how fast
@@ -34,7 +35,7 @@ def measure(
 ) -> list[dict]:
     python = sys.executable
     if peer.packages:
-        python = install(peer.name, peer.packages, cache)
+        python = install(peer.name, peer.packages, cache, peer.header)
     ran = run(
         python,
         str(HERE / "_measure_peer.py"),

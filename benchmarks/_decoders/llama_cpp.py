@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import _gguf
 import numpy as np
-from _peers.llama_cpp import FLOAT32, ggml_of, quantized, row_bytes, TYPES
+from _peers.llama_cpp import about_amx, FLOAT32, ggml_of, quantized, row_bytes, TYPES
 
 from . import random_ends, random_layer, Shape
 
@@ -82,6 +82,7 @@ class Runs:
         import llama_cpp
 
         self.lib, self.shape, self.threads = llama_cpp, shape, threads
+        self.ggml = ggml_of(llama_cpp)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(bytes(path), params)
@@ -92,7 +93,8 @@ class Runs:
         version = importlib.metadata.version("llama-cpp-python")
         info = self.lib.llama_print_system_info().decode()
         features = [part.strip() for part in info.split("|") if "AVX" in part]
-        return f"llama-cpp-python {version} ({', '.join(features)})"
+        amx = about_amx(self.ggml)
+        return f"llama-cpp-python {version} ({', '.join(features)}), {amx}"
 
     def _context(self, sequences: int):
         if sequences not in self.contexts:

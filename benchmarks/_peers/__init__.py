@@ -42,6 +42,8 @@ class Peer:
     load: Callable[[], Products]
     # What to install into its environment; nothing if it is installed beside eqquant.
     packages: tuple[str, ...] = ()
+    # What to put before every C++ file of theirs that is compiled.
+    header: str = ""
     # Variables that its process gets.
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 

@@ -28,4 +28,4 @@ def load() -> Products:
     return products("eqquant", {name: make(f) for name, f in formats.items()})
 
 
-peer = Peer("eqquant", load, environment={"EQQUANT_CPU": "amx"})
+peer = Peer("eqquant", load)

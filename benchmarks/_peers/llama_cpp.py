@@ -2,6 +2,8 @@
 
 import ctypes
 import importlib.metadata
+import itertools
+import os
 import pathlib
 
 import numpy as np
@@ -11,6 +13,18 @@ from . import Peer, Products, Quantize, THREADS
 
 TYPES = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
 FLOAT32 = 0
+
+# Its kernels for AMX tell the CPU once per thread how large the tiles are. What GCC 12
+# has for that says that only the first 8 of 64 bytes are read, so that it drops what is
+# written to the others: tiles have no rows, and the first use of one is an illegal
+# instruction. This says that all are read, and serves with other versions, too.
+HEADER = """\
+#if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
+#include <immintrin.h>
+#define _tile_loadconfig(from) \\
+    __asm__ volatile("ldtilecfg %0" ::"m"(*(const char(*)[64])(from)))
+#endif
+"""
 
 _pointer, _size, _number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64
 
@@ -38,20 +52,22 @@ _functions = {
     "ggml_backend_alloc_ctx_tensors": (_pointer, _pointer, _pointer),
     "ggml_backend_alloc_ctx_tensors_from_buft": (_pointer, _pointer, _pointer),
     "ggml_backend_buffer_free": (None, _pointer),
+    "ggml_backend_buffer_get_alloc_size": (_size, _pointer, _pointer),
     "ggml_backend_buft_name": (ctypes.c_char_p, _pointer),
     "ggml_backend_tensor_set": (None, _pointer, _pointer, _size, _size),
     "ggml_backend_tensor_get": (None, _pointer, _pointer, _size, _size),
     "ggml_backend_graph_compute": (ctypes.c_int, _pointer, _pointer),
-    "ggml_backend_get_device": (_pointer, _pointer),
-    "ggml_backend_dev_backend_reg": (_pointer, _pointer),
+    "ggml_backend_cpu_reg": (_pointer,),
+    "ggml_backend_reg_dev_get": (_pointer, _pointer, _size),
     "ggml_backend_dev_supports_op": (ctypes.c_bool, _pointer, _pointer),
     "ggml_backend_reg_get_proc_address": (_pointer, _pointer, ctypes.c_char_p),
 }
 
 
 def ggml_of(llama_cpp) -> ctypes.CDLL:
-    """ggml, whose functions may then be called. The last also finds those of its parts,
-    which are loaded before, as they need not be where the linker looks."""
+    """ggml, whose functions may then be called. It uses AMX where eqquant may, too. The
+    last also finds those of its parts, which are loaded before, as they need not be
+    where the linker looks."""
     folder = pathlib.Path(llama_cpp.__file__).parent / "lib"
     *_, library = (
         ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
@@ -60,7 +76,47 @@ def ggml_of(llama_cpp) -> ctypes.CDLL:
     for name, (result, *arguments) in _functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    if _most() != "amx":
+        _leave_out_amx(library)
     return library
+
+
+def _most() -> str:
+    """The best instructions that eqquant may use."""
+    return os.environ.get("EQQUANT_CPU", "amx")
+
+
+def _listed(ggml: ctypes.CDLL):
+    """The kinds of memory in which weights are laid out anew for this CPU: an array of
+    llama.cpp's own, which a null pointer ends."""
+    registry = ggml.ggml_backend_cpu_reg()
+    get = ggml.ggml_backend_reg_get_proc_address
+    address = get(registry, b"ggml_backend_dev_get_extra_bufts")
+    prototype = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)
+    return prototype(address)(ggml.ggml_backend_reg_dev_get(registry, 0))
+
+
+def _memories(ggml: ctypes.CDLL) -> dict[bytes, int]:
+    """By their names, in the order in which llama.cpp tries them, too."""
+    array = _listed(ggml)
+    found = itertools.takewhile(bool, (array[i] for i in itertools.count()))
+    return {ggml.ggml_backend_buft_name(memory): memory for memory in found}
+
+
+def _leave_out_amx(ggml: ctypes.CDLL) -> None:
+    """From the array, which is all that llama.cpp looks at when it loads a model."""
+    array = _listed(ggml)
+    kept = [memory for name, memory in _memories(ggml).items() if name != b"AMX"]
+    for i, memory in enumerate([*kept, None]):
+        array[i] = memory
+
+
+def about_amx(ggml: ctypes.CDLL) -> str:
+    """Whether its kernels for AMX are used, with the types that they have."""
+    if b"AMX" in _memories(ggml):
+        return "with AMX"
+    limit = "" if _most() == "amx" else f" (EQQUANT_CPU={_most()})"
+    return f"without AMX{limit}"
 
 
 def row_bytes(ggml: ctypes.CDLL, kind: int, columns: int) -> int:
@@ -84,30 +140,16 @@ class _CPU:
         self.ggml = ggml
         self.backend = ggml.ggml_backend_cpu_init()
         ggml.ggml_backend_cpu_set_n_threads(self.backend, THREADS)
-        self.device = ggml.ggml_backend_get_device(self.backend)
+        self.device = ggml.ggml_backend_reg_dev_get(ggml.ggml_backend_cpu_reg(), 0)
 
     def context(self):
         return self.ggml.ggml_init(_InitParams(1 << 20, None, True))
 
-    def memories(self):
-        """Kinds of memory in which weights are laid out anew for this CPU, which
-        llama.cpp tries one after the other, too. That for AMX is left out: in this
-        release its kernel stops with an illegal instruction (tiles that were not
-        configured)."""
-        registry = self.ggml.ggml_backend_dev_backend_reg(self.device)
-        get = self.ggml.ggml_backend_reg_get_proc_address
-        listed = get(registry, b"ggml_backend_dev_get_extra_bufts")
-        prototype = ctypes.CFUNCTYPE(ctypes.POINTER(_pointer), _pointer)
-        extra, i = prototype(listed)(self.device), 0
-        while extra and extra[i]:
-            if self.ggml.ggml_backend_buft_name(extra[i]) != b"AMX":
-                yield extra[i]
-            i += 1
-
     def weight(self, kind: int, rows: int, columns: int):
-        """A tensor, in the first memory for which there is a product."""
+        """A tensor, in the first memory for which there is a product, and its bytes
+        there."""
         ggml = self.ggml
-        for memory in self.memories():
+        for memory in _memories(ggml).values():
             held = self.context()
             weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
             buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(held, memory)
@@ -117,14 +159,14 @@ class _CPU:
             fits = buffer and ggml.ggml_backend_dev_supports_op(self.device, product)
             ggml.ggml_free(trial)
             if fits:
-                return weight
+                return weight, ggml.ggml_backend_buffer_get_alloc_size(buffer, weight)
             if buffer:
                 ggml.ggml_backend_buffer_free(buffer)
             ggml.ggml_free(held)
         held = self.context()
         weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
         ggml.ggml_backend_alloc_ctx_tensors(held, self.backend)
-        return weight
+        return weight, ggml.ggml_nbytes(weight)
 
     def graph(self, weight, m: int, columns: int):
         """The activation, the result, and what computes it."""
@@ -143,10 +185,9 @@ class _CPU:
         def of(w):
             rows, columns = w.shape
             w = np.ascontiguousarray(w)
-            weight = self.weight(kind, rows, columns)
-            stored = ggml.ggml_nbytes(weight)
+            weight, stored = self.weight(kind, rows, columns)
             data = w if kind == FLOAT32 else quantized(ggml, kind, w)
-            ggml.ggml_backend_tensor_set(weight, _address(data), 0, stored)
+            ggml.ggml_backend_tensor_set(weight, _address(data), 0, data.nbytes)
             graphs = {}
 
             def product(x):
@@ -168,14 +209,15 @@ class _CPU:
 def load() -> Products:
     import llama_cpp
 
-    cpu = _CPU(ggml_of(llama_cpp))
+    ggml = ggml_of(llama_cpp)
+    cpu = _CPU(ggml)
     version = importlib.metadata.version("llama-cpp-python")
     return Products(
-        f"llama-cpp-python {version}, without AMX",
+        f"llama-cpp-python {version}, {about_amx(ggml)}",
         cpu.quantize(FLOAT32),
         {name: cpu.quantize(kind) for name, kind in TYPES.items()},
     )
 
 
 # Its Python package compiles it for this machine.
-peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"))
+peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"), header=HEADER)

@@ -42,12 +42,14 @@ TORCH = (*PYTORCH, "torchao", "bitsandbytes")
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """A library: the environment that it is installed into, what to install, and what
-    gives its version and its formats by their names."""
+    """A library: the environment that it is installed into, what to install, what gives
+    its version and its formats by their names, and what to put before every C++ file
+    that is compiled."""
 
     environment: str
     packages: tuple[str, ...]
     load: Callable[[], tuple[str, dict[str, Quantize]]]
+    header: str = ""
 
 
 def each(rounded: Callable[[np.ndarray], tuple[np.ndarray, int]]) -> Quantize:

@@ -51,4 +51,4 @@ def load() -> tuple[str, dict[str, Quantize]]:
     }
 
 
-quantizer = Quantizer(peer.name, peer.packages, load)
+quantizer = Quantizer(peer.name, peer.packages, load, peer.header)
