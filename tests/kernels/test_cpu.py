@@ -21,7 +21,6 @@ TOLERANCE = {
     "words, VNNI": 2e-4,
     "two digits, AMX": 2e-4,
     "one digit, AMX": 4e-2,
-    "split, AMX": 3e-5,
     "bfloat16, AMX": 1e-2,
     "float, NEON": 3e-6,
     "two digits, dotprod": 2e-4,
@@ -53,12 +52,17 @@ KERNELS = [
 ]
 
 
+def exact(kernel):
+    """Whether it takes only weights with integer levels and one scale for each row."""
+    return "two digits" in kernel and kernel != "two digits, AMX"
+
+
 def serves(kernel, format, blocks, packed, contract_rows):
     if kernel.startswith("float"):
         return True
-    if "two digits" in kernel:
+    if exact(kernel):
         return not contract_rows and format.integer_levels and blocks == 1
-    if "one digit" in kernel:
+    if "one digit" in kernel and kernel != "one digit, AMX":
         return not contract_rows
     if "words" in kernel:
         block = packed // blocks
@@ -82,7 +86,7 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
 
 def draw_product(data, kernel):
     """An activation, and a weight of random codes; few compile, as each shape does."""
-    only_integers = "two digits" in kernel
+    only_integers = exact(kernel)
     formats = [Int3, Int4, Int8, Ternary, Binary]
     if not only_integers:
         formats += [NF4, NF3, *[FP8] * kernel.startswith("float")]

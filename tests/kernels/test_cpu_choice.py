@@ -83,8 +83,7 @@ def test_what_every_choice_keeps_to(names, on):
                 assert kind == "float", "weights and activations are exact"
             if kind == "one digit":
                 assert precision == "default", "8 bits are not for a high precision"
-            if kind == "bfloat16":
-                assert precision == "default", "as many are not, either"
+            assert kind != "bfloat16", "operands are in float32"
             if contract_rows:
                 assert kind == "float", "the others add along the rows of codes"
             said = cpu.describe(x, *args[1:], **params)
@@ -92,7 +91,7 @@ def test_what_every_choice_keeps_to(names, on):
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
     digits = {"float", "one digit", "two digits"}
     expected = {"dotprod": digits, "i8mm": digits, "VNNI": digits | {"words"}}
-    expected |= {"AMX": digits | {"words", "split", "bfloat16"}}
+    expected |= {"AMX": digits | {"words"}}
     assert kinds == expected.get(names[-1], {"float"})
 
 
@@ -116,18 +115,20 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
         ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
         ("AMX", Int8(), 9, {"contract_rows": True}, None),
-        ("AMX", Int8(), 7, {}, "two digits, VNNI"),
-        ("AMX", Int8(), 8, {}, "two digits, AMX"),
-        ("AMX", Binary(), 15, {"precision": "default"}, "one digit, VNNI"),
+        ("AMX", Int8(), 3, {}, "two digits, VNNI"),
+        ("AMX", Int8(), 4, {}, "two digits, AMX"),
+        # Codes that are decoded first want more rows.
+        ("AMX", Binary(), 7, {}, "two digits, VNNI"),
+        ("AMX", Binary(), 9, {"precision": "default"}, "one digit, VNNI"),
         ("AMX", Binary(), 4096, {"precision": "default"}, "one digit, AMX"),
         # Activations of int8 already.
         ("VNNI", Int8(), 3, {"x_dtype": jnp.dtype("int8")}, "one digit, VNNI"),
-        # One bfloat16 for each is enough for many rows, if no more is asked for.
-        ("AMX", NF4(), 12, {"precision": "default"}, "bfloat16, AMX"),
-        ("AMX", NF4(), 4096, {}, "split, AMX"),
+        ("AMX", NF4(), 4, {"precision": "default"}, "one digit, AMX"),
+        ("AMX", NF4(), 3, {"precision": "default"}, "words, VNNI"),
+        ("AMX", NF4(), 4096, {}, "two digits, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "bfloat16, AMX"),
-        ("AMX", NF4(), 65, {"x_dtype": BF16}, "split, AMX"),
-        ("AMX", NF4(), 11, {}, "words, VNNI"),
+        ("AMX", NF4(), 65, {"x_dtype": BF16}, "two digits, AMX"),
+        ("AMX", NF4(), 8, {}, "words, VNNI"),
         ("VNNI", NF4(), 16, {"precision": "default"}, "one digit, VNNI"),
         ("VNNI", NF4(), 15, {"precision": "default"}, "words, VNNI"),
         # A block of 4 bytes is no part of a vector that words are made of.
@@ -180,7 +181,7 @@ def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
     format, m, rows, size, expected, on, monkeypatch
 ):
     on("VNNI")
-    library = cpu.load()._replace(bfloat16=True)
+    library = _choose.load()._replace(bfloat16=True)
     monkeypatch.setattr(_choose, "load", lambda: library)
     how = {"rows": rows, "size": size, "contract_rows": True, "precision": "default"}
     args, params = product(format, m, **how)
@@ -189,12 +190,13 @@ def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
     assert cpu.choose_kernel(*args, **params) == "float, AVX-512"
 
 
-def test_a_bfloat16_is_not_rounded_by_two(on):
+def test_bfloat16_is_not_rounded_to_itself(on):
     on("AMX")
-    args, params = product(NF4(), 64)
+    how = {"x_dtype": BF16, "weight_dtype": BF16}
+    args, params = product(NF4(), 64, **how)
+    assert "not rounded" in cpu.describe(*args, **params)
+    args, params = product(NF4(), 4, **how)
     assert "16 bits" in cpu.describe(*args, **params)
-    args, params = product(NF4(), 64, x_dtype=BF16)
-    assert "16 bits" not in cpu.describe(*args, **params)
 
 
 def test_why_there_is_none(on, monkeypatch):

@@ -27,13 +27,13 @@ def choose_kernel(
 
     - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
     - `"two digits, VNNI"` (AMX, dotprod, i8mm): weights exact, activations in two
-        int8, which is 15 bits of them. 4e-5.
+        int8, which is 15 bits of them. 4e-5. AMX has weights with a scale for each
+        block in two int8, too, which is 16 bits of the largest of a row. 8e-5.
     - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
         weights with a scale for each block these, too, to 127 of the largest of a row.
         1.3e-2.
     - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
-    - `"split, AMX"`: both in two bfloat16, which is 16 bits of them. 5e-6.
-    - `"bfloat16, AMX"`: both in one. 3e-3.
+    - `"bfloat16, AMX"`: both rounded to bfloat16. 3e-3.
     """
     library = load()
     assert not isinstance(library, str), library
@@ -65,20 +65,22 @@ def choose_kernel(
         many_bits = thin and format.bits == 1 and m >= 2048
         if not rounded and (too_large or many_bits):
             return as_floats
-        # Tiles have sixteen rows of digits, and want the weight in another order.
-        if amx and m * (1 if rounded else 2) >= 16:
-            integers = "AMX"
-        return f"{'one digit' if rounded else 'two digits'}, {integers}"
+        how = "one digit" if rounded else "two digits"
+        return f"{how}, {'AMX' if amx and m >= _least_in_tiles[how][format.bits == 8] else integers}"
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
-    if amx and in_tiles and m >= 12:
-        if precision == "default":
-            return "one digit, AMX"
+    if amx and in_tiles:
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        return "bfloat16, AMX" if narrow else "two digits, AMX"
+        how = "two digits each"
+        if precision == "default":
+            how = "one digit each"
+        elif narrow:
+            how = "bfloat16"
+        if m >= _least_in_tiles[how][format.bits == 8]:
+            return f"{how.removesuffix(' each')}, AMX"
     words = vnni and _fits_words(packed, blocks, format)
     # To decode a row for all of the activation pays from so many on.
     many = m >= (16 if words else 8)
-    if precision == "default" and many and size <= longest_int8_sum and not amx:
+    if precision == "default" and many and size <= longest_int8_sum:
         return f"one digit, {integers}"
     # For so few rows of the weight to round the activation is not worth it.
     short_runs = run_of(codes.shape[-1], format) <= 16
@@ -126,6 +128,16 @@ def _most_contracted(
     return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
 
 
+# From how many rows on tiles are faster than registers: for codes of fewer bits than eight,
+# which are decoded for all rows at once, and for those of eight.
+_least_in_tiles = {
+    "two digits": (8, 4),
+    "one digit": (10, 6),
+    "two digits each": (9, 14),
+    "one digit each": (4, 8),
+    "bfloat16": (8, 12),
+}
+
 # Kernels of floats, and of int8 products, by their instructions; the best ones first.
 _of_floats = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
 _of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
@@ -155,9 +167,7 @@ def describe(x, codes, scales, **params) -> str:
     kernel = choose_kernel(x, codes, scales, **params)
     assert kernel is not None
     how, _, _ = kernel.partition(", ")
-    bits = {"two digits": 15, "one digit": 8, "words": 16, "split": 16, "bfloat16": 8}
-    if how in ("split", "bfloat16") and x.dtype == jnp.bfloat16:
-        bits = {}  # The first of the two, or the one, has all of it.
+    bits = {"two digits": 15, "one digit": 8, "words": 16}
     return f"native kernel {kernel!r} {rounding(x, bits.get(how))}"
 
 

@@ -2,7 +2,7 @@
 
 struct DecodedRows {
   static constexpr int lanes = 4, most_vectors = 1, most_digits = 6;
-  static constexpr int64_t few_digits = 8, spare_digits = 0;
+  static constexpr int64_t few_digits = 8;
   // Of the digits, which are read again for each four rows: from the second-level cache.
   static constexpr int64_t cached_bytes = 1 << 19;
   const uint8_t* rows = nullptr;

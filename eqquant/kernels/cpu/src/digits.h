@@ -22,8 +22,7 @@ using Sums = Integers::Sums;
 // integers; otherwise some rows of the weight are decoded before, and multiplied as a `Panel`
 // or as `DecodedRows`. Both have these:
 //
-// - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once, of
-//   which `spare_digits` may be beyond the last row
+// - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once
 // - `few_digits`: up to so many rows are few
 // - `vectors_for(length)`: how many of these vectors, if rows have so many bytes
 // - `take(rows, length, vector, vectors)`: `lanes` decoded rows, one after the other
@@ -71,8 +70,7 @@ inline Row* rows_in(const Product& p, const Layout& of, char* scratch) {
 // The most that it may be, whatever the levels are, which are not known yet.
 inline int64_t scratch_size(const Product& p) {
   const int64_t digits = round_up(p.packed, Integers::size) * p.planes() + Layout::gap;
-  return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row))) +
-         Panel::spare_digits * digits;
+  return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row)));
 }
 
 inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {

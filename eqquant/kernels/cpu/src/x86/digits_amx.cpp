@@ -45,6 +45,25 @@ struct Split {
   }
 };
 
+// The bytes of four times sixteen integers, one after the other.
+EQQUANT_INLINE __m512i as_bytes(const __m512i (&x)[4]) {
+  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]),
+                                            _mm512_packs_epi32(x[2], x[3]));
+  const __m512i places =
+      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  return _mm512_permutexvar_epi32(places, packed);
+}
+
+// Sixteen of 64 bytes, as integers.
+EQQUANT_INLINE __m512i sixteen(__m512i bytes, int64_t i) {
+  switch (i) {
+    case 0: return _mm512_cvtepi8_epi32(_mm512_castsi512_si128(bytes));
+    case 1: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 1));
+    case 2: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 2));
+    default: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 3));
+  }
+}
+
 class Digits {
   const Product& p;
   float* units;  // Of each row of the activation, in scratch.
@@ -173,29 +192,43 @@ class Digits {
     const float per_unit = std::isfinite(1 / unit) ? 1 / unit : 0;
     int8_t* const to[2] = {high, low};
     if constexpr (bits == 8) {
-      for (int64_t j = 0, b = 0, left = block - span.begin % block; j < span.bytes; j += 16) {
-        const __mmask16 some = first(span.bytes - j);
-        const __m512i values = _mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(some, codes + j));
-        const Split of(_mm512_mul_ps(_mm512_cvtepi32_ps(values),
-                                     _mm512_set1_ps(of_blocks[b] * per_unit)));
-        _mm512_mask_cvtepi32_storeu_epi8(high + j, some, of.high);
-        if (parts > 1) _mm512_mask_cvtepi32_storeu_epi8(low + j, some, of.low);
-        if (!(left -= 16)) left = block, b++;
-      }
+      // Sixteen codes are of one block.
+      int64_t b = 0, left = block - span.begin % block;
+      for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+        __m512i high_of[4], low_of[4];
+        for (int64_t i = 0; i < 4; i++) {
+          const float scale = of_blocks[std::min(b, blocks - 1)] * per_unit;
+          if (!(left -= 16)) left = block, b++;
+          const Split split(
+              _mm512_mul_ps(_mm512_cvtepi32_ps(sixteen(of, i)), _mm512_set1_ps(scale)));
+          high_of[i] = split.high, low_of[i] = split.low;
+        }
+        _mm512_mask_storeu_epi8(high + j, some, as_bytes(high_of));
+        if (parts > 1) _mm512_mask_storeu_epi8(low + j, some, as_bytes(low_of));
+      });
     } else {
-      const __m512 levels = _mm512_loadu_ps(p.levels);
-      for (int part = 0; part < parts; part++)  // With some to spare, as four are read at once.
-        tables[part].resize((blocks + 4) * 16);
-      for (int64_t b = 0; b < blocks; b++) {
-        const Split of(_mm512_mul_ps(levels, _mm512_set1_ps(of_blocks[b] * per_unit)));
-        _mm512_mask_cvtepi32_storeu_epi8(&tables[0][b * 16], 0xFFFF, of.high);
-        if (parts > 1) _mm512_mask_cvtepi32_storeu_epi8(&tables[1][b * 16], 0xFFFF, of.low);
+      const __m512 levels = _mm512_mul_ps(_mm512_loadu_ps(p.levels), _mm512_set1_ps(per_unit));
+      int8_t* made[2];
+      for (int part = 0; part < parts; part++) {  // With some to spare, as four are read at once.
+        tables[part].resize((blocks + 8) * 16);
+        made[part] = tables[part].data();
       }
+      for (int64_t b = 0; b < blocks; b += 4) {
+        __m512i high_of[4], low_of[4];
+        for (int64_t i = 0; i < 4; i++) {
+          const float scale = of_blocks[std::min(b + i, blocks - 1)];
+          const Split of(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
+          high_of[i] = of.high, low_of[i] = of.low;
+        }
+        _mm512_storeu_si512(made[0] + b * 16, as_bytes(high_of));
+        if (parts > 1) _mm512_storeu_si512(made[1] + b * 16, as_bytes(low_of));
+      }
+      const int64_t plane_size = span.plane;
       const auto with_lanes = [&](const auto& lanes) {
         for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
           for (int part = 0; part < parts; part++)
-            look_up_planes<bits>(lanes(tables[part].data(), j), of, [&](int plane, __m512i x) {
-              _mm512_mask_storeu_epi8(to[part] + plane * span.plane + j, some, x);
+            look_up_planes<bits>(lanes(made[part], j), of, [&](int plane, __m512i x) {
+              _mm512_mask_storeu_epi8(to[part] + plane * plane_size + j, some, x);
             });
         });
       };

@@ -5,7 +5,7 @@
 
 struct Panel : Arranged {
   static constexpr int most_digits = 6;
-  static constexpr int64_t few_digits = 8, spare_digits = 0;
+  static constexpr int64_t few_digits = 8;
   using Arranged::Arranged;
 
   // To arrange rows takes as long as to add up as many sums, in vain, as there are bytes.

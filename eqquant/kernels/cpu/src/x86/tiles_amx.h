@@ -77,12 +77,14 @@ struct Configured {
 // Tiles can be used while there is one of these, by the thread that made it.
 struct Configured {
   Configured() {
-    alignas(64) struct {
-      uint8_t palette = 1, start = 0, reserved[14] = {};
-      uint16_t bytes[16] = {};
-      uint8_t rows[16] = {};
-    } config;
-    for (int i = 0; i < 8; i++) config.bytes[i] = tile_bytes, config.rows[i] = tile_rows;
+    // In memory once and for all: versions of GCC drop what is written to it before it is read.
+    struct alignas(64) Config {
+      uint8_t palette, start, reserved[14];
+      uint16_t bytes[16];
+      uint8_t rows[16];
+    };
+    static constexpr Config config = {
+        1, 0, {}, {64, 64, 64, 64, 64, 64, 64, 64}, {16, 16, 16, 16, 16, 16, 16, 16}};
     _tile_loadconfig(&config);
   }
   ~Configured() { _tile_release(); }
