@@ -47,7 +47,11 @@ def choose_kernel(
     rounded = precision == "default" or x.dtype == jnp.int8
     if contract_rows:
         most = _most_contracted(library, m, codes, blocks, format, precision)
-        if exact and integers and (amx or not vnni) and precision != "highest":
+        if not _fits_panels(packed, blocks) or precision == "highest":
+            pass
+        elif amx and (exact or rounded):
+            most = _most_beside_tiles(codes, format, exact, rounded)
+        elif exact and integers and not vnni:
             most = 8
     else:
         most = _most_floats(library, packed, blocks, format, precision)
@@ -66,7 +70,8 @@ def choose_kernel(
         if not rounded and (too_large or many_bits):
             return as_floats
         how = "one digit" if rounded else "two digits"
-        return f"{how}, {'AMX' if amx and m >= _least_in_tiles[how][format.bits == 8] else integers}"
+        in_tiles = amx and m >= _least_in_tiles[how][format.bits == 8]
+        return f"{how}, {'AMX' if in_tiles else integers}"
     in_tiles = blocks == 1 or packed // blocks % 16 == 0
     if amx and in_tiles:
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
@@ -123,13 +128,31 @@ def _most_contracted(
     if format.bits == 8 and not format.float8:
         fast = "vnni" in library.instructions and min(rows, columns) >= 512
         return 32 if fast else math.inf
-    if "amx" in library.instructions:
-        return 64
     return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
 
 
-# From how many rows on tiles are faster than registers: for codes of fewer bits than eight,
-# which are decoded for all rows at once, and for those of eight.
+def _most_beside_tiles(
+    codes, format: Format, exact: bool, rounded: bool
+) -> int | float:
+    """The same where XLA multiplies int8 or bfloat16 by tiles. It decodes the weight
+    before that, which pays for large ones."""
+    least = min(codes.shape[-2], num_codes(codes.shape[-1], format.bits))
+    if least < 384:
+        return math.inf
+    if format.bits == 3:
+        by_size = (512, 512, 512) if rounded else (math.inf, 512, 512)
+    elif format.bits == 8:
+        by_size = (256, 32, 16) if exact else (64, 64, 32)
+    elif exact:
+        by_size = (256 if rounded else math.inf, 128, 16)
+    else:
+        by_size = (256, 256, 32)
+    return by_size[(least >= 1024) + (least >= 2048)]
+
+
+# From how many rows on tiles are faster than registers: for codes of fewer bits than
+# eight, and for those of eight. What registers multiply is decoded in these; what tiles
+# do, once for all rows.
 _least_in_tiles = {
     "two digits": (8, 4),
     "one digit": (10, 6),

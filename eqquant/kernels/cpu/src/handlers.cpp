@@ -11,8 +11,10 @@ namespace ffi = xla::ffi;
 namespace eqquant {
 namespace {
 
-// Below this many multiplications, to wake another thread takes longer than to do them.
-constexpr int64_t worth_a_thread = 1 << 17;
+// Below this many values to encode, to wake another thread takes longer than to do them; and
+// below this many multiplications. To decode a weight takes as long as some rows of these.
+constexpr int64_t worth_a_thread = 1 << 17, multiplications_worth_a_thread = 5 << 20,
+                  rows_worth_decoding = 16;
 
 ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("eqquant: " + what);
@@ -103,7 +105,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
   const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
-  const bool alone = p.m * p.rows * p.columns() < worth_a_thread;
+  const bool alone =
+      (p.m + rows_worth_decoding) * p.rows * p.columns() < multiplications_worth_a_thread;
   for (int64_t i = 0; i < batch; i++) {
     p.x = all_x + i * p.m * in * p.x_size();
     p.codes = all_codes + i * p.rows * p.stored_bytes();
