@@ -114,7 +114,11 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
         ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
-        ("AMX", Int8(), 9, {"contract_rows": True}, None),
+        ("AMX", Int8(), 17, {"contract_rows": True}, None),
+        ("AMX", Int8(), 16, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", Int8(), 256, {"contract_rows": True, "rows": 512}, "float, AVX-512"),
+        ("AMX", Binary(), 999, {"contract_rows": True, "rows": 512}, "float, AVX-512"),
+        ("AMX", Int8(), 9999, {"contract_rows": True, "rows": 383}, "float, AVX-512"),
         ("AMX", Int8(), 3, {}, "two digits, VNNI"),
         ("AMX", Int8(), 4, {}, "two digits, AMX"),
         # Codes that are decoded first want more rows.
@@ -137,7 +141,7 @@ def test_what_every_choice_keeps_to(names, on):
         # Nor are blocks of 12 bytes parts of a vector, of which many rows are decoded.
         ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
         ("AMX", NF4(), 65, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", NF4(), 65, {"contract_rows": True, "precision": "default"}, None),
+        ("AMX", NF4(), 33, {"contract_rows": True, "precision": "default"}, None),
         # To round the activation pays for more rows of the weight than these.
         ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),

@@ -42,7 +42,7 @@ class Floats {
 
   Decoded<uint16_t> decode(const Span& span, int64_t row, int rows,
                            const Decoded<uint16_t>& to) {
-    scales.resize(rows * p.blocks);
+    scales.resize(p.bfloat16_scales ? rows * p.blocks : 0);
     const float* of = scales_of(p, row, rows, scales.data());
     with_bits(p, [&](auto bits) {
       for (int r = 0; r < rows; r++)

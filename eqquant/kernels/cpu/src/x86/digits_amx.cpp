@@ -115,7 +115,7 @@ class Digits {
   }
 
   Decoded<int8_t> decode(const Span& span, int64_t row, int rows, const Decoded<int8_t>& to) {
-    scales.resize(rows * p.blocks);
+    scales.resize(p.bfloat16_scales ? rows * p.blocks : 0);
     const float* of = scales_of(p, row, rows, scales.data());
     // Codes that are tiles as they are.
     if (exact && p.bits == 8 && rows == rows_at_once && span.bytes % tile_bytes == 0) {
@@ -186,78 +186,93 @@ class Digits {
                   int8_t* low) {
     const int64_t block = p.block_bytes(), begin = span.begin / block;
     const int64_t blocks = (span.begin + span.bytes - 1) / block + 1 - begin;
-    const float* of_blocks = of_row + begin;
-    const float most = absmax_of(of_blocks, blocks) * largest, unit = most / 127;
+    const float most = absmax_of(of_row + begin, blocks) * largest, unit = most / 127;
     if (!std::isfinite(most)) return NAN;
     const float per_unit = std::isfinite(1 / unit) ? 1 / unit : 0;
     int8_t* const to[2] = {high, low};
     if constexpr (bits == 8) {
-      // Sixteen codes are of one block.
-      int64_t b = 0, left = block - span.begin % block;
-      for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
-        __m512i high_of[4], low_of[4];
-        for (int64_t i = 0; i < 4; i++) {
-          const float scale = of_blocks[std::min(b, blocks - 1)] * per_unit;
-          if (!(left -= 16)) left = block, b++;
-          const Split split(
-              _mm512_mul_ps(_mm512_cvtepi32_ps(sixteen(of, i)), _mm512_set1_ps(scale)));
-          high_of[i] = split.high, low_of[i] = split.low;
-        }
-        _mm512_mask_storeu_epi8(high + j, some, as_bytes(high_of));
-        if (parts > 1) _mm512_mask_storeu_epi8(low + j, some, as_bytes(low_of));
-      });
+      round_codes<parts>(span, of_row + begin, blocks, per_unit, codes, to);
     } else {
-      const __m512 levels = _mm512_mul_ps(_mm512_loadu_ps(p.levels), _mm512_set1_ps(per_unit));
-      int8_t* made[2];
-      for (int part = 0; part < parts; part++) {  // With some to spare, as four are read at once.
-        tables[part].resize((blocks + 8) * 16);
-        made[part] = tables[part].data();
-      }
-      for (int64_t b = 0; b < blocks; b += 4) {
-        __m512i high_of[4], low_of[4];
-        for (int64_t i = 0; i < 4; i++) {
-          const float scale = of_blocks[std::min(b + i, blocks - 1)];
-          const Split of(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
-          high_of[i] = of.high, low_of[i] = of.low;
-        }
-        _mm512_storeu_si512(made[0] + b * 16, as_bytes(high_of));
-        if (parts > 1) _mm512_storeu_si512(made[1] + b * 16, as_bytes(low_of));
-      }
-      const int64_t plane_size = span.plane;
-      const auto with_lanes = [&](const auto& lanes) {
-        for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
-          for (int part = 0; part < parts; part++)
-            look_up_planes<bits>(lanes(made[part], j), of, [&](int plane, __m512i x) {
-              _mm512_mask_storeu_epi8(to[part] + plane * plane_size + j, some, x);
-            });
-        });
-      };
-      const auto load = [](const int8_t* at) {
-        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-      };
-      if (p.blocks == 1) {
-        with_lanes([&](const int8_t* of, int64_t) { return _mm512_broadcast_i32x4(load(of)); });
-      } else if (block == 16) {
-        with_lanes([](const int8_t* of, int64_t j) { return _mm512_loadu_si512(of + j); });
-      } else if (block == 32) {
-        with_lanes([](const int8_t* of, int64_t j) {
-          const __m512i two = _mm512_castsi256_si512(
-              _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of + j / 2)));
-          return _mm512_shuffle_i64x2(two, two, 0x50);
-        });
-      } else {
-        with_lanes([&](const int8_t* of, int64_t j) {
-          const int64_t lane = (span.begin + j) / 16, of_block = block / 16;
-          const auto at = [&](int64_t i) { return load(of + ((lane + i) / of_block - begin) * 16); };
-          if (block % 64 == 0) return _mm512_broadcast_i32x4(at(0));
-          __m512i out = _mm512_castsi128_si512(at(0));
-          out = _mm512_inserti32x4(out, at(1), 1);
-          out = _mm512_inserti32x4(out, at(2), 2);
-          return _mm512_inserti32x4(out, at(3), 3);
-        });
-      }
+      make_tables<parts>(of_row + begin, blocks, per_unit);
+      look_up_row<bits, parts>(span, begin, codes, to);
     }
     return unit;
+  }
+
+  // Codes of 8 bits, of which sixteen are of one block.
+  template <int parts>
+  void round_codes(const Span& span, const float* of_blocks, int64_t blocks, float per_unit,
+                   const uint8_t* codes, int8_t* const (&to)[2]) {
+    int64_t b = 0, left = p.block_bytes() - span.begin % p.block_bytes();
+    for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+      __m512i high[4], low[4];
+      for (int64_t i = 0; i < 4; i++) {
+        const __m512 by = _mm512_set1_ps(of_blocks[std::min(b, blocks - 1)] * per_unit);
+        if (!(left -= 16)) left = p.block_bytes(), b++;
+        const Split split(_mm512_mul_ps(_mm512_cvtepi32_ps(sixteen(of, i)), by));
+        high[i] = split.high, low[i] = split.low;
+      }
+      _mm512_mask_storeu_epi8(to[0] + j, some, as_bytes(high));
+      if (parts > 1) _mm512_mask_storeu_epi8(to[1] + j, some, as_bytes(low));
+    });
+  }
+
+  // What codes stand for in each of some blocks, made for four of these at once.
+  template <int parts>
+  void make_tables(const float* of_blocks, int64_t blocks, float per_unit) {
+    const __m512 levels = _mm512_loadu_ps(p.levels);
+    // With some to spare, as four are read at once, too.
+    for (int part = 0; part < parts; part++) tables[part].resize((blocks + 8) * 16);
+    for (int64_t b = 0; b < blocks; b += 4) {
+      __m512i high[4], low[4];
+      for (int64_t i = 0; i < 4; i++) {
+        const __m512 by = _mm512_set1_ps(of_blocks[std::min(b + i, blocks - 1)] * per_unit);
+        const Split split(_mm512_mul_ps(levels, by));
+        high[i] = split.high, low[i] = split.low;
+      }
+      _mm512_storeu_si512(&tables[0][b * 16], as_bytes(high));
+      if (parts > 1) _mm512_storeu_si512(&tables[1][b * 16], as_bytes(low));
+    }
+  }
+
+  // By these tables, the first of which is of block `first`.
+  template <int bits, int parts>
+  void look_up_row(const Span& span, int64_t first, const uint8_t* codes,
+                   int8_t* const (&to)[2]) {
+    const int8_t* const made[2] = {tables[0].data(), tables[1].data()};
+    const int64_t block = p.block_bytes(), plane_size = span.plane;
+    // `lanes` are the tables of a register of codes: of each sixteen bytes one.
+    const auto look_up_by = [&](const auto& lanes) {
+      for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+        for (int part = 0; part < parts; part++)
+          look_up_planes<bits>(lanes(made[part], j), of, [&](int plane, __m512i x) {
+            _mm512_mask_storeu_epi8(to[part] + plane * plane_size + j, some, x);
+          });
+      });
+    };
+    const auto load = [](const int8_t* at) {
+      return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+    };
+    if (p.blocks == 1)
+      return look_up_by(
+          [&](const int8_t* of, int64_t) { return _mm512_broadcast_i32x4(load(of)); });
+    if (block == 16)
+      return look_up_by([](const int8_t* of, int64_t j) { return _mm512_loadu_si512(of + j); });
+    if (block == 32)
+      return look_up_by([](const int8_t* of, int64_t j) {
+        const __m512i two = _mm512_castsi256_si512(
+            _mm256_loadu_si256(reinterpret_cast<const __m256i*>(of + j / 2)));
+        return _mm512_shuffle_i64x2(two, two, 0x50);
+      });
+    look_up_by([&](const int8_t* of, int64_t j) {
+      const auto at = [&](int64_t byte) { return load(of + (byte / block - first) * 16); };
+      const int64_t byte = span.begin + j;
+      if (block % 64 == 0) return _mm512_broadcast_i32x4(at(byte));
+      __m512i out = _mm512_castsi128_si512(at(byte));
+      out = _mm512_inserti32x4(out, at(byte + 16), 1);
+      out = _mm512_inserti32x4(out, at(byte + 32), 2);
+      return _mm512_inserti32x4(out, at(byte + 48), 3);
+    });
   }
 };
 

@@ -124,8 +124,8 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   }
 }
 
-// What is decoded next, which is asked for while tiles are multiplied: a line of it for each step
-// hides how long memory takes.
+// What is decoded next, which is asked for while tiles are multiplied: some lines of it for each
+// step.
 struct Ahead {
   const uint8_t* codes;
   int64_t packed, bytes, rows, j = 0;
@@ -157,7 +157,8 @@ struct alignas(64) Sums {
 template <class Element, bool two, bool low>
 void multiply(const Decoded<typename Element::Number>& decoded, int64_t steps, const char* x,
               int64_t next, int64_t step, Ahead& ahead, Sums& sums) {
-  const int64_t stride = decoded.stride * sizeof(typename Element::Number), half = tile_rows * stride;
+  const int64_t stride = decoded.stride * sizeof(typename Element::Number);
+  const int64_t half = tile_rows * stride;
   const char* w = reinterpret_cast<const char*>(decoded.numbers);
   _tile_zero(0);
   _tile_zero(2);
@@ -198,12 +199,12 @@ void multiply(const Decoded<typename Element::Number>& decoded, int64_t steps, c
 // the activation from its row `i` on: `p.y`, or what is to be added to it.
 template <class Element>
 void finish(const Product& p, const Element& element, const Sums& sums, int half, int64_t i,
-            int digit, int64_t row, int64_t rows, bool adds) {
+            int tile, int64_t row, int64_t rows, bool adds) {
   if (rows <= 0) return;
   __m512i y[16];
   const auto& of = sums.of[half];
   for (int r = 0; r < 16; r++)
-    y[r] = _mm512_castps_si512(element.result(i, of[digit][r], of[1][r], half * tile_rows + r));
+    y[r] = _mm512_castps_si512(element.result(i, of[tile][r], of[1][r], half * tile_rows + r));
   transpose(y);
   const __mmask16 some = first(rows);
   for (int64_t k = 0; k < std::min<int64_t>(16, p.m - i); k++) {
@@ -228,7 +229,8 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   const Decoded<Number> space{reinterpret_cast<Number*>(buffer.data()), lines * layout.of_step};
   const Configured configured;
   Sums sums;
-  const int64_t tiles = (p.m + tile_rows - 1) / tile_rows, step = p.digits * tile_rows * tile_bytes;
+  const int64_t tiles = (p.m + tile_rows - 1) / tile_rows;
+  const int64_t step = p.digits * tile_rows * tile_bytes;
   for (int64_t s = 0; s < layout.count; s++) {
     const Span span = layout.span(s);
     const int64_t in_turn = std::max<int64_t>(2, cached_bytes / (span.steps * step) / 2 * 2);
@@ -248,9 +250,9 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
                                      : multiply<Element, false, false>;
           product(decoded, span.steps, x, next, step, ahead, sums);
           for (int half = 0; half < 2; half++)
-            for (int of = 0; of < (two && !digits ? 2 : 1); of++)
-              finish(p, element, sums, half, (t + of) * tile_rows, of, row + half * tile_rows,
-                     rows - half * tile_rows, s > 0);
+            for (int tile = 0; tile < (two && !digits ? 2 : 1); tile++)
+              finish(p, element, sums, half, (t + tile) * tile_rows, tile,
+                     row + half * tile_rows, rows - half * tile_rows, s > 0);
         }
       }
   }
