@@ -81,6 +81,7 @@ class Floats {
     const __m512 levels = _mm512_loadu_ps(p.levels);
     // In halves of 32 bytes, of which the last ones may be beyond the end of a row.
     const int64_t of_block = p.blocks > 1 ? p.block_bytes() / 16 : INT64_MAX;
+    const int64_t ahead = far_ahead(p, span);
     int64_t block = span.begin / 16 / of_block;
     int64_t left = (block + 1) * of_block - span.begin / 16;
     if (p.blocks == 1) block = 0, left = INT64_MAX;
@@ -92,6 +93,7 @@ class Floats {
       const float scale = of_row[std::min(block, p.blocks - 1)];
       const float next = left > 1 ? scale : of_row[std::min(block + 1, p.blocks - 1)];
       const __m256i bytes = _mm256_maskz_loadu_epi8(some, codes + j);
+      __builtin_prefetch(codes + ahead + j, 0, 2);
       if constexpr (bits == 8) {
         _mm512_mask_storeu_epi16(to, some,
                                  both(scaled(_mm256_castsi256_si128(bytes), scale),

@@ -153,8 +153,10 @@ class Digits {
   // `use(j, some, codes)` for each register of codes of a row in a span.
   template <class Use>
   EQQUANT_INLINE void for_each_register(const Span& span, const uint8_t* codes, const Use& use) {
+    const int64_t ahead = far_ahead(p, span);
     for (int64_t j = 0; j < span.bytes; j += 64) {
       const __mmask64 some = first_bytes(span.bytes - j);
+      __builtin_prefetch(codes + ahead + j, 0, 2);
       use(j, some, _mm512_maskz_loadu_epi8(some, codes + j));
     }
   }

@@ -124,8 +124,14 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   }
 }
 
-// What is decoded next, which is asked for while tiles are multiplied: some lines of it for each
-// step.
+// How far ahead codes of a span are asked for while others are decoded: some rows, as what follows
+// in memory may be of another span.
+inline int64_t far_ahead(const Product& p, const Span& span) {
+  return std::max<int64_t>(1, (1 << 14) / span.bytes) * p.packed;
+}
+
+// What is decoded next, which is asked for while tiles are multiplied, too: some lines of it for
+// each step.
 struct Ahead {
   const uint8_t* codes;
   int64_t packed, bytes, rows, j = 0;
