@@ -125,7 +125,7 @@ bool check(const Case& c) {
   p.bfloat16_x = below(2);
 
   const bool integers = c.integers && (c.exact || below(2));
-  const int least = below(4) ? -2 : 150;  // Not of bytes with a sign.
+  const int least = c.exact || below(4) ? -2 : 150;  // More than a byte with a sign holds.
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
     const int code = i & ((1 << std::min(p.three_bits ? 3 : p.bits, 4)) - 1);

@@ -30,13 +30,12 @@ using Sums = Integers::Sums;
 //   of digits, which are `stride` bytes apart; totals are (digits, vector, lane)
 // - `cached_bytes` of digits, which are multiplied in one turn
 
-// Whether the levels of a row are integers of one unit as they are.
+// Whether the levels of a row are bytes, of one unit, as they are.
 inline bool is_exact(const Product& p) {
   if (p.blocks > 1) return false;
   for (int i = 0; p.bits < 8 && i < 16; i++) {
     const float level = p.levels[i];
-    if (!(std::fabs(level) < 256 && level == static_cast<float>(static_cast<int>(level))))
-      return false;
+    if (!(level >= -128 && level <= 127 && level == std::rint(level))) return false;
   }
   return true;
 }
