@@ -49,8 +49,8 @@ def _logits(model) -> np.ndarray:
 
 
 def _assert_same(ours, theirs):
-    """Ours are in float32. So would be theirs, but then large adapters would make more of
-    how they are rounded than this permits."""
+    """Ours are in float32, theirs in float64: with both in float32, large adapters make
+    more of how these are rounded than this permits."""
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
