@@ -46,13 +46,9 @@ def choose_kernel(
     exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
     rounded = precision == "default" or x.dtype == jnp.int8
     if contract_rows:
-        most = _most_contracted(library, m, codes, blocks, format, precision)
-        if not _fits_panels(packed, blocks) or precision == "highest":
-            pass
-        elif amx and (exact or rounded):
-            most = _most_beside_tiles(codes, format, exact, rounded)
-        elif exact and integers and not vnni:
-            most = 8
+        most = _most_contracted(
+            library, m, codes, blocks, format, precision, exact, rounded
+        )
     else:
         most = _most_floats(library, packed, blocks, format, precision)
     if exact and rounded and integers is None and precision != "highest":
@@ -112,13 +108,27 @@ def _most_floats(
 
 
 def _most_contracted(
-    library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
+    library: Library,
+    m: int,
+    codes,
+    blocks: int,
+    format: Format,
+    precision: Precision,
+    exact: bool,
+    rounded: bool,
 ) -> int | float:
     """The same where the rows of the weight are contracted."""
     rows, stored = codes.shape[-2:]
     columns = num_codes(stored, format.bits)
-    if not _fits_panels(row_bytes(stored, format), blocks):
+    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
+    in_panels = _fits_panels(row_bytes(stored, format), blocks)
+    integers = exact and precision != "highest" and _best_of(library, _of_integers)
+    if integers and (not vnni or (amx and not in_panels)):
+        return 8
+    if not in_panels:
         return 64 if "avx512" in library.instructions else 16
+    if amx and (exact or rounded) and precision != "highest":
+        return _most_beside_tiles(codes, format, exact, rounded)
     if precision != "default":
         return math.inf
     # XLA rounds both operands to int8 or bfloat16, which pays for many rows, if not
@@ -126,8 +136,7 @@ def _most_contracted(
     if (m * columns >= 2**22 and rows < 1024) or (m * rows >= 2**23 and columns < 512):
         return math.inf
     if format.bits == 8 and not format.float8:
-        fast = "vnni" in library.instructions and min(rows, columns) >= 512
-        return 32 if fast else math.inf
+        return 32 if vnni and min(rows, columns) >= 512 else math.inf
     return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
 
 

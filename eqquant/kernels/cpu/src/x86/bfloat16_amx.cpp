@@ -113,12 +113,6 @@ class Floats {
   }
 };
 
-const char* why_not(const Product& p) {
-  if (p.exponent) return "floats of 8 bits need a float kernel";
-  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
-  return nullptr;
-}
-
 }  // namespace bfloat16
 
 extern const Routine bfloat16_amx = {

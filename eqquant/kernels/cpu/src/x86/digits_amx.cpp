@@ -79,7 +79,7 @@ class Digits {
 
   // For whole tiles.
   static int64_t space(const Product& p) {
-    return (p.m + tile_rows - 1) / tile_rows * tile_rows * static_cast<int64_t>(sizeof(float));
+    return tiles_of(p) * tile_rows * static_cast<int64_t>(sizeof(float));
   }
 
   Digits(const Product& p, char* space)
@@ -277,12 +277,6 @@ class Digits {
     });
   }
 };
-
-const char* why_not(const Product& p) {
-  if (p.exponent) return "floats of 8 bits need a float kernel";
-  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
-  return nullptr;
-}
 
 }  // namespace digits
 

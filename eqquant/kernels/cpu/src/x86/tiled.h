@@ -24,6 +24,14 @@
 constexpr int rows_at_once = 2 * tile_rows;
 constexpr int64_t cached_bytes = 1 << 20;
 
+inline int64_t tiles_of(const Product& p) { return (p.m + tile_rows - 1) / tile_rows; }
+
+inline const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
+  return nullptr;
+}
+
 // Some bytes of each row of codes, of which the numbers begin at a step.
 struct Span {
   int64_t begin, bytes;
@@ -90,12 +98,12 @@ struct Decoded {
 template <class Element>
 int64_t scratch_size(const Product& p) {
   const Layout<typename Element::Number> layout(p);
-  return (p.m + tile_rows - 1) / tile_rows * layout.tiles() + Element::space(p);
+  return tiles_of(p) * layout.tiles() + Element::space(p);
 }
 
 template <class Element>
 char* space_in(const Product& p, const Layout<typename Element::Number>& layout, char* scratch) {
-  return scratch + (p.m + tile_rows - 1) / tile_rows * layout.tiles();
+  return scratch + tiles_of(p) * layout.tiles();
 }
 
 template <class Element>
@@ -235,8 +243,7 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   const Decoded<Number> space{reinterpret_cast<Number*>(buffer.data()), lines * layout.of_step};
   const Configured configured;
   Sums sums;
-  const int64_t tiles = (p.m + tile_rows - 1) / tile_rows;
-  const int64_t step = p.digits * tile_rows * tile_bytes;
+  const int64_t tiles = tiles_of(p), step = p.digits * tile_rows * tile_bytes;
   for (int64_t s = 0; s < layout.count; s++) {
     const Span span = layout.span(s);
     const int64_t in_turn = std::max<int64_t>(2, cached_bytes / (span.steps * step) / 2 * 2);
