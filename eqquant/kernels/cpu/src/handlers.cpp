@@ -2,6 +2,7 @@
 #include <string>
 #include <string_view>
 
+#include "huge_pages.h"
 #include "machine.h"
 #include "parallel.h"
 #include "unpack.h"
@@ -100,6 +101,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
     return invalid("scratch is too small");
 
+  ask_for_huge_pages(y->untyped_data(), y->size_bytes());
+  ask_for_huge_pages(scratch->untyped_data(), scratch->size_bytes());
   char* space = reinterpret_cast<char*>(scratch->typed_data());
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
