@@ -113,30 +113,25 @@ struct ColumnPanels {
   // Rows of the weight, at most `panel_rows`, with all of the activation.
   void run(int64_t row, int rows, const Groups& groups) {
     const float* scales = scales_of(p, row, rows, buffer.data());
-    const int vectors = static_cast<int>((rows + size - 1) / size);
     for (int64_t j = 0; j < p.packed; j += bytes_at_once) {
       const int64_t end = std::min(p.packed, j + bytes_at_once);
       for (int r = 0; r < rows; r += size)
         decode_rows(row + r, rows - r, scales + r * p.blocks, j, end, panel.data() + r);
       for (int64_t g = 0; g < groups.count; g++)
-        with_constant<Vector::most_at_once>(groups.size(g), [&](auto count) {
-          with_constant<side_by_side>(vectors, [&](auto wide) {
-            multiply<wide, count>(row, rows, groups.first(g), j, end);
-          });
-        });
+        multiply(row, rows, groups.first(g), groups.size(g), j, end);
     }
   }
 
-  template <int vectors, int count>
-  void multiply(int64_t row, int rows, int64_t m, int64_t begin, int64_t end) const {
+  void multiply(int64_t row, int rows, int64_t m, int count, int64_t begin, int64_t end) const {
     const float* const from = x + m * p.columns() + begin * planes;
     float* const y = p.y + m * p.rows + row;
+    const int vectors = static_cast<int>((rows + size - 1) / size);
     const bool whole = rows == vectors * size, adds = begin > 0;
-    float edge[vectors * size * count];
+    float edge[panel_rows * Vector::most_at_once];
     float* to[side_by_side];
     for (int v = 0; v < vectors; v++) to[v] = (whole ? y : edge) + v * size;
-    multiply_panel<vectors, count>(panel.data(), from, p.columns(), (end - begin) * planes, to,
-                                   whole ? p.rows : vectors * size, whole && adds);
+    multiply_panel(vectors, count, panel.data(), from, p.columns(), (end - begin) * planes, to,
+                   whole ? p.rows : vectors * size, whole && adds);
     for (int i = 0; i < count && !whole; i++)
       for (int r = 0; r < rows; r++)
         y[i * p.rows + r] = edge[i * vectors * size + r] + (adds ? y[i * p.rows + r] : 0);

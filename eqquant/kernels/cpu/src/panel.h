@@ -66,3 +66,16 @@ void multiply_panel(const float* w, const float* x, int64_t x_stride, int64_t ro
     }
 }
 
+
+// The same for numbers that are known late. Apart, so that it is compiled once and not for every
+// format.
+__attribute__((noinline)) inline void multiply_panel(int vectors, int count, const float* w,
+                                                     const float* x, int64_t x_stride,
+                                                     int64_t rows, float* const* y,
+                                                     int64_t y_stride, bool adds) {
+  with_constant<side_by_side>(vectors, [&](auto wide) {
+    with_constant<Vector::most_at_once>(count, [&](auto high) {
+      multiply_panel<wide, high>(w, x, x_stride, rows, y, y_stride, adds);
+    });
+  });
+}

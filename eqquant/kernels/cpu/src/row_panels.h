@@ -110,18 +110,13 @@ struct Panels {
       decode(pieces, row, rows, bytes);
       for (int64_t g = 0; g < groups.count; g++) {
         const float* x = all_x + groups.first(g) * p.rows + row;
-        with_constant<Vector::most_at_once>(groups.size(g), [&](auto count) {
-          for (int64_t v = 0; v < vectors; v += side_by_side) {
-            float* to[side_by_side];
-            for (int i = 0; i < side_by_side; i++)
-              to[i] = y[v + i] + groups.first(g) * y_stride;
-            const float* w = decoded.data() + v * rows * size;
-            const int some = static_cast<int>(std::min<int64_t>(side_by_side, vectors - v));
-            with_constant<side_by_side>(some, [&](auto wide) {
-              multiply_panel<wide, count>(w, x, p.rows, rows, to, y_stride, row > 0);
-            });
-          }
-        });
+        for (int64_t v = 0; v < vectors; v += side_by_side) {
+          float* to[side_by_side];
+          for (int i = 0; i < side_by_side; i++) to[i] = y[v + i] + groups.first(g) * y_stride;
+          const int some = static_cast<int>(std::min<int64_t>(side_by_side, vectors - v));
+          multiply_panel(some, groups.size(g), decoded.data() + v * rows * size, x, p.rows, rows,
+                         to, y_stride, row > 0);
+        }
       }
     }
     for (int64_t m = 0; m < p.m && !in_order; m++) {
