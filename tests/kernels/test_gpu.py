@@ -85,12 +85,22 @@ def test_stacks_and_what_is_not_finite(m, normal):
 
 @pytest.mark.parametrize(
     "size, each, multiple",
-    [(7, 100, 1), (9, 100, 8), (4096, 28672, 128), (2**20, 2**16, 128), (64, 2**30, 8)],
+    [
+        (7, 100, 1),
+        (9, 100, 8),
+        (4096, 28672, 128),
+        (14336, 8192, 128),
+        (2**20, 2**16, 128),
+        (64, 2**30, 8),
+    ],
 )
 def test_a_tile_is_never_the_whole_weight(size, each, multiple):
-    tile = _tiles.tile_size(size, each, multiple)
-    assert tile % multiple == 0 and tile < size
-    assert -(-size // tile) <= 16
+    for room in (0, 10**6, size * each // 3, 2 * size * each):
+        tile = _tiles.tile_size(size, each, multiple, room)
+        assert tile % multiple == 0 and tile < size
+        assert -(-size // tile) <= 16
+    if size * each <= 2**27:  # With as much room as that there are two.
+        assert -(-size // tile) == 2
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (16, 1024)])
@@ -118,10 +128,10 @@ def test_a_gpu_encodes_much_at_once(platform, loops, monkeypatch):
     assert ("stablehlo.while" in lowered.as_text()) == loops
 
 
-def described(rows, columns, format):
+def described(rows, columns, format, dtype="bfloat16"):
     return jax.eval_shape(
         ft.partial(eqquant.quantize, format=format, check_finite=False),
-        jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, columns), dtype),
     )
 
 
@@ -159,3 +169,27 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     # A tile, and for many rows the parts of the result.
     held = program.compiled.memory_analysis().temp_size_in_bytes
     assert held < 2.5 * 2**25 + 4 * m * 14336
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize(
+    "dtype, format, launches",
+    [
+        ("bfloat16", NF4(), 6),
+        pytest.param("float16", NF4(), 6, marks=pytest.mark.slow),
+        pytest.param("bfloat16", eqquant.Binary(), 5, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_tiles_lie_where_the_result_will_be(dtype, format, launches):
+    q = described(14336, 4096, format, dtype)
+    x = jax.ShapeDtypeStruct((2048, 4096), dtype)
+    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, precision="high")
+    params |= dict(format=format, contract_rows=False)
+    product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
+    program = compile_for_gpu(product, x, q, chip="a100")
+    # Two tiles are decoded and multiplied, and two parts put together; and one kernel
+    # counts planes.
+    assert program.num_launches <= launches
+    result = 2 * 2048 * 14336
+    held = program.compiled.memory_analysis().temp_size_in_bytes
+    assert held < 1.01 * result  # The parts, which are as large as a tile here.

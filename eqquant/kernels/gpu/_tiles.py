@@ -23,14 +23,20 @@ from ._parts import is_exact, multiply, split
 # Of a decoded tile. The caches of large GPUs hold 40 MB or more: a tile of this size is
 # read from there by the product that follows.
 _tile_bytes = 2**25
+# Beyond, what it costs to start kernels is little beside all else.
+_most_tile_bytes = 2**26
 # Each is compiled by itself. Of a larger weight tiles are larger.
 _most_tiles = 16
 
 
-def tile_size(size: int, each: int, multiple: int) -> int:
+def tile_size(size: int, each: int, multiple: int, room: int = 0) -> int:
     """How many rows (or columns) of a weight, of so many bytes each, are in a tile:
-    about as many in each, and never all of them if there are several."""
-    most = max(_tile_bytes // max(each, 1), -(-size // _most_tiles))
+    about as many in each, and never all of them if there are several. There is `room`
+    for so many bytes where the result will be. Of many rows that is more than a cache
+    holds, but their products do not wait for memory, and fewer kernels are started."""
+    room = min(room, _most_tile_bytes)
+    most = max(_tile_bytes, room) // max(each, 1)
+    most = max(most, -(-size // _most_tiles))
     count = max(-(-size // most), 2)
     return -(-size // (count * multiple)) * multiple
 
@@ -56,23 +62,23 @@ def dot(
     scales = scales.astype(jnp.float32)
     # Integers are exact as they are, and what they are multiplied with, or the result,
     # is scaled. But a result in 16 bits needs no other pass if the weight is.
-    narrow = parts == (1, 1) and jnp.dtype(out_dtype) == dtype
+    as_wide = jnp.dtype(out_dtype) == dtype
     exact = is_exact(blocks, format)
-    late = exact and (not narrow or dtype == jnp.int8)
-    if narrow and not late:
-        sums = dtype
+    late = exact and not (as_wide and parts == (1, 1) and dtype != jnp.int8)
+    each, room = dtype.itemsize * of_weight, 0
+    if as_wide and not late and (of_x, of_weight) == (1, 1):
+        sums, room = dtype, x.shape[0] * dtype.itemsize
     if late and contract_rows:
         x = x.astype(jnp.float32) * scales[:, 0]
 
     if contract_rows:
-        size = tile_size(
-            columns, rows * dtype.itemsize * of_weight, step_of(columns, blocks, format)
-        )
+        step = step_of(columns, blocks, format)
+        size = tile_size(columns, rows * each, step, room * columns)
         total = columns
     else:
         # What tensor cores multiply at once is even better filled.
         multiple = 128 if rows >= 1024 else 8 if rows > 8 else 1
-        size = tile_size(rows, columns * dtype.itemsize * of_weight, multiple)
+        size = tile_size(rows, columns * each, multiple, room * rows)
         total = rows
     xs = split(x, dtype, of_x)
     out, last = [], None
