@@ -115,7 +115,9 @@ bool check(const Case& c) {
   // Blocks of whole runs; one scale for all where the routine wants that.
   p.run = p.three_bits && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
   // Often but one, of eight bytes perhaps: blocks as short as they can be.
-  const int64_t runs = 1 + below(2) * below(6), blocks = 1 + below(5);
+  // Or more of them than a vector has scales.
+  const int64_t runs = 1 + below(2) * below(6), most = runs == 1 && p.run <= 32 ? 40 : 5,
+                blocks = 1 + below(below(2) ? most : 5);
   const bool one_scale = c.exact || below(2);
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;

@@ -216,10 +216,10 @@ void some_rows(const Product& p, const Layout& layout, char* scratch, int64_t be
                int64_t end) {
   const ByteLevels levels = byte_levels(p);
   int64_t row = begin;
-  // One row of the activation is bound by memory where codes need no decoding, and memory is
-  // read fastest from one end to the other.
+  // One row of digits is bound by memory where codes need no decoding, and memory is read
+  // fastest from one end to the other.
   if constexpr (bits == 8)
-    if (p.m == 1 && !p.is_small())
+    if (p.m * p.digits == 1 && !p.is_small())
       for (; row < end; row++) all_digits<bits, 1, 2>(p, layout, levels, scratch, row);
   for (; row + 4 <= end; row += 4) all_digits<bits, 4>(p, layout, levels, scratch, row);
   for (; row < end; row++) all_digits<bits, 1>(p, layout, levels, scratch, row);

@@ -48,9 +48,9 @@ struct Product {
   // The codes of a row as they are stored, and how many bytes these are.
   int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
-  // Whether a second-level cache may hold the codes. What is read from memory is read fastest
-  // from one end to the other, row by row; from a cache some rows at once.
-  bool is_small() const { return rows * packed <= 1 << 20; }
+  // Whether a cache may hold the codes. What is read from memory is read fastest from one end to
+  // the other, row by row; from a cache some rows at once.
+  bool is_small() const { return rows * packed <= 1 << 24; }
   // Whether so many bytes, read at once, hold whole blocks (of whole lanes of 32 bits), or
   // are part of one.
   bool fits_in_lanes(int64_t bytes) const {

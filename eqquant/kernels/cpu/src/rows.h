@@ -5,8 +5,9 @@
 
 #include "activation.h"
 
-// The rows that are added up before the result goes back to memory.
-constexpr int rows_at_once = 32;
+// The rows that are added up before the result goes back to memory; and at most, for more than a
+// few rows of the activation, as their results take more of the time.
+constexpr int rows_at_once = 32, most_rows_at_once = 128;
 
 // What is kept in registers is passed from function to function: see columns.h.
 template <int bits, int vectors, int count, int blocks = 1>
@@ -16,6 +17,9 @@ struct Rows {
   using Codes = typename Decoder<bits>::Codes;
   using Levels = typename Decoder<bits>::Levels;
   using Sums = Floats[vectors][planes][count];
+  // Each vector is of two blocks: what it stands for is multiplied by their scales. Otherwise
+  // these are in the numbers that rows are multiplied by.
+  static constexpr bool in_halves = blocks > vectors;
 
   template <int plane, class Size>
   static EQQUANT_INLINE void move(Sums& sums, float* out, int64_t ld, int64_t stride, int v,
@@ -31,17 +35,18 @@ struct Rows {
   }
 
   template <int plane>
-  static EQQUANT_INLINE void add(Sums& sums, const Levels& levels, Codes codes, const Floats* x,
-                                 int v) {
-    const Floats weight = Decoder<bits>::template decode<plane>(levels, codes);
+  static EQQUANT_INLINE void add(Sums& sums, const Levels& levels, Codes codes, Floats scale,
+                                 const Floats* x, int v) {
+    Floats weight = Decoder<bits>::template decode<plane>(levels, codes);
+    if (in_halves) weight = Vector::multiply(weight, scale);
     for (int i = 0; i < count; i++)
       sums[v][plane][i] = Vector::multiply_add(weight, x[i], sums[v][plane][i]);
-    if constexpr (plane + 1 < planes) add<plane + 1>(sums, levels, codes, x, v);
+    if constexpr (plane + 1 < planes) add<plane + 1>(sums, levels, codes, scale, x, v);
   }
 
   // What each row is multiplied by, for each of the blocks that the vectors are of: `scales` are
   // those of the rows, if it is one block.
-  using Factors = float[count][rows_at_once][blocks];
+  using Factors = float[count][most_rows_at_once][in_halves ? 1 : blocks];
 
   static EQQUANT_INLINE void multiply(const Product& p, const float* x, const float* scales,
                                       int64_t row, int rows, Factors& factors) {
@@ -76,17 +81,21 @@ struct Rows {
                                  Size size) {
     const Levels levels = Decoder<bits>::levels(p);
     alignas(64) Factors factors;
-    multiply(p, x, scales, row, rows, factors);
+    if constexpr (!in_halves) multiply(p, x, scales, row, rows, factors);
     Sums sums;
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
     for (int r = 0; r < rows; r++, codes += row_bytes) {
-      Floats factor[count];
+      Floats factor[count], scale = Vector::zero();
+      if constexpr (in_halves)
+        for (int i = 0; i < count; i++) factor[i] = Vector::all(x[i * p.rows + row + r]);
       for (int v = 0; v < vectors; v++) {
-        if (v * blocks % vectors == 0)
+        if constexpr (in_halves)
+          scale = Vector::halves(scales[r * p.blocks + 2 * v], scales[r * p.blocks + 2 * v + 1]);
+        else if (v * blocks % vectors == 0)
           for (int i = 0; i < count; i++)
             factor[i] = Vector::all(factors[i][r][v * blocks / vectors]);
         const Vector::Bytes bytes = bytes_of(codes + v * Vector::size, size);
-        add<0>(sums, levels, Decoder<bits>::read(bytes), factor, v);
+        add<0>(sums, levels, Decoder<bits>::read(bytes), scale, factor, v);
       }
     }
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, false, size);
@@ -100,13 +109,13 @@ struct Pieces {
   std::vector<uint8_t> unpacked;
 
   // Of whole groups.
-  Pieces(const Product& p, int64_t begin, int64_t end)
+  Pieces(const Product& p, int64_t begin, int64_t end, int at_once = rows_at_once)
       : p(p),
         begin(begin),
         first(begin / p.run),
         groups((end + p.run - 1) / p.run - first),
         row_bytes(p.three_bits ? groups * p.run : p.packed),
-        unpacked(p.three_bits ? rows_at_once * row_bytes : 0) {}
+        unpacked(p.three_bits ? at_once * row_bytes : 0) {}
 
   const uint8_t* of(int64_t row, int rows) {
     if (!p.three_bits) return p.codes + row * p.packed + begin;
@@ -158,11 +167,13 @@ struct RowsOfGroup {
         if (4 * block == wide) j = across<4>(block);
       if constexpr (vectors >= 2)
         if (2 * block == wide) j = across<2>(block);
+      if constexpr (2 * shortest_block == Vector::size)
+        if (block == shortest_block) j = across<2 * vectors>(block);
     }
     for (int64_t b = j / block; j < end; b++) {
       // Up to the end of the block, which has one scale.
       const int64_t stop = std::min(end, (b + 1) * block);
-      alignas(64) float of_rows[rows_at_once] = {};
+      alignas(64) float of_rows[most_rows_at_once] = {};
       for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
       for (; j + wide <= stop; j += wide) take<vectors, 1>(j, of_rows, Whole{});
       if constexpr (vectors > 1)
@@ -180,11 +191,12 @@ void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
   if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, x, begin, end);
   constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, Vector::most_of_rows);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
-  std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0);
+  const int at_once = p.m < 4 ? rows_at_once : most_rows_at_once;
+  std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
   const Groups groups(p.m, most);
-  Pieces pieces(p, begin, end);
-  for (int64_t row = 0; row < p.rows; row += rows_at_once) {
-    const int some = static_cast<int>(std::min<int64_t>(rows_at_once, p.rows - row));
+  Pieces pieces(p, begin, end, at_once);
+  for (int64_t row = 0; row < p.rows; row += at_once) {
+    const int some = static_cast<int>(std::min<int64_t>(at_once, p.rows - row));
     const float* scales = scales_of(p, row, some, buffer.data());
     const uint8_t* codes = pieces.of(row, some);
     for (int64_t g = 0; g < groups.count; g++) {

@@ -186,7 +186,8 @@ EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
 // The scales of a row, chunk by chunk: some blocks of each, or some chunks of a block.
 struct Scales {
   int64_t blocks, of_chunk, chunks_of_block;
-  __m512i lanes;  // Which of a chunk each lane has.
+  // Which of a chunk each lane has, and how much further it has those of the next.
+  __m512i lanes, step;
 
   explicit Scales(const Product& p)
       : blocks(p.blocks),
@@ -195,6 +196,7 @@ struct Scales {
     alignas(64) int32_t of[16];
     for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
     lanes = _mm512_load_si512(of);
+    step = _mm512_set1_epi32(static_cast<int>(of_chunk));
   }
   // Those of a chunk, whose first block is `block`.
   EQQUANT_INLINE __m512 read(const float* scales, int64_t block) const {
@@ -223,23 +225,42 @@ EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
 template <int bits, int rows>
 struct InRegisters {
   static constexpr int steps_of_sum = 16 / bits;
-  const Product& p;
+  static constexpr int64_t scales_at_once = 16;
   const Scales& blocks;
+  const uint8_t* codes;
+  int64_t packed, left;  // Bytes of a row, and what is left of it.
   const float* scales;
-  int64_t row, j = 0;
   Place place;
-  __m512i table, of[rows];
+  __m512i table, lanes, of[rows];
+  __m512 some_scales[rows];
   float unit;
 
   InRegisters(const Product& p, const Levels& levels, const Scales& blocks, const float* scales,
               int64_t row)
-      : p(p), blocks(blocks), scales(scales), row(row), place(blocks, 0),
-        table(_mm512_load_si512(levels.words)), unit(levels.unit) {}
-  EQQUANT_INLINE void read() {
+      : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
+        scales(scales), place(blocks, 0), table(_mm512_load_si512(levels.words)),
+        unit(levels.unit) {
+    read_scales();
+  }
+  // Sixteen of each row, of which those of a chunk are looked up: they are too few for a load.
+  EQQUANT_INLINE void read_scales() {
+    lanes = blocks.lanes;
+    const int64_t from = place.block, some = std::min(scales_at_once, blocks.blocks - from);
     for (int r = 0; r < rows; r++) {
-      of[r] = codes_at(p, row + r, j);
-      const uint8_t* from = p.codes + (row + r) * p.packed + j;
-      rows == 1 ? prefetch_near(from) : prefetch(from);
+      some_scales[r] = _mm512_maskz_loadu_ps(first(some), scales + r * blocks.blocks + from);
+      // Those of all the rows, step by step: they are a stream of their own.
+      __builtin_prefetch(scales + rows * from + r * scales_at_once + 2048, 0, 2);
+    }
+  }
+  EQQUANT_INLINE void read() {
+    if (left >= chunk) {
+      for (int r = 0; r < rows; r++) {
+        of[r] = _mm512_loadu_si512(codes + r * packed);
+        prefetch(codes + r * packed);
+      }
+    } else {
+      const __mmask64 some = (1ull << left) - 1;
+      for (int r = 0; r < rows; r++) of[r] = _mm512_maskz_loadu_epi8(some, codes + r * packed);
     }
   }
   template <int step>
@@ -248,14 +269,17 @@ struct InRegisters {
   }
   template <int count>
   EQQUANT_INLINE void add(int r, const __m512i (&words)[count], __m512 (&sums)[count]) const {
-    const __m512 scale = blocks.read(scales + r * p.blocks, place.block);
+    const __m512 scale = _mm512_permutexvar_ps(lanes, some_scales[r]);
     for (int i = 0; i < count; i++)
       sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(words[i]), scale, sums[i]);
   }
   EQQUANT_INLINE void next() {
-    // Those of all the rows, step by step: they are a stream of their own.
-    __builtin_prefetch(scales + rows * place.block + 2048, 0, 2);
-    place.next(blocks), j += chunk;
+    codes += chunk, left -= chunk;
+    const int64_t before = place.block;
+    place.next(blocks);
+    if (place.block == before) return;
+    lanes = _mm512_add_epi32(lanes, blocks.step);
+    if (place.block % scales_at_once == 0 && place.block < blocks.blocks) read_scales();
   }
   EQQUANT_INLINE float unit_of(int) const { return unit; }
 };
@@ -455,13 +479,10 @@ struct Rows {
   }
 };
 
-// Calls `use(rows, row)` for rows of the weight, by fours as long as there are as many. One
-// by one is better for a single group of rows of the activation, which is bound by memory:
-// that is read fastest from one end to the other.
+// Calls `use(rows, row)` for rows of the weight, by fours as long as there are as many.
 template <class Use>
-void by_fours(const Product& p, int64_t begin, int64_t end, const Use& use) {
-  for (; (p.m > most_at_once || p.is_small()) && begin + 4 <= end; begin += 4)
-    use(std::integral_constant<int, 4>(), begin);
+void by_fours(int64_t begin, int64_t end, const Use& use) {
+  for (; begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
   for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
 }
 
@@ -475,13 +496,13 @@ template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // It is only read.
   if (p.m < many(p))
-    return by_fours(p, begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
+    return by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
   const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
   for (int64_t i = 0; i < p.m; i += in_turn)
     for (int64_t c = 0; c < chunks_of(p); c += chunks)
-      by_fours(p, begin, end, [&](auto rows, int64_t row) {
+      by_fours(begin, end, [&](auto rows, int64_t row) {
         of.template panel<rows>(row, i, std::min(p.m, i + in_turn), c,
                                 std::min(chunks, chunks_of(p) - c));
       });
