@@ -99,7 +99,7 @@ def test_a_tile_is_never_the_whole_weight(size, each, multiple):
         tile = _tiles.tile_size(size, each, multiple, room)
         assert tile % multiple == 0 and tile < size
         assert -(-size // tile) <= 16
-    if size * each <= 2**27:  # With as much room as that there are two.
+    if size * each <= 2**27:  # With so much room there are two.
         assert -(-size // tile) == 2
 
 

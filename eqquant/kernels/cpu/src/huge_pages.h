@@ -9,16 +9,16 @@
 
 namespace eqquant {
 
-// So much memory comes from the operating system each time: glibc keeps only less for whoever
-// asks next. Each page is filled with zeros when it is written to first, and by 4 KB that may
-// take as long as the product.
+// glibc asks the operating system for so much memory each time, and gives it back when it is
+// freed. The system fills each page with zeros when it is first written to, and with pages of 4 KB
+// that may take as long as the product.
 constexpr int64_t always_fresh = 32 << 20, huge_page = 2 << 20;
 
 inline void ask_for_huge_pages(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   if (bytes < always_fresh) return;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
-  // Whole ones alone: the first and the last may hold what belongs to others.
+  // Only whole ones: the first and the last may hold what belongs to others.
   const uintptr_t first = (begin + huge_page - 1) / huge_page * huge_page;
   const uintptr_t last = (begin + bytes) / huge_page * huge_page;
   // Linux may have been built without them, or told not to.

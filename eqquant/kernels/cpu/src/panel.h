@@ -66,9 +66,8 @@ void multiply_panel(const float* w, const float* x, int64_t x_stride, int64_t ro
     }
 }
 
-
-// The same for numbers that are known late. Apart, so that it is compiled once and not for every
-// format.
+// The same, for `vectors` and `count` that are known only at run time. Not inlined, so that it is
+// compiled once and not for every format.
 __attribute__((noinline)) inline void multiply_panel(int vectors, int count, const float* w,
                                                      const float* x, int64_t x_stride,
                                                      int64_t rows, float* const* y,

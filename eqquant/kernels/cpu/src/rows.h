@@ -5,8 +5,8 @@
 
 #include "activation.h"
 
-// The rows that are added up before the result goes back to memory; and at most, for more than a
-// few rows of the activation, as their results take more of the time.
+// Rows of the weight that are added up before the result goes back to memory. They are more from
+// four rows of the activation on, whose results take more of the time.
 constexpr int rows_at_once = 32, most_rows_at_once = 128;
 
 // What is kept in registers is passed from function to function: see columns.h.

@@ -186,7 +186,7 @@ EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
 // The scales of a row, chunk by chunk: some blocks of each, or some chunks of a block.
 struct Scales {
   int64_t blocks, of_chunk, chunks_of_block;
-  // Which of a chunk each lane has, and how much further it has those of the next.
+  // Which scale of a chunk each lane has, and how many scales further the next chunk begins.
   __m512i lanes, step;
 
   explicit Scales(const Product& p)
@@ -242,7 +242,7 @@ struct InRegisters {
         unit(levels.unit) {
     read_scales();
   }
-  // Sixteen of each row, of which those of a chunk are looked up: they are too few for a load.
+  // Sixteen scales of each row: those of a chunk are fewer, and are looked up in these.
   EQQUANT_INLINE void read_scales() {
     lanes = blocks.lanes;
     const int64_t from = place.block, some = std::min(scales_at_once, blocks.blocks - from);
