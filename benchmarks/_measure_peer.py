@@ -7,6 +7,7 @@ Prints JSON lines. Only NumPy and the peer itself are imported.
 
 import gc
 import json
+import math
 import statistics
 import sys
 import time
@@ -58,6 +59,12 @@ def judge(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
     }
 
 
+def ring(quantize: Quantize, weight, product, size: int, least: float) -> list:
+    """Products with as many weights that they fill so many bytes."""
+    others = range(math.ceil(least / size) - 1)
+    return [product, *(quantize(weight)[0] for _ in others)]
+
+
 def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
     """How many times as fast as the dense product: medians, slowest and fastest."""
     dense = statistics.median(times["dense"])
@@ -69,6 +76,11 @@ def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def measure(name: str, options: dict) -> None:
     products = _peers.find()[name].load()
+
+    def one_pass(of, x):
+        for product in of:
+            products.get(product(x))
+
     for rows, columns in options["shapes"]:
         rng = np.random.default_rng(0)
         w = rng.standard_normal((rows, columns), dtype=np.float32)
@@ -77,7 +89,8 @@ def measure(name: str, options: dict) -> None:
         }
         middle = xs[min(xs, key=lambda m: abs(m - 64))]
         weight = products.put(w)
-        calls = {"dense": products.dense(weight)[0]}
+        least = options["ring"] * 1e9
+        calls = {"dense": ring(products.dense, weight, *products.dense(weight), least)}
         results: dict[str, dict] = {}
         for variant, quantize in products.quantized.items():
             report = {"variant": variant, "shape": [rows, columns]}
@@ -87,15 +100,20 @@ def measure(name: str, options: dict) -> None:
                 short = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(json.dumps(report | {"failed": short}), flush=True)
                 continue
-            calls[variant] = product
+            size = round(said["bytes_per_weight"] * w.size)
+            calls[variant] = ring(quantize, weight, product, size, least)
             results[variant] = {**report, **said, "version": products.version}
         ratios, microseconds = {}, {}
         for m, x in xs.items():
             put = products.put(x)
-            times = interleaved(
-                {k: lambda f=f, x=put: products.get(f(x)) for k, f in calls.items()},
+            passes = interleaved(
+                {k: lambda of=of, x=put: one_pass(of, x) for k, of in calls.items()},
                 seconds=options["seconds"] * len(calls),
             )
+            times = {
+                name: [seconds / len(calls[name]) for seconds in each]
+                for name, each in passes.items()
+            }
             ratios[m] = ratios_of(times)
             microseconds[m] = {
                 k: 1e6 * statistics.median(of) for k, of in times.items()

@@ -2,6 +2,7 @@
 
     python benchmarks/peers.py
     python benchmarks/peers.py --peers eqquant bitsandbytes --m 1 8 --markdown
+    python benchmarks/peers.py --peers eqquant llama.cpp --m 1 --ring 0.5
 
 Each peer is installed into an environment of its own, in a folder that is kept
 (`--cache`), which takes some 12 GB and the first time minutes; what cannot be installed
@@ -10,6 +11,11 @@ process of its own, in turn with its own dense float32 product: an entry is how 
 times as fast as that it is (medians; in parentheses its slowest and its fastest run,
 over the median of the dense product). Copying results to NumPy counts, for both. A
 second table has microseconds (medians), as a library's own dense product may be slow.
+
+A call finds the caches as the dense product left them: without a weight, and without the
+code that makes a call. With `--ring` a run is instead one product with each of many
+weights, one after the other as in a model, that together no cache holds.
+
 `EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.
 
 SQNR is that of the product, against the float64 product with the weights before they
@@ -95,13 +101,15 @@ def main() -> None:
         "--shapes", nargs="+", default=["4096x4096", "11008x4096"], help="ROWSxCOLUMNS"
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each entry")
+    parser.add_argument("--ring", type=float, default=0, help="gigabytes of weights")
     parser.add_argument("--timeout", type=float, default=1800, help="for each peer")
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     parser.add_argument("--markdown", action="store_true")
     options = parser.parse_args()
 
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
-    asked = {"m": options.m, "shapes": shapes, "seconds": options.seconds}
+    given = {"seconds": options.seconds, "ring": options.ring}
+    asked = {"m": options.m, "shapes": shapes, **given}
     found, dense, missing, versions = [], [], [], {}
     for name in options.peers:
         try:
