@@ -12,8 +12,8 @@ times as fast as that it is (medians; in parentheses its slowest and its fastest
 over the median of the dense product). Copying results to NumPy counts, for both. A
 second table has microseconds (medians), as a library's own dense product may be slow.
 
-A call finds the caches as the dense product left them: without a weight, and without the
-code that makes a call. With `--ring` a run is instead one product with each of many
+A call finds the caches as the dense product left them: without a weight, and without
+the code that makes a call. With `--ring` a run is instead one product with each of many
 weights, one after the other as in a model, that together no cache holds.
 
 `EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.

@@ -11,6 +11,9 @@ def load() -> Products:
     from onnx import helper
     from onnxruntime.capi import _pybind_state
 
+    # One pool for all: threads of a session that waits would keep a core busy.
+    ort.set_global_thread_pool_sizes(THREADS, 1)
+
     def session(node, weights: dict[str, np.ndarray], rows, columns):
         graph = helper.make_graph(
             [node],
@@ -25,7 +28,7 @@ def load() -> Products:
         ]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = ort.SessionOptions()
-        options.intra_op_num_threads = THREADS
+        options.use_per_session_threads = False
         run = ort.InferenceSession(
             model.SerializeToString(), options, providers=["CPUExecutionProvider"]
         ).run
