@@ -63,7 +63,9 @@ def steps(text: str) -> list[Step]:
         shapes: dict[str, str] = {}
         for instruction in computations[name]:
             shapes[instruction.name] = instruction.shape
-            if instruction.operation in _nothing:
+            # An array whose values do not matter is only given its place.
+            allocates = "AllocateBuffer" in instruction.attributes
+            if instruction.operation in _nothing or allocates:
                 continue
             operands = [shapes[x] for x in _reference.findall(instruction.operands)]
             called = lambda key, at=instruction.attributes: _reference.findall(
@@ -117,6 +119,11 @@ def steps(text: str) -> list[Step]:
             if instruction.operation == "dynamic-update-slice" and instruction.is_root:
                 inputs = _reference.findall(instruction.operands)
                 written = _bytes_of(shapes[inputs[1]])
+
+        def is_updated(array: str, by) -> bool:
+            inputs = _reference.findall(by.operands)
+            return by.operation == "dynamic-update-slice" and inputs[0] == array
+
         for instruction in body:
             if instruction.operation != "parameter":
                 continue
@@ -127,7 +134,7 @@ def steps(text: str) -> list[Step]:
             size = _bytes_of(operands[int(instruction.operands)])
             if users and all(x.operation in slices for x in users):
                 size = min(size, sum(_bytes_of(x.shape) for x in users))
-            elif users and all(x.operation == "dynamic-update-slice" for x in users):
+            elif users and all(is_updated(instruction.name, x) for x in users):
                 size = 0
             total += size
         return written + total
