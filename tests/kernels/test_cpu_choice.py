@@ -59,6 +59,8 @@ def product(format, m, rows=4096, size=4096, contract_rows=False, **how):
 FORMATS = [NF4(), Int8(), Int8(block_size=128), Int4(), Binary(), FP8()]
 PRECISIONS = ("default", "high", "highest")
 ROWS = (1, 7, 8, 12, 16, 32, 64, 65, 128, 1000)
+SMALL = {"rows": 1024, "size": 1024}
+ROUNDED, EXACT = ({"precision": name} for name in ("default", "highest"))
 
 
 @pytest.mark.parametrize("names", SETS, ids=lambda names: names[-1])
@@ -85,7 +87,7 @@ def test_what_every_choice_keeps_to(names, on):
                 assert precision == "default", "8 bits are not for a high precision"
             assert kind != "bfloat16", "operands are in float32"
             if contract_rows:
-                assert kind == "float", "the others add along the rows of codes"
+                assert kind in ("float", "words"), "the others add along rows of codes"
             said = cpu.describe(x, *args[1:], **params)
             assert repr(chosen) in said
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
@@ -107,13 +109,25 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX-512", Int8(), 64, {"contract_rows": True}, "float, AVX-512"),
         ("AVX2", Int8(), 17, {"contract_rows": True}, "float, AVX2"),
         ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
-        ("VNNI", Int8(), 9000, {"contract_rows": True}, "float, AVX-512"),
+        ("VNNI", Int8(), 9000, {"contract_rows": True}, "words, VNNI"),
         # To round so much pays only for more than a few rows of the weight.
         ("VNNI", Int8(), 4095, {"rows": 256}, "two digits, VNNI"),
         ("VNNI", Int8(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
-        ("VNNI", Int8(), 33, {"contract_rows": True, "precision": "default"}, None),
+        ("AVX-512", NF4(), 9000, {"contract_rows": True}, "float, AVX-512"),
+        # Words take as much decoding as several rows of floats.
+        ("VNNI", Int8(), 7, {**SMALL, "contract_rows": True}, "float, AVX-512"),
+        ("VNNI", Int8(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", NF4(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", Int3(), 15, {**SMALL, "contract_rows": True}, "float, AVX-512"),
+        ("VNNI", Int3(), 16, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", Binary(), 2, {**SMALL, "contract_rows": True}, "float, AVX-512"),
+        ("VNNI", Binary(), 3, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", NF4(), 3, {"contract_rows": True}, "float, AVX-512"),
+        ("VNNI", NF4(), 4, {"contract_rows": True}, "words, VNNI"),
+        ("VNNI", NF4(), 4, {**ROUNDED, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
         ("AMX", Int8(), 17, {"contract_rows": True}, None),
         ("AMX", Int8(), 16, {"contract_rows": True}, "float, AVX-512"),
         ("AMX", Int8(), 256, {"contract_rows": True, "rows": 512}, "float, AVX-512"),
@@ -174,8 +188,6 @@ def test_where_one_kernel_ends(name, format, m, how, expected, on):
         (NF4(), 257, 1024, 1024, None),
         (NF4(), 256, 1024, 1024, "float, AVX-512"),
         (Int3(), 512, 1024, 1024, "float, AVX-512"),
-        (Int8(), 33, 1024, 1024, None),
-        (Int8(), 33, 1024, 384, "float, AVX-512"),
         # What XLA rounds, and writes, is more than caches hold.
         (NF4(), 1024, 256, 4096, "float, AVX-512"),
         (NF4(), 2048, 4096, 256, "float, AVX-512"),
@@ -184,7 +196,7 @@ def test_where_one_kernel_ends(name, format, m, how, expected, on):
 def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
     format, m, rows, size, expected, on, monkeypatch
 ):
-    on("VNNI")
+    on("AVX-512")
     library = _choose.load()._replace(bfloat16=True)
     monkeypatch.setattr(_choose, "load", lambda: library)
     how = {"rows": rows, "size": size, "contract_rows": True, "precision": "default"}

@@ -123,6 +123,8 @@ bool check(const Case& c) {
   p.blocks = one_scale ? 1 : blocks;
   if (!floats && c.routine->why_not(p)) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
+  // Or of whole vectors.
+  for (; !floats && c.routine->why_not(p); p.packed *= 2) p.blocks = 1;
   p.bfloat16_scales = below(2);
   p.bfloat16_x = below(2);
 
@@ -177,7 +179,7 @@ bool check(const Case& c) {
     }
   const double relative = std::sqrt(error / norm);
   if (relative <= c.tolerance) return true;
-  std::printf("%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n", c.name,
+  std::printf("%s%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n", c.name, c.contract_rows ? ", x @ w" : "",
               relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.three_bits ? 3 : p.bits, p.exponent, long(p.run));
   return false;
 }

@@ -32,7 +32,8 @@ def choose_kernel(
     - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
         weights with a scale for each block these, too, to 127 of the largest of a row.
         1.3e-2.
-    - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15. 5e-5.
+    - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15, or for many
+        rows and in `x @ w` weights with a scale for each block to 16. 5e-5.
     - `"bfloat16, AMX"`: both rounded to bfloat16. 3e-3.
     """
     library = load()
@@ -43,6 +44,10 @@ def choose_kernel(
     vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
     floats = f"float, {_best_of(library, _of_floats)}"
     integers = _best_of(library, _of_integers)
+    if contract_rows and _contracts_in_words(
+        library, m, codes, blocks, format, precision
+    ):
+        return "words, VNNI"
     exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
     rounded = precision == "default" or x.dtype == jnp.int8
     if contract_rows:
@@ -136,8 +141,26 @@ def _most_contracted(
     if (m * columns >= 2**22 and rows < 1024) or (m * rows >= 2**23 and columns < 512):
         return math.inf
     if format.bits == 8 and not format.float8:
-        return 32 if vnni and min(rows, columns) >= 512 else math.inf
+        return math.inf
     return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
+
+
+def _contracts_in_words(
+    library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
+) -> bool:
+    """Whether words of 16 bits are fastest where the rows of the weight are contracted.
+    With AMX nobody has measured them."""
+    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
+    if not vnni or amx or precision == "highest" or format.float8:
+        return False
+    rows, stored = codes.shape[-2:]
+    if format.bits < 3:
+        least = 3
+    elif format.bits == 3:
+        least = 16
+    else:
+        least = 4 if rows * stored >= 2**22 else 8
+    return m >= least and _fits_panels(row_bytes(stored, format), blocks)
 
 
 def _most_beside_tiles(

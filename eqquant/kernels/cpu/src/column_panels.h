@@ -130,8 +130,9 @@ struct ColumnPanels {
     float edge[panel_rows * Vector::most_at_once];
     float* to[side_by_side];
     for (int v = 0; v < vectors; v++) to[v] = (whole ? y : edge) + v * size;
-    multiply_panel(vectors, count, panel.data(), from, p.columns(), (end - begin) * planes, to,
-                   whole ? p.rows : vectors * size, whole && adds);
+    multiply_panel<Vector::most_at_once>(OfFloats(), vectors, count, panel.data(), from,
+                                         p.columns(), (end - begin) * planes, to,
+                                         whole ? p.rows : vectors * size, whole && adds);
     for (int i = 0; i < count && !whole; i++)
       for (int r = 0; r < rows; r++)
         y[i * p.rows + r] = edge[i * vectors * size + r] + (adds ? y[i * p.rows + r] : 0);

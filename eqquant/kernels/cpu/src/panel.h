@@ -33,48 +33,81 @@ inline const float* plain_x(const Product& p, const char* scratch) {
   return static_cast<const float*>(p.bfloat16_x ? scratch : p.x);
 }
 
+// How floats are multiplied and added up. What a panel is of has these:
+//
+// - `multiply_add(weight, x, sums)` of vectors of it, each 32 bits for a value of the result
+// - `steps_of_sum`: after how many of these the sums are added to a result, if there is a limit
+// - `add(result, sums)`
+// - `factor(i, v)`: by what the result of a row of the activation and a vector is multiplied
+struct OfFloats {
+  using Sums = Vector::Floats;
+  static constexpr int64_t steps_of_sum = INT64_MAX;
+  static EQQUANT_INLINE Sums zero() { return Vector::zero(); }
+  static EQQUANT_INLINE Sums multiply_add(Vector::Floats weight, Vector::Floats x, Sums sums) {
+    return Vector::multiply_add(weight, x, sums);
+  }
+  static EQQUANT_INLINE Vector::Floats factor(int, int) { return Vector::all(1); }
+};
+
+// What is kept in registers is passed from function to function: see columns.h.
+template <class Of, int vectors, int count>
+EQQUANT_INLINE void multiply_steps(const float*& w, const float*& x, int64_t x_stride,
+                                 const float* end, typename Of::Sums (&sums)[count][vectors]) {
+  do {
+    Vector::Floats weight[vectors];
+    for (int v = 0; v < vectors; v++) weight[v] = Vector::load(w + v * Vector::size);
+    for (int i = 0; i < count; i++) {
+      const Vector::Floats factor = Vector::all(x[i * x_stride]);
+      for (int v = 0; v < vectors; v++)
+        sums[i][v] = Of::multiply_add(weight[v], factor, sums[i][v]);
+    }
+    w += side_by_side * Vector::size;
+  } while (++x < end);
+}
+
 // Some rows of the activation, `x` and those after it, by a panel, which has `side_by_side`
-// vectors for each of `rows` values of these; `y` is where each vector of the result begins.
-template <int vectors, int count>
-void multiply_panel(const float* w, const float* x, int64_t x_stride, int64_t rows,
-                    float* const* y, int64_t y_stride, bool adds) {
+// vectors for each of `steps` values of these; `y` is where each vector of the result begins.
+template <int vectors, int count, class Of>
+void multiply_panel(const Of& of, const float* w, const float* x, int64_t x_stride,
+                    int64_t steps, float* const* y, int64_t y_stride, bool adds) {
   using Floats = Vector::Floats;
-  constexpr int64_t size = Vector::size;
-  Floats sums[count][vectors];
+  Floats results[count][vectors];
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++) {
       __builtin_prefetch(y[v] + i * y_stride, 1);
-      sums[i][v] = Vector::zero();
+      results[i][v] = Vector::zero();
     }
-  const float* const end = x + rows;
-  do {
-    Floats weight[vectors];
-    for (int v = 0; v < vectors; v++) weight[v] = Vector::load(w + v * size);
-    for (int i = 0; i < count; i++) {
-      const Floats factor = Vector::all(x[i * x_stride]);
-      for (int v = 0; v < vectors; v++)
-        sums[i][v] = Vector::multiply_add(weight[v], factor, sums[i][v]);
-    }
-    w += side_by_side * size;
-  } while (++x < end);
-  const Floats one = Vector::all(1);
+  const float* const end = x + steps;
+  if constexpr (Of::steps_of_sum == INT64_MAX) {
+    multiply_steps<Of>(w, x, x_stride, end, results);
+  } else {
+    do {
+      typename Of::Sums sums[count][vectors];
+      for (auto& of_row : sums)
+        for (auto& sum : of_row) sum = Of::zero();
+      multiply_steps<Of>(w, x, x_stride, std::min(end, x + Of::steps_of_sum), sums);
+      for (int i = 0; i < count; i++)
+        for (int v = 0; v < vectors; v++) results[i][v] = Of::add(results[i][v], sums[i][v]);
+    } while (x < end);
+  }
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++) {
       float* const to = y[v] + i * y_stride;
-      if (adds) sums[i][v] = Vector::multiply_add(sums[i][v], one, Vector::load(to));
-      Vector::store(to, sums[i][v]);
+      const Floats before = adds ? Vector::load(to) : Vector::zero();
+      Vector::store(to, Vector::multiply_add(results[i][v], of.factor(i, v), before));
     }
 }
 
 // The same, for `vectors` and `count` that are known only at run time. Not inlined, so that it is
 // compiled once and not for every format.
-__attribute__((noinline)) inline void multiply_panel(int vectors, int count, const float* w,
-                                                     const float* x, int64_t x_stride,
-                                                     int64_t rows, float* const* y,
-                                                     int64_t y_stride, bool adds) {
+template <int most_at_once, class Of>
+__attribute__((noinline)) void multiply_panel(const Of& of, int vectors, int count,
+                                              const float* w, const float* x, int64_t x_stride,
+                                              int64_t steps, float* const* y, int64_t y_stride,
+                                              bool adds) {
   with_constant<side_by_side>(vectors, [&](auto wide) {
-    with_constant<Vector::most_at_once>(count, [&](auto high) {
-      multiply_panel<wide, high>(w, x, x_stride, rows, y, y_stride, adds);
+    with_constant<most_at_once>(count, [&](auto high) {
+      multiply_panel<wide, high>(of, w, x, x_stride, steps, y, y_stride, adds);
     });
   });
 }

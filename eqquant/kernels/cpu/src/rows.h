@@ -5,9 +5,11 @@
 
 #include "activation.h"
 
-// Rows of the weight that are added up before the result goes back to memory. They are more from
+#include "pieces.h"
+
+// Rows of the weight that are added up before the result goes back to memory: more than usual from
 // four rows of the activation on, whose results take more of the time.
-constexpr int rows_at_once = 32, most_rows_at_once = 128;
+constexpr int most_rows_at_once = 128;
 
 // What is kept in registers is passed from function to function: see columns.h.
 template <int bits, int vectors, int count, int blocks = 1>
@@ -102,30 +104,6 @@ struct Rows {
   }
 };
 
-// The codes of some rows, from byte `begin` on: where they are, or else unpacked.
-struct Pieces {
-  const Product& p;
-  int64_t begin, first, groups, row_bytes;
-  std::vector<uint8_t> unpacked;
-
-  // Of whole groups.
-  Pieces(const Product& p, int64_t begin, int64_t end, int at_once = rows_at_once)
-      : p(p),
-        begin(begin),
-        first(begin / p.run),
-        groups((end + p.run - 1) / p.run - first),
-        row_bytes(p.three_bits ? groups * p.run : p.packed),
-        unpacked(p.three_bits ? at_once * row_bytes : 0) {}
-
-  const uint8_t* of(int64_t row, int rows) {
-    if (!p.three_bits) return p.codes + row * p.packed + begin;
-    for (int r = 0; r < rows; r++)
-      unpack(p.stored(row + r) + first * p.run / 4 * 3, groups, p.run,
-             unpacked.data() + r * row_bytes);
-    return unpacked.data() + begin - first * p.run;
-  }
-};
-
 // Vectors that are taken at once, as many as registers hold sums.
 constexpr int vectors_with(int planes, int count) {
   const int most = Vector::sums / planes / count;
@@ -184,11 +162,11 @@ struct RowsOfGroup {
   }
 };
 
-#include "row_panels.h"
+#include "float_row_panels.h"
 
 template <int bits>
 void rows(const Product& p, const float* x, int64_t begin, int64_t end) {
-  if (fits_panels(p, begin, end)) return rows_of_many<bits>(p, x, begin, end);
+  if (in_float_panels(p, begin, end)) return rows_of_many<bits>(p, x, begin, end);
   constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, Vector::most_of_rows);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   const int at_once = p.m < 4 ? rows_at_once : most_rows_at_once;

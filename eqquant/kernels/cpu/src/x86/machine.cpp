@@ -63,7 +63,7 @@ extern const Routine float_avx2, float_rows_avx2, float_avx512, float_rows_avx51
 // For activations split in digits of 8 bits.
 extern const Routine digits_vnni, digits_amx;
 // For activations rounded to 16 bits, and levels, too.
-extern const Routine words_vnni;
+extern const Routine words_vnni, row_words_vnni;
 // For more rows, rounded to bfloat16.
 extern const Routine bfloat16_amx;
 
@@ -72,7 +72,7 @@ const Kernel kernels[] = {
     {"float, AVX-512", &float_avx512, &float_rows_avx512, 0, avx512},
     {"two digits, VNNI", &digits_vnni, nullptr, 2, vnni},
     {"one digit, VNNI", &digits_vnni, nullptr, 1, vnni},
-    {"words, VNNI", &words_vnni, nullptr, 0, vnni},
+    {"words, VNNI", &words_vnni, &row_words_vnni, 0, vnni},
     {"two digits, AMX", &digits_amx, nullptr, 2, amx},
     {"one digit, AMX", &digits_amx, nullptr, 1, amx},
     {"bfloat16, AMX", &bfloat16_amx, nullptr, 1, amx},

@@ -26,9 +26,9 @@ namespace {
 
 #include "absmax.h"
 #include "vector_avx512.h"
+#include "words.h"
 
 constexpr int64_t chunk = 64;  // Bytes of codes.
-constexpr int largest_word = 32767, largest_level = 16383;
 
 int steps_of(const Product& p) { return 16 / p.bits; }
 int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
@@ -66,27 +66,6 @@ int64_t scratch_size(const Product& p) {
   return p.m * (row_words(p) * static_cast<int64_t>(sizeof(int16_t)) + sizeof(float));
 }
 
-// Levels as integers, twice, as a lookup reads five bits; what one of them is; and the
-// largest of them.
-struct Levels {
-  alignas(64) int16_t words[32];
-  float unit;
-  int largest;
-};
-
-Levels levels_of(const Product& p) {
-  if (p.bits == 8) return {{}, 1, 128};
-  float most = 0;
-  for (int i = 0; i < 16; i++) most = std::max(most, std::fabs(p.levels[i]));
-  Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_level, 1};
-  if (!(out.unit > 0) || !std::isfinite(1 / out.unit)) return out;  // They are all zero.
-  for (int i = 0; i < 32; i++) {
-    out.words[i] = static_cast<int16_t>(std::lrint(p.levels[i % 16] / out.unit));
-    out.largest = std::max(out.largest, std::abs(out.words[i]));
-  }
-  return out;
-}
-
 // A row of the activation as words. The codes of a byte are in one word with those of the
 // next byte, and come `planes` steps before these.
 void round_row(const Product& p, const float* x, float per_unit, int16_t* words,
@@ -121,10 +100,6 @@ void round_row(const Product& p, const float* x, float per_unit, int16_t* words,
   });
 }
 
-// Of two lanes that are multiplied and added up, no sum is larger than the product of their
-// norms, by Cauchy and Schwarz. This is what both may be, if they may be as large.
-constexpr float largest_norm = 46340;  // Its square fits.
-
 // The norm of the largest lane, `steps` registers of words to each, or a little more.
 float norm_of_lanes(const int16_t* words, int64_t stride, int64_t registers, int steps) {
   __m512i most = _mm512_setzero_si512();
@@ -141,10 +116,6 @@ float norm_of_lanes(const int16_t* words, int64_t stride, int64_t registers, int
   }
   return 4 * std::sqrt(static_cast<float>(_mm512_reduce_max_epu32(most)));
 }
-
-// By what words of such a norm are multiplied, so that it is at most `most` after they have
-// been rounded again.
-float shrunk(float norm, float most) { return norm > most ? (most - 4) / norm * (1 - 1e-6f) : 1; }
 
 void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const int steps = steps_of_sum(p);
@@ -167,12 +138,6 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     if (smaller < 1) round_row(p, x, per_unit *= smaller, words, stride);
     units_in(p, scratch)[i] = !std::isfinite(absmax) ? NAN : per_unit > 0 ? 1 / per_unit : 0;
   }
-}
-
-// `_mm512_dpwssd_epi32`, of which GCC 12 keeps the sums in memory.
-EQQUANT_INLINE __m512i add_products(__m512i sum, __m512i weight, __m512i x) {
-  asm("vpdpwssd %2, %1, %0" : "+v"(sum) : "v"(weight), "v"(x));
-  return sum;
 }
 
 template <int bits, int step>

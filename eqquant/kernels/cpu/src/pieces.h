@@ -1,0 +1,28 @@
+// Parts of some rows of the weight, for x @ w. Included into a namespace.
+
+// Rows that are read at once.
+constexpr int rows_at_once = 32;
+
+// The codes of some rows, from byte `begin` on: where they are, or else unpacked.
+struct Pieces {
+  const Product& p;
+  int64_t begin, first, groups, row_bytes;
+  std::vector<uint8_t> unpacked;
+
+  // Of whole groups.
+  Pieces(const Product& p, int64_t begin, int64_t end, int at_once = rows_at_once)
+      : p(p),
+        begin(begin),
+        first(begin / p.run),
+        groups((end + p.run - 1) / p.run - first),
+        row_bytes(p.three_bits ? groups * p.run : p.packed),
+        unpacked(p.three_bits ? at_once * row_bytes : 0) {}
+
+  const uint8_t* of(int64_t row, int rows) {
+    if (!p.three_bits) return p.codes + row * p.packed + begin;
+    for (int r = 0; r < rows; r++)
+      unpack(p.stored(row + r) + first * p.run / 4 * 3, groups, p.run,
+             unpacked.data() + r * row_bytes);
+    return unpacked.data() + begin - first * p.run;
+  }
+};
