@@ -50,6 +50,16 @@ KERNELS = [
     )
     for name in TOLERANCE
 ]
+# Those that contract rows, too.
+IN_BOTH_DIRECTIONS = [
+    name for name in TOLERANCE if name.startswith(("float, ", "words, "))
+]
+DIRECTIONS = [
+    pytest.param(*kernel.values, contract_rows, marks=kernel.marks)
+    for kernel in KERNELS
+    for contract_rows in (False, True)
+    if not contract_rows or kernel.values[0] in IN_BOTH_DIRECTIONS
+]
 
 
 def exact(kernel):
@@ -60,13 +70,17 @@ def exact(kernel):
 def serves(kernel, format, blocks, packed, contract_rows):
     if kernel.startswith("float"):
         return True
+    if format.float8:
+        return False
     if exact(kernel):
         return not contract_rows and format.integer_levels and blocks == 1
     if "one digit" in kernel and kernel != "one digit, AMX":
         return not contract_rows
     if "words" in kernel:
         block = packed // blocks
-        return not contract_rows and (blocks == 1 or 64 % block == 0 or block % 64 == 0)
+        if contract_rows:
+            return packed % 16 == 0 and (blocks == 1 or block == 8 or block % 16 == 0)
+        return blocks == 1 or 64 % block == 0 or block % 64 == 0
     return not contract_rows and (blocks == 1 or packed // blocks % 16 == 0)
 
 
@@ -100,7 +114,9 @@ def draw_product(data, kernel):
     m, rows, columns = (data.draw(st.integers(1, n)) for n in (40, 70, 600))
     # Of a few sums, all may be those of which most cancels.
     hypothesis.assume(m * rows >= 50)
-    contract_rows = kernel.startswith("float") and data.draw(st.booleans())
+    contract_rows = kernel in IN_BOTH_DIRECTIONS and data.draw(st.booleans())
+    if contract_rows and format.bits == 8 and not kernel.startswith("float"):
+        columns = (columns + 15) // 16 * 16
     rng = np.random.default_rng(data.draw(st.integers(0, 99)))
     stored = format.padded(columns)
     dtype = format.code_dtype
@@ -139,7 +155,9 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             assert relative(got, expected) < TOLERANCE[kernel]
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if "float, " in str(k)])
+@pytest.mark.parametrize(
+    "kernel", [k for k in KERNELS if k.values[0] in IN_BOTH_DIRECTIONS]
+)
 @pytest.mark.parametrize(
     "format",
     [
@@ -155,7 +173,8 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
 )
 def test_panels_of_any_rows(kernel, format, rng):
     # Rows that are no whole panel, more columns than one, and the last of them a part.
-    m, rows, size = 100, 150, 2500 if format.bits == 8 else 2304
+    # More rows of the activation, too, than are multiplied in one turn.
+    m, rows, size = 600, 150, 2512 if format.bits == 8 else 2304
     if format.block_size == 2048:
         size = 4096
     w = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
@@ -168,7 +187,11 @@ def test_panels_of_any_rows(kernel, format, rng):
         out_dtype=jnp.dtype("float32"),
         kernel=kernel,
     )
+    blocks = q.scales.shape[-1]
+    packed = format.padded(size) * (4 if format.bits == 3 else format.bits) // 8
     for contract_rows, weight in ((False, exact.T), (True, exact)):
+        if not serves(kernel, format, blocks, packed, contract_rows):
+            continue
         x = jnp.asarray(rng.standard_normal((m, weight.shape[0])), jnp.float32)
         columns = format.padded(size)
         padded = x if contract_rows else jnp.pad(x, ((0, 0), (0, columns - size)))
@@ -198,33 +221,52 @@ def test_the_least_code_by_a_negative_scale_is_not_the_least_byte(kernel):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_not_finite_stays_in_its_row(kernel, normal):
-    q = eqquant.quantize(normal(40, 128), Int8())
+@pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
+def test_what_is_not_finite_stays_in_its_row(kernel, contract_rows, normal):
+    q = eqquant.quantize(normal(128, 128), Int8())
     for bad in (jnp.nan, jnp.inf):
         x = normal(4, 128).at[1, 77].set(bad)
-        got, _ = both(kernel, x, q.codes, q.scales, q.format)
+        got, _ = both(kernel, x, q.codes, q.scales, q.format, contract_rows)
         assert not jnp.isfinite(got[1]).any()
         assert jnp.isfinite(got[jnp.array([0, 2, 3])]).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_extreme_activations(kernel, normal):
-    q = eqquant.quantize(normal(40, 128), Int8())
-    for factor in (0.0, 1e-30, 1e30):
-        got, expected = both(
-            kernel, factor * normal(4, 128), q.codes, q.scales, q.format
-        )
-        assert relative(got, expected) < TOLERANCE[kernel]
+@pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
+def test_weights_that_are_not_finite_stay_in_their_block(kernel, contract_rows, normal):
+    if not kernel.startswith(("float", "words")):
+        pytest.skip("rows are rounded as a whole")
+    q = eqquant.quantize(normal(256, 256), NF4())
+    columns = slice(64, 128) if contract_rows else slice(3, 4)
+    for bad in (jnp.nan, jnp.inf):
+        scales = q.scales.at[3, 1].set(bad)
+        got, _ = both(kernel, normal(4, 256), q.codes, scales, q.format, contract_rows)
+        assert not jnp.isfinite(got[:, columns]).any()
+        rest = jnp.delete(got, jnp.arange(256)[columns], axis=1)
+        assert jnp.isfinite(rest).all()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_largest_sums_fit(kernel):
+@pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
+def test_extreme_activations(kernel, contract_rows, normal):
+    for format in (NF4(), Int8()):
+        q = eqquant.quantize(normal(128, 128), format)
+        if not serves(kernel, format, q.scales.shape[-1], 128, contract_rows):
+            continue
+        for factor in (0.0, 1e-30, 1e30):
+            x = factor * normal(4, 128)
+            got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
+            assert relative(got, expected) < TOLERANCE[kernel]
+
+
+@pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
+def test_the_largest_sums_fit(kernel, contract_rows):
     for format in (NF4(), Ternary(block_size=128), Binary(block_size=64), Int8()):
-        q = eqquant.quantize(jnp.ones((8, 2048)), format)
-        if serves(kernel, format, q.scales.shape[-1], q.codes.shape[-1], False):
-            got, _ = both(kernel, jnp.ones((4, 2048)), q.codes, q.scales, format)
-            assert relative(got, jnp.full((4, 8), 2048.0)) < TOLERANCE[kernel]
+        shape = (2048, 128) if contract_rows else (8, 2048)
+        q = eqquant.quantize(jnp.ones(shape), format)
+        blocks, packed = q.scales.shape[-1], q.codes.shape[-1]
+        if serves(kernel, format, blocks, packed, contract_rows):
+            x = jnp.ones((4, 2048))
+            got, _ = both(kernel, x, q.codes, q.scales, format, contract_rows)
+            assert relative(got, jnp.full(got.shape, 2048.0)) < TOLERANCE[kernel]
 
 
 def test_other_levels_than_those_of_a_format_are_not_taken_for_integers(normal):

@@ -38,7 +38,7 @@ inline const float* plain_x(const Product& p, const char* scratch) {
 // - `multiply_add(weight, x, sums)` of vectors of it, each 32 bits for a value of the result
 // - `steps_of_sum`: after how many of these the sums are added to a result, if there is a limit
 // - `add(result, sums)`
-// - `factor(i, v)`: by what the result of a row of the activation and a vector is multiplied
+// - `scaled(result, i, v)`: the result of a row of the activation and a vector, times their units
 struct OfFloats {
   using Sums = Vector::Floats;
   static constexpr int64_t steps_of_sum = INT64_MAX;
@@ -46,7 +46,7 @@ struct OfFloats {
   static EQQUANT_INLINE Sums multiply_add(Vector::Floats weight, Vector::Floats x, Sums sums) {
     return Vector::multiply_add(weight, x, sums);
   }
-  static EQQUANT_INLINE Vector::Floats factor(int, int) { return Vector::all(1); }
+  static EQQUANT_INLINE Vector::Floats scaled(Vector::Floats result, int, int) { return result; }
 };
 
 // What is kept in registers is passed from function to function: see columns.h.
@@ -90,11 +90,13 @@ void multiply_panel(const Of& of, const float* w, const float* x, int64_t x_stri
         for (int v = 0; v < vectors; v++) results[i][v] = Of::add(results[i][v], sums[i][v]);
     } while (x < end);
   }
+  const Floats one = Vector::all(1);
   for (int i = 0; i < count; i++)
     for (int v = 0; v < vectors; v++) {
       float* const to = y[v] + i * y_stride;
-      const Floats before = adds ? Vector::load(to) : Vector::zero();
-      Vector::store(to, Vector::multiply_add(results[i][v], of.factor(i, v), before));
+      Floats result = of.scaled(results[i][v], i, v);
+      if (adds) result = Vector::multiply_add(result, one, Vector::load(to));
+      Vector::store(to, result);
     }
 }
 

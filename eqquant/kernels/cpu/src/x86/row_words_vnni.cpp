@@ -50,8 +50,10 @@ struct OfPairs {
   static EQQUANT_INLINE __m512 add(__m512 result, Sums sums) {
     return _mm512_add_ps(result, _mm512_cvtepi32_ps(sums));
   }
-  EQQUANT_INLINE __m512 factor(int i, int v) const {
-    return _mm512_mul_ps(_mm512_set1_ps(x_units[i]), _mm512_loadu_ps(units + v * Vector::size));
+  // Not by the product of the units, which may be too small for a float.
+  EQQUANT_INLINE __m512 scaled(__m512 result, int i, int v) const {
+    result = _mm512_mul_ps(result, _mm512_loadu_ps(units + v * Vector::size));
+    return _mm512_mul_ps(result, _mm512_set1_ps(x_units[i]));
   }
 };
 constexpr int64_t rows_of_sum = 2 * OfPairs::steps_of_sum;

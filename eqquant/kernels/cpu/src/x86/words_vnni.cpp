@@ -316,7 +316,8 @@ struct Tile {
         _mm_store_ps(of, Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]));
       else
         for (int r = 0; r < rows; r++) of[r] = Vector::sum(sums[r][i]);
-      for (int r = 0; r < rows; r++) of[r] *= units[i] * weights.unit_of(r);
+      // Not by the product of the units, which may be too small for a float.
+      for (int r = 0; r < rows; r++) of[r] = of[r] * weights.unit_of(r) * units[i];
       if (adds)
         for (int r = 0; r < rows; r++) of[r] += y[r];
       std::memcpy(y, of, rows * sizeof(float));
