@@ -108,8 +108,9 @@ def main() -> None:
     options = parser.parse_args()
 
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
-    given = {"seconds": options.seconds, "ring": options.ring}
-    asked = {"m": options.m, "shapes": shapes, **given}
+    asked = {"shapes": shapes} | {
+        k: getattr(options, k) for k in ("m", "seconds", "ring")
+    }
     found, dense, missing, versions = [], [], [], {}
     for name in options.peers:
         try:

@@ -179,8 +179,8 @@ bool check(const Case& c) {
     }
   const double relative = std::sqrt(error / norm);
   if (relative <= c.tolerance) return true;
-  std::printf("%s%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n", c.name, c.contract_rows ? ", x @ w" : "",
-              relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.three_bits ? 3 : p.bits, p.exponent, long(p.run));
+  std::printf("%s%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n",
+              c.name, c.contract_rows ? ", x @ w" : "", relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.three_bits ? 3 : p.bits, p.exponent, long(p.run));
   return false;
 }
 

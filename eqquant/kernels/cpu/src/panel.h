@@ -52,7 +52,7 @@ struct OfFloats {
 // What is kept in registers is passed from function to function: see columns.h.
 template <class Of, int vectors, int count>
 EQQUANT_INLINE void multiply_steps(const float*& w, const float*& x, int64_t x_stride,
-                                 const float* end, typename Of::Sums (&sums)[count][vectors]) {
+                                   const float* end, typename Of::Sums (&sums)[count][vectors]) {
   do {
     Vector::Floats weight[vectors];
     for (int v = 0; v < vectors; v++) weight[v] = Vector::load(w + v * Vector::size);

@@ -9,7 +9,7 @@
 // words of the weight: 16 bits of the largest of a block in as many rows as a panel has.
 //
 // Sums of four pairs fit 32 bits, as the norms of what is multiplied do; then they go on as floats.
-// That takes no time, as it wants other units than products do.
+// That uses other units than products do, and takes no time beside them.
 #include <immintrin.h>
 
 #include <cmath>
@@ -58,17 +58,9 @@ struct OfPairs {
 };
 constexpr int64_t rows_of_sum = 2 * OfPairs::steps_of_sum;
 
-// Scratch is the words, filled up with zeros, and then the unit of each row. Rows that are read at
-// once are not to be a power of two from each other, or a cache has no room for them: each is an odd
-// number of its lines.
+// Filled up with zeros. Rows that are read at once must not be a power of two apart, or a cache has
+// no room for them: each takes an odd number of its lines.
 int64_t row_words(const Product& p) { return 32 * ((p.rows + 31) / 32 | 1); }
-int16_t* words_in(char* scratch) { return reinterpret_cast<int16_t*>(scratch); }
-float* units_in(const Product& p, char* scratch) {
-  return reinterpret_cast<float*>(words_in(scratch) + p.m * row_words(p));
-}
-int64_t scratch_size(const Product& p) {
-  return p.m * (row_words(p) * static_cast<int64_t>(sizeof(int16_t)) + sizeof(float));
-}
 
 void round_row(const Product& p, const float* x, float per_unit, int16_t* words) {
   const __m512 factor = _mm512_set1_ps(per_unit);
@@ -99,6 +91,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   // That of the weight: as the levels permit, or as a panel has it.
   const float of_weight = one_scale ? levels_of(p).largest * root : largest_norm;
   const float most = largest_norm * largest_norm / of_weight;
+  const bool may_be_larger = largest_word * root > most;
   std::vector<float> buffer(one_scale && p.bfloat16_scales ? p.rows : 0),
       scaled(one_scale ? p.rows : 0);
   const float* scales = one_scale ? scales_of(p, 0, p.rows, buffer.data()) : nullptr;
@@ -110,15 +103,9 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
       x = scaled.data();
     }
     int16_t* const words = words_in(scratch) + i * row_words(p);
-    const float absmax = absmax_of(x, p.rows);
-    float per_unit = largest_word / absmax;
-    if (!std::isfinite(per_unit)) per_unit = 0;
-    round_row(p, x, per_unit, words);
-    if (most < largest_word * root) {
-      const float smaller = shrunk(norm_of_sums(words, row_words(p)), most);
-      if (smaller < 1) round_row(p, x, per_unit *= smaller, words);
-    }
-    units_in(p, scratch)[i] = !std::isfinite(absmax) ? NAN : per_unit > 0 ? 1 / per_unit : 0;
+    units_in(p, scratch)[i] = round_to_words(
+        absmax_of(x, p.rows), most, [&](float per_unit) { round_row(p, x, per_unit, words); },
+        [&] { return may_be_larger ? norm_of_sums(words, row_words(p)) : 0; });
   }
 }
 
@@ -137,7 +124,7 @@ struct WordRowPanel {
   const float* x_units;
   const int64_t x_stride;
   const Levels levels;
-  float largest;  // Of the levels.
+  const float largest;  // Of the levels.
   Space decoded, scales;
   alignas(64) float units[most_columns + side_by_side * size];
 
@@ -147,10 +134,9 @@ struct WordRowPanel {
         x_units(units_in(p, scratch)),
         x_stride(row_words(p) / 2),
         levels(levels_of(p)),
-        largest(bits == 8 ? 128 : 0),
+        largest(largest_of_levels(p)),
         decoded(most_columns * most_rows / 2),
         scales(scaling == Scaling::row ? 1 : most_blocks * most_rows) {
-    for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
     std::fill(std::begin(units), std::end(units), levels.unit);
   }
 

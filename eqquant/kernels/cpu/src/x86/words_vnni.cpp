@@ -32,7 +32,7 @@ constexpr int64_t chunk = 64;  // Bytes of codes.
 
 int steps_of(const Product& p) { return 16 / p.bits; }
 int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
-// Words of a row of the activation.
+// Each group of rows of the activation is (chunk, step, row, word).
 int64_t row_words(const Product& p) { return chunks_of(p) * steps_of(p) * (chunk / 2); }
 
 // Rows of the activation are multiplied by threes, with four rows of the weight: as many
@@ -54,16 +54,6 @@ constexpr int64_t panel_words = 2048, cached_bytes = 5 << 17;
 constexpr int most_of_sum = 4;
 int steps_of_sum(const Product& p) {
   return p.m < many(p) ? steps_of(p) : std::min(most_of_sum, steps_of(p));
-}
-
-// Scratch is the words, each group of rows as (chunk, step, row, word), and then the unit of
-// each row.
-int16_t* words_in(char* scratch) { return reinterpret_cast<int16_t*>(scratch); }
-float* units_in(const Product& p, char* scratch) {
-  return reinterpret_cast<float*>(words_in(scratch) + p.m * row_words(p));
-}
-int64_t scratch_size(const Product& p) {
-  return p.m * (row_words(p) * static_cast<int64_t>(sizeof(int16_t)) + sizeof(float));
 }
 
 // A row of the activation as words. The codes of a byte are in one word with those of the
@@ -130,13 +120,9 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     int16_t* words =
         words_in(scratch) + (i - in_group) * row_words(p) + in_group * (chunk / 2);
     const float absmax = absmax_of(x, p.columns());
-    float per_unit = largest_word / absmax;
-    if (!std::isfinite(per_unit)) per_unit = 0;
-    round_row(p, x, per_unit, words, stride);
-    const int64_t registers = chunks_of(p) * steps_of(p);
-    const float smaller = shrunk(norm_of_lanes(words, stride, registers, steps), most);
-    if (smaller < 1) round_row(p, x, per_unit *= smaller, words, stride);
-    units_in(p, scratch)[i] = !std::isfinite(absmax) ? NAN : per_unit > 0 ? 1 / per_unit : 0;
+    units_in(p, scratch)[i] = round_to_words(
+        absmax, most, [&](float per_unit) { round_row(p, x, per_unit, words, stride); },
+        [&] { return norm_of_lanes(words, stride, chunks_of(p) * steps_of(p), steps); });
   }
 }
 
@@ -431,8 +417,8 @@ struct Rows {
   template <int rows>
   void panel(int64_t row, int64_t begin, int64_t end, int64_t c, int64_t chunks) {
     const float* scales = scales_of(p, row, rows, buffer.data());
-    float largest = bits == 8 ? 128 : 0, of_weight[rows];
-    for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
+    const float largest = largest_of_levels(p);
+    float of_weight[rows];
     for (int r = 0; r < rows; r++)
       of_weight[r] = decode_row<bits>(p, blocks, largest, row + r, scales + r * p.blocks, c,
                                       c + chunks, decoded[r].words, rows * (chunk / 2));
