@@ -159,7 +159,7 @@ def _contracts_in_words(
     elif format.bits == 3:
         least = 16
     else:
-        least = 4 if rows * stored >= 2**22 else 8
+        least = 12 if rows * stored >= 2**22 else 8
     return m >= least and _fits_panels(row_bytes(stored, format), blocks)
 
 

@@ -87,6 +87,10 @@ struct Rows {
     Sums sums;
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
     for (int r = 0; r < rows; r++, codes += row_bytes) {
+      // Rows are too far apart for the hardware to find out what is next. Of many at once, the
+      // innermost cache would not hold it.
+      rows > rows_at_once ? __builtin_prefetch(codes + 128, 0, 2)
+                          : __builtin_prefetch(codes + 128);
       Floats factor[count], scale = Vector::zero();
       if constexpr (in_halves)
         for (int i = 0; i < count; i++) factor[i] = Vector::all(x[i * p.rows + row + r]);
