@@ -7,7 +7,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4
+from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4, NVFP4
 from eqquant.kernels import cpu
 from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
@@ -160,7 +160,10 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),
         ("VNNI", NF4(), 2048, {"rows": 256}, "words, VNNI"),
-        ("VNNI", Int4(), 2048, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", Int4(), 1024, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", Int4(), 1023, {"rows": 256}, "words, VNNI"),
+        ("VNNI", NVFP4(), 256, {"rows": 256}, "float, AVX-512"),
+        ("VNNI", NVFP4(), 255, {"rows": 256}, "words, VNNI"),
         ("VNNI", Int4(), 64, {"rows": 384, "size": 384}, "float, AVX-512"),
         ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "words, VNNI"),
         ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),

@@ -89,11 +89,12 @@ def choose_kernel(
     if precision == "default" and many and size <= longest_int8_sum:
         return f"one digit, {integers}"
     # For so few rows of the weight to round the activation is not worth it.
-    short_runs = run_of(codes.shape[-1], format) <= 16
+    run = run_of(codes.shape[-1], format)
     if size <= 512:
-        in_vain = rows <= (384 if short_runs else 256) and m >= 48
+        in_vain = rows <= (384 if run <= 16 else 256) and m >= 48
     else:
-        in_vain = rows <= 256 and short_runs and m >= 1024
+        least = 256 if run <= 8 else 1024 if run <= 16 else math.inf
+        in_vain = rows <= 256 and m >= least
     if words and not (in_vain or too_large):
         return "words, VNNI"
     return as_floats
