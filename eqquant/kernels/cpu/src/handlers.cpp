@@ -16,6 +16,9 @@ namespace {
 // below this many multiplications. To decode a weight takes as long as some rows of these.
 constexpr int64_t worth_a_thread = 1 << 17, multiplications_worth_a_thread = 5 << 20,
                   rows_worth_decoding = 16;
+// Where rows of the weight are contracted, each thread takes a part of all of them. By few rows of
+// the activation, reading these takes most of the time, and is faster the longer they are.
+constexpr int64_t long_part = 1 << 10, few = 16;
 
 ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("eqquant: " + what);
@@ -108,6 +111,10 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
   const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
+  int64_t grain = routine->grain(p);
+  if (contract_rows && p.m < few)
+    grain *= std::max<int64_t>(
+        1, std::min(long_part, units / std::max<int64_t>(1, pool.num_threads())) / grain);
   const bool alone =
       (p.m + rows_worth_decoding) * p.rows * p.columns() < multiplications_worth_a_thread;
   for (int64_t i = 0; i < batch; i++) {
@@ -123,7 +130,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
       routine->prepare(p, space, begin, end);
     });
-    parallel_for(pool, units, routine->grain(p), [&](int64_t begin, int64_t end) {
+    parallel_for(pool, units, grain, [&](int64_t begin, int64_t end) {
       run_units(*routine, p, space, begin, end);
     });
   }
