@@ -15,20 +15,33 @@ from eqquant.checkpoints.leaves import _write
 from helpers import assert_identical
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_program_that_is_killed(tmp_path, kills):
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+
+def counts_of_killed(*arguments) -> list[int]:
     program = pathlib.Path(__file__).with_name("killed.py")
     out = subprocess.run(
-        [sys.executable, program, tmp_path, str(kills)],
+        [sys.executable, program, *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert out.returncode == 0, out.stderr
-    steps, seen, of_two = map(int, out.stdout.split())
+    return list(map(int, out.stdout.split()))
+
+
+@needs_fork
+def test_a_program_that_is_killed(tmp_path):
+    seen, steps, of_two = counts_of_killed(tmp_path, 20, "--steps")
     # So many that each kind of change was among them, and more than one state.
     assert steps > 60 and seen > 2 and of_two > 40
+
+
+@needs_fork
+@pytest.mark.slow
+def test_a_program_that_is_killed_more_often(tmp_path):
+    (seen,) = counts_of_killed(tmp_path, 200)
+    assert seen > 2
 
 
 def test_an_error_leaves_nothing(tmp_path, monkeypatch):

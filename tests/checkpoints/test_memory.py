@@ -47,11 +47,13 @@ def write(path, layers: int, rows: int, rng) -> int:
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs proc")
 @pytest.mark.parametrize("format, dtype", [("nf4", "bfloat16"), ("int8", "float32")])
 def test_the_quantized_model_and_two_tensors(tmp_path, rng, format, dtype):
-    layers = 16  # 4.3 gigabytes.
+    # 2.1 gigabytes. Half of the layers are one stack: in floats it takes more than what
+    # is allowed, and so does the file, if what was read of it stays.
+    layers = 8
     write(tmp_path / "small.safetensors", 4, 64, rng)
     large = tmp_path / "large.safetensors"
     tensor = write(large, layers, ROWS, rng) * jnp.dtype(dtype).itemsize // 2
-    assert large.stat().st_size > 4 * 2**30
+    assert large.stat().st_size > 2 * 2**30
     program = pathlib.Path(__file__).with_name("measured.py")
     out = subprocess.run(
         [sys.executable, program, tmp_path, str(layers), format, dtype],
