@@ -141,9 +141,14 @@ def test_samples_depend_on_the_seed_and_a_quantized_cache_stays_so():
     assert eqquant.is_quantized(keys) and keys.shape == (2, 16, 32)
 
 
+@pytest.fixture(scope="module")
+def documents():
+    return read_documents()
+
+
 @pytest.mark.slow
-def test_what_is_held_out():
-    training, held_out = read_documents()
+def test_what_is_held_out(documents):
+    training, held_out = documents
     assert len(training) > 400 and len(held_out) > 20
     paragraphs = lambda texts: {
         part for text in texts for part in text.split("\n\n") if len(part) > 200
@@ -155,13 +160,17 @@ def test_what_is_held_out():
 
 
 @pytest.fixture(scope="module")
-def small(tmp_path_factory):
+def few_documents(documents):
+    """The beginnings of some: most of the time went to the tokens of all."""
+    return tuple([text[:2000] for text in texts[:20]] for texts in documents)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, few_documents):
     """What `train_small.py` writes, of a model that is smaller still."""
     folder = tmp_path_factory.mktemp("small")
-    texts, held_out = read_documents()
     with pytest.MonkeyPatch.context() as patch:
-        some = lambda texts: [text[:2000] for text in texts[:20]]
-        patch.setattr(train_small, "read_documents", lambda: (some(texts), held_out))
+        patch.setattr(train_small, "read_documents", lambda: few_documents)
         patch.setattr(train_small, "CONFIG", TINY)
         patch.setattr(train_small, "LENGTH", 32)
         patch.setattr(train_small, "SAVE_EVERY", 4)
@@ -180,7 +189,10 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_folder_that_training_writes(small, tmp_path, capsys):
+def test_the_folder_that_training_writes(
+    small, few_documents, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(evaluate, "read_documents", lambda: few_documents)
     model = load_model(small, progress=False)
     assert model.config == TINY and model.head is None
     arguments = [str(small), "--length", "32", "--rows", "8", "--tokens", "4"]

@@ -227,7 +227,7 @@ def test_a_subclass_is_rounded_as_it_encodes(normal):
 
 @ft.cache
 def bytes_of_step(format):
-    """What value and gradients of a layer with a weight of 2048 x 2048 take, by the
+    """What value and gradients of a layer with a weight of 1024 x 1024 take, by the
     count of the compiler for TPUs; in bytes for each element of the weight."""
 
     @ft.partial(jax.value_and_grad, argnums=(0, 1))
@@ -236,9 +236,9 @@ def bytes_of_step(format):
             weight = eqquant.straight_through(weight, format, check_finite=False)
         return jnp.sum((x @ weight.T) ** 2)
 
-    shapes = [jax.ShapeDtypeStruct((n, 2048), jnp.float32) for n in (2048, 64)]
+    shapes = [jax.ShapeDtypeStruct((n, 1024), jnp.float32) for n in (1024, 64)]
     compiled = eqquant.debug.compile_for_tpu(step, *shapes)
-    return compiled.cost_analysis()["bytes accessed"] / 2048**2
+    return compiled.cost_analysis()["bytes accessed"] / 1024**2
 
 
 @pytest.mark.slow
