@@ -28,9 +28,10 @@ def choose_kernel(
     - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
     - `"two digits, VNNI"` (AMX, dotprod, i8mm): weights exact, activations in two
         int8, which is 15 bits of them. 4e-5. AMX has weights with a scale for each
-        block in two int8, too, which is 16 bits of the largest of a row. 8e-5.
+        block, and floats of 8 bits, in two int8, too, which is 15 bits of the largest
+        of a row, or in `x @ w` of a block in some rows. 8e-5.
     - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
-        weights with a scale for each block these, too, to 127 of the largest of a row.
+        weights with a scale for each block these, too, to 127 of that largest one.
         1.3e-2.
     - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15, or for many
         rows and in `x @ w` weights with a scale for each block to 16. 5e-5.
@@ -44,16 +45,24 @@ def choose_kernel(
     vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
     floats = f"float, {_best_of(library, _of_floats)}"
     integers = _best_of(library, _of_integers)
-    if contract_rows and _contracts_in_words(
+    exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
+    rounded = precision == "default" or x.dtype == jnp.int8
+    if amx and precision != "highest" and _fits_tiles(packed, blocks):
+        how = "one digit" if precision == "default" else "two digits"
+        if exact and rounded and not contract_rows:
+            how = "one digit"
+        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
+        digits = exact or format.float8 or contract_rows
+        if narrow and how == "two digits" and not digits:
+            how = "bfloat16"
+        if m >= _least_in_tiles(how, exact, contract_rows, blocks, format):
+            return f"{how}, AMX"
+    elif contract_rows and _contracts_in_words(
         library, m, codes, blocks, format, precision
     ):
         return "words, VNNI"
-    exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
-    rounded = precision == "default" or x.dtype == jnp.int8
     if contract_rows:
-        most = _most_contracted(
-            library, m, codes, blocks, format, precision, exact, rounded
-        )
+        most = _most_contracted(library, m, codes, blocks, format, precision, exact)
     else:
         most = _most_floats(library, packed, blocks, format, precision)
     if exact and rounded and integers is None and precision != "highest":
@@ -64,25 +73,14 @@ def choose_kernel(
         return as_floats
     # The integers that so large an activation becomes are in fresh pages of memory,
     # which the operating system fills first: in vain for few rows of the weight.
-    thin = rows <= 256 and not amx
+    thin = rows <= 256
     too_large = thin and m * size >= 2**24
     if exact:
         many_bits = thin and format.bits == 1 and m >= 2048
         if not rounded and (too_large or many_bits):
             return as_floats
         how = "one digit" if rounded else "two digits"
-        in_tiles = amx and m >= _least_in_tiles[how][format.bits == 8]
-        return f"{how}, {'AMX' if in_tiles else integers}"
-    in_tiles = blocks == 1 or packed // blocks % 16 == 0
-    if amx and in_tiles:
-        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        how = "two digits each"
-        if precision == "default":
-            how = "one digit each"
-        elif narrow:
-            how = "bfloat16"
-        if m >= _least_in_tiles[how][format.bits == 8]:
-            return f"{how.removesuffix(' each')}, AMX"
+        return f"{how}, {integers}"
     words = vnni and _fits_words(packed, blocks, format)
     # To decode a row for all of the activation pays from so many on.
     many = m >= (16 if words else 8)
@@ -121,20 +119,15 @@ def _most_contracted(
     format: Format,
     precision: Precision,
     exact: bool,
-    rounded: bool,
 ) -> int | float:
     """The same where the rows of the weight are contracted."""
     rows, stored = codes.shape[-2:]
     columns = num_codes(stored, format.bits)
-    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
-    in_panels = _fits_panels(row_bytes(stored, format), blocks)
     integers = exact and precision != "highest" and _best_of(library, _of_integers)
-    if integers and (not vnni or (amx and not in_panels)):
+    if integers and "vnni" not in library.instructions:
         return 8
-    if not in_panels:
+    if not _fits_panels(row_bytes(stored, format), blocks):
         return 64 if "avx512" in library.instructions else 16
-    if amx and (exact or rounded) and precision != "highest":
-        return _most_beside_tiles(codes, format, exact, rounded)
     if precision != "default":
         return math.inf
     # XLA rounds both operands to int8 or bfloat16, which pays for many rows, if not
@@ -149,10 +142,10 @@ def _most_contracted(
 def _contracts_in_words(
     library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
 ) -> bool:
-    """Whether words of 16 bits are fastest where the rows of the weight are contracted.
-    With AMX nobody has measured them."""
-    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
-    if not vnni or amx or precision == "highest" or format.float8:
+    """Whether words of 16 bits are fastest where the rows of the weight are contracted,
+    by no tiles."""
+    vnni = "vnni" in library.instructions
+    if not vnni or precision == "highest" or format.float8:
         return False
     rows, stored = codes.shape[-2:]
     if format.bits < 3:
@@ -164,34 +157,31 @@ def _contracts_in_words(
     return m >= least and _fits_panels(row_bytes(stored, format), blocks)
 
 
-def _most_beside_tiles(
-    codes, format: Format, exact: bool, rounded: bool
-) -> int | float:
-    """The same where XLA multiplies int8 or bfloat16 by tiles. It decodes the weight
-    before that, which pays for large ones."""
-    least = min(codes.shape[-2], num_codes(codes.shape[-1], format.bits))
-    if least < 384:
-        return math.inf
-    if format.bits == 3:
-        by_size = (512, 512, 512) if rounded else (math.inf, 512, 512)
-    elif format.bits == 8:
-        by_size = (256, 32, 16) if exact else (64, 64, 32)
-    elif exact:
-        by_size = (256 if rounded else math.inf, 128, 16)
+def _least_in_tiles(
+    how: str, exact: bool, contract_rows: bool, blocks: int, format: Format
+) -> int:
+    """From how many rows on tiles are faster than registers. What registers multiply is
+    decoded in these; what tiles do, once for all rows."""
+    if exact:
+        decoding = "bytes" if format.bits == 8 else "exact"
     else:
-        by_size = (256, 256, 32)
-    return by_size[(least >= 1024) + (least >= 2048)]
+        one_by_one = format.bits == 8 and blocks > 1
+        decoding = "one by one" if one_by_one else "by tables"
+    return _least[how, decoding][contract_rows]
 
 
-# From how many rows on tiles are faster than registers: for codes of fewer bits than
-# eight, and for those of eight. What registers multiply is decoded in these; what tiles
-# do, once for all rows.
-_least_in_tiles = {
-    "two digits": (8, 4),
-    "one digit": (10, 6),
-    "two digits each": (9, 14),
-    "one digit each": (4, 8),
-    "bfloat16": (8, 12),
+# The first number is for `x @ w.T`, the second for `x @ w`.
+_least = {
+    ("two digits", "bytes"): (4, 4),
+    ("two digits", "exact"): (8, 3),
+    ("two digits", "by tables"): (9, 6),
+    ("two digits", "one by one"): (14, 11),
+    ("one digit", "bytes"): (6, 4),
+    ("one digit", "exact"): (10, 3),
+    ("one digit", "by tables"): (4, 4),
+    ("one digit", "one by one"): (8, 8),
+    ("bfloat16", "by tables"): (8, 8),
+    ("bfloat16", "one by one"): (12, 12),
 }
 
 # Kernels of floats, and of int8 products, by their instructions; the best ones first.
@@ -202,6 +192,11 @@ _of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
 def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
     found = (name for s, name in kernels.items() if s in library.instructions)
     return next(found, None)
+
+
+def _fits_tiles(packed: int, blocks: int) -> bool:
+    """Whether blocks are whole registers of sixteen bytes."""
+    return blocks == 1 or packed // blocks % 16 == 0
 
 
 def _fits_panels(packed: int, blocks: int) -> bool:

@@ -113,11 +113,16 @@ class Floats {
   }
 };
 
+inline const char* why_not_bfloat16(const Product& p) {
+  return p.exponent ? "floats of 8 bits are multiplied as digits" : why_not(p);
+}
+
 }  // namespace bfloat16
 
 extern const Routine bfloat16_amx = {
     bfloat16::prepare<bfloat16::Floats>, bfloat16::run<bfloat16::Floats>,
-    bfloat16::scratch_size<bfloat16::Floats>, always<bfloat16::rows_at_once>, bfloat16::why_not};
+    bfloat16::scratch_size<bfloat16::Floats>, always<bfloat16::rows_at_once>,
+    bfloat16::why_not_bfloat16};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -1,6 +1,6 @@
 // Products in int8 of more rows: AMX.
 //
-// A row of the activation is `unit * (high + low / 254)`, two rows of int8, which is 15 bits
+// A row of the activation is `unit * (256 * high + low)`, two rows of int8, which is 16 bits
 // of it. Weights whose levels are bytes, with a scale for each row, are as they are. Others become
 // such digits, too, of the largest of a row in a span: 16 bits of it. Of four products, that of
 // the lower digits is left out, which is 2^-16 of the largest.
@@ -13,13 +13,12 @@
 #include "target.h"
 
 EQQUANT_TARGET_BEGIN(
-    "avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,amx-tile,amx-int8,amx-bf16,avx2,fma")
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-int8,amx-bf16,avx2,fma")
 namespace eqquant {
 namespace digits {
 
+#include "split.h"
 #include "tiled.h"
-
-constexpr float low_per_high = 254;
 
 // What some bytes of one or more blocks stand for, by code: sixteen bytes for each lane of a
 // register.
@@ -28,30 +27,6 @@ EQQUANT_INLINE __m512i look_up(__m512i tables, __m512i codes) {
   const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
   return _mm512_shuffle_epi8(
       tables, _mm512_and_si512(shifted, _mm512_set1_epi8((1 << bits) - 1)));
-}
-
-EQQUANT_INLINE __mmask64 first_bytes(int64_t count) {
-  return count >= 64 ? ~0ull : (1ull << count) - 1;
-}
-
-// Of sixteen numbers, in units.
-struct Split {
-  __m512i high, low;
-
-  EQQUANT_INLINE explicit Split(__m512 x) {
-    high = _mm512_cvtps_epi32(x);
-    const __m512 rest = _mm512_sub_ps(x, _mm512_cvtepi32_ps(high));
-    low = _mm512_cvtps_epi32(_mm512_mul_ps(rest, _mm512_set1_ps(low_per_high)));
-  }
-};
-
-// The bytes of four times sixteen integers, one after the other.
-EQQUANT_INLINE __m512i as_bytes(const __m512i (&x)[4]) {
-  const __m512i packed = _mm512_packs_epi16(_mm512_packs_epi32(x[0], x[1]),
-                                            _mm512_packs_epi32(x[2], x[3]));
-  const __m512i places =
-      _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  return _mm512_permutexvar_epi32(places, packed);
 }
 
 // Sixteen of 64 bytes, as integers.
@@ -67,11 +42,12 @@ EQQUANT_INLINE __m512i sixteen(__m512i bytes, int64_t i) {
 class Digits {
   const Product& p;
   float* units;  // Of each row of the activation, in scratch.
-  bool exact;    // Whether levels are integers of eight bits, and of one unit, as they are.
-  alignas(64) int8_t table[16] = {};
-  float largest = 128;  // Of the levels.
+  const Levels levels;
+  const LevelTables level_tables;
+  const Float8Tables float8_tables;
   float of_weight[rows_at_once] = {};
   std::vector<float> scales;
+  std::vector<int16_t> words;
   std::vector<int8_t> tables[2];  // (block of a span, code)
 
  public:
@@ -83,33 +59,25 @@ class Digits {
   }
 
   Digits(const Product& p, char* space)
-      : p(p), units(reinterpret_cast<float*>(space)), exact(p.blocks == 1) {
-    if (p.bits == 8) return;
-    largest = 0;
-    for (int i = 0; i < 16; i++) {
-      const float level = p.levels[i];
-      largest = std::max(largest, std::fabs(level));
-      exact = exact && level >= -128 && level <= 127 && level == std::rint(level);
-    }
-    for (int i = 0; exact && i < 16; i++) table[i] = static_cast<int8_t>(p.levels[i]);
-  }
+      : p(p),
+        units(reinterpret_cast<float*>(space)),
+        levels(p),
+        level_tables(p.levels, p.bits < 8 ? levels.largest : 1),
+        float8_tables(p.exponent ? p.exponent : 4, levels.largest) {}
 
-  bool low_parts() const { return !exact && p.digits > 1; }
+  bool low_parts() const { return !levels.exact && p.digits > 1; }
 
   void round(const Layout<int8_t>& layout, int64_t i, const float* x, int8_t* row,
              int64_t stride) {
-    const float absmax = absmax_of(x, p.columns()), per_unit = 127 / absmax;
-    const bool fits = std::isfinite(per_unit);
-    units[i] = !std::isfinite(absmax) ? NAN : fits ? absmax / 127 : 0;
-    const __m512 factor = _mm512_set1_ps(fits ? per_unit : 0);
+    const Units of(absmax_of(x, p.columns()), p.digits);
+    units[i] = of.unit;
+    const __m512 per_unit = _mm512_set1_ps(of.per_unit);
     layout.for_each_run([&](int64_t logical, int64_t place, int64_t length) {
       for (int64_t j = 0; j < length; j += 16) {
         const __mmask16 some = first(length - j);
-        const Split of(
-            _mm512_mul_ps(_mm512_maskz_loadu_ps(some, x + logical + j), factor));
-        _mm512_mask_cvtepi32_storeu_epi8(row + place + j, some, of.high);
-        if (p.digits > 1)
-          _mm512_mask_cvtepi32_storeu_epi8(row + stride + place + j, some, of.low);
+        int8_t* const to = row + place + j;
+        round_sixteen(_mm512_maskz_loadu_ps(some, x + logical + j), per_unit, some, p.digits, to,
+                      to + stride);
       }
     });
   }
@@ -118,7 +86,7 @@ class Digits {
     scales.resize(p.bfloat16_scales ? rows * p.blocks : 0);
     const float* of = scales_of(p, row, rows, scales.data());
     // Codes that are tiles as they are.
-    if (exact && p.bits == 8 && rows == rows_at_once && span.bytes % tile_bytes == 0) {
+    if (levels.exact && p.bits == 8 && rows == rows_at_once && span.bytes % tile_bytes == 0) {
       std::copy(of, of + rows, of_weight);
       const uint8_t* codes = p.codes + row * p.packed + span.begin;
       return {const_cast<int8_t*>(reinterpret_cast<const int8_t*>(codes)), p.packed};
@@ -126,7 +94,7 @@ class Digits {
     with_bits(p, [&](auto bits) {
       for (int r = 0; r < rows; r++) {
         const uint8_t* codes = p.codes + (row + r) * p.packed + span.begin;
-        if (exact) {
+        if (levels.exact) {
           of_weight[r] = of[r];
           copy<bits>(span, codes, to.row(r));
         } else if (p.digits == 1) {
@@ -141,12 +109,9 @@ class Digits {
   }
 
   EQQUANT_INLINE __m512 result(int64_t i, const int32_t* high, const int32_t* low, int r) const {
-    __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(high));
-    if (p.digits > 1)
-      sum = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(low)),
-                            _mm512_set1_ps(1 / low_per_high), sum);
-    return _mm512_mul_ps(_mm512_mul_ps(sum, _mm512_loadu_ps(units + i)),
-                         _mm512_set1_ps(of_weight[r]));
+    // Not by the product of the units, which may be too small for a float.
+    const __m512 sum = _mm512_mul_ps(sum_of(high, low, p.digits), _mm512_loadu_ps(units + i));
+    return _mm512_mul_ps(sum, _mm512_set1_ps(of_weight[r]));
   }
 
  private:
@@ -169,36 +134,45 @@ class Digits {
 
   template <int bits>
   void copy(const Span& span, const uint8_t* codes, int8_t* to) {
-    const __m512i levels = _mm512_broadcast_i32x4(_mm_load_si128(
-        reinterpret_cast<const __m128i*>(table)));
+    const __m512i table = bits < 8 ? bytes_of_levels(p.levels) : _mm512_setzero_si512();
     for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
       if constexpr (bits == 8)
         _mm512_mask_storeu_epi8(to + j, some, of);
       else
-        look_up_planes<bits>(levels, of, [&](int plane, __m512i x) {
+        look_up_planes<bits>(table, of, [&](int plane, __m512i x) {
           _mm512_mask_storeu_epi8(to + plane * span.plane + j, some, x);
         });
     });
   }
 
-  // A row of a span as integers of one unit: 127 of them are its largest scale times the largest
-  // level. Returns that unit.
+  // A row of a span as digits: of the largest scale in it times the largest level. Returns their unit.
   template <int bits, int parts>
   float round_row(const Span& span, const float* of_row, const uint8_t* codes, int8_t* high,
                   int8_t* low) {
     const int64_t block = p.block_bytes(), begin = span.begin / block;
     const int64_t blocks = (span.begin + span.bytes - 1) / block + 1 - begin;
-    const float most = absmax_of(of_row + begin, blocks) * largest, unit = most / 127;
+    of_row += begin;
+    const float most = absmax_of(of_row, blocks);
     if (!std::isfinite(most)) return NAN;
-    const float per_unit = std::isfinite(1 / unit) ? 1 / unit : 0;
+    const float share = std::isfinite(1 / most) ? 1 / most : 0;
     int8_t* const to[2] = {high, low};
-    if constexpr (bits == 8) {
-      round_codes<parts>(span, of_row + begin, blocks, per_unit, codes, to);
-    } else {
-      make_tables<parts>(of_row + begin, blocks, per_unit);
+    if constexpr (bits < 8) {
+      make_tables<parts>(of_row, blocks, share * largest_split);
       look_up_row<bits, parts>(span, begin, codes, to);
+      return level_tables.unit / largest_split * 256 * most;
     }
-    return unit;
+    const Units of(levels.largest, 2);
+    if (p.blocks > 1)
+      round_codes<parts>(span, of_row, blocks, share * of.per_unit, codes, to);
+    else
+      for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i x) {
+        const auto write = [&](int part, const int8_t* table) {
+          _mm512_mask_storeu_epi8(to[part] + j, some, float8_tables.look_up(table, x));
+        };
+        write(0, float8_tables.high);
+        if (parts > 1) write(1, float8_tables.low);
+      });
+    return of.unit * 256 * most;
   }
 
   // Codes of 8 bits, of which sixteen are of one block.
@@ -207,33 +181,53 @@ class Digits {
                    const uint8_t* codes, int8_t* const (&to)[2]) {
     int64_t b = 0, left = p.block_bytes() - span.begin % p.block_bytes();
     for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
-      __m512i high[4], low[4];
+      __m512i x[4];
       for (int64_t i = 0; i < 4; i++) {
         const __m512 by = _mm512_set1_ps(of_blocks[std::min(b, blocks - 1)] * per_unit);
         if (!(left -= 16)) left = p.block_bytes(), b++;
-        const Split split(_mm512_mul_ps(_mm512_cvtepi32_ps(sixteen(of, i)), by));
-        high[i] = split.high, low[i] = split.low;
+        x[i] = _mm512_cvtps_epi32(_mm512_mul_ps(values(of, i), by));
       }
-      _mm512_mask_storeu_epi8(to[0] + j, some, as_bytes(high));
-      if (parts > 1) _mm512_mask_storeu_epi8(to[1] + j, some, as_bytes(low));
+      if (parts > 1) _mm512_mask_storeu_epi8(to[1] + j, some, lowest_bytes(x));
+      for (__m512i& some_codes : x) some_codes = upper(some_codes);
+      _mm512_mask_storeu_epi8(to[0] + j, some, lowest_bytes(x));
     });
+  }
+
+  // Sixteen of 64 codes.
+  EQQUANT_INLINE __m512 values(__m512i codes, int64_t i) const {
+    const __m128i of = i == 0   ? _mm512_castsi512_si128(codes)
+                       : i == 1 ? _mm512_extracti32x4_epi32(codes, 1)
+                       : i == 2 ? _mm512_extracti32x4_epi32(codes, 2)
+                                : _mm512_extracti32x4_epi32(codes, 3);
+    return p.exponent ? float8_of(of, p.exponent) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(of));
+  }
+
+  // One after the other.
+  static EQQUANT_INLINE __m512i lowest_bytes(const __m512i (&x)[4]) {
+    const __m512i byte = _mm512_set1_epi32(255);
+    const __m512i a = _mm512_packus_epi32(_mm512_and_si512(x[0], byte), _mm512_and_si512(x[1], byte)),
+                  b = _mm512_packus_epi32(_mm512_and_si512(x[2], byte), _mm512_and_si512(x[3], byte));
+    const __m512i places =
+        _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_epi32(places, _mm512_packus_epi16(a, b));
   }
 
   // What codes stand for in each of some blocks, made for four of these at once.
   template <int parts>
   void make_tables(const float* of_blocks, int64_t blocks, float per_unit) {
-    const __m512 levels = _mm512_loadu_ps(p.levels);
-    // With some to spare, as four are read at once, too.
+    // With some to spare, as four are read at once, and as many converted as a register has.
+    words.resize((blocks + 15) / 16 * 16);
     for (int part = 0; part < parts; part++) tables[part].resize((blocks + 8) * 16);
+    for (int64_t b = 0; b < blocks; b += 16) {
+      const __m512 of = _mm512_maskz_loadu_ps(first(blocks - b), of_blocks + b);
+      const __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(of, _mm512_set1_ps(per_unit)));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(&words[b]), _mm512_cvtepi32_epi16(rounded));
+    }
     for (int64_t b = 0; b < blocks; b += 4) {
-      __m512i high[4], low[4];
-      for (int64_t i = 0; i < 4; i++) {
-        const __m512 by = _mm512_set1_ps(of_blocks[std::min(b + i, blocks - 1)] * per_unit);
-        const Split split(_mm512_mul_ps(levels, by));
-        high[i] = split.high, low[i] = split.low;
-      }
-      _mm512_storeu_si512(&tables[0][b * 16], as_bytes(high));
-      if (parts > 1) _mm512_storeu_si512(&tables[1][b * 16], as_bytes(low));
+      __m512i high, low;
+      level_tables.of(&words[b], high, low);
+      _mm512_storeu_si512(&tables[0][b * 16], high);
+      if (parts > 1) _mm512_storeu_si512(&tables[1][b * 16], low);
     }
   }
 

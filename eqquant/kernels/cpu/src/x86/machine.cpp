@@ -22,12 +22,13 @@ bool may_use_tiles() {
 bool has_amx() {
   unsigned a, b, c, d;
   if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const bool bytes = c >> 1 & 1;  // Lookups of bytes (VBMI), which all of these have.
 #if defined(EQQUANT_EMULATE_TILES)
-  return has_bfloat16();
+  return bytes && has_bfloat16();
 #endif
   // Of bfloat16, any, and of bytes.
   const bool tiles = (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
-  return tiles && has_bfloat16() && may_use_tiles();
+  return tiles && bytes && has_bfloat16() && may_use_tiles();
 }
 
 // Floats of 16 bits, which compilers do not all ask for by name.
@@ -61,7 +62,7 @@ int instructions() {
 
 extern const Routine float_avx2, float_rows_avx2, float_avx512, float_rows_avx512;
 // For activations split in digits of 8 bits.
-extern const Routine digits_vnni, digits_amx;
+extern const Routine digits_vnni, digits_amx, row_digits_amx;
 // For activations rounded to 16 bits, and levels, too.
 extern const Routine words_vnni, row_words_vnni;
 // For more rows, rounded to bfloat16.
@@ -73,8 +74,8 @@ const Kernel kernels[] = {
     {"two digits, VNNI", &digits_vnni, nullptr, 2, vnni},
     {"one digit, VNNI", &digits_vnni, nullptr, 1, vnni},
     {"words, VNNI", &words_vnni, &row_words_vnni, 0, vnni},
-    {"two digits, AMX", &digits_amx, nullptr, 2, amx},
-    {"one digit, AMX", &digits_amx, nullptr, 1, amx},
+    {"two digits, AMX", &digits_amx, &row_digits_amx, 2, amx},
+    {"one digit, AMX", &digits_amx, &row_digits_amx, 1, amx},
     {"bfloat16, AMX", &bfloat16_amx, nullptr, 1, amx},
     {},
 };

@@ -26,6 +26,7 @@ namespace eqquant {
 namespace {
 
 #include "absmax.h"
+#include "scales.h"
 #include "vector_avx512.h"
 #include "words.h"
 
@@ -140,29 +141,17 @@ struct WordRowPanel {
     std::fill(std::begin(units), std::end(units), levels.unit);
   }
 
-  EQQUANT_INLINE __m512 scales_at(int64_t row, int64_t b, __mmask16 some) const {
-    const int64_t at = row * p.blocks + b;
-    if (!p.bfloat16_scales)
-      return _mm512_maskz_loadu_ps(some, static_cast<const float*>(p.scales) + at);
-    const __m256i narrow =
-        _mm256_maskz_loadu_epi16(some, static_cast<const uint16_t*>(p.scales) + at);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
-  }
-
   // The scales of sixteen blocks in some rows, and of a row of zeros after these, by what makes
   // words of the levels; returns the units of these words.
   __m512 read_scales(int64_t row, int64_t rows, int64_t b, __mmask16 some, float* to) const {
     const __m512 limit = _mm512_set1_ps(std::numeric_limits<float>::max());
-    __m512i bits_of_most = _mm512_setzero_si512();
-    const __m512i magnitude = _mm512_set1_epi32(0x7FFFFFFF);
+    __m512 most = _mm512_setzero_ps();
     for (int64_t r = 0; r < rows; r++) {
-      const __m512 of_row = scales_at(row + r, b, some);
+      const __m512 of_row = scales_at(p, row + r, b, some);
       _mm512_store_ps(to + r * most_blocks, of_row);
-      // NaN is the largest: see absmax.h.
-      bits_of_most = _mm512_max_epi32(
-          bits_of_most, _mm512_and_si512(_mm512_castps_si512(of_row), magnitude));
+      most = larger(most, of_row);
     }
-    const __m512 most = _mm512_mul_ps(_mm512_castsi512_ps(bits_of_most), _mm512_set1_ps(largest));
+    most = _mm512_mul_ps(most, _mm512_set1_ps(largest));
     const __mmask16 finite = _mm512_cmp_ps_mask(most, limit, _CMP_LE_OQ);
     __m512 per_unit = _mm512_div_ps(_mm512_set1_ps(largest_word), most);
     const __mmask16 usable = _mm512_cmp_ps_mask(per_unit, limit, _CMP_LE_OQ) & finite;

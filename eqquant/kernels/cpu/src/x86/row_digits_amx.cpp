@@ -1,0 +1,438 @@
+// x @ w in int8, for more rows: AMX.
+//
+// A row of the activation becomes one digit or two, as in digits_amx.cpp, and is the left operand as
+// it is. The weight is the right one, of whose tiles a row has four rows of the weight side by side,
+// in sixteen columns.
+//
+// Where each row of the weight has one scale, the activation is multiplied by these before it is
+// rounded, and codes become levels. Otherwise scales are in the digits of the weight: of the largest
+// of a block in as many rows as are decoded at once.
+#include <immintrin.h>
+
+#include <cmath>
+#include <memory>
+#include <vector>
+
+#include "product.h"
+#include "target.h"
+#include "unpack.h"
+
+EQQUANT_TARGET_BEGIN(
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,amx-tile,amx-int8,amx-bf16,avx2,fma")
+namespace eqquant {
+namespace row_digits {
+
+#include "absmax.h"
+#include "scales.h"
+#include "split.h"
+#include "tiles_amx.h"
+
+#include "pieces.h"
+
+constexpr int64_t lanes = 16, rows_of_step = 64, tile_size = tile_rows * tile_bytes;
+// Rows of the activation in one turn, for which the weight is decoded again, and columns of it: a
+// second-level cache holds these rows' digits, a panel of the weight, and results.
+constexpr int64_t rows_in_turn = 256, columns_at_once = 512;
+// Digits of each column that are decoded at once: an innermost cache holds those of two tiles.
+constexpr int64_t digits_at_once = 1024;
+// How many rows ahead codes are asked for. They are too far apart for the hardware to find out.
+constexpr int64_t rows_ahead = 64;
+
+inline int64_t whole_tiles(int64_t m) { return (m + tile_rows - 1) / tile_rows * tile_rows; }
+
+// Filled up with zeros. An odd number of lines of a cache: see `Decoded` in tiled.h.
+inline int64_t row_bytes(const Product& p) {
+  return tile_bytes * ((p.rows + tile_bytes - 1) / tile_bytes | 1);
+}
+
+// Scratch: (digit, row of the activation, row of the weight), and the units of the activation.
+inline int64_t digit_bytes(const Product& p) { return whole_tiles(p.m) * row_bytes(p); }
+inline float* units_in(const Product& p, char* scratch) {
+  return reinterpret_cast<float*>(scratch + p.digits * digit_bytes(p));
+}
+int64_t scratch_size(const Product& p) {
+  return p.digits * digit_bytes(p) + whole_tiles(p.m) * static_cast<int64_t>(sizeof(float));
+}
+
+void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  const bool one_scale = p.blocks == 1;
+  std::vector<float> buffer(one_scale && p.bfloat16_scales ? p.rows : 0),
+      scaled(one_scale ? p.rows : 0);
+  const float* scales = one_scale ? scales_of(p, 0, p.rows, buffer.data()) : nullptr;
+  Activation activation(p);
+  for (int64_t i = begin; i < end; i++) {
+    const float* x = activation.row(i);
+    if (one_scale) {
+      for (int64_t r = 0; r < p.rows; r++) scaled[r] = x[r] * scales[r];
+      x = scaled.data();
+    }
+    const Units units(absmax_of(x, p.rows), p.digits);
+    units_in(p, scratch)[i] = units.unit;
+    const __m512 per_unit = _mm512_set1_ps(units.per_unit);
+    int8_t* const to = reinterpret_cast<int8_t*>(scratch) + i * row_bytes(p);
+    for (int64_t r = 0; r < row_bytes(p); r += lanes) {
+      const __m512 some = _mm512_maskz_loadu_ps(r < p.rows ? first(p.rows - r) : 0, x + r);
+      round_sixteen(some, per_unit, 0xFFFF, p.digits, to + r, to + digit_bytes(p) + r);
+    }
+  }
+}
+
+// Where results of a tile go: some of its columns to each place.
+struct Places {
+  int count = 0;
+  __mmask16 some[lanes];
+  int64_t column[lanes];  // Of the first one, if that was among them.
+};
+
+// Some columns of some rows of the weight, as tiles: sixteen bytes, of these a plane, of that each
+// part, and of each part a tile for every step of 64 rows.
+template <int bits>
+class Panel {
+  static constexpr int planes = 8 / bits;
+
+ public:
+  // Of so many bytes the blocks are at most as many as a register has scales.
+  static constexpr int64_t most_bytes = std::min(columns_at_once / planes, lanes * lanes);
+
+ private:
+  static constexpr int64_t most_tiles = most_bytes / lanes * planes;
+  struct alignas(64) Line {
+    int8_t bytes[64];
+  };
+
+  const Product& p;
+  const Levels levels;
+  const LevelTables level_tables;
+  const Float8Tables float8_tables;
+  const float unit;  // Of the digits of the weight, but for the scales.
+  int64_t steps;
+  std::unique_ptr<Line[]> digits;
+
+ public:
+  const int parts = levels.exact ? 1 : p.digits;
+  const int64_t most_rows = digits_at_once / parts;
+  int64_t tiles = 0;
+  // With one to spare, as two tiles are multiplied at once.
+  float units[most_tiles + 1];
+  Places places[most_tiles + 1];
+
+  // For so many bytes of a row at once.
+  Panel(const Product& p, int64_t bytes)
+      : p(p),
+        levels(p),
+        level_tables(p.levels, bits < 8 ? levels.largest : 1),
+        float8_tables(p.exponent ? p.exponent : 4, levels.largest),
+        unit(levels.exact      ? 1
+             : bits < 8        ? 256 * level_tables.unit / largest_split
+                               : 256 * Units(levels.largest, 2).unit) {
+    steps = steps_of(std::min(most_rows, p.rows));
+    digits.reset(new Line[(tiles_of(std::min(bytes, most_bytes)) + 1) * tile_stride() / 64]);
+  }
+
+  static int64_t steps_of(int64_t rows) { return (rows + rows_of_step - 1) / rows_of_step; }
+  static int64_t tiles_of(int64_t bytes) { return (bytes + lanes - 1) / lanes * planes; }
+  // To the next part of a tile, and to the next tile. That is not a power of two: see `Decoded` in
+  // tiled.h.
+  int64_t part_stride() const { return steps * tile_size; }
+  int64_t tile_stride() const { return parts * part_stride() + 64; }
+  const int8_t* tile(int64_t i) const { return digits[0].bytes + i * tile_stride(); }
+
+  void find_places(int64_t begin, int64_t bytes) {
+    tiles = tiles_of(bytes);
+    for (Places& of : places) of.count = 0;
+    for (int64_t j = 0; j < bytes; j += lanes)
+      for_each_run(p, begin + j, begin + std::min(bytes, j + lanes),
+                   [&](int64_t logical, int64_t planar, int64_t length) {
+                     const int64_t plane = planar / p.packed, lane = planar % p.packed - begin - j;
+                     Places& of = places[j / lanes * planes + plane];
+                     of.column[of.count] = logical - lane;
+                     of.some[of.count++] = first(length) << lane;
+                   });
+  }
+
+  void decode(Pieces& pieces, int64_t row, int64_t rows, int64_t bytes) {
+    steps = steps_of(rows);
+    const bool in_blocks = p.blocks > 1;
+    const int64_t begin = pieces.begin, block = p.block_bytes(), first_block = begin / block;
+    const __mmask16 some = first((begin + bytes - 1) / block + 1 - first_block);
+    std::fill_n(units, tiles, unit);
+    const __m512 share = in_blocks ? share_of_largest(row, rows, begin, bytes, some)
+                                   : _mm512_setzero_ps();
+    const int64_t ahead = p.three_bits ? 0 : rows_ahead * p.packed;
+    const uint8_t* codes = nullptr;
+    // Of codes of less than eight bits: the digits of sixteen of these, for each of four rows.
+    __m512i high = _mm512_setzero_si512(), low = high;
+    alignas(64) int16_t words[lanes][4];
+    std::fill_n(words[0], 4, static_cast<int16_t>(largest_split));
+    if (bits < 8) level_tables.of(words[0], high, low);
+    if (bits < 8 && levels.exact) high = bytes_of_levels(p.levels);
+    for (int64_t r = 0; r < rows; r += 4) {
+      if (r % rows_at_once == 0)
+        codes = pieces.of(row + r, static_cast<int>(std::min<int64_t>(rows_at_once, rows - r)));
+      const uint8_t* of[4];
+      alignas(64) float shares[4][lanes];
+      __m512 scales[4];
+      for (int k = 0; k < 4; k++) {
+        // After the last row that again: the activation has zeros there.
+        const int64_t at = std::min(r + k, rows - 1);
+        of[k] = codes + at % rows_at_once * pieces.row_bytes;
+        if (!in_blocks) continue;
+        scales[k] = _mm512_mul_ps(scales_at(p, row + at, first_block, some), share);
+        if (bits == 8) _mm512_store_ps(shares[k], scales[k]);
+      }
+      if (bits < 8 && in_blocks) as_words(scales, words);
+      int8_t* to = digits[0].bytes + r / rows_of_step * tile_size + r % rows_of_step * lanes;
+      int64_t b = -1, until = in_blocks ? 0 : bytes;
+      for (int64_t j = 0; j < bytes; j += lanes, to += planes * tile_stride()) {
+        if (j % 64 == 0)
+          for (const uint8_t* of_row : of) __builtin_prefetch(of_row + j + ahead, 0, 2);
+        if (j >= until) {
+          until = b < 0 ? block - begin % block : until + block, b++;
+          if (bits < 8) level_tables.of(words[b], high, low);
+        }
+        const __mmask16 these = first(bytes - j);
+        if constexpr (bits < 8)
+          look_up(side_by_side(of, j, these), high, low, to);
+        else if (!in_blocks)
+          write(side_by_side(of, j, these), to);
+        else
+          write_scaled(of, j, these, shares, b, to);
+      }
+    }
+  }
+
+ private:
+  // What scales in some rows are divided by, so that the largest of a block is one, or the largest
+  // word; and the units of its tiles.
+  __m512 share_of_largest(int64_t row, int64_t rows, int64_t begin, int64_t bytes,
+                          __mmask16 some) {
+    const int64_t block = p.block_bytes(), first_block = begin / block;
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t r = 0; r < rows; r++) most = larger(most, scales_at(p, row + r, first_block, some));
+    alignas(64) float of_block[lanes];
+    _mm512_store_ps(of_block, most);
+    alignas(64) float shares[lanes];
+    for (int b = 0; b < lanes; b++) {
+      const float share = 1 / of_block[b];
+      shares[b] = std::isfinite(share) ? share : 0;
+      if (!std::isfinite(of_block[b])) of_block[b] = NAN;
+    }
+    for (int64_t i = 0; i < tiles; i++)
+      units[i] = unit * of_block[(begin + i / planes * lanes) / block - first_block];
+    const float most_share = bits < 8 ? largest_split : Units(levels.largest, 2).per_unit;
+    return _mm512_mul_ps(_mm512_load_ps(shares), _mm512_set1_ps(most_share));
+  }
+
+  // Of each block those of four rows.
+  static void as_words(const __m512 (&scales)[4], int16_t (&words)[lanes][4]) {
+    __m512i of[4];
+    for (int k = 0; k < 4; k++) of[k] = _mm512_cvtps_epi32(scales[k]);
+    const __m512i a = _mm512_mask_mov_epi16(of[0], 0xAAAAAAAA, _mm512_slli_epi32(of[1], 16)),
+                  b = _mm512_mask_mov_epi16(of[2], 0xAAAAAAAA, _mm512_slli_epi32(of[3], 16));
+    const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+    const __m512i first_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                  second_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    _mm512_store_si512(words[0], _mm512_permutex2var_epi64(low, first_half, high));
+    _mm512_store_si512(words[8], _mm512_permutex2var_epi64(low, second_half, high));
+  }
+
+  // Sixteen bytes of four rows, by column.
+  static EQQUANT_INLINE __m512i side_by_side(const uint8_t* const (&of)[4], int64_t j,
+                                             __mmask16 some) {
+    alignas(64) static constexpr uint8_t by_column[64] = {
+        0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
+        37, 53, 6,  22, 38, 54, 7,  23, 39, 55, 8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58,
+        11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
+    __m512i out = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(some, of[0] + j));
+    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[1] + j), 1);
+    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[2] + j), 2);
+    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[3] + j), 3);
+    return _mm512_permutexvar_epi8(_mm512_load_si512(by_column), out);
+  }
+
+  template <int plane = 0>
+  EQQUANT_INLINE void look_up(__m512i codes, __m512i high, __m512i low, int8_t* to) const {
+    const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
+    // Four bits of the code, and then the row.
+    const __m512i index = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(15),
+                                                    _mm512_set1_epi32(0x30201000), 0xEA);
+    int8_t* const at = to + plane * tile_stride();
+    _mm512_store_si512(at, _mm512_permutexvar_epi8(index, high));
+    if (parts > 1) _mm512_store_si512(at + part_stride(), _mm512_permutexvar_epi8(index, low));
+    if constexpr ((plane + 1) * bits < 8) look_up<plane + 1>(codes, high, low, to);
+  }
+
+  // Codes of eight bits: integers as they are, or floats.
+  EQQUANT_INLINE void write(__m512i codes, int8_t* to) const {
+    if (!p.exponent) return _mm512_store_si512(to, codes);
+    _mm512_store_si512(to, float8_tables.look_up(float8_tables.high, codes));
+    if (parts > 1)
+      _mm512_store_si512(to + part_stride(), float8_tables.look_up(float8_tables.low, codes));
+  }
+
+  EQQUANT_INLINE void write_scaled(const uint8_t* const (&of)[4], int64_t j, __mmask16 some,
+                                   const float (&shares)[4][lanes], int64_t b, int8_t* to) const {
+    __m512i x[4];
+    for (int k = 0; k < 4; k++) {
+      const __m128i codes = _mm_maskz_loadu_epi8(some, of[k] + j);
+      const __m512 values = p.exponent ? float8_of(codes, p.exponent)
+                                       : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+      x[k] = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(shares[k][b])));
+    }
+    if (parts > 1) _mm512_store_si512(to + part_stride(), lowest_bytes(x));
+    for (__m512i& of_row : x) of_row = upper(of_row);
+    _mm512_store_si512(to, lowest_bytes(x));
+  }
+
+  static EQQUANT_INLINE __m512i lowest_bytes(const __m512i (&x)[4]) {
+    constexpr __mmask64 second = 0x2222222222222222ull;
+    const __m512i a = _mm512_mask_mov_epi8(x[0], second, _mm512_slli_epi32(x[1], 8)),
+                  b = _mm512_mask_mov_epi8(x[2], second, _mm512_slli_epi32(x[3], 8));
+    return _mm512_mask_mov_epi16(a, 0xAAAAAAAA, _mm512_slli_epi32(b, 16));
+  }
+};
+
+// Sums of two tiles of the activation, or of two digits of one, by two of the weight.
+struct alignas(64) Sums {
+  int32_t of[2][2][tile_rows][lanes];
+};
+
+// Tiles 0 to 3 are sums, 4 and 5 the activation, 6 and 7 the weight. `second` is how far the second
+// tile of the activation is from the first one.
+template <bool two, bool low>
+void multiply(const int8_t* w, int64_t tile_stride, int64_t part_stride, const int8_t* x,
+              int64_t x_stride, int64_t second, int64_t steps, Sums& sums) {
+  _tile_zero(0);
+  _tile_zero(1);
+  if constexpr (two) {
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t k = 0; k < steps; k++, w += tile_size, x += rows_of_step) {
+    _tile_loadd(4, x, x_stride);
+    _tile_loadd(6, w, tile_bytes);
+    _tile_dpbssd(0, 4, 6);
+    _tile_loadd(7, w + tile_stride, tile_bytes);
+    _tile_dpbssd(1, 4, 7);
+    if constexpr (two) {
+      _tile_loadd(5, x + second, x_stride);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
+    }
+    if constexpr (low) {
+      _tile_loadd(6, w + part_stride, tile_bytes);
+      _tile_dpbssd(2, 4, 6);
+      _tile_loadd(7, w + tile_stride + part_stride, tile_bytes);
+      _tile_dpbssd(3, 4, 7);
+    }
+  }
+  _tile_stored(0, sums.of[0][0], tile_bytes);
+  _tile_stored(1, sums.of[0][1], tile_bytes);
+  if constexpr (two) {
+    _tile_stored(2, sums.of[1][0], tile_bytes);
+    _tile_stored(3, sums.of[1][1], tile_bytes);
+  }
+}
+
+// Results of a turn, by sixteen columns: (tile of the weight, row of the activation).
+struct Results {
+  struct alignas(64) Columns {
+    float values[lanes];
+  };
+  const int64_t rows;
+  const std::unique_ptr<Columns[]> columns;
+
+  Results(int64_t tiles, int64_t rows) : rows(rows), columns(new Columns[tiles * rows]) {}
+  float* at(int64_t tile, int64_t row) const { return columns[tile * rows + row].values; }
+};
+
+// Those of sixteen rows of the activation by a tile of the weight, or what is to be added to them.
+EQQUANT_INLINE void finish(const Product& p, const int32_t (&high)[tile_rows][lanes],
+                           const int32_t (&low)[tile_rows][lanes], const float* x_units, float unit,
+                           bool adds, float* to) {
+  for (int r = 0; r < tile_rows; r++, to += lanes) {
+    // Not by the product of the units, which may be too small for a float.
+    __m512 result = _mm512_mul_ps(sum_of(high[r], low[r], p.digits), _mm512_set1_ps(unit));
+    result = _mm512_mul_ps(result, _mm512_set1_ps(x_units[r]));
+    if (adds) result = _mm512_add_ps(result, _mm512_load_ps(to));
+    _mm512_store_ps(to, result);
+  }
+}
+
+// Rows of the activation from `begin` to `end`, which fill tiles but for the last one.
+template <int bits>
+void multiply_panel(const Product& p, const Panel<bits>& panel, const char* scratch,
+                    int64_t begin, int64_t end, int64_t row, int64_t rows,
+                    const Results& results) {
+  const float* x_units = units_in(p, const_cast<char*>(scratch));
+  const bool digits = p.digits > 1, low = panel.parts > 1;
+  const int64_t stride = row_bytes(p), tile = tile_rows * stride;
+  const int64_t second = digits ? digit_bytes(p) : tile;
+  Sums sums;
+  for (int64_t t = 0; t < panel.tiles; t += 2)
+    for (int64_t i = begin; i < end; i += digits ? tile_rows : 2 * tile_rows) {
+      const int8_t* x = reinterpret_cast<const int8_t*>(scratch) + i * stride + row;
+      const bool two = digits || i + tile_rows < end;
+      const auto product = low ? multiply<true, true>
+                               : two ? multiply<true, false> : multiply<false, false>;
+      product(panel.tile(t), panel.tile_stride(), panel.part_stride(), x, stride, second,
+              Panel<bits>::steps_of(rows), sums);
+      for (int64_t k = 0; k < std::min<int64_t>(2, panel.tiles - t); k++)
+        for (int64_t half = 0; half < (two && !digits ? 2 : 1); half++) {
+          const int64_t at = i + half * tile_rows;
+          finish(p, sums.of[half][k], sums.of[1][k], x_units + at, panel.units[t + k], row > 0,
+                 results.at(t + k, at - begin));
+        }
+    }
+}
+
+// To where they belong.
+void write(const Product& p, const Results& results, const Places* places, int64_t tiles,
+           int64_t begin, int64_t end) {
+  for (int64_t i = begin; i < end; i++)
+    for (int64_t t = 0; t < tiles; t++) {
+      const __m512 result = _mm512_load_ps(results.at(t, i - begin));
+      const Places& of = places[t];
+      for (int k = 0; k < of.count; k++)
+        _mm512_mask_storeu_ps(p.y + i * p.columns() + of.column[k], of.some[k], result);
+    }
+}
+
+template <int bits>
+void run_bits(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  const std::unique_ptr<Panel<bits>> panel(new Panel<bits>(p, end - begin));
+  const Results results(Panel<bits>::tiles_of(std::min(end - begin, panel->most_bytes)),
+                        std::min(whole_tiles(p.m), rows_in_turn));
+  for (int64_t i = 0; i < p.m; i += rows_in_turn) {
+    const int64_t until = std::min(p.m, i + rows_in_turn);
+    for (int64_t j = begin; j < end; j += panel->most_bytes) {
+      const int64_t bytes = std::min(panel->most_bytes, end - j);
+      Pieces pieces(p, j, j + bytes);
+      panel->find_places(j, bytes);
+      for (int64_t row = 0; row < p.rows; row += panel->most_rows) {
+        const int64_t rows = std::min(panel->most_rows, p.rows - row);
+        panel->decode(pieces, row, rows, bytes);
+        multiply_panel(p, *panel, scratch, i, until, row, rows, results);
+      }
+      write(p, results, panel->places, panel->tiles, i, until);
+    }
+  }
+}
+
+void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  const Configured configured;
+  with_bits(p, [&](auto bits) { run_bits<bits>(p, scratch, begin, end); });
+}
+
+const char* why_not(const Product& p) {
+  if (p.blocks > 1 && p.block_bytes() % lanes) return "blocks must be a multiple of 16 bytes";
+  return nullptr;
+}
+
+}  // namespace row_digits
+
+extern const Routine row_digits_amx = {row_digits::prepare, row_digits::run,
+                                       row_digits::scratch_size, always<64>, row_digits::why_not};
+
+}  // namespace eqquant
+EQQUANT_TARGET_END
