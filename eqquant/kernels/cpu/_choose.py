@@ -47,12 +47,12 @@ def choose_kernel(
     integers = _best_of(library, _of_integers)
     exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
     rounded = precision == "default" or x.dtype == jnp.int8
-    if amx and precision != "highest" and _fits_tiles(packed, blocks):
+    if amx and precision != "highest" and _fits_tiles(packed, blocks, format):
         how = "one digit" if precision == "default" else "two digits"
         if exact and rounded and not contract_rows:
             how = "one digit"
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        digits = exact or format.float8 or contract_rows
+        digits = exact or format.float8 or contract_rows or packed // blocks % 16
         if narrow and how == "two digits" and not digits:
             how = "bfloat16"
         if m >= _least_in_tiles(how, exact, contract_rows, blocks, format):
@@ -194,9 +194,10 @@ def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
     return next(found, None)
 
 
-def _fits_tiles(packed: int, blocks: int) -> bool:
-    """Whether blocks are whole registers of sixteen bytes."""
-    return blocks == 1 or packed // blocks % 16 == 0
+def _fits_tiles(packed: int, blocks: int, format: Format) -> bool:
+    """Whether sixteen bytes are of one block, or of two that have tables."""
+    block = packed // blocks
+    return blocks == 1 or block % 16 == 0 or (block == 8 and format.bits < 8)
 
 
 def _fits_panels(packed: int, blocks: int) -> bool:

@@ -113,16 +113,17 @@ class Floats {
   }
 };
 
-inline const char* why_not_bfloat16(const Product& p) {
-  return p.exponent ? "floats of 8 bits are multiplied as digits" : why_not(p);
+inline const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits are multiplied as digits";
+  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
+  return nullptr;
 }
 
 }  // namespace bfloat16
 
 extern const Routine bfloat16_amx = {
     bfloat16::prepare<bfloat16::Floats>, bfloat16::run<bfloat16::Floats>,
-    bfloat16::scratch_size<bfloat16::Floats>, always<bfloat16::rows_at_once>,
-    bfloat16::why_not_bfloat16};
+    bfloat16::scratch_size<bfloat16::Floats>, always<bfloat16::rows_at_once>, bfloat16::why_not};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -231,6 +231,27 @@ class Digits {
     }
   }
 
+  // By these tables, of which a register of codes has eight.
+  template <int bits, int parts, int plane = 0>
+  EQQUANT_INLINE void look_up_pairs(const Span& span, int64_t j, __mmask64 some, __m512i codes,
+                                    int8_t* const (&to)[2]) {
+    // Four bits of the code, and then which table.
+    const __m512i places = _mm512_setr_epi64(
+        0x0000000000000000, 0x1010101010101010, 0x2020202020202020, 0x3030303030303030,
+        0x4040404040404040, 0x5050505050505050, 0x6060606060606060, 0x7070707070707070);
+    const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
+    const __m512i index =
+        _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(15), places, 0xEA);
+    for (int part = 0; part < parts; part++) {
+      const int8_t* const of = tables[part].data() + j * 2;
+      const __m512i x = _mm512_permutex2var_epi8(_mm512_loadu_si512(of), index,
+                                                 _mm512_loadu_si512(of + 64));
+      _mm512_mask_storeu_epi8(to[part] + plane * span.plane + j, some, x);
+    }
+    if constexpr ((plane + 1) * bits < 8)
+      look_up_pairs<bits, parts, plane + 1>(span, j, some, codes, to);
+  }
+
   // By these tables, the first of which is of block `first`.
   template <int bits, int parts>
   void look_up_row(const Span& span, int64_t first, const uint8_t* codes,
@@ -252,6 +273,10 @@ class Digits {
     if (p.blocks == 1)
       return look_up_by(
           [&](const int8_t* of, int64_t) { return _mm512_broadcast_i32x4(load(of)); });
+    if (block == 8)
+      return for_each_register(span, codes, [&](int64_t j, __mmask64 some, __m512i of) {
+        look_up_pairs<bits, parts>(span, j, some, of, to);
+      });
     if (block == 16)
       return look_up_by([](const int8_t* of, int64_t j) { return _mm512_loadu_si512(of + j); });
     if (block == 32)
@@ -276,7 +301,7 @@ class Digits {
 
 extern const Routine digits_amx = {digits::prepare<digits::Digits>, digits::run<digits::Digits>,
                                    digits::scratch_size<digits::Digits>,
-                                   always<digits::rows_at_once>, digits::why_not};
+                                   always<digits::rows_at_once>, digits::why_not_blocks};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -29,7 +29,7 @@ namespace row_digits {
 
 #include "pieces.h"
 
-constexpr int64_t lanes = 16, rows_of_step = 64, tile_size = tile_rows * tile_bytes;
+constexpr int64_t lanes = 16, half = lanes / 2, rows_of_step = 64, tile_size = tile_rows * tile_bytes;
 // Rows of the activation in one turn, for which the weight is decoded again, and columns of it: a
 // second-level cache holds these rows' digits, a panel of the weight, and results.
 constexpr int64_t rows_in_turn = 256, columns_at_once = 512;
@@ -77,6 +77,9 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   }
 }
 
+// Whether sixteen bytes are of two blocks.
+inline bool in_pairs(const Product& p) { return p.blocks > 1 && p.block_bytes() == half; }
+
 // Where results of a tile go: some of its columns to each place.
 struct Places {
   int count = 0;
@@ -89,18 +92,14 @@ struct Places {
 template <int bits>
 class Panel {
   static constexpr int planes = 8 / bits;
-
- public:
-  // Of so many bytes the blocks are at most as many as a register has scales.
-  static constexpr int64_t most_bytes = std::min(columns_at_once / planes, lanes * lanes);
-
- private:
-  static constexpr int64_t most_tiles = most_bytes / lanes * planes;
+  static constexpr int64_t most_tiles =
+      std::min(columns_at_once, lanes * lanes * planes) / lanes;
   struct alignas(64) Line {
     int8_t bytes[64];
   };
 
   const Product& p;
+  const bool pairs = in_pairs(p);  // Of blocks in sixteen bytes.
   const Levels levels;
   const LevelTables level_tables;
   const Float8Tables float8_tables;
@@ -110,10 +109,12 @@ class Panel {
 
  public:
   const int parts = levels.exact ? 1 : p.digits;
-  const int64_t most_rows = digits_at_once / parts;
+  // Of so many bytes the blocks are at most as many as a register has scales.
+  const int64_t most_rows = digits_at_once / parts,
+                most_bytes = most_tiles / planes * (pairs ? half : lanes);
   int64_t tiles = 0;
   // With one to spare, as two tiles are multiplied at once.
-  float units[most_tiles + 1];
+  alignas(64) float units[most_tiles + 1][lanes];
   Places places[most_tiles + 1];
 
   // For so many bytes of a row at once.
@@ -155,17 +156,16 @@ class Panel {
     const bool in_blocks = p.blocks > 1;
     const int64_t begin = pieces.begin, block = p.block_bytes(), first_block = begin / block;
     const __mmask16 some = first((begin + bytes - 1) / block + 1 - first_block);
-    std::fill_n(units, tiles, unit);
+    std::fill_n(units[0], tiles * lanes, unit);
     const __m512 share = in_blocks ? share_of_largest(row, rows, begin, bytes, some)
                                    : _mm512_setzero_ps();
     const int64_t ahead = p.three_bits ? 0 : rows_ahead * p.packed;
     const uint8_t* codes = nullptr;
-    // Of codes of less than eight bits: the digits of sixteen of these, for each of four rows.
-    __m512i high = _mm512_setzero_si512(), low = high;
     alignas(64) int16_t words[lanes][4];
     std::fill_n(words[0], 4, static_cast<int16_t>(largest_split));
-    if (bits < 8) level_tables.of(words[0], high, low);
-    if (bits < 8 && levels.exact) high = bytes_of_levels(p.levels);
+    Tables tables;
+    if (bits < 8) level_tables.of(words[0], tables.high[0], tables.low[0]);
+    if (bits < 8 && levels.exact) tables.high[0] = bytes_of_levels(p.levels);
     for (int64_t r = 0; r < rows; r += 4) {
       if (r % rows_at_once == 0)
         codes = pieces.of(row + r, static_cast<int>(std::min<int64_t>(rows_at_once, rows - r)));
@@ -188,11 +188,16 @@ class Panel {
           for (const uint8_t* of_row : of) __builtin_prefetch(of_row + j + ahead, 0, 2);
         if (j >= until) {
           until = b < 0 ? block - begin % block : until + block, b++;
-          if (bits < 8) level_tables.of(words[b], high, low);
+          if (bits < 8) level_tables.of(words[b], tables.high[0], tables.low[0]);
+          if (bits < 8 && pairs) {
+            level_tables.of(words[++b], tables.high[1], tables.low[1]);
+            until += block;
+          }
         }
         const __mmask16 these = first(bytes - j);
         if constexpr (bits < 8)
-          look_up(side_by_side(of, j, these), high, low, to);
+          pairs ? look_up<true>(side_by_side(of, j, these), tables, to)
+                : look_up<false>(side_by_side(of, j, these), tables, to);
         else if (!in_blocks)
           write(side_by_side(of, j, these), to);
         else
@@ -202,6 +207,10 @@ class Panel {
   }
 
  private:
+  struct Tables {
+    __m512i high[2] = {}, low[2] = {};
+  };
+
   // What scales in some rows are divided by, so that the largest of a block is one, or the largest
   // word; and the units of its tiles.
   __m512 share_of_largest(int64_t row, int64_t rows, int64_t begin, int64_t bytes,
@@ -218,7 +227,10 @@ class Panel {
       if (!std::isfinite(of_block[b])) of_block[b] = NAN;
     }
     for (int64_t i = 0; i < tiles; i++)
-      units[i] = unit * of_block[(begin + i / planes * lanes) / block - first_block];
+      for (int64_t k = 0; k < lanes; k += half) {
+        const int64_t b = (begin + i / planes * lanes + k) / block - first_block;
+        std::fill_n(units[i] + k, half, unit * of_block[std::min(b, lanes - 1)]);
+      }
     const float most_share = bits < 8 ? largest_split : Units(levels.largest, 2).per_unit;
     return _mm512_mul_ps(_mm512_load_ps(shares), _mm512_set1_ps(most_share));
   }
@@ -250,16 +262,24 @@ class Panel {
     return _mm512_permutexvar_epi8(_mm512_load_si512(by_column), out);
   }
 
-  template <int plane = 0>
-  EQQUANT_INLINE void look_up(__m512i codes, __m512i high, __m512i low, int8_t* to) const {
+  // By the digits of sixteen codes in four rows, for the first and the second half of the columns
+  // if these are of two blocks.
+  template <bool pairs, int plane = 0>
+  EQQUANT_INLINE void look_up(__m512i codes, const Tables& tables, int8_t* to) const {
     const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
-    // Four bits of the code, and then the row.
-    const __m512i index = _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(15),
-                                                    _mm512_set1_epi32(0x30201000), 0xEA);
+    // Four bits of the code, then the row, and then the half.
+    const __m512i places = _mm512_inserti64x4(_mm512_set1_epi32(0x30201000),
+                                              _mm256_set1_epi32(0x30201000 + 0x40404040 * pairs), 1);
+    const __m512i index =
+        _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(15), places, 0xEA);
+    const auto of = [&](const __m512i(&table)[2]) {
+      return pairs ? _mm512_permutex2var_epi8(table[0], index, table[1])
+                   : _mm512_permutexvar_epi8(index, table[0]);
+    };
     int8_t* const at = to + plane * tile_stride();
-    _mm512_store_si512(at, _mm512_permutexvar_epi8(index, high));
-    if (parts > 1) _mm512_store_si512(at + part_stride(), _mm512_permutexvar_epi8(index, low));
-    if constexpr ((plane + 1) * bits < 8) look_up<plane + 1>(codes, high, low, to);
+    _mm512_store_si512(at, of(tables.high));
+    if (parts > 1) _mm512_store_si512(at + part_stride(), of(tables.low));
+    if constexpr ((plane + 1) * bits < 8) look_up<pairs, plane + 1>(codes, tables, to);
   }
 
   // Codes of eight bits: integers as they are, or floats.
@@ -348,11 +368,11 @@ struct Results {
 
 // Those of sixteen rows of the activation by a tile of the weight, or what is to be added to them.
 EQQUANT_INLINE void finish(const Product& p, const int32_t (&high)[tile_rows][lanes],
-                           const int32_t (&low)[tile_rows][lanes], const float* x_units, float unit,
-                           bool adds, float* to) {
+                           const int32_t (&low)[tile_rows][lanes], const float* x_units,
+                           const float (&units)[lanes], bool adds, float* to) {
   for (int r = 0; r < tile_rows; r++, to += lanes) {
     // Not by the product of the units, which may be too small for a float.
-    __m512 result = _mm512_mul_ps(sum_of(high[r], low[r], p.digits), _mm512_set1_ps(unit));
+    __m512 result = _mm512_mul_ps(sum_of(high[r], low[r], p.digits), _mm512_load_ps(units));
     result = _mm512_mul_ps(result, _mm512_set1_ps(x_units[r]));
     if (adds) result = _mm512_add_ps(result, _mm512_load_ps(to));
     _mm512_store_ps(to, result);
@@ -378,9 +398,9 @@ void multiply_panel(const Product& p, const Panel<bits>& panel, const char* scra
       product(panel.tile(t), panel.tile_stride(), panel.part_stride(), x, stride, second,
               Panel<bits>::steps_of(rows), sums);
       for (int64_t k = 0; k < std::min<int64_t>(2, panel.tiles - t); k++)
-        for (int64_t half = 0; half < (two && !digits ? 2 : 1); half++) {
-          const int64_t at = i + half * tile_rows;
-          finish(p, sums.of[half][k], sums.of[1][k], x_units + at, panel.units[t + k], row > 0,
+        for (int64_t second_half = 0; second_half < (two && !digits ? 2 : 1); second_half++) {
+          const int64_t at = i + second_half * tile_rows;
+          finish(p, sums.of[second_half][k], sums.of[1][k], x_units + at, panel.units[t + k], row > 0,
                  results.at(t + k, at - begin));
         }
     }
@@ -425,8 +445,7 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
 }
 
 const char* why_not(const Product& p) {
-  if (p.blocks > 1 && p.block_bytes() % lanes) return "blocks must be a multiple of 16 bytes";
-  return nullptr;
+  return why_not_blocks(p);
 }
 
 }  // namespace row_digits

@@ -63,6 +63,13 @@ struct Levels {
   }
 };
 
+// What is looked up may be in blocks of eight bytes; of eight bits sixteen codes share a scale.
+inline const char* why_not_blocks(const Product& p) {
+  if (p.blocks == 1 || p.block_bytes() % 16 == 0) return nullptr;
+  if (p.block_bytes() == 8 && p.bits < 8) return nullptr;
+  return "blocks must be eight bytes, or a multiple of 16";
+}
+
 // Those of codes of up to four bits, four times, if they are bytes.
 inline __m512i bytes_of_levels(const float* levels) {
   return _mm512_broadcast_i32x4(

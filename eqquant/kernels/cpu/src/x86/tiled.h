@@ -26,11 +26,6 @@ constexpr int64_t cached_bytes = 1 << 20;
 
 inline int64_t tiles_of(const Product& p) { return (p.m + tile_rows - 1) / tile_rows; }
 
-inline const char* why_not(const Product& p) {
-  if (p.blocks > 1 && p.block_bytes() % 16) return "blocks must be a multiple of 16 bytes";
-  return nullptr;
-}
-
 // Some bytes of each row of codes, of which the numbers begin at a step.
 struct Span {
   int64_t begin, bytes;
