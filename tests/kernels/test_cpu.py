@@ -50,9 +50,12 @@ KERNELS = [
     )
     for name in TOLERANCE
 ]
-# Those that contract rows, too.
+# Digits by tiles, and those that contract rows, too.
+IN_TILES = ("two digits, AMX", "one digit, AMX")
 IN_BOTH_DIRECTIONS = [
-    name for name in TOLERANCE if name.startswith(("float, ", "words, "))
+    name
+    for name in TOLERANCE
+    if name.startswith(("float, ", "words, ")) or name in IN_TILES
 ]
 DIRECTIONS = [
     pytest.param(*kernel.values, contract_rows, marks=kernel.marks)
@@ -64,24 +67,26 @@ DIRECTIONS = [
 
 def exact(kernel):
     """Whether it takes only weights with integer levels and one scale for each row."""
-    return "two digits" in kernel and kernel != "two digits, AMX"
+    return "two digits" in kernel and kernel not in IN_TILES
 
 
 def serves(kernel, format, blocks, packed, contract_rows):
+    block = packed // blocks
     if kernel.startswith("float"):
         return True
+    if kernel in IN_TILES:
+        return blocks == 1 or block % 16 == 0 or (block == 8 and format.bits < 8)
     if format.float8:
         return False
     if exact(kernel):
         return not contract_rows and format.integer_levels and blocks == 1
-    if "one digit" in kernel and kernel != "one digit, AMX":
+    if "one digit" in kernel:
         return not contract_rows
     if "words" in kernel:
-        block = packed // blocks
         if contract_rows:
             return packed % 16 == 0 and (blocks == 1 or block == 8 or block % 16 == 0)
         return blocks == 1 or 64 % block == 0 or block % 64 == 0
-    return not contract_rows and (blocks == 1 or packed // blocks % 16 == 0)
+    return not contract_rows and (blocks == 1 or block % 16 == 0)
 
 
 def both(kernel, x, codes, scales, format, contract_rows=False):
@@ -103,7 +108,9 @@ def draw_product(data, kernel):
     only_integers = exact(kernel)
     formats = [Int3, Int4, Int8, Ternary, Binary]
     if not only_integers:
-        formats += [NF4, NF3, *[FP8] * kernel.startswith("float")]
+        formats += [NF4, NF3]
+    if kernel.startswith("float") or kernel in IN_TILES:
+        formats += [FP8]
     make = data.draw(st.sampled_from(formats))
     blocks_of = [None] if only_integers else [None, 128, 256]
     format = make(

@@ -59,7 +59,8 @@ def product(format, m, rows=4096, size=4096, contract_rows=False, **how):
 FORMATS = [NF4(), Int8(), Int8(block_size=128), Int4(), Binary(), FP8()]
 PRECISIONS = ("default", "high", "highest")
 ROWS = (1, 7, 8, 12, 16, 32, 64, 65, 128, 1000)
-SMALL = {"rows": 1024, "size": 1024}
+SMALL, TINY = ({"rows": n, "size": n} for n in (1024, 256))
+INT8 = jnp.dtype("int8")
 ROUNDED, EXACT = ({"precision": name} for name in ("default", "highest"))
 
 
@@ -86,7 +87,7 @@ def test_what_every_choice_keeps_to(names, on):
             if kind == "one digit":
                 assert precision == "default", "8 bits are not for a high precision"
             assert kind != "bfloat16", "operands are in float32"
-            if contract_rows:
+            if contract_rows and needs != "AMX":
                 assert kind in ("float", "words"), "the others add along rows of codes"
             said = cpu.describe(x, *args[1:], **params)
             assert repr(chosen) in said
@@ -128,11 +129,35 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 12, {"contract_rows": True}, "words, VNNI"),
         ("VNNI", NF4(), 12, {**ROUNDED, "contract_rows": True}, "words, VNNI"),
         ("VNNI", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
-        ("AMX", Int8(), 17, {"contract_rows": True}, None),
-        ("AMX", Int8(), 16, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", Int8(), 256, {"contract_rows": True, "rows": 512}, "float, AVX-512"),
-        ("AMX", Binary(), 999, {"contract_rows": True, "rows": 512}, "float, AVX-512"),
-        ("AMX", Int8(), 9999, {"contract_rows": True, "rows": 383}, "float, AVX-512"),
+        # Tiles serve both directions, any number of rows, and small weights.
+        ("AMX", Int8(), 3, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", Int8(), 4, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", Binary(), 2, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", Binary(), 3, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", NF4(), 5, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", NF4(), 6, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", NF4(), 4, {**ROUNDED, "contract_rows": True}, "one digit, AMX"),
+        ("AMX", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
+        ("AMX", Int8(), 9999, {**TINY, "contract_rows": True}, "two digits, AMX"),
+        # Activations of int8 are none any more, once scales are multiplied into them.
+        ("AMX", Int8(), 64, {"x_dtype": INT8}, "one digit, AMX"),
+        (
+            "AMX",
+            Int8(),
+            64,
+            {"x_dtype": INT8, "contract_rows": True},
+            "two digits, AMX",
+        ),
+        # Floats of 8 bits are looked up; in blocks they are decoded one by one.
+        ("AMX", FP8(), 8, {}, "float, AVX-512"),
+        ("AMX", FP8(), 9, {}, "two digits, AMX"),
+        ("AMX", FP8(block_size=64), 13, {}, "float, AVX-512"),
+        ("AMX", FP8(block_size=64), 14, {}, "two digits, AMX"),
+        ("AMX", FP8(), 6, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", FP8(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "two digits, AMX"),
+        # Blocks of eight bytes have tables, two to a register.
+        ("AMX", NVFP4(), 9, {}, "two digits, AMX"),
+        ("AMX", NVFP4(), 6, {"contract_rows": True}, "two digits, AMX"),
         ("AMX", Int8(), 3, {}, "two digits, VNNI"),
         ("AMX", Int8(), 4, {}, "two digits, AMX"),
         # Codes that are decoded first want more rows.
@@ -140,7 +165,7 @@ def test_what_every_choice_keeps_to(names, on):
         ("AMX", Binary(), 9, {"precision": "default"}, "one digit, VNNI"),
         ("AMX", Binary(), 4096, {"precision": "default"}, "one digit, AMX"),
         # Activations of int8 already.
-        ("VNNI", Int8(), 3, {"x_dtype": jnp.dtype("int8")}, "one digit, VNNI"),
+        ("VNNI", Int8(), 3, {"x_dtype": INT8}, "one digit, VNNI"),
         ("AMX", NF4(), 4, {"precision": "default"}, "one digit, AMX"),
         ("AMX", NF4(), 3, {"precision": "default"}, "words, VNNI"),
         ("AMX", NF4(), 4096, {}, "two digits, AMX"),
@@ -154,8 +179,6 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),
         # Nor are blocks of 12 bytes parts of a vector, of which many rows are decoded.
         ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
-        ("AMX", NF4(), 65, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", NF4(), 33, {"contract_rows": True, "precision": "default"}, None),
         # To round the activation pays for more rows of the weight than these.
         ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),

@@ -233,7 +233,7 @@ int main(int argc, char** argv) {
       const bool tiles = name.find("AMX") != std::string::npos;
       const bool exact = integers && k->digits == 2 && !tiles;
       const Case c{k->name,   routine,  routine == k->rows,   k->digits,
-                   integers, exact,    !routine->why_not || tiles, tolerance_of(k->name)};
+                   integers, exact,    !routine->why_not || (tiles && integers), tolerance_of(k->name)};
       if (k->needs > best) {
         std::printf("NOT RUN, this CPU cannot: %s\n", c.name);
         continue;
