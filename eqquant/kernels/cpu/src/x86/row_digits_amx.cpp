@@ -194,14 +194,14 @@ class Panel {
             until += block;
           }
         }
-        const __mmask16 these = first(bytes - j);
+        const int64_t count = bytes - j;
         if constexpr (bits < 8)
-          pairs ? look_up<true>(side_by_side(of, j, these), tables, to)
-                : look_up<false>(side_by_side(of, j, these), tables, to);
+          pairs ? look_up<true>(side_by_side(of, j, count), tables, to)
+                : look_up<false>(side_by_side(of, j, count), tables, to);
         else if (!in_blocks)
-          write(side_by_side(of, j, these), to);
+          write(side_by_side(of, j, count), to);
         else
-          write_scaled(of, j, these, shares, b, to);
+          write_scaled(of, j, first(count), shares, b, to);
       }
     }
   }
@@ -248,18 +248,26 @@ class Panel {
     _mm512_store_si512(words[8], _mm512_permutex2var_epi64(low, second_half, high));
   }
 
-  // Sixteen bytes of four rows, by column.
+  // Sixteen bytes of four rows, or fewer, by column.
   static EQQUANT_INLINE __m512i side_by_side(const uint8_t* const (&of)[4], int64_t j,
-                                             __mmask16 some) {
+                                             int64_t count) {
     alignas(64) static constexpr uint8_t by_column[64] = {
         0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
         37, 53, 6,  22, 38, 54, 7,  23, 39, 55, 8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58,
         11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
-    __m512i out = _mm512_castsi128_si512(_mm_maskz_loadu_epi8(some, of[0] + j));
-    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[1] + j), 1);
-    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[2] + j), 2);
-    out = _mm512_inserti32x4(out, _mm_maskz_loadu_epi8(some, of[3] + j), 3);
-    return _mm512_permutexvar_epi8(_mm512_load_si512(by_column), out);
+    const auto put = [&](const auto& load) {
+      __m512i out = _mm512_castsi128_si512(load(of[0] + j));
+      out = _mm512_inserti32x4(out, load(of[1] + j), 1);
+      out = _mm512_inserti32x4(out, load(of[2] + j), 2);
+      return _mm512_inserti32x4(out, load(of[3] + j), 3);
+    };
+    const __m512i rows =
+        count >= lanes
+            ? put([](const uint8_t* at) {
+                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
+              })
+            : put([&](const uint8_t* at) { return _mm_maskz_loadu_epi8(first(count), at); });
+    return _mm512_permutexvar_epi8(_mm512_load_si512(by_column), rows);
   }
 
   // By the digits of sixteen codes in four rows, for the first and the second half of the columns
