@@ -102,7 +102,9 @@ def dot(
 def _levels(format: Format) -> Float[Array, "16"]:
     """Of every value of four bits; a narrower code is the lowest of these."""
     if format.bits == 8:
-        return jnp.zeros(16)  # Such codes stand for themselves.
+        # Such codes stand for themselves. Not all are alike, or XLA would compile a
+        # kernel that makes them.
+        return jnp.asarray(np.eye(1, 16, dtype=np.float32)[0])
     if type(format).levels is Format.levels:  # To trace them takes as long as all else.
         return jnp.asarray(np.resize(np.asarray(format.codebook, np.float32), 16))
     codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
