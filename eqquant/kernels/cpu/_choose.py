@@ -163,24 +163,28 @@ def _least_in_tiles(
     """From how many rows on tiles are faster than registers. What registers multiply is
     decoded in these; what tiles do, once for all rows."""
     if exact:
-        decoding = "bytes" if format.bits == 8 else "exact"
+        weight = "bytes" if format.bits == 8 else "exact"
+    elif format.bits == 8 and blocks > 1:
+        weight = "one by one"
     else:
-        one_by_one = format.bits == 8 and blocks > 1
-        decoding = "one by one" if one_by_one else "by tables"
-    return _least[how, decoding][contract_rows]
+        weight = "floats" if format.float8 else "tables"
+    return _least[how, weight][contract_rows]
 
 
-# The first number is for `x @ w.T`, the second for `x @ w`.
+# How the weight is decoded: not at all, to levels that are bytes, by tables of digits, or
+# each value by itself. The first number is for `x @ w.T`, the second for `x @ w`.
 _least = {
     ("two digits", "bytes"): (4, 4),
-    ("two digits", "exact"): (8, 3),
-    ("two digits", "by tables"): (9, 6),
-    ("two digits", "one by one"): (14, 11),
+    ("two digits", "exact"): (7, 3),
+    ("two digits", "tables"): (8, 6),
+    ("two digits", "floats"): (5, 5),
+    ("two digits", "one by one"): (13, 11),
     ("one digit", "bytes"): (6, 4),
-    ("one digit", "exact"): (10, 3),
-    ("one digit", "by tables"): (4, 4),
-    ("one digit", "one by one"): (8, 8),
-    ("bfloat16", "by tables"): (8, 8),
+    ("one digit", "exact"): (9, 3),
+    ("one digit", "tables"): (4, 4),
+    ("one digit", "floats"): (2, 3),
+    ("one digit", "one by one"): (9, 8),
+    ("bfloat16", "tables"): (8, 8),
     ("bfloat16", "one by one"): (12, 12),
 }
 
