@@ -20,6 +20,10 @@ namespace digits {
 #include "split.h"
 #include "tiled.h"
 
+EQQUANT_INLINE __mmask64 first_bytes(int64_t count) {
+  return count >= 64 ? ~0ull : (1ull << count) - 1;
+}
+
 // What some bytes of one or more blocks stand for, by code: sixteen bytes for each lane of a
 // register.
 template <int bits, int plane>
@@ -145,7 +149,8 @@ class Digits {
     });
   }
 
-  // A row of a span as digits: of the largest scale in it times the largest level. Returns their unit.
+  // A row of a span as digits: of the largest scale in it times the largest level. Returns their
+  // unit.
   template <int bits, int parts>
   float round_row(const Span& span, const float* of_row, const uint8_t* codes, int8_t* high,
                   int8_t* low) {
@@ -204,9 +209,9 @@ class Digits {
 
   // One after the other.
   static EQQUANT_INLINE __m512i lowest_bytes(const __m512i (&x)[4]) {
-    const __m512i byte = _mm512_set1_epi32(255);
-    const __m512i a = _mm512_packus_epi32(_mm512_and_si512(x[0], byte), _mm512_and_si512(x[1], byte)),
-                  b = _mm512_packus_epi32(_mm512_and_si512(x[2], byte), _mm512_and_si512(x[3], byte));
+    const auto lowest = [](__m512i of) { return _mm512_and_si512(of, _mm512_set1_epi32(255)); };
+    const __m512i a = _mm512_packus_epi32(lowest(x[0]), lowest(x[1])),
+                  b = _mm512_packus_epi32(lowest(x[2]), lowest(x[3]));
     const __m512i places =
         _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     return _mm512_permutexvar_epi32(places, _mm512_packus_epi16(a, b));

@@ -1,12 +1,8 @@
 // x @ w in int8, for more rows: AMX.
 //
-// A row of the activation becomes one digit or two, as in digits_amx.cpp, and is the left operand as
-// it is. The weight is the right one, of whose tiles a row has four rows of the weight side by side,
-// in sixteen columns.
-//
-// Where each row of the weight has one scale, the activation is multiplied by these before it is
-// rounded, and codes become levels. Otherwise scales are in the digits of the weight: of the largest
-// of a block in as many rows as are decoded at once.
+// A row of the activation becomes one digit or two, as in digits_amx.cpp, and is the left operand
+// as it is. The weight is the right one: see tile_panel.h. Where each of its rows has one scale,
+// the activation is multiplied by these before it is rounded.
 #include <immintrin.h>
 
 #include <cmath>
@@ -29,14 +25,11 @@ namespace row_digits {
 
 #include "pieces.h"
 
-constexpr int64_t lanes = 16, half = lanes / 2, rows_of_step = 64, tile_size = tile_rows * tile_bytes;
-// Rows of the activation in one turn, for which the weight is decoded again, and columns of it: a
-// second-level cache holds these rows' digits, a panel of the weight, and results.
-constexpr int64_t rows_in_turn = 256, columns_at_once = 512;
-// Digits of each column that are decoded at once: an innermost cache holds those of two tiles.
-constexpr int64_t digits_at_once = 1024;
-// How many rows ahead codes are asked for. They are too far apart for the hardware to find out.
-constexpr int64_t rows_ahead = 64;
+#include "tile_panel.h"
+
+// Rows of the activation in one turn, for which the weight is decoded again: a second-level cache
+// holds their digits, a panel of the weight, and results.
+constexpr int64_t rows_in_turn = 256;
 
 inline int64_t whole_tiles(int64_t m) { return (m + tile_rows - 1) / tile_rows * tile_rows; }
 
@@ -76,249 +69,6 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     }
   }
 }
-
-// Whether sixteen bytes are of two blocks.
-inline bool in_pairs(const Product& p) { return p.blocks > 1 && p.block_bytes() == half; }
-
-// Where results of a tile go: some of its columns to each place.
-struct Places {
-  int count = 0;
-  __mmask16 some[lanes];
-  int64_t column[lanes];  // Of the first one, if that was among them.
-};
-
-// Some columns of some rows of the weight, as tiles: sixteen bytes, of these a plane, of that each
-// part, and of each part a tile for every step of 64 rows.
-template <int bits>
-class Panel {
-  static constexpr int planes = 8 / bits;
-  static constexpr int64_t most_tiles =
-      std::min(columns_at_once, lanes * lanes * planes) / lanes;
-  struct alignas(64) Line {
-    int8_t bytes[64];
-  };
-
-  const Product& p;
-  const bool pairs = in_pairs(p);  // Of blocks in sixteen bytes.
-  const Levels levels;
-  const LevelTables level_tables;
-  const Float8Tables float8_tables;
-  const float unit;  // Of the digits of the weight, but for the scales.
-  int64_t steps;
-  std::unique_ptr<Line[]> digits;
-
- public:
-  const int parts = levels.exact ? 1 : p.digits;
-  // Of so many bytes the blocks are at most as many as a register has scales.
-  const int64_t most_rows = digits_at_once / parts,
-                most_bytes = most_tiles / planes * (pairs ? half : lanes);
-  int64_t tiles = 0;
-  // With one to spare, as two tiles are multiplied at once.
-  alignas(64) float units[most_tiles + 1][lanes];
-  Places places[most_tiles + 1];
-
-  // For so many bytes of a row at once.
-  Panel(const Product& p, int64_t bytes)
-      : p(p),
-        levels(p),
-        level_tables(p.levels, bits < 8 ? levels.largest : 1),
-        float8_tables(p.exponent ? p.exponent : 4, levels.largest),
-        unit(levels.exact      ? 1
-             : bits < 8        ? 256 * level_tables.unit / largest_split
-                               : 256 * Units(levels.largest, 2).unit) {
-    steps = steps_of(std::min(most_rows, p.rows));
-    digits.reset(new Line[(tiles_of(std::min(bytes, most_bytes)) + 1) * tile_stride() / 64]);
-  }
-
-  static int64_t steps_of(int64_t rows) { return (rows + rows_of_step - 1) / rows_of_step; }
-  static int64_t tiles_of(int64_t bytes) { return (bytes + lanes - 1) / lanes * planes; }
-  // To the next part of a tile, and to the next tile. That is not a power of two: see `Decoded` in
-  // tiled.h.
-  int64_t part_stride() const { return steps * tile_size; }
-  int64_t tile_stride() const { return parts * part_stride() + 64; }
-  const int8_t* tile(int64_t i) const { return digits[0].bytes + i * tile_stride(); }
-
-  void find_places(int64_t begin, int64_t bytes) {
-    tiles = tiles_of(bytes);
-    for (Places& of : places) of.count = 0;
-    for (int64_t j = 0; j < bytes; j += lanes)
-      for_each_run(p, begin + j, begin + std::min(bytes, j + lanes),
-                   [&](int64_t logical, int64_t planar, int64_t length) {
-                     const int64_t plane = planar / p.packed, lane = planar % p.packed - begin - j;
-                     Places& of = places[j / lanes * planes + plane];
-                     of.column[of.count] = logical - lane;
-                     of.some[of.count++] = first(length) << lane;
-                   });
-  }
-
-  void decode(Pieces& pieces, int64_t row, int64_t rows, int64_t bytes) {
-    steps = steps_of(rows);
-    const bool in_blocks = p.blocks > 1;
-    const int64_t begin = pieces.begin, block = p.block_bytes(), first_block = begin / block;
-    const __mmask16 some = first((begin + bytes - 1) / block + 1 - first_block);
-    std::fill_n(units[0], tiles * lanes, unit);
-    const __m512 share = in_blocks ? share_of_largest(row, rows, begin, bytes, some)
-                                   : _mm512_setzero_ps();
-    const int64_t ahead = p.three_bits ? 0 : rows_ahead * p.packed;
-    const uint8_t* codes = nullptr;
-    alignas(64) int16_t words[lanes][4];
-    std::fill_n(words[0], 4, static_cast<int16_t>(largest_split));
-    Tables tables;
-    if (bits < 8) level_tables.of(words[0], tables.high[0], tables.low[0]);
-    if (bits < 8 && levels.exact) tables.high[0] = bytes_of_levels(p.levels);
-    for (int64_t r = 0; r < rows; r += 4) {
-      if (r % rows_at_once == 0)
-        codes = pieces.of(row + r, static_cast<int>(std::min<int64_t>(rows_at_once, rows - r)));
-      const uint8_t* of[4];
-      alignas(64) float shares[4][lanes];
-      __m512 scales[4];
-      for (int k = 0; k < 4; k++) {
-        // After the last row that again: the activation has zeros there.
-        const int64_t at = std::min(r + k, rows - 1);
-        of[k] = codes + at % rows_at_once * pieces.row_bytes;
-        if (!in_blocks) continue;
-        scales[k] = _mm512_mul_ps(scales_at(p, row + at, first_block, some), share);
-        if (bits == 8) _mm512_store_ps(shares[k], scales[k]);
-      }
-      if (bits < 8 && in_blocks) as_words(scales, words);
-      int8_t* to = digits[0].bytes + r / rows_of_step * tile_size + r % rows_of_step * lanes;
-      int64_t b = -1, until = in_blocks ? 0 : bytes;
-      for (int64_t j = 0; j < bytes; j += lanes, to += planes * tile_stride()) {
-        if (j % 64 == 0)
-          for (const uint8_t* of_row : of) __builtin_prefetch(of_row + j + ahead, 0, 2);
-        if (j >= until) {
-          until = b < 0 ? block - begin % block : until + block, b++;
-          if (bits < 8) level_tables.of(words[b], tables.high[0], tables.low[0]);
-          if (bits < 8 && pairs) {
-            level_tables.of(words[++b], tables.high[1], tables.low[1]);
-            until += block;
-          }
-        }
-        const int64_t count = bytes - j;
-        if constexpr (bits < 8)
-          pairs ? look_up<true>(side_by_side(of, j, count), tables, to)
-                : look_up<false>(side_by_side(of, j, count), tables, to);
-        else if (!in_blocks)
-          write(side_by_side(of, j, count), to);
-        else
-          write_scaled(of, j, first(count), shares, b, to);
-      }
-    }
-  }
-
- private:
-  struct Tables {
-    __m512i high[2] = {}, low[2] = {};
-  };
-
-  // What scales in some rows are divided by, so that the largest of a block is one, or the largest
-  // word; and the units of its tiles.
-  __m512 share_of_largest(int64_t row, int64_t rows, int64_t begin, int64_t bytes,
-                          __mmask16 some) {
-    const int64_t block = p.block_bytes(), first_block = begin / block;
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t r = 0; r < rows; r++) most = larger(most, scales_at(p, row + r, first_block, some));
-    alignas(64) float of_block[lanes];
-    _mm512_store_ps(of_block, most);
-    alignas(64) float shares[lanes];
-    for (int b = 0; b < lanes; b++) {
-      const float share = 1 / of_block[b];
-      shares[b] = std::isfinite(share) ? share : 0;
-      if (!std::isfinite(of_block[b])) of_block[b] = NAN;
-    }
-    for (int64_t i = 0; i < tiles; i++)
-      for (int64_t k = 0; k < lanes; k += half) {
-        const int64_t b = (begin + i / planes * lanes + k) / block - first_block;
-        std::fill_n(units[i] + k, half, unit * of_block[std::min(b, lanes - 1)]);
-      }
-    const float most_share = bits < 8 ? largest_split : Units(levels.largest, 2).per_unit;
-    return _mm512_mul_ps(_mm512_load_ps(shares), _mm512_set1_ps(most_share));
-  }
-
-  // Of each block those of four rows.
-  static void as_words(const __m512 (&scales)[4], int16_t (&words)[lanes][4]) {
-    __m512i of[4];
-    for (int k = 0; k < 4; k++) of[k] = _mm512_cvtps_epi32(scales[k]);
-    const __m512i a = _mm512_mask_mov_epi16(of[0], 0xAAAAAAAA, _mm512_slli_epi32(of[1], 16)),
-                  b = _mm512_mask_mov_epi16(of[2], 0xAAAAAAAA, _mm512_slli_epi32(of[3], 16));
-    const __m512i low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
-    const __m512i first_half = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
-                  second_half = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
-    _mm512_store_si512(words[0], _mm512_permutex2var_epi64(low, first_half, high));
-    _mm512_store_si512(words[8], _mm512_permutex2var_epi64(low, second_half, high));
-  }
-
-  // Sixteen bytes of four rows, or fewer, by column.
-  static EQQUANT_INLINE __m512i side_by_side(const uint8_t* const (&of)[4], int64_t j,
-                                             int64_t count) {
-    alignas(64) static constexpr uint8_t by_column[64] = {
-        0,  16, 32, 48, 1,  17, 33, 49, 2,  18, 34, 50, 3,  19, 35, 51, 4,  20, 36, 52, 5,  21,
-        37, 53, 6,  22, 38, 54, 7,  23, 39, 55, 8,  24, 40, 56, 9,  25, 41, 57, 10, 26, 42, 58,
-        11, 27, 43, 59, 12, 28, 44, 60, 13, 29, 45, 61, 14, 30, 46, 62, 15, 31, 47, 63};
-    const auto put = [&](const auto& load) {
-      __m512i out = _mm512_castsi128_si512(load(of[0] + j));
-      out = _mm512_inserti32x4(out, load(of[1] + j), 1);
-      out = _mm512_inserti32x4(out, load(of[2] + j), 2);
-      return _mm512_inserti32x4(out, load(of[3] + j), 3);
-    };
-    const __m512i rows =
-        count >= lanes
-            ? put([](const uint8_t* at) {
-                return _mm_loadu_si128(reinterpret_cast<const __m128i*>(at));
-              })
-            : put([&](const uint8_t* at) { return _mm_maskz_loadu_epi8(first(count), at); });
-    return _mm512_permutexvar_epi8(_mm512_load_si512(by_column), rows);
-  }
-
-  // By the digits of sixteen codes in four rows, for the first and the second half of the columns
-  // if these are of two blocks.
-  template <bool pairs, int plane = 0>
-  EQQUANT_INLINE void look_up(__m512i codes, const Tables& tables, int8_t* to) const {
-    const __m512i shifted = plane ? _mm512_srli_epi16(codes, plane * bits) : codes;
-    // Four bits of the code, then the row, and then the half.
-    const __m512i places = _mm512_inserti64x4(_mm512_set1_epi32(0x30201000),
-                                              _mm256_set1_epi32(0x30201000 + 0x40404040 * pairs), 1);
-    const __m512i index =
-        _mm512_ternarylogic_epi32(shifted, _mm512_set1_epi8(15), places, 0xEA);
-    const auto of = [&](const __m512i(&table)[2]) {
-      return pairs ? _mm512_permutex2var_epi8(table[0], index, table[1])
-                   : _mm512_permutexvar_epi8(index, table[0]);
-    };
-    int8_t* const at = to + plane * tile_stride();
-    _mm512_store_si512(at, of(tables.high));
-    if (parts > 1) _mm512_store_si512(at + part_stride(), of(tables.low));
-    if constexpr ((plane + 1) * bits < 8) look_up<pairs, plane + 1>(codes, tables, to);
-  }
-
-  // Codes of eight bits: integers as they are, or floats.
-  EQQUANT_INLINE void write(__m512i codes, int8_t* to) const {
-    if (!p.exponent) return _mm512_store_si512(to, codes);
-    _mm512_store_si512(to, float8_tables.look_up(float8_tables.high, codes));
-    if (parts > 1)
-      _mm512_store_si512(to + part_stride(), float8_tables.look_up(float8_tables.low, codes));
-  }
-
-  EQQUANT_INLINE void write_scaled(const uint8_t* const (&of)[4], int64_t j, __mmask16 some,
-                                   const float (&shares)[4][lanes], int64_t b, int8_t* to) const {
-    __m512i x[4];
-    for (int k = 0; k < 4; k++) {
-      const __m128i codes = _mm_maskz_loadu_epi8(some, of[k] + j);
-      const __m512 values = p.exponent ? float8_of(codes, p.exponent)
-                                       : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-      x[k] = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(shares[k][b])));
-    }
-    if (parts > 1) _mm512_store_si512(to + part_stride(), lowest_bytes(x));
-    for (__m512i& of_row : x) of_row = upper(of_row);
-    _mm512_store_si512(to, lowest_bytes(x));
-  }
-
-  static EQQUANT_INLINE __m512i lowest_bytes(const __m512i (&x)[4]) {
-    constexpr __mmask64 second = 0x2222222222222222ull;
-    const __m512i a = _mm512_mask_mov_epi8(x[0], second, _mm512_slli_epi32(x[1], 8)),
-                  b = _mm512_mask_mov_epi8(x[2], second, _mm512_slli_epi32(x[3], 8));
-    return _mm512_mask_mov_epi16(a, 0xAAAAAAAA, _mm512_slli_epi32(b, 16));
-  }
-};
 
 // Sums of two tiles of the activation, or of two digits of one, by two of the weight.
 struct alignas(64) Sums {
@@ -406,10 +156,10 @@ void multiply_panel(const Product& p, const Panel<bits>& panel, const char* scra
       product(panel.tile(t), panel.tile_stride(), panel.part_stride(), x, stride, second,
               Panel<bits>::steps_of(rows), sums);
       for (int64_t k = 0; k < std::min<int64_t>(2, panel.tiles - t); k++)
-        for (int64_t second_half = 0; second_half < (two && !digits ? 2 : 1); second_half++) {
-          const int64_t at = i + second_half * tile_rows;
-          finish(p, sums.of[second_half][k], sums.of[1][k], x_units + at, panel.units[t + k], row > 0,
-                 results.at(t + k, at - begin));
+        for (int64_t x_tile = 0; x_tile < (two && !digits ? 2 : 1); x_tile++) {
+          const int64_t at = i + x_tile * tile_rows;
+          finish(p, sums.of[x_tile][k], sums.of[1][k], x_units + at, panel.units[t + k],
+                 row > 0, results.at(t + k, at - begin));
         }
     }
 }
@@ -452,14 +202,11 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   with_bits(p, [&](auto bits) { run_bits<bits>(p, scratch, begin, end); });
 }
 
-const char* why_not(const Product& p) {
-  return why_not_blocks(p);
-}
-
 }  // namespace row_digits
 
 extern const Routine row_digits_amx = {row_digits::prepare, row_digits::run,
-                                       row_digits::scratch_size, always<64>, row_digits::why_not};
+                                       row_digits::scratch_size, always<64>,
+                                       row_digits::why_not_blocks};
 
 }  // namespace eqquant
 EQQUANT_TARGET_END

@@ -4,10 +4,6 @@
 // The largest of two digits, so that its upper one is at most 127.
 constexpr float largest_split = 127 * 256;
 
-EQQUANT_INLINE __mmask64 first_bytes(int64_t count) {
-  return count >= 64 ? ~0ull : (1ull << count) - 1;
-}
-
 // The upper digit of integers. The lower one is their lowest byte, with a sign.
 EQQUANT_INLINE __m512i upper(__m512i x) {
   return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
@@ -28,7 +24,7 @@ struct Units {
   }
 };
 
-// Rounds a row of the activation, and fills up with zeros what is between its places.
+// Writes some of sixteen numbers as digits.
 EQQUANT_INLINE void round_sixteen(__m512 x, __m512 per_unit, __mmask16 some, int digits,
                                   int8_t* high, int8_t* low) {
   __m512i rounded = _mm512_cvtps_epi32(_mm512_mul_ps(x, per_unit));
