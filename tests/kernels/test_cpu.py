@@ -207,6 +207,17 @@ def test_panels_of_any_rows(kernel, format, rng):
         assert relative(got[:, : expected.shape[1]], expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k.values[0] in IN_TILES])
+@pytest.mark.parametrize("format", [Int8(), NF4(), FP8()], ids=repr)
+def test_rows_of_very_different_size(kernel, format, normal, rng):
+    # As docs/cpu.md has it: here the largest row is some 30 times an ordinary one. What
+    # they are multiplied by is rounded to a part of the largest product.
+    w = normal(1024, 512) * np.exp(rng.standard_normal((1024, 1)))
+    q = eqquant.quantize(w.astype(jnp.float32), format)
+    args = (kernel, normal(64, 1024), q.codes, q.scales, format)
+    assert relative(*both(*args, contract_rows=True)) < 5 * TOLERANCE[kernel]
+
+
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])
 @pytest.mark.parametrize("m, rows, columns", [(90, 100, 6400), (170, 40, 13000)])
 def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
