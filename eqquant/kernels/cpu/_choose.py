@@ -171,8 +171,8 @@ def _least_in_tiles(
     return _least[how, weight][contract_rows]
 
 
-# How the weight is decoded: not at all, to levels that are bytes, by tables of digits, or
-# each value by itself. The first number is for `x @ w.T`, the second for `x @ w`.
+# How the weight is decoded: not at all, to levels that are bytes, by tables of digits,
+# or each value by itself. The first number is for `x @ w.T`, the second for `x @ w`.
 _least = {
     ("two digits", "bytes"): (4, 4),
     ("two digits", "exact"): (7, 3),
