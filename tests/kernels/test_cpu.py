@@ -210,12 +210,13 @@ def test_panels_of_any_rows(kernel, format, rng):
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.values[0] in IN_TILES])
 @pytest.mark.parametrize("format", [Int8(), NF4(), FP8()], ids=repr)
 def test_rows_of_very_different_size(kernel, format, normal, rng):
-    # As docs/cpu.md has it: here the largest row is some 30 times an ordinary one. What
-    # they are multiplied by is rounded to a part of the largest product.
+    # Here the largest row is some 30 times an ordinary one. What they are multiplied by
+    # is rounded to a part of the largest product. docs/cpu.md has half of this.
     w = normal(1024, 512) * np.exp(rng.standard_normal((1024, 1)))
     q = eqquant.quantize(w.astype(jnp.float32), format)
     args = (kernel, normal(64, 1024), q.codes, q.scales, format)
-    assert relative(*both(*args, contract_rows=True)) < 5 * TOLERANCE[kernel]
+    most = 8e-4 if "two" in kernel else 1e-1
+    assert relative(*both(*args, contract_rows=True)) < most
 
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])

@@ -48,9 +48,8 @@ def choose_kernel(
     exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
     rounded = precision == "default" or x.dtype == jnp.int8
     if amx and precision != "highest" and _fits_tiles(packed, blocks, format):
-        how = "one digit" if precision == "default" else "two digits"
-        if exact and rounded and not contract_rows:
-            how = "one digit"
+        one = precision == "default" or (exact and rounded and not contract_rows)
+        how = "one digit" if one else "two digits"
         narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
         digits = exact or format.float8 or contract_rows or packed // blocks % 16
         if narrow and how == "two digits" and not digits:

@@ -204,7 +204,7 @@ class Digits {
                        : i == 1 ? _mm512_extracti32x4_epi32(codes, 1)
                        : i == 2 ? _mm512_extracti32x4_epi32(codes, 2)
                                 : _mm512_extracti32x4_epi32(codes, 3);
-    return p.exponent ? float8_of(of, p.exponent) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(of));
+    return values_of(of, p.exponent);
   }
 
   // One after the other.

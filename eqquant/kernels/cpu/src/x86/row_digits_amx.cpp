@@ -48,17 +48,9 @@ int64_t scratch_size(const Product& p) {
 }
 
 void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  const bool one_scale = p.blocks == 1;
-  std::vector<float> buffer(one_scale && p.bfloat16_scales ? p.rows : 0),
-      scaled(one_scale ? p.rows : 0);
-  const float* scales = one_scale ? scales_of(p, 0, p.rows, buffer.data()) : nullptr;
-  Activation activation(p);
+  ScaledActivation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* x = activation.row(i);
-    if (one_scale) {
-      for (int64_t r = 0; r < p.rows; r++) scaled[r] = x[r] * scales[r];
-      x = scaled.data();
-    }
     const Units units(absmax_of(x, p.rows), p.digits);
     units_in(p, scratch)[i] = units.unit;
     const __m512 per_unit = _mm512_set1_ps(units.per_unit);

@@ -93,16 +93,9 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   const float of_weight = one_scale ? levels_of(p).largest * root : largest_norm;
   const float most = largest_norm * largest_norm / of_weight;
   const bool may_be_larger = largest_word * root > most;
-  std::vector<float> buffer(one_scale && p.bfloat16_scales ? p.rows : 0),
-      scaled(one_scale ? p.rows : 0);
-  const float* scales = one_scale ? scales_of(p, 0, p.rows, buffer.data()) : nullptr;
-  Activation activation(p);
+  ScaledActivation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* x = activation.row(i);
-    if (one_scale) {
-      for (int64_t r = 0; r < p.rows; r++) scaled[r] = x[r] * scales[r];
-      x = scaled.data();
-    }
     int16_t* const words = words_in(scratch) + i * row_words(p);
     units_in(p, scratch)[i] = round_to_words(
         absmax_of(x, p.rows), most, [&](float per_unit) { round_row(p, x, per_unit, words); },

@@ -1,4 +1,4 @@
-// Scales of up to sixteen blocks that follow each other in a row. Included into a namespace, after
+// Scales, of up to sixteen blocks that follow each other in a row. Included into a namespace, after
 // absmax.h, and under a target with AVX-512.
 
 EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmask16 some) {
@@ -15,3 +15,29 @@ EQQUANT_INLINE __m512 larger(__m512 most, __m512 x) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));
   return _mm512_castsi512_ps(_mm512_max_epi32(_mm512_castps_si512(most), magnitude));
 }
+
+// Rows of the activation where rows of the weight are contracted: times the scales of these, if each
+// has one.
+class ScaledActivation {
+  Activation activation;
+  const bool one_scale;
+  const int64_t rows;
+  std::vector<float> buffer, scaled;
+  const float* const scales;
+
+ public:
+  explicit ScaledActivation(const Product& p)
+      : activation(p),
+        one_scale(p.blocks == 1),
+        rows(p.rows),
+        buffer(one_scale && p.bfloat16_scales ? rows : 0),
+        scaled(one_scale ? rows : 0),
+        scales(one_scale ? scales_of(p, 0, rows, buffer.data()) : nullptr) {}
+
+  const float* row(int64_t i) {
+    const float* const x = activation.row(i);
+    if (!one_scale) return x;
+    for (int64_t r = 0; r < rows; r++) scaled[r] = x[r] * scales[r];
+    return scaled.data();
+  }
+};

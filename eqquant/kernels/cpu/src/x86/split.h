@@ -114,6 +114,12 @@ EQQUANT_INLINE __m512 float8_of(__m128i codes, int exponent) {
   return _mm512_cvtph_ps(_mm256_and_si256(wide, used));
 }
 
+// What sixteen codes of 8 bits stand for: such floats, or integers.
+EQQUANT_INLINE __m512 values_of(__m128i codes, int exponent) {
+  return exponent ? float8_of(codes, exponent)
+                  : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+}
+
 // Two digits of each float of 8 bits, by its magnitude.
 struct Float8Tables {
   alignas(64) int8_t high[128], low[128];

@@ -240,9 +240,7 @@ class Panel {
                                    const float (&shares)[4][lanes], int64_t b, int8_t* to) const {
     __m512i x[4];
     for (int k = 0; k < 4; k++) {
-      const __m128i codes = _mm_maskz_loadu_epi8(some, of[k] + j);
-      const __m512 values = p.exponent ? float8_of(codes, p.exponent)
-                                       : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
+      const __m512 values = values_of(_mm_maskz_loadu_epi8(some, of[k] + j), p.exponent);
       x[k] = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(shares[k][b])));
     }
     if (parts > 1) _mm512_store_si512(to + part_stride(), lowest_bytes(x));
