@@ -55,7 +55,7 @@ from .primitives import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,
 )
-from .sharding import partitioned_jit as partitioned_jit, shard_tree as shard_tree
+from .sharding import shard_tree as shard_tree
 from .training import (
     distill as distill,
     Distillation as Distillation,

@@ -35,12 +35,10 @@ from ._compat import (
     open_jaxpr as open_jaxpr,
     parts_of as parts_of,
     platform_of as platform_of,
-    rewrite as rewrite,
     shard_map_manual_axes as shard_map_manual_axes,
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
-    trace_context as trace_context,
     zero_of as zero_of,
     zero_tangent as zero_tangent,
 )
@@ -51,12 +49,6 @@ from ._gpu import (
     has_gpu_compiler as has_gpu_compiler,
 )
 from ._pipeline import pipeline as pipeline
-from ._propagation import (
-    Factors as Factors,
-    mark as mark,
-    mark_operand as mark_operand,
-    propagate as propagate,
-)
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed
 from ._warn import source_of as source_of, warn as warn

@@ -24,13 +24,6 @@ def config(name: str) -> Any:
     return getattr(jax.config, name)
 
 
-def trace_context() -> Any:
-    """The options and the mesh in context that change what is traced, as a key."""
-    from jax._src import config
-
-    return config.trace_context()
-
-
 def is_traced(x) -> bool:
     return isinstance(x, getattr(jax, "core").Tracer)  # noqa: B009
 
@@ -172,36 +165,6 @@ def subjaxprs(params: dict):
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns") and hasattr(inner, "invars"):
                 yield item
-
-
-def rewrite(jaxpr, params_of: Callable[[Any], dict | None]):
-    """The same jaxpr, where an equation has the parameters that `params_of(equation)`
-    gives, if it gives any. Those inside of others are asked for, too, one for each time
-    that they are called: always in the same order."""
-
-    def inside(value):
-        if isinstance(value, tuple | list):
-            new = [inside(item) for item in value]
-            same = all(a is b for a, b in zip(new, value, strict=True))
-            return value if same else type(value)(new)
-        core = getattr(value, "jaxpr", value)
-        is_jaxpr = hasattr(core, "eqns") and hasattr(core, "invars")
-        return rewrite(value, params_of) if is_jaxpr else value
-
-    def new_equation(eqn):
-        params = params_of(eqn)
-        if params is None:
-            params = {name: inside(value) for name, value in eqn.params.items()}
-            if all(params[name] is eqn.params[name] for name in params):
-                return eqn
-        return eqn.replace(params=params)
-
-    core = getattr(jaxpr, "jaxpr", jaxpr)
-    eqns = [new_equation(eqn) for eqn in core.eqns]
-    if all(a is b for a, b in zip(eqns, core.eqns, strict=True)):
-        return jaxpr
-    new = core.replace(eqns=eqns)
-    return new if core is jaxpr else jaxpr.replace(jaxpr=new)
 
 
 def bind_equation(eqn, args) -> list:

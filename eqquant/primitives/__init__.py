@@ -2,9 +2,9 @@
 
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
 activations, which work on raw arrays; what a product becomes on each platform, as a
-function and in words; `Plan`, how a weight is split over a mesh, and `Mark`, which asks
-how; `plan_asked` and `split_as` for results that are to be split, and `merge` and
-`split` for axes that are. Imports `kernels`, `formats` and `_jax`.
+function and in words; `Plan`, how a weight is split over a mesh; `plan_asked` and
+`split_as` for results that are to be split, and `merge` and `split` for axes that are.
+Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
@@ -20,7 +20,6 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
-from ._marks import Mark as Mark
 from ._merge import (
     merge as merge,
     parts_by_type as parts_by_type,

@@ -9,7 +9,6 @@ from jax.interpreters import mlir
 from .._jax import is_automatically_partitioned, is_exported
 from ..formats import Format
 from ..kernels import cpu, gpu, tpu, xla
-from ._marks import factors_of_dot, Mark
 from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
@@ -67,9 +66,6 @@ def _lower_on(native: Callable, exported: Callable | None = None) -> Callable:
     def lower(ctx, *args, plan=None, **params):
         dot = exported if is_exported(ctx) and exported else native
         if is_automatically_partitioned(ctx):
-            if isinstance(plan, Mark):
-                of = {name: params[name] for name in ("format", "contract_rows")}
-                return plan.lower(ctx, args, 1, factors_of_dot(*ctx.avals_in, **of))
             plan = plan_for(ctx, plan, *ctx.avals_in)
             # The compiler cannot split a kernel over devices; what XLA made it can.
             dot = portable if plan is None else sharded(dot, plan)

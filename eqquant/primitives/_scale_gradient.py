@@ -23,7 +23,6 @@ from .._jax import (
     zero_tangent,
 )
 from ..kernels import xla
-from ._marks import factors_of_scale_gradient, Mark
 from ._plan import Plan
 from ._sharded import (
     gather,
@@ -123,10 +122,6 @@ def _lower(ctx, *args, plan, **params):
     fn = _on_one
     if is_automatically_partitioned(ctx):
         _, over_columns, codes = ctx.avals_in
-        if isinstance(plan, Mark):
-            of = {name: params[name] for name in ("format", "blocks")}
-            factors = factors_of_scale_gradient(*ctx.avals_in, **of)
-            return plan.lower(ctx, args, 2, factors)
         plan = plan_for(ctx, plan, over_columns, codes)
         fn = fn if plan is None else _sharded(plan)
     return mlir.lower_fun(fn, multiple_results=False)(ctx, *args, **params)

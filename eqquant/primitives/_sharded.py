@@ -7,7 +7,6 @@ on meshes with explicit axes that is read off the types of the operands.
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,7 +137,7 @@ def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
     return Layout(stack, batch, of_rows, of_columns, frozenset(batch))
 
 
-def plan_from_types(x, codes, scales=None, asked: Any = None) -> Plan | None:
+def plan_from_types(x, codes, scales=None, asked: Plan | None = None) -> Plan | None:
     """On a mesh with explicit axes; None on any other. What the result should be is no
     matter of types: the plan that the product was given says what is `asked`."""
     mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
@@ -146,7 +145,7 @@ def plan_from_types(x, codes, scales=None, asked: Any = None) -> Plan | None:
         return None
     axes, batch = tuple(map(names_of, spec_of(codes))), names_of(spec_of(x)[-2])
     scatter: tuple[Names, Names] = ((), ())
-    if isinstance(asked, Plan) and asked.mesh == mesh:
+    if asked is not None and asked.mesh == mesh:
         batch, scatter = asked.batch, asked.scatter
     left = () if scales is None else map(names_of, spec_of(scales))
     whole = scales is not None and not {n for names in left for n in names} & {*batch}

@@ -86,16 +86,6 @@ def test_scattered_sums_and_scales_in_eight_bits():
 
 
 @needs_compiler
-def test_without_a_plan_for_devices_that_are_not_here():
-    mesh = mesh_of("v5e:2x4", AxisType.Auto)
-    (q,) = (q.with_plan(None) for q in weights(mesh, P(None, "m")))
-    fn = eqquant.partitioned_jit(lambda x, q: x @ q.T)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        text = fn.lower(activation(mesh), q).as_text()
-    assert text.count("tpu_custom_call") == text.count("stablehlo.all_reduce") == 1
-
-
-@needs_compiler
 def test_rows_of_a_vocabulary_are_looked_up_where_they_are():
     mesh = mesh_of("v5e:2x4", AxisType.Auto)
     (table,) = weights(mesh, P("m"))
