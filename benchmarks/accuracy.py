@@ -111,7 +111,7 @@ def main() -> None:
     sentences = minilm.tokenize(minilm.read_sentences())
     expected = minilm.embed_all(model, *sentences)
     weights = weights_of(model)
-    rest = eqquant.tree_nbytes(model) - sum(w.nbytes for w in weights.values())
+    rest = eqquant.trees.tree_nbytes(model) - sum(w.nbytes for w in weights.values())
 
     but = minilm.read_sentences()
     count = options.sentences
@@ -145,7 +145,7 @@ def main() -> None:
                 with np.load(result["file"]) as decoded:
                     new = with_weights(model, decoded)
                 others.append(measure(title, new, rest + result["bytes"]))
-    size = eqquant.tree_nbytes(model)
+    size = eqquant.trees.tree_nbytes(model)
     sizes = sorted({row["bytes"] for row in others}, reverse=True)
     if options.bits is not None:
         sizes = [int(bits * size / 32) for bits in options.bits]

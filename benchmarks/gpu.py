@@ -63,7 +63,7 @@ dense_first = each(lambda x, q: x @ q.dequantize().T)
 
 
 def by_xla(q):
-    kernel = eqquant.GPUKernel("xla")
+    kernel = eqquant.kernels.GPUKernel("xla")
     return q.replace(format=dataclasses.replace(q.format, gpu=kernel))
 
 

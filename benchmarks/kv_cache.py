@@ -93,7 +93,9 @@ def main(arguments: list[str] | None = None) -> None:
         return float(jnp.linalg.norm(off) / jnp.linalg.norm(exact[n]))
 
     errors = {of: error(*of) for of in caches}
-    held = {of: eqquant.tree_nbytes(cache) / of[1] for of, cache in caches.items()}
+    held = {
+        of: eqquant.trees.tree_nbytes(cache) / of[1] for of, cache in caches.items()
+    }
     attends = {of: ft.partial(attend, cache, queries) for of, cache in caches.items()}
     attends = interleaved(attends, seconds=options.seconds)
     appends = {of: Appends(cache, heads, size) for of, cache in caches.items()}

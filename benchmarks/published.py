@@ -28,13 +28,13 @@ def both_signs(levels) -> tuple[float, ...]:
 # With the perplexities of the paper, which has none of NF4 alone. All have blocks of 64
 # and the largest magnitude as the scale, as there.
 FORMATS = {
-    "Int4": (eqquant.Codebook(range(-7, 8)), 34.34),
+    "Int4": (eqquant.formats.Codebook(range(-7, 8)), 34.34),
     "Float4 (E2M1)": (
-        eqquant.Codebook(both_signs([0, 0.5, 1, 1.5, 2, 3, 4, 6])),
+        eqquant.formats.Codebook(both_signs([0, 0.5, 1, 1.5, 2, 3, 4, 6])),
         31.07,
     ),
     "Float4 (E3M0)": (
-        eqquant.Codebook(both_signs([0, *(2.0**i for i in range(-3, 4))])),
+        eqquant.formats.Codebook(both_signs([0, *(2.0**i for i in range(-3, 4))])),
         29.48,
     ),
     "NF4": (eqquant.NF4(), None),

@@ -49,7 +49,7 @@ FORMATS = {
     "int8": eqquant.Int8(),
     "w8a8": eqquant.Int8(activations="int8"),
     "nf4": eqquant.NF4(),
-    "nf4-exact": eqquant.NF4(tpu=eqquant.TPUKernel(exact_table=True)),
+    "nf4-exact": eqquant.NF4(tpu=eqquant.kernels.TPUKernel(exact_table=True)),
     "fp8": eqquant.FP8(),
     "mxfp4": eqquant.MXFP4(),
     "int4": eqquant.Int4(),

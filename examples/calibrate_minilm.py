@@ -54,17 +54,17 @@ def forward(model, batch: Batch):
     return jax.vmap(model)(*batch)
 
 
-def calibrate(model, sentences: int) -> eqquant.Statistics:
+def calibrate(model, sentences: int) -> eqquant.calibration.Statistics:
     batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
     rules = dict.fromkeys(RULES)  # They have a format of their own.
     return eqquant.calibrate(forward, model, batches, rules=rules)
 
 
 def budgets(
-    sizes: list[int], model, stats: eqquant.Statistics
-) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.Allocation]]:
+    sizes: list[int], model, stats: eqquant.calibration.Statistics
+) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.calibration.Allocation]]:
     """For each number of bytes the model, and which format each weight has."""
-    size = eqquant.tree_nbytes(model)
+    size = eqquant.trees.tree_nbytes(model)
     model = eqquant.quantize_tree(model, None, rules=RULES)
     # What the formats cost each weight is measured once.
     whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
@@ -102,7 +102,9 @@ COLUMNS = {
 }
 
 
-def plot(rows: list[dict], allocation: eqquant.Allocation, path: pathlib.Path) -> None:
+def plot(
+    rows: list[dict], allocation: eqquant.calibration.Allocation, path: pathlib.Path
+) -> None:
     """What all of `rows` cost, and what the last budget could have bought."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for kind, marker in ((False, "o"), (True, "s")):
@@ -156,13 +158,13 @@ def main() -> None:
             model,
             format,
             rules=RULES,
-            calibration=eqquant.Statistics(layers) if calibrated else None,
+            calibration=eqquant.calibration.Statistics(layers) if calibrated else None,
             rotate=rotate,
         )
         jax.block_until_ready(quantized)
         add(name, quantized, time.perf_counter() - start)
     start = time.perf_counter()
-    size = eqquant.tree_nbytes(model)
+    size = eqquant.trees.tree_nbytes(model)
     sizes = [int(bits * size / 32) for bits in options.bits]
     of_budgets = budgets(sizes, model, stats)
     for bits, (quantized, allocation) in zip(options.bits, of_budgets, strict=True):

@@ -66,7 +66,7 @@ class Row(NamedTuple):
     to train, and how fast."""
 
     bits: float
-    formats: list[eqquant.Format]
+    formats: list[eqquant.formats.Format]
     steps: int
     rate: float
 
@@ -219,7 +219,7 @@ def loss(outputs, expected) -> Float[Array, ""]:
 
 def start(row: Row, model, batches: list[Batch]):
     """The student, and a function that makes the result of what it has become."""
-    budget = int(row.bits * eqquant.tree_nbytes(model) / 32)
+    budget = int(row.bits * eqquant.trees.tree_nbytes(model) / 32)
     model = in_parts(model, batches)
     rules = dict.fromkeys(TABLES)  # They have formats of their own.
     stats = eqquant.calibrate(embed, model, batches, rules=rules)
@@ -262,7 +262,7 @@ def _masters(quantized, model):
         rotated = lambda x: (x.reshape(-1, len(matrix)) @ matrix).reshape(x.shape)
         return rotated(jnp.sign(x.base.dequantize()) * jnp.abs(rotated(weight)))
 
-    is_rotated = lambda x: isinstance(x, eqquant.RotatedArray)
+    is_rotated = lambda x: isinstance(x, eqquant.arrays.RotatedArray)
     new = jax.tree.map(one, quantized, model, is_leaf=is_rotated)
     rare = lambda m: m.embeddings.words.rare
     return _floats(eqx.tree_at(rare, new, rare(quantized)))
@@ -277,7 +277,7 @@ def _floats(model):
         return x.dequantize() if is_trained else x
 
     shortest = eqquant.Binary | eqquant.Ternary
-    arrays = eqquant.QuantizedArray | eqquant.RotatedArray
+    arrays = eqquant.QuantizedArray | eqquant.arrays.RotatedArray
     is_quantized = lambda x: isinstance(x, arrays)
     return jax.tree_util.tree_map_with_path(one, model, is_leaf=is_quantized)
 
@@ -310,7 +310,7 @@ def train(name: str, model, stream, watch, options):
         optax.partition({k: optax.scale(v) for k, v in rates.items()}, kinds),
         optax.scale_by_learning_rate(schedule),
     )
-    state = eqquant.Distillation(student, optimiser)
+    state = eqquant.training.Distillation(student, optimiser)
     before = finish(state.model(student))
     prepared = time.process_time() - began
     seconds = np.array(prepared)
@@ -330,7 +330,7 @@ def train(name: str, model, stream, watch, options):
             batch_at(i, stream, options.tokens, most(i)) for i in range(first, last)
         ]
         began = time.process_time()
-        quantized, state = eqquant.distill(
+        quantized, state = eqquant.training.distill(
             student, model, forward, batches, optimiser, loss=loss, state=state
         )
         seconds = seconds + time.process_time() - began

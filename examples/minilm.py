@@ -191,7 +191,7 @@ def tokenize(
     return tokens, mask
 
 
-def calibrate(model: SentenceEncoder, count: int) -> eqquant.Statistics:
+def calibrate(model: SentenceEncoder, count: int) -> eqquant.calibration.Statistics:
     """What the weights of the layers multiply, for so many other sentences."""
     batches = calibration_batches(count, tokenize, read_sentences())
     forward = lambda model, batch: jax.vmap(model)(*batch)
@@ -254,12 +254,12 @@ def speeds(models: dict, *inputs, repeat: int) -> dict[str, float]:
 
 def compare(name: str, quantized, model, embeddings, expected) -> dict:
     similar = cosines(embeddings, expected)
-    size = eqquant.tree_nbytes(quantized)
+    size = eqquant.trees.tree_nbytes(quantized)
     elements = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     return {
         "format": name,
         "bytes": size,
-        "compression": eqquant.tree_nbytes(model) / size,
+        "compression": eqquant.trees.tree_nbytes(model) / size,
         "bits": 8 * size / elements,
         "mean": similar.mean(),
         "worst": similar.min(),

@@ -111,7 +111,7 @@ def embed(model, inputs) -> Float[Array, "batch size"]:
 def loss_of(trainable, frozen, batch, key) -> Float[Array, ""]:
     """Each name against all summaries of the batch, and the other way around."""
     model = eqx.combine(trainable, frozen)
-    model = eqquant.with_dropout_key(model, key)
+    model = eqquant.training.with_dropout_key(model, key)
     names, summaries = (embed(model, inputs) for inputs in batch)
     similar = names @ summaries.T / 0.05
     matching = jnp.arange(len(similar))
@@ -197,14 +197,16 @@ def train(name: str, model, data, options) -> dict:
             _checkpoint.save(path, progress, **run)
     seconds = (time.perf_counter() - start) / max(1, len(steps))
 
-    adapters = eqquant.tree_nbytes(trainable)
+    adapters = eqquant.trees.tree_nbytes(trainable)
     return {
-        "model": eqquant.with_dropout_key(eqx.combine(trainable, frozen), None),
+        "model": eqquant.training.with_dropout_key(
+            eqx.combine(trainable, frozen), None
+        ),
         "losses": losses,
         "seconds": seconds,
-        "frozen": eqquant.tree_nbytes(frozen),
+        "frozen": eqquant.trees.tree_nbytes(frozen),
         "adapters": adapters,
-        "state": eqquant.tree_nbytes(state),
+        "state": eqquant.trees.tree_nbytes(state),
         "temporary": memory.temp_size_in_bytes,
     }
 

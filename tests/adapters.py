@@ -3,7 +3,7 @@
 import eqquant
 import equinox as eqx
 import jax
-from eqquant import LoraArray
+from eqquant.arrays import LoraArray
 from helpers import assert_close
 
 

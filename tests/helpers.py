@@ -36,7 +36,10 @@ FORMATS += [eqquant.NF4(double_quantization=True)]
 FORMATS += [
     make(block_size=32) for make in (eqquant.NF4, eqquant.Int8, eqquant.Ternary)
 ]
-FORMATS += [eqquant.Int4(block_size=None), eqquant.Codebook((-2, -0.5, 0, 0.5, 1))]
+FORMATS += [
+    eqquant.Int4(block_size=None),
+    eqquant.formats.Codebook((-2, -0.5, 0, 0.5, 1)),
+]
 
 
 # Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
@@ -190,7 +193,7 @@ def _as_param(value):
     if isinstance(value, type(pytest.param())):
         return value
     # What they have of their own is in tests of their own.
-    is_slow = isinstance(value, (*SAME_PATH, eqquant.Codebook))
+    is_slow = isinstance(value, (*SAME_PATH, eqquant.formats.Codebook))
     return slow(value) if is_slow else pytest.param(value)
 
 

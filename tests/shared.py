@@ -90,14 +90,14 @@ def some_slow(formats, slow) -> list:
 # Slow are those that take the path of another: ternary that of binary, INT4 that of NF4
 # or of ternary, and most blocked ones.
 BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
-BLOCKED += [f for f in FORMATS if isinstance(f, (*SAME_PATH, eqquant.Codebook))]
+BLOCKED += [f for f in FORMATS if isinstance(f, (*SAME_PATH, eqquant.formats.Codebook))]
 
 
 @pytest.fixture(
     params=some_slow(FORMATS, [eqquant.Ternary(), *BLOCKED]),
     ids=repr,
 )
-def format(request) -> eqquant.Format:
+def format(request) -> eqquant.formats.Format:
     return request.param
 
 
@@ -105,7 +105,7 @@ def format(request) -> eqquant.Format:
     params=some_slow(DEFAULT_FORMATS, [eqquant.Ternary(), *BLOCKED]),
     ids=lambda f: f.name,
 )
-def default_format(request) -> eqquant.Format:
+def default_format(request) -> eqquant.formats.Format:
     return request.param
 
 

@@ -203,7 +203,7 @@ def test_8_astype_leaves_its_argument_alone(dtype, matrix):
 
 
 def test_8_astype_to_integers_is_that_of_the_values_and_is_not_silent(matrix):
-    with pytest.warns(eqquant.MaterialiseWarning, match="int32"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="int32"):
         out = matrix.astype(jnp.int32)
     assert_identical(out, decode(matrix).astype(jnp.int32))
 

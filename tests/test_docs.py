@@ -8,16 +8,15 @@ import textwrap
 import types
 from collections.abc import Iterator
 
-import eqquant
-import eqquant.debug
 import pytest
 from eqquant.dispatch.rules import _registry
 from helpers import slow
+from public import names_at_the_top, public_names
 
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGE_OF_API = ROOT / "docs" / "api.md"
+PAGES_OF_API = sorted((ROOT / "docs" / "api").glob("*.md"))
 FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,}) *(?P<info>.*?) *$")
 # A block without a language, or in another one, could be Python that is never run.
 LANGUAGES = {"python", "bash", "bibtex", "json", "mermaid", "text", "toml", "yaml"}
@@ -57,27 +56,15 @@ def run(text: str, origin: str, monkeypatch, tmp_path):
         exec(code, module.__dict__)
 
 
-def public_names(module: types.ModuleType) -> Iterator[str]:
-    """Those that are ours: a module may import others without an underscore, too."""
-    inside = "eqquant" if module is eqquant else module.__name__
-    for name, value in vars(module).items():
-        private = name.startswith("_") or inspect.ismodule(value)
-        origin = getattr(value, "__module__", inside)
-        if not private and f"{origin}.".startswith(f"{inside}."):
-            yield name
-
-
 def docstrings() -> dict[str, str]:
-    """Those with code in them, of every public name and its members."""
+    """Return the docstrings with code, of every public name and of its members."""
     found = {}
-    for module in (eqquant, eqquant.debug):
-        for name in public_names(module):
-            value = getattr(module, name)
-            found[f"{module.__name__}.{name}"] = value.__doc__
-            if inspect.isclass(value):
-                for member in vars(value):
-                    doc = getattr(getattr(value, member), "__doc__", None)
-                    found[f"{module.__name__}.{name}.{member}"] = doc
+    for path, value in public_names().items():
+        found[path] = value.__doc__
+        if inspect.isclass(value):
+            for member in vars(value):
+                doc = getattr(getattr(value, member), "__doc__", None)
+                found[f"{path}.{member}"] = doc
     return {
         name: inspect.cleandoc(doc)
         for name, doc in found.items()
@@ -101,8 +88,12 @@ def test_page(page, monkeypatch, tmp_path):
     run(page.read_text(), str(page), monkeypatch, tmp_path)
 
 
-SLOW = ("allocate", "calibrate", "distill", "with_dropout_key")
-SLOW = tuple(f"eqquant.{name}" for name in SLOW)
+SLOW = (
+    "eqquant.allocate",
+    "eqquant.calibrate",
+    "eqquant.training.distill",
+    "eqquant.training.with_dropout_key",
+)
 
 
 @pytest.mark.parametrize("name", [slow(x) if x in SLOW else x for x in DOCSTRINGS])
@@ -110,10 +101,14 @@ def test_docstring(name, monkeypatch, tmp_path):
     run(DOCSTRINGS[name], f"<docstring of {name}>", monkeypatch, tmp_path)
 
 
-def test_every_public_name_is_in_the_api_page():
-    listed = re.findall(r"^::: eqquant\.(\S+)$", PAGE_OF_API.read_text(), re.MULTILINE)
-    debug = {f"debug.{name}" for name in public_names(eqquant.debug)}
-    assert set(listed) == {*public_names(eqquant), *debug}
+def test_every_public_name_is_in_the_api_pages():
+    text = "\n".join(page.read_text() for page in PAGES_OF_API)
+    listed = re.findall(r"^::: (eqquant\.\S+)$", text, re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+
+
+def test_everyday_names_are_few():
+    assert len(names_at_the_top()) <= 35
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,16 @@ from .quantized import (
     QuantizedArray as QuantizedArray,
     without_plan as without_plan,
 )
+
+
+__all__ = [
+    "dequantize",
+    "from_components",
+    "is_quantized",
+    "LoraArray",
+    "MaterialiseError",
+    "MaterialiseWarning",
+    "quantize",
+    "QuantizedArray",
+    "RotatedArray",
+]

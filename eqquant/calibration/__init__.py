@@ -7,3 +7,12 @@ Exports `calibrate` and the statistics that it returns; and `allocate`. Imports 
 from ._allocate import allocate as allocate, Allocation as Allocation
 from ._calibrate import calibrate as calibrate
 from ._statistics import Statistics as Statistics, WeightStatistics as WeightStatistics
+
+
+__all__ = [
+    "allocate",
+    "Allocation",
+    "calibrate",
+    "Statistics",
+    "WeightStatistics",
+]

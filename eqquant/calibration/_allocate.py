@@ -170,7 +170,7 @@ def allocate(
         rules = eqquant.allocate(model, 65_000, ["ternary", "nf4", "int8"], stats)
         print(rules)
         quantized = eqquant.quantize_tree(model, rules=rules, calibration=stats)
-        assert eqquant.tree_nbytes(quantized) == rules.nbytes <= 65_000
+        assert eqquant.trees.tree_nbytes(quantized) == rules.nbytes <= 65_000
         ```
 
     **Arguments:**
@@ -187,8 +187,8 @@ def allocate(
 
     **Returns:**
 
-    An [`eqquant.Allocation`][]. The same arguments give the same one. Its `within` is
-    quick for other budgets.
+    An [`eqquant.calibration.Allocation`][]. The same arguments give the same one. Its
+    `within` is quick for other budgets.
 
     A weight that the data never reached gets the smallest format.
 

@@ -74,7 +74,7 @@ def calibrate(
 
     **Returns:**
 
-    [`eqquant.Statistics`][], in float32 (float64 for weights in float64).
+    [`eqquant.calibration.Statistics`][], in float32 (float64 for weights in float64).
 
     A warning names the weights that the data never reached.
 

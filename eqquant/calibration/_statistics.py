@@ -98,7 +98,7 @@ class Statistics(AbstractCalibration):
 
     **Fields:**
 
-    - `weights`: [`eqquant.WeightStatistics`][] by the path of the weight.
+    - `weights`: [`eqquant.calibration.WeightStatistics`][] by the path of the weight.
     """
 
     weights: dict[str, WeightStatistics]

@@ -17,3 +17,14 @@ from .foreign import (
     read_checkpoint as read_checkpoint,
     write_bitsandbytes as write_bitsandbytes,
 )
+
+
+__all__ = [
+    "load",
+    "load_metadata",
+    "load_quantized",
+    "quantize_checkpoint",
+    "read_checkpoint",
+    "save",
+    "write_bitsandbytes",
+]

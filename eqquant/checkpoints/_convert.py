@@ -93,7 +93,9 @@ def quantize_checkpoint(
         folder = tempfile.mkdtemp()
         weight = jax.random.normal(jax.random.key(0), (64, 256))
         eqquant.save(f"{folder}/float.safetensors", {"head": {"weight": weight}})
-        eqquant.quantize_checkpoint(f"{folder}/float.safetensors", f"{folder}/small")
+        eqquant.checkpoints.quantize_checkpoint(
+            f"{folder}/float.safetensors", f"{folder}/small"
+        )
         quantized = eqquant.load(f"{folder}/small")["head"]["weight"]
         assert quantized.format == eqquant.NF4()
         ```

@@ -99,7 +99,7 @@ def load_quantized(
 
     Tensors are converted to the dtypes in `like`, floats to floats and integers to
     integers. Weights that the file holds quantized, by eqquant or by another library,
-    stay as they are: see [`eqquant.read_checkpoint`][].
+    stay as they are: see [`eqquant.checkpoints.read_checkpoint`][].
 
     **Returns:**
 

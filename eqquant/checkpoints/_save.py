@@ -66,7 +66,8 @@ def save(
     - `max_shard_size`: above so many bytes the checkpoint is split into several files,
         with an index beside them, as those of Hugging Face; `None` for one file in any
         case.
-    - `metadata`: strings to keep in the file: see [`eqquant.load_metadata`][].
+    - `metadata`: strings to keep in the file: see
+    [`eqquant.checkpoints.load_metadata`][].
 
     **Raises:**
 

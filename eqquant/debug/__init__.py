@@ -18,3 +18,15 @@ from ._inspect import (
     assert_trainable as assert_trainable,
     explain as explain,
 )
+
+
+__all__ = [
+    "assert_not_materialised",
+    "assert_trainable",
+    "compile_for_gpu",
+    "compile_for_tpu",
+    "explain",
+    "GPUInstruction",
+    "GPUKernel",
+    "GPUProgram",
+]

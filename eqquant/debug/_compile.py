@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._jax import gpu_device, gpus, has_gpu_compiler
+from .._jax import gpu_device, gpus, has_gpu_compiler, typed
 from ._gpu_program import GPUProgram, kernels_in, once
 
 
@@ -38,6 +38,7 @@ _libtpu_environment = {
 }
 
 
+@typed
 def compile_for_tpu(
     fn: Callable, *args: Any, chip: str = "v5e", devices: int = 1
 ) -> jax.stages.Compiled:
@@ -81,6 +82,7 @@ def compile_for_tpu(
     return _compile(fn, args, "tpu", topology.devices[:devices])
 
 
+@typed
 def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
     """Compile a function for an NVIDIA GPU, without one: by the real compiler, ahead of
     time.

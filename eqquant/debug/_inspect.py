@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs
+from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs, typed
 from ..arrays import ImplicitArray, is_quantized, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
 from ..formats import num_codes, planes_of
@@ -18,6 +18,7 @@ from ._in_hlo import decoded_in_hlo
 from ._in_jaxpr import decoded_in_jaxpr
 
 
+@typed
 def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
     """Check that calling a function never holds a whole quantized array in floating
     point.
@@ -63,6 +64,7 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
         )
 
 
+@typed
 def assert_trainable(tree: Any) -> None:
     """Check that a pytree holds no part of a quantized array. Call it before you
     differentiate the pytree, or give it to an optimiser.
@@ -207,6 +209,7 @@ def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
     return call, dynamic
 
 
+@typed
 def explain(
     fn: Callable, *args: Any, platform: str | None = None, **kwargs: Any
 ) -> str:

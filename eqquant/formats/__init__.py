@@ -50,3 +50,25 @@ from ._scales import (
 )
 from ._ternary import Ternary as Ternary
 from ._tpu import TPUKernel as TPUKernel
+
+
+__all__ = [
+    "Binary",
+    "Codebook",
+    "Float8Scales",
+    "Format",
+    "FP8",
+    "Int2",
+    "Int3",
+    "Int4",
+    "Int8",
+    "MXFP4",
+    "NF2",
+    "NF3",
+    "NF4",
+    "NVFP4",
+    "PowerOfTwoScales",
+    "QuantizedOffsets",
+    "QuantizedScales",
+    "Ternary",
+]

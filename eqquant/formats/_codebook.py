@@ -64,7 +64,8 @@ class NF3(_Lloyd):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
-    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see
+    [`eqquant.formats.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
     - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
     """
@@ -104,7 +105,7 @@ class Codebook(TableFormat):
         import eqquant
         import jax
 
-        format = eqquant.Codebook((-1, -0.4, 0, 0.4, 1), block_size=32)
+        format = eqquant.formats.Codebook((-1, -0.4, 0, 0.4, 1), block_size=32)
         assert format.bits == 3
         weight = jax.random.normal(jax.random.key(0), (8, 64))
         assert (eqquant.quantize(weight, format).dequantize() == 0).any()
@@ -121,7 +122,7 @@ class Codebook(TableFormat):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `precision`, `activations`, `tpu`, `gpu`: see [`eqquant.Format`][].
+    - `precision`, `activations`, `tpu`, `gpu`: see [`eqquant.formats.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
 
     **Raises:**

@@ -39,12 +39,12 @@ class Format(abc.ABC):
     - `precision`: how products are computed, unless a product asks for its own.
         `"highest"`: in floating point, with exactly decoded weights. `"high"`: exact
         weights, and activations of at least 15 bits (for NF4 by bfloat16 on TPUs see
-        [`eqquant.TPUKernel`][]). `"default"`: the fastest.
+        [`eqquant.kernels.TPUKernel`][]). `"default"`: the fastest.
     - `activations`: `"int8"` rounds each row of an activation (each token) to int8
         before a product, whatever the precision. The scale is `absmax / 127` of the
         row. With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding.
-    - `tpu`: an [`eqquant.TPUKernel`][], which chooses the kernel and its tiles.
-    - `gpu`: an [`eqquant.GPUKernel`][], which chooses the kernel.
+    - `tpu`: an [`eqquant.kernels.TPUKernel`][], which chooses the kernel and its tiles.
+    - `gpu`: an [`eqquant.kernels.GPUKernel`][], which chooses the kernel.
     """
 
     block_size: int | None = None
@@ -198,8 +198,8 @@ class Format(abc.ABC):
         Any,
     ]:
         """Encode blocks of values. Returns codes (one for each value, not packed) and
-        scales: floats, or [`eqquant.QuantizedScales`][]; or a tuple of scales and
-        offsets, if the format has these.
+        scales: floats, or [`eqquant.formats.QuantizedScales`][]; or a tuple of scales
+        and offsets, if the format has these.
 
         **Arguments:**
 

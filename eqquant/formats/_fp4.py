@@ -61,7 +61,8 @@ class MXFP4(_FP4):
 
     - `block_size`: how many consecutive values share one scale.
     - `scale_dtype`: float32: what scales decode to.
-    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see
+    [`eqquant.formats.Format`][].
     """
 
     block_size: int | None = 32
@@ -102,7 +103,8 @@ class NVFP4(_FP4):
 
     - `block_size`: how many consecutive values share one scale.
     - `scale_dtype`: float32: what scales decode to.
-    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see
+    [`eqquant.formats.Format`][].
     """
 
     block_size: int | None = 16

@@ -20,7 +20,7 @@ class GPUKernel:
         import eqquant
         import jax
 
-        format = eqquant.NF4(gpu=eqquant.GPUKernel(kernel="xla"))
+        format = eqquant.NF4(gpu=eqquant.kernels.GPUKernel(kernel="xla"))
         w = eqquant.quantize(jax.random.normal(jax.random.key(0), (512, 512)), format)
         x = jax.numpy.ones((8, 512))
         print(eqquant.debug.explain(lambda x, w: x @ w.T, x, w, platform="gpu"))

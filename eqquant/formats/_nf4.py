@@ -44,14 +44,15 @@ class NF4(FittedFormat):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see [`eqquant.Format`][].
+    - `precision`, `activations`: the arithmetic of products; see
+    [`eqquant.formats.Format`][].
     - `scale_search`: give each block the scale with the least squared error, out of
         0.80 to 1.05 of its largest magnitude. This is 0.6 dB better on normal weights.
         Quantizing a dequantized array then gives the same codes and scales again only
         in float32, as shorter dtypes round the decoded values.
     - `double_quantization`: store scales in 8 bits, and one more byte for each 256 of
         them in a row (QLoRA, section 3). This takes 4.127 bits a weight for rows of
-        4096, and costs less than 0.01 dB. See [`eqquant.QuantizedScales`][].
+        4096, and costs less than 0.01 dB. See [`eqquant.formats.QuantizedScales`][].
     """
 
     block_size: int | None = 64

@@ -29,6 +29,6 @@ def as_format(format: Format | str) -> Format:
     if isinstance(format, str) and format in formats:
         return formats[format]()
     raise ValueError(
-        f"format must be one of {sorted(formats)} or an instance of eqquant.Format, "
-        f"got {format!r}."
+        f"format must be one of {sorted(formats)} or an instance of "
+        f"eqquant.formats.Format, got {format!r}."
     )

@@ -138,8 +138,8 @@ class QuantizedScales(ShortScales):
 
 
 class QuantizedOffsets(QuantizedScales):
-    """Offsets in 8 bits: as [`eqquant.QuantizedScales`][], but codes have signs, from
-    -127 to 127. Zero is exact."""
+    """Offsets in 8 bits: as [`eqquant.formats.QuantizedScales`][], but with signed
+    codes from -127 to 127. Zero is exact."""
 
     codes: Int8[Array, "*lead blocks"]  # pyright: ignore[reportIncompatibleVariableOverride]
 

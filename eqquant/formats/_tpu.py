@@ -20,7 +20,7 @@ class TPUKernel:
         import eqquant
         import jax
 
-        format = eqquant.NF4(tpu=eqquant.TPUKernel(lookup=False))
+        format = eqquant.NF4(tpu=eqquant.kernels.TPUKernel(lookup=False))
         w = eqquant.quantize(jax.random.normal(jax.random.key(0), (512, 512)), format)
         x = jax.numpy.ones((8, 512))
         print(eqquant.debug.explain(lambda x, w: x @ w.T, x, w, platform="tpu"))

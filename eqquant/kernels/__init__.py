@@ -6,5 +6,12 @@ the others do not. Kernels know formats, but neither arrays nor derivatives. Imp
 `formats` and `_jax`.
 """
 
+from ..formats import GPUKernel as GPUKernel, TPUKernel as TPUKernel
 from . import cpu as cpu, gpu as gpu, tpu as tpu, xla as xla
 from ._int8 import round_int8 as round_int8
+
+
+__all__ = [
+    "GPUKernel",
+    "TPUKernel",
+]

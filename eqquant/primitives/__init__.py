@@ -34,3 +34,8 @@ from ._quantized_dot import (
 )
 from ._rows_dot import rows_dot as rows_dot
 from ._scale_gradient import scale_gradient_p as scale_gradient_p
+
+
+__all__ = [
+    "quantized_dot",
+]

@@ -9,3 +9,8 @@ from ._quantizes_later import QuantizesLater as QuantizesLater
 from ._shard_tree import shard_tree as shard_tree
 from ._specs import check_spec as check_spec
 from ._split import Split as Split
+
+
+__all__ = [
+    "shard_tree",
+]

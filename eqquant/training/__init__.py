@@ -18,3 +18,17 @@ from ._straight_through import (
     learned_scales as learned_scales,
     straight_through as straight_through,
 )
+
+
+__all__ = [
+    "distill",
+    "Distillation",
+    "fake_quantize_tree",
+    "FakeQuantized",
+    "learned_scales",
+    "lora_tree",
+    "merge_lora",
+    "round_activations",
+    "straight_through",
+    "with_dropout_key",
+]

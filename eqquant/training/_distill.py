@@ -28,11 +28,11 @@ class Optimiser(Protocol):
 
 
 class Distillation(eqx.Module):
-    """What [`eqquant.distill`][] needs to go on: a pytree of arrays, for
+    """What [`eqquant.training.distill`][] needs to go on: a pytree of arrays, for
     [`eqquant.save`][] and `eqx.tree_serialise_leaves`.
 
-    Made of the arguments of `eqquant.distill`, it is where that starts. So it is also
-    the `like` of [`eqquant.load`][].
+    Made of the arguments of `eqquant.training.distill`, it is where that starts. So it
+    is also the `like` of [`eqquant.load`][].
 
     **Fields:**
 
@@ -51,7 +51,7 @@ class Distillation(eqx.Module):
     @typed
     def __init__(self, student: Any, optimiser: Optimiser, *, where: Any = None):
         """**Arguments:** `student`, `optimiser` and `where` as in
-        [`eqquant.distill`][]."""
+        [`eqquant.training.distill`][]."""
         chosen = student if where is None else eqx.filter(student, where)
         chosen = eqx.filter(chosen, eqx.is_inexact_array)
         self.trained = jax.tree.map(_wide, chosen)
@@ -61,7 +61,7 @@ class Distillation(eqx.Module):
 
     def model(self, student: Any) -> Any:
         """The quantized model, as far as it is trained. `student` is that which
-        [`eqquant.distill`][] was given."""
+        [`eqquant.training.distill`][] was given."""
         out = _put(self.trained, student)
         return out.quantized() if isinstance(out, FakeQuantized) else out
 
@@ -121,8 +121,8 @@ def distill(
 
 
         optimiser = optax.adam(1e-3)
-        better, state = eqquant.distill(quantized, model, forward, batches, optimiser)
-        codes = better.layers[0].weight.codes
+        better, state = eqquant.training.distill(quantized, model, forward, batches,
+        optimiser) codes = better.layers[0].weight.codes
         assert (codes == quantized.layers[0].weight.codes).all()
         ```
 
@@ -135,15 +135,15 @@ def distill(
         ```python
         import tempfile
 
-        start = eqquant.Distillation(quantized, optimiser)
-        _, state = eqquant.distill(
+        start = eqquant.training.Distillation(quantized, optimiser)
+        _, state = eqquant.training.distill(
             quantized, model, forward, batches[:10], optimiser, state=start
         )
         path = f"{tempfile.mkdtemp()}/state.safetensors"
         eqquant.save(path, state)
 
         state = eqquant.load(path, like=start)
-        same, _ = eqquant.distill(
+        same, _ = eqquant.training.distill(
             quantized, model, forward, batches[10:], optimiser, state=state
         )
         assert eqx.tree_equal(same, better)
@@ -174,8 +174,8 @@ def distill(
 
     **Returns:**
 
-    The quantized model, trained, and a [`eqquant.Distillation`][]. Of a `FakeQuantized`
-    it is what `.quantized()` gives.
+    The quantized model, trained, and a [`eqquant.training.Distillation`][]. Of a
+    `FakeQuantized` it is what `.quantized()` gives.
 
     **Raises:**
 

@@ -44,14 +44,14 @@ def with_dropout_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
         @eqx.filter_grad
         def gradient(model, x, keys):
             def one(x, key):
-                return eqquant.with_dropout_key(model, key)(x)
+                return eqquant.training.with_dropout_key(model, key)(x)
 
             return jnp.sum(jax.vmap(one)(x, keys))
 
 
         keys = jax.random.split(jax.random.key(2), 4)  # others for each step
         gradient(model, jnp.ones((4, 64)), keys)
-        inference = eqquant.with_dropout_key(model, None)
+        inference = eqquant.training.with_dropout_key(model, None)
         ```
 
     **Arguments:**

@@ -64,7 +64,7 @@ def fake_quantize_tree(
         @eqx.filter_jit
         @eqx.filter_grad
         def gradient(model, x):
-            model = eqquant.fake_quantize_tree(model, "ternary")
+            model = eqquant.training.fake_quantize_tree(model, "ternary")
             return jnp.sum(jax.vmap(model)(x) ** 2)
 
 
@@ -137,10 +137,11 @@ class FakeQuantized(QuantizesLater):
         [`eqquant.quantize_tree`][]. The choice is made once, here.
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
-        [`eqquant.learned_scales`][]. They are the field `scales`, in the order of
-        `choices`. Affine formats learn their `offsets` as well, by LSQ+ (arXiv
+        [`eqquant.training.learned_scales`][]. They are the field `scales`, in the
+        order of `choices`. Affine formats learn their `offsets` as well, by LSQ+ (arXiv
         2004.09576); both start from what [`eqquant.quantize`][] chooses.
-    - `quantized_products`: as in [`eqquant.fake_quantize_tree`][]. Results are then
+    - `quantized_products`: as in [`eqquant.training.fake_quantize_tree`][]. Results
+    are then
         those of `.quantized()`, bit for bit.
     - `rotate`: round in a rotated basis, as [`eqquant.quantize_tree`][] does. What is
         trained stays in the basis of the model. Not with `quantized_products`.
@@ -207,8 +208,9 @@ class FakeQuantized(QuantizesLater):
         return self.fake_quantized()(*args, **kwargs)
 
     def fake_quantized(self) -> Any:
-        """The model with straight-through weights, as [`eqquant.fake_quantize_tree`][]
-        makes it. Use it to call another method than `__call__`."""
+        """Return the model with straight-through weights: see
+        [`eqquant.training.fake_quantize_tree`][]. Use it to call another method than
+        `__call__`."""
 
         how = self.clip, self.quantized_products, self.check_finite
 

@@ -32,10 +32,10 @@ def lora_tree(
     """Put low-rank adapters beside the weights of a model, quantized or not (LoRA,
     arXiv 2106.09685; QLoRA, arXiv 2305.14314).
 
-    Each weight `w` that is chosen becomes a [`eqquant.LoraArray`][], which stands for
-    `w + alpha / rank * b @ a`. `a` is normal, with one over the contracted size as its
-    variance. `b` is zero, so the model computes exactly what it did before. Model code
-    does not change.
+    Each weight `w` that is chosen becomes a [`eqquant.arrays.LoraArray`][], which
+    stands for `w + alpha / rank * b @ a`. `a` is normal, with one over the contracted
+    size as its variance. `b` is zero, so the model computes exactly what it did
+    before. Model code does not change.
 
     [`eqquant.trainable_mask`][] then selects the adapters, and nothing else.
 
@@ -79,7 +79,8 @@ def lora_tree(
         its weight, but not on which other weights are chosen.
     - `alpha`: an adapter is multiplied by `alpha / rank`, by default 1.
     - `dropout`: the share of the activation to drop where it enters an adapter. The
-        mask comes from a key inside of the adapter: see [`eqquant.with_dropout_key`][].
+        mask comes from a key inside of the adapter: see
+        [`eqquant.training.with_dropout_key`][].
     - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. By default the weights of
         the same layers are chosen, except for embeddings: their adapters would have a
         row for each word. A weight that is smaller than the rank is left out, with a

@@ -51,11 +51,11 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     **Returns:**
 
     A pytree of the same type, with a plain array in place of every
-    [`eqquant.LoraArray`][]. With a format: a pair of the pytree, with a
-    [`eqquant.QuantizedArray`][] in place of each, and an [`eqquant.Report`][] of the
-    errors that quantizing again adds, relative to the sums in floating point. Quantized
-    arrays without an adapter, such as embeddings, stay quantized in either case:
-    [`eqquant.dequantize_tree`][] decodes them.
+    [`eqquant.arrays.LoraArray`][]. With a format: a pair of the pytree, with a
+    [`eqquant.QuantizedArray`][] in place of each, and an [`eqquant.trees.Report`][] of
+    the errors that quantizing again adds, relative to the sums in floating point.
+    Quantized arrays without an adapter, such as embeddings, stay quantized in either
+    case: [`eqquant.dequantize_tree`][] decodes them.
 
     **Raises:**
 

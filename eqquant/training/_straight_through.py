@@ -62,9 +62,9 @@ def straight_through(
 
     - `array`, `format`, `axis`, `check_finite`: as in [`eqquant.quantize`][].
     - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]. Start from
-        [`eqquant.learned_scales`][]. The gradient of the array is then always clipped,
-        as in the paper. The gradient of a scale is divided by the square root of the
-        largest level times the number of values that share the scale.
+        [`eqquant.training.learned_scales`][]. The gradient of the array is then always
+        clipped, as in the paper. The gradient of a scale is divided by the square root
+        of the largest level times the number of values that share the scale.
     - `offsets`: `(*lead, blocks)`, with `scales`, for an affine format. Start from both
         of what [`eqquant.quantize`][] returns. Their gradient is that of LSQ+ (arXiv
         2004.09576), divided like that of a scale.

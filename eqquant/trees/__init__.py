@@ -36,3 +36,17 @@ from ._roles import weight_of as weight_of
 from ._rules import Rule as Rule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask
+
+
+__all__ = [
+    "dequantize_tree",
+    "quantize_tree",
+    "register_weights",
+    "Report",
+    "report",
+    "ReportRow",
+    "Rule",
+    "trainable_mask",
+    "tree_nbytes",
+    "Weight",
+]

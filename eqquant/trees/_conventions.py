@@ -17,7 +17,7 @@ Axis = int | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """The role of an array in its layer, for [`eqquant.register_weights`][].
+    """The role of an array in its layer, for [`eqquant.trees.register_weights`][].
 
     **Arguments:**
 
@@ -57,9 +57,9 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
                 return x @ self.kernel + self.bias
 
 
-        @eqquant.register_weights(Dense)
+        @eqquant.trees.register_weights(Dense)
         def _(layer, name, array):
-            return eqquant.Weight(axis=-2, out=-1) if name == "kernel" else None
+            return eqquant.trees.Weight(axis=-2, out=-1) if name == "kernel" else None
 
 
         kernel = jax.random.normal(jax.random.key(0), (64, 32))
@@ -76,9 +76,9 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
 
     A decorator of a function `(layer, name, array)`. It is called with an instance of
     the class or of a subclass, the name of one of its arrays, and that array. It
-    returns an [`eqquant.Weight`][]; or `None` if the array is not a weight; or a string
-    that says why the array cannot be chosen. The function that was registered last is
-    asked first.
+    returns an [`eqquant.trees.Weight`][]; or `None` if the array is not a weight; or a
+    string that says why the array cannot be chosen. The function that was registered
+    last is asked first.
 
     **Raises:**
 

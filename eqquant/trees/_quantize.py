@@ -46,10 +46,11 @@ def quantize_tree(
     By default these are the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
     `ConvTranspose`, `GRUCell` and `LSTMCell`, stacked layers included. The layers of
     Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax are
-    known as well; [`eqquant.register_weights`][] adds yours. Everything else stays as
-    it is: biases, norms, PReLU, the insides of SpectralNorm and WeightNorm. So does a
-    weight that is smaller than `min_size`, or would not get any smaller. If nothing at
-    all is chosen, a warning lists the largest arrays and why each was left alone.
+    known as well; [`eqquant.trees.register_weights`][] adds yours. Everything else
+    stays as it is: biases, norms, PReLU, the insides of SpectralNorm and WeightNorm.
+    So does a weight that is smaller than `min_size`, or would not get any smaller. If
+    nothing at all is chosen, a warning lists the largest arrays and why each was left
+    alone.
 
     A convolution of `eqx.nn` becomes a subclass of itself, which calls itself through
     [`eqquant.quaxify`][]; [`eqquant.dequantize_tree`][] gives the plain layer back.
@@ -79,7 +80,7 @@ def quantize_tree(
     - `rules`: ordered `{pattern: what}`, which go first; the first pattern that matches
         the path of a leaf wins. A path is like `layers.0.weight`. A pattern is a string
         in which `*` and `?` match anything, or a compiled regular expression. `what` is
-        a format, its name, `None` (leave it), or an [`eqquant.Rule`][] or a pair
+        a format, its name, `None` (leave it), or an [`eqquant.trees.Rule`][] or a pair
         `(format, axis)`, which give the axis too. A pattern with wildcards leaves alone
         arrays of one axis and what is known not to be a weight; the exact path of a
         leaf does not. Rules that match nothing give a warning.
@@ -105,8 +106,8 @@ def quantize_tree(
     **Returns:**
 
     A pytree of the same type, its weights replaced by [`eqquant.QuantizedArray`][]; by
-    [`eqquant.RotatedArray`][], which holds one, with `rotate`. They are quantized one
-    after the other.
+    [`eqquant.arrays.RotatedArray`][], which holds one, with `rotate`. They are
+    quantized one after the other.
 
     **Raises:**
 
@@ -169,7 +170,7 @@ def warn_of_nothing(model: Any, caller: str) -> None:
         message += f"\n  {row.path or 'the array'} {row.shape}: {row.reason}"
     if paths := [row.path for row in largest if len(row.shape) > 1 and row.path]:
         message += f"\nA rule takes an array: `rules={{{paths[0]!r}: 'int8'}}`."
-    message += "\n`eqquant.register_weights` makes the weights of a layer known."
+    message += "\n`eqquant.trees.register_weights` makes the weights of a layer known."
     warn(message, UserWarning)
 
 

@@ -59,7 +59,7 @@ class Report:
 
     **Fields:**
 
-    - `rows`: a [`eqquant.ReportRow`][] for each array.
+    - `rows`: a [`eqquant.trees.ReportRow`][] for each array.
     - `results_error`: the relative error of the results of the whole model; `None` if
         it was not measured.
     """
@@ -174,7 +174,7 @@ def report(
 
     **Returns:**
 
-    A [`eqquant.Report`][], to print, with `rows`.
+    A [`eqquant.trees.Report`][], to print, with `rows`.
 
     **Raises:**
 

@@ -61,11 +61,13 @@ def quantized(
     """The model by each name. Batches to calibrate on are made only if needed."""
 
     @ft.cache
-    def whole() -> tuple[Decoder, eqquant.Statistics, eqquant.Allocation]:
+    def whole() -> tuple[
+        Decoder, eqquant.calibration.Statistics, eqquant.calibration.Allocation
+    ]:
         model = load_model(folder, progress=False)
         loss = lambda model, batch: losses(model, batch)[0]
         stats = eqquant.calibrate(loss, model, batches())
-        size = eqquant.tree_nbytes(model)
+        size = eqquant.trees.tree_nbytes(model)
         return model, stats, eqquant.allocate(model, size, CHOICE, stats, rotate=True)
 
     for name in names:
@@ -74,7 +76,9 @@ def quantized(
             yield name, load_model(folder, FORMATS[name], dtype=dtype, progress=False)
         else:
             model, stats, allocation = whole()
-            rules = allocation.within(int(eqquant.tree_nbytes(model) * BITS[name] / 32))
+            rules = allocation.within(
+                int(eqquant.trees.tree_nbytes(model) * BITS[name] / 32)
+            )
             kwargs = {"calibration": stats, "rotate": True}
             yield name, eqquant.quantize_tree(model, None, rules=rules, **kwargs)
 
@@ -145,7 +149,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         sample, speed = write(model, text, options.prompt, options.tokens)
         row = {
             "format": name,
-            "bytes": eqquant.tree_nbytes(model),
+            "bytes": eqquant.trees.tree_nbytes(model),
             "bits": bits(model, rows) / characters,
             "speed": speed,
             "sample": sample,

@@ -33,7 +33,7 @@ PIECES = (512, 128, 32)
 
 
 def quantize_cache(
-    cache: Cache | tuple[Cache, ...], format: eqquant.Format | str
+    cache: Cache | tuple[Cache, ...], format: eqquant.formats.Format | str
 ) -> Cache | tuple[Cache, ...]:
     """Keys and values of a token get scales of their own, so it can be appended."""
     if isinstance(cache, tuple):
@@ -56,7 +56,7 @@ class Generator:
         self,
         model: Decoder,
         capacity: int,
-        kv: eqquant.Format | str | None = None,
+        kv: eqquant.formats.Format | str | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
     ):
@@ -231,9 +231,10 @@ def run(options) -> None:
         f"\nloading {loaded - begin:.1f} s, compiling {compiled - loaded:.1f} s\n"
         f"prefill {rate(len(prompt), times['prefill'])} tokens/s of {len(prompt)}, "
         f"decode {rate(decoded, times['decode'])} tokens/s of {max(0, decoded)}\n"
-        f"weights {eqquant.tree_nbytes(model) / 1e6:.1f} MB, cache for "
-        f"{generator.capacity} tokens {eqquant.tree_nbytes(generator.cache) / 1e6:.1f} "
-        f"MB; peak memory of the process {peak:.0f} MB"
+        f"weights {eqquant.trees.tree_nbytes(model) / 1e6:.1f} MB, cache for "
+        f"{generator.capacity} tokens "
+        f"{eqquant.trees.tree_nbytes(generator.cache) / 1e6:.1f} MB; "
+        f"peak memory of the process {peak:.0f} MB"
     )
 
 

@@ -26,7 +26,7 @@ RULES = {"*.router.*": None}
 
 def load_model(
     folder: str | pathlib.Path,
-    format: eqquant.Format | str | None = None,
+    format: eqquant.formats.Format | str | None = None,
     *,
     rules: Mapping | None = None,
     dtype=jnp.float32,

@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 # No adapter for the head, and none for what is small.
 RULES = {"head.*": None, "*.router.*": None}
 _PREFIX = "base_model.model."
-_is_adapted = lambda x: isinstance(x, eqquant.LoraArray)
+_is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
 
 
 def add_adapters(

@@ -69,12 +69,12 @@ def test_a_stack_whose_matrices_are_not_last_is_decoded_to_look_up(normal):
     q = eqquant.quantize(normal(64, 4, 3), "nf4", axis=0)
     rows = np.array([2, 0])
     assert q.whole_axes is None
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_identical(q[rows], q.dequantize()[rows])
     # And what is looked up across a block.
     last = eqquant.quantize(normal(4, 64), "nf4")
     columns = (slice(None), rows), (rows, rows), (slice(None), jnp.array([63]))
-    with pytest.warns(eqquant.MaterialiseWarning):  # Once for this place.
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):  # Once for this place.
         for index in (*columns, (rows, slice(0, 3)), (rows, None)):
             assert_identical(last[index], last.dequantize()[index])
 
@@ -107,7 +107,7 @@ def test_products_of_a_rotated_array(normal):
     assert_close(strict(product)(w, x), product(dense, x.astype(jnp.float32)))
     each = lambda w, x: jnp.einsum("oik,bok->bki", w, x)
     y = normal(2, 4, 128)
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         got = eqquant.quaxify(each)(w, y)
     assert_close(got, each(dense, y))
     assert w.rounds_activations is False

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import NF4, TPUKernel
+from eqquant import NF4
+from eqquant.kernels import TPUKernel
 
 
 @pytest.fixture
@@ -50,7 +51,7 @@ def test_bad_calls(call, error, message, q):
 def test_indices_that_cut_blocks_decode(index, q):
     expected = q.dequantize()[index]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", eqquant.MaterialiseWarning)
+        warnings.simplefilter("ignore", eqquant.arrays.MaterialiseWarning)
         actual = q[index]
     assert isinstance(actual, jax.Array)
     assert (actual == expected).all() and actual.shape == expected.shape
@@ -58,13 +59,13 @@ def test_indices_that_cut_blocks_decode(index, q):
 
 def test_components_that_do_not_fit(q, untyped):
     with pytest.raises(ValueError, match=r"leading axes \(6,\) of codes, got \(5,\)"):
-        eqquant.from_components(q.codes, q.scales[:5], "nf4")
+        eqquant.arrays.from_components(q.codes, q.scales[:5], "nf4")
 
 
 def test_the_primitive_multiplies_floats(q):
     x = jnp.ones((3, 128), int)
     with pytest.raises(TypeError, match="x must be floating point, got int32"):
-        eqquant.quantized_dot_p.bind(
+        eqquant.primitives.quantized_dot_p.bind(
             x,
             q.codes,
             q.scales,
@@ -80,15 +81,15 @@ def test_bad_kernels_and_primitives(untyped):
     with pytest.raises(ValueError, match="kernel must be one of .*, got 'fast'"):
         TPUKernel(kernel="fast")
     with pytest.raises(ValueError, match="kernel must be one of .*, got 'cuda'"):
-        eqquant.GPUKernel(kernel="cuda")
+        eqquant.kernels.GPUKernel(kernel="cuda")
     with pytest.raises(ValueError, match="check must be a bool, got 1"):
-        eqquant.GPUKernel(check=1)
+        eqquant.kernels.GPUKernel(check=1)
     with pytest.raises(TypeError, match="expected JAX primitives, got 'dot_general'"):
         eqquant.register("dot_general")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Halves(eqquant.Format):
+class Halves(eqquant.formats.Format):
     """Two levels, a half and one, and scales that no one else may choose."""
 
     name = "halves"

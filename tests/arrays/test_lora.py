@@ -136,7 +136,7 @@ def test_the_dispatcher(format, normal):
         assert is_lora(got)
         # In bfloat16 the sum is rounded, in one place or the other.
         assert_close(got.dequantize(), move(dense), 4e-3)
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_close(eqquant.quaxify(jnp.exp)(w), jnp.exp(dense), 1e-5)
 
 
@@ -250,7 +250,7 @@ def test_dropout_is_of_the_adapter_alone_and_right_on_average(normal):
     model = perturb(adapted(linear, None, dropout=0.25))
     w, x = model.weight, normal(64)
     keys = jax.random.split(KEY, 4096)
-    outs = jax.vmap(lambda key: eqquant.with_dropout_key(model, key)(x))(keys)
+    outs = jax.vmap(lambda key: eqquant.training.with_dropout_key(model, key)(x))(keys)
     adapter = outs - linear.weight @ x
     expected = w.scale * w.b @ (w.a @ x)
     # 4096 draws, each element of the sum dropped with 1/4: about one percent.
@@ -281,7 +281,7 @@ def test_dropout_of_stacked_layers(normal):
     xs = normal(3, 53)
     each = jnp.stack([layers.weight[i] @ xs[i] for i in range(3)])
     assert_close(batched(layers.weight, xs), each)
-    other = eqquant.with_dropout_key(layers, jax.random.key(5))
+    other = eqquant.training.with_dropout_key(layers, jax.random.key(5))
     assert relative(lax.scan(step, x, eqx.filter(other, eqx.is_array))[0], got) > 1e-2
 
 

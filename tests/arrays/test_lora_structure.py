@@ -100,7 +100,7 @@ def test_what_cannot_be_kept_in_parts(weight, normal):
     # Rows are looked up along the last axes alone.
     assert matrix.T.whole_axes is None
     rows = jnp.array([3, 0])
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         got = matrix.T[rows]
     assert relative(got, matrix.dequantize().T[rows]) < ROUNDING
 

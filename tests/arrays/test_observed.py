@@ -102,7 +102,7 @@ def test_what_it_cannot_be_is_said(normal):
         stack.split_specs(P("x"), mesh),
     ):
         assert out is NotImplemented
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         part = stack[..., :3]
     np.testing.assert_array_equal(part, stack.base[..., :3])
     assert stack.astype(jnp.bfloat16).dtype == jnp.bfloat16
@@ -139,7 +139,7 @@ def test_rows_across_what_is_contracted_are_no_lookup(normal):
     w, rows = normal(16, SIZE), np.array([3, 1])
     q = observed(w, axes=(-2,))
     assert q.whole_axes is None
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         out, seen = seen_by(lambda w: w[rows], q)
     np.testing.assert_array_equal(out, w[rows])
     assert not jnp.any(seen.gram) and seen.rows == 0

@@ -222,7 +222,7 @@ def test_those_that_are_there(normal):
     for copied in (q.copy(), copy.copy(q), copy.deepcopy(q)):
         assert eqx.tree_equal(copied, q)
     assert q.block_until_ready() is q
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_identical(q.flatten(), dense.ravel())
     row = eqquant.quantize(normal(1, 64), "nf4")
     assert isinstance(row.ravel(), eqquant.QuantizedArray)

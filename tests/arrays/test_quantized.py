@@ -117,7 +117,7 @@ def test_indexing(layout, format, data):
         index.insert(data.draw(st.integers(0, len(index))), None)
     index = tuple(index)
     with warnings.catch_warnings():  # Some of these cut through blocks.
-        warnings.simplefilter("ignore", eqquant.MaterialiseWarning)
+        warnings.simplefilter("ignore", eqquant.arrays.MaterialiseWarning)
         got = q[index]
     assert_identical(eqquant.dequantize(got), w[index])
 
@@ -177,7 +177,7 @@ def test_reshape(default_format, normal):
     assert_identical(
         front.reshape(64, 24).dequantize(), front.dequantize().reshape(64, 24)
     )
-    with pytest.warns(eqquant.MaterialiseWarning, match="reshape"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="reshape"):
         assert_identical(q.reshape(4, 384), w.reshape(4, 384))
     with pytest.raises(ValueError, match="cannot reshape"):
         q.reshape(5, 5)
@@ -188,7 +188,7 @@ def test_astype(default_format, normal):
     half = q.astype(jnp.float16)
     assert half.codes is q.codes
     assert_identical(half.dequantize(), q.dequantize().astype(jnp.float16))
-    with pytest.warns(eqquant.MaterialiseWarning, match="int32"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="int32"):
         assert q.astype(jnp.int32).dtype == jnp.int32
 
 
@@ -200,7 +200,7 @@ def test_astype(default_format, normal):
 def test_from_components(format, normal):
     for axis, size in ((-1, 100), (1, 4), ((0, 2), (3, 100))):
         q = eqquant.quantize(normal(3, 4, 100), format, axis=axis)
-        again = eqquant.from_components(
+        again = eqquant.arrays.from_components(
             q.codes, q.scales, format, dtype=q.dtype, axis=axis, size=size
         )
         assert_identical(again, q)
@@ -210,7 +210,7 @@ def test_from_components_checks_what_it_gets(normal):
     q = eqquant.quantize(normal(4, 128), "nf4")
 
     def load(codes=q.codes, scales=q.scales, format="nf4", **kwargs):
-        return eqquant.from_components(codes, scales, format, **kwargs)
+        return eqquant.arrays.from_components(codes, scales, format, **kwargs)
 
     assert_identical(load(), q)
     with pytest.raises(Exception, match="lead|scales"):
@@ -335,7 +335,7 @@ def test_stacks_from_both_sides(normal):
 def test_what_decodes_does_not_round_activations(normal):
     q = eqquant.quantize(normal(4, 8, 64), "int8", axis=0)
     x = normal(4, 64, 3)
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         got = q @ x
     assert_identical(got, q.dequantize() @ x)
 

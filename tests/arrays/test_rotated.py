@@ -61,7 +61,7 @@ def test_structure_is_that_of_the_array(normal):
     ):
         same(decoded(fn(w)), fn(dense))
     assert isinstance(w[..., 64:], RotatedArray)
-    with pytest.warns(eqquant.MaterialiseWarning):  # Within a block.
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):  # Within a block.
         whole = make(normal(4, 128), 128)
         same(whole[:, :64], whole.dequantize()[:, :64])
     joined = strict(lambda w: jnp.concatenate([w, w]))(w)

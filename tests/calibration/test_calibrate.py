@@ -202,6 +202,6 @@ def test_statistics_of_another_model(normal):
 def test_axes_may_move_before_a_product(product, normal):
     x = normal(8, 16)
     fn = eqquant.quaxify(lambda m, x: product(m["w"], x))
-    rules = {"w": eqquant.Rule("nf4", axis=-1)}
+    rules = {"w": eqquant.trees.Rule("nf4", axis=-1)}
     stats = eqquant.calibrate(fn, {"w": normal(12, 16)}, [x], rules=rules)
     assert_exact(stats.weights["w"].gram, gram(x))

@@ -147,7 +147,7 @@ def test_every_matrix_of_a_stack_has_its_own_data():
 def test_a_format_without_nearest_is_rounded_plainly():
     @dataclasses.dataclass(frozen=True, repr=False)
     class Own(eqquant.Int8):
-        nearest = eqquant.Format.nearest
+        nearest = eqquant.formats.Format.nearest
 
         def encode(self, blocks, absmax, counts, limit):
             return eqquant.Int8().encode(blocks, absmax, counts, limit)

@@ -86,14 +86,14 @@ def test_quantizing_goes_on_where_it_was_stopped(checkpoint, tmp_path, monkeypat
     how = {"format": "int8", "max_shard_size": 1}
     stop = True
     with pytest.raises(KeyboardInterrupt):
-        eqquant.quantize_checkpoint(src, dst, **how)
+        eqquant.checkpoints.quantize_checkpoint(src, dst, **how)
     finished = {file: file.stat().st_mtime_ns for file in dst.iterdir()}
     assert len(finished) == 2
     with pytest.raises(ValueError, match="found model-"):
         eqquant.load(dst)
     stop = False
     made.clear()
-    eqquant.quantize_checkpoint(src, dst, **how)
+    eqquant.checkpoints.quantize_checkpoint(src, dst, **how)
     assert len(made) == 2
     assert all(file.stat().st_mtime_ns == at for file, at in finished.items())
     loaded = eqquant.load(dst)
@@ -102,7 +102,7 @@ def test_quantizing_goes_on_where_it_was_stopped(checkpoint, tmp_path, monkeypat
         assert_identical(loaded[name]["weight"], expected)
     # Another task keeps nothing of this one.
     made.clear()
-    eqquant.quantize_checkpoint(src, dst, format="nf4", max_shard_size=1)
+    eqquant.checkpoints.quantize_checkpoint(src, dst, format="nf4", max_shard_size=1)
     assert len(made) == 4 and len(list(dst.glob("*-of-*"))) == 4
     assert eqquant.load(dst)["l0"]["weight"].format == eqquant.NF4()
 

@@ -187,14 +187,16 @@ def test_warnings_and_values_that_are_not_finite(tmp_path, normal):
 
 def test_what_is_quantized_already_comes_as_it_is(folder, model, tmp_path):
     """By `quantize_checkpoint`, under the names of PyTorch, and stacked here."""
-    eqquant.quantize_checkpoint(folder, tmp_path / "small", "int8")
+    eqquant.checkpoints.quantize_checkpoint(folder, tmp_path / "small", "int8")
     found = eqquant.load(tmp_path / "small")
     assert found["model"]["table"]["weight"].format == eqquant.Int8()
     assert isinstance(found["model"]["norm"], jax.Array)
     loaded = eqquant.load_quantized(tmp_path / "small", model, "nf4", names=names)
     assert eqx.tree_equal(loaded, eqquant.quantize_tree(model, "int8"))
     mixed = {"h.1.*": "nf4"}
-    eqquant.quantize_checkpoint(folder, tmp_path / "mixed", "int8", rules=mixed)
+    eqquant.checkpoints.quantize_checkpoint(
+        folder, tmp_path / "mixed", "int8", rules=mixed
+    )
     with pytest.raises(ValueError, match="cannot be stacked"):
         eqquant.load_quantized(tmp_path / "mixed", model, names=names)
 
@@ -205,7 +207,7 @@ def test_checkpoints_without_a_model(folder, tmp_path, tensors):
     (folder / "code.py").write_text("")
     dst = tmp_path / "out"
     rules = {"h.0.*": None, "h.1.0.weight": ("int8", 0), "model.norm": "int8"}
-    eqquant.quantize_checkpoint(folder, dst, rules=rules)
+    eqquant.checkpoints.quantize_checkpoint(folder, dst, rules=rules)
     assert {file.name for file in dst.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -226,6 +228,6 @@ def test_checkpoints_without_a_model(folder, tmp_path, tensors):
             found = found[key]
         assert_identical(found, eqquant.quantize(tensors[name], format, axis=axis))
     with pytest.raises(ValueError, match="is quantized already"):
-        eqquant.quantize_checkpoint(dst, tmp_path / "again")
+        eqquant.checkpoints.quantize_checkpoint(dst, tmp_path / "again")
     with pytest.raises(ValueError, match="src and dst must not be the same"):
-        eqquant.quantize_checkpoint(folder, folder)
+        eqquant.checkpoints.quantize_checkpoint(folder, folder)

@@ -59,8 +59,8 @@ def test_a_quantized_model(path, model, format):
         eqquant.NF4(block_size=None, scale_dtype="bfloat16", scale_search=True),
         eqquant.Int8(activations="int8", precision="highest"),
         eqquant.Binary(
-            tpu=eqquant.TPUKernel(kernel="general", tile_m=8),
-            gpu=eqquant.GPUKernel(kernel="xla"),
+            tpu=eqquant.kernels.TPUKernel(kernel="general", tile_m=8),
+            gpu=eqquant.kernels.GPUKernel(kernel="xla"),
         ),
         eqquant.Ternary(rule="absmean", least_squares=False),
     ],
@@ -99,7 +99,7 @@ def test_what_is_trained(path, model):
     adapted = eqquant.lora_tree(quantized, rank=2, key=key, dropout=0.1)
     trees = [
         adapted,
-        eqquant.fake_quantize_tree(model, "int8", quantized_products=True),
+        eqquant.training.fake_quantize_tree(model, "int8", quantized_products=True),
         eqquant.FakeQuantized(model, "int8", learn_scales=True),
         # The adapters alone.
         eqx.partition(adapted, eqquant.trainable_mask(adapted))[0],
@@ -271,7 +271,7 @@ def test_shards_follow_each_other(tmp_path):
 def test_others_read_and_write_the_same_files(path, normal):
     tree = {"a": {"w": normal(3, 5)}, "b": normal(7).astype(jnp.bfloat16)}
     eqquant.save(path, tree, metadata={"format": "pt"})
-    assert eqquant.load_metadata(path) == {"format": "pt"}
+    assert eqquant.checkpoints.load_metadata(path) == {"format": "pt"}
     with safe_open(path, "np") as file:
         assert file.metadata()["format"] == "pt"
         assert np.array_equal(file.get_tensor("a.w"), tree["a"]["w"])
@@ -331,7 +331,9 @@ def test_shared_layers(path):
 def test_numbers_stay_what_they_are_when_weights_are_quantized(path, normal):
     tree = {"weight": normal(16, 64), "step": 3}
     eqquant.save(path, tree)
-    eqquant.quantize_checkpoint(path, path.parent / "int8", "int8", progress=False)
+    eqquant.checkpoints.quantize_checkpoint(
+        path, path.parent / "int8", "int8", progress=False
+    )
     found = eqquant.load(path.parent / "int8")
     assert found["step"] == 3
     assert_identical(found["weight"], eqquant.quantize(tree["weight"], "int8"))

@@ -129,7 +129,7 @@ def test_outside_and_inside_of_transformations(normal):
     expected = jax.grad(loss, argnums=1)(dense(q), x)
     assert_close(jax.grad(lambda x: strict(loss)(q, x))(x), expected)
     assert_close(jax.jit(jax.grad(lambda x: strict(loss)(q, x)))(x), expected)
-    with pytest.warns(eqquant.MaterialiseWarning, match="rev"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="rev"):
         got = eqquant.quaxify(jax.grad(loss, argnums=1))(q, x)
     assert_close(got, expected)
     assert_close(jax.vmap(strict(q))(x), jax.vmap(dense(q))(x))

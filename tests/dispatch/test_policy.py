@@ -60,7 +60,7 @@ def test_everything_else_dequantizes_under_the_policy(name, normal):
     fn, q = ELEMENTWISE[name], eqquant.quantize(normal(8, 64), "nf4")
     got = eqquant.quaxify(fn, on_materialise="allow")(q)
     assert_close(got, fn(q.dequantize()), 1e-6)
-    with pytest.warns(eqquant.MaterialiseWarning):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         eqquant.quaxify(fn)(q)
     with pytest.raises(eqquant.MaterialiseError, match="register a rule"):
         strict(fn)(q)
@@ -71,7 +71,7 @@ def test_everything_else_dequantizes_under_the_policy(name, normal):
 )
 def test_a_warning_names_a_place_in_the_code_of_the_user(fn, normal):
     q = eqquant.quantize(normal(8, 64), "nf4")
-    with pytest.warns(eqquant.MaterialiseWarning) as caught:
+    with pytest.warns(eqquant.arrays.MaterialiseWarning) as caught:
         eqquant.quaxify(fn)(q)
     place = re.escape(__file__) + r":\d+"
     assert all(re.search(rf"\(at {place}", str(w.message)) for w in caught)
@@ -81,8 +81,8 @@ def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
     # The blocked axis is that of the batch, or split by groups: no product serves.
     q = eqquant.quantize(normal(4, 8, 16), eqquant.Int8(activations="int8"), axis=0)
     x = normal(4, 16, 5)
-    expected = q.dequantize() @ eqquant.round_activations(x, axis=1)
-    with pytest.warns(eqquant.MaterialiseWarning):
+    expected = q.dequantize() @ eqquant.training.round_activations(x, axis=1)
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_identical(q @ x, expected)
     einsum = lambda q, x: jnp.einsum("bij,bjk->bik", q, x)
     loose = eqquant.quaxify(einsum, on_materialise="allow")
@@ -129,7 +129,7 @@ def test_an_unknown_primitive(normal):
         double_p, mlir.lower_fun(lambda x: 2 * x, multiple_results=False)
     )
     q = eqquant.quantize(normal(8, 64), "nf4")
-    with pytest.warns(eqquant.MaterialiseWarning, match="double_of_a_test"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="double_of_a_test"):
         got = eqquant.quaxify(double_p.bind)(q)
     assert_identical(got, 2 * q.dequantize())
 

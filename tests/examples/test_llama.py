@@ -166,11 +166,13 @@ def test_gradients_of_adapters(name):
         return fn(trainable, frozen)
 
     def decode(leaf):
-        if not isinstance(leaf, eqquant.LoraArray):
+        if not isinstance(leaf, eqquant.arrays.LoraArray):
             return eqquant.dequantize_tree(leaf)
         return leaf.replace(base=eqquant.dequantize(leaf.base))
 
-    is_leaf = lambda x: eqquant.is_quantized(x) or isinstance(x, eqquant.LoraArray)
+    is_leaf = lambda x: (
+        eqquant.is_quantized(x) or isinstance(x, eqquant.arrays.LoraArray)
+    )
     dense = jax.tree.map(decode, model, is_leaf=is_leaf)
     got, expected = gradients(model, True), gradients(dense, False)
     assert len(jax.tree.leaves(got)) == 2 * 7

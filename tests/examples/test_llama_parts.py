@@ -197,8 +197,8 @@ def test_adapters_in_files(name, tmp_path):
         load_adapters(tmp_path, apart, kind)
     path.write_text(json.dumps({**config, "target_modules": ["q_proj"]}))
     back = load_adapters(tmp_path, apart, kind)
-    assert isinstance(back.layers[0].attention.query.weight, eqquant.LoraArray)
-    assert not isinstance(back.layers[0].attention.key.weight, eqquant.LoraArray)
+    assert isinstance(back.layers[0].attention.query.weight, eqquant.arrays.LoraArray)
+    assert not isinstance(back.layers[0].attention.key.weight, eqquant.arrays.LoraArray)
     for bad in (dict(use_dora=True), dict(peft_type="IA3"), dict(bias="all")):
         path.write_text(json.dumps({**config, **bad}))
         with pytest.raises(ValueError, match=next(iter(bad))):

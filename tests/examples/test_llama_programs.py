@@ -120,7 +120,7 @@ def test_the_cache_stays_in_place(kv, stacked):
     start = jax.ShapeDtypeStruct((), jnp.int32)
     step = jax.jit(strict(step), donate_argnums=1)
     memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
-    size = eqquant.tree_nbytes(cache)
+    size = eqquant.trees.tree_nbytes(cache)
     assert memory.alias_size_in_bytes == size
     # Beside scores, in float32, of which a few are alive.
     scores = 4 * config.heads * capacity

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Codebook, Int2, Int3, Int4, NF3
+from eqquant import Int2, Int3, Int4, NF3
+from eqquant.formats import Codebook
 from helpers import assert_identical, relative, slow, sqnr, strict, unpacked
 
 
@@ -72,7 +73,7 @@ def test_activations_are_rounded_for_offsets_too(normal):
     # All is offset: the product is that of the rounded activation, exactly.
     q = eqquant.quantize(jnp.full((3, 64), 2.0), Int4(affine=True, activations="int8"))
     x = normal(5, 64)
-    rounded = np.float64(eqquant.round_activations(x))
+    rounded = np.float64(eqquant.training.round_activations(x))
     assert relative(x @ q.T, rounded.sum(-1, keepdims=True) * np.full(3, 2.0)) < 1e-5
 
 
@@ -110,7 +111,7 @@ def test_training(normal):
     sums = np.float64(x).reshape(5, 2, 32).sum((0, 2))
     assert relative(by_offset, np.broadcast_to(sums, (24, 2))) < 1e-5
     with pytest.raises(ValueError, match="must have no offsets"):
-        eqquant.learned_scales(w, INT4)
+        eqquant.training.learned_scales(w, INT4)
 
 
 def test_a_model(normal, tmp_path):
@@ -133,16 +134,16 @@ def test_parts_that_are_given(normal):
     q = eqquant.quantize(w, INT4)
     same = eqquant.quantize(w, INT4, scales=q.scales, offsets=q.offsets)
     assert_identical(same, q)
-    again = eqquant.from_components(q.codes, q.scales, INT4, offsets=q.offsets)
+    again = eqquant.arrays.from_components(q.codes, q.scales, INT4, offsets=q.offsets)
     assert_identical(again, q)
     with pytest.raises(ValueError, match="offsets go with scales, for an affine"):
         eqquant.quantize(w, INT4, scales=q.scales)
     with pytest.raises(ValueError, match="offsets go with scales, for an affine"):
         eqquant.quantize(w, "int4", scales=q.scales, offsets=q.offsets)
     with pytest.raises(ValueError, match="needs offsets"):
-        eqquant.from_components(q.codes, q.scales, INT4)
+        eqquant.arrays.from_components(q.codes, q.scales, INT4)
     with pytest.raises(ValueError, match="offsets must be float32"):
-        eqquant.from_components(
+        eqquant.arrays.from_components(
             q.codes, q.scales, INT4, offsets=q.offsets.astype("bfloat16")
         )
     with pytest.raises(ValueError, match="cannot hold"):
@@ -153,7 +154,7 @@ def test_offsets_in_8_bits(normal, tmp_path):
     rows = np.array([[3.0], [-3e4], [0], [1e-30], [1e37]], np.float32)
     w = normal(5, 9216) * jnp.abs(rows) / 16 + rows
     q, once = eqquant.quantize(w, TWICE), eqquant.quantize(w, INT4)
-    assert isinstance(q.offsets, eqquant.QuantizedOffsets)
+    assert isinstance(q.offsets, eqquant.formats.QuantizedOffsets)
     # A code for each of 288 blocks, and two exponents, for scales and offsets alike.
     assert q.nbytes == 5 * (9216 // 2 + 2 * (288 + 2))
     exponents = np.float64(q.offsets.exponents).repeat(256, -1)[:, :288] - 127
@@ -171,7 +172,7 @@ def test_offsets_in_8_bits(normal, tmp_path):
         assert relative(dense[i], w[i]) <= 1.1 * relative(before[i], w[i])
     eqquant.save(tmp_path / "q.safetensors", q)
     assert_identical(eqquant.load(tmp_path / "q.safetensors", like=q), q)
-    again = eqquant.from_components(q.codes, q.scales, TWICE, offsets=q.offsets)
+    again = eqquant.arrays.from_components(q.codes, q.scales, TWICE, offsets=q.offsets)
     assert_identical(again, q)
 
 
@@ -180,13 +181,13 @@ def test_what_offsets_in_8_bits_cannot_be(normal):
         Int4(double_quantization=True)
     q = eqquant.quantize(normal(4, 64), TWICE)
     with pytest.raises(TypeError, match="offsets of .* must be eqquant.QuantizedOff"):
-        eqquant.from_components(
+        eqquant.arrays.from_components(
             q.codes, q.scales, TWICE, offsets=q.offsets.astype(jnp.float32)
         )
     with pytest.raises(TypeError, match="offsets of .* must be an array"):
         plain = Int4(affine=True)
         scales = q.scales.astype(jnp.float32)
-        eqquant.from_components(q.codes, scales, plain, offsets=q.offsets)
+        eqquant.arrays.from_components(q.codes, scales, plain, offsets=q.offsets)
     with pytest.raises(ValueError, match="scales cannot be given to"):
         floats = q.float_parts
         eqquant.quantize(normal(4, 64), TWICE, scales=floats[0], offsets=floats[1])

@@ -7,7 +7,8 @@ import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Codebook, Int2, Int3, Int4, NF2, NF3
+from eqquant import Int2, Int3, Int4, NF2, NF3
+from eqquant.formats import Codebook
 from helpers import in_blocks, relative, slow, sqnr, strict, unpacked
 
 
@@ -142,7 +143,7 @@ def test_scales_in_8_bits(normal):
     # Codes, scales, and an exponent for each row.
     assert q.nbytes == twice.scale_bytes(384) * 16 + 16 * 384 * 3 // 8
     assert 8 * q.nbytes / q.size == pytest.approx(3 + 8 / 64 + 8 / 384)
-    assert isinstance(q.scales, eqquant.QuantizedScales)
+    assert isinstance(q.scales, eqquant.formats.QuantizedScales)
     lost = sqnr(eqquant.quantize(w, once).dequantize(), w) - sqnr(q.dequantize(), w)
     assert abs(lost) < 0.05
     x = jnp.ones((2, 384))

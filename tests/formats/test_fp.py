@@ -111,7 +111,7 @@ def test_structure_and_files(format, normal, tmp_path):
     taken = eqquant.quaxify(lambda q: jnp.take(q, jnp.array([1, 9]), axis=0))(q)
     assert_identical(taken[0], dense[1])
     assert jnp.isnan(taken[1]).all()
-    assert_identical(eqquant.from_components(q.codes, q.scales, format), q)
+    assert_identical(eqquant.arrays.from_components(q.codes, q.scales, format), q)
     eqquant.save(tmp_path / "w.safetensors", q)
     assert_identical(eqquant.load(tmp_path / "w.safetensors", q), q)
     assert q.nbytes == 6 * (256 * format.bits // 8 + format.scale_bytes(256))

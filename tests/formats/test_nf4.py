@@ -46,7 +46,9 @@ decode = jax.jit(eqquant.dequantize)
 def test_nf4_decodes_to_the_published_table_bit_for_bit(scale):
     codes = np.tile(np.arange(16, dtype=np.uint8), 4).reshape(1, 64)
     packed = jnp.asarray(codes[:, :32] | codes[:, 32:] << 4)
-    q = eqquant.from_components(packed, jnp.full((1, 1), scale, jnp.float32), "nf4")
+    q = eqquant.arrays.from_components(
+        packed, jnp.full((1, 1), scale, jnp.float32), "nf4"
+    )
     table = NF4_TABLE.astype(np.float32)
     assert (table == NF4_TABLE).all()  # Published in float32.
     expected = np.tile(table, 4)[None] * np.float32(scale)
@@ -178,7 +180,7 @@ def test_structure_with_scales_in_8_bits(normal):
         assert part.scales.codes.shape[-1] == 300
     assert_identical(decode(q[:, :, 64 * 256 :]), w[:, :, 64 * 256 :])
     assert_identical(decode(q[:, :, : 64 * 256]), w[:, :, : 64 * 256])
-    with pytest.warns(eqquant.MaterialiseWarning):  # It cuts through a group.
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):  # It cuts through a group.
         assert_identical(q[:, :, 64:], w[:, :, 64:])
     short = eqquant.quantize(normal(4, 256), TWICE)
     assert isinstance(short[:, 64:192], eqquant.QuantizedArray)
@@ -186,7 +188,7 @@ def test_structure_with_scales_in_8_bits(normal):
     table = eqquant.quaxify(lambda q: jnp.take(q, jnp.array([0, 9]), axis=0))(short)
     assert_identical(table[0], decode(short)[0])
     assert jnp.isnan(table[1]).all()  # Out of bounds, as `jnp.take` has it.
-    again = eqquant.from_components(short.codes, short.scales, TWICE)
+    again = eqquant.arrays.from_components(short.codes, short.scales, TWICE)
     assert_identical(again, short)
 
 
@@ -196,8 +198,10 @@ def test_what_double_quantization_cannot_be(normal):
     with pytest.raises(ValueError, match="scale_dtype must be float32.*'bfloat16'"):
         NF4(scale_dtype="bfloat16", double_quantization=True)
     q = eqquant.quantize(normal(4, 64), "nf4")
-    with pytest.raises(TypeError, match="scales of .* must be eqquant.QuantizedScales"):
-        eqquant.from_components(q.codes, q.scales, TWICE)
+    with pytest.raises(
+        TypeError, match="scales of .* must be eqquant.formats.QuantizedScales"
+    ):
+        eqquant.arrays.from_components(q.codes, q.scales, TWICE)
     with pytest.raises(ValueError, match="scales cannot be given to"):
         eqquant.quantize(normal(4, 64), TWICE, scales=q.scales)
 

@@ -48,7 +48,7 @@ def test_what_gptqmodel_writes_is_read_bit_for_bit(tmp_path):
     assert made == sorted(place.name for place in DATA.glob("gptq_*"))
     for name in made:
         expected = load_file(tmp_path / name / "expected.safetensors")
-        found = eqquant.read_checkpoint(
+        found = eqquant.checkpoints.read_checkpoint(
             tmp_path / name / "model.safetensors", decode=True
         )
         for key in expected.keys() - {"tokens", "logits"}:
@@ -76,7 +76,7 @@ def test_bitsandbytes_reads_what_is_written_for_it(block, dtype, tmp_path):
     q = eqquant.quantize(w, eqquant.NF4(block_size=block))
     twice = eqquant.quantize(w, eqquant.NF4(block_size=block, double_quantization=True))
     path = tmp_path / "model.safetensors"
-    eqquant.write_bitsandbytes(
+    eqquant.checkpoints.write_bitsandbytes(
         path, {"a.weight": q, "b.weight": twice, "a.bias": w[:, 0]}
     )
     tensors = load_file(path)

@@ -58,7 +58,7 @@ def _assert_same(ours, theirs):
 def test_peft_reads_our_adapters(stacked, tmp_path):
     model = load_model(FOLDER, stacked=stacked, progress=False)
     model = add_adapters(model, 4, alpha=8.0, key=jax.random.key(0))
-    is_adapted = lambda x: isinstance(x, eqquant.LoraArray)
+    is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
     filled = lambda q: q.replace(b=jax.random.normal(jax.random.key(1), q.b.shape))
     # `b` is zero at first.
     model = jax.tree.map(

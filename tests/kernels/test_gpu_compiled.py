@@ -6,9 +6,10 @@ import re
 import eqquant
 import jax
 import pytest
-from eqquant import Binary, GPUKernel, Int4, Int8, MXFP4, NF4, Ternary
+from eqquant import Binary, Int4, Int8, MXFP4, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
+from eqquant.kernels import GPUKernel
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import in_table
 from eqquant.kernels.gpu._table import size_of

@@ -7,7 +7,8 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Codebook, Int4, Int8, NF4, Ternary
+from eqquant import Binary, Int4, Int8, NF4, Ternary
+from eqquant.formats import Codebook
 from eqquant.kernels.gpu import _lookup, _ptx, _table
 
 

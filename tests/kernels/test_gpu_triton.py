@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Codebook, GPUKernel, Int4, Int8, NF4, Ternary
-from eqquant.kernels import gpu
+from eqquant import Binary, Int4, Int8, NF4, Ternary
+from eqquant.formats import Codebook
+from eqquant.kernels import gpu, GPUKernel
 from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import pairs, relative, slow
 

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary, TPUKernel
-from eqquant.kernels import cpu, tpu, xla
+from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
+from eqquant.kernels import cpu, tpu, TPUKernel, xla
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
 from helpers import FORMATS as EVERY_FORMAT, pairs, relative, slow

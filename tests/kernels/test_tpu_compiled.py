@@ -7,8 +7,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant import Binary, Int8, NF4, Ternary, TPUKernel
+from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.debug import compile_for_tpu
+from eqquant.kernels import TPUKernel
 from helpers import (
     kernels_in,
     needs_compiler,

@@ -5,8 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Codebook, FP8, Int3, Int4, MXFP4, NF2, NF4
+from eqquant import Binary, FP8, Int3, Int4, MXFP4, NF2, NF4
 from eqquant.debug import compile_for_tpu
+from eqquant.formats import Codebook
 from eqquant.kernels.tpu import _chips, _circuit, _three_bits, _tiles, _weights
 from helpers import kernels_in, needs_compiler, slow, unpacked
 from jax.experimental import pallas as pl

@@ -138,7 +138,7 @@ def test_mismatched_shapes(normal):
 def test_the_product_of_two_quantized_arrays(normal):
     a, dense_a = make(normal, NF4(precision="highest"), 8, 64)
     b, dense_b = make(normal, Int8(precision="highest"), 64, 16)
-    with pytest.warns(eqquant.MaterialiseWarning, match="two quantized"):
+    with pytest.warns(eqquant.arrays.MaterialiseWarning, match="two quantized"):
         assert relative(a @ b, dense_a @ dense_b) < 1e-5
 
 
@@ -213,7 +213,9 @@ def test_activations_of_zero(format, normal):
 def test_bad_operands_of_the_primitive(normal):
     q, _ = make(normal, "nf4", 8, 64)
     with pytest.raises(TypeError, match="does not fit"):
-        eqquant.quantized_dot(normal(3, 32), q.codes, q.scales, format=q.format)
+        eqquant.primitives.quantized_dot(
+            normal(3, 32), q.codes, q.scales, format=q.format
+        )
 
 
 #

@@ -171,7 +171,9 @@ def test_straight_through_arrays(normal):
         def loss(x, w):
             rules = {"w": NF4(**EXACT)}
             model = {"w": w}
-            w = eqquant.fake_quantize_tree(model, rules=rules, quantized_products=True)
+            w = eqquant.training.fake_quantize_tree(
+                model, rules=rules, quantized_products=True
+            )
             fn = strict(lambda x, w: jnp.einsum("bti,oi->bto", x, w, **how))
             return jnp.sum(fn(x, w["w"]) ** 2)
 

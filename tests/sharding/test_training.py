@@ -37,7 +37,7 @@ def gradient(of_parts, static):
 def quantized_in_the_loss(split):
     """With a plan that is made in each step."""
     make = lambda model: split(
-        eqquant.fake_quantize_tree(model, EXACT, quantized_products=True)
+        eqquant.training.fake_quantize_tree(model, EXACT, quantized_products=True)
     )
     return mlp(), make
 

@@ -43,7 +43,7 @@ def fake(format, **how):
 
 
 def distilled(student, batches=BATCHES, optimiser=OPTIMISER, fn=forward, **how):
-    return eqquant.distill(student, LAYER, fn, batches, optimiser, **how)
+    return eqquant.training.distill(student, LAYER, fn, batches, optimiser, **how)
 
 
 @pytest.mark.parametrize("rotate", [False, True])
@@ -87,7 +87,9 @@ def test_quantization_aware_training_gives_the_quantized_model():
     batches = list(inputs.astype(np.float32))
     student = eqquant.FakeQuantized(layer, "ternary")
     rate = optax.cosine_decay_schedule(3e-3, 32)
-    out, state = eqquant.distill(student, layer, forward, batches, optax.adam(rate))
+    out, state = eqquant.training.distill(
+        student, layer, forward, batches, optax.adam(rate)
+    )
     assert type(out) is eqx.nn.Linear
     assert out.weight.format == eqquant.Ternary()
     before = student.quantized()
@@ -120,7 +122,7 @@ def by_eqquant(state, like, path):
 def test_an_interrupted_run_goes_on_bit_for_bit(student, stored, tmp_path):
     whole = distilled(student)
     _, state = distilled(student, BATCHES[:3])
-    like = eqquant.Distillation(student, OPTIMISER)
+    like = eqquant.training.Distillation(student, OPTIMISER)
     path: pathlib.Path = tmp_path / "state.safetensors"
     state = stored(state, like, path)
     assert state.steps == 3
@@ -159,8 +161,12 @@ def test_a_teacher_of_another_structure_and_outputs_of_several_kinds():
 
     for how in {}, {"loss": loss}:
         student = plain("int2")
-        first = eqquant.distill(student, teacher, fn, BATCHES[:1], OPTIMISER, **how)
-        last = eqquant.distill(student, teacher, fn, 4 * BATCHES, OPTIMISER, **how)
+        first = eqquant.training.distill(
+            student, teacher, fn, BATCHES[:1], OPTIMISER, **how
+        )
+        last = eqquant.training.distill(
+            student, teacher, fn, 4 * BATCHES, OPTIMISER, **how
+        )
         assert last[1].loss < first[1].loss
 
 
@@ -186,7 +192,10 @@ def sums(model, batch):
         ),
         ({"batches": [BATCHES[0], BATCHES[1] * np.nan]}, "in batch 1, where the loss"),
         ({"optimiser": optax.sgd(1e30)}, "a lower learning rate"),
-        ({"state": eqquant.Distillation(plain("int3"), OPTIMISER)}, "of this student"),
+        (
+            {"state": eqquant.training.Distillation(plain("int3"), OPTIMISER)},
+            "of this student",
+        ),
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )

@@ -94,9 +94,9 @@ def test_one_step_changes_adapters_and_nothing_else(format, normal):
     optimiser = optax.adamw(1e-2, weight_decay=0.1)
     state = optimiser.init(trainable)
     adapters = sum(4 * (4 * i + 4 * o) for i, o in ((67, 53), (53, 53), (53, 41)))
-    assert eqquant.tree_nbytes(trainable) == adapters
+    assert eqquant.trees.tree_nbytes(trainable) == adapters
     # Two moments for each element of an adapter, and a counter.
-    assert eqquant.tree_nbytes(state) == 2 * adapters + 4
+    assert eqquant.trees.tree_nbytes(state) == 2 * adapters + 4
     _, trainable, state = train_step(optimiser)(trainable, frozen, state, normal(8, 67))
     after = eqx.combine(trainable, frozen)
     frozen_of = lambda tree: eqx.filter(
@@ -216,7 +216,7 @@ def test_dropout(normal):
     model = perturb(adapted(MLP, "nf4", dropout=0.5))
     x = normal(5, 67)
     run = eqx.filter_jit(
-        lambda model, key: jax.vmap(eqquant.with_dropout_key(model, key))(x)
+        lambda model, key: jax.vmap(eqquant.training.with_dropout_key(model, key))(x)
     )
     clean = run(model, None)
     without = perturb(adapted(MLP, "nf4"))
@@ -289,7 +289,7 @@ def test_the_other_functions_of_trees(normal):
     report = eqquant.report(model, MLP)
     row = report.rows[0]
     assert (row.path, row.format) == ("layers.0.weight", eqquant.NF4())
-    assert row.bytes_after == w.nbytes == eqquant.tree_nbytes(w)
+    assert row.bytes_after == w.nbytes == eqquant.trees.tree_nbytes(w)
     assert row.relative_error == pytest.approx(
         relative(w.dequantize(), MLP.layers[0].weight), rel=1e-4
     )
@@ -297,7 +297,7 @@ def test_the_other_functions_of_trees(normal):
     assert is_lora(floats.layers[0].weight)
     assert_identical(eqquant.merge_lora(floats), eqquant.merge_lora(model))
     assert "lora[rank=4](nf4:f32[53,67])" in repr(model)
-    assert eqquant.tree_nbytes(adapted(MLP, None, dropout=0.1)) > 0
+    assert eqquant.trees.tree_nbytes(adapted(MLP, None, dropout=0.1)) > 0
 
 
 def test_serialisation(format):
@@ -362,7 +362,7 @@ def test_bad_models():
     with pytest.raises(TypeError, match="at w: an adapter needs a floating.*int32"):
         adapted({"w": jnp.ones((8, 8), int)}, None, rules={"w": 2})
     with pytest.raises(ValueError, match="no adapter in model has dropout"):
-        eqquant.with_dropout_key(adapted(MLP, None), KEY)
-    assert eqquant.with_dropout_key(MLP, None) is not None
+        eqquant.training.with_dropout_key(adapted(MLP, None), KEY)
+    assert eqquant.training.with_dropout_key(MLP, None) is not None
     with pytest.warns(UserWarning, match=re.escape("match nothing: ['nowhere']")):
         adapted(MLP, None, rules={"nowhere": 2})

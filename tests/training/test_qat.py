@@ -29,10 +29,12 @@ def arrays(tree):
 def test_the_weights_are_those_of_the_later_model():
     model, format, rules = Mixed(), "int8", RULES
     later = eqquant.dequantize_tree(eqquant.quantize_tree(model, format, rules=rules))
-    fake = eqquant.fake_quantize_tree(model, format, rules=rules)
+    fake = eqquant.training.fake_quantize_tree(model, format, rules=rules)
     assert type(fake) is Mixed
     assert_identical(fake, later)
-    compiled = eqx.filter_jit(eqquant.fake_quantize_tree)(model, format, rules=rules)
+    compiled = eqx.filter_jit(eqquant.training.fake_quantize_tree)(
+        model, format, rules=rules
+    )
     assert_identical(compiled, later)
     # What is not chosen is the same object.
     assert fake.norm.weight is model.norm.weight
@@ -43,7 +45,7 @@ def test_where_and_min_size():
     only = lambda x: eqx.is_array(x) and x.shape == (64, 64)
     for options in ({"where": only}, {"min_size": 10, "rules": {"*.1.*": "nf4"}}):
         later = eqquant.quantize_tree(model, "int8", **options)
-        fake = eqquant.fake_quantize_tree(model, "int8", **options)
+        fake = eqquant.training.fake_quantize_tree(model, "int8", **options)
         assert_identical(fake, eqquant.dequantize_tree(later))
         wrapped = eqquant.FakeQuantized(model, "int8", **options)
         assert_identical(arrays(wrapped.quantized()), arrays(later))
@@ -212,14 +214,14 @@ def test_nothing_to_train_quantized():
         (mlp(), {"min_size": 10**6}),
         (mlp(), {"rules": {"*": None}}),
     ):
-        for make in (eqquant.fake_quantize_tree, eqquant.FakeQuantized):
+        for make in (eqquant.training.fake_quantize_tree, eqquant.FakeQuantized):
             with pytest.raises(ValueError, match=r"no weight is chosen.*report"):
                 make(model, "int8", **options)
 
 
 def test_bad_arguments():
     model = mlp()
-    for make in (eqquant.fake_quantize_tree, eqquant.FakeQuantized):
+    for make in (eqquant.training.fake_quantize_tree, eqquant.FakeQuantized):
         name = make.__name__
         with pytest.raises(ValueError, match="format must be one of"):
             make(model, "fp3")
@@ -239,10 +241,10 @@ def test_bad_arguments():
     weight = lambda m: m.layers[1].weight
     broken = eqx.tree_at(weight, model, jnp.full((64, 64), jnp.nan))
     with pytest.raises(ValueError, match=r"at layers\.1\.weight:.*4096 values are NaN"):
-        eqquant.fake_quantize_tree(broken)
+        eqquant.training.fake_quantize_tree(broken)
     whole = eqx.tree_at(weight, model, jnp.ones((64, 64), int))
     with pytest.raises(TypeError, match=r"at layers\.1\.weight:.*got int32: only the"):
-        eqquant.fake_quantize_tree(whole, rules={"layers.1.weight": "int8"})
+        eqquant.training.fake_quantize_tree(whole, rules={"layers.1.weight": "int8"})
     wrapped = eqquant.FakeQuantized(model)
     fewer = eqx.tree_at(lambda w: w.model.layers, wrapped, model.layers[1:])
     with pytest.raises(ValueError, match="another structure.*Wrap it anew"):
@@ -256,7 +258,7 @@ def test_rotated(learn_scales):
     how = {"min_size": 1, "rotate": True}
     wrapped = eqquant.FakeQuantized(layer, "ternary", learn_scales=learn_scales, **how)
     quantized = wrapped.quantized()
-    assert isinstance(quantized.weight, eqquant.RotatedArray)
+    assert isinstance(quantized.weight, eqquant.arrays.RotatedArray)
     if not learn_scales:
         later = eqquant.quantize_tree(layer, "ternary", **how)
         assert_identical(arrays(quantized), arrays(later))

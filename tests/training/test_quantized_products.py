@@ -89,7 +89,7 @@ def test_gradients_of_quantized_products(normal, options, activations):
 
     dense = eqquant.FakeQuantized(linear, format, **options)
     if activations == "int8":
-        *of_weights, _ = gradients(dense, eqquant.round_activations(x))
+        *of_weights, _ = gradients(dense, eqquant.training.round_activations(x))
         expected = [*of_weights, gradients(dense, x)[-1]]
         format = Ternary(precision="default", activations="int8")
     else:
@@ -120,19 +120,21 @@ def test_convolutions_and_other_functions_under_quaxify():
 
 def test_activations_are_rounded_per_token(normal):
     x = normal(3, 5, 40) * 10
-    rounded = eqquant.round_activations(x)
+    rounded = eqquant.training.round_activations(x)
     unit = np.abs(x).max(-1, keepdims=True) / np.float32(127)
     np.testing.assert_allclose(rounded, np.round(x / unit) * unit, rtol=1e-5)
     assert len(np.unique(np.asarray(rounded / unit)[0, 0].round(3))) > 20
-    other = eqquant.round_activations(x.swapaxes(0, 2), axis=0)
+    other = eqquant.training.round_activations(x.swapaxes(0, 2), axis=0)
     assert_identical(other.swapaxes(0, 2), rounded)
     ct = normal(3, 5, 40)
-    (gradient,) = jax.vjp(jax.jit(eqquant.round_activations), x)[1](ct)
+    (gradient,) = jax.vjp(jax.jit(eqquant.training.round_activations), x)[1](ct)
     assert_identical(gradient, ct)
-    assert eqquant.round_activations(x.astype("bfloat16")).dtype == jnp.bfloat16
-    assert eqquant.round_activations(jnp.zeros((2, 0))).shape == (2, 0)
+    assert (
+        eqquant.training.round_activations(x.astype("bfloat16")).dtype == jnp.bfloat16
+    )
+    assert eqquant.training.round_activations(jnp.zeros((2, 0))).shape == (2, 0)
     with pytest.raises(ValueError, match="axis must be between -1 and 0"):
-        eqquant.round_activations(jnp.ones(4), axis=1)
+        eqquant.training.round_activations(jnp.ones(4), axis=1)
 
 
 @pytest.mark.slow
@@ -152,7 +154,7 @@ def test_a_model_with_int8_activations(format):
 
     gradient = eqx.filter_grad(lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2))
     of_weight = gradient(one, x).model.weight
-    rounded = eqquant.round_activations(x)
+    rounded = eqquant.training.round_activations(x)
     expected = 2 * forward(one, x).T @ rounded
     assert relative(of_weight, expected) < 1e-5
 
@@ -173,7 +175,7 @@ def test_int8_activations_in_every_layer_with_products():
 
 def test_operators_of_a_weight_that_rounds(normal):
     linear = eqx.nn.Linear(64, 32, use_bias=False, key=KEY)
-    fake = eqquant.fake_quantize_tree(linear, W8A8).weight
+    fake = eqquant.training.fake_quantize_tree(linear, W8A8).weight
     q = eqquant.quantize(linear.weight, W8A8)
     x = normal(5, 64)
     assert (fake.shape, fake.ndim, fake.size, len(fake)) == ((32, 64), 2, 2048, 32)

@@ -163,7 +163,7 @@ def test_second_derivatives_of_quantized_products(normal):
         def loss(weight, x):
             model = eqx.tree_at(lambda m: m.weight, linear, weight)
             options = {"quantized_products": quantized_products}
-            model = eqquant.fake_quantize_tree(model, "int8", **options)
+            model = eqquant.training.fake_quantize_tree(model, "int8", **options)
             return jnp.sum(model(x) ** 2)
 
         of_x = jax.grad(loss, 1)
@@ -279,7 +279,7 @@ def test_bad_arguments(normal):
     with pytest.raises(
         ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
-        eqquant.learned_scales(normal(4, 64), "nf4")
+        eqquant.training.learned_scales(normal(4, 64), "nf4")
     with pytest.raises(
         ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
@@ -303,7 +303,7 @@ def test_in_shard_map(normal):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
     weight, x = normal(8, 128), normal(3, 128)
-    scales = eqquant.learned_scales(weight, "ternary")
+    scales = eqquant.training.learned_scales(weight, "ternary")
 
     def product(weight, scales, x):
         return x @ eqquant.straight_through(weight, "ternary", scales=scales).T

@@ -116,12 +116,12 @@ class Sub(Dense):
 
 @pytest.mark.parametrize("layer", [Dense, f"{__name__}.Dense"])
 def test_a_convention_of_the_user(conventions, layer):
-    @eqquant.register_weights(layer)
+    @eqquant.trees.register_weights(layer)
     def _(layer, name, array):
         assert getattr(layer, name) is array
         if name == "table":
             return "a table of constants"
-        return eqquant.Weight(-2, -1) if name == "kernel" else None
+        return eqquant.trees.Weight(-2, -1) if name == "kernel" else None
 
     model = Sub(floats(64, 32), floats(32, 32), floats(64, 64))
     assert axes_of(model) == {"kernel": (-2,)}
@@ -131,7 +131,7 @@ def test_a_convention_of_the_user(conventions, layer):
     adapted = eqquant.lora_tree(model, 2, key=KEY)
     assert adapted.kernel.in_axes == (-2,) and adapted.kernel.out_axes == (-1,)
     # The last one goes first.
-    eqquant.register_weights(Sub)(lambda layer, name, array: None)
+    eqquant.trees.register_weights(Sub)(lambda layer, name, array: None)
     assert axes_of(Dense(*jax.tree.leaves(model))) == {"kernel": (-2,)}
     with pytest.warns(UserWarning, match="nothing was chosen"):
         assert axes_of(model) == {}
@@ -177,7 +177,7 @@ def test_adapters_of_what_is_smaller_than_the_rank_or_quantized_by_a_rule():
     ):
         adapted = eqquant.lora_tree(model, 8, key=KEY)
     assert eqquant.is_quantized(adapted.layers[1].weight) is False
-    assert isinstance(adapted.layers[0].weight, eqquant.LoraArray)
+    assert isinstance(adapted.layers[0].weight, eqquant.arrays.LoraArray)
     assert adapted.mine is model.mine
     quantized = eqquant.quantize_tree(model, None, rules={"mine": ("nf4", 0)})
     adapted = eqquant.lora_tree(quantized, 2, key=KEY)

@@ -103,4 +103,4 @@ def test_a_subclass_is_found_by_the_name_of_its_base():
 
 def test_what_is_neither_a_class_nor_a_name(untyped):
     with pytest.raises(TypeError, match="register_weights: expected classes.*got 3"):
-        eqquant.register_weights(Linear, 3)
+        eqquant.trees.register_weights(Linear, 3)

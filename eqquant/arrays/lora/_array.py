@@ -30,7 +30,7 @@ class LoraArray(AbstractLoraArray):
     - `a`: `(*lead, rank, *in)`, where `in` are the axes that the layer contracts.
     - `b`: `(*lead, *out, rank)`.
     - `key`: `(*lead)`, the key of the dropout; `None` for no dropout. See
-        [`eqquant.with_dropout_key`][].
+        [`eqquant.training.with_dropout_key`][].
     - `scale`: the factor of the adapter, `alpha / rank`.
     - `dropout`: the share of the activation that is dropped where it enters the
         adapter.

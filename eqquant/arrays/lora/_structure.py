@@ -19,7 +19,7 @@ from .._operators import ArrayOperators
 
 
 class AbstractLoraArray(ArrayOperators):
-    """The fields of a [`eqquant.LoraArray`][], and what moves them about."""
+    """The fields of a [`eqquant.arrays.LoraArray`][], and what moves them about."""
 
     base: Any
     a: Float[Array, "..."]

@@ -22,11 +22,11 @@ class QuantizedArray(AbstractQuantizedArray):
     affine format `+ offset`.
 
     It is a pytree of two leaves, or of three with offsets, or with double quantization
-    ([`eqquant.QuantizedScales`][]). All of them have the leading axes of the array, and
-    its shape follows from them. So you can slice the leaves, stack them, scan over them
-    and map over them, and get quantized arrays again.
+    ([`eqquant.formats.QuantizedScales`][]). All of them have the leading axes of the
+    array, and its shape follows from them. So you can slice the leaves, stack them,
+    scan over them and map over them, and get quantized arrays again.
 
-    Make one with [`eqquant.quantize`][] or [`eqquant.from_components`][], not by
+    Make one with [`eqquant.quantize`][] or [`eqquant.arrays.from_components`][], not by
     calling the class.
 
     It needs no wrapper for `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`,

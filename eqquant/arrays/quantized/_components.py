@@ -37,14 +37,15 @@ def from_components(
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
     - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; or an
-        [`eqquant.QuantizedScales`][] with double quantization, and what MXFP4 and
-        NVFP4 have in its place.
+        [`eqquant.formats.QuantizedScales`][] with double quantization, and what MXFP4
+        and NVFP4 have in its place.
     - `format`: a format, or the name of one.
     - `dtype`: the dtype of the array that they stand for.
     - `axis`: the blocked axis (or axes) of that array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
         one axis, is all that `codes` holds.
-    - `offsets`: as `scales`, for an affine format; an [`eqquant.QuantizedOffsets`][]
+    - `offsets`: as `scales`, for an affine format; an
+    [`eqquant.formats.QuantizedOffsets`][]
         with double quantization.
 
     **Returns:**
@@ -123,4 +124,4 @@ def from_components(
 
 def _kind(scales) -> str:
     short = isinstance(scales, ShortScales)
-    return f"eqquant.{type(scales).__name__}" if short else "an array"
+    return f"eqquant.formats.{type(scales).__name__}" if short else "an array"

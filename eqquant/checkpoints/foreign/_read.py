@@ -38,7 +38,7 @@ def read_checkpoint(
 
         path = f"{tempfile.mkdtemp()}/model.safetensors"
         save_file({"weight": np.ones((4, 64), np.float32)}, path)
-        assert eqquant.read_checkpoint(path)["weight"].shape == (4, 64)
+        assert eqquant.checkpoints.read_checkpoint(path)["weight"].shape == (4, 64)
         ```
 
     The kind is recognised by what the file holds:
@@ -146,7 +146,7 @@ def check_plain(source: Source, caller: str) -> None:
         if entry.quantized is not None:
             raise ValueError(
                 f"{caller}: {entry.where} is quantized already, by another library. "
-                "Read it with eqquant.read_checkpoint."
+                "Read it with eqquant.checkpoints.read_checkpoint."
             )
 
 

@@ -33,8 +33,9 @@ def write_bitsandbytes(
         weight = jax.random.normal(jax.random.key(0), (16, 128))
         path = f"{tempfile.mkdtemp()}/model.safetensors"
         q = eqquant.quantize(weight, "nf4")
-        eqquant.write_bitsandbytes(path, {"layer.weight": q})
-        assert (eqquant.read_checkpoint(path)["layer.weight"].codes == q.codes).all()
+        eqquant.checkpoints.write_bitsandbytes(path, {"layer.weight": q})
+        read = eqquant.checkpoints.read_checkpoint(path)
+        assert (read["layer.weight"].codes == q.codes).all()
         ```
 
     **Arguments:**

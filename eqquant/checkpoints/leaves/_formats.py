@@ -26,7 +26,8 @@ def known_formats(more: Sequence[type[Format]], caller: str) -> Known:
     for cls in more:
         if not isinstance(cls, type) or not issubclass(cls, Format):
             raise TypeError(
-                f"{caller}: formats must be subclasses of eqquant.Format, got {cls!r}."
+                f"{caller}: formats must be subclasses of "
+                f"eqquant.formats.Format, got {cls!r}."
             )
         if known.setdefault(cls.name, cls) is not cls:
             raise ValueError(f"{caller}: two formats are called {cls.name!r}.")

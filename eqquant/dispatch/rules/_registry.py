@@ -19,8 +19,8 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
     """Say what a JAX primitive does when an operand is a quantized array.
 
     The rule is called with the operands (arrays, and at least one
-    [`eqquant.QuantizedArray`][]; never a [`eqquant.LoraArray`][]) and the parameters of
-    the primitive. It returns what
+    [`eqquant.QuantizedArray`][]; never a [`eqquant.arrays.LoraArray`][]) and the
+    parameters of the primitive. It returns what
     the primitive returns: a value, or for a primitive with several results a list of
     them; plain or quantized. Or it returns `NotImplemented`, and the rule registered
     before it is tried; when there is none left the operands are dequantized, under the

@@ -17,7 +17,7 @@ KINDS = ("bitlinear", "autobitlinear")
 
 
 def read(folder, **options):
-    return eqquant.read_checkpoint(folder / "model.safetensors", **options)
+    return eqquant.checkpoints.read_checkpoint(folder / "model.safetensors", **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,7 +49,7 @@ def test_the_class_of_the_layers_must_be_known(folder):
     (folder / "expected.safetensors").unlink()
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"no config\.json beside it"):
-        eqquant.read_checkpoint(folder)
+        eqquant.checkpoints.read_checkpoint(folder)
     for about, message in [
         ({}, "quantization_config must be an object with a quant_method"),
         ({"quantization_config": {"quant_method": "gptq"}}, "of 'bitnet', got 'gptq'"),
@@ -60,11 +60,11 @@ def test_the_class_of_the_layers_must_be_known(folder):
     ]:
         (folder / "config.json").write_text(json.dumps(about))
         with pytest.raises(ValueError, match=message):
-            eqquant.read_checkpoint(folder)
+            eqquant.checkpoints.read_checkpoint(folder)
     # What transformers takes where nothing is said.
     about = {"quantization_config": {"quant_method": "bitnet"}}
     (folder / "config.json").write_text(json.dumps(about))
-    scales = eqquant.read_checkpoint(folder)["layer.weight"].scales
+    scales = eqquant.checkpoints.read_checkpoint(folder)["layer.weight"].scales
     assert (scales == np.float32(0.8)).all()
 
 
@@ -95,7 +95,7 @@ def test_mlx_is_refused_by_name(with_offsets, tmp_path):
         tensors["a.biases"] = np.ones((4, 1))
     save_file(tensors, path)
     with pytest.raises(ValueError, match="is packed by MLX"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_plain_safetensors_come_as_they_are(tmp_path):
@@ -108,7 +108,7 @@ def test_plain_safetensors_come_as_they_are(tmp_path):
         "empty": np.zeros((0, 3), np.float32),
     }
     save_file(tensors, path)
-    found = eqquant.read_checkpoint(path)
+    found = eqquant.checkpoints.read_checkpoint(path)
     assert set(found) == set(tensors)
     for name, array in tensors.items():
         np.testing.assert_array_equal(found[name], array)
@@ -119,4 +119,4 @@ def test_files_of_eqquant_are_for_load(tmp_path):
     path = tmp_path / "model.safetensors"
     eqquant.save(path, {"a": np.ones(3, np.float32)})
     with pytest.raises(ValueError, match=r"Read it with eqquant\.load"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)

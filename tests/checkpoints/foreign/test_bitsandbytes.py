@@ -35,7 +35,9 @@ def tensors(file: str) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def found():
-    return eqquant.read_checkpoint(DATA / "bitsandbytes_4bit.safetensors", decode=True)
+    return eqquant.checkpoints.read_checkpoint(
+        DATA / "bitsandbytes_4bit.safetensors", decode=True
+    )
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +99,11 @@ def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
 def test_what_no_format_holds_is_an_error_that_says_so(name, message, tmp_path):
     path = only(tmp_path, name)
     with pytest.raises(ValueError, match=rf"'{name}\.weight'.*{message}.*decode=True"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_int8(expected, normal):
-    found = eqquant.read_checkpoint(DATA / "bitsandbytes_int8.safetensors")
+    found = eqquant.checkpoints.read_checkpoint(DATA / "bitsandbytes_int8.safetensors")
     stored = tensors("bitsandbytes_int8.safetensors")
     assert set(found) == {"int8.weight", "int8.bias"}
     q, value = found["int8.weight"], expected["int8.weight"]
@@ -153,7 +155,7 @@ def test_states_that_do_not_fit(changes, message, tmp_path):
     path = only(tmp_path, "nf4", **changed_state("nf4", **changes))
     for decode in (False, True):
         with pytest.raises(ValueError, match=message):
-            eqquant.read_checkpoint(path, decode=decode)
+            eqquant.checkpoints.read_checkpoint(path, decode=decode)
 
 
 @pytest.mark.parametrize(
@@ -170,17 +172,17 @@ def test_states_that_do_not_fit(changes, message, tmp_path):
 def test_nested_states_that_do_not_fit(changes, message, tmp_path):
     path = only(tmp_path, "nf4_nested", **changed_state("nf4_nested", **changes))
     with pytest.raises(ValueError, match=message):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_blocks_longer_than_all_there_is(found, tmp_path):
     path = only(tmp_path, "nf4_4096", **changed_state("nf4_4096", blocksize=2**62))
-    again = eqquant.read_checkpoint(path)["nf4_4096.weight"]
+    again = eqquant.checkpoints.read_checkpoint(path)["nf4_4096.weight"]
     assert again.format.block_size == 4096
     assert (again.dequantize() == found["nf4_4096.weight"].dequantize()).all()
     name = "nf4_nested_32"
     path = only(tmp_path, name, **changed_state(name, nested_blocksize=2**62))
-    again = eqquant.read_checkpoint(path)[f"{name}.weight"]
+    again = eqquant.checkpoints.read_checkpoint(path)[f"{name}.weight"]
     assert (again.scales == found[f"{name}.weight"].scales).all()
 
 
@@ -203,15 +205,15 @@ def test_blocks_longer_than_all_there_is(found, tmp_path):
 def test_parts_that_do_not_fit(changes, message, tmp_path):
     path = only(tmp_path, "nf4", **changes)
     with pytest.raises(ValueError, match=message):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_a_table_of_its_own(tmp_path):
     table = np.linspace(-1, 1, 16, dtype=np.float32)
     path = only(tmp_path, "nf4", **{"weight.quant_map": table})
     with pytest.raises(ValueError, match="a table of its own"):
-        eqquant.read_checkpoint(path)
-    value = eqquant.read_checkpoint(path, decode=True)["nf4.weight"]
+        eqquant.checkpoints.read_checkpoint(path)
+    value = eqquant.checkpoints.read_checkpoint(path, decode=True)["nf4.weight"]
     assert abs(float(jnp.max(value)) - 4) < 1
 
 
@@ -229,13 +231,13 @@ def test_a_table_of_its_own(tmp_path):
 def test_parts_of_int8_that_do_not_fit(changes, message, tmp_path):
     path = only(tmp_path, "int8", "bitsandbytes_int8.safetensors", **changes)
     with pytest.raises(ValueError, match=message):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_int8_of_older_files_has_no_weight_format(tmp_path):
     file = "bitsandbytes_int8.safetensors"
     path = only(tmp_path, "int8", file, weight_format=None, bias=None)
-    assert set(eqquant.read_checkpoint(path)) == {"int8.weight"}
+    assert set(eqquant.checkpoints.read_checkpoint(path)) == {"int8.weight"}
 
 
 #
@@ -247,7 +249,9 @@ def test_int8_of_older_files_has_no_weight_format(tmp_path):
 def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
     weight = f"{name}.weight"
     path = tmp_path / "written.safetensors"
-    eqquant.write_bitsandbytes(path, {k: found[k] for k in (weight, f"{name}.bias")})
+    eqquant.checkpoints.write_bitsandbytes(
+        path, {k: found[k] for k in (weight, f"{name}.bias")}
+    )
     with Source(path) as source:
         written = {key: source.read(key) for key in source.tensors}
         assert source.metadata == {"format": "pt"}
@@ -263,7 +267,7 @@ def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
     expected = json.loads(stored[state].tobytes())
     expected = {k: v for k, v in expected.items() if "nested" not in k}
     assert json.loads(written[state].tobytes()) == expected
-    again = eqquant.read_checkpoint(path)
+    again = eqquant.checkpoints.read_checkpoint(path)
     assert (again[weight].codes == found[weight].codes).all()
     assert (again[weight].scales == found[weight].scales).all()
 
@@ -279,8 +283,8 @@ def test_what_is_written_of_other_nf4(normal, tmp_path):
         "half": eqquant.quantize(w.astype(jnp.float16), NF4()),
         "plain": w,
     }
-    eqquant.write_bitsandbytes(path, arrays)
-    again = eqquant.read_checkpoint(path)
+    eqquant.checkpoints.write_bitsandbytes(path, arrays)
+    again = eqquant.checkpoints.read_checkpoint(path)
     assert list(again) == list(arrays) or set(again) == set(arrays)
     for name, array in arrays.items():
         expected = eqquant.dequantize(array)
@@ -302,11 +306,13 @@ def test_what_is_written_of_other_nf4(normal, tmp_path):
 def test_what_bitsandbytes_has_no_layout_for(make, message, normal, tmp_path):
     path = tmp_path / "written.safetensors"
     with pytest.raises(ValueError, match=message):
-        eqquant.write_bitsandbytes(path, {"w": make(normal(64, 128))})
+        eqquant.checkpoints.write_bitsandbytes(path, {"w": make(normal(64, 128))})
     assert not list(tmp_path.iterdir())
 
 
 def test_two_tensors_of_one_name(normal, tmp_path):
     q = eqquant.quantize(normal(2, 64), "nf4")
     with pytest.raises(ValueError, match=r"two of 'w\.absmax'"):
-        eqquant.write_bitsandbytes(tmp_path / "x", {"w": q, "w.absmax": q.scales})
+        eqquant.checkpoints.write_bitsandbytes(
+            tmp_path / "x", {"w": q, "w.absmax": q.scales}
+        )

@@ -27,7 +27,7 @@ FORMATS = {
 
 @pytest.fixture(scope="module")
 def found():
-    return eqquant.read_checkpoint(DATA / "compressed_tensors.safetensors")
+    return eqquant.checkpoints.read_checkpoint(DATA / "compressed_tensors.safetensors")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -80,7 +80,7 @@ def test_parts_that_do_not_fit(what, tmp_path):
     save_file(tensors, path)
     for decode in (False, True):
         with pytest.raises(ValueError, match=message):
-            eqquant.read_checkpoint(path, decode=decode)
+            eqquant.checkpoints.read_checkpoint(path, decode=decode)
 
 
 def float8(rows, columns):
@@ -98,7 +98,7 @@ def test_fp8_in_tiles(tmp_path):
     weight = float8(rows, columns)
     scales = np.random.default_rng(1).uniform(0.1, 1, (2, 3)).astype(np.float32)
     save(path, weight=weight, weight_scale_inv=scales)
-    q = eqquant.read_checkpoint(path)["a.weight"]
+    q = eqquant.checkpoints.read_checkpoint(path)["a.weight"]
     assert q.format == FP8(block_size=128) and q.shape == (rows, columns)
     of_each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
     expected = weight.astype(np.float32) * of_each
@@ -112,8 +112,8 @@ def test_bytes_that_are_not_held(tmp_path):
     for weight, message in ((integers, "from -128 to -128"), (nothing, "not a number")):
         save(path, weight=weight, weight_scale=scale)
         with pytest.raises(ValueError, match=f"{message}.*decode=True"):
-            eqquant.read_checkpoint(path)
-        found = eqquant.read_checkpoint(path, decode=True)["a.weight"]
+            eqquant.checkpoints.read_checkpoint(path)
+        found = eqquant.checkpoints.read_checkpoint(path, decode=True)["a.weight"]
         np.testing.assert_array_equal(found, weight.astype(np.float32) * scale)
 
 
@@ -122,4 +122,4 @@ def test_scales_of_bytes_that_do_not_fit(shape, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, weight=float8(4, 8), weight_scale=np.ones(shape, np.float32))
     with pytest.raises(ValueError, match=r"'weight_scale' in .* of the shape \(\) or"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)

@@ -33,7 +33,7 @@ PLAIN = ("F32", "F16", "BF16")
 
 @pytest.fixture(scope="module")
 def found():
-    return eqquant.read_checkpoint(DATA / "gguf.gguf", decode=True)
+    return eqquant.checkpoints.read_checkpoint(DATA / "gguf.gguf", decode=True)
 
 
 @pytest.fixture(scope="module")
@@ -93,8 +93,8 @@ def test_products(name, found, expected, normal):
 def test_offsets_are_an_error_that_says_so(name, tmp_path):
     one = keep_only(name, tmp_path)
     with pytest.raises(ValueError, match=f"{name!r} in {name}: has an offset.*decode="):
-        eqquant.read_checkpoint(one)
-    decoded = eqquant.read_checkpoint(one, decode=True)
+        eqquant.checkpoints.read_checkpoint(one)
+    decoded = eqquant.checkpoints.read_checkpoint(one, decode=True)
     assert list(decoded) == [name] and not eqquant.is_quantized(decoded[name])
 
 
@@ -135,8 +135,10 @@ def test_integers_that_int8_does_not_hold(tmp_path):
     block[2:4] = 128, 3  # -128 and 3
     path = write(tmp_path, [("w", "Q8_0", (1, 32), block)])
     with pytest.raises(ValueError, match="integers from -128 to 3.*holds -127 to 127"):
-        eqquant.read_checkpoint(path)
-    assert eqquant.read_checkpoint(path, decode=True)["w"][0, :2].tolist() == [-128, 3]
+        eqquant.checkpoints.read_checkpoint(path)
+    assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][
+        0, :2
+    ].tolist() == [-128, 3]
 
 
 def test_offsets_that_do_not_add_up(tmp_path):
@@ -145,11 +147,11 @@ def test_offsets_that_do_not_add_up(tmp_path):
         block[:4] = np.array([2.0**-12 + 2.0**-22, offset], "<f2").view(np.uint8)
         path = write(tmp_path, [("w", "Q4_1", (32,), block)])
         if held:
-            assert eqquant.is_quantized(eqquant.read_checkpoint(path)["w"])
+            assert eqquant.is_quantized(eqquant.checkpoints.read_checkpoint(path)["w"])
             continue
         with pytest.raises(ValueError, match="do not add up without rounding"):
-            eqquant.read_checkpoint(path)
-        assert eqquant.read_checkpoint(path, decode=True)["w"][0] == offset
+            eqquant.checkpoints.read_checkpoint(path)
+        assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][0] == offset
 
 
 def test_a_code_that_is_not_ternary(tmp_path):
@@ -157,7 +159,7 @@ def test_a_code_that_is_not_ternary(tmp_path):
     block[0] = 0x57  # 3, which would be 2.
     path = write(tmp_path, [("w", "TQ2_0", (1, 256), block)])
     with pytest.raises(ValueError, match="integers from 0 to 2"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_scales_of_mxfp4_that_are_subnormal(tmp_path):
@@ -165,7 +167,7 @@ def test_scales_of_mxfp4_that_are_subnormal(tmp_path):
     block[0] = 1  # Half of the smallest normal number.
     path = write(tmp_path, [("w", "MXFP4", (32,), block)])
     with pytest.raises(ValueError, match="subnormal"):
-        eqquant.read_checkpoint(path)
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_types_that_are_not_decoded(tmp_path):
@@ -173,25 +175,27 @@ def test_types_that_are_not_decoded(tmp_path):
     path = write(tmp_path, [("w", "IQ2_XXS", (1, 256), raw)])
     for decode in (False, True):
         with pytest.raises(ValueError, match="'w' is in IQ2_XXS.*neither"):
-            eqquant.read_checkpoint(path, decode=decode)
+            eqquant.checkpoints.read_checkpoint(path, decode=decode)
 
 
 def test_numbers_of_64_bits(tmp_path):
     values = np.array([1, -5, 2**31 - 1], np.int64)
     path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
-    assert eqquant.read_checkpoint(path)["i"].tolist() == values.tolist()
+    assert eqquant.checkpoints.read_checkpoint(path)["i"].tolist() == values.tolist()
     values[0] = 2**31
     path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
     for decode in (False, True):
         with pytest.raises(ValueError, match="int64 that int32 does not hold"):
-            eqquant.read_checkpoint(path, decode=decode)
+            eqquant.checkpoints.read_checkpoint(path, decode=decode)
     floats = np.array([0.1])
     path = write(tmp_path, [("x", "F64", (1,), floats.view(np.uint8))])
     with pytest.raises(ValueError, match="float64 that float32 does not hold"):
-        eqquant.read_checkpoint(path)
-    assert eqquant.read_checkpoint(path, decode=True)["x"][0] == np.float32(0.1)
+        eqquant.checkpoints.read_checkpoint(path)
+    assert eqquant.checkpoints.read_checkpoint(path, decode=True)["x"][0] == np.float32(
+        0.1
+    )
     with jax.enable_x64(True):
-        assert eqquant.read_checkpoint(path)["x"][0] == 0.1
+        assert eqquant.checkpoints.read_checkpoint(path)["x"][0] == 0.1
 
 
 def test_metadata():

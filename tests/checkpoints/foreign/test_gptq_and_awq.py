@@ -31,8 +31,8 @@ def test_weights_are_those_of_the_library(name):
     path, expected = parts(name)
     if FORMATS[name] is None:
         with pytest.raises(ValueError, match="desc_act.*decode=True"):
-            eqquant.read_checkpoint(path)
-    found = eqquant.read_checkpoint(path, decode=FORMATS[name] is None)
+            eqquant.checkpoints.read_checkpoint(path)
+    found = eqquant.checkpoints.read_checkpoint(path, decode=FORMATS[name] is None)
     for key, value in expected.items():
         weight = found[key]
         if FORMATS[name] is None:

@@ -57,7 +57,7 @@ def gguf(pairs=(), tensors=None, data=BYTES, *, version=3, magic=b"GGUF", **n):
 def read(tmp_path, raw):
     path = tmp_path / "file.gguf"
     path.write_bytes(raw)
-    return eqquant.read_checkpoint(path)
+    return eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_what_the_cases_below_change_is_right(tmp_path):
@@ -133,7 +133,7 @@ def test_a_gguf_file_made_to_mislead(case, tmp_path):
 def outcome(path):
     """What comes of reading a file: arrays as bytes, or the error."""
     try:
-        found = eqquant.read_checkpoint(path, decode=True)
+        found = eqquant.checkpoints.read_checkpoint(path, decode=True)
     except ValueError as error:
         assert str(error).startswith(str(path)), error
         return None
@@ -220,7 +220,7 @@ def flip_state(data, text: bytes) -> bytes:
 def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "state.safetensors"
     q = eqquant.quantize(jax.numpy.ones((2, 64)), "nf4")
-    eqquant.write_bitsandbytes(path, {"w": q})
+    eqquant.checkpoints.write_bitsandbytes(path, {"w": q})
     raw = path.read_bytes()
     start = raw.rindex(b'{"quant_type"')
     stop = raw.index(b"}", start) + 1
@@ -231,10 +231,10 @@ def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
 
 def test_a_folder_or_nothing(tmp_path):
     with pytest.raises(ValueError, match="found none"):
-        eqquant.read_checkpoint(tmp_path)
+        eqquant.checkpoints.read_checkpoint(tmp_path)
     for path in (tmp_path / "nothing", tmp_path / "nothing.gguf"):
         with pytest.raises(FileNotFoundError, match="no such file"):
-            eqquant.read_checkpoint(path)
+            eqquant.checkpoints.read_checkpoint(path)
     (tmp_path / "other.safetensors").write_bytes(b"GGUX" + bytes(100))
     with pytest.raises(ValueError, match="not a safetensors file|JSON"):
-        eqquant.read_checkpoint(tmp_path)
+        eqquant.checkpoints.read_checkpoint(tmp_path)

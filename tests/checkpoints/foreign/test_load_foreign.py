@@ -28,7 +28,7 @@ def test_bitsandbytes_into_a_layer(normal):
     layer = eqquant.load_quantized(
         path, linear(24, 128), names=lambda p: f"nf4.{p}", ignore=EVERYTHING
     )
-    found = eqquant.read_checkpoint(path, decode=True)
+    found = eqquant.checkpoints.read_checkpoint(path, decode=True)
     assert eqx.tree_equal(layer.weight, found["nf4.weight"])
     x = normal(128)
     expected = found["nf4.weight"].dequantize() @ x + found["nf4.bias"]
@@ -91,5 +91,7 @@ def test_what_is_quantized_is_not_quantized_on_disk_again(tmp_path):
     path = DATA / "bitsandbytes_int8.safetensors"
     message = "'int8.weight' of bitsandbytes is quantized already, by another library"
     with pytest.raises(ValueError, match=message):
-        eqquant.quantize_checkpoint(path, tmp_path / "out.safetensors", "nf4")
+        eqquant.checkpoints.quantize_checkpoint(
+            path, tmp_path / "out.safetensors", "nf4"
+        )
     assert not list(tmp_path.iterdir())

@@ -10,7 +10,7 @@ from words import awq, gptq, GROUP, INPUTS, OUTPUTS, pack_words, parts, values
 
 
 def read(folder, **options):
-    return eqquant.read_checkpoint(folder, **options)["a.weight"]
+    return eqquant.checkpoints.read_checkpoint(folder, **options)["a.weight"]
 
 
 def assert_exact(q, expected):
