@@ -1,4 +1,4 @@
-"""The command line: see `python -m eqquant --help`."""
+"""The command line: `python -m eqquant --help` describes it."""
 
 import sys
 

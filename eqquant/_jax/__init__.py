@@ -1,9 +1,9 @@
 """JAX beyond its public interface, and small tools that JAX lacks.
 
-Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, primitives
-that work row by row, threads with nothing in context, the compiler for GPUs, run-time
-checks and warnings. Only `_compat.py` knows the version of JAX. Imports nothing of
-eqquant.
+Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, row-wise
+primitives, threads without a tracing context, the compiler for GPUs, run-time type
+checks and warnings. Only `_compat.py` depends on the version of JAX. Imports no other
+folder.
 """
 
 from ._apart import apart as apart

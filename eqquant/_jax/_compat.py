@@ -1,7 +1,7 @@
-"""The only file that knows the version of JAX.
+"""The only file that depends on the version of JAX.
 
-Every private or version-dependent piece of JAX that eqquant uses is here, with the
-versions on which it was tried: 0.10.2, 0.11.2, 0.12.0 (unless said otherwise).
+It holds every private or version-dependent piece of JAX that eqquant uses. Each was
+tried on JAX 0.10.2, 0.11.2 and 0.12.0, unless a comment gives other versions.
 """
 
 import inspect
@@ -20,30 +20,31 @@ from jax.interpreters import ad, mlir
 
 
 def config(name: str) -> Any:
-    """An option of JAX, which type checkers do not see."""
+    """Return the value of an option of JAX. Type checkers do not find these options."""
     return getattr(jax.config, name)
 
 
 def is_traced(x) -> bool:
+    """Return whether `x` is a tracer."""
     return isinstance(x, getattr(jax, "core").Tracer)  # noqa: B009
 
 
-# JAX has a mark of its own, which it does not set.
+# Traces that are over. JAX has a field for this, but does not set it.
 _finished: weakref.WeakSet = weakref.WeakSet()
 
 
 def finish(tracers) -> None:
-    """Note that what `tracers` are part of is no longer traced."""
+    """Record that the traces of `tracers` are over."""
     _finished.update(x._trace for x in tracers)
 
 
 def is_stale(x) -> bool:
-    """Whether no value can come of `x`, a tracer of what is no longer traced."""
+    """Return whether `x` is a tracer that leaked from a finished trace."""
     return is_traced(x) and x._trace in _finished
 
 
 def zero_tangent(x):
-    """The symbolic zero tangent of a value."""
+    """Return the symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
@@ -53,17 +54,20 @@ def zero_tangent(x):
 
 
 def varying_axes(x) -> frozenset:
-    """The mesh axes over which `x` varies inside `shard_map(check_vma=True)`."""
+    """Return the mesh axes over which `x` varies in `shard_map(check_vma=True)`."""
     aval = jax.typeof(x)
-    manual = getattr(aval, "mat", None)  # From 0.10.2; `vma` before.
+    manual = getattr(aval, "mat", None)  # Since 0.10.2; `vma` before.
     if manual is not None:
         return frozenset(manual.varying)
     return frozenset(getattr(aval, "vma", frozenset()))
 
 
 def match_varying(*args):
-    """Cast the arguments to vary over the same axes, as lax does for its own
-    primitives: otherwise the transpose of a product misses a psum."""
+    """Cast the arguments to vary over the same mesh axes.
+
+    `jax.lax` does this for its own primitives. Without it, the transpose of a product
+    misses a psum.
+    """
     axes = frozenset().union(*map(varying_axes, args))
 
     missing = [tuple(axes - varying_axes(x)) for x in args]
@@ -79,49 +83,50 @@ def match_varying(*args):
 
 
 def has_explicit_axes() -> bool:
+    """Return whether the mesh in context has an explicit axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return jax.sharding.AxisType.Explicit in mesh.axis_types
 
 
 def mapped_mesh_axes() -> frozenset[str]:
-    """The explicit axes that split what a `jax.vmap` around maps over."""
+    """Return the explicit mesh axes that split the mapped axis of an outer `vmap`."""
     from jax._src import core
 
     return frozenset(core.get_axis_env().explicit_mesh_axis_names)
 
 
 def _type_of(x) -> Any:
-    """Of a value, or itself."""
+    """Return the type of a value; a type is returned unchanged."""
     is_type = hasattr(x, "to_tangent_aval") and not isinstance(x, jax.Array)
     return x if is_type else jax.typeof(x)
 
 
 def spec_of(x) -> tuple:
-    """How `x` is split, one entry for each of its axes."""
+    """Return the `PartitionSpec` entry of each axis of `x`."""
     aval = _type_of(x)
     spec = tuple(aval.sharding.spec)
     return spec + (None,) * (aval.ndim - len(spec))
 
 
 def explicit_mesh_of(x):
-    """The mesh over which `x` is explicitly split, if it is."""
+    """Return the mesh of `x` if that has an explicit axis; otherwise None."""
     mesh = _type_of(x).sharding.mesh
     return mesh if jax.sharding.AxisType.Explicit in mesh.axis_types else None
 
 
 def manual_axes_in_context() -> frozenset[str]:
-    """The mesh axes that a `shard_map` around has split by hand."""
+    """Return the mesh axes that an outer `shard_map` has made manual."""
     return frozenset(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 def is_manual(x) -> bool:
-    """Whether `x` is what one device has, inside of `shard_map`."""
+    """Return whether `x` is the local shard of one device, inside of `shard_map`."""
     mesh = _type_of(x).sharding.mesh
     return not mesh.empty and set(mesh.manual_axes) == set(mesh.axis_names)
 
 
 def num_devices_of(x) -> int:
-    """On how many devices an array is, or is to be."""
+    """Return the number of devices of an array, or of the sharding of its struct."""
     sharding = getattr(x, "sharding", None)
     if isinstance(sharding, jax.sharding.NamedSharding):
         return sharding.mesh.size
@@ -129,14 +134,16 @@ def num_devices_of(x) -> int:
 
 
 def parts_of(mesh, entry) -> int:
-    """In how many parts an entry of a `PartitionSpec` splits an axis."""
+    """Return the number of shards that an entry of a `PartitionSpec` makes."""
     names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
     return math.prod(mesh.shape[name] for name in names)
 
 
 def by_compiler(fn: Callable, mesh, out_specs) -> Callable:
-    """`fn` on arrays that are explicitly split over a mesh, with results that are split
-    by `out_specs`. How what is in between is split is left to the compiler."""
+    """Let the compiler choose the shardings inside of `fn`.
+
+    The arguments are sharded explicitly over `mesh`, and the results by `out_specs`.
+    """
 
     def call(*args):
         with jax.sharding.use_abstract_mesh(mesh):
@@ -152,14 +159,14 @@ def by_compiler(fn: Callable, mesh, out_specs) -> Callable:
 
 
 def open_jaxpr(jaxpr) -> tuple[Any, list]:
-    """The jaxpr and its constants. From 0.11 on the two are one class."""
+    """Return an open jaxpr and its constants. JAX 0.11 merged the two classes."""
     if hasattr(jaxpr, "jaxpr"):
         return jaxpr.jaxpr, list(jaxpr.consts)
     return jaxpr, list(getattr(jaxpr, "consts", ()))
 
 
 def subjaxprs(params: dict):
-    """The jaxprs among the parameters of an equation, with their constants."""
+    """Yield the jaxprs in the parameters of an equation, with their constants."""
     for value in params.values():
         for item in value if isinstance(value, tuple | list) else (value,):
             inner = getattr(item, "jaxpr", item)
@@ -168,8 +175,7 @@ def subjaxprs(params: dict):
 
 
 def bind_equation(eqn, args) -> list:
-    """Evaluate one equation as JAX's own interpreter does, custom derivative rules
-    kept."""
+    """Evaluate one equation like JAX's own interpreter, and keep custom derivatives."""
     params = eqn.primitive.get_bind_params(eqn.params)
     with eqn.ctx.manager:
         out = eqn.primitive.bind(*args, **params)
@@ -177,8 +183,11 @@ def bind_equation(eqn, args) -> list:
 
 
 def frames_of(eqn) -> list[str]:
-    """The frames in which an equation was traced, as `file:line (function)`, without
-    those of JAX, the innermost first. Empty if they are not known."""
+    """Return the stack frames in which an equation was traced.
+
+    Each is `file:line (function)`, the innermost first. Frames inside of JAX are left
+    out. The list is empty if the equation has no source information.
+    """
     try:
         from jax._src import source_info_util
 
@@ -196,33 +205,34 @@ Literal = jex_core.Literal
 
 
 def split_scan(params: dict, args: list) -> tuple[list, list, list]:
-    """The arguments of a scan: constants, carry, scanned-over."""
+    """Split the arguments of a scan into constants, carry and scanned inputs."""
     if "num_consts" in params:
         n, m = params["num_consts"], params["num_consts"] + params["num_carry"]
         return args[:n], args[n:m], args[m:]
-    groups = params["ft_in"].update(list(args)).unpack()  # From 0.11.
+    groups = params["ft_in"].update(list(args)).unpack()  # Since 0.11.
     consts, carry, xs = (list(group.vals) for group in groups)
     return consts, carry, xs
 
 
 def called_jaxpr(params: dict):
-    """That of a call. `eval_jaxpr` had another name for it before 0.11."""
+    """Return the jaxpr of a call. JAX 0.11 renamed the parameter."""
     return params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
 
 
 def shard_map_manual_axes(params: dict):
-    if "newly_manual_axes" in params:  # From 0.10.2.
+    """Return the mesh axes that a `shard_map` equation makes manual."""
+    if "newly_manual_axes" in params:  # Since 0.10.2.
         return params["newly_manual_axes"]
     return params["manual_axes"]
 
 
 def zero_of(var):
-    """The symbolic zero that is a tangent, or a cotangent, of a variable of a jaxpr."""
+    """Return the symbolic zero tangent (or cotangent) of a variable of a jaxpr."""
     return SymbolicZero(var.aval.to_tangent_aval())
 
 
-def _as_rule_takes(tangents, params: dict) -> list:
-    """Tangents of which some are symbolic zeros, which few rules take."""
+def _tangents_for_rule(tangents, params: dict) -> list:
+    """Replace symbolic zeros by arrays, unless the rule accepts symbolic zeros."""
     if params["symbolic_zeros"]:
         return list(tangents)
     return [_instantiate(t) if isinstance(t, SymbolicZero) else t for t in tangents]
@@ -235,24 +245,28 @@ def _instantiate(zero):
 
 
 def custom_jvp_rule(eqn) -> Callable:
-    """`rule(primals, tangents) -> (primals_out, tangents_out)`, all flat. A tangent may
-    be a `SymbolicZero`."""
+    """Return the rule of a `custom_jvp_call`, on flat lists.
+
+    It is `rule(primals, tangents) -> (primals_out, tangents_out)`. A tangent may be a
+    `SymbolicZero`.
+    """
     params = eqn.primitive.get_bind_params(eqn.params)
     _, jvp = params["subfuns"]
 
     def rule(primals, tangents):
-        out = list(jvp.call_wrapped(*primals, *_as_rule_takes(tangents, params)))
+        out = list(jvp.call_wrapped(*primals, *_tangents_for_rule(tangents, params)))
         return out[: len(out) // 2], out[len(out) // 2 :]
 
     return rule
 
 
 def custom_vjp_rules(eqn) -> tuple[Callable, Callable]:
-    """The flat forward and backward rules of a `custom_vjp_call`.
+    """Return the forward and backward rules of a `custom_vjp_call`, on flat lists.
 
-    `forward(perturbed, *args) -> (outputs, residuals)`, where `perturbed` says of each
-    argument whether it is differentiated; `backward(residuals, cotangents) ->` a
-    cotangent for each argument, or None. The cotangents may be `SymbolicZero`.
+    They are `forward(perturbed, *args) -> (outputs, residuals)`, where `perturbed` has
+    a bool for each argument (whether it is differentiated), and
+    `backward(residuals, cotangents)`, which returns a cotangent or None for each
+    argument. The cotangents may be `SymbolicZero`.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     _, fwd, bwd = params["subfuns"]
@@ -267,9 +281,9 @@ def custom_vjp_rules(eqn) -> tuple[Callable, Callable]:
         return flat[new:], residuals
 
     def backward(residuals, cotangents):
-        cotangents = _as_rule_takes(cotangents, params)
+        cotangents = _tangents_for_rule(cotangents, params)
         out = list(bwd.call_wrapped(*residuals, *cotangents))
-        if out and isinstance(out[0], list | tuple):  # From 0.11: (cotangents, aux).
+        if out and isinstance(out[0], list | tuple):  # Since 0.11: (cotangents, aux).
             out = list(out[0])
         return [None if isinstance(c, ad.Zero) else c for c in out]
 
@@ -282,8 +296,11 @@ def custom_vjp_rules(eqn) -> tuple[Callable, Callable]:
 
 
 def device_kind() -> str:
-    """Of what is compiled for: the devices of the mesh in context, as when compiling
-    ahead of time, or the default one."""
+    """Return the kind of device that a program is compiled for.
+
+    That is the device of the mesh in context, for ahead-of-time compilation, or else
+    the default device.
+    """
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     if described is not None:
         return described.device_kind
@@ -291,8 +308,10 @@ def device_kind() -> str:
 
 
 def platform_of(array: Any) -> str:
-    """Of an array's devices, such as `"cpu"` or `"gpu"`; if it is traced, of what is
-    compiled for."""
+    """Return the platform of an array, such as `"cpu"` or `"gpu"`.
+
+    For a tracer that is the platform that the program is compiled for.
+    """
     if not is_traced(array):
         return next(iter(array.devices())).platform
     described = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -301,8 +320,10 @@ def platform_of(array: Any) -> str:
 
 
 def gpu_capability() -> tuple[str, str | None]:
-    """What is compiled for, as `device_kind` says, and if that is a GPU of NVIDIA's
-    which is here, its compute capability, such as `"9.0"`."""
+    """Return the device kind and the compute capability, such as `"9.0"`.
+
+    The capability is None unless an NVIDIA GPU of that kind is present.
+    """
     kind = device_kind()
     for device in jax.devices():
         if device.platform == "gpu" and device.device_kind == kind:
@@ -312,7 +333,7 @@ def gpu_capability() -> tuple[str, str | None]:
 
 
 def gpu_cores() -> int | None:
-    """Of a GPU that is here, if JAX knows."""
+    """Return the number of cores (SMs) of the GPU that is present, or None."""
     for device in jax.devices():
         if device.platform == "gpu":
             return getattr(device, "core_count", None)
@@ -320,9 +341,11 @@ def gpu_cores() -> int | None:
 
 
 def mosaic_gpu_kernel(body, out, scratch, *, interpret: bool, **options):
-    """`plgpu.kernel`, which calls its arguments otherwise before 0.10.2; without a GPU
-    if `interpret`."""
-    # Not every jaxlib has Mosaic for GPUs.
+    """Call `plgpu.kernel`, in the interpreter if `interpret`.
+
+    JAX 0.10.2 renamed two of its arguments.
+    """
+    # Imported here because some builds of jaxlib lack Mosaic GPU.
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     names = "out_type", "scratch_types"
@@ -337,7 +360,7 @@ def mosaic_gpu_kernel(body, out, scratch, *, interpret: bool, **options):
 
 
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether the compiler, rather than shard_map, splits this program over devices."""
+    """Return whether the compiler, not `shard_map`, partitions this program."""
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.ShardingContext):
         return axes.num_devices != 1
@@ -348,7 +371,7 @@ def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
 
 
 def num_devices(ctx: mlir.LoweringRuleContext) -> int:
-    """For how many devices this program is."""
+    """Return the number of devices that this program is lowered for."""
     axes = ctx.module_context.axis_context
     if isinstance(axes, mlir.SPMDAxisContext):
         return axes.mesh.size
@@ -356,5 +379,5 @@ def num_devices(ctx: mlir.LoweringRuleContext) -> int:
 
 
 def is_exported(ctx: mlir.LoweringRuleContext) -> bool:
-    """Whether this program is lowered by `jax.export`, to run elsewhere."""
+    """Return whether `jax.export` lowers this program, which may run elsewhere."""
     return ctx.module_context.lowering_parameters.for_export

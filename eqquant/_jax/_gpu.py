@@ -1,6 +1,6 @@
-"""Compiling for NVIDIA GPUs where there is none: by XLA's own compiler, which comes
-with JAX's plugin for CUDA, from a description of the chip.
+"""Ahead-of-time compilation for NVIDIA GPUs on a machine without one.
 
+XLA's compiler comes with JAX's CUDA plugin, and accepts a description of the chip.
 Tried on JAX 0.10.2 with the plugin for CUDA 13.
 """
 
@@ -13,11 +13,21 @@ from jax.experimental import topologies
 
 @dataclasses.dataclass(frozen=True)
 class GPU:
-    """What the compiler is told of a chip, and what estimates are made with.
+    """The properties of a chip, for the compiler and for estimates.
 
-    - `architecture`: what `ptxas` is told.
-    - `bandwidth`: of the memory, bytes a second.
-    - `clock`: cycles a second, at most.
+    **Fields:**
+
+    - `name`: the device kind.
+    - `architecture`: the target of `ptxas`.
+    - `cores`: streaming multiprocessors.
+    - `bandwidth`: of device memory, in bytes per second.
+    - `clock`: the boost clock, in cycles per second.
+    - `lanes`: float32 multiply-add units per SM.
+    - `memory`: device memory, in bytes.
+    - `cache`: L2 cache, in bytes.
+    - `shared`: shared memory per SM, in bytes. A thread block can use 1 KiB less.
+    - `registers`: 32-bit registers per SM.
+    - `threads`: the largest number of resident threads per SM.
     """
 
     name: str
@@ -25,12 +35,12 @@ class GPU:
     cores: int
     bandwidth: float
     clock: float
-    lanes: int  # That multiply and add float32, of a core.
+    lanes: int
     memory: int
-    cache: int  # L2.
-    shared: int  # Memory of a core; of a block a kibibyte less.
+    cache: int
+    shared: int
     registers: int = 65536
-    threads: int = 2048  # Of a core.
+    threads: int = 2048
 
 
 gpus = {
@@ -83,7 +93,7 @@ gpus = {
 
 
 def _target_config(gpu: GPU) -> str:
-    """In the text format of XLA's `GpuTargetConfigProto`."""
+    """Describe a chip in the text format of XLA's `GpuTargetConfigProto`."""
     digits = gpu.architecture.removeprefix("sm_").rstrip("a")
     return f"""
 gpu_device_info {{
@@ -114,14 +124,14 @@ device_description_str: "{gpu.name}"
 
 
 def has_gpu_compiler() -> bool:
-    """Whether JAX's plugin for CUDA is installed, with or without a GPU."""
+    """Return whether JAX's CUDA plugin is installed. It needs no GPU."""
     plugins = ("jax_cuda13_plugin", "jax_cuda12_plugin")
     return any(importlib.util.find_spec(name) is not None for name in plugins)
 
 
 def gpu_device(chip: str):
-    """A device that is compiled for, but cannot run anything."""
-    jax.devices()  # The plugins are found.
+    """Return an abstract device: programs can be compiled for it, but not run."""
+    jax.devices()  # Loads the plugins.
     topology = topologies.get_topology_desc(
         platform="cuda", target_config=_target_config(gpus[chip]), topology="1x1x1"
     )

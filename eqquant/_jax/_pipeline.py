@@ -1,7 +1,7 @@
-"""A loop whose parts XLA:CPU leaves apart.
+"""A producer-consumer loop that XLA:CPU does not fuse.
 
-Left to itself, XLA fuses what makes a piece into what uses it: an element is then made
-over and over inside of a product, or by one thread where it is written to its place.
+XLA would fuse the producer of a piece into its consumer. A matmul would then recompute
+each element many times, and a copy would compute all elements in one thread.
 """
 
 from collections.abc import Callable
@@ -23,11 +23,12 @@ def pipeline(
     use: Callable[[Int[Array, ""] | int, Piece, Out], Out],
     out: Out,
 ) -> Out:
-    """`for i in range(count): out = use(i, make(i), out)`, for `count` of 1 or more.
+    """Run `for i in range(count): out = use(i, make(i), out)`, for `count` >= 1.
 
-    A piece is made one iteration before it is used, and carried through the loop: the
-    two cannot be fused. It is not made before the last use is over, so that it can take
-    the place of the last piece: XLA would otherwise keep both, and copy each twice.
+    Each piece is made one iteration before its use, and carried through the loop, so
+    that XLA cannot fuse the two. `make` starts only after the previous `use` is done,
+    so that the new piece reuses the buffer of the previous piece. Otherwise XLA would
+    keep both, and copy each of them twice.
     """
 
     if count == 1:
@@ -45,8 +46,11 @@ def pipeline(
 def _after(
     done: PyTree[Shaped[Array, "..."]], i: Int[Array, ""] | int
 ) -> Int[Array, ""]:
-    """`i`, once `done` is known. `lax.optimization_barrier` is gone by the time that
-    XLA decides on copies; this looks like arithmetic to it, and adds a zero."""
+    """Return `i`, with a data dependency on `done`.
+
+    XLA removes `lax.optimization_barrier` before it inserts copies. So this adds a zero
+    that XLA cannot simplify.
+    """
     first = jax.tree.leaves(done)[0]
     corner = lax.slice(first, (0,) * first.ndim, (1,) * first.ndim)
     byte = lax.bitcast_convert_type(corner, jnp.uint8).reshape(-1)[0]

@@ -1,6 +1,7 @@
-"""Primitives of functions that take an array row by row, for which CPUs have a native
-kernel: from `(*lead, size)` to arrays whose first axes are `lead`. Mapped over, such a
-function has more rows.
+"""Primitives for row-wise functions that have a native kernel on CPUs.
+
+A row-wise function maps `(*lead, size)` to arrays whose first axes are `lead`. Its
+batching rule adds rows.
 """
 
 import functools as ft
@@ -15,8 +16,14 @@ from ._compat import config, is_automatically_partitioned, is_exported
 
 
 def rowwise(name: str, anywhere: Callable, native: Callable) -> Callable:
-    """A primitive, as a function of an array and of static parameters: `anywhere`, or
-    on a CPU `native`, which takes the same and gives the same."""
+    """Make a primitive, and return its bind function.
+
+    **Arguments:**
+
+    - `name`: the name of the primitive.
+    - `anywhere`: a function of an array and of static parameters, for every platform.
+    - `native`: the same function by a native kernel, for CPUs.
+    """
     primitive = Primitive(name)
     primitive.multiple_results = True
 
@@ -26,7 +33,7 @@ def rowwise(name: str, anywhere: Callable, native: Callable) -> Callable:
 
     @primitive.def_impl
     def _impl(array, **params):
-        if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
+        if config("jax_disable_jit"):  # `jit(bind)` would recurse.
             return anywhere(array, **params)
         return compiled(**params)(array)
 
@@ -42,8 +49,8 @@ def rowwise(name: str, anywhere: Callable, native: Callable) -> Callable:
     lower_native = mlir.lower_fun(native, multiple_results=True)
 
     def lower_for_cpu(ctx, *args, **params):
-        # The compiler cannot split a native kernel over devices, and what is exported
-        # may run where there is no library.
+        # The compiler cannot partition a native kernel, and an exported program may run
+        # on a machine without the native library.
         portable = is_automatically_partitioned(ctx) or is_exported(ctx)
         return (lower_anywhere if portable else lower_native)(ctx, *args, **params)
 

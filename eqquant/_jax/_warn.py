@@ -7,8 +7,8 @@ from ._compat import frames_of
 
 
 _internal = ("eqquant", "jax", "equinox", "jaxtyping", "beartype", "contextlib")
-# Python's own filter shows a warning once for each place, but forgets what it has shown
-# whenever anything enters `warnings.catch_warnings`, as JAX does all the time.
+# Warnings that were shown. Python's own filter shows a warning once per location, but
+# it starts again after every `warnings.catch_warnings`, which JAX enters often.
 _shown: set[tuple] = set()
 
 
@@ -24,8 +24,10 @@ def _user_frame():
 
 
 def source_of(eqn) -> str:
-    """Where in the user's code an equation comes from, `file:line (function)`; if that
-    is not known, the user's code that is running."""
+    """Return the location of an equation in the user's code, `file:line (function)`.
+
+    Without source information, return the location of the innermost user frame.
+    """
     files = [getattr(sys.modules.get(name), "__file__", None) for name in _internal]
     folders = tuple(f.removesuffix("__init__.py") for f in files if f)
     for frame in frames_of(eqn):
@@ -36,11 +38,11 @@ def source_of(eqn) -> str:
 
 
 def warn(message: str, category: type[Warning], *, once: bool = False) -> None:
-    """Warn, as if from the innermost frame that is the user's."""
+    """Issue a warning whose location is the innermost frame of the user."""
     frame = _user_frame()
     place = (message, frame.f_code.co_filename, frame.f_lineno)
     if once and place in _shown:
         return
     warnings.warn_explicit(message, category, *place[1:], module=_module(frame))
-    if once:  # Not if the filter has turned it into an error.
+    if once:  # Not reached if a filter turns the warning into an error.
         _shown.add(place)
