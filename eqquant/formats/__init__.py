@@ -2,7 +2,7 @@
 
 Exports the formats, `as_format`, and functions that pack codes and handle scales. A
 format knows nothing of products, arrays or JAX primitives. Imports nothing of eqquant.
-To add a format, see CONTRIBUTING.md.
+docs/internals/extending.md describes how to add one.
 """
 
 from ._binary import Binary as Binary
