@@ -197,14 +197,17 @@ format: $(VENV)/.has-lint
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
 
+# The scripts that time eqquant alone, without a GPU; benchmarks/README.md lists the others.
+BENCHMARKS := dispatch kv_cache matmul published quantize rounding training
+
 bench: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	set -e; for script in $(filter-out %/peers.py %/sweep.py %/tpu_qwix.py %/accuracy.py %/decode.py %/pods.py %/gpu.py %/gpu_static.py,$(wildcard benchmarks/[a-z]*.py)); do \
-		echo "==> $$script"; $(BIN)/python "$$script"; \
+	set -e; for script in $(BENCHMARKS); do \
+		echo "==> $$script"; $(BIN)/python "benchmarks/$$script.py"; \
 	done
 
 peers: $(VENV)/.has-test
 	$(BIN)/python benchmarks/peers.py
-	$(BIN)/python benchmarks/tpu_qwix.py
+	$(BIN)/python benchmarks/static/tpu_qwix.py
 
 # Installs PyTorch and compiles llama.cpp on first use.
 accuracy: $(VENV)/.has-examples $(VENV)/.has-weights

@@ -1,4 +1,7 @@
-"""Each of the other libraries is installed into its own environment, which is kept."""
+"""Install other libraries into separate virtual environments, and run scripts there.
+
+Environments are kept and reused.
+"""
 
 import os
 import pathlib
@@ -18,15 +21,18 @@ CACHE = (
 def install(
     name: str, packages: Sequence[str], cache: pathlib.Path, header: str = ""
 ) -> str:
-    """The Python of an environment; a `RuntimeError` says why there is none. A header
-    is put before every C++ file that is compiled for it."""
+    """Return the path of the Python of an environment with `packages` installed.
+
+    `header` is included at the start of every C++ file that pip compiles. Raise a
+    `RuntimeError` if the packages cannot be installed.
+    """
     folder = cache / name
     python = folder / "bin" / "python"
     done = folder / ".installed"
-    wanted = "\n".join([*packages, *header.splitlines()])
-    if not done.exists() or done.read_text() != wanted:
+    contents = "\n".join([*packages, *header.splitlines()])
+    if not done.exists() or done.read_text() != contents:
         print(f"installing {name} into {folder}", file=sys.stderr, flush=True)
-        # Nothing remains that was compiled with another header.
+        # Clear packages that were compiled with another header.
         venv.create(folder, with_pip=True, clear=bool(header))
         command = [python, "-m", "pip", "--disable-pip-version-check", "install", "-q"]
         environment = dict(os.environ)
@@ -35,25 +41,25 @@ def install(
             file.write_text(header)
             flags = environment.get("CXXFLAGS", "")
             environment["CXXFLAGS"] = f"{flags} -include {shlex.quote(str(file))}"
-            # pip may have kept what was compiled without it.
+            # pip's cache can hold wheels that were compiled without the header.
             command.append("--no-cache-dir")
         ran = subprocess.run(
             [*command, *packages], env=environment, capture_output=True, text=True
         )
         if ran.returncode:
             raise RuntimeError(f"cannot be installed: {last_line(ran.stderr)}")
-        done.write_text(wanted)
+        done.write_text(contents)
     return str(python)
 
 
 def run(
     python: str, *arguments: str, environment: Mapping[str, str], **options
 ) -> subprocess.CompletedProcess:
-    """A script in a process of its own, on the CPU."""
+    """Run a script in a separate process with JAX on the CPU."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     return subprocess.run([python, *arguments], env=environment, text=True, **options)
 
 
 def last_line(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "it says nothing"
+    return lines[-1] if lines else "no output"

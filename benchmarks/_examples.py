@@ -1,4 +1,4 @@
-"""The programs in `examples/`, to be imported: `from _examples import minilm`."""
+"""Import the programs in `examples/`: `from _examples import minilm`."""
 
 import importlib
 import pathlib

@@ -1,4 +1,4 @@
-"""Files of llama.cpp: GGUF, version 3, written tensor by tensor."""
+"""Write GGUF files, version 3, for llama.cpp, tensor by tensor."""
 
 import pathlib
 import struct
@@ -15,7 +15,7 @@ _uint32, _float32, _string = 4, 6, 8
 class Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
-    kind: int  # ggml's number of a type.
+    kind: int  # The number of the type in ggml.
     nbytes: int
     data: Callable[[], np.ndarray]
 
@@ -38,13 +38,13 @@ def write(
     metadata: Mapping[str, int | float | str],
     tensors: Iterable[Tensor],
 ) -> None:
-    """Data is asked for in turn, one tensor at a time."""
+    """Write a file. Calls `data()` of one tensor at a time, to limit memory."""
     tensors = list(tensors)
     header = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))]
     header += [_text(key) + _value(value) for key, value in metadata.items()]
     at = 0
     for name, shape, kind, nbytes, _ in tensors:
-        # ggml's first axis is the one along which memory is contiguous.
+        # In ggml, the first axis is contiguous in memory.
         axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         header.append(_text(name) + axes + struct.pack("<IQ", kind, at))
         at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
@@ -55,7 +55,7 @@ def write(
             data = tensor.data()
             if data.nbytes != tensor.nbytes:
                 raise ValueError(
-                    f"{tensor.name}: {data.nbytes} bytes, not {tensor.nbytes}"
+                    f"{tensor.name}: {data.nbytes} bytes; expected {tensor.nbytes}"
                 )
             data.tofile(file)
         file.write(bytes(-file.tell() % _ALIGNMENT))

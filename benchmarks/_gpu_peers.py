@@ -1,20 +1,22 @@
-"""Libraries to compare with on GPUs, all for PyTorch. Imported where none is installed,
-too, so each is imported in functions only."""
+"""Libraries to compare with on GPUs, all for PyTorch.
+
+This module is also imported where the libraries are not installed. Therefore functions
+import them.
+"""
 
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 
-# Makes of a weight in bfloat16 of (rows, columns), on its device, what is called with
-# an activation, and bytes of codes and scales.
+# Maps a bfloat16 weight of shape (rows, columns) to a matmul and its bytes of codes and
+# scales.
 Make = Callable[[Any], tuple[Callable, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class GPUPeer:
-    """A library, what to install for it, and what it makes of a weight, by names of
-    formats."""
+    """A library, its packages, and a function that returns its formats by name."""
 
     name: str
     packages: tuple[str, ...]
@@ -80,7 +82,7 @@ def _torchao() -> dict[str, Make]:
     linear = torch.compile(torch.nn.functional.linear)
 
     def make(config, bytes_each: float) -> Make:
-        def of(w):
+        def quantize(w):
             rows, columns = w.shape
             layer = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False))
             layer[0].weight = torch.nn.Parameter(w.clone(), requires_grad=False)
@@ -88,10 +90,10 @@ def _torchao() -> dict[str, Make]:
             weight = layer[0].weight
             return lambda x: linear(x, weight), int(bytes_each * rows * columns)
 
-        return of
+        return quantize
 
     return {
-        # A scale and a zero in bfloat16 for each 128 weights.
+        # A bfloat16 scale and a bfloat16 zero point per 128 weights.
         "int4": make(Int4WeightOnlyConfig, 0.5 + 4 / 128),
         "int8": make(Int8WeightOnlyConfig, 1),
         "w8a8": make(Int8DynamicActivationInt8WeightConfig, 1),

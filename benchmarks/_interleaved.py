@@ -1,4 +1,4 @@
-"""Times of calls, measured in turn in one run. Imports none of what is measured."""
+"""Time several calls in alternation. This module does not import JAX or PyTorch."""
 
 import random
 import time
@@ -12,9 +12,11 @@ def interleaved(
     at_least: int = 7,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each run of each call, by `clock`. Everything is compiled before. The
-    order changes from round to round, as what runs before leaves its mark on the
-    caches."""
+    """Return the seconds of every run of every call, measured with `clock`.
+
+    Each call runs twice first, so that compilation is not timed. The order changes from
+    round to round, because each call finds the caches as the previous call left them.
+    """
     for call in calls.values():
         call(), call()
     times: dict[str, list[float]] = {name: [] for name in calls}

@@ -1,11 +1,11 @@
-"""One library on a GPU, measured in its own environment, where eqquant need not be
-installed.
+"""Time one library on a GPU, in its own environment without eqquant.
 
     python benchmarks/_measure_gpu_peer.py NAME OPTIONS_AS_JSON
 
-Prints rows of the table of `gpu.py` as JSON. Launching a product may take PyTorch
-longer than the GPU takes for it, so a group of them is recorded and replayed as one
-graph; the row says if the library does not allow that.
+The script prints rows of the table of `gpu.py` as JSON. Launching a matmul from PyTorch
+can take longer than the matmul itself, so the script records groups of matmuls as CUDA
+graphs and replays them. Rows of libraries that do not support graphs end with "(no
+graph)".
 """
 
 import json
@@ -17,7 +17,7 @@ from _rotation import rotation, sizes_for, summary
 
 
 def recorded(call, torch):
-    """A graph that does the same, or None if it cannot be recorded."""
+    """Record a call as a CUDA graph. Return None if recording fails."""
     stream = torch.cuda.Stream()
     try:
         with torch.cuda.stream(stream):
@@ -33,9 +33,11 @@ def recorded(call, torch):
         return None
 
 
-def turns(groups, x, torch, on_gpu: bool, repeats: int):
-    """A call that takes the next groups; and what makes a graph of each before, and
-    says whether there are graphs of all."""
+def alternating(groups, x, torch, on_gpu: bool, repeats: int):
+    """Return two functions: one that multiplies with the next groups, and `prepare`.
+
+    `prepare` records a graph for each group, and returns whether all groups have one.
+    """
     calls, graphs = {}, True
 
     def eager(group):
@@ -72,7 +74,7 @@ def measure(name: str, options: dict) -> None:
     torch.set_grad_enabled(False)
     on_gpu = options["platform"] == "gpu"
     if on_gpu and not torch.cuda.is_available():
-        raise RuntimeError("PyTorch sees no GPU")
+        raise RuntimeError("PyTorch found no GPU")
     device = "cuda" if on_gpu else "cpu"
     (peer,) = (peer for peer in _gpu_peers.peers if peer.name == name)
     formats = {"": _gpu_peers.dense, **peer.load()}
@@ -81,13 +83,13 @@ def measure(name: str, options: dict) -> None:
         for m in options["m"]:
             x = torch.randn(m, k, device=device).bfloat16()
             count, repeats = sizes_for(m * n * x.element_size(), options["group"])
-            of_dense = None
+            dense_median = None
             for format, make in formats.items():
                 try:
                     _, size = make(w.clone())
-                    one = lambda make=make, w=w: make(w.clone())[0]
-                    groups = rotation(one, size, options["gigabytes"], count)
-                    call, prepare = turns(groups, x, torch, on_gpu, repeats)
+                    make_layer = lambda make=make, w=w: make(w.clone())[0]
+                    groups = rotation(make_layer, size, options["gigabytes"], count)
+                    call, prepare = alternating(groups, x, torch, on_gpu, repeats)
                     graphs = prepare()
                     (times,) = interleaved(
                         {format: call}, seconds=options["seconds"]
@@ -98,11 +100,12 @@ def measure(name: str, options: dict) -> None:
                     print(json.dumps([*row, "", "", ""]), flush=True)
                     continue
                 median, best = summary(times, count * repeats)
-                of_dense = of_dense or median
-                by = name if format else f"dense, beside {name}"
-                row = [f"{k}x{n}", m, format, by + " (no graph)" * (not graphs)]
+                dense_median = dense_median or median
+                variant = name if format else f"dense ({name})"
+                row = [f"{k}x{n}", m, format, variant + " (no graph)" * (not graphs)]
                 row += [f"{median:.1f} ({best:.1f})", f"{size / median / 1e3:.0f}"]
-                print(json.dumps([*row, f"{of_dense / median:.2f}", ""]), flush=True)
+                row += [f"{dense_median / median:.2f}", ""]
+                print(json.dumps(row), flush=True)
                 del groups, call, prepare
 
 

@@ -1,8 +1,8 @@
-"""One peer, measured in its own environment, where eqquant need not be installed.
+"""Time one library on a CPU, in its own environment without eqquant.
 
     python benchmarks/_measure_peer.py NAME OPTIONS_AS_JSON
 
-Prints JSON lines. Only NumPy and the peer itself are imported.
+The script prints JSON lines. It imports only NumPy and the library.
 """
 
 import gc
@@ -21,8 +21,11 @@ from _peers import Products, Quantize
 
 
 def peak_of(call: Callable[[], Any]) -> tuple[float | None, Any]:
-    """By how much a call raises the memory of this process above what it was, in MB;
-    Linux only. What freed memory the allocators keep makes it a lower bound."""
+    """Return the growth of this process's peak memory in MB, and the call's result.
+
+    The growth is None on systems other than Linux. It is a lower bound: the call
+    can reuse memory that allocators keep.
+    """
 
     def status(name):
         with open("/proc/self/status") as file:
@@ -32,7 +35,7 @@ def peak_of(call: Callable[[], Any]) -> tuple[float | None, Any]:
     gc.collect()
     try:
         with open("/proc/self/clear_refs", "w") as file:
-            file.write("5")  # Forget the peak.
+            file.write("5")  # Reset the peak.
         before = status("VmRSS")
     except OSError:
         return None, call()
@@ -40,8 +43,8 @@ def peak_of(call: Callable[[], Any]) -> tuple[float | None, Any]:
     return status("VmHWM") - before, out
 
 
-def judge(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
-    """A product of `x` with the quantized weight, and what is said of it but times."""
+def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
+    """Quantize a weight. Return its matmul, and all entries of its row except times."""
     quantize(weight)  # Compiles.
     start = time.perf_counter()
     product, size = quantize(weight)
@@ -60,25 +63,25 @@ def judge(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
 
 
 def ring(quantize: Quantize, weight, product, size: int, least: float) -> list:
-    """Products with as many weights that they fill so many bytes."""
+    """Return matmuls with enough copies of a weight to fill `least` bytes."""
     others = range(math.ceil(least / size) - 1)
     return [product, *(quantize(weight)[0] for _ in others)]
 
 
 def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """How many times as fast as the dense product: medians, slowest and fastest."""
+    """Return the speed relative to dense: the median, the slowest and the fastest."""
     dense = statistics.median(times["dense"])
     return {
-        name: [dense / t for t in (statistics.median(of), max(of), min(of))]
-        for name, of in times.items()
+        name: [dense / t for t in (statistics.median(runs), max(runs), min(runs))]
+        for name, runs in times.items()
     }
 
 
 def measure(name: str, options: dict) -> None:
     products = _peers.find()[name].load()
 
-    def one_pass(of, x):
-        for product in of:
+    def one_pass(matmuls, x):
+        for product in matmuls:
             products.get(product(x))
 
     for rows, columns in options["shapes"]:
@@ -95,34 +98,37 @@ def measure(name: str, options: dict) -> None:
         for variant, quantize in products.quantized.items():
             report = {"variant": variant, "shape": [rows, columns]}
             try:
-                product, said = judge(quantize, weight, middle, w, products)
+                product, entries = evaluate(quantize, weight, middle, w, products)
             except Exception as error:
                 short = f"{type(error).__name__}: {error}".splitlines()[0]
                 print(json.dumps(report | {"failed": short}), flush=True)
                 continue
-            size = round(said["bytes_per_weight"] * w.size)
+            size = round(entries["bytes_per_weight"] * w.size)
             calls[variant] = ring(quantize, weight, product, size, least)
-            results[variant] = {**report, **said, "version": products.version}
+            results[variant] = {**report, **entries, "version": products.version}
         ratios, microseconds = {}, {}
         for m, x in xs.items():
             put = products.put(x)
             passes = interleaved(
-                {k: lambda of=of, x=put: one_pass(of, x) for k, of in calls.items()},
+                {
+                    name: lambda matmuls=matmuls, x=put: one_pass(matmuls, x)
+                    for name, matmuls in calls.items()
+                },
                 seconds=options["seconds"] * len(calls),
             )
             times = {
-                name: [seconds / len(calls[name]) for seconds in each]
-                for name, each in passes.items()
+                name: [seconds / len(calls[name]) for seconds in runs]
+                for name, runs in passes.items()
             }
             ratios[m] = ratios_of(times)
             microseconds[m] = {
-                k: 1e6 * statistics.median(of) for k, of in times.items()
+                name: 1e6 * statistics.median(runs) for name, runs in times.items()
             }
         for variant, result in results.items():
             result["ratios"] = {m: ratio[variant] for m, ratio in ratios.items()}
-            result["microseconds"] = {m: of[variant] for m, of in microseconds.items()}
+            result["microseconds"] = {m: us[variant] for m, us in microseconds.items()}
             print(json.dumps(result), flush=True)
-        dense = {m: of["dense"] for m, of in microseconds.items()}
+        dense = {m: us["dense"] for m, us in microseconds.items()}
         shape = [rows, columns]
         print(json.dumps({"shape": shape, "dense": dense}), flush=True)
 

@@ -1,9 +1,9 @@
-"""Weights as a library rounds them, in its own environment.
+"""Quantize and dequantize weights with another library, in its own environment.
 
     python benchmarks/_round_weights.py NAME FOLDER CHECKPOINT
 
-FOLDER has the weights, and the batches to calibrate on. For each of the library's
-formats a file of what the weights become is written to it, and a line of JSON printed.
+FOLDER contains the weights and the calibration batches. For each format of the library,
+the script writes the dequantized weights to a file there and prints a line of JSON.
 """
 
 import json
@@ -22,23 +22,23 @@ def read(file: pathlib.Path) -> dict[str, np.ndarray]:
 
 def main(name: str, folder: pathlib.Path, checkpoint: pathlib.Path) -> None:
     version, formats = _quantizers.find()[name].load()
-    weights, batches = (read(folder / f"{of}.npz") for of in ("weights", "batches"))
+    weights, batches = (read(folder / f"{part}.npz") for part in ("weights", "batches"))
     numbers = range(len(batches) // 2)
     pairs = [(batches[f"tokens{i}"], batches[f"mask{i}"]) for i in numbers]
     for i, (variant, quantize) in enumerate(formats.items()):
-        said = {"variant": variant, "version": version}
+        entry = {"variant": variant, "version": version}
         start = time.perf_counter()
         try:
             model = _quantizers.Model(dict(weights), checkpoint, pairs)
             decoded, nbytes = quantize(model)
         except Exception as error:
             short = f"{type(error).__name__}: {error}".splitlines()[0]
-            print(json.dumps(said | {"failed": short}), flush=True)
+            print(json.dumps(entry | {"failed": short}), flush=True)
             continue
-        said["seconds"] = time.perf_counter() - start
+        entry["seconds"] = time.perf_counter() - start
         file = folder / f"{name}-{i}.npz"
         np.savez(file, **decoded)
-        print(json.dumps(said | {"file": str(file), "bytes": nbytes}), flush=True)
+        print(json.dumps(entry | {"file": str(file), "bytes": nbytes}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Interleaved timing of functions of JAX."""
+"""Time several JAX functions in alternation."""
 
 import functools as ft
 import statistics
@@ -16,7 +16,7 @@ def interleaved(
     at_least: int = 7,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each run of each candidate, until its results are there."""
+    """Return the seconds of every run of every candidate, including its computation."""
     calls = {name: ft.partial(_finish, fn) for name, fn in candidates.items()}
     return _interleaved.interleaved(
         calls, seconds=seconds, at_least=at_least, clock=clock

@@ -1,4 +1,4 @@
-"""The script that measures on a GPU, tried out without one."""
+"""Test the GPU benchmark on the CPU, with small sizes."""
 
 import importlib
 import json
@@ -21,28 +21,38 @@ def script(monkeypatch):
     return importlib.import_module("gpu")
 
 
-def test_without_a_gpu_it_says_so(script):
-    with pytest.raises(SystemExit, match="needs a GPU, and JAX has none") as left:
+def test_missing_gpu_raises(script):
+    with pytest.raises(SystemExit, match="GPU.*cpu") as error:
         script.main([])
-    assert left.value.code != 0
+    assert error.value.code != 0
 
 
-def test_its_table(script, capsys):
+def test_table(script, capsys):
     script.main([*TINY, "--formats", "nf4", "w8a8", "--markdown"])
     lines = capsys.readouterr().out.splitlines()
     rows = [[c.strip() for c in x.split("|")[1:-1]] for x in lines if x[:1] == "|"]
     head, _, *rows = rows
     assert head == list(script.HEAD)
-    by = ["dense", "eqquant", "XLA", "dense first"]
-    named = [(name, x) for name in ("nf4", "w8a8") for x in [*by, "encode, of a copy"]]
-    assert [(row[2], row[3]) for row in rows] == named
+    variants = ["dense", "eqquant", "XLA", "dense first"]
+    expected = [(f, v) for f in ("nf4", "w8a8") for v in [*variants, "quantize"]]
+    assert [(row[2], row[3]) for row in rows] == expected
     for row in rows:
         assert row[0] == "64x96" and float(row[4].split()[0]) > 0
-        if row[3] in by[1:]:
+        if row[3] in variants[1:]:
             assert 0 < float(row[7]) < {"nf4": 6e-3, "w8a8": 2e-2}[row[2]]
 
 
-def test_a_library_that_cannot_be_measured_is_named(script, capsys, monkeypatch):
+def test_output_file(script, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "products", lambda *_: [])
+    monkeypatch.setattr(script, "encoding", lambda *_: ["x"] * len(script.HEAD))
+    path = tmp_path / "tables" / "gpu.md"
+    script.main([*TINY, "--formats", "nf4", "--output", str(path)])
+    assert not capsys.readouterr().out
+    lines = path.read_text().splitlines()
+    assert sum(line.startswith("| ") for line in lines) == 3
+
+
+def test_library_that_fails_to_install_is_listed(script, capsys, monkeypatch):
     def install(*_):
         raise RuntimeError("cannot be installed: no such package")
 
@@ -55,7 +65,7 @@ def test_a_library_that_cannot_be_measured_is_named(script, capsys, monkeypatch)
 
 
 class Fake(np.ndarray):
-    """An array that knows of PyTorch's what the script calls."""
+    """An array with the methods of PyTorch tensors that the script calls."""
 
     bfloat16 = lambda self: self.astype(np.float32)
     clone = np.ndarray.copy
@@ -74,11 +84,11 @@ def torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake)
 
 
-def test_other_libraries_are_measured_beside_dense(script, torch, capsys, monkeypatch):
+def test_other_library_is_compared_with_dense(script, torch, capsys, monkeypatch):
     peers = importlib.import_module("_gpu_peers")
 
     def broken(w):
-        raise ValueError("not this one")
+        raise ValueError("broken format")
 
     formats = {"int8": lambda w: (lambda x: x @ w.T, 100), "int4": broken}
     peer = peers.GPUPeer("fake", (), lambda: formats)
@@ -89,17 +99,17 @@ def test_other_libraries_are_measured_beside_dense(script, torch, capsys, monkey
     lines = capsys.readouterr().out.splitlines()
     rows = dense, int8, int4 = [json.loads(line) for line in lines]
     assert all(len(row) == len(script.HEAD) for row in rows)
-    assert dense[:4] == ["64x96", 3, "", "dense, beside fake (no graph)"]
+    assert dense[:4] == ["64x96", 3, "", "dense (fake) (no graph)"]
     assert int8[:4] == ["64x96", 3, "int8", "fake (no graph)"]
     assert float(dense[6]) == 1 and float(int8[6]) > 0
-    assert int4[2:5] == ["int4", "fake fails", "ValueError: not this one"]
+    assert int4[2:5] == ["int4", "fake fails", "ValueError: broken format"]
 
 
-def test_rotation_holds_what_is_asked_for(script):
+def test_rotation_fills_the_requested_bytes(script):
     rotation = importlib.import_module("_rotation")
     made = []
-    turns = rotation.rotation(lambda: made.append(0) or len(made), 3, 60e-9, 4)
-    assert [next(turns) for _ in range(6)][::5] == [(1, 2, 3, 4), (1, 2, 3, 4)]
+    groups = rotation.rotation(lambda: made.append(0) or len(made), 3, 60e-9, 4)
+    assert [next(groups) for _ in range(6)][::5] == [(1, 2, 3, 4), (1, 2, 3, 4)]
     assert len(made) == 20
     assert rotation.sizes_for(10) == (32, 8)
     assert rotation.sizes_for(10**8) == (10, 1)

@@ -1,4 +1,4 @@
-"""The estimate of how long a kernel of Ampere takes: loops that are counted by hand."""
+"""Test the simulated schedule of Ampere kernels against loops counted by hand."""
 
 import importlib
 import pathlib
@@ -9,94 +9,107 @@ from eqquant._jax import gpus
 from eqquant.debug import GPUInstruction
 
 
-BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
+STATIC = pathlib.Path(__file__).parent.parent / "benchmarks" / "static"
 A100 = gpus["a100"]
 
 
 @pytest.fixture
 def schedule(monkeypatch):
-    monkeypatch.syspath_prepend(BENCHMARKS)
+    monkeypatch.syspath_prepend(STATIC)
     return importlib.import_module("_gpu_schedule")
 
 
-def one(name, operands="", stall=1, writes=None, waits=(), reads=None):
+def instruction(name, operands="", stall=1, writes=None, waits=(), reads=None):
     return GPUInstruction(name, operands, stall, False, writes, reads, waits)
 
 
-MULTIPLY = one("HMMA.16816.F32.BF16")
+MULTIPLY = instruction("HMMA.16816.F32.BF16")
 
 
 @pytest.mark.parametrize(
-    "what, warps, each",
+    "repeated, warps, expected",
     [
-        (MULTIPLY, 1, 8),  # A quarter of 1024 products a cycle, of 2048.
-        (MULTIPLY, 4, 8),  # Each warp has its scheduler.
+        (MULTIPLY, 1, 8),  # 2048 products at a quarter of 1024 products per cycle.
+        (MULTIPLY, 4, 8),  # Each warp has its own scheduler.
         (MULTIPLY, 8, 16),
-        (one("IMMA.16832.S8.S8.SAT"), 4, 8),
-        (one("FFMA"), 4, 2),
-        (one("LOP3.LUT"), 8, 4),
-        (one("LOP3.LUT", stall=6), 4, 6),
-        (one("I2F"), 4, 8),
-        (one("LDS"), 4, 4),  # Of 128 bytes, for one of all schedulers a cycle.
-        (one("LDSM.16.M88.4"), 4, 16),
-        (one("UIADD3"), 8, 2),
+        (instruction("IMMA.16832.S8.S8.SAT"), 4, 8),
+        (instruction("FFMA"), 4, 2),
+        (instruction("LOP3.LUT"), 8, 4),
+        (instruction("LOP3.LUT", stall=6), 4, 6),
+        (instruction("I2F"), 4, 8),
+        (instruction("LDS"), 4, 4),  # All schedulers share one load per cycle.
+        (instruction("LDSM.16.M88.4"), 4, 16),
+        (instruction("UIADD3"), 8, 2),
     ],
 )
-def test_units_are_busy(what, warps, each, schedule):
-    run = lambda n: schedule.cycles([what] * n, warps, 1, 1, A100)
-    assert run(160) - run(80) == 80 * each
+def test_throughput_of_units(repeated, warps, expected, schedule):
+    run = lambda n: schedule.cycles([repeated] * n, warps, 1, 1, A100)
+    assert run(160) - run(80) == 80 * expected
 
 
-def test_ada_multiplies_integers_four_times_as_fast(schedule):
+def test_ada_multiplies_int8_four_times_as_fast(schedule):
     names = "HMMA.16816.F32.BF16", "IMMA.16832.S8.S8.SAT"
     uses = [schedule.use_of(name, gpus["rtx4090"]) for name in names]
     assert uses == [("tensor", 32), ("tensor", 16)]
 
 
-def test_results_are_waited_for(schedule):
-    load = one("LDS", writes=2)
-    alone = schedule.cycles([load, one("FFMA")], 1, 1, 1, A100)
-    waiting = schedule.cycles([load, one("FFMA", waits=(2,))], 1, 1, 1, A100)
-    other = schedule.cycles([load, one("FFMA", waits=(3,))], 1, 1, 1, A100)
+def test_scoreboards_delay_dependent_instructions(schedule):
+    load = instruction("LDS", writes=2)
+    alone = schedule.cycles([load, instruction("FFMA")], 1, 1, 1, A100)
+    waiting = schedule.cycles([load, instruction("FFMA", waits=(2,))], 1, 1, 1, A100)
+    other = schedule.cycles([load, instruction("FFMA", waits=(3,))], 1, 1, 1, A100)
     assert alone == other == 2 and waiting == 25
-    read = one("STS", reads=2)
-    assert schedule.cycles([read, one("MOV", waits=(2,))], 1, 1, 1, A100) == 14
+    read = instruction("STS", reads=2)
+    assert schedule.cycles([read, instruction("MOV", waits=(2,))], 1, 1, 1, A100) == 14
 
 
-def test_another_program_multiplies_meanwhile(schedule):
-    decode = [one("LOP3.LUT", stall=80), MULTIPLY, MULTIPLY, one("NOP", stall=8)]
+def test_programs_overlap(schedule):
+    decode = [
+        instruction("LOP3.LUT", stall=80),
+        MULTIPLY,
+        MULTIPLY,
+        instruction("NOP", stall=8),
+    ]
     times = [schedule.cycles(decode * 50, 4, n, n, A100) for n in (1, 2, 5)]
     alone, two, five = times
     assert alone == pytest.approx(50 * 97, rel=0.02)
     assert two < 1.1 * alone and five < 1.3 * alone
-    # One after the other, with a pause between.
-    apart = schedule.cycles(decode * 50, 4, 2, 1, A100)
-    assert 2 * alone < apart < 2 * alone + 600
+    # Without overlap, the start of a program adds a pause.
+    sequential = schedule.cycles(decode * 50, 4, 2, 1, A100)
+    assert 2 * alone < sequential < 2 * alone + 600
 
 
-def test_a_barrier_waits_for_the_slowest_warp_of_its_program(schedule):
-    late = [one("LDS") for _ in range(100)]
-    barrier = one("BAR.SYNC", "0x0")
+def test_barrier_waits_for_the_slowest_warp(schedule):
+    late = [instruction("LDS") for _ in range(100)]
+    barrier = instruction("BAR.SYNC", "0x0")
     program = [*late, barrier, MULTIPLY]
-    # Four warps load 400 times before any of them multiplies.
+    # Four warps load 400 times in total before any warp multiplies.
     assert schedule.cycles(program, 4, 1, 1, A100) > 390
-    # More warps: none is done before all are there.
+    # With more warps than schedulers, all warps must arrive before one continues.
     assert schedule.cycles([barrier] * 3, 8, 1, 1, A100) >= 20
 
 
-def test_copies_are_waited_for_by_group(schedule):
-    copy = [one("LDGSTS.E.BYPASS.128"), one("LDGDEPBAR", writes=0)]
-    ends = lambda left: [one("DEPBAR.LE", f"SB0, {left:#x}"), MULTIPLY]
-    run = lambda left: schedule.cycles([*copy * 2, *ends(left)], 1, 1, 1, A100)
-    none, first, all = run(2), run(1), run(0)
-    assert none < 30 and 600 < first <= all < 1200
+def test_depbar_waits_for_groups_of_copies(schedule):
+    copy = [instruction("LDGSTS.E.BYPASS.128"), instruction("LDGDEPBAR", writes=0)]
+    ends = lambda pending: [instruction("DEPBAR.LE", f"SB0, {pending:#x}"), MULTIPLY]
+    run = lambda pending: schedule.cycles([*copy * 2, *ends(pending)], 1, 1, 1, A100)
+    wait_0, wait_1, wait_2 = run(2), run(1), run(0)
+    assert wait_0 < 30 and 600 < wait_1 <= wait_2 < 1200
 
 
-def test_rounds_of_a_kernel(schedule, monkeypatch):
-    """Many tiles by a few of them, and the last ones by themselves."""
-    loop = [one("LDSM.16.M88.4", writes=0), one("HMMA.16816.F32", waits=(0,), stall=40)]
-    jump = one("BRA", "`(.L_x_0)", stall=5)
-    listed = [one("S2R", writes=1), *loop, jump, one("STG", waits=(1,)), one("EXIT")]
+def test_seconds_extrapolates_rounds(schedule, monkeypatch):
+    loop = [
+        instruction("LDSM.16.M88.4", writes=0),
+        instruction("HMMA.16816.F32", waits=(0,), stall=40),
+    ]
+    jump = instruction("BRA", "`(.L_x_0)", stall=5)
+    listed = [
+        instruction("S2R", writes=1),
+        *loop,
+        jump,
+        instruction("STG", waits=(1,)),
+        instruction("EXIT"),
+    ]
     kernel = SimpleNamespace(
         listed=listed, places_of_loops=[(1, 4)], registers=200, shared=0
     )

@@ -1,4 +1,4 @@
-"""What is best on which chip. `benchmarks/tpu_roofline.py --sweep` finds it anew."""
+"""The best parameters per chip, from `benchmarks/static/tpu_roofline.py --sweep`."""
 
 import dataclasses
 from typing import Any, Literal

@@ -1,16 +1,16 @@
-"""Language models over pods of TPUs that are not here, compiled ahead of time.
+"""Compile language models ahead of time for pods of TPUs, without a TPU.
 
-    python benchmarks/pods.py                        # Every case.
-    python benchmarks/pods.py 8b-decode-v5e          # Those whose name has this in it.
-    python benchmarks/pods.py 405b --layers 2        # Fewer layers: a loop over them.
-    python benchmarks/pods.py 70b --weights bfloat16
+    python benchmarks/static/pods.py                    # every case
+    python benchmarks/static/pods.py 8b-decode-v5e      # cases that match a name
+    python benchmarks/static/pods.py 405b --layers 2    # fewer layers compile faster
+    python benchmarks/static/pods.py 70b --weights bfloat16
 
-The weights of the models are abstract: nothing is downloaded, and none is in memory.
-Prints for each case what the compiler says: the bytes on each device, and whether they
-fit; the kernels; what moves between devices; and how long it took. In a program that
-does not fit the compiler finds no place for its arrays: it says how much they take.
+The weights of the models are abstract: nothing is downloaded or allocated. For each
+case the script prints the memory per device and whether it fits, the kernels, the
+traffic of collectives, and the time to compile. If a program does not fit, the script
+prints the memory that the compiler reports.
 
-Needs libtpu, on Linux: `pip install libtpu`.
+It needs libtpu, on Linux: `pip install libtpu`.
 """
 
 import argparse
@@ -18,21 +18,17 @@ import dataclasses
 import json
 import math
 import pathlib
-import sys
 import tempfile
 import time
 from collections import Counter
 
+import _paths  # noqa: F401
+import ahead
 import jax
 from _programs import Program
-from eqquant.debug._inspect import decoded_on_devices
-
-
-sys.path.insert(
-    0, str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama")
-)
-import ahead
+from _tables import add_output_options, output, print_table
 from ahead import GIB
+from eqquant.debug._inspect import decoded_on_devices
 from layout import Layout
 
 
@@ -43,7 +39,7 @@ class Case:
     topology: str
     mesh: tuple[int, int, int]
     batch: int
-    length: int  # Of a sequence; of the cache.
+    length: int  # Tokens per sequence; in decoding, the capacity of the cache.
 
     @property
     def name(self) -> str:
@@ -65,7 +61,7 @@ CASES = [
 
 
 class Clock:
-    """Seconds of each step, and of the CPU."""
+    """Records the wall-clock and CPU seconds of each step of compilation."""
 
     def __init__(self):
         self.last = time.perf_counter(), time.process_time()
@@ -80,7 +76,7 @@ class Clock:
 
 
 def build(case: Case, options, layers: int | None):
-    """The layout, the function that is compiled, and its arguments."""
+    """Return the config, the layout, the function to compile and its arguments."""
     trains = case.task == "train"
     mesh = ahead.mesh_of(case.topology, case.mesh)
     layout = Layout(mesh, fsdp=trains, by_tokens=trains)
@@ -110,7 +106,7 @@ def measure(case: Case, options) -> dict:
     )
     name = f"{case.name}-{options.weights}-{config.layers}".replace(":", "_")
     folder = options.text / name
-    # The compiler writes its text itself: not every program can be asked for it.
+    # `Compiled.as_text` fails for some programs, so the compiler dumps the text.
     dump = dict(xla_dump_to=str(folder), xla_dump_hlo_as_text=True)
     try:
         program = ahead.compile_ahead(fn, args, layout, clock, **dump)
@@ -142,23 +138,25 @@ def measure(case: Case, options) -> dict:
 
 
 def largest(case: Case, options, measured: dict) -> dict:
-    """The most layers of this width that fit, and the parameters of such a model. What
-    a layer takes is known without compiling: its arguments, and in training its input,
-    which is kept."""
-    one, two = (build(case, options, layers)[-1] for layers in (1, 2))
-    layer = (ahead.bytes_of(two) - ahead.bytes_of(one)) / GIB
+    """Return the most layers of this width that fit, and that model's parameters.
+
+    A layer takes the memory of its arguments and, in training, of its saved input. Both
+    are computed without compiling.
+    """
+    args_1, args_2 = (build(case, options, layers)[-1] for layers in (1, 2))
+    layer = (ahead.bytes_of(args_2) - ahead.bytes_of(args_1)) / GIB
     if case.task == "train":
         size = ahead.MODELS[case.model][0]
-        kept = 2 * case.batch * case.length * size / math.prod(case.mesh)
-        layer += kept / GIB
-    left = measured["memory"] - measured["needs"]
-    layers = measured["layers"] + int(left // layer)
+        saved = 2 * case.batch * case.length * size / math.prod(case.mesh)
+        layer += saved / GIB
+    free = measured["memory"] - measured["needs"]
+    layers = measured["layers"] + int(free // layer)
     config = ahead.config_of(case.model, layers, options.vocabulary)
     return dict(layers=layers, billions=ahead.parameters_of(config) / 1e9)
 
 
-def told(row: dict) -> str:
-    """For people."""
+def described(row: dict) -> str:
+    """Format a row as text."""
     lines = [
         f"{row['case']}, {row['weights']}, {row['layers']} layers, batch "
         f"{row['batch']} x {row['length']}, mesh {tuple(row['mesh'])}"
@@ -177,14 +175,38 @@ def told(row: dict) -> str:
         "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
         f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
         + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),
-        f"  largest of this width: {row['largest']['layers']} layers, "
+        f"  largest model of this width: {row['largest']['layers']} layers, "
         f"{row['largest']['billions']:.0f} billion parameters",
     ]
     return "\n".join(lines)
 
 
+HEAD = ["case", "mesh", "weights", "GiB of arguments", "GiB of temporaries"]
+HEAD += ["GiB available", "kernels", "moved", "largest, billions", "CPU s"]
+
+
+def table_row(row: dict) -> list[str]:
+    """Format a row of the Markdown table."""
+    mesh = "x".join(map(str, row["mesh"]))
+    start = [row["case"], mesh, row["weights"]]
+    if not row["fits"]:
+        needs = f"does not fit: {row['needs']:.2f}"
+        return [*start, needs, "", f"{row['memory']:.2f}", "", "", "", ""]
+    moved = (f"{kind} {n:.3f} GiB" for kind, n in sorted(row["moved"].items()))
+    return [
+        *start,
+        f"{row['arguments']:.2f}",
+        f"{row['temporaries']:.2f}",
+        f"{row['memory']:.2f}",
+        str(sum(row["kernels"].values())),
+        ", ".join(moved) or "none",
+        f"{row['largest']['billions']:.0f}",
+        f"{row['cpu']:.0f}",
+    ]
+
+
 def largest_of_each(rows: list[dict]) -> list[str]:
-    """Of the models that were compiled for a topology, with as many layers as fit."""
+    """List the largest model that fits each topology."""
     best: dict = {}
     for row in rows:
         if row["fits"]:
@@ -203,27 +225,32 @@ def _listed(counts: dict) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("cases", nargs="*", help="parts of names; by default all")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("cases", nargs="*", help="parts of names (default: all cases)")
+    parser.add_argument("--layers", type=int, help="compile this many layers")
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--weights", default="nf4", help="a format, or bfloat16")
-    parser.add_argument("--rank", type=int, default=16, help="of adapters, in training")
-    parser.add_argument("--text", type=pathlib.Path, help="a folder for the programs")
+    parser.add_argument("--rank", type=int, default=16, help="rank of LoRA adapters")
+    parser.add_argument("--text", type=pathlib.Path, help="a folder for HLO dumps")
     parser.add_argument("--json", type=pathlib.Path, help="a file to append rows to")
+    add_output_options(parser)
     options = parser.parse_args()
     parts = options.cases or [""]
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, output(options):
         options.text = options.text or pathlib.Path(folder)
         for case in CASES:
             if any(part in case.name for part in parts):
                 row = measure(case, options)
                 rows.append(row)
-                print(told(row), flush=True)
+                if not options.markdown:
+                    print(described(row), flush=True)
                 if options.json:
                     with options.json.open("a") as file:
                         file.write(json.dumps(row) + "\n")
-    print("The largest model that fits:", *largest_of_each(rows), sep="\n  ")
+        if options.markdown:
+            print_table([HEAD, *map(table_row, rows)], markdown=True)
+            return
+        print("The largest model that fits:", *largest_of_each(rows), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""What the compiler for TPUs makes of a kernel: its schedule, and the time it implies.
+"""Estimate the run time of TPU kernels from the schedule that libtpu compiles.
 
-libtpu writes down the instructions of a kernel (see `_bundles.py`). Not among them, and
-added here, are the cycles for which the matrix units are busy, and the transfers
-between memory and the core.
+libtpu dumps the instructions of a kernel, which `_tpu_bundles.py` counts. The dump does
+not contain the cycles for which the matrix units are busy, or the transfers between
+memory and the core. This module adds both.
 """
 
 import contextlib
@@ -14,14 +14,14 @@ import os
 import re
 import tempfile
 
-import _bundles
+import _tpu_bundles
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 
 _dump = tempfile.mkdtemp(prefix="schedule")
-# Read once, when libtpu is loaded.
+# libtpu reads this variable once, when it is loaded.
 os.environ["LIBTPU_INIT_ARGS"] = (
     f"--xla_jf_dump_to={_dump} --xla_jf_dump_llo_text=true "
     "--xla_jf_emit_annotations=true --xla_jf_debug_level=2 "
@@ -31,8 +31,11 @@ os.environ["LIBTPU_INIT_ARGS"] = (
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What JAX has as one device: a chip, or one core of it. Matrix units and cycles
-    are those of one core; these are of one instruction on one unit."""
+    """The rates of one JAX device, which is a chip or one of its cores.
+
+    `matrix_units` counts the units of one core. `matmul_cycles` and `push_cycles` are
+    the cycles that one instruction occupies one matrix unit.
+    """
 
     hertz: float
     bytes_per_second: float
@@ -44,16 +47,16 @@ class Device:
 
     @property
     def bytes_per_cycle(self) -> float:
-        """Of one core, if all are at it."""
+        """The bandwidth of one core while all cores transfer."""
         return self.bytes_per_second / self.hertz / self.cores
 
     def one_core(self) -> "Device":
-        """The same, where the others have nothing to do."""
-        half = self.bytes_per_second / self.cores
-        return dataclasses.replace(self, cores=1, bytes_per_second=half)
+        """Return this device with one active core and its share of the bandwidth."""
+        bandwidth = self.bytes_per_second / self.cores
+        return dataclasses.replace(self, cores=1, bytes_per_second=bandwidth)
 
     def roofline(self, moved: float, macs: float) -> float:
-        """The least seconds for so many bytes and multiplications."""
+        """Return the lower bound in seconds for `moved` bytes and `macs` operations."""
         multiplying = macs / (self.macs_per_cycle * self.cores) / self.hertz
         return max(moved / self.bytes_per_second, multiplying)
 
@@ -70,10 +73,13 @@ _launch_cycles = 1500
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Cycles are those of a step. What limits it is `"transfer"`, `"matrix"`, or for
-    instructions the unit that has most to do, and in which share of the cycles. `other`
-    is what of the seconds is spent outside of the kernel; `temporary` what memory is
-    needed beside the arguments and the result, in bytes."""
+    """The estimated time of a program.
+
+    Cycles are cycles of one step of its longest kernel. `limit` is `"transfer"`,
+    `"matrix"`, or the busiest unit and its utilization if instructions are the limit.
+    `other` is the part of `seconds` outside that kernel. `temporary` is the size in
+    bytes of temporary arrays.
+    """
 
     steps: int
     step_cycles: float
@@ -99,24 +105,26 @@ def _pallas_calls(jaxpr) -> list:
 
 
 def _moves(index, grid) -> int:
-    """How often a block moves, by the pipeline of a kernel: when its index changes."""
-    last, moves = None, 0
+    """Count the transfers of a block: a pipeline moves it when its index changes."""
+    previous, moves = None, 0
     for step in itertools.product(*map(range, grid)):
-        now = index(*step)
-        moves += now != last
-        last = now
+        current = index(*step)
+        moves += current != previous
+        previous = current
     return moves
 
 
 def _bytes(dtype) -> float:
-    """Of one number in memory, where those of 4 bits are packed."""
+    """Return the bytes of one number in memory, where 4-bit numbers are packed."""
     kind = jnp.iinfo if jnp.issubdtype(dtype, jnp.integer) else jnp.finfo
     return kind(dtype).bits / 8
 
 
 def bytes_moved(eqn, kept=(), results: bool = True) -> float:
-    """By the pipeline of a kernel, without what it gets for the operands `kept`, and
-    with what it does for the results, or without."""
+    """Return the bytes that the pipeline of a kernel moves.
+
+    The operands at the positions `kept` do not count. Results count only if `results`.
+    """
     mapping = eqn.params["grid_mapping"]
     total = 0
     count = None if results else mapping.num_inputs
@@ -140,20 +148,20 @@ def bytes_moved(eqn, kept=(), results: bool = True) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class _Pipeline:
-    """Of a kernel that has its loop inside, by `pltpu.emit_pipeline`."""
+    """A loop inside a kernel, made by `pltpu.emit_pipeline`."""
 
     grid: tuple[int, ...]
     bytes_moved: float
-    is_split: bool  # Over cores.
+    is_split: bool  # Whether the cores share the steps.
 
 
-# What `emit_pipeline` calls the axis of a grid that cores share.
+# The options of `emit_pipeline` that name the grid axis which cores share.
 _core_axes = ("core_axis", "core_axis_name")
 
 
 @contextlib.contextmanager
 def _pipelines():
-    """A list that has all of them which are traced meanwhile."""
+    """Record in a list every pipeline that is traced inside the context."""
     found: list[_Pipeline] = []
     emit = pltpu.emit_pipeline
 
@@ -161,7 +169,7 @@ def _pipelines():
         run = emit(body, grid=grid, in_specs=in_specs, out_specs=out_specs, **options)
         specs = [*jax.tree.leaves(in_specs), *jax.tree.leaves(out_specs)]
 
-        def recorded(*refs, **more):
+        def recorded(*refs, **kwargs):
             moved = sum(
                 _moves(spec.index_map, grid)
                 * math.prod(spec.block_shape)
@@ -170,7 +178,7 @@ def _pipelines():
             )
             is_split = any(options.get(name) is not None for name in _core_axes)
             found.append(_Pipeline(grid, moved, is_split))
-            return run(*refs, **more)
+            return run(*refs, **kwargs)
 
         return recorded
 
@@ -184,8 +192,11 @@ def _pipelines():
 def _seconds(
     name: str, grid, moved: float, files: list[str], device: Device
 ) -> Estimate:
-    """Of one kernel of a program. Cores share its steps; each begins with the first
-    transfer, and with what is done once."""
+    """Estimate one kernel of a program.
+
+    Cores share its steps. Each core begins with the first transfer and with the bundles
+    that only some steps execute.
+    """
 
     def path(ending: str) -> str:
         found = [
@@ -195,7 +206,7 @@ def _seconds(
         ]
         return os.path.join(_dump, found[-1])
 
-    count = _bundles.count(
+    count = _tpu_bundles.count(
         path("final_bundles"), path("final_hlo-static-per-bundle-utilization")
     )
     products = count.products * device.matmul_cycles
@@ -213,8 +224,10 @@ def _seconds(
 
 
 def _is_kept(operand: str, text: str) -> bool:
-    """Whether it was made in vector memory, by what has been counted. What is fetched
-    ahead, by `copy-done`, has not."""
+    """Check whether an operand already is in vector memory and costs no transfer.
+
+    A prefetched operand, which `copy-done` produces, does cost a transfer.
+    """
     made = re.search(rf"{re.escape(operand)} = (.*?) ([a-z-]+)\((%[^,)]*)?", text)
     assert made is not None
     if made[2] in ("bitcast", "get-tuple-element"):
@@ -224,7 +237,7 @@ def _is_kept(operand: str, text: str) -> bool:
 
 def _seconds_of_call(eqn, text: str, files: list[str], device: Device) -> Estimate:
     name = eqn.params["name"] or str(eqn.params["name_and_src_info"].name)
-    # What the compiler keeps in vector memory, S(1), does not come from the other.
+    # Operands in vector memory, S(1), are not transferred from HBM.
     call = re.search(rf"%{re.escape(name)}[.\d]* = (.*?) custom-call\((.*?)\)", text)
     assert call is not None
     operands = re.findall(r"%[^\s,]+", call[2])
@@ -234,22 +247,25 @@ def _seconds_of_call(eqn, text: str, files: list[str], device: Device) -> Estima
 
 
 def _cycles_around(text: str) -> int:
-    """What the compiler itself expects of the other operations of a program."""
+    """Sum the compiler's own estimates for the other operations of a program."""
     entry = text[text.index("ENTRY ") :]
     return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry)))
 
 
 def estimate(fn, *args, chip: str, compile) -> Estimate:
-    """Of a function compiled by `compile`: of that of its Pallas kernels which takes
-    longest, with the time of all of them and of what else is done. Without kernels that
-    is what the compiler expects."""
+    """Estimate a function that `compile` compiles for a chip.
+
+    The result describes the longest Pallas kernel of the program; its `seconds` cover
+    all kernels and all other operations. A program without kernels gets the compiler's
+    own estimate.
+    """
     before = set(os.listdir(_dump))
     jaxprs, pipelines = [], []
 
     def spy(*traced):
         with _pipelines() as found:
-            # Here the chip is known. Not `fn` itself: JAX keeps what it has traced, and
-            # the table of the chip may have changed.
+            # Trace here, where the chip is set. Wrap `fn`, because JAX caches traces
+            # by function and the table of the chip may have changed.
             jaxprs.append(jax.make_jaxpr(lambda *args: fn(*args))(*args))
         pipelines.extend(found)
         return fn(*traced)
@@ -262,7 +278,7 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
         around = _cycles_around(text) / device.hertz
         temporary = compiled.memory_analysis().temp_size_in_bytes
         if pipelines:
-            # There is one, in one kernel, which JAX has not given a name.
+            # There is exactly one pipeline, in one kernel, and JAX has not named it.
             (pipeline,) = pipelines
             custom = r'%(\S+) = .*custom_call_target="tpu_custom_call"'
             (name,) = re.findall(custom, text)

@@ -1,4 +1,4 @@
-"""What a compiled program of XLA has in it: kernels, and what moves between devices."""
+"""Count the kernels and the collectives of a program that XLA compiled."""
 
 import math
 import re
@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 
 class Moved(NamedTuple):
-    """By one kind of collective, on one device, each time that the program runs."""
+    """The key of a count of bytes: a kind of collective and a dtype."""
 
     kind: str
     dtype: str
 
 
 class Program:
-    """Of the text of a `jax.stages.Compiled`."""
+    """The parsed text of a `jax.stages.Compiled`."""
 
     def __init__(self, text: str):
         self.lines: dict[str, list[str]] = {}
@@ -29,7 +29,7 @@ class Program:
                 self.lines[name].append(line)
 
     def run(self) -> Iterator[tuple[str, int]]:
-        """Every instruction, and how often it runs."""
+        """Yield every instruction and the number of times that it runs."""
         todo = [(self.entry, 1)]
         while todo:
             name, times = todo.pop()
@@ -40,12 +40,12 @@ class Program:
                 todo += [(inner, times * trips) for inner in called.values()]
 
     def trips(self, condition: str) -> int:
-        """Of a loop: it counts up to a constant."""
+        """Return the trip count of a loop that counts up to a constant."""
         text = "\n".join(self.lines[condition])
         return max(int(n) for n in _constant.findall(text))
 
     def kernels(self) -> Counter:
-        """How many of each name the program has."""
+        """Count the kernels of the program by name."""
         names = Counter()
         for line, _ in self.run():
             if 'custom_call_target="tpu_custom_call"' in line:
@@ -53,8 +53,10 @@ class Program:
         return names
 
     def collectives(self) -> tuple[Counter, Counter]:
-        """How many there are of each kind, and the bytes of their results on a device
-        in one run, by kind and dtype."""
+        """Count collectives by kind, and their bytes by kind and dtype.
+
+        Bytes are the results on one device in one run of the program.
+        """
         count, total = Counter(), Counter()
         for line, times in self.run():
             found = _collective.search(line)
@@ -63,7 +65,7 @@ class Program:
             results, kind, started = found.groups()
             arrays = _array.findall(results)
             if started and kind != "all-reduce":
-                # Operands, results, and numbers that say where it is.
+                # The tuple holds operands, then results, then scalars for bookkeeping.
                 arrays = [(dtype, sizes) for dtype, sizes in arrays if sizes]
                 arrays = arrays[len(arrays) // 2 :]
             count[kind] += 1

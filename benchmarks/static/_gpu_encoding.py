@@ -1,5 +1,7 @@
-"""What quantizing costs on a GPU, beside a copy of what is quantized: by the kernels
-that XLA makes, one after the other."""
+"""Estimate how long quantization takes on a GPU, relative to a copy of the weight.
+
+The estimate adds up the kernels that XLA compiles.
+"""
 
 import functools as ft
 import re
@@ -7,15 +9,15 @@ import re
 import eqquant
 import jax
 from _gpu_bytes import steps
-from _gpu_times import of_loop, pause
+from _gpu_times import elementwise_time, pause
 from _gpu_units import launched, units_of
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 
 
-HEAD = "chip", "K x N", "format", "kernels", "MB", "x least", "MiB held", "limit"
-HEAD = *HEAD, "of a copy"
-WIDTHS = 8, 12, 8, 8, 9, 8, 9, 7, 9
+HEAD = "chip", "K x N", "format", "kernels", "MB", "x minimum", "temp MiB", "limit"
+HEAD = *HEAD, "vs copy"
+WIDTHS = 8, 12, 8, 8, 9, 9, 9, 7, 9
 
 
 def row(format, name: str, size: str, dtype: str, chip: str) -> list:
@@ -32,7 +34,7 @@ def row(format, name: str, size: str, dtype: str, chip: str) -> list:
         kernel = kernels.get(re.sub(r"\W", "_", step.name))
         launch = launched(program, kernel.name) if kernel else None
         units = units_of(kernel, 1 / (launch[0] * launch[1])) if launch else None
-        time, limit = of_loop(step, units, gpus[chip])
+        time, limit = elementwise_time(step, units, gpus[chip])
         taken += time
         limits[limit] = limits.get(limit, 0.0) + time
     moved = sum(step.bytes * step.count for step in found)

@@ -1,7 +1,8 @@
-"""How long the kernels of a program for a GPU take at least, one after the other.
+"""Lower bounds for the run time of the kernels of a GPU program.
 
-By NVIDIA's data sheets: the memory's bandwidth, and what tensor cores multiply a
-second, without sparsity. So each is as if cuBLAS, and everything else, reached these.
+The bounds use NVIDIA's data sheets: the memory bandwidth, and the peak rate of tensor
+cores without sparsity. They assume that every kernel, cuBLAS included, reaches these
+rates. Kernels run one after another.
 """
 
 import math
@@ -11,29 +12,31 @@ from _gpu_units import Pipelined, Units
 from eqquant._jax import GPU
 
 
-# Products a cycle and core: of 16 bits summed in float32, and of 8 bits in int32.
+# Multiplications per cycle and core: 16-bit with float32 sums, 8-bit with int32 sums.
 rates = {"sm_80": (1024, 2048), "sm_89": (256, 1024), "sm_90a": (2048, 4096)}
-# The same a second.
+# The same rates per second and chip.
 _peaks = {
     "sm_80": (156e12, 312e12),
     "sm_89": (82.6e12, 330.3e12),
     "sm_90a": (494.7e12, 989.5e12),
 }
-# From the end of a kernel to the start of the next.
+# Seconds from the end of one kernel to the start of the next: an assumption.
 pause = 2e-6
 
 
 def dense(m: int, k: int, n: int, chip: GPU) -> float:
-    """Seconds of a product in bfloat16 by cuBLAS."""
+    """Return the seconds of a bfloat16 matmul by cuBLAS."""
     moved = 2 * (m * k + k * n + m * n)
     products = m * k * n / _peaks[chip.architecture][0]
     return max(products, moved / chip.bandwidth) + pause
 
 
-def of_xla(step: Step, chip: GPU) -> tuple[float, float]:
-    """Of a kernel of XLA's, products as fast as those of cuBLAS: if another kernel
-    converts before what the product converts, and if that costs nothing. XLA keeps
-    what is faster."""
+def xla_time(step: Step, chip: GPU) -> tuple[float, float]:
+    """Return the (longest, shortest) time of an XLA kernel, as fast as cuBLAS.
+
+    The longest time includes a separate kernel that converts the operands. The shortest
+    assumes that the matmul converts them at no cost. XLA picks the faster variant.
+    """
     time, converting = step.bytes / chip.bandwidth, 0.0
     if step.product is not None:
         peak = _peaks[chip.architecture][step.product.dtype == "s8"]
@@ -43,9 +46,8 @@ def of_xla(step: Step, chip: GPU) -> tuple[float, float]:
     return (time + converting + pause) * step.count, (time + pause) * step.count
 
 
-def of_loop(step: Step, units: Units | None, chip: GPU) -> tuple[float, str]:
-    """Of a kernel that multiplies nothing, by its bytes and the instructions of all of
-    its threads; and what limits it."""
+def elementwise_time(step: Step, units: Units | None, chip: GPU) -> tuple[float, str]:
+    """Return the time of a kernel without a matmul, and the resource that limits it."""
     limits = {"memory": step.bytes / chip.bandwidth}
     if units is not None:
         for unit, cycles in units.cycles(chip).items():
@@ -55,11 +57,15 @@ def of_loop(step: Step, units: Units | None, chip: GPU) -> tuple[float, str]:
     return (time + pause) * step.count, limit
 
 
-def by_kernel(
+def kernel_time(
     step: Step, units: Units, rows: int, products: float, integers: bool, chip: GPU
 ) -> tuple[float, float]:
-    """Of a kernel that decodes weights and multiplies each with so many rows of an
-    activation: if tensor cores wait for all else in its loop, and if for nothing."""
+    """Return the (longest, shortest) time of a kernel that decodes and multiplies.
+
+    Each decoded weight is multiplied with `rows` rows of the activation. In the longest
+    time, tensor cores wait for all other instructions of the loop; in the shortest they
+    never wait.
+    """
     tensor = rows / rates[chip.architecture][integers]
     others = units.cycles(chip)
     at_peak = products / _peaks[chip.architecture][integers]
@@ -69,13 +75,13 @@ def by_kernel(
     return max(waiting, moved) + pause, max(free, moved) + pause
 
 
-def by_schedule(step: Step, busy: float, chip: GPU) -> tuple[float, float]:
-    """Of a kernel that keeps cores busy for so many seconds."""
+def scheduled_time(step: Step, busy: float, chip: GPU) -> tuple[float, float]:
+    """Return the time of a kernel that keeps the cores busy for `busy` seconds."""
     time = max(busy, step.bytes / chip.bandwidth) + pause
     return time, time
 
 
-def by_pipeline(
+def pipelined_time(
     step: Step,
     found: Pipelined,
     pipeline,
@@ -85,24 +91,27 @@ def by_pipeline(
     integers: bool,
     chip: GPU,
 ) -> tuple[float, float]:
-    """Of the kernel in which tensor cores multiply a step of one warpgroup while it
-    decodes the next, and while the other one is between two steps.
+    """Return the (longest, shortest) time of the warp-specialized kernel for Hopper.
 
-    In both numbers, all programs wait for those with the most tiles, and a step takes
-    as long as what is busiest in it. At worst a tile pauses for all that is not in a
-    step, of one warpgroup after the other, and for a microsecond of waiting; at best
-    the other warpgroup, and what is brought ahead, hide it."""
+    In this kernel, tensor cores multiply one step of a warpgroup while the warpgroup
+    decodes the next step, and while the other warpgroup is between two steps.
+
+    Both times wait for the program with the most tiles, and both count the busiest unit
+    of a step. The longest time adds, for each tile, the work outside of its steps for
+    both warpgroups and a microsecond of waiting. The shortest time assumes that the
+    other warpgroup and prefetched data hide this work.
+    """
     rate, columns = rates[chip.architecture][integers], 128 if integers else 64
     weights = pipeline.rows * columns
     busy = max(found.step._replace(shared=found.shared / weights).cycles(chip).values())
     cycles = max(pipeline.m * weights / rate, busy * weights)
-    # Of a warpgroup, if the other one has an instruction of tensor cores left.
+    # One tensor-core instruction of the other warpgroup overlaps with the wait.
     waits = max(0.0, found.between - 64 * 16 * pipeline.m / rate)
     tiles = math.ceil(m / pipeline.m) * math.ceil(n / pipeline.rows / pipeline.cluster)
     most = math.ceil(tiles / (chip.cores // pipeline.cluster))
     clock = _peaks[chip.architecture][integers] / rate / chip.cores
-    pause_of_tile = 2 * found.tile / clock + 1e-6
+    tile_overhead = 2 * found.tile / clock + 1e-6
     moved = step.bytes / chip.bandwidth
     best = most * math.ceil(k / columns) * (cycles + waits) / clock
-    worst = best + most * pause_of_tile
+    worst = best + most * tile_overhead
     return max(worst, moved) + pause, max(best, moved) + pause

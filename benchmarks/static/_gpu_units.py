@@ -1,8 +1,8 @@
-"""What units of a core a kernel keeps busy, for each weight, and how fast it can be at
-most: by the instructions of its loop, or of all of it if it has none.
+"""Count the work of each unit of a GPU core per weight, and bound a kernel's speed.
 
-Rates are those of NVIDIA's tables of arithmetic throughput, per cycle and core. A
-kernel that waits for results, or for other warps, is slower: expect 70 to 80% of a
+The counts come from the instructions of the kernel's loop, or of the whole kernel if it
+has no loop. Rates per cycle and core are from NVIDIA's tables of arithmetic throughput.
+A kernel that waits for results or for other warps is slower: expect 70 to 80% of a
 bound.
 """
 
@@ -14,7 +14,7 @@ from eqquant._jax import GPU
 from eqquant.debug import GPUKernel
 
 
-# Of shared memory, bytes a cycle.
+# Bytes of shared memory per cycle.
 _shared = 128
 _alu = re.compile(
     r"LOP3|PLOP3|PRMT|SHF|SGXT|SEL|FSEL|ISETP|FSETP|IADD|VIADD|LEA|IMNMX|VIMNMX|POPC"
@@ -24,7 +24,7 @@ _convert = re.compile(r"I2F|F2I|F2F\b")
 
 
 class Units(NamedTuple):
-    """For each weight; of one thread, but for `shared`, which is in bytes."""
+    """Instructions of one thread per weight; `shared` counts bytes per weight."""
 
     issued: float
     alu: float
@@ -33,7 +33,7 @@ class Units(NamedTuple):
     shared: float
 
     def cycles(self, chip: GPU) -> dict[str, float]:
-        """Of a core, that each unit takes for a weight."""
+        """Return the cycles of a core that each unit takes per weight."""
         return {
             "issue": self.issued / 128,
             "ALU": self.alu / 64,
@@ -43,7 +43,7 @@ class Units(NamedTuple):
 
 
 def units_of(kernel: GPUKernel, weights: float) -> Units:
-    """`weights` are those of a thread, in the loop."""
+    """Count the instructions of a loop in which a thread decodes `weights` weights."""
     return _units(max(kernel.loops, key=len, default=kernel.instructions), weights)
 
 
@@ -52,7 +52,7 @@ def _units(names: list[str], weights: float) -> Units:
     alu = sum(bool(_alu.match(name)) for name in names)
     fma = sum(bool(_fma.match(name)) for name in names)
     imad = sum(name.startswith("IMAD") for name in names)
-    # A quarter as many a cycle.
+    # Conversions run at a quarter of the ALU's rate.
     alu += 4 * sum(bool(_convert.match(name)) for name in names)
     moved = 0.0
     for name in names:
@@ -62,11 +62,14 @@ def _units(names: list[str], weights: float) -> Units:
 
 
 class Pipelined(NamedTuple):
-    """Of the kernel in which tensor cores multiply a step of a warpgroup while it
-    decodes the next one, instructions of a thread: from one step to the next; of
-    these, cycles of those while tensor cores have none of its products; and those of a
-    tile of the result beside its steps. `shared` are bytes of shared memory that go in
-    or out in a step, by tensor cores, too."""
+    """The work of the kernel in which decoding and tensor cores overlap.
+
+    - `step`: instructions of a thread from one step to the next.
+    - `between`: cycles of a step in which tensor cores have no work of this warpgroup.
+    - `tile`: instructions of a tile outside of its steps.
+    - `shared`: bytes that move in or out of shared memory in a step, including reads by
+      tensor cores.
+    """
 
     step: Units
     between: int
@@ -77,23 +80,25 @@ class Pipelined(NamedTuple):
 def pipelined(
     kernel: GPUKernel, pipeline, step_bytes: int, integers: bool
 ) -> Pipelined:
-    """By its loops, where a step brings so many bytes to a program, 128 for each row of
-    the activation."""
+    """Analyse the loops of a kernel whose steps load `step_bytes` bytes each.
+
+    A step also loads 128 bytes for each row of the activation.
+    """
     listed = list(zip(kernel.instructions, kernel.stalls, strict=True))
     loops = [listed[start:stop] for start, stop in kernel.places_of_loops]
     loops = sorted((loop for loop in loops if _multiplies(loop)), key=len)
     step, tile = ([x for x in loop if x[0] != "NOP"] for loop in loops[:2])
     at = next(i for i, (name, _) in enumerate(step) if "WARPGROUP.DEPBAR" in name)
-    turned = [*step[at:], *step[:at]]
-    first = next(i for i, (name, _) in enumerate(turned) if "GMMA" in name)
-    between = sum(max(stall, 1) for _, stall in turned[:first])
+    rotated = [*step[at:], *step[:at]]
+    first = next(i for i, (name, _) in enumerate(rotated) if "GMMA" in name)
+    between = sum(max(stall, 1) for _, stall in rotated[:first])
     weights = (128 if integers else 64) * pipeline.rows
     units = _units([name for name, _ in step], weights / 256)
-    # Each of two warpgroups reads all rows of the activation, and integers of its own.
+    # Both warpgroups read all rows of the activation; each reads its own integers.
     moved = 2 * 128 * pipeline.m + step_bytes + units.shared * weights
-    if integers:  # Of which one product is still to be done when it waits.
+    if integers:  # One product is still pending at the wait.
         moved, between = moved + weights, 0
-    # A tile has the last step, and the first codes, once more.
+    # A tile repeats the last step and the first decode outside of its loop.
     return Pipelined(units, between, len(tile) - len(step), moved)
 
 
@@ -104,22 +109,27 @@ def _multiplies(loop: list[tuple[str, int]]) -> bool:
 def _width(name: str) -> int:
     if name.startswith("LDSM"):
         return 4 * int(name[-1]) if name[-1].isdigit() else 4
-    # Of less than a word the rest is wasted.
+    # Accesses of less than 4 bytes occupy 4 bytes of bandwidth.
     digits = re.search(r"\.U?(64|128)$", name)
     return int(digits[1]) // 8 if digits else 4
 
 
 def bound(units: Units, chip: GPU, stored: float) -> tuple[float, str]:
-    """The largest share of the memory's bandwidth, and what limits it: of weights that
-    take so many bytes each."""
+    """Return the largest share of memory bandwidth that a kernel can use.
+
+    `stored` is the number of bytes per weight. The second result names the unit that
+    limits the kernel.
+    """
     unit, cycles = max(units.cycles(chip).items(), key=lambda item: item[1])
     share = chip.cores * chip.clock / cycles * stored / chip.bandwidth
     return share, unit if share < 1 else "memory"
 
 
 def launched(program, kernel_name: str) -> tuple[int, int, int] | None:
-    """Of a kernel that a program starts: blocks, threads of each, and bytes of shared
-    memory; None if it says nothing of it."""
+    """Return the blocks, threads per block and shared memory bytes of a launch.
+
+    Return None if the program does not launch the kernel.
+    """
     name, size = re.escape(kernel_name), r"\[(\d+), (\d+), (\d+)\]"
     pattern = rf"\] {name} grid: {size} threads: {size}.*?shared_memory: (\d+)"
     found = re.search(pattern, program.launches)
@@ -130,8 +140,11 @@ def launched(program, kernel_name: str) -> tuple[int, int, int] | None:
 
 
 def in_flight(kernel: GPUKernel, tiles, chip: GPU, grid: int, dynamic: int) -> float:
-    """Kibibytes of codes that a core waits for: by registers and shared memory, of
-    which a launch asks for `dynamic` bytes, and by how many programs there are."""
+    """Return the KiB of codes that a core has in flight.
+
+    Registers, shared memory and the size of the grid limit the resident programs. A
+    launch allocates `dynamic` bytes of shared memory.
+    """
     threads = 32 * tiles.warps
     registers = -(-kernel.registers // 8) * 8 * threads
     programs = min(

@@ -1,27 +1,28 @@
-"""The kernels for TPUs beside those of qwix, by the compiler's own schedule.
+"""Compare the TPU kernels with those of qwix, by the schedule that libtpu compiles.
 
-    python benchmarks/tpu_qwix.py
-    python benchmarks/tpu_qwix.py --chips v6e --m 256 2048 --sizes 4096x4096
+    python benchmarks/static/tpu_qwix.py
+    python benchmarks/static/tpu_qwix.py --chips v6e --m 256 2048 --sizes 4096x4096
 
-qwix is installed into an environment of its own (see `peers.py`), with the compiler of
-this one. There all rows are computed, by `tpu_roofline.py`, which has the options and
-says what the columns mean. qwix has
+The script installs qwix into a separate environment (see `peers.py`) with the same
+versions of JAX and libtpu, and computes all rows there. `tpu_roofline.py` describes the
+columns and has the same options. The variants of qwix:
 
-- "W8A8": `qwix.contrib.kernels.quantized_matmul`, its kernel, in the blocks that are
-  its default. Both operands are int8, with one scale for each tile of 128 x 128, the
-  finest that it takes. `qwix.quantize` rounds the activation, which counts.
-- "W8A8 fused": `qwix.contrib.kernels.lhs_fused_quantized_matmul`, which rounds the
-  activation itself, from float32. In the same blocks, as it has no default.
-- "pallas": not a kernel of qwix's, but the one that its tests show, with what it has
-  to write kernels: `qwix.pallas.pallas_call`, and in it `qwix.pallas.dot_general`; for
-  NF4, which that cannot multiply, `qwix.pallas.dequantize` and a product. In the blocks
-  of "dense". Weights have a scale for each column ("int8"), and for each 128 ("int4")
-  or 64 ("nf4") in it; activations stay in bfloat16.
-- "XLA": what the compiler makes of `qwix.dot_general`, by columns, and in blocks of 64
-  for 4 bits. That of NF4 takes minutes to compile.
+- "W8A8": `qwix.contrib.kernels.quantized_matmul` with its default block sizes. Both
+  operands are int8, with one scale per tile of 128 x 128, the smallest tile that it
+  supports. The time includes `qwix.quantize` of the activation.
+- "W8A8 fused": `qwix.contrib.kernels.lhs_fused_quantized_matmul`, which quantizes the
+  activation itself, from float32. It has no default block sizes and gets those of
+  "W8A8".
+- "pallas": a kernel written for this comparison after an example in qwix's tests. It
+  uses `qwix.pallas.pallas_call` and `qwix.pallas.dot_general`. That function does not
+  support NF4, so NF4 uses `qwix.pallas.dequantize` and a matmul. Block sizes are those
+  of "dense". Weights have one scale per column ("int8"), per 128 rows ("int4") or per
+  64 rows ("nf4") of a column. Activations stay in bfloat16.
+- "XLA": `qwix.dot_general` as XLA compiles it, with one scale per column for 8 bits and
+  per 64 rows for 4 bits. NF4 takes minutes to compile.
 
-Weights are (K, N). What cannot be compiled says why. `can_use_qmm`, which qwix asks
-first, wants 128 rows; for fewer its kernels are given smaller blocks here.
+Weights are (K, N). Rows that fail to compile show the error. qwix's `can_use_qmm`
+requires 128 rows; with fewer rows, its kernels get smaller blocks here.
 """
 
 import argparse
@@ -30,6 +31,7 @@ import importlib.util
 import pathlib
 import sys
 
+import _paths  # noqa: F401
 import jax
 import jax.numpy as jnp
 from _environments import CACHE, install, run
@@ -39,12 +41,12 @@ from jax import lax
 CONTRACT = (((1,), (0,)), ((), ()))
 
 
-def weight(k: int, n: int, qtype, **how):
-    """The shapes of one that qwix has quantized, and its bytes if 4 bits take half."""
+def weight(k: int, n: int, qtype, **kwargs):
+    """Return an abstract weight quantized by qwix, and its packed size in bytes."""
     import qwix
 
     q = jax.eval_shape(
-        lambda: qwix.quantize(jnp.zeros((k, n), jnp.bfloat16), qtype, **how)
+        lambda: qwix.quantize(jnp.zeros((k, n), jnp.bfloat16), qtype, **kwargs)
     )
     bits = 8 if q.qvalue.dtype == jnp.int8 else 4
     return q, k * n * bits // 8 + q.scale.size * q.scale.dtype.itemsize
@@ -78,7 +80,7 @@ def w8a8_fused(x, q):
     m = x.shape[0]
     sizes = QuantizedMatmulConfig()
     out = lhs_fused_quantized_matmul(
-        x.astype(jnp.float32),  # With bfloat16 it cannot be traced.
+        x.astype(jnp.float32),  # Tracing fails with bfloat16.
         q.qvalue,
         q.scale.astype(jnp.float32),
         bm=min(m, sizes.bm),
@@ -120,8 +122,8 @@ def qwix_cases(m: int, k: int, n: int, xla: bool):
 
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
 
-    def case(name, variant, product, *how, **options):
-        q, size = weight(k, n, *how, **options)
+    def case(name, variant, product, qtype, **kwargs):
+        q, size = weight(k, n, qtype, **kwargs)
         return Case(f"qwix {name}", variant, size, product, (x, q))
 
     tiles = dict(tiled_axes={0: 128, 1: 128})
@@ -139,23 +141,23 @@ def qwix_cases(m: int, k: int, n: int, xla: bool):
 
 
 def python_with_qwix(cache: pathlib.Path) -> str:
-    """A Python that has qwix, and the versions that this one has."""
-    same = [
+    """Return a Python with qwix and the same JAX and libtpu as this one."""
+    pinned = [
         f"{name}=={importlib.metadata.version(name)}"
         for name in ("jax", "jaxlib", "libtpu")
     ]
-    needed = importlib.metadata.requires("eqquant") or []
-    ours = [need for need in needed if "extra" not in need and "jax>=" not in need]
-    return install("qwix-tpu", ["qwix", *same, *ours], cache)
+    required = importlib.metadata.requires("eqquant") or []
+    ours = [name for name in required if "extra" not in name and "jax>=" not in name]
+    return install("qwix-tpu", ["qwix", *pinned, *ours], cache)
 
 
 def main() -> None:
-    first = argparse.ArgumentParser(add_help=False)
-    first.add_argument("--cache", type=pathlib.Path, default=CACHE)
-    where, rest = first.parse_known_args()
+    cache_parser = argparse.ArgumentParser(add_help=False)
+    cache_parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
+    cache_options, rest = cache_parser.parse_known_args()
     if importlib.util.find_spec("qwix") is None:
-        eqquant = str(pathlib.Path(__file__).resolve().parent.parent)
-        python = python_with_qwix(where.cache)
+        eqquant = str(pathlib.Path(__file__).resolve().parents[2])
+        python = python_with_qwix(cache_options.cache)
         ran = run(python, __file__, *rest, environment={"PYTHONPATH": eqquant})
         sys.exit(ran.returncode)
 

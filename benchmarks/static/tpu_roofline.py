@@ -1,25 +1,27 @@
-"""How close the kernels for TPUs come to the roofline, by the compiler's own schedule.
+"""Estimate the speed of the TPU kernels from the schedule that libtpu compiles.
 
-    python benchmarks/tpu_roofline.py
-    python benchmarks/tpu_roofline.py --chips v5e --m 8 16 --sizes 4096x4096 --no-xla
-    python benchmarks/tpu_roofline.py --rows rows.jsonl --markdown
-    python benchmarks/tpu_roofline.py --sweep  # What `kernels/tpu/_chips.py` has.
+    python benchmarks/static/tpu_roofline.py
+    python benchmarks/static/tpu_roofline.py --chips v5e --m 8 --sizes 4096x4096
+    python benchmarks/static/tpu_roofline.py --rows rows.jsonl --markdown
+    python benchmarks/static/tpu_roofline.py --sweep  # For `kernels/tpu/_chips.py`.
 
-Needs libtpu, but no TPU: the kernels are compiled ahead of time, and the time follows
-from the schedule (see `_schedule.py`). That is a model, not a measurement: trust the
-cycles and the ranking rather than the microseconds. All of it takes about an hour; with
-`--rows` what was computed is kept, and not computed again, so that it can be stopped.
+The script needs libtpu, but no TPU: it compiles the kernels ahead of time and computes
+their time from the schedule (see `_tpu_schedule.py`). The result is a model, not a
+measurement: trust the cycles and the ranking more than the microseconds. A full run
+takes about an hour. `--rows` stores finished rows in a file, so that an interrupted run
+can continue.
 
-Cycles are of one grid step: of the instructions, of the matrix units, and of the
-transfers from memory. The longest of the three decides, and is what limits the kernel:
-"transfer", "matrix", or for instructions the unit that has most to do, and the share of
-the cycles for which it is busy (what is missing to 100% is waiting for results, and for
-units that are not equally busy). The roofline is the time to move every byte once, or
-to multiply at the peak rate in bfloat16, whichever is longer. "dense" is a Pallas
-kernel for bfloat16, compiled the same way; the speed is how many times as fast as that
-one is. What is done to the activation before, by a kernel or by XLA, counts in the
-time; "other" is that part of it. "XLA" is what the compiler makes of dequantizing
-first, in the cycles that it expects itself, and the memory that it needs meanwhile.
+- "step", "matrix", "transfer": cycles of one grid step for its instructions, the matrix
+  units and the memory transfers. The longest of the three is the limit.
+- "limit": "transfer", "matrix", or the busiest unit and its utilization.
+- "roofline": the lower bound over the estimated time. The bound moves every byte once
+  or multiplies at the bfloat16 peak, whichever takes longer.
+- "speed": the time of "dense", a bfloat16 Pallas kernel that is compiled the same way,
+  over the estimated time.
+- "other us": work on the activation outside of the kernel, included in the time.
+
+Rows with the variant "XLA" dequantize the weight and then multiply. Their time is the
+compiler's own estimate, and they list the temporary memory.
 """
 
 import argparse
@@ -33,10 +35,12 @@ import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import _paths  # noqa: F401
 import eqquant
 import jax
 import jax.numpy as jnp
-from _schedule import DEVICES, estimate
+from _tables import add_output_options, output
+from _tpu_schedule import DEVICES, estimate
 from eqquant.debug import compile_for_tpu
 from eqquant.kernels import tpu
 from eqquant.primitives import dot_by
@@ -68,7 +72,7 @@ def dense_blocks(m: int, k: int) -> tuple[int, int, int]:
 
 
 def tiled(x, w, n: int, product: Callable, name: str, pallas_call=pl.pallas_call):
-    """`x @ w` of `n` columns, by products of tiles. `w` may be a tree of arrays."""
+    """Compute `x @ w` with `n` columns tile by tile. `w` can be a tree of arrays."""
     m, k = x.shape
     bm, bk, bn = dense_blocks(m, k)
 
@@ -115,7 +119,7 @@ class Case(NamedTuple):
 
 
 def cases(m: int, k: int, n: int, formats, xla: bool = True):
-    """The dense product first, then those with quantized weights."""
+    """Yield the dense case first, then the cases with quantized weights."""
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
     yield Case("dense", "", 2 * k * n, dense, (x, w))
@@ -129,7 +133,7 @@ def cases(m: int, k: int, n: int, formats, xla: bool = True):
 
 
 def quantized(name: str, n: int, k: int) -> eqquant.QuantizedArray:
-    """The shapes of a weight."""
+    """Return an abstract quantized weight."""
     return jax.eval_shape(
         lambda: eqquant.quantize(
             jnp.zeros((n, k), jnp.bfloat16), FORMATS[name], check_finite=False
@@ -141,7 +145,7 @@ def multiply(x, codes, scales, *, format, precision):
     return dot_by(tpu)(
         x,
         codes,
-        scales.astype(scales.dtype),  # Some are stored in other ways.
+        scales.astype(scales.dtype),  # Decodes scales that are stored in 8 bits.
         format=format,
         contract_rows=False,
         precision=precision,
@@ -151,8 +155,10 @@ def multiply(x, codes, scales, *, format, precision):
 
 
 class Rows:
-    """What was computed, by this version of the compiler, in a file if there is to be
-    one."""
+    """The rows computed so far, optionally stored in a file.
+
+    A row is valid only for the version of libtpu that computed it.
+    """
 
     def __init__(self, path: pathlib.Path | None):
         self.path = path
@@ -198,19 +204,26 @@ def parser(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--chips", nargs="+", default=["v5e", "v6e", "v5p", "TPU7x"])
     parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
-    parser.add_argument("--m", type=int, nargs="+", default=[8, 16, 256, 2048])
+    parser.add_argument(
+        "--m", type=int, nargs="+", default=[8, 16, 256, 2048], help="rows of x"
+    )
     parser.add_argument(
         "--sizes", nargs="+", default=["4096x14336", "4096x4096"], help="KxN"
     )
-    parser.add_argument("--no-xla", action="store_true", help="no rows of XLA's")
-    parser.add_argument("--rows", type=pathlib.Path, help="a file that keeps them")
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--no-xla", action="store_true", help="skip the XLA variants")
+    parser.add_argument("--rows", type=pathlib.Path, help="a file to keep rows in")
+    add_output_options(parser)
     return parser
 
 
 def run(options: argparse.Namespace, cases: Callable) -> None:
-    """Print a table of what `cases(m, k, n)` has, row by row as it is computed; or all
-    in Markdown."""
+    """Estimate every case of `cases(m, k, n)` and print a table."""
+    with output(options):
+        _print_tables(options, cases)
+
+
+def _print_tables(options: argparse.Namespace, cases: Callable) -> None:
+    """Print rows as they are computed, or complete tables in Markdown."""
     rows = Rows(options.rows)
     versions = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
     print(f"{', '.join(versions)}; activations in bfloat16")
@@ -227,8 +240,8 @@ def run(options: argparse.Namespace, cases: Callable) -> None:
                 first = first or row
                 if not options.markdown:
                     print(line_of(row, first), flush=True)
-                of_chips = table.setdefault((m, case.name, case.variant), {})
-                of_chips[chip] = cell_of(row, first)
+                chip_cells = table.setdefault((m, case.name, case.variant), {})
+                chip_cells[chip] = cell_of(row, first)
                 if "failed" in row:
                     failed[f"{case.name}, {case.variant}: {row['failed']}"] = None
         if options.markdown:
@@ -263,7 +276,7 @@ def line_of(row: dict, first: dict) -> str:
 def limit_of(row: dict) -> str:
     if row["step_cycles"]:
         return row["limit"]
-    return f"{row['temporary'] / 2**20:.0f} MiB written between"
+    return f"{row['temporary'] / 2**20:.0f} MiB of temporaries"
 
 
 def cell_of(row: dict, first: dict) -> str:
@@ -277,18 +290,18 @@ def cell_of(row: dict, first: dict) -> str:
 def markdown(table: dict[tuple, dict[str, str]], chips) -> str:
     head = ["M", "format", "variant", *chips]
     lines = [head, ["---"] * len(head)]
-    # For one M all formats, of whichever chip has them.
     for m, name, variant in sorted(table, key=lambda key: key[0]):
-        of_chips = table[m, name, variant]
-        cells = [of_chips.get(chip, "") for chip in chips]
+        cells = [table[m, name, variant].get(chip, "") for chip in chips]
         lines.append([str(m), name, variant, *cells])
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 @contextlib.contextmanager
 def choosing(change: Callable):
-    """Meanwhile the table of a chip is changed. Which chip it is, is known only while
-    something is compiled for it."""
+    """Change the table of a chip inside the context.
+
+    The table is looked up during compilation, because only the compiler knows the chip.
+    """
     chosen = tpu.chip
     tpu.chip = lambda: change(chosen())
     try:
@@ -298,8 +311,11 @@ def choosing(change: Callable):
 
 
 def with_steps(name: str, choice, chip):
-    """So many rows of the weight in a step, so many bytes of each at once, and whether
-    codes are transposed, for few rows."""
+    """Return a chip with another choice for few rows.
+
+    A choice has the rows of the weight in a step, the bytes of each row that are
+    decoded at once, and the way in which codes are transposed.
+    """
     *step, turned = choice
     return dataclasses.replace(
         chip,
@@ -309,13 +325,13 @@ def with_steps(name: str, choice, chip):
 
 
 def with_tiles(name: str, choice, chip):
-    """So many rows of the activation and columns of the result in a tile, for many."""
+    """Return a chip with another choice of (tile rows, tile columns) for many rows."""
     del name
     return dataclasses.replace(chip, tile_m=choice[0], tile_n=choice[1])
 
 
 def sweep(chips, formats, k: int, n: int) -> None:
-    """The times of all that the table of a chip chooses, the best first."""
+    """Print the time of every choice that the table of a chip can hold, best first."""
     steps = [*itertools.product((256, 512, 1024, 2048), (128, 256, 512), (0, 1, 2))]
     tiles = [*itertools.product((512, 1024, 2048), (256, 512, 1024))]
     for chip, name in itertools.product(chips, formats):
@@ -333,7 +349,7 @@ def sweep(chips, formats, k: int, n: int) -> None:
                 with choosing(ft.partial(change, q.format.name, choice)):
                     try:
                         result = estimate(*args, chip=chip, compile=compile_for_tpu)
-                    except RuntimeError:  # More than the memory of the chip.
+                    except RuntimeError:  # The choice exceeds the chip's memory.
                         continue
                 times[choice] = result.seconds * 1e6
             best = sorted(times, key=times.__getitem__)
@@ -343,7 +359,9 @@ def sweep(chips, formats, k: int, n: int) -> None:
 
 def main() -> None:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--sweep", action="store_true", help="steps and tiles")
+    arguments.add_argument(
+        "--sweep", action="store_true", help="compare all sizes of steps and tiles"
+    )
     options = arguments.parse_args()
     if options.sweep:
         k, n = map(int, options.sizes[0].split("x"))

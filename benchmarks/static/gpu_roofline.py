@@ -1,49 +1,58 @@
-"""What products with quantized weights cost on a GPU, without one.
+"""Estimate the cost of quantized matmuls on an NVIDIA GPU, without a GPU.
 
-    python benchmarks/gpu_static.py
-    python benchmarks/gpu_static.py --chip a100 --m 1 --sizes 4096x4096 --markdown
-    python benchmarks/gpu_static.py --products kernel --chip h100 h200 a100
-    python benchmarks/gpu_static.py --encode --dtype float32
+    python benchmarks/static/gpu_roofline.py
+    python benchmarks/static/gpu_roofline.py --chip a100 --m 1 --sizes 4096x4096
+    python benchmarks/static/gpu_roofline.py --products kernel --chip h100 h200 a100
+    python benchmarks/static/gpu_roofline.py --encode --dtype float32
 
-Needs the compiler: `pip install 'eqquant[gpu-compiler]'`, and `JAX_PLATFORMS=cpu`.
-Nothing is run. For each product, by XLA's lowering for every platform ("loop"), by that
-for GPUs ("XLA"), by the kernel ("kernel"), and dequantizing first ("dense first"):
+Nothing runs: the script compiles each matmul and reads the program. It needs the
+compiler (`pip install 'eqquant[gpu-compiler]'`) and `JAX_PLATFORMS=cpu`.
 
-- kernels that are started, those in loops as often as these turn;
-- megabytes that they read and write, and how many times that is what has to be moved at
-  least (codes, scales, activation, result, once each);
-- the memory that the program needs meanwhile;
-- for the kernel, and for one of XLA's without a loop, instructions for each weight,
-  those of the arithmetic unit, and bytes of shared memory; what share of the bandwidth
-  of the memory it can use at most for what has to be moved, and which unit limits it;
-- KiB of codes that a core waits for at once. To keep the memory busy, an H100 needs
-  some 20, an H200 some 30;
-- how fast it is beside a product of cuBLAS in bfloat16, if that reaches what NVIDIA's
-  data sheet says: at worst, and at best.
+The column "product" names the lowering: XLA's lowering for every platform ("loop"),
+XLA's lowering for GPUs ("XLA"), eqquant's kernel ("kernel"), or dequantizing and then
+multiplying ("dense first"). The other columns:
 
-On a GPU, XLA tries several tilings for a product, and the kernels of cuBLAS, and keeps
-the fastest; without one it takes its first. So its products are taken for those of
-cuBLAS. They wait for what is decoded before, and that is all: nothing comes from a
-cache, and between two kernels are two microseconds. Of INT8 codes, which the product
-itself may convert, the worst is that a kernel of its own converts them. Of the kernel
-of Triton, for many rows on Ampere and Ada, the schedulers of a core are run
-(`_gpu_schedule.py`), and cores that have most of its tiles are waited for. Elsewhere
-the worst is that tensor cores wait for all that is decoded, the best that they never
-wait. That of cuBLAS is an ideal, too, and in truth both are slower.
+- "kernels": kernel launches. A kernel in a loop counts once per iteration.
+- "MB": megabytes that the kernels read and write. "x minimum" is the ratio to the
+  minimum, which moves codes, scales, activation and result once each.
+- "temp MiB": temporary memory of the program.
+- "instr./w.", "ALU/w.", "shared B/w.": instructions, ALU instructions and bytes of
+  shared memory per weight, for the kernel and for XLA kernels without a loop.
+- "of bandwidth": the largest share of memory bandwidth that the program can use for the
+  minimum bytes. "limit" names the unit that limits it.
+- "KiB": codes in flight per core. To saturate memory, an H100 needs about 20 KiB, an
+  H200 about 30.
+- "spilled": registers that spill.
+- "vs cuBLAS": the speed relative to a bfloat16 matmul by cuBLAS at the peak rate of
+  NVIDIA's data sheet, from the longest to the shortest estimate.
+
+On a GPU, XLA times several tilings and the kernels of cuBLAS, and keeps the fastest.
+Without a GPU it takes its first candidate, so the model replaces XLA's matmuls with
+cuBLAS matmuls. The model assumes that a matmul waits for the kernels that decode its
+operands, that nothing hits a cache, and that two microseconds pass between kernels. XLA
+can convert INT8 codes inside the matmul; the longest estimate adds a separate kernel.
+For many rows on Ampere and Ada, `_gpu_schedule.py` simulates the schedulers of a core
+for the Triton kernel, and the cores with the most tiles determine the time. Elsewhere,
+tensor cores wait for all decoding in the longest estimate, and never wait in the
+shortest. The cuBLAS time is ideal as well; real times of both are longer.
 """
 
 import argparse
 import functools as ft
+import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import _gpu_encoding
+import _paths  # noqa: F401
 import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
 from _gpu_schedule import can_schedule, seconds
-from _gpu_times import by_kernel, by_pipeline, by_schedule, dense, of_xla
+from _gpu_times import dense, kernel_time, pipelined_time, scheduled_time, xla_time
 from _gpu_units import bound, in_flight, launched, pipelined, units_of
+from _tables import add_output_options, format_row, output, print_head
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
 from eqquant.kernels import gpu, xla
@@ -71,7 +80,7 @@ def params_of(q, dtype, contract_rows):
     )
 
 
-def by(kernel):
+def multiply_with(kernel):
     def product(x, q, contract_rows):
         params = params_of(q, x.dtype, contract_rows)
         return dot_by(kernel)(x, q.codes, q.scales, **params)
@@ -80,9 +89,9 @@ def by(kernel):
 
 
 PRODUCTS = {
-    "loop": by(xla),
-    "XLA": by(gpu.portable),
-    "kernel": by(gpu),
+    "loop": multiply_with(xla),
+    "XLA": multiply_with(gpu.portable),
+    "kernel": multiply_with(gpu),
     "dense first": lambda x, q, rows: (
         x @ (q.dequantize() if rows else q.dequantize().T)
     ),
@@ -98,7 +107,10 @@ def is_mosaic(kernel) -> bool:
 
 
 def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
-    """Of our kernel; and how many weights a thread of Triton's has in its loop."""
+    """Return the tiles of eqquant's kernel, and the weights per Triton thread and loop.
+
+    The second result is 0 for the Mosaic kernel.
+    """
     known = _chips.known(chip.name)
     assert known is not None
     params = params_of(q, x.dtype, contract_rows)
@@ -115,7 +127,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
 
 
 def steps_of(tiles, q, contract_rows) -> int:
-    """Of the loop of a program of Triton's."""
+    """Return the iterations of the loop of a Triton program."""
     rows, packed = q.codes.shape
     if contract_rows:
         return -(-rows // (tiles.rows * tiles.split))
@@ -125,12 +137,12 @@ def steps_of(tiles, q, contract_rows) -> int:
 def pipelined_in(kernel, tiles, q):
     integers = q.format.activations == "int8"
     itemsize = 1 if integers else 2
-    brought = _pipeline.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
-    return pipelined(kernel, tiles, brought, integers)
+    loaded = _pipeline.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
+    return pipelined(kernel, tiles, loaded, integers)
 
 
-def beside_cublas(program, x, q, contract_rows, chip) -> str:
-    """How many times as fast, at worst and at best."""
+def versus_cublas(program, x, q, contract_rows, chip) -> str:
+    """Format the speed relative to cuBLAS, for the longest and the shortest time."""
     (m, size), weights = x.shape, q.size
     worst = best = 0.0
     for step in steps(program.as_text()):
@@ -140,7 +152,7 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
             found = pipelined_in(kernel, tiles, q)
             shape = m, size, weights // size
             integers = q.format.activations == "int8"
-            times = by_pipeline(step, found, tiles, *shape, integers, chip)
+            times = pipelined_time(step, found, tiles, *shape, integers, chip)
         elif "pallas_call" in step.name:
             (kernel,) = filter(is_ours, program.kernels)
             tiles, each = tiles_of(x, q, contract_rows, chip)
@@ -151,12 +163,12 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
                 assert launch is not None
                 turns = steps_of(tiles, q, contract_rows)
                 busy = seconds(kernel, tiles.warps, launch[2], turns, launch[0], chip)
-                times = by_schedule(step, busy, chip)
+                times = scheduled_time(step, busy, chip)
             else:
                 units = units_of(kernel, each)
-                times = by_kernel(step, units, tiles.m, products, integers, chip)
+                times = kernel_time(step, units, tiles.m, products, integers, chip)
         else:
-            times = of_xla(step, chip)
+            times = xla_time(step, chip)
         worst, best = worst + times[0], best + times[1]
     ideal = dense(m, size, weights // size, chip)
     worst, best = f"{ideal / worst:.2f}", f"{ideal / best:.2f}"
@@ -166,8 +178,10 @@ def beside_cublas(program, x, q, contract_rows, chip) -> str:
 def limits(
     program, x, q, contract_rows, chip, weights, stored, needed: float
 ) -> list[str]:
-    """Of the kernel that multiplies. Of the bytes that the program moves this share is
-    needed."""
+    """Return the cells on instructions and limits of the kernel that multiplies.
+
+    `needed` is the ratio of the minimum bytes to the bytes that the program moves.
+    """
     found = []
     for kernel in program.kernels:
         if is_mosaic(kernel):
@@ -177,7 +191,7 @@ def limits(
             cells = [*(f"{x:.1f}" for x in numbers), "", "", ""]
             return [*cells, str(kernel.spilled)]
         launch, waits, count = launched(program, kernel.name), "", None
-        if launch and not kernel.loops:  # XLA's.
+        if launch and not kernel.loops:  # A kernel of XLA.
             count = weights / (launch[0] * launch[1])
         if is_ours(kernel):
             assert launch is not None
@@ -196,49 +210,50 @@ def limits(
     return max(found)[1] if found else [""] * 7
 
 
-HEAD = "chip", "K x N", "M", "format", "product", "kernels", "MB", "x least", "MiB held"
-HEAD = *HEAD, "instr./w.", "ALU/w.", "shared B/w.", "of bandwidth", "limit", "KiB"
-HEAD = *HEAD, "spilled", "of cuBLAS"
-WIDTHS = 8, 12, 5, 8, 12, 8, 9, 8, 9, 9, 7, 11, 12, 7, 4, 7, 9
+HEAD = "chip", "K x N", "M", "format", "product", "kernels", "MB", "x minimum"
+HEAD = *HEAD, "temp MiB", "instr./w.", "ALU/w.", "shared B/w.", "of bandwidth", "limit"
+HEAD = *HEAD, "KiB", "spilled", "vs cuBLAS"
+WIDTHS = 8, 12, 5, 8, 12, 8, 9, 9, 9, 9, 7, 11, 12, 7, 4, 7, 9
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
-    parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048])
+    parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048], help="rows")
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
-    usual = list(FORMATS)[:-1]
-    parser.add_argument("--formats", nargs="+", default=usual, choices=FORMATS)
+    default_formats = list(FORMATS)[:-1]
+    parser.add_argument(
+        "--formats", nargs="+", default=default_formats, choices=FORMATS
+    )
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
-    parser.add_argument("--encode", action="store_true", help="quantizing instead")
-    parser.add_argument("--rows", action="store_true", help="x @ w, not x @ w.T")
-    parser.add_argument("--dtype", default="bfloat16", help="of x, and of the result")
-    parser.add_argument("--markdown", action="store_true")
+    parser.add_argument("--encode", action="store_true", help="estimate quantization")
+    parser.add_argument("--rows", action="store_true", help="x @ w instead of x @ w.T")
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of x and the result")
+    add_output_options(parser)
     options = parser.parse_args()
-    line = "| {} |" if options.markdown else "{}"
-    join = " | ".join if options.markdown else "  ".join
-    head, widths = HEAD, WIDTHS
+    head, widths, rows = HEAD, WIDTHS, product_rows
     if options.encode:
         head, widths = _gpu_encoding.HEAD, _gpu_encoding.WIDTHS
-    show = lambda cells: print(
-        line.format(join(f"{c:>{w}}" for c, w in zip(cells, widths, strict=True))),
-        flush=True,
-    )
-    show(head)
-    if options.markdown:
-        show(["---"] * len(head))
-    for chip in options.chip if options.encode else []:
-        for size in options.sizes:
-            for name in options.formats:
-                of = FORMATS[name], name, size, options.dtype, chip
-                show(_gpu_encoding.row(*of))
-    for chip in options.chip if not options.encode else []:
-        for size in options.sizes:
-            for m in options.m:
-                for name in options.formats:
-                    for product in options.products:
-                        cells = row(options, chip, size, m, name, product)
-                        show([chip, size, m, name, product, *cells])
+        rows = encoding_rows
+    with output(options):
+        print_head(head, widths, options.markdown)
+        for cells in rows(options):
+            print(format_row(cells, widths, options.markdown), flush=True)
+
+
+def encoding_rows(options) -> Iterator[list]:
+    for chip, size, name in itertools.product(
+        options.chip, options.sizes, options.formats
+    ):
+        yield _gpu_encoding.row(FORMATS[name], name, size, options.dtype, chip)
+
+
+def product_rows(options) -> Iterator[list]:
+    for chip, size, m, name, product in itertools.product(
+        options.chip, options.sizes, options.m, options.formats, options.products
+    ):
+        cells = row(options, chip, size, m, name, product)
+        yield [chip, size, m, name, product, *cells]
 
 
 def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
@@ -249,7 +264,7 @@ def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
     )
     x = jax.ShapeDtypeStruct((m, n if options.rows else k), jnp.dtype(options.dtype))
     stored = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(q))
-    least = stored + x.dtype.itemsize * m * (k + n)
+    minimum = stored + x.dtype.itemsize * m * (k + n)
     multiply = ft.partial(PRODUCTS[product], contract_rows=options.rows)
     if product == "dense first":
         multiply = ft.partial(PRODUCTS[product], rows=options.rows)
@@ -257,16 +272,14 @@ def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
     total = cost(program.as_text())
     memory = program.compiled.memory_analysis()
     assert memory is not None
-    held = memory.temp_size_in_bytes
+    needed = minimum / total.bytes
     return [
         total.launches,
         f"{total.bytes / 1e6:.1f}",
-        f"{total.bytes / least:.1f}",
-        f"{held / 2**20:.1f}",
-        *limits(
-            program, x, q, options.rows, gpus[chip], n * k, stored, least / total.bytes
-        ),
-        beside_cublas(program, x, q, options.rows, gpus[chip]),
+        f"{total.bytes / minimum:.1f}",
+        f"{memory.temp_size_in_bytes / 2**20:.1f}",
+        *limits(program, x, q, options.rows, gpus[chip], n * k, stored, needed),
+        versus_cublas(program, x, q, options.rows, gpus[chip]),
     ]
 
 

@@ -1,8 +1,8 @@
-"""Kernels that a program for a GPU starts, by its HLO: bytes that each reads and
-writes, and products that it adds up.
+"""Count the kernel launches and the memory traffic of a compiled GPU program.
 
-Each array counts once for each kernel that reads or writes it, as if it came from the
-memory every time; of what a kernel slices only the slice counts. Caches make it less.
+The counts come from the HLO of the program. Each kernel reads and writes each of its
+arrays once, from and to memory. If a kernel only slices an array, only the slice
+counts. Caches reduce the real traffic below these counts.
 """
 
 import math
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from eqquant.debug._in_hlo import _arrays_in, _attribute, _parse, _reference
 
 
-_nothing = {
+_free = {
     "parameter",
     "constant",
     "bitcast",
@@ -26,8 +26,11 @@ _sizes = {"pred": 1, "bf16": 2, "f16": 2}
 
 
 class Product(NamedTuple):
-    """A product of two matrices: multiplications, the dtype of the operands, and bytes
-    of what is converted to it within the kernel, before and after."""
+    """A matmul: its multiplications and the dtype of its operands.
+
+    `converted` counts the bytes of operands that the kernel converts to that dtype,
+    before and after the conversion.
+    """
 
     products: int
     dtype: str
@@ -35,7 +38,7 @@ class Product(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A kernel, started so many times."""
+    """A kernel, launched `count` times."""
 
     name: str
     bytes: int
@@ -49,23 +52,23 @@ class Cost(NamedTuple):
 
 
 def cost(text: str) -> Cost:
-    """Of a compiled program."""
+    """Return the launches and bytes of a compiled program."""
     found = steps(text)
     return Cost(sum(s.count for s in found), sum(s.bytes * s.count for s in found))
 
 
 def steps(text: str) -> list[Step]:
-    """Of a compiled program, in order."""
+    """List the kernels that a compiled program launches, in order."""
     computations, entry = _parse(text)
 
-    def of(name: str) -> list[Step]:
+    def steps_in(name: str) -> list[Step]:
         out: list[Step] = []
         shapes: dict[str, str] = {}
         for instruction in computations[name]:
             shapes[instruction.name] = instruction.shape
-            # An array whose values do not matter is only given its place.
+            # `AllocateBuffer` reserves memory and writes nothing.
             allocates = "AllocateBuffer" in instruction.attributes
-            if instruction.operation in _nothing or allocates:
+            if instruction.operation in _free or allocates:
                 continue
             operands = [shapes[x] for x in _reference.findall(instruction.operands)]
             called = lambda key, at=instruction.attributes: _reference.findall(
@@ -74,17 +77,18 @@ def steps(text: str) -> list[Step]:
             if instruction.operation == "while":
                 trips = re.search(r"known_trip_count\D+(\d+)", instruction.attributes)
                 count = int(trips[1]) if trips else 1
-                inner = [*of(called("condition")), *of(called("body"))]
+                inner = [*steps_in(called("condition")), *steps_in(called("body"))]
                 out += [step._replace(count=step.count * count) for step in inner]
             elif instruction.operation in ("call", "async-start"):
                 key = "to_apply" if instruction.operation == "call" else "calls"
-                out += of(called(key))
+                out += steps_in(called(key))
             elif instruction.operation == "fusion":
                 moved = fused(called("calls"), operands, instruction.shape)
                 found = product_in(called("calls"))
                 out.append(Step(instruction.name, moved, found))
             else:
-                assert "__cublas" not in instruction.attributes, "a product not counted"
+                is_cublas = "__cublas" in instruction.attributes
+                assert not is_cublas, "cuBLAS calls are not counted"
                 moved = sum(map(_bytes_of, operands)) + _bytes_of(instruction.shape)
                 out.append(Step(instruction.name, moved))
         return out
@@ -120,9 +124,9 @@ def steps(text: str) -> list[Step]:
                 inputs = _reference.findall(instruction.operands)
                 written = _bytes_of(shapes[inputs[1]])
 
-        def is_updated(array: str, by) -> bool:
-            inputs = _reference.findall(by.operands)
-            return by.operation == "dynamic-update-slice" and inputs[0] == array
+        def is_updated(array: str, user) -> bool:
+            inputs = _reference.findall(user.operands)
+            return user.operation == "dynamic-update-slice" and inputs[0] == array
 
         for instruction in body:
             if instruction.operation != "parameter":
@@ -139,7 +143,7 @@ def steps(text: str) -> list[Step]:
             total += size
         return written + total
 
-    return of(entry)
+    return steps_in(entry)
 
 
 def _bytes_of(shape: str) -> int:

@@ -1,22 +1,21 @@
-"""How many cycles a kernel of Ampere or Ada takes: an estimate, by what NVIDIA's
-assembler made of it.
+"""Estimate the cycles of an Ampere or Ada kernel from its machine code.
 
-The four schedulers of a core are run cycle by cycle. Each issues one instruction a
-cycle, of the warp that it issued of before, or else of the youngest that can. A warp
-waits for the cycles and scoreboards that are written into its instructions, for the
-unit that an instruction needs, for the others of its program at a barrier, and for what
-it copies from memory.
+The model simulates the four schedulers of a core cycle by cycle. Each scheduler issues
+one instruction per cycle: from the same warp as before, otherwise from the youngest
+warp that is ready. A warp waits for the stall cycles and scoreboards encoded in its
+instructions, for the unit that an instruction needs, for the other warps of its program
+at a barrier, and for its copies from memory.
 
-- The schedulers, and what the bits of an instruction mean: Huerta et al., "Dissecting
-  and Modeling the Architecture of Modern GPU Cores", 2025.
+- Schedulers and instruction encoding: Huerta et al., "Dissecting and Modeling the
+  Architecture of Modern GPU Cores", 2025.
 - Latencies of shared memory: Sun et al., "Dissecting Tensor Cores via Microbenchmarks",
-  2022; of the rest about: Abdelkhalik et al., "Demystifying the Nvidia Ampere
-  Architecture through Microbenchmarking and Instruction-level Analysis", 2022. Those of
-  tensor cores and arithmetic are among the cycles that are written into instructions.
-- What units do a cycle: NVIDIA's tables of arithmetic throughput, and data sheets.
+  2022. Approximate latencies of other instructions: Abdelkhalik et al., "Demystifying
+  the Nvidia Ampere Architecture through Microbenchmarking and Instruction-level
+  Analysis", 2022. Instructions encode the latencies of tensor cores and arithmetic.
+- Throughput of units: NVIDIA's tables of arithmetic throughput, and data sheets.
 
-Not in it: caches of instructions, banks of registers and of shared memory, jumps other
-than that of the loop, and memory that is too slow for what is copied.
+The model ignores instruction caches, bank conflicts of registers and shared memory,
+branches other than the jump of the loop, and the limit of memory bandwidth.
 """
 
 import math
@@ -28,25 +27,30 @@ from eqquant._jax import GPU
 from eqquant.debug import GPUInstruction, GPUKernel
 
 
-# Cycles until a scoreboard is free, if results are waited for.
+# Cycles until a scoreboard is released, by the instruction that produces the result.
 _latencies = {"LDSM": 33, "LDS": 24, "LDG": 500, "LDGSTS": 600, "MUFU": 30, "S2R": 30}
-_others = 24  # Conversions, stores.
-_read = 12  # Until operands are read.
-_taken = 10  # Cycles to jump back, and to leave a barrier.
-_started = 500  # Of a program, after the one before.
-_copied = 512  # By so much copies from memory may be later.
+_default_latency = 24  # Conversions, stores.
+_operand_latency = 12  # Until an instruction has read its operands.
+_branch_latency = 10  # Cycles to jump back, and to leave a barrier.
+_start_latency = 500  # Between two programs on the same core.
+_copy_jitter = 512  # The largest random delay of a copy from memory.
 
 
 class Use(NamedTuple):
-    """Of an instruction: the unit that it needs, and for how many cycles that is busy.
-    `"shared"` is one for all schedulers."""
+    """The unit that an instruction needs, and the cycles for which it is busy.
+
+    All schedulers share the unit `"shared"`; each has its own instance of the others.
+    """
 
     unit: str
     cycles: float
 
 
 def can_schedule(chip: GPU) -> bool:
-    """Whether a chip's tensor cores multiply what a warp has in registers, as here."""
+    """Check whether the tensor cores of a chip read operands from registers.
+
+    The model covers only these chips.
+    """
     return chip.architecture in ("sm_80", "sm_89")
 
 
@@ -69,7 +73,7 @@ def use_of(name: str, chip: GPU) -> Use:
 
 
 def _bytes_of(name: str) -> int:
-    """Of a thread."""
+    """Return the bytes that one thread loads or stores."""
     if name.startswith("LDSM"):
         return 4 * int(name[-1])
     wide = re.search(r"\.U?(64|128)\b", name)
@@ -77,7 +81,7 @@ def _bytes_of(name: str) -> int:
 
 
 class _Step(NamedTuple):
-    """Of a [`GPUInstruction`][], what a warp waits for."""
+    """A [`GPUInstruction`][] with its unit and latencies."""
 
     kind: str
     use: Use
@@ -87,15 +91,15 @@ class _Step(NamedTuple):
     reads: int | None
     waits: tuple[int, ...]
     latency: int
-    left: int  # Copies that may be left to come, of `DEPBAR`.
+    pending: int  # The copies that `DEPBAR` permits to be unfinished.
 
 
 def _step(x: GPUInstruction, chip: GPU) -> _Step:
     kind = x.name.split(".")[0]
-    latency = _latencies.get(kind, _others)
-    left = re.search(r"SB0, 0x([0-9a-f]+)", x.operands)
+    latency = _latencies.get(kind, _default_latency)
+    pending = re.search(r"SB0, 0x([0-9a-f]+)", x.operands)
     use = use_of(x.name, chip)
-    if x.operands.startswith("RZ, [RZ]"):  # Does nothing, to keep others apart.
+    if x.operands.startswith("RZ, [RZ]"):  # Padding: a no-op.
         use = Use("", 0)
     latency += math.ceil(use.cycles) - 1
     return _Step(
@@ -107,13 +111,16 @@ def _step(x: GPUInstruction, chip: GPU) -> _Step:
         reads=x.reads,
         waits=x.waits,
         latency=latency,
-        left=int(left[1], 16) if left else 0,
+        pending=int(pending[1], 16) if pending else 0,
     )
 
 
 class _Program:
-    """What its warps share: how many are at a barrier, how many barriers have been
-    passed, and when the last one opened."""
+    """The state that the warps of a program share.
+
+    It counts the warps that wait at a barrier and the barriers that have opened, and
+    stores when the last one opened.
+    """
 
     def __init__(self, warps: int):
         self.warps, self.arrived, self.passed, self.opened = warps, 0, 0, 0.0
@@ -122,21 +129,24 @@ class _Program:
         self.arrived += 1
         if self.arrived == self.warps:
             self.arrived, self.passed = 0, self.passed + 1
-            self.opened = now + _taken
+            self.opened = now + _branch_latency
 
 
 class _Warp:
     def __init__(self, program: _Program, starts: float):
         self.program, self.at, self.ready, self.barriers = program, 0, starts, 0
-        self.boards = [0.0] * 6  # When each is free.
-        self.copied, self.groups = 0.0, []  # When copies are there.
+        self.boards = [0.0] * 6  # The cycle in which each scoreboard is released.
+        self.copied, self.groups = 0.0, []  # The cycles in which copies arrive.
 
 
 def cycles(
     program: list[GPUInstruction], warps: int, count: int, at_once: int, chip: GPU
 ) -> float:
-    """Of a core that has so many programs of some warps to run, instructions as they
-    are issued. It starts the next one when one is done."""
+    """Return the cycles in which one core runs `count` programs of `warps` warps.
+
+    `program` lists the instructions in issue order. At most `at_once` programs are
+    resident; a new program starts when one ends.
+    """
     steps = [_step(x, chip) for x in program]
     schedulers: list[list[_Warp]] = [[], [], [], []]
 
@@ -154,8 +164,8 @@ def cycles(
     while any(schedulers):
         soonest = math.inf
         for i, mine in enumerate(schedulers):
-            chosen, before = None, last[i]
-            for warp in mine if before is None else [before, *mine]:
+            chosen, previous = None, last[i]
+            for warp in mine if previous is None else [previous, *mine]:
                 at = _earliest(warp, steps[warp.at], i, free)
                 if at <= now:
                     chosen = warp
@@ -173,13 +183,13 @@ def cycles(
                 chosen.program.warps -= 1
                 if not chosen.program.warps and started < count:
                     started += 1
-                    start(now + _started)
+                    start(now + _start_latency)
         now = soonest
     return now
 
 
 def _earliest(warp: _Warp, step: _Step, scheduler: int, free: dict) -> float:
-    """When a warp may issue its next instruction, as far as is known."""
+    """Return the earliest cycle in which a warp can issue its next instruction."""
     program = warp.program
     if warp.barriers > program.passed:
         return math.inf
@@ -187,12 +197,12 @@ def _earliest(warp: _Warp, step: _Step, scheduler: int, free: dict) -> float:
     for board in step.waits:
         at = max(at, warp.boards[board])
     if step.kind == "DEPBAR":
-        pending = warp.groups[: len(warp.groups) - step.left]
-        at = max(at, *pending) if pending else at
+        awaited = warp.groups[: len(warp.groups) - step.pending]
+        at = max(at, *awaited) if awaited else at
     unit = step.use.unit
     if unit:
         key = unit, -1 if unit == "shared" else scheduler
-        # A few loads are queued.
+        # The queue of shared memory holds 16 cycles of loads.
         at = max(at, free.get(key, 0.0) - (16 if unit == "shared" else 0))
     return at
 
@@ -206,30 +216,32 @@ def _issue(warp: _Warp, step: _Step, scheduler: int, now: float, free: dict) -> 
     if step.writes is not None:
         warp.boards[step.writes] = max(warp.boards[step.writes], starts + step.latency)
     if step.reads is not None:
-        done = starts + _read + step.use.cycles
+        done = starts + _operand_latency + step.use.cycles
         warp.boards[step.reads] = max(warp.boards[step.reads], done)
     if step.kind == "LDGSTS":
-        # Not always as long, or programs would stay in step.
+        # Pseudo-random delays prevent programs from running in lockstep.
         free["late", 0] = (free.get(("late", 0), 0) * 1103 + 12347) % 65521
-        late = free["late", 0] % _copied
+        late = free["late", 0] % _copy_jitter
         warp.copied = max(warp.copied, starts + step.latency + late)
     if step.kind == "LDGDEPBAR":
-        warp.boards[0] = 0.0  # Counted by groups.
+        warp.boards[0] = 0.0  # `warp.groups` tracks copies instead.
         warp.groups.append(max(warp.copied, *warp.groups[-1:], now))
         del warp.groups[:-16]
     if step.kind == "BAR":
         warp.barriers += 1
         warp.program.arrive(now)
     warp.at += 1
-    warp.ready = now + step.stall + (_taken if step.kind == "BRA" else 0)
+    warp.ready = now + step.stall + (_branch_latency if step.kind == "BRA" else 0)
 
 
 def seconds(
     kernel: GPUKernel, warps: int, dynamic: int, steps: int, tiles: int, chip: GPU
 ) -> float:
-    """Of a kernel that has one loop of so many steps in each of its programs, one for
-    each of `tiles`; a launch asks for `dynamic` bytes of shared memory. By the cores
-    that have the most of them."""
+    """Return the seconds of a kernel whose programs loop over `steps` steps each.
+
+    Each of `tiles` tiles is one program. A launch allocates `dynamic` bytes of shared
+    memory. The cores with the most programs determine the time.
+    """
     listed = kernel.listed
     start, stop = max(kernel.places_of_loops, key=lambda x: x[1] - x[0])
     end = next(i for i, x in enumerate(listed) if x.name == "EXIT" and i >= stop)
@@ -237,16 +249,17 @@ def seconds(
     at_once = resident(kernel, warps, dynamic, chip)
     count = -(-tiles // chip.cores)
     run = lambda count: cycles(program, warps, count, at_once, chip)
-    # Rounds are alike: what one more takes counts as often as there are more.
-    few = (count - 1) % at_once + 1 + 2 * at_once
-    if count <= few + at_once:
+    # Simulate two to three rounds, and extrapolate: further rounds take the same time.
+    simulated = (count - 1) % at_once + 1 + 2 * at_once
+    if count <= simulated + at_once:
         return run(count) / chip.clock
-    rounds = (count - few) // at_once
-    return (run(few) + (run(few) - run(few - at_once)) * rounds) / chip.clock
+    rounds = (count - simulated) // at_once
+    round_cycles = run(simulated) - run(simulated - at_once)
+    return (run(simulated) + round_cycles * rounds) / chip.clock
 
 
 def resident(kernel: GPUKernel, warps: int, dynamic: int, chip: GPU) -> int:
-    """Programs that a core has at once."""
+    """Return the number of programs that are resident on a core at once."""
     threads = 32 * warps
     registers = -(-kernel.registers // 8) * 8 * threads
     return min(

@@ -1,7 +1,8 @@
-"""What libtpu writes down of a kernel, read: its instructions, bundle by bundle.
+"""Count the instructions of a TPU kernel in the text files that libtpu dumps.
 
-A bundle is what a core issues in one cycle. The largest loop is that of the grid; an
-iteration of it is a step, in which other loops count as often as they run.
+A bundle is a group of instructions that a core issues in one cycle. The largest loop of
+a kernel iterates over its grid. One iteration of that loop is a step; each bundle of an
+inner loop is counted once per iteration.
 """
 
 import dataclasses
@@ -10,8 +11,12 @@ import re
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Cycles of a step, cycles of what runs on some steps only, the products and pushes
-    of a step, and the unit that is busiest in it."""
+    """Totals for one step.
+
+    `step` counts the cycles of bundles that every step executes, and `rare` the cycles
+    of bundles that only some steps execute. `products` and `pushes` count instructions.
+    `busiest` names the unit with the highest utilization.
+    """
 
     step: int
     rare: int
@@ -26,7 +31,7 @@ _region = re.compile(
     r"(?:Start/End empty regions?|Start regions?|empty region) ([0-9]+)"
 )
 
-# What the compiler calls them, and what they are called here.
+# The compiler's names of units, and the names that the tables print.
 _units = {
     "MATMUL": "multiply",
     "MATPUSH": "push",
@@ -52,7 +57,7 @@ def _read_bundles(path: str) -> list[str]:
 
 
 def _read_utilization(path: str) -> tuple[dict[str, int], list[list[int]]]:
-    """How many there are of each unit, and how many are busy in each bundle."""
+    """Return the number of units of each kind, and how many each bundle keeps busy."""
     with open(path) as file:
         _, names, capacity, _, *rows = [line.split() for line in file if line.strip()]
     units = dict(zip((n.strip(",") for n in names), map(int, capacity), strict=True))
@@ -60,16 +65,21 @@ def _read_utilization(path: str) -> tuple[dict[str, int], list[list[int]]]:
 
 
 def _trips(text: str, predicate: str) -> int:
-    """Of a loop that counts from zero to a constant, by what ends it. One of the grid
-    need not be such a loop, nor one that waits."""
+    """Return the trip count of a loop that counts from zero to a constant, otherwise 1.
+
+    Loops over the grid and loops that wait need not have a constant trip count.
+    """
     end = re.search(rf"{predicate} = scmp\S+ (%s\w+), (\d+)", text)
     step = end and re.search(rf"{end[1]} = sadd\.s32 (\d+), ", text)
     return max(int(end[2]) // int(step[1]), 1) if end and step else 1
 
 
 def _branches(bundles: list[str]) -> tuple[list[tuple], list[tuple[int, int]]]:
-    """Loops: their first and last bundle, and how often they run. And what may be
-    skipped, from a bundle to the one before another."""
+    """Return the loops and the forward branches.
+
+    A loop is (first bundle, last bundle, trip count). A forward branch is the half-open
+    range of bundles that it skips.
+    """
     label: dict[int, int] = {}
     for i, text in enumerate(bundles):
         for match in _region.finditer(text):
@@ -87,7 +97,7 @@ def _branches(bundles: list[str]) -> tuple[list[tuple], list[tuple[int, int]]]:
 
 
 def _times(loops: list[tuple], size: int) -> dict[int, int]:
-    """How often a bundle is issued in a step, by the loops in it."""
+    """Map the index of each bundle to the number of times that a step issues it."""
     start, end, _ = max(loops, key=lambda l: l[1] - l[0], default=(0, size - 1, 1))
     times = dict.fromkeys(range(start, end + 1), 1)
     for first, last, trips in loops:
@@ -98,28 +108,32 @@ def _times(loops: list[tuple], size: int) -> dict[int, int]:
 
 
 def _rare(bundles: list[str], skips, times: dict[int, int]) -> set[int]:
-    """What is guarded runs on some steps only, unless it is the work itself."""
+    """Return the bundles that only some steps execute.
 
-    def work(some) -> int:
-        texts = ((times.get(i, 1), bundles[i]) for i in some)
+    These are the bundles that a branch can skip, unless they hold 30% or more of the
+    matrix instructions.
+    """
+
+    def work(indices) -> int:
+        texts = ((times.get(i, 1), bundles[i]) for i in indices)
         return sum(n * (("vmatmul" in t) + ("vmatpush" in t)) for n, t in texts)
 
-    everything = work(times)
+    total = work(times)
     rare: set[int] = set()
     for first, last in sorted(skips, key=lambda s: s[0] - s[1]):
         inside = first < last and first in times and last in times
-        some = range(first, last)
-        if inside and first not in rare and work(some) < 0.3 * max(everything, 1):
-            rare.update(some)
+        skipped = range(first, last)
+        if inside and first not in rare and work(skipped) < 0.3 * max(total, 1):
+            rare.update(skipped)
     return rare
 
 
 def _busiest(utilization, times: dict[int, int]) -> str:
-    """The unit that has most to do, and in which share of the cycles."""
+    """Name the unit with the highest utilization, and give that utilization."""
     units, busy = utilization
     cycles = sum(times.values())
     share = {
-        # Of loads and stores, those of registers that spill are counted twice.
+        # libtpu counts the loads and stores of spilled registers twice.
         _units[name]: sum(n * busy[i][column] for i, n in times.items())
         / available
         / cycles
@@ -131,7 +145,7 @@ def _busiest(utilization, times: dict[int, int]) -> str:
 
 
 def count(bundles_path: str, utilization_path: str) -> Count:
-    """What a kernel does, by the two files that libtpu has written of it."""
+    """Count the instructions of a kernel in the two files that libtpu dumps for it."""
     bundles = _read_bundles(bundles_path)
     utilization = _read_utilization(utilization_path)
     assert len(utilization[1]) == len(bundles)
