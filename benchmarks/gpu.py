@@ -14,7 +14,8 @@ changes from round to round. Columns:
 - "us (best)": the median time in microseconds, and in parentheses the shortest.
 - "GB/s": the rate at which codes and scales are read.
 - "vs dense": the time of a dense bfloat16 matmul by cuBLAS over this time, both in the
-  same process; above 1 is faster than dense. For "quantize", the time of a copy over this time.
+  same process; above 1 is faster than dense. For "quantize": the time of a copy over
+  this time.
 - "error": relative to a float32 matmul with the dequantized weight.
 
 Other libraries are installed into separate environments, which are kept. The script
