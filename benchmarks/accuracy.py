@@ -1,17 +1,17 @@
-"""A whole model in few bits, beside other libraries: accuracy and bytes.
+"""Compare the accuracy and size of a quantized model with other libraries.
 
     python benchmarks/accuracy.py
     python benchmarks/accuracy.py --quantizers llama_cpp torchao
 
-The model is that of `examples/minilm.py`. Each library is installed into an environment
-of its own, in a folder that is kept (`--cache`); what cannot be installed is named. It
-rounds every weight but one of 768 elements, in each of its formats. What these stand
-for then takes the place of the weights, so all are evaluated alike. Bytes are those of
-the whole model.
+The model is the sentence encoder of `examples/minilm.py`. The script installs each
+library into a separate environment, which is kept (`--cache`), and lists libraries that
+cannot be installed. A library quantizes every weight except one of 768 elements, in
+each of its formats. The script then evaluates the model with the dequantized weights,
+in the same way for all libraries. Bytes count the whole model.
 
-For each number of bytes that the others take, eqquant has a budget of as many, as in
-`examples/calibrate_minilm.py`. llm-compressor gets the same calibration data; the
-formats of the rest use none.
+For each size that another library reaches, eqquant gets a budget of the same number of
+bytes, as in `examples/calibrate_minilm.py`. llm-compressor gets the same calibration
+data; the other formats use no calibration.
 """
 
 import argparse
@@ -27,6 +27,7 @@ import jax
 import numpy as np
 from _environments import CACHE, install, last_line, run
 from _examples import calibrate_minilm, minilm
+from _tables import add_output_options, output, print_table
 
 
 HERE = pathlib.Path(__file__).resolve().parent
@@ -61,7 +62,7 @@ def write(folder: pathlib.Path, weights, batches) -> None:
 
 
 def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """What each format of a library makes of the weights in a folder."""
+    """Quantize the weights in a folder with each format of a library."""
     quantizer = _quantizers.find()[name]
     python = install(quantizer.environment, quantizer.packages, cache, quantizer.header)
     ran = run(
@@ -79,7 +80,7 @@ def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dic
 
 
 def not_ahead(ours: list[dict], others: list[dict]) -> list[str]:
-    """Where a row of ours with at most as many bytes is not the better one."""
+    """List the rows of other libraries that no smaller row of eqquant beats."""
     found = []
     for other in others:
         small = [row for row in ours if row["bytes"] <= other["bytes"]]
@@ -101,11 +102,19 @@ def main() -> None:
         "--bits",
         type=float,
         nargs="*",
-        help="of eqquant, in bits a weight (default: the bytes of the others)",
+        help="budgets of eqquant in bits per weight (default: the sizes of the others)",
     )
-    parser.add_argument("--sentences", type=int, default=480)
+    parser.add_argument(
+        "--sentences", type=int, default=480, help="sentences to calibrate on"
+    )
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
+    add_output_options(parser)
     options = parser.parse_args()
+    with output(options):
+        compare(options)
+
+
+def compare(options: argparse.Namespace) -> None:
 
     model = minilm.load_model()
     sentences = minilm.tokenize(minilm.read_sentences())
@@ -113,9 +122,9 @@ def main() -> None:
     weights = weights_of(model)
     rest = eqquant.trees.tree_nbytes(model) - sum(w.nbytes for w in weights.values())
 
-    but = minilm.read_sentences()
+    held_out = minilm.read_sentences()
     count = options.sentences
-    batches = calibrate_minilm.calibration_batches(count, minilm.tokenize, but)
+    batches = calibrate_minilm.calibration_batches(count, minilm.tokenize, held_out)
     ours, others, missing = [], [], []
 
     def measure(name: str, quantized, nbytes: int | None = None) -> dict:
@@ -123,8 +132,8 @@ def main() -> None:
         row = minilm.compare(name, quantized, model, embeddings, expected)
         if nbytes is not None:
             row |= {"bytes": nbytes, "bits": row["bits"] * nbytes / row["bytes"]}
-        said = f"{name}: mean cosine {row['mean']:.5f}, {row['top 10']:.2%}"
-        print(said, file=sys.stderr, flush=True)
+        progress = f"{name}: mean cosine {row['mean']:.5f}, {row['top 10']:.2%}"
+        print(progress, file=sys.stderr, flush=True)
         return row
 
     with tempfile.TemporaryDirectory() as name:
@@ -154,7 +163,13 @@ def main() -> None:
         for quantized, _ in calibrate_minilm.budgets(sizes, model, stats):
             ours.append(measure("eqquant", quantized))
 
-    minilm.print_table(sorted(ours + others, key=lambda row: -row["bytes"]), COLUMNS)
+    rows = sorted(ours + others, key=lambda row: -row["bytes"])
+    head = [title for title, _ in COLUMNS.values()]
+    table = [
+        [form.format(row[key]) for key, (_, form) in COLUMNS.items()] for row in rows
+    ]
+    print_table([head, *table], options.markdown)
+    print()
     for line in missing:
         print(f"NOT MEASURED: {line}")
     for line in not_ahead(ours, others):

@@ -1,26 +1,30 @@
-"""Language models, end to end: quantized, dense, and by llama.cpp.
+"""Time language models end to end: quantized, dense, and in llama.cpp.
 
     python benchmarks/decode.py
     python benchmarks/decode.py --small --only float32 int8 q8_0
     python benchmarks/decode.py --markdown
 
-A model of the shape of TinyLlama (1.1 billion parameters, random): `examples/llama` in
-float32 and bfloat16, and with weights in INT8, NF4 and ternary; and llama.cpp on GGUF
-files of the same numbers in q8_0, q4_0 and tq2_0, every matrix in that type. "default"
-is `precision="default"`, which rounds activations to 8 bits; llama.cpp always does.
-`EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.
+The model has the shape of TinyLlama (1.1 billion parameters) and random weights. The
+script runs `examples/llama` in float32 and bfloat16 and with INT8, NF4 and ternary
+weights. It runs llama.cpp with the same weights in q8_0, q4_0 and tq2_0; every matrix
+has that type. "default" is `precision="default"`, which rounds activations to 8 bits,
+as llama.cpp always does. If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX
+either.
 
-Each is a process of its own, on the same cores. They take turns: only one computes at
-a time, and the order changes from round to round. Times are the least of all rounds, in
-parentheses the median; ratios are of the least. Prefill is a prompt of 512 tokens,
-decode steps of one token for one and for eight sequences that have that prompt behind
-them. MB are those of the whole process, its libraries and caches included: with one
-sequence, and with all that the table has. Load is the time from a file in the page
-cache to a model, compile that of the first call of everything.
+Each variant is a process on the same cores. Only one process computes at a time, and
+the order changes from round to round. Columns:
 
-The files take 11 GB (a tenth with `--small`), and are kept in a folder (`--folder`);
-the processes hold the same in memory. llama.cpp is compiled when it is installed,
-which takes a quarter of an hour on two cores.
+- "prefill" processes a prompt of 512 tokens. "decode N" generates tokens for N
+  sequences after that prompt. Rates are for the shortest round, and in parentheses the
+  median.
+- "x float32" and "x llama.cpp" are ratios of the shortest times; above 1 is faster.
+- "MB" is the memory of the process after the runs with one sequence, and "MB with all"
+  after all runs. Both include libraries and caches.
+- "load s" is the time from a file in the page cache to a model, and "compile s" the
+  time of the first calls.
+
+The files take 11 GB (1.1 GB with `--small`) on disk (`--folder`), and the processes
+need as much memory. Installing llama.cpp compiles it: 15 minutes on two cores.
 """
 
 import argparse
@@ -38,12 +42,12 @@ import time
 from _decoders import Shape
 from _environments import CACHE, install, last_line, run
 from _peers import llama_cpp
-from peers import print_table
+from _tables import add_output_options, output, print_table
 
 
 HERE = pathlib.Path(__file__).resolve().parent
 SEQUENCES = (1, 8)
-# How many bytes of a file a parameter takes.
+# Maps a variant to its library and the bytes per parameter in its file.
 VARIANTS = {
     "float32": ("eqquant", 4.0),
     "bfloat16": ("eqquant", 2.0),
@@ -57,12 +61,12 @@ VARIANTS = {
     "ternary, default": ("eqquant", 0.26),
     "tq2_0": ("llama_cpp", 0.26),
 }
-# What each is compared with, besides float32.
+# The variant of llama.cpp that each format is compared with.
 COUNTERPARTS = {"int8": "q8_0", "nf4": "q4_0", "ternary": "tq2_0"}
 
 
 class Process:
-    """A decoder that does what it is told, and says how long it took."""
+    """A process that runs a model, executes commands and returns their times."""
 
     def __init__(self, command: list[str], log: pathlib.Path):
         self.log = log
@@ -73,7 +77,7 @@ class Process:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                # Nothing for other devices is loaded, which would count as memory.
+                # Libraries of other platforms would count as memory.
                 env={**os.environ, "JAX_PLATFORMS": "cpu"},
             )
         self.load, self.version = json.loads(self._answer())
@@ -127,7 +131,7 @@ def start(variant: str, options: argparse.Namespace, shape: Shape) -> Process:
     if kind == "llama_cpp":
         peer = llama_cpp.peer
         python = install(peer.name, peer.packages, options.cache, peer.header)
-    # The arithmetic of products is in the file.
+    # The file stores the precision, so each precision has its own file.
     name = variant.replace(", ", "-")
     suffix = ".gguf" if kind == "llama_cpp" else ".safetensors"
     about = "-".join(map(str, dataclasses.astuple(shape)[:6]))
@@ -146,7 +150,7 @@ def start(variant: str, options: argparse.Namespace, shape: Shape) -> Process:
 
 
 def _read(path: pathlib.Path) -> None:
-    """Into the page cache."""
+    """Read a file into the page cache."""
     with open(path, "rb") as file:
         while file.read(1 << 24):
             pass
@@ -187,7 +191,7 @@ def measure(results: dict[str, Result], options: argparse.Namespace) -> None:
 
 
 def rows(results: dict[str, Result], shape: Shape) -> list[list[str]]:
-    """Tokens in a second, how many times as many as float32 and as the counterpart."""
+    """Format the results as a table."""
     tokens = {f"decode {n}": n for n in SEQUENCES} | {"prefill": shape.prompt}
     head = [""]
     for task in tokens:
@@ -220,28 +224,33 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument(
-        "--small", action="store_true", help="2 layers, and 4000 words: a quick look"
+        "--small", action="store_true", help="2 layers and a vocabulary of 4000"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=16, help="tokens in a round")
+    parser.add_argument("--steps", type=int, default=16, help="tokens per round")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     parser.add_argument("--folder", type=pathlib.Path, default=CACHE / "decoders")
-    parser.add_argument("--markdown", action="store_true")
+    add_output_options(parser)
     options = parser.parse_args()
     shape = Shape(layers=options.layers)
     if options.small:
         shape = Shape(layers=min(2, options.layers), vocabulary=4_000)
     if options.steps >= shape.room:
-        parser.error(f"--steps must be less than {shape.room}")
+        parser.error(f"--steps: {options.steps}, but must be less than {shape.room}")
 
-    each = shape.parameters / 1e9, 0.6  # And caches, libraries.
-    need = sum(each[0] * VARIANTS[variant][1] + each[1] for variant in options.only)
+    billions, overhead = shape.parameters / 1e9, 0.6  # GB of caches and libraries.
+    need = sum(billions * VARIANTS[name][1] + overhead for name in options.only)
     if need > available_gb():
         parser.error(
-            f"all at a time take {need:.0f} GB of memory, and {available_gb():.0f} are "
-            "free; measure some of them (--only), or fewer layers (--layers)"
+            f"--only: these variants need {need:.0f} GB of memory, but "
+            f"{available_gb():.0f} GB are free. Choose fewer variants or --layers."
         )
+    with output(options):
+        compare(options, shape)
+
+
+def compare(options: argparse.Namespace, shape: Shape) -> None:
     results, missing = {}, []
     try:
         for variant in options.only:

@@ -1,5 +1,4 @@
-"""What `quaxify` costs: while tracing, at run time, and until a small convolutional
-network has been compiled.
+"""Measure the overhead of `quaxify` in tracing, compiling and running.
 
 python benchmarks/dispatch.py --layers 12
 python benchmarks/dispatch.py --only convolutions
@@ -14,6 +13,7 @@ import eqquant
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from _tables import add_output_options, output, print_table
 from _timing import interleaved, machine, median
 
 
@@ -47,7 +47,7 @@ class Transformer(eqx.Module):
 
 
 class Convolutions(eqx.Module):
-    """Mostly compile time: each layer is a program of its own, if a small one."""
+    """A small network in which each layer compiles to a separate program."""
 
     layers: list[eqx.nn.Conv2d]
     head: eqx.nn.Linear
@@ -71,8 +71,11 @@ STAGES = ("trace", "lower", "compile", "compile (CPU)", "eager")
 
 
 def stages(model, x) -> list[float]:
-    """Seconds of each stage; of compiling also those of all cores together, which other
-    work on the machine does not change as much; and of a first call without `jit`."""
+    """Return the seconds of each stage in `STAGES`.
+
+    "compile (CPU)" sums the CPU time of all cores, which other work on the machine
+    affects less. "eager" is a first call without `jit`.
+    """
     dynamic, static = eqx.partition(model, eqx.is_array)
     jax.clear_caches()
     times = [time.perf_counter()]
@@ -91,22 +94,25 @@ def stages(model, x) -> list[float]:
     return [*(b - a for a, b in itertools.pairwise(times)), cores, eager]
 
 
-def convolutions(layers: int, size: int, repeat: int) -> None:
+def convolutions(layers: int, size: int, repeat: int, markdown: bool) -> None:
     model = Convolutions(layers, size, key=jax.random.key(0))
     x = jnp.ones((3, 16, 16))
     models = {"dense": model}
     for format in ("int8", "nf4", "ternary", "binary"):
         models[format] = eqquant.quantize_tree(model, format)
-    # In turn, as other work on the machine comes and goes.
+    # Alternate between models, because the load of the machine varies.
     times = {name: [] for name in models}
     for _ in range(repeat):
         for name, model in models.items():
             times[name].append(stages(model, x))
-    print(f"{layers} convolutions of {size} channels, seconds (least of {repeat})")
-    print(f"{'':<12}" + "".join(f"{stage:>15}" for stage in STAGES))
+    print(
+        f"\n{layers} convolutions of {size} channels, seconds (minimum of {repeat}):\n"
+    )
+    table = [["weights", *STAGES]]
     for name, rows in times.items():
         best = [min(column) for column in zip(*rows, strict=True)]
-        print(f"{name:<12}" + "".join(f"{seconds:>15.3f}" for seconds in best))
+        table.append([name, *(f"{seconds:.3f}" for seconds in best)])
+    print_table(table, markdown)
 
 
 def trace_seconds(fn, *args, repeat: int) -> list[float]:
@@ -125,19 +131,21 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=128)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--only", choices=("transformer", "convolutions"))
+    add_output_options(parser)
     options = parser.parse_args()
-    print(machine())
-    if options.only != "convolutions":
-        transformer(options)
-    if options.only != "transformer":
-        convolutions(8, 16, min(options.repeat, 3))
+    with output(options):
+        print(machine())
+        if options.only != "convolutions":
+            transformer(options)
+        if options.only != "transformer":
+            convolutions(8, 16, min(options.repeat, 3), options.markdown)
 
 
 def transformer(options) -> None:
     model = Transformer(options.layers, options.size, key=jax.random.key(0))
     quantized = eqquant.quantize_tree(model, "int8")
     x = jnp.ones((16, options.size))
-    print(f"a transformer of {options.layers} layers of {options.size}")
+    print(f"\nA transformer with {options.layers} layers of size {options.size}:\n")
 
     def run(model):
         dynamic, static = eqx.partition(model, eqx.is_array)
@@ -149,17 +157,18 @@ def transformer(options) -> None:
     def dispatched(d, x):
         return eqquant.quaxify(operators, on_materialise="error")(d, x)
 
-    print(f"{'tracing':<34}{'ms':>8}{'of plain':>10}")
+    table = [["tracing", "ms", "vs float"]]
     baseline = statistics.median(trace_seconds(plain, floats, x, repeat=options.repeat))
     for name, fn, arguments in (
-        ("plain, float", plain, floats),
-        ("quantized, by its operators", operators, arrays),
-        ("quantized, by quaxify", dispatched, arrays),
+        ("float", plain, floats),
+        ("quantized, operators", operators, arrays),
+        ("quantized, quaxify", dispatched, arrays),
     ):
         seconds = statistics.median(
             trace_seconds(fn, arguments, x, repeat=options.repeat)
         )
-        print(f"{name:<34}{1e3 * seconds:>8.0f}{seconds / baseline:>10.2f}")
+        table.append([name, f"{1e3 * seconds:.0f}", f"{seconds / baseline:.2f}"])
+    print_table(table, options.markdown)
 
     compiled = {
         name: jax.jit(fn).lower(arrays, x).compile()
@@ -170,8 +179,8 @@ def transformer(options) -> None:
     )
     ratio = median(times["quaxify"]) / median(times["operators"])
     flops = [fn.cost_analysis()["flops"] for fn in compiled.values()]
-    print(f"run time under jit, quaxify over operators: {ratio:.2f}")
-    print(f"operations, quaxify over operators: {flops[1] / flops[0]:.4f}")
+    print(f"\nRun time under jit, quaxify over operators: {ratio:.2f}\n")
+    print(f"FLOPs, quaxify over operators: {flops[1] / flops[0]:.4f}")
 
 
 if __name__ == "__main__":

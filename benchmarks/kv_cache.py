@@ -1,12 +1,15 @@
-"""A cache of keys and values, by how many tokens it has room for.
+"""Time a quantized cache of keys and values, by its capacity.
 
     python benchmarks/kv_cache.py
     python benchmarks/kv_cache.py --tokens 512 8192 --kv int8
 
-The cache is that of one layer of `examples/llama`. "Append" replaces the keys and
-values of one token, in a cache that is donated: it should take as long in a large cache
-as in a small one. "Attend" is what one token then looks up: two products with all of
-the cache. Its error is that beside a cache in float32, of normal numbers.
+The cache belongs to one layer of `examples/llama`.
+
+- "append" writes the keys and values of one token into a donated cache. Its time should
+  not depend on the capacity.
+- "attend" computes the attention of one token: two matmuls with the whole cache.
+- "error" is the relative error of "attend" with normally distributed keys and values,
+  compared with a float32 cache.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import sys
 import eqquant
 import jax
 import jax.numpy as jnp
+from _tables import add_output_options, output, print_table
 from _timing import interleaved, machine, median
 
 
@@ -56,7 +60,7 @@ def attend(cache: Cache, queries):
 
 
 class Appends:
-    """To a cache that is given away, and taken back."""
+    """A call that appends to a donated cache and keeps the result."""
 
     def __init__(self, cache: Cache, heads: int, size: int):
         self.cache, self.row, self.i = cache, jnp.ones((heads, size)), jnp.int32(3)
@@ -70,11 +74,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[512, 32_768])
     parser.add_argument("--kv", nargs="+", default=list(KINDS), choices=KINDS)
-    parser.add_argument("--heads", type=int, default=4, help="of keys")
-    parser.add_argument("--group", type=int, default=8, help="queries to a key")
-    parser.add_argument("--size", type=int, default=64, help="of a head")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each table")
+    parser.add_argument("--heads", type=int, default=4, help="heads of keys")
+    parser.add_argument("--group", type=int, default=8, help="queries per key")
+    parser.add_argument("--size", type=int, default=64, help="size of a head")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each column")
+    add_output_options(parser)
     options = parser.parse_args(arguments)
+    with output(options):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     heads, size = options.heads, options.size
     shape = heads, options.group, size
     queries = jax.random.normal(jax.random.key(1), shape)
@@ -89,27 +99,27 @@ def main(arguments: list[str] | None = None) -> None:
     }
 
     def error(kind: str, n: int) -> float:
-        off = attend(caches[kind, n], queries).astype(jnp.float32) - exact[n]
-        return float(jnp.linalg.norm(off) / jnp.linalg.norm(exact[n]))
+        difference = attend(caches[kind, n], queries).astype(jnp.float32) - exact[n]
+        return float(jnp.linalg.norm(difference) / jnp.linalg.norm(exact[n]))
 
-    errors = {of: error(*of) for of in caches}
-    held = {
-        of: eqquant.trees.tree_nbytes(cache) / of[1] for of, cache in caches.items()
+    errors = {key: error(*key) for key in caches}
+    nbytes = {
+        key: eqquant.trees.tree_nbytes(cache) / key[1] for key, cache in caches.items()
     }
-    attends = {of: ft.partial(attend, cache, queries) for of, cache in caches.items()}
+    attends = {key: ft.partial(attend, cache, queries) for key, cache in caches.items()}
     attends = interleaved(attends, seconds=options.seconds)
-    appends = {of: Appends(cache, heads, size) for of, cache in caches.items()}
+    appends = {key: Appends(cache, heads, size) for key, cache in caches.items()}
     appends = interleaved(appends, seconds=options.seconds)
 
     print(f"{machine()}; {heads} heads of {size}, {options.group} queries to each\n")
-    print("| cache | tokens | bytes a token | append, µs | attend, µs | error |")
-    print("|---|---|---|---|---|---|")
-    for of in caches:
-        kind, n = of
-        times = (f"{median(t[of]) * 1e6:,.0f}" for t in (appends, attends))
-        last = f"{errors[of]:.1e}" if errors[of] else "0"
-        row = kind, f"{n:,}", f"{held[of]:,.0f}", *times, last
-        print(f"| {' | '.join(row)} |")
+    table = [
+        ["cache", "tokens", "bytes per token", "append, µs", "attend, µs", "error"]
+    ]
+    for kind, n in caches:
+        times = (f"{median(t[kind, n]) * 1e6:,.0f}" for t in (appends, attends))
+        shown = f"{errors[kind, n]:.1e}" if errors[kind, n] else "0"
+        table.append([kind, f"{n:,}", f"{nbytes[kind, n]:,.0f}", *times, shown])
+    print_table(table, options.markdown)
 
 
 if __name__ == "__main__":

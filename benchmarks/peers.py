@@ -1,26 +1,30 @@
-"""Products with quantized weights, beside those of other libraries.
+"""Compare quantized matmuls on CPUs with other libraries.
 
     python benchmarks/peers.py
     python benchmarks/peers.py --peers eqquant bitsandbytes --m 1 8 --markdown
     python benchmarks/peers.py --peers eqquant llama.cpp --m 1 --ring 0.5
 
-Each peer is installed into an environment of its own, in a folder that is kept
-(`--cache`), which takes some 12 GB and the first time minutes; what cannot be installed
-is named. Everyone gets the same normal weights and activations, and is measured in a
-process of its own, in turn with its own dense float32 product: an entry is how many
-times as fast as that it is (medians; in parentheses its slowest and its fastest run,
-over the median of the dense product). Copying results to NumPy counts, for both. A
-second table has microseconds (medians), as a library's own dense product may be slow.
+The script installs each library into a separate environment, which is kept (`--cache`).
+The environments take about 12 GB, and the first run takes minutes. Libraries that
+cannot be installed are listed. Every library gets the same normally distributed weights
+and activations, and runs in a separate process, in alternation with its own dense
+float32 matmul. Copying results to NumPy counts for both.
 
-A call finds the caches as the dense product left them: without a weight, and without
-the code that makes a call. With `--ring` a run is instead one product with each of many
-weights, one after the other as in a model, that together no cache holds.
+The first table contains the speed relative to that dense matmul: the median, and in
+parentheses the slowest and the fastest run over the median dense run. The second table
+contains median times in microseconds, because a library's dense matmul can be slow.
 
-`EQQUANT_CPU` with less than `amx` also leaves out the kernels for AMX of llama.cpp.
+- "SQNR dB": signal to quantization noise of the matmul, relative to the float64 matmul
+  with the original weights.
+- "GB/s": the rate at which float32 weights are quantized, including packing and any
+  compilation.
+- "MB": the growth of memory during one matmul of 64 rows.
 
-SQNR is that of the product, against the float64 product with the weights before they
-were quantized; MB is by how much one product of 64 rows raises memory; GB/s how fast
-float32 weights are quantized (and packed, and compiled where that happens then).
+By default, each call finds the caches as the dense matmul left them, so neither the
+weight nor the dispatch code is cached. With `--ring`, a run multiplies with each of
+several weights in turn, as in a model; together, they exceed every cache.
+
+If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX either.
 """
 
 import argparse
@@ -31,13 +35,14 @@ import sys
 
 import _peers
 from _environments import CACHE, install, last_line, run
+from _tables import add_output_options, output, print_table
 
 
 HERE = pathlib.Path(__file__).resolve().parent
 
 
 def measure(
-    peer: _peers.Peer, asked: dict, cache: pathlib.Path, timeout: float
+    peer: _peers.Peer, request: dict, cache: pathlib.Path, timeout: float
 ) -> list[dict]:
     python = sys.executable
     if peer.packages:
@@ -46,7 +51,7 @@ def measure(
         python,
         str(HERE / "_measure_peer.py"),
         peer.name,
-        json.dumps(asked),
+        json.dumps(request),
         environment=peer.environment,
         capture_output=True,
         timeout=timeout,
@@ -74,29 +79,21 @@ def cells(name: str, result: dict, ms: list[int]) -> list[str]:
 
 
 def times(name: str, result: dict, ms: list[int]) -> list[str]:
-    variant, of = (
+    variant, microseconds = (
         ("dense float32", result["dense"])
         if "dense" in result
         else (result["variant"], result["microseconds"])
     )
-    return [f"{name}: {variant}", *(f"{of[str(m)]:.0f}" for m in ms)]
-
-
-def print_table(rows: list[list[str]], markdown: bool) -> None:
-    if markdown:
-        rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-        print("\n".join("| " + " | ".join(row) + " |" for row in rows))
-        return
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(c.ljust(n) for c, n in zip(row, widths, strict=True)).rstrip())
+    return [f"{name}: {variant}", *(f"{microseconds[str(m)]:.0f}" for m in ms)]
 
 
 def main() -> None:
     peers = _peers.find()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", nargs="+", default=list(peers), choices=peers)
-    parser.add_argument("--m", type=int, nargs="+", default=[1, 8, 64, 512])
+    parser.add_argument(
+        "--m", type=int, nargs="+", default=[1, 8, 64, 512], help="rows of x"
+    )
     parser.add_argument(
         "--shapes", nargs="+", default=["4096x4096", "11008x4096"], help="ROWSxCOLUMNS"
     )
@@ -104,17 +101,21 @@ def main() -> None:
     parser.add_argument("--ring", type=float, default=0, help="gigabytes of weights")
     parser.add_argument("--timeout", type=float, default=1800, help="for each peer")
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
-    parser.add_argument("--markdown", action="store_true")
+    add_output_options(parser)
     options = parser.parse_args()
+    with output(options):
+        compare(peers, options)
 
+
+def compare(peers: dict[str, _peers.Peer], options: argparse.Namespace) -> None:
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
-    asked = {"shapes": shapes} | {
+    request = {"shapes": shapes} | {
         k: getattr(options, k) for k in ("m", "seconds", "ring")
     }
     found, dense, missing, versions = [], [], [], {}
     for name in options.peers:
         try:
-            results = measure(peers[name], asked, options.cache, options.timeout)
+            results = measure(peers[name], request, options.cache, options.timeout)
         except (RuntimeError, subprocess.TimeoutExpired) as problem:
             missing.append(f"{name}: {problem}")
             continue
@@ -129,19 +130,20 @@ def main() -> None:
                 versions[name] = result["version"]
     head = ["", *(f"M={m}" for m in options.m), "B/weight", "SQNR dB", "GB/s", "MB"]
     for shape in shapes:
-        print(f"\nweights of {shape[0]} x {shape[1]}, times as fast as dense float32\n")
-        of_shape = [cells(n, r, options.m) for n, r in found if r["shape"] == shape]
-        print_table([head, *of_shape], options.markdown)
-        print("\nmicroseconds\n")
+        print(f"\nWeight {shape[0]} x {shape[1]}, speed relative to dense float32:\n")
+        ratios = [cells(n, r, options.m) for n, r in found if r["shape"] == shape]
+        print_table([head, *ratios], options.markdown)
+        print("\nMicroseconds:\n")
         all_times = [
             times(n, r, options.m) for n, r in dense + found if r["shape"] == shape
         ]
         print_table([head[: 1 + len(options.m)], *all_times], options.markdown)
     print()
+    bullet = "- " if options.markdown else ""
     for name, version in versions.items():
-        print(f"{name}: {version}")
+        print(f"{bullet}{name}: {version}")
     for line in missing:
-        print(f"NOT MEASURED: {line}")
+        print(f"{bullet}NOT MEASURED: {line}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""What straight-through rounding of weights takes.
+"""Measure the cost of straight-through rounding of weights.
 
-    python benchmarks/rounding.py                   # its time, against a plain copy
-    python benchmarks/rounding.py --chips v5e v6e   # the bytes that it adds on a TPU
+    python benchmarks/rounding.py                   # time, against a copy
+    python benchmarks/rounding.py --chips v5e v6e   # additional bytes on a TPU
 
-Bytes are for each weight of 2048 x 2048, in what the value and the gradients of a layer
-take for 64 tokens, by the compiler's own count; one read and one write of a float32 are
-8. It needs libtpu, but no TPU. There are several devices then, as XLA counts a loop
-once, and with one device there are loops.
+With `--chips`, entries are the additional bytes per weight that the compiler counts in
+the value and gradients of a 2048 x 2048 layer with 64 tokens. One read and one write of
+a float32 are 8 bytes. This needs libtpu, but no TPU. The script emulates several
+devices, because the program for one device contains loops, which XLA counts only once.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import functools as ft
 import eqquant
 import jax
 import jax.numpy as jnp
+from _tables import add_output_options, output, print_table
 from _timing import interleaved, machine, median
 from eqquant.debug import compile_for_tpu
 
@@ -26,17 +27,19 @@ def rounded(format: str):
     return ft.partial(eqquant.straight_through, format=format, check_finite=False)
 
 
-def print_times() -> None:
+def print_times(markdown: bool) -> None:
     weight = jax.random.normal(jax.random.key(0), (4096, 4096))
-    print(f"{machine()}; 4096 x 4096 float32")
-    # What has to be computed cannot be a copy within the memory, or none at all.
+    print(f"{machine()}; 4096 x 4096 float32\n")
+    # The addition prevents XLA from replacing the copy with an alias or a memcpy.
     compiled = {"copy": jax.jit(lambda weight: weight + 1)}
     compiled |= {format: jax.jit(rounded(format)) for format in FORMATS}
     runs = {name: ft.partial(fn, weight) for name, fn in compiled.items()}
     times = interleaved(runs, seconds=5)
-    for name, each in times.items():
-        ratio = median(each) / median(times["copy"])
-        print(f"{name:<10}{median(each) * 1e3:>8.1f} ms{ratio:>7.2f} of a copy")
+    table = [["format", "ms", "vs copy"]]
+    for name, runs in times.items():
+        ratio = median(runs) / median(times["copy"])
+        table.append([name, f"{median(runs) * 1e3:.1f}", f"{ratio:.2f}"])
+    print_table(table, markdown)
 
 
 def bytes_of_step(format: str | None, chip: str) -> float:
@@ -50,22 +53,25 @@ def bytes_of_step(format: str | None, chip: str) -> float:
     return compiled.cost_analysis()["bytes accessed"] / 2048**2
 
 
-def print_bytes(chips: list[str]) -> None:
+def print_bytes(chips: list[str], markdown: bool) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
-    print(f"{'':<10}" + "".join(f"{chip:>8}" for chip in chips))
+    table = [["format", *chips]]
     for format in FORMATS:
         added = [bytes_of_step(format, c) - bytes_of_step(None, c) for c in chips]
-        print(f"{format:<10}" + "".join(f"{bytes_:>8.1f}" for bytes_ in added))
+        table.append([format, *(f"{nbytes:.1f}" for nbytes in added)])
+    print_table(table, markdown)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chips", nargs="+", default=[], help="of TPUs")
+    parser.add_argument("--chips", nargs="+", default=[], help="names of TPUs")
+    add_output_options(parser)
     options = parser.parse_args()
-    if options.chips:
-        print_bytes(options.chips)
-    else:
-        print_times()
+    with output(options):
+        if options.chips:
+            print_bytes(options.chips, options.markdown)
+        else:
+            print_times(options.markdown)
 
 
 if __name__ == "__main__":

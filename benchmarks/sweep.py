@@ -1,19 +1,19 @@
-"""Every format, shape and number of rows, against the dense product: what is slower?
+"""Find formats, shapes and numbers of rows that are slower than dense float32.
 
     python benchmarks/sweep.py --clock cpu
     python benchmarks/sweep.py --formats fp8 --m 1 64 --shapes 384x1536 --only-below
     EQQUANT_CPU=avx512 taskset -c 0 python benchmarks/sweep.py --clock cpu
 
-An entry is the time of the dense float32 product over that of this one: above 1 is
-faster than dense. Cells below `--below` are listed at the end, with the kernel that
-served them.
+An entry is the time of the dense float32 matmul over the time of the quantized matmul;
+above 1 is faster than dense. Entries below `--below` are listed at the end with the
+kernel that computed them.
 
-`--clock cpu` takes the time for which all threads of the process computed. Other work
-on the machine does not count in it, as long as it leaves the caches alone. With
-`taskset -c 0` there is one thread, and so none that waits for another.
+`--clock cpu` measures the CPU time of all threads of the process. Other work on the
+machine affects it only through the caches. With `taskset -c 0`, the process has one
+thread, and no thread waits for another.
 
-Small products are measured several to a program, one after the other, as in a model:
-what Python takes to call a program is no part of a product.
+A program repeats small matmuls in sequence, as a model does, so that the time to call a
+program from Python does not dominate.
 """
 
 import argparse
@@ -26,6 +26,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _tables import add_output_options, format_row, output, print_head
 from _timing import interleaved, machine, median
 from matmul import dense, dense_transposed, product, product_transposed
 
@@ -51,12 +52,13 @@ SHAPES = "256x256 256x4096 4096x256 384x384 384x1536 1536x384 1024x1024 4096x409
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 DIRECTIONS = {"x@w.T": (dense, product), "x@w": (dense_transposed, product_transposed)}
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
-# So many multiplications take a program at least: some ten microseconds.
-ENOUGH, MOST_REPEATS = 2**22, 8
+# Repeat matmuls until a program has this number of multiplications, about ten
+# microseconds of work.
+MIN_MULTIPLICATIONS, MAX_REPEATS = 2**22, 8
 
 
 def program(multiply, repeats: int):
-    """So many products, each of which waits for the one before."""
+    """Return a program of `repeats` matmuls, each of which depends on the previous."""
 
     def run(first, w):
         x = first
@@ -81,20 +83,35 @@ def main() -> None:
         "--shapes",
         nargs="+",
         default=SHAPES.split(),
-        help="of the weight: rows x columns",
+        help="shapes of the weight: rows x columns",
     )
     parser.add_argument("--clock", choices=list(CLOCKS), default="wall")
     parser.add_argument("--seconds", type=float, default=0.1, help="for each entry")
-    parser.add_argument("--below", type=float, default=1.0, help="what to list")
+    parser.add_argument("--below", type=float, default=1.0, help="list these entries")
     parser.add_argument(
-        "--only-below", action="store_true", help="print no line without such a cell"
+        "--only-below", action="store_true", help="print only rows with such an entry"
     )
-    parser.add_argument("--csv", help="a file to write the cells to as well")
+    parser.add_argument("--csv", help="a file to write the entries to")
+    add_output_options(parser)
     options = parser.parse_args()
+    with output(options):
+        cells = measure_all(options)
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(
+                ["format", "precision", "shape", "direction", "m", "ratio", "kernel"]
+            )
+            writer.writerows(cells)
 
-    unit = "CPU time" if options.clock == "cpu" else "time"
+
+def measure_all(options: argparse.Namespace) -> list[tuple]:
+    clock = "CPU time" if options.clock == "cpu" else "wall-clock time"
     print(f"{machine()}; {eqquant.kernels.cpu.status()}")
-    print(f"times as fast as dense float32, by {unit}")
+    print(f"Speed relative to dense float32, in {clock}:\n")
+    head = "shape", "product", "format", "precision", *(f"M={m}" for m in options.m)
+    widths = 10, 6, 12, 9, *(7 for _ in options.m)
+    print_head(head, widths, options.markdown)
     cells = []
     for shape in options.shapes:
         rows, columns = map(int, shape.split("x"))
@@ -111,50 +128,47 @@ def main() -> None:
                 m: _measure(weight, variants, direction, m, options) for m in options.m
             }
             for name, precision in variants:
-                of_row = {m: table[m][name, precision] for m in options.m}
-                for m, (ratio, kernel) in of_row.items():
+                entries = {m: table[m][name, precision] for m in options.m}
+                for m, (ratio, kernel) in entries.items():
                     cells.append((name, precision, shape, direction, m, ratio, kernel))
-                ratios = [ratio for ratio, _ in of_row.values()]
+                ratios = [ratio for ratio, _ in entries.values()]
                 if options.only_below and min(ratios) >= options.below:
                     continue
-                head = f"{shape:<10}{direction:<6}{name:<12}{precision:<8}"
-                print(head + "".join(f"{ratio:>7.2f}" for ratio in ratios), flush=True)
+                row = shape, direction, name, precision, *(f"{r:.2f}" for r in ratios)
+                print(format_row(row, widths, options.markdown), flush=True)
     below = sorted((c for c in cells if c[5] < options.below), key=lambda c: c[5])
-    print(f"\n{len(below)} of {len(cells)} cells are below {options.below}:")
+    print(f"\n{len(below)} of {len(cells)} entries are below {options.below}:\n")
+    bullet = "- " if options.markdown else ""
     for name, precision, shape, direction, m, ratio, kernel in below:
-        print(
-            f"{ratio:.2f}  {name}, {precision}, {shape}, {direction}, M={m}: {kernel}"
-        )
-    if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(
-                ["format", "precision", "shape", "direction", "m", "ratio", "kernel"]
-            )
-            writer.writerows(cells)
+        place = f"{name}, {precision}, {shape}, {direction}, M={m}"
+        print(f"{bullet}{ratio:.2f}  {place}: {kernel}")
+    return cells
 
 
 def _measure(weight, variants, direction, m, options):
-    """For each variant how many times as fast it is, and its kernel."""
-    by_floats, by_codes = DIRECTIONS[direction]
+    """Return the speed relative to dense, and the kernel, of each variant."""
+    dense_matmul, quantized_matmul = DIRECTIONS[direction]
     size = weight.shape[1 if direction == "x@w.T" else 0]
     x = jnp.asarray(np.random.default_rng(m).standard_normal((m, size), np.float32))
-    repeats = int(np.clip(ENOUGH // (m * weight.size), 1, MOST_REPEATS))
-    baseline, quantized = program(by_floats, repeats), program(by_codes, repeats)
+    repeats = int(np.clip(MIN_MULTIPLICATIONS // (m * weight.size), 1, MAX_REPEATS))
+    baseline, quantized = (
+        program(dense_matmul, repeats),
+        program(quantized_matmul, repeats),
+    )
     calls = {"dense": ft.partial(baseline, x, weight)}
     kernels = {}
     for variant, q in variants.items():
         calls[variant] = ft.partial(quantized, x, q)
-        said = eqquant.debug.explain(by_codes, x, q, platform="cpu")
-        kernels[variant] = said.partition(": ")[2]
+        text = eqquant.debug.explain(quantized_matmul, x, q, platform="cpu")
+        kernels[variant] = text.partition(": ")[2]
     times = interleaved(
         calls,
         seconds=options.seconds * len(calls),
         at_least=3,
         clock=CLOCKS[options.clock],
     )
-    typical = {name: median(some) for name, some in times.items()}
-    return {v: (typical["dense"] / typical[v], kernels[v]) for v in variants}
+    medians = {name: median(runs) for name, runs in times.items()}
+    return {v: (medians["dense"] / medians[v], kernels[v]) for v in variants}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Steps of training, against the plain step in floating point in the same run.
-
-A transformer of 6 layers on batches of 16 x 128 tokens, with optax's Adam.
+"""Time training steps with quantized weights against float32 steps in the same run.
 
     python benchmarks/training.py --size 256 --seconds 30
+
+The model is a transformer with 6 layers. Batches have 16 x 128 tokens, and the
+optimizer is optax's Adam. "ratio" is the time over the time of the row in the column
+"baseline".
 """
 
 import argparse
@@ -14,6 +16,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from _tables import add_output_options, output, print_table
 from _timing import interleaved, machine, median
 
 
@@ -55,7 +58,7 @@ class Transformer(eqx.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What is trained: made of the float model; and to which row it is compared."""
+    """A model to train, made from the float model, and the row to compare it with."""
 
     make: Callable
     trainable: Callable = lambda model: jax.tree.map(eqx.is_inexact_array, model)
@@ -85,7 +88,7 @@ for name, format in {
     "ternary": "ternary",
     "binary": "binary",
 }.items():
-    ROWS[f"{name}, its products"] = qat(format, quantized_products=True)
+    ROWS[f"{name}, quantized matmuls"] = qat(format, quantized_products=True)
 
 
 def lora(format, baseline: str) -> Row:
@@ -100,16 +103,16 @@ def lora(format, baseline: str) -> Row:
 ROWS |= {
     "float, LoRA": lora(None, "float"),
     "nf4, QLoRA": lora("nf4", "float, LoRA"),
-    "nf4 twice, QLoRA": lora(eqquant.NF4(double_quantization=True), "float, LoRA"),
+    "nf4 double, QLoRA": lora(eqquant.NF4(double_quantization=True), "float, LoRA"),
 }
 
 
 def make_step(row: Row, size: int) -> Callable[[], object]:
-    """One step of training: always the same one, compiled the first time."""
+    """Return a function that repeats one training step. The first call compiles."""
     model = row.make(Transformer(size, key=jax.random.key(0)))
     trainable, frozen = eqx.partition(model, row.trainable(model))
-    optimiser = optax.adam(1e-3)
-    state = optimiser.init(trainable)
+    optimizer = optax.adam(1e-3)
+    state = optimizer.init(trainable)
     a, b = jax.random.split(jax.random.key(1))
     x = jax.random.normal(a, (BATCH, TOKENS, size))
     y = jax.random.normal(b, (BATCH, TOKENS, size))
@@ -120,7 +123,7 @@ def make_step(row: Row, size: int) -> Callable[[], object]:
     @eqx.filter_jit
     def step(trainable, frozen, state):
         value, gradients = eqx.filter_value_and_grad(loss)(trainable, frozen)
-        updates, state = optimiser.update(gradients, state)
+        updates, state = optimizer.update(gradients, state)
         return value, eqx.apply_updates(trainable, updates), state
 
     return lambda: step(trainable, frozen, state)[:1]
@@ -131,16 +134,23 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
+    add_output_options(parser)
     options = parser.parse_args()
+    with output(options):
+        measure(options)
+
+
+def measure(options: argparse.Namespace) -> None:
     names = [*(ROWS[name].baseline for name in options.rows), *options.rows]
     steps = {name: make_step(ROWS[name], options.size) for name in dict.fromkeys(names)}
     times = interleaved(steps, seconds=options.seconds)
-    print(f"{machine()}; size {options.size}, batch {BATCH} x {TOKENS} tokens")
-    print(f"{'':24}  ms a step   ratio  of")
-    for name, all_times in times.items():
-        seconds, baseline = median(all_times), ROWS[name].baseline
+    print(f"{machine()}; size {options.size}, batch {BATCH} x {TOKENS} tokens\n")
+    table = [["model", "ms per step", "ratio", "baseline"]]
+    for name, runs in times.items():
+        seconds, baseline = median(runs), ROWS[name].baseline
         ratio = seconds / median(times[baseline])
-        print(f"{name:24} {1e3 * seconds:10.1f} {ratio:7.2f}  {baseline}")
+        table.append([name, f"{1e3 * seconds:.1f}", f"{ratio:.2f}", baseline])
+    print_table(table, options.markdown)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The script that measures caches of keys and values, tried out on small ones."""
+"""Test the benchmark of caches of keys and values, with small caches."""
 
 import importlib
 import pathlib
@@ -10,16 +10,16 @@ BENCHMARKS = pathlib.Path(__file__).parent.parent / "benchmarks"
 
 
 @pytest.mark.slow
-def test_its_table(monkeypatch, capsys):
+def test_table(monkeypatch, capsys):
     monkeypatch.syspath_prepend(BENCHMARKS)
     script = importlib.import_module("kv_cache")
     small = ["--tokens", "64", "128", "--heads", "1", "--group", "2", "--seconds", "0"]
-    script.main([*small, "--kv", "float32", "int8", "int4"])
+    script.main([*small, "--kv", "float32", "int8", "int4", "--markdown"])
     lines = [x for x in capsys.readouterr().out.splitlines() if x[:1] == "|"]
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
     kinds = "float32", "int8", "int4"
     assert [row[:2] for row in rows] == [[k, n] for k in kinds for n in ("64", "128")]
-    # Codes of keys and values of 64, and a scale of each or of each 32.
+    # Keys and values of size 64 with one scale per vector (INT8) or per 32 (INT4).
     assert [row[2] for row in rows[::2]] == ["512", "136", "80"]
     for row in rows:
         assert min(float(x.replace(",", "")) for x in row[3:5]) > 0

@@ -1,7 +1,7 @@
-"""Decoders of the same shape, each by a library: files here make and run them.
+"""Language models of one shape in several libraries. Each file makes and runs one.
 
-They are imported in a process of their own (`_run_decoder.py`), where only NumPy and
-the library itself are installed.
+`_run_decoder.py` imports a file in a separate process, in an environment that contains
+only NumPy and the library.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a model like Llama; the default is that of TinyLlama."""
+    """The shape of a Llama model. The default is the shape of TinyLlama."""
 
     layers: int = 22
     size: int = 2048
@@ -21,7 +21,7 @@ class Shape:
     heads: int = 32
     kv_heads: int = 4
     vocabulary: int = 32_000
-    # Tokens of a prompt, and for how many more there is room.
+    # Tokens of the prompt, and the number of tokens that can follow.
     prompt: int = 512
     room: int = 128
 
@@ -35,7 +35,7 @@ class Shape:
         return self.layers * layer + (2 * self.vocabulary + 1) * self.size
 
     def matrices(self) -> dict[str, tuple[int, int]]:
-        """Of one layer: how many outputs and inputs each has."""
+        """Map the matrices of one layer to (outputs, inputs)."""
         narrow = self.kv_heads * self.head_size
         return {
             "query": (self.size, self.size),
@@ -49,21 +49,21 @@ class Shape:
 
 
 def random_layer(shape: Shape, layer: int) -> Iterator[tuple[str, np.ndarray]]:
-    """The matrices of a layer, the same for every library, one by one."""
+    """Yield the matrices of a layer. They are the same for every library."""
     rng = np.random.default_rng(layer)
-    for name, of in shape.matrices().items():
-        yield name, random_matrix(rng, *of)
+    for name, size in shape.matrices().items():
+        yield name, random_matrix(rng, *size)
 
 
 def random_ends(shape: Shape) -> Iterator[tuple[str, np.ndarray]]:
-    """The matrices that are no layer's."""
+    """Yield the embedding and the head."""
     rng = np.random.default_rng(shape.layers)
     for name in ("embedding", "head"):
         yield name, random_matrix(rng, shape.vocabulary, shape.size)
 
 
 def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Uniform, as `eqx.nn.Linear` starts out."""
+    """Draw uniform weights, like the initialization of `eqx.nn.Linear`."""
     w = rng.random((rows, columns), np.float32)
     w -= 0.5
     w *= 2 / columns**0.5
@@ -71,19 +71,18 @@ def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarr
 
 
 class Decoder(Protocol):
-    """A model that is ready to run."""
+    """A loaded model."""
 
     def version(self) -> str: ...
 
     def prepare(self, sequences: int) -> None:
-        """Compile, and fill the cache of so many sequences with a prompt."""
+        """Compile, and fill the caches of `sequences` sequences with a prompt."""
         ...
 
     def prefill(self) -> None:
-        """A prompt of one sequence, from an empty cache to the logits of its last
-        token."""
+        """Process a prompt, from an empty cache to the logits of its last token."""
         ...
 
     def decode(self, sequences: int, steps: int) -> None:
-        """Steps of one token for each sequence, after a prompt."""
+        """Generate `steps` tokens per sequence, after the prompt."""
         ...

@@ -1,4 +1,4 @@
-"""examples/llama with eqquant's formats, or dense."""
+"""The model of `examples/llama`, quantized by eqquant or dense."""
 
 import importlib.metadata
 import os
@@ -21,14 +21,14 @@ from config import Config  # noqa: E402
 from model import Cache, Decoder, empty_cache, Layer  # noqa: E402
 
 
-# By the name of a variant: the dtype of the model, and the format of its weights.
+# Maps a variant to the dtype of the model and the format of its weights.
 variants = {
     "float32": (jnp.float32, None),
     "bfloat16": (jnp.bfloat16, None),
     "int8": (jnp.float32, eqquant.Int8()),
     "nf4": (jnp.float32, eqquant.NF4()),
     "ternary": (jnp.float32, eqquant.Ternary()),
-    # As llama.cpp does: activations are rounded to 8 bits.
+    # Activations are rounded to 8 bits, as in llama.cpp.
     "int8, default": (jnp.float32, eqquant.Int8(precision="default")),
     "nf4, default": (jnp.float32, eqquant.NF4(precision="default")),
     "ternary, default": (jnp.float32, eqquant.Ternary(precision="default")),
@@ -49,7 +49,7 @@ def _config(shape: Shape) -> Config:
 
 
 def _skeleton(shape: Shape, dtype) -> Decoder:
-    """The model without its numbers. Layers are apart: see `unstack`."""
+    """Return the abstract model, with separate layers (see `unstack`)."""
     config, key = _config(shape), jax.random.key(0)
     model = eqx.filter_eval_shape(lambda: Decoder(config, dtype, key=key))
     layer = eqx.filter_eval_shape(lambda: Layer(config, dtype, key=key))
@@ -58,7 +58,7 @@ def _skeleton(shape: Shape, dtype) -> Decoder:
 
 
 def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
-    """Write the file of a variant. Of the weights in float32 one is held at a time."""
+    """Write the file of a variant. Only one float32 weight is in memory at a time."""
     dtype, format = variants[variant]
 
     def weight(w: np.ndarray):
@@ -92,7 +92,7 @@ class Runs:
         self.dtype, _ = variants[variant]
         model = eqquant.load(path, like=_skeleton(shape, self.dtype))
         arrays, static = eqx.partition(jax.block_until_ready(model), eqx.is_array)
-        # As in examples/llama/generate.py: a flat list is what JAX takes fastest.
+        # JAX dispatches flat lists fastest (see examples/llama/generate.py).
         self.arrays, treedef = jax.tree.flatten(arrays)
         self.like = eqx.filter_eval_shape(lambda: model)
         self.caches: dict[int, Cache | tuple[Cache, ...]] = {}
@@ -127,7 +127,7 @@ class Runs:
         self.decode(sequences, 1)
 
     def prefill(self) -> None:
-        # What is in the cache from the last time is replaced, or masked.
+        # Old entries of the cache are overwritten or masked.
         _, self.caches[0] = self._prompt(self.caches[0])
 
     def decode(self, sequences: int, steps: int) -> None:
@@ -135,11 +135,11 @@ class Runs:
         for i in range(steps):
             start = np.int32(self.shape.prompt + i)
             tokens, cache = self.step(self.arrays, cache, tokens, start)
-            tokens = jax.block_until_ready(tokens)  # As if it were shown.
+            tokens = jax.block_until_ready(tokens)  # A user would read each token.
         self.caches[sequences] = cache
 
 
 def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
-    # XLA has a thread for each core that the process may use.
+    # XLA starts one thread for each core that the process can use.
     assert len(os.sched_getaffinity(0)) == threads
     return Runs(shape, variant, path)

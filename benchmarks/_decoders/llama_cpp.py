@@ -1,4 +1,4 @@
-"""llama.cpp, on a file that is written here."""
+"""Write a GGUF file, and run it with llama.cpp."""
 
 import functools as ft
 import importlib.metadata
@@ -29,7 +29,7 @@ _names = {
 
 
 def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
-    """Write the file of a variant: every matrix in its type, norms in float32."""
+    """Write the file of a variant: matrices in its type, norms in float32."""
     import llama_cpp
 
     ggml, kind = ggml_of(llama_cpp), TYPES[variant]
@@ -49,7 +49,7 @@ def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
 
     def matrix(name: str, rows: int, columns: int, drawn: Iterator) -> _gguf.Tensor:
         def data():
-            _, w = next(drawn)  # They are written in the order in which they are drawn.
+            _, w = next(drawn)  # Matrices are written in the order of the generator.
             return quantized(ggml, kind, w)
 
         nbytes = rows * row_bytes(ggml, kind, columns)
@@ -69,14 +69,14 @@ def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
     tensors.append(norm("output_norm"))
     for i in range(shape.layers):
         drawn = random_layer(shape, i)
-        for name, of in shape.matrices().items():
-            tensors.append(matrix(f"blk.{i}.{_names[name]}", *of, drawn))
+        for name, size in shape.matrices().items():
+            tensors.append(matrix(f"blk.{i}.{_names[name]}", *size, drawn))
         tensors += [norm(f"blk.{i}.attn_norm"), norm(f"blk.{i}.ffn_norm")]
     _gguf.write(path, metadata, tensors)
 
 
 class Runs:
-    """Contexts are made for as many sequences as are asked for; weights are shared."""
+    """A model with one context per number of sequences. Contexts share the weights."""
 
     def __init__(self, shape: Shape, path: pathlib.Path, threads: int):
         import llama_cpp
@@ -110,7 +110,7 @@ class Runs:
         return self.contexts[sequences]
 
     def _extend(self, context, tokens, start: int) -> np.ndarray:
-        """Tokens (sequences, length) from a position on; the token after each."""
+        """Process tokens of shape (sequences, length), and return the next tokens."""
         lib = self.lib
         sequences, length = tokens.shape
         batch = lib.llama_batch_init(tokens.size, 0, 1)

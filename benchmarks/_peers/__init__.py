@@ -1,7 +1,7 @@
-"""Libraries to compare with: each has a file here that makes a `peer`.
+"""Libraries to compare with on CPUs. Each file defines a `peer` for one library.
 
-That file is imported where the library is not installed, too, so it imports the library
-in functions only.
+The files are also imported where the libraries are not installed. Therefore functions
+import them.
 """
 
 import dataclasses
@@ -16,40 +16,41 @@ import numpy as np
 
 THREADS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
-# Makes of a float32 weight of (rows, columns) what is called with an activation of
-# (m, columns), and its size in bytes.
+# Maps a float32 weight of shape (rows, columns) to a matmul, which takes activations of
+# shape (m, columns), and to the size of the quantized weight in bytes.
 Quantize = Callable[[Any], tuple[Callable, int]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """What a library has, once it is imported."""
+    """The matmuls of an imported library."""
 
     version: str
-    # In float32, and by the name of what the weight becomes.
-    dense: Quantize
-    quantized: dict[str, Quantize]
-    # NumPy to the library's arrays; and to NumPy, when all is done.
+    dense: Quantize  # In float32.
+    quantized: dict[str, Quantize]  # By the name of the format.
+    # `put` converts NumPy arrays to arrays of the library. `get` waits for a result and
+    # converts it to NumPy.
     put: Callable = lambda x: x
     get: Callable = np.asarray
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """A library: its name in the table, and how it is imported."""
+    """A library: its name in the table, its packages, and how to import it."""
 
     name: str
     load: Callable[[], Products]
-    # What to install into its environment; nothing if it is installed beside eqquant.
+    # Packages to install into its environment. Without packages, the library runs in
+    # the environment of eqquant.
     packages: tuple[str, ...] = ()
-    # What to put before every C++ file of theirs that is compiled.
+    # A header that pip includes at the start of every C++ file that it compiles.
     header: str = ""
-    # Variables that its process gets.
+    # Environment variables of its process.
     environment: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def find() -> dict[str, Peer]:
-    """The peers by their names, those that need not be installed first."""
+    """Return the peers by name. Peers without packages come first."""
     files = sorted(pathlib.Path(__file__).parent.glob("[a-z]*.py"))
     peers = [importlib.import_module(f"{__name__}.{f.stem}").peer for f in files]
     peers.sort(key=lambda peer: bool(peer.packages))

@@ -1,4 +1,4 @@
-"""What libraries for JAX share."""
+"""Code shared by the libraries for JAX."""
 
 import importlib.metadata
 
@@ -9,7 +9,7 @@ def dense(w):
     import jax
     from jax import lax
 
-    # The weight on the left: XLA:CPU is slow at `x @ w.T` with one row.
+    # The weight is the left operand, because XLA:CPU is slow at `x @ w.T` with one row.
     product = jax.jit(lambda x, w: lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T)
     return lambda x: product(x, w), w.nbytes
 

@@ -1,4 +1,4 @@
-"""What libraries for PyTorch share."""
+"""Code shared by the libraries for PyTorch."""
 
 import importlib.metadata
 

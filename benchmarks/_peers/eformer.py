@@ -15,7 +15,7 @@ def load() -> Products:
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(q))
         return lambda x: product(x, q), size
 
-    # Its weights are (columns, rows), so that they are multiplied without a transpose.
+    # eformer's weights have shape (columns, rows) and need no transpose.
     def nf4(w):
         return with_size(jax.block_until_ready(ArrayNF4.quantize(w.T, block_size=64)))
 

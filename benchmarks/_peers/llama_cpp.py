@@ -1,4 +1,4 @@
-"""llama.cpp, by its library of tensors, ggml."""
+"""llama.cpp, through its tensor library, ggml."""
 
 import ctypes
 import importlib.metadata
@@ -14,10 +14,11 @@ from . import Peer, Products, Quantize, THREADS
 TYPES = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
 FLOAT32 = 0
 
-# Its kernels for AMX tell the CPU once per thread how large the tiles are. What GCC 12
-# has for that says that only the first 8 of 64 bytes are read, so that it drops what is
-# written to the others: tiles have no rows, and the first use of one is an illegal
-# instruction. This says that all are read, and serves with other versions, too.
+# ggml's AMX kernels configure the tile sizes once per thread with `_tile_loadconfig`.
+# In GCC 12 that intrinsic declares that it reads 8 of the 64 bytes, so the compiler
+# drops the writes to the other bytes. Tiles then have no rows, and the first use of a
+# tile raises an illegal instruction. This replacement declares all 64 bytes, and works
+# with other versions of GCC as well.
 HEADER = """\
 #if defined(__AMX_TILE__) && defined(__GNUC__) && !defined(__clang__)
 #include <immintrin.h>
@@ -33,7 +34,7 @@ class _InitParams(ctypes.Structure):
     _fields_ = [("size", _size), ("buffer", _pointer), ("no_alloc", ctypes.c_bool)]
 
 
-# What each function returns and takes.
+# The result type and argument types of each function.
 _functions = {
     "ggml_init": (_pointer, _InitParams),
     "ggml_free": (None, _pointer),
@@ -65,9 +66,10 @@ _functions = {
 
 
 def ggml_of(llama_cpp) -> ctypes.CDLL:
-    """ggml, whose functions may then be called. It uses AMX where eqquant may, too. The
-    last also finds those of its parts, which are loaded before, as they need not be
-    where the linker looks."""
+    """Load ggml and declare its functions. It uses AMX only if eqquant does.
+
+    The parts of ggml are loaded first, because they need not be on the linker's path.
+    """
     folder = pathlib.Path(llama_cpp.__file__).parent / "lib"
     *_, library = (
         ctypes.CDLL(str(folder / f"lib{name}.so"), mode=ctypes.RTLD_GLOBAL)
@@ -76,19 +78,21 @@ def ggml_of(llama_cpp) -> ctypes.CDLL:
     for name, (result, *arguments) in _functions.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
-    if _most() != "amx":
-        _leave_out_amx(library)
+    if _instruction_limit() != "amx":
+        _disable_amx(library)
     return library
 
 
-def _most() -> str:
-    """The best instructions that eqquant may use."""
+def _instruction_limit() -> str:
+    """Return the best instruction set that `EQQUANT_CPU` permits."""
     return os.environ.get("EQQUANT_CPU", "amx")
 
 
-def _listed(ggml: ctypes.CDLL):
-    """The kinds of memory in which weights are laid out anew for this CPU: an array of
-    llama.cpp's own, which a null pointer ends."""
+def _buffer_types(ggml: ctypes.CDLL):
+    """Return llama.cpp's null-terminated array of buffer types for this CPU.
+
+    A buffer type repacks weights for certain instructions.
+    """
     registry = ggml.ggml_backend_cpu_reg()
     get = ggml.ggml_backend_reg_get_proc_address
     address = get(registry, b"ggml_backend_dev_get_extra_bufts")
@@ -97,25 +101,26 @@ def _listed(ggml: ctypes.CDLL):
 
 
 def _memories(ggml: ctypes.CDLL) -> dict[bytes, int]:
-    """By their names, in the order in which llama.cpp tries them, too."""
-    array = _listed(ggml)
+    """Map the names of buffer types to pointers, in llama.cpp's order of preference."""
+    array = _buffer_types(ggml)
     found = itertools.takewhile(bool, (array[i] for i in itertools.count()))
     return {ggml.ggml_backend_buft_name(memory): memory for memory in found}
 
 
-def _leave_out_amx(ggml: ctypes.CDLL) -> None:
-    """From the array, which is all that llama.cpp looks at when it loads a model."""
-    array = _listed(ggml)
+def _disable_amx(ggml: ctypes.CDLL) -> None:
+    """Remove the AMX buffer type from the array that llama.cpp reads for each model."""
+    array = _buffer_types(ggml)
     kept = [memory for name, memory in _memories(ggml).items() if name != b"AMX"]
     for i, memory in enumerate([*kept, None]):
         array[i] = memory
 
 
 def about_amx(ggml: ctypes.CDLL) -> str:
-    """Whether its kernels for AMX are used, with the types that they have."""
+    """Describe whether ggml uses its AMX kernels for the types that they support."""
     if b"AMX" in _memories(ggml):
         return "with AMX"
-    limit = "" if _most() == "amx" else f" (EQQUANT_CPU={_most()})"
+    limit = _instruction_limit()
+    limit = "" if limit == "amx" else f" (EQQUANT_CPU={limit})"
     return f"without AMX{limit}"
 
 
@@ -124,7 +129,7 @@ def row_bytes(ggml: ctypes.CDLL, kind: int, columns: int) -> int:
 
 
 def quantized(ggml: ctypes.CDLL, kind: int, w: np.ndarray) -> np.ndarray:
-    """A matrix of float32 in blocks of a type, as bytes."""
+    """Quantize a float32 matrix to a type of ggml, and return its bytes."""
     rows, columns = w.shape
     data = np.empty((rows, row_bytes(ggml, kind, columns)), np.uint8)
     ggml.ggml_quantize_chunk(kind, _address(w), _address(data), 0, rows, columns, None)
@@ -146,8 +151,7 @@ class _CPU:
         return self.ggml.ggml_init(_InitParams(1 << 20, None, True))
 
     def weight(self, kind: int, rows: int, columns: int):
-        """A tensor, in the first memory for which there is a product, and its bytes
-        there."""
+        """Return a tensor and its bytes, in the first buffer type that has a matmul."""
         ggml = self.ggml
         for memory in _memories(ggml).values():
             held = self.context()
@@ -169,7 +173,7 @@ class _CPU:
         return weight, ggml.ggml_nbytes(weight)
 
     def graph(self, weight, m: int, columns: int):
-        """The activation, the result, and what computes it."""
+        """Return the activation, the result, and the graph that computes it."""
         ggml = self.ggml
         held = self.context()
         x = ggml.ggml_new_tensor_2d(held, FLOAT32, columns, m)
@@ -182,7 +186,7 @@ class _CPU:
     def quantize(self, kind: int) -> Quantize:
         ggml = self.ggml
 
-        def of(w):
+        def quantize_weight(w):
             rows, columns = w.shape
             w = np.ascontiguousarray(w)
             weight, stored = self.weight(kind, rows, columns)
@@ -203,7 +207,7 @@ class _CPU:
 
             return product, stored
 
-        return of
+        return quantize_weight
 
 
 def load() -> Products:
@@ -219,5 +223,5 @@ def load() -> Products:
     )
 
 
-# Its Python package compiles it for this machine.
+# pip compiles llama-cpp-python for this machine.
 peer = Peer("llama.cpp", load, packages=("llama-cpp-python", "numpy"), header=HEADER)

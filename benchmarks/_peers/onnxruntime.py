@@ -1,4 +1,4 @@
-"""onnxruntime, by models of one product."""
+"""onnxruntime, with models that consist of one matmul."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ def load() -> Products:
     from onnx import helper
     from onnxruntime.capi import _pybind_state
 
-    # One pool for all: threads of a session that waits would keep a core busy.
+    # Sessions share one pool: the threads of an idle session would spin on a core.
     ort.set_global_thread_pool_sizes(THREADS, 1)
 
     def session(node, weights: dict[str, np.ndarray], rows, columns):
@@ -41,14 +41,14 @@ def load() -> Products:
         return session(node, {"w": w}, rows, columns)
 
     def make(bits, block, level):
-        def of(w):
+        def quantize(w):
             rows, columns = w.shape
             blocks = columns // block
             codes = np.zeros((rows, blocks, block * bits // 8), np.uint8)
             scales = np.zeros(rows * blocks, np.float32)
             zeros = np.zeros((rows, (blocks * bits + 7) // 8), np.uint8)
-            quantize = getattr(_pybind_state, f"quantize_matmul_{bits}bits")
-            quantize(codes, w.T.copy(), scales, zeros, block, rows, columns, True)
+            encode = getattr(_pybind_state, f"quantize_matmul_{bits}bits")
+            encode(codes, w.T.copy(), scales, zeros, block, rows, columns, True)
             node = helper.make_node(
                 "MatMulNBits",
                 ["x", "codes", "scales"],
@@ -62,7 +62,7 @@ def load() -> Products:
             )
             return session(node, {"codes": codes, "scales": scales}, rows, columns)
 
-        return of
+        return quantize
 
     return Products(
         ort.__version__,

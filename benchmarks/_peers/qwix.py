@@ -16,20 +16,20 @@ def load() -> Products:
         return qwix.dot_general(x, q, contract)
 
     @jax.jit
-    def both(x, q):
+    def int8_activations(x, q):
         return qwix.dot_general(
             qwix.quantize(x, jnp.int8, channelwise_axes=(0,)), q, contract
         )
 
-    def make(product, qtype, **how):
-        quantize = jax.jit(lambda w: qwix.quantize(w, qtype, **how))
+    def make(product, qtype, **kwargs):
+        encode = jax.jit(lambda w: qwix.quantize(w, qtype, **kwargs))
 
-        def of(w):
-            q = jax.block_until_ready(quantize(w))
+        def quantize(w):
+            q = jax.block_until_ready(encode(w))
             size = q.qvalue.nbytes + q.scale.nbytes
             return lambda x: product(x, q), size
 
-        return of
+        return quantize
 
     blocks = dict(channelwise_axes=(0,), tiled_axes={1: 64})
     return products(
@@ -37,7 +37,9 @@ def load() -> Products:
         {
             "nf4": make(weight_only, "nf4", **blocks),
             "int8": make(weight_only, jnp.int8, channelwise_axes=(0,)),
-            "int8, activations too": make(both, jnp.int8, channelwise_axes=(0,)),
+            "int8, int8 activations": make(
+                int8_activations, jnp.int8, channelwise_axes=(0,)
+            ),
         },
     )
 

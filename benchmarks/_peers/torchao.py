@@ -13,7 +13,7 @@ def load() -> Products:
     )
 
     def make(config):
-        def of(w):
+        def quantize(w):
             rows, columns = w.shape
             layer = torch.nn.Sequential(torch.nn.Linear(columns, rows, bias=False))
             layer[0].weight = torch.nn.Parameter(w, requires_grad=False)
@@ -22,11 +22,11 @@ def load() -> Products:
             parts = (getattr(weight, name) for name in ("qdata", "scale"))
             return torch.compile(layer), sum(part.nbytes for part in parts)
 
-        return of
+        return quantize
 
     def int4(w):
-        # PyTorch's own kernel, which torchao's int4 weights use on CPUs: bfloat16
-        # activations, one scale and one zero for each 64 weights.
+        # The kernel of PyTorch that torchao's int4 weights use on CPUs: bfloat16
+        # activations, and one scale and zero point per 64 weights.
         rows, columns = w.shape
         blocks = w.reshape(rows, -1, 64)
         low, high = blocks.amin(-1), blocks.amax(-1)
@@ -35,7 +35,7 @@ def load() -> Products:
         packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
             codes.reshape(rows, columns).int(), 1
         )
-        # A code of 8 stands for the second number.
+        # The second number of a pair is the value of code 8.
         pair = torch.stack([scale, low + 8 * scale], -1).transpose(0, 1)
         pair = pair.contiguous().bfloat16()
 
@@ -50,11 +50,11 @@ def load() -> Products:
         "torchao",
         {
             "int8": make(Int8WeightOnlyConfig),
-            "int8, activations too": make(Int8DynamicActivationInt8WeightConfig),
+            "int8, int8 activations": make(Int8DynamicActivationInt8WeightConfig),
             "int4 (torch), bfloat16": int4,
         },
     )
 
 
-# It compiles its products, which needs setuptools.
+# torch.compile needs setuptools.
 peer = Peer("torchao", load, packages=("torchao", "torch", "numpy", "setuptools"))

@@ -1,7 +1,7 @@
-"""Quantizers of other libraries: each has a file here that makes a `quantizer`.
+"""Quantizers of other libraries. Each file defines a `quantizer` for one library.
 
-That file is imported where the library is not installed, too, so it imports the library
-in functions only.
+The files are also imported where the libraries are not installed. Therefore functions
+import them.
 """
 
 import dataclasses
@@ -13,38 +13,40 @@ from typing import NamedTuple
 import numpy as np
 
 
-# Matrices of float32, by their names in the checkpoint.
+# Float32 matrices by their names in the checkpoint.
 Weights = dict[str, np.ndarray]
 
 
 class Model(NamedTuple):
-    """What there is to quantize, and to calibrate on."""
+    """The weights to quantize, and the batches to calibrate on."""
 
     weights: Weights
     checkpoint: pathlib.Path
-    # Tokens, and which of them are not padding.
+    # Tokens and masks. The mask is False for padding.
     batches: list[tuple[np.ndarray, np.ndarray]]
 
 
-# What the weights become, and how many bytes their codes and scales take.
+# Returns the dequantized weights, and the bytes of their codes and scales.
 Quantize = Callable[[Model], tuple[Weights, int]]
 
-# PyTorch without what GPUs need. Without that index pip may have it elsewhere.
+# PyTorch without the libraries for GPUs, if this index is reachable.
 PYTORCH = (
     "--retries=0",
     "--extra-index-url=https://download.pytorch.org/whl/cpu",
     "torch==2.13.0+cpu",
     "numpy",
 )
-# One environment for those that need nothing else.
+# The packages of an environment that several quantizers share.
 TORCH = (*PYTORCH, "torchao", "bitsandbytes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantizer:
-    """A library: the environment that it is installed into, what to install, what gives
-    its version and its formats by their names, and what to put before every C++ file
-    that is compiled."""
+    """A library: the name of its environment, its packages, and its formats.
+
+    `load` returns the version and the formats by name. `header` is included at the
+    start of every C++ file that pip compiles.
+    """
 
     environment: str
     packages: tuple[str, ...]
@@ -53,14 +55,14 @@ class Quantizer:
 
 
 def each(rounded: Callable[[np.ndarray], tuple[np.ndarray, int]]) -> Quantize:
-    """Weight by weight, without data."""
+    """Quantize each weight separately, without calibration."""
 
-    def of(model: Model):
+    def quantize(model: Model):
         results = {name: rounded(w) for name, w in model.weights.items()}
         decoded = {name: new for name, (new, _) in results.items()}
         return decoded, sum(size for _, size in results.values())
 
-    return of
+    return quantize
 
 
 def find() -> dict[str, Quantizer]:

@@ -9,22 +9,22 @@ def load() -> tuple[str, dict[str, Quantize]]:
     import bitsandbytes as bnb
     import torch
 
-    def rounded(w, kind: str, twice: bool):
+    def rounded(w, kind: str, double: bool):
         codes, state = bnb.functional.quantize_4bit(
             torch.from_numpy(w),
             blocksize=64,
             quant_type=kind,
-            compress_statistics=twice,
+            compress_statistics=double,
         )
         nbytes = codes.nbytes + state.absmax.nbytes
-        if twice:  # Scales in 8 bits, and a float for each 256 of them.
+        if double:  # 8-bit scales, and one float per 256 scales.
             nbytes += state.state2.absmax.nbytes + state.offset.nbytes
         return bnb.functional.dequantize_4bit(codes, state).numpy(), nbytes
 
     return f"bitsandbytes {bnb.__version__}", {
-        "nf4": each(ft.partial(rounded, kind="nf4", twice=False)),
-        "nf4, double quantization": each(ft.partial(rounded, kind="nf4", twice=True)),
-        "fp4": each(ft.partial(rounded, kind="fp4", twice=False)),
+        "nf4": each(ft.partial(rounded, kind="nf4", double=False)),
+        "nf4, double quantization": each(ft.partial(rounded, kind="nf4", double=True)),
+        "fp4": each(ft.partial(rounded, kind="fp4", double=False)),
     }
 
 

@@ -1,4 +1,4 @@
-"""llama.cpp, by its library of tensors, ggml."""
+"""llama.cpp, through its tensor library, ggml."""
 
 import ctypes
 import functools as ft
@@ -10,10 +10,11 @@ from _peers.llama_cpp import ggml_of, peer, quantized
 from . import each, Quantize, Quantizer
 
 
-# ggml's numbers of types.
+# The numbers of the types in ggml.
 TYPES = {"q2_K": 10, "q3_K": 11, "q4_0": 2, "q4_K": 12, "q5_K": 13, "q8_0": 8}
-# What the K types encode at once. Rows of MiniLM are no multiple of it, for which
-# `llama-quantize` takes another type; here rows are joined, which needs fewer bytes.
+# The block size of the K types. The rows of MiniLM are not a multiple of it. For such
+# rows `llama-quantize` uses another type; this script joins rows, which takes fewer
+# bytes.
 BLOCK = 256
 
 

@@ -1,4 +1,4 @@
-"""llm-compressor: GPTQ, on the sentences that eqquant is calibrated on."""
+"""llm-compressor: GPTQ with the same calibration sentences as eqquant."""
 
 import functools as ft
 
@@ -26,7 +26,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
     ) -> tuple[Weights, int]:
         bert = BertModel.from_pretrained(model.checkpoint, add_pooling_layer=False)
 
-        def modifier(kind: type, of: str):
+        def modifier(kind: type, target: str):
             weights = QuantizationArgs(
                 num_bits=bits,
                 strategy="group",
@@ -34,11 +34,11 @@ def load() -> tuple[str, dict[str, Quantize]]:
                 symmetric=symmetric,
                 observer="memoryless_minmax",
             )
-            scheme = QuantizationScheme(targets=[of], weights=weights)
+            scheme = QuantizationScheme(targets=[target], weights=weights)
             ignored = ["embeddings.token_type_embeddings"]
             return kind(config_groups={"all": scheme}, ignore=ignored)
 
-        # One at a time: padding would count.
+        # One sentence per batch, because padding would count in the statistics.
         sentences = [
             {
                 "input_ids": torch.from_numpy(row[real])[None].long(),
@@ -50,7 +50,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
         oneshot(
             model=bert,
             dataset=torch.utils.data.DataLoader(sentences, batch_size=None),
-            # It has no GPTQ for tables.
+            # llm-compressor has no GPTQ for embeddings.
             recipe=[
                 modifier(GPTQModifier, "Linear"),
                 modifier(QuantizationModifier, "Embedding"),
@@ -59,15 +59,16 @@ def load() -> tuple[str, dict[str, Quantize]]:
         )
         modules, decoded, nbytes = dict(bert.named_modules()), {}, 0
         for name in model.weights:
-            of = modules[name.removesuffix(".weight")]
-            args = of.quantization_scheme.weights
-            zeros = getattr(of, "weight_zero_point", None)
+            module = modules[name.removesuffix(".weight")]
+            args = module.quantization_scheme.weights
+            zeros = getattr(module, "weight_zero_point", None)
             with torch.no_grad():
-                new = fake_quantize(of.weight, of.weight_scale, zeros, args)
+                new = fake_quantize(module.weight, module.weight_scale, zeros, args)
             decoded[name] = new.float().numpy()
-            # Files have scales of 16 bits, and zeros of as many as codes.
-            of_block = 16 + (0 if symmetric else bits)
-            nbytes += (bits * new.numel() + of_block * of.weight_scale.numel()) // 8
+            # Files store 16-bit scales, and zero points with as many bits as codes.
+            block_bits = 16 + (0 if symmetric else bits)
+            blocks = module.weight_scale.numel()
+            nbytes += (bits * new.numel() + block_bits * blocks) // 8
         return decoded, nbytes
 
     variants = {

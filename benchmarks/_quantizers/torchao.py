@@ -1,7 +1,8 @@
-"""torchao: int4 as `Int4WeightOnlyConfig` has it, and HQQ.
+"""torchao: the int4 of `Int4WeightOnlyConfig`, and HQQ.
 
-That has kernels for GPUs only. What its codes stand for does not depend on these: here
-are the functions by which it chooses scales and zeros, and rounds.
+torchao has kernels for these formats on GPUs only. Their values do not depend on the
+kernels, so this file calls torchao's functions that choose scales and zero points and
+that round.
 """
 
 import functools as ft
@@ -14,11 +15,11 @@ def load() -> tuple[str, dict[str, Quantize]]:
     import torchao
     from torchao.quantization import MappingType, quant_primitives as q
 
-    # On busy cores two threads wait for each other: HQQ took four times as long.
+    # With two threads on busy cores, HQQ took four times as long.
     torch.set_num_threads(1)
 
     def plain(w, bits: int, block: int):
-        """Scale and zero from the smallest and the largest value of a block."""
+        """Compute scales and zero points from the minimum and maximum of each block."""
         blocks, levels = (1, block), (0, 2**bits - 1)
         scales, zeros = q._choose_qparams_affine_tinygemm(
             w,
@@ -40,8 +41,8 @@ def load() -> tuple[str, dict[str, Quantize]]:
         )
         return codes.int(), scales, zeros
 
-    def rounded(w, how, bits: int, block: int):
-        codes, scales, zeros = how(torch.from_numpy(w), bits, block)
+    def rounded(w, encode, bits: int, block: int):
+        codes, scales, zeros = encode(torch.from_numpy(w), bits, block)
         scales, zeros = (part.reshape(len(w), -1) for part in (scales, zeros))
         decoded = q._dequantize_affine_tinygemm(
             codes,
@@ -55,9 +56,9 @@ def load() -> tuple[str, dict[str, Quantize]]:
 
     variants = {
         f"int{bits}{name}, blocks of {block}": each(
-            ft.partial(rounded, how=how, bits=bits, block=block)
+            ft.partial(rounded, encode=encode, bits=bits, block=block)
         )
-        for name, how in (("", plain), (" + HQQ", hqq))
+        for name, encode in (("", plain), (" + HQQ", hqq))
         for bits, block in ((4, 128), (4, 64), (4, 32), (3, 64))
     }
     return f"torchao {torchao.__version__}", variants
