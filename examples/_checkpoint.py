@@ -1,4 +1,4 @@
-"""Checkpoints of the examples that train: stop one at any time, and run it again."""
+"""Checkpoints for the examples that train: an interrupted run resumes."""
 
 import json
 import pathlib
@@ -11,8 +11,10 @@ Tree = TypeVar("Tree")
 
 
 def save(path: pathlib.Path, tree, **configuration) -> None:
-    """Write the arrays of a pytree, below a line of what they belong to. Whoever is
-    interrupted here leaves the file as it was."""
+    """Write the arrays of a pytree to a file, after a line that describes the run.
+
+    The write is atomic: an interruption leaves the previous file.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".part")
     with open(temporary, "wb") as file:
@@ -22,8 +24,10 @@ def save(path: pathlib.Path, tree, **configuration) -> None:
 
 
 def restore(path: pathlib.Path, tree: Tree, **configuration) -> Tree:
-    """What was saved, if anything was, and of the same configuration; otherwise `tree`,
-    whose structure it has to have."""
+    """Return the saved tree if it has the same configuration, and otherwise `tree`.
+
+    Both have the same structure.
+    """
     if not path.exists():
         return tree
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""The modules of the Python that runs this, to read their documentation."""
+"""The modules of the standard library, as a source of documentation."""
 
 import ast
 import pathlib
@@ -20,7 +20,7 @@ NOT_DOCUMENTED = {
 
 
 def modules() -> Iterator[tuple[str, ast.Module]]:
-    """The name of each, such as `xml.dom`, and its syntax tree, in order."""
+    """Yield the name of each module, such as `xml.dom`, and its syntax tree."""
     root = pathlib.Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
         parts = path.relative_to(root).with_suffix("").parts
@@ -29,5 +29,5 @@ def modules() -> Iterator[tuple[str, ast.Module]]:
         try:
             tree = ast.parse(path.read_text("utf-8"))
         except (SyntaxError, UnicodeDecodeError):
-            continue  # Some are there to be wrong.
+            continue  # Some test modules have intentional syntax errors.
         yield ".".join(parts).removesuffix(".__init__"), tree

@@ -1,18 +1,19 @@
-"""Train a language model with ternary weights, as BitNet b1.58 does.
+"""Train a language model with ternary weights, like BitNet b1.58.
 
-A transformer over characters: a scan over its layers, rotary positions, each layer
-recomputed in the backward pass. It is trained twice from the same start, for as many
-steps, on the same batches: in floating point, and with ternary weights and activations
-in int8 (arXiv 2402.17764). Nothing in the model knows of quantization.
+The model is a character-level transformer with rotary positions. It scans over its
+layers, and recomputes each layer in the backward pass. It is trained twice, from the
+same initial weights and on the same batches: in floating point, and with ternary
+weights and int8 activations (arXiv 2402.17764). The model contains no quantization
+code.
 
-The text is Python's own reference, as `help()` shows it: the module `pydoc_data.topics`
-of the standard library, under the PSF licence. Every tenth of its topics is kept to
-validate on.
+The text is Python's reference, as `help()` shows it: the module `pydoc_data.topics` of
+the standard library, under the PSF licence. Every tenth topic is held out for
+validation.
 
     python examples/bitnet_lm.py
     python examples/bitnet_lm.py --steps 100 --output /tmp/bitnet
 
-A run that was interrupted goes on where it was.
+An interrupted run resumes.
 """
 
 import argparse
@@ -40,13 +41,13 @@ import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
 LAYERS, SIZE, HEADS, CONTEXT, BATCH = 3, 128, 4, 128, 8
-# So many steps are one call, and one point of the plot.
+# Training steps per compiled call, and per point of the plot.
 STEPS_PER_CALL = 20
-# So many calls later, it is validated, and saved.
+# Calls between validations and checkpoints.
 SAVE_EVERY = 5
 
-# One scale for each weight, its mean magnitude; activations of each token in int8. The
-# embedding and the head stay in floating point.
+# One scale per weight matrix, its mean magnitude; int8 activations with a scale per
+# token. The embedding and the head stay in floating point.
 BITNET = eqquant.Ternary(rule="absmean", least_squares=False, activations="int8")
 RULES = {"blocks.*": eqquant.trees.Rule(BITNET, axis=(-2, -1)), "*": None}
 
@@ -72,7 +73,7 @@ class Block(eqx.Module):
         self.gate = linear(SIZE, 3 * SIZE, key=b)
         self.up = linear(SIZE, 3 * SIZE, key=c)
         self.down = linear(3 * SIZE, SIZE, key=d)
-        # One before each weight, or weights that share their input.
+        # One norm before each group of weights that share an input.
         self.norms = [eqx.nn.RMSNorm(n) for n in (SIZE, SIZE, 3 * SIZE)]
 
     def __call__(self, x: Float[Array, "length size"]) -> Float[Array, "length size"]:
@@ -92,7 +93,7 @@ class Block(eqx.Module):
 
 class Transformer(eqx.Module):
     embedding: eqx.nn.Embedding
-    blocks: Block  # All of them, stacked.
+    blocks: Block  # All layers, stacked.
     norm: eqx.nn.RMSNorm
     head: eqx.nn.Linear
 
@@ -123,13 +124,13 @@ class Transformer(eqx.Module):
 
 
 def read_text() -> tuple[np.ndarray, np.ndarray, int]:
-    """What to train on, what to validate on, and how many characters there are."""
+    """Return training text, validation text, and the size of the alphabet."""
     pages = [text for _, text in sorted(topics.topics.items())]
     training = "\n".join(page for i, page in enumerate(pages) if i % 10)
     validation = "\n".join(pages[::10])
     alphabet = sorted(set(training))
     index = {character: i for i, character in enumerate(alphabet)}
-    # What training never saw is the first character.
+    # Characters that are not in the training text become the first character.
     encode = lambda text: np.array([index.get(c, 0) for c in text], np.int32)
     return encode(training), encode(validation), len(alphabet)
 
@@ -153,7 +154,7 @@ def bits_per_character(model, batch: Int[Array, "batch length"]) -> Float[Array,
 
 @eqx.filter_jit
 def validate(model, text: Int[Array, " characters"]) -> Float[Array, ""]:
-    """On all of the text, cut in pieces."""
+    """Return the loss on all of the text, in pieces."""
     length = CONTEXT + 1
     pieces = text[: len(text) // length * length].reshape(-1, length)
     pieces = pieces[: len(pieces) // BATCH * BATCH].reshape(-1, BATCH, length)
@@ -170,7 +171,7 @@ def adamw(rate: float, steps: int) -> optax.GradientTransformation:
 
 @eqx.filter_jit
 def several_steps(model, state, text: Int[Array, " characters"], call, *schedule):
-    """So many steps in one program: a scan over them."""
+    """Run several training steps in one program, by a scan."""
     optimiser = adamw(*schedule)
     arrays, static = eqx.partition((model, state), eqx.is_array)
 
@@ -189,7 +190,7 @@ def several_steps(model, state, text: Int[Array, " characters"], call, *schedule
 
 
 def train(model, text, validation, *, steps, rate, path, label):
-    """The trained model, and the bits per character on the way."""
+    """Return the trained model and its history of bits per character."""
     calls, schedule = steps // STEPS_PER_CALL, (rate, steps)
     state = adamw(*schedule).init(eqx.filter(model, eqx.is_inexact_array))
     configuration = {"steps": steps, "rate": rate, "python": platform.python_version()}
@@ -198,7 +199,7 @@ def train(model, text, validation, *, steps, rate, path, label):
     model, state, history, done = restored
     progress = tqdm(total=steps, initial=done * STEPS_PER_CALL, desc=label, unit="step")
     for call in range(done, calls):
-        # As an array: another number of a call is no other program.
+        # An array, so that a new value does not recompile.
         inputs = model, state, text, jnp.asarray(call)
         model, state, loss = several_steps(*inputs, *schedule)
         history[0, call] = loss
@@ -228,7 +229,7 @@ def plot(curves: dict, path: pathlib.Path) -> None:
         label = f"{name}: {history[1, -1]:.3f}"
         axis.plot(steps[known], history[1, known], "o-", color=colour, label=label)
     axis.set(xlabel="Step", ylabel="Bits per character", ylim=(None, 5))
-    axis.set_title("On pages that are held out (thin: on those trained on)")
+    axis.set_title("On held-out pages (thin: on training pages)")
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,8 @@
-"""Quantize the sentence encoder of minilm.py with calibration, and see what it gains.
+"""Quantize the sentence encoder of minilm.py with calibration, and measure the gain.
 
-The calibration data are sentences of the documentation of Python itself, in which a
-part of the tokens are replaced by random ones: so they cover the vocabulary. They share
-no sentence with those of the evaluation. The table has columns of their own for the
-second half of these.
+The calibration sentences come from the documentation of Python. Random tokens replace
+some of their tokens, so that they cover the vocabulary. They share no sentence with the
+evaluation. The table has separate columns for the second half of the evaluation.
 
     python examples/calibrate_minilm.py
     python examples/calibrate_minilm.py --sentences 64 --rows nf4 --bits 4.35
@@ -23,7 +22,7 @@ from _calibration_data import Batch, calibration_batches
 
 
 NF4 = eqquant.NF4(scale_dtype="bfloat16")
-# What a budget is shared out among. Scales in 8 bits cost least.
+# Formats that a byte budget may use. 8-bit scales are the smallest.
 SHORT = {"double_quantization": True}
 FORMATS = [
     *(eqquant.NF2(block_size=n, **SHORT) for n in (32, 64)),
@@ -33,7 +32,7 @@ FORMATS = [
     eqquant.Int8(block_size=32, scale_dtype="bfloat16"),
 ]
 BITS = [8.2, 5.5, 4.35, 3.85, 3.4, 2.6]
-# 768 weights that are added to every token: their errors cost more than any others.
+# 768 weights that are added to every token, so that their errors matter most.
 RULES = {"*token_types*": FORMATS[-1]}
 ROWS = {
     "int8": (eqquant.Int8(), False, False),
@@ -56,17 +55,17 @@ def forward(model, batch: Batch):
 
 def calibrate(model, sentences: int) -> eqquant.calibration.Statistics:
     batches = calibration_batches(sentences, minilm.tokenize, minilm.read_sentences())
-    rules = dict.fromkeys(RULES)  # They have a format of their own.
+    rules = dict.fromkeys(RULES)  # They have a fixed format.
     return eqquant.calibrate(forward, model, batches, rules=rules)
 
 
 def budgets(
     sizes: list[int], model, stats: eqquant.calibration.Statistics
 ) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.calibration.Allocation]]:
-    """For each number of bytes the model, and which format each weight has."""
+    """Yield, for each byte budget, the model and the format of each weight."""
     size = eqquant.trees.tree_nbytes(model)
     model = eqquant.quantize_tree(model, None, rules=RULES)
-    # What the formats cost each weight is measured once.
+    # The error of each format on each weight is measured once.
     whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
     for most in sizes:
         allocation = whole.within(most)
@@ -105,7 +104,7 @@ COLUMNS = {
 def plot(
     rows: list[dict], allocation: eqquant.calibration.Allocation, path: pathlib.Path
 ) -> None:
-    """What all of `rows` cost, and what the last budget could have bought."""
+    """Plot error against size for `rows`, and the frontier of the last allocation."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
     for kind, marker in ((False, "o"), (True, "s")):
         some = [row for row in rows if ("at most" in row["format"]) == kind]
@@ -141,7 +140,7 @@ def main() -> None:
         flush=True,
     )
 
-    # Without a budget tables are rounded plainly.
+    # Without a budget, tables are rounded to nearest.
     layers = {p: known for p, known in stats.weights.items() if "embeddings" not in p}
     rows, allocation = [], None
 

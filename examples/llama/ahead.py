@@ -1,7 +1,7 @@
-"""Models of Llama's shapes over TPUs that are not here, compiled ahead of time.
+"""Models of Llama's sizes, compiled ahead of time for TPUs that are not present.
 
-No weight exists: models are `jax.ShapeDtypeStruct`s, so a machine without memory for
-them, and without a TPU, will do. It needs libtpu, on Linux: `pip install libtpu`.
+The weights are `jax.ShapeDtypeStruct`s, so that a small machine without a TPU suffices.
+This needs libtpu, on Linux: `pip install libtpu`.
 """
 
 import math
@@ -29,9 +29,9 @@ MODELS = {
     "70b": (8192, 28672, 80, 64),
     "405b": (16384, 53248, 126, 128),
 }
-# GiB of a device that a program may use, as the compiler says where it refuses one.
+# Usable GiB per device, from the error message for a program that is too large.
 MEMORY = {"v5e": 15.75, "v6e": 31.24, "v5p": 95.73, "TPU7x": 94.74}
-# So that libtpu does not look for the machine that it would run on.
+# Otherwise libtpu tries to contact the TPU's host.
 _LIBTPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -64,7 +64,7 @@ def parameters_of(config: Config) -> int:
 
 
 def mesh_of(topology: str, shape: tuple[int, int, int]) -> Mesh:
-    """Over the devices of a topology such as `"v5e:4x4"`, with the axes `AXES`."""
+    """Return a mesh with the axes `AXES` over a topology such as `"v5e:4x4"`."""
     for name, value in _LIBTPU.items():
         os.environ.setdefault(name, value)
     found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
@@ -77,8 +77,10 @@ def mesh_of(topology: str, shape: tuple[int, int, int]) -> Mesh:
 def abstract_model(
     config: Config, layout: Layout, format: str | None, rank: int | None = None
 ) -> Decoder:
-    """Its shapes, and where each part of it is: in bfloat16 if `format` is None, with
-    adapters if there is a `rank`."""
+    """Return the shapes and shardings of a model.
+
+    It is in bfloat16 if `format` is None, and has adapters if `rank` is given.
+    """
 
     def make():
         model = Decoder(config, jnp.bfloat16, key=jax.random.key(0))
@@ -96,8 +98,10 @@ def abstract_model(
 
 
 def serving(model: Decoder, layout: Layout, batch: int, length: int, new: int = 1):
-    """Some tokens more for each sequence, whose cache has room for `length`: a function
-    and its arguments. The first is used up."""
+    """Return a decode function and its arguments. The function donates the first.
+
+    It appends tokens to each sequence, with a cache for `length` tokens.
+    """
     cache = eqx.filter_eval_shape(empty_cache, model, batch, length, jnp.bfloat16)
     cache = _placed(cache, layout.cache())
     tokens = _tokens(layout, batch, new)
@@ -110,14 +114,16 @@ def serving(model: Decoder, layout: Layout, batch: int, length: int, new: int = 
 
 
 def training(model: Decoder, layout: Layout, batch: int, length: int):
-    """A step of AdamW, for what is not quantized of a model with adapters: a function
-    and its arguments. The first is used up."""
+    """Return a training step and its arguments. The function donates the first.
+
+    AdamW trains the floating-point arrays of a model with adapters.
+    """
     trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
     optimiser = optax.adamw(1e-4)
     structure = jax.tree.structure(trainable)
     is_moments = lambda x: jax.tree.structure(x) == structure
 
-    def place(x):  # Moments are where the adapters are.
+    def place(x):  # The moments have the shardings of the adapters.
         if not is_moments(x):
             return x
         return jax.tree.map(lambda x, like: _placed(x, like.sharding), x, trainable)
@@ -145,8 +151,10 @@ def training(model: Decoder, layout: Layout, batch: int, length: int):
 def compile_ahead(
     fn: Callable, args: tuple, layout: Layout, tell: Callable = lambda step: None, **how
 ) -> jax.stages.Compiled:
-    """For the devices of the mesh. `tell` is called after each step of it; what else
-    there is are options of the compiler."""
+    """Compile a function for the devices of the mesh.
+
+    `tell` is called after each stage. Other keywords are options of the compiler.
+    """
     (first, *rest), static = eqx.partition(args, _is_abstract)
 
     def call(first, rest):
@@ -164,7 +172,7 @@ def compile_ahead(
 
 
 def needed(error: Exception) -> float:
-    """The GiB that a refused program would take. Any other error is raised again."""
+    """Return the GiB that a rejected program needs. Raise all other errors again."""
     found = re.search(r"([\d.]+)G\)? (?:of|exceeds)", str(error))
     if found is None:
         raise error
@@ -172,7 +180,7 @@ def needed(error: Exception) -> float:
 
 
 def bytes_of(tree: Any) -> int:
-    """On each device."""
+    """Return the bytes of a tree on each device."""
     leaves = [x for x in jax.tree.leaves(tree) if _is_abstract(x) and x.sharding]
     sizes = (math.prod(x.sharding.shard_shape(x.shape)) for x in leaves)
     return sum(size * x.dtype.itemsize for size, x in zip(sizes, leaves, strict=True))

@@ -1,6 +1,7 @@
-"""From `config.json`, as Hugging Face has it, to our `Config`.
+"""Conversion of Hugging Face's `config.json` to `Config`.
 
-What is not supported is an error that names it."""
+Unsupported entries raise an error that names them.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,26 +10,27 @@ from config import Config, LinearScaling, Llama3Scaling
 
 
 def config_of(values: dict) -> Config:
-    """What `config.json` says, or an error that says what of it is not supported."""
+    """Return the `Config` of a `config.json`, or raise an error for unsupported
+    entries."""
     kind = values.get("model_type")
     if kind not in _architectures:
         raise ValueError(
             f"config.json: the architecture model_type={kind!r} is not supported. "
-            f"Those that are: {', '.join(_architectures)}."
+            f"Supported architectures: {', '.join(_architectures)}."
         )
     for name in values.get("architectures") or []:
         if not name.endswith("ForCausalLM"):
-            raise ValueError(
-                f"config.json: {name} does something else than to continue text."
-            )
+            raise ValueError(f"config.json: {name} is not a causal language model.")
     if "quantization_config" in values:
         _check_weights_alone(values["quantization_config"])
     return _architectures[kind](_Values(values))
 
 
 def _check_weights_alone(quantization) -> None:
-    """That only weights were quantized, in a way that `eqquant.load_quantized` reads:
-    where activations are rounded, too, it would be another model."""
+    """Check that the file quantizes weights only, in a supported way.
+
+    Ignoring the rounding of activations would change the model.
+    """
     known = "awq", "bitsandbytes", "compressed-tensors", "gptq"
     values = quantization if isinstance(quantization, dict) else {}
     method = values.get("quant_method")
@@ -46,7 +48,7 @@ def _check_weights_alone(quantization) -> None:
 
 
 class _Values:
-    """The entries of `config.json`; errors name them."""
+    """The entries of `config.json`. Errors name the entry."""
 
     def __init__(self, values: dict):
         self._values = values
@@ -60,7 +62,7 @@ class _Values:
         return default
 
     def must_be(self, name: str, *allowed) -> None:
-        """What is not there is what is allowed first."""
+        """Check that an entry has an allowed value. A missing entry has the first."""
         value = self(name, allowed[0])
         if value not in allowed:
             raise ValueError(
@@ -70,7 +72,7 @@ class _Values:
 
 
 def _common(get: _Values, *, head_size=None, tied=False, theta=10_000.0) -> dict:
-    """What all architectures have."""
+    """Return the settings that all architectures share."""
     get.must_be("mlp_bias", False)
     get.must_be("partial_rotary_factor", 1.0)
     size, heads = get("hidden_size"), get("num_attention_heads")
@@ -91,8 +93,11 @@ def _common(get: _Values, *, head_size=None, tied=False, theta=10_000.0) -> dict
 
 
 def _rope(get: _Values, theta: float, layers: str | None = None):
-    """The base of the frequencies, and how they are scaled: in `rope_parameters`, which
-    may have some for each kind of layers, or as it was before transformers 5."""
+    """Return the base of the rotary frequencies, and their scaling.
+
+    They are in `rope_parameters`, possibly for each kind of layer, or in the older
+    entries from before transformers 5.
+    """
     name = "rope_parameters" if get("rope_parameters", None) else "rope_scaling"
     values = get(name, {})
     if layers and layers in values:
@@ -117,7 +122,7 @@ def _rope(get: _Values, theta: float, layers: str | None = None):
 
 
 def _local(get: _Values, default: Callable[[int], bool]) -> dict:
-    """Which layers see only a window."""
+    """Return for each layer whether its attention is local."""
     layers, window = get("num_hidden_layers"), get("sliding_window", None)
     kinds = get("layer_types", None)
     if kinds is not None:
@@ -239,7 +244,7 @@ def _qwen3_moe(get: _Values) -> Config:
         query_key_value_bias=bias,
         output_bias=bias,
         query_key_norm=True,
-        # The name before transformers 5, and that since.
+        # The name before transformers 5, and since.
         experts=get("num_experts", None) or get("num_local_experts"),
         active_experts=get("num_experts_per_tok"),
         normalise_experts=get("norm_topk_prob", False),

@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float
 
 
-# Of a long prompt, the scores of all queries would fit no cache.
+# The scores of all queries of a long prompt would exceed every cache.
 _at_once = 128
 
 
@@ -18,17 +18,19 @@ def attend(
     q: Float[Array, "batch heads length size"],
     k: Float[Array, "all_heads size keys"],
     v: Float[Array, "all_heads keys size"],
-    mask: Bool[Array, "batch length keys"],  # The batch may be 1.
+    mask: Bool[Array, "batch length keys"],  # A batch of 1 broadcasts.
     cap: float | None,
     in_turns: bool = False,
 ) -> Float[Array, "batch heads length size"]:
-    """What queries, scaled already, make of keys and values. Heads of these are those
-    of all sequences; each serves as many heads of queries. In turns, some queries are
-    taken after others, which needs less memory."""
+    """Compute attention. Queries are scaled already.
+
+    The head axes of keys and values cover all sequences. Each key head serves the same
+    number of query heads. With `in_turns`, a loop over groups of queries saves memory.
+    """
     batch, heads, length, size = q.shape
 
     def of_some(q, mask):
-        # Queries that share a key are rows of one product: no key is repeated.
+        # Queries that share a key are rows of one product, so that no key is repeated.
         rows = q.reshape(len(k), -1, size)
         scores = jnp.einsum("hqd,hdk->hqk", rows, k, preferred_element_type=jnp.float32)
         scores = softcap(scores, cap)

@@ -1,4 +1,4 @@
-"""What attention looks at: positions, and the keys and values of earlier tokens."""
+"""The inputs of attention: positions, masks, and keys and values of earlier tokens."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -7,11 +7,11 @@ from jaxtyping import Array, Bool, Float
 
 
 class View(eqx.Module):
-    """What a layer sees: how positions rotate, and which tokens look at which."""
+    """The rotations of positions and the attention mask of a layer."""
 
     cos: Float[Array, "length half"]
     sin: Float[Array, "length half"]
-    mask: Bool[Array, "batch length keys"]  # The batch may be 1.
+    mask: Bool[Array, "batch length keys"]  # A batch of 1 broadcasts.
 
     def rotate(
         self, x: Float[Array, "batch heads length size"]
@@ -22,20 +22,22 @@ class View(eqx.Module):
 
 
 class Cache(eqx.Module):
-    """Keys and values of the tokens so far, of a layer or of all layers, stacked. They
-    may be quantized arrays, as far as this code can tell: it replaces rows, and
-    multiplies.
+    """Keys and values of the tokens so far, of one layer or of all layers, stacked.
 
-    `heads` are those of all sequences. Were they apart, XLA would copy the cache to
-    merge them in products. Keys are columns, which products with queries read faster.
+    This code only replaces rows and multiplies, so that keys and values may be
+    quantized arrays. The axis `heads` covers the heads of all sequences; with two
+    axes, XLA would copy the cache to merge them. Keys are columns, which products with
+    queries read faster.
     """
 
     keys: Float[Array, "*layers heads size capacity"]
     values: Float[Array, "*layers heads capacity size"]
 
     def append(self, keys, values, layer, start):
-        """The cache with some tokens of a layer replaced, in place where it is donated;
-        and all keys and values of that layer."""
+        """Write new tokens of one layer, in place if the cache is donated.
+
+        Returns the new cache, and all keys and values of the layer.
+        """
 
         def write(old, new, *first):
             new = new.astype(old.dtype)

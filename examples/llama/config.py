@@ -1,4 +1,4 @@
-"""What the architectures differ in."""
+"""The settings in which architectures differ."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ from jaxtyping import Float
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Positions are divided by a factor."""
+    """Divide positions by a factor."""
 
     factor: float
 
@@ -20,8 +20,8 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """Low frequencies are divided by a factor, high ones stay, and those between are
-    interpolated."""
+    """Divide low frequencies by a factor, keep high frequencies, and interpolate
+    between the two."""
 
     factor: float
     low: float
@@ -36,7 +36,7 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The architecture. Defaults are those of Llama."""
+    """An architecture. The defaults describe Llama."""
 
     vocabulary: int
     size: int
@@ -44,14 +44,14 @@ class Config:
     heads: int
     kv_heads: int
     head_size: int
-    hidden: int  # Of the MLP, or of each expert.
-    tied: bool = False  # The head is the embedding.
+    hidden: int  # The hidden size of the MLP, or of each expert.
+    tied: bool = False  # The output head is the embedding.
     activation: Literal["silu", "gelu"] = "silu"
     norm_eps: float = 1e-5
     # Positions
     rope_theta: float = 10_000.0
     rope_scaling: LinearScaling | Llama3Scaling | None = None
-    # Layers that see only so many tokens back, and their own rotation (Gemma 3).
+    # The window of local layers, and their rotary base (Gemma 3).
     local: tuple[bool, ...] = ()
     window: int | None = None
     local_rope_theta: float | None = None
@@ -59,21 +59,21 @@ class Config:
     query_key_value_bias: bool = False
     output_bias: bool = False
     query_key_norm: bool = False
-    attention_scale: float | None = None  # By default 1 / sqrt(head_size).
+    attention_scale: float | None = None  # The default is 1 / sqrt(head_size).
     attention_softcap: float | None = None
     # Gemma
-    norm_offset: float = 0.0  # Norms multiply by the weight plus this.
-    post_norms: bool = False  # Norms after attention and after the MLP, too.
-    scale_embedding: bool = False  # By the square root of `size`.
+    norm_offset: float = 0.0  # Norms add this to their weight.
+    post_norms: bool = False  # Additional norms after attention and after the MLP.
+    scale_embedding: bool = False  # Embeddings are multiplied by sqrt(size).
     logit_softcap: float | None = None
     # Mixtures of experts
     experts: int = 0
     active_experts: int = 0
-    normalise_experts: bool = True  # The weights of those chosen sum to one.
+    normalise_experts: bool = True  # The weights of the selected experts sum to one.
 
 
 def rope_frequencies(config: Config, local: bool = False) -> Float[np.ndarray, " half"]:
-    """By how much each pair of features turns from one position to the next."""
+    """Return the rotation of each pair of features per position, in radians."""
     exponents = np.arange(0, config.head_size, 2) / config.head_size
     if local and config.local_rope_theta is not None:
         return np.float32(config.local_rope_theta**-exponents)

@@ -1,7 +1,8 @@
-"""The documentation that Python ships, as text to train on.
+"""The documentation of Python, as training text.
 
-It is the docstrings of the standard library, and the topics of `help()`, under the PSF
-licence, and read from the Python that runs this."""
+It consists of the docstrings of the installed standard library and the topics of
+`help()`, under the PSF licence.
+"""
 
 import ast
 import pathlib
@@ -15,16 +16,16 @@ sys.path.append(str(pathlib.Path(__file__).parents[1]))
 import _standard_library
 
 
-# One document of so many is held out.
+# One in `HELD_OUT` documents is held out.
 HELD_OUT = 12
 
 
 def read_documents() -> tuple[list[str], list[str]]:
-    """Documents to train on, and those that are held out.
+    """Return training documents and held-out documents.
 
-    A document is a topic, or all that is said about a module; its name decides where it
-    goes. No docstring is in both: one that several modules have is only in the first of
-    them, and modules that are held out come first.
+    A document is a topic, or all docstrings of a module. Its name determines its group.
+    The groups share no docstring: a docstring in several modules belongs to the first
+    of them, and held-out modules come first.
     """
     found = [(f"topic {name}", [text]) for name, text in topics.topics.items()]
     found += list(_modules())
@@ -34,7 +35,7 @@ def read_documents() -> tuple[list[str], list[str]]:
     for name, parts in sorted(found, key=lambda f: (not is_held_out(f[0]), f[0])):
         new = []
         for part in parts:
-            # Signatures differ where docstrings are the same.
+            # The same docstring can occur with different signatures.
             docstring = part.partition("\n")[2] or part
             if docstring not in seen:
                 seen.add(docstring)
@@ -51,7 +52,7 @@ def _modules() -> Iterator[tuple[str, list[str]]]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[str]:
-    """Each docstring below a line that says what it is about."""
+    """Yield each docstring, after a line with the name of its object."""
     if text := ast.get_docstring(node):
         if isinstance(node, ast.Module):
             title = f"module {name}"

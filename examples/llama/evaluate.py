@@ -1,12 +1,14 @@
-"""What quantizing a model from a folder costs: bytes, bits per character of text that
-it never saw, tokens per second; and a sample of each format.
+"""Measure the effect of quantization on a model from a folder.
+
+For each format, the example prints bytes, bits per character of held-out text, tokens
+per second, and a sample.
 
     python examples/llama/evaluate.py examples/output/small
     python examples/llama/evaluate.py examples/output/small --formats nf4 "2.6 bits"
 
-The text is the part of Python's documentation that `train_small.py` holds out. Rows
-named by a number of bits share out a budget of so many bits a weight. They are rotated,
-and rounded by GPTQ with the part of the documentation that training uses.
+The text is the part of Python's documentation that `train_small.py` holds out. A row
+that is named by a number of bits allocates a budget with that many bits per weight. Its
+weights are rotated, and rounded by GPTQ with the training part of the documentation.
 """
 
 import argparse
@@ -42,7 +44,7 @@ FORMATS = {
     "ternary": eqquant.Ternary(block_size=32),
 }
 BITS = {f"{bits} bits": bits for bits in (4.3, 3.4, 2.6)}
-# What a budget is shared out among.
+# Formats that a budget may use.
 CHOICE = [
     eqquant.Int8(),
     *(
@@ -58,7 +60,7 @@ OUTPUT = pathlib.Path(__file__).parents[1] / "output"
 def quantized(
     names: list[str], folder: pathlib.Path, batches: Callable[[], list[Rows]]
 ) -> Iterator[tuple[str, Decoder]]:
-    """The model by each name. Batches to calibrate on are made only if needed."""
+    """Yield the model in each format. Calibration batches are made on demand."""
 
     @ft.cache
     def whole() -> tuple[
@@ -84,7 +86,7 @@ def quantized(
 
 
 def bits(model, rows: Rows) -> float:
-    """The information in all of the rows, as the model sees it."""
+    """Return the cross entropy of all rows under the model, in bits."""
     step = eqx.filter_jit(eqquant.quaxify(losses, on_materialise="error"))
     pad = -len(rows.tokens) % BATCH
     wide = ((0, pad), (0, 0))
@@ -99,7 +101,7 @@ def bits(model, rows: Rows) -> float:
 
 
 def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
-    """A sample, and how many tokens a second."""
+    """Return a sample and the tokens per second."""
     ids = text.encode(prompt)
     sampling = Sampling(temperature=0.7, top_p=0.9)
     generator = Generator(model, len(ids) + tokens, "int8", sampling)
@@ -122,7 +124,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     names = [*FORMATS, *BITS]
     parser.add_argument("--formats", nargs="+", choices=names, default=names)
     parser.add_argument("--length", type=int, default=256, help="tokens of context")
-    parser.add_argument("--rows", type=int, help="use only so many rows of the text")
+    parser.add_argument("--rows", type=int, help="number of rows of the text")
     parser.add_argument("--prompt", default="class pathlib.Path\n")
     parser.add_argument("--tokens", type=int, default=100, help="of the sample")
     parser.add_argument("--batches", type=int, default=32, help="to calibrate on")
@@ -172,7 +174,8 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
 
 def plot(table: list[dict], path: pathlib.Path) -> None:
-    """Bits per character beyond those of the float model, by bytes."""
+    """Plot the additional bits per character, relative to the float model, against
+    bytes."""
     floats = [row["bits"] for row in table if row["format"] == "float32"]
     table = [row for row in table if "float" not in row["format"]]
     figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")

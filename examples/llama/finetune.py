@@ -5,9 +5,9 @@
 
 A line of a `.jsonl` file is a text, `{"text": "..."}`, or a chat,
 `{"messages": [{"role": "user", "content": "..."}, ...]}`. Any other file is one text.
-Texts are packed in rows, and do not see each other there. The adapters are saved by
-themselves, in the layout of PEFT, and `generate.py --adapters` uses them. A run that
-was interrupted goes on from its last checkpoint; `--fresh` starts over.
+Texts are packed in rows, and do not attend to each other. The adapters are saved
+separately, in PEFT's layout, for `generate.py --adapters`. An interrupted run resumes
+from its last checkpoint; `--fresh` starts again.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from text import Text
 
 
 HERE = pathlib.Path(__file__).parent
-# Scales of NF4 are quantized, too, as QLoRA has it.
+# Like QLoRA: NF4 with double quantization.
 FORMATS = {
     "float32": None,
     "int8": eqquant.Int8(),
@@ -39,7 +39,7 @@ FORMATS = {
 
 
 def read_texts(path: pathlib.Path) -> list:
-    """Texts and chats."""
+    """Return the texts and chats of a file."""
     content = path.read_text("utf-8")
     if path.suffix != ".jsonl":
         if not content.strip():
@@ -67,7 +67,8 @@ def read_texts(path: pathlib.Path) -> list:
 
 
 def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
-    """The model with trained adapters, and the loss of each step, in nats a token."""
+    """Return the model with trained adapters, and the loss of each step in nats per
+    token."""
     key, dropout_key = jax.random.split(jax.random.key(options.seed))
     model = add_adapters(
         model, options.rank, alpha=options.alpha, dropout=options.dropout, key=key

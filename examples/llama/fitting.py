@@ -1,4 +1,4 @@
-"""The loop of training: a progress bar, and checkpoints to go on from."""
+"""The training loop, with a progress bar and checkpoints."""
 
 import pathlib
 import sys
@@ -25,24 +25,25 @@ def fit(
     save_every: int,
     **identity,
 ) -> tuple[Any, np.ndarray]:
-    """`trained, state, loss = step(i, trained, state)`, so many times.
+    """Run `trained, state, loss = step(i, trained, state)` for `steps` steps.
 
-    Returns what was trained, and the loss of each step.
+    Returns the trained arrays, and the loss of each step.
 
-    A run that was interrupted goes on from its last checkpoint, and ends with the same
-    bits: a step must not depend on anything but its arguments. `identity` says what
-    else the run depends on: the checkpoint of another run is not used.
+    An interrupted run resumes from its last checkpoint, and gives the same bits,
+    because a step must depend on its arguments only. `identity` describes all other
+    inputs of the run. Checkpoints of another run are ignored.
     """
     history = np.full(steps, np.nan, np.float32)
     start = trained, state, history, np.int32(0)
     identity = {**identity, "steps": steps}
     trained, state, history, done = _checkpoint.restore(path, start, **identity)
-    # On the device, as the results of a step are: or the step is compiled twice.
+    # Committed to the device like the results of a step; otherwise the step compiles
+    # twice.
     trained, state = jax.tree.map(
         lambda x: jnp.asarray(x) if isinstance(x, np.ndarray) else x, (trained, state)
     )
     if done:
-        print(f"Going on from step {int(done)} of {path}")
+        print(f"Resuming from step {int(done)} of {path}")
     progress = tqdm(total=steps, initial=int(done), unit="step")
     for i in range(int(done), steps):
         trained, state, loss = step(i, trained, state)

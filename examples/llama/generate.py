@@ -1,4 +1,4 @@
-"""Generate text with a model from a folder, quantized while it is loaded.
+"""Generate text with a model from a folder, quantized while it loads.
 
 python examples/llama/generate.py FOLDER "Once upon a time" --format nf4 --kv int8
 python examples/llama/generate.py FOLDER "Who are you?" --chat --temperature 0
@@ -27,15 +27,16 @@ from tokenizers.decoders import DecodeStream
 
 FORMATS = ["float32", "bfloat16", "int8", "fp8", "nf4", "mxfp4", "nvfp4", "int4"]
 FORMATS += ["nf3", "int3", "nf2", "int2", "ternary", "binary"]
-# A prompt is cut in pieces of these lengths, and the last one padded: so that there are
-# only so many programs.
+# A prompt is cut into pieces of these lengths, and the last piece is padded. This
+# bounds the number of compiled programs.
 PIECES = (512, 128, 32)
 
 
 def quantize_cache(
     cache: Cache | tuple[Cache, ...], format: eqquant.formats.Format | str
 ) -> Cache | tuple[Cache, ...]:
-    """Keys and values of a token get scales of their own, so it can be appended."""
+    """Quantize a cache with separate scales for each token, so that tokens can be
+    appended."""
     if isinstance(cache, tuple):
         return tuple(quantize_cache(part, format) for part in cache)
     keys = eqquant.quantize(cache.keys, format, axis=-2)
@@ -43,13 +44,13 @@ def quantize_cache(
 
 
 class Generator:
-    """A model, and a cache of its keys and values.
+    """A model with a cache of keys and values.
 
     **Arguments:**
 
     - `model`: as `load_model` returns it, quantized or not.
-    - `capacity`: how many tokens there is room for, prompt included.
-    - `kv`: the format of the cache; `None` for that of the activations.
+    - `capacity`: the largest number of tokens, including the prompt.
+    - `kv`: the format of the cache; `None` for the dtype of activations.
     """
 
     def __init__(
@@ -64,14 +65,14 @@ class Generator:
         self._kv = kv
         choose = sampling or Sampling()
         self._key = jax.random.key(seed)
-        # A flat list is what JAX takes fastest, once a token.
+        # JAX flattens a list fastest, and this happens for each token.
         arrays, static = eqx.partition(model, eqx.is_array)
         self._arrays, treedef = jax.tree.flatten(arrays)
         self._skeleton = eqx.filter_eval_shape(lambda: model)
         self._dtype = model.norm.weight.dtype
 
         def step(arrays, cache, tokens, start, last, key):
-            """Append tokens; the one that follows that at `last`."""
+            """Append tokens, and return the token that follows position `last`."""
             model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
             hidden, cache = model.extend(tokens, cache, start)
             hidden = jax.lax.dynamic_slice_in_dim(hidden, last, 1, 1)
@@ -94,12 +95,13 @@ class Generator:
         return token
 
     def compile(self, prompt_length: int) -> None:
-        """What such a prompt needs, and what each token does."""
+        """Compile the programs for a prompt of this length and for each token."""
         for length in {piece for _, piece, _ in self._pieces(prompt_length)} | {1}:
             self._run(np.zeros(length, np.int32), 0, 0).block_until_ready()
 
     def _pieces(self, length: int) -> list[tuple[int, int, int]]:
-        """Where each piece of a prompt starts, its padded length, and its own."""
+        """Yield the start, the padded length and the length of each piece of a
+        prompt."""
         pieces, start = [], 0
         while start < length:
             left = length - start
@@ -110,23 +112,23 @@ class Generator:
         return pieces
 
     def prefill(self, prompt: Sequence[int]) -> int:
-        """The first token after a prompt."""
+        """Return the first token after a prompt."""
         if not prompt:
             raise ValueError("The prompt has no tokens.")
         if len(prompt) >= self.capacity:
             raise ValueError(
-                f"The prompt has {len(prompt)} tokens, and there is room for "
+                f"The prompt has {len(prompt)} tokens, but the capacity is "
                 f"{self.capacity - 1}."
             )
         for start, padded, length in self._pieces(len(prompt)):
-            # What is written for the padding, later tokens overwrite.
+            # Later tokens overwrite the entries of the padding.
             piece = np.zeros(padded, np.int32)
             piece[:length] = prompt[start : start + length]
             token = self._run(piece, start, length - 1)
         return int(token[0])
 
     def decode(self, token: int, start: int) -> Iterator[int]:
-        """The tokens after one at position `start`, as long as there is room."""
+        """Yield tokens after the token at position `start`, up to the capacity."""
         for position in range(start, self.capacity):
             token = int(self._run(np.array([token], np.int32), position, 0)[0])
             yield token
@@ -134,7 +136,7 @@ class Generator:
     def __call__(
         self, prompt: Sequence[int], stop: Set[int] = frozenset()
     ) -> Iterator[int]:
-        """Tokens after a prompt, until one of `stop`."""
+        """Yield the tokens after a prompt, up to a token in `stop`."""
         token = self.prefill(prompt)
         rest = self.decode(token, len(prompt))
         while token not in stop:
@@ -146,7 +148,7 @@ class Generator:
 
 
 def generate(generator: Generator, text: Text, prompt: list[int], longest: int) -> dict:
-    """Print text as it comes. How long that took, in seconds."""
+    """Print text while it is generated. Return the durations in seconds."""
     stream = DecodeStream(skip_special_tokens=True)
     begin = time.perf_counter()
     first, count = None, 0
@@ -186,7 +188,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     if options.tokens < 1:
         parser.error(f"--tokens must be 1 or more, got {options.tokens}")
     if options.system and not options.chat:
-        parser.error("--system is for --chat")
+        parser.error("--system requires --chat")
     return options
 
 
@@ -224,7 +226,7 @@ def run(options) -> None:
     compiled = time.perf_counter()
     times = generate(generator, text, prompt, options.tokens)
 
-    decoded = times["tokens"] - 1  # The first one comes of the prompt.
+    decoded = times["tokens"] - 1  # Prefill returns the first token.
     rate = lambda count, seconds: f"{count / seconds:.1f}" if count > 0 else "-"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(

@@ -1,4 +1,4 @@
-"""How a model and what it computes are split over a mesh, for `model.py`.
+"""Shardings of the model in `model.py` and of its activations over a mesh.
 
     mesh = jax.make_mesh((4, 8, 1), AXES, axis_types=(AxisType.Auto,) * 3)
     layout = Layout(mesh)
@@ -7,13 +7,13 @@
 
 The mesh has three axes:
 
-- `"data"` splits sequences. With `fsdp` it splits weights as well, which are gathered,
-    packed, before they are used;
-- `"heads"` splits heads of keys, the queries that look at them, and the MLP: no more
-    than there are heads of keys;
-- `"group"` splits queries and the MLP further. Attention has other sequences there.
+- `"data"` splits sequences. With `fsdp` it also splits weights, which are gathered in
+    packed form before each use;
+- `"heads"` splits key heads, their queries, and the MLP. It is at most the number of
+    key heads;
+- `"group"` splits queries and the MLP further. In attention it splits sequences.
 
-So each key and value is on one device, whatever the number of devices.
+So each key and value is on exactly one device.
 """
 
 import dataclasses
@@ -27,23 +27,23 @@ from jaxtyping import Array, Float
 
 
 AXES = ("data", "heads", "group")
-_SPLIT = ("heads", "group")  # What splits a layer.
-_ROWS = ("data", "group", "heads")  # The heads of all sequences, in a cache.
+_SPLIT = ("heads", "group")  # The axes that split a layer.
+_ROWS = ("data", "group", "heads")  # The axes that split the head axis of a cache.
 
 
 def _as_it_is(x):
-    """In memory in the order of its axes."""
+    """Keep the memory layout in the order of the axes."""
     return with_layout_constraint(x, Order(tuple(range(x.ndim))))
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Over a mesh with the axes `AXES`.
+    """Shardings over a mesh with the axes `AXES`.
 
-    With `by_tokens` what is between layers is split by tokens as well (sequence
-    parallelism): the residuals that training keeps are then small. Use as many
-    sequences as `"data"` has devices. With more, sums are split by sequences first, and
-    then moved.
+    With `by_tokens`, activations between layers are also split by tokens (sequence
+    parallelism), so that the saved residuals of training are small. Use one sequence
+    per device of `"data"`. With more, sums are scattered by sequences first, and moved
+    afterwards.
     """
 
     mesh: Mesh | AbstractMesh
@@ -51,7 +51,7 @@ class Layout:
     by_tokens: bool = False
 
     def rules(self) -> dict[str, P]:
-        """For `eqquant.shard_tree`, of a model with stacked layers."""
+        """Return the rules of `eqquant.shard_tree` for a model with stacked layers."""
         gathered = "data" if self.fsdp else None
         return {
             "embedding.weight": P(_SPLIT, gathered),
@@ -67,16 +67,19 @@ class Layout:
 
     @property
     def scatter(self) -> int | None:
-        """For `eqquant.shard_tree`: each device sums up its own tokens."""
+        """Return the `scatter` of `eqquant.shard_tree`: a device sums its own
+        tokens."""
         return -2 if self.by_tokens else None
 
     def tokens(self) -> NamedSharding:
-        """Of `(batch, length)`."""
+        """Constrain tokens, `(batch, length)`."""
         return NamedSharding(self.mesh, P("data"))
 
     def cache(self) -> NamedSharding:
-        """Of keys and values, `(layers, heads, ...)`. The order of the heads only
-        `attention` knows: those of a device are together."""
+        """Constrain keys and values, `(layers, heads, ...)`.
+
+        The heads of a device are neighbours. Only `attention` depends on their order.
+        """
         return NamedSharding(self.mesh, P(None, _ROWS))
 
     def between_layers(
@@ -87,12 +90,12 @@ class Layout:
     def within_layer(
         self, x: Float[Array, "batch length size"]
     ) -> Float[Array, "batch length size"]:
-        """Every device has all features of its tokens, which it multiplies by its part
-        of a weight."""
+        """Constrain activations within a layer: a device has all features of its
+        tokens."""
         return self._put(x, P("data"))
 
     def attention(self, attend: Callable) -> Callable:
-        """Each device runs `attend` on its sequences and heads."""
+        """Run `attend` on the sequences and heads of each device."""
 
         def call(queries, keys, values, view, cache, layer, start):
             heads = P(("data", "group"), "heads")
@@ -103,10 +106,12 @@ class Layout:
 
             def local(*args):
                 y, cache = attend(*args)
-                # Or XLA prefers another order for new rows, and so copies all of it.
+                # Otherwise XLA prefers another layout for new rows, and copies the
+                # cache.
                 return y, jax.tree.map(_as_it_is, cache)
 
-            # As products give them: or dense weights are gathered, for fewer sequences.
+            # The sharding of products; otherwise XLA gathers dense weights for few
+            # sequences.
             queries = self._put(queries, P("data", _SPLIT))
             keys, values = (self._put(x, P("data", "heads")) for x in (keys, values))
             y, cache = jax.shard_map(

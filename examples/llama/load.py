@@ -1,6 +1,8 @@
-"""Load a model from a folder as those of Hugging Face are: `config.json`, safetensors
-and `tokenizer.json`. Its weights may be quantized on the way, one after the other, so
-that the float model need not fit into memory.
+"""Load a model from a Hugging Face folder: `config.json`, safetensors,
+`tokenizer.json`.
+
+Weights can be quantized one by one while they load, so that the float model need not
+fit into memory.
 
     model = load_model("Llama-3.2-1B", "nf4")
 """
@@ -20,7 +22,7 @@ from config import Config
 from model import Decoder, unstack
 
 
-# Small, and errors in it send tokens elsewhere.
+# The router is small, and its errors select wrong experts.
 RULES = {"*.router.*": None}
 
 
@@ -33,14 +35,14 @@ def load_model(
     stacked: bool = False,
     progress: bool | None = None,
 ) -> Decoder:
-    """The model in `folder`, its weights in `format`.
+    """Load the model in `folder`, with its weights in `format`.
 
     **Arguments:**
 
     - `format`, `rules`, `progress`: as in [`eqquant.quantize_tree`][].
-    - `dtype`: what is not quantized is in this, and computed in it.
-    - `stacked`: stack the layers, as is best for training. The default is best to
-        generate text with.
+    - `dtype`: of all other arrays and of activations.
+    - `stacked`: stack the layers, which is better for training. The default is better
+        for generating text.
     """
     folder = pathlib.Path(folder)
     values = read_json(folder / "config.json")
@@ -56,7 +58,8 @@ def load_model(
         format,
         rules={**(rules or {}), **(RULES if config.experts else {})},
         names=tensor_names(values["model_type"], config),
-        # Some checkpoints have the head twice, and some what follows from config.json.
+        # Some checkpoints contain the head twice, or tensors that follow from
+        # config.json.
         ignore=["*.rotary_emb.inv_freq", *(["lm_head.weight"] if config.tied else [])],
         progress=progress,
     )
@@ -115,8 +118,11 @@ _DIFFERENT = {
 
 
 def tensor_names(kind: str, config: Config) -> Callable[[str], str | list]:
-    """From the path of an array in the model, such as `layers.mlp.up.weight` or
-    `layers.3.mlp.up.weight`, to the name of its tensor, or names that are stacked."""
+    """Return a function from paths in the model to names of tensors.
+
+    A path is `layers.mlp.up.weight` or `layers.3.mlp.up.weight`, for example. The
+    result is one name, or the names of the tensors to stack.
+    """
     inside = {
         **_INSIDE,
         **(_DIFFERENT["post norms"] if config.post_norms else {}),
@@ -146,7 +152,8 @@ def tensor_names(kind: str, config: Config) -> Callable[[str], str | list]:
 
 
 def apart(name: str | list, array: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Arrays by name, of one that may be a stack of them: to write what is read."""
+    """Split an array, which may be a stack, into named arrays. The inverse of
+    loading."""
     if isinstance(name, str):
         yield name, np.ascontiguousarray(array)
     else:
@@ -155,5 +162,6 @@ def apart(name: str | list, array: np.ndarray) -> Iterator[tuple[str, np.ndarray
 
 
 def path_of(path: tuple) -> str:
-    """Of an array in a model, as `tensor_names` takes it."""
+    """Return the path of an array in the model, in the form that `tensor_names`
+    expects."""
     return jax.tree_util.keystr(path, simple=True, separator=".")

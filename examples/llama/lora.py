@@ -1,5 +1,4 @@
-"""Adapters in files of their own, in the layout of PEFT: `adapter_config.json` and
-`adapter_model.safetensors`."""
+"""Adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`."""
 
 import json
 import pathlib
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 
-# No adapter for the head, and none for what is small.
+# The head and small weights get no adapter.
 RULES = {"head.*": None, "*.router.*": None}
 _PREFIX = "base_model.model."
 _is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
@@ -24,7 +23,7 @@ _is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
 def add_adapters(
     model: Decoder, rank: int, *, alpha: float, dropout: float = 0.0, key
 ) -> Decoder:
-    """Beside every weight of the layers."""
+    """Add an adapter beside every weight of the layers."""
     rules = {k: v for k, v in RULES.items() if _has(model, k)}
     return eqquant.lora_tree(
         model, rank, key=key, alpha=alpha, dropout=dropout, rules=rules
@@ -43,7 +42,7 @@ def _sites(model: Decoder):
 
 
 def _names(kind: str, model: Decoder, path: str, part: str):
-    """The name of `a` or `b` of an adapter, or of those that are stacked."""
+    """Return the names of `a` or `b` of an adapter, one for each layer of a stack."""
 
     def rename(name):
         if isinstance(name, list):
@@ -54,7 +53,7 @@ def _names(kind: str, model: Decoder, path: str, part: str):
 
 
 def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
-    """`kind` is the `model_type` of the model that the adapters are for."""
+    """Save the adapters of a model whose `model_type` is `kind`."""
     sites = _sites(model)
     if not sites:
         raise ValueError("save_adapters: the model has no adapters.")
@@ -81,7 +80,7 @@ def save_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> None:
 
 
 def load_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> Decoder:
-    """The model with adapters beside its weights. `kind` is its `model_type`."""
+    """Return the model with saved adapters. `kind` is its `model_type`."""
     config = _read_config(folder)
     try:
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -124,7 +123,7 @@ def load_adapters(folder: pathlib.Path, model: Decoder, kind: str) -> Decoder:
     return out
 
 
-# What PEFT can do beside, and what then stands in `adapter_config.json`.
+# Unsupported features of PEFT, by their entries in `adapter_config.json`.
 _OTHERS = (
     "use_rslora",
     "use_dora",
@@ -156,5 +155,5 @@ def _read_config(folder: pathlib.Path) -> dict:
 
 
 def _module(name: str | list) -> str:
-    """`q_proj`, of a name such as `....q_proj.lora_A.weight`."""
+    """Return `q_proj` for a name such as `....q_proj.lora_A.weight`."""
     return _module(name[0]) if isinstance(name, list) else name.split(".")[-3]

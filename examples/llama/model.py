@@ -1,20 +1,20 @@
-"""A decoder of text in plain Equinox. Nothing in it knows of quantization.
+"""A decoder-only language model in plain Equinox, without quantization code.
 
-It is Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and 3, and the mixtures of experts
-Mixtral and Qwen3-MoE: they differ in what `Config` says.
+`Config` selects the architecture: Llama 2 and 3, Mistral, Qwen2, Qwen3, Gemma 2 and 3,
+and the mixtures of experts Mixtral and Qwen3-MoE.
 
     model = Decoder(config, key=key)
     logits = model(tokens)  # (batch, length) -> (batch, length, vocabulary)
 
-To generate text, the keys and values of earlier tokens are kept in a cache:
+Text generation keeps the keys and values of earlier tokens in a cache:
 
     cache = empty_cache(model, batch, capacity)
     hidden, cache = model.extend(tokens, cache, start)
     logits = model.logits(hidden[:, -1:])
 
-The layers are stacked and run under `lax.scan`, which compiles one of them. `unstack`
-takes them apart: XLA copies a layer out of a stack before it multiplies by it, which
-hardly matters for many tokens, but does for one.
+The layers are stacked and run under `lax.scan`, so that only one layer is compiled.
+`unstack` separates them: XLA copies a layer out of the stack before a product, which is
+slow for one token, and negligible for many.
 """
 
 import functools as ft
@@ -105,7 +105,8 @@ class Attention(eqx.Module):
         return _project(self.output, y), cache
 
     def _attend(self, q, k, v, view, cache, layer, start):
-        """With queries `(batch, heads, length, size)`, of all heads or of some."""
+        """Compute attention for queries `(batch, heads, length, size)` of some
+        heads."""
         config = self.config
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, x.shape[2], config.head_size) for x in (k, v))
@@ -113,7 +114,7 @@ class Attention(eqx.Module):
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
         scale = config.attention_scale or 1 / math.sqrt(config.head_size)
-        # In training, what is computed in turns would be kept for the backward pass.
+        # Training would keep the residuals of a loop for the backward pass.
         cap, in_turns = config.attention_softcap, cache is not None
         return attend(q * scale, k, v, view.mask, cap, in_turns), cache
 
@@ -145,10 +146,10 @@ class MLP(eqx.Module):
 
 
 class Experts(eqx.Module):
-    """An MLP of which each token uses a few of many."""
+    """A mixture of experts: each token uses a few MLPs."""
 
     router: eqx.nn.Linear
-    mlp: MLP  # All of them, stacked.
+    mlp: MLP  # All experts, stacked.
     active: int = eqx.field(static=True)
     normalise: bool = eqx.field(static=True)
 
@@ -169,7 +170,7 @@ class Experts(eqx.Module):
         weights, chosen = lax.top_k(scores, self.active)
         if self.normalise:
             weights = weights / weights.sum(-1, keepdims=True)
-        # A row for each token and expert, those of one expert together.
+        # One row for each token and expert, sorted by expert.
         order = jnp.argsort(chosen.reshape(-1))
         sizes = jnp.bincount(chosen.reshape(-1), length=scores.shape[-1])
         token = order // self.active
@@ -226,9 +227,9 @@ class Layer(eqx.Module):
 
 class Decoder(eqx.Module):
     embedding: eqx.nn.Embedding
-    layers: Layer | tuple[Layer, ...]  # Stacked, or each by itself.
+    layers: Layer | tuple[Layer, ...]  # One stack, or a tuple of layers.
     norm: RMSNorm
-    head: eqx.nn.Linear | None  # None if it is the embedding.
+    head: eqx.nn.Linear | None  # Absent if the head is the embedding.
     config: Config = eqx.field(static=True)
 
     def __init__(self, config: Config, dtype=jnp.float32, *, key: PRNGKeyArray):
@@ -253,12 +254,11 @@ class Decoder(eqx.Module):
         remat: bool = False,
         layout: Layout | None = None,
     ) -> Float[Array, "batch length vocabulary"]:
-        """The logits of the token after each one.
+        """Return the logits of the next token at each position.
 
-        Tokens see those before them: of the same segment, if there are `segments`, as
-        where several texts are packed in one row. With `remat` a layer is computed
-        again in the backward pass, and only its input kept. `layout` says how it is
-        split over a mesh.
+        Attention is causal, and within a segment if `segments` separates packed texts.
+        With `remat`, the backward pass recomputes each layer from its input. `layout`
+        shards the activations over a mesh.
         """
         same = None
         if segments is not None:
@@ -275,8 +275,11 @@ class Decoder(eqx.Module):
         *,
         layout: Layout | None = None,
     ) -> tuple[Float[Array, "batch length size"], Cache | tuple[Cache, ...]]:
-        """Append tokens at the positions from `start` on. What `logits` takes, and the
-        cache with them in it, for which there must be room."""
+        """Append tokens at positions `start`, `start + 1`, ...
+
+        Returns the input of `logits`, and the new cache. The cache must have room for
+        the tokens.
+        """
         caches = cache if isinstance(cache, tuple) else (cache,)
         capacity = caches[0].keys.shape[-1]
         views = self._views(tokens.shape[1], capacity, start, None)
@@ -290,7 +293,7 @@ class Decoder(eqx.Module):
         return softcap(logits.astype(jnp.float32), self.config.logit_softcap)
 
     def _views(self, length: int, keys: int, start, same) -> View:
-        """That of global layers, and that of local ones, stacked."""
+        """Return the views of global and of local layers, stacked."""
         config = self.config
         query, key = start + jnp.arange(length)[:, None], jnp.arange(keys)
         seen = (key <= query)[None] if same is None else (key <= query) & same
@@ -325,8 +328,8 @@ class Decoder(eqx.Module):
 
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
-        # The cache is carried, and updated in place: as an input and output it would
-        # be copied.
+        # The scan carries the cache, which is updated in place. As a scanned input
+        # and output it would be copied.
         def step(carry, inputs):
             arrays, index, kind = inputs
             return apply(eqx.combine(arrays, static), *carry, index, kind), None
@@ -340,7 +343,7 @@ class Decoder(eqx.Module):
 def empty_cache(
     model: Decoder, batch: int, capacity: int, dtype=jnp.float32
 ) -> Cache | tuple[Cache, ...]:
-    """Room for so many tokens of each sequence."""
+    """Return an empty cache for `capacity` tokens per sequence."""
     config = model.config
 
     def make(*layers: int) -> Cache:
@@ -354,7 +357,7 @@ def empty_cache(
 
 
 def unstack(model: Decoder) -> Decoder:
-    """The same model with each layer by itself."""
+    """Return the same model with a tuple of layers instead of a stack."""
     if isinstance(model.layers, tuple):
         return model
     arrays, static = eqx.partition(model.layers, eqx.is_array)

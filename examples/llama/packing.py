@@ -1,4 +1,4 @@
-"""Texts in rows of equal length, one after the other, and the loss on such rows."""
+"""Packing of texts into rows of equal length, and the loss on these rows."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from model import Decoder
 
 
 class Rows(NamedTuple):
-    """Tokens, and which text each is of: -1 for padding."""
+    """Tokens, and the number of the text of each token; -1 for padding."""
 
     tokens: Int[np.ndarray, "rows length+1"]
     segments: Int[np.ndarray, "rows length+1"]
@@ -21,8 +21,11 @@ class Rows(NamedTuple):
 
 
 def pack(texts: Sequence[Sequence[int]], length: int) -> Rows:
-    """All texts in rows. The last token of a row is also the first of the next: so each
-    token, but the first of a text, is predicted once."""
+    """Pack all texts into rows.
+
+    The last token of a row is also the first token of the next row. So each token,
+    except the first of a text, is predicted once.
+    """
     tokens = np.concatenate([np.asarray(text, np.int32) for text in texts])
     segments = np.repeat(np.arange(len(texts)), [len(text) for text in texts])
     rows = max(1, -(-(len(tokens) - 1) // length))
@@ -36,8 +39,10 @@ def pack(texts: Sequence[Sequence[int]], length: int) -> Rows:
 def losses(
     model: Decoder, rows: Rows, *, remat: bool = False
 ) -> tuple[Float[Array, ""], Int[Array, ""]]:
-    """The sum of the losses, in nats, and of how many tokens it is. Nothing is asked
-    about padding and the first token of a text."""
+    """Return the sum of the losses, in nats, and the number of predicted tokens.
+
+    Padding and the first token of a text are not predicted.
+    """
     tokens, segments = map(jnp.asarray, rows)
     logits = model(tokens[:, :-1], segments[:, :-1], remat=remat)
     counted = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] >= 0)
@@ -46,8 +51,10 @@ def losses(
 
 
 def batch_at(rows: Rows, step: int, size: int, seed: int) -> Rows:
-    """The batch of a step, whatever came before it: each epoch has an order of its own,
-    and a batch that begins in one epoch ends in the next."""
+    """Return the batch of a step, as a function of the step only.
+
+    Each epoch has its own order. A batch can begin in one epoch and end in the next.
+    """
     count = len(rows.tokens)
     order = lambda epoch: np.random.default_rng([seed, epoch]).permutation(count)
     places = np.arange(step * size, (step + 1) * size)

@@ -1,4 +1,4 @@
-"""Which token comes next."""
+"""Sampling of the next token."""
 
 import dataclasses
 
@@ -10,11 +10,13 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """**Arguments:**
+    """A sampling method.
 
-    - `temperature`: logits are divided by it; 0 always takes the most likely token.
-    - `top_k`: only so many of the most likely tokens; 0 for all of them.
-    - `top_p`: only the most likely tokens that together have this probability.
+    **Arguments:**
+
+    - `temperature`: divides the logits; 0 selects the most likely token.
+    - `top_k`: sample from the `top_k` most likely tokens; 0 for all tokens.
+    - `top_p`: sample from the most likely tokens with this total probability.
     """
 
     temperature: float = 0.7
@@ -42,7 +44,7 @@ class Sampling:
         if self.top_p < 1:
             probabilities = jax.nn.softmax(logits)
             likelier = jnp.cumsum(probabilities, -1) - probabilities
-            # The first is likelier than nothing, and so always in.
+            # The most likely token is always included.
             logits = jnp.where(likelier < self.top_p, logits, -jnp.inf)
         place = jax.random.categorical(key, logits)
         return jnp.take_along_axis(tokens, place[:, None], -1)[:, 0]

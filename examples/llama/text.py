@@ -1,5 +1,5 @@
-"""From text to tokens and back: the tokenizer of a folder, its chat template, and the
-tokens that end a text."""
+"""Text to tokens and back: the tokenizer of a folder, its chat template, and the stop
+tokens."""
 
 import json
 import pathlib
@@ -11,11 +11,13 @@ from tokenizers import Tokenizer
 
 
 class Text:
-    """**Arguments:**
+    """A tokenizer with a chat template.
 
-    - `folder`: has `tokenizer.json`. `tokenizer_config.json`, `generation_config.json`
-        and `chat_template.jinja` are used where they exist.
-    - `stop`: tokens that end a text, beside those that the folder names.
+    **Arguments:**
+
+    - `folder`: contains `tokenizer.json`, and optionally `tokenizer_config.json`,
+        `generation_config.json` and `chat_template.jinja`.
+    - `stop`: stop tokens in addition to those of the folder.
     """
 
     def __init__(self, folder: pathlib.Path, stop: Sequence[str] = ()):
@@ -36,13 +38,14 @@ class Text:
         return self.tokenizer.encode(text).ids
 
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Messages, each with a `role` and `content`, and the start of an answer."""
+        """Encode messages, each with a `role` and `content`, and the start of an
+        answer."""
         text = self._render(messages, add_generation_prompt=True)
-        # The template writes the special tokens itself.
+        # The template contains the special tokens.
         return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_document(self, text: str | Sequence[dict[str, str]]) -> list[int]:
-        """A text or a whole chat, and the token that ends a text: to train on."""
+        """Encode a text or a whole chat for training, with the final stop token."""
         if isinstance(text, str):
             ids = self.encode(text)
         else:
@@ -79,8 +82,8 @@ class Text:
         def raise_exception(message):
             raise TemplateError(message)
 
-        # A template is code of whoever made the model: it gets no attributes of Python
-        # objects, and changes nothing.
+        # A template is untrusted code. The sandbox denies access to attributes of
+        # Python objects, and to mutation.
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True
         )
@@ -102,11 +105,11 @@ class Text:
         if path.exists():
             return path.read_text("utf-8")
         source = self._options.get("chat_template")
-        if isinstance(source, list):  # Several, by name.
+        if isinstance(source, list):  # Several named templates.
             named = {entry["name"]: entry["template"] for entry in source}
             source = named.get("default")
         if source is None:
             raise ValueError(
-                f"{self._folder} has no chat template: its model continues text."
+                f"{self._folder} has no chat template: the model is not a chat model."
             )
         return source
