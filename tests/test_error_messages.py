@@ -1,5 +1,8 @@
-"""Readers search docs/when-it-does-not-run.md for the error that they see. Each that it
-shows is provoked here, and has to be that text."""
+"""The error messages in the documentation are the messages that code raises.
+
+Readers search docs/when-it-does-not-run.md and docs/when-training-fails.md for their
+error.
+"""
 
 import pathlib
 import re
@@ -16,9 +19,10 @@ import pytest
 from jax import lax
 
 
-PAGE = pathlib.Path(__file__).parent.parent / "docs" / "when-it-does-not-run.md"
-TEXT = PAGE.read_text()
-# One message begins where a line begins with the name of an exception.
+DOCS = pathlib.Path(__file__).parent.parent / "docs"
+PAGES = ("when-it-does-not-run.md", "when-training-fails.md")
+TEXT = "\n".join((DOCS / page).read_text() for page in PAGES)
+# A message starts at a line that starts with the name of an exception.
 STARTS = re.compile(r"^(?=(?:\w+[.])*\w+(?:Error|Warning): )", re.MULTILINE)
 
 
@@ -51,7 +55,7 @@ def gradient_of_all():
 
 
 def update_of_all():
-    """Gradients of a part, for the state of the whole."""
+    """Pass gradients of the trainable part to a state for the whole model."""
     quantized, (trainable, _) = model(), parted()
     arrays = eqx.filter(quantized, eqx.is_array)
     optimiser = optax.adamw(1e-3)
@@ -73,7 +77,7 @@ def predict(**policy):
 
 
 X = jnp.ones((8, 64))
-# In the order of the page.
+# In the order of the pages.
 PROVOKED: dict[str, Callable] = {
     "dot": lambda: jnp.dot(q(), X.T),
     "matmul": lambda: jnp.matmul(X, q()),
@@ -93,14 +97,14 @@ PROVOKED: dict[str, Callable] = {
     "at": lambda: q().at[0].set(1),
     "*": lambda: q() * jnp.ones((64, 64)),
     "asarray": lambda: np.asarray(q()),
-    "grad": gradient_of_all,
-    "optimiser": update_of_all,
-    "codes": codes_of_an_optimiser,
-    "parts": lambda: jax.vmap(parted()[0])(X),
     "warning": predict,
     "error": lambda: predict(on_materialise="error"),
     "integers": lambda: eqquant.quantize(jnp.arange(64), "int8"),
     "not finite": lambda: eqquant.quantize(jnp.full((4, 64), jnp.nan), "int8"),
+    "grad": gradient_of_all,
+    "optimiser": update_of_all,
+    "codes": codes_of_an_optimiser,
+    "parts": lambda: jax.vmap(parted()[0])(X),
 }
 
 
@@ -113,22 +117,22 @@ def raised(fn: Callable) -> str:
 
 
 def ours() -> list[str]:
-    """Those but of Flax, which is provoked in tests/clients."""
+    """Return the messages except Flax's, which tests/clients covers."""
     return [text for text in shown() if not text.startswith("flax.")]
 
 
 @pytest.mark.skipif(
-    f"those of JAX {jax.__version__}." not in TEXT,
-    reason=f"the page shows messages of another JAX than {jax.__version__}",
+    f"Messages are from JAX {jax.__version__}." not in TEXT,
+    reason=f"the pages show messages of another version of JAX than {jax.__version__}",
 )
 @pytest.mark.parametrize("name", PROVOKED)
-def test_an_error_reads_as_on_the_page(name):
+def test_message_equals_the_documented_message(name):
     text = ours()[list(PROVOKED).index(name)]
-    # A long one is shown up to where it goes on about pytrees.
+    # The pages show the beginning of long messages about pytrees.
     assert raised(PROVOKED[name])[: len(text)] == text
 
 
-def test_every_message_of_the_page_is_provoked():
+def test_every_documented_message_is_tested():
     assert len(ours()) == len(PROVOKED)
     assert [text for text in shown() if text not in ours()] == [
         text for text in shown() if "ScopeParamShapeError" in text
