@@ -72,7 +72,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
         return decoded, nbytes
 
     variants = {
-        f"int{bits}, GPTQ, {kind}, blocks of {block}": ft.partial(
+        f"int{bits}, GPTQ, {kind}, block size {block}": ft.partial(
             quantized, bits=bits, block=block, symmetric=kind == "symmetric"
         )
         for bits, kind, block in (

@@ -55,7 +55,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
         return decoded.numpy(), w.size * bits // 8 + scales.nbytes + zeros.nbytes
 
     variants = {
-        f"int{bits}{name}, blocks of {block}": each(
+        f"int{bits}{name}, block size {block}": each(
             ft.partial(rounded, encode=encode, bits=bits, block=block)
         )
         for name, encode in (("", plain), (" + HQQ", hqq))
