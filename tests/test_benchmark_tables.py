@@ -1,0 +1,60 @@
+"""Test that README.md and the documentation quote the tables of the benchmarks."""
+
+import importlib
+import pathlib
+import re
+
+import pytest
+
+
+ROOT = pathlib.Path(__file__).parent.parent
+BENCHMARKS = ROOT / "benchmarks"
+DOCS = ROOT / "docs"
+TABLES = sorted((DOCS / "benchmarks" / "tables").glob("*.md"))
+INCLUDE = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
+
+
+@pytest.fixture
+def summary(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module("summary")
+
+
+def test_summary_is_up_to_date(summary, tmp_path):
+    summary.main(["--output", str(tmp_path / "summary.md")])
+    expected = (DOCS / "benchmarks" / "tables" / "summary.md").read_text()
+    assert (tmp_path / "summary.md").read_text() == expected
+
+
+def test_readme_contains_the_summary():
+    text = (DOCS / "benchmarks" / "tables" / "summary.md").read_text().strip()
+    assert text in (ROOT / "README.md").read_text()
+
+
+def test_plot(summary, tmp_path):
+    pytest.importorskip("matplotlib")
+    summary.main(["--plot", str(tmp_path / "accuracy.png")])
+    assert (tmp_path / "accuracy.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
+def test_table(path):
+    """Rows have the same number of cells, and a page includes the table."""
+    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
+    assert len(lines) > 2
+    assert len({line.count(" | ") for line in lines}) == 1
+    included = [
+        name
+        for page in DOCS.rglob("*.md")
+        for name in INCLUDE.findall(page.read_text())
+    ]
+    assert path.relative_to(DOCS).as_posix() in included
+
+
+def test_every_script_is_listed():
+    text = (BENCHMARKS / "README.md").read_text()
+    for path in BENCHMARKS.glob("[a-z]*.py"):
+        assert f"`{path.name}`" in text
+    text = (BENCHMARKS / "static" / "README.md").read_text()
+    for path in (BENCHMARKS / "static").glob("*.py"):
+        assert f"`{path.name}`" in text
