@@ -1,4 +1,4 @@
-"""Models and arrays with adapters, for the tests of both."""
+"""Models and arrays with adapters, for several test files."""
 
 import eqquant
 import equinox as eqx
@@ -8,7 +8,7 @@ from helpers import assert_close
 
 
 KEY = jax.random.key(0)
-# Odd sizes, so that no activation has as many elements as a weight.
+# Odd sizes, so that no activation has the size of a weight.
 MLP = eqx.nn.MLP(67, 41, 53, 2, key=KEY)
 
 
@@ -17,7 +17,7 @@ def is_lora(x) -> bool:
 
 
 def perturb(model):
-    """As if trained: `b` is no longer zero."""
+    """Return adapters with nonzero `b`, as after training."""
 
     def one(x):
         if not is_lora(x):
@@ -34,7 +34,7 @@ def adapted(model, format, rank=4, **options):
 
 
 def array(format, w, axis=-1, **options) -> LoraArray:
-    """A weight of one's own."""
+    """Return one weight with an adapter."""
     if format is not None:
         w = eqquant.quantize(w, format, axis=axis)
     options = {"rules": {"array": (4, axis)}, **options}
@@ -42,7 +42,7 @@ def array(format, w, axis=-1, **options) -> LoraArray:
 
 
 def check(fn, model, *args):
-    """`fn` as with the merged weights."""
+    """Check `fn` against the merged weights."""
     assert_close(fn(model, *args), fn(eqquant.merge_lora(model), *args))
 
 

@@ -1,17 +1,14 @@
-"""What every process sets up, and that all but one of them load the rest.
+"""Setup of every test process.
 
-    pytest -n 2
-
-starts three processes. The one that hands out the tests runs none, so it imports
-neither JAX nor eqquant, and its workers start that much sooner.
+`pytest -n 2` starts three processes. The controller runs no tests, so it imports
+neither JAX nor eqquant, and its workers start sooner. Workers load `shared.py`.
 """
 
 import os
 
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Once: workers have it of the process that started them, and JAX finds a program that
-# it has kept by these flags, too.
+# Set once: workers inherit the variable, and the keys of JAX's cache contain the flags.
 flag = "--xla_force_host_platform_device_count=8"
 if flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag

@@ -1,4 +1,4 @@
-"""What several tests measure."""
+"""Helpers for several test files."""
 
 import functools as ft
 import importlib.util
@@ -16,20 +16,21 @@ from eqquant.formats._registry import formats
 from jax import export
 
 
-# Those that take the path of another: of NF4 with blocks, or of ternary without.
-# What is their own, as three bits are, has tests of its own.
+# Formats that share a code path: with NF4 (blocked), or with ternary (per channel).
+# Their distinct properties, such as three-bit codes, have separate tests.
 SAME_PATH = (eqquant.Int4, eqquant.Int3, eqquant.Int2, eqquant.NF2, eqquant.NF3)
 SAME_PATH += (eqquant.FP8, eqquant.MXFP4, eqquant.NVFP4)
 
 
-# A new format is picked up here. Blocked and per channel are different paths. These
-# differ from others by numbers alone, and are in tests of their own.
+# New formats are added automatically. Blocked and per-channel formats use different
+# code paths. The excluded formats differ from others by numbers only, and have
+# separate tests.
 ALIKE = (eqquant.NF2, eqquant.Int3, eqquant.Int2, eqquant.MXFP4)
 MAKERS = [make for make in formats.values() if make not in ALIKE]
 DEFAULT_FORMATS = [make() for make in MAKERS]
-# One of each way to pack: three bits are in two pieces.
+# One format for each packing: three-bit codes are stored in two pieces.
 KINDS = [f for f in DEFAULT_FORMATS if f.bits == 3 or not isinstance(f, SAME_PATH)]
-# Those whose scales are floats of any dtype.
+# Formats whose scales may have any floating-point dtype.
 SCALED = [make for make in MAKERS if not make().quantized_scales]
 FORMATS = [*DEFAULT_FORMATS, eqquant.Binary(block_size=32)]
 FORMATS += [eqquant.NF4(double_quantization=True)]
@@ -42,18 +43,18 @@ FORMATS += [
 ]
 
 
-# Bounds on the relative error of a product, from what the recipes of `kernels/xla.py`
-# promise on normal data, with room for the small shapes of tests: float32 rounding, 15
-# bits of activations, 8 bits of both operands.
+# Bounds on the relative error of a product, from the documented errors of
+# `kernels/xla/` on normal data, with a margin for the small shapes of tests: float32
+# rounding, 15-bit activations, and 8 bits for both operands.
 TOLERANCE = {"highest": 3e-6, "high": 1e-4, "default": 2.5e-2}
 
 
-# None is decoded in full.
+# These products decode no weight in full.
 strict = ft.partial(eqquant.quaxify, on_materialise="error")
 
 
 def relative(actual, expected) -> float:
-    """Frobenius norm of the difference, relative to the expected."""
+    """Return the Frobenius norm of the difference, relative to the expected array."""
     actual, expected = (np.asarray(x, np.float64) for x in (actual, expected))
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     norm = np.linalg.norm(expected)
@@ -61,12 +62,12 @@ def relative(actual, expected) -> float:
 
 
 def dense(tree):
-    """The same with every quantized array dequantized."""
+    """Return the tree with every quantized array dequantized."""
     return eqquant.dequantize_tree(tree)
 
 
 def assert_close(actual, expected, tolerance=TOLERANCE["high"]):
-    """Leaf by leaf: shapes and dtypes the same, values up to the tolerance."""
+    """Check that leaves have equal shapes and dtypes, and close values."""
     actual, expected = jax.tree.leaves(dense(actual)), jax.tree.leaves(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected, strict=True):
@@ -75,7 +76,7 @@ def assert_close(actual, expected, tolerance=TOLERANCE["high"]):
 
 
 def assert_identical(actual, expected):
-    """Bit by bit, dtypes and structure as well."""
+    """Check that trees have the same structure, dtypes and bits."""
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         a, b = np.asarray(a), np.asarray(b)
@@ -84,7 +85,8 @@ def assert_identical(actual, expected):
 
 
 def quantize_weights(layer, format):
-    """Every floating-point matrix of a layer, chosen by the tests themselves."""
+    """Quantize every floating-point matrix of a layer, independently of
+    `quantize_tree`."""
     return jax.tree.map(
         lambda x: (
             eqquant.quantize(x, format) if eqx.is_inexact_array(x) and x.ndim > 1 else x
@@ -94,14 +96,14 @@ def quantize_weights(layer, format):
 
 
 def unpacked(q: eqquant.QuantizedArray) -> np.ndarray:
-    """Codes, one each, decoded here from the documented layout."""
+    """Return one code per element, unpacked by the documented layout."""
     codes = np.asarray(q.codes)
     bits = q.format.bits
     if bits == 8:
         return codes
     *lead, packed = codes.shape
     group = q.format.block_size or 64
-    if bits == 3:  # Two bits, then one, of each group.
+    if bits == 3:  # The low two bits of each group, then its high bits.
         groups = codes.reshape(*lead, -1, group * 3 // 8)
         planes = lambda x, bits: (
             (x[..., None, :] >> np.arange(0, 8, bits)[:, None]) % 2**bits
@@ -125,12 +127,12 @@ def in_blocks(w, block_size: int | None) -> np.ndarray:
 
 
 def sqnr(actual, expected) -> float:
-    """Signal to quantization noise ratio, in decibels."""
+    """Return the signal to quantization noise ratio, in decibels."""
     return -20 * math.log10(relative(actual, expected))
 
 
 def exported(fn, *args):
-    """The leaves of `fn(*args)`, exported, written, read and called."""
+    """Export `fn`, serialise it, read it back, and return the leaves of its result."""
     dynamic, static = eqx.partition(args, eqx.is_array)
     leaves, treedef = jax.tree.flatten(dynamic)
 
@@ -154,7 +156,7 @@ needs_gpu_compiler = pytest.mark.skipif(
 
 
 def kernels_in(compiled) -> list[str]:
-    """The names of the Pallas kernels that multiply, in order."""
+    """Return the names of the matmul kernels in a program, in order."""
     text = compiled.as_text()
     calls = re.findall(r"%([^\s.]+)\S* = .*custom_call_target=\"tpu_custom", text)
     around = ("spread", "split_planes", "join_planes", "round_rows")
@@ -166,7 +168,7 @@ class Interrupted(Exception):
 
 
 def interrupt_after_saving(module, monkeypatch, run):
-    """Run an example, but stop right after its first checkpoint."""
+    """Run an example, and interrupt it after its first checkpoint."""
     save = module._checkpoint.save
 
     def save_and_stop(*args, **kwargs):
@@ -180,28 +182,29 @@ def interrupt_after_saving(module, monkeypatch, run):
 
 
 def slow(value):
-    """One of several parameters of a test, for the slow part."""
+    """Mark one of several parameters of a test as slow."""
     return pytest.param(value, marks=pytest.mark.slow)
 
 
 def fast(*names: str, formats=DEFAULT_FORMATS) -> list:
-    """These formats, of which those so named are in the fast part."""
+    """Mark all formats as slow except the named ones."""
     return [f if f.name in names else slow(f) for f in formats]
 
 
 def _as_param(value):
     if isinstance(value, type(pytest.param())):
         return value
-    # What they have of their own is in tests of their own.
+    # Their distinct properties have separate tests.
     is_slow = isinstance(value, (*SAME_PATH, eqquant.formats.Codebook))
     return slow(value) if is_slow else pytest.param(value)
 
 
 def pairs(names: str, *options):
-    """A decorator like `pytest.mark.parametrize`, for options that combine: each value
-    of one meets each value of every other at least once. The whole product has more
-    combinations, and finds next to nothing more. The first ones, in which each value
-    occurs, are the fast ones.
+    """Parametrise a test over pairs of options.
+
+    Each value of an option meets each value of every other option at least once. The
+    full product has more combinations, but finds few additional faults. The first
+    combinations, which contain each value once, are fast; the others are slow.
     """
     options = [[_as_param(x) for x in values] for values in options]
     product = list(itertools.product(*(range(len(values)) for values in options)))

@@ -1,4 +1,4 @@
-"""Models that the tests of training share."""
+"""Models for the tests of training."""
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ def mlp() -> eqx.nn.MLP:
 
 
 class Mixed(eqx.Module):
-    """A layer of each kind."""
+    """A model with one layer of each kind."""
 
     embedding: eqx.nn.Embedding
     conv: eqx.nn.Conv1d

@@ -1,4 +1,4 @@
-"""Programs that are compiled once, kept between runs, and forgotten if many."""
+"""The cache of compiled programs, between tests and between runs."""
 
 import ctypes
 import gc
@@ -13,9 +13,11 @@ from eqquant.kernels.cpu import _library
 
 
 def cache_key(*options) -> str:
-    """What compiled programs depend on beside their HLO and options, which JAX's own
-    keys have: a change of eqquant either changes these, and is compiled anew, or it is
-    in a native kernel, which a program calls by name."""
+    """Return the inputs of compiled programs that JAX's own cache keys lack.
+
+    JAX's keys contain the HLO and the options. A change of eqquant changes the HLO,
+    except in native kernels, which a program calls by name.
+    """
     parts = [platform.machine(), os.environ.get("EQQUANT_CPU", ""), repr(options)]
     cpuinfo = pathlib.Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -39,15 +41,17 @@ def keep_on_disk(*options) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-# JAX makes a context of MLIR, with all dialects, for every program: 2.5 ms and 1.2 MB
-# each, which is half of the time it takes to lower a small one, and most of the memory
-# of a worker. Programs of tests share one, until they are forgotten.
+# JAX makes an MLIR context with all dialects for every program. It takes 2.5 ms, which
+# is half of the lowering time of a small program, and 1.2 MB, which adds up to most of
+# the memory of a worker. Test programs share one context until the cache is cleared.
 _contexts = []
 
 
 def share_contexts() -> None:
-    """Not in versions of JAX that make their contexts in another way. Tried on JAX
-    0.10.2 and 0.12.0.1."""
+    """Share one MLIR context among programs, if this version of JAX allows it.
+
+    Tried on JAX 0.10.2 and 0.12.0.1.
+    """
     from jax._src.interpreters import mlir
 
     make = getattr(mlir, "make_ir_context", None)
@@ -63,7 +67,7 @@ def share_contexts() -> None:
 
 
 def resident() -> int:
-    """Bytes of memory that this process has, where the system tells."""
+    """Return the resident memory of this process in bytes, or 0 if unknown."""
     statm = pathlib.Path("/proc/self/statm")
     pages = int(statm.read_text().split()[1]) if statm.exists() else 0
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -74,12 +78,12 @@ _limit = _LIMIT
 
 
 def forget_if_many() -> None:
-    """Forget compiled programs where the process takes more than a gigabyte."""
+    """Clear compiled programs if the process takes more than a gigabyte."""
     global _limit
     if resident() > _limit:
         jax.clear_caches()
         _contexts.clear()
         gc.collect()
-        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # Of glibc.
+        if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # glibc only.
             trim(0)
         _limit = max(_LIMIT, resident() + 0.2e9)

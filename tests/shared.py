@@ -1,5 +1,5 @@
-"""Eight devices made of the CPU, every annotation of eqquant checked, and what tests
-share: conftest.py loads this."""
+"""Setup of test workers, which conftest.py loads: eight CPU devices, run-time type
+checks for all of eqquant, and shared fixtures."""
 
 import gc
 import os
@@ -21,10 +21,9 @@ from helpers import DEFAULT_FORMATS, FORMATS, SAME_PATH
 
 
 def pytest_configure(config):
-    # XLA's older way to compile a fusion takes half of the time. What `make
-    # test-lowerings` runs is compiled as users have it. Compilers of later versions do
-    # not know the option, and neither does that for TPUs: it is gone once the CPU's has
-    # read it.
+    # XLA's older fusion emitters take half of the time to compile. `make
+    # test-lowerings` uses the default emitters. Later versions of XLA and the TPU
+    # compiler reject this flag, so it is removed after the CPU compiler has read it.
     older = jax.__version_info__ < (0, 11) and "EQQUANT_CPU" not in os.environ
     if older:
         flags = os.environ["XLA_FLAGS"]
@@ -36,9 +35,9 @@ def pytest_configure(config):
         programs.keep_on_disk(older)
 
 
-# Few optimisations save a third of the time. Tests have all of them only where these
-# matter: that every way to quantize gives the same bits, what a model takes, which
-# programs are made for TPUs and GPUs; and `make test-lowerings` has them everywhere.
+# Disabling optimisations saves a third of the time. The listed tests need them, because
+# they compare bits, measure memory, or inspect compiled programs. `make test-lowerings`
+# enables them everywhere.
 OPTIMISED = {
     "test_quantize_in_jax.py",
     "test_tpu_compiled.py",
@@ -50,7 +49,7 @@ OPTIMISED = {
 
 
 def pytest_collection_modifyitems(items):
-    # Last, as every change from the one to the other forgets what is compiled.
+    # These run last, because each switch clears the compiled programs.
     items.sort(key=lambda item: item.path.name in OPTIMISED)
 
 
@@ -59,14 +58,14 @@ def _hardly_optimised(request):
     name = "jax_disable_most_optimizations"
     hardly = request.path.name not in OPTIMISED and "EQQUANT_CPU" not in os.environ
     if hardly != jax.config.read(name):
-        # What is compiled already would be taken as it is.
+        # Otherwise programs that are already compiled would be reused.
         jax.clear_caches()
         jax.config.update(name, hardly)
 
 
 def pytest_collection_finish():
-    # What is imported stays: the garbage collector need not look at it again, nor after
-    # every 700 objects, of which tracing makes millions.
+    # Imported objects live forever: exclude them from garbage collection, and collect
+    # less often than every 700 objects, because tracing creates millions.
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
@@ -87,8 +86,8 @@ def some_slow(formats, slow) -> list:
     return [pytest.param(f, marks=marks(f)) for f in formats]
 
 
-# Slow are those that take the path of another: ternary that of binary, INT4 that of NF4
-# or of ternary, and most blocked ones.
+# Formats that share a code path are slow: ternary with binary, INT4 with NF4 or
+# ternary, and most blocked formats.
 BLOCKED = [f for f in FORMATS if f.block_size == 32 and f.name != "binary"]
 BLOCKED += [f for f in FORMATS if isinstance(f, (*SAME_PATH, eqquant.formats.Codebook))]
 
@@ -111,7 +110,7 @@ def default_format(request) -> eqquant.formats.Format:
 
 @pytest.fixture
 def untyped(monkeypatch):
-    """No run-time checks of types, which users may turn off."""
+    """Disable run-time type checks, like a user can."""
     monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)
 
 
@@ -122,7 +121,7 @@ def rng() -> np.random.Generator:
 
 @pytest.fixture
 def normal(rng):
-    """Normal arrays of any shape."""
+    """Return a function that makes normally distributed arrays of any shape."""
 
     def make(*shape: int, dtype=jnp.float32) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape).astype(dtype))

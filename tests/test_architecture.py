@@ -1,4 +1,4 @@
-"""The folders of the package and what they may import, as CONTRIBUTING.md says."""
+"""The rules about folders and imports in CONTRIBUTING.md."""
 
 import ast
 import inspect
@@ -16,18 +16,19 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 FOLDERS = sorted({file.rpartition("/")[0] for file in FILES} - {""})
 
 
-def read_rooms() -> list[str]:
-    """From the ground up."""
+def read_layers() -> list[str]:
+    """Return the folders of the package, from the bottom to the top."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
     (block,) = re.findall(r"test_architecture.*?```text\n(.*?)```", text, re.DOTALL)
     return [line.split("/")[0] for line in block.splitlines()][::-1]
 
 
-ROOMS = read_rooms()
+LAYERS = read_layers()
 
 
-def room_of(file: str) -> str | None:
-    """None for the public names, which are above all rooms."""
+def folder_of(file: str) -> str | None:
+    """Return the folder of a file; None for files with public names, above all
+    folders."""
     return file.split("/")[0] if "/" in file else None
 
 
@@ -42,10 +43,10 @@ def file_of(module: str) -> str | None:
 
 
 def imports(file: str) -> set[str]:
-    """The absolute name of each module that a file imports: anywhere, for type checkers
-    alone as well.
+    """Return the absolute name of each module that a file imports.
 
-    Of `from a import b` both `a` and `a.b`, which may or may not be a module.
+    This includes imports inside of functions and for type checkers. `from a import b`
+    adds both `a` and `a.b`, which may or may not be a module.
     """
     package = ["eqquant", *file.split("/")[:-1]]
     found = set()
@@ -56,7 +57,7 @@ def imports(file: str) -> set[str]:
             base = package[: len(package) - node.level + 1] if node.level else []
             origin = ".".join([*base, *filter(None, [node.module])])
             members = {f"{origin}.{alias.name}" for alias in node.names}
-            # `from . import a` asks for the module `a`, not for the package.
+            # `from . import a` imports the module `a`, not the package.
             only_modules = node.module is None and all(map(file_of, members))
             found |= members if only_modules else {origin, *members}
     return found
@@ -67,69 +68,69 @@ def imported_files(file: str) -> set[str]:
     return set(filter(None, map(file_of, ours)))
 
 
-def rooms_below(file: str) -> set[str]:
-    """The other rooms that a file imports from."""
-    rooms = {room_of(other) or "eqquant" for other in imported_files(file)}
-    return rooms - {room_of(file)}
+def folders_below(file: str) -> set[str]:
+    """Return the other folders that a file imports from."""
+    folders = {folder_of(other) or "eqquant" for other in imported_files(file)}
+    return folders - {folder_of(file)}
 
 
-def test_every_room_is_in_the_list():
-    assert sorted(ROOMS) == sorted({room_of(file) for file in FILES} - {None})
+def test_every_folder_is_listed():
+    assert sorted(LAYERS) == sorted({folder_of(file) for file in FILES} - {None})
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room_of(file)])
-def test_imports_go_down_and_through_the_door(file):
-    above = set(ROOMS[ROOMS.index(room_of(file)) :]) | {"eqquant"}
-    assert not rooms_below(file) & above
+@pytest.mark.parametrize("file", [file for file in FILES if folder_of(file)])
+def test_imports_point_down_and_use_exports(file):
+    above = set(LAYERS[LAYERS.index(folder_of(file)) :]) | {"eqquant"}
+    assert not folders_below(file) & above
     for other in imported_files(file):
-        if room_of(other) != room_of(file):
-            door = re.fullmatch(r"\w+/([a-z]\w*/)?__init__\.py", other)
-            assert door, f"{file} imports {other}, which is private to its room"
+        if folder_of(other) != folder_of(file):
+            is_init = re.fullmatch(r"\w+/([a-z]\w*/)?__init__\.py", other)
+            assert is_init, f"{file} imports {other}, which is private to its folder"
 
 
-def test_no_circle_of_files():
+def test_no_import_cycles():
     try:
         TopologicalSorter({file: imported_files(file) for file in FILES}).prepare()
     except CycleError as error:
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_rooms_within_checkpoints():
-    """What is called is at the top; each of the others imports only these of them, and
-    through the door."""
+def test_subfolders_of_checkpoints():
+    """Each subfolder of checkpoints imports only its allowed subfolders, through their
+    `__init__.py`."""
     below = {"leaves": {"files"}, "foreign": {"files"}, "files": set()}
     below[""] = below.keys()
-    for file in (file for file in FILES if room_of(file) == "checkpoints"):
+    for file in (file for file in FILES if folder_of(file) == "checkpoints"):
         mine = file.split("/")[1:-1]
         for other in imported_files(file):
-            theirs, door = other.split("/")[1:-1], other.endswith("/__init__.py")
-            if room_of(other) == "checkpoints" and theirs != mine:
-                assert door and "".join(theirs) in below["".join(mine)], file
+            theirs, is_init = other.split("/")[1:-1], other.endswith("/__init__.py")
+            if folder_of(other) == "checkpoints" and theirs != mine:
+                assert is_init and "".join(theirs) in below["".join(mine)], file
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_says_what_it_imports(room):
-    doc = ast.get_docstring(parse(f"{room}/__init__.py"))
+@pytest.mark.parametrize("folder", LAYERS)
+def test_docstrings_list_imported_folders(folder):
+    doc = ast.get_docstring(parse(f"{folder}/__init__.py"))
     assert "Exports" in doc
-    said = re.search(r"\bImports\s+(.*?)\.(\s|$)", doc, re.DOTALL)
-    actual = set().union(*(rooms_below(f) for f in FILES if room_of(f) == room))
-    assert set(re.findall(r"`(\w+)`", said[1])) == actual
+    listed = re.search(r"\bImports\s+(.*?)\.(\s|$)", doc, re.DOTALL)
+    actual = set().union(*(folders_below(f) for f in FILES if folder_of(f) == folder))
+    assert set(re.findall(r"`(\w+)`", listed[1])) == actual
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
-def test_a_folder_says_what_it_is_for(folder):
+def test_every_folder_has_a_docstring(folder):
     assert f"{folder}/__init__.py" in FILES
     assert ast.get_docstring(parse(f"{folder}/__init__.py"))
 
 
-def test_tests_are_in_the_same_rooms():
+def test_tests_are_in_matching_folders():
     tests = ROOT / "tests"
     folders = {p.parent.relative_to(tests).as_posix() for p in tests.rglob("test_*.py")}
     assert folders - {"."} <= {*FOLDERS, "examples", "clients", "imports"}
 
 
-def test_the_imports_are_found():
-    # The tests above would pass if no import were ever found.
+def test_imports_are_found():
+    # Otherwise the tests above would pass if no import was ever found.
     assert "kernels/__init__.py" in imported_files("primitives/_lowering.py")
     assert "formats/_format.py" in imported_files("formats/_int8.py")
     assert "dispatch/rules/_registry.py" in imported_files("dispatch/rules/__init__.py")
@@ -144,8 +145,10 @@ def test_only_compat_depends_on_the_version_of_jax(file):
     assert not re.search(r"\bjax(lib)?\.(version|__version)", source)
 
 
-@pytest.mark.parametrize("file", [file for file in FILES if room_of(file) == "formats"])
-def test_formats_know_no_primitives(file):
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if folder_of(file) == "formats"]
+)
+def test_formats_use_no_primitives(file):
     for module in imports(file):
         assert not module.startswith(("jax.extend", "jax.interpreters", "jax.core"))
     for node in ast.walk(parse(file)):

@@ -1,7 +1,7 @@
-"""The defects of eformer 0.0.101, which must not come back here, by number.
+"""Defects of eformer 0.0.101 that eqquant must not have, by number.
 
-Two of the fifteen are about straight-through estimators, which eqquant does not have
-yet (2 and 12); the kernels for TPUs (5) are tested in `test_tpu.py`.
+`tests/training/test_straight_through.py` covers straight-through estimators (2 and
+12), and `tests/kernels/test_tpu.py` covers TPU kernels (5).
 """
 
 import functools as ft
@@ -40,7 +40,7 @@ def matrix(default_format, normal):
 
 
 #
-# 1: products that ignore what they are asked for
+# 1: products that ignore their arguments
 #
 
 
@@ -49,7 +49,7 @@ def matrix(default_format, normal):
     ["bn,kn->bk", "bn,kn->kb", "nb,kn->bk", "bk,kn->nb"],
     DEFAULT_FORMATS,
 )
-def test_1_products_heed_their_dimension_numbers(equation, matrix, normal):
+def test_1_products_use_their_dimension_numbers(equation, matrix, normal):
     operand, *_ = equation.split(",")
     sizes = {"b": 3, "n": 80, "k": 48}
     x = normal(*(sizes[axis] for axis in operand))
@@ -58,7 +58,7 @@ def test_1_products_heed_their_dimension_numbers(equation, matrix, normal):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_1_products_heed_their_precision_and_dtype(dtype, matrix, normal):
+def test_1_products_use_their_precision_and_dtype(dtype, matrix, normal):
     x = normal(3, 80, dtype=dtype)
     product = eqquant.quaxify(
         ft.partial(jnp.matmul, precision="highest", preferred_element_type="float32")
@@ -80,7 +80,7 @@ def test_1_a_vector_times_a_matrix_is_a_vector(default_format, normal):
 
 
 @pytest.mark.parametrize("format", [Ternary(), Binary()], ids=repr)
-def test_3_binary_and_ternary_have_a_scale_and_the_right_levels(format, normal):
+def test_3_binary_and_ternary_have_scales_and_correct_levels(format, normal):
     w = 0.02 * normal(64, 256)
     q = eqquant.quantize(w, format)
     assert sqnr(decode(q), w) > 4
@@ -99,7 +99,7 @@ def test_4_padding_does_not_leak(default_format, normal):
     q = eqquant.quantize(w, default_format)
     assert q.shape == decode(q).shape == (256, 100)
     assert q.T.shape == (100, 256)
-    # Nor does a gradient see it.
+    # Gradients exclude the padding.
     slope = jax.jit(jax.grad(lambda x: jnp.sum(q @ x)))(jnp.ones(100))
     assert relative(slope, jnp.sum(decode(q), 0)) < TOLERANCE[default_format.precision]
 
@@ -109,7 +109,7 @@ def test_4_padding_does_not_leak(default_format, normal):
 #
 
 
-def test_11_zero_and_one_are_exact_and_requantizing_does_not_drift(normal):
+def test_11_zero_and_one_are_exact_and_requantizing_is_stable(normal):
     w = normal(*SHAPE).at[:, ::64].set(jnp.array([0.0, 1, 0, 1])).clip(-1, 1)
     first = values = decode(eqquant.quantize(w, "nf4"))
     assert (values[:, [0, 128]] == 0).all() and (values[:, [64, 192]] == 1).all()
@@ -118,26 +118,28 @@ def test_11_zero_and_one_are_exact_and_requantizing_does_not_drift(normal):
     assert_identical(values, first)
 
 
-def test_13_small_float16_weights_lose_nothing(format, normal):
+def test_13_small_float16_weights_keep_their_accuracy(format, normal):
     if format.name == "mxfp4":
-        pytest.skip("How much it cuts off depends on the mantissa of the largest.")
+        pytest.skip("Its clipping depends on the mantissa of the largest value.")
     w = normal(*SHAPE)
     expected = sqnr(decode(eqquant.quantize(w, format)), w)
     small = (w * 1e-4).astype(jnp.float16)
     values = eqquant.quantize(small, format).astype(jnp.float32)
-    # The weights are other ones: rounded to multiples of 2**-24, 0.02% of their size.
+    # The weights differ: float16 rounds them to multiples of 2**-24, 0.02% of their
+    # size.
     assert abs(sqnr(decode(values), small) - expected) < 0.2
 
 
 @pairs("format, dtype, size", FORMATS, FLOATS, [300.0, 3e4])
 def test_13_large_weights_do_not_saturate(format, dtype, size, rng):
     if format.name == "mxfp4":
-        pytest.skip("How much it cuts off depends on the mantissa of the largest.")
+        pytest.skip("Its clipping depends on the mantissa of the largest value.")
     w = jnp.asarray(rng.uniform(-size, size, SHAPE), dtype)
     ordinary = (w / size).astype(dtype)
     expected = sqnr(decode(eqquant.quantize(ordinary, format)), ordinary)
     values = eqquant.quantize(w, format)
-    # The dtype rounds the two differently: bfloat16 has 54 dB, int8 47 of uniform ones.
+    # The dtype rounds both differently: bfloat16 has 54 dB, and int8 has 47 dB for
+    # uniform weights.
     assert abs(sqnr(decode(values), w) - expected) < 1
 
 
@@ -171,15 +173,15 @@ def test_6_transposing_does_not_requantize(matrix, normal):
         lambda w: w**3,
     ],
 )
-def test_7_the_operations_of_an_array_work(fn, matrix):
+def test_7_array_operations_work(fn, matrix):
     out = eqquant.dequantize(eqquant.quaxify(fn, on_materialise="allow")(matrix))
     assert_close(
         out, fn(decode(matrix)), 1e-6
-    )  # Fused otherwise, so rounded otherwise.
+    )  # XLA fuses them differently, so rounding differs.
 
 
 @pairs("other, default_format", DEFAULT_FORMATS, DEFAULT_FORMATS)
-def test_9_formats_mix(other, matrix, normal):
+def test_9_formats_can_be_mixed(other, matrix, normal):
     q = eqquant.quantize(normal(80, 24), other, axis=0)
     multiply = eqquant.quaxify(
         ft.partial(jnp.matmul, precision="highest"), on_materialise="allow"
@@ -196,13 +198,13 @@ def test_9_formats_mix(other, matrix, normal):
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_8_astype_leaves_its_argument_alone(dtype, matrix):
+def test_8_astype_does_not_mutate(dtype, matrix):
     before = jax.tree.map(jnp.copy, matrix)
     assert matrix.astype(dtype).dtype == dtype
     assert_identical(matrix, before)
 
 
-def test_8_astype_to_integers_is_that_of_the_values_and_is_not_silent(matrix):
+def test_8_astype_to_integers_converts_values_with_a_warning(matrix):
     with pytest.warns(eqquant.arrays.MaterialiseWarning, match="int32"):
         out = matrix.astype(jnp.int32)
     assert_identical(out, decode(matrix).astype(jnp.int32))
@@ -246,10 +248,11 @@ def test_10_while_loops_run(matrix, normal):
 
     square = eqquant.quantize(normal(32, 32), matrix.format)
     x = jnp.ones(32)
-    assert_close(fn(square, x), fn(decode(square), x), 1e-3)  # Errors grow in the loop.
+    # Rounding errors grow in the loop.
+    assert_close(fn(square, x), fn(decode(square), x), 1e-3)
 
 
-def test_10_closures_are_seen(matrix, normal):
+def test_10_closures_are_found(matrix, normal):
     x = normal(80)
     out = eqquant.quaxify(lambda x: jnp.dot(matrix, x), on_materialise="error")(x)
     assert_close(out, decode(matrix) @ x)
@@ -260,15 +263,15 @@ def test_10_closures_are_seen(matrix, normal):
 #
 
 
-def test_14_what_chooses_a_kernel_is_part_of_the_structure(matrix, normal):
+def test_14_kernel_settings_are_part_of_the_structure(matrix, normal):
     x = normal(300, 80)
     product = jax.jit(lambda q, x: x @ q.T)
-    # Of two precisions an exact kernel may be the fastest.
+    # The exact kernel may be the fastest for both precisions.
     settings = {"precision": "default", "activations": "int8"}, {"precision": "highest"}
     fast, exact = (
         matrix.replace(format=type(matrix.format)(**setting)) for setting in settings
     )
-    # One function, traced for each.
+    # One function, traced once for each.
     assert relative(product(fast, x), x @ decode(matrix).T) > 1e-4
     assert relative(product(exact, x), x @ decode(matrix).T) < TOLERANCE["highest"]
     assert "global " not in inspect.getsource(xla)
@@ -288,12 +291,12 @@ def test_15_a_spec_survives_a_transpose_on_the_right_axis(matrix):
     assert {s.data.shape for s in transposed.addressable_shards} == {(80, rows)}
 
 
-def test_15_a_spec_without_a_mesh_is_refused(matrix):
+def test_15_spec_without_a_mesh_raises(matrix):
     with pytest.raises((TypeError, ValueError, RuntimeError)):
         eqx.filter_shard(matrix, P("x", None))
 
 
-def test_15_scales_train_only_if_asked_to(default_format):
+def test_15_scales_are_frozen_by_default(default_format):
     layer = eqx.nn.Linear(80, 48, key=jax.random.key(0))
     layer = eqquant.quantize_tree(layer, default_format, min_size=0)
     trainable, frozen = eqx.partition(layer, eqquant.trainable_mask(layer))

@@ -1,4 +1,4 @@
-"""What the documentation shows works: every block of Python in it runs."""
+"""Every block of Python in the documentation runs."""
 
 import inspect
 import pathlib
@@ -18,12 +18,12 @@ ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES_OF_API = sorted((ROOT / "docs" / "api").glob("*.md"))
 FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,}) *(?P<info>.*?) *$")
-# A block without a language, or in another one, could be Python that is never run.
+# A block without a language, or with an unknown one, could be Python that never runs.
 LANGUAGES = {"python", "bash", "bibtex", "json", "mermaid", "text", "toml", "yaml"}
 
 
 def python_blocks(text: str) -> Iterator[tuple[int, str]]:
-    """Each block of Python, and the line on which its code starts."""
+    """Yield each block of Python and the line on which its code starts."""
     assert "<!-- skip" not in text, "no block may be skipped"
     opening = None
     for number, line in enumerate(text.splitlines(), 1):
@@ -43,15 +43,15 @@ def python_blocks(text: str) -> Iterator[tuple[int, str]]:
 
 
 def run(text: str, origin: str, monkeypatch, tmp_path):
-    """Run the blocks one after the other, as the program that a reader would type."""
+    """Run the blocks in order, as one program."""
     monkeypatch.chdir(tmp_path)
-    # What a page registers stays in the page.
+    # Rules that a page registers are removed afterwards.
     rules = {name: list(known) for name, known in _registry._rules.items()}
     monkeypatch.setattr(_registry, "_rules", rules)
     module = types.ModuleType("documented")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for start, code in python_blocks(text):
-        # The padding makes a traceback point to the line in the page.
+        # The padding makes tracebacks point to the line of the page.
         code = compile("\n" * (start - 1) + code, origin, "exec", dont_inherit=True)
         exec(code, module.__dict__)
 
@@ -76,7 +76,7 @@ DOCSTRINGS = docstrings()
 
 
 def by_time(page: pathlib.Path):
-    """Fast are those that one reads first."""
+    """Mark a page as slow, unless it is one of the first pages for readers."""
     first = page.name in ("README.md", "index.md")
     return page if first else slow(page)
 
@@ -125,6 +125,6 @@ def test_no_block_escapes(text):
         list(python_blocks(text))
 
 
-def test_the_blocks_are_found():
+def test_blocks_are_found():
     text = "A\n\n```python\nx = 1\n```\n\n!!! note\n\n    ```python\n    y = x\n    ```"
     assert list(python_blocks(text)) == [(4, "x = 1"), (10, "y = x")]

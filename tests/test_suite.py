@@ -1,4 +1,4 @@
-"""What the suite rests on: pairs of options, and programs that are kept."""
+"""Tests of the test helpers: pairs of options, and the program cache."""
 
 import importlib.metadata
 import itertools
@@ -10,10 +10,10 @@ from helpers import pairs
 from programs import cache_key
 
 
-def test_every_pair_of_options_is_there_and_every_option_is_fast():
+def test_pairs_contain_every_pair_and_every_fast_option():
     options = ["abcd", range(3), [True, False], "xy"]
     cases = pairs("a, b, c, d", *options).args[1]
-    assert len(cases) < 16  # Of 48.
+    assert len(cases) < 16  # Out of 48.
     fast = [case.values for case in cases if not case.marks]
     assert len(fast) == 4
     for column, values in enumerate(options):
@@ -23,12 +23,12 @@ def test_every_pair_of_options_is_there_and_every_option_is_fast():
         assert met == set(itertools.product(first, second))
 
 
-def test_marks_of_an_option_stay():
+def test_pairs_keep_pytest_marks():
     (param,) = pairs("a, b", [pytest.param(1, marks=pytest.mark.skip)], [2]).args[1]
     assert param.values == (1, 2) and param.marks[0].name == "skip"
 
 
-def test_programs_are_kept_for_one_library_and_one_jax(monkeypatch, tmp_path):
+def test_cache_key_depends_on_library_and_jax(monkeypatch, tmp_path):
     before = cache_key()
     assert before == cache_key() != cache_key(True)
     with monkeypatch.context() as context:
@@ -39,14 +39,14 @@ def test_programs_are_kept_for_one_library_and_one_jax(monkeypatch, tmp_path):
     assert cache_key() != before
 
 
-def test_a_change_is_compiled_anew():
-    """Of the same name, on the same line, with the same shapes."""
+def test_changed_function_is_recompiled():
+    """Functions with the same name, line and shapes are distinct programs."""
     for factor in (2.0, 3.0):
         jax.clear_caches()
         assert jax.jit(lambda x: x * factor)(5.0) == 5.0 * factor  # noqa: B023
 
 
-def test_programs_share_a_context_of_mlir():
+def test_programs_share_an_mlir_context():
     modules = [jax.jit(fn).lower(5.0).compiler_ir() for fn in (abs, lambda x: x + 1)]
     first, second = (module.context for module in modules)
     assert first == second

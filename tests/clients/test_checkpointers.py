@@ -33,7 +33,7 @@ def test_equinox(model, format):
 
 @pytest.mark.parametrize("format", FORMATS, ids=repr)
 def test_orbax_onto_a_mesh(tmp_path, model, format):
-    """Saved from one device, restored with each row of a weight where it belongs."""
+    """A model saved from one device is restored with sharded weights."""
     arrays, functions = eqx.partition(
         eqquant.quantize_tree(model, format), eqx.is_array
     )

@@ -1,6 +1,6 @@
 """Neural differential equations: gradients of a solver whose vector field is quantized.
 
-diffrax is not among what the tests install: `pip install diffrax` to run these.
+`make test` does not install diffrax: run `make test-clients`.
 """
 
 import functools as ft
@@ -52,7 +52,7 @@ def solve_over_closure(field, x, adjoint):
 
 
 def gradients(fn, field, x):
-    """With respect to the state and to the biases."""
+    """Return the gradients with respect to the state and the biases."""
 
     def loss(biases, x):
         where = lambda field: [layer.bias for layer in field.layers]
@@ -122,7 +122,7 @@ def test_an_implicit_solver_decodes(field, x):
 
 
 def steady(field, x, adjoint):
-    """The state at which the field, less a decay, comes to rest."""
+    """Return the steady state of the field with a decay."""
     solution = diffrax.diffeqsolve(
         diffrax.ODETerm(lambda t, y, args: 0.3 * args[0](y) - y + args[1]),
         diffrax.Heun(),
@@ -142,7 +142,7 @@ def steady(field, x, adjoint):
 def test_a_steady_state_differentiated_implicitly(field, x):
     fn = ft.partial(steady, adjoint=diffrax.ImplicitAdjoint())
     loose = eqquant.quaxify(fn, on_materialise="allow")
-    # The point at which a solve stops differs, if as little as its tolerances.
+    # Solves stop at different points, within their tolerances.
     run = lambda fn, field: jax.jit(jax.value_and_grad(ft.partial(fn, field)))(x)
     (value, got), (expected_value, expected) = run(loose, field), run(fn, dense(field))
     assert relative(value, expected_value) < 1e-4
@@ -153,8 +153,8 @@ def test_a_steady_state_differentiated_implicitly(field, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["implicit solver", "steady state"])
-def test_around_layers_that_need_no_quaxify_nothing_decodes(kind, field, x):
-    """Only `quaxify` decodes. Without it lineax gets codes and scales as they are."""
+def test_solver_around_plain_layers_decodes_nothing(kind, field, x):
+    """Without `quaxify`, lineax receives codes and scales, and nothing is decoded."""
     adjoint, solver = diffrax.RecursiveCheckpointAdjoint(), diffrax.Kvaerno3()
     control = diffrax.PIDController(1e-2, 1e-2)
     how = {"adjoint": adjoint, "solver": solver, "stepsize_controller": control}

@@ -1,4 +1,4 @@
-"""Models of other libraries: their weights are chosen, and their code runs on them."""
+"""Models of other libraries: `quantize_tree` selects their weights, and they run."""
 
 import pathlib
 
@@ -18,7 +18,7 @@ def chosen(tree) -> set[str]:
 
 
 def check(fn, params, *args, tolerance=1e-4):
-    """`fn(params, *args)`, with quantized and with dequantized weights."""
+    """Compare `fn(params, *args)` with quantized and with dequantized weights."""
     run = eqquant.quaxify(fn, on_materialise="error")
     expected = fn(eqquant.dequantize_tree(params), *args)
     assert_close(run(params, *args), expected, tolerance)
@@ -53,7 +53,7 @@ def test_linen():
     check(model.apply, params, tokens)
 
 
-def test_an_error_of_flax_reads_as_in_the_docs():
+def test_flax_error_equals_the_documented_error():
     nn = pytest.importorskip("flax.linen")
     page = pathlib.Path(__file__).parents[2] / "docs" / "when-it-does-not-run.md"
     model, x = nn.Dense(64), jax.random.normal(KEY, (8, 256))
@@ -121,7 +121,7 @@ def test_stax():
 
 
 def test_haliax():
-    """Weights of named arrays are chosen, and layers multiply without decoding them."""
+    """Weights in named arrays are selected, and products do not decode them."""
     hax = haliax()
     sizes = {"embed": 64, "mlp": 128, "vocab": 50, "heads": 4, "size": 16, "batch": 5}
     embed, mlp, vocab, heads, size, batch = (hax.Axis(*item) for item in sizes.items())
@@ -146,9 +146,12 @@ def test_haliax():
 
 
 def haliax():
-    """1.3, the newest, uses what newer JAX no longer has: a private class, for
-    annotations; a question about symbolic shapes; and parts of `jnp.einsum`, where its
-    products end up, which is called here as a whole."""
+    """Import Haliax with replacements for removed parts of JAX.
+
+    Haliax 1.3, the newest version, uses a private class for annotations, a check for
+    symbolic shapes, and internal parts of `jnp.einsum`, which the replacement calls as
+    a whole.
+    """
     from jax._src import tree_util
 
     if not hasattr(tree_util, "BuiltInKeyEntry"):

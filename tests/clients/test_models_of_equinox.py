@@ -1,5 +1,4 @@
-"""Models with the structure of those in the documentation of Equinox: they run as they
-are, with quantized weights."""
+"""Models like those in Equinox's documentation run unchanged on quantized weights."""
 
 import eqquant
 import equinox as eqx
@@ -14,7 +13,7 @@ KEY = jax.random.key(0)
 
 
 class Mixer(eqx.Module):
-    """An MLP-Mixer: patches are mixed with each other, and then their channels."""
+    """An MLP-Mixer: it mixes patches, and then channels."""
 
     patches: eqx.nn.Conv2d
     tokens: list[eqx.nn.MLP]
@@ -44,7 +43,7 @@ class Mixer(eqx.Module):
 
 
 class Recurrent(eqx.Module):
-    """A cell over a sequence, and a layer on what is left."""
+    """A recurrent cell over a sequence, and a linear layer on its final state."""
 
     cell: eqx.nn.GRUCell
     head: eqx.nn.Linear
@@ -61,7 +60,7 @@ class Recurrent(eqx.Module):
 
 
 class Encoder(eqx.Module):
-    """As BERT: embeddings, attention with a mask, and a layer on the first token."""
+    """A small BERT: embeddings, masked attention, and a layer on the first token."""
 
     words: eqx.nn.Embedding
     places: eqx.nn.Embedding
@@ -98,9 +97,9 @@ MODELS = {
 }
 
 
-@pytest.mark.slow  # But `make test-clients` runs all of these.
+@pytest.mark.slow  # `make test-clients` runs all of these.
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_runs_as_it_is(name):
+def test_model_runs_unchanged(name):
     make, make_input = MODELS[name]
     q = eqquant.quantize_tree(make(), "int8")
     left = [row.path for row in eqquant.report(q).rows if row.format is None]

@@ -1,4 +1,4 @@
-"""Models built of `eqx.nn` by others: they run as they are, without `quaxify`."""
+"""Models of other libraries that use `eqx.nn` run unchanged, without `quaxify`."""
 
 import eqquant
 import equinox as eqx
@@ -12,8 +12,10 @@ KEY = jax.random.key(0)
 
 
 def check(model, call, *, format="int8", fewest=0.8):
-    """`call(model)`, with quantized and with dequantized weights, and gradients of what
-    stays in floating point. At least so much of the model is quantized."""
+    """Compare `call(model)` with quantized and with dequantized weights.
+
+    Also compare gradients of the floating-point leaves, and check the quantized share.
+    """
     q = eqquant.quantize_tree(model, format)
     rows = eqquant.report(q).rows
     quantized = sum(row.bytes_before for row in rows if row.format is not None)
@@ -31,7 +33,7 @@ def check(model, call, *, format="int8", fewest=0.8):
 
 
 def vectors(tree) -> dict:
-    """Those of one axis, by path."""
+    """Return arrays with one axis, by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(eqx.filter(tree, eqx.is_array))
     return {jax.tree_util.keystr(path): x for path, x in leaves if x.ndim == 1}
 

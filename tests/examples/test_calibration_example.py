@@ -18,11 +18,11 @@ def test_calibration_helps(monkeypatch, capsys):
     for name in ("minilm", "calibrate_minilm"):
         sys.modules.pop(name, None)
     example = importlib.import_module("calibrate_minilm")
-    # One layer of six, and three formats of nine: the others are like these.
+    # One layer out of six, and three formats out of nine; the others are similar.
     minilm = example.minilm
     model, sentences = minilm.load_model(), minilm.read_sentences()
     model = eqx.tree_at(lambda m: m.layers, model, model.layers[:1])
-    # And the frequent words of all: their table would take most of the time.
+    # Frequent words only, because the whole table would take most of the time.
     words = 4096
     model = eqx.tree_at(
         lambda m: m.embeddings.words.weight, model, replace_fn=lambda x: x[:words]
@@ -44,7 +44,7 @@ def test_calibration_helps(monkeypatch, capsys):
     assert plain < better and plain < mixed and better > 0.98
 
 
-def test_no_sentence_is_in_both(monkeypatch):
+def test_calibration_and_evaluation_share_no_sentence(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLES)
     data = importlib.import_module("_calibration_data")
     texts = ["A sentence.", "Another sentence that is calibrated on."]

@@ -37,13 +37,13 @@ def batch(minilm):
     return minilm.tokenize(minilm.read_sentences()[:16])
 
 
-def test_the_float_model_is_right(minilm, model, batch):
+def test_float_model_is_correct(minilm, model, batch):
     path = EXAMPLES / "data" / "minilm_reference.safetensors"
     reference = load_file(path)["embeddings"][:16]
     assert minilm.cosines(minilm.embed(model, *batch), reference).min() > 0.9999
 
 
-# The table of `make demo` has 0.9990 and 0.9495 for all of the sentences.
+# The table of `make demo` has 0.9990 and 0.9495 for all sentences.
 @pytest.mark.parametrize("format,least", [("int8", 0.999), ("nf4", 0.94)])
 @pytest.mark.slow
 def test_quantized_models_are_close(minilm, model, batch, format, least):
@@ -51,19 +51,19 @@ def test_quantized_models_are_close(minilm, model, batch, format, least):
     assert type(quantized) is type(model)
     expected = minilm.embed(model, *batch)
     assert minilm.cosines(minilm.embed(quantized, *batch), expected).min() > least
-    # And as exact as the arithmetic: the same as the dequantized model.
+    # Equal to the dequantized model, up to rounding.
     dense = minilm.embed(eqquant.dequantize_tree(quantized), *batch)
     assert minilm.cosines(minilm.embed(quantized, *batch), dense).min() > 1 - 1e-5
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_the_encoder_on_a_tpu_is_made_of_kernels(minilm):
+def test_encoder_uses_kernels_on_tpu(minilm):
     model = eqx.filter_eval_shape(
         lambda key: eqquant.quantize_tree(minilm.SentenceEncoder(key=key), "nf4"),
         jax.random.key(0),
     )
-    # Two layers of six: the others are like these.
+    # Two layers out of six; the others are similar.
     model = eqx.tree_at(lambda m: m.layers, model, model.layers[:2])
     tokens = jax.ShapeDtypeStruct((4, 32), jnp.int32)
     mask = jax.ShapeDtypeStruct((4, 32), bool)
@@ -72,7 +72,7 @@ def test_the_encoder_on_a_tpu_is_made_of_kernels(minilm):
         return jax.vmap(model)(tokens, mask)
 
     compiled = eqquant.debug.compile_for_tpu(forward, model, tokens, mask, chip="v6e")
-    linear = 2 * 6  # Layers, and matrices of each.
+    linear = 2 * 6  # Layers times matrices per layer.
     assert kernels_in(compiled) == ["nf4_columns"] * linear
 
     def loss(offsets, model, tokens, mask):
@@ -88,12 +88,12 @@ def test_the_encoder_on_a_tpu_is_made_of_kernels(minilm):
         shifted = eqx.tree_at(lambda m: m.layers, model, layers)
         return jnp.sum(forward(shifted, tokens, mask) ** 2)
 
-    # As adapters would: a gradient through the frozen weights of each layer.
+    # Like adapters: a gradient through the frozen weights of each layer.
     offsets = [jax.ShapeDtypeStruct((384,), jnp.float32)] * 2
     compiled = eqquant.debug.compile_for_tpu(
         jax.grad(loss), offsets, model, tokens, mask, chip="v6e"
     )
     found = kernels_in(compiled)
     assert found.count("nf4_columns") >= linear
-    # All but the projections that lie before the first offset.
+    # All except the projections before the first offset.
     assert found.count("nf4_rows") == linear - 4

@@ -1,4 +1,4 @@
-"""examples/llama: the model is right, whatever of it is quantized."""
+"""The model of examples/llama is correct, with and without quantization."""
 
 import pathlib
 import sys
@@ -27,12 +27,12 @@ from packing import losses, Rows  # noqa: E402
 
 
 NAMES = sorted(path.name for path in DATA.iterdir())
-# Between them they have everything that one of the others has.
+# Together they cover the features of all others.
 SEVERAL = ["gemma2", "llama3", "llama_linear", "mixtral", "qwen3_moe"]
 
 
 def some(*fast):
-    """The others take the same path."""
+    """Mark the other architectures as slow: they share code paths."""
     return [name if name in fast else slow(name) for name in SEVERAL]
 
 
@@ -45,7 +45,7 @@ def load(name, format=None, **options):
     return load_model(DATA / name, format, progress=False, **options)
 
 
-# Here and below, nothing is decoded in full.
+# Nothing is decoded in full, here and below.
 forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
 
 
@@ -68,10 +68,10 @@ def in_pieces(model, tokens, cache, *sizes):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_are_those_of_transformers(name):
+def test_logits_equal_transformers(name):
     tokens, expected = reference(name)
     got = forward(load(name, stacked=True), tokens)
-    # Both compute in float32: they differ by 1e-5 at most, where this was written.
+    # Both compute in float32: the measured difference is at most 1e-5.
     np.testing.assert_allclose(got, expected, atol=1e-4, rtol=0)
 
 
@@ -83,7 +83,7 @@ def test_logits_are_those_of_transformers(name):
         for name, stacked in (("gemma2", True), ("llama3", False), ("mixtral", True))
     ],
 )
-def test_quantized_and_in_pieces_is_the_dequantized_model_at_once(name, stacked):
+def test_quantized_model_in_pieces_equals_dequantized_model(name, stacked):
     tokens, _ = reference(name)
     model = load(name, eqquant.NF4(precision="highest"), stacked=stacked)
     assert eqquant.is_quantized(model.embedding.weight)
@@ -93,7 +93,7 @@ def test_quantized_and_in_pieces_is_the_dequantized_model_at_once(name, stacked)
         assert eqquant.is_quantized(linear.weight)
     expected = forward(eqquant.dequantize_tree(model), tokens)
     got, _ = in_pieces(model, tokens, empty_cache(model, 2, 24), 10, 1, 10)
-    # Rounding to float32, a few layers deep. NF4 itself is an error of .1.
+    # Float32 rounding through several layers. The error of NF4 itself is 0.1.
     assert_close(got, expected, 1e-4)
 
 
@@ -106,13 +106,13 @@ def test_a_quantized_cache(name):
     cache = quantize_cache(cache, "int8")
     got, after = in_pieces(model, tokens, cache, 10, 1, 10)
     assert jax.tree.structure(after) == jax.tree.structure(cache)
-    # INT8 with a scale for each row of 16 values is an error of .004 in each key and
-    # value. A router may choose other experts for that.
+    # INT8 with a scale per 16 values has an error of 0.004 in each key and value,
+    # which can change the experts that a router selects.
     assert 0 < relative(got, expected) < (0.3 if model.config.experts else 0.03)
 
 
 @pytest.mark.parametrize("format", [None, "int8"])
-def test_queries_of_a_long_prompt_take_turns(format):
+def test_queries_of_long_prompts_are_processed_in_groups(format):
     q, k, v = (
         jax.random.normal(jax.random.key(i), shape)
         for i, shape in enumerate([(2, 4, 256, 8), (4, 8, 300), (4, 300, 8)])
@@ -123,11 +123,11 @@ def test_queries_of_a_long_prompt_take_turns(format):
     mask = jnp.arange(300) <= 20 + jnp.arange(256)[:, None]
     run = jax.jit(strict(lambda q, mask: attend(q, k, v, mask[None], 5.0)))
     pieces = [run(q[:, :, i : i + 64], mask[i : i + 64]) for i in range(0, 256, 64)]
-    # Products have fewer rows in one of them, so they may round otherwise.
+    # Products have fewer rows in one case, so rounding may differ.
     assert_close(run(q, mask), jnp.concatenate(pieces, 2), 1e-4)
 
 
-def test_texts_that_are_packed_do_not_see_each_other():
+def test_packed_texts_do_not_attend_to_each_other():
     tokens, expected = reference("gemma2")
     model = load("gemma2", stacked=True)
     first, second = tokens[:1, :9], tokens[1:, :12]
@@ -135,7 +135,7 @@ def test_texts_that_are_packed_do_not_see_each_other():
     segments = jnp.repeat(jnp.array([0, 1]), jnp.array([9, 12]), total_repeat_length=21)
     got = eqx.filter_jit(model)(row, segments[None])
     np.testing.assert_allclose(got[0, :9], expected[0, :9], atol=1e-4)
-    # Positions are relative: it does not matter that the second does not start at 0.
+    # Positions are relative, so the second text need not start at 0.
     np.testing.assert_allclose(got[0, 9:], expected[1, :12], atol=1e-4)
 
 
@@ -149,7 +149,7 @@ def test_gradients_of_adapters(name):
     model = load(name, eqquant.NF4(double_quantization=True), stacked=True)
     model = add_adapters(model, 4, alpha=8.0, key=jax.random.key(0))
     adapters = lambda m: eqx.filter(m, eqquant.trainable_mask(m))
-    # As they are made, one factor is zero, and so would be the gradient of the other.
+    # Initially one factor is zero, so the gradient of the other would be zero.
     model = eqx.combine(
         jax.tree.map(lambda x: x + 0.05, adapters(model)),
         eqx.filter(model, eqquant.trainable_mask(model), inverse=True),
@@ -180,18 +180,18 @@ def test_gradients_of_adapters(name):
     assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-3)
 
 
-# Made by GPTQModel, and logits of its weights by transformers.
+# GPTQModel made the weights, and transformers computed their logits.
 QUANTIZED = HERE.parent / "checkpoints" / "foreign" / "data"
 
 
 @pytest.mark.parametrize("name", ["gptq_zeros", slow("gptq_awq")])
-def test_a_folder_that_another_library_quantized(name):
+def test_folder_quantized_by_another_library(name):
     values = load_file(QUANTIZED / name / "expected.safetensors")
     tokens = jnp.asarray(values["tokens"], jnp.int32)
     model = load_model(QUANTIZED / name, progress=False)
     query = model.layers[0].attention.query.weight
     assert query.format == eqquant.Int4(block_size=32, affine=True)
     expected = forward(eqquant.dequantize_tree(model), tokens)
-    # As of the float models above, but with activations of 15 bits in products.
+    # Like the float models above, but with 15-bit activations in products.
     np.testing.assert_allclose(expected, values["logits"], atol=1e-4, rtol=0)
     assert relative(forward(model, tokens), expected) < 1e-3

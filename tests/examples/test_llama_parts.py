@@ -1,4 +1,4 @@
-"""examples/llama: what is read from folders, packing, sampling, adapters in files."""
+"""Parts of examples/llama: folders, packing, sampling, adapter files."""
 
 import collections
 import itertools
@@ -92,7 +92,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("what", UNSUPPORTED)
-def test_what_is_not_supported_is_an_error_that_names_it(what):
+def test_unsupported_settings_raise_and_are_named(what):
     name, changes, message = UNSUPPORTED[what]
     name = "llama2" if name == "llama" else name
     values = {**values_of(name), **changes}
@@ -101,7 +101,7 @@ def test_what_is_not_supported_is_an_error_that_names_it(what):
         config_of(values)
 
 
-def test_config_json_of_earlier_versions():
+def test_config_json_of_older_versions():
     for name in ("llama2", "llama3", "llama_linear", "mistral", "qwen2", "gemma3"):
         values = values_of(name)
         expected = config_of(values)
@@ -116,7 +116,7 @@ def test_config_json_of_earlier_versions():
         values["rope_theta"] = rope.pop("rope_theta")
         values["rope_scaling"] = rope if rope["rope_type"] != "default" else None
         assert config_of(values) == expected
-    # As Llama 2 and Mistral were published: no theta, and no head size.
+    # Like the published Llama 2 and Mistral: without theta and head size.
     values = values_of("llama2")
     del values["rope_parameters"], values["head_dim"]
     config = config_of(values)
@@ -128,10 +128,12 @@ def test_scaled_positions_of_llama_3():
     scaling = config.rope_scaling
     assert isinstance(scaling, Llama3Scaling)
     plain = 10_000.0 ** -(np.arange(8) / 8)
-    turns = 16 * plain / (2 * np.pi)  # In the length that it was first trained on.
+    turns = (
+        16 * plain / (2 * np.pi)
+    )  # Measured in units of the original context length.
     got = rope_frequencies(config)
     np.testing.assert_allclose(got[turns < 1], plain[turns < 1] / 4, rtol=1e-6)
-    # Of eight frequencies, none turns four times in so short a text.
+    # No frequency out of eight completes four turns in the original context.
     assert (got[turns >= 1] > plain[turns >= 1] / 4).all()
 
 
@@ -145,7 +147,7 @@ def folder(tmp_path):
     return pathlib.Path(shutil.copytree(DATA / "llama3", tmp_path / "model"))
 
 
-def test_a_folder_that_is_not_whole(folder):
+def test_incomplete_folder_raises(folder):
     tensors = load_file(folder / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     save_file(
@@ -164,8 +166,8 @@ def test_a_folder_that_is_not_whole(folder):
         load(folder)
 
 
-def test_layers_are_apart_or_stacked_with_the_same_weights():
-    for name in ("llama2", "qwen3_moe"):  # The first is in shards.
+def test_stacked_and_separate_layers_have_equal_weights():
+    for name in ("llama2", "qwen3_moe"):  # The first folder has sharded weights.
         apart, stacked = load(DATA / name), load(DATA / name, stacked=True)
         assert_identical(
             eqx.filter(apart, eqx.is_array), eqx.filter(unstack(stacked), eqx.is_array)
@@ -188,7 +190,7 @@ def test_adapters_in_files(name, tmp_path):
     assert_identical(arrays(back), arrays(unstack(adapted)))
     assert back.layers[0].attention.query.weight.scale == 1.5
 
-    # PEFT may have adapters of some modules only.
+    # PEFT files may contain adapters for some modules only.
     path = tmp_path / "adapter_config.json"
     config = json.loads(path.read_text())
     few = {k: v for k, v in tensors.items() if "q_proj" in k}
@@ -223,7 +225,7 @@ def tokenizer():
 
 @pytest.fixture
 def texts(tokenizer, tmp_path):
-    """Makes the text of a folder with these files."""
+    """Return a function that makes the `Text` of a folder with the given files."""
 
     def make(stop=(), **files):
         tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -255,7 +257,7 @@ def test_texts_and_chats(texts, tokenizer):
     assert text.encode("a house")[0] == 0
     assert text.encode_document("a house")[-1] == 1
     chat = [dict(role="user", content="a house"), dict(role="bot", content="a friend")]
-    # What stands before it is no part of the answer; special tokens are there once.
+    # The prompt is not part of the answer, and special tokens occur once.
     got = text.encode_chat(chat[:1])
     expected = f"{BEGIN}<user> a house <bot>"
     assert got == tokenizer.encode(expected, add_special_tokens=False).ids
@@ -265,7 +267,7 @@ def test_texts_and_chats(texts, tokenizer):
         text.encode_chat([dict(role="tool", content="")])
 
 
-def test_templates_are_code_of_others(texts):
+def test_templates_are_sandboxed(texts):
     for source in (
         "{{ ''.__class__.__mro__ }}",
         "{{ messages.append(1) }}",
@@ -295,7 +297,7 @@ some_texts = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=9), min_
 
 
 @given(some_texts, st.integers(1, 7))
-def test_each_token_but_the_first_of_a_text_is_predicted_once(texts, length):
+def test_all_tokens_except_the_first_are_predicted_once(texts, length):
     rows = pack(texts, length)
     counted = (rows.segments[:, 1:] == rows.segments[:, :-1]) & (
         rows.segments[:, 1:] >= 0
@@ -322,7 +324,7 @@ def test_an_epoch_has_each_row_once(count, size, seed):
 #
 
 
-def test_what_may_be_sampled():
+def test_sampled_tokens():
     probabilities = np.array([0.05, 0.4, 0.25, 0.2, 0.1])
     logits = jnp.log(jnp.asarray(probabilities))[None].repeat(2000, 0)
     draw = lambda **how: np.asarray(Sampling(**how)(logits, jax.random.key(0)))
@@ -333,7 +335,7 @@ def test_what_may_be_sampled():
         (1.0, 2, 1.0): {1, 2},
         (1.0, 0, 0.39): {1},
         (1.0, 0, 0.7): {1, 2, 3},
-        # The probabilities of those that are left: .47, .29, .24.
+        # The remaining probabilities are 0.47, 0.29 and 0.24.
         (1.0, 3, 0.7): {1, 2},
         (0.5, 0, 0.8): {1, 2},
     }.items():
@@ -341,7 +343,7 @@ def test_what_may_be_sampled():
         assert set(drawn) == allowed
         expected = probabilities ** (1 / how[0]) * np.isin(range(5), list(allowed))
         shares = np.bincount(drawn, minlength=5) / len(drawn)
-        # Four standard deviations of a share of 2,000.
+        # Four standard deviations of a share out of 2,000.
         assert np.abs(shares - expected / expected.sum()).max() < 4 * 0.5 / 2000**0.5
     counts = collections.Counter(draw(temperature=1e4, top_k=0, top_p=1.0))
     assert min(counts.values()) > 300

@@ -1,5 +1,4 @@
-"""examples/llama: its programs, one after the other, with as little to do as shows that
-they work."""
+"""The programs of examples/llama, in sequence, with minimal sizes."""
 
 import dataclasses
 import json
@@ -48,7 +47,7 @@ TINY = Config(
 
 
 def by_hand(model, prompt, count):
-    """The likeliest tokens, each from all that are before it, with no cache."""
+    """Return the most likely tokens, computed without a cache."""
     forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
     tokens = list(prompt)
     for _ in range(count):
@@ -64,16 +63,16 @@ def take(iterator, count):
 
 
 @pytest.mark.slow
-def test_a_generator_compiles_once_and_is_right():
+def test_generator_compiles_once_and_is_correct():
     model = load_model(DATA / "gemma2", "nf4", progress=False)
     generator = generate.Generator(model, 64, None, GREEDY)
     prompts = [[5, 9, 100, 3], [7], list(range(1, 31)), list(range(40, 80))]
     for prompt in prompts:
         got = take(generator(prompt), 6)
         assert got == by_hand(model, prompt, 6)
-    # For pieces of a prompt, of 32 tokens, and for one token.
+    # One program for prompt pieces of 32 tokens, and one for a single token.
     assert generator._step._cache_size() == 2
-    # It ends with what is to end it, and where there is no more room.
+    # Generation ends at a stop token, and at the capacity.
     first = take(generator(prompts[0]), 3)
     assert list(generator(prompts[0], {first[2]})) == first[: first.index(first[2])]
     assert len(list(generator(prompts[3]))) == 64 - 40 + 1
@@ -85,7 +84,7 @@ def test_a_generator_compiles_once_and_is_right():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gptq_zeros", "gptq_awq"])
-def test_text_of_a_folder_that_another_library_quantized(name):
+def test_text_of_folder_quantized_by_another_library(name):
     folder = HERE.parent / "checkpoints" / "foreign" / "data" / name
     model = load_model(folder, "int8", progress=False)
     assert model.embedding.weight.format == eqquant.Int8()
@@ -96,8 +95,8 @@ def test_text_of_a_folder_that_another_library_quantized(name):
 
 @pytest.mark.parametrize("kv", [None, slow("int8")])
 @pytest.mark.parametrize("stacked", [False, slow(True)])
-def test_the_cache_stays_in_place(kv, stacked):
-    """A step appends to it, and copies at most one layer of it."""
+def test_cache_is_updated_in_place(kv, stacked):
+    """A step appends to the cache, and copies at most one layer."""
     values = json.loads((DATA / "llama3" / "config.json").read_text())
     config = dataclasses.replace(config_of(values), layers=8)
     capacity = 4096
@@ -122,14 +121,14 @@ def test_the_cache_stays_in_place(kv, stacked):
     memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
     size = eqquant.trees.tree_nbytes(cache)
     assert memory.alias_size_in_bytes == size
-    # Beside scores, in float32, of which a few are alive.
+    # Several float32 scores are alive at the same time.
     scores = 4 * config.heads * capacity
     copied = size / config.layers if stacked else 0
     assert memory.temp_size_in_bytes < copied + 8 * scores + 100_000 < size
 
 
 @pytest.mark.slow
-def test_samples_depend_on_the_seed_and_a_quantized_cache_stays_so():
+def test_samples_depend_on_the_seed_and_the_cache_stays_quantized():
     model = load_model(DATA / "llama3", "int8", progress=False)
     sampling = Sampling(temperature=2.0, top_p=1.0)
     make = lambda kv, seed: generate.Generator(model, 32, kv, sampling, seed)
@@ -147,27 +146,27 @@ def documents():
 
 
 @pytest.mark.slow
-def test_what_is_held_out(documents):
+def test_held_out_documents(documents):
     training, held_out = documents
     assert len(training) > 400 and len(held_out) > 20
     paragraphs = lambda texts: {
         part for text in texts for part in text.split("\n\n") if len(part) > 200
     }
     shared = paragraphs(training) & paragraphs(held_out)
-    # Docstrings are in one only; parts of them may be the same.
+    # Each docstring is in one group only. Paragraphs may repeat.
     assert len(shared) < 0.01 * len(paragraphs(held_out))
     assert read_documents() == (training, held_out)
 
 
 @pytest.fixture(scope="module")
 def few_documents(documents):
-    """The beginnings of some: most of the time went to the tokens of all."""
+    """Use the beginnings of a few documents, because tokenizing all takes long."""
     return tuple([text[:2000] for text in texts[:20]] for texts in documents)
 
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory, few_documents):
-    """What `train_small.py` writes, of a model that is smaller still."""
+    """Return the folder that `train_small.py` writes, for an even smaller model."""
     folder = tmp_path_factory.mktemp("small")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_small, "read_documents", lambda: few_documents)
@@ -189,7 +188,7 @@ def small(tmp_path_factory, few_documents):
 
 
 @pytest.mark.slow
-def test_the_folder_that_training_writes(
+def test_written_folder_can_be_loaded(
     small, few_documents, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(evaluate, "read_documents", lambda: few_documents)
@@ -235,7 +234,7 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
     run = lambda name: finetune.main([*arguments, "--output", str(tmp_path / name)])
     history = run("whole")
     assert len(history) == 6 and history[-1] < history[0]
-    if format == "nf4":  # Going on is the same with any.
+    if format == "nf4":  # Resuming is the same for all formats.
         interrupt_after_saving(fitting, monkeypatch, lambda: run("parts"))
         assert run("parts") == history
         saved = [
@@ -243,7 +242,7 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
             for name in ("whole", "parts")
         ]
         assert_identical(*saved)
-    # Beside weights apart, as `generate.py` has them, they do what they did.
+    # Adapters beside unstacked weights, as in `generate.py`, give the same results.
     adapters = tmp_path / "whole"
     arguments = [str(small), "The answer", "--tokens", "4", "--format", format]
     generate.main([*arguments, "--adapters", str(adapters)])

@@ -1,5 +1,8 @@
-"""examples/llama/layout.py and ahead.py: over a mesh the model is the same, and
-over a pod that is not here it has kernels, one cache, and no weight in floats."""
+"""examples/llama/layout.py and ahead.py.
+
+On a mesh, the model gives the same results. Compiled for a pod, it has kernels, one
+cache, and no floating-point weight.
+"""
 
 import pathlib
 import sys
@@ -24,7 +27,7 @@ from model import Decoder, empty_cache  # noqa: E402
 
 
 @pytest.mark.slow
-def test_over_a_mesh_the_model_is_the_same():
+def test_model_on_a_mesh_gives_the_same_results():
     config = Config(
         vocabulary=64, size=128, hidden=256, layers=2, heads=8, kv_heads=2, head_size=16
     )
@@ -35,7 +38,7 @@ def test_over_a_mesh_the_model_is_the_same():
 
     @eqx.filter_jit
     def run(model, tokens, cache, layout):
-        """By a loss, and in two pieces with a cache."""
+        """Return a loss, and the logits of two pieces with a cache."""
         loss = lambda model: jnp.sum(model(tokens, remat=True, layout=layout) ** 2)
         scales = jax.grad(
             lambda s: loss(eqx.tree_at(lambda m: m.norm.weight, model, s))
@@ -52,14 +55,15 @@ def test_over_a_mesh_the_model_is_the_same():
         split = eqquant.shard_tree(model, mesh, rules=layout.rules(), batch="data")
         cache = jax.device_put(empty_cache(model, 4, 8), layout.cache())
         found = run(split, jax.device_put(tokens, layout.tokens()), cache, layout)
-        # Activations are rounded to 15 bits, by what is largest in what a device has.
+        # Activations are rounded to 15 bits relative to the largest value on each
+        # device.
         for a, b in zip(found, expected, strict=True):
             assert relative(a, b) < 2e-3
 
 
 @needs_compiler
 @pytest.mark.slow
-def test_decoding_over_a_pod_that_is_not_here():
+def test_decode_step_compiles_for_a_pod():
     layout = Layout(ahead.mesh_of("v5e:2x4", (1, 8, 1)))
     config = ahead.config_of("8b", layers=2, vocabulary=8192)
     model = ahead.abstract_model(config, layout, "nf4")
@@ -67,7 +71,7 @@ def test_decoding_over_a_pod_that_is_not_here():
     program = ahead.compile_ahead(fn, args, layout)
     assert kernels_in(program) == ["nf4_decode"] * 8
     assert decoded_on_devices(program.as_text(), args) == []
-    # There is one copy of the cache.
+    # There is only one copy of the cache.
     cache = ahead.bytes_of(args[0])
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == cache

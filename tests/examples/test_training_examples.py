@@ -1,4 +1,4 @@
-"""The examples that train, with as little to do as shows that they work."""
+"""The examples that train, with minimal sizes."""
 
 import importlib
 import pathlib
@@ -85,7 +85,7 @@ def test_language_model(monkeypatch, tmp_path):
     np.testing.assert_array_equal(history, same_history)
 
     quantized = trained.quantized()
-    # One scale for each matrix, as BitNet has it, under the scan over layers.
+    # One scale per matrix, like BitNet, under the scan over layers.
     assert quantized.blocks.up.weight.scales.shape == (2, 1)
     value = bitnet.validate(quantized, jnp.asarray(validation[:2000]))
     np.testing.assert_allclose(value, history[1, -1], rtol=1e-3)
@@ -96,7 +96,7 @@ def test_language_model(monkeypatch, tmp_path):
 def test_qlora(monkeypatch, tmp_path):
     qlora = load("qlora_minilm", monkeypatch)
     pairs = qlora.read_pairs()
-    assert len(pairs) > 3000  # Those of Python itself.
+    assert len(pairs) > 3000  # Pairs from the standard library.
     monkeypatch.setattr(qlora, "read_pairs", lambda: pairs[:40])
     arguments = ["--steps", "2", "--batch", "4", "--held-out", "20", "--layers", "1"]
     arguments += ["--save-every", "1"]
@@ -119,7 +119,7 @@ def test_distillation(monkeypatch, tmp_path):
     sentences = distill.minilm.read_sentences()[:20]
     monkeypatch.setattr(distill.minilm, "read_sentences", lambda: sentences)
     monkeypatch.setattr(distill, "LENGTHS", (8,))
-    # A short table of words, as all of it takes long.
+    # A short word table, because the whole table takes long.
     words = 2200
     tokenize, whole_model = distill.minilm.tokenize, distill.minilm.load_model
     known = lambda tokens, mask: (np.minimum(tokens, words - 1), mask)
@@ -134,7 +134,7 @@ def test_distillation(monkeypatch, tmp_path):
     monkeypatch.setattr(distill, "PARTS", (104, 999, 2050, 2100))
     arguments = ["--steps", "4", "--tokens", "64", "--layers", "1", "--save-every", "2"]
     arguments += ["--rows", "1.2", "--sentences", "80"]
-    # Tables count for more here.
+    # Tables have a larger share here.
     formats = [distill.BINARY, distill.TERNARY]
     row = distill.ROWS["1.2"]._replace(bits=1.6, formats=formats)
     monkeypatch.setitem(distill.ROWS, "1.2", row)
@@ -146,12 +146,12 @@ def test_distillation(monkeypatch, tmp_path):
     assert run("parts")[1]["mean"] == after["mean"] != before["mean"]
 
 
-def test_words_in_parts(monkeypatch):
+def test_split_word_table(monkeypatch):
     distill = load("distill_minilm", monkeypatch)
     monkeypatch.setattr(distill, "PARTS", (2, 5, 24))
     rng = np.random.default_rng(0)
     table = rng.standard_normal((40, 16)).astype(np.float32)
-    # Where errors count in four directions only, four vectors are enough.
+    # If errors matter in four directions only, four vectors suffice.
     some = np.linalg.qr(rng.standard_normal((16, 4)))[0]
     monkeypatch.setattr(distill, "RANK", 4)
     monkeypatch.setattr(distill, "CUT", 1)
@@ -165,7 +165,7 @@ def test_words_in_parts(monkeypatch):
     np.testing.assert_allclose(error @ some, 0, atol=1e-2)
 
 
-def test_nothing_of_the_evaluation_is_trained_on(monkeypatch):
+def test_training_excludes_the_evaluation(monkeypatch):
     distill = load("distill_minilm", monkeypatch)
     monkeypatch.setattr(distill, "documentation", lambda: ["One.", "Two.", "Three."])
     monkeypatch.setattr(distill.minilm, "read_sentences", lambda: ["Two."])

@@ -1,12 +1,13 @@
-"""Do the tests notice? Small changes to the source, mutants, are made one at a time,
-and each should make a test fail. `make mutants` draws 200. It prints how many of those
-that the whole suite kills the fast tests kill, and the mutants that survive.
+"""Mutation testing: every small change to the source should make a test fail.
 
-A mutant gets the tests that run its line: those that are not slow, then the slow ones.
+`make mutants` draws 200 mutants. It prints the share of killed mutants that the fast
+tests kill, and the surviving mutants. The tests that execute the changed line run
+against each mutant: first the fast tests, then the slow ones.
 
-Everything is in build/mutants/, in a folder for each state of sources and tests; where
-it was interrupted it goes on. A survivor that changes nothing goes into no_change.toml,
-with the reason."""
+Results are in build/mutants/, in a folder for each state of sources and tests. An
+interrupted run resumes. List a surviving mutant that does not change behaviour in
+no_change.toml, with the reason.
+"""
 
 import argparse
 import concurrent.futures
@@ -26,7 +27,7 @@ from testing import killer, read_json_lines, record, Suite
 
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
-ENOUGH = 0.9  # Of those that the whole suite kills, what the fast tests must kill.
+ENOUGH = 0.9  # The share of killed mutants that the fast tests must kill.
 NOT_COPIED = shutil.ignore_patterns(
     ".git", ".venv*", "build", "dist", "site", "output", "__pycache__", ".*_cache"
 )
@@ -44,7 +45,7 @@ def identity(about: dict) -> tuple[str, str]:
 
 
 def content(about: dict) -> tuple[str, str]:
-    """What stays when lines move."""
+    """Return the content of a mutant, which is independent of line numbers."""
     lines = [s for s in about["diff"].splitlines() if not s.startswith("@@")]
     return about["file"], "\n".join(lines)
 
@@ -53,14 +54,17 @@ _times = itertools.count(1)
 
 
 def put(path: pathlib.Path, source: str) -> None:
-    """Python tells bytecode apart by the second and the size of its source. So each
-    mutant has a second of its own."""
+    """Write a mutant with a unique modification time.
+
+    Python identifies cached bytecode by the modification second and the size of its
+    source.
+    """
     path.write_text(source)
     os.utime(path, (next(_times),) * 2)
 
 
 def within(tests: list[dict], seconds: float) -> list[dict]:
-    """The first of them that take so long together, but at least five."""
+    """Return the first tests within a total duration, but at least five."""
     ends = itertools.accumulate(test["seconds"] for test in tests)
     count = sum(end <= seconds for end in ends)
     return tests[: max(count, 5)]
@@ -92,7 +96,7 @@ def try_all(
     path: pathlib.Path,
     patience: float,
 ):
-    """The results, as they come; each is added to the file, too."""
+    """Yield results as they arrive, and append each to the file."""
     free = queue.SimpleQueue()
     for copy in copies:
         free.put(copy)
@@ -117,7 +121,8 @@ def try_all(
 
 
 def report(results: list[dict]) -> bool:
-    """Whether the fast tests kill enough, and each survivor has a reason."""
+    """Print the results. Return whether the fast tests kill enough mutants, and each
+    surviving mutant has a reason."""
     listed = (pathlib.Path(__file__).parent / "no_change.toml").read_text()
     reasons = {content(m): m["why"] for m in tomllib.loads(listed).get("mutant", ())}
     survivors = [result for result in results if result["killed"] == "no"]

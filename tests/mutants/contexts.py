@@ -1,5 +1,8 @@
-"""A pytest plugin of mutants.py: under `coverage run`, which test runs which lines, and
-what each test takes. Into the file that TESTS_FILE names goes a line of JSON a test."""
+"""A pytest plugin that records the lines and the duration of each test.
+
+It runs under `coverage run`. It writes one line of JSON per test to the file that the
+environment variable TESTS_FILE names.
+"""
 
 import json
 import os
@@ -11,8 +14,8 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    # Otherwise a function is traced by the first test that calls it, and for all the
-    # others that depend on it none of its lines would be noted.
+    # Otherwise only the first test that calls a function traces it, and its lines
+    # would not be recorded for later tests.
     jax.clear_caches()
     running = coverage.Coverage.current()
     running.switch_context(item.nodeid)
@@ -23,7 +26,7 @@ def pytest_runtest_protocol(item):
 
 
 def pytest_runtest_logreport(report):
-    # The workers of xdist report, too, to the one process that is none of them.
+    # Workers of xdist also report to the controller.
     if report.when == "call" and "PYTEST_XDIST_WORKER" not in os.environ:
         test = {
             "test": report.nodeid,

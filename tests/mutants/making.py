@@ -1,4 +1,4 @@
-"""Mutants, as cosmic-ray makes them, drawn at random."""
+"""Random mutants of cosmic-ray."""
 
 import ast
 import difflib
@@ -16,12 +16,14 @@ from cosmic_ray.work_item import MutationSpec
 
 class Mutant(NamedTuple):
     about: dict
-    source: str  # Of the whole file.
+    source: str  # The whole file.
 
 
 class _Behaviour(ast.NodeTransformer):
-    """Drops what only type checkers read. The tests do check annotations, but nothing
-    that a user runs depends on them."""
+    """Remove annotations.
+
+    Tests check them, but the behaviour for users does not depend on them.
+    """
 
     def visit_arg(self, node):
         node.annotation = None
@@ -45,8 +47,10 @@ def _behaviour(source: str) -> str:
 
 
 def _make(spec: MutationSpec, root: pathlib.Path) -> Mutant | None:
-    """None if it is no Python, such as `def f(x, /)` without its `x`, or behaves as
-    before."""
+    """Return a mutant; None if it is invalid Python or unchanged.
+
+    For example, `def f(x, /)` without `x` is invalid.
+    """
     old = spec.module_path.read_text()
     operator = get_operator(spec.operator_name)(**spec.operator_args)
     new = mutate_code(old, operator, spec.occurrence)
@@ -66,8 +70,10 @@ def _make(spec: MutationSpec, root: pathlib.Path) -> Mutant | None:
 
 
 def draw(files: list[pathlib.Path], root: pathlib.Path, seed: int) -> Iterator[Mutant]:
-    """In a random order, at most one at each place: `+` has eleven mutants and `True`
-    has one, but neither matters more."""
+    """Draw mutants in random order, at most one per location.
+
+    Otherwise `+`, which has eleven mutants, would outweigh `True`, which has one.
+    """
     database = WorkDB(":memory:", WorkDB.Mode.create)
     init(files, database, {})
     places = {}

@@ -1,5 +1,4 @@
-"""Running tests in a copy of the checkout: which of them run which lines, and which one
-fails."""
+"""Test runs in a copy of the checkout: recorded lines per test, and failing tests."""
 
 import ast
 import json
@@ -13,7 +12,7 @@ import sys
 import coverage
 
 
-MEMORY = 12 << 30  # Bytes that one run of tests may map.
+MEMORY = 12 << 30  # The limit on mapped memory of a test run, in bytes.
 
 
 def read_json_lines(path: pathlib.Path) -> list[dict]:
@@ -21,8 +20,11 @@ def read_json_lines(path: pathlib.Path) -> list[dict]:
 
 
 def _run(command: list, copy: pathlib.Path, limit: int | None, **env: str):
-    """The exit status and the output. No status if it takes over `limit` seconds of
-    the CPU, which other programs do not change, or a multiple of these by the clock."""
+    """Return the exit status and the output of a command.
+
+    The status is None after `limit` seconds of CPU time, which other programs do not
+    affect, or after a multiple of `limit` in wall time.
+    """
     ours = {"PYTHONPATH": str(copy)}
     process = subprocess.Popen(
         [sys.executable, "-m", *command],
@@ -33,7 +35,7 @@ def _run(command: list, copy: pathlib.Path, limit: int | None, **env: str):
         text=True,
         start_new_session=True,
     )
-    if hasattr(resource, "prlimit"):  # On Linux.
+    if hasattr(resource, "prlimit"):  # Linux only.
         resource.prlimit(process.pid, resource.RLIMIT_AS, (MEMORY, MEMORY))
         if limit:
             resource.prlimit(process.pid, resource.RLIMIT_CPU, (limit, limit))
@@ -50,10 +52,11 @@ def _run(command: list, copy: pathlib.Path, limit: int | None, **env: str):
 
 
 def killer(tests: list[dict], copy: pathlib.Path) -> str | None:
-    """The first test that fails, or what else goes wrong; None if all of them pass."""
+    """Return the first failing test or another problem; None if all tests pass."""
     if not tests:
         return None
-    listed = copy.with_suffix(".tests")  # Too many for a command line.
+    # All tests would exceed the length of a command line.
+    listed = copy.with_suffix(".tests")
     listed.write_text("".join(test["test"] + "\n" for test in tests))
     seconds = [test["seconds"] for test in tests]
     options = [
@@ -74,7 +77,7 @@ def killer(tests: list[dict], copy: pathlib.Path) -> str | None:
 
 
 def record(copy: pathlib.Path, tests: list[str], workers: int) -> None:
-    """Write which tests run which lines, beside the copy. Every test must pass."""
+    """Record the lines of each test next to the copy. Every test must pass."""
     settings = copy.with_name("coverage.ini")
     settings.write_text(
         "[run]\nsource_pkgs = eqquant\nrelative_files = true\npatch = subprocess\n"
@@ -93,7 +96,7 @@ def record(copy: pathlib.Path, tests: list[str], workers: int) -> None:
     if status != 0:
         raise SystemExit(f"The tests must pass before anything is changed.\n{output}")
     _run(["coverage", "combine", f"--rcfile={settings}"], copy, limit=None)
-    # And in one process: else that they share one would kill mutants.
+    # Run the tests in one process, because sharing a process could also kill mutants.
     fast = [test for test in read_json_lines(listed) if not test["slow"]]
     if failed := killer(fast, copy):
         raise SystemExit(f"The fast tests must pass in one process: {failed}")
@@ -101,7 +104,7 @@ def record(copy: pathlib.Path, tests: list[str], workers: int) -> None:
 
 
 def _statement(source: str, line: int) -> range:
-    """The lines of the statement that `line` is part of, without its body."""
+    """Return the lines of the statement that contains `line`, without its body."""
     found = range(line, line + 1)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.stmt | ast.ExceptHandler):
@@ -115,7 +118,7 @@ def _statement(source: str, line: int) -> range:
 
 
 class Suite:
-    """The tests, and the lines that each of them runs, as recorded in a folder."""
+    """The recorded lines of each test."""
 
     def __init__(self, folder: pathlib.Path):
         tests = read_json_lines(folder / "tests.jsonl")
@@ -124,9 +127,12 @@ class Suite:
         self.data.read()
 
     def noticing(self, file: pathlib.Path, name: str, line: int) -> list[dict]:
-        """The tests that may notice a change: those that run the statement, or all if
-        it runs on import. First those of the same room that run the file, then others
-        that do; the quick ones first."""
+        """Return the tests that may detect a change.
+
+        These execute the statement. If it runs on import, all tests qualify. Tests of
+        the same folder come first, then other tests that execute the file; fast tests
+        first.
+        """
         by_line = self.data.contexts_by_lineno(name)
         lines = _statement(file.read_text(), line)
         running = {test for line in lines for test in by_line.get(line, ())}

@@ -1,12 +1,14 @@
-"""Make the folders beside this file: a tiny random model of each architecture that
-`examples/llama` loads, with the logits that transformers computes for it.
+"""Make the folders next to this file.
+
+Each contains a tiny random model of an architecture that `examples/llama` supports,
+and the logits that transformers computes for it.
 
     pip install torch transformers safetensors
     python tests/examples/data/make_llama.py
 
-Weights are large enough that attention looks at a few tokens, and that soft caps,
-windows and scaled positions change the logits. They are stored in bfloat16, which holds
-them exactly; logits are computed in float32.
+Weights are large enough to make attention sparse, and to make soft caps, windows and
+scaled positions change the logits. They are exact in bfloat16. Logits are computed in
+float32.
 """
 
 import pathlib
