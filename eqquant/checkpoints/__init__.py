@@ -1,11 +1,11 @@
-"""Checkpoints: trees in files, and files into trees.
+"""Save trees to files, and load them.
 
-Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint`;
-`read_checkpoint` and `write_bitsandbytes`, for files of other libraries; and `main`,
-the command line. Imports `trees`, `arrays`, `formats` and `_jax`.
+Exports `save`, `load`, `load_metadata`, `load_quantized` and `quantize_checkpoint`;
+`read_checkpoint` and `write_bitsandbytes` for files of other libraries; and `main`, the
+command line. Imports `trees`, `arrays`, `formats` and `_jax`.
 
-What is called is here. Below it are `foreign/` and `leaves/`, which do not import each
-other, and below these `files/`.
+Public functions are in this folder. They import `foreign/` and `leaves/`, which are
+independent of each other and import `files/`.
 """
 
 from ._command import main as main

@@ -10,21 +10,21 @@ from ..formats import as_format, Format, formats
 from ..trees import Report, report
 from ._convert import quantize_checkpoint
 from ._load import nested
-from .files import about_arrays, Source
+from .files import Source, with_abstract_arrays
 from .leaves import Contents, format_from_json, MAX_SHARD_SIZE
 
 
-_formats = f"{', '.join(formats)}; with options: nf4:block_size=32,scale_search=true"
+_formats = f"{', '.join(formats)}; options: nf4:block_size=32,scale_search=true"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command. Returns the exit status."""
+    """Run a command and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
-        # In one line, whatever the message has.
+        # Print multi-line messages on one line.
         print(f"eqquant: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="eqquant", description="Quantized checkpoints in safetensors."
+        prog="eqquant", description="Quantize and inspect safetensors checkpoints."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -42,28 +42,40 @@ def _parser() -> argparse.ArgumentParser:
     add.set_defaults(run=_quantize)
     add.add_argument("src", help="a .safetensors file, an index, or a folder")
     add.add_argument("dst", help="a .safetensors file, or a folder")
-    add.add_argument("--format", default="nf4", help=f"{_formats}; none: only rules")
+    add.add_argument(
+        "--format",
+        default="nf4",
+        help=f"the default format: {_formats}; none quantizes only tensors with a rule",
+    )
     add.add_argument(
         "--rule",
         action="append",
         default=[],
         metavar="PATTERN=FORMAT",
-        help="a format for the tensors that a pattern with * and ? matches, or none to "
-        "leave them; the first that matches wins",
-    )
-    add.add_argument("--min-size", type=int, default=256, help="of a weight: elements")
-    add.add_argument(
-        "--max-shard-size", type=int, default=MAX_SHARD_SIZE, help="of a file: bytes"
+        help="the format of tensors whose names match a pattern with * and ?, or none "
+        "to keep them; repeatable, the first match wins",
     )
     add.add_argument(
-        "--no-check-finite", action="store_true", help="take NaN and infinity as well"
+        "--min-size",
+        type=int,
+        default=256,
+        help="the smallest weight to quantize, in elements",
+    )
+    add.add_argument(
+        "--max-shard-size",
+        type=int,
+        default=MAX_SHARD_SIZE,
+        help="the largest size of a file, in bytes",
+    )
+    add.add_argument(
+        "--no-check-finite", action="store_true", help="allow NaN and infinity"
     )
 
-    add = commands.add_parser("inspect", help="say what a checkpoint holds")
+    add = commands.add_parser("inspect", help="list the tensors of a checkpoint")
     add.set_defaults(run=_inspect)
     add.add_argument("file", help="a .safetensors file, an index, or a folder")
 
-    add = commands.add_parser("verify", help="read everything, and check everything")
+    add = commands.add_parser("verify", help="read and check all tensors")
     add.set_defaults(run=_verify)
     add.add_argument("file", help="a .safetensors file, an index, or a folder")
     return parser
@@ -72,10 +84,10 @@ def _parser() -> argparse.ArgumentParser:
 def _quantize(options: argparse.Namespace) -> int:
     rules = {}
     for rule in options.rule:
-        # The first one: options of a format have it as well.
+        # Split at the first `=`: options of a format also contain `=`.
         pattern, equals, format = rule.partition("=")
         if not equals or not pattern:
-            raise ValueError(f"--rule must be PATTERN=FORMAT, got {rule!r}.")
+            raise ValueError(f"--rule must have the form PATTERN=FORMAT, got {rule!r}.")
         rules[pattern] = parse_format(format)
     quantize_checkpoint(
         options.src,
@@ -92,7 +104,7 @@ def _quantize(options: argparse.Namespace) -> int:
 
 
 def parse_format(text: str) -> Format | None:
-    """`nf4`, `nf4:block_size=32`, or `none`."""
+    """Parse `nf4`, `nf4:block_size=32`, or `none`."""
     if text == "none":
         return None
     name, _, options = text.partition(":")
@@ -111,13 +123,14 @@ def parse_format(text: str) -> Format | None:
 def _inspect(options: argparse.Namespace) -> int:
     with Source(options.file) as source:
         contents = Contents(source, (), "inspect")
-        about = about_arrays(report, nested(contents.described))
+        table = with_abstract_arrays(report, nested(contents.described))
         print(_summary(source))
         for key, value in source.metadata.items():
             print(f"{key}: {value}")
-    # Why an array was left alone only its layer can tell.
+    # The reason for an unquantized array depends on its layer, which a file does not
+    # describe.
     rows = [
-        row if row.format else dataclasses.replace(row, reason="") for row in about.rows
+        row if row.format else dataclasses.replace(row, reason="") for row in table.rows
     ]
     print()
     print(Report(tuple(rows)))
@@ -129,8 +142,8 @@ def _verify(options: argparse.Namespace) -> int:
         contents = Contents(source, (), "verify")
         for path in contents.described:
             contents.read(path)
-        checked = "checksums match" if source.is_ours else "without checksums"
-        print(f"{_summary(source)}; whole; {checked}")
+        checked = "checksums match" if source.is_ours else "no checksums"
+        print(f"{_summary(source)}; complete; {checked}")
     return 0
 
 

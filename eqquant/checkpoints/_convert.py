@@ -1,4 +1,4 @@
-"""Quantizing a checkpoint on disk, without a model."""
+"""Quantize a checkpoint on disk, without a model."""
 
 import hashlib
 import os
@@ -28,7 +28,6 @@ from ._load import nested
 from ._pieces import quantize_in_pieces
 from ._save import check_names, check_shard_size
 from .files import (
-    about_arrays,
     INDEX,
     index_of,
     KEY,
@@ -40,6 +39,7 @@ from .files import (
     TensorFile,
     to_json,
     VERSION,
+    with_abstract_arrays,
 )
 from .foreign import check_plain
 from .leaves import (
@@ -56,9 +56,10 @@ from .leaves import (
 
 
 _caller = "quantize_checkpoint"
-# Of a folder of Hugging Face, what is no weight: configuration, tokenizer, licence.
+# Files of a Hugging Face folder that are not weights: configuration, tokenizer and
+# license.
 _copied = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
-# Those of eight bits come with scales of their own, in other tensors.
+# 8-bit floats are excluded because they need the scales in other tensors.
 _floats = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -76,12 +77,12 @@ def quantize_checkpoint(
 ) -> None:
     """Quantize the weights of a checkpoint on disk, without a model.
 
-    By default these are the float tensors of two axes that are called `weight`, at the
-    end of their name, as those of PyTorch's linear layers and embeddings are; and the
-    `kernel`, `w` and `embedding` of Flax and Haiku. Everything else is copied.
+    By default, weights are float tensors with two axes whose names end in `weight`,
+    like linear layers and embeddings of PyTorch, and `kernel`, `w` and `embedding` of
+    Flax and Haiku. All other tensors are copied.
 
-    Tensors are read, quantized and written one after the other. If this is stopped, the
-    same call goes on after the last shard that was finished.
+    Tensors are read, quantized and written one at a time. If the call is interrupted,
+    repeat it to continue after the last finished shard.
 
     !!! Example
 
@@ -104,17 +105,17 @@ def quantize_checkpoint(
 
     - `src`: as `path` in [`eqquant.load`][].
     - `dst`: as `path` in [`eqquant.save`][]. If `src` is a folder, its configuration
-        and its tokenizer are copied beside it.
+        and tokenizer are also copied.
     - `format`, `rules`, `min_size`, `check_finite`, `progress`: as in
-        [`eqquant.quantize_tree`][]. The paths that rules see are the names of tensors.
+        [`eqquant.quantize_tree`][]. Rules match the names of tensors.
     - `max_shard_size`: as in [`eqquant.save`][].
 
     [`eqquant.load`][] and [`eqquant.load_quantized`][] read the result.
 
     **Raises:**
 
-    As [`eqquant.load`][] and [`eqquant.quantize_tree`][]; and `ValueError` if `src` is
-    quantized already, or is `dst`.
+    The errors of [`eqquant.load`][] and [`eqquant.quantize_tree`][], and `ValueError`
+    if `src` is already quantized or equals `dst`.
     """
     source_path, path = (pathlib.Path(os.fspath(x)) for x in (src, dst))
     target = target_of(path, _caller)
@@ -125,7 +126,9 @@ def quantize_checkpoint(
         contents = Contents(source, (), _caller)
         for name, found in contents.described.items():
             if is_implicit(found):
-                raise ValueError(f"{_caller}: {name} in {src} is quantized already.")
+                raise ValueError(
+                    f"{_caller}: src is already quantized: {name} in {src}."
+                )
         choices = _choose(contents, format, rules, min_size)
         leaves = [
             _leaf(name, contents, choices.get(name), check_finite)
@@ -143,7 +146,7 @@ def quantize_checkpoint(
             max_shard_size,
             saved=_task(source, choices, max_shard_size),
             is_done=_is_done,
-            show=lambda these: with_progress(these, elements, progress, caller=_caller),
+            show=lambda shown: with_progress(shown, elements, progress, caller=_caller),
         )
 
 
@@ -152,31 +155,32 @@ def _check_apart(source: Source, target: pathlib.Path) -> None:
     if ours & {
         path.resolve() for path in (source.path, *(f.path for f in source.files))
     }:
-        raise ValueError(f"{_caller}: src and dst must not be the same, {target}.")
+        raise ValueError(
+            f"{_caller}: src and dst must be different, got {target} for both."
+        )
 
 
 def _choose(
     contents: Contents, format: Any, rules: Mapping | None, min_size: int
 ) -> dict[str, Choice]:
     tree = nested(contents.described)
-    if strange := {site.path for site in sites(tree)} ^ contents.described.keys():
-        raise ValueError(f"{_caller}: {min(strange)!r} is no name of a tensor.")
+    if unknown := {site.path for site in sites(tree)} ^ contents.described.keys():
+        raise ValueError(f"{_caller}: {min(unknown)!r} cannot name a tensor.")
 
     def choose_among_arrays(tree):
-        found = list(sites(tree))
+        all_sites = list(sites(tree))
         flags = [
             format is not None and _is_weight(site, as_format(format), min_size)
-            for site in found
+            for site in all_sites
         ]
         where = jax.tree.unflatten(jax.tree.structure(tree), flags)
         options = {"where": where, "rules": rules, "min_size": min_size}
         return choose(tree, format, caller=_caller, **options)
 
-    choices = about_arrays(choose_among_arrays, tree)
+    choices = with_abstract_arrays(choose_among_arrays, tree)
     if not choices and format is not None:
         warn(
-            f"{_caller}: nothing was chosen: no tensor looks like a weight. Choose "
-            "some with rules.",
+            f"{_caller}: all_sites no weights to quantize. Select tensors with rules.",
             UserWarning,
         )
     return {choice.path: choice for choice in choices}
@@ -220,24 +224,24 @@ def _leaf(
 
 def _copy_others(source: pathlib.Path, folder: pathlib.Path) -> None:
     for file in sorted(source.iterdir()):
-        wanted = file.suffix in _copied and not file.name.endswith(INDEX)
-        place = folder / file.name
-        same = place.exists() and place.samefile(file)
-        if wanted and file.is_file() and not same:
-            with file.open("rb") as whole, replacing(place) as copy:
-                shutil.copyfileobj(whole, copy)
+        is_copied = file.suffix in _copied and not file.name.endswith(INDEX)
+        target = folder / file.name
+        is_same = target.exists() and target.samefile(file)
+        if is_copied and file.is_file() and not is_same:
+            with file.open("rb") as original, replacing(target) as copy:
+                shutil.copyfileobj(original, copy)
 
 
 #
-# Going on
+# Continuing an interrupted call
 #
 
 
 def _task(
     source: Source, choices: dict[str, Choice], max_shard_size: int | None
 ) -> str:
-    """What is to be done, in 16 letters: shards that an earlier call finished are kept
-    if they say the same."""
+    """Return a token of 16 letters for the work of a call. Finished shards are reused
+    if they have the same token."""
     digest = hashlib.sha256()
     for file in source.files:
         changed = file.path.stat().st_mtime_ns
@@ -252,14 +256,15 @@ def _task(
 
 
 def _is_done(path: pathlib.Path, shard: Shard, leaves: Sequence[Leaf]) -> bool:
-    """Whether a shard is there: it was renamed when it was whole."""
+    """Return whether a shard is finished. Shards are renamed only when they are
+    complete."""
     if not path.exists():
         return False
     try:
         with TensorFile(path) as file:
             layout = read_layout(file)
-            held = {(t.name, t.dtype, t.shape) for t in file.tensors.values()}
+            stored = {(t.name, t.dtype, t.shape) for t in file.tensors.values()}
     except ValueError:
         return False
     planned = {(p.name, p.dtype, p.shape) for leaf in leaves for p in leaf.parts}
-    return layout is not None and layout.shard == shard and held == planned
+    return layout is not None and layout.shard == shard and stored == planned

@@ -1,4 +1,4 @@
-"""Trees out of files."""
+"""Read trees from files."""
 
 import os
 from collections.abc import Sequence
@@ -27,10 +27,10 @@ _caller = "load"
 
 @typed
 def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) -> Any:
-    """Read what [`eqquant.save`][] wrote, or any other safetensors file.
+    """Read a file of [`eqquant.save`][], or any other safetensors file.
 
-    All of the header is checked before a tensor is read. Nothing that a file says is
-    ever executed. Each tensor that eqquant wrote has a checksum.
+    The header is checked before any tensor is read. Loading never executes code from
+    the file. Each tensor that eqquant wrote has a checksum.
 
     !!! Example
 
@@ -54,25 +54,25 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
 
     **Arguments:**
 
-    - `path`: a `.safetensors` file; the index of several; or a folder with either.
-    - `like`: a pytree of the structure that was saved, of arrays or of
-        `jax.ShapeDtypeStruct`s. Where it has a plain array, the file may have a
-        quantized one of the same shape and dtype. Arrays that are split over devices
-        come back split so, whatever they were when they were saved. If the devices
-        are those of several processes, all of them must call this.
-    - `formats`: format classes of your own that the file may name.
+    - `path`: a `.safetensors` file, the index of several files, or a folder with
+        either.
+    - `like`: a pytree with the saved structure, of arrays or `jax.ShapeDtypeStruct`s.
+        Where it has a plain array, the file may have a quantized array of the same
+        shape and dtype. Arrays are split over devices like those in `like`, however
+        they were split when they were saved. If the devices belong to several
+        processes, all of them must call `load`.
+    - `formats`: your own format classes that the file may name.
 
     **Returns:**
 
-    A pytree of the type of `like`, with the static fields and functions of that.
-    Without `like`, nested dictionaries: `layers.0.weight` is in
-    `["layers"]["0"]["weight"]`. There arrays of 64 bits are NumPy's as long as
-    `jax_enable_x64` is off.
+    A pytree of the type of `like`, with its static fields and functions. Without
+    `like`, nested dictionaries: `layers.0.weight` is `["layers"]["0"]["weight"]`. If
+    `jax_enable_x64` is off, 64-bit arrays in these dictionaries are NumPy arrays.
 
     **Raises:**
 
-    `ValueError` for a file that is damaged, incomplete, of another version, or not what
-    `like` describes; nothing is returned then.
+    `ValueError` if the file is damaged, incomplete, of another version, or does not
+    match `like`.
     """
     return processes_of(like, _caller).together(lambda: _load(path, like, formats))
 
@@ -89,7 +89,8 @@ def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:
         ]
     old, treedef = jax.tree.flatten(like, is_leaf=is_implicit)
     out = jax.tree.unflatten(treedef, leaves)
-    # Only then: what `eqx.partition` left of a layer keeps its class.
+    # Only match layers if a leaf became quantized: otherwise a partial layer of
+    # `eqx.partition` would change its class.
     now_quantized = any(
         is_implicit(x) != is_implicit(y) for x, y in zip(old, leaves, strict=True)
     )
@@ -98,7 +99,7 @@ def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:
 
 @typed
 def load_metadata(path: Path) -> dict[str, str]:
-    """The strings that were saved with a checkpoint: `metadata` of [`eqquant.save`][].
+    """Read the strings that [`eqquant.save`][] stored as `metadata`.
 
     **Arguments:**
 
@@ -117,7 +118,7 @@ def load_metadata(path: Path) -> dict[str, str]:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf of `like` is an array, or described as one."""
+    """Return whether a leaf of `like` is an array or a `jax.ShapeDtypeStruct`."""
     return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic)
 
 
@@ -129,25 +130,23 @@ def is_array(leaf: Any) -> bool:
 def _to_jax_or_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray):
         return jax.tree.map(to_jax, leaf) if is_implicit(leaf) else leaf
-    return leaf if _is_too_wide(leaf) else to_jax(leaf)
-
-
-def _is_too_wide(array: np.ndarray) -> bool:
-    return jax.dtypes.canonicalize_dtype(array.dtype) != array.dtype
+    fits = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+    return to_jax(leaf) if fits else leaf
 
 
 def nested(leaves: dict[str, Any]) -> Any:
-    """Dictionaries in dictionaries. A name stays whole from where another leaf has its
-    beginning: `weight` and `weight.scale` are beside each other."""
+    """Nest leaves in dictionaries by their paths. If a prefix of a path is itself a
+    leaf, the rest of the path stays one key: `weight` and `weight.scale` are siblings.
+    """
     if leaves.keys() == {""}:
         return leaves[""]
     out: dict[str, Any] = {}
     for path, leaf in leaves.items():
         *parents, last = path.split(".")
-        at, inside = "", out
+        prefix, inside = "", out
         for i, name in enumerate(parents):
-            at = name if i == 0 else f"{at}.{name}"
-            if at in leaves:
+            prefix = name if i == 0 else f"{prefix}.{name}"
+            if prefix in leaves:
                 last = ".".join([name, *parents[i + 1 :], last])
                 break
             inside = inside.setdefault(name, {})
@@ -156,13 +155,13 @@ def nested(leaves: dict[str, Any]) -> Any:
 
 
 #
-# With it
+# With `like`
 #
 
 
 def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
-    """Each leaf of `like`, with the path of what takes its place (None: it stays).
-    Everything was compared before."""
+    """Return each leaf of `like` with the path of its replacement, or `None` to keep
+    the leaf. All replacements have been compared with `like`."""
     described, where = contents.described, contents.source.path
     plan: list[tuple[Site, str | None]] = []
     for site in sites(like):
@@ -170,22 +169,22 @@ def _match(contents: Contents, like: Any) -> list[tuple[Site, str | None]]:
             plan.append((site, None))
             continue
         if site.path not in described:
-            raise ValueError(f"{_caller}: {where} has nothing at {site.path}.")
+            raise ValueError(f"{_caller}: {where} has no leaf at {site.path}.")
         _compare(described[site.path], site, str(where))
         plan.append((site, site.path))
-    if left := described.keys() - {path for _, path in plan}:
+    if extra := described.keys() - {path for _, path in plan}:
         raise ValueError(
-            f"{_caller}: like has no place for {sorted(left)[:5]}, which {where} has."
+            f"{_caller}: like has no leaves at {sorted(extra)[:5]}, but {where} does."
         )
     return plan
 
 
 def _compare(found: Any, site: Site, where: str) -> None:
-    """What the file has, with a leaf of `like`."""
+    """Raise a `ValueError` unless a leaf of the file matches a leaf of `like`."""
     leaf = site.leaf
     if is_implicit(leaf):
         like = jax.tree.structure(without_plan(leaf))
-        same = jax.tree.structure(found) == like and all(
+        matches = jax.tree.structure(found) == like and all(
             a.shape == b.shape and a.dtype == b.dtype
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(leaf), strict=True)
         )
@@ -194,34 +193,34 @@ def _compare(found: Any, site: Site, where: str) -> None:
         dtype = leaf.dtype
         if isinstance(dtype, np.dtype):
             dtype = dtype.newbyteorder("=")
-        same = arrays and found.shape == leaf.shape and found.dtype == dtype
+        matches = arrays and found.shape == leaf.shape and found.dtype == dtype
     else:
-        same = type(found) is type(leaf)
-    if not same:
+        matches = type(found) is type(leaf)
+    if not matches:
         raise ValueError(
-            f"{_caller}: {where} has {_say(found)} at {site.path}, but like has "
-            f"{_say(leaf)}."
+            f"{_caller}: {where} has {_describe(found)} at {site.path}, but like has "
+            f"{_describe(leaf)}."
         )
 
 
-def _say(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
     if is_implicit(leaf):
-        of = ""
+        wrapper = ""
         if isinstance(leaf, LoraArray):
-            of = f" with an adapter of rank {leaf.rank}"
+            wrapper = f" with an adapter of rank {leaf.rank}"
         elif isinstance(leaf, StraightThroughArray):
-            of = " to train"
+            wrapper = " with a straight-through estimator"
         elif isinstance(leaf, RotatedArray):
-            of = f" rotated in blocks of {leaf.block}"
+            wrapper = f" rotated in blocks of {leaf.block}"
         format = getattr(leaf, "format", None) or "an array"
-        return f"{format!r}{of}, {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        return f"{format!r}{wrapper}, {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
     if is_array(leaf):
         return f"an array {leaf.dtype}{list(leaf.shape)}"
     return repr(leaf)
 
 
 def _read(contents: Contents, path: str, leaf: Any) -> Any:
-    """As JAX or NumPy has it, and where the leaf of `like` is."""
+    """Read a leaf as JAX or NumPy arrays, placed like the leaf of `like`."""
     found = contents.described[path]
     if not is_implicit(found):
         if not is_array(leaf):
@@ -236,7 +235,7 @@ def _read(contents: Contents, path: str, leaf: Any) -> Any:
 
 
 def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """That of an array which is split over devices."""
+    """Return the sharding of an array that is split over devices, or `None`."""
     sharding = getattr(leaf, "sharding", None)
     is_split = sharding is not None and len(sharding.device_set) > 1
     return sharding if is_split else None

@@ -1,4 +1,4 @@
-"""What `load_quantized` reads from, whoever wrote it."""
+"""Open a checkpoint of eqquant or another library for `load_quantized`."""
 
 import contextlib
 import pathlib
@@ -15,9 +15,9 @@ from .leaves import Contents
 
 
 class ForeignContents:
-    """As [`Contents`][], of a checkpoint that another library quantized. With `decode`
-    what no format holds comes as arrays; so do stacks that are not quantized alike.
-    """
+    """A checkpoint that another library quantized, with the interface of
+    [`Contents`][]. With `decode`, a tensor becomes a float array if no format stores it
+    exactly, and so does a stack of tensors that are quantized in different ways."""
 
     def __init__(self, entries: dict[str, Entry], path: pathlib.Path, decode: bool):
         self.path = path
@@ -49,6 +49,7 @@ class ForeignContents:
 def open_contents(
     path: Path, formats: Sequence[type[Format]], caller: str, *, decode: bool
 ) -> Iterator[Contents | ForeignContents]:
+    """Open a checkpoint, and find out whether eqquant wrote it."""
     where = pathlib.Path(path)
     if is_gguf(where):
         with open_entries(where) as entries:

@@ -1,4 +1,4 @@
-"""Trees into files."""
+"""Write trees to files."""
 
 import os
 import pathlib
@@ -31,16 +31,16 @@ def save(
     max_shard_size: int | None = MAX_SHARD_SIZE,
     metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a pytree to a safetensors file: a model, quantized or not, the state of an
-    optimiser, or anything else that is made of arrays, numbers, strings and random
-    keys.
+    """Write a pytree to a safetensors file: a model (quantized or not), the state of an
+    optimizer, or any other tree of arrays, numbers, strings and random keys.
 
-    The file is written beside its place, synced to the disk, and renamed. Whatever
-    stops the program, `path` is either the old checkpoint or the new one, whole.
+    The file is written beside `path`, synced to the disk, and renamed. Even if the
+    program is killed, `path` holds either the complete old checkpoint or the complete
+    new one.
 
-    If arrays are split over several processes, all of them must call this, with a path
-    on a disk that they share. Each writes what its devices have, into shards of its
-    own. What is not split is written by the first process.
+    If arrays are split over several processes, all processes must call `save` with a
+    path on a shared disk. Each process writes the data of its devices to its own
+    shards. The first process writes arrays that are not split.
 
     !!! Example
 
@@ -59,21 +59,21 @@ def save(
 
     **Arguments:**
 
-    - `path`: ends with `.safetensors`; or is a folder, which holds
-        `model.safetensors` then.
-    - `tree`: any pytree. Functions in it are not saved, as they are code, and neither
-        are static fields of modules: [`eqquant.load`][] takes both from its `like`.
-    - `max_shard_size`: above so many bytes the checkpoint is split into several files,
-        with an index beside them, as those of Hugging Face; `None` for one file in any
-        case.
-    - `metadata`: strings to keep in the file: see
-    [`eqquant.checkpoints.load_metadata`][].
+    - `path`: a path that ends with `.safetensors`, or a folder. The file in a folder is
+        `model.safetensors`.
+    - `tree`: any pytree. Functions and static fields of modules are not saved:
+        [`eqquant.load`][] takes both from its `like`.
+    - `max_shard_size`: the number of bytes above which the checkpoint is split into
+        several files with an index, like checkpoints on Hugging Face. `None` always
+        writes one file.
+    - `metadata`: strings to store in the file:
+        see [`eqquant.checkpoints.load_metadata`][].
 
     **Raises:**
 
-    `TypeError` or `ValueError`, naming the path, for a leaf that could not be loaded
-    again: of another type, of a dtype that safetensors does not have, or of a format
-    that cannot be written as text. Nothing is written then.
+    `TypeError` or `ValueError` with the path of the leaf, if a leaf could not be loaded
+    again: its type is not supported, safetensors lacks its dtype, or its format cannot
+    be written as text. Nothing is written then.
     """
     check_shard_size(max_shard_size, _caller)
     metadata = check_metadata(metadata, _caller)
@@ -99,7 +99,7 @@ def _leaves(tree: Any, processes: Alone) -> list[Leaf]:
 def check_shard_size(size: int | None, caller: str) -> None:
     if size is not None and size < 1:
         raise ValueError(
-            f"{caller}: max_shard_size must be positive or None, got {size}."
+            f"{caller}: max_shard_size must be a positive integer or None, got {size}."
         )
 
 
@@ -108,25 +108,28 @@ def check_metadata(metadata: Mapping[str, str] | None, caller: str) -> dict[str,
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(
-                f"{caller}: metadata must hold strings, got {key}: {value}."
+                f"{caller}: metadata must map strings to strings, got {key!r}: "
+                f"{value!r}."
             )
         if key.startswith(KEY):
-            raise ValueError(f"{caller}: metadata must not use {key!r}.")
+            raise ValueError(
+                f"{caller}: metadata keys must not start with {KEY!r}: {key!r}."
+            )
     return metadata
 
 
 def check_names(leaves: list[Leaf], caller: str) -> None:
-    """An error if two leaves would go by the same name."""
-    seen: set[str] = set()
+    """Raise a `ValueError` if two leaves would have the same name in the file."""
+    used: set[str] = set()
     for leaf in leaves:
         tensors = {name for part in leaf.parts for name in (part.name, part.whole[0])}
         names = {leaf.path, *leaf.records, *tensors}
-        if twice := names & seen | names & {"__metadata__"}:
+        if clashes := names & used | names & {"__metadata__"}:
             raise ValueError(
-                f"{caller}: {min(twice)!r} would be the name of two things. Rename a "
-                "key of a dictionary."
+                f"{caller}: {min(clashes)!r} would name two entries of the file. "
+                "Rename a key of a dictionary."
             )
-        seen |= names
+        used |= names
         for name in names:
             if any("\ud800" <= character <= "\udfff" for character in name):
                 raise ValueError(f"{caller}: {name!r} is not valid text.")

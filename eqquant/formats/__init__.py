@@ -30,6 +30,10 @@ from ._pack import (
     unpack as unpack,
     unpack_planes as unpack_planes,
 )
+from ._problems import (
+    problems_of as problems_of,
+    problems_of_scales as problems_of_scales,
+)
 from ._registry import (
     as_format as as_format,
     every_format as every_format,

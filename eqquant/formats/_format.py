@@ -20,7 +20,7 @@ from ._tpu import TPUKernel
 Precision: TypeAlias = Literal["highest", "high", "default"]
 Activations: TypeAlias = Literal["float", "int8"]
 Float8: TypeAlias = Literal["e4m3fn", "e5m2"]
-_scale_dtypes = ("bfloat16", "float32", "float64")
+SCALE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,9 +114,9 @@ class Format(abc.ABC):
             scale_dtype = jnp.dtype(self.scale_dtype)
         except TypeError:
             scale_dtype = None
-        if scale_dtype is None or scale_dtype.name not in _scale_dtypes:
+        if scale_dtype is None or scale_dtype.name not in SCALE_DTYPES:
             raise ValueError(
-                f"{type(self).__name__}: scale_dtype must be one of {_scale_dtypes}, "
+                f"{type(self).__name__}: scale_dtype must be one of {SCALE_DTYPES}, "
                 f"got {self.scale_dtype!r}."
             )
         object.__setattr__(self, "scale_dtype", scale_dtype)

@@ -26,7 +26,7 @@ from .._jax import (
     typed,
     zero_tangent,
 )
-from ..formats import Format, num_codes, Precision
+from ..formats import Format, num_codes, Precision, problems_of
 from ..kernels import xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
@@ -112,18 +112,18 @@ def _abstract_eval(
     *batch, rows, packed = codes.shape
     columns = num_codes(packed, format.bits)
     contracted, free = (rows, columns) if contract_rows else (columns, rows)
-    if (
-        x.shape[:-2] != tuple(batch)
-        or scales.shape[:-1] != codes.shape[:-1]
-        or x.shape[-1] != contracted
-        or scales.shape[-1] == 0 < columns
-        or (scales.shape[-1] and columns % scales.shape[-1])
-    ):
+    if x.shape[:-2] != tuple(batch) or x.shape[-1] != contracted:
         raise TypeError(
-            f"quantized_dot: x of shape {x.shape} does not fit codes of shape "
-            f"{codes.shape} and scales of shape {scales.shape} in {format!r} with "
-            f"contract_rows={contract_rows}."
+            f"quantized_dot: x must have the shape {(*batch, None, contracted)} for "
+            f"codes of shape {codes.shape} in {format!r} with "
+            f"contract_rows={contract_rows}, got {x.shape}."
         )
+    # The caller adds offsets, so check scales in their place.
+    offsets = scales if format.has_offsets else None
+    for problem in problems_of(
+        format, codes, scales, offsets, exact=False, joined=True
+    ):
+        raise TypeError(f"quantized_dot: {problem}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
     how: dict[str, Any] = {}

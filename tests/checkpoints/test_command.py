@@ -1,4 +1,4 @@
-"""`python -m eqquant`."""
+"""The command line, `python -m eqquant`."""
 
 import runpy
 import sys
@@ -48,14 +48,14 @@ def test_quantize_inspect_verify(src, tmp_path, capsys):
     ]
 
     assert main(["verify", str(dst)]) == 0
-    assert "whole; checksums match" in capsys.readouterr().out
+    assert "checksums match" in capsys.readouterr().out
     data = bytearray(dst.read_bytes())
     data[-1] ^= 1
     dst.write_bytes(data)
-    assert main(["inspect", str(dst)]) == 0  # Which reads no tensor.
+    assert main(["inspect", str(dst)]) == 0  # `inspect` reads no tensor.
     assert main(["verify", str(dst)]) == 1
     err = capsys.readouterr().err
-    assert err.count("\n") == 1 and "the file is damaged" in err
+    assert err.count("\n") == 1 and "CRC-32" in err
 
 
 def test_bad_input_is_one_line(src, tmp_path, capsys):
@@ -63,10 +63,10 @@ def test_bad_input_is_one_line(src, tmp_path, capsys):
     dst = str(tmp_path / "out")
     for arguments, message in (
         (["verify", dst], "no such file"),
-        (["quantize", path, dst, "--rule", "x"], "--rule must be PATTERN=FORMAT"),
-        (["quantize", path, dst, "--format", "int5"], "format must be one of"),
-        (["quantize", path, dst, "--format", "nf4:block=3"], "has no such fields"),
-        (["quantize", path, path], "must not be the same"),
+        (["quantize", path, dst, "--rule", "x"], "PATTERN=FORMAT"),
+        (["quantize", path, dst, "--format", "int5"], "int5"),
+        (["quantize", path, dst, "--format", "nf4:block=3"], "'block'"),
+        (["quantize", path, path], "src and dst"),
         (["quantize", path, dst, "--max-shard-size", "0"], "max_shard_size"),
     ):
         assert main(arguments) == 1

@@ -38,7 +38,7 @@ def test_an_error_in_one_is_an_error_everywhere(others):
     others(False, False)
     assert everyone.together(lambda: "done") == "done"
     others(False, True)
-    with pytest.raises(RuntimeError, match="save: process 2 failed, and says why"):
+    with pytest.raises(RuntimeError, match="save: process 2"):
         everyone.together(lambda: "done")
     # The one that failed says why, whatever the others do.
     with pytest.raises(OSError, match="no space left"):
@@ -131,5 +131,5 @@ def test_only_the_slices_that_are_needed_are_read(normal):
     assert got.sharding == sharding
     np.testing.assert_array_equal(got, x)
     assert asked == [(slice(0, 4), slice(i, i + 2)) for i in range(0, 8, 2)]
-    with pytest.raises(ValueError, match="float64 needs jax_enable_x64"):
+    with pytest.raises(ValueError, match="float64.*jax_enable_x64"):
         _processes.read_onto(sharding, x.shape, np.float64, read)

@@ -55,16 +55,16 @@ def test_formats_of_users():
             assert found.extra == "float16" and found.block_size == 32
             continue
         assert found == (expected or format)
-    with pytest.raises(ValueError, match="'mine' is not known.*formats="):
+    with pytest.raises(ValueError, match="'mine'.*formats="):
         through_a_file(Mine(), KNOWN)
 
 
 @pytest.mark.parametrize(
     "format, message",
     [
-        (Mine(extra=[1]), r"cannot be saved: a field holds \[1\]"),
-        (Nameless(), "its class is called 'int8', like another"),
-        (Forgetful(), "its fields make another format"),
+        (Mine(extra=[1]), r"Mine.*\[1\]"),
+        (Nameless(), "Nameless.*'int8'.*`name`"),
+        (Forgetful(), "Forgetful"),
     ],
 )
 def test_what_cannot_be_saved(format, message):
@@ -74,22 +74,22 @@ def test_what_cannot_be_saved(format, message):
 
 @pytest.mark.parametrize("more", [3, "nf4", str, Int8()])
 def test_formats_are_classes(more, untyped):
-    with pytest.raises(TypeError, match="load: formats must be subclasses"):
+    with pytest.raises(TypeError, match="load: formats"):
         known_formats([more], "load")
 
 
 def test_two_formats_of_one_name():
-    with pytest.raises(ValueError, match="two formats are called 'int8'"):
+    with pytest.raises(ValueError, match="load: formats: .*'int8'"):
         known_formats([Nameless], "load")
 
 
 @pytest.mark.parametrize(
     "written, message",
     [
-        (["int8"], "must have a name and fields"),
-        ({"name": "int8"}, "must have a name and fields"),
-        ({"name": 3, "fields": {}}, "the format 3 is not known"),
-        ({"name": "mine", "fields": {"extra": {"a": 1}}}, "a field cannot be"),
+        (["int8"], "name and fields, got"),
+        ({"name": "int8"}, "name and fields, got"),
+        ({"name": 3, "fields": {}}, "format .*got 3"),
+        ({"name": "mine", "fields": {"extra": {"a": 1}}}, "'a': 1"),
     ],
 )
 def test_what_no_format_is_made_of(written, message):
@@ -100,12 +100,15 @@ def test_what_no_format_is_made_of(written, message):
 @pytest.mark.parametrize(
     "index, message",
     [
-        (None, "there is no such file"),
+        (None, "index.json: no such file"),
         ([], "index"),
-        ({}, "must have a weight_map"),
-        ({"weight_map": {}, "metadata": []}, "must have a weight_map"),
-        ({"weight_map": {"w": "../a.safetensors"}}, "not the name of"),
-        ({"weight_map": {}, "metadata": {"eqquant": 3}}, "eqquant must be a string"),
+        ({}, "weight_map"),
+        ({"weight_map": {}, "metadata": []}, "weight_map"),
+        (
+            {"weight_map": {"w": "../a.safetensors"}},
+            "weight_map: 'w' .*'../a.safetensors'",
+        ),
+        ({"weight_map": {}, "metadata": {"eqquant": 3}}, "eqquant .*got 3"),
     ],
 )
 def test_indices_of_shards(index, message, tmp_path):
@@ -120,5 +123,5 @@ def test_an_index_that_is_too_long_is_not_read(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
         file.truncate(2**40)  # Sparse: nothing is stored.
-    with pytest.raises(ValueError, match="too long for an index"):
+    with pytest.raises(ValueError, match="index.json: .*100000000"):
         read_index(path)

@@ -133,12 +133,12 @@ def test_headers(folder, name):
 
 def test_lengths_of_headers(folder):
     for length in (2**63, 2**64 - 1, 100_000_001, 9):
-        with pytest.raises(ValueError, match="says that its header has"):
+        with pytest.raises(ValueError, match="header"):
             load(folder, length.to_bytes(8, "little") + b"{}")
 
 
 def test_bools_that_are_none(folder):
-    with pytest.raises(ValueError, match="bools other than 0 and 1"):
+    with pytest.raises(ValueError, match="'a' .*0 and 1"):
         load(folder, file_of({"a": entry("BOOL", (2,), (0, 2))}, b"\x01\x02"))
 
 
@@ -177,37 +177,37 @@ def set_record(path, record):
 
 
 FORGED = {
-    "version": (lambda layout, _: layout.update(version=2), "version 2"),
-    "version of another type": (lambda x, _: x.update(version=True), "version True"),
+    "version": (lambda layout, _: layout.update(version=2), "version .* 2"),
+    "version of another type": (lambda x, _: x.update(version=True), "version .* True"),
     "more in the layout": (
         lambda layout, _: layout.update(extra=1),
-        "layout must have",
+        "layout .*'extra'",
     ),
-    "records": (lambda layout, _: layout.update(records=[]), "records must say"),
+    "records": (lambda layout, _: layout.update(records=[]), "records"),
     "no checksums": (lambda layout, _: layout.update(checksums={}), "checksums"),
     "kind": (set_record("q", {"is": "os.system", "static": {}}), "os.system"),
-    "no static": (set_record("q", {"is": "QuantizedArray"}), "static fields"),
+    "no static": (set_record("q", {"is": "QuantizedArray"}), "static"),
     "unknown format": (
         set_static("q", "format", {"format": {"name": "x", "fields": {}}}),
-        "the format 'x' is not known",
+        "format .*'x'",
     ),
     "a format that is none": (set_static("q", "format", 3), "format cannot be 3"),
     "other format": (
         set_static("i", "format", {"format": {"name": "nf4", "fields": {}}}),
-        "codes of NF4.* must be uint8",
+        "codes of NF4.* uint8",
     ),
-    "unknown field": (set_field("shell", "rm"), "has no such fields"),
+    "unknown field": (set_field("shell", "rm"), "Int8.*'shell'"),
     "type of a field": (set_field("precision", 7), "precision cannot be 7"),
-    "block size": (set_field("block_size", 35), "scales for 70 codes"),
+    "block size": (set_field("block_size", 35), "scales .*70"),
     "block size below one": (set_field("block_size", 0), "block_size must be"),
     "dtype of scales": (set_field("scale_dtype", "int8"), "scale_dtype must be"),
     "dtype": (
         set_static("q", "dtype", {"dtype": "int32"}),
-        "dtype must be floating point",
+        "dtype .*int32",
     ),
     "dtype of nothing": (
         set_static("q", "dtype", {"dtype": "object"}),
-        "is not a static field",
+        "object",
     ),
     "a float beyond all": (
         set_record("step", {"is": "float", "value": "0x1p99999"}),
@@ -215,27 +215,27 @@ FORGED = {
     ),
     "deep": (set_static("q", "axes", json.loads("[" * 900 + "]" * 900)), "q: "),
     "dtype as text": (set_static("q", "dtype", "float32"), "dtype cannot be"),
-    "axes": (set_static("q", "axes", [0]), "axes must"),
-    "axes twice": (set_static("q", "axes", [-1, -1]), "axes must"),
-    "no axes": (set_static("q", "axes", []), "no axis is blocked"),
-    "inner": (set_static("q", "inner", [7]), "do not fit the axes"),
-    "padding": (set_static("q", "padding", 100), "stores"),
-    "negative padding": (set_static("q", "padding", -2), "padding must"),
-    "padding of another type": (set_static("q", "padding", 2.0), "padding cannot be"),
+    "axes": (set_static("q", "axes", [0]), "axes"),
+    "axes twice": (set_static("q", "axes", [-1, -1]), "axes"),
+    "no axes": (set_static("q", "axes", []), "axes"),
+    "inner": (set_static("q", "inner", [7]), r"inner .*\(7,\)"),
+    "padding": (set_static("q", "padding", 100), "size of|padding"),
+    "negative padding": (set_static("q", "padding", -2), "padding .*-2"),
+    "padding of another type": (set_static("q", "padding", 2.0), "padding .*2.0"),
     "a part is a number": (set_record("q.codes", {"is": "int", "value": 1}), "tensor"),
-    "a number": (set_record("step", {"is": "int", "value": "3"}), "expected an int"),
+    "a number": (set_record("step", {"is": "int", "value": "3"}), "'3'"),
     "a float": (set_record("step", {"is": "float", "value": "0x"}), "step: "),
     "a key": (set_record("w", {"is": "key", "impl": "threefry2x32"}), "w: "),
-    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "does not know"),
+    "a dtype": (set_record("w", {"is": "array", "dtype": "object"}), "object"),
     "a narrow dtype": (
         set_record("w", {"is": "array", "dtype": "float8_e4m3"}),
         "uint8",
     ),
     "in itself": (
         set_record("q.scales", {"is": "QuantizedArray", "static": {}}),
-        "static fields",
+        "static",
     ),
-    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "shard must"),
+    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "shard"),
 }
 
 
@@ -259,7 +259,7 @@ def test_codes_out_of_range(folder, saved, path, code):
         layout["checksums"][f"{path}.codes"] = crc
 
     data = forge(saved[0], change)
-    with pytest.raises(ValueError, match=f"{path}: there are codes that"):
+    with pytest.raises(ValueError, match=f"{path}: codes "):
         load(folder, data[: -len(body)] + bytes(body))
 
 
@@ -305,7 +305,7 @@ def change_index(folder, change):
 def test_shards_are_in_the_folder(shards, name):
     shutil.copy(next(shards.glob("*-00001-*")), shards.parent / "x.safetensors")
     change_index(shards, lambda x: x["weight_map"].update(w0=name))
-    with pytest.raises(ValueError, match="is not the name of a"):
+    with pytest.raises(ValueError, match="weight_map: 'w0'"):
         eqquant.load(shards)
 
 
@@ -313,32 +313,32 @@ def test_shards_must_be_those_of_the_index(shards):
     first, second, third = sorted(shards.glob("*-of-*"))
     second_bytes = second.read_bytes()
 
-    def refuses(message):
+    def rejects(message):
         with pytest.raises(ValueError, match=message):
             eqquant.load(shards)
 
     second.unlink()
-    refuses("no such file")
+    rejects("-00002-of-00003.safetensors")
     second.write_bytes(first.read_bytes())
-    refuses("'w0' is in")
+    rejects("'w0'")
     second.write_bytes(second_bytes)
     other = shards / "other"
     eqquant.save(other, {f"w{i}": jnp.zeros(10) for i in range(3)}, max_shard_size=40)
     second.write_bytes(sorted(other.glob("*-of-*"))[1].read_bytes())
-    refuses("was not saved together with this index")
+    rejects("-00002-of-00003.safetensors")
     second.write_bytes(second_bytes)
     index = (shards / "model.safetensors.index.json").read_text()
     change_index(shards, lambda x: x["weight_map"].pop("w2"))
-    refuses("some of the shards are missing")
+    rejects("shards 1 to 2, ")
     change_index(shards, lambda x: x["weight_map"].update(w2=first.name))
-    refuses("some of the shards are missing")
+    rejects("shards 1 to 2, ")
     (shards / "model.safetensors.index.json").write_text(index)
     change_index(shards, lambda x: x["weight_map"].update(w9=third.name))
-    refuses("do not hold what the index says")
+    rejects("weight_map.*'w9'")
     change_index(shards, lambda x: x["metadata"].pop("eqquant"))
-    refuses("was not saved together")
+    rejects("-00001-of-00003.safetensors")
     change_index(shards, lambda x: x.pop("weight_map"))
-    refuses("must have a weight_map")
+    rejects("weight_map")
     assert os.listdir(shards)
 
 

@@ -125,49 +125,51 @@ def test_what_a_dtype_cannot_hold(tmp_path):
     tree = {"w": np.array([1e6, 1.0], ml_dtypes.bfloat16), "n": np.array([2**40])}
     eqquant.save(tmp_path, tree)
     like = {"w": jnp.ones(2, "float16"), "n": np.array([1])}
-    with pytest.raises(ValueError, match="at w: .*'w' has values that float16 cannot"):
+    with pytest.raises(ValueError, match="at w: .*'w' .*float16"):
         eqquant.load_quantized(tmp_path, like, None)
     like = {"w": jnp.ones(2), "n": jnp.ones(1, "int32")}
-    with pytest.raises(ValueError, match="'n' has values that int32 cannot"):
+    with pytest.raises(ValueError, match="'n' .*int32"):
         eqquant.load_quantized(tmp_path, like, None)
-    with pytest.raises(ValueError, match="'n' is int64, not float32"):
+    with pytest.raises(ValueError, match="'n' .*int64.*float32"):
         eqquant.load_quantized(tmp_path, {"w": jnp.ones(2), "n": jnp.ones(1)}, None)
     wide = {"w": jnp.ones(2), "n": jax.ShapeDtypeStruct((1,), np.int64)}
-    with pytest.raises(ValueError, match="int64 needs jax_enable_x64"):
+    with pytest.raises(ValueError, match="int64.*jax_enable_x64"):
         eqquant.load_quantized(tmp_path, wide, None)
 
 
 def test_names_that_do_not_fit(folder, model, tensors):
-    def refuses(error, message, like=model, names=names, **how):
+    def rejects(error, message, like=model, names=names, **how):
         with pytest.raises(error, match=message):
             eqquant.load_quantized(folder, like, names=names, **how)
 
-    refuses(
-        ValueError, "at table.weight: .*no tensor 'table.weight'. It has", names=None
+    rejects(
+        ValueError,
+        "at table.weight: .*'table.weight'.*'h.0.0.weight'",
+        names=None,
     )
     replaced = lambda new: lambda p: new if p == "norm" else names(p)
-    refuses(ValueError, "at norm: .*no tensor 'x'", names=replaced("x"))
-    refuses(
+    rejects(ValueError, "at norm: .*'x'", names=replaced("x"))
+    rejects(
         ValueError,
-        re.escape("at norm: expected the shape (3,), but 'h.0.0.bias' has (32,)."),
+        r"at norm: .*\(3,\).*'h.0.0.bias' .*\(32,\)",
         names=replaced("h.0.0.bias"),
     )
-    refuses(
+    rejects(
         ValueError,
-        re.escape("and (1,) of it are stacked"),
+        r"at norm: .*\(1,\)",
         names=replaced(["model.norm"]),
     )
-    refuses(ValueError, "not of equal lengths", names=replaced([["a"], ["a", "b"]]))
-    refuses(TypeError, "names must return", names=replaced(3))
-    refuses(TypeError, "names must return", names=replaced([]))
-    refuses(ValueError, "no place for 'model.norm'", names=replaced(None))
-    refuses(
+    rejects(TypeError, r"names .*\['a', 'b'\]", names=replaced([["a"], ["a", "b"]]))
+    rejects(TypeError, "names .*got 3", names=replaced(3))
+    rejects(TypeError, r"names .*got \[\]", names=replaced([]))
+    rejects(ValueError, "'model.norm'.*ignore", names=replaced(None))
+    rejects(
         ValueError,
-        "at norm: .* cannot be loaded",
+        "at norm: .*ShapeDtypeStruct",
         like=eqx.filter_eval_shape(lambda: model),
         names=replaced(None),
     )
-    refuses(ValueError, "at table.weight: like must be", eqquant.quantize_tree(model))
+    rejects(ValueError, "at table.weight: like", eqquant.quantize_tree(model))
     for ignore in ("model.*", ["x", re.compile(r"model\.no..")]):
         how = {"names": replaced(None), "ignore": ignore}
         loaded = eqquant.load_quantized(folder, model, None, **how)
@@ -177,9 +179,9 @@ def test_names_that_do_not_fit(folder, model, tensors):
 def test_warnings_and_values_that_are_not_finite(tmp_path, normal):
     eqquant.save(tmp_path, {"w": normal(8, 64).at[1, 2].set(jnp.nan)})
     like = {"w": jnp.zeros((8, 64))}
-    with pytest.warns(UserWarning, match="load_quantized: nothing was chosen"):
+    with pytest.warns(UserWarning, match="load_quantized: "):
         eqquant.load_quantized(tmp_path, like)
-    with pytest.raises(ValueError, match="load_quantized: at w: .*1 values are NaN"):
+    with pytest.raises(ValueError, match="load_quantized: at w: .*NaN"):
         eqquant.load_quantized(tmp_path, like, rules={"w": "nf4"})
     rule = {"w": "nf4"}
     eqquant.load_quantized(tmp_path, like, rules=rule, check_finite=False)
@@ -197,7 +199,7 @@ def test_what_is_quantized_already_comes_as_it_is(folder, model, tmp_path):
     eqquant.checkpoints.quantize_checkpoint(
         folder, tmp_path / "mixed", "int8", rules=mixed
     )
-    with pytest.raises(ValueError, match="cannot be stacked"):
+    with pytest.raises(ValueError, match="'h.1.0.weight'.*'h.0.0.weight'"):
         eqquant.load_quantized(tmp_path / "mixed", model, names=names)
 
 
@@ -227,7 +229,7 @@ def test_checkpoints_without_a_model(folder, tmp_path, tensors):
         for key in name.split("."):
             found = found[key]
         assert_identical(found, eqquant.quantize(tensors[name], format, axis=axis))
-    with pytest.raises(ValueError, match="is quantized already"):
+    with pytest.raises(ValueError, match="quantize_checkpoint: .*weight"):
         eqquant.checkpoints.quantize_checkpoint(dst, tmp_path / "again")
-    with pytest.raises(ValueError, match="src and dst must not be the same"):
+    with pytest.raises(ValueError, match="src and dst"):
         eqquant.checkpoints.quantize_checkpoint(folder, folder)

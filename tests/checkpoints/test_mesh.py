@@ -147,7 +147,7 @@ def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, norma
     last.write_bytes(data)
     with Source(tmp_path / "pieces") as source:
         source.read_slices("w", places[1:])
-    with pytest.raises(ValueError, match="the file is damaged"):
+    with pytest.raises(ValueError, match="CRC-32"):
         eqquant.load(tmp_path / "pieces")
 
 
@@ -176,10 +176,10 @@ def test_pieces_that_make_no_tensor(tmp_path, name):
     )
     path = tmp_path / "model.safetensors"
     write_leaves(path, [Leaf("w", {}, parts)], {})
-    with pytest.raises(ValueError, match="no piece as|do not cover|is a piece of"):
+    with pytest.raises(ValueError, match="pieces: 'w0'|pieces of 'w'"):
         eqquant.load(path)
     whole = Part("w", f32, OF, lambda: np.zeros(OF, f32))
     piece = Part("w[", f32, OF, lambda: np.zeros(OF, f32), 0, Piece("w", OF, (0, 0)))
     write_leaves(path, [Leaf("w", {}, (whole, piece))], {})
-    with pytest.raises(ValueError, match="whole and in pieces"):
+    with pytest.raises(ValueError, match="'w' .*pieces"):
         eqquant.load(path)

@@ -170,15 +170,19 @@ def test_every_kind_of_leaf(tmp_path, most):
 
 
 REFUSED = {
-    "object": ({"a": object()}, TypeError, "at a: object cannot be saved"),
-    "strings": ({"a": np.array(["x"])}, TypeError, "at a: an array of the dtype"),
-    "int4": ({"a": jnp.zeros(2, "int4")}, TypeError, "int4 cannot be saved"),
-    "complex128": ({"a": np.zeros(2, "c16")}, TypeError, "complex128 cannot be saved"),
-    "traced": (None, TypeError, "at a: what JAX traces cannot be saved"),
-    "described": ({"a": jax.ShapeDtypeStruct((2,), "f4")}, TypeError, "no values"),
-    "twice": ({"a.b": 1, "a": {"b": 2}}, ValueError, "'a.b' would be the name of two"),
+    "object": ({"a": object()}, TypeError, "at a: object"),
+    "strings": ({"a": np.array(["x"])}, TypeError, "at a: .*<U1"),
+    "int4": ({"a": jnp.zeros(2, "int4")}, TypeError, "at a: .*int4"),
+    "complex128": ({"a": np.zeros(2, "c16")}, TypeError, "at a: .*complex128"),
+    "traced": (None, TypeError, "at a: .*jit"),
+    "described": (
+        {"a": jax.ShapeDtypeStruct((2,), "f4")},
+        TypeError,
+        "ShapeDtypeStruct",
+    ),
+    "twice": ({"a.b": 1, "a": {"b": 2}}, ValueError, "'a.b'"),
     "reserved": ({"__metadata__": jnp.ones(1)}, ValueError, "__metadata__"),
-    "surrogate": ({"\ud800": 1}, ValueError, "not valid text"),
+    "surrogate": ({"\ud800": 1}, ValueError, r"\\ud800"),
 }
 
 
@@ -194,9 +198,9 @@ def test_what_would_not_come_back_is_refused(path, name):
 
 def test_damaged_arrays_are_refused(path, normal):
     q = eqquant.quantize(normal(4, 64), "int8")
-    with pytest.raises(ValueError, match="at q: there are codes that"):
+    with pytest.raises(ValueError, match="at q: codes .*-128"):
         eqquant.save(path, {"q": q.replace(codes=q.codes.at[0, 0].set(-128))})
-    with pytest.raises(ValueError, match="scales for 64 codes"):
+    with pytest.raises(ValueError, match="scales .*64.*got 2"):
         eqquant.save(path, q.replace(scales=jnp.ones((4, 2))))
 
 
@@ -222,36 +226,36 @@ def test_formats_of_a_user(path, normal):
     q = eqquant.quantize(normal(4, 64), Halves(shift=0.1))
     eqquant.save(path, q)
     assert_identical(eqquant.load(path, formats=[Halves]), q)
-    with pytest.raises(ValueError, match="'halves' is not known.*formats="):
+    with pytest.raises(ValueError, match="'halves'.*formats="):
         eqquant.load(path)
-    with pytest.raises(ValueError, match="two formats are called 'int8'"):
+    with pytest.raises(ValueError, match="formats: .*'int8'"):
         eqquant.load(path, formats=[Unnamed])
     with pytest.raises(TypeError, match="formats"):
         eqquant.load(path, formats=["nf4"])
-    with pytest.raises(ValueError, match="a `name` of its own"):
+    with pytest.raises(ValueError, match="'int8'.*`name`"):
         eqquant.save(path, eqquant.quantize(normal(4, 64), Unnamed()))
-    with pytest.raises(ValueError, match="a field holds"):
+    with pytest.raises(ValueError, match="<class 'object'>"):
         eqquant.save(path, eqquant.quantize(normal(4, 64), Hidden(secret=object)))
 
 
 def test_like_must_fit(path, model):
     eqquant.save(path, eqquant.quantize_tree(model, "nf4"))
 
-    def refuses(message, like):
+    def rejects(message, like):
         with pytest.raises(ValueError, match=message):
             eqquant.load(path, like)
 
     bias = lambda m: m[2].bias
-    refuses(
+    rejects(
         "NF4.* at layers.0.weight, but like has Int8",
         eqquant.quantize_tree(model, "int8"),
     )
-    refuses("nothing at extra", {"extra": jnp.ones(1)})
-    refuses("no place for.*layers.2.bias", eqx.tree_at(bias, model, None))
+    rejects("extra", {"extra": jnp.ones(1)})
+    rejects("like .*layers.2.bias", eqx.tree_at(bias, model, None))
     half = eqx.tree_at(bias, model, model[2].bias.astype("float16"))
-    refuses(r"float32\[33\] at layers.2.bias, but like has an array float16", half)
-    refuses("at layers.2.bias", eqx.tree_at(bias, model, jnp.ones(32)))
-    refuses("at layers.3.p, but like has 1", eqx.tree_at(lambda m: m[3].p, model, 1))
+    rejects(r"float32\[33\] at layers.2.bias, but like has an array float16", half)
+    rejects("at layers.2.bias", eqx.tree_at(bias, model, jnp.ones(32)))
+    rejects("at layers.3.p, but like has 1", eqx.tree_at(lambda m: m[3].p, model, 1))
 
 
 def test_shards_follow_each_other(tmp_path):
@@ -264,7 +268,7 @@ def test_shards_follow_each_other(tmp_path):
         for place in (tmp_path, tmp_path / "m.safetensors"):
             assert_identical(eqquant.load(place), tree)
     (shard, *_) = tmp_path.glob("*-00001-of-*")
-    with pytest.raises(ValueError, match="is shard 1 of 6"):
+    with pytest.raises(ValueError, match="shard 1 of 6"):
         eqquant.load(shard)
 
 
@@ -284,18 +288,18 @@ def test_others_read_and_write_the_same_files(path, normal):
 
 
 def test_bad_arguments(tmp_path):
-    with pytest.raises(ValueError, match="max_shard_size must be positive"):
+    with pytest.raises(ValueError, match="max_shard_size.*got 0"):
         eqquant.save(tmp_path, {}, max_shard_size=0)
-    with pytest.raises(ValueError, match="path must end with .safetensors"):
+    with pytest.raises(ValueError, match="path .*safetensors.*model.npz"):
         eqquant.save(tmp_path / "model.npz", {})
-    with pytest.raises(ValueError, match="metadata must not use 'eqquant'"):
+    with pytest.raises(ValueError, match="metadata.*'eqquant'"):
         eqquant.save(tmp_path, {}, metadata={"eqquant": ""})
-    with pytest.raises(FileNotFoundError, match="no such file"):
+    with pytest.raises(FileNotFoundError, match="model.safetensors"):
         eqquant.load(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="exactly one.*found none"):
+    with pytest.raises(ValueError, match="model.safetensors.*none"):
         eqquant.load(tmp_path)
     (tmp_path / "a.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match="not a safetensors file"):
+    with pytest.raises(ValueError, match="a.safetensors: .* 0 bytes"):
         eqquant.load(tmp_path)
 
 

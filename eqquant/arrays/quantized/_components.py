@@ -12,8 +12,8 @@ from ...formats import (
     as_format,
     Format,
     num_codes,
+    problems_of,
     QuantizedOffsets,
-    scales_and_offsets,
     ShortScales,
 )
 from ._array import QuantizedArray
@@ -60,28 +60,6 @@ def from_components(
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"from_components: dtype must be floating point, got {dtype}.")
-    if codes.dtype != format.code_dtype:
-        raise TypeError(
-            f"from_components: codes of {format!r} must be "
-            f"{jnp.dtype(format.code_dtype)}, got {codes.dtype}."
-        )
-    if scales.dtype != format.scale_dtype:
-        raise TypeError(
-            f"from_components: scales must be {format.scale_dtype} as {format!r} has "
-            f"it, got {scales.dtype}."
-        )
-    kinds = scales_and_offsets(format.no_scales((), 1), format)
-    given = {"scales": scales, "offsets": offsets}
-    for (name, part), known in zip(given.items(), kinds, strict=True):
-        if part is not None and known is not None and _kind(part) != _kind(known):
-            raise TypeError(
-                f"from_components: {name} of {format!r} must be {_kind(known)}."
-            )
-    if scales.shape[:-1] != codes.shape[:-1]:
-        raise ValueError(
-            f"from_components: scales must have the leading axes {codes.shape[:-1]} of "
-            f"codes, got {scales.shape[:-1]}."
-        )
     count = 1 if isinstance(axis, int) else len(axis)
     axes = canonical_axes(axis, codes.ndim - 1 + count)
     held = num_codes(codes.shape[-1], format.bits)
@@ -96,32 +74,7 @@ def from_components(
             f"{size}."
         )
     total = math.prod(sizes)
-    if held != format.padded(total):
-        raise ValueError(
-            f"from_components: codes hold {held} values along the blocked axis, but "
-            f"{format!r} stores {format.padded(total)} for a size of {size}."
-        )
-    blocks = format.num_blocks(total)
-    if scales.shape[-1] != blocks:
-        raise ValueError(
-            f"from_components: scales must have {blocks} blocks for a size of {size}, "
-            f"got {scales.shape[-1]}."
-        )
-    if format.has_offsets != (offsets is not None):
-        needs = "needs" if format.has_offsets else "has no"
-        raise ValueError(f"from_components: {format!r} {needs} offsets.")
-    if offsets is not None and (offsets.shape, offsets.dtype) != (
-        scales.shape,
-        format.scale_dtype,
-    ):
-        raise ValueError(
-            f"from_components: offsets must be {format.scale_dtype}{scales.shape}, as "
-            f"scales are, got {offsets.dtype}{offsets.shape}."
-        )
+    for problem in problems_of(format, codes, scales, offsets, size=total):
+        raise type(problem)(f"from_components: {problem}")
     fields = format, dtype, axes, sizes[1:], held - total
     return QuantizedArray(codes, scales, *fields, offsets=offsets)
-
-
-def _kind(scales) -> str:
-    short = isinstance(scales, ShortScales)
-    return f"eqquant.formats.{type(scales).__name__}" if short else "an array"

@@ -1,8 +1,8 @@
-"""Files: bytes of tensors, safely, whoever wrote them and whatever they are for.
+"""Read and write the bytes of tensors in files, whoever wrote the files.
 
-Safetensors and their headers, checked against the size of the file; checkpoints of
-several files, and tensors split over them; files that replace others whole; JSON and
-memory. Imports no other room of checkpoints.
+This folder holds safetensors files and their headers, checked against the size of the
+file; checkpoints of several files, and tensors split over them; atomic replacement of
+files; JSON; and memory. It imports no other folder of `checkpoints`.
 """
 
 from ._json import parse_object as parse_object, to_json as to_json
@@ -17,11 +17,11 @@ from ._layout import (
     VERSION as VERSION,
 )
 from ._memory import (
-    about_arrays as about_arrays,
     convert as convert,
     empty as empty,
     to_jax as to_jax,
     to_numpy as to_numpy,
+    with_abstract_arrays as with_abstract_arrays,
 )
 from ._plain import write_plain as write_plain
 from ._replacing import PART as PART, replacing as replacing, sync_folder as sync_folder

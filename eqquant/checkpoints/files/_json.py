@@ -1,38 +1,42 @@
-"""JSON from a file that may be damaged, or made to mislead."""
+"""JSON from files that may be damaged or malicious."""
 
 import json
 from typing import Any
 
 
 def parse_object(text: bytes, where: str) -> dict[str, Any]:
-    """An object; a `ValueError` that says `where` for anything else, for a key that is
-    there twice, and for what is no JSON although Python reads it."""
+    """Parse a JSON object.
 
-    def once(pairs):
-        found = dict(pairs)
-        if len(found) != len(pairs):
+    Raise a `ValueError` that starts with `where` for any other value, for a duplicate
+    key, and for `NaN` and `Infinity`, which Python's parser accepts although JSON has
+    neither.
+    """
+
+    def check_unique(pairs):
+        unique = dict(pairs)
+        if len(unique) != len(pairs):
             keys = [key for key, _ in pairs]
-            twice = next(key for key in keys if keys.count(key) > 1)
-            raise ValueError(f"the key {twice!r} is there twice")
-        return found
+            duplicate = next(key for key in keys if keys.count(key) > 1)
+            raise ValueError(f"the key {duplicate!r} occurs more than once")
+        return unique
 
-    def refuse(constant):
-        raise ValueError(f"{constant} is no JSON")
+    def reject(constant):
+        raise ValueError(f"{constant} is not valid JSON")
 
     try:
-        # Not by `json.loads`, which guesses the encoding of bytes.
-        found = json.loads(
-            text.decode("utf-8"), object_pairs_hook=once, parse_constant=refuse
+        # `json.loads` guesses the encoding of bytes, so decode them first.
+        parsed = json.loads(
+            text.decode("utf-8"), object_pairs_hook=check_unique, parse_constant=reject
         )
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not valid JSON: {error}.") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{where} must be a JSON object, got {type(found).__name__}.")
-    return found
+    if not isinstance(parsed, dict):
+        raise ValueError(f"{where} must be a JSON object, got {type(parsed).__name__}.")
+    return parsed
 
 
 def to_json(value: Any) -> bytes:
-    """The same value always as the same bytes."""
+    """Write a value as compact JSON. Equal values give equal bytes."""
     compact = (",", ":")
     text = json.dumps(value, separators=compact, ensure_ascii=False, allow_nan=False)
     return text.encode("utf-8")

@@ -1,10 +1,10 @@
-"""What eqquant writes in the header of a file, beside the tensors: the layout.
+"""The layout: the data that eqquant adds to the header of a safetensors file.
 
-It is two strings of the metadata. `eqquant` is JSON: the version, a record of each leaf
-that is more than a tensor, a CRC-32 of the bytes of each tensor, which shard this is,
-and which tensors are pieces of a larger one. `eqquant.checksum` is the CRC-32 of the
-whole header, itself taken as zeros. So no bit of a file can change unseen, and reading
-costs one pass.
+The layout is two strings of the metadata. `eqquant` is JSON with the version, a record
+of each leaf that is more than a tensor, the CRC-32 of each tensor, the number of the
+shard, and the position of each piece of a larger tensor. `eqquant.checksum` is the
+CRC-32 of the whole header, computed with zeros in place of the checksum. So every
+changed bit of a file is detected, and a file is read in one pass.
 """
 
 import dataclasses
@@ -19,12 +19,13 @@ from ._safetensors import are_sizes, DTYPES, TensorFile
 VERSION = 1
 KEY, CHECKSUM = "eqquant", "eqquant.checksum"
 _zeros = "0" * 8
-_of_dtype = {dtype: name for name, dtype in DTYPES.items()}
+_dtype_names = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Which one of `count` files, counted from 1, that were `saved` together."""
+    """The number of a shard among the `count` files of one save, counted from 1.
+    `saved` identifies the save."""
 
     saved: str
     number: int
@@ -33,7 +34,8 @@ class Shard:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Where in a larger tensor, `of` a name and a shape, this one starts."""
+    """The position of a tensor in a larger tensor: the name `of` the larger tensor, its
+    shape, and the start of the piece in it."""
 
     of: str
     shape: tuple[int, ...]
@@ -42,12 +44,14 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """**Fields:**
+    """The parsed layout of one file.
 
-    - `records`: by the path of the leaf, or of a part of it.
+    **Fields:**
+
+    - `records`: by the path of the leaf, or the path of one of its parts.
     - `checksums`: by the name of the tensor.
-    - `shard`: None for a file by itself.
-    - `pieces`: by the name of the tensor; without those that are whole.
+    - `shard`: `None` if the checkpoint is a single file.
+    - `pieces`: by the name of the tensor. Whole tensors have no entry.
     """
 
     records: dict[str, Any]
@@ -58,7 +62,7 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Planned:
-    """A tensor that will be in a file."""
+    """A tensor to be written."""
 
     name: str
     dtype: Any
@@ -67,15 +71,18 @@ class Planned:
 
 
 def place(planned: list[Planned]) -> tuple[dict[str, Any], dict[str, int]]:
-    """What a header says of tensors, and where each starts after the header: aligned,
-    as those of the longest elements come first."""
+    """Return the header entries of tensors, and the offset of each tensor from the end
+    of the header.
+
+    Tensors with the largest elements come first, which aligns all of them.
+    """
     entries: dict[str, Any] = {}
     starts, position = {}, 0
     for tensor in sorted(planned, key=lambda t: -t.dtype.itemsize):
         starts[tensor.name] = position
         position += tensor.nbytes
         entries[tensor.name] = {
-            "dtype": _of_dtype[tensor.dtype],
+            "dtype": _dtype_names[tensor.dtype],
             "shape": list(tensor.shape),
             "data_offsets": [starts[tensor.name], position],
         }
@@ -83,11 +90,12 @@ def place(planned: list[Planned]) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def with_length(text: bytes) -> bytes:
-    """A header as it is in a file, after text that was padded by [`padded`][]."""
+    """Prepend the length of a header. `text` comes from [`padded`][]."""
     return len(text).to_bytes(8, "little") + text
 
 
 def padded(header: dict[str, Any]) -> bytes:
+    """Write a header as JSON, padded with spaces to a multiple of 8 bytes."""
     text = to_json(header)
     return text + b" " * (-len(text) % 8)
 
@@ -97,9 +105,11 @@ def make_header(
     layout: Layout,
     metadata: dict[str, str],
 ) -> tuple[bytes, dict[str, int]]:
-    """The header, with its length before it, and where each tensor starts in the file.
+    """Return the header with its length in front, and the position of each tensor in
+    the file.
 
-    The length does not depend on the checksums, so it may be written twice.
+    The length does not depend on the checksums. So a writer can reserve the space first
+    and write the checksums at the end.
     """
     entries, starts = place(planned)
     described: dict[str, Any] = {
@@ -113,8 +123,8 @@ def make_header(
         described["pieces"] = {
             name: dataclasses.asdict(piece) for name, piece in layout.pieces.items()
         }
-    about = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
-    text = padded({"__metadata__": about, **entries})
+    strings = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
+    text = padded({"__metadata__": strings, **entries})
     crc = zlib.crc32(text)
     text = text.replace(_entry(_zeros), _entry(f"{crc:08x}"))
     whole = with_length(text)
@@ -122,12 +132,12 @@ def make_header(
 
 
 def _entry(checksum: str) -> bytes:
-    # No string of JSON has bare quotes, so this is the key, wherever it is found.
+    # A JSON string contains no bare quotes, so this only matches the key.
     return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 
 def read_layout(file: TensorFile) -> Layout | None:
-    """That of a file; None if it is not one of eqquant's."""
+    """Return the layout of a file, or `None` if eqquant did not write the file."""
     ours = [key for key in file.metadata if key.startswith(KEY)]
     if not ours:
         return None
@@ -141,19 +151,22 @@ def read_layout(file: TensorFile) -> Layout | None:
         or zlib.crc32(blank) != int(checksum, 16)
     ):
         raise ValueError(
-            f"{where}: the header is not the one that eqquant wrote: the file is "
-            "damaged, or something else wrote it again."
+            f"{where}: {CHECKSUM} does not match the header: the file is damaged, or "
+            "another program rewrote it. Save it again with eqquant."
         )
     parsed = parse_object(file.metadata[KEY].encode(), f"{where}: the layout")
     version = parsed.get("version")
     if version != VERSION or type(version) is not int:
         raise ValueError(
-            f"{where}: the layout has the version {version!r}; this version of eqquant "
-            f"reads {VERSION}."
+            f"{where}: version of the layout is {version!r}; this version of eqquant "
+            f"reads version {VERSION}."
         )
     expected = {"version", "records", "checksums"}
     if parsed.keys() - {"shard", "pieces"} != expected:
-        raise ValueError(f"{where}: the layout must have {sorted(expected)}.")
+        raise ValueError(
+            f"{where}: the layout must have the keys {sorted(expected)}, got "
+            f"{sorted(parsed)}."
+        )
     return Layout(
         _records(parsed["records"], where),
         _checksums(parsed["checksums"], file),
@@ -167,16 +180,21 @@ def _records(records: Any, where: str) -> dict[str, Any]:
         isinstance(record, dict) and isinstance(record.get("is"), str)
         for record in records.values()
     ):
-        raise ValueError(f"{where}: records must say what each leaf is.")
+        raise ValueError(f"{where}: records must be objects with a string 'is'.")
     return records
 
 
 def _checksums(checksums: Any, file: TensorFile) -> dict[str, int]:
     if not isinstance(checksums, dict) or checksums.keys() != file.tensors.keys():
-        raise ValueError(f"{file.path}: checksums must be those of its tensors.")
+        raise ValueError(
+            f"{file.path}: checksums must have exactly one entry for each tensor."
+        )
     for name, value in checksums.items():
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{8}", value):
-            raise ValueError(f"{file.path}: {name!r} has the checksum {value!r}.")
+            raise ValueError(
+                f"{file.path}: checksums: {name!r} must have 8 hexadecimal digits, got "
+                f"{value!r}."
+            )
     return {name: int(value, 16) for name, value in checksums.items()}
 
 
@@ -191,37 +209,39 @@ def _shard(shard: Any, where: str) -> Shard | None:
         or not 1 <= shard["number"] <= shard["count"]
     ):
         raise ValueError(
-            f"{where}: shard must have saved, number and count, and a number from 1 to "
-            f"count; got {shard!r}."
+            f"{where}: shard must have the keys saved, number and count, with a number "
+            f"from 1 to count; got {shard!r}."
         )
     return Shard(**shard)
 
 
 def _pieces(pieces: Any, file: TensorFile) -> dict[str, Piece]:
     if not isinstance(pieces, dict) or not pieces.keys() <= file.tensors.keys():
-        raise ValueError(f"{file.path}: pieces must be some of its tensors.")
+        raise ValueError(
+            f"{file.path}: pieces must have the names of tensors in this file."
+        )
     return {name: _piece(name, piece, file) for name, piece in pieces.items()}
 
 
 def _piece(name: str, piece: Any, file: TensorFile) -> Piece:
-    held = file.tensors[name].shape
+    stored_shape = file.tensors[name].shape
     if (
         not isinstance(piece, dict)
         or piece.keys() != {"of", "shape", "start"}
         or not isinstance(piece["of"], str)
         or not are_sizes(piece["shape"])
         or not are_sizes(piece["start"])
-        or not held
-        or not len(piece["shape"]) == len(piece["start"]) == len(held)
+        or not stored_shape
+        or not len(piece["shape"]) == len(piece["start"]) == len(stored_shape)
         or any(
             start + part > size or not part
             for start, part, size in zip(
-                piece["start"], held, piece["shape"], strict=True
+                piece["start"], stored_shape, piece["shape"], strict=True
             )
         )
     ):
         raise ValueError(
-            f"{file.path}: {name!r} of the shape {held} is no piece as it is described "
-            f"to be: {piece!r}."
+            f"{file.path}: pieces: {name!r} has the shape {stored_shape}, which does "
+            f"not fit the piece {piece!r}."
         )
     return Piece(piece["of"], tuple(piece["shape"]), tuple(piece["start"]))

@@ -1,4 +1,4 @@
-"""Arrays of NumPy that JAX takes as they are."""
+"""NumPy arrays that JAX uses without a copy."""
 
 import contextlib
 import math
@@ -12,22 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# Of a huge page on most machines. Products with one row are bound by memory, and read
-# it faster where addresses are looked up less often.
+# The size of a huge page on most machines. Products with one row are limited by memory
+# bandwidth, and huge pages cost them fewer TLB misses.
 _huge = 2 << 20
 
 
 def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-    """As `np.empty`, aligned so that JAX on a CPU takes it as it is, without a copy; in
-    huge pages if it is as large, and Linux has them."""
+    """Allocate an array like `np.empty`, aligned so that JAX uses the memory on a CPU
+    without a copy.
+
+    Arrays of 2 MiB or more use huge pages where Linux provides them.
+    """
     dtype = np.dtype(dtype)
     nbytes = math.prod(shape) * dtype.itemsize
     if nbytes >= _huge and hasattr(mmap, "MADV_HUGEPAGE"):
         pages = mmap.mmap(-1, nbytes + _huge, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         raw = np.frombuffer(pages, np.uint8)
         start = -raw.ctypes.data % _huge
-        # Whole ones: with a part of one the array would hold more than it needs. Linux
-        # may have been built without them.
+        # Advise whole pages only: a partial page would make the array take more memory
+        # than it needs. The call fails if Linux was built without huge pages.
         with contextlib.suppress(OSError):
             pages.madvise(mmap.MADV_HUGEPAGE, start, nbytes // _huge * _huge)
     else:
@@ -37,12 +40,15 @@ def empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 
 
 def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
-    """Write numbers in another dtype. What that cannot hold is an error: infinity in
-    place of a large float, or a wrong integer."""
+    """Write `source` into `out` in the dtype of `out`. Raise a `ValueError` if a value
+    does not fit: a float that overflows to infinity, or an integer that changes."""
     floats = all(jnp.issubdtype(x.dtype, jnp.floating) for x in (source, out))
     integers = all(jnp.issubdtype(x.dtype, jnp.integer) for x in (source, out))
     if not (floats or integers):
-        raise ValueError(f"{where} is {source.dtype.name}, not {out.dtype.name}.")
+        raise ValueError(
+            f"{where} is {source.dtype.name}, which does not convert to "
+            f"{out.dtype.name}."
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         out[...] = source.astype(out.dtype)
     if floats:
@@ -55,28 +61,29 @@ def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
 
 
 def to_jax(array: Any) -> jax.Array:
-    """An array of NumPy, or a random key: the same numbers in the same dtype. On a CPU
-    memory of [`empty`][] is not copied, so it must not be written to any more."""
+    """Move a NumPy array or a random key to JAX, with the same values and dtype. On a
+    CPU the memory of [`empty`][] is not copied, so do not write to it afterwards."""
     out = jax.device_put(array)
     if out.dtype != array.dtype:
         raise ValueError(
-            f"{array.dtype.name} needs jax_enable_x64, which is off: JAX would make "
-            f"{out.dtype.name} of it."
+            f"{array.dtype.name} needs jax_enable_x64, which is off: JAX would convert "
+            f"it to {out.dtype.name}."
         )
     return out
 
 
-def about_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
-    """`fn(tree)`, for what asks of arrays no more than their shapes and dtypes: those
-    that are only described are stood in for by those that JAX traces with."""
-    found = []
-    eqx.filter_eval_shape(lambda tree: found.append(fn(tree)), tree)
-    return found[0]
+def with_abstract_arrays(fn: Callable[[Any], Any], tree: Any) -> Any:
+    """Return `fn(tree)` for a function that reads only shapes and dtypes of arrays.
+    Each `jax.ShapeDtypeStruct` becomes a tracer."""
+    results = []
+    eqx.filter_eval_shape(lambda tree: results.append(fn(tree)), tree)
+    return results[0]
 
 
 def to_numpy(array: Any) -> np.ndarray:
-    """The same numbers, by way of the memory of a CPU: an array on another device would
-    keep the copy that `np.asarray` makes of it."""
+    """Return the values as a NumPy array, copied through the memory of the CPU.
+    `np.asarray` of an array on another device would leave a second copy attached to
+    that array."""
     if isinstance(array, jax.Array):
         (cpu, *_) = jax.local_devices(backend="cpu")
         if array.devices() != {cpu}:

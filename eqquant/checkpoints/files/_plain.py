@@ -1,4 +1,4 @@
-"""Safetensors as others write them: tensors, and no layout of eqquant's."""
+"""Write plain safetensors files, without the layout of eqquant."""
 
 import pathlib
 
@@ -12,11 +12,14 @@ from ._safetensors import DTYPES
 def write_plain(
     path: pathlib.Path, tensors: dict[str, np.ndarray], metadata: dict[str, str]
 ) -> None:
+    """Write tensors and metadata to a safetensors file."""
     for name, array in tensors.items():
         if name == "__metadata__":
-            raise ValueError(f"{path}: a tensor cannot be called {name!r}.")
+            raise ValueError(f"{path}: {name!r} is reserved and cannot name a tensor.")
         if array.dtype not in DTYPES.values():
-            raise ValueError(f"{path}: safetensors have no {array.dtype}: {name!r}.")
+            raise ValueError(
+                f"{path}: {name!r} is {array.dtype}, not one of {', '.join(DTYPES)}."
+            )
     planned = [Planned(k, a.dtype, a.shape, a.nbytes) for k, a in tensors.items()]
     entries, starts = place(planned)
     with replacing(path) as file:

@@ -1,4 +1,4 @@
-"""Files that are whole at any time: written beside their place, synced, and renamed."""
+"""Replace files atomically: write beside the target, sync, and rename."""
 
 import contextlib
 import os
@@ -13,8 +13,8 @@ PART = ".part"
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """A file to write, which takes the place of `path` at the end, and not before all
-    of it is on the disk. If that fails `path` is what it was."""
+    """Open a file that replaces `path` when the block ends and all of its data is on
+    the disk. If the block fails, `path` is unchanged."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}{PART}")
     try:
         with open(part, "xb") as file:
@@ -30,9 +30,9 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 
 def sync_folder(folder: pathlib.Path) -> None:
-    """Names in a folder are data of the folder, and synced with it."""
+    """Sync a folder to the disk. The names of its files are data of the folder."""
     if os.name == "nt":
-        return  # Folders cannot be opened there.
+        return  # Windows cannot open folders.
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,13 +1,13 @@
-"""Files of safetensors: what their header says, checked, and tensors out of them.
+"""Read safetensors files: their checked header, and their tensors.
 
 A file is the length of the header (eight bytes, little endian), the header (JSON), and
-the bytes of the tensors without a gap. All of the header is checked before any tensor
-is read, against the size of the file: what it says is never trusted with memory.
+the bytes of the tensors without gaps. The whole header is checked against the size of
+the file before any tensor is read, so no memory is allocated for invalid sizes.
 
-The library of this name reads into memory of its own and writes tensors that are all
-there at once. Here a tensor is read a piece at a time into the memory that JAX takes,
-in the dtype that it is to have, and its checksum in the same pass. (As of 0.8 that
-library has no float8 for NumPy, either, and of a name that is there twice takes one.)
+The library `safetensors` reads into its own memory and writes tensors that all exist at
+once. This module reads a tensor in chunks into memory that JAX uses directly. One pass
+converts the dtype and checks the checksum. (As of version 0.8, that library also lacks
+float8 for NumPy, and silently keeps one of two tensors with the same name.)
 """
 
 import dataclasses
@@ -48,19 +48,19 @@ DTYPES = {
     "F64": np.dtype(np.float64),
     "C64": np.dtype(np.complex64),
 }
-# As the library of that name has it.
+# The limit of the library `safetensors`.
 MAX_HEADER = 100_000_000
-# What is read, checked and converted at once.
+# The number of bytes that are read, checked and converted at once.
 CHUNK = 2**22
 
 
-# One for each axis, with a start and a stop.
+# One slice for each axis, with a start and a stop.
 Slices = tuple[slice, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """What a checkpoint has by a name."""
+    """The name, dtype and shape of a tensor in a checkpoint."""
 
     name: str
     dtype: np.dtype
@@ -73,27 +73,28 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Stored(Tensor):
-    """A tensor in a file: from byte `start` up to `stop`, from its beginning."""
+    """A tensor in a file. Its bytes are `start` to `stop`, counted from the start of
+    the file."""
 
     start: int
     stop: int
 
 
 class TensorFile:
-    """A file that is open, and its header, which has been checked.
+    """An open file with a checked header.
 
     **Fields:**
 
-    - `path`: of the file.
-    - `header`: its bytes.
-    - `metadata`: the strings that the header holds beside tensors.
-    - `tensors`: by name.
+    - `path`: the path of the file.
+    - `header`: the bytes of the header.
+    - `metadata`: the strings in the header.
+    - `tensors`: the tensors by name.
     """
 
     def __init__(self, path: Path):
         self.path = pathlib.Path(path)
         if not self.path.is_file():
-            raise ValueError(f"{self.path}: there is no such file.")
+            raise ValueError(f"{self.path}: no such file.")
         self._file = self.path.open("rb")
         try:
             self.file_size = os.fstat(self._file.fileno()).st_size
@@ -119,8 +120,8 @@ class TensorFile:
         length = int.from_bytes(start, "little")
         if len(start) < 8 or length > self.file_size - 8:
             raise ValueError(
-                f"{self.path}: not a safetensors file, or cut off: it has "
-                f"{self.file_size} bytes, and says that its header has {length}."
+                f"{self.path}: not a safetensors file, or truncated: the file has "
+                f"{self.file_size} bytes, but its header should have {length}."
             )
         if length > MAX_HEADER:
             raise ValueError(
@@ -132,28 +133,28 @@ class TensorFile:
     def read(
         self, name: str, dtype: Any = None, checksum: int | None = None
     ) -> np.ndarray:
-        """A tensor, in memory of its own; with `dtype` converted to that, a piece at a
-        time. `checksum` is the CRC-32 that its bytes must have."""
+        """Read a tensor into new memory. `dtype` converts it in chunks. `checksum` is
+        the CRC-32 that its bytes must have."""
         stored = self.tensors[name]
         dtype = stored.dtype if dtype is None else np.dtype(dtype)
         out = empty(stored.shape, dtype)
         flat = out.reshape(-1)
         same = dtype == stored.dtype
         itemsize = stored.dtype.itemsize
-        piece = np.empty(
+        buffer = np.empty(
             0 if same else min(CHUNK, stored.stop - stored.start), np.uint8
         )
         crc = 0
         self._file.seek(stored.start)
         for start in range(0, stored.size, CHUNK // itemsize):
-            part = flat[start : start + CHUNK // itemsize]
-            raw = part.view(np.uint8) if same else piece[: part.size * itemsize]
+            chunk = flat[start : start + CHUNK // itemsize]
+            raw = chunk.view(np.uint8) if same else buffer[: chunk.size * itemsize]
             self._fill(raw, name)
             if checksum is not None:
                 crc = zlib.crc32(raw.data, crc)
             self._check_bools(raw, stored)
             if not same:
-                convert(raw.view(stored.dtype), part, f"{self.path}: {name!r}")
+                convert(raw.view(stored.dtype), chunk, f"{self.path}: {name!r}")
         self._check(crc, checksum, name)
         return out
 
@@ -163,14 +164,14 @@ class TensorFile:
         slices: Sequence[tuple[Slices, np.ndarray]],
         checksum: int | None = None,
     ) -> None:
-        """Slices of a tensor into arrays, in one pass, and with memory for a piece of
-        it. All of its bytes are read only if there is a checksum to check."""
+        """Read slices of a tensor into arrays in one pass, one chunk at a time. Without
+        a checksum, bytes outside of the slices are skipped."""
         stored = self.tensors[name]
         crc = 0
         self._file.seek(stored.start)
 
         def read(shape: tuple[int, ...], slices) -> None:
-            """What has this shape, from where the file is."""
+            """Read a part of this shape from the current position of the file."""
             nonlocal crc
             nbytes = math.prod(shape) * stored.dtype.itemsize
             if not slices and checksum is None:
@@ -189,11 +190,11 @@ class TensorFile:
                 step = max(CHUNK * length // nbytes, 1)
                 for i in range(0, length, step):
                     rows = slice(i, min(i + step, length))
-                    below = [s for s in (_within(rows, *s) for s in slices) if s]
+                    inner = [s for s in (_within(rows, *s) for s in slices) if s]
                     if step > 1:
-                        read((rows.stop - i, *row), below)
-                    else:  # Of a row there may be too much, too.
-                        read(tuple(row), [(place[1:], out[0]) for place, out in below])
+                        read((rows.stop - i, *row), inner)
+                    else:  # A single row may exceed a chunk.
+                        read(tuple(row), [(place[1:], out[0]) for place, out in inner])
 
         read(stored.shape, list(slices))
         self._check(crc, checksum, name)
@@ -201,14 +202,15 @@ class TensorFile:
     def _check_bools(self, raw: np.ndarray, stored: Stored) -> None:
         if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
             raise ValueError(
-                f"{self.path}: {stored.name!r} has bools other than 0 and 1."
+                f"{self.path}: {stored.name!r} has bools other than 0 and 1: the file "
+                "is damaged."
             )
 
     def _check(self, crc: int, checksum: int | None, name: str) -> None:
         if checksum is not None and crc != checksum:
             raise ValueError(
-                f"{self.path}: the bytes of {name!r} are not those that were saved: "
-                "the file is damaged."
+                f"{self.path}: {name!r} has the CRC-32 {crc:08x}, but {checksum:08x} "
+                "was saved: the file is damaged."
             )
 
     def _fill(self, raw: np.ndarray, name: str) -> None:
@@ -216,7 +218,9 @@ class TensorFile:
         while done < len(view):
             count = self._file.readinto(view[done:])
             if not count:
-                raise ValueError(f"{self.path}: the file ends within {name!r}.")
+                raise ValueError(
+                    f"{self.path}: the file ends inside of {name!r}: it is truncated."
+                )
             done += count
 
 
@@ -235,13 +239,14 @@ def _within(
 def parse_header(
     header: bytes, file_size: int, where: str
 ) -> tuple[dict[str, str], dict[str, Stored]]:
-    """What the header says, if it can be true of a file of that size."""
+    """Return the metadata and the tensors of a header. Raise a `ValueError` if they do
+    not fit a file of `file_size` bytes."""
     parsed = parse_object(header, f"{where}: the header")
     metadata = parsed.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise ValueError(f"{where}: __metadata__ must hold strings.")
+        raise ValueError(f"{where}: __metadata__ must map strings to strings.")
     first = 8 + len(header)
     tensors = {
         name: _parse_tensor(name, entry, first, f"{where}: {name!r}")
@@ -250,13 +255,13 @@ def parse_header(
     position = first
     for stored in sorted(tensors.values(), key=lambda t: (t.start, t.stop)):
         if stored.start != position:
-            what = "overlaps another" if stored.start < position else "follows a gap"
-            raise ValueError(f"{where}: the tensor {stored.name!r} {what}.")
+            problem = "overlaps another" if stored.start < position else "follows a gap"
+            raise ValueError(f"{where}: the tensor {stored.name!r} {problem}.")
         position = stored.stop
     if position != file_size:
         raise ValueError(
             f"{where}: the tensors end at byte {position}, but the file has "
-            f"{file_size}: it is cut off, or damaged."
+            f"{file_size} bytes: it is truncated or damaged."
         )
     return metadata, tensors
 
@@ -264,11 +269,11 @@ def parse_header(
 def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
     expected = {"dtype", "shape", "data_offsets"}
     if not isinstance(entry, dict) or entry.keys() != expected:
-        raise ValueError(f"{where} must have exactly {sorted(expected)}.")
+        raise ValueError(f"{where} must have exactly the keys {sorted(expected)}.")
     dtype, shape, offsets = (entry[k] for k in ("dtype", "shape", "data_offsets"))
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise ValueError(
-            f"{where} has the dtype {dtype!r}, which is none of {', '.join(DTYPES)}."
+            f"{where}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}."
         )
     if not are_sizes(shape) or len(shape) > 32:
         raise ValueError(
@@ -282,13 +287,14 @@ def _parse_tensor(name: str, entry: Any, first: int, where: str) -> Stored:
     start, stop = offsets
     if stop - start != size:
         raise ValueError(
-            f"{where} of the shape {tuple(shape)} takes {size} bytes as {dtype}, but "
-            f"has {stop - start}."
+            f"{where}: the shape {tuple(shape)} takes {size} bytes as {dtype}, but "
+            f"data_offsets span {stop - start}."
         )
     return Stored(name, DTYPES[dtype], tuple(shape), first + start, first + stop)
 
 
 def are_sizes(values: Any) -> bool:
+    """Return whether `values` is a list of integers from 0 to 2**63 - 1."""
     return isinstance(values, list) and all(
         type(value) is int and 0 <= value < 2**63 for value in values
     )

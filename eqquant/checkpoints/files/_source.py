@@ -1,4 +1,4 @@
-"""A checkpoint that is read: one file, or an index and its shards."""
+"""An open checkpoint: one file, or an index and its shards."""
 
 import contextlib
 import itertools
@@ -19,16 +19,17 @@ SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 
 class Source:
-    """The tensors of a checkpoint, in one file or in several, which are open.
+    """The tensors of a checkpoint in one or more open files.
 
     **Fields:**
 
-    - `path`: what was asked for.
-    - `files`: all of them.
-    - `tensors`: by name.
-    - `records`: of leaves that are more than a tensor, in files of eqquant's.
-    - `is_ours`: whether eqquant wrote all of them, so that there are checksums.
-    - `metadata`: the strings that came with them.
+    - `path`: the file or the index.
+    - `files`: all open files.
+    - `tensors`: the tensors by name.
+    - `records`: the records of leaves that are more than a tensor, if eqquant wrote
+        them.
+    - `is_ours`: whether eqquant wrote all files, so that every tensor has a checksum.
+    - `metadata`: the strings that were saved with the tensors.
     """
 
     path: pathlib.Path
@@ -55,8 +56,8 @@ class Source:
                 if layout is not None and layout.shard is not None:
                     shard = layout.shard
                     raise ValueError(
-                        f"{self.path}: this is shard {shard.number} of "
-                        f"{shard.count}. Give the index, *{INDEX}, or the folder."
+                        f"{self.path}: the file is shard {shard.number} of "
+                        f"{shard.count}. Pass the index, *{INDEX}, or the folder."
                     )
             self._assemble()
             stack.pop_all()
@@ -71,7 +72,7 @@ class Source:
         self.close()
 
     def read(self, name: str, dtype: Any = None) -> np.ndarray:
-        """A tensor, in memory of its own, its checksum checked if it has one."""
+        """Read a tensor into new memory, and check its checksum if there is one."""
         tensor = self.tensors[name]
         if not isinstance(tensor, SplitTensor):
             return self._file_of[name].read(name, dtype, self._checksums.get(name))
@@ -83,8 +84,8 @@ class Source:
         return out
 
     def read_slices(self, name: str, places: Sequence[Slices]) -> list[np.ndarray]:
-        """Slices of a tensor. What they do not need stays unread if it has no
-        checksum, or is a piece by itself."""
+        """Read slices of a tensor. Bytes outside of the slices stay unread if the
+        tensor has no checksum, or lie in another piece."""
         tensor = self.tensors[name]
         shapes = [tuple(s.stop - s.start for s in place) for place in places]
         out = [empty(shape, tensor.dtype) for shape in shapes]
@@ -103,13 +104,15 @@ class Source:
         for name, stored in file.tensors.items():
             if name in self.tensors:
                 raise ValueError(
-                    f"{path}: {name!r} is in {self._file_of[name].path.name} as well."
+                    f"{path}: {name!r} is also in {self._file_of[name].path.name}."
                 )
             self.tensors[name] = stored
             self._file_of[name] = file
         if layout is not None:
-            if twice := self.records.keys() & layout.records.keys():
-                raise ValueError(f"{path}: {min(twice)!r} is in two shards.")
+            if duplicates := self.records.keys() & layout.records.keys():
+                raise ValueError(
+                    f"{path}: records: {min(duplicates)!r} is also in another shard."
+                )
             self.records.update(layout.records)
             self._checksums.update(layout.checksums)
             for name, piece in layout.pieces.items():
@@ -124,40 +127,46 @@ class Source:
     def _add_shards(self) -> None:
         saved, weight_map = read_index(self.path)
         names = sorted(set(weight_map.values()))
-        seen = []
+        shard_numbers = []
         for name in names:
             layout = self._add(self.path.parent / name)
             shard = None if layout is None else layout.shard
             if (None if shard is None else shard.saved) != saved:
                 raise ValueError(
-                    f"{self.path}: {name} was not saved together with this index."
+                    f"{self.path}: {name} does not belong to this index: another call "
+                    "saved it."
                 )
             if shard is not None:
-                seen.append((shard.number, shard.count))
-        if saved is not None and sorted(seen) != [
+                shard_numbers.append((shard.number, shard.count))
+        if saved is not None and sorted(shard_numbers) != [
             (i + 1, len(names)) for i in range(len(names))
         ]:
-            raise ValueError(f"{self.path}: some of the shards are missing.")
-        held = {name: file.path.name for name, file in self._file_of.items()}
-        if held != weight_map:
-            wrong = {*held.items()} ^ {*weight_map.items()}
             raise ValueError(
-                f"{self.path}: the shards do not hold what the index says: "
+                f"{self.path}: expected shards 1 to {len(names)}, found "
+                f"{sorted(number for number, _ in shard_numbers)}."
+            )
+        file_names = {name: file.path.name for name, file in self._file_of.items()}
+        if file_names != weight_map:
+            wrong = {*file_names.items()} ^ {*weight_map.items()}
+            raise ValueError(
+                f"{self.path}: weight_map does not match the tensors in the shards: "
                 f"{sorted({name for name, _ in wrong})[:5]}."
             )
 
     def _assemble(self) -> None:
-        """In place of pieces the tensors that they make."""
+        """Replace the pieces of split tensors by the whole tensors."""
         for placed in itertools.chain.from_iterable(self._pieces.values()):
             del self.tensors[placed.name]
         for name, pieces in self._pieces.items():
             if name in self.tensors:
-                raise ValueError(f"{self.path}: {name!r} is there whole and in pieces.")
+                raise ValueError(
+                    f"{self.path}: {name!r} is stored both whole and in pieces."
+                )
             self.tensors[name] = assemble(name, pieces)
 
 
 def find(path: Path) -> pathlib.Path:
-    """The file, or the index, that a path or a folder stands for."""
+    """Return the file or the index for a path or a folder."""
     path = pathlib.Path(path)
     if path.is_dir():
         index, single = path / f"model{INDEX}", path / f"model{SUFFIX}"
@@ -174,17 +183,19 @@ def find(path: Path) -> pathlib.Path:
     if path.name.endswith(SUFFIX):
         path = _single_or_index(path, index_of(path))
     if not path.is_file():
-        raise FileNotFoundError(f"{path}: there is no such file or folder.")
+        raise FileNotFoundError(f"{path}: no such file or folder.")
     return path
 
 
 def index_of(path: pathlib.Path) -> pathlib.Path:
+    """Return the path of the index beside a file."""
     return path.with_name(path.name.removesuffix(SUFFIX) + INDEX)
 
 
 def _single_or_index(single: pathlib.Path, index: pathlib.Path) -> pathlib.Path:
-    """Both are there when a save was stopped between two steps: an index of eqquant's
-    then counts. Elsewhere the single file does, as it does for others."""
+    """Choose between a single file and an index. Both exist if a save was stopped
+    between two steps. An index of eqquant then wins. Otherwise the single file wins, as
+    in other libraries."""
     if not index.is_file():
         return single
     if not single.is_file():
@@ -193,23 +204,26 @@ def _single_or_index(single: pathlib.Path, index: pathlib.Path) -> pathlib.Path:
 
 
 def read_index(path: pathlib.Path) -> tuple[str | None, dict[str, str]]:
-    """By whom the shards were saved (None: not by eqquant), and where tensors are."""
+    """Return the identifier of the save (`None` if eqquant did not write the index),
+    and the file name of each tensor."""
     if not path.is_file():
-        raise ValueError(f"{path}: there is no such file.")
+        raise ValueError(f"{path}: no such file.")
     if path.stat().st_size > MAX_HEADER:
-        raise ValueError(f"{path}: too long for an index.")
+        raise ValueError(f"{path}: an index must have at most {MAX_HEADER} bytes.")
     parsed = parse_object(path.read_bytes(), f"{path}: the index")
-    weight_map, about = parsed.get("weight_map"), parsed.get("metadata", {})
-    if not isinstance(weight_map, dict) or not isinstance(about, dict):
-        raise ValueError(f"{path}: the index must have a weight_map.")
+    weight_map, metadata = parsed.get("weight_map"), parsed.get("metadata", {})
+    if not isinstance(weight_map, dict) or not isinstance(metadata, dict):
+        raise ValueError(
+            f"{path}: weight_map and metadata of an index must be objects."
+        )
     for name, file in weight_map.items():
         is_name = isinstance(file, str) and file.endswith(SUFFIX)
         if not is_name or set(file) & set("/\\:\0") or file.startswith("."):
             raise ValueError(
-                f"{path}: {name!r} is said to be in {file!r}, which is not the name of "
-                f"a *{SUFFIX} file beside the index."
+                f"{path}: weight_map: {name!r} must name a *{SUFFIX} file beside the "
+                f"index, got {file!r}."
             )
-    saved = about.get(KEY)
-    if KEY in about and not isinstance(saved, str):
-        raise ValueError(f"{path}: {KEY} must be a string.")
+    saved = metadata.get(KEY)
+    if KEY in metadata and not isinstance(saved, str):
+        raise ValueError(f"{path}: {KEY} must be a string, got {saved!r}.")
     return saved, weight_map

@@ -1,4 +1,4 @@
-"""Tensors that are in several pieces, in the files of the processes that had them."""
+"""Tensors that several processes wrote in pieces."""
 
 import dataclasses
 import itertools
@@ -13,7 +13,7 @@ from ._safetensors import Slices, Tensor, TensorFile
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """A piece: where it is read from, where it starts, and how large it is."""
+    """A piece of a tensor in a file, with its position in the whole tensor."""
 
     file: TensorFile
     name: str
@@ -31,43 +31,44 @@ class Placed:
 
 @dataclasses.dataclass(frozen=True)
 class SplitTensor(Tensor):
-    """A tensor whose pieces cover it, each element once."""
+    """A tensor whose pieces cover each element exactly once."""
 
     pieces: tuple[Placed, ...]
 
     def read_slices(self, slices: Sequence[tuple[Slices, np.ndarray]]) -> None:
-        """Each piece that is needed is read once."""
+        """Read slices of the whole tensor. Each piece is read at most once."""
         for placed in self.pieces:
-            shared = [_shared(placed.slices, place, out) for place, out in slices]
-            if found := [s for s in shared if s is not None]:
+            overlaps = [_overlap(placed.slices, place, out) for place, out in slices]
+            if found := [s for s in overlaps if s is not None]:
                 placed.file.read_slices(placed.name, found, placed.checksum)
 
 
-def _shared(
+def _overlap(
     piece: Slices, place: Slices, out: np.ndarray
 ) -> tuple[Slices, np.ndarray] | None:
-    """What a piece has of a slice: where in the piece, and where it goes."""
-    there, here = [], []
+    """Intersect a piece with a slice. Return the position in the piece and the part of
+    `out` that it fills."""
+    in_piece, in_out = [], []
     for p, s in zip(piece, place, strict=True):
         start, stop = max(p.start, s.start), min(p.stop, s.stop)
         if start >= stop:
             return None
-        there.append(slice(start - p.start, stop - p.start))
-        here.append(slice(start - s.start, stop - s.start))
-    return tuple(there), out[(*here,)]
+        in_piece.append(slice(start - p.start, stop - p.start))
+        in_out.append(slice(start - s.start, stop - s.start))
+    return tuple(in_piece), out[(*in_out,)]
 
 
 def assemble(name: str, pieces: Sequence[Placed]) -> SplitTensor:
-    """The tensor of these pieces; a `ValueError` if they do not make one: they must be
-    all parts of a grid, as those of a mesh are."""
+    """Join pieces to a tensor. Raise a `ValueError` unless they form a grid without
+    gaps, as the shards of a mesh do."""
     first = pieces[0]
     shape, dtype = first.piece.shape, first.file.tensors[first.name].dtype
     for placed in pieces:
-        here = placed.piece.shape, placed.file.tensors[placed.name].dtype
-        if here != (shape, dtype):
+        actual = placed.piece.shape, placed.file.tensors[placed.name].dtype
+        if actual != (shape, dtype):
             raise ValueError(
                 f"{placed.file.path}: {placed.name!r} is a piece of "
-                f"{here[1]}{list(here[0])}, and others of {name!r} are pieces of "
+                f"{actual[1]}{list(actual[0])}, but other pieces of {name!r} have "
                 f"{dtype}{list(shape)}."
             )
     by_start = {placed.piece.start: placed.slices for placed in pieces}
@@ -76,7 +77,8 @@ def assemble(name: str, pieces: Sequence[Placed]) -> SplitTensor:
         dict(zip(starts, (*starts[1:], size), strict=True))
         for starts, size in zip(axes, shape, strict=True)
     ]
-    # That many, and all different: so they are those of the grid.
+    # The number of pieces equals the number of grid cells, and all starts differ. So
+    # the pieces are the cells.
     is_grid = (
         len(pieces) == len(by_start) == math.prod(map(len, axes))
         and all(starts[0] == 0 for starts in axes)
@@ -89,7 +91,7 @@ def assemble(name: str, pieces: Sequence[Placed]) -> SplitTensor:
     )
     if not is_grid:
         raise ValueError(
-            f"{first.file.path}: the pieces of {name!r} do not cover its shape "
-            f"{shape}, each element once."
+            f"{first.file.path}: the pieces of {name!r} do not cover the shape {shape} "
+            "exactly once."
         )
     return SplitTensor(name, dtype, shape, tuple(pieces))

@@ -1,6 +1,6 @@
-"""Checkpoints of other libraries: a file per kind, which finds the weights of that kind
-and says how each is read; `_read.py` asks all of them. Imports `files`.
-"""
+"""Read checkpoints of other libraries. Each library has a file, which finds its weights
+in a checkpoint and describes how to read them. `_read.py` tries all of them. Imports
+`files`."""
 
 from ._entry import Entry as Entry
 from ._gguf import is_gguf as is_gguf

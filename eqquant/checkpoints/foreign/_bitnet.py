@@ -1,9 +1,9 @@
 """Ternary weights of BitNet, as Hugging Face packs them in safetensors.
 
-`weight` is uint8, `(rows / 4, columns)`. The rows are cut in four runs, and bits `2 i`
-of a byte hold run `i`, as the level plus one. `weight_scale` is one number, and
-`config.json` says what is done with it: layers of the class `bitlinear` divide by it,
-and those of `autobitlinear` multiply.
+`weight` is uint8 `(rows / 4, columns)`. The rows are cut into four runs. Bits `2 i` and
+`2 i + 1` of a byte hold the level of run `i` plus one. `weight_scale` is one number.
+Layers of the class `bitlinear` divide by it, and layers of `autobitlinear` multiply.
+`config.json` names the class.
 """
 
 import numpy as np
@@ -35,9 +35,9 @@ def bitnet_entries(source: Source) -> dict[str, Entry]:
             or len(stored.shape) != 2
         ):
             raise ValueError(
-                f"{where} is packed in a way that eqquant does not know: uint8 of the "
-                f"shape {stored.shape}, beside {name!r}, {scale.dtype} of the shape "
-                f"{scale.shape}. Ternary weights of BitNet are matrices with one scale."
+                f"{where} is uint8{stored.shape} and {name!r} is "
+                f"{scale.dtype}{scale.shape}. Ternary weights of BitNet must be uint8 "
+                f"matrices with one scale in {', '.join(_scale_dtypes)}."
             )
         if divides is None:
             divides = _divides(source)
@@ -46,9 +46,10 @@ def bitnet_entries(source: Source) -> dict[str, Entry]:
 
 
 def _divides(source: Source) -> bool:
-    """Whether layers divide by their scale, which is for `config.json` to say."""
-    says = "whether their scale divides or multiplies"
-    config = PackingConfig(source, "ternary weights as BitNet does", says)
+    """Return whether layers divide by their scale, from `config.json`."""
+    config = PackingConfig(
+        source, "ternary weights of BitNet", "whether scales divide or multiply"
+    )
     config.one_of("quant_method", ("bitnet",))
     kinds = "bitlinear", "autobitlinear"
     return config.one_of("linear_class", kinds, kinds[0]) == kinds[0]
@@ -64,19 +65,19 @@ def _entry(
         packed = source.read(stored.name)
         shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
         runs = (packed >> shifts) & np.uint8(3)
-        found = runs.reshape(shape).astype(np.int8) - np.int8(1)
-        if np.any(found > 1):
-            raise ValueError(f"{where} has codes that are not ternary.")
-        return found
+        unpacked = runs.reshape(shape).astype(np.int8) - np.int8(1)
+        if np.any(unpacked > 1):
+            raise ValueError(f"{where} has codes of 3; ternary codes are 0, 1 and 2.")
+        return unpacked
 
     def scales() -> np.ndarray:
-        one = source.read(scale.name).reshape(()).astype(np.float32)
+        factor = source.read(scale.name).reshape(()).astype(np.float32)
         if divides:
             with np.errstate(divide="ignore"):
-                one = np.float32(1) / one
-        if not np.isfinite(one):
-            raise ValueError(f"{where} has a scale that is 0 or not finite.")
-        return np.full((shape[0], 1), one, np.float32)
+                factor = np.float32(1) / factor
+        if not np.isfinite(factor):
+            raise ValueError(f"{where}: {scale.name!r} must be finite and not 0.")
+        return np.full((shape[0], 1), factor, np.float32)
 
     def quantized():
         return from_levels(levels(), scales(), Ternary(), scale.dtype)
@@ -84,5 +85,5 @@ def _entry(
     def decode() -> np.ndarray:
         return (levels() * scales()).astype(scale.dtype)
 
-    how = decode, quantized, ("BitNet", True), (stored.name, scale.name)
-    return Entry(where, shape, scale.dtype, *how)
+    kind, names = ("BitNet", True), (stored.name, scale.name)
+    return Entry(where, shape, scale.dtype, decode, quantized, kind, names)

@@ -1,9 +1,9 @@
-"""Weights of bitsandbytes in safetensors: NF4, FP4 and LLM.int8().
+"""bitsandbytes weights in safetensors: NF4, FP4 and LLM.int8().
 
-A weight of 4 bits is a tensor of bytes, two codes to each, the first in the high half;
-blocks run over the whole of it, row after row. Beside it are the largest magnitudes of
-the blocks (which may be quantized, too), the table, and a text in JSON that says the
-rest. A weight of 8 bits has beside it the largest magnitude of each row, in `SCB`.
+A 4-bit weight is a tensor of bytes with two codes per byte, the first in the high half.
+Blocks run over the flattened weight, row after row. Separate tensors hold the absmax of
+each block (which may be quantized), the table of levels, and JSON with the other
+settings. An 8-bit weight has the absmax of each row in `SCB`.
 """
 
 import math
@@ -14,11 +14,11 @@ import numpy as np
 
 from ...formats import Int8, NF4
 from ..files import parse_object, Source
-from ._entry import Entry, from_levels, NotHeld
+from ._entry import Entry, from_levels, NotExact
 
 
 STATE = ".quant_state.bitsandbytes__"
-# Of what bitsandbytes itself writes.
+# The block sizes that bitsandbytes writes.
 BLOCK_SIZES = tuple(2**i for i in range(5, 13))
 DTYPES = {
     name: np.dtype(getattr(jnp, name)) for name in ("float32", "float16", "bfloat16")
@@ -35,7 +35,7 @@ def bitsandbytes_entries(source: Source) -> dict[str, Entry]:
         if found:
             state = _State(source, weight, kind)
             if weight in entries:
-                raise ValueError(f"{state.where} has two states.")
+                raise ValueError(f"{state.where} has two quant_state tensors.")
             entries[weight] = state.entry()
         elif name.endswith(".SCB") or name == "SCB":
             weight = name.removesuffix("SCB") + "weight"
@@ -44,80 +44,83 @@ def bitsandbytes_entries(source: Source) -> dict[str, Entry]:
 
 
 #
-# 4 bits
+# 4-bit weights
 #
 
 
 class _State:
-    """What stands beside a weight of 4 bits, checked."""
+    """The checked quantization state of a 4-bit weight."""
 
     def __init__(self, source: Source, weight: str, kind: str):
         self.source, self.weight = source, weight
         self.where = f"{source.path}: {weight!r} of bitsandbytes"
         self.names = {weight, f"{weight}{STATE}{kind}"}
         if kind not in ("nf4", "fp4"):
-            self.fail(f"has the unknown type {kind!r}.")
-        stated = self._tensor(f"quant_state.bitsandbytes__{kind}", np.uint8, None)
-        if stated.nbytes > _longest_state:
-            self.fail("has a state that is too long.")
-        said = parse_object(stated.tobytes(), f"{self.where}: its state")
+            self.fail(f"has the type {kind!r}; expected 'nf4' or 'fp4'.")
+        raw_state = self._tensor(f"quant_state.bitsandbytes__{kind}", np.uint8, None)
+        if raw_state.nbytes > _longest_state:
+            self.fail(
+                f"has a quant_state of {raw_state.nbytes} bytes, above "
+                f"{_longest_state}."
+            )
+        state = parse_object(raw_state.tobytes(), f"{self.where}: quant_state")
         self.kind = kind
-        if said.get("quant_type") != kind:
-            self.fail(f"says that it is {said.get('quant_type')!r}, not {kind!r}.")
-        self.block = self._size(said.get("blocksize"), "blocksize")
+        if state.get("quant_type") != kind:
+            self.fail(f"has the quant_type {state.get('quant_type')!r}, not {kind!r}.")
+        self.block = self._size(state.get("blocksize"), "blocksize")
         if self.block % 2:
-            self.fail(f"has the odd blocksize {self.block}.")
-        shape = said.get("shape")
+            self.fail(f"has the blocksize {self.block}, which must be even.")
+        shape = state.get("shape")
         if not isinstance(shape, list) or not 0 < len(shape) <= 8:
-            self.fail(f"has the shape {shape!r}.")
+            self.fail(f"has the shape {shape!r}, which must have 1 to 8 axes.")
         self.shape = tuple(self._size(n, "shape") for n in shape)
-        dtype = said.get("dtype")
+        dtype = state.get("dtype")
         if not isinstance(dtype, str) or dtype not in DTYPES:
-            self.fail(f"has the dtype {dtype!r}, none of {list(DTYPES)}.")
+            self.fail(f"has the dtype {dtype!r}, not one of {list(DTYPES)}.")
         self.dtype = DTYPES[str(dtype)]
         self.size = math.prod(self.shape)
         self.blocks = -(-self.size // self.block)
         stored = source.tensors.get(weight)
         if stored is None or stored.dtype != np.uint8:
-            self.fail("has no tensor of uint8.")
+            self.fail("must be a tensor of uint8.")
         if stored.size != -(-self.size // 2):
-            self.fail(f"has {stored.size} bytes for {self.size} values of 4 bits.")
+            self.fail(f"has {stored.size} bytes for {self.size} 4-bit values.")
         self.table = self._tensor("quant_map", np.float32, 16)
         self.is_nested = f"{weight}.nested_absmax" in source.tensors
-        if self.is_nested != ("nested_blocksize" in said):
-            self.fail("has only a part of a nested state.")
+        if self.is_nested != ("nested_blocksize" in state):
+            self.fail("must have both nested_absmax and nested_blocksize, or neither.")
         self._look_up(f"{weight}.absmax", np.uint8 if self.is_nested else np.float32)
         if self.is_nested:
             self.nested_block = self._size(
-                said.get("nested_blocksize"), "nested_blocksize"
+                state.get("nested_blocksize"), "nested_blocksize"
             )
-            self.offset = said.get("nested_offset")
+            self.offset = state.get("nested_offset")
             if type(self.offset) is not float or not math.isfinite(self.offset):
                 self.fail(f"has the nested_offset {self.offset!r}.")
-            if said.get("nested_dtype") != "float32":
-                self.fail(f"has the nested_dtype {said.get('nested_dtype')!r}.")
+            if state.get("nested_dtype") != "float32":
+                self.fail(f"has the nested_dtype {state.get('nested_dtype')!r}.")
             self.nested = self._tensor(
                 "nested_absmax", np.float32, -(-self.blocks // self.nested_block)
             )
             self.nested_table = self._tensor("nested_quant_map", np.float32, 256)
 
-    def fail(self, what: str):
-        raise ValueError(f"{self.where} {what}")
+    def fail(self, problem: str):
+        raise ValueError(f"{self.where} {problem}")
 
     def _size(self, value: Any, name: str) -> int:
         if type(value) is not int or not 0 < value < 2**63:
-            self.fail(f"has the {name} {value!r}.")
+            self.fail(f"has the {name} {value!r}, which must be a positive integer.")
         return value
 
     def _look_up(self, name: str, dtype: Any, size: int | None = -1):
         size = self.blocks if size == -1 else size
         stored = self.source.tensors.get(name)
         if stored is None:
-            self.fail(f"has no {name!r} beside it.")
+            self.fail(f"needs {name!r}, which is missing.")
         elif stored.dtype != dtype or size not in (None, stored.size):
-            what = "any number" if size is None else size
+            count = "any number" if size is None else size
             self.fail(
-                f"must have {what} of {np.dtype(dtype)} in {name!r}, but has "
+                f"must have {count} of {np.dtype(dtype)} in {name!r}, but has "
                 f"{stored.size} of {stored.dtype}."
             )
         self.names.add(name)
@@ -128,13 +131,13 @@ class _State:
         return self.source.read(name).reshape(-1)
 
     def absmax(self) -> np.ndarray:
-        """Of each block, computed as bitsandbytes does."""
+        """Return the absmax of each block, computed as bitsandbytes does."""
         absmax = self.source.read(f"{self.weight}.absmax").reshape(-1)
         if not self.is_nested:
             return absmax
-        each = _repeat(self.nested, self.nested_block, self.blocks)
+        nested = _repeat(self.nested, self.nested_block, self.blocks)
         with np.errstate(over="ignore", invalid="ignore"):
-            return self.nested_table[absmax] * each + np.float32(self.offset)
+            return self.nested_table[absmax] * nested + np.float32(self.offset)
 
     def codes(self) -> np.ndarray:
         packed = self.source.read(self.weight).reshape(-1)
@@ -150,26 +153,27 @@ class _State:
 
     @property
     def row_block(self) -> int:
-        """Where rows do not end between blocks, the size of smaller ones that do."""
+        """The largest block size that divides both the stored blocks and the rows."""
         return math.gcd(self.block, self.shape[-1])
 
-    def why_not_held(self) -> str | None:
+    def inexact(self) -> str | None:
+        """Return why no format stores this weight exactly, or `None`."""
         if self.kind == "fp4":
-            return "is FP4, which eqquant does not store as it is."
+            return "is FP4, for which eqquant has no exact format."
         if self.table.tobytes() != np.array(NF4.codebook, np.float32).tobytes():
-            return "has a table of its own in place of that of NF4."
+            return "has a quant_map other than the table of NF4."
         block = self.row_block
         if block % 2 or block < min(_smallest_block, self.block):
             return (
                 f"has blocks of {self.block}, which cross its rows of "
-                f"{self.shape[-1]}: to have them end with the rows takes blocks of "
-                f"{block}."
+                f"{self.shape[-1]}. Blocks of {block} would not cross them, but blocks "
+                f"must be even and have at least {_smallest_block} values."
             )
         return None
 
     def quantized(self):
-        if (why := self.why_not_held()) is not None:
-            raise NotHeld(why)
+        if (problem := self.inexact()) is not None:
+            raise NotExact(problem)
         (*lead, columns), block = self.shape, self.row_block
         codes, absmax = self.codes(), self.absmax()
         scales = _repeat(absmax, self.block // block, self.size // block)
@@ -181,18 +185,21 @@ class _State:
         )
 
     def entry(self) -> Entry:
-        kind = f"{self.kind} in blocks of {self.row_block}", not self.why_not_held()
-        how = self.decode, self.quantized, kind, tuple(self.names)
-        return Entry(self.where, self.shape, self.dtype, *how)
+        kind = f"{self.kind} in blocks of {self.row_block}", not self.inexact()
+        readers = self.decode, self.quantized
+        return Entry(
+            self.where, self.shape, self.dtype, *readers, kind, tuple(self.names)
+        )
 
 
-def _repeat(each: np.ndarray, times: int, size: int) -> np.ndarray:
-    """So many of each, `size` in all; a file may say any number of times."""
-    return np.repeat(each, min(times, size))[:size]
+def _repeat(values: np.ndarray, times: int, size: int) -> np.ndarray:
+    """Repeat each value, up to `size` results. `times` comes from the file and may be
+    huge, so bound it first."""
+    return np.repeat(values, min(times, size))[:size]
 
 
 #
-# 8 bits
+# 8-bit weights
 #
 
 
@@ -201,7 +208,7 @@ def _int8_entry(source: Source, weight: str, scb: str) -> Entry:
     prefix = weight.removesuffix("weight")
     stored, rows = source.tensors.get(weight), source.tensors[scb]
     if stored is None or stored.dtype != np.int8 or len(stored.shape) != 2:
-        raise ValueError(f"{where} has {scb!r} beside it, but is no matrix of int8.")
+        raise ValueError(f"{where} has {scb!r}, so it must be a matrix of int8.")
     if rows.dtype != np.float32 or rows.shape != stored.shape[:1]:
         raise ValueError(
             f"{where} of the shape {stored.shape} must have {stored.shape[0]} of "
@@ -211,10 +218,14 @@ def _int8_entry(source: Source, weight: str, scb: str) -> Entry:
     order = f"{prefix}weight_format"
     if order in source.tensors:
         names.add(order)
-        said = source.tensors[order]
-        if said.size != 1 or said.dtype != np.uint8 or source.read(order).item() != 0:
+        stored_order = source.tensors[order]
+        if (
+            stored_order.size != 1
+            or stored_order.dtype != np.uint8
+            or source.read(order).item() != 0
+        ):
             raise ValueError(
-                f"{where} is not stored row by row: {order!r} must be one uint8, 0."
+                f"{where} is not stored row by row: {order!r} must be a uint8 of 0."
             )
 
     def scales() -> np.ndarray:
@@ -226,5 +237,5 @@ def _int8_entry(source: Source, weight: str, scb: str) -> Entry:
     def quantized():
         return from_levels(source.read(weight), scales(), Int8())
 
-    how = decode, quantized, ("LLM.int8()", True), tuple(names)
-    return Entry(where, stored.shape, np.dtype("float32"), *how)
+    kind, dtype = ("LLM.int8()", True), np.dtype("float32")
+    return Entry(where, stored.shape, dtype, decode, quantized, kind, tuple(names))

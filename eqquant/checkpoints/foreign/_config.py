@@ -1,4 +1,4 @@
-"""What `config.json` says beside a checkpoint of how its weights are packed."""
+"""The `config.json` beside a checkpoint, which describes how weights are packed."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +12,19 @@ class PackingConfig:
     **Fields:**
 
     - `where`: the path, for errors.
-    - `method`: `quant_method`, which says whose layout it is.
+    - `method`: `quant_method`, the library that packed the weights.
     """
 
     where: str
     method: Any
 
-    def __init__(self, source: Source, has: str, says: str):
+    def __init__(self, source: Source, weights: str, setting: str):
         path = source.path.parent / "config.json"
         self.where = str(path)
         if not path.is_file() or path.stat().st_size > MAX_HEADER:
             raise ValueError(
-                f"{source.path}: has {has}, but there is no {path.name} beside it, "
-                f"which says {says}."
+                f"{source.path}: has {weights}, but no {path.name} beside it. That "
+                f"file specifies {setting}."
             )
         found = parse_object(path.read_bytes(), self.where).get("quantization_config")
         self._values = found if isinstance(found, dict) else {}
@@ -32,23 +32,23 @@ class PackingConfig:
         if not isinstance(self.method, str):
             raise ValueError(
                 f"{path}: quantization_config must be an object with a quant_method, "
-                f"as {source.path.name} has {has}."
+                f"because {source.path.name} has {weights}."
             )
 
     def one_of(self, name: str, allowed: Sequence[Any], default: Any = ...) -> Any:
-        """A value, which must be one of these."""
+        """Return a value, which must be one of `allowed`."""
         value = self._values.get(name, default)
-        # `True` is no 1, and `4.0` no 4.
-        if not any(value == one and type(value) is type(one) for one in allowed):
-            said = "nothing" if value is ... else repr(value)
+        # `True == 1` and `4.0 == 4` in Python, so compare types also.
+        if not any(value == x and type(value) is type(x) for x in allowed):
+            given = "nothing" if value is ... else repr(value)
             raise ValueError(
                 f"{self.where}: {name} of quantization_config must be one of "
-                f"{', '.join(map(repr, allowed))}, got {said}."
+                f"{', '.join(map(repr, allowed))}, got {given}."
             )
         return value
 
     def block_size(self, name: str = "group_size") -> int | None:
-        """How many weights share a scale; None, in the file -1, for a whole
+        """Return the number of weights per scale; `None` (-1 in the file) for a whole
         row."""
         value = self._values.get(name)
         if type(value) is not int or (value != -1 and not 0 < value < 2**31):
@@ -58,16 +58,16 @@ class PackingConfig:
             )
         return None if value == -1 else value
 
-    def layout(self, names: Sequence[str], allowed: Sequence[str]) -> str:
-        """How words are laid out, by the first of these names that is there; versions
-        of a library have used several. By default the first that is allowed."""
+    def check_layout(self, names: Sequence[str], allowed: Sequence[str]) -> str:
+        """Return the layout of packed integers, from the first of `names` that is set.
+        Versions of a library have used several names. The default is `allowed[0]`."""
         name = next((n for n in names if self._values.get(n) is not None), names[0])
         value = self._values.get(name, allowed[0])
         value = value.lower() if isinstance(value, str) else value
         if value not in allowed:
             raise ValueError(
-                f"{self.where}: {name} of quantization_config is {value!r}, a layout "
-                f"that eqquant does not read, only {', '.join(map(repr, allowed))}. "
-                "Convert the checkpoint with the library that wrote it."
+                f"{self.where}: {name} of quantization_config must be one of "
+                f"{', '.join(map(repr, allowed))}, got {value!r}. Convert the "
+                "checkpoint with the library that wrote it."
             )
         return value

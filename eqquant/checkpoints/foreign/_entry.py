@@ -1,4 +1,4 @@
-"""A tensor in a file of another library: what it is, and how it is read."""
+"""A tensor in a file of another library, and the functions that read it."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,22 +13,24 @@ from ...arrays import from_components, QuantizedArray
 from ...formats import Format, FP8, Int2, Int3, Int4, Int8, NF4, pack, Ternary
 
 
-class NotHeld(ValueError):
-    """No format holds what the file has, bit for bit; the message says what is lost."""
+class NotExact(ValueError):
+    """No format stores the tensor exactly. The message gives the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """**Fields:**
+    """A tensor in a file of another library.
+
+    **Fields:**
 
     - `where`: the file and the name, for errors.
-    - `shape`, `dtype`: of the array that it stands for.
-    - `decode`: reads it as that array, in memory of its own.
-    - `quantized`: reads codes and scales as they are, or raises [`NotHeld`][]; None for
-        an array that is not quantized.
-    - `kind`: how it is quantized, and whether a format holds that, as far as is known
-        without reading it.
-    - `parts`: the names of the tensors that it is made of.
+    - `shape`, `dtype`: of the decoded array.
+    - `decode`: reads and decodes the array into new memory.
+    - `quantized`: reads codes and scales unchanged, or raises [`NotExact`][]. `None`
+        for an array that is not quantized.
+    - `kind`: how the array is quantized, and whether a format can store it exactly, as
+        far as the header of the file determines it.
+    - `parts`: the names of the tensors in the file.
     """
 
     where: str
@@ -44,30 +46,31 @@ class Entry:
         return int(np.prod(self.shape, dtype=object))
 
     def read(self, decode: bool) -> Array | QuantizedArray:
-        """Without rounding anything; with `decode` what no format holds is decoded."""
+        """Read the tensor without rounding. With `decode`, decode it to floats if no
+        format stores it exactly."""
         if self.quantized is not None:
             try:
                 return self.quantized()
-            except NotHeld as error:
+            except NotExact as error:
                 if not decode:
-                    raise NotHeld(
-                        f"{self.where}: {error} Pass decode=True to have it decoded to "
+                    raise NotExact(
+                        f"{self.where}: {error} Pass decode=True to decode it to "
                         "floating point."
                     ) from None
         return _as_jax(self.decode(), decode, self.where)
 
 
 def _as_jax(array: np.ndarray, decode: bool, where: str) -> Array:
-    """As JAX holds it, which without x64 has no numbers of 64 bits."""
+    """Convert to a JAX array, which has no 64-bit dtypes without x64."""
     if array.dtype.itemsize < 8 or config("jax_enable_x64"):
         return jnp.asarray(array)
     narrow = array.astype(_narrower.get(array.dtype.name, array.dtype))
     same = narrow.astype(array.dtype) == array
     if np.all(same | (array != array)) or (decode and narrow.dtype.kind == "f"):
         return jnp.asarray(narrow)
-    raise NotHeld(
-        f"{where}: has values in {array.dtype.name} that {narrow.dtype.name} does not "
-        "hold, and JAX has no more unless jax_enable_x64 is on."
+    raise NotExact(
+        f"{where}: has {array.dtype.name} values that {narrow.dtype.name} cannot "
+        "represent. Turn on jax_enable_x64."
     )
 
 
@@ -79,7 +82,8 @@ _narrower = {
 }
 
 
-# How levels become codes, and the levels that there are.
+# For each format: a function from levels to codes, the lowest level and the highest
+# level.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
@@ -94,8 +98,9 @@ _levels: dict[type[Format], tuple[Callable, int, int]] = {
         for format, half in ((Int4, 8), (Int3, 4), (Int2, 2))
     },
 }
-# Bits of float32 that scales of 16 bits leave empty: so products with levels are exact.
-_empty = np.uint32(0xFF)
+# Low float32 mantissa bits that are zero in 16-bit scales. Zeros there make products
+# with levels exact.
+_low_bits = np.uint32(0xFF)
 
 
 def from_levels(
@@ -105,27 +110,27 @@ def from_levels(
     dtype: Any = "float32",
     offsets: np.ndarray | None = None,
 ) -> QuantizedArray:
-    """A quantized array of integers `(*lead, size)` (for NF4 and FP8: codes) and scales
-    `(*lead, blocks)`, exactly; or [`NotHeld`][]. An affine format has offsets, like
-    scales."""
+    """Build a quantized array from integer levels `(*lead, size)` and scales `(*lead,
+    blocks)`, exactly, or raise [`NotExact`][]. For NF4 and FP8, `levels` are codes.
+    Affine formats have offsets of the same shape as scales."""
     to_codes, lowest, highest = _levels[type(format)]
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
         if low < lowest or high > highest:
-            raise NotHeld(
-                f"has integers from {low} to {high}; {format!r} holds {lowest} to "
+            raise NotExact(
+                f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
     scales, shifts = _float32(scales), None
     if offsets is not None:
         shifts = _float32(offsets)
-        if np.any(scales.view(np.uint32) & _empty) or np.any(shifts != offsets):
-            raise NotHeld(
-                "has scales and offsets that do not add up without rounding in float32."
+        if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
+            raise NotExact(
+                "has scales and offsets whose float32 sums would be rounded."
             )
     codes, size = to_codes(levels), levels.shape[-1]
-    if filled := format.padded(size) - size:
-        widths = [(0, 0)] * (codes.ndim - 1) + [(0, filled)]
+    if padding := format.padded(size) - size:
+        widths = [(0, 0)] * (codes.ndim - 1) + [(0, padding)]
         codes = np.pad(codes, widths, constant_values=format.padding_code)
     if format.group > 1:
         groups = codes.reshape(*codes.shape[:-1], -1, format.group)
@@ -147,20 +152,20 @@ def from_codes(
     format: Format,
     dtype: Any = "float32",
 ) -> QuantizedArray:
-    """As [`from_levels`][], of `code * scale + offset` where codes start from zero and
-    the levels of the format are around it."""
+    """Build a quantized array of `code * scale + offset`, like [`from_levels`][]. Codes
+    start at 0, and the levels of the format are centred on 0."""
     half = format.largest_level
-    # In float64, which holds this sum of what was in 16 bits.
-    moved = offsets.astype(np.float64) + half * scales.astype(np.float64)
+    # The sum of 16-bit values is exact in float64.
+    centred = offsets.astype(np.float64) + half * scales.astype(np.float64)
     return from_levels(
-        codes.astype(np.int8) - np.int8(half), scales, format, dtype, moved
+        codes.astype(np.int8) - np.int8(half), scales, format, dtype, centred
     )
 
 
 def _float32(scales: np.ndarray) -> np.ndarray:
     scales = np.ascontiguousarray(scales, np.float32)
     if np.any((np.abs(scales) < np.finfo(np.float32).tiny) & (scales != 0)):
-        raise NotHeld(
-            "has scales that are subnormal in float32, which XLA takes for 0."
+        raise NotExact(
+            "has scales that are subnormal in float32, which XLA flushes to 0."
         )
     return scales

@@ -1,9 +1,8 @@
-"""The types of tensors in GGUF files: blocks of bytes, and what they mean.
+"""The tensor types of GGUF files, and how to unpack their blocks of bytes.
 
-A block holds integers, and numbers that they are multiplied by: `value = level * scale`
-or `level * scale + offset`. Here each becomes arrays of these, in the order that ggml
-computes in, so that values are the same bit for bit. What a block looks like is part of
-ggml's public headers.
+A block holds integers and scales: `value = level * scale` or `level * scale + offset`.
+Unpacking multiplies in the order of ggml, so values are equal bit for bit. The layouts
+of blocks are in the public headers of ggml.
 """
 
 import dataclasses
@@ -18,11 +17,14 @@ from ...formats import Format, Int4, Int8, Ternary
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """**Fields:**
+    """Unpacked blocks.
+
+    **Fields:**
 
     - `levels`: `(count, block)`, int8.
-    - `scales`: `(count, scales)`, float32: each is that of a part of the block.
-    - `offsets`: as `scales`, for types that have them.
+    - `scales`: `(count, scales)`, float32. Each scale covers an equal part of the
+        block.
+    - `offsets`: like `scales`, for types with offsets.
     """
 
     levels: np.ndarray
@@ -32,7 +34,7 @@ class Blocks:
     def decode(self) -> np.ndarray:
         count, parts = self.scales.shape
         values = self.levels.reshape(count, parts, -1).astype(np.float32)
-        # A scale that is not finite is one: that is not an error here.
+        # Scales may be infinite or NaN, which is not an error here.
         with np.errstate(invalid="ignore", over="ignore"):
             values *= self.scales[..., None]
             if self.offsets is not None:
@@ -42,12 +44,14 @@ class Blocks:
 
 @dataclasses.dataclass(frozen=True)
 class Type:
-    """**Fields:**
+    """A type of tensor.
 
-    - `block`, `nbytes`: how many values a block has, and how many bytes.
-    - `dtype`: of types that are plain numbers.
-    - `unpack`: the bytes of blocks, `(count, nbytes)`, to what they mean.
-    - `format`: that holds them bit for bit.
+    **Fields:**
+
+    - `block`, `nbytes`: the number of values and the number of bytes per block.
+    - `dtype`: for plain numbers.
+    - `unpack`: unpacks the bytes of blocks, `(count, nbytes)`.
+    - `format`: the format that stores the blocks exactly.
     """
 
     name: str
@@ -59,18 +63,18 @@ class Type:
 
 
 def _split(blocks: np.ndarray, *sizes: int) -> list[np.ndarray]:
-    """The parts of blocks, the last of which is what remains."""
+    """Split blocks into fields of `sizes` bytes, and the remaining bytes."""
     return np.split(blocks, np.cumsum(sizes), axis=1)
 
 
 def _halves(raw: np.ndarray) -> np.ndarray:
-    """Numbers of 16 bits, in float32."""
+    """Return float16 bytes as float32."""
     return np.ascontiguousarray(raw).view("<f2").astype(np.float32)
 
 
 def _fields(raw: np.ndarray, bits: int, run: int) -> np.ndarray:
-    """Fields of so many bits. Of each run of bytes come first the lowest of all, then
-    the next."""
+    """Unpack fields of `bits` bits. In each run of `run` bytes, the lowest fields of
+    all bytes come first, then the next fields."""
     count = raw.shape[0]
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     fields = (raw.reshape(count, -1, 1, run) >> shifts) & np.uint8(2**bits - 1)
@@ -108,10 +112,10 @@ def _q8_0(raw):
 
 
 def _q2_k(raw):
-    scales, q, d, least = _split(raw, 16, 64, 2)
-    step = _halves(d) * (scales & np.uint8(15)).astype(np.float32)
-    least = _halves(least) * (scales >> np.uint8(4)).astype(np.float32)
-    return Blocks(_fields(q, 2, 32).astype(np.int8), step, -least)
+    packed, q, d, dmin = _split(raw, 16, 64, 2)
+    scales = _halves(d) * (packed & np.uint8(15)).astype(np.float32)
+    offsets = -(_halves(dmin) * (packed >> np.uint8(4)).astype(np.float32))
+    return Blocks(_fields(q, 2, 32).astype(np.int8), scales, offsets)
 
 
 def _q3_k(raw):
@@ -119,52 +123,54 @@ def _q3_k(raw):
     scales = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
     scales = scales.astype(np.float32) - np.float32(32)
     levels = _fields(low, 2, 32).astype(np.int8)
-    # Four less where the third bit is not set.
+    # Subtract 4 where the third bit is not set.
     levels -= ((_fields(high, 1, 32) ^ np.uint8(1)) << np.uint8(2)).astype(np.int8)
     return Blocks(levels, _halves(d) * scales)
 
 
-def _steps_and_leasts(d, least, packed):
-    """Of Q4_K and Q5_K: two times eight numbers of 6 bits. Four of each have a byte,
-    whose top bits belong to the four others."""
+def _k_scales_and_offsets(d, dmin, packed):
+    """Unpack the scales and offsets of Q4_K and Q5_K: two times eight 6-bit numbers.
+    Four numbers of each kind have a byte of their own. The top bits of that byte belong
+    to one of the other four numbers."""
     first, second, rest = np.split(packed, 3, axis=1)
 
-    def eight(four, low):
-        high = (four >> np.uint8(2)) & np.uint8(0x30)
-        whole = np.concatenate([four & np.uint8(63), low | high], 1)
-        return whole.astype(np.float32)
+    def join(first_four, low_bits):
+        high_bits = (first_four >> np.uint8(2)) & np.uint8(0x30)
+        joined = np.concatenate([first_four & np.uint8(63), low_bits | high_bits], 1)
+        return joined.astype(np.float32)
 
-    steps = _halves(d) * eight(first, rest & np.uint8(15))
-    return steps, -(_halves(least) * eight(second, rest >> np.uint8(4)))
+    scales = _halves(d) * join(first, rest & np.uint8(15))
+    return scales, -(_halves(dmin) * join(second, rest >> np.uint8(4)))
 
 
 def _q4_k(raw):
-    d, least, scales, q = _split(raw, 2, 2, 12)
-    steps, leasts = _steps_and_leasts(d, least, scales)
-    return Blocks(_fields(q, 4, 32).astype(np.int8), steps, leasts)
+    d, dmin, packed, q = _split(raw, 2, 2, 12)
+    scales, offsets = _k_scales_and_offsets(d, dmin, packed)
+    return Blocks(_fields(q, 4, 32).astype(np.int8), scales, offsets)
 
 
 def _q5_k(raw):
-    d, least, scales, high, low = _split(raw, 2, 2, 12, 32)
-    steps, leasts = _steps_and_leasts(d, least, scales)
+    d, dmin, packed, high, low = _split(raw, 2, 2, 12, 32)
+    scales, offsets = _k_scales_and_offsets(d, dmin, packed)
     levels = _fields(low, 4, 32) | _fields(high, 1, 32) << np.uint8(4)
-    return Blocks(levels.astype(np.int8), steps, leasts)
+    return Blocks(levels.astype(np.int8), scales, offsets)
 
 
 def _q6_k(raw):
-    low, high, scales, d = _split(raw, 128, 64, 16)
+    low, high, packed, d = _split(raw, 128, 64, 16)
     levels = _fields(low, 4, 64) | _fields(high, 2, 32) << np.uint8(4)
-    steps = _halves(d) * scales.view(np.int8).astype(np.float32)
-    return Blocks(levels.astype(np.int8) - np.int8(32), steps)
+    scales = _halves(d) * packed.view(np.int8).astype(np.float32)
+    return Blocks(levels.astype(np.int8) - np.int8(32), scales)
 
 
 def _tq1_0(raw):
-    """Five ternary digits to a byte, as a fraction of 256; four in the last bytes."""
+    """Unpack five ternary digits per byte, stored as a fraction of 256. The last four
+    bytes hold four digits each."""
     first, second, rest, d = _split(raw, 32, 16, 4)
 
     def digits(part, count):
         powers = np.uint8(3) ** np.arange(count, dtype=np.uint8)[:, None]
-        shifted = part[:, None, :] * powers  # Without the digits before, as it wraps.
+        shifted = part[:, None, :] * powers  # Drops earlier digits: uint8 wraps.
         return ((shifted.astype(np.uint16) * 3) >> 8).reshape(len(part), -1)
 
     levels = np.concatenate([digits(first, 5), digits(second, 5), digits(rest, 4)], 1)
@@ -176,7 +182,7 @@ def _tq2_0(raw):
     return Blocks(_fields(q, 2, 32).astype(np.int8) - np.int8(1), _halves(d))
 
 
-# Of IQ4_NL and IQ4_XS; and of FP4 (e2m1), doubled.
+# The levels of IQ4_NL and IQ4_XS, and the doubled levels of FP4 (e2m1).
 _iq4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _fp4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 _iq4_levels, _fp4_levels = (np.array(table, np.int8) for table in (_iq4, _fp4))
@@ -196,7 +202,7 @@ def _iq4_xs(raw):
 
 def _mxfp4(raw):
     exponents, q = _split(raw, 1)
-    # Halved, as the levels are doubled.
+    # Halve the scales because the levels are doubled.
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
     return Blocks(_fp4_levels[_fields(q, 4, 16)], scales.astype(np.float32))
 
@@ -205,7 +211,7 @@ _int4, _int8 = Int4(block_size=32), Int8(block_size=32)
 _affine = Int4(block_size=32, affine=True)
 _ternary = Ternary(block_size=256)
 
-# By the number that files have.
+# The types by their number in files.
 TYPES: dict[int, Type] = {
     0: Type("F32", nbytes=4, dtype=np.dtype("<f4")),
     1: Type("F16", nbytes=2, dtype=np.dtype("<f2")),

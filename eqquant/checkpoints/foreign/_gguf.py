@@ -1,8 +1,8 @@
-"""GGUF files, of llama.cpp and others that use ggml: the container.
+"""The container of GGUF files, which llama.cpp and other users of ggml write.
 
-After the magic, the version and two counts follow key-value pairs, the description of
-each tensor, and the bytes of the tensors, each at a multiple of the alignment. All of
-it is checked against the size of the file before any tensor is read.
+A file is the magic number, the version, two counts, key-value pairs, a description of
+each tensor, and the bytes of the tensors, each aligned. Everything is checked against
+the size of the file before any tensor is read.
 """
 
 import dataclasses
@@ -19,17 +19,17 @@ from ._ggml import Type, TYPES
 
 
 MAGIC = b"GGUF"
-# In the second, lengths became 64 bits; in the third, big-endian files were added.
+# Version 2 made lengths 64 bits. Version 3 added big-endian files.
 VERSIONS = (2, 3)
 _default_alignment = 32
-_most_axes = 4
-_deepest_array = 4
+_max_axes = 4
+_max_depth = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor in a file: from byte `start` up to `stop`, counted from its beginning.
-    The last axis of `shape` is the one that is contiguous."""
+    """A tensor in a file. Its bytes are `start` to `stop`, counted from the start of
+    the file. The last axis of `shape` is contiguous."""
 
     name: str
     type: Type
@@ -39,13 +39,13 @@ class Tensor:
 
 
 class GGUFFile:
-    """A file that is open, and its header, which has been checked.
+    """An open file with a checked header.
 
     **Fields:**
 
-    - `path`: of the file.
-    - `metadata`: its key-value pairs.
-    - `tensors`: by name.
+    - `path`: the path of the file.
+    - `metadata`: the key-value pairs.
+    - `tensors`: the tensors by name.
     """
 
     def __init__(self, path: Path):
@@ -68,12 +68,15 @@ class GGUFFile:
         self.close()
 
     def read(self, tensor: Tensor) -> np.ndarray:
-        """The bytes of a tensor."""
+        """Read the bytes of a tensor."""
         self._file.seek(tensor.start)
         count = tensor.stop - tensor.start
         raw = np.fromfile(self._file, np.uint8, count)
         if raw.size != count:
-            raise ValueError(f"{self.path}: the file ends within {tensor.name!r}.")
+            raise ValueError(
+                f"{self.path}: the file ends inside of {tensor.name!r}: it is "
+                "truncated."
+            )
         return raw
 
 
@@ -85,7 +88,7 @@ def is_gguf(path: pathlib.Path) -> bool:
 
 
 class _Reader:
-    """Numbers and strings, one after the other, none beyond the end of the file."""
+    """Read numbers and strings one after the other, within the bounds of the file."""
 
     def __init__(self, file: BinaryIO, where: str):
         self.where = where
@@ -93,39 +96,39 @@ class _Reader:
         self.position = 0
         self._file = file
 
-    def fail(self, what: str):
-        raise ValueError(f"{self.where}: {what}")
+    def fail(self, problem: str):
+        raise ValueError(f"{self.where}: {problem}")
 
-    def take(self, count: int, what: str) -> bytes:
+    def take(self, count: int, name: str) -> bytes:
         if count > self.size - self.position:
             self.fail(
-                f"{what} would end beyond the file, which has {self.size} bytes: it is "
-                "cut off, or damaged."
+                f"{name} would end beyond the file, which has {self.size} bytes: it is "
+                "truncated or damaged."
             )
         self.position += count
         return self._file.read(count)
 
-    def number(self, code: str, what: str) -> Any:
-        (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code), what))
+    def number(self, code: str, name: str) -> Any:
+        (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code), name))
         return value
 
-    def string(self, what: str) -> str:
-        raw = self.take(self.number("Q", what), what)
+    def string(self, name: str) -> str:
+        raw = self.take(self.number("Q", name), name)
         try:
             return raw.decode("utf-8")
         except UnicodeDecodeError:
-            self.fail(f"{what} is not UTF-8.")
+            self.fail(f"{name} is not UTF-8.")
             raise
 
-    def count(self, least: int, what: str) -> int:
-        """Of things that take so many bytes, at least."""
-        count = self.number("Q", what)
-        if count * least > self.size - self.position:
-            self.fail(f"{count} {what} are more than fit in the file.")
+    def count(self, min_bytes: int, name: str) -> int:
+        """Read a count of items that take at least `min_bytes` bytes each."""
+        count = self.number("Q", name)
+        if count * min_bytes > self.size - self.position:
+            self.fail(f"{count} {name} do not fit in {self.size} bytes.")
         return count
 
 
-# Of the values of key-value pairs; strings are 8 and arrays 9.
+# The `struct` codes of numeric value types. Type 8 is a string, and type 9 an array.
 _numbers = {
     **{0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f"},
     **{10: "Q", 11: "q", 12: "d"},
@@ -134,31 +137,34 @@ _bool, _string, _array = 7, 8, 9
 
 
 def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    if reader.take(4, "the magic") != MAGIC:
+    if reader.take(4, "the magic number") != MAGIC:
         reader.fail("not a GGUF file.")
     version = reader.number("I", "the version")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
-        what = f"{version}"
-        if swapped in VERSIONS:
-            what = f"{swapped}, big-endian"
-        reader.fail(f"version {what} of GGUF; eqquant reads {VERSIONS}, little-endian.")
+        given = f"{swapped}, big-endian" if swapped in VERSIONS else f"{version}"
+        reader.fail(
+            f"version {given} of GGUF; eqquant reads {VERSIONS}, little-endian."
+        )
     num_tensors = reader.count(24, "tensors")
     metadata: dict[str, Any] = {}
     for _ in range(reader.count(13, "key-value pairs")):
         key = reader.string("a key")
         if key in metadata:
-            reader.fail(f"the key {key!r} is there twice.")
+            reader.fail(f"the key {key!r} occurs more than once.")
         metadata[key] = _value(reader, reader.number("I", key), key)
     described = [_describe(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _default_alignment)
     powers_of_two = [2**i for i in range(3, 17)]
     if type(alignment) is not int or alignment not in powers_of_two:
-        reader.fail(f"general.alignment must be a power of two, got {alignment!r}.")
+        reader.fail(
+            "general.alignment must be a power of two from 8 to 65536, got "
+            f"{alignment!r}."
+        )
     count = metadata.get("split.count", 1)
     if count not in (0, 1):
         reader.fail(
-            f"this is one of {count} files. Put them together first, for example by "
+            f"the file is one of {count} parts. Merge them first, for example with "
             "`llama-gguf-split --merge`."
         )
     return metadata, _place(reader, described, alignment)
@@ -176,37 +182,37 @@ def _value(reader: _Reader, kind: int, key: str, depth: int = 0) -> Any:
         return reader.string(f"the string {key!r}")
     if kind != _array:
         reader.fail(f"{key!r} has a value of the unknown type {kind}.")
-    if depth == _deepest_array:
-        reader.fail(f"{key!r} has arrays nested too deep.")
-    inner = reader.number("I", key)
-    if inner in _numbers:
-        dtype = np.dtype(f"<{_numbers[inner]}")
+    if depth == _max_depth:
+        reader.fail(f"{key!r} has arrays nested deeper than {_max_depth}.")
+    element_kind = reader.number("I", key)
+    if element_kind in _numbers:
+        dtype = np.dtype(f"<{_numbers[element_kind]}")
         count = reader.count(dtype.itemsize, f"values of {key!r}")
         raw = reader.take(count * dtype.itemsize, key)
         return np.frombuffer(raw, dtype)
-    least = {_bool: 1, _string: 8, _array: 12}.get(inner, 1)
-    count = reader.count(least, f"values of {key!r}")
-    return [_value(reader, inner, key, depth + 1) for _ in range(count)]
+    min_bytes = {_bool: 1, _string: 8, _array: 12}.get(element_kind, 1)
+    count = reader.count(min_bytes, f"values of {key!r}")
+    return [_value(reader, element_kind, key, depth + 1) for _ in range(count)]
 
 
 def _describe(reader: _Reader) -> tuple[str, Type, tuple[int, ...], int]:
     name = reader.string("the name of a tensor")
     axes = reader.number("I", name)
-    if axes > _most_axes:
-        reader.fail(f"{name!r} has {axes} axes; the most is {_most_axes}.")
-    # The file has the contiguous axis first.
+    if axes > _max_axes:
+        reader.fail(f"{name!r} has {axes} axes; GGUF has at most {_max_axes}.")
+    # The file lists the contiguous axis first.
     shape = tuple(reader.number("Q", name) for _ in range(axes))[::-1]
     code = reader.number("I", name)
     if code not in TYPES:
         reader.fail(f"{name!r} has the unknown type {code}.")
     kind = TYPES[code]
     if not 0 < math.prod(shape) < 2**63:
-        reader.fail(f"{name!r} has the shape {shape}.")
+        reader.fail(f"{name!r} has the shape {shape}, which is empty or too large.")
     last = shape[-1] if shape else 1
     if last % kind.block:
         reader.fail(
-            f"{name!r} has rows of {last} values, but blocks of {kind.name} have "
-            f"{kind.block}."
+            f"{name!r} has rows of {last} values, which blocks of {kind.block} in "
+            f"{kind.name} do not divide."
         )
     return name, kind, shape, reader.number("Q", name)
 
@@ -214,19 +220,19 @@ def _describe(reader: _Reader) -> tuple[str, Type, tuple[int, ...], int]:
 def _place(
     reader: _Reader, described: list[tuple[str, Type, tuple[int, ...], int]], align: int
 ) -> dict[str, Tensor]:
-    """Where the tensors are, if they can all be there."""
+    """Compute the position of each tensor, and check that it lies in the file."""
     first = -(-reader.position // align) * align
     tensors: dict[str, Tensor] = {}
     for name, kind, shape, offset in described:
         if name in tensors:
-            reader.fail(f"there are two tensors {name!r}.")
+            reader.fail(f"two tensors have the name {name!r}.")
         if offset % align:
-            reader.fail(f"{name!r} is at {offset}, which is no multiple of {align}.")
+            reader.fail(f"{name!r} is at {offset}, which is not a multiple of {align}.")
         stop = first + offset + math.prod(shape) // kind.block * kind.nbytes
         if stop > reader.size:
             reader.fail(
                 f"{name!r} of the shape {shape} would end at byte {stop}, but the file "
-                f"has {reader.size}: it is cut off, or damaged."
+                f"has {reader.size}: it is truncated or damaged."
             )
         tensors[name] = Tensor(name, kind, shape, first + offset, stop)
     position = first

@@ -1,14 +1,14 @@
-"""The tensors of a GGUF file as arrays: quantized, plain or decoded."""
+"""Read the tensors of a GGUF file as quantized, plain or decoded arrays."""
 
 import functools as ft
 
 import numpy as np
 
-from ._entry import Entry, from_codes, from_levels, NotHeld
+from ._entry import Entry, from_codes, from_levels, NotExact
 from ._gguf import GGUFFile, Tensor
 
 
-# What is decoded at once, in values.
+# The number of values that are decoded at once.
 _chunk = 2**22
 
 
@@ -41,7 +41,7 @@ def _blocks(file: GGUFFile, tensor: Tensor) -> np.ndarray:
 def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     unpack, block = tensor.type.unpack, tensor.type.block
     if unpack is None:
-        raise ValueError(f"{where}: eqquant does not decode this type.")
+        raise ValueError(f"{where}: eqquant cannot decode this type.")
     raw = _blocks(file, tensor)
     out, step = np.empty((len(raw), block), np.float32), _chunk // block
     for start in range(0, len(raw), step):
@@ -53,13 +53,12 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     kind = tensor.type
     if kind.unpack is None:
         raise ValueError(
-            f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant neither "
-            "holds nor decodes."
+            f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant can "
+            "neither store nor decode."
         )
     if kind.format is None:
-        raise NotHeld(
-            "has an offset in each block that no format of eqquant holds exactly: it "
-            "would have to be quantized again."
+        raise NotExact(
+            "has an offset per block that no format of eqquant stores exactly."
         )
     raw = _blocks(file, tensor)
     step = _chunk // kind.block

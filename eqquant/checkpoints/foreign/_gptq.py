@@ -1,9 +1,9 @@
-"""Weights of GPTQ in safetensors, as AutoGPTQ and GPTQModel pack them.
+"""GPTQ weights in safetensors, as AutoGPTQ and GPTQModel pack them.
 
-A code has `bits` bits, and a weight has a column for each output: `qweight` is int32 of
+A code has `bits` bits, and a weight has a column for each output: `qweight` is int32
 `(inputs * bits / 32, outputs)`, `scales` are `(groups, outputs)`, and `qzeros` is int32
-of `(groups, outputs * bits / 32)`. `g_idx` says which group each input is in. Zeros are
-stored less one, unless the layout is called `gptq_v2`.
+`(groups, outputs * bits / 32)`. `g_idx` holds the group of each input. Zero points are
+stored minus one, except in the layout `gptq_v2`.
 """
 
 import numpy as np
@@ -11,8 +11,8 @@ import numpy as np
 from ..files import Source
 from ._config import PackingConfig
 from ._entry import Entry
+from ._int32 import count_codes, unpack_int32
 from ._parts import Parts, prefixes
-from ._words import holds, unpack_words
 from ._zero_points import BITS, block_order, SCALE_DTYPES, ZeroPointWeight
 
 
@@ -22,12 +22,12 @@ def gptq_entries(source: Source, config: PackingConfig) -> dict[str, Entry]:
     symmetric = config.one_of("sym", (True, False), True)
     ordered = not config.one_of("desc_act", (True, False), False)
     names = "checkpoint_format", "format"
-    less_one = config.layout(names, ("gptq", "gptq_v2")) == "gptq"
+    zeros_minus_one = config.check_layout(names, ("gptq", "gptq_v2")) == "gptq"
     config.one_of("pack_dtype", ("int32",), "int32")
     entries = {}
     for prefix in prefixes(source, "qweight"):
         parts = Parts(source, prefix, "GPTQ")
-        weight = _weight(parts, bits, block, symmetric, ordered, less_one)
+        weight = _weight(parts, bits, block, symmetric, ordered, zeros_minus_one)
         entries[parts.weight] = weight.entry()
     return entries
 
@@ -38,35 +38,35 @@ def _weight(
     block: int | None,
     symmetric: bool,
     ordered: bool,
-    less_one: bool,
+    zeros_minus_one: bool,
 ) -> ZeroPointWeight:
-    words, outputs = parts.look_up("qweight", ("int32",), (None, None)).shape
-    inputs, held = holds(words, bits), outputs * bits // 32
-    if not inputs or not outputs or holds(held, bits) != outputs:
+    packed_inputs, outputs = parts.look_up("qweight", ("int32",), (None, None)).shape
+    inputs, packed_outputs = count_codes(packed_inputs, bits), outputs * bits // 32
+    if not inputs or not outputs or count_codes(packed_outputs, bits) != outputs:
         raise ValueError(
-            f"{parts.where} has 'qweight' of the shape {(words, outputs)}, which is no "
-            f"matrix of {bits} bits."
+            f"{parts.where}: 'qweight' has the shape {(packed_inputs, outputs)}, which "
+            f"does not unpack to a matrix of {bits} bits."
         )
     blocks = 1 if block is None else -(-inputs // block)
     scales = parts.look_up("scales", SCALE_DTYPES, (blocks, outputs))
-    parts.look_up("qzeros", ("int32",), (blocks, held))
+    parts.look_up("qzeros", ("int32",), (blocks, packed_outputs))
     if has_order := "g_idx" in parts:
         parts.look_up("g_idx", ("int32",), (inputs,))
     elif not ordered:
         raise ValueError(
-            f"{parts.where} has no 'g_idx' beside it, although desc_act is true."
+            f"{parts.where} needs 'g_idx', which is missing: desc_act is true."
         )
 
     def zeros() -> np.ndarray:
-        found = unpack_words(parts.read("qzeros"), bits, 1).T.astype(np.int32)
-        found += less_one
-        if np.any(found == 2**bits):
-            # Libraries differ in whether this is 0 or the next after the last code.
+        unpacked = unpack_int32(parts.read("qzeros"), bits, 1).T.astype(np.int32)
+        unpacked += zeros_minus_one
+        if np.any(unpacked == 2**bits):
+            # Libraries disagree whether this value wraps to 0 or exceeds the codes.
             raise ValueError(
-                f"{parts.where} has a zero point that is out of range: {2**bits}, "
-                f"stored less one in {bits} bits. Save the checkpoint as gptq_v2."
+                f"{parts.where}: 'qzeros' has a zero point of {2**bits}, which is out "
+                f"of range for {bits} bits. Save the checkpoint as gptq_v2."
             )
-        return found
+        return unpacked
 
     return ZeroPointWeight(
         "GPTQ",
@@ -77,7 +77,7 @@ def _weight(
         bits,
         block,
         symmetric,
-        codes=lambda: unpack_words(parts.read("qweight"), bits, 0).T,
+        codes=lambda: unpack_int32(parts.read("qweight"), bits, 0).T,
         scales=lambda: parts.read("scales").T,
         zeros=zeros,
         order=(lambda: block_order(parts, "g_idx", blocks)) if has_order else None,

@@ -1,4 +1,4 @@
-"""The tensors that a weight is made of, looked up and checked."""
+"""Look up and check the tensors that make up a weight."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,13 +8,13 @@ from ..files import Source, Tensor
 
 
 class Parts:
-    """Those of one prefix, such as `model.layers.0.mlp.up_proj.`.
+    """The tensors of one prefix, such as `model.layers.0.mlp.up_proj.`.
 
     **Fields:**
 
-    - `weight`: the name of what they make.
-    - `where`: the file and that name, for errors.
-    - `names`: of the tensors that were looked up.
+    - `weight`: the name of the weight.
+    - `where`: the file and the name of the weight, for errors.
+    - `names`: the names of the tensors that were looked up.
     """
 
     weight: str
@@ -33,9 +33,10 @@ class Parts:
     def look_up(
         self, name: str, dtypes: Sequence[str], *shapes: tuple[int | None, ...]
     ) -> Tensor:
-        """A tensor, which must have one of these shapes; None for any size."""
+        """Return a tensor, which must have one of the dtypes and one of the shapes.
+        `None` in a shape stands for any size."""
         if name not in self:
-            raise ValueError(f"{self.where} has no {name!r} beside it.")
+            raise ValueError(f"{self.where} needs {name!r}, which is missing.")
         found = self._source.tensors[self._prefix + name]
         fits = any(
             len(shape) == len(found.shape)
@@ -45,8 +46,8 @@ class Parts:
         if found.dtype.name not in dtypes or not fits:
             shown = " or ".join(str(s).replace("None", "any") for s in shapes)
             raise ValueError(
-                f"{self.where} must have {name!r} in {' or '.join(dtypes)} of the "
-                f"shape {shown}, but has {found.dtype.name} of {found.shape}."
+                f"{self.where}: {name!r} must be {' or '.join(dtypes)} of the shape "
+                f"{shown}, got {found.dtype.name} of {found.shape}."
             )
         self.names.append(found.name)
         return found
@@ -56,7 +57,7 @@ class Parts:
 
 
 def prefixes(source: Source, name: str) -> Iterator[str]:
-    """Of the tensors that end in this name."""
+    """Yield the prefixes of all tensors whose names end in `name`."""
     for found in source.tensors:
         prefix = found.removesuffix(name)
         if prefix != found and (not prefix or prefix.endswith(".")):

@@ -1,4 +1,4 @@
-"""Checkpoints that other libraries wrote: which kind one is, and what it holds."""
+"""Find out which library wrote a checkpoint, and read it."""
 
 import contextlib
 import pathlib
@@ -26,7 +26,7 @@ from ._scaled_bytes import scaled_byte_entries
 def read_checkpoint(
     path: Path, *, decode: bool = False
 ) -> dict[str, Array | QuantizedArray]:
-    """Read a checkpoint that another library wrote, without quantizing again.
+    """Read a checkpoint that another library wrote, without quantizing it again.
 
     !!! Example
 
@@ -41,42 +41,42 @@ def read_checkpoint(
         assert eqquant.checkpoints.read_checkpoint(path)["weight"].shape == (4, 64)
         ```
 
-    The kind is recognised by what the file holds:
+    The contents of the file determine its kind:
 
-    - GGUF: `Q8_0`, `Q5_0`, `Q6_K` and others with integers, as [`eqquant.Int8`][];
-        `Q4_0`, `Q4_1` and `Q3_K` as [`eqquant.Int4`][]; `TQ1_0` and `TQ2_0` as
+    - GGUF: `Q8_0`, `Q5_0`, `Q6_K` and other integer types become [`eqquant.Int8`][].
+        `Q4_0`, `Q4_1` and `Q3_K` become [`eqquant.Int4`][]. `TQ1_0` and `TQ2_0` become
         [`eqquant.Ternary`][].
-    - bitsandbytes in safetensors: NF4 as [`eqquant.NF4`][], LLM.int8() as
+    - bitsandbytes in safetensors: NF4 becomes [`eqquant.NF4`][], and LLM.int8() becomes
         [`eqquant.Int8`][].
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].
-    - GPTQ, AWQ and compressed-tensors in safetensors, of 4, 3 or 2 bits:
+    - GPTQ, AWQ and compressed-tensors in safetensors: 4, 3 and 2 bits become
         [`eqquant.Int4`][], [`eqquant.Int3`][] and [`eqquant.Int2`][], with offsets if
-        there are zero points; and [`eqquant.Int8`][].
-    - FP8 and int8 with scales, as vLLM and Hugging Face have them: [`eqquant.FP8`][]
+        the file has zero points. 8 bits become [`eqquant.Int8`][].
+    - FP8 and int8 with scales, as vLLM and Hugging Face store them: [`eqquant.FP8`][]
         and [`eqquant.Int8`][].
-    - Any other safetensors: plain arrays.
+    - Other safetensors: plain arrays.
 
-    Codes and values are those of the file, bit for bit (values of LLM.int8() up to the
-    rounding of their scales). A tensor that no format of eqquant holds is an error that
-    says why.
+    Codes and dequantized values equal those of the writing library bit for bit, except
+    that the scales of LLM.int8() are rounded. If no format of eqquant stores a tensor
+    exactly, the function raises an error with the reason.
 
     **Arguments:**
 
-    - `path`: a GGUF or safetensors file, the index of several
-        (`.safetensors.index.json`), or a folder that holds either of the latter.
-    - `decode`: decode tensors that no format holds to floating point, for example
-        `Q4_K`, or FP4 of bitsandbytes. You can then quantize them again.
+    - `path`: a GGUF or safetensors file, the index of several safetensors files
+        (`.safetensors.index.json`), or a folder with safetensors.
+    - `decode`: decode a tensor to floating point if no format stores it exactly, for
+        example `Q4_K` or bitsandbytes FP4. You can then quantize it again.
 
     **Returns:**
 
-    A flat dictionary by the names of the file, of plain arrays and
-    [`eqquant.QuantizedArray`][]s.
+    A flat dictionary of plain arrays and [`eqquant.QuantizedArray`][]s, with the names
+    of the file.
 
     **Raises:**
 
-    `ValueError` if the file is damaged, or of a kind that is not known; and if it has
-    a tensor that no format holds, unless `decode` is set and can decode it.
-    `FileNotFoundError` if there is no such file.
+    `ValueError` if the file is damaged, if its kind is unknown, or if no format stores
+    a tensor exactly and `decode` is off or cannot decode it. `FileNotFoundError` if the
+    file does not exist.
     """
     with open_entries(path) as entries:
         return {name: entry.read(decode) for name, entry in entries.items()}
@@ -84,7 +84,8 @@ def read_checkpoint(
 
 @contextlib.contextmanager
 def open_entries(path: Path) -> Iterator[dict[str, Entry]]:
-    """What a checkpoint holds, which can be read while it is open."""
+    """Open a checkpoint and yield its tensors by name. You can read them until the
+    block ends."""
     if is_gguf(pathlib.Path(path)):
         with GGUFFile(path) as file:
             yield gguf_entries(file)
@@ -92,40 +93,41 @@ def open_entries(path: Path) -> Iterator[dict[str, Entry]]:
         with Source(path) as source:
             if source.is_ours:
                 raise ValueError(
-                    f"{source.path}: eqquant wrote this. Read it with eqquant.load."
+                    f"{source.path}: eqquant wrote this file. Read it with "
+                    "eqquant.load."
                 )
             yield safetensors_entries(source)
 
 
 def safetensors_entries(source: Source) -> dict[str, Entry]:
+    """Describe all tensors of safetensors files, in the order of the files."""
     entries: dict[str, Entry] = {}
     used: set[str] = set()
     for find in _finders:
         for name, entry in find(source).items():
-            if twice := used.intersection(entry.parts):
+            if shared := used.intersection(entry.parts):
                 raise ValueError(
-                    f"{source.path}: {min(twice)!r} belongs to two quantized weights."
+                    f"{source.path}: {min(shared)!r} belongs to two quantized weights."
                 )
             if name in entries:
-                raise ValueError(f"{source.path}: {name!r} is there twice.")
+                raise ValueError(f"{source.path}: {name!r} has two sets of tensors.")
             entries[name] = entry
             used.update(entry.parts)
     plain = [t for name, t in source.tensors.items() if name not in used]
-    _refuse_unknown(source, plain)
-    if twice := entries.keys() & {stored.name for stored in plain}:
-        raise ValueError(f"{source.path}: {min(twice)!r} is there twice.")
+    _reject_unknown(source, plain)
+    if shared := entries.keys() & {stored.name for stored in plain}:
+        raise ValueError(f"{source.path}: {min(shared)!r} is both plain and quantized.")
     entries |= {stored.name: _plain(source, stored) for stored in plain}
-    # In the order of the file.
     order = {name: i for i, name in enumerate(source.tensors)}
     first = lambda item: min(order[part] for part in item[1].parts)
     return dict(sorted(entries.items(), key=first))
 
 
-def _entries_in_words(source: Source) -> dict[str, Entry]:
-    """Of GPTQ or AWQ, which name their tensors alike."""
+def _int32_entries(source: Source) -> dict[str, Entry]:
+    """Describe GPTQ or AWQ weights. Both libraries use the same tensor names."""
     if next(prefixes(source, "qweight"), None) is None:
         return {}
-    config = PackingConfig(source, "'qweight', as GPTQ and AWQ do", "how it is packed")
+    config = PackingConfig(source, "'qweight' of GPTQ or AWQ", "how it is packed")
     find = {"gptq": gptq_entries, "awq": awq_entries}.get(config.method)
     return {} if find is None else find(source, config)
 
@@ -133,19 +135,19 @@ def _entries_in_words(source: Source) -> dict[str, Entry]:
 _finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
     bitsandbytes_entries,
     bitnet_entries,
-    _entries_in_words,
+    _int32_entries,
     compressed_tensors_entries,
     scaled_byte_entries,
 )
 
 
 def check_plain(source: Source, caller: str) -> None:
-    """That another library has not quantized it."""
+    """Raise a `ValueError` if another library quantized the checkpoint."""
     entries = {} if source.is_ours else safetensors_entries(source)
     for entry in entries.values():
         if entry.quantized is not None:
             raise ValueError(
-                f"{caller}: {entry.where} is quantized already, by another library. "
+                f"{caller}: {entry.where} is already quantized by another library. "
                 "Read it with eqquant.checkpoints.read_checkpoint."
             )
 
@@ -156,8 +158,9 @@ def _plain(source: Source, stored: Tensor) -> Entry:
     return Entry(where, stored.shape, stored.dtype, read, parts=(stored.name,))
 
 
-def _refuse_unknown(source: Source, plain: list[Tensor]) -> None:
-    """Packed weights that are not known, which would come as wrong numbers."""
+def _reject_unknown(source: Source, plain: list[Tensor]) -> None:
+    """Raise a `ValueError` for packed weights of unknown layout, which would silently
+    load as wrong numbers."""
     for stored in plain:
         name = stored.name
         prefix, _, last = name.rpartition(".")
@@ -166,12 +169,11 @@ def _refuse_unknown(source: Source, plain: list[Tensor]) -> None:
         )
         kind = None
         if last == "qweight":
-            kind = "a relative of GPTQ"
+            kind = "a variant of GPTQ"
         elif last == "weight" and stored.dtype.name == "uint32" and beside("scales"):
             kind = "MLX, with offsets" if beside("biases") else "MLX"
         if kind is not None:
             raise ValueError(
-                f"{source.path}: {name!r} is packed by {kind}. eqquant has no format "
-                "that holds it, and does not decode it. Convert the checkpoint with "
-                "the library that wrote it."
+                f"{source.path}: {name!r} is packed by {kind}, which eqquant cannot "
+                "read. Convert the checkpoint with the library that wrote it."
             )

@@ -1,4 +1,4 @@
-"""NF4 weights in the layout of bitsandbytes."""
+"""Write NF4 weights in the layout of bitsandbytes."""
 
 import os
 import pathlib
@@ -20,8 +20,8 @@ from ._bitsandbytes import BLOCK_SIZES, DTYPES, STATE
 def write_bitsandbytes(
     path: Path, arrays: Mapping[str, Array | np.ndarray | QuantizedArray]
 ) -> None:
-    """Write arrays to a safetensors file that bitsandbytes reads, with NF4 weights in
-    its layout, bit for bit.
+    """Write arrays to a safetensors file for bitsandbytes. NF4 weights keep their codes
+    bit for bit.
 
     !!! Example
 
@@ -40,14 +40,14 @@ def write_bitsandbytes(
 
     **Arguments:**
 
-    - `path`: of the file, which is replaced if it is there.
-    - `arrays`: by name. Those that are quantized must be in [`eqquant.NF4`][] along
-        their last axis, in blocks of 32 to 4096 that fill the rows. With double
-        quantization their scales are written as float32, which changes no value.
+    - `path`: the file. An existing file is replaced.
+    - `arrays`: arrays by name. Quantized arrays must be [`eqquant.NF4`][] along the
+        last axis, with a block size of 32 to 4096 that divides the rows. Doubly
+        quantized scales are written as float32, which changes no value.
 
     **Raises:**
 
-    `ValueError` for an array that bitsandbytes has no layout for; the message says why.
+    `ValueError` with the reason, for an array that bitsandbytes cannot represent.
     """
     target = pathlib.Path(os.fspath(path))
     tensors: dict[str, np.ndarray] = {}
@@ -55,14 +55,17 @@ def write_bitsandbytes(
         parts = {name: array}
         if isinstance(array, QuantizedArray):
             parts = {name + end: part for end, part in _parts(name, array).items()}
-        if twice := tensors.keys() & parts.keys():
-            raise ValueError(f"write_bitsandbytes: there are two of {min(twice)!r}.")
+        if duplicates := tensors.keys() & parts.keys():
+            raise ValueError(
+                f"write_bitsandbytes: arrays: {min(duplicates)!r} would name two "
+                "tensors. Rename one of them."
+            )
         tensors |= {key: np.asarray(part) for key, part in parts.items()}
     write_plain(target, tensors, {"format": "pt"})
 
 
 def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
-    """The tensors that bitsandbytes has for a weight, by the ends of their names."""
+    """Return the tensors of a weight, by the suffixes of their names."""
     block = _block(name, q)
     codes = np.asarray(unpack(q.codes, q.format.bits, q.format.group)).reshape(-1)
     state = {
@@ -80,30 +83,31 @@ def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
 
 
 def _block(name: str, q: QuantizedArray) -> int:
-    """The block size of a weight that bitsandbytes has a layout for."""
+    """Return the block size of a weight. Raise a `ValueError` if bitsandbytes cannot
+    represent the weight."""
 
-    def fail(what: str):
-        raise ValueError(f"write_bitsandbytes: {name!r} {what}")
+    def fail(problem: str):
+        raise ValueError(f"write_bitsandbytes: {name!r} {problem}")
 
     q.check_whole()
     if type(q.format) is not NF4:
-        fail(f"is in {q.format!r}; bitsandbytes has NF4 alone.")
+        fail(f"has the format {q.format!r}; bitsandbytes only has NF4.")
     if q.axes != (-1,):
         fail(
-            f"has its blocks along the axes {q.axes}, those of bitsandbytes run along "
-            "the last. Transpose it, or quantize it again."
+            f"has blocks along the axes {q.axes}; bitsandbytes only has blocks along "
+            "the last axis. Transpose it, or quantize it again."
         )
     if q.ndim < 2 or not q.size:
-        fail(f"has the shape {q.shape}; bitsandbytes has matrices.")
+        fail(f"has the shape {q.shape}; bitsandbytes needs a non-empty matrix.")
     columns = q.shape[-1]
     block = q.format.block_size or columns
     if block not in BLOCK_SIZES:
-        fail(f"has blocks of {block}; bitsandbytes has {BLOCK_SIZES}.")
+        fail(f"has a block size of {block}; bitsandbytes has {BLOCK_SIZES}.")
     if columns % block:
-        fail(f"has rows of {columns}, which blocks of {block} do not fill.")
+        fail(f"has rows of {columns}, which blocks of {block} do not divide.")
     if q.dtype.name not in DTYPES:
-        fail(f"stands for {q.dtype.name}; bitsandbytes has {list(DTYPES)}.")
+        fail(f"has the dtype {q.dtype.name}; bitsandbytes has {list(DTYPES)}.")
     scales = float_scales(q.scales)
     if not jnp.array_equal(scales, scales.astype(jnp.float32), equal_nan=True):
-        fail("has scales that float32 does not hold.")
+        fail("has scales that float32 cannot represent.")
     return block

@@ -1,4 +1,4 @@
-"""Weights of a few bits with zero points: `value = (code - zero) * scale`."""
+"""Low-bit integer weights with zero points: `value = (code - zero) * scale`."""
 
 import dataclasses
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int8
-from ._entry import Entry, from_codes, from_levels, NotHeld
+from ._entry import Entry, from_codes, from_levels, NotExact
 from ._parts import Parts
 
 
@@ -17,30 +17,31 @@ SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 def block_order(parts: Parts, name: str, blocks: int) -> np.ndarray:
-    """The block of each column, read and checked."""
-    found = parts.read(name)
-    if np.any((found < 0) | (found >= blocks)):
+    """Read and check the block of each column."""
+    order = parts.read(name)
+    if np.any((order < 0) | (order >= blocks)):
         raise ValueError(
-            f"{parts.where} has groups in {name!r} from {found.min()} to "
-            f"{found.max()}, but there are {blocks}."
+            f"{parts.where}: groups in {name!r} must be from 0 to {blocks - 1}, got "
+            f"{order.min()} to {order.max()}."
         )
-    return found
+    return order
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPointWeight:
-    """A matrix, a row for each output.
+    """A matrix with one row per output.
 
     **Fields:**
 
-    - `library`: that packed it.
+    - `library`: the library that packed the weight.
     - `where`, `shape`, `dtype`, `parts`: as in [`Entry`][].
-    - `bits`, `block`: of a code, and how many of a row share a scale; None for all.
-    - `symmetric`: whether every zero should be the code in the middle.
+    - `bits`: the number of bits per code.
+    - `block`: the number of columns that share a scale; `None` for the whole row.
+    - `symmetric`: whether every zero point should be the middle code.
     - `codes`: reads `(rows, columns)`, uint8.
     - `scales`: reads `(rows, blocks)`.
     - `zeros`: reads `(rows, blocks)`, integers.
-    - `order`: reads the block of each column; None if they are in order.
+    - `order`: reads the block of each column; `None` if blocks are consecutive.
     """
 
     library: str
@@ -61,9 +62,11 @@ class ZeroPointWeight:
             kind = f"{self.library}, {self._format(not self.symmetric)!r}"
         except ValueError as error:
             raise ValueError(f"{self.where}: {error}") from error
-        is_held = self.symmetric or self.bits < 8
-        how = self._decode, self._quantized, (kind, is_held), self.parts
-        return Entry(self.where, self.shape, self.dtype, *how)
+        is_exact = self.symmetric or self.bits < 8
+        readers = self._decode, self._quantized
+        return Entry(
+            self.where, self.shape, self.dtype, *readers, (kind, is_exact), self.parts
+        )
 
     @property
     def _middle(self) -> int:
@@ -97,20 +100,20 @@ class ZeroPointWeight:
         middle = self._middle
         if self.bits == 8 or (self.symmetric and np.all(zeros == middle)):
             if np.any(zeros != middle):
-                raise NotHeld("has zero points beside codes of 8 bits.")
+                raise NotExact("has 8-bit codes with zero points, which Int8 lacks.")
             levels = self.codes().astype(np.int16) - np.int16(middle)
             return from_levels(levels, scales, self._format(False), self.dtype)
         offsets = -zeros * scales.astype(np.float64)
-        how = self._format(True), self.dtype
-        return from_codes(self.codes(), scales, offsets, *how)
+        return from_codes(self.codes(), scales, offsets, self._format(True), self.dtype)
 
     def _order_of_blocks(self, blocks: np.ndarray) -> np.ndarray:
-        """Which scale each block has, if all columns of one have the same."""
+        """Return the scale index of each block of consecutive columns, which must all
+        use the same scale."""
         step = min(self.block or len(blocks), len(blocks))
         first = blocks[::step]
         if np.any(np.repeat(first, step)[: len(blocks)] != blocks):
-            raise NotHeld(
-                "has columns that are not in the order of their blocks, as they were "
-                "quantized by the size of activations (desc_act)."
+            raise NotExact(
+                "has columns that are not consecutive within their groups, because "
+                "they were quantized in the order of activations (desc_act)."
             )
         return first

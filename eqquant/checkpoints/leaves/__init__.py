@@ -1,8 +1,7 @@
-"""Leaves of trees: what each becomes in a file of eqquant's, and back.
+"""Convert leaves of trees to tensors and records of a file, and back.
 
-A leaf is described as tensors and records, and built again from these; what comes out
-of a file is checked first. Files are written by all processes that have a part of the
-tree. Imports `files`.
+Leaves from a file are checked before they are built. All processes that hold a part of
+the tree write files. Imports `files`.
 """
 
 from ._contents import Contents as Contents

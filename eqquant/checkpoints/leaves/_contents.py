@@ -1,5 +1,4 @@
-"""What is in a checkpoint: leaves by path, described first, and read when they are
-asked for."""
+"""The leaves in a checkpoint: described first, and read on demand."""
 
 import functools as ft
 import pathlib
@@ -23,9 +22,9 @@ class Contents:
 
     **Fields:**
 
-    - `source`: where they come from.
-    - `described`: each leaf by its path, with `jax.ShapeDtypeStruct`s for arrays. That
-        all of it fits together was checked without reading a tensor.
+    - `source`: the open files.
+    - `described`: each leaf by its path, with a `jax.ShapeDtypeStruct` for each array.
+        Shapes, dtypes and records are already checked; tensors are not read yet.
     """
 
     source: Source
@@ -45,12 +44,12 @@ class Contents:
             raise ValueError(f"{source.path}: {error}") from error
 
     def read(self, path: str, shardings: Sequence[Any] = ()) -> Any:
-        """A leaf, its arrays those of NumPy, checked; or, where there is a sharding for
-        a part, in the order in which JAX has them, on the devices of that."""
-        these = iter(shardings)
+        """Read and check a leaf. Its arrays are NumPy arrays, except where `shardings`
+        (in the order of `jax.tree.leaves`) has a sharding instead of `None`."""
+        remaining = iter(shardings)
 
         def get(name: str) -> Any:
-            sharding = next(these, None)
+            sharding = next(remaining, None)
             if sharding is None:
                 return self.source.read(name)
             tensor = self.source.tensors[name]
@@ -70,11 +69,11 @@ class Contents:
         return self.source.path
 
     def are_quantized(self, names: Sequence[str]) -> bool:
-        """Whether these come as quantized arrays, rather than as arrays."""
+        """Return whether any of these tensors is a quantized array."""
         return any(isinstance(self.described[n], QuantizedArray) for n in names)
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
-        """A tensor in another dtype."""
+        """Read a tensor and convert it to `dtype`."""
         return self.source.read(name, dtype)
 
     def _describe(self, name: str) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Leaves of a tree to tensors and records."""
+"""Convert leaves of a tree to tensors and records."""
 
 import dataclasses
 import functools as ft
@@ -21,51 +21,51 @@ from ._rebuild import Rebuilder
 
 
 def describe(path: str, leaf: Any, processes: Alone) -> Leaf | None:
-    """None for what is no data."""
+    """Describe a leaf; return `None` if it holds no data."""
     parts = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
         raise TypeError("a jax.ShapeDtypeStruct cannot be saved: it has no values.")
     if any(is_traced(x) for x in parts):
-        raise TypeError("what JAX traces cannot be saved: call this outside of `jit`.")
+        raise TypeError("traced arrays cannot be saved: call this outside of `jit`.")
     if is_no_data(leaf):
         return None
     records: dict[str, dict[str, Any]] = {}
     parts = tuple(_describe(path, leaf, records, processes))
     if is_implicit(leaf):
-        _check_comes_back(path, leaf, records, parts)
+        _check_round_trip(path, leaf, records, parts)
     return Leaf(path, records, parts)
 
 
-def _check_comes_back(path: str, leaf: Any, records: dict, parts: Iterable) -> None:
-    """What cannot be loaded must not be saved."""
+def _check_round_trip(path: str, leaf: Any, records: dict, parts: Iterable) -> None:
+    """Raise a `ValueError` if `load` could not rebuild the leaf."""
     is_quantized = lambda x: isinstance(x, QuantizedArray)
     arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))
     known = {q.format.name: type(q.format) for q in arrays}
     described = dict(part.whole for part in parts)
     rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
     if jax.tree.structure(rebuilt) != jax.tree.structure(without_plan(leaf)):
-        raise ValueError(f"{leaf!r} would not come back as it is.")
+        raise ValueError(f"{leaf!r} would change when it is loaded.")
 
 
 def is_no_data(leaf: Any) -> bool:
-    """Functions are code; and `eqx.nn.Shared` leaves a mark where it took an array
-    away."""
-    is_mark = type(leaf).__qualname__ == "SharedNode"
+    """Return whether a leaf holds no data: a function, or the placeholder that
+    `eqx.nn.Shared` puts in place of an array."""
+    is_placeholder = type(leaf).__qualname__ == "SharedNode"
     is_array = is_implicit(leaf) or hasattr(leaf, "dtype")
-    return is_mark or (callable(leaf) and not is_array)
+    return is_placeholder or (callable(leaf) and not is_array)
 
 
 def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:
-    """The same of a leaf that is only described, and that `make` will make: when the
-    first part of it is asked for. It is forgotten after the last one."""
-    made: list[Any] = []
+    """Describe a leaf from abstract arrays. `make` creates the leaf when its first part
+    is written, and the leaf is freed after its last part."""
+    pending: list[Any] = []
 
     def part(i: int) -> np.ndarray:
-        if not made:
-            made.extend(jax.tree.leaves(make()))
-        out, made[i] = to_numpy(made[i]), None
-        if all(x is None for x in made):
-            made.clear()
+        if not pending:
+            pending.extend(jax.tree.leaves(make()))
+        out, pending[i] = to_numpy(pending[i]), None
+        if all(x is None for x in pending):
+            pending.clear()
         return out
 
     records: dict[str, dict[str, Any]] = {}
@@ -102,8 +102,8 @@ def _describe_parts(
             static[field.name] = _static_to_json(value)
         else:
             parts += _describe(below(path, field.name), value, records, processes)
-    is_there = not isinstance(getattr(node, "codes", None), jax.ShapeDtypeStruct)
-    if isinstance(node, QuantizedArray) and is_there:
+    is_abstract = isinstance(getattr(node, "codes", None), jax.ShapeDtypeStruct)
+    if isinstance(node, QuantizedArray) and not is_abstract:
         check_codes(node)
     records[path] = {"is": type(node).__name__, "static": static}
     yield from parts
@@ -121,19 +121,20 @@ def _describe_array(
         records[path] = {"is": "array", "dtype": dtype.name}
         stored = np.dtype(np.uint8)
     if stored not in DTYPES.values():
-        raise TypeError(f"an array of the dtype {dtype} cannot be saved.")
+        raise TypeError(f"the dtype {dtype} cannot be saved; safetensors lacks it.")
 
     def make(share: Share) -> np.ndarray:
         out = np.asarray(share.make(), dtype)
-        # Not by `ascontiguousarray`, which makes an axis where there is none.
+        # `np.ascontiguousarray` would turn a scalar into a vector.
         out = out if out.flags.c_contiguous else out.copy(order="C")
         return out if stored == dtype else out.view(stored)
 
     for share in processes.shares(array):
         piece = share.piece(path, tuple(array.shape))
         name = path if piece is None else f"{path}[{_range(share)}]"
-        this = ft.partial(make, share)
-        yield Part(name, stored, share.shape, this, share.owner, piece)
+        yield Part(
+            name, stored, share.shape, ft.partial(make, share), share.owner, piece
+        )
 
 
 def _range(share: Share) -> str:
@@ -165,4 +166,4 @@ def _static_to_json(value: Any) -> Any:
         return [_static_to_json(x) for x in value]
     if isinstance(value, int | float | str):
         return value
-    raise TypeError(f"a static field holds {value!r}, which cannot be saved.")
+    raise TypeError(f"a static field is {value!r}, which cannot be saved.")

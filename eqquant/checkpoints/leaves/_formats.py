@@ -1,5 +1,5 @@
-"""Formats as JSON, and back. A file only ever names a format: the class is one that is
-known already."""
+"""Convert formats to JSON and back. A file only names a format; the class must be known
+to the caller."""
 
 import dataclasses
 import typing
@@ -21,7 +21,7 @@ Known = Mapping[str, type[Format]]
 
 
 def known_formats(more: Sequence[type[Format]], caller: str) -> Known:
-    """Those of eqquant, and more that a user gives, by name."""
+    """Return the formats of eqquant and the user's `formats`, by name."""
     known = dict(formats_by_name)
     for cls in more:
         if not isinstance(cls, type) or not issubclass(cls, Format):
@@ -30,18 +30,20 @@ def known_formats(more: Sequence[type[Format]], caller: str) -> Known:
                 f"eqquant.formats.Format, got {cls!r}."
             )
         if known.setdefault(cls.name, cls) is not cls:
-            raise ValueError(f"{caller}: two formats are called {cls.name!r}.")
+            raise ValueError(
+                f"{caller}: formats: two classes have the name {cls.name!r}."
+            )
     return known
 
 
 def format_to_json(format: Format) -> dict[str, Any]:
-    """What [`format_from_json`][] makes the same format of."""
+    """Convert a format to JSON for [`format_from_json`][]."""
     cls = type(format)
     name = getattr(cls, "name", None)
     if not isinstance(name, str) or formats_by_name.get(name, cls) is not cls:
         raise ValueError(
-            f"{format!r} cannot be saved, as its class is called {name!r}, like "
-            "another. Give it a `name` of its own."
+            f"{format!r} cannot be saved: another class has the name {name!r}. Give it "
+            "a unique `name`."
         )
     fields = {f.name: getattr(format, f.name) for f in dataclasses.fields(format)}
     try:
@@ -49,22 +51,25 @@ def format_to_json(format: Format) -> dict[str, Any]:
             "name": name,
             "fields": {key: _value_to_json(value) for key, value in fields.items()},
         }
-        same = format_from_json(written, {name: cls}) == format
+        is_equal = format_from_json(written, {name: cls}) == format
     except (TypeError, ValueError) as error:
         raise ValueError(f"{format!r} cannot be saved: {error}") from error
-    if not same:
-        raise ValueError(f"{format!r} cannot be saved: its fields make another format.")
+    if not is_equal:
+        raise ValueError(
+            f"{format!r} cannot be saved: a format with the same fields differs."
+        )
     return written
 
 
 def format_from_json(written: Any, known: Known) -> Format:
+    """Build a format from the JSON of [`format_to_json`][]."""
     if not isinstance(written, dict) or written.keys() != {"name", "fields"}:
         raise ValueError(f"a format must have a name and fields, got {written!r}.")
     name, fields = written["name"], written["fields"]
     if not isinstance(name, str) or name not in known:
         raise ValueError(
-            f"the format {name!r} is not known; known are {sorted(known)}. If it is "
-            "one of yours, load with `formats=[...]`."
+            f"format must be one of {sorted(known)}, got {name!r}. If it is your own "
+            "format, pass its class in `formats=[...]`."
         )
     return _make(known[name], fields)
 
@@ -81,7 +86,7 @@ def _value_to_json(value: Any) -> Any:
     if isinstance(value, TPUKernel | GPUKernel):
         return {type(value).__name__: dataclasses.asdict(value)}
     raise TypeError(
-        f"a field holds {value!r}. Fields must be numbers, strings, dtypes, None, or "
+        f"a field is {value!r}. Fields must be numbers, strings, dtypes, None, or "
         "tuples of these."
     )
 
@@ -99,11 +104,13 @@ def _value_from_json(value: Any) -> Any:
 
 
 def _make(cls: type, fields: Any) -> Any:
-    """An instance of a dataclass, each field of the type that it is declared with."""
+    """Build a dataclass. Check that each field has its declared type."""
     hints = typing.get_type_hints(cls)
     declared = {field.name for field in dataclasses.fields(cls) if field.init}
     if not isinstance(fields, dict) or not fields.keys() <= declared:
-        raise ValueError(f"{cls.__name__} has no such fields: {fields!r}.")
+        raise ValueError(
+            f"{cls.__name__} has the fields {sorted(declared)}, got {fields!r}."
+        )
     values = {name: _value_from_json(value) for name, value in fields.items()}
     for name, value in values.items():
         if not is_bearable(value, hints[name]):

@@ -1,8 +1,9 @@
-"""A leaf of a tree, as it goes into a file: tensors, and records of what is more.
+"""A leaf of a tree in the form in which it is written: tensors and records.
 
-A record says what `is` at its path: an array of eqquant's, whose parts are below that
-path; a number or a string of Python; a random key; or an array of a dtype that
-safetensors has no name for. Records are data. What they name is looked up in a table.
+A record describes a leaf that is more than a tensor: an array class of eqquant, whose
+parts are stored below its path; a Python number or string; a random key; or an array of
+a dtype that safetensors cannot name. Records are data: names in them are looked up in a
+table.
 """
 
 import dataclasses
@@ -17,15 +18,15 @@ import numpy as np
 from ..files import Piece
 
 
-# Each takes a byte.
+# Each of these dtypes takes one byte per element.
 _unnamed = ("float8_e4m3b11fnuz", "float8_e4m3", "float8_e3m4")
 UNNAMED_DTYPES = {name: np.dtype(getattr(jnp, name)) for name in _unnamed}
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """A tensor to be: its name, how to make it, and which process does. It may be a
-    piece of a larger one."""
+    """A tensor to be written, or a piece of one: its name, the function that makes it,
+    and the process that owns it."""
 
     name: str
     dtype: np.dtype
@@ -40,7 +41,7 @@ class Part:
 
     @property
     def whole(self) -> tuple[str, jax.ShapeDtypeStruct]:
-        """The tensor that this is, or is a piece of: its name, and what it is like."""
+        """The name and the description of the whole tensor."""
         if self.piece is None:
             return self.name, jax.ShapeDtypeStruct(self.shape, self.dtype)
         return self.piece.of, jax.ShapeDtypeStruct(self.piece.shape, self.dtype)
@@ -48,22 +49,25 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """A leaf of a tree, as it goes into a file."""
+    """A leaf of a tree: its path, its records by path, and its tensors."""
 
     path: str
     records: dict[str, dict[str, Any]]
     parts: tuple[Part, ...]
 
-    def of(self, owner: int) -> "Leaf":
-        """What one process writes of it. Records are those of the first."""
+    def owned_by(self, owner: int) -> "Leaf":
+        """Return the part that one process writes. The first process also writes the
+        records."""
         parts = tuple(part for part in self.parts if part.owner == owner)
         return Leaf(self.path, {} if owner else self.records, parts)
 
 
 def below(path: str, name: str) -> str:
+    """Return the path of a part below a path."""
     return f"{path}.{name}" if path else name
 
 
 def saved_fields(cls: type) -> list[dataclasses.Field]:
-    """Without those that say where an array is, rather than what."""
+    """Return the fields that are saved: all except fields that describe the placement
+    of an array."""
     return [f for f in dataclasses.fields(cls) if f.metadata.get("saved", True)]

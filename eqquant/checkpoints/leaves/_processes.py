@@ -1,4 +1,4 @@
-"""The processes that write one checkpoint, or read it, at the same time."""
+"""Processes that write or read one checkpoint together."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """A part of an array: which process has it, where it is (None for all of the
-    array), and how to get it there."""
+    """A part of an array: its owner, its shape, its position (`None` if it is the whole
+    array), and the function that copies it to the host."""
 
     owner: int
     shape: tuple[int, ...]
@@ -25,30 +25,31 @@ class Share:
     make: Callable[[], np.ndarray]
 
     def piece(self, of: str, shape: tuple[int, ...]) -> Piece | None:
+        """Return the share as a piece of the tensor `of`, or `None` if it is whole."""
         return None if self.start is None else Piece(of, shape, self.start)
 
 
 class Alone:
-    """One process, whatever others do. The first of all has the index 0."""
+    """A single process. Its index is 0."""
 
     index = 0
 
     def together(self, step: Callable[[], T]) -> T:
-        """Take a step in every process, and wait for all: an error in one is an error
-        everywhere."""
+        """Run a step in every process and wait for all. An error in one process raises
+        in all."""
         return step()
 
     def agree(self, token: str) -> str:
-        """What the first process says, in all of them."""
+        """Return the token of the first process, in every process."""
         return token
 
     def shares(self, array: Any) -> Iterator[Share]:
-        """Who has what of an array, the same in every process."""
+        """Yield the shares of an array, in the same order in every process."""
         yield Share(0, tuple(array.shape), None, lambda: to_numpy(array))
 
 
 class Everyone(Alone):
-    """All processes of a program on many hosts."""
+    """All processes of a program on several hosts."""
 
     def __init__(self, caller: str):
         self.index = jax.process_index()
@@ -66,8 +67,8 @@ class Everyone(Alone):
             raise error
         if np.any(failed):
             raise RuntimeError(
-                f"{self._caller}: process {np.flatnonzero(failed)[0]} failed, and says "
-                "why. What was in place before is there still."
+                f"{self._caller}: process {np.flatnonzero(failed)[0]} failed; see its "
+                "error. The previous checkpoint is unchanged."
             )
         return out
 
@@ -99,27 +100,28 @@ class Everyone(Alone):
 
 
 def spans_processes(x: Any) -> bool:
-    """Whether an array, or what describes one, is on devices of several processes."""
+    """Return whether an array, or a description of one, is spread over devices of
+    several processes."""
     sharding = getattr(x, "sharding", None)
     return sharding is not None and not sharding.is_fully_addressable
 
 
 def processes_of(tree: Any, caller: str) -> Alone:
-    """Those that have parts of a tree, or are to have them."""
+    """Return the processes that hold parts of a tree, or will hold them."""
     is_wide = any(map(spans_processes, jax.tree.leaves(tree)))
     return Everyone(caller) if is_wide else Alone()
 
 
 def local_parts(array: Any) -> Iterator[np.ndarray]:
-    """What this process has of an array."""
+    """Yield the distinct shards of an array in this process."""
     if not spans_processes(array):
         yield to_numpy(array)
         return
-    seen = set()
+    yielded = set()
     for shard in array.addressable_shards:
-        where = tuple((s.start, s.stop) for s in shard.index)
-        if where not in seen:
-            seen.add(where)
+        position = tuple((s.start, s.stop) for s in shard.index)
+        if position not in yielded:
+            yielded.add(position)
             yield to_numpy(shard.data)
 
 
@@ -129,7 +131,8 @@ def read_onto(
     dtype: Any,
     read: Callable[[list[tuple[slice, ...]]], list[np.ndarray]],
 ) -> jax.Array:
-    """An array that is split over devices, of the slices that this process needs."""
+    """Build an array that is split over devices. `read` gets only the slices that this
+    process needs."""
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise ValueError(f"{np.dtype(dtype).name} needs jax_enable_x64, which is off.")
 

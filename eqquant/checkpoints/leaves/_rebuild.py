@@ -1,4 +1,4 @@
-"""Tensors and records to leaves of a tree. What a record says is checked, and never
+"""Rebuild leaves of a tree from tensors and records. Records are checked, and never
 executed."""
 
 import dataclasses
@@ -18,8 +18,8 @@ from ._leaf import below, saved_fields, UNNAMED_DTYPES
 
 _dtypes = {dtype.name: dtype for dtype in (*DTYPES.values(), *UNNAMED_DTYPES.values())}
 
-# What code that expects something else raises.
-_of_bad_records = (
+# Exceptions that invalid records cause in code for valid records.
+_record_errors = (
     ArithmeticError,
     AttributeError,
     LookupError,
@@ -30,16 +30,15 @@ _of_bad_records = (
 
 
 class Rebuilder:
-    """Makes leaves of tensors and records. `get` gives the tensor of a name: described
-    (`jax.ShapeDtypeStruct`) to check whether all fits before anything is read, or an
-    array of NumPy."""
+    """Build leaves from tensors and records. `get` returns the tensor of a name: a
+    `jax.ShapeDtypeStruct` to check a leaf before it is read, or a NumPy array."""
 
     def __init__(self, records: dict, tensors: Iterable[str], known: Known):
         self._records, self._tensors, self._known = records, set(tensors), known
-        self._used: set[str] = set()  # Tensors and records.
+        self._used: set[str] = set()  # Names of tensors and records.
 
     def roots(self) -> list[str]:
-        """The paths of all leaves."""
+        """Return the paths of all leaves."""
         parts = set()
         for path, record in self._records.items():
             if cls := CLASSES.get(record["is"]):
@@ -49,13 +48,13 @@ class Rebuilder:
     def build(self, path: str, get: Callable[[str], Any]) -> Any:
         try:
             return self._build(path, get)
-        except _of_bad_records as error:
+        except _record_errors as error:
             raise ValueError(f"{path}: {error}") from error
 
     def check_all_used(self) -> None:
-        """An error if something belongs to no leaf: it would be lost."""
-        if left := (self._tensors | self._records.keys()) - self._used:
-            raise ValueError(f"{sorted(left)[:5]} are no parts of any leaf.")
+        """Raise a `ValueError` if a tensor or record belongs to no leaf."""
+        if unused := (self._tensors | self._records.keys()) - self._used:
+            raise ValueError(f"{sorted(unused)[:5]} do not belong to any leaf.")
 
     def _build(self, path: str, get: Callable[[str], Any]) -> Any:
         record = self._records.get(path)
@@ -64,7 +63,7 @@ class Rebuilder:
         self._used.add(path)
         kind = record["is"]
         if path in self._tensors and kind in ("none", *CLASSES, *_to_python):
-            raise ValueError("there is a tensor of the same name.")
+            raise ValueError("a tensor and a record have the same name.")
         if kind in CLASSES:
             return self._build_parts(path, CLASSES[kind], record, get)
         if kind == "none":
@@ -75,14 +74,14 @@ class Rebuilder:
             return _as_dtype(self._tensor(path, get), UNNAMED_DTYPES[record["dtype"]])
         if kind == "key" and isinstance(record.get("impl"), str):
             return _as_key(self._tensor(path, get), record["impl"])
-        raise ValueError(f"this version of eqquant does not know {record!r}.")
+        raise ValueError(f"this version of eqquant cannot read {record!r}.")
 
     def _has(self, path: str) -> bool:
         return path in self._tensors or path in self._records
 
     def _tensor(self, name: str, get: Callable[[str], Any]) -> Any:
         if name not in self._tensors:
-            raise ValueError(f"there is no tensor {name!r}.")
+            raise ValueError(f"the tensor {name!r} is missing.")
         self._used.add(name)
         return get(name)
 
@@ -91,7 +90,9 @@ class Rebuilder:
         fields = saved_fields(cls)
         names = {f.name for f in fields if f.metadata.get("static", False)}
         if not isinstance(static, dict) or static.keys() != names:
-            raise ValueError(f"{cls.__name__} has the static fields {sorted(names)}.")
+            raise ValueError(
+                f"{cls.__name__} must have the static fields {sorted(names)}."
+            )
         hints = typing.get_type_hints(cls)
         node = object.__new__(cls)
         for field in fields:
@@ -101,7 +102,7 @@ class Rebuilder:
             else:
                 part = below(path, field.name)
                 if field.default is None and not self._has(part):
-                    value = None  # A file from before there was such a part.
+                    value = None  # Older files lack this part.
                 else:
                     value = self._build(part, get)
                 plain = isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
@@ -123,13 +124,13 @@ class Rebuilder:
                 return format_from_json(value["format"], self._known)
             if value.keys() == {"dtype"} and value["dtype"] in _dtypes:
                 return _dtypes[value["dtype"]]
-            raise ValueError(f"{value!r} is not a static field.")
+            raise ValueError(f"static fields cannot be {value!r}.")
         return value
 
 
 def _as_dtype(tensor: Any, dtype: np.dtype) -> Any:
     if tensor.dtype != np.uint8:
-        raise ValueError(f"{dtype.name} is stored as uint8, not {tensor.dtype}.")
+        raise ValueError(f"{dtype.name} must be stored as uint8, got {tensor.dtype}.")
     if isinstance(tensor, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(tensor.shape, dtype)
     return tensor.view(dtype)

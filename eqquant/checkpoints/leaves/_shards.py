@@ -1,13 +1,12 @@
-"""A checkpoint in one file or, above a size, in shards with an index.
+"""Write a checkpoint to one file or, above a size, to shards with an index.
 
-At any time one whole checkpoint is in place. Shards have names of their own for each
-save, so they never replace those of an older one; what counts is the index, and
-renaming it is the step from old to new. From shards to one file that step is the
-removal of the index: as long as it is there, it counts. What is no longer needed goes
-last.
+One complete checkpoint exists at any time. Each save gives its shards new names, so
+they never replace older shards. The index selects the current shards: renaming it
+switches to the new checkpoint. A save to a single file switches by removing the index,
+because an index takes precedence. Obsolete files are removed last.
 
-Of a tree that is spread over processes each writes shards of what it has. The first
-process writes the index when all of these are on the disk.
+If a tree is spread over processes, each process writes shards of its own part. The
+first process writes the index after all shards are on the disk.
 """
 
 import contextlib
@@ -37,7 +36,7 @@ MAX_SHARD_SIZE = 5 * 10**9
 
 
 def target_of(path: pathlib.Path, caller: str) -> pathlib.Path:
-    """Where a checkpoint goes: a folder holds it under the usual name."""
+    """Return the file of a checkpoint. In a folder it is `model.safetensors`."""
     if path.name.endswith(SUFFIX):
         return path
     if path.suffix and not path.is_dir():
@@ -58,11 +57,11 @@ def write_checkpoint(
     show: Callable[[Sequence[Leaf]], Iterable[Leaf]] = lambda leaves: leaves,
     processes: Alone | None = None,
 ) -> None:
-    """The leaves as `path`, or as shards beside it.
+    """Write leaves to `path`, or to shards beside it.
 
-    `saved` names the shards, by default like no others. `is_done` says whether one of
-    them is there already. `show` shows progress. Each of several `processes` writes
-    shards of what it has.
+    `saved` identifies the save, by default with a random token. `is_done` returns
+    whether a finished shard already exists. `show` wraps leaves in a progress bar. Each
+    process in `processes` writes shards of its own part.
     """
     processes = processes or Alone()
     saved = processes.agree(saved or secrets.token_hex(8))
@@ -72,14 +71,18 @@ def write_checkpoint(
     def write() -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         ours_before = index.is_file() and read_index(index)[0] is not None
-        mine = [file for file in files if file.owner == processes.index]
-        left = [f for f in mine if not (f.shard and is_done(f.path, f.shard, f.leaves))]
-        shown = iter(show([leaf for file in left for leaf in file.leaves]))
-        for file in left:
-            these = (next(shown) for _ in file.leaves)
-            write_leaves(file.path, file.leaves, metadata, file.shard, shown=these)
+        owned = [file for file in files if file.owner == processes.index]
+        remaining = [
+            f for f in owned if not (f.shard and is_done(f.path, f.shard, f.leaves))
+        ]
+        shown = iter(show([leaf for file in remaining for leaf in file.leaves]))
+        for file in remaining:
+            file_leaves = (next(shown) for _ in file.leaves)
+            write_leaves(
+                file.path, file.leaves, metadata, file.shard, shown=file_leaves
+            )
         for _ in shown:
-            pass  # A progress bar is closed at its end.
+            pass  # The progress bar closes at its end.
         return ours_before
 
     def finish() -> None:
@@ -100,8 +103,8 @@ def write_checkpoint(
 
 @dataclasses.dataclass(frozen=True)
 class _File:
-    """What goes into a file, and which process writes it. A file by itself is no
-    shard."""
+    """A file to write, its leaves, and the process that writes it. `shard` is `None`
+    for a single file."""
 
     path: pathlib.Path
     leaves: Sequence[Leaf]
@@ -110,14 +113,16 @@ class _File:
 
 
 def _files(
-    path: pathlib.Path, leaves: Sequence[Leaf], most: int | None, saved: str
+    path: pathlib.Path, leaves: Sequence[Leaf], max_size: int | None, saved: str
 ) -> list[_File]:
     owners = {part.owner for leaf in leaves for part in leaf.parts}
-    groups = [(0, group) for group in _groups([leaf.of(0) for leaf in leaves], most)]
+    groups = [
+        (0, group) for group in _groups([leaf.owned_by(0) for leaf in leaves], max_size)
+    ]
     for owner in sorted(owners - {0}):
-        theirs = [leaf.of(owner) for leaf in leaves]
-        theirs = [leaf for leaf in theirs if leaf.parts]
-        groups += [(owner, group) for group in _groups(theirs, most)]
+        owned = [leaf.owned_by(owner) for leaf in leaves]
+        owned = [leaf for leaf in owned if leaf.parts]
+        groups += [(owner, group) for group in _groups(owned, max_size)]
     if len(groups) == 1:
         return [_File(path, groups[0][1], None, 0)]
     stem, count = path.name.removesuffix(SUFFIX), len(groups)
@@ -132,14 +137,15 @@ def _files(
     ]
 
 
-def _groups(leaves: Sequence[Leaf], most: int | None) -> list[list[Leaf]]:
-    """In order. All that one process has of a leaf is in the same shard."""
+def _groups(leaves: Sequence[Leaf], max_size: int | None) -> list[list[Leaf]]:
+    """Group leaves in order, up to `max_size` bytes each. All parts of a leaf that one
+    process owns are in the same shard."""
     groups: list[list[Leaf]] = [[]]
     size = 0
     for leaf in leaves:
-        # What has no bytes, such as a number, never is a shard by itself.
-        full = most is not None and size + nbytes(leaf) > most
-        if full and size and nbytes(leaf):
+        # Leaves without bytes, such as numbers, never start a shard.
+        is_full = max_size is not None and size + nbytes(leaf) > max_size
+        if is_full and size and nbytes(leaf):
             groups.append([])
             size = 0
         groups[-1].append(leaf)
@@ -153,24 +159,26 @@ def _write_index(index: pathlib.Path, files: Sequence[_File], saved: str) -> Non
         if not file.path.is_file():
             raise ValueError(
                 f"{file.path}: process {file.owner} wrote this file, but process 0 "
-                "does not find it. All must write to one folder that they share."
+                "cannot find it. All processes must write to one shared folder."
             )
         names = (part.name for leaf in file.leaves for part in leaf.parts)
         weight_map |= dict.fromkeys(names, file.path.name)
     total = sum(nbytes(leaf) for file in files for leaf in file.leaves)
-    about = {"metadata": {"total_size": total, KEY: saved}, "weight_map": weight_map}
+    contents = {"metadata": {"total_size": total, KEY: saved}, "weight_map": weight_map}
     with replacing(index) as file:
-        file.write(json.dumps(about, indent=2).encode())
+        file.write(json.dumps(contents, indent=2).encode())
 
 
 def _clean(path: pathlib.Path, kept: set[str]) -> None:
-    """Remove what older saves of this checkpoint, also such as were stopped, left."""
+    """Remove files of older saves of this checkpoint, including interrupted saves."""
     stem = re.escape(path.name.removesuffix(SUFFIX))
     shard = rf"{stem}-[0-9a-f]{{16}}-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}"
     whole = rf"{stem}{re.escape(SUFFIX)}(\.index\.json)?"
     part = rf"\.({shard}|{whole})\.[0-9a-f]{{8}}{re.escape(PART)}"
     for file in path.parent.iterdir():
-        left = re.fullmatch(rf"{shard}|{part}", file.name) and file.name not in kept
-        if left:
+        is_obsolete = (
+            re.fullmatch(rf"{shard}|{part}", file.name) and file.name not in kept
+        )
+        if is_obsolete:
             with contextlib.suppress(OSError):
                 file.unlink()

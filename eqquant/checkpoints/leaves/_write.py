@@ -1,4 +1,4 @@
-"""Leaves into one file."""
+"""Write leaves to one file."""
 
 import dataclasses
 import pathlib
@@ -24,8 +24,8 @@ def write_leaves(
     *,
     shown: Iterable[Leaf] | None = None,
 ) -> None:
-    """One file of these leaves. Each is made when it is written, and then forgotten.
-    `shown` are the same leaves, in a progress bar."""
+    """Write one file of leaves. Each part is made when it is written, and freed
+    afterwards. `shown` iterates over the same leaves in a progress bar."""
     records = {k: v for leaf in leaves for k, v in leaf.records.items()}
     planned = [
         Planned(part.name, part.dtype, part.shape, part.nbytes)
@@ -54,7 +54,7 @@ def _write(file: BinaryIO, array: np.ndarray) -> int:
     raw = array.reshape(-1).view(np.uint8).data
     crc = 0
     for start in range(0, len(raw), CHUNK):
-        piece = raw[start : start + CHUNK]
-        crc = zlib.crc32(piece, crc)
-        file.write(piece)
+        chunk = raw[start : start + CHUNK]
+        crc = zlib.crc32(chunk, crc)
+        file.write(chunk)
     return crc

@@ -48,7 +48,7 @@ def folder(tmp_path):
 def test_the_class_of_the_layers_must_be_known(folder):
     (folder / "expected.safetensors").unlink()
     (folder / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"no config\.json beside it"):
+    with pytest.raises(ValueError, match=r"config\.json"):
         eqquant.checkpoints.read_checkpoint(folder)
     for about, message in [
         ({}, "quantization_config must be an object with a quant_method"),
@@ -71,12 +71,20 @@ def test_the_class_of_the_layers_must_be_known(folder):
 @pytest.mark.parametrize(
     "packed, scale, message",
     [
-        (np.full((4, 24), 0xFF, np.uint8), np.ones(1, np.float32), "not ternary"),
-        (np.zeros((4, 24), np.uint8), np.zeros(1, np.float32), "0 or not finite"),
-        (np.zeros((4, 24), np.uint8), np.full(1, np.nan, np.float32), "not finite"),
-        (np.zeros((4, 24), np.uint8), np.ones((4, 2), np.float32), "does not know"),
-        (np.zeros((4, 24), np.uint8), np.ones(1, np.int8), "does not know"),
-        (np.zeros(96, np.uint8), np.ones(1, np.float32), "does not know"),
+        (
+            np.full((4, 24), 0xFF, np.uint8),
+            np.ones(1, np.float32),
+            "'a.weight' has codes of 3",
+        ),
+        (np.zeros((4, 24), np.uint8), np.zeros(1, np.float32), "'a.weight_scale'"),
+        (
+            np.zeros((4, 24), np.uint8),
+            np.full(1, np.nan, np.float32),
+            "'a.weight_scale'",
+        ),
+        (np.zeros((4, 24), np.uint8), np.ones((4, 2), np.float32), r"\(4, 2\)"),
+        (np.zeros((4, 24), np.uint8), np.ones(1, np.int8), "int8"),
+        (np.zeros(96, np.uint8), np.ones(1, np.float32), r"\(96,\)"),
     ],
 )
 def test_what_is_not_bitnet(packed, scale, message, folder):
@@ -94,7 +102,7 @@ def test_mlx_is_refused_by_name(with_offsets, tmp_path):
     if with_offsets:
         tensors["a.biases"] = np.ones((4, 1))
     save_file(tensors, path)
-    with pytest.raises(ValueError, match="is packed by MLX"):
+    with pytest.raises(ValueError, match="'a.weight' .*MLX"):
         eqquant.checkpoints.read_checkpoint(path)
 
 
@@ -118,5 +126,5 @@ def test_plain_safetensors_come_as_they_are(tmp_path):
 def test_files_of_eqquant_are_for_load(tmp_path):
     path = tmp_path / "model.safetensors"
     eqquant.save(path, {"a": np.ones(3, np.float32)})
-    with pytest.raises(ValueError, match=r"Read it with eqquant\.load"):
+    with pytest.raises(ValueError, match=r"eqquant\.load"):
         eqquant.checkpoints.read_checkpoint(path)

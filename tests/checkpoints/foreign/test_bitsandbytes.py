@@ -91,9 +91,9 @@ def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
     [
         (
             "nf4_far_across_rows",
-            "blocks of 64, which cross its rows of 68.*blocks of 4",
+            " 64.* 68.* 4",
         ),
-        ("fp4", "is FP4, which eqquant does not store"),
+        ("fp4", "FP4"),
     ],
 )
 def test_what_no_format_holds_is_an_error_that_says_so(name, message, tmp_path):
@@ -139,7 +139,7 @@ def changed_state(name, **changes):
             {"blocksize": 32},
             "must have 96 of float32 in 'nf4.weight.absmax', but has 48",
         ),
-        ({"blocksize": 63}, "odd blocksize"),
+        ({"blocksize": 63}, "blocksize 63"),
         ({"blocksize": True}, "blocksize True"),
         ({"shape": [24, 127]}, "must have|has 1536 bytes for 3048"),
         ({"shape": [2**40, 2**40]}, "has 1536 bytes"),
@@ -147,8 +147,8 @@ def changed_state(name, **changes):
         ({"shape": [-24, -128]}, "shape -24"),
         ({"dtype": "float8"}, "dtype 'float8'"),
         ({"dtype": ["float32"]}, r"dtype \['float32'\]"),
-        ({"quant_type": "fp4"}, "says that it is 'fp4'"),
-        ({"nested_blocksize": 256}, "a part of a nested state"),
+        ({"quant_type": "fp4"}, "quant_type 'fp4'"),
+        ({"nested_blocksize": 256}, "nested_absmax and nested_blocksize"),
     ],
 )
 def test_states_that_do_not_fit(changes, message, tmp_path):
@@ -164,9 +164,9 @@ def test_states_that_do_not_fit(changes, message, tmp_path):
         ({"nested_offset": "0"}, "nested_offset '0'"),
         ({"nested_offset": 10**400}, "nested_offset 10"),
         ({"nested_blocksize": 0}, "nested_blocksize 0"),
-        ({"nested_blocksize": 64}, "must have 5 of float32"),
+        ({"nested_blocksize": 64}, "5 of float32"),
         ({"nested_dtype": "float16"}, "nested_dtype 'float16'"),
-        ({"nested_blocksize": None}, "a part of a nested state"),
+        ({"nested_blocksize": None}, "nested_absmax and nested_blocksize"),
     ],
 )
 def test_nested_states_that_do_not_fit(changes, message, tmp_path):
@@ -189,15 +189,18 @@ def test_blocks_longer_than_all_there_is(found, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"weight.absmax": None}, "no 'nf4.weight.absmax' beside it"),
-        ({"weight.quant_map": np.zeros(15, np.float32)}, "must have 16 of float32"),
-        ({"weight.absmax": np.zeros(48, np.float64)}, "must have 48 of float32"),
-        ({"weight": None}, "no tensor of uint8"),
-        ({"weight": np.zeros((1536, 1), np.int8)}, "no tensor of uint8"),
+        ({"weight.absmax": None}, "'nf4.weight.absmax'"),
+        (
+            {"weight.quant_map": np.zeros(15, np.float32)},
+            "16 of float32 in .*quant_map",
+        ),
+        ({"weight.absmax": np.zeros(48, np.float64)}, "48 of float32 in .*absmax"),
+        ({"weight": None}, "'nf4.weight' .*uint8"),
+        ({"weight": np.zeros((1536, 1), np.int8)}, "'nf4.weight' .*uint8"),
         ({"weight": np.zeros((1535, 1), np.uint8)}, "has 1535 bytes"),
         (
             {"weight.quant_state.bitsandbytes__nf4": np.zeros(9, np.uint8)},
-            "not valid JSON",
+            "JSON",
         ),
         ({"weight.quant_state.bitsandbytes__af4": np.zeros(9, np.uint8)}, "type 'af4'"),
     ],
@@ -211,7 +214,7 @@ def test_parts_that_do_not_fit(changes, message, tmp_path):
 def test_a_table_of_its_own(tmp_path):
     table = np.linspace(-1, 1, 16, dtype=np.float32)
     path = only(tmp_path, "nf4", **{"weight.quant_map": table})
-    with pytest.raises(ValueError, match="a table of its own"):
+    with pytest.raises(ValueError, match="quant_map"):
         eqquant.checkpoints.read_checkpoint(path)
     value = eqquant.checkpoints.read_checkpoint(path, decode=True)["nf4.weight"]
     assert abs(float(jnp.max(value)) - 4) < 1
@@ -220,11 +223,11 @@ def test_a_table_of_its_own(tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"weight_format": np.array(2, np.uint8)}, "not stored row by row"),
-        ({"SCB": np.ones(11, np.float32)}, "must have 12 of float32"),
-        ({"SCB": np.ones(12, np.float16)}, "must have 12 of float32"),
-        ({"weight": None}, "no matrix of int8"),
-        ({"weight": np.ones((12, 64), np.uint8)}, "no matrix of int8"),
+        ({"weight_format": np.array(2, np.uint8)}, "weight_format"),
+        ({"SCB": np.ones(11, np.float32)}, "12 of float32"),
+        ({"SCB": np.ones(12, np.float16)}, "12 of float32"),
+        ({"weight": None}, "'int8.SCB'.*int8"),
+        ({"weight": np.ones((12, 64), np.uint8)}, "'int8.SCB'.*int8"),
         ({"weight": np.full((12, 64), -128, np.int8)}, "integers from -128"),
     ],
 )
@@ -295,12 +298,15 @@ def test_what_is_written_of_other_nf4(normal, tmp_path):
 @pytest.mark.parametrize(
     "make, message",
     [
-        (lambda w: eqquant.quantize(w, "int8"), "in Int8.*has NF4 alone"),
-        (lambda w: eqquant.quantize(w, "nf4", axis=0), "blocks along the axes"),
-        (lambda w: eqquant.quantize(w[:, :100], "nf4"), "blocks of 64 do not fill"),
-        (lambda w: eqquant.quantize(w[:, :100], NF4(block_size=None)), "blocks of 100"),
-        (lambda w: eqquant.quantize(w[0], "nf4"), "has matrices"),
-        (lambda w: np.ones(2, np.complex128), "no complex128"),
+        (lambda w: eqquant.quantize(w, "int8"), "Int8.*NF4"),
+        (lambda w: eqquant.quantize(w, "nf4", axis=0), r"axes \(-2,\)"),
+        (lambda w: eqquant.quantize(w[:, :100], "nf4"), " 100.* 64"),
+        (
+            lambda w: eqquant.quantize(w[:, :100], NF4(block_size=None)),
+            "block size of 100",
+        ),
+        (lambda w: eqquant.quantize(w[0], "nf4"), r"shape \(128,\)"),
+        (lambda w: np.ones(2, np.complex128), "complex128"),
     ],
 )
 def test_what_bitsandbytes_has_no_layout_for(make, message, normal, tmp_path):
@@ -312,7 +318,7 @@ def test_what_bitsandbytes_has_no_layout_for(make, message, normal, tmp_path):
 
 def test_two_tensors_of_one_name(normal, tmp_path):
     q = eqquant.quantize(normal(2, 64), "nf4")
-    with pytest.raises(ValueError, match=r"two of 'w\.absmax'"):
+    with pytest.raises(ValueError, match=r"arrays: 'w\.absmax'"):
         eqquant.checkpoints.write_bitsandbytes(
             tmp_path / "x", {"w": q, "w.absmax": q.scales}
         )

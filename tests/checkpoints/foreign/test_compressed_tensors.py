@@ -44,24 +44,30 @@ def test_the_values_are_those_of_the_library(name, found):
 
 
 BAD = {
-    "no shape": (dict(weight_shape=None), "no 'weight_shape' beside it"),
-    "no scales": (dict(weight_scale=None), "no 'weight_scale' beside it"),
-    "another shape": (dict(weight_shape=np.array([8, 64])), r"says \(8, 64\)"),
-    "an empty shape": (dict(weight_shape=np.array([12, 0])), r"says \(12, 0\)"),
-    "a negative shape": (dict(weight_shape=np.array([12, -8])), r"says \(12, -8\)"),
-    "more columns": (dict(weight_shape=np.array([12, 97])), "knows no packing"),
-    "three axes": (dict(weight_shape=np.array([12, 8, 8])), r"\(2,\), but has"),
-    "codes of bytes": (dict(weight_packed=np.zeros((12, 12), np.uint8)), "in int32"),
-    "groups of no columns": (dict(weight_scale=np.ones((12, 0), np.float16)), "0 gr"),
+    "no shape": (dict(weight_shape=None), "'weight_shape'"),
+    "no scales": (dict(weight_scale=None), "'weight_scale'"),
+    "another shape": (dict(weight_shape=np.array([8, 64])), r"\(8, 64\)"),
+    "an empty shape": (dict(weight_shape=np.array([12, 0])), r"\(12, 0\)"),
+    "a negative shape": (dict(weight_shape=np.array([12, -8])), r"\(12, -8\)"),
+    "more columns": (dict(weight_shape=np.array([12, 97])), r"\(12, 97\)"),
+    "three axes": (dict(weight_shape=np.array([12, 8, 8])), r"\(2,\), got .*\(3,\)"),
+    "codes of bytes": (
+        dict(weight_packed=np.zeros((12, 12), np.uint8)),
+        "int32.*uint8",
+    ),
+    "groups of no columns": (
+        dict(weight_scale=np.ones((12, 0), np.float16)),
+        " 0 groups",
+    ),
     "partial groups": (dict(weight_scale=np.ones((12, 5), np.float16)), "5 groups"),
     "scales of a vector": (dict(weight_scale=np.ones(12, np.float16)), "weight_scale"),
     "zeros of others": (
         dict(weight_zero_point=np.zeros((1, 3), np.int32)),
-        r"\(2, 3\), but has",
+        r"\(2, 3\), got",
     ),
     "an order of others": (
         dict(weight_g_idx=np.full(96, 3, np.int32)),
-        "groups in 'weight_g_idx' from 3 to 3, but there are 3",
+        "'weight_g_idx' .*3 to 3",
     ),
 }
 
@@ -109,7 +115,7 @@ def test_bytes_that_are_not_held(tmp_path):
     path, scale = tmp_path / "model.safetensors", np.full((4, 1), 2, np.float32)
     integers = np.full((4, 8), -128, np.int8)
     nothing = np.full((4, 8), 0x7F, np.uint8).view(jnp.float8_e4m3fn)
-    for weight, message in ((integers, "from -128 to -128"), (nothing, "not a number")):
+    for weight, message in ((integers, "from -128 to -128"), (nothing, "NaN")):
         save(path, weight=weight, weight_scale=scale)
         with pytest.raises(ValueError, match=f"{message}.*decode=True"):
             eqquant.checkpoints.read_checkpoint(path)
@@ -121,5 +127,5 @@ def test_bytes_that_are_not_held(tmp_path):
 def test_scales_of_bytes_that_do_not_fit(shape, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, weight=float8(4, 8), weight_scale=np.ones(shape, np.float32))
-    with pytest.raises(ValueError, match=r"'weight_scale' in .* of the shape \(\) or"):
+    with pytest.raises(ValueError, match=r"'weight_scale' .*\(\) or"):
         eqquant.checkpoints.read_checkpoint(path)

@@ -92,7 +92,7 @@ def test_products(name, found, expected, normal):
 @pytest.mark.parametrize("name", WITH_OFFSETS)
 def test_offsets_are_an_error_that_says_so(name, tmp_path):
     one = keep_only(name, tmp_path)
-    with pytest.raises(ValueError, match=f"{name!r} in {name}: has an offset.*decode="):
+    with pytest.raises(ValueError, match=f"{name!r} in {name}: .*offset.*decode="):
         eqquant.checkpoints.read_checkpoint(one)
     decoded = eqquant.checkpoints.read_checkpoint(one, decode=True)
     assert list(decoded) == [name] and not eqquant.is_quantized(decoded[name])
@@ -134,7 +134,7 @@ def test_integers_that_int8_does_not_hold(tmp_path):
     block[:2] = np.array([1.0], "<f2").view(np.uint8)
     block[2:4] = 128, 3  # -128 and 3
     path = write(tmp_path, [("w", "Q8_0", (1, 32), block)])
-    with pytest.raises(ValueError, match="integers from -128 to 3.*holds -127 to 127"):
+    with pytest.raises(ValueError, match="-128 to 3.*-127 to 127"):
         eqquant.checkpoints.read_checkpoint(path)
     assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][
         0, :2
@@ -149,7 +149,7 @@ def test_offsets_that_do_not_add_up(tmp_path):
         if held:
             assert eqquant.is_quantized(eqquant.checkpoints.read_checkpoint(path)["w"])
             continue
-        with pytest.raises(ValueError, match="do not add up without rounding"):
+        with pytest.raises(ValueError, match="offsets.*float32"):
             eqquant.checkpoints.read_checkpoint(path)
         assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][0] == offset
 
@@ -158,7 +158,7 @@ def test_a_code_that_is_not_ternary(tmp_path):
     block = np.full(66, 0x55, np.uint8)  # Zeros.
     block[0] = 0x57  # 3, which would be 2.
     path = write(tmp_path, [("w", "TQ2_0", (1, 256), block)])
-    with pytest.raises(ValueError, match="integers from 0 to 2"):
+    with pytest.raises(ValueError, match=" 0 to 2"):
         eqquant.checkpoints.read_checkpoint(path)
 
 
@@ -174,7 +174,7 @@ def test_types_that_are_not_decoded(tmp_path):
     raw = np.zeros(66, np.uint8)
     path = write(tmp_path, [("w", "IQ2_XXS", (1, 256), raw)])
     for decode in (False, True):
-        with pytest.raises(ValueError, match="'w' is in IQ2_XXS.*neither"):
+        with pytest.raises(ValueError, match="'w' .*IQ2_XXS"):
             eqquant.checkpoints.read_checkpoint(path, decode=decode)
 
 
@@ -185,11 +185,11 @@ def test_numbers_of_64_bits(tmp_path):
     values[0] = 2**31
     path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
     for decode in (False, True):
-        with pytest.raises(ValueError, match="int64 that int32 does not hold"):
+        with pytest.raises(ValueError, match="int64.*int32.*jax_enable_x64"):
             eqquant.checkpoints.read_checkpoint(path, decode=decode)
     floats = np.array([0.1])
     path = write(tmp_path, [("x", "F64", (1,), floats.view(np.uint8))])
-    with pytest.raises(ValueError, match="float64 that float32 does not hold"):
+    with pytest.raises(ValueError, match="float64.*float32.*jax_enable_x64"):
         eqquant.checkpoints.read_checkpoint(path)
     assert eqquant.checkpoints.read_checkpoint(path, decode=True)["x"][0] == np.float32(
         0.1

@@ -69,32 +69,38 @@ def test_what_the_cases_below_change_is_right(tmp_path):
 huge = 2**64 - 1
 nested = b"".join(u32(9) + u64(1) for _ in range(40)) + u32(0) + u64(0)
 CASES = {
-    "no more than magic": (b"GGUF", "would end beyond the file"),
+    "no more than magic": (b"GGUF", "end beyond"),
     "version 1": (gguf(version=1), "version 1 of GGUF"),
     "version 4": (gguf(version=4), "version 4 of GGUF"),
     "big-endian": (gguf(version=3 << 24), "version 3, big-endian"),
-    "more tensors than fit": (gguf(num_tensors=huge), "more than fit in the file"),
+    "more tensors than fit": (gguf(num_tensors=huge), f"{huge} tensors"),
     "fewer tensors": (
         gguf(tensors=[tensor(), tensor("v")], num_tensors=3),
         "would end at",
     ),
-    "more pairs than fit": (gguf(num_pairs=huge), "more than fit in the file"),
-    "a long string": (gguf([pair("s", 8, u64(huge))]), "would end beyond the file"),
-    "a long name": (gguf(tensors=[u64(huge)] * 4, num_tensors=1), "would end beyond"),
-    "a long array": (gguf([pair("a", 9, u32(4) + u64(2**61))]), "more than fit"),
-    "a long array of strings": (gguf([pair("a", 9, u32(8) + u64(2**61))]), "than fit"),
-    "arrays in arrays": (gguf([pair("a", 9, nested)]), "nested too deep"),
+    "more pairs than fit": (gguf(num_pairs=huge), f"{huge} key-value pairs"),
+    "a long string": (gguf([pair("s", 8, u64(huge))]), "end beyond"),
+    "a long name": (gguf(tensors=[u64(huge)] * 4, num_tensors=1), "end beyond"),
+    "a long array": (
+        gguf([pair("a", 9, u32(4) + u64(2**61))]),
+        f"{2**61} values of 'a'",
+    ),
+    "a long array of strings": (
+        gguf([pair("a", 9, u32(8) + u64(2**61))]),
+        f"{2**61} values of 'a'",
+    ),
+    "arrays in arrays": (gguf([pair("a", 9, nested)]), "'a' .* 4"),
     "arrays of nothing known": (
         gguf([pair("a", 9, u32(99) + u64(1) + b"x")]),
         "unknown type 99",
     ),
     "an unknown type of value": (gguf([pair("k", 13)]), "unknown type 13"),
     "a bool that is none": (gguf([pair("k", 7, b"\x02")]), "a bool of 2"),
-    "a string that is not UTF-8": (gguf([pair("s", 8, text(b"\xff"))]), "not UTF-8"),
-    "a key that is not UTF-8": (gguf([pair(b"\xff")]), "not UTF-8"),
-    "a name that is not UTF-8": (gguf(tensors=[tensor(b"\xc3")]), "not UTF-8"),
-    "a key twice": (gguf([pair(), pair()]), "'k' is there twice"),
-    "a tensor twice": (gguf(tensors=[tensor()] * 2), "two tensors 'w'"),
+    "a string that is not UTF-8": (gguf([pair("s", 8, text(b"\xff"))]), "UTF-8"),
+    "a key that is not UTF-8": (gguf([pair(b"\xff")]), "UTF-8"),
+    "a name that is not UTF-8": (gguf(tensors=[tensor(b"\xc3")]), "UTF-8"),
+    "a key twice": (gguf([pair(), pair()]), "'k'"),
+    "a tensor twice": (gguf(tensors=[tensor()] * 2), "two tensors .*'w'"),
     "many axes": (gguf(tensors=[tensor(axes=5)]), "5 axes"),
     "very many axes": (gguf(tensors=[tensor(axes=2**32 - 1)]), "axes"),
     "an unknown type": (gguf(tensors=[tensor(kind=4)]), "unknown type 4"),
@@ -103,23 +109,26 @@ CASES = {
     "an axis of nothing": (gguf(tensors=[tensor(sizes=(0, huge))]), "has the shape"),
     "rows that are no blocks": (
         gguf(tensors=[tensor(sizes=(33,), kind=8)]),
-        "rows of 33 values, but blocks of Q8_0 have 32",
+        " 33 .* 32 in Q8_0",
     ),
     "an offset beyond the file": (gguf(tensors=[tensor(offset=32)]), "would end at"),
     "a huge offset": (gguf(tensors=[tensor(offset=2**64 - 32)]), "would end at"),
-    "an offset between": (gguf(tensors=[tensor(offset=8)]), "no multiple of 32"),
+    "an offset between": (gguf(tensors=[tensor(offset=8)]), "'w' is at 8.* 32"),
     "tensors that overlap": (
         gguf(tensors=[tensor(), tensor("v", sizes=(8,), offset=32)]),
-        "overlaps another",
+        "'v'",
     ),
-    "an alignment of 0": (gguf([pair(ALIGN, 4, u32(0))]), "power of two, got 0"),
-    "an alignment of 24": (gguf([pair(ALIGN, 4, u32(24))]), "power of two, got 24"),
+    "an alignment of 0": (gguf([pair(ALIGN, 4, u32(0))]), "general.alignment .*got 0"),
+    "an alignment of 24": (
+        gguf([pair(ALIGN, 4, u32(24))]),
+        "general.alignment .*got 24",
+    ),
     "an alignment of text": (
         gguf([pair(ALIGN, 8, text("8"))]),
-        "power of two, got '8'",
+        "general.alignment .*got '8'",
     ),
-    "one of several files": (gguf([pair("split.count", 4, u32(3))]), "one of 3 files"),
-    "cut off": (gguf(data=BYTES[:-1]), "cut off"),
+    "one of several files": (gguf([pair("split.count", 4, u32(3))]), "one of 3 "),
+    "truncated": (gguf(data=BYTES[:-1]), "'w' .*byte 192.*191"),
 }
 
 
@@ -230,11 +239,11 @@ def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
 
 
 def test_a_folder_or_nothing(tmp_path):
-    with pytest.raises(ValueError, match="found none"):
+    with pytest.raises(ValueError, match="none"):
         eqquant.checkpoints.read_checkpoint(tmp_path)
     for path in (tmp_path / "nothing", tmp_path / "nothing.gguf"):
-        with pytest.raises(FileNotFoundError, match="no such file"):
+        with pytest.raises(FileNotFoundError, match="nothing"):
             eqquant.checkpoints.read_checkpoint(path)
     (tmp_path / "other.safetensors").write_bytes(b"GGUX" + bytes(100))
-    with pytest.raises(ValueError, match="not a safetensors file|JSON"):
+    with pytest.raises(ValueError, match="other.safetensors"):
         eqquant.checkpoints.read_checkpoint(tmp_path)

@@ -100,7 +100,7 @@ def test_a_group_that_is_larger_than_a_row(tmp_path):
 def test_what_float32_would_round_is_not_held(tmp_path):
     scales = parts()[2].astype(np.float32) * np.float32(1 + 2**-20)
     gptq(tmp_path, scales=scales)
-    with pytest.raises(ValueError, match="do not add up without rounding.*decode=True"):
+    with pytest.raises(ValueError, match="offsets.*float32.*decode=True"):
         read(tmp_path)
     assert read(tmp_path, decode=True).dtype == np.float32
     # Without zero points there is nothing to add.
@@ -110,7 +110,7 @@ def test_what_float32_would_round_is_not_held(tmp_path):
 
 def test_codes_of_8_bits_have_no_zero_points(tmp_path):
     expected = gptq(tmp_path, 8)
-    with pytest.raises(ValueError, match="zero points beside codes of 8 bits"):
+    with pytest.raises(ValueError, match="8-bit.*zero points.*Int8"):
         read(tmp_path)
     found = read(tmp_path, decode=True)
     np.testing.assert_array_equal(found, expected.astype(np.float16))
@@ -125,27 +125,31 @@ def f16(*shape):
 
 
 BAD = {
-    "no scales": (gptq, dict(scales=None), "no 'scales' beside it"),
-    "no zeros": (gptq, dict(qzeros=None), "no 'qzeros' beside it"),
+    "no scales": (gptq, dict(scales=None), "'scales'"),
+    "no zeros": (gptq, dict(qzeros=None), "'qzeros'"),
     "no order": (
         gptq,
         dict(g_idx=None, config={"desc_act": True}),
-        "no 'g_idx' beside it, although desc_act",
+        "'g_idx'.*desc_act",
     ),
-    "codes of another dtype": (gptq, dict(qweight=f16(12, 64)), "'qweight' in int32"),
-    "codes of a vector": (gptq, dict(qweight=int32(12)), "any, any.* but has int32"),
-    "no codes": (gptq, dict(qweight=int32(0, 64)), "no matrix of 4 bits"),
-    "no outputs": (gptq, dict(qweight=int32(12, 0)), "no matrix of 4 bits"),
-    "outputs that fill no words": (gptq, dict(qweight=int32(12, 63)), "no matrix of 4"),
-    "scales of fewer groups": (gptq, dict(scales=f16(2, 64)), r"\(3, 64\), but has"),
-    "scales of integers": (gptq, dict(scales=int32(3, 64)), "'scales' in float16"),
-    "zeros of more outputs": (gptq, dict(qzeros=int32(3, 9)), r"\(3, 8\), but has"),
-    "a short order": (gptq, dict(g_idx=int32(95)), r"\(96,\), but has"),
-    "groups that are not there": (gptq, dict(g_idx=int32(96) + 3), "there are 3"),
-    "groups below zero": (gptq, dict(g_idx=int32(96) - 1), "from -1 to -1"),
-    "a zero out of range": (gptq, dict(qzeros=int32(3, 8) - 1), "out of range: 16"),
-    "5 bits": (gptq, dict(config={"bits": 5}), "one of 2, 3, 4, 8, got 5"),
-    "other bits": (gptq, dict(config={"bits": 8}), "must have|no matrix"),
+    "codes of another dtype": (
+        gptq,
+        dict(qweight=f16(12, 64)),
+        "'qweight' .*int32.*float16",
+    ),
+    "codes of a vector": (gptq, dict(qweight=int32(12)), r"\(any, any\).*\(12,\)"),
+    "no codes": (gptq, dict(qweight=int32(0, 64)), r"\(0, 64\)"),
+    "no outputs": (gptq, dict(qweight=int32(12, 0)), r"\(12, 0\)"),
+    "outputs that fill no words": (gptq, dict(qweight=int32(12, 63)), r"\(12, 63\)"),
+    "scales of fewer groups": (gptq, dict(scales=f16(2, 64)), r"\(3, 64\), got"),
+    "scales of integers": (gptq, dict(scales=int32(3, 64)), "'scales' .*int32"),
+    "zeros of more outputs": (gptq, dict(qzeros=int32(3, 9)), r"\(3, 8\), got"),
+    "a short order": (gptq, dict(g_idx=int32(95)), r"\(96,\), got"),
+    "groups that are not there": (gptq, dict(g_idx=int32(96) + 3), "'g_idx' .*3 to 3"),
+    "groups below zero": (gptq, dict(g_idx=int32(96) - 1), "'g_idx' .*-1 to -1"),
+    "a zero out of range": (gptq, dict(qzeros=int32(3, 8) - 1), "'qzeros' .*16"),
+    "5 bits": (gptq, dict(config={"bits": 5}), "bits .*2, 3, 4, 8, got 5"),
+    "other bits": (gptq, dict(config={"bits": 8}), "'qweight'|'scales'"),
     "bits that are none": (gptq, dict(config={"bits": 4.0}), "got 4.0"),
     "no group size": (gptq, dict(config={"group_size": None}), "-1, got None"),
     "a group size of 0": (gptq, dict(config={"group_size": 0}), "-1, got 0"),
@@ -158,22 +162,26 @@ BAD = {
     "another layout": (
         gptq,
         dict(config={"checkpoint_format": "marlin"}),
-        "'marlin', a layout that eqquant does not read, only 'gptq', 'gptq_v2'",
+        "checkpoint_format .*'gptq', 'gptq_v2', got 'marlin'",
     ),
     "words of another size": (gptq, dict(config={"pack_dtype": "int8"}), "'int8'"),
     "another method": (
         gptq,
         dict(config={"quant_method": "other"}),
-        "'a.qweight' is packed by a relative of GPTQ",
+        "'a.qweight' .*GPTQ",
     ),
-    "no method": (gptq, dict(config={"quant_method": None}), "with a quant_method"),
-    "AWQ of GPTQ": (gptq, dict(config={"quant_method": "awq"}), "'AWQ|of AWQ must"),
-    "GPTQ of AWQ": (awq, dict(config={"quant_method": "gptq"}), "of GPTQ must have"),
-    "AWQ for other kernels": (awq, dict(config={"version": "gemv"}), "'gemv', a"),
-    "AWQ of 3 bits": (awq, dict(config={"bits": 3}), "one of 4, got 3"),
-    "AWQ without zeros": (awq, dict(qzeros=None), "no 'qzeros'"),
-    "AWQ of nothing": (awq, dict(qweight=int32(0, 8)), "nothing in 'qweight'"),
-    "twice": (gptq, dict(weight=f16(64, 96)), "'a.weight' is there twice"),
+    "no method": (gptq, dict(config={"quant_method": None}), "quant_method"),
+    "AWQ of GPTQ": (gptq, dict(config={"quant_method": "awq"}), "of AWQ"),
+    "GPTQ of AWQ": (awq, dict(config={"quant_method": "gptq"}), "of GPTQ"),
+    "AWQ for other kernels": (
+        awq,
+        dict(config={"version": "gemv"}),
+        "version .*'gemv'",
+    ),
+    "AWQ of 3 bits": (awq, dict(config={"bits": 3}), "bits .*4, got 3"),
+    "AWQ without zeros": (awq, dict(qzeros=None), "'qzeros'"),
+    "AWQ of nothing": (awq, dict(qweight=int32(0, 8)), "'qweight' .*0"),
+    "twice": (gptq, dict(weight=f16(64, 96)), "'a.weight'"),
 }
 
 
@@ -190,5 +198,5 @@ def test_parts_that_do_not_fit(what, tmp_path):
 def test_config_json_must_be_there(tmp_path):
     gptq(tmp_path)
     (tmp_path / "config.json").unlink()
-    with pytest.raises(ValueError, match=r"'qweight', .* no config\.json beside it"):
+    with pytest.raises(ValueError, match=r"'qweight' .*config\.json"):
         read(tmp_path)

@@ -1,0 +1,131 @@
+"""Match the leaves of a model to the tensors of a checkpoint."""
+
+import dataclasses
+import fnmatch
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from ..arrays import is_implicit, QuantizedArray
+from ..trees import Choice, Site
+from ._load import is_array
+from ._open import ForeignContents
+from .leaves import Contents, is_no_data
+
+
+CALLER = "load_quantized"
+Pattern = str | re.Pattern
+AnyContents = Contents | ForeignContents
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to load a leaf of the model.
+
+    **Fields:**
+
+    - `site`: the leaf and its path.
+    - `names`: the names of its tensors, with one axis for each stacked axis. `None`
+        keeps the leaf.
+    - `choice`: the format to quantize it to, or `None`.
+    """
+
+    site: Site
+    names: np.ndarray | None
+    choice: Choice | None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.names is None else getattr(self.site.leaf, "size", 0)
+
+
+def plan_leaf(site: Site, contents: AnyContents, names: Callable, choice) -> Plan:
+    """Find the tensors of a leaf and check their shapes."""
+    leaf, path = site.leaf, site.path
+    if is_implicit(leaf):
+        raise ValueError(
+            f"{CALLER}: at {path}: like must not contain quantized arrays or adapters, "
+            f"got {leaf!r}."
+        )
+    if not is_array(leaf):
+        # A number or string may have been saved with the model.
+        is_saved = type(contents.described.get(path)) is type(leaf)
+        is_saved = is_saved and not is_no_data(leaf)
+        return Plan(site, _table(path, path) if is_saved else None, None)
+    given = names(path)
+    if given is None:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise ValueError(
+                f"{CALLER}: at {path}: names returned None, but {leaf} has no values "
+                "to keep. Put an array in this place of like."
+            )
+        return Plan(site, None, None)
+    table = _table(given, path)
+    for name in table.flat:
+        _check(name, table, site, contents)
+    return Plan(site, table, choice)
+
+
+def _check(name: str, table: np.ndarray, site: Site, contents: AnyContents) -> None:
+    """Raise a `ValueError` unless a tensor exists and fits the leaf."""
+    leaf, at = site.leaf, f"{CALLER}: at {site.path}"
+    if name not in contents.described:
+        raise ValueError(
+            f"{at}: {contents.path} has no tensor {name!r}." + _similar(name, contents)
+        )
+    found = contents.described[name]
+    if is_implicit(found) and not isinstance(found, QuantizedArray):
+        raise ValueError(f"{at}: {name!r} is a {type(found).__name__}: use `load`.")
+    if not is_implicit(found) and not is_array(found):
+        raise ValueError(f"{at}: expected an array, but {name!r} is {found!r}.")
+    stacked = f" before stacking {table.shape} tensors" if table.ndim else ""
+    if (*table.shape, *found.shape) != tuple(leaf.shape):
+        raise ValueError(
+            f"{at}: expected the shape {tuple(leaf.shape)}, but {name!r} has "
+            f"{found.shape}{stacked}."
+        )
+
+
+def _table(given: Any, path: str) -> np.ndarray:
+    """Convert nested lists of names to an array."""
+    table = np.array(given, object)
+    if not table.size or not all(isinstance(name, str) for name in table.flat):
+        raise TypeError(
+            f"{CALLER}: at {path}: names must return a string, nested lists of strings "
+            f"with equal lengths, or None; got {given!r}."
+        )
+    return table
+
+
+def _similar(name: str, contents: AnyContents) -> str:
+    end = name.rsplit(".", 1)[-1]
+    names = list(contents.described)
+    similar = [other for other in names if other.rsplit(".", 1)[-1] == end]
+    similar = (similar or names)[:3]
+    return f" It has {', '.join(map(repr, similar))}, ..." if similar else ""
+
+
+def check_all_used(
+    contents: AnyContents, plans: list[Plan], ignore: Sequence[Pattern]
+) -> None:
+    """Raise a `ValueError` if a tensor is neither used nor ignored."""
+    used = {name for p in plans if p.names is not None for name in p.names.flat}
+
+    def is_ignored(name: str) -> bool:
+        return any(
+            pattern.fullmatch(name) is not None
+            if isinstance(pattern, re.Pattern)
+            else fnmatch.fnmatchcase(name, pattern)
+            for pattern in ignore
+        )
+
+    unused = [n for n in contents.described if n not in used and not is_ignored(n)]
+    if unused:
+        more = f" and {len(unused) - 5} more" if len(unused) > 5 else ""
+        raise ValueError(
+            f"{CALLER}: the model has no place for {', '.join(map(repr, unused[:5]))}"
+            f"{more}. If it does not need them, pass their names in ignore."
+        )
