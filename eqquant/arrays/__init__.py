@@ -18,7 +18,11 @@ from ._materialise import (
     OnMaterialise as OnMaterialise,
 )
 from ._plain import contract as contract, with_shape as with_shape
-from ._rotated import is_stored as is_stored, RotatedArray as RotatedArray
+from ._rotated import (
+    dequantize as dequantize,
+    is_quantized as is_quantized,
+    RotatedArray as RotatedArray,
+)
 from ._straight_through import (
     straight_through_value as straight_through_value,
     StraightThroughArray as StraightThroughArray,
@@ -27,11 +31,9 @@ from .lora import LoraArray as LoraArray
 from .observed import Observed as Observed, ObservedArray as ObservedArray
 from .quantized import (
     canonical_axes as canonical_axes,
-    dequantize as dequantize,
     encode as encode,
     from_components as from_components,
     in_blocks as in_blocks,
-    is_quantized as is_quantized,
     no_problem as no_problem,
     quantize as quantize,
     QuantizedArray as QuantizedArray,

@@ -11,7 +11,7 @@ import wadler_lindig as wl
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .._jax import parts_of
+from .._jax import parts_of, typed
 from ..primitives import split_as
 from ._hadamard import hadamard
 from ._operators import ArrayOperators
@@ -173,6 +173,14 @@ class RotatedArray(ArrayOperators):
         return wl.TextDoc(f"rotated[{self.block}](") + base + wl.TextDoc(")")
 
 
-def is_stored(x: Any) -> TypeGuard[QuantizedArray | RotatedArray]:
-    """Whether `x` is what a weight is quantized to, with all of its parts."""
+def is_quantized(x: Any) -> TypeGuard[QuantizedArray | RotatedArray]:
+    """Return whether `x` is a [`eqquant.QuantizedArray`][] or a
+    [`eqquant.arrays.RotatedArray`][] with all of its parts. Use it as `is_leaf`."""
     return isinstance(x, QuantizedArray | RotatedArray) and x.is_whole
+
+
+@typed
+def dequantize(x: Any) -> Any:
+    """Decode a [`eqquant.QuantizedArray`][] or a [`eqquant.arrays.RotatedArray`][] to
+    floating point. Return any other object unchanged."""
+    return x.dequantize() if isinstance(x, QuantizedArray | RotatedArray) else x

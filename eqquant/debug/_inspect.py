@@ -9,7 +9,7 @@ import equinox as eqx
 import jax
 
 from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs, typed
-from ..arrays import ImplicitArray, is_quantized, MaterialiseError, QuantizedArray
+from ..arrays import ImplicitArray, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
 from ..formats import num_codes, planes_of
 from ..primitives import lowering_of, quantized_dot_p
@@ -152,7 +152,7 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
     flows = {}
 
     def follow(q):
-        if is_quantized(q):
+        if _has_codes(q):
             weight = _weight_of(q)
             part = q.codes.sharding.shard_shape(q.codes.shape)
             own = num_codes(math.prod(part), q.format.bits)
@@ -164,7 +164,7 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
             weight = dataclasses.replace(weight, matrices=weight.matrices | sizes)
             flows[id(q.codes)] = Flow({weight: own})
 
-    jax.tree.map(follow, args, is_leaf=is_quantized)
+    jax.tree.map(follow, args, is_leaf=_has_codes)
     parts = jax.tree.leaves(args)
     return decoded_in_hlo(
         text, [flows.get(id(part), Flow(data=True)) for part in parts]
@@ -174,12 +174,16 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
     """The flow of each part, by its `id`: codes are followed, other parts are not."""
     flows: dict[int, Flow] = {}
-    for part in jax.tree.leaves(q, is_leaf=is_quantized):
-        if is_quantized(part):
+    for part in jax.tree.leaves(q, is_leaf=_has_codes):
+        if _has_codes(part):
             flows |= {id(leaf): Flow() for leaf in jax.tree.leaves(part)}
             weight = _weight_of(part)
             flows[id(part.codes)] = Flow({weight: weight.decoded})
     return flows
+
+
+def _has_codes(x: Any) -> bool:
+    return isinstance(x, QuantizedArray) and x.is_whole
 
 
 def _weight_of(q: QuantizedArray) -> Weight:

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from .._jax import is_traced
-from ..arrays import is_implicit, is_quantized, QuantizedArray
+from ..arrays import is_implicit, QuantizedArray
 from ..primitives import names_of, Plan
 
 
@@ -47,7 +47,8 @@ class Split:
             return _put(leaf, self.spec, self.mesh)
         specs = leaf.split_specs(self._in_order(), self.mesh)
         leaf = jax.tree.map(lambda x, spec: _put(x, spec, self.mesh), leaf, specs)
-        return jax.tree.map(self._planned, leaf, specs, is_leaf=is_quantized)
+        has_codes = lambda x: isinstance(x, QuantizedArray)
+        return jax.tree.map(self._planned, leaf, specs, is_leaf=has_codes)
 
     def _planned(self, x: Any, specs: Any) -> Any:
         if not isinstance(x, QuantizedArray):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from .._jax import typed
-from ..arrays import is_quantized, LoraArray, quantize
+from ..arrays import LoraArray, quantize, QuantizedArray
 from ..formats import as_format, Format
 from ..trees import Choice, replace_chosen, Report, row_of, Site, sites, Tree
 
@@ -81,7 +81,7 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     def requantize(leaf: LoraArray, choice: Choice):
         merged = leaf.dequantize()
         quantized = quantize(merged, format, axis=choice.axis)
-        if is_quantized(leaf.base) and leaf.base.axes == quantized.axes:
+        if isinstance(leaf.base, QuantizedArray) and leaf.base.axes == quantized.axes:
             quantized = quantized.with_plan(leaf.base.plan)
         rows.append(row_of(Site(choice.path, quantized, None, "", False), merged))
         return quantized

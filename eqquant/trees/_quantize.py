@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from .._jax import typed, warn
 from ..arrays import (
     canonical_axes,
-    is_stored,
+    dequantize,
+    is_quantized,
     LoraArray,
     quantize,
     rotated,
@@ -177,9 +178,5 @@ def warn_of_nothing(model: Any, caller: str) -> None:
 @typed
 def dequantize_tree(model: Tree) -> Tree:
     """The model with every quantized array dequantized; that below an adapter, too."""
-    dense = jax.tree.map(
-        lambda x: x.dequantize() if is_stored(x) else x,
-        model,
-        is_leaf=is_stored,
-    )
+    dense = jax.tree.map(dequantize, model, is_leaf=is_quantized)
     return match_layers(dense)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import ImplicitArray, is_implicit, is_stored, LoraArray
+from ..arrays import ImplicitArray, is_implicit, is_quantized, LoraArray
 from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
 from ._choice import stored_bytes, too_small
@@ -216,7 +216,7 @@ def row_of(
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
     # A weight with an adapter: its own format, but the bytes of both.
     stored = leaf.base if isinstance(leaf, LoraArray) else leaf
-    format = stored.format if is_stored(stored) else None
+    format = stored.format if is_quantized(stored) else None
     reason = _why_not(site) if format is None else _costs(bits, format)
     error = sqnr = None
     if is_implicit(leaf) and source is not None and leaf.size:

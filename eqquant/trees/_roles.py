@@ -3,7 +3,7 @@
 import equinox as eqx
 import jax.numpy as jnp
 
-from ..arrays import is_implicit, is_stored
+from ..arrays import is_implicit, is_quantized
 from ._conventions import convention_of, Weight
 from ._sites import Site
 
@@ -13,7 +13,7 @@ A_BIAS = "a bias"
 
 def classify(site: Site) -> Weight | str:
     """A weight, or the reason why the leaf cannot be quantized as one."""
-    if is_stored(site.leaf):
+    if is_quantized(site.leaf):
         return "already quantized"
     return role(site)
 
@@ -41,7 +41,7 @@ def role(site: Site) -> Weight | str:
 def weight_of(site: Site) -> Weight | str:
     """As [`role`][], but an array that a rule has quantized is a weight, too."""
     found = role(site)
-    if isinstance(found, str) and is_stored(site.leaf):
+    if isinstance(found, str) and is_quantized(site.leaf):
         return Weight(site.leaf.axes)
     return found
 

@@ -6,7 +6,7 @@ import equinox as eqx
 import jax
 
 from .._jax import typed
-from ..arrays import is_implicit, is_stored, LoraArray
+from ..arrays import is_implicit, is_quantized, LoraArray
 
 
 @typed
@@ -46,7 +46,7 @@ def trainable_mask(model: Any) -> Any:
         if _is_lora(x):
             nothing = jax.tree.map(lambda _: False, x)
             return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
-        return not adapters and not is_stored(x) and eqx.is_inexact_array(x)
+        return not adapters and not is_quantized(x) and eqx.is_inexact_array(x)
 
     return jax.tree.map(mask, model, is_leaf=is_implicit)
 

@@ -78,6 +78,16 @@ def test_it_is_split_between_blocks(normal):
     assert make(normal(8, 1024), 256).split_specs(P(None, "x"), mesh) is NotImplemented
 
 
+def test_dequantize_and_is_quantized(normal):
+    w = make(normal(4, 64))
+    assert eqquant.is_quantized(w)
+    assert_identical(eqquant.dequantize(w), w.dequantize())
+    incomplete = jax.tree.map(lambda _: None, w)
+    assert not eqquant.is_quantized(incomplete)
+    with pytest.raises(TypeError, match="eqx.combine"):
+        eqquant.dequantize(incomplete)
+
+
 @pytest.mark.slow
 def test_stacked_layers_in_a_scan(normal):
     keys = jax.random.split(jax.random.key(0), 3)

@@ -1,6 +1,7 @@
 """`quaxify`: where quantized arrays are found, products, structure."""
 
 import functools as ft
+from typing import NamedTuple
 
 import eqquant
 import equinox as eqx
@@ -79,6 +80,14 @@ class Model(eqx.Module):
         return jax.vmap(self.conv)(images)
 
 
+class Pair(NamedTuple):
+    conv: eqx.nn.Conv2d
+    name: str
+
+    def method(self, images):
+        return jax.vmap(self.conv)(images)
+
+
 def local_closure():
     conv = CONV
     inner = lambda images: jax.vmap(conv)(images)
@@ -95,6 +104,7 @@ PLACES = {
     "global of a global": calls_global_function,
     "default argument": default_argument,
     "bound method": Model(CONV).method,
+    "bound method of a tuple": Pair(CONV, "name").method,
     "partial": ft.partial(lambda convs, x: jax.vmap(convs["a"])(x), {"a": CONV}),
     "partial keyword": ft.partial(lambda x, conv: jax.vmap(conv)(x), conv=CONV),
     "eqx.Partial": eqx.Partial(lambda conv, x: jax.vmap(conv)(x), CONV),

@@ -1,7 +1,6 @@
 """The quantized array: its structure, its products, and how it is made."""
 
 from ._array import (
-    is_quantized as is_quantized,
     QuantizedArray as QuantizedArray,
     without_plan as without_plan,
 )
@@ -9,7 +8,6 @@ from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components
 from ._encode import in_blocks as in_blocks
 from ._quantize import (
-    dequantize as dequantize,
     encode as encode,
     no_problem as no_problem,
     quantize as quantize,

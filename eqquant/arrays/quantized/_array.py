@@ -158,8 +158,3 @@ def without_plan(tree: Any) -> Any:
     is_leaf = lambda x: isinstance(x, QuantizedArray)
     drop = lambda x: x.with_plan(None) if is_leaf(x) else x
     return jax.tree.map(drop, tree, is_leaf=is_leaf)
-
-
-def is_quantized(x: Any) -> bool:
-    """Whether `x` is a quantized array, with all of its parts."""
-    return isinstance(x, QuantizedArray) and x.is_whole

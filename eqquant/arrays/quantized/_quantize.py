@@ -166,12 +166,6 @@ def no_problem(
     )
 
 
-@typed
-def dequantize(x: Any) -> Any:
-    """Decode a quantized array to floating point. Anything else comes back as it is."""
-    return x.dequantize() if isinstance(x, QuantizedArray) else x
-
-
 def _is_on_one_device(array: Array) -> bool:
     # A loop over rows that are split over devices would gather them.
     if is_traced(array):
