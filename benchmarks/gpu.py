@@ -44,11 +44,11 @@ from jax import lax
 
 HERE = pathlib.Path(__file__).resolve().parent
 FORMATS = {
-    "int8": eqquant.Int8(),
-    "nf4": eqquant.NF4(),
-    "ternary": eqquant.Ternary(),
-    "binary": eqquant.Binary(),
-    "w8a8": eqquant.Int8(activations="int8"),
+    "int8": {"format": "int8"},
+    "nf4": {"format": "nf4"},
+    "ternary": {"format": "ternary"},
+    "binary": {"format": "binary"},
+    "w8a8": {"format": "int8", "activations": "int8"},
 }
 HEAD = "K x N", "M", "format", "variant", "us (best)", "GB/s", "vs dense", "error"
 WIDTHS = 12, 5, 8, 26, 20, 7, 8, 8
@@ -65,8 +65,7 @@ dense_first = for_each_weight(lambda x, q: x @ q.dequantize().T)
 
 
 def without_kernels(q):
-    kernel = eqquant.kernels.GPUKernel("xla")
-    return q.replace(format=dataclasses.replace(q.format, gpu=kernel))
+    return eqquant.with_compute(q, gpu=eqquant.kernels.GPUKernel("xla"))
 
 
 def alternating(program, x, groups, repeats: int):
@@ -84,7 +83,7 @@ def products(weight, name: str, m: int, options) -> list[list[str]]:
     n, k = weight.shape
     x = jax.random.normal(jax.random.key(m), (m, k)).astype(weight.dtype)
     count, repeats = sizes_for(m * n * x.dtype.itemsize, options.group)
-    q = eqquant.quantize(weight, FORMATS[name])
+    q = eqquant.quantize(weight, **FORMATS[name])
     size, dense_groups = copies(weight, options.gigabytes, count)
     calls: dict[str, Callable[[], object]] = {}
     calls["dense"] = alternating(dense, x, dense_groups, repeats)
@@ -121,7 +120,7 @@ def encoding(weight, name: str, options) -> list[str]:
     n, k = weight.shape
     weight = weight.astype(jnp.float32)
     _, groups = copies(weight, options.gigabytes, 1)
-    quantize = ft.partial(eqquant.quantize, format=FORMATS[name], check_finite=False)
+    quantize = ft.partial(eqquant.quantize, check_finite=False, **FORMATS[name])
     encode = jax.jit(lambda group: quantize(group[0]))
     copy = jax.jit(lambda group: lax.optimization_barrier(jnp.copy(group[0])))
     times = interleaved(

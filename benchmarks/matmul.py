@@ -19,7 +19,6 @@ bound for the speed of one row, which is limited by memory.
 import argparse
 import concurrent.futures
 import csv
-import dataclasses
 import itertools
 from collections.abc import Iterator
 
@@ -161,7 +160,7 @@ def measure_format(weight, q, x, options) -> Iterator[dict]:
     variants = {
         precision: (
             quantized,
-            q.replace(format=dataclasses.replace(q.format, precision=precision)),
+            eqquant.with_compute(q, precision=precision),
         )
         for precision in options.precisions
     }

@@ -18,7 +18,6 @@ program from Python does not dominate.
 
 import argparse
 import csv
-import dataclasses
 import functools as ft
 import time
 
@@ -118,7 +117,7 @@ def measure_all(options: argparse.Namespace) -> list[tuple]:
         weight = jax.random.normal(jax.random.key(0), (rows, columns))
         variants = {
             (name, precision): eqquant.quantize(
-                weight, dataclasses.replace(FORMATS[name], precision=precision)
+                weight, FORMATS[name], precision=precision
             )
             for name in options.formats
             for precision in options.precisions

@@ -72,23 +72,20 @@ def qat(format, **options) -> Row:
 ROWS = {
     "float": Row(lambda model: model),
     "int8": qat("int8"),
-    "int8, int8 activations": qat(eqquant.Int8(activations="int8")),
+    "int8, int8 activations": qat("int8", activations="int8"),
     "int8, learned scales": qat("int8", learn_scales=True),
     "nf4": qat("nf4"),
     "ternary": qat("ternary"),
     "ternary, BitNet b1.58": qat(
-        eqquant.Ternary(rule="absmean", least_squares=False, activations="int8")
+        eqquant.Ternary(rule="absmean", least_squares=False), activations="int8"
     ),
     "binary": qat("binary"),
 }
-for name, format in {
-    "int8": "int8",
-    'int8 "default"': eqquant.Int8(precision="default"),
-    "nf4": "nf4",
-    "ternary": "ternary",
-    "binary": "binary",
-}.items():
-    ROWS[f"{name}, quantized matmuls"] = qat(format, quantized_products=True)
+for format in ("int8", "nf4", "ternary", "binary"):
+    ROWS[f"{format}, quantized matmuls"] = qat(format, quantized_products=True)
+ROWS['int8 "default", quantized matmuls'] = qat(
+    "int8", quantized_products=True, precision="default"
+)
 
 
 def lora(format, baseline: str) -> Row:

@@ -57,4 +57,5 @@ from .trees import (
     quantize_tree as quantize_tree,
     report as report,
     trainable_mask as trainable_mask,
+    with_compute as with_compute,
 )

@@ -46,9 +46,9 @@ STEPS_PER_CALL = 20
 # Calls between validations and checkpoints.
 SAVE_EVERY = 5
 
-# One scale per weight matrix, its mean magnitude; int8 activations with a scale per
-# token. The embedding and the head stay in floating point.
-BITNET = eqquant.Ternary(rule="absmean", least_squares=False, activations="int8")
+# Each weight has one scale, its mean magnitude. Products round the activations of each
+# token to int8. The embedding and the head stay in floating point.
+BITNET = eqquant.Ternary(rule="absmean", least_squares=False)
 RULES = {"blocks.*": eqquant.trees.Rule(BITNET, axis=(-2, -1)), "*": None}
 
 
@@ -252,7 +252,7 @@ def main() -> None:
         f"to train on, {len(validation):,} to validate on, {vocabulary} different"
     )
     start = Transformer(vocabulary, key=jax.random.key(0))
-    ternary = eqquant.FakeQuantized(start, None, rules=RULES)
+    ternary = eqquant.FakeQuantized(start, None, rules=RULES, activations="int8")
     models, curves = {}, {}
     for name, model in {"float": start, "ternary": ternary}.items():
         models[name], curves[name] = train(

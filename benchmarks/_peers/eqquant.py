@@ -10,22 +10,23 @@ def load() -> Products:
 
     product = jax.jit(lambda x, q: x @ q.T)
 
-    def make(format):
+    def make(format, precision):
         def quantize(w):
-            q = jax.block_until_ready(eqquant.quantize(w, format))
+            q = eqquant.quantize(w, format, precision=precision)
+            q = jax.block_until_ready(q)
             return lambda x: product(x, q), q.nbytes
 
         return quantize
 
     formats = {
-        "nf4": "nf4",
-        "nf4, default precision": eqquant.NF4(precision="default"),
-        "int8": "int8",
-        "int8, default precision": eqquant.Int8(precision="default"),
-        "ternary": "ternary",
-        "binary": "binary",
+        "nf4": ("nf4", "high"),
+        "nf4, default precision": ("nf4", "default"),
+        "int8": ("int8", "high"),
+        "int8, default precision": ("int8", "default"),
+        "ternary": ("ternary", "high"),
+        "binary": ("binary", "high"),
     }
-    return products("eqquant", {name: make(f) for name, f in formats.items()})
+    return products("eqquant", {name: make(*f) for name, f in formats.items()})
 
 
 peer = Peer("eqquant", load)

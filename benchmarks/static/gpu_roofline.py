@@ -61,12 +61,12 @@ from eqquant.primitives import dot_by
 
 
 FORMATS = {
-    "int8": eqquant.Int8(),
-    "w8a8": eqquant.Int8(activations="int8"),
-    "nf4": eqquant.NF4(),
-    "ternary": eqquant.Ternary(),
-    "binary": eqquant.Binary(),
-    "int4": eqquant.Int4(),
+    "int8": {"format": "int8"},
+    "w8a8": {"format": "int8", "activations": "int8"},
+    "nf4": {"format": "nf4"},
+    "ternary": {"format": "ternary"},
+    "binary": {"format": "binary"},
+    "int4": {"format": "int4"},
 }
 
 
@@ -74,7 +74,7 @@ def params_of(q, dtype, contract_rows):
     return dict(
         format=q.format,
         contract_rows=contract_rows,
-        precision=q.format.precision,
+        compute=q.compute,
         weight_dtype=q.dtype,
         out_dtype=dtype,
     )
@@ -115,7 +115,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     assert known is not None
     params = params_of(q, x.dtype, contract_rows)
     del params["out_dtype"]
-    if q.format.activations == "int8":
+    if q.compute.activations == "int8":
         x = jax.ShapeDtypeStruct(x.shape, jnp.int8)
     chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
     assert isinstance(chosen, _choose.Kernel)
@@ -135,7 +135,7 @@ def steps_of(tiles, q, contract_rows) -> int:
 
 
 def pipelined_in(kernel, tiles, q):
-    integers = q.format.activations == "int8"
+    integers = q.compute.activations == "int8"
     itemsize = 1 if integers else 2
     loaded = _pipeline.bytes_of_step(tiles, q.format, q.scales.shape[-1], itemsize)
     return pipelined(kernel, tiles, loaded, integers)
@@ -151,13 +151,13 @@ def versus_cublas(program, x, q, contract_rows, chip) -> str:
             tiles, _ = tiles_of(x, q, contract_rows, chip)
             found = pipelined_in(kernel, tiles, q)
             shape = m, size, weights // size
-            integers = q.format.activations == "int8"
+            integers = q.compute.activations == "int8"
             times = pipelined_time(step, found, tiles, *shape, integers, chip)
         elif "pallas_call" in step.name:
             (kernel,) = filter(is_ours, program.kernels)
             tiles, each = tiles_of(x, q, contract_rows, chip)
             products = -(-m // tiles.m) * tiles.m * float(weights)
-            integers = q.format.activations == "int8"
+            integers = q.compute.activations == "int8"
             if m > 128 and can_schedule(chip):
                 launch = launched(program, kernel.name)
                 assert launch is not None
@@ -259,7 +259,7 @@ def product_rows(options) -> Iterator[list]:
 def row(options, chip: str, size: str, m: int, name: str, product: str) -> list:
     k, n = map(int, size.split("x"))
     q = jax.eval_shape(
-        ft.partial(eqquant.quantize, format=FORMATS[name], check_finite=False),
+        ft.partial(eqquant.quantize, check_finite=False, **FORMATS[name]),
         jax.ShapeDtypeStruct((n, k), options.dtype),
     )
     x = jax.ShapeDtypeStruct((m, n if options.rows else k), jnp.dtype(options.dtype))

@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from _tables import add_output_options, output
 from _tpu_schedule import DEVICES, estimate
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels import tpu
+from eqquant.kernels import Compute, tpu, TPUKernel
 from eqquant.primitives import dot_by
 from jax import lax
 from jax.experimental import pallas as pl
@@ -51,9 +51,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 FORMATS = {
     "int8": eqquant.Int8(),
-    "w8a8": eqquant.Int8(activations="int8"),
+    "w8a8": eqquant.Int8(),
     "nf4": eqquant.NF4(),
-    "nf4-exact": eqquant.NF4(tpu=eqquant.kernels.TPUKernel(exact_table=True)),
+    "nf4-exact": eqquant.NF4(),
     "fp8": eqquant.FP8(),
     "mxfp4": eqquant.MXFP4(),
     "int4": eqquant.Int4(),
@@ -118,6 +118,13 @@ class Case(NamedTuple):
     args: tuple
 
 
+# The formats above with other products than their defaults.
+COMPUTE = {
+    "w8a8": Compute(activations="int8"),
+    "nf4-exact": Compute(tpu=TPUKernel(exact_table=True)),
+}
+
+
 def cases(m: int, k: int, n: int, formats, xla: bool = True):
     """Yield the dense case first, then the cases with quantized weights."""
     x = jax.ShapeDtypeStruct((m, k), jnp.bfloat16)
@@ -126,7 +133,8 @@ def cases(m: int, k: int, n: int, formats, xla: bool = True):
     for name in formats:
         q = quantized(name, n, k)
         for precision in ("high", "default")[: 1 + (name == "nf4")]:
-            product = ft.partial(multiply, format=q.format, precision=precision)
+            compute = q.compute.updated(precision=precision)
+            product = ft.partial(multiply, format=q.format, compute=compute)
             yield Case(name, precision, q.nbytes, product, (x, q.codes, q.scales))
         if xla:
             yield Case(name, "XLA", q.nbytes, lambda x, q: x @ q.dequantize().T, (x, q))
@@ -136,19 +144,22 @@ def quantized(name: str, n: int, k: int) -> eqquant.QuantizedArray:
     """Return an abstract quantized weight."""
     return jax.eval_shape(
         lambda: eqquant.quantize(
-            jnp.zeros((n, k), jnp.bfloat16), FORMATS[name], check_finite=False
+            jnp.zeros((n, k), jnp.bfloat16),
+            FORMATS[name],
+            check_finite=False,
+            compute=COMPUTE.get(name),
         )
     )
 
 
-def multiply(x, codes, scales, *, format, precision):
+def multiply(x, codes, scales, *, format, compute):
     return dot_by(tpu)(
         x,
         codes,
         scales.astype(scales.dtype),  # Decodes scales that are stored in 8 bits.
         format=format,
         contract_rows=False,
-        precision=precision,
+        compute=compute,
         weight_dtype=jnp.bfloat16,
         out_dtype=jnp.bfloat16,
     )
@@ -336,7 +347,7 @@ def sweep(chips, formats, k: int, n: int) -> None:
     tiles = [*itertools.product((512, 1024, 2048), (256, 512, 1024))]
     for chip, name in itertools.product(chips, formats):
         q = quantized(name, n, k)
-        product = ft.partial(multiply, format=q.format, precision="high")
+        product = ft.partial(multiply, format=q.format, compute=q.compute)
         blocked = [step for step in steps if step[1] == 128 and step[2] < 2]
         for m, change, choices in (
             (8, with_steps, blocked if q.block_size else steps),

@@ -37,7 +37,7 @@ from .quantized import (
     no_problem as no_problem,
     quantize as quantize,
     QuantizedArray as QuantizedArray,
-    without_plan as without_plan,
+    without_unsaved as without_unsaved,
 )
 
 

@@ -2,7 +2,7 @@
 
 Exports `save`, `load`, `load_metadata`, `load_quantized` and `quantize_checkpoint`;
 `read_checkpoint` and `write_bitsandbytes` for files of other libraries; and `main`, the
-command line. Imports `trees`, `arrays`, `formats` and `_jax`.
+command line. Imports `trees`, `arrays`, `kernels`, `formats` and `_jax`.
 
 Public functions are in this folder. They import `foreign/` and `leaves/`, which are
 independent of each other and import `files/`.

@@ -14,7 +14,7 @@ from ..arrays import (
     LoraArray,
     RotatedArray,
     StraightThroughArray,
-    without_plan,
+    without_unsaved,
 )
 from ..formats import Format
 from ..trees import match_layers, Site, sites
@@ -183,7 +183,7 @@ def _compare(found: Any, site: Site, where: str) -> None:
     """Raise a `ValueError` unless a leaf of the file matches a leaf of `like`."""
     leaf = site.leaf
     if is_implicit(leaf):
-        like = jax.tree.structure(without_plan(leaf))
+        like = jax.tree.structure(without_unsaved(leaf))
         matches = jax.tree.structure(found) == like and all(
             a.shape == b.shape and a.dtype == b.dtype
             for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(leaf), strict=True)
@@ -227,7 +227,7 @@ def _read(contents: Contents, path: str, leaf: Any) -> Any:
             return contents.read(path)
         return _place(contents.read(path, [_sharding(leaf)]), leaf)
     treedef = jax.tree.structure(leaf)
-    if jax.tree.structure(found) != jax.tree.structure(without_plan(leaf)):
+    if jax.tree.structure(found) != jax.tree.structure(without_unsaved(leaf)):
         return jax.tree.map(to_jax, contents.read(path))
     parts = jax.tree.leaves(leaf)
     read = jax.tree.leaves(contents.read(path, list(map(_sharding, parts))))

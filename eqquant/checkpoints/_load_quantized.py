@@ -10,6 +10,7 @@ import numpy as np
 from .._jax import typed
 from ..arrays import is_implicit, QuantizedArray
 from ..formats import Format
+from ..kernels import as_compute, Compute
 from ..trees import (
     Choice,
     choose,
@@ -43,6 +44,9 @@ def load_quantized(
     decode: bool = False,
     check_finite: bool = True,
     progress: bool | None = None,
+    precision: str | None = None,
+    activations: str | None = None,
+    compute: Compute | None = None,
 ) -> Tree:
     """Load a model from safetensors, and quantize its weights while loading.
 
@@ -88,6 +92,9 @@ def load_quantized(
         such as GGUF `Q4_K`, and stacks of tensors with different formats. `format` and
         `rules` then apply to the decoded tensors.
 
+    - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][], for all
+        quantized arrays of the result.
+
     Tensors are converted to the dtypes in `like`, floats to floats and integers to
     integers. Weights that the file stores in quantized form, from eqquant or another
     library, keep their format: see [`eqquant.checkpoints.read_checkpoint`][].
@@ -104,6 +111,7 @@ def load_quantized(
         that are neither used nor ignored; or if weights are not finite.
     - The errors of [`eqquant.quantize_tree`][].
     """
+    compute = as_compute(compute, precision, activations)
     names = names or (lambda path: path)
     patterns = [ignore] if isinstance(ignore, Pattern) else list(ignore)
     with open_contents(path, formats, CALLER, decode=decode) as contents:
@@ -118,6 +126,11 @@ def load_quantized(
         for plan in with_progress(plans, elements, progress, caller=CALLER):
             leaves.append(_load(contents, plan, check_finite))
     treedef = jax.tree.structure(like, is_leaf=is_implicit)
+    is_leaf = lambda x: isinstance(x, QuantizedArray)
+    leaves = [
+        leaf.with_static(compute=plan.compute or compute) if is_leaf(leaf) else leaf
+        for leaf, plan in zip(leaves, plans, strict=True)
+    ]
     return match_layers(jax.tree.unflatten(treedef, leaves))
 
 

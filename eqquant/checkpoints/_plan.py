@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from ..arrays import is_implicit, QuantizedArray
+from ..kernels import Compute
 from ..trees import Choice, Site
 from ._load import is_array
 from ._open import ForeignContents
@@ -36,6 +37,10 @@ class Plan:
     site: Site
     names: np.ndarray | None
     choice: Choice | None
+
+    @property
+    def compute(self) -> Compute | None:
+        return None if self.choice is None else self.choice.compute
 
     @property
     def size(self) -> int:

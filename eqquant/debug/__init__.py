@@ -1,7 +1,7 @@
 """Tools to see, and to prove, what happens to quantized arrays.
 
 Exports assertions, `explain`, `compile_for_tpu` and `compile_for_gpu`. Imports
-`dispatch`, `arrays`, `primitives`, `formats` and `_jax`.
+`dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
 """
 
 from ._compile import (

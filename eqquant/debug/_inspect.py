@@ -12,6 +12,7 @@ from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs, typed
 from ..arrays import ImplicitArray, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
 from ..formats import num_codes, planes_of
+from ..kernels import Compute
 from ..primitives import lowering_of, quantized_dot_p
 from ._flow import Flow, Weight
 from ._in_hlo import decoded_in_hlo
@@ -253,8 +254,11 @@ def explain(
         if eqn.primitive is quantized_dot_p:
             x, codes, scales = (var.aval for var in eqn.invars)
             out = eqn.outvars[0].aval
+            weight, compute = repr(eqn.params["format"]), eqn.params["compute"]
+            if compute != Compute():
+                weight += f", {compute!r},"
             lines.append(
-                f"{x.str_short()} by {eqn.params['format']!r} gives {out.str_short()}: "
+                f"{x.str_short()} by {weight} gives {out.str_short()}: "
                 + lowering_of(
                     x,
                     codes,

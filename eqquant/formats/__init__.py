@@ -12,11 +12,9 @@ from ._format import (
     Format as Format,
     largest_scale as largest_scale,
     max_blocks as max_blocks,
-    Precision as Precision,
 )
 from ._fp4 import MXFP4 as MXFP4, NVFP4 as NVFP4
 from ._fp8 import FP8 as FP8
-from ._gpu import GPUKernel as GPUKernel
 from ._int8 import Int8 as Int8
 from ._integers import Int2 as Int2, Int3 as Int3, Int4 as Int4
 from ._nf4 import NF4 as NF4
@@ -53,7 +51,6 @@ from ._scales import (
     slice_scales as slice_scales,
 )
 from ._ternary import Ternary as Ternary
-from ._tpu import TPUKernel as TPUKernel
 
 
 __all__ = [

@@ -19,8 +19,6 @@ class Binary(Format):
     - `block_size`: how many consecutive values share one scale; `None` (the default)
         for one scale per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     """
 
     name = "binary"

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 
 from ._fitted import Fit, FittedFormat
-from ._format import divide_blocks, Precision
-from ._gpu import GPUKernel
+from ._format import divide_blocks
 from ._table import count_below, midpoints
-from ._tpu import TPUKernel
 
 
 class TableFormat(FittedFormat):
@@ -64,8 +62,6 @@ class NF3(_Lloyd):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
     - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
     """
@@ -122,7 +118,6 @@ class Codebook(TableFormat):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `precision`, `activations`, `tpu`, `gpu`: see [`eqquant.formats.Format`][].
     - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
 
     **Raises:**
@@ -141,17 +136,11 @@ class Codebook(TableFormat):
         values: Any,
         block_size: int | None = 64,
         scale_dtype: Any = "float32",
-        precision: Precision = "high",
-        activations: Any = "float",
-        tpu: TPUKernel | None = None,
         fit: Fit = "absmax",
         affine: bool = False,
-        gpu: GPUKernel | None = None,
     ):
         fields = {"values": _checked(values), "block_size": block_size}
-        fields |= {"scale_dtype": scale_dtype, "precision": precision}
-        fields |= {"activations": activations, "tpu": tpu, "gpu": gpu}
-        fields |= {"fit": fit, "affine": affine}
+        fields |= {"scale_dtype": scale_dtype, "fit": fit, "affine": affine}
         for field, value in fields.items():
             object.__setattr__(self, field, value)
         self.__post_init__()

@@ -5,21 +5,19 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar, get_args, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from ._gpu import GPUKernel
 from ._pack import group_multiple, planes_of
-from ._tpu import TPUKernel
 
 
-Precision: TypeAlias = Literal["highest", "high", "default"]
-Activations: TypeAlias = Literal["float", "int8"]
 Float8: TypeAlias = Literal["e4m3fn", "e5m2"]
+# Fields of `eqquant.kernels.Compute` that were fields of formats.
+_compute_fields = {"precision", "activations", "tpu", "gpu"}
 SCALE_DTYPES = ("bfloat16", "float32", "float64")
 
 
@@ -36,23 +34,10 @@ class Format(abc.ABC):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         along the whole of the blocked axis (per channel).
     - `scale_dtype`: how scales are stored: bfloat16, float32 or float64.
-    - `precision`: how products are computed, unless a product asks for its own.
-        `"highest"`: in floating point, with exactly decoded weights. `"high"`: exact
-        weights, and activations of at least 15 bits (for NF4 by bfloat16 on TPUs see
-        [`eqquant.kernels.TPUKernel`][]). `"default"`: the fastest.
-    - `activations`: `"int8"` rounds each row of an activation (each token) to int8
-        before a product, whatever the precision. The scale is `absmax / 127` of the
-        row. With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding.
-    - `tpu`: an [`eqquant.kernels.TPUKernel`][], which chooses the kernel and its tiles.
-    - `gpu`: an [`eqquant.kernels.GPUKernel`][], which chooses the kernel.
     """
 
     block_size: int | None = None
     scale_dtype: Any = "float32"
-    precision: Precision = "high"
-    activations: Activations = "float"
-    tpu: TPUKernel | None = None
-    gpu: GPUKernel | None = None
 
     name: ClassVar[str]
     bits: ClassVar[int]
@@ -93,6 +78,22 @@ class Format(abc.ABC):
                 if claim not in vars(cls):
                     setattr(cls, claim, nothing)
 
+    def __new__(cls, *args, **kwargs):
+        """Reject keywords of [`eqquant.kernels.Compute`][], for every subclass."""
+        del args
+        moved = _compute_fields & kwargs.keys()
+        moved -= {field.name for field in dataclasses.fields(cls)}
+        if moved:
+            name = min(moved)
+            given = f"{name}={kwargs[name]!r}"
+            raise TypeError(
+                f"{cls.__name__}: {name} is not a field of a format; got {given}. Pass "
+                f"`compute=eqquant.kernels.Compute({given})` to eqquant.quantize or "
+                "eqquant.quantize_tree, or call `eqquant.with_compute(model, "
+                f"{given})` for a quantized model."
+            )
+        return super().__new__(cls)
+
     def __post_init__(self):
         multiple = group_multiple(self.bits)
         block_size = self.block_size
@@ -120,16 +121,6 @@ class Format(abc.ABC):
                 f"got {self.scale_dtype!r}."
             )
         object.__setattr__(self, "scale_dtype", scale_dtype)
-        if self.precision not in get_args(Precision):
-            raise ValueError(
-                f"{type(self).__name__}: precision must be one of "
-                f"{get_args(Precision)}, got {self.precision!r}."
-            )
-        if self.activations not in get_args(Activations):
-            raise ValueError(
-                f"{type(self).__name__}: activations must be one of "
-                f"{get_args(Activations)}, got {self.activations!r}."
-            )
 
     def __repr__(self):
         shown = [

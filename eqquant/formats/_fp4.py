@@ -61,8 +61,6 @@ class MXFP4(_FP4):
 
     - `block_size`: how many consecutive values share one scale.
     - `scale_dtype`: float32: what scales decode to.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     """
 
     block_size: int | None = 32
@@ -103,8 +101,6 @@ class NVFP4(_FP4):
 
     - `block_size`: how many consecutive values share one scale.
     - `scale_dtype`: float32: what scales decode to.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     """
 
     block_size: int | None = 16

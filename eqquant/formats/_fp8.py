@@ -27,8 +27,6 @@ class FP8(Format):
     - `block_size`: how many consecutive values share one scale; `None` (the default)
         for one scale per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     - `kind`: `"e4m3fn"`: 4 bits of exponent and 3 of mantissa, up to 448. `"e5m2"`: 5
         and 2, up to 57344.
     """

@@ -18,8 +18,6 @@ class Int8(Format):
         for one scale per channel.
     - `scale_dtype`: of the scales: float32 (whatever the dtype of the weight),
         bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     """
 
     name = "int8"

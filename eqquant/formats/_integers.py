@@ -44,8 +44,6 @@ class Int4(_Integers):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     - `fit`: how a block gets its scale. `"absmax"`: by its largest magnitude.
         `"search"`: out of several shares of the largest magnitude, the one with the
         least squared error. `"least_squares"`: find the best scale for the codes, and

@@ -44,8 +44,6 @@ class NF4(FittedFormat):
     - `block_size`: how many consecutive values share one scale; `None` for one scale
         per channel.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     - `scale_search`: give each block the scale with the least squared error, out of
         0.80 to 1.05 of its largest magnitude. This is 0.6 dB better on normal weights.
         Quantizing a dequantized array then gives the same codes and scales again only

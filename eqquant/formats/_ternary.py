@@ -28,8 +28,6 @@ class Ternary(Format):
     - `block_size`: how many consecutive values share one scale; `None` (the default)
         for one scale per channel. Quantize over all axes for one scale per tensor.
     - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `precision`, `activations`: the arithmetic of products; see
-    [`eqquant.formats.Format`][].
     - `rule`: which values become nonzero. `"threshold"`: those beyond half a standard
         deviation. `"absmean"`: those that do not round to zero when they are divided by
         the mean magnitude, as in BitNet b1.58 (arXiv 2402.17764).

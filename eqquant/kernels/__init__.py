@@ -1,17 +1,26 @@
 """Numerics only, in a folder for each platform.
 
-Exports `xla`, `cpu`, `gpu` and `tpu`, and `round_int8` for activations. Each platform
-has a `dot` of the same signature. The one of `xla` is the reference, and serves where
-the others do not. Kernels know formats, but neither arrays nor derivatives. Imports
-`formats` and `_jax`.
+Exports `xla`, `cpu`, `gpu` and `tpu`; `Compute`, the settings of a product, with its
+parts `TPUKernel` and `GPUKernel`; and `round_int8` for activations. Each platform has a
+`dot` of the same signature. The `dot` of `xla` is the reference, and serves products
+that no other kernel supports. Kernels use formats, but neither arrays nor derivatives.
+Imports `formats` and `_jax`.
 """
 
-from ..formats import GPUKernel as GPUKernel, TPUKernel as TPUKernel
 from . import cpu as cpu, gpu as gpu, tpu as tpu, xla as xla
+from ._compute import (
+    Activations as Activations,
+    as_compute as as_compute,
+    Compute as Compute,
+    GPUKernel as GPUKernel,
+    Precision as Precision,
+    TPUKernel as TPUKernel,
+)
 from ._int8 import round_int8 as round_int8
 
 
 __all__ = [
+    "Compute",
     "GPUKernel",
     "TPUKernel",
 ]

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
-from ..formats import Format
-from ..kernels import cpu, gpu, tpu, xla
+from ..kernels import Compute, cpu, gpu, tpu, xla
 from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
@@ -16,19 +15,19 @@ def dot_by(kernel) -> Callable:
     """The product by a kernel, after what a format says is done to the activation. Its
     rows are split over the mesh axes `over`, inside of `shard_map`."""
 
-    def dot(x, codes, scales, *, format: Format, over=(), plan=None, **params):
+    def dot(x, codes, scales, *, over=(), plan=None, **params):
         del plan
-        params = _for_parts(kernel, over, params | {"format": format})
-        if format.activations == "int8":
+        params = _for_parts(kernel, over, params)
+        if params["compute"].activations == "int8":
             x, params["x_unit"] = kernel.round_int8(x, over)
         return kernel.dot(x, codes, scales, **params)
 
     return dot
 
 
-def _seen(x, format: Format):
+def _seen(x, compute: Compute):
     """The activation as a kernel gets it: its shape and dtype."""
-    dtype = jnp.int8 if format.activations == "int8" else x.dtype
+    dtype = jnp.int8 if compute.activations == "int8" else x.dtype
     return jax.ShapeDtypeStruct(x.shape, dtype)
 
 
@@ -38,7 +37,7 @@ def _dot_on(kernel) -> Callable:
     def dot(x, codes, scales, *, over=(), plan=None, **params):
         del plan
         params = _for_parts(kernel, over, params)
-        seen = _seen(x, params["format"])
+        seen = _seen(x, params["compute"])
         reason = kernel.why_not(seen, codes, scales, **params)
         by = dot_by(xla if reason else kernel)
         return by(x, codes, scales, over=over, **params)
@@ -49,8 +48,8 @@ def _dot_on(kernel) -> Callable:
 def _for_parts(kernel, over: tuple[str, ...], params: dict) -> dict:
     """The parameters for a part of each row: if that is in int8, some kernels would
     round it again, by what is largest in the part."""
-    if kernel is not tpu and over and params["format"].activations == "int8":
-        return params | {"precision": "highest"}
+    if kernel is not tpu and over and params["compute"].activations == "int8":
+        return params | {"compute": params["compute"].updated(precision="highest")}
     return params
 
 
@@ -104,11 +103,11 @@ def lowering_of(
         params = _for_parts(_kernels.get(platform, xla), over, params)
         return lowering_of(*shards, platform=platform, **params) + split
     if devices > 1:
-        return xla.describe(_seen(x, params["format"]), codes, scales, **params) + (
+        return xla.describe(_seen(x, params["compute"]), codes, scales, **params) + (
             f", as nothing says how it is split over {devices} devices: call "
             "eqquant.shard_tree"
         )
-    operands = _seen(x, params["format"]), codes, scales
+    operands = _seen(x, params["compute"]), codes, scales
     because = ""
     if platform in _kernels:
         kernel = _kernels[platform]

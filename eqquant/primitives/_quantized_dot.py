@@ -26,8 +26,8 @@ from .._jax import (
     typed,
     zero_tangent,
 )
-from ..formats import Format, num_codes, Precision, problems_of
-from ..kernels import xla
+from ..formats import Format, num_codes, problems_of
+from ..kernels import Compute, xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
 from ._merge import merge, parts_by_type, split, split_by_type
@@ -47,7 +47,7 @@ def quantized_dot(
     *,
     format: Format,
     contract_rows: bool = False,
-    precision: Precision | None = None,
+    compute: Compute | None = None,
     weight_dtype=jnp.float32,
     out_dtype=None,
     plan: Plan | None = None,
@@ -66,7 +66,7 @@ def quantized_dot(
     - `codes`, `scales`: the components of the weight.
     - `format`: the format of both.
     - `contract_rows`: compute `x @ w` rather than `x @ w.T`.
-    - `precision`: of the arithmetic. The default is that of the format.
+    - `compute`: an [`eqquant.kernels.Compute`][].
     - `weight_dtype`: the dtype of the array that the components stand for.
     - `out_dtype`: the dtype of the result. By default JAX promotes those of the
         operands.
@@ -86,7 +86,7 @@ def quantized_dot(
         scales,
         format=format,
         contract_rows=contract_rows,
-        precision=format.precision if precision is None else precision,
+        compute=compute or Compute(),
         weight_dtype=jnp.dtype(weight_dtype),
         out_dtype=jnp.dtype(out_dtype),
         plan=plan,
@@ -145,13 +145,13 @@ def _jvp(primals, tangents, **params):
     x_dot, _, scales_dot = tangents
     out = quantized_dot_p.bind(x, codes, scales, **params)
     # Straight through what rounds the activation.
-    rounding = params["format"]
-    params["format"] = dataclasses.replace(rounding, activations="float")
+    rounding = params["compute"]
+    params["compute"] = rounding.updated(activations="float")
     terms = []
     if type(x_dot) is not ad.Zero:
         terms.append(quantized_dot(x_dot, codes, scales, **params))
     if type(scales_dot) is not ad.Zero:
-        params["format"] = rounding
+        params["compute"] = rounding
         terms.append(quantized_dot(x, codes, scales_dot, **params))
     if not terms:
         return out, zero_tangent(out)
@@ -161,20 +161,25 @@ def _jvp(primals, tangents, **params):
 ad.primitive_jvps[quantized_dot_p] = _jvp
 
 
-def _transpose(ct, x, codes, scales, *, format, contract_rows, **params):
+def _transpose(ct, x, codes, scales, *, format, contract_rows, compute, **params):
     if ad.is_undefined_primal(x):
         if type(ct) is ad.Zero:
             return ad.Zero(x.aval), None, None
-        format = dataclasses.replace(format, activations="float")
         params["out_dtype"] = x.aval.dtype
         params["plan"] = _plan_back(x.aval, codes, params.get("plan"))
         other = quantized_dot(
-            ct, codes, scales, format=format, contract_rows=not contract_rows, **params
+            ct,
+            codes,
+            scales,
+            format=format,
+            contract_rows=not contract_rows,
+            compute=compute.updated(activations="float"),
+            **params,
         )
         return _typed_as(other, x.aval), None, None
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
-    if format.activations == "int8":
+    if compute.activations == "int8":
         x = straight_rounded(x, (x.ndim - 1,))
     over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
     gradient = scale_gradient(
@@ -199,9 +204,9 @@ def _transpose_scale_gradient(ct, rows, columns, codes, *, format, plan, **_):
             rows if by_rows else columns,
             codes,
             ct,
-            format=dataclasses.replace(format, activations="float"),
+            format=format,
             contract_rows=by_rows,
-            precision="highest",
+            compute=Compute("highest"),
             out_dtype=aval.dtype,
             plan=_plan_back(aval, codes, plan),
         )

@@ -22,6 +22,7 @@ from ..arrays import (
     straight_through_value,
 )
 from ..formats import Format
+from ..kernels import as_compute, Compute
 from ..sharding import check_spec, QuantizesLater, Split
 from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_start, make_trainable, straight_through
@@ -38,6 +39,9 @@ def fake_quantize_tree(
     clip: bool = False,
     quantized_products: bool = False,
     check_finite: bool = True,
+    precision: str | None = None,
+    activations: str | None = None,
+    compute: Compute | None = None,
 ) -> Tree:
     """Round the weights of a model to a format, for use inside of a loss. Gradients go
     straight through.
@@ -46,9 +50,9 @@ def fake_quantize_tree(
     [`eqquant.straight_through`][]. These are plain arrays of the same shapes and
     dtypes, with the values of the quantized weights, bit for bit.
 
-    With `quantized_products`, and for formats with `activations="int8"`, products are
-    those of the quantized weights as well. The weight is then no plain array, but an
-    object with the operators of a [`eqquant.QuantizedArray`][].
+    With `quantized_products`, and with `activations="int8"`, products are those of the
+    quantized weights as well. The weight is then an object with the operators of a
+    [`eqquant.QuantizedArray`][] rather than a plain array.
 
     !!! Example
 
@@ -79,6 +83,7 @@ def fake_quantize_tree(
     - `clip`: as in [`eqquant.straight_through`][].
     - `quantized_products`: multiply as the converted model will. The gradient is that
         of the dense product.
+    - `precision`, `activations`, `compute`: as in [`eqquant.quantize_tree`][].
 
     **Returns:**
 
@@ -89,11 +94,12 @@ def fake_quantize_tree(
     As [`eqquant.quantize_tree`][]; and `ValueError` if nothing at all is chosen.
     """
     caller = "fake_quantize_tree"
+    compute = as_compute(compute, precision, activations)
     choices = choose(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
     _check_some(choices, caller)
-    how = clip, quantized_products, check_finite
+    how = clip, quantized_products, check_finite, compute
     one = lambda leaf, choice: _fake(leaf, choice, _NOT_LEARNED, *how)
     return replace_chosen(one, model, choices, caller=caller)
 
@@ -145,6 +151,9 @@ class FakeQuantized(QuantizesLater):
         those of `.quantized()`, bit for bit.
     - `rotate`: round in a rotated basis, as [`eqquant.quantize_tree`][] does. What is
         trained stays in the basis of the model. Not with `quantized_products`.
+    - `precision`, `activations`, `compute`: as in [`eqquant.quantize_tree`][], for the
+        products of `.quantized()`. With `activations="int8"`, training rounds
+        activations as well.
 
     [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and what
     `.quantized()` gives, is then split as the arrays are, and has the plan.
@@ -158,6 +167,7 @@ class FakeQuantized(QuantizesLater):
     quantized_products: bool = eqx.field(static=True)
     rotate: bool = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
+    compute: Compute = eqx.field(static=True)
     splits: tuple[Split, ...] | None = eqx.field(static=True, metadata={"saved": False})
 
     @typed
@@ -174,18 +184,22 @@ class FakeQuantized(QuantizesLater):
         quantized_products: bool = False,
         rotate: bool = False,
         check_finite: bool = True,
+        precision: str | None = None,
+        activations: str | None = None,
+        compute: Compute | None = None,
     ):
         choices = choose(
             model, format, where=where, rules=rules, min_size=min_size, caller=_name
         )
         _check_some(choices, _name)
-        by_object = [c for c in choices if c.format.activations != "float"]
-        if rotate and (quantized_products or by_object):
+        compute = as_compute(compute, precision, activations)
+        rounds = any((c.compute or compute).activations != "float" for c in choices)
+        if rotate and (quantized_products or rounds):
             raise ValueError(
-                f"{_name}: rotate must be False with quantized_products, and for "
-                "formats with activations='int8': results would not be those of the "
-                "quantized model."
+                f"{_name}: rotate must be False with quantized_products, and with "
+                "activations='int8': results would not be those of the quantized model."
             )
+        self.compute = compute
         self.model = model
         self.choices = tuple(choices)
         self.clip = clip
@@ -212,7 +226,7 @@ class FakeQuantized(QuantizesLater):
         [`eqquant.training.fake_quantize_tree`][]. Use it to call another method than
         `__call__`."""
 
-        how = self.clip, self.quantized_products, self.check_finite
+        how = self.clip, self.quantized_products, self.check_finite, self.compute
 
         def one(leaf, choice, learned):
             if not isinstance(leaf, QuantizedArray | RotatedArray):
@@ -248,6 +262,7 @@ class FakeQuantized(QuantizesLater):
     def _quantized(self, leaf, choice: Choice, check_finite: bool, **learned):
         turned, back = self._turned(leaf, choice)
         how = {"axis": choice.axis, "check_finite": check_finite}
+        how["compute"] = choice.compute or self.compute
         return back(quantize(turned, choice.format, **how, **learned))
 
     def _turned(self, leaf, choice: Choice) -> tuple[Any, Callable]:
@@ -319,13 +334,11 @@ def _check_some(choices, caller: str) -> None:
         )
 
 
-def _fake(leaf, choice: Choice, learned, clip, quantized_products, check_finite):
-    as_object = quantized_products or choice.format.activations != "float"
-    return (make_trainable if as_object else straight_through)(
-        leaf,
-        choice.format,
-        axis=choice.axis,
-        clip=clip,
-        check_finite=check_finite,
-        **learned,
-    )
+def _fake(
+    leaf, choice: Choice, learned, clip, quantized_products, check_finite, compute
+):
+    how = {"axis": choice.axis, "clip": clip, "check_finite": check_finite}
+    compute = choice.compute or compute
+    if quantized_products or compute.activations != "float":
+        return make_trainable(leaf, choice.format, compute=compute, **how, **learned)
+    return straight_through(leaf, choice.format, **how, **learned)

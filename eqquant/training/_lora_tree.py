@@ -166,11 +166,11 @@ def _check_rank(rank: Any, caller: str) -> None:
         raise ValueError(f"{caller}: a rank must be at least 1, got {rank}.")
 
 
-def _parse_rule(rule: Any) -> tuple[int | None, Any]:
+def _parse_rule(rule: Any) -> tuple[int | None, Any, None]:
     rank, axis = rule if isinstance(rule, tuple) else (rule, None)
     if rank is not None:
         _check_rank(rank, "lora_tree: rules")
-    return rank, axis
+    return rank, axis, None
 
 
 def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> LoraArray:

@@ -83,6 +83,8 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
         quantized = quantize(merged, format, axis=choice.axis)
         if isinstance(leaf.base, QuantizedArray) and leaf.base.axes == quantized.axes:
             quantized = quantized.with_plan(leaf.base.plan)
+        if is_quantized(leaf.base):
+            quantized = quantized.with_static(compute=leaf.base.compute)
         rows.append(row_of(Site(choice.path, quantized, None, "", False), merged))
         return quantized
 

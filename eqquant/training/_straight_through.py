@@ -19,6 +19,7 @@ from ..arrays import (
     StraightThroughArray,
 )
 from ..formats import as_format, Binary, float_scales, Format, Int8, num_codes
+from ..kernels import Compute
 from ._round_trip import has_round_trip, round_trip
 
 
@@ -103,6 +104,7 @@ def make_trainable(
     offsets,
     clip: bool,
     check_finite: bool,
+    compute: Compute | None = None,
 ) -> StraightThroughArray:
     """What [`straight_through`][] is the value of."""
     array, format = _trainable(array, format)
@@ -111,7 +113,8 @@ def make_trainable(
     # Nothing is differentiated here: that is left to what the master weights become.
     weights, *given = lax.stop_gradient((array, scales, offsets))
     given = dict(zip(("scales", "offsets"), given, strict=True))
-    q = quantize(weights, format, axis=axis, check_finite=check_finite, **given)
+    how = {"axis": axis, "check_finite": check_finite, "compute": compute}
+    q = quantize(weights, format, **how, **given)
     if scales is not None:
         array = _learning(array, scales, offsets, q)
     elif clip:

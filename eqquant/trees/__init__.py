@@ -1,7 +1,8 @@
 """Whole pytrees: which leaves are weights, what they become, and what that costs.
 
 Exports `quantize_tree` and its relatives, the report, and the choice of weights, which
-training shares. Imports `dispatch`, `arrays`, `formats` and `_jax`.
+training shares. Imports `dispatch`, `arrays`, `kernels`, `formats`
+and `_jax`.
 """
 
 from ._calibration import AbstractCalibration as AbstractCalibration
@@ -36,6 +37,7 @@ from ._roles import weight_of as weight_of
 from ._rules import Rule as Rule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask
+from ._with_compute import with_compute as with_compute
 
 
 __all__ = [
@@ -49,4 +51,5 @@ __all__ = [
     "trainable_mask",
     "tree_nbytes",
     "Weight",
+    "with_compute",
 ]

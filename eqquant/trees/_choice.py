@@ -12,6 +12,7 @@ import numpy as np
 from .._jax import warn
 from ..arrays import is_implicit, LoraArray
 from ..formats import as_format, Format
+from ..kernels import Compute
 from ._conventions import Axis, Weight
 from ._layers import match_layers
 from ._roles import weight_of
@@ -32,6 +33,7 @@ class Choice:
     - `contracted`, `out`: the axes that its layer contracts and puts out, as in
         [`Weight`][].
     - `is_table`: whether its layer looks up rows.
+    - `compute`: how its products are computed, if a rule specifies that.
     """
 
     index: int
@@ -41,6 +43,7 @@ class Choice:
     contracted: Axis
     out: int | None
     is_table: bool = False
+    compute: Compute | None = None
 
     @property
     def format(self) -> Format:
@@ -106,9 +109,9 @@ def choose_among(
         kind = weight_of(site)
         natural = kind if isinstance(kind, Weight) else Weight(-1)
         contracted = natural.axis
-        rule = rules.find(site)
+        rule, compute = rules.find(site), None
         if rule is not None:
-            chosen, axis = rule
+            chosen, axis, compute = rule
             if axis is not None and axis != natural.axis:
                 natural = Weight(axis)
         elif mask is not None:
@@ -123,7 +126,8 @@ def choose_among(
         if chosen is not None:
             axis, out = natural.axis, natural.out
             table = isinstance(kind, Weight) and kind.is_table
-            choices.append(Choice(i, site.path, chosen, axis, contracted, out, table))
+            fields = i, site.path, chosen, axis, contracted, out, table, compute
+            choices.append(Choice(*fields))
     if rules.unused():
         unused = rules.unused()
         warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)

@@ -17,6 +17,7 @@ from ..arrays import (
     RotatedArray,
 )
 from ..formats import Format
+from ..kernels import as_compute, Compute
 from ._calibration import AbstractCalibration
 from ._choice import Choice, choose, leaves_of, replace_chosen
 from ._layers import match_layers
@@ -41,6 +42,9 @@ def quantize_tree(
     rotate: bool = False,
     check_finite: bool = True,
     progress: bool | None = None,
+    precision: str | None = None,
+    activations: str | None = None,
+    compute: Compute | None = None,
 ) -> Tree:
     """Quantize the weights of a model, or of any pytree.
 
@@ -103,6 +107,8 @@ def quantize_tree(
     - `check_finite`: as in [`eqquant.quantize`][].
     - `progress`: show a progress bar, for which tqdm must be installed. By default only
         for large models in a terminal.
+    - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][]: how products
+        with the quantized weights are computed.
 
     **Returns:**
 
@@ -117,6 +123,7 @@ def quantize_tree(
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     caller = "quantize_tree"
+    compute = as_compute(compute, precision, activations)
     choices = choose(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
@@ -139,9 +146,13 @@ def quantize_tree(
         if calibration is not None and method == "gptq":
             q = calibration.quantize(array, choice, rotation, check_finite)
         if q is not None:
-            return q
+            return q.with_static(compute=choice.compute or compute)
         return quantize(
-            array, choice.format, axis=choice.axis, check_finite=check_finite
+            array,
+            choice.format,
+            axis=choice.axis,
+            check_finite=check_finite,
+            compute=choice.compute or compute,
         )
 
     def one(leaf, choice: Choice):

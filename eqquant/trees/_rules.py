@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..formats import as_format, Format
+from ..kernels import Compute
 from ._conventions import Axis
 from ._roles import is_never_a_weight
 from ._sites import Site
@@ -20,23 +21,27 @@ class Rule:
 
     - `format`: a format, or the name of one; `None` to leave them as they are.
     - `axis`: as in [`eqquant.quantize`][]; `None` for what the layer contracts.
+    - `compute`: an [`eqquant.kernels.Compute`][] for these arrays; `None` for the
+        `compute` of the whole model.
     """
 
     format: Format | str | None
     axis: Axis | None = None
+    compute: Compute | None = None
 
 
 class Rules:
     """Rules by path, in order. The first that matches wins.
 
     `parse` turns the value of a rule into what becomes of a weight (None: it is left
-    alone) and its axis (None: the one that its layer contracts).
+    alone), its axis (None: the one that its layer contracts), and its
+    [`eqquant.kernels.Compute`][] (None: the one of the whole model).
     """
 
     def __init__(
         self,
         rules: Mapping[str | re.Pattern, Any] | None,
-        parse: Callable[[Any], tuple[Any, Any]],
+        parse: Callable[[Any], tuple],
         caller: str,
     ):
         self._rules = []
@@ -49,7 +54,7 @@ class Rules:
             self._rules.append((pattern, parse(rule)))
         self._used: set = set()
 
-    def find(self, site: Site) -> tuple[Any, Any] | None:
+    def find(self, site: Site) -> tuple | None:
         for pattern, rule in self._rules:
             if self._matches(pattern, site.path):
                 excluded = pattern != site.path and is_never_a_weight(site)
@@ -69,9 +74,10 @@ class Rules:
         return fnmatch.fnmatchcase(path, pattern)
 
 
-def format_rule(rule: Any) -> tuple[Format | None, Axis | None]:
+def format_rule(rule: Any) -> tuple[Format | None, Axis | None, Compute | None]:
     if isinstance(rule, tuple):
         rule = Rule(*rule)
     elif not isinstance(rule, Rule):
         rule = Rule(rule)
-    return None if rule.format is None else as_format(rule.format), rule.axis
+    format = None if rule.format is None else as_format(rule.format)
+    return format, rule.axis, rule.compute

@@ -296,9 +296,12 @@ def test_filter_jit_donation_and_sharding(default_format, normal):
     assert_identical(donated(copy.deepcopy(q)), q)
 
 
-def test_a_format_is_part_of_the_structure(normal):
+@pytest.mark.parametrize(
+    "change", [{"precision": "highest"}, {"format": NF4(scale_dtype="bfloat16")}]
+)
+def test_format_and_compute_are_part_of_the_structure(change, normal):
     w = normal(4, 64)
-    a, b = (eqquant.quantize(w, NF4(precision=p)) for p in ("high", "highest"))
+    a, b = (eqquant.quantize(w, **options) for options in ({}, change))
     assert jax.tree.structure(a) != jax.tree.structure(b)
     traces = []
     count = jax.jit(lambda q: traces.append(0) or q.scales)

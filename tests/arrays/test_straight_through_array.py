@@ -9,8 +9,8 @@ from helpers import assert_identical, strict
 from jax.sharding import AxisType, PartitionSpec as P
 
 
-def make(w, format="nf4") -> StraightThroughArray:
-    return StraightThroughArray(w, eqquant.quantize(w, format))
+def make(w, format="nf4", **options) -> StraightThroughArray:
+    return StraightThroughArray(w, eqquant.quantize(w, format, **options))
 
 
 def test_concatenating_joins_both_parts(normal):
@@ -37,7 +37,7 @@ def test_both_parts_are_split_as_the_weight_is(normal):
 
 def test_it_rounds_activations_as_what_it_is_quantized_to_does(normal):
     assert not make(normal(4, 64)).rounds_activations
-    rounds = make(normal(4, 64), eqquant.Int8(activations="int8"))
+    rounds = make(normal(4, 64), "int8", activations="int8")
     assert rounds.rounds_activations
     x = normal(3, 64)
     assert_identical(rounds.contract(x, [(1, 1)]), rounds.q.contract(x, [(1, 1)]))

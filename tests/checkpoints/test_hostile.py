@@ -197,7 +197,7 @@ FORGED = {
         "codes of NF4.* uint8",
     ),
     "unknown field": (set_field("shell", "rm"), "Int8.*'shell'"),
-    "type of a field": (set_field("precision", 7), "precision cannot be 7"),
+    "type of a field": (set_field("scale_dtype", 7), "scale_dtype"),
     "block size": (set_field("block_size", 35), "scales .*70"),
     "block size below one": (set_field("block_size", 0), "block_size must be"),
     "dtype of scales": (set_field("scale_dtype", "int8"), "scale_dtype must be"),

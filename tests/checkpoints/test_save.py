@@ -57,11 +57,7 @@ def test_a_quantized_model(path, model, format):
     "format",
     [
         eqquant.NF4(block_size=None, scale_dtype="bfloat16", scale_search=True),
-        eqquant.Int8(activations="int8", precision="highest"),
-        eqquant.Binary(
-            tpu=eqquant.kernels.TPUKernel(kernel="general", tile_m=8),
-            gpu=eqquant.kernels.GPUKernel(kernel="xla"),
-        ),
+        eqquant.Int8(block_size=16),
         eqquant.Ternary(rule="absmean", least_squares=False),
     ],
     ids=repr,

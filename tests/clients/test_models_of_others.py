@@ -84,7 +84,7 @@ def test_a_flow_of_flowjax():
 def test_a_solver_of_lineax():
     lineax = pytest.importorskip("lineax")
     a = jnp.eye(64) * 8 + jax.random.normal(KEY, (64, 64)) / 8
-    q = eqquant.quantize(a, eqquant.Int8(precision="highest"))
+    q = eqquant.quantize(a, "int8", precision="highest")
     y = jax.random.normal(KEY, (64,))
     operator = lambda w: lineax.FunctionLinearOperator(lambda x: w @ x, y)
     solver = lineax.GMRES(rtol=1e-5, atol=1e-5)

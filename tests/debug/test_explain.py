@@ -32,16 +32,18 @@ def test_a_product_is_linear_where_activations_are_not_rounded(
 
 
 FORMATS = {
-    "int8": eqquant.Int8(),
-    "ternary": eqquant.Ternary(),
-    "nf4": eqquant.NF4(),
-    "W8A8": eqquant.Int8(activations="int8"),
-    "W4A8": eqquant.NF4(activations="int8"),
+    "int8": ("int8", "float"),
+    "ternary": ("ternary", "float"),
+    "nf4": ("nf4", "float"),
+    "W8A8": ("int8", "int8"),
+    "W4A8": ("nf4", "int8"),
 }
 
 
 def explain(normal, format, rows, precision, dtype, platform):
-    q = eqquant.quantize(normal(64, 128).astype(dtype), FORMATS[format])
+    format, activations = FORMATS[format]
+    weight = normal(64, 128).astype(dtype)
+    q = eqquant.quantize(weight, format, activations=activations)
     x = normal(rows, 128).astype(dtype)
     with jax.default_matmul_precision(precision):
         return eqquant.debug.explain(lambda x: x @ q.T, x, platform=platform)

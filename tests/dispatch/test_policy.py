@@ -79,7 +79,7 @@ def test_a_warning_names_a_place_in_the_code_of_the_user(fn, normal):
 
 def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
     # The blocked axis is that of the batch, or split by groups: no product serves.
-    q = eqquant.quantize(normal(4, 8, 16), eqquant.Int8(activations="int8"), axis=0)
+    q = eqquant.quantize(normal(4, 8, 16), "int8", axis=0, activations="int8")
     x = normal(4, 16, 5)
     expected = q.dequantize() @ eqquant.training.round_activations(x, axis=1)
     with pytest.warns(eqquant.arrays.MaterialiseWarning):
@@ -91,14 +91,14 @@ def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
         eqquant.quaxify(einsum, on_materialise="error")(q, x)
 
     conv = eqx.nn.Conv1d(4, 4, 3, groups=2, key=jax.random.key(0))
-    of = lambda conv, format: eqx.tree_at(
-        lambda conv: conv.weight, conv, eqquant.quantize(conv.weight, format, axis=0)
+    quantize = lambda conv, activations: eqx.tree_at(
+        lambda conv: conv.weight,
+        conv,
+        eqquant.quantize(conv.weight, "int8", axis=0, activations=activations),
     )
     x = normal(4, 9)
     run = lambda conv: eqquant.quaxify(conv, on_materialise="allow")(x)
-    rounded, plain = (
-        run(of(conv, eqquant.Int8(activations=a))) for a in ("int8", "float")
-    )
+    rounded, plain = (run(quantize(conv, kind)) for kind in ("int8", "float"))
     assert 1e-4 < relative(rounded, plain) < 2e-2  # Rounding to 8 bits.
 
 

@@ -85,7 +85,8 @@ def test_logits_equal_transformers(name):
 )
 def test_quantized_model_in_pieces_equals_dequantized_model(name, stacked):
     tokens, _ = reference(name)
-    model = load(name, eqquant.NF4(precision="highest"), stacked=stacked)
+    model = load(name, "nf4", stacked=stacked)
+    model = eqquant.with_compute(model, precision="highest")
     assert eqquant.is_quantized(model.embedding.weight)
     layer = model.layers if stacked else model.layers[1]
     mlp = layer.mlp.mlp if model.config.experts else layer.mlp

@@ -62,7 +62,7 @@ def test_language_model(monkeypatch, tmp_path):
     training, validation, vocabulary = bitnet.read_text()
     assert len(training) > 9 * len(validation) > 10**5 and 90 < vocabulary < 200
     model = bitnet.Transformer(vocabulary, key=jax.random.key(0))
-    model = eqquant.FakeQuantized(model, None, rules=bitnet.RULES)
+    model = eqquant.FakeQuantized(model, None, rules=bitnet.RULES, activations="int8")
     assert {choice.format for choice in model.choices} == {bitnet.BITNET}
     assert len(model.choices) == 7
 

@@ -94,7 +94,7 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
     params = dict(
         format=format,
         contract_rows=contract_rows,
-        precision="highest",
+        compute=eqquant.kernels.Compute("highest"),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.dtype("float32"),
     )
@@ -189,7 +189,7 @@ def test_panels_of_any_rows(kernel, format, rng):
     exact = np.asarray(q.dequantize(), np.float64)
     params = dict(
         format=format,
-        precision="highest",
+        compute=eqquant.kernels.Compute("highest"),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.dtype("float32"),
         kernel=kernel,
@@ -367,7 +367,7 @@ def test_explain_says_which_kernel(normal):
     few = "words, VNNI" if runs("VNNI") else "float, "
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
     # Blocks of twelve bytes are no parts of a vector.
-    odd = eqquant.quantize(normal(40, 96), NF4(block_size=24, precision="highest"))
+    odd = eqquant.quantize(normal(40, 96), NF4(block_size=24), precision="highest")
     assert "rows XLA is faster" in explain(normal(1100, 96), odd)
     short = eqquant.quantize(normal(40, 128), Binary(block_size=16))
     assert "shorter than a register" in explain(normal(1, 128), short)

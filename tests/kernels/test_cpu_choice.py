@@ -51,7 +51,8 @@ def product(format, m, rows=4096, size=4096, contract_rows=False, **how):
     q = described(format, rows, size)
     dtype = how.pop("x_dtype", F32)
     x = of_shape((m, rows if contract_rows else format.padded(size)), dtype)
-    params = {"precision": "high", "weight_dtype": F32} | how
+    compute = eqquant.kernels.Compute(how.pop("precision", "high"))
+    params = {"compute": compute, "weight_dtype": F32} | how
     params |= {"format": format, "contract_rows": contract_rows}
     return (x, q.codes, q.scales), params
 

@@ -31,7 +31,7 @@ def multiply(x, q, *, kernel, contract_rows=False):
         q.scales,
         format=q.format,
         contract_rows=contract_rows,
-        precision="highest",
+        compute=eqquant.kernels.Compute("highest"),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.dtype("float32"),
         kernel=kernel,

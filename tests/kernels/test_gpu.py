@@ -21,8 +21,9 @@ from eqquant.primitives import dot_by
 from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
 
 
-def product(x, q, *, by=gpu, dtype="float32", **params):
+def product(x, q, *, by=gpu, dtype="float32", precision="high", **params):
     params |= {"format": q.format, "weight_dtype": q.dtype, "out_dtype": dtype}
+    params["compute"] = q.compute.updated(precision=precision)
     return jax.jit(ft.partial(dot_by(by), **params))(x, q.codes, q.scales)
 
 
@@ -63,8 +64,7 @@ def test_narrow_products_are_those_of_dense(format, dtype, contract_rows, normal
 
 @pairs("format, m", [Int8(), Ternary(), NF4()], [3, 40])
 def test_w8a8_is_that_of_every_platform(format, m, normal):
-    format = dataclasses.replace(format, activations="int8")
-    q = eqquant.quantize(normal(24, 128), format)
+    q = eqquant.quantize(normal(24, 128), format, activations="int8")
     x = normal(m, 128)
     options = dict(precision="high", contract_rows=False)
     assert relative(product(x, q, **options), product(x, q, by=xla, **options)) < 1e-5
@@ -156,7 +156,7 @@ def described(rows, columns, format, dtype="bfloat16"):
 def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     q = described(4096, 14336, format)
     x = jax.ShapeDtypeStruct((m, 4096 if contract_rows else 14336), jnp.bfloat16)
-    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, precision="high")
+    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, compute=q.compute)
     params |= dict(format=format, contract_rows=contract_rows)
     product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
     program = compile_for_gpu(product, x, q, chip=chip)
@@ -183,7 +183,7 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
 def test_compiled_tiles_lie_where_the_result_will_be(dtype, format, launches):
     q = described(14336, 4096, format, dtype)
     x = jax.ShapeDtypeStruct((2048, 4096), dtype)
-    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, precision="high")
+    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, compute=q.compute)
     params |= dict(format=format, contract_rows=False)
     product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
     program = compile_for_gpu(product, x, q, chip="a100")

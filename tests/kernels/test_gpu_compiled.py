@@ -9,14 +9,16 @@ import pytest
 from eqquant import Binary, Int4, Int8, MXFP4, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.kernels import GPUKernel
+from eqquant.kernels import Compute, GPUKernel
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import in_table
 from eqquant.kernels.gpu._table import size_of
 from helpers import needs_gpu_compiler
 
 
-TRITON = GPUKernel("triton")
+TRITON = Compute(gpu=GPUKernel("triton"))
+W8A8 = Compute(activations="int8")
+W8A8_TRITON = Compute(activations="int8", gpu=GPUKernel("triton"))
 MORE = [
     (Int8(), 1, False, "bfloat16", "a100", 6.3),
     (Int8(), 16, True, "bfloat16", "h100", 7.3),
@@ -31,18 +33,18 @@ MORE = [
     (Int4(), 64, False, "bfloat16", "h100", 8.4),
     (Int4(), 128, False, "bfloat16", "h100", 10.8),
     (Int4(), 128, False, "bfloat16", "a100", 15.5),
-    (Int8(activations="int8"), 16, False, "bfloat16", "h100", 1.6),
-    (Int8(activations="int8", gpu=TRITON), 2048, False, "bfloat16", "a100", 2.2),
-    (Int8(activations="int8"), 2048, False, "bfloat16", "rtx4090", 2.0),
+    ((Int8(), W8A8), 16, False, "bfloat16", "h100", 1.6),
+    ((Int8(), W8A8_TRITON), 2048, False, "bfloat16", "a100", 2.2),
+    ((Int8(), W8A8), 2048, False, "bfloat16", "rtx4090", 2.0),
     (Int8(), 2048, False, "bfloat16", "rtx4090", 10.1),
     (Int8(block_size=64), 2048, False, "bfloat16", "rtx4090", 11.7),
     (Int4(block_size=64), 2048, False, "bfloat16", "rtx4090", 10.3),
     (Ternary(), 2048, False, "bfloat16", "rtx4090", 7.7),
     (Ternary(block_size=128), 2048, False, "bfloat16", "rtx4090", 8.6),
     (Binary(), 2048, False, "float16", "rtx4090", 16.3),
-    (NF4(gpu=TRITON), 2048, False, "bfloat16", "a100", 13.4),
-    (Binary(gpu=TRITON), 2048, False, "bfloat16", "h100", 3.9),
-    (Ternary(gpu=TRITON), 2048, False, "float16", "h100", 4.6),
+    ((NF4(), TRITON), 2048, False, "bfloat16", "a100", 13.4),
+    ((Binary(), TRITON), 2048, False, "bfloat16", "h100", 3.9),
+    ((Ternary(), TRITON), 2048, False, "float16", "h100", 4.6),
 ]
 
 
@@ -58,15 +60,18 @@ MORE = [
         (Ternary(), 16, False, "bfloat16", "h100", 2.0),
         (Binary(), 1, False, "bfloat16", "h100", 1.8),
         (NF4(), 16, True, "bfloat16", "a100", 7.6),
-        (Int8(activations="int8", gpu=TRITON), 2048, False, "bfloat16", "h100", 1.8),
-        (Ternary(gpu=TRITON), 2048, False, "bfloat16", "h100", 4.3),
+        ((Int8(), W8A8_TRITON), 2048, False, "bfloat16", "h100", 1.8),
+        ((Ternary(), TRITON), 2048, False, "bfloat16", "h100", 4.3),
         (NF4(), 2048, False, "bfloat16", "rtx4090", 10.3),
         *[pytest.param(*case, marks=pytest.mark.slow) for case in MORE],
     ],
 )
 def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, capsys):
+    format, compute = format if isinstance(format, tuple) else (format, Compute())
     q = jax.eval_shape(
-        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        ft.partial(
+            eqquant.quantize, format=format, check_finite=False, compute=compute
+        ),
         jax.ShapeDtypeStruct((14336, 4096), dtype),
     )
     x = jax.ShapeDtypeStruct((m, 14336 if contract_rows else 4096), dtype)
@@ -75,7 +80,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     )
     (kernel,) = (k for k in program.kernels if k.name.startswith(format.name))
     assert kernel.spilled == 0
-    if format.activations == "int8":
+    if compute.activations == "int8":
         x = jax.ShapeDtypeStruct(x.shape, "int8")
     # The table is declared once, and there is room for it.
     table = size_of(format.bits) if in_table(format) else 0
@@ -93,7 +98,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
         q.scales,
         format=format,
         contract_rows=contract_rows,
-        precision=format.precision,
+        compute=compute,
         weight_dtype=q.dtype,
     ).tiles
     codes = tiles.rows * tiles.bytes * tiles.subtiles
@@ -130,19 +135,22 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
                 (Int8(block_size=64), "bfloat16", 183, 71),
                 (Ternary(), "float16", 112, 68),
                 (Binary(), "bfloat16", 113, 70),
-                (Int8(activations="int8"), "bfloat16", 89, 80),
+                ((Int8(), W8A8), "bfloat16", 89, 80),
             ],
         ),
     ],
 )
 def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, capsys):
+    format, compute = format if isinstance(format, tuple) else (format, Compute())
     q = jax.eval_shape(
-        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        ft.partial(
+            eqquant.quantize, format=format, check_finite=False, compute=compute
+        ),
         jax.ShapeDtypeStruct((14336, 4096), dtype),
     )
     x = jax.ShapeDtypeStruct((2048, 4096), dtype)
     program = compile_for_gpu(lambda x, q: x @ q.T, x, q, chip="h100")
-    integers = format.activations == "int8"
+    integers = compute.activations == "int8"
     assert program.num_launches == (4 if integers else 1)
     (kernel,) = (k for k in program.kernels if "mosaic" in k.name)
     assert kernel.name == f"{format.name}_columns_mosaic_gpu_kernel"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import gpu, GPUKernel
+from eqquant.kernels import Compute, gpu, GPUKernel
 from eqquant.kernels.gpu import (
     _check,
     _chips,
@@ -26,17 +26,17 @@ from test_gpu_ptx import _parsed, BASE, Emulator
 from test_gpu_triton import H100, on as on, right
 
 
-KERNEL = GPUKernel("mosaic", check=False)
+MOSAIC = Compute(gpu=GPUKernel("mosaic", check=False))
 FORMATS = [
-    NF4(gpu=KERNEL),
+    NF4(),
     *map(
         slow,
         [
-            Int8(gpu=KERNEL),
-            Int4(gpu=KERNEL),
-            Ternary(gpu=KERNEL),
-            Binary(gpu=KERNEL),
-            Int8(block_size=128, gpu=KERNEL),
+            Int8(),
+            Int4(),
+            Ternary(),
+            Binary(),
+            Int8(block_size=128),
         ],
     ),
 ]
@@ -50,7 +50,7 @@ def test_ragged_products(format, on, normal, monkeypatch):
     size = 512 if format.block_size == 128 else 256
     q = eqquant.quantize(normal(264, size).astype("bfloat16"), format)
     x = normal(30, size).astype("bfloat16")
-    options = dict(format=format, contract_rows=False, precision="high")
+    options = dict(format=format, contract_rows=False, compute=MOSAIC)
     options |= dict(weight_dtype=q.dtype, out_dtype=q.dtype)
     assert isinstance(_choose.choose(x, q.codes, q.scales, **options), _kernel.Kernel)
     out = gpu.dot(x, q.codes, q.scales, **options, interpret=True)
@@ -74,9 +74,9 @@ def test_integers_are_multiplied_exactly(m, on, monkeypatch):
     out = gpu.dot(
         *map(jnp.asarray, (x, codes, scales)),
         x_unit=jnp.asarray(units),
-        format=Int8(activations="int8", gpu=KERNEL),
+        format=Int8(),
         contract_rows=False,
-        precision="high",
+        compute=MOSAIC.updated(activations="int8"),
         weight_dtype=jnp.dtype("bfloat16"),
         out_dtype=jnp.dtype("bfloat16"),
         interpret=True,
@@ -209,8 +209,9 @@ def test_the_table_is_where_it_is_said_to_be(format):
 #
 
 
-def explained(m, dtype, format, rows=False):
-    q = eqquant.quantize(jnp.ones((128, 128), dtype), format)
+def explained(m, dtype, format, kernel=None, rows=False):
+    compute = Compute(gpu=kernel)
+    q = eqquant.quantize(jnp.ones((128, 128), dtype), format, compute=compute)
     return eqquant.debug.explain(
         lambda x: x @ (q if rows else q.T), jnp.ones((m, 128), dtype), platform="gpu"
     )
@@ -225,18 +226,18 @@ def test_by_shape_and_dtype(on):
         assert "Mosaic" not in many(format, rows=True)
     # Of a row of 128 weights, scales are 8 bytes.
     assert "of more than 128 rows" in many("nf4")
-    why = many(NF4(gpu=GPUKernel("mosaic")))
-    assert "asks for Mosaic: a row's scales are to be a multiple of 16 bytes" in why
+    why = many("nf4", GPUKernel("mosaic"))
+    assert "requests Mosaic: a row's scales are to be a multiple of 16 bytes" in why
     for format, said in [
-        (NF4(block_size=128, gpu=KERNEL), "groups of 64 codes, and not of 128"),
-        (Ternary(block_size=64, gpu=KERNEL), "does not scale blocks of 64 such codes"),
+        (NF4(block_size=128), "groups of 64 codes, and not of 128"),
+        (Ternary(block_size=64), "does not scale blocks of 64 such codes"),
     ]:
-        assert said in many(format)
+        assert said in many(format, MOSAIC.gpu)
     assert "it is for many rows on Hopper" in explained(
-        200, "float32", NF4(gpu=GPUKernel("mosaic"))
+        200, "float32", "nf4", GPUKernel("mosaic")
     )
-    assert "Triton kernel" in many(Ternary(gpu=GPUKernel("triton")))
-    assert "Mosaic kernel" in explained(3, "bfloat16", Ternary(gpu=KERNEL))
+    assert "Triton kernel" in many("ternary", GPUKernel("triton"))
+    assert "Mosaic kernel" in explained(3, "bfloat16", "ternary", MOSAIC.gpu)
     on("NVIDIA A100-SXM4-80GB")
     assert "Mosaic" not in many("int8")
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import gpu, GPUKernel
+from eqquant.kernels import Compute, gpu, GPUKernel
 from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import pairs, relative, slow
 
@@ -78,7 +78,8 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
     q = eqquant.quantize(normal(45, 200).astype(dtype), format)
     x = normal(m, 45 if contract_rows else 200).astype(dtype)
     missing = q.codes.shape[1] * 8 // format.bits - 200
-    options = dict(format=format, contract_rows=contract_rows, precision=precision)
+    options = dict(format=format, contract_rows=contract_rows)
+    options["compute"] = Compute(precision)
     out = gpu.dot(
         x if contract_rows else jnp.pad(x, ((0, 0), (0, missing))),
         q.codes,
@@ -115,7 +116,7 @@ def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
     q = eqquant.quantize(normal(rows, 200).astype("bfloat16"), format)
     missing = q.codes.shape[1] * 8 // format.bits - 200
     x = jnp.pad(normal(m, 200), ((0, 0), (0, missing))).astype("bfloat16")
-    options = dict(format=format, contract_rows=False, precision="high")
+    options = dict(format=format, contract_rows=False, compute=Compute())
     options |= dict(weight_dtype=q.dtype, out_dtype=jnp.float32)
     chosen = gpu.choose(x, q.codes, q.scales, **options)
     assert chosen.tiles.m == 128 and chosen.tiles.scaled == bool(format.block_size)
@@ -136,9 +137,9 @@ def test_integers_are_multiplied_exactly(m, split, on, monkeypatch):
     out = gpu.dot(
         *map(jnp.asarray, (x, codes, scales)),
         x_unit=jnp.asarray(units),
-        format=Int8(activations="int8"),
+        format=Int8(),
         contract_rows=False,
-        precision="high",
+        compute=Compute(activations="int8"),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.float32,
         interpret=True,
@@ -164,7 +165,7 @@ def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
         q.scales,
         format=q.format,
         contract_rows=False,
-        precision="high",
+        compute=Compute(),
         weight_dtype=q.dtype,
         out_dtype=jnp.float32,
         interpret=True,
@@ -197,8 +198,9 @@ def test_few_rows_have_several_short_blocks_in_a_subtile():
     assert of(1, Int4(block_size=96)).bytes == 16
 
 
-def explained(m=8, dtype="float32", format="nf4", rows=False):
-    q = eqquant.quantize(jnp.ones((64, 64), dtype), format)
+def explained(m=8, dtype="float32", format="nf4", rows=False, **fields):
+    compute = Compute(**fields)
+    q = eqquant.quantize(jnp.ones((64, 64), dtype), format, compute=compute)
     return eqquant.debug.explain(
         lambda x: x @ (q if rows else q.T), jnp.ones((m, 64), dtype), platform="gpu"
     )
@@ -230,32 +232,28 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "codes as signs" in explained(format="binary")
     assert "codes converted" in explained(format="int8")
     assert "of more than 128 rows" in explained(m=200)
-    assert "128 rows" in explained(m=200, format=NF4(gpu=GPUKernel("triton")))
+    assert "128 rows" in explained(m=200, gpu=GPUKernel("triton"))
     many = dict(m=200, format="ternary")
     assert "256 rows, bfloat16" in explained(**many, dtype="bfloat16")
     assert "256 rows, float16" in explained(**many, dtype="float16")
     assert "of more than 128 rows" in explained(**many)
     assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
-    assert "the format asks" in explained(format=NF4(gpu=GPUKernel("xla")))
+    assert "compute.gpu" in explained(gpu=GPUKernel("xla"))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
     assert "no kernels for codes like those of int3" in explained(format="int3")
-    assert "do not multiply float32" in explained(format=NF4(precision="highest"))
-    rounded = dict(activations="int8")
-    assert "few rows, int8 (activations rounded to 8 bits)" in explained(
-        format=Int8(**rounded)
-    )
-    assert "256 rows, int8" in explained(m=200, format=Int8(**rounded))
-    for format, rows in (Int8(**rounded), True), (Ternary(**rounded), False):
-        assert "integers with whole rows of int8 only" in explained(
-            format=format, rows=rows
-        )
+    assert "do not multiply float32" in explained(precision="highest")
+    rounded = dict(format="int8", activations="int8")
+    assert "few rows, int8 (activations rounded to 8 bits)" in explained(**rounded)
+    assert "256 rows, int8" in explained(m=200, **rounded)
+    for options in ({"rows": True}, {"format": "ternary"}):
+        assert "integers with whole rows of int8 only" in explained(**rounded | options)
     on("NVIDIA A100-SXM4-80GB")
     assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
     # XLA's sums of integers are soon written and read there.
-    assert "of more than 128 rows" in explained(m=200, format=Int8(**rounded))
+    assert "of more than 128 rows" in explained(m=200, **rounded)
     assert "XLA" in explained(m=200, dtype="bfloat16")
     on("NVIDIA GeForce RTX 4090")
-    assert "128 rows, int8" in explained(m=200, format=Int8(**rounded))
+    assert "128 rows, int8" in explained(m=200, **rounded)
     for format in "int8", "nf4", "ternary", "binary":
         many = dict(m=200, format=format)
         how = "Triton kernel for sm_89, 128 rows, bfloat16"
@@ -283,7 +281,7 @@ def test_by_shape_and_dtype(on, monkeypatch):
 def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
     shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    options = dict(format=NF4(), precision="high", weight_dtype="float32")
+    options = dict(format=NF4(), compute=Compute(), weight_dtype="float32")
     how = gpu.describe(*operands, contract_rows=False, **options)
     assert "as the kernels count in 32 bits" in how
 
@@ -313,7 +311,7 @@ def test_tiles_fit_into_shared_memory():
 
 def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
     options = dict(format=format, contract_rows=contract_rows, out_dtype=out_dtype)
-    options |= dict(precision="highest", weight_dtype=jnp.dtype("float32"))
+    options |= dict(compute=Compute("highest"), weight_dtype=jnp.dtype("float32"))
     x = x.astype(jnp.float32)
     for unit in units:
         x = x * unit
@@ -324,7 +322,7 @@ def test_a_kernel_that_is_right_is_used(on, monkeypatch):
     on(H100, "9.0")
     monkeypatch.setattr(_triton, "dot", right)
     assert "Triton kernel for sm_90" in explained()
-    assert "few rows, int8" in explained(format=Int8(activations="int8"))
+    assert "few rows, int8" in explained(format="int8", activations="int8")
     before = _check._failure_of.cache_info().misses
     assert "Triton kernel for sm_90" in explained(m=4)
     assert _check._failure_of.cache_info().misses == before  # Once.
@@ -349,8 +347,8 @@ def test_a_kernel_that_is_wrong_is_not_used(wrong, said, on, monkeypatch):
         how = explained()
     assert "XLA for GPUs" in how and said in how
     with pytest.warns(UserWarning, match="few rows, int8.* failed its check"):
-        assert "XLA for GPUs" in explained(format=Int8(activations="int8"))
-    assert "Triton kernel" in explained(format=NF4(gpu=GPUKernel(check=False)))
+        assert "XLA for GPUs" in explained(format="int8", activations="int8")
+    assert "Triton kernel" in explained(gpu=GPUKernel(check=False))
     with pytest.warns(UserWarning, match="failed its check"):
         q = eqquant.quantize(jnp.ones((64, 64)), "ternary")
         traced = jax.jit(lambda x: x @ q.T).trace(jnp.ones((8, 64)))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
-from eqquant.kernels import cpu, tpu, TPUKernel, xla
+from eqquant.kernels import Compute, cpu, tpu, TPUKernel, xla
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
 from helpers import FORMATS as EVERY_FORMAT, pairs, relative, slow
@@ -29,7 +29,7 @@ TOLERANCE = {
 }
 
 
-def multiply(x, q, *, contract_rows, precision, dtype):
+def multiply(x, q, *, contract_rows, precision, dtype, kernel=None):
     """By a kernel in interpret mode, padding as `quantized_dot`'s callers do."""
     columns = q.shape[1]
     stored = q.codes.shape[1] * 8 // q.format.bits
@@ -41,7 +41,7 @@ def multiply(x, q, *, contract_rows, precision, dtype):
         q.scales,
         format=q.format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=Compute(precision, tpu=kernel),
         weight_dtype=jnp.dtype(dtype),
         out_dtype=jnp.float32,
         interpret=True,
@@ -55,18 +55,21 @@ def multiply(x, q, *, contract_rows, precision, dtype):
     return out[:, :columns] if contract_rows else out
 
 
-def check(format, m, rows, columns, *, contract_rows, precision, dtype, seed=0):
+def check(
+    format, m, rows, columns, *, contract_rows, precision, dtype, kernel=None, seed=0
+):
     rng = np.random.default_rng(seed)
     weight = jnp.asarray(rng.standard_normal((rows, columns)), jnp.float32)
     q = eqquant.quantize(weight, format)
     size = rows if contract_rows else columns
     x = jnp.asarray(rng.standard_normal((m, size)), dtype)
-    out = multiply(x, q, contract_rows=contract_rows, precision=precision, dtype=dtype)
+    options = dict(precision=precision, dtype=dtype, kernel=kernel)
+    out = multiply(x, q, contract_rows=contract_rows, **options)
     exact = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (exact if contract_rows else exact.T)
     variant = tpu.choose_variant(
         q.format,
-        precision,
+        Compute(precision, tpu=kernel),
         m=m,
         columns=q.codes.shape[1] * 8 // q.format.bits,
         contract_rows=contract_rows,
@@ -189,7 +192,7 @@ def test_what_binary_codes_are_multiplied_as(monkeypatch):
     def described(kind, m, dtype="bfloat16"):
         monkeypatch.setattr(_chips, "device_kind", lambda: kind)
         x = jax.ShapeDtypeStruct((m, 1024), jnp.dtype(dtype))
-        options = dict(precision="high", weight_dtype=jnp.bfloat16, format=q.format)
+        options = dict(compute=Compute(), weight_dtype=jnp.bfloat16, format=q.format)
         return tpu.describe(x, q.codes, q.scales, contract_rows=False, **options)
 
     for kind in ("TPU v5e", "TPU v5p"):
@@ -207,8 +210,8 @@ def test_what_binary_codes_are_multiplied_as(monkeypatch):
 def test_cores_share_an_odd_number_of_steps(kind, monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     tiles = TPUKernel(tile_n=128)
-    for format, rows in ((NF4(tpu=tiles), 300), (Binary(tpu=tiles), 700)):
-        check(format, 8, rows, 200, **COLUMNS)
+    for format, rows in ((NF4(), 300), (Binary(), 700)):
+        check(format, 8, rows, 200, kernel=tiles, **COLUMNS)
 
 
 @pairs("format, m, contract_rows", FORMATS, [8, 40], [False, True])
@@ -268,8 +271,8 @@ def test_gradients_through_the_kernels(format, interpreted, normal):
 @pytest.mark.slow
 def test_what_a_user_chooses(normal):
     def variant(m, dtype="float32", **choice):
-        format = NF4(tpu=TPUKernel(**choice))
-        q = eqquant.quantize(normal(256, 256).astype(dtype), format)
+        compute = Compute(tpu=TPUKernel(**choice))
+        q = eqquant.quantize(normal(256, 256).astype(dtype), compute=compute)
         return eqquant.debug.explain(
             lambda x, q: x @ q.T, normal(m, 256).astype(dtype), q, platform="tpu"
         )
@@ -281,16 +284,14 @@ def test_what_a_user_chooses(normal):
     assert "'bfloat16, rounded table'" in variant(40, "bfloat16")
     assert "'bfloat16'" in variant(40, "bfloat16", exact_table=True)
     assert "'bfloat16'" in variant(1024, "bfloat16")
-    check(NF4(tpu=TPUKernel(exact_table=True)), 8, 70, 200, **COLUMNS)
+    check(NF4(), 8, 70, 200, kernel=TPUKernel(exact_table=True), **COLUMNS)
     assert "'float32'" in variant(8, kernel="general")
     assert "'float32'" in variant(8, lookup=False)
     assert "'float32'" in variant(40, kernel="decode")  # There is none for so many.
-    check(NF4(tpu=TPUKernel(lookup=False)), 8, 70, 200, **COLUMNS)
+    check(NF4(), 8, 70, 200, kernel=TPUKernel(lookup=False), **COLUMNS)
     tiles = TPUKernel(kernel="general", tile_m=16, tile_n=128, tile_k=512)
-    check(NF4(tpu=tiles), 40, 300, 1300, **COLUMNS)
-    check(Ternary(tpu=TPUKernel(tile_n=128)), 8, 300, 1300, **COLUMNS)
-    a, b = (eqquant.quantize(normal(8, 64), NF4(tpu=t)) for t in (None, tiles))
-    assert jax.tree.structure(a) != jax.tree.structure(b)
+    check(NF4(), 40, 300, 1300, kernel=tiles, **COLUMNS)
+    check(Ternary(), 8, 300, 1300, kernel=TPUKernel(tile_n=128), **COLUMNS)
     with pytest.raises(ValueError, match="tile_n must be a positive integer"):
         TPUKernel(tile_n=0)
     with pytest.raises(Exception, match="kernel"):
@@ -309,7 +310,7 @@ def test_stacked_weights(normal):
         q.scales,
         format=q.format,
         contract_rows=False,
-        precision="high",
+        compute=Compute(),
         weight_dtype=jnp.float32,
         out_dtype=jnp.float32,
         interpret=True,

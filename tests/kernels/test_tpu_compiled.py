@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels import TPUKernel
+from eqquant.kernels import Compute, TPUKernel
 from helpers import (
     kernels_in,
     needs_compiler,
@@ -23,9 +23,9 @@ CHIPS = ["v5e", "v6e", "v4", "v5p", "TPU7x"]
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
 
 
-def quantized(rows, columns, format):
+def quantized(rows, columns, format, **options):
     return jax.eval_shape(
-        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        ft.partial(eqquant.quantize, format=format, check_finite=False, **options),
         jax.ShapeDtypeStruct((rows, columns), jnp.bfloat16),
     )
 
@@ -68,7 +68,7 @@ def test_products_become_kernels(chip, format):
     [True, False],
 )
 def test_ragged_shapes_compile(chip, precision, make, m, by_columns):
-    q = quantized(300, 1300, make(precision=precision))
+    q = quantized(300, 1300, make(), precision=precision)
     x = jax.ShapeDtypeStruct((m, 1300 if by_columns else 300), jnp.float32)
     fn = lambda x, q: x @ (q.T if by_columns else q)
     assert len(kernels_in(compile_for_tpu(fn, x, q, chip=chip))) == 1
@@ -95,16 +95,17 @@ def test_many_rows_fit_in_memory(chip, dtype, format, by_columns):
 
 @needs_compiler
 @pairs(
-    "chip, format",
+    "chip, case",
     ["v5e", "v6e", "TPU7x"],
     [
-        Int8(activations="int8"),
-        Ternary(activations="int8"),
-        slow(NF4(tpu=TPUKernel(lookup=False))),
+        (Int8(), Compute(activations="int8")),
+        (Ternary(), Compute(activations="int8")),
+        slow((NF4(), Compute(tpu=TPUKernel(lookup=False)))),
     ],
 )
-def test_w8a8_and_choices_compile(chip, format):
-    q = quantized(1024, 1024, format)
+def test_w8a8_and_choices_compile(chip, case):
+    format, compute = case
+    q = quantized(1024, 1024, format, compute=compute)
     x = jax.ShapeDtypeStruct((256, 1024), jnp.bfloat16)
     compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
     assert kernels_in(compiled) == [f"{format.name}_columns"]

@@ -19,7 +19,7 @@ def product(x, q, **options):
         q.codes,
         q.scales,
         format=q.format,
-        precision="high",
+        compute=eqquant.kernels.Compute(),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.float32,
         **options,

@@ -36,8 +36,8 @@ SPECS = {
 
 @pairs("default_format, check_vma, how", BOTH, [True, False], SPECS)
 def test_shard_map(default_format, check_vma, how, normal):
-    format = dataclasses.replace(default_format, block_size=64, precision="highest")
-    q, w = make(normal, format, 16, 512)
+    format = dataclasses.replace(default_format, block_size=64)
+    q, w = make(normal, format, 16, 512, precision="highest")
     x, ct = normal(4, 512), normal(4, 16)
     mesh = mesh_of(AxisType.Auto)
     x_spec, w_spec, y_spec = SPECS[how]

@@ -1,7 +1,5 @@
 """`quantized_dot` and the products that become it."""
 
-import dataclasses
-
 import eqquant
 import hypothesis
 import hypothesis.strategies as st
@@ -39,8 +37,7 @@ def make(normal, format, *shape, **kwargs):
 
 @pairs("format, precision, m", FORMATS, TOLERANCE, [1, 5, 300])
 def test_both_directions_at_every_precision(format, precision, m, normal):
-    format = dataclasses.replace(format, precision=precision)
-    q, w = make(normal, format, 77, 100)
+    q, w = make(normal, format, 77, 100, precision=precision)
     exact = np.asarray(w, np.float64)
     x, y = normal(m, 100), normal(m, 77)
     tolerance = TOLERANCE[precision]
@@ -63,8 +60,8 @@ def rounded_rows(x):
 def test_activations_in_int8(format, precision, normal):
     """W8A8: rows of the activation are rounded, and nothing else but by `precision`;
     gradients see no rounding."""
-    format = dataclasses.replace(format, precision=precision, activations="int8")
-    q, w = make(normal, format, 77, 192)
+    compute = eqquant.kernels.Compute(precision, "int8")
+    q, w = make(normal, format, 77, 192, compute=compute)
     exact = np.asarray(w, np.float64)
     x, y = normal(2, 5, 192), normal(5, 77)
     integers = format.integer_levels and format.block_size is None
@@ -88,11 +85,12 @@ def test_activations_in_int8(format, precision, normal):
 
 
 def test_activations_in_int8_are_said_and_checked(normal):
-    q, _ = make(normal, Int8(activations="int8"), 8, 64)
-    assert "activations='int8'" in repr(q.format)
-    assert "'int8'" in eqquant.debug.explain(lambda x: x @ q.T, normal(2, 64))
+    q, _ = make(normal, Int8(), 8, 64, activations="int8")
+    assert "activations='int8'" in repr(q.compute)
+    explained = eqquant.debug.explain(lambda x: x @ q.T, normal(2, 64))
+    assert "activations='int8'" in explained
     with pytest.raises(Exception, match="activations"):
-        Int8(activations="int4")
+        eqquant.quantize(normal(8, 64), "int8", activations="int4")
     silent = jnp.zeros((2, 64)).at[1, 3].set(1e-37)
     assert not np.isnan(silent @ q.T).any()
     assert np.isnan((silent.at[0, 0].set(jnp.nan) @ q.T)[0]).all()
@@ -115,8 +113,9 @@ def test_matmul_of_any_shapes(data):
     axis = data.draw(st.integers(-len(q_shape), -1))
     q = eqquant.quantize(
         rng.standard_normal(q_shape).astype(np.float32),
-        Int8(precision="highest"),
+        Int8(),
         axis=axis,
+        precision="highest",
     )
     x = jnp.asarray(rng.standard_normal(x_shape), jnp.float32)
     w = q.dequantize()
@@ -136,15 +135,15 @@ def test_mismatched_shapes(normal):
 
 
 def test_the_product_of_two_quantized_arrays(normal):
-    a, dense_a = make(normal, NF4(precision="highest"), 8, 64)
-    b, dense_b = make(normal, Int8(precision="highest"), 64, 16)
+    a, dense_a = make(normal, NF4(), 8, 64, precision="highest")
+    b, dense_b = make(normal, Int8(), 64, 16, precision="highest")
     with pytest.warns(eqquant.arrays.MaterialiseWarning, match="two quantized"):
         assert relative(a @ b, dense_a @ dense_b) < 1e-5
 
 
 @pairs("x_dtype, w_dtype", [*FLOATS, jnp.int32], FLOATS)
 def test_result_dtypes_are_those_of_jax(x_dtype, w_dtype, normal):
-    q = eqquant.quantize(normal(9, 64, dtype=w_dtype), NF4(precision="highest"))
+    q = eqquant.quantize(normal(9, 64, dtype=w_dtype), precision="highest")
     x = (3 * normal(5, 64)).astype(x_dtype)
     w = q.dequantize()
     expected = x @ w.T
@@ -195,7 +194,7 @@ def test_precision_of_a_call_is_honoured(normal):
 
 @pairs("format, precision, bad", FORMATS, TOLERANCE, [jnp.nan, jnp.inf])
 def test_what_is_not_finite_stays_so_and_stays_there(format, precision, bad, normal):
-    q, _ = make(normal, dataclasses.replace(format, precision=precision), 20, 130)
+    q, _ = make(normal, format, 20, 130, precision=precision)
     for column in (0, 129):
         x = normal(4, 130).at[1, column].set(bad)
         y = x @ q.T
@@ -254,8 +253,7 @@ TRANSFORMATIONS = {
 
 @pairs("name, default_format", TRANSFORMATIONS, KINDS)
 def test_transformations_agree_with_the_dense_product(name, default_format, normal):
-    format = dataclasses.replace(default_format, precision="highest")
-    q, w = make(normal, format, 3, 20, 33)
+    q, w = make(normal, default_format, 3, 20, 33, precision="highest")
     # Compiled as a whole: in operations one by one it is the same twenty programs.
     fn, x = jax.jit(TRANSFORMATIONS[name]), (normal(33), normal(4, 33))
     assert_close(fn(q, *x), jax.tree.leaves(fn(w, *x)), 1e-5)
@@ -263,8 +261,7 @@ def test_transformations_agree_with_the_dense_product(name, default_format, norm
 
 @pairs("default_format, reflected, x_axis", KINDS, [0, 1], [None, 0, 1])
 def test_vmap_over_weights(default_format, reflected, x_axis, normal):
-    format = dataclasses.replace(default_format, precision="highest")
-    q, w = make(normal, format, 3, 20, 33)
+    q, w = make(normal, default_format, 3, 20, 33, precision="highest")
     size = 20 if reflected else 33
     x = normal(size) if x_axis is None else jnp.moveaxis(normal(3, size), 0, x_axis)
     product = lambda w, x: x @ w if reflected else w @ x
@@ -277,8 +274,7 @@ def test_vmap_over_weights(default_format, reflected, x_axis, normal):
 def test_the_gradient_with_respect_to_scales(format, normal):
     if format.quantized_scales:
         pytest.skip("scales in 8 bits have no gradient")
-    format = dataclasses.replace(format, precision="highest")
-    q, _ = make(normal, format, 30, 100)
+    q, _ = make(normal, format, 30, 100, precision="highest")
     x, y = normal(4, 100), normal(4, 30)
 
     def loss(scales, product):

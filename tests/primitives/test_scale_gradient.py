@@ -40,8 +40,8 @@ def expected(q, x, x_dot, scales_dot):
 
 
 def make(normal, make_format, *shape):
-    format = make_format(block_size=BLOCK, precision="highest")
-    return eqquant.quantize(normal(*shape), format)
+    format = make_format(block_size=BLOCK)
+    return eqquant.quantize(normal(*shape), format, precision="highest")
 
 
 @pytest.mark.parametrize("how", ["forward over reverse", "reverse over reverse"])

@@ -34,7 +34,7 @@ def activation():
 
 def quantized(model):
     return eqquant.quantize_tree(
-        model, eqquant.NF4(block_size=32, precision="highest"), progress=False
+        model, eqquant.NF4(block_size=32), precision="highest", progress=False
     )
 
 

@@ -123,7 +123,7 @@ def test_products(name, normal):
     x = normal(BATCH, LENGTH, *last)
     if fn is experts:
         x = normal(BATCH, LENGTH, 2, *last)
-    w = eqquant.quantize(normal(*shape), NF4(block_size=32, precision="highest"))
+    w = eqquant.quantize(normal(*shape), NF4(block_size=32), precision="highest")
     how = {"out_sharding": of_result}
 
     def gradient(x, w, **how):
@@ -143,7 +143,7 @@ def test_products(name, normal):
 
 
 def test_arrays_of_no_mesh_are_copied(normal, recwarn):
-    q = eqquant.quantize(normal(OUT, SIZE), NF4(precision="highest"))
+    q = eqquant.quantize(normal(OUT, SIZE), "nf4", precision="highest")
     x = normal(8, SIZE)
     mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(mesh):

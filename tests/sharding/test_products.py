@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives, largest_float
-from eqquant import Binary, Int4, Int8, NF4
+from eqquant import Binary, Int4, NF4
 from eqquant.kernels.cpu import _choose, _library
 from helpers import pairs, relative, slow, strict, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -18,7 +18,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 M, SIZE = 8, 256
 # In float32, and of another order: 256 terms of one size, and what is subtracted.
 SUMS = 1e-6
-EXACT = NF4(precision="highest")  # Each device rounds what it has of an activation.
 
 
 def mesh_of(kind=AxisType.Auto, shape=(2, 4), names=("d", "m")):
@@ -29,8 +28,9 @@ def put(x, mesh, *spec):
     return jax.device_put(x, NamedSharding(mesh, P(*spec)))
 
 
-def quantized(normal, format, *shape):
-    return eqquant.quantize(normal(*shape), format)
+def quantized(normal, format, *shape, precision="highest", **options):
+    """By default nothing is rounded, because each device rounds only its part."""
+    return eqquant.quantize(normal(*shape), format, precision=precision, **options)
 
 
 # How the weight is split, and what that moves. The activation is split over "d".
@@ -44,7 +44,7 @@ SPLITS = {
         {("all-gather", "u8"), ("all-gather", "f32"), ("all-reduce", "f32")},
     ),
 }
-FORMATS = [NF4(precision="highest"), Binary(precision="highest")]
+FORMATS = [NF4(), Binary()]
 
 
 def reference(q, x, ct):
@@ -88,7 +88,7 @@ def test_without_a_kernel_the_same_is_moved(kind, how, normal, monkeypatch):
     monkeypatch.setattr(_choose, "load", lambda: "there are none in this test")
     spec, moved = SPLITS[how]
     mesh = mesh_of(kind)
-    q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
+    q, x = quantized(normal, "nf4", SIZE, SIZE), normal(M, SIZE)
     split = eqquant.shard_tree(q, mesh, spec, batch="d")
     with jax.set_mesh(mesh):
         x = put(x, mesh, "d")
@@ -104,7 +104,7 @@ def test_without_a_kernel_the_same_is_moved(kind, how, normal, monkeypatch):
 @pytest.mark.parametrize("spec", [P(None, "m"), P("d", "m")])
 def test_activations_in_int8_are_rounded_as_whole_rows(spec, normal):
     # Rounded by the largest of a row, wherever that is: the same integers.
-    q = quantized(normal, Int8(activations="int8"), SIZE, SIZE)
+    q = quantized(normal, "int8", SIZE, SIZE, precision="high", activations="int8")
     x = normal(M, SIZE) * np.geomspace(1, 100, SIZE, dtype=np.float32)
     split = eqquant.shard_tree(q, mesh_of(), spec, batch="d")
     product = jax.jit(lambda x, q: x @ q.T)
@@ -127,7 +127,7 @@ def test_sums_are_of_float32(normal):
 def test_sums_that_are_scattered(scatter, normal):
     mesh = mesh_of()
     axis = P(("d", "m")) if scatter == -2 else P("d", "m")
-    q = quantized(normal, EXACT, SIZE, SIZE)
+    q = quantized(normal, "nf4", SIZE, SIZE)
     x, ct = normal(M, SIZE), normal(M, SIZE)
     how = {"batch": "d", "scatter": scatter}
     a, b = (eqquant.shard_tree(q, mesh, s, **how) for s in (P("m"), P(None, "m")))
@@ -152,7 +152,7 @@ def test_sums_that_are_scattered(scatter, normal):
 @pytest.mark.parametrize("kind", [AxisType.Auto, slow(AxisType.Explicit)])
 def test_scales_in_eight_bits_are_gathered_so(kind, normal):
     mesh = mesh_of(kind)
-    format = NF4(double_quantization=True, precision="highest")
+    format = NF4(double_quantization=True)
     layers, x = quantized(normal, format, 2, SIZE, SIZE), normal(M, SIZE)
     split = eqquant.shard_tree(layers, mesh, P(None, "d", "m"), batch="d")
     scan = lambda x, q: jax.lax.scan(lambda x, w: (x @ w.T, None), x, q)[0]
@@ -171,7 +171,7 @@ def test_scales_in_eight_bits_are_gathered_so(kind, normal):
     np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
 
 
-TWICE = {"double_quantization": True, "precision": "highest"}
+TWICE = {"double_quantization": True}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, slow(AxisType.Auto)])
@@ -187,7 +187,7 @@ def test_several_groups_of_scales_in_eight_bits(kind, format, normal):
 
 
 def test_two_plans_for_one_shape(normal):
-    q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
+    q, x = quantized(normal, "nf4", SIZE, SIZE), normal(M, SIZE)
     mesh = mesh_of()
     a, b = (eqquant.shard_tree(q, mesh, s, batch="d") for s in (P("m"), P(None, "m")))
     fn = jax.jit(lambda x, a, b: (x @ a.T) @ b.T)
@@ -197,7 +197,7 @@ def test_two_plans_for_one_shape(normal):
 
 
 def test_layers_in_a_scan_with_remat(normal):
-    layers = quantized(normal, Int8(precision="highest"), 3, SIZE, SIZE)
+    layers = quantized(normal, "int8", 3, SIZE, SIZE)
     x = normal(M, SIZE)
 
     def loss(x, layers):
@@ -218,7 +218,7 @@ def test_layers_in_a_scan_with_remat(normal):
 
 @pytest.mark.parametrize("shape, names", [((2, 2, 2), "edm"), ((8,), "e")])
 def test_experts(shape, names, normal):
-    experts = quantized(normal, EXACT, 8, SIZE, SIZE)
+    experts = quantized(normal, "nf4", 8, SIZE, SIZE)
     mesh = mesh_of(shape=shape, names=tuple(names))
     spec = P("e", None, "m" if "m" in names else None)
     split = eqquant.shard_tree(experts, mesh, spec)
@@ -235,7 +235,7 @@ def test_experts(shape, names, normal):
 
 def test_inside_of_a_shard_map_over_another_axis(normal):
     mesh = mesh_of()
-    q, x = quantized(normal, EXACT, SIZE, SIZE), normal(M, SIZE)
+    q, x = quantized(normal, "nf4", SIZE, SIZE), normal(M, SIZE)
     split = eqquant.shard_tree(q, mesh, P(None, "m"), batch="d")
     fn = jax.shard_map(
         lambda x, q: x @ q.T,
@@ -352,7 +352,7 @@ def test_without_a_plan_one_warning_for_each_place(normal, recwarn):
 def test_adapters_on_a_mesh_with_explicit_axes(first, second, normal):
     mesh = mesh_of(AxisType.Explicit)
     model = eqx.nn.MLP(SIZE, SIZE, SIZE, 1, key=jax.random.key(0))
-    model = eqquant.quantize_tree(model, EXACT)
+    model = eqquant.quantize_tree(model, "nf4", precision="highest")
     model = eqquant.lora_tree(model, rank=4, key=jax.random.key(1))
     specs = {"layers.0.weight": P(first), "layers.1.weight": P(*second)}
     specs["layers.0.bias"] = P("m")  # Results are not split over "d".

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 M, SIZE = 8, 256
 SUMS = 1e-6  # In float32, and of another order.
-EXACT = NF4(precision="highest")
+EXACT = {"format": NF4(), "precision": "highest"}
 RULES = {"*layers.0.*": P("m"), "*layers.1.weight": P(None, "m")}
 
 
@@ -37,14 +37,14 @@ def gradient(of_parts, static):
 def quantized_in_the_loss(split):
     """With a plan that is made in each step."""
     make = lambda model: split(
-        eqquant.training.fake_quantize_tree(model, EXACT, quantized_products=True)
+        eqquant.training.fake_quantize_tree(model, **EXACT, quantized_products=True)
     )
     return mlp(), make
 
 
 def wrapped(split):
     """With the plan of the wrapper."""
-    model = eqquant.FakeQuantized(mlp(), EXACT, quantized_products=True)
+    model = eqquant.FakeQuantized(mlp(), **EXACT, quantized_products=True)
     return model, lambda model: model
 
 
@@ -73,7 +73,7 @@ def test_products_are_those_of_kernels(how, kind, normal):
 
 def test_fsdp_gathers_codes_of_what_was_just_quantized(normal):
     mesh = mesh_of(AxisType.Auto)
-    model = eqquant.FakeQuantized(mlp(), EXACT, quantized_products=True)
+    model = eqquant.FakeQuantized(mlp(), **EXACT, quantized_products=True)
     model = eqquant.shard_tree(
         model, mesh, rules={"*.weight": P(("m", "d"))}, batch="d"
     )
@@ -85,7 +85,7 @@ def test_fsdp_gathers_codes_of_what_was_just_quantized(normal):
     assert largest_float(compiled) < SIZE * SIZE / 2
     after = model.quantized()
     assert after.layers[0].weight.plan.axes == (("m", "d"), ())
-    alone = eqquant.FakeQuantized(mlp(), EXACT, quantized_products=True).quantized()
+    alone = eqquant.FakeQuantized(mlp(), **EXACT, quantized_products=True).quantized()
     weights = (after.layers[0].weight, alone.layers[0].weight)
     np.testing.assert_array_equal(*(w.codes for w in weights))
     assert relative(run(parts, x), jax.vmap(alone)(np.asarray(x))) < SUMS

@@ -34,8 +34,8 @@ def error(model, teacher=LAYER, batches=BATCHES) -> float:
     return float(jnp.sum((out - expected) ** 2) / jnp.sum(expected**2))
 
 
-def plain(format):
-    return eqquant.quantize_tree(LAYER, format, min_size=1)
+def plain(format, **options):
+    return eqquant.quantize_tree(LAYER, format, min_size=1, **options)
 
 
 def fake(format, **how):
@@ -61,9 +61,9 @@ def test_scales_offsets_and_biases_are_trained_and_codes_stay(rotate):
 
 
 def test_a_step_is_that_of_the_formulas():
-    # In float64 by NumPy; the format's products have precision "highest", and float32
+    # In float64 by NumPy; its products have precision "highest", and float32
     # leaves some 1e-6 of them.
-    student = plain(eqquant.Int2(precision="highest", scale_dtype="float32"))
+    student = plain(eqquant.Int2(scale_dtype="float32"), precision="highest")
     out, state = distilled(student, BATCHES[:1], optax.sgd(0.5))
     x = BATCHES[0].astype(np.float64)
     scales = np.asarray(student.weight.scales, np.float64)

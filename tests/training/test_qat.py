@@ -7,12 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from eqquant import Int8, Ternary
+from eqquant import Ternary
 from helpers import assert_identical, relative, slow
 from models import KEY, Mixed, mlp, scalar, TOKENS
 
 
-W8A8 = Int8(activations="int8")
 RULES = {"conv.*": "nf4", "stacked.*": "ternary", "cell.weight_hh": None}
 
 
@@ -280,7 +279,7 @@ def test_rotated(learn_scales):
 def test_what_cannot_be_rotated():
     for format, how in (
         ("ternary", {"quantized_products": True}),
-        (eqquant.Int8(activations="int8"), {}),
+        ("int8", {"activations": "int8"}),
     ):
         with pytest.raises(ValueError, match="FakeQuantized: rotate must be False"):
             eqquant.FakeQuantized(mlp(), format, rotate=True, **how)

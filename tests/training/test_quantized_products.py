@@ -11,52 +11,52 @@ from helpers import assert_close, assert_identical, pairs, relative, slow
 from models import KEY, Mixed, mlp, scalar, TOKENS
 
 
-W8A8 = Int8(activations="int8")
+W8A8 = {"format": Int8(), "activations": "int8"}
 
 
 def both(model, format, **options):
-    """As it is trained, with products of quantized arrays, and converted."""
-    wrapped = eqquant.FakeQuantized(model, format, quantized_products=True, **options)
+    """The model as it is trained, with products of quantized arrays, and converted."""
+    options["quantized_products"] = True
+    wrapped = eqquant.FakeQuantized(model, format, **options)
     return wrapped, wrapped.quantized()
 
 
 # Every format, and several recipes of docs/precision.md.
 PRODUCTS = [
-    pytest.param(format, id=repr(format))
-    for format in (
-        NF4(),
-        Ternary(precision="default", activations="int8"),
-        eqquant.Binary(precision="default"),
-    )
+    (NF4(), {}),
+    (Ternary(), {"precision": "default", "activations": "int8"}),
+    (eqquant.Binary(), {"precision": "default"}),
 ]
 PRODUCTS += [
-    pytest.param(format, id=repr(format), marks=pytest.mark.slow)
-    for format in (
-        W8A8,  # Fast in a model with every layer, below.
-        Int8(precision="default", block_size=32),
-        NF4(double_quantization=True),
-        NF4(precision="default"),
-        Int8(),
-        Int8(precision="highest"),
-        Ternary(),
+    pytest.param(*pair, marks=pytest.mark.slow)
+    for pair in (
+        (Int8(), {"activations": "int8"}),  # Fast in a model with every layer, below.
+        (Int8(block_size=32), {"precision": "default"}),
+        (NF4(double_quantization=True), {}),
+        (NF4(), {"precision": "default"}),
+        (Int8(), {}),
+        (Int8(), {"precision": "highest"}),
+        (Ternary(), {}),
     )
 ]
 
 
-@pytest.mark.parametrize("format", PRODUCTS)
-def test_products_are_those_of_the_quantized_model(normal, format):
+@pytest.mark.parametrize("format, compute", PRODUCTS, ids=repr)
+def test_products_are_those_of_the_quantized_model(normal, format, compute):
     """Bit for bit: one at a time, and as a batch, eagerly and compiled."""
-    wrapped, quantized = both(mlp(), format)
+    wrapped, quantized = both(mlp(), format, **compute)
     batch = jax.vmap(lambda model, x: model(x), (None, 0))
     for fn in (lambda model, x: model(x[0]), batch, eqx.filter_jit(batch)):
         x = normal(40, 64)
         assert_identical(fn(wrapped, x), fn(quantized, x))
 
 
-@pytest.mark.parametrize("format", [slow(NF4(precision="default")), W8A8])
-def test_products_in_every_layer(format):
+@pytest.mark.parametrize(
+    "options", [slow({"format": NF4(), "precision": "default"}), W8A8]
+)
+def test_products_in_every_layer(options):
     """Attention, a recurrent cell under a scan, a scan over stacked layers, remat."""
-    wrapped, quantized = both(Mixed(), format, rules={"conv.*": None})
+    wrapped, quantized = both(Mixed(), rules={"conv.*": None}, **options)
     forward = eqx.filter_jit(jax.vmap(lambda model, x: model(x), (None, 0)))
     tokens = jnp.stack([TOKENS, TOKENS + 1])
     assert_identical(forward(wrapped, tokens), forward(quantized, tokens))
@@ -79,7 +79,7 @@ def test_products_of_stacks(normal):
 def test_gradients_of_quantized_products(normal, options, activations):
     """Those of the straight-through dense product, however little precision that of
     the quantized model has."""
-    format = Ternary(precision="default")
+    format, compute = Ternary(), {"precision": "default"}
     linear, x, ct = eqx.nn.Linear(96, 64, key=KEY), normal(40, 96), normal(40, 64)
 
     @eqx.filter_jit
@@ -87,14 +87,14 @@ def test_gradients_of_quantized_products(normal, options, activations):
         loss = lambda both: jnp.sum(jax.vmap(both[0])(both[1]) * ct)
         return jax.tree.leaves(eqx.filter_grad(loss)((wrapped, x)))
 
-    dense = eqquant.FakeQuantized(linear, format, **options)
+    dense = eqquant.FakeQuantized(linear, format, **options, **compute)
     if activations == "int8":
         *of_weights, _ = gradients(dense, eqquant.training.round_activations(x))
         expected = [*of_weights, gradients(dense, x)[-1]]
-        format = Ternary(precision="default", activations="int8")
+        compute["activations"] = "int8"
     else:
         expected = gradients(dense, x)
-    ours, _ = both(linear, format, **options)
+    ours, _ = both(linear, format, **options, **compute)
     for a, b in zip(gradients(ours, x), expected, strict=True):
         assert relative(a, b) < 1e-6
 
@@ -102,7 +102,7 @@ def test_gradients_of_quantized_products(normal, options, activations):
 @pytest.mark.slow
 def test_convolutions_and_other_functions_under_quaxify():
     """As later the quantized model."""
-    wrapped, quantized = both(Mixed(), W8A8, rules={"conv.*": "nf4"})
+    wrapped, quantized = both(Mixed(), rules={"conv.*": "nf4"}, **W8A8)
     run = eqx.filter_jit(lambda model: eqquant.quaxify(model)(TOKENS))
     assert_identical(run(wrapped.fake_quantized()), run(quantized))
     gradients = eqx.filter_jit(
@@ -138,15 +138,15 @@ def test_activations_are_rounded_per_token(normal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("format", [W8A8, slow(Ternary(activations="int8"))])
+@pytest.mark.parametrize("format", [Int8(), slow(Ternary())])
 def test_a_model_with_int8_activations(format):
     model, x = mlp(), jax.random.normal(KEY, (8, 64))
     forward = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
-    wrapped = eqquant.FakeQuantized(model, format)
+    wrapped = eqquant.FakeQuantized(model, format, activations="int8")
     # As the integers that are multiplied later, up to float32 rounding: which may move
     # an activation of a later layer to the next integer.
     assert relative(forward(wrapped, x), forward(wrapped.quantized(), x)) < 1e-2
-    one = eqquant.FakeQuantized(model.layers[0], format)
+    one = eqquant.FakeQuantized(model.layers[0], format, activations="int8")
     assert relative(forward(one, x), forward(one.quantized(), x)) < 1e-6
     # Far from what unrounded activations give.
     plain = eqquant.dequantize_tree(one.quantized())
@@ -163,8 +163,8 @@ def test_a_model_with_int8_activations(format):
 def test_int8_activations_in_every_layer_with_products():
     """Attention, recurrent cells, a scan over stacked layers, remat: and the model code
     is as it was. Convolutions are left out by a rule."""
-    format = Ternary(activations="int8")
-    model = eqquant.FakeQuantized(Mixed(), format, rules={"conv.*": "int8"})
+    how = {"rules": {"conv.*": "int8"}, "activations": "int8"}
+    model = eqquant.FakeQuantized(Mixed(), "ternary", **how)
     later = eqquant.quaxify(eqx.filter_jit(lambda m: m(TOKENS)))(model.quantized())
     assert relative(eqx.filter_jit(model)(TOKENS), later) < 2e-2
     gradients = eqx.filter_jit(
@@ -175,8 +175,8 @@ def test_int8_activations_in_every_layer_with_products():
 
 def test_operators_of_a_weight_that_rounds(normal):
     linear = eqx.nn.Linear(64, 32, use_bias=False, key=KEY)
-    fake = eqquant.training.fake_quantize_tree(linear, W8A8).weight
-    q = eqquant.quantize(linear.weight, W8A8)
+    fake = eqquant.training.fake_quantize_tree(linear, **W8A8).weight
+    q = eqquant.quantize(linear.weight, **W8A8)
     x = normal(5, 64)
     assert (fake.shape, fake.ndim, fake.size, len(fake)) == ((32, 64), 2, 2048, 32)
     for use in (

@@ -110,7 +110,7 @@ def test_in_a_model_with_an_adapter_and_in_training():
     assert type(merged.conv) is eqx.nn.Conv2d
 
     # A product in training that is the one of the quantized model.
-    training = eqquant.FakeQuantized(model, eqquant.Int8(activations="int8"))
+    training = eqquant.FakeQuantized(model, "int8", activations="int8")
     later = training.quantized()
     assert_close(training(x), later(x), 1e-5)
     gradient = eqx.filter_grad(lambda m: jnp.sum(m(x) ** 2))(training)

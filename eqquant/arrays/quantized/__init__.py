@@ -2,7 +2,7 @@
 
 from ._array import (
     QuantizedArray as QuantizedArray,
-    without_plan as without_plan,
+    without_unsaved as without_unsaved,
 )
 from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components

@@ -1,5 +1,6 @@
 """The quantized array."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -47,6 +48,7 @@ class QuantizedArray(AbstractQuantizedArray):
     - `padding`: how many codes fill the partial last block.
     - `offsets`: as `scales`, of an affine format; else None.
     - `plan`: how it is split over a mesh, if [`eqquant.shard_tree`][] did that.
+    - `compute`: an [`eqquant.kernels.Compute`][]: how products with it are computed.
     """
 
     @property
@@ -91,7 +93,7 @@ class QuantizedArray(AbstractQuantizedArray):
 
     @property
     def rounds_activations(self) -> bool:
-        return self.format.activations == "int8"
+        return self.compute.activations == "int8"
 
     def contract(
         self,
@@ -153,8 +155,13 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
     return values.astype(q.dtype)
 
 
-def without_plan(tree: Any) -> Any:
-    """A tree whose quantized arrays say nothing of how they are split."""
+def without_unsaved(tree: Any) -> Any:
+    """Reset the static fields of quantized arrays that checkpoints do not store."""
     is_leaf = lambda x: isinstance(x, QuantizedArray)
-    drop = lambda x: x.with_plan(None) if is_leaf(x) else x
+    unsaved = {
+        field.name: field.default
+        for field in dataclasses.fields(QuantizedArray)
+        if not field.metadata.get("saved", True)
+    }
+    drop = lambda x: x.with_static(**unsaved) if is_leaf(x) else x
     return jax.tree.map(drop, tree, is_leaf=is_leaf)

@@ -16,6 +16,7 @@ from ...formats import (
     QuantizedOffsets,
     ShortScales,
 )
+from ...kernels import as_compute, Compute
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 
@@ -30,6 +31,9 @@ def from_components(
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
     offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None,
+    precision: str | None = None,
+    activations: str | None = None,
+    compute: Compute | None = None,
 ) -> QuantizedArray:
     """Make a quantized array from its parts, for example those of a checkpoint.
 
@@ -47,6 +51,7 @@ def from_components(
     - `offsets`: as `scales`, for an affine format; an
     [`eqquant.formats.QuantizedOffsets`][]
         with double quantization.
+    - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][].
 
     **Returns:**
 
@@ -77,4 +82,5 @@ def from_components(
     for problem in problems_of(format, codes, scales, offsets, size=total):
         raise type(problem)(f"from_components: {problem}")
     fields = format, dtype, axes, sizes[1:], held - total
-    return QuantizedArray(codes, scales, *fields, offsets=offsets)
+    compute = as_compute(compute, precision, activations)
+    return QuantizedArray(codes, scales, *fields, offsets=offsets, compute=compute)

@@ -17,7 +17,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config, explicit_mesh_of, parts_of, spec_of
-from ...formats import float_scales, Precision, ShortScales
+from ...formats import float_scales, ShortScales
+from ...kernels import Precision
 from ...primitives import (
     all_gather_scales,
     dense_dot,
@@ -35,7 +36,7 @@ from ._structure import AbstractQuantizedArray
 
 
 def as_precision(precision: Any) -> Precision | None:
-    """What lax calls precision, in the terms of a format; None leaves it the choice."""
+    """Convert a precision of lax to one of eqquant; None keeps that of the array."""
     if precision is None:
         precision = config("jax_default_matmul_precision")
         if precision is None:
@@ -199,7 +200,7 @@ def _contract(
         component(float_scales(scales)),
         format=q.format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=q.compute.updated(precision=precision),
         weight_dtype=q.dtype,
         out_dtype=dtype,
         plan=plan,

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Num, Shaped
 
 from ..._jax import config, is_traced, typed
 from ...formats import as_format, Format, scales_and_offsets
+from ...kernels import as_compute, Compute
 from ._array import QuantizedArray
 from ._axes import canonical_axes
 from ._encode import (
@@ -33,6 +34,9 @@ def quantize(
     scales: Float[Array, "*lead blocks"] | None = None,
     offsets: Float[Array, "*lead blocks"] | None = None,
     check_finite: bool = True,
+    precision: str | None = None,
+    activations: str | None = None,
+    compute: Compute | None = None,
 ) -> QuantizedArray:
     """Quantize an array.
 
@@ -68,6 +72,9 @@ def quantize(
     - `offsets`: `(*lead, blocks)`: what goes with `scales` in an affine format.
     - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
         that the dtype of the scales cannot hold.
+    - `precision`, `activations`, `compute`: how products with the result are computed.
+        `compute` is an [`eqquant.kernels.Compute`][], and the other two replace its
+        fields.
 
     **Returns:**
 
@@ -81,6 +88,7 @@ def quantize(
         latter is an `eqx.error_if`, raised at run time.
     """
     format = as_format(format)
+    compute = as_compute(compute, precision, activations)
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):
         raise TypeError(
@@ -113,7 +121,7 @@ def quantize(
         if zero is not None:
             # To codes and scales: the check runs whichever of them is used.
             q = jax.tree.map(lambda a: a + zero.astype(a.dtype), q)
-    return q
+    return q.with_static(compute=compute)
 
 
 def encode(

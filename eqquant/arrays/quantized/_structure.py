@@ -25,6 +25,7 @@ from ...formats import (
     ShortScales,
     slice_scales,
 )
+from ...kernels import Compute
 from ...primitives import Plan
 from .._operators import ArrayOperators
 
@@ -41,6 +42,9 @@ class AbstractQuantizedArray(ArrayOperators):
     padding: int = eqx.field(static=True)
     offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None
     plan: Plan | None = eqx.field(static=True, default=None, metadata={"saved": False})
+    compute: Compute = eqx.field(
+        static=True, default=Compute(), metadata={"saved": False}
+    )
 
     #
     # What it stands for
@@ -90,17 +94,20 @@ class AbstractQuantizedArray(ArrayOperators):
     #
 
     def replace(self, **fields):
-        names = ("codes", "scales", "format", "dtype", "axes", "inner", "padding")
-        names = (*names, "offsets", "plan")
+        names = [field.name for field in dataclasses.fields(self)]
         return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
-    def with_plan(self, plan: Plan | None) -> Any:
-        """Split as a plan says. Parts may be of any kind, abstract ones as well."""
+    def with_static(self, **static: Any) -> Any:
+        """Replace static fields. The parts may be of any kind, such as abstract
+        arrays."""
         new = object.__new__(type(self))
         for field in dataclasses.fields(self):
-            value = plan if field.name == "plan" else getattr(self, field.name)
+            value = static.get(field.name, getattr(self, field.name))
             object.__setattr__(new, field.name, value)
         return new
+
+    def with_plan(self, plan: Plan | None) -> Any:
+        return self.with_static(plan=plan)
 
     def _on_lead(self, fn, axes: Sequence[int] | None = None, plan: Any = None):
         """Apply `fn` to all components; `axes` says where, counted from the end, the

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import is_traced
-from ...arrays import is_implicit, QuantizedArray, without_plan
+from ...arrays import is_implicit, QuantizedArray, without_unsaved
 from ...formats import Format
 from ..files import DTYPES, to_numpy
 from ._check import check_codes, check_fit, CLASSES
@@ -43,7 +43,7 @@ def _check_round_trip(path: str, leaf: Any, records: dict, parts: Iterable) -> N
     known = {q.format.name: type(q.format) for q in arrays}
     described = dict(part.whole for part in parts)
     rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
-    if jax.tree.structure(rebuilt) != jax.tree.structure(without_plan(leaf)):
+    if jax.tree.structure(rebuilt) != jax.tree.structure(without_unsaved(leaf)):
         raise ValueError(f"{leaf!r} would change when it is loaded.")
 
 

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, num_codes, Precision
+from ...formats import Format, num_codes
+from .._compute import Compute
 from .._int8 import round_int8 as round_int8
 from ._choose import (
     choose_kernel as choose_kernel,
@@ -36,7 +37,7 @@ def dot(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype,
     x_unit: Float[Array, "*batch m 1"] | None = None,
@@ -52,7 +53,7 @@ def dot(
             scales,
             format=format,
             contract_rows=contract_rows,
-            precision=precision,
+            compute=compute,
             weight_dtype=weight_dtype,
         )
         assert kernel is not None

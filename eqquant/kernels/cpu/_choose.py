@@ -4,7 +4,8 @@ import math
 
 import jax.numpy as jnp
 
-from ...formats import Format, num_codes, Precision
+from ...formats import Format, num_codes
+from .._compute import Compute, Precision
 from .._int8 import rounding
 from ..xla import longest_int8_sum
 from ._library import Library, load
@@ -17,7 +18,7 @@ def choose_kernel(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     **_,
 ) -> str | None:
@@ -39,6 +40,7 @@ def choose_kernel(
     """
     library = load()
     assert not isinstance(library, str), library
+    precision = compute.precision
     m, size = x.shape[-2:]
     rows, blocks = codes.shape[-2], scales.shape[-1]
     packed = row_bytes(codes.shape[-1], format)

@@ -14,6 +14,7 @@ import numpy as np
 from ..._jax import apart, warn
 from ...formats import Format, pack
 from .. import xla
+from .._compute import Compute
 from ._kernel import Kernel
 
 
@@ -85,7 +86,7 @@ def _compare(
     )
     by_xla = ft.partial(
         xla.dot,
-        precision="highest",
+        compute=Compute("highest"),
         weight_dtype=jnp.dtype("float32"),
         out_dtype=jnp.float32,
         **options,

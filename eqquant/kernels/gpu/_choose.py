@@ -1,12 +1,12 @@
 """Which products get a kernel, which one, and in what it multiplies."""
 
-import dataclasses
 import math
 import os
 
 import jax.numpy as jnp
 
-from ...formats import Format, GPUKernel, num_codes, Precision
+from ...formats import Format, num_codes
+from .._compute import Compute, GPUKernel, Precision
 from ..xla import longest_int8_sum
 from . import _check, _chips, _pipeline
 from ._kernel import Kernel as Kernel
@@ -27,18 +27,18 @@ def choose(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype=None,
     **_,
 ) -> Kernel | str:
     """The kernel of a product, by the shapes and dtypes of what it gets; or why XLA
     multiplies."""
-    asked = format.gpu or GPUKernel()
+    requested = compute.gpu or GPUKernel()
     if os.environ.get("EQQUANT_GPU") == "xla":
         return "EQQUANT_GPU=xla says so"
-    if asked.kernel == "xla":
-        return "the format asks for it"
+    if requested.kernel == "xla":
+        return "compute.gpu requests it"
     chip, kind, here = _chips.chip()
     if chip is None:
         return f"there are no kernels for {kind!r}"
@@ -49,15 +49,15 @@ def choose(
         scales,
         format=format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=compute,
         weight_dtype=weight_dtype,
         out_dtype=out_dtype,
     )
-    if here and asked.check and isinstance(kernel, Kernel):
+    if here and requested.check and isinstance(kernel, Kernel):
         failure = _check.failure_of(
             kind,
             kernel,
-            format=dataclasses.replace(format, gpu=None),
+            format=format,
             contract_rows=contract_rows,
             blocked=scales.shape[-1] > 1,
             dtypes=tuple(map(jnp.dtype, (x.dtype, weight_dtype, scales.dtype))),
@@ -75,7 +75,7 @@ def kernel_on(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype=None,
 ) -> Kernel | str:
@@ -88,7 +88,7 @@ def kernel_on(
             return reason
         operands = "int8", (1, 1)
     else:
-        operands = _operands(dtypes, format, contract_rows, precision)
+        operands = _operands(dtypes, format, contract_rows, compute.precision)
         if operands is None:
             return "the kernels do not multiply float32"
     m, (*batch, rows, packed) = x.shape[-2], codes.shape
@@ -96,16 +96,16 @@ def kernel_on(
     as_it_is = None
     if x.dtype == jnp.dtype(operand) and parts == (1, 1) and not contract_rows:
         as_it_is = operand
-    asked = format.gpu.kernel if format.gpu is not None else None
+    requested = (compute.gpu or GPUKernel()).kernel
     hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
-    if as_it_is is not None and chip.large_products and asked != "triton":
+    if as_it_is is not None and chip.large_products and requested != "triton":
         hopper = _pipeline.why_not(x, codes, scales, format, out_dtype, chip.shared)
-        if hopper is None and (m > _most_rows or asked == "mosaic"):
+        if hopper is None and (m > _most_rows or requested == "mosaic"):
             cut = _pipeline.pipeline_for(x, chip.cores)
             return Kernel(chip.name, operand, parts, cut)
-    if asked == "mosaic":
-        return f"the format asks for Mosaic: {hopper}"
-    forced = asked == "triton"
+    if requested == "mosaic":
+        return f"compute.gpu requests Mosaic: {hopper}"
+    forced = requested == "triton"
     large = _chips.is_large(chip, m, format, as_it_is)
     narrow = as_it_is if dtypes[0] == dtypes[1] else None
     hides = _chips.hides_decoding(chip, m, format, narrow)

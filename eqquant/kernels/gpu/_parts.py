@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from ...formats import Format, Precision
+from ...formats import Format
+from .._compute import Precision
 
 
 def is_exact(blocks: int, format: Format) -> bool:

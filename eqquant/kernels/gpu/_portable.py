@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, num_codes, Precision
+from ...formats import Format, num_codes
+from .._compute import Compute
 from .._int8 import round_int8 as round_int8, rounding
 from ..xla import longest_int8_sum
 from . import _fused, _reduce, _tiles
@@ -31,7 +32,7 @@ def dot(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype,
     x_unit: Float[Array, "*batch m 1"] | None = None,
@@ -40,7 +41,7 @@ def dot(
     options: dict[str, Any] = dict(
         format=format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=compute,
         weight_dtype=weight_dtype,
     )
     variant, operand = variant_of(x, codes, scales, **options).split(", ")
@@ -81,7 +82,7 @@ def variant_of(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     **_,
 ) -> str:
@@ -116,20 +117,20 @@ def variant_of(
     if x_dtype == weight_dtype == jnp.float16 and not scaled:
         return f"{how}, float16"
     narrow = x_dtype == weight_dtype == jnp.bfloat16
-    if precision == "highest" and not narrow:
+    if compute.precision == "highest" and not narrow:
         return f"{how}, float32"
     return f"{how}, bfloat16"
 
 
 def _parts_of(
-    x, scales, *, format, contract_rows, precision, weight_dtype, **_
+    x, scales, *, format, contract_rows, compute, weight_dtype, **_
 ) -> tuple[int, int]:
     return num_parts(
         x.dtype,
         weight_dtype,
         exact=is_exact(scales.shape[-1], format),
         contract_rows=contract_rows,
-        precision=precision,
+        precision=compute.precision,
     )
 
 

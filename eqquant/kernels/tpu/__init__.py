@@ -14,7 +14,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
-from ...formats import Format, num_codes, Precision, TPUKernel
+from ...formats import Format, num_codes
+from .._compute import Compute
 from .._int8 import rounding
 from . import _decode, _general, _tile_sizes
 from ._chips import chip
@@ -33,7 +34,7 @@ def dot(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype,
     x_unit: Float[Array, "*batch m 1"] | None = None,
@@ -45,7 +46,7 @@ def dot(
         codes,
         format=format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=compute,
         weight_dtype=weight_dtype,
     )
     kernel, _, rounded = variant.partition(", ")
@@ -55,7 +56,10 @@ def dot(
 
     args = flat(x), flat(codes), flat(scales)
     options: dict[str, Any] = dict(
-        format=format, out_dtype=out_dtype, chip=chip(), interpret=interpret
+        format=format,
+        out_dtype=out_dtype,
+        chip=chip(compute.tpu),
+        interpret=interpret,
     )
     x_unit = None if x_unit is None else flat(x_unit)
     if kernel == "decode":
@@ -95,7 +99,7 @@ def describe(x, codes, scales, **params) -> str:
             format,
             exact=rounded != "rounded",
             exact_table=not rounded,
-            chip=chip(),
+            chip=chip(params["compute"].tpu),
         )
         operands = f", weights as {found.weights}"
         bits = found.bits_kept(x.dtype)
@@ -110,14 +114,14 @@ def variant_of(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     **_,
 ) -> str:
     """That of a product, by the shapes and dtypes of what it gets."""
     return choose_variant(
         format,
-        precision,
+        compute,
         m=x.shape[-2],
         columns=num_codes(codes.shape[-1], format.bits),
         contract_rows=contract_rows,
@@ -127,7 +131,7 @@ def variant_of(
 
 def choose_variant(
     format: Format,
-    precision: Precision,
+    compute: Compute,
     *,
     m: int,
     columns: int,
@@ -147,13 +151,14 @@ def choose_variant(
     - `"int8"`: for activations in int8 it multiplies integers. Exact but for the
         rounding of the result.
     """
-    here, asked = chip(), format.tpu or TPUKernel()
+    here, precision = chip(compute.tpu), compute.precision
+    requested = here.options
     x_dtype, _ = dtypes
     floats = jnp.bfloat16 not in dtypes
     few = not contract_rows and _decode.fits(m, columns, format, here)
-    decodes = few and precision != "highest" and asked.kernel != "general"
+    decodes = few and precision != "highest" and requested.kernel != "general"
 
-    exact_table = asked.exact_table
+    exact_table = requested.exact_table
     if exact_table is None:
         # To look up twice is not within a tenth of the fastest, but where the chip has
         # to do so anyway, or products hide it.

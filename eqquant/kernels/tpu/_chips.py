@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from ..._jax import device_kind, warn
 from ...formats import Format
+from .._compute import TPUKernel
 from ._tiles import bits_of
 
 
@@ -44,6 +45,8 @@ class Chip:
     # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
+    # The choices of the user, which take precedence.
+    options: TPUKernel = dataclasses.field(default_factory=TPUKernel)
 
     def steps_of(self, format: Format) -> tuple[int, int]:
         """As those of the format whose codes take as much room, if none are known."""
@@ -137,9 +140,9 @@ _chips = {
 }
 
 
-def chip() -> Chip:
-    """Of the mesh in context, or of the default device. What the fourth generation does
-    works on every one."""
+def chip(options: TPUKernel | None = None) -> Chip:
+    """Return the chip of the mesh in context, or of the default device. The settings of
+    the fourth generation work on every chip."""
     kind = device_kind()
     if kind not in _chips and "TPU" in kind:
         warn(
@@ -147,4 +150,5 @@ def chip() -> Chip:
             UserWarning,
             once=True,
         )
-    return _chips.get(kind, _fifth_e if "TPU" in kind else _fourth)
+    found = _chips.get(kind, _fifth_e if "TPU" in kind else _fourth)
+    return dataclasses.replace(found, options=options or TPUKernel())

@@ -92,8 +92,7 @@ def contract_columns(
     size = pl.cdiv(packed, multiple) * multiple
     most, chunk = chip.steps_of(format)
     chunk = lanes if format.block_size else math.gcd(chunk, size)
-    if format.tpu and format.tpu.tile_n:
-        most = format.tpu.tile_n
+    most = chip.options.tile_n or most
     most = min(most, min(2**22, chip.memory // 8) // size)
     multiple = lanes * max(turned, 1)
     bn = min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple

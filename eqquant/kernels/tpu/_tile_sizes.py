@@ -5,7 +5,7 @@ import math
 
 import jax.numpy as jnp
 
-from ...formats import Format, TPUKernel
+from ...formats import Format
 from ._chips import Chip
 from ._three_bits import used_bytes
 from ._tiles import bits_of, lanes, planes_of, tile_multiple
@@ -32,20 +32,20 @@ def choose_tiles(
     chip: Chip,
 ) -> Tiles:
     """As much of the contracted axis as the memory of the chip takes."""
-    asked = format.tpu or TPUKernel()
+    requested = chip.options
     size = max(jnp.dtype(operand).itemsize, 2)
     register = 32 // jnp.dtype(operand).itemsize
-    most_m = (asked.tile_m or chip.tile_m) * 2 // size
+    most_m = (requested.tile_m or chip.tile_m) * 2 // size
     bm = min(math.ceil(m / register) * register, most_m)
     bm = math.ceil(bm / register) * register
-    tile_n = asked.tile_n or chip.tile_n
+    tile_n = requested.tile_n or chip.tile_n
     budget = budget_of(chip)
     tiles = None
     # All columns at once let the kernel arrange the activation.
     whole = contracted == 1 and chip.cores == 1 and packed * planes_of(format) <= 4096
     choices = 4096, 2048, 1024, 512
-    if asked.tile_k:
-        choices = (asked.tile_k,)
+    if requested.tile_k:
+        choices = (requested.tile_k,)
     elif bm >= 1024 and not whole:
         # On v5p long tiles are half a percent faster, and take 1.7 times as long to
         # compile.

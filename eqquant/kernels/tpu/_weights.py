@@ -122,10 +122,9 @@ _looked_up: _Way = (_indices, ("int8", "float8"), 0)
 _as_floats: _Way = (_float8, ("float8",), 0x38)
 
 
-def _way_of(format: Format) -> _Way | None:
+def _way_of(format: Format, lookup: bool = True) -> _Way | None:
     if format.codebook is not None:
-        looks_up = format.tpu is None or format.tpu.lookup
-        return _looked_up if looks_up and _has_table(format) else None
+        return _looked_up if lookup and _has_table(format) else None
     if format.float8 == "e4m3fn":
         return _as_floats
     return _to_bytes.get(format.name) if format.integer_levels else None
@@ -139,7 +138,7 @@ def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
     """Whether the codes of a format become such bytes, on this chip."""
     if kind in ("float8", "bits of float8") and chip.float8 is None:
         return False
-    way = _way_of(format)
+    way = _way_of(format, chip.options.lookup)
     return way is not None and kind in way[1]
 
 

@@ -21,10 +21,10 @@ from ...formats import (
     Format,
     from_plane_order,
     num_codes,
-    Precision,
     to_plane_order,
     unpack_planes,
 )
+from .._compute import Compute
 from .._int8 import round_int8, split_int8
 from ._recipes import recipe_of
 from ._tiles import decode_tile, tiled
@@ -37,7 +37,7 @@ def dot(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     out_dtype,
     x_unit: Float[Array, "*batch m 1"] | None = None,
@@ -48,7 +48,7 @@ def dot(
     options: dict[str, Any] = dict(
         format=format,
         contract_rows=contract_rows,
-        precision=precision,
+        compute=compute,
         weight_dtype=weight_dtype,
     )
     if x_unit is not None:
@@ -72,10 +72,10 @@ def dot(
     if recipe in ("split", "round", "int8"):
         out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
     else:
-        compute = jnp.promote_types(x.dtype, weight_dtype)
-        compute = jnp.promote_types(compute, jnp.float32)
-        operand = jnp.bfloat16 if recipe == "bfloat16" else compute
-        out = _float_dot(x, codes, scales, format, contract_rows, compute, operand)
+        wide = jnp.promote_types(x.dtype, weight_dtype)
+        wide = jnp.promote_types(wide, jnp.float32)
+        operand = jnp.bfloat16 if recipe == "bfloat16" else wide
+        out = _float_dot(x, codes, scales, format, contract_rows, wide, operand)
     if contract_rows:
         out = from_plane_order(out, format.bits, format.group)
     return out.astype(out_dtype)

@@ -16,7 +16,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from ...formats import Format, Precision
+from ...formats import Format
+from .._compute import Compute, Precision
 from .._int8 import rounding
 
 
@@ -62,14 +63,14 @@ def recipe_of(
     *,
     format: Format,
     contract_rows: bool,
-    precision: Precision,
+    compute: Compute,
     weight_dtype,
     **_,
 ) -> Recipe:
     """That of a product, by the shapes and dtypes of what it gets."""
     return choose_recipe(
         format,
-        precision,
+        compute.precision,
         rows=x.shape[-2],
         size=x.shape[-1],
         blocks=scales.shape[-1],
