@@ -327,11 +327,11 @@ def with_steps(name: str, choice, chip):
     A choice has the rows of the weight in a step, the bytes of each row that are
     decoded at once, and the way in which codes are transposed.
     """
-    *step, turned = choice
+    *step, transposed = choice
     return dataclasses.replace(
         chip,
         steps=chip.steps | {name: tuple(step)},
-        turned=chip.turned | {name: turned},
+        transposed=chip.transposed | {name: transposed},
     )
 
 

@@ -44,7 +44,7 @@ def test_tables_of_integers_are_looked_up_once():
                     jnp.asarray(t.view(decoder.dtype), jnp.float32)
                     for t in decoder._entries
                 ]
-                got = np.asarray(decoder.combine(tables)) * decoder.unit
+                got = np.asarray(decoder.combine(tables)) * decoder.scale
                 error = np.max(np.abs(got - levels)) / np.max(np.abs(levels))
                 exact = format in integers[:2]
                 assert error < (

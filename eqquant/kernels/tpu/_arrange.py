@@ -1,7 +1,7 @@
-"""Kernels that bring an activation, or a result, in the order of the codes and back.
+"""Permute columns of activations to plane order, and columns of results back.
 
-XLA would copy it, through layouts whose last axis is half a register or less: for many
-rows in half the time of the product itself.
+XLA would copy them through layouts whose last axis is at most half a register. For many
+rows that takes half as long as the product.
 """
 
 import math
@@ -28,14 +28,14 @@ from ._tiles import (
 
 
 def is_simple(format: Format) -> bool:
-    """Whether groups of codes end where registers do: those of the codes, and those of
-    the activation as well."""
+    """Return whether groups of codes end at register boundaries, in the codes and in
+    the activation."""
     whole = format.group <= lanes or format.group // planes_of(format) == lanes
     return whole and chunk_bytes(format) == lanes
 
 
 def _swap(a, b, shift: int):
-    """Every second `shift` lanes of `a` for those before of `b`."""
+    """Swap every second run of `shift` lanes of `a` with the run before it in `b`."""
     lane = lax.broadcasted_iota(jnp.int32, a.shape, 1)
     upper = lax.rem(lax.div(lane, jnp.int32(shift)), jnp.int32(2)) == 1
     return (
@@ -45,7 +45,7 @@ def _swap(a, b, shift: int):
 
 
 def _shuffle(x, outer: int, inner: int, width: int):
-    """Lanes as `(outer, inner, width)`, to `(inner, outer, width)`."""
+    """Transpose lanes from `(outer, inner, width)` to `(inner, outer, width)`."""
     if outer == 1 or inner == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
@@ -58,10 +58,9 @@ def _shuffle(x, outer: int, inner: int, width: int):
 def split_planes(
     x: Shaped[Array, "m columns"], format: Format
 ) -> list[Shaped[Array, "m 128"]]:
-    """The columns that 128 bytes of codes stand for, by planes; of 32 bits each.
+    """Split the columns for 128 bytes of codes into planes. `x` has 32-bit elements.
 
-    A transposition of registers and parts of them, in as many steps as its number of
-    planes has bits.
+    This transposes registers and parts of registers, in `log2(planes)` steps.
     """
     planes = planes_of(format)
     parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
@@ -69,21 +68,21 @@ def split_planes(
     if width == lanes:
         return parts
     parts = [_shuffle(part, lanes // format.group, planes, width) for part in parts]
-    return _transposed(parts)
+    return _transpose(parts)
 
 
 def join_planes(parts: list, format: Format) -> Shaped[Array, "m columns"]:
-    """The inverse of [`split_planes`][]."""
+    """Invert [`split_planes`][] and concatenate the columns."""
     planes = len(parts)
     width = format.group // planes
     if width < lanes:
-        parts = _transposed(parts)
+        parts = _transpose(parts)
         parts = [_shuffle(part, planes, lanes // format.group, width) for part in parts]
     return jnp.concatenate(parts, 1)
 
 
-def _transposed(parts: list) -> list:
-    """What register it is becomes which part of a register, and the other way round."""
+def _transpose(parts: list) -> list:
+    """Swap the index of a register with the position of a part in the register."""
     parts, count = list(parts), len(parts)
     step = 1
     while step < count:
@@ -96,15 +95,14 @@ def _transposed(parts: list) -> list:
 
 
 def to_planes(x, format: Format, interpret: bool):
-    """The columns in plane order within every 128 bytes of codes (or as many as
-    `chunk_bytes` says)."""
+    """Permute columns to plane order within every `chunk_bytes` bytes of codes."""
     if format.bits == 8 or not is_simple(format):
         return to_tiles(x, chunk_bytes(format), format)
-    return _permuted(x, format, split_planes, "split_planes", interpret)
+    return _permute(x, format, split_planes, "split_planes", interpret)
 
 
 def from_planes(x, columns: int, format: Format, interpret: bool):
-    """The inverse; only so many columns of it."""
+    """Invert [`to_planes`][] and keep the first `columns` columns."""
     if format.bits == 8 or not is_simple(format):
         return from_tiles(x, chunk_bytes(format), columns, format)
 
@@ -113,28 +111,29 @@ def from_planes(x, columns: int, format: Format, interpret: bool):
         parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
         return [join_planes(parts, format)]
 
-    return _permuted(x, format, join, "join_planes", interpret)[..., :columns]
+    return _permute(x, format, join, "join_planes", interpret)[..., :columns]
 
 
 def arrange(x, out, format: Format, permute: Callable = split_planes):
-    """In a kernel: the columns of `x` to `out`, by default in plane order."""
-    narrow = x.dtype.itemsize < 4  # Several rows at once, as 32 bits.
+    """Write the permuted columns of `x` to `out`, in a kernel."""
+    packed = x.dtype.itemsize < 4  # Permute adjacent rows together, as 32 bits.
     size = lanes * planes_of(format)
 
-    def each(i, carry):
+    def permute_part(i, carry):
         part = part_of(x, 1, i, size)[...]
-        part = pltpu.bitcast(part, jnp.int32) if narrow else part
+        part = pltpu.bitcast(part, jnp.int32) if packed else part
         part = jnp.concatenate(permute(part, format), 1)
         part_of(out, 1, i, size)[...] = (
-            pltpu.bitcast(part, out.dtype) if narrow else part
+            pltpu.bitcast(part, out.dtype) if packed else part
         )
         return carry
 
     registers = x.shape[0] * size * x.dtype.itemsize // 4096
-    loop(x.shape[1] // size, each, bundles=2 * registers)
+    loop(x.shape[1] // size, permute_part, bundles=2 * registers)
 
 
-def _permuted(x, format: Format, permute, name: str, interpret: bool):
+def _permute(x, format: Format, permute, name: str, interpret: bool):
+    """Run `permute` on tiles of an activation or a result."""
     size = lanes * planes_of(format)
     batch, m, _ = x.shape
     x = pad_to(x, 2, size)

@@ -1,8 +1,8 @@
-"""Codes of one bit, by masks: bits that stay where they are, or are shifted a little.
+"""Binary codes as operands: a mask selects one bit of each byte, in place or shifted.
 
-In a float of 8 bits, a bit that is set is a power of two then; which one, the
-activation makes up for. In an integer of 4 bits it is 1. A weight is 1, and 2 less if
-its bit is set: the 1 is a sum of the activation, for all weights of a row the same.
+As a float8, a set bit is a power of two. The activation is scaled to compensate for the
+exponent. As an int4, a set bit is 1. A weight is 1 minus 2 times its bit: the 1
+contributes the sum of the activation, which all weights of a row share.
 """
 
 import dataclasses
@@ -16,51 +16,53 @@ from ._chips import Kind
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where the bits of some planes of a byte are moved to, by a shift to the left of
-    so many: which bit of a float, or of both halves of a byte."""
+class BitShift:
+    """The left shift that moves the bits of `planes` to bit `bit` of a float8, or of
+    each half of a byte."""
 
     planes: tuple[int, ...]
     shift: int
     bit: int
 
 
-_places: dict[Kind, list[Place]] = {
-    # Bits of the exponent: one alone is neither a sign nor a subnormal number.
+_shifts: dict[Kind, list[BitShift]] = {
+    # Bits of the exponent: a single set bit is neither a sign nor a subnormal.
     "bits of float8": [
-        *(Place((plane,), 3, plane + 3) for plane in range(3)),
-        *(Place((plane,), 0, plane) for plane in range(3, 7)),
-        Place((7,), -1, 6),
+        *(BitShift((plane,), 3, plane + 3) for plane in range(3)),
+        *(BitShift((plane,), 0, plane) for plane in range(3, 7)),
+        BitShift((7,), -1, 6),
     ],
-    # The halves of a byte follow each other as rows of the operand. Bits that are worth
-    # more than others would leave fewer to the activation.
-    "bits of int4": [Place((plane, plane + 4), -plane, 0) for plane in range(4)],
+    # The halves of a byte become adjacent rows of the operand. All bits are moved to
+    # bit 0: different powers of two would leave fewer bits to the activation.
+    "bits of int4": [BitShift((plane, plane + 4), -plane, 0) for plane in range(4)],
 }
 
 
 class Bits:
-    """Those of a byte, as operands of one kind."""
+    """Extract the bits of a byte as operands of one kind.
+
+    - `smallest`: the smallest value of a set bit.
+    - `powers`: the value of a set bit of each operand, relative to `smallest`.
+    """
 
     def __init__(self, kind: Kind, dtype):
-        self.places = _places[kind]
-        self._every = 0x11111111 if kind == "bits of int4" else 0x01010101
-        of_bits = [1 << place.bit for place in self.places]
-        numbers = np.array(of_bits, np.uint8)
+        self.shifts = _shifts[kind]
+        self._ones = 0x11111111 if kind == "bits of int4" else 0x01010101
+        bits = np.array([1 << shift.bit for shift in self.shifts], np.uint8)
         if kind != "bits of int4":
-            numbers = numbers.view(np.dtype(dtype))
-        values = [float(number) for number in numbers]
-        # What a bit is worth, and that relative to the least.
-        self.one = min(values)
-        self.powers = [value / self.one for value in values]
+            bits = bits.view(np.dtype(dtype))
+        values = [float(bit) for bit in bits]
+        self.smallest = min(values)
+        self.powers = [value / self.smallest for value in values]
 
     def __call__(
         self, codes: Shaped[Array, "rows bytes"], index: int, format
     ) -> Shaped[Array, "rows bytes"]:
-        place = self.places[index]
+        shift = self.shifts[index]
         words = pltpu.bitcast(codes, jnp.uint32)
-        if place.shift > 0:
-            words = words << place.shift
-        elif place.shift < 0:
-            words = words >> -place.shift
-        mask = jnp.uint32(self._every << place.bit)
+        if shift.shift > 0:
+            words = words << shift.shift
+        elif shift.shift < 0:
+            words = words >> -shift.shift
+        mask = jnp.uint32(self._ones << shift.bit)
         return pltpu.bitcast(words & mask, jnp.int8)

@@ -11,56 +11,62 @@ from .._compute import TPUKernel
 from ._tiles import bits_of
 
 
-# What the matrix unit multiplies by: numbers of 8 bits; or single bits (`_bits.py`).
+# The numbers that codes become: 8-bit numbers, or single bits (in `_bits.py`).
 Kind = Literal["int8", "float8", "bits of float8", "bits of int4"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """What depends on the generation: the hardware, and the choices."""
+    """The hardware of a TPU generation, and the parameters that are fastest on it.
 
-    # Along which axis the hardware looks bytes up: rows (fast), or lanes.
+    - `gather_axis`: the axis of the hardware's byte lookup: 0 for sublanes (fast), 1
+        for lanes.
+    - `memory`: bytes of vector memory that a kernel may use.
+    - `macs`: bfloat16 multiply-adds of all matrix units per cycle.
+    - `int8`: whether the matrix unit takes int8.
+    - `float8`: the float8 dtype that the matrix unit takes, if any.
+    - `cores`: cores that share a memory, and the steps of a grid.
+    - `bfloat16`: whether the vector unit adds and multiplies bfloat16.
+    - `steps`: by format, for the decode kernel: rows of the weight in a tile, and bytes
+        of a row in a chunk. With blocks, a chunk has 128 bytes.
+    - `transposed`: by format, for the decode kernel: the value of
+        `Operands.transposed`.
+    - `bits`: by format, the kind if codes without blocks are multiplied bit by bit.
+    - `logic`: whether lookups are slow enough that logic decodes some codes instead.
+    - `tile_m`, `tile_n`: for the general kernel: rows of the activation and columns of
+        the result in a tile.
+    - `options`: the choices of the user, which take precedence.
+    """
+
     gather_axis: int
-    # What a kernel may take of the vector memory, in bytes.
     memory: int
-    # How many numbers in bfloat16 the matrix units multiply in a cycle.
     macs: int = 4 * 128**2
-    # Whether the matrix unit takes int8, and which float of 8 bits if any.
     int8: bool = True
     float8: Any = None
-    # Which share one memory, and the steps of a grid.
     cores: int = 1
-    # Whether vectors of bfloat16 are added and multiplied as such.
     bfloat16: bool = False
-    # For few rows, by format: how many rows of the weight a step decodes, and how many
-    # bytes of each are multiplied at once (128 of them in blocks).
     steps: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
-    # Whose codes are transposed first, so many rows as one (see `turn`): pairs only if
-    # they have no blocks.
-    turned: dict[str, int] = dataclasses.field(default_factory=dict)
-    # Whose codes are multiplied bit by bit, if they have no blocks.
+    transposed: dict[str, int] = dataclasses.field(default_factory=dict)
     bits: dict[str, Kind] = dataclasses.field(default_factory=dict)
-    # Whether looking codes up is slow enough to do without for some.
     logic: bool = False
-    # For many: rows of the activation and columns of the result of a tile.
     tile_m: int = 2048
     tile_n: int = 512
-    # The choices of the user, which take precedence.
     options: TPUKernel = dataclasses.field(default_factory=TPUKernel)
 
     def steps_of(self, format: Format) -> tuple[int, int]:
-        """As those of the format whose codes take as much room, if none are known."""
-        return self.steps.get(format.name, self.steps[_like[bits_of(format)]])
+        """Return the entry of `steps`, by default for another format of that width."""
+        return self.steps.get(format.name, self.steps[_similar[bits_of(format)]])
 
-    def turned_of(self, format: Format) -> int:
-        """Likewise."""
-        return self.turned.get(format.name, self.turned.get(_like[bits_of(format)], 0))
+    def transposed_of(self, format: Format) -> int:
+        """Return the entry of `transposed`, with the same default."""
+        default = self.transposed.get(_similar[bits_of(format)], 0)
+        return self.transposed.get(format.name, default)
 
     def bits_of(self, format: Format) -> Kind | None:
         return None if format.block_size else self.bits.get(format.name)
 
 
-_like = {8: "int8", 4: "nf4", 2: "ternary", 1: "binary"}
+_similar = {8: "int8", 4: "nf4", 2: "ternary", 1: "binary"}
 
 
 _fourth = Chip(
@@ -107,7 +113,7 @@ _sixth = Chip(
         "ternary": (1024, 128),
         "binary": (2048, 256),
     },
-    turned={"ternary": 2, "binary": 2},
+    transposed={"ternary": 2, "binary": 2},
     bits={"binary": "bits of int4"},
     tile_n=1024,
 )
@@ -122,12 +128,12 @@ _seventh = dataclasses.replace(
         "ternary": (1024, 128),
         "binary": (2048, 128),
     },
-    turned={"int8": 1, "nf4": 1, "ternary": 1, "binary": 1},
+    transposed={"int8": 1, "nf4": 1, "ternary": 1, "binary": 1},
     bits={},
     tile_m=1024,
 )
 
-# By what `jax.Device.device_kind` says.
+# The keys are values of `jax.Device.device_kind`.
 _chips = {
     "TPU v4": _fourth,
     "TPU v5 lite": _fifth_e,
@@ -141,12 +147,15 @@ _chips = {
 
 
 def chip(options: TPUKernel | None = None) -> Chip:
-    """Return the chip of the mesh in context, or of the default device. The settings of
-    the fourth generation work on every chip."""
+    """Return the chip of the mesh in context, or of the default device.
+
+    Other platforms get the fourth generation, whose choices work on every chip.
+    """
     kind = device_kind()
     if kind not in _chips and "TPU" in kind:
         warn(
-            f"eqquant has no table for {kind!r}; it uses that of 'TPU v5 lite'.",
+            f"eqquant has no parameters for {kind!r}: kernels use those for "
+            "'TPU v5 lite'.",
             UserWarning,
             once=True,
         )

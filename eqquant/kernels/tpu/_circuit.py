@@ -1,9 +1,9 @@
-"""A table of 16 bytes by logic: for a part of the codes, where looking all of them up
-is what takes longest.
+"""A 16-entry byte table as a logic circuit, for chips on which lookups are the
+bottleneck.
 
-The bits of codes are sorted, so that a word has the same bit of 32 codes, go through
-gates, and are sorted again. In four registers of codes, that is 18 operations for each
-of eight results.
+A bit transpose gives words that hold the same bit of 32 codes. The words pass through
+gates and are transposed back. Four registers of codes take 18 operations for each of
+the eight registers that they become.
 """
 
 import functools as ft
@@ -16,15 +16,19 @@ from jaxtyping import Array, Shaped
 
 
 _operators = {"&": operator.and_, "|": operator.or_, "^": operator.xor}
-# Of what to swap: by how many bits it is apart, and which bits.
+# Steps of a bit transpose: the distance of the swapped bits, and a mask of the lower.
 _halves = 4, 0x0F0F0F0F
 _quarters = 2, 0x33333333
 _eighths = 1, 0x55555555
 
 
 class Circuit:
-    """Gates that make a byte of four bits: `2&5` is the and of two numbers, which are
-    the four bits, the lowest first, all ones, and the results of the gates so far."""
+    """Gates that compute the eight bits of a table entry from the four bits of a code.
+
+    In `gates`, `2&5` is the AND of values 2 and 5. Values 0 to 3 are the bits of the
+    code, the lowest first. Value 4 is all ones. The results of the gates follow.
+    `outputs` are the values of the eight bits, the lowest first.
+    """
 
     def __init__(self, gates: str, outputs: tuple[int, ...]):
         found = re.findall(r"(\d+)([&|^])(\d+)", gates)
@@ -32,7 +36,7 @@ class Circuit:
         self._outputs = outputs
 
     def __call__(self, bits: list, ones) -> list:
-        """Of numbers whose bits belong to one code each."""
+        """Return the output words for words that hold one bit of each code."""
         values = [*bits, ones]
         for a, operate, b in self._gates:
             values.append(operate(values[a], values[b]))
@@ -41,31 +45,31 @@ class Circuit:
     def decode(
         self, codes: list[Shaped[Array, "32 128"]]
     ) -> list[list[Shaped[Array, "32 128"]]]:
-        """In a kernel: four registers of bytes, which have two codes each, to those of
-        the lower, and of the upper, in int8."""
+        """Decode four registers of bytes with two codes each, in a kernel. Return the
+        int8 entries of the low codes and of the high codes."""
         words = [pltpu.bitcast(part, jnp.uint32) for part in codes]
-        bits = _sorted(words, _quarters, _eighths)
+        bits = _transpose_bits(words, _quarters, _eighths)
         out = self(bits, jnp.uint32(0xFFFFFFFF))
-        out = _sorted(out, _quarters, _eighths, _halves)
+        out = _transpose_bits(out, _quarters, _eighths, _halves)
         out = [pltpu.bitcast(part, jnp.int8) for part in out]
         return [out[:4], out[4:]]
 
 
-def _sorted(words: list, *steps: tuple[int, int]) -> list:
-    """Which word it is becomes which bit of it, and the other way round."""
+def _transpose_bits(words: list, *steps: tuple[int, int]) -> list:
+    """Swap the index of a word with the position of a bit in the word."""
     words = list(words)
     for step, mask in steps:
         for i in range(len(words)):
             if not i & step:
                 a, b = words[i], words[i + step]
-                differs = ((a >> step) ^ b) & jnp.uint32(mask)
-                words[i], words[i + step] = a ^ (differs << step), b ^ differs
+                difference = ((a >> step) ^ b) & jnp.uint32(mask)
+                words[i], words[i + step] = a ^ (difference << step), b ^ difference
     return words
 
 
-# By what they make of the codes in turn.
+# Circuits by the entries of their tables.
 _circuits: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {
-    # NF4, found by a search for few gates.
+    # NF4, found by a search that minimized the number of gates.
     (-124, -86, -65, -49, -35, -23, -11, 0, 10, 20, 31, 42, 55, 70, 90, 124): (
         """
         1&2 0&5 3|6 4^7 5|8 0|9 1|2 7^10 11&12 3^13 6^11 0&14 15^16 9&16 2&14 18|19
@@ -78,6 +82,6 @@ _circuits: dict[tuple[int, ...], tuple[str, tuple[int, ...]]] = {
 
 @ft.cache
 def circuit_of(entries: tuple[int, ...]) -> Circuit | None:
-    """That for a table, if one is known."""
+    """Return the circuit for a table, or None if there is none."""
     known = _circuits.get(entries)
     return Circuit(*known) if known else None

@@ -1,11 +1,10 @@
-"""The kernel that takes any format, shape and direction.
+"""The kernel for any format, shape and direction.
 
-A tile of the weight is decoded, scaled and rounded to what the matrix unit multiplies,
-in vector memory: the best there is for many rows, as the decoding is then hidden behind
-the products.
+A tile of the weight is decoded, scaled and cast to the dtype of the matrix unit, in
+vector memory. For many rows of the activation the matrix unit hides the decoding.
 
-Both directions are one kernel, which is told the axis of the weight that is contracted:
-0, its rows (`x @ w`), or 1, its columns (`x @ w.T`).
+One kernel serves both directions. `contracted` is the axis of the weight that is
+contracted: 0 for `x @ w`, 1 for `x @ w.T`.
 """
 
 import dataclasses
@@ -41,35 +40,38 @@ from ._weights import can_become, Decoder, is_exact, is_shifted
 def _by_rows(
     scales: Float[Array, "blocks rows"], dtype
 ) -> Float[Array, "rows lanes"] | Int[Array, "half lanes"]:
-    """The scales of a tile in whole registers, to be looked up."""
+    """Lay out the scales of a tile in whole registers for lookups."""
     scales = scales.T.astype(dtype)
-    if dtype == jnp.bfloat16:  # Two rows at once.
+    if dtype == jnp.bfloat16:  # Look up two adjacent rows together.
         scales = pltpu.bitcast(scales, jnp.int32)
     return pad_to(scales, 1, lanes)
 
 
 def _spread(scales, start, size: int, block: int, dtype) -> Float[Array, "rows bytes"]:
-    """Those of some bytes, from `start` on; of which a block has so many."""
+    """Return the scale of each of `size` bytes from byte `start` on. Blocks have
+    `block` bytes."""
     lane = lax.broadcasted_iota(jnp.int32, (scales.shape[0], lanes), 1)
     parts = []
     for offset in range(0, size, lanes):
         first = lax.div(start + offset, np.int32(block * lanes))
-        some = scales[:, :lanes]
+        register = scales[:, :lanes]
         for i in range(1, scales.shape[1] // lanes):
-            some = jnp.where(first >= i, scales[:, i * lanes : (i + 1) * lanes], some)
+            later = scales[:, i * lanes : (i + 1) * lanes]
+            register = jnp.where(first >= i, later, register)
         index = lax.div(lane + (start + offset), jnp.int32(block)) - first * lanes
-        parts.append(pltpu.bitcast(look_up(some, index, 1), dtype))
+        parts.append(pltpu.bitcast(look_up(register, index, 1), dtype))
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
 
 
 def _masked(scales, axis: int, start: Int[Array, ""], size: int):
-    """Zero in place of what lies beyond an axis."""
+    """Replace out-of-bounds entries of an axis by zeros."""
     index = start + lax.broadcasted_iota(jnp.int32, scales.shape, axis)
     return jnp.where(index < size, scales, jnp.zeros_like(scales))
 
 
 class _Operand:
-    """The planes of a tile as the matrix unit takes them; what one is then worth."""
+    """Decode a tile of codes to operands of the matrix unit, one per plane. A level is
+    an entry times `scale`."""
 
     def __init__(self, format: Format, dtype, exact_table: bool, chip: Chip):
         self.format, self.dtype = format, jnp.dtype(dtype)
@@ -80,28 +82,28 @@ class _Operand:
         floats = floats and not scaled
         if floats or (dtype != jnp.float32 and can_become("int8", format, chip)):
             kind = "float8" if floats else "int8"
-            twice = exact_table and not is_exact(format)
-            self.decode = Decoder(format, chip, kind, 2 if twice else 1)
-        self.unit = self.decode.unit if self.decode else 1.0
-        # In which the weight is put together, and scaled.
+            digits = 2 if exact_table and not is_exact(format) else 1
+            self.decode = Decoder(format, chip, kind, digits)
+        self.scale = self.decode.scale if self.decode else 1.0
+        # The dtype in which digits are combined and scaled.
         packed = chip.bfloat16 and dtype == jnp.bfloat16 and self.decode is not None
         self.compute = jnp.bfloat16 if packed else jnp.float32
 
     def __call__(self, codes, scales, tables) -> list:
         if self.decode is None:
             planes = range(planes_of(self.format))
-            return [self._scaled(self._by_levels(codes, p), scales) for p in planes]
-        return [self._whole(digits, scales) for digits in self.decode(codes, tables)]
+            return [self._scale(self._by_levels(codes, p), scales) for p in planes]
+        return [self._combine(digits, scales) for digits in self.decode(codes, tables)]
 
-    def _whole(self, digits: list, scales):
+    def _combine(self, digits: list, scales):
         assert self.decode is not None
         if len(digits) == 1 and scales is None:
-            whole = digits[0].dtype != jnp.int8 or self.dtype == jnp.int8
-            return digits[0] if whole else digits[0].astype(self.dtype)
+            casts = digits[0].dtype == jnp.int8 and self.dtype != jnp.int8
+            return digits[0].astype(self.dtype) if casts else digits[0]
         w = self.decode.combine([digit.astype(self.compute) for digit in digits])
-        return self._scaled(w, scales)
+        return self._scale(w, scales)
 
-    def _scaled(self, w, scales):
+    def _scale(self, w, scales):
         return (w if scales is None else w * scales).astype(self.dtype)
 
     def _by_levels(self, codes, plane: int):
@@ -116,21 +118,24 @@ class _Operand:
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """How a product is computed. A pair has an entry for each axis of the weight."""
+    """The static choices for one product. Pairs have an entry per axis of the weight.
+
+    - `contracted`: the contracted axis of the weight.
+    - `sizes`, `counts`: the numbers in a tile of the weight, and the number of tiles.
+    - `scales`, `tile_scales`: all scales, and the scales of a tile.
+    - `arranges`: whether the kernel permutes the activation to plane order.
+    - `macs`: the value of `Chip.macs`.
+    """
 
     format: Format
     contracted: int
     tiles: Tiles
-    # Of the weight: the numbers in a tile, and how many tiles there are.
     sizes: tuple[int, int]
     counts: tuple[int, int]
-    # Of the scales: how many there are, and how many a tile has.
     scales: tuple[int, int]
     tile_scales: tuple[int, int]
     weight: _Operand
-    # Whether the kernel brings the activation in the order of the codes.
     arranges: bool
-    # In a cycle of the matrix units.
     macs: int
 
     @property
@@ -178,8 +183,8 @@ def _plan(
     sizes = tiles.rows, tiles.bytes * planes
     counts = pl.cdiv(rows, tiles.rows), pl.cdiv(packed, tiles.bytes)
 
-    # Permuted once for all tiles of the weight, if these see the same columns, on the
-    # same core.
+    # The kernel permutes the activation once for all tiles of the weight. This needs a
+    # single tile of columns and a single core.
     arranges = contracted == 1 and planes > 1 and is_simple(format)
     arranges = arranges and counts[contracted] == chip.cores == 1
     used = tiles.m * (3 * sizes[1] + 2 * sizes[0]) * jnp.dtype(operand).itemsize
@@ -199,7 +204,7 @@ def _plan(
 
 
 def _kernel(plan: _Plan, x, codes, scales, *rest):
-    *unit, out, total = rest[: len(rest) - plan.arranges]
+    *x_scales, out, total = rest[: len(rest) - plan.arranges]
     step = pl.program_id(3)
     x = x.at[0]
     if plan.arranges:
@@ -221,59 +226,60 @@ def _kernel(plan: _Plan, x, codes, scales, *rest):
     def _():
         result = total[...].astype(jnp.float32)
         if not plan.blocked:
-            result = result * plan.weight.unit
+            result = result * plan.weight.scale
             if plan.free == 0:
                 result = result * scales[0].astype(jnp.float32)
-        for rows_are in unit:
-            result = result * rows_are[0, :, :1]
+        for x_scale in x_scales:
+            result = result * x_scale[0, :, :1]
         out[0] = result.astype(out.dtype)
 
 
 def _accumulate(plan: _Plan, x, codes, scales, total, step):
-    """In a kernel: the product with one tile of the weight."""
+    """Add the product with one tile of the weight to `total`."""
     weight, planes, format = plan.weight, plan.planes, plan.format
     tile = plan.tiles.bytes
-    known, block = None, (format.block_size or 0) * bits_of(format) // 8
+    tile_scales, block = None, (format.block_size or 0) * bits_of(format) // 8
     if plan.blocked:
         start = step * plan.tile_scales[plan.contracted]
-        # They lie as `(blocks, rows)`: their axes are the other way round.
-        known = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
-        known = _by_rows(known.astype(jnp.float32) * weight.unit, weight.compute)
-    looked_up = weight.decode.tables() if weight.decode else []
-    # Small parts let the compiler decode one while it multiplies another.
+        # Scales have the axes `(blocks, rows)`, so the contracted axis is `plan.free`.
+        tile_scales = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
+        tile_scales = tile_scales.astype(jnp.float32) * weight.scale
+        tile_scales = _by_rows(tile_scales, weight.compute)
+    tables = weight.decode.tables() if weight.decode else []
+    # The compiler overlaps decoding a chunk with multiplying another.
     chunk = chunk_bytes(format) if planes > 1 else math.gcd(tile, 512)
     size = math.lcm(chunk, tile_multiple(format))
     precision = lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None
 
     def add(i, carry):
-        some_codes = part_of(codes.at[0], 1, i, stored_bytes(size, format))
-        # Columns of the weight are those of the activation, or of the result.
-        some_x, some_total = x, total
+        part_codes = part_of(codes.at[0], 1, i, stored_bytes(size, format))
+        # Columns of the weight are columns of the activation, or of the result.
+        part_x, part_total = x, total
         if plan.contracted:
-            some_x = part_of(x, 1, i, size * planes)
+            part_x = part_of(x, 1, i, size * planes)
         else:
-            some_total = part_of(total, 1, i, size * planes)
+            part_total = part_of(total, 1, i, size * planes)
         for start in range(0, size, chunk):
             scale = None
-            if known is not None:
+            if tile_scales is not None:
                 first = jnp.int32(i * size + start)
-                scale = _spread(known, first, chunk, block, weight.compute)
-            part = read(some_codes, start, chunk, format)
-            decoded = weight(part, scale, looked_up)
+                scale = _spread(tile_scales, first, chunk, block, weight.compute)
+            part = read(part_codes, start, chunk, format)
+            decoded = weight(part, scale, tables)
             w = jnp.concatenate(decoded, 1) if planes > 1 else decoded[0]
             columns = (slice(None), slice(start * planes, (start + chunk) * planes))
-            of_x, of_total = (columns, ...) if plan.contracted else (..., columns)
+            x_index, total_index = (columns, ...) if plan.contracted else (..., columns)
             product = lax.dot_general(
-                some_x[of_x],
+                part_x[x_index],
                 w,
                 (((1,), (plan.contracted,)), ((), ())),
                 precision=precision,
                 preferred_element_type=plan.sums,
             )
-            some_total[of_total] += product
+            part_total[total_index] += product
         return carry
 
-    # Or, for few rows, those to decode.
+    # Cycles per weight: at least 1/256, the time to decode it.
     passes = 6 if weight.dtype == jnp.float32 else 1
     cycles = max(plan.tiles.m * passes / plan.macs, 1 / 256)
     bundles = int(plan.tiles.rows * size * planes * cycles)
@@ -294,8 +300,12 @@ def dot(
     chip: Chip,
     interpret: bool,
 ):
-    """`x @ w.T`, or `x @ w`; both operands become `operand`. The table of a format
-    keeps 15 bits of each entry, or 7. The result is times `x_unit`, `(batch, m, 1)`."""
+    """Return `x @ w` if `contract_rows`, otherwise `x @ w.T`.
+
+    Both operands are multiplied in the dtype `operand`. The entries of a codebook keep
+    15 bits if `exact_table`, otherwise 7. The result is multiplied by `x_unit`, an
+    array of shape `(batch, m, 1)`.
+    """
     batch, m, _ = x.shape
     _, rows, packed = codes.shape
     plan = _plan(
@@ -313,24 +323,24 @@ def dot(
     bm, size = plan.tiles.m, plan.sizes[plan.contracted]
     out_size, free = plan.sizes[plan.free], plan.counts[plan.free]
 
-    # The columns of the weight are in plane order, and so has to be the activation, or
-    # is the result. The scales of its rows are those of one or the other, too.
+    # The columns of the weight are in plane order. The activation is permuted to it, or
+    # the result from it. Scales of rows likewise multiply the activation or the result.
     if contract_rows and not plan.blocked:
         x = x * scales[..., 0][:, None, :]
     x = x.astype(operand)
     if not contract_rows and not plan.arranges:
         x = to_planes(x, format, interpret)
     x = pad_to(pad_to(x, 1, bm), 2, size)
-    units = []
+    x_scales = []
     if x_unit is not None:
-        units = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
+        x_scales = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
     columns = free * out_size if contract_rows else rows
 
-    # The axes of the grid that the tiles of the weight follow.
+    # The grid axes for rows and columns of the weight.
     row, column = (3, 2) if contract_rows else (2, 3)
 
     def at(*axes):
-        """Where a block is: at the grid's own index of some axes, or at zero."""
+        """Return an index map to the grid indices of some axes, or to zero."""
         return lambda *i: tuple(0 if axis is None else i[axis] for axis in axes)
 
     out = pl.pallas_call(
@@ -343,7 +353,7 @@ def dot(
                 (1, *plan.tile_scales[::-1]),
                 at(0, column if plan.blocked else None, row),
             ),
-            *[pl.BlockSpec((1, bm, lanes), at(0, 1, None)) for _ in units],
+            *[pl.BlockSpec((1, bm, lanes), at(0, 1, None)) for _ in x_scales],
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
         out_shape=result_like(x, x.shape[1], columns, out_dtype),
@@ -362,7 +372,7 @@ def dot(
         ),
         interpret=interpret,
         name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
-    )(x, codes, jnp.swapaxes(scales, 1, 2), *units)
+    )(x, codes, jnp.swapaxes(scales, 1, 2), *x_scales)
     out = out[:, :m]
     return (
         from_planes(out, packed * plan.planes, format, interpret)

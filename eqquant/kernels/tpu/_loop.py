@@ -1,7 +1,7 @@
 """Loops in a kernel, unrolled as far as it pays.
 
-JAX traces and lowers the body once, however often it is unrolled. The compiler takes
-longer for every copy, but overlaps what copies do only within the same iteration.
+JAX traces and lowers the body once, whatever the unroll factor is. The compiler takes
+longer for each copy of the body, but it overlaps copies only within one iteration.
 """
 
 import math
@@ -14,28 +14,31 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 
-# How many bundles of instructions an iteration should have, about. At its end the last
-# results are waited for: some 50 cycles on v5e, 700 on v6e.
+# The target number of instruction bundles per iteration. At the end of an iteration the
+# pipeline drains, which takes about 50 cycles on v5e and 700 on v6e.
 _bundles = 2**15
 
 
 def loop(count: int, body: Callable[[Any, Any], Any], carry: Any = (), *, bundles: int):
-    """`body(i, carry)` so many times, each about so many bundles of instructions."""
+    """Run `body(i, carry)` for `count` iterations of about `bundles` instruction
+    bundles each."""
     if count < 2:
         return body(0, carry) if count else carry
     least = max(math.ceil(_bundles / max(bundles, 1)), 1)
     if least >= count:
         unroll = count
-    else:  # Without a rest, if that takes no more than twice as many copies.
-        whole = (n for n in range(least, min(2 * least, count) + 1) if count % n == 0)
-        unroll = next(whole, least)
-    # In 32 bits, whatever the default is.
+    else:  # Avoid a remainder loop if that at most doubles the number of copies.
+        divisors = (
+            n for n in range(least, min(2 * least, count) + 1) if count % n == 0
+        )
+        unroll = next(divisors, least)
+    # int32 even if `jax_enable_x64` is set.
     return lax.fori_loop(np.int32(0), np.int32(count), body, carry, unroll=unroll)
 
 
 def part_of(ref, axis: int, i: int | jax.Array, size: int):
-    """Part `i` of so many entries along an axis: a reference to it. The last may have
-    fewer, if `i` is known."""
+    """Return a view of part `i` of a reference, of `size` entries along an axis. The
+    last part is shorter if `i` is static."""
     if isinstance(i, int):
         part = pl.ds(i * size, min(size, ref.shape[axis] - i * size))
     else:

@@ -1,9 +1,10 @@
-"""What the kernel for few rows multiplies: what codes become, in which digits the
-activation is, and whether codes are transposed before.
+"""The operands of the decode kernel: how codes and the activation enter the matrix
+unit, and whether codes are transposed first.
 
-The activation is int8 where the weight is, in two digits, which keep 15 bits of it, or
-in one; int4 where the weight is, in four, which keep as many; and bfloat16 where the
-weight is a float: one digit if it is in bfloat16 itself.
+If the weight is int8, the activation is int8 too: two digits keep 15 bits per entry,
+one keeps 7. If the weight is int4, the activation is four int4 digits, which keep 15
+bits. If the weight is a float, the activation is one or two bfloat16 numbers. One is
+enough for an activation in bfloat16.
 """
 
 import dataclasses
@@ -20,9 +21,11 @@ from ._weights import can_become, is_exact, is_shifted
 
 @dataclasses.dataclass(frozen=True)
 class Digits:
-    """How the activation becomes what the matrix unit takes: in so many digits, each
-    `base` times what the next is worth. Those that are integers are from `-top - 1` to
-    `top`."""
+    """How an entry of the activation is split into `count` digits.
+
+    Each digit is worth `base` times the next. Integer digits are between `-top - 1` and
+    `top`; `top` is zero for floats.
+    """
 
     count: int
     base: int
@@ -35,39 +38,44 @@ class Digits:
 
     @property
     def largest(self) -> int:
-        """With `top` for all digits."""
+        """The integer whose digits are all `top`."""
         return self.top * sum(self.base**i for i in range(self.count))
 
 
 def digits_of(x_dtype, kind: Kind, exact: bool, chip: Chip) -> Digits:
+    """Return the digits of an activation for a weight of some kind."""
     if kind == "bits of int4":
         return Digits(4, 16, jnp.int4, 7)
     if kind == "int8" and chip.int8:
-        one = not exact or x_dtype == jnp.int8
-        return Digits(1, 1, jnp.int8, 127) if one else Digits(2, 256, jnp.int8, 127)
-    one = not exact or x_dtype in (jnp.bfloat16, jnp.int8)
-    return Digits(1 if one else 2, 1, jnp.bfloat16)
+        if not exact or x_dtype == jnp.int8:
+            return Digits(1, 1, jnp.int8, 127)
+        return Digits(2, 256, jnp.int8, 127)
+    single = not exact or x_dtype in (jnp.bfloat16, jnp.int8)
+    return Digits(1 if single else 2, 1, jnp.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class Operands:
-    """Codes are transposed first if `turned` is 1, and pairs of rows of them as one if
-    it is 2 (see `turn` in `_spread.py`): the matrix unit takes a weight faster that
-    need not be transposed on its way into it, where there are few codes to transpose,
-    or hardware for it."""
+    """The dtypes of both operands, and whether codes are transposed first.
+
+    `transposed` is 0 if they are not, 1 if they are, and 2 if pairs of rows are
+    transposed as 16-bit elements by `transpose_codes`. The matrix unit loads a
+    weight faster if it need not transpose it. Transposing codes pays if they are small,
+    or if the chip has hardware for it.
+    """
 
     kind: Kind
     digits: Digits
-    turned: int
+    transposed: int
 
     @property
     def weights(self) -> str:
-        """As what they are multiplied, in words."""
+        """The dtype in which weights are multiplied."""
         is_cast = self.kind == "int8" and not self.digits.integers
         return "bfloat16" if is_cast else self.kind
 
     def bits_kept(self, x_dtype) -> int | None:
-        """Of an activation; None for all."""
+        """Return the bits that an entry of the activation keeps, or None for all."""
         if self.digits.integers:
             return 8 if self.digits.count == 1 else 15
         if x_dtype == jnp.bfloat16:
@@ -76,16 +84,16 @@ class Operands:
 
 
 def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
-    """What the weight becomes, for an activation of some dtype."""
+    """Return the kind of numbers that codes become for an activation dtype."""
     floats = can_become("float8", format, chip)
     if is_exact(format) or is_shifted(format):
-        # One digit of either will do. Floats leave an activation in bfloat16 as it is,
-        # in one digit, too: that is worth a lookup where these are fast.
+        # Both kinds are exact in one digit. Floats also leave a bfloat16 activation in
+        # one digit, which is worth a lookup if lookups are fast.
         fast = chip.gather_axis == 0 and x_dtype == jnp.bfloat16
         floats = floats and (fast or not chip.int8)
     elif format.codebook is not None:
-        # In two floats of 8 bits it keeps 13 bits, which an activation in bfloat16 has
-        # not; in one int8 it is faster.
+        # Two float8 digits keep 13 bits of an entry, more than a bfloat16 activation
+        # has. A single int8 digit is faster.
         floats = floats and (x_dtype == jnp.bfloat16 if exact_table else not chip.int8)
     return "float8" if floats else "int8"
 
@@ -100,8 +108,11 @@ def choose_operands(
     exact_table: bool,
     chip: Chip,
 ) -> Operands:
-    """For an activation of `m` rows, which keeps 15 bits of each entry (`exact`), or 7;
-    the table of a format likewise."""
+    """Choose the operands for an activation of `m` rows.
+
+    The activation keeps 15 bits per entry if `exact`, otherwise 7. The entries of a
+    codebook keep 15 bits if `exact_table`, otherwise 7.
+    """
 
     m = math.ceil(m / 8) * 8
     multiple = tile_multiple(format) * planes_of(format)
@@ -109,19 +120,19 @@ def choose_operands(
 
     def operands(kind: Kind) -> Operands:
         digits = digits_of(x_dtype, kind, exact, chip)
-        turned = chip.turned_of(format)
-        spread = 2 * turned**2 * digits.count * m * columns
-        in_pairs_of_blocks = turned == 2 and format.block_size
-        if in_pairs_of_blocks or spread > 2**22:
-            turned = 0
-        return Operands(kind, digits, turned)
+        transposed = chip.transposed_of(format)
+        spread = 2 * transposed**2 * digits.count * m * columns
+        pairs_with_blocks = transposed == 2 and format.block_size
+        if pairs_with_blocks or spread > 2**22:
+            transposed = 0
+        return Operands(kind, digits, transposed)
 
     bits = chip.bits_of(format)
     if bits is not None and can_become(bits, format, chip):
         found = operands(bits)
-        # Halves of bytes follow each other only where codes are transposed. More rows
-        # are as fast in floats, and so is what has one digit there.
-        takes_int4 = found.turned and m <= 24 and x_dtype != jnp.int8
+        # The halves of bytes become adjacent rows only if codes are transposed. For
+        # more than 24 rows, or a single digit, floats are as fast.
+        takes_int4 = found.transposed and m <= 24 and x_dtype != jnp.int8
         if bits == "bits of float8" or takes_int4:
             return found
     return operands(kind_of(format, x_dtype, exact_table, chip))

@@ -1,5 +1,8 @@
-"""Activations to int8, one pass over them: XLA makes two, which together take longer
-than the product of 2048 rows on a chip that multiplies int8."""
+"""Round activations to int8 in one pass.
+
+XLA takes two passes. For 2048 rows they take longer than the product, on a chip that
+multiplies int8.
+"""
 
 import math
 
@@ -18,22 +21,22 @@ def round_rows(
     *,
     interpret: bool = False,
 ) -> tuple[Int8[Array, "*batch m size"], Float[Array, "*batch m 1"]]:
-    """As [`eqquant._int8.round_int8`][]."""
+    """Compute [`eqquant.kernels.round_int8`][] in one pass."""
     *batch, m, size = x.shape
-    # Rows of whole registers that fit in the memory of a core, several times.
-    most = 2**20 // size // 32 * 32
-    if over or m <= 32 or size % lanes or not most or x.dtype.itemsize > 4:
+    # A tile is double-buffered, so only part of the vector memory is available.
+    most_rows = 2**20 // size // 32 * 32
+    if over or m <= 32 or size % lanes or not most_rows or x.dtype.itemsize > 4:
         return round_int8(x.astype(jnp.float32), over)
-    bm = min(math.ceil(m / 32) * 32, most, 256)
+    bm = min(math.ceil(m / 32) * 32, most_rows, 256)
     x = pad_to(x.reshape(1, -1, size), 1, bm)
 
-    def kernel(x, out, unit):
-        rows, worth = round_int8(x[0].astype(jnp.float32))
+    def kernel(x, out, scale):
+        rows, row_scale = round_int8(x[0].astype(jnp.float32))
         out[0] = rows
-        unit[0] = jnp.broadcast_to(worth, (bm, lanes))
+        scale[0] = jnp.broadcast_to(row_scale, (bm, lanes))
 
     spec = lambda columns: pl.BlockSpec((1, bm, columns), lambda i: (0, i, 0))
-    rows, unit = pl.pallas_call(
+    rows, scale = pl.pallas_call(
         kernel,
         grid=(x.shape[1] // bm,),
         in_specs=[spec(size)],
@@ -47,5 +50,5 @@ def round_rows(
         name="round_rows",
     )(x)
     count = math.prod(batch) * m
-    like = lambda a, last: jnp.reshape(a[0, :count, :last], (*batch, m, last))
-    return like(rows, size), like(unit, 1)
+    unpad = lambda a, last: jnp.reshape(a[0, :count, :last], (*batch, m, last))
+    return unpad(rows, size), unpad(scale, 1)

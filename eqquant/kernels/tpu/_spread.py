@@ -1,5 +1,5 @@
-"""The activation as the kernel for few rows multiplies it: in the order of the codes,
-in digits that the matrix unit takes, and once for every block."""
+"""Prepare the activation for the decode kernel: in plane order, split into digits that
+the matrix unit multiplies, with one copy per block of a chunk."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,9 +14,11 @@ from ._tiles import lanes, look_up, planes_of
 from ._weights import Decoder
 
 
-def _packed(x: Float[Array, "m columns"], digits: Digits) -> Shaped[Array, "m columns"]:
-    """Integers whose digits are to be told by shifts: each in as many bits as it has,
-    those below zero by their complement."""
+def _to_bits(
+    x: Float[Array, "m columns"], digits: Digits
+) -> Shaped[Array, "m columns"]:
+    """Return integers from which shifts extract the digits. Negative digits are stored
+    in two's complement."""
     if not digits.integers:
         return x
     x = x.astype(jnp.int32)
@@ -27,8 +29,8 @@ def _packed(x: Float[Array, "m columns"], digits: Digits) -> Shaped[Array, "m co
 
 
 def _split(x: Shaped[Array, "m columns"], digits: Digits) -> list:
-    """The digits of what [`_packed`][] returns, the highest first: of integers in the
-    lowest bits."""
+    """Split the result of [`_to_bits`][] into digits, the highest first. An integer
+    digit is in the lowest bits, below bits of higher digits."""
     if digits.count == 1:
         return [x]
     if not digits.integers:
@@ -41,90 +43,110 @@ def _split(x: Shaped[Array, "m columns"], digits: Digits) -> list:
 def spread(
     x,
     out,
-    unit,
-    total,
+    x_scale,
+    x_sum,
     *,
     decode: Decoder,
     digits: Digits,
-    group: int,
+    copies: int,
     chunk: int,
-    turned: int,
-):
-    """In a kernel: from `x` to `out`, chunks of so many bytes of codes, operand by
-    operand. Rows are zero in all but one of the `group` blocks of 128 bytes, or, for
-    pairs of [`turn`][], in the other of a pair. To `unit`, what the last digit is
-    worth; to `total`, if numbers are added to what codes become, the sum of a row."""
+    transposed: int,
+) -> None:
+    """Write the spread activation to `out`, in a kernel.
+
+    Chunks follow each other along the columns, and the operands of a chunk within it.
+    Each of the `copies` is zero except in its own block of every 128 bytes. If pairs of
+    rows are transposed together by [`transpose_codes`][], each of the two copies is
+    zero in the rows of the other weight.
+
+    **Arguments:**
+
+    - `x`: the padded activation.
+    - `out`: the result.
+    - `x_scale`: gets the scale of the last digit for each row of `x`.
+    - `x_sum`: gets the sum of each row of `x`, if decoded codes have an offset.
+    - `decode`: the decoder of the weight.
+    - `digits`: how entries of `x` are split.
+    - `copies`: copies of the activation.
+    - `chunk`: bytes of codes in a chunk.
+    - `transposed`: the value of `Operands.transposed`.
+    """
     m, columns = x.shape
-    planes, joined = planes_of(decode.format), len(decode.planes[0])
-    # How many rows of an operand there are for a byte.
-    copies = max(turned, 1) * joined
+    planes, interleaved = planes_of(decode.format), len(decode.planes[0])
+    # Rows of an operand per byte of codes.
+    repeats = max(transposed, 1) * interleaved
     rounds = digits.integers and x.dtype != jnp.int8
-    # One 127th of the largest number, and how many of the last digit that is.
-    one, ones = jnp.ones((m, 1), jnp.float32), 1.0
+    # The scale of int8, and the steps of the last digit in 1/127 of the largest entry.
+    step, steps = jnp.ones((m, 1), jnp.float32), 1.0
     if rounds:
-        one, ones = row_unit(x[...].astype(jnp.float32)), digits.largest / 127
-    unit[...] = jnp.broadcast_to(one * (1 / ones), (m, lanes))
+        step, steps = row_unit(x[...].astype(jnp.float32)), digits.largest / 127
+    x_scale[...] = jnp.broadcast_to(step * (1 / steps), (m, lanes))
     lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
-    which = lax.rem(lane, jnp.int32(joined))
-    block = lax.div(lane, jnp.int32(lanes // group))
-    if turned == 2:
-        block = lax.rem(lax.div(lane, jnp.int32(joined)), jnp.int32(2))
+    plane_of_lane = lax.rem(lane, jnp.int32(interleaved))
+    block_of_lane = lax.div(lane, jnp.int32(lanes // copies))
+    if transposed == 2:
+        pair = lax.div(lane, jnp.int32(interleaved))
+        block_of_lane = lax.rem(pair, jnp.int32(2))
 
     def scaled(value, power: float):
-        """The columns of a plane, as what digits are of; of which one is so much."""
+        """Scale the columns of a plane to steps of the last digit."""
         if rounds:
-            return jnp.round(value * (1 / one) * (ones / power))
+            return jnp.round(value * (1 / step) * (steps / power))
         return value * (1 / power) if power != 1 else value
+
+    def digits_of_copies(value) -> list:
+        """Return the rows of the spread activation for the columns `value`."""
+        return [
+            jnp.where(block_of_lane == copy, digit, jnp.zeros_like(digit))
+            if copies > 1
+            else digit
+            for copy in range(copies)
+            for digit in _split(value, digits)
+        ]
 
     def spread_chunk(x, out, sums):
         for start in range(0, chunk, lanes):
             part = x[:, start * planes : (start + lanes) * planes]
             by_plane = split_planes(part.astype(jnp.float32), decode.format)
-            for i, (some, power) in enumerate(
-                zip(decode.planes, decode.powers, strict=True)
-            ):
-                values = [scaled(by_plane[plane], power) for plane in some]
+            operands = zip(decode.planes, decode.powers, strict=True)
+            for i, (operand_planes, power) in enumerate(operands):
+                values = [scaled(by_plane[plane], power) for plane in operand_planes]
                 for value in values if decode.offset else ():
                     sums = sums + value * power
-                values = [_packed(value, digits) for value in values]
-                for copy in range(copies):
-                    copied = [_repeated(value, copy, copies) for value in values]
-                    whole = copied[0]
-                    for j in range(1, joined):
-                        whole = jnp.where(which == j, copied[j], whole)
-                    rows = [
-                        jnp.where(block == b, digit, jnp.zeros_like(digit))
-                        if group > 1
-                        else digit
-                        for b in range(group)
-                        for digit in _split(whole, digits)
-                    ]
+                values = [_to_bits(value, digits) for value in values]
+                for repeat in range(repeats):
+                    repeated = [_repeat(value, repeat, repeats) for value in values]
+                    whole = repeated[0]
+                    for j in range(1, interleaved):
+                        whole = jnp.where(plane_of_lane == j, repeated[j], whole)
+                    rows = digits_of_copies(whole)
                     whole = jnp.concatenate(rows) if len(rows) > 1 else rows[0]
-                    if digits.base == 16:  # More of the bits are those of others.
+                    if digits.base == 16:  # Drop the bits of higher digits.
                         whole = whole.astype(jnp.int4)
-                    begin = (i * chunk + start) * copies + copy * lanes
+                    begin = (i * chunk + start) * repeats + repeat * lanes
                     out[:, begin : begin + lanes] = whole.astype(digits.dtype)
         return sums
 
-    def each(i, sums):
+    def spread_part(i, sums):
         size = chunk * planes
-        some_x = part_of(x, 1, i, size)
-        return spread_chunk(some_x, part_of(out, 1, i, size * max(turned, 1)), sums)
+        out_size = size * max(transposed, 1)
+        return spread_chunk(part_of(x, 1, i, size), part_of(out, 1, i, out_size), sums)
 
-    # A register of each digit, of each block.
-    registers = chunk * planes * max(turned, 1) * group * digits.count * m // 1024
+    # One register per digit of each copy.
+    rows = copies * digits.count * m
+    bundles = chunk * planes * max(transposed, 1) * rows // 1024
     sums = jnp.zeros((m, lanes), jnp.float32)
-    sums = loop(columns // (chunk * planes), each, sums, bundles=registers)
+    sums = loop(columns // (chunk * planes), spread_part, sums, bundles=bundles)
     if decode.offset:
-        total[...] = jnp.broadcast_to(jnp.sum(sums, 1, keepdims=True), (m, lanes))
+        x_sum[...] = jnp.broadcast_to(jnp.sum(sums, 1, keepdims=True), (m, lanes))
 
 
-def turn(
-    codes: Shaped[Array, "rows bytes"], turned: int
+def transpose_codes(
+    codes: Shaped[Array, "rows bytes"], transposed: int
 ) -> Shaped[Array, "more fewer"]:
-    """Transposed; or, if `turned` is 2, pairs of rows transposed as one: even rows
-    become even rows of the result, and columns of them."""
-    if turned == 1:
+    """Transpose a tile of codes. If `transposed` is 2, transpose pairs of adjacent rows
+    as 16-bit elements: even rows of the result are then even rows of the weight."""
+    if transposed == 1:
         return codes.T
     return pltpu.bitcast(pltpu.bitcast(codes, jnp.uint16).T, codes.dtype)
 
@@ -132,7 +154,7 @@ def turn(
 def interleave(
     even: Float[Array, "m half"], odd: Float[Array, "m half"]
 ) -> Float[Array, "m 2*half"]:
-    """Columns in turn."""
+    """Interleave the columns of two matrices."""
     odd_lane = lax.rem(
         lax.broadcasted_iota(jnp.int32, (even.shape[0], lanes), 1), jnp.int32(2)
     )
@@ -140,17 +162,17 @@ def interleave(
     for start in range(0, even.shape[1], lanes):
         a, b = (x[:, start : start + lanes] for x in (even, odd))
         for half in range(2):
-            pair = _repeated(a, half, 2), _repeated(b, half, 2)
+            pair = _repeat(a, half, 2), _repeat(b, half, 2)
             parts.append(jnp.where(odd_lane == 0, *pair))
     return jnp.concatenate(parts, 1)
 
 
-def _repeated(
-    x: Shaped[Array, "m 128"], part: int, copies: int
+def _repeat(
+    x: Shaped[Array, "m 128"], part: int, repeats: int
 ) -> Shaped[Array, "m 128"]:
-    """Each column of one of so many parts, so many times."""
-    if copies == 1:
+    """Repeat each column of part `part` of `repeats` equal parts `repeats` times."""
+    if repeats == 1:
         return x
     lane = lax.broadcasted_iota(jnp.int32, x.shape, 1)
-    index = lax.div(lane, jnp.int32(copies)) + part * (lanes // copies)
+    index = lax.div(lane, jnp.int32(repeats)) + part * (lanes // repeats)
     return look_up(x, index, 1)

@@ -1,4 +1,4 @@
-"""How large the tiles of the kernel for any shape are."""
+"""The tile sizes of the general kernel."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from ._tiles import bits_of, lanes, planes_of, tile_multiple
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The sizes of tiles: of the activation and the result so many rows; of the weight
-    so many rows, and bytes of a row."""
+    """Tile sizes: `m` rows of the activation and of the result, `rows` rows of the
+    weight, and `bytes` bytes per row."""
 
     m: int
     rows: int
@@ -31,28 +31,27 @@ def choose_tiles(
     operand,
     chip: Chip,
 ) -> Tiles:
-    """As much of the contracted axis as the memory of the chip takes."""
+    """Choose tiles as long along the contracted axis as vector memory allows."""
     requested = chip.options
     size = max(jnp.dtype(operand).itemsize, 2)
     register = 32 // jnp.dtype(operand).itemsize
-    most_m = (requested.tile_m or chip.tile_m) * 2 // size
-    bm = min(math.ceil(m / register) * register, most_m)
+    max_m = (requested.tile_m or chip.tile_m) * 2 // size
+    bm = min(math.ceil(m / register) * register, max_m)
     bm = math.ceil(bm / register) * register
     tile_n = requested.tile_n or chip.tile_n
     budget = budget_of(chip)
     tiles = None
-    # All columns at once let the kernel arrange the activation.
+    # If a tile has all columns, the kernel can permute the activation.
     whole = contracted == 1 and chip.cores == 1 and packed * planes_of(format) <= 4096
     choices = 4096, 2048, 1024, 512
     if requested.tile_k:
         choices = (requested.tile_k,)
     elif bm >= 1024 and not whole:
-        # On v5p long tiles are half a percent faster, and take 1.7 times as long to
-        # compile.
+        # On v5p, longer tiles are 0.5 % faster and take 1.7 times as long to compile.
         choices = 1024, 512
     for tile_k in choices:
-        some_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
-        bn = math.ceil(min(rows, some_rows) / lanes) * lanes
+        weight_rows, columns = (tile_n, tile_k) if contracted else (tile_k, tile_n)
+        bn = math.ceil(min(rows, weight_rows) / lanes) * lanes
         tile = _tile_bytes(packed, format, columns)
         bk = tile * planes_of(format)
         in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
@@ -64,20 +63,20 @@ def choose_tiles(
 
 
 def budget_of(chip: Chip) -> int:
-    """Of the vector memory: the compiler has temporaries of its own."""
+    """Return the bytes of vector memory for tiles. Temporaries take the rest."""
     return chip.memory * 2 // 3
 
 
 def fits(packed: int, format: Format) -> bool:
-    """Whether a tile of whole blocks is small enough."""
+    """Return whether a tile of whole blocks fits in vector memory."""
     return _tile_bytes(used_bytes(packed, format), format, 8) * 512 <= 2**21
 
 
 def _tile_bytes(packed: int, format: Format, columns: int) -> int:
-    """How many bytes of a row a tile has, for about so many columns: all of them, or
-    whole registers and whole blocks."""
+    """Return the bytes per row of a tile of about `columns` columns: all bytes of the
+    row, or whole registers and whole blocks."""
     chunk = tile_multiple(format)
-    # Scales come in whole registers too: 8 rows of 32 bits, or 16 of 16 bits.
+    # Scales fill whole registers as well: 8 rows of 32 bits, or 16 rows of 16 bits.
     block = (format.block_size or format.group) * bits_of(format) // 8
     whole = math.lcm(chunk, block * (16 if format.block_size else 1))
     size = math.ceil(columns * bits_of(format) // 8 / whole) * whole

@@ -1,4 +1,4 @@
-"""How operands are cut and ordered for the kernels."""
+"""Helpers to pad and to order the operands of the kernels."""
 
 import math
 
@@ -10,15 +10,18 @@ from jaxtyping import Array, Float, Integer, Shaped
 from ...formats import Format
 
 
-# Of a register, along its last axis.
+# Lanes of a register.
 lanes = 128
 
 
 def look_up(
     table: Shaped[Array, "rows columns"], index: Integer[Array, "m n"], axis: int
 ) -> Shaped[Array, "m n"]:
-    """In a kernel: `jnp.take_along_axis` without bounds. From JAX 0.12 on that passes
-    on indices of 32 bits, and the hardware wants bytes to look up bytes."""
+    """Return `jnp.take_along_axis` without bounds checks, in a kernel.
+
+    From JAX 0.12 on, `take_along_axis` casts indices to 32 bits. The hardware requires
+    8-bit indices to look up bytes.
+    """
     numbers = lax.GatherDimensionNumbers(
         offset_dims=(),
         collapsed_slice_dims=(axis,),
@@ -31,6 +34,7 @@ def look_up(
 
 
 def pad_to(x: Array, axis: int, multiple: int) -> Array:
+    """Pad an axis with zeros to a multiple of `multiple`."""
     missing = -x.shape[axis] % multiple
     if not missing:
         return x
@@ -40,32 +44,32 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
 
 
 def bits_of(format: Format) -> int:
-    """Of a code as the kernels use it: those of three bits are unpacked to four (see
-    `_three_bits.py`). Bytes of a row are such bytes, if nothing else is said."""
+    """Return the bits of a code in vector memory: kernels unpack 3-bit codes to 4 bits
+    in `_three_bits.py`. Numbers of bytes refer to unpacked codes by default."""
     return 4 if format.bits == 3 else format.bits
 
 
 def planes_of(format: Format) -> int:
-    """How many codes are in a byte."""
+    """Return the number of codes per byte."""
     return 8 // bits_of(format)
 
 
 def chunk_bytes(format: Format) -> int:
-    """How many bytes of a row are brought in order together: whole registers, and whole
-    groups of codes."""
+    """Return the bytes of a row that are permuted together: the smallest number of
+    whole registers and whole groups of codes."""
     return math.lcm(lanes, format.group * bits_of(format) // 8)
 
 
 def tile_multiple(format: Format) -> int:
-    """What the bytes of a tile are a multiple of: these are whole registers as they are
-    stored, too."""
+    """Return the multiple of bytes per row of a tile. It is a multiple of whole
+    registers of stored bytes as well."""
     return math.lcm(chunk_bytes(format), 4 * lanes if format.bits == 3 else lanes)
 
 
 def to_tiles(
     x: Shaped[Array, "batch m columns"], tile: int, format: Format
 ) -> Shaped[Array, "batch m padded"]:
-    """The columns in plane order within each tile of so many bytes."""
+    """Permute columns to plane order within each tile of `tile` bytes."""
     planes = planes_of(format)
     x = pad_to(x, -1, tile * planes)
     if planes == 1:
@@ -79,6 +83,7 @@ def to_tiles(
 def from_tiles(
     x: Float[Array, "batch m padded"], tile: int, columns: int, format: Format
 ) -> Float[Array, "batch m columns"]:
+    """Invert [`to_tiles`][] and drop the padding."""
     planes = planes_of(format)
     if planes > 1:
         batch, m, padded = x.shape
@@ -89,8 +94,8 @@ def from_tiles(
 
 
 def result_like(x: Shaped[Array, "batch m size"], *shape_and_dtype):
-    """A result of shape `(batch, *shape)`, which inside of shard_map varies as the
-    operands do."""
+    """Return the type of a result of shape `(batch, *shape)`. Inside of `shard_map` it
+    varies over the same mesh axes as `x`."""
     *shape, dtype = shape_and_dtype
     like = lambda x: jnp.broadcast_to(x[:, :1, :1].astype(dtype), (len(x), *shape))
     return jax.eval_shape(like, x)

@@ -1,7 +1,8 @@
-"""From codes to what the matrix unit multiplies: int8, or floats of 8 bits.
+"""Decode packed codes to the bytes that the matrix unit multiplies: int8 or float8.
 
-By a mask and a shift for 32 bits of codes, or by one lookup in hardware for each digit
-of a codebook. What one is worth is left to the scales. Single bits: see `_bits.py`.
+Integer codes take a mask and a shift per 32 bits. Codebooks take one hardware lookup
+per digit. Decoded numbers are a multiple of the levels; the scales make up for the
+factor. `_bits.py` has the kinds for single bits.
 """
 
 import functools as ft
@@ -21,16 +22,20 @@ from ._tiles import bits_of, lanes, look_up, planes_of
 
 
 def _mask(byte: int) -> Array:
-    """The same byte four times."""
+    """Return a word that repeats the byte four times."""
     return jnp.uint32(byte * 0x01010101)
 
 
-def _signed_top_bits(codes, plane: int, format: Format):
-    """Codes with their sign in the top bit, moved to the top of the byte. The next bit
-    says that it is not zero: 64 is one. As a float that is a power of two."""
-    shift = 8 - format.bits * (plane + 1)
+def _shift_left(codes, shift: int) -> Array:
+    """Shift the words that hold four bytes each. Bits cross from byte to byte."""
     words = pltpu.bitcast(codes, jnp.uint32)
-    words = words << shift if shift else words
+    return words << shift if shift else words
+
+
+def _signed_top_bits(codes, plane: int, format: Format):
+    """Decode codes whose top bit is a sign, by moving them to the top of the byte. The
+    next bit, 64, is the magnitude 1. As a float8 that is a power of two."""
+    words = _shift_left(codes, 8 - format.bits * (plane + 1))
     if format.bits == 1:
         words = (words & _mask(0x80)) | _mask(0x40)
     else:
@@ -38,24 +43,23 @@ def _signed_top_bits(codes, plane: int, format: Format):
     return pltpu.bitcast(words, jnp.int8)
 
 
-def _as_they_are(codes, plane: int, format: Format):
+def _unchanged(codes, plane: int, format: Format):
     return codes
 
 
 def _integers(codes, plane: int, format: Format):
-    """Codes that are integers plus the magnitude of the lowest, at the top of the byte,
-    whose sign they then have."""
-    shift = 8 - bits_of(format) * (plane + 1)
-    words = pltpu.bitcast(codes, jnp.uint32)
-    words = words << shift if shift else words
+    """Decode offset binary integers to two's complement, at the top of the byte."""
+    words = _shift_left(codes, 8 - bits_of(format) * (plane + 1))
     top = (2**format.bits - 1) << (8 - format.bits)
     return pltpu.bitcast((words & _mask(top)) ^ _mask(0x80), jnp.int8)
 
 
 def _float8(codes, plane: int, format: Format):
-    """E4M3, whose codes stand for the same numbers on every chip that has such floats,
-    but for a factor. Zero with a sign may stand for NaN there, and what lies beyond an
-    array is anything: neither is left."""
+    """Decode E4M3. Chips interpret the same bits as the same numbers, up to a factor.
+
+    Negative zero may be NaN on a chip, and out-of-bounds bytes are undefined. This
+    replaces both by finite numbers.
+    """
     words = pltpu.bitcast(codes, jnp.uint32)
     size = words & _mask(0x7F)
     sign = (size + _mask(0x7F)) & words & _mask(0x80)
@@ -64,6 +68,7 @@ def _float8(codes, plane: int, format: Format):
 
 
 def _indices(codes, plane: int, format: Format):
+    """Return the codes of a plane as bytes."""
     words = pltpu.bitcast(codes, jnp.uint32)
     shift = bits_of(format) * (plane + 1) - format.bits
     words = (words >> shift if shift else words) & _mask(2**format.bits - 1)
@@ -71,6 +76,7 @@ def _indices(codes, plane: int, format: Format):
 
 
 def _lookup(table, indices, chip: Chip):
+    """Look up a tile of codes, one register at a time."""
     rows, columns = indices.shape
 
     def tile(i, j):
@@ -88,26 +94,28 @@ def _lookup(table, indices, chip: Chip):
 
 
 def _by_logic(circuit: Circuit, codes) -> list[Shaped[Array, "rows bytes"]]:
-    """The bytes of both planes, of a multiple of 128 rows; of none, nothing."""
+    """Return the decoded bytes of each plane of `codes`, or no planes if `codes` has no
+    rows. The number of rows is a multiple of 128."""
     if not codes.shape[0]:
         return []
 
     def column(j: int) -> list:
-        both = [], []
+        planes = [], []
         for i in range(0, codes.shape[0], 128):
             parts = [codes[i + r : i + r + 32, j : j + lanes] for r in (0, 32, 64, 96)]
-            for plane, decoded in zip(both, circuit.decode(parts), strict=True):
+            for plane, decoded in zip(planes, circuit.decode(parts), strict=True):
                 plane.extend(decoded)
-        return [jnp.concatenate(plane) for plane in both]
+        return [jnp.concatenate(plane) for plane in planes]
 
     columns = [column(j) for j in range(0, codes.shape[1], lanes)]
     return [jnp.concatenate(plane, 1) for plane in zip(*columns, strict=True)]
 
 
-# How a format becomes bytes, which kinds of number these are, and the byte of one.
-_Way = tuple[Callable, tuple[Kind, ...], int]
-_to_bytes: dict[str, _Way] = {
-    "int8": (_as_they_are, ("int8",), 1),
+# The function that decodes a format, the kinds of numbers that its bytes are, and the
+# byte of the number 1.
+_Decoding = tuple[Callable, tuple[Kind, ...], int]
+_decodings: dict[str, _Decoding] = {
+    "int8": (_unchanged, ("int8",), 1),
     "int4": (_integers, ("int8", "float8"), 0x10),
     "int3": (_integers, ("int8", "float8"), 0x20),
     "int2": (_integers, ("int8", "float8"), 0x40),
@@ -118,16 +126,16 @@ _to_bytes: dict[str, _Way] = {
         0x40,
     ),
 }
-_looked_up: _Way = (_indices, ("int8", "float8"), 0)
-_as_floats: _Way = (_float8, ("float8",), 0x38)
+_by_lookup: _Decoding = (_indices, ("int8", "float8"), 0)
+_from_float8: _Decoding = (_float8, ("float8",), 0x38)
 
 
-def _way_of(format: Format, lookup: bool = True) -> _Way | None:
+def _decoding_of(format: Format, lookup: bool = True) -> _Decoding | None:
     if format.codebook is not None:
-        return _looked_up if lookup and _has_table(format) else None
+        return _by_lookup if lookup and _has_table(format) else None
     if format.float8 == "e4m3fn":
-        return _as_floats
-    return _to_bytes.get(format.name) if format.integer_levels else None
+        return _from_float8
+    return _decodings.get(format.name) if format.integer_levels else None
 
 
 def _has_table(format: Format) -> bool:
@@ -135,21 +143,22 @@ def _has_table(format: Format) -> bool:
 
 
 def can_become(kind: Kind, format: Format, chip: Chip) -> bool:
-    """Whether the codes of a format become such bytes, on this chip."""
+    """Return whether codes can be decoded to a kind of number on this chip."""
     if kind in ("float8", "bits of float8") and chip.float8 is None:
         return False
-    way = _way_of(format, chip.options.lookup)
-    return way is not None and kind in way[1]
+    decoding = _decoding_of(format, chip.options.lookup)
+    return decoding is not None and kind in decoding[1]
 
 
 def is_shifted(format: Format) -> bool:
-    """Whether a shift makes int8 of the codes, but only a lookup floats."""
-    way = _way_of(format)
-    return way is not None and way[0] is _integers
+    """Return whether a shift decodes to int8, whereas float8 takes a lookup."""
+    decoding = _decoding_of(format)
+    return decoding is not None and decoding[0] is _integers
 
 
 def is_exact(format: Format) -> bool:
-    """Whether a codebook is one of integers, to be looked up once."""
+    """Return whether the levels of a codebook are multiples of int8 numbers, so that
+    one digit is exact."""
     if format.codebook is None or not _has_table(format):
         return False
     levels = tuple(format.codebook)
@@ -158,13 +167,22 @@ def is_exact(format: Format) -> bool:
 
 
 def _normalized(levels: tuple[float, ...]) -> np.ndarray:
-    """With 1 as the largest magnitude."""
+    """Return the levels with a largest magnitude of 1."""
     return np.array(levels) / np.max(np.abs(levels))
 
 
 class Decoder:
-    """Codes of a format to operands, one for each plane or two: of so many digits, if
-    it has a codebook."""
+    """Decode a tile of codes to the operands of the matrix unit.
+
+    An operand has the codes of one plane, or of two planes whose rows alternate. If the
+    format has a codebook, each operand has `digits` digits.
+
+    - `dtype`: the dtype of the operands.
+    - `planes`: the planes of each operand.
+    - `powers`: the value of 1 in each operand, relative to the others.
+    - `base`: the value of a digit, relative to the next digit.
+    - `offset`, `scale`: a level is `(number + offset) * scale`.
+    """
 
     def __init__(
         self,
@@ -177,55 +195,51 @@ class Decoder:
         self.format, self.chip = format, chip
         integers = {"int8": jnp.int8, "bits of int4": jnp.int4}
         self.dtype = integers.get(kind, chip.float8)
-        # What a digit is worth, relative to the next, and what the last is worth.
-        self.base, self.unit = 1, 1.0
+        self.base, self.scale, self.offset = 1, 1.0, 0.0
         self._entries: list[np.ndarray] = []
         self._circuit = None
-        way = _way_of(format)
-        assert way is not None
-        self._prepare, _, one = way
-        # For each operand: which planes it has, whose rows take turns, and what its
-        # numbers are worth beside those of the others. What is added to every number.
+        decoding = _decoding_of(format)
+        assert decoding is not None
+        self._extract, _, byte_of_one = decoding
         self.planes = [(plane,) for plane in range(planes_of(format))]
         self.powers = [1.0] * len(self.planes)
-        self.offset = 0.0
         levels = tuple(format.codebook or ())
         if kind in ("bits of float8", "bits of int4"):
-            self._prepare = bits = Bits(kind, self.dtype)
-            self.planes = [place.planes for place in bits.places]
+            self._extract = bits = Bits(kind, self.dtype)
+            self.planes = [shift.planes for shift in bits.shifts]
             self.powers = bits.powers
-            self.unit, self.offset = -2 / bits.one, -bits.one / 2
+            self.scale, self.offset = -2 / bits.smallest, -bits.smallest / 2
             return
         if is_shifted(format) and kind == "float8":
             half = 2 ** (format.bits - 1)
-            self._prepare, levels = _indices, tuple(map(float, range(-half, half)))
+            self._extract, levels = _indices, tuple(map(float, range(-half, half)))
         if levels:
             if kind == "int8":
                 tables, scale, self.base = *_int8_digits(levels, digits), _base
             else:
                 tables, scale = _float8_digits(levels, np.dtype(chip.float8), digits)
-            self.unit = float(np.max(np.abs(levels))) / scale
+            self.scale = float(np.max(np.abs(levels))) / scale
             self._entries = tables
             if logic and kind == "int8" and len(tables) == 1:
                 self._circuit = circuit_of(tuple(map(int, tables[0])))
         else:
-            # The byte of a float may be worth something else on this chip.
-            of_chip = np.array([one], np.uint8).view(np.dtype(self.dtype))[0]
-            self.unit = 1 / float(of_chip)
+            # The float8 dtypes of chips differ by a factor.
+            one = np.array([byte_of_one], np.uint8).view(np.dtype(self.dtype))[0]
+            self.scale = 1 / float(one)
 
     @property
     def num_tables(self) -> int:
         return len(self._entries)
 
     def tables(self) -> list:
-        """In a kernel: what to look up."""
+        """Return the tables in registers, in a kernel."""
         return [_make_table(entries, self.chip) for entries in self._entries]
 
     def __call__(
         self, codes: Shaped[Array, "rows bytes"], tables: list
     ) -> list[list[Shaped[Array, "some bytes"]]]:
-        """The operands of a tile: of each the digits, the highest first."""
-        # The last quarter of the rows, in fours of registers.
+        """Return the digits of each operand of a tile, the highest digit first."""
+        # Logic decodes the last quarter of the rows, four registers at a time.
         looked_up = codes.shape[0]
         by_logic = []
         if self._circuit:
@@ -233,9 +247,9 @@ class Decoder:
             by_logic = _by_logic(self._circuit, codes[looked_up:])
         operands = []
         for i in range(len(self.planes)):
-            prepared = self._prepare(codes[:looked_up], i, self.format)
-            digits = [_lookup(table, prepared, self.chip) for table in tables]
-            digits = digits if tables else [prepared]
+            extracted = self._extract(codes[:looked_up], i, self.format)
+            digits = [_lookup(table, extracted, self.chip) for table in tables]
+            digits = digits if tables else [extracted]
             if self.dtype != jnp.int8:
                 digits = [pltpu.bitcast(digit, self.dtype) for digit in digits]
             if by_logic:
@@ -244,7 +258,7 @@ class Decoder:
         return operands
 
     def combine(self, digits: list) -> Array:
-        """The digits put together, or what products with them have become."""
+        """Combine digits, or products with digits, to numbers."""
         total, *rest = digits
         for digit in rest:
             total = (total * self.base if self.base > 1 else total) + digit
@@ -258,10 +272,11 @@ _base = 256
 def _int8_digits(
     levels: tuple[float, ...], digits: int
 ) -> tuple[list[np.ndarray], float]:
-    """The codebook in int8, what that leaves in 256ths, and what one has become."""
+    """Round a codebook to int8, and the error to 1/256 steps in a second digit. Return
+    the digits and the factor by which 1 is scaled."""
     table = _normalized(levels)
     if digits == 1:
-        # The largest level need not be 127: other scales round the levels better.
+        # A smaller scale may round the levels better than 127.
         scales = np.linspace(120, 127, 1401)
     else:
         scales = np.array([127.0])
@@ -277,27 +292,29 @@ def _int8_digits(
 def _float8_digits(
     levels: tuple[float, ...], dtype: np.dtype, digits: int
 ) -> tuple[list[np.ndarray], float]:
-    """The codebook in floats of 8 bits, and what these leave; as bytes."""
+    """Round a codebook to float8, and the error to a second digit. Return the bytes of
+    the digits and the factor by which 1 is scaled."""
     table = _normalized(levels)
 
     def rounded(scale) -> list[np.ndarray]:
-        left, out = table * scale, []
+        residual, out = table * scale, []
         for _ in range(digits):
-            out.append(left.astype(dtype))
-            left = left - out[-1].astype(np.float64)
+            out.append(residual.astype(dtype))
+            residual = residual - out[-1].astype(np.float64)
         return out
 
     def error(scale) -> float:
         total = sum(digit.astype(np.float64) for digit in rounded(scale))
         return float(np.sum((total / scale - table) ** 2))
 
-    # An octave of scales, as large as the larger floats that there are.
+    # Rounding errors repeat in every octave of scales.
     scale = min(np.linspace(8, 16, 2001), key=error)
     return [digit.view(np.int8) for digit in rounded(scale)], float(scale)
 
 
 def _make_table(entries: np.ndarray, chip: Chip) -> Array:
-    """In a kernel: one entry to a row or to a lane, whichever the hardware looks up."""
+    """Return a table in a register, in a kernel. Entries are along the axis of the
+    hardware's lookup."""
     index = lax.broadcasted_iota(jnp.int32, (32, lanes), chip.gather_axis)
     table = jnp.zeros((32, lanes), jnp.int32)
     for i, entry in enumerate(entries):
