@@ -1,9 +1,9 @@
-"""A program that saves, and is killed while it does. Run by `test_killed.py`.
+"""Save in a process that is killed meanwhile. `test_killed.py` runs this program.
 
-It forks before JAX has started a thread, and saves arrays of NumPy. The children are
-stopped by a signal, at any time; and with `--steps` also at each call of the operating
-system that changes a file, one after the other. After each, what is in place must be
-whole. Two that save together, as processes of one mesh do, are stopped one at a time.
+It forks before JAX starts threads, and saves NumPy arrays. Signals stop the children at
+random times. With `--steps` they also stop before each system call that changes a file,
+one call after the other. After each stop a complete checkpoint must be in place. Two
+processes of a mesh that save together are stopped one at a time.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from eqquant.checkpoints import _save
 from eqquant.checkpoints.leaves._processes import Alone, Share
 
 
-# 64 bits stay NumPy's, so that loading starts no threads either.
+# 64-bit arrays stay in NumPy, so loading starts no threads.
 def tree(i: int) -> dict:
     return {f"w{j}": np.full(1000, i, np.int64) for j in range(4)}
 
@@ -30,7 +30,7 @@ SIZES = {"one file": None, "shards": 16_000, "other shards": 8_000}
 
 
 class OneOfTwo(Alone):
-    """Half of each array is in one process, and half in the other."""
+    """One of two processes that each hold half of each array."""
 
     def __init__(self, index: int, other: socket.socket, token: str):
         self.index, self._other, self._token = index, other, token
@@ -41,7 +41,7 @@ class OneOfTwo(Alone):
             self._other.send(b".")
             if self._other.recv(1):
                 return out
-        os._exit(1)  # The other was stopped.
+        os._exit(1)  # The other process was stopped.
 
     def agree(self, token):
         return self._token
@@ -53,8 +53,8 @@ class OneOfTwo(Alone):
 
 
 def save_and_stop(path, i: int, size, steps: int) -> None:
-    """Save, and exit before the change that comes after so many."""
-    left = [steps]
+    """Save, and exit before the change number `steps`."""
+    remaining = [steps]
 
     def count(event: str, args: tuple) -> None:
         writes = event == "open" and args[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
@@ -62,9 +62,9 @@ def save_and_stop(path, i: int, size, steps: int) -> None:
             step()
 
     def step():
-        if not left[0]:
+        if not remaining[0]:
             os._exit(1)
-        left[0] -= 1
+        remaining[0] -= 1
 
     sys.addaudithook(count)
     fsync = os.fsync
@@ -79,7 +79,7 @@ def save_and_stop(path, i: int, size, steps: int) -> None:
 
 
 def in_place(path) -> int:
-    """Which tree it is: an error if it is none."""
+    """Return the number of the tree in the checkpoint, which must be complete."""
     found = load(path)
     (i,) = {int(x) for x in np.concatenate([*found.values()])}
     assert found.keys() == tree(i).keys()
@@ -99,11 +99,11 @@ def at_every_step(folder: pathlib.Path) -> int:
                 _, status = os.waitpid(child, 0)
                 done = os.waitstatus_to_exitcode(status) == 0
                 i = in_place(path)
-                assert i == 1 or not done, f"{before}, {after}: saved, but not there"
+                assert i == 1 or not done, f"{before}, {after}: saved, but not in place"
                 count += 1
                 if done:
                     break
-            # A save after that leaves nothing behind.
+            # A later save removes all leftovers.
             save(path, tree(2))
             assert in_place(path) == 2
             assert os.listdir(path.parent) == [path.name]
@@ -111,7 +111,8 @@ def at_every_step(folder: pathlib.Path) -> int:
 
 
 def save_from_two(path, i: int, stopped: int = 0, steps: int = 10**9) -> list[int]:
-    """How both of them ended; one exits after so many changes."""
+    """Return the exit codes of two processes. The process `stopped` exits before the
+    change number `steps`."""
     ends, children = socket.socketpair(), []
     for index in (0, 1):
         children.append(os.fork())
@@ -138,7 +139,7 @@ def one_of_two(folder: pathlib.Path) -> int:
                     save(path, tree(0), max_shard_size=old)
                 done = save_from_two(path, 1, stopped, steps) == [0, 0]
                 i = in_place(path)
-                assert i == 1 or not done, f"{stopped}, {old}: saved, but not there"
+                assert i == 1 or not done, f"{stopped}, {old}: saved, but not in place"
                 count += 1
                 if done:
                     break
@@ -153,20 +154,20 @@ def at_any_time(folder: pathlib.Path, kills: int) -> int:
     start = time.perf_counter()
     for i in range(3):
         save(path, tree(i), max_shard_size=8_000)
-    most = 2 * (time.perf_counter() - start)
-    seen = set()
+    longest = 2 * (time.perf_counter() - start)
+    states = set()
     for _ in range(kills):
         child = os.fork()
         if not child:
-            for i in range(300):  # It ends if nobody kills it.
+            for i in range(300):  # Ends by itself if it is not killed.
                 size = [None, 16_000, 8_000][i % 3]
                 save(path, tree(i), max_shard_size=size)
             os._exit(0)
-        time.sleep(rng.uniform(0, most))
+        time.sleep(rng.uniform(0, longest))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        seen.add(in_place(path))
-    return len(seen)
+        states.add(in_place(path))
+    return len(states)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""A program that loads a checkpoint of gigabytes, and prints how much memory that took.
-Run by `test_memory.py`."""
+"""Load a checkpoint of several gigabytes and print the peak memory. `test_memory.py`
+runs this program."""
 
 import json
 import pathlib
@@ -14,8 +14,8 @@ ROWS, COLUMNS = 8192, 16384
 
 
 def peak() -> int:
-    """The most memory that this process ever had, in bytes. Pages of files that are
-    mapped are part of it."""
+    """Return the peak resident memory of this process in bytes, including mapped pages
+    of files."""
     lines = pathlib.Path("/proc/self/status").read_text().splitlines()
     (line,) = [line for line in lines if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
@@ -41,7 +41,7 @@ def load(path, layers: int, rows: int, dtype):
 if __name__ == "__main__":
     folder, layers = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     dtype = jnp.dtype(sys.argv[4])
-    load(folder / "small.safetensors", 4, 64, dtype)  # Whatever takes memory once.
+    load(folder / "small.safetensors", 4, 64, dtype)  # Fill caches first.
     before = peak()
     loaded = load(folder / "large.safetensors", layers, ROWS, dtype)
     print(json.dumps([before, peak(), eqquant.trees.tree_nbytes(loaded)]))

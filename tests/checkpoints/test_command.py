@@ -58,7 +58,7 @@ def test_quantize_inspect_verify(src, tmp_path, capsys):
     assert err.count("\n") == 1 and "CRC-32" in err
 
 
-def test_bad_input_is_one_line(src, tmp_path, capsys):
+def test_errors_are_one_line(src, tmp_path, capsys):
     path = str(src[0])
     dst = str(tmp_path / "out")
     for arguments, message in (
@@ -78,7 +78,7 @@ def test_bad_input_is_one_line(src, tmp_path, capsys):
         assert stopped.value.code == 2
 
 
-def test_it_is_a_module(src, monkeypatch, capsys):
+def test_python_dash_m(src, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["eqquant", "verify", str(src[0])])
     with pytest.raises(SystemExit) as stopped:
         runpy.run_module("eqquant", run_name="__main__")

@@ -1,5 +1,5 @@
-"""What several processes do together, as one of them sees it. Real ones are in
-`tests/sharding`."""
+"""Cooperation of several processes, from the view of one process. `tests/sharding`
+starts real processes."""
 
 import jax
 import jax.numpy as jnp
@@ -13,15 +13,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 @pytest.fixture
 def others(monkeypatch):
-    """What the processes say: this one is the first of three."""
+    """Set the results of the other processes. This process is the first of three."""
 
-    def say(*failed):
+    def set_failed(*failed):
         def gather(mine):
             return np.array([bool(mine), *failed])
 
         monkeypatch.setattr(multihost_utils, "process_allgather", gather)
 
-    return say
+    return set_failed
 
 
 def split(x, *spec):
@@ -33,19 +33,19 @@ def fail():
     raise OSError("no space left")
 
 
-def test_an_error_in_one_is_an_error_everywhere(others):
+def test_an_error_in_one_process_raises_in_all(others):
     everyone = Everyone("save")
     others(False, False)
     assert everyone.together(lambda: "done") == "done"
     others(False, True)
     with pytest.raises(RuntimeError, match="save: process 2"):
         everyone.together(lambda: "done")
-    # The one that failed says why, whatever the others do.
+    # A process that failed raises its own error.
     with pytest.raises(OSError, match="no space left"):
         everyone.together(fail)
 
 
-def test_one_process_by_itself():
+def test_a_single_process():
     for processes in (Alone(), Everyone("save")):
         assert processes.index == 0
         assert processes.together(lambda: 3) == 3
@@ -54,8 +54,8 @@ def test_one_process_by_itself():
             processes.together(fail)
 
 
-def test_what_all_of_them_have_the_first_one_writes(normal):
-    """As does one process of what no other has a part of."""
+def test_the_first_process_writes_replicated_arrays(normal):
+    """A single process also writes arrays that no other process shares."""
     w = split(normal(4, 8), "d", "m")
     assert type(_processes.processes_of({"w": w}, "save")) is Alone
     empty = jnp.zeros((0, 4), jnp.bfloat16)
@@ -94,7 +94,7 @@ def test_arrays_over_several_processes_are_written_in_pieces(normal):
 
     everyone = Shared("save")
     shares = list(everyone.shares(split(x, None, "m")))
-    assert len(shares) == 4  # Each once, though there are two copies of it.
+    assert len(shares) == 4  # Each shard once, although there are two copies.
     out = np.full((4, 8), np.nan, np.float32)
     for share in shares:
         piece = share.piece("w", (4, 8))
@@ -102,13 +102,13 @@ def test_arrays_over_several_processes_are_written_in_pieces(normal):
         where = zip(share.start, share.shape, strict=True)
         out[tuple(slice(at, at + n) for at, n in where)] = share.make()
     np.testing.assert_array_equal(out, x)
-    # All of it on each device: as it is.
+    # A replicated array is a single share.
     (whole,) = everyone.shares(split(x))
     assert whole.start is None
     np.testing.assert_array_equal(whole.make(), x)
 
 
-def test_each_part_that_is_here_is_looked_at_once(normal):
+def test_local_parts_are_distinct(normal):
     x = normal(4, 8)
     wide = Wide(split(x, None, "m"))
     assert _processes.spans_processes(wide)
@@ -119,17 +119,17 @@ def test_each_part_that_is_here_is_looked_at_once(normal):
     np.testing.assert_array_equal(whole, x)
 
 
-def test_only_the_slices_that_are_needed_are_read(normal):
-    x, asked = np.asarray(normal(4, 8)), []
+def test_read_onto_reads_only_the_needed_slices(normal):
+    x, requested = np.asarray(normal(4, 8)), []
 
     def read(places):
-        asked.extend(places)
+        requested.extend(places)
         return [x[place] for place in places]
 
     sharding = split(x, None, "m").sharding
     got = _processes.read_onto(sharding, x.shape, x.dtype, read)
     assert got.sharding == sharding
     np.testing.assert_array_equal(got, x)
-    assert asked == [(slice(0, 4), slice(i, i + 2)) for i in range(0, 8, 2)]
+    assert requested == [(slice(0, 4), slice(i, i + 2)) for i in range(0, 8, 2)]
     with pytest.raises(ValueError, match="float64.*jax_enable_x64"):
         _processes.read_onto(sharding, x.shape, np.float64, read)

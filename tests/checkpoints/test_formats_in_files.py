@@ -1,4 +1,4 @@
-"""Formats as a file holds them, and indices of shards: what is written, and refused."""
+"""Formats in files and indices of shards: valid and rejected values."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ class Mine(Int8):
 
 @dataclasses.dataclass(frozen=True)
 class Forgetful(Int8):
-    """Whose fields do not make the same one again."""
+    """A format that does not equal a format with the same fields."""
 
     name = "forgetful"
     __eq__ = object.__eq__
@@ -36,11 +36,11 @@ class Nameless(Int8):
     pass
 
 
-def through_a_file(format, known):
+def round_trip(format, known):
     return format_from_json(json.loads(json.dumps(format_to_json(format))), known)
 
 
-def test_formats_of_users():
+def test_formats_of_the_user():
     known = known_formats([Mine], "load")
     for format, expected in (
         (Mine(extra=(1, (2.5, "a"), None, True)), None),
@@ -48,15 +48,15 @@ def test_formats_of_users():
         (Mine(extra=np.int8(3)), Mine(extra=3)),
         (Mine(block_size=32, extra=np.dtype("float16")), None),
     ):
-        found = through_a_file(format, known)
+        found = round_trip(format, known)
         assert type(found) is Mine
         if format.extra == np.dtype("float16"):
-            # As text: the class says what it is.
+            # It returns as a string, because the class does not declare a dtype.
             assert found.extra == "float16" and found.block_size == 32
             continue
         assert found == (expected or format)
     with pytest.raises(ValueError, match="'mine'.*formats="):
-        through_a_file(Mine(), KNOWN)
+        round_trip(Mine(), KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -67,18 +67,18 @@ def test_formats_of_users():
         (Forgetful(), "Forgetful"),
     ],
 )
-def test_what_cannot_be_saved(format, message):
+def test_formats_that_cannot_be_saved(format, message):
     with pytest.raises(ValueError, match=message):
         format_to_json(format)
 
 
 @pytest.mark.parametrize("more", [3, "nf4", str, Int8()])
-def test_formats_are_classes(more, untyped):
+def test_formats_must_be_classes(more, untyped):
     with pytest.raises(TypeError, match="load: formats"):
         known_formats([more], "load")
 
 
-def test_two_formats_of_one_name():
+def test_two_formats_with_the_same_name():
     with pytest.raises(ValueError, match="load: formats: .*'int8'"):
         known_formats([Nameless], "load")
 
@@ -92,7 +92,7 @@ def test_two_formats_of_one_name():
         ({"name": "mine", "fields": {"extra": {"a": 1}}}, "'a': 1"),
     ],
 )
-def test_what_no_format_is_made_of(written, message):
+def test_invalid_json_of_a_format(written, message):
     with pytest.raises(ValueError, match=message):
         format_from_json(written, known_formats([Mine], "load"))
 
@@ -111,7 +111,7 @@ def test_what_no_format_is_made_of(written, message):
         ({"weight_map": {}, "metadata": {"eqquant": 3}}, "eqquant .*got 3"),
     ],
 )
-def test_indices_of_shards(index, message, tmp_path):
+def test_invalid_indices(index, message, tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     if index is not None:
         path.write_text(json.dumps(index))
@@ -119,9 +119,9 @@ def test_indices_of_shards(index, message, tmp_path):
         read_index(path)
 
 
-def test_an_index_that_is_too_long_is_not_read(tmp_path):
+def test_a_huge_index_is_not_read(tmp_path):
     path = tmp_path / "model.safetensors.index.json"
     with path.open("wb") as file:
-        file.truncate(2**40)  # Sparse: nothing is stored.
+        file.truncate(2**40)  # Sparse, so it takes no space on the disk.
     with pytest.raises(ValueError, match="index.json: .*100000000"):
         read_index(path)

@@ -1,4 +1,4 @@
-"""Files that are damaged, or made to mislead: an error, and never other numbers."""
+"""Damaged and malicious files raise errors, and never load as wrong numbers."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def saved(folder):
-    """The bytes of a file that has some of everything, and what is in it."""
+    """Return the bytes of a file with several kinds of leaves, and its tree."""
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.standard_normal((3, 70)), jnp.float32)
     q = eqquant.quantize(w, eqquant.NF4(double_quantization=True))
@@ -42,12 +42,12 @@ def load(folder, data, **kwargs):
     return eqquant.load(path, **kwargs)
 
 
-def parts_of(data):
+def split_file(data):
     length = int.from_bytes(data[:8], "little")
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def file_of(header, body=b""):
+def join_file(header, body=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + body
 
@@ -58,7 +58,7 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
 
 @settings(max_examples=50)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_no_bit_changes_unseen(folder, saved, at, bit):
+def test_every_changed_bit_is_detected(folder, saved, at, bit):
     data = bytearray(saved[0])
     data[int(at * len(data))] ^= 1 << bit
     with pytest.raises(ValueError):
@@ -66,18 +66,18 @@ def test_no_bit_changes_unseen(folder, saved, at, bit):
 
 
 @pytest.mark.slow
-def test_no_byte_changes_unseen(folder, saved):
-    # All of the header. What follows goes through one checksum.
+def test_every_changed_byte_is_detected(folder, saved):
+    # Test every byte of the header. One checksum covers all later bytes.
     header = 8 + int.from_bytes(saved[0][:8], "little")
     for i in (*range(header), *range(header, len(saved[0]), 5)):
         data = bytearray(saved[0])
-        data[i] ^= 1 << 5 * i % 8  # A bit of each, not always the same one.
+        data[i] ^= 1 << 5 * i % 8  # Vary the position of the bit.
         with pytest.raises(ValueError):
             load(folder, bytes(data))
 
 
 @given(length=st.floats(0, 1, exclude_max=True), more=st.binary(max_size=9))
-def test_no_other_length_is_read(folder, saved, length, more):
+def test_other_lengths_are_rejected(folder, saved, length, more):
     data = saved[0]
     with pytest.raises(ValueError):
         load(folder, data[: int(length * len(data))])
@@ -87,13 +87,13 @@ def test_no_other_length_is_read(folder, saved, length, more):
 
 
 @given(data=st.binary(max_size=64))
-def test_anything_at_all(folder, data):
-    for content in (data, file_of(data)):
+def test_random_bytes(folder, data):
+    for content in (data, join_file(data)):
         with pytest.raises(ValueError):
             load(folder, content)
 
 
-def test_the_whole_file_is_read(folder, saved):
+def test_the_unchanged_file_loads(folder, saved):
     assert_identical(load(folder, saved[0]), saved[1])
 
 
@@ -104,7 +104,7 @@ HEADERS = {
     "out of the file": {"a": entry(offsets=(0, 80), shape=(20,))},
     "backwards": {"a": entry(offsets=(8, 0))},
     "negative": {"a": entry(shape=(-2,), offsets=(0, -8))},
-    "not all of it": {"a": entry(shape=(3,), offsets=(0, 12))},
+    "too short": {"a": entry(shape=(3,), offsets=(0, 12))},
     "huge": {"a": entry(shape=(2**62, 2**62), offsets=(0, 24))},
     "huge and empty": {"a": entry(shape=(2**63, 0), offsets=(0, 0))},
     "floats in a shape": {"a": entry(shape=(6.0,), offsets=(0, 24))},
@@ -113,10 +113,10 @@ HEADERS = {
     "another size": {"a": entry(shape=(5,), offsets=(0, 24))},
     "an unknown dtype": {"a": entry(dtype="Q4", offsets=(0, 24))},
     "no dtype": {"a": {"shape": [6], "data_offsets": [0, 24]}},
-    "more than that": {"a": entry(shape=(6,), offsets=(0, 24)) | {"x": 1}},
+    "an extra key": {"a": entry(shape=(6,), offsets=(0, 24)) | {"x": 1}},
     "a list": [1],
     "metadata of numbers": {"__metadata__": {"a": 1}, "a": entry("U8", (24,), (0, 24))},
-    "a key twice": b'{"a":{"dtype":"U8","shape":[24],"data_offsets":[0,24]},'
+    "a duplicate key": b'{"a":{"dtype":"U8","shape":[24],"data_offsets":[0,24]},'
     b'"a":{"dtype":"U8","shape":[24],"data_offsets":[0,24]}}',
     "not UTF-8": b'{"\xff":{"dtype":"U8","shape":[24],"data_offsets":[0,24]}}',
     "deep": b'{"a":' * 100_000,
@@ -126,30 +126,30 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_headers(folder, name):
+def test_invalid_headers(folder, name):
     with pytest.raises(ValueError, match="damaged.safetensors: "):
-        load(folder, file_of(HEADERS[name], bytes(24)))
+        load(folder, join_file(HEADERS[name], bytes(24)))
 
 
-def test_lengths_of_headers(folder):
+def test_invalid_lengths_of_headers(folder):
     for length in (2**63, 2**64 - 1, 100_000_001, 9):
         with pytest.raises(ValueError, match="header"):
             load(folder, length.to_bytes(8, "little") + b"{}")
 
 
-def test_bools_that_are_none(folder):
+def test_invalid_bools(folder):
     with pytest.raises(ValueError, match="'a' .*0 and 1"):
-        load(folder, file_of({"a": entry("BOOL", (2,), (0, 2))}, b"\x01\x02"))
+        load(folder, join_file({"a": entry("BOOL", (2,), (0, 2))}, b"\x01\x02"))
 
 
 #
-# With right checksums: not damaged, but wrong
+# Invalid files with valid checksums
 #
 
 
 def forge(data, change):
-    """The file with another layout, and the checksums that go with it."""
-    header, body = parts_of(data)
+    """Return the file with a changed layout and matching checksums."""
+    header, body = split_file(data)
     about = header["__metadata__"]
     layout = json.loads(about["eqquant"])
     change(layout, header)
@@ -158,7 +158,7 @@ def forge(data, change):
     text = json.dumps(header, separators=(",", ":")).encode()
     crc = f"{zlib.crc32(text):08x}"
     zeros = b'"eqquant.checksum":"00000000"'
-    return file_of(text.replace(zeros, zeros.replace(b"0" * 8, crc.encode())), body)
+    return join_file(text.replace(zeros, zeros.replace(b"0" * 8, crc.encode())), body)
 
 
 def set_static(path, name, value):
@@ -179,7 +179,7 @@ def set_record(path, record):
 FORGED = {
     "version": (lambda layout, _: layout.update(version=2), "version .* 2"),
     "version of another type": (lambda x, _: x.update(version=True), "version .* True"),
-    "more in the layout": (
+    "an extra key of the layout": (
         lambda layout, _: layout.update(extra=1),
         "layout .*'extra'",
     ),
@@ -191,7 +191,7 @@ FORGED = {
         set_static("q", "format", {"format": {"name": "x", "fields": {}}}),
         "format .*'x'",
     ),
-    "a format that is none": (set_static("q", "format", 3), "format cannot be 3"),
+    "not a format": (set_static("q", "format", 3), "format cannot be 3"),
     "other format": (
         set_static("i", "format", {"format": {"name": "nf4", "fields": {}}}),
         "codes of NF4.* uint8",
@@ -209,14 +209,14 @@ FORGED = {
         set_static("q", "dtype", {"dtype": "object"}),
         "object",
     ),
-    "a float beyond all": (
+    "a float out of range": (
         set_record("step", {"is": "float", "value": "0x1p99999"}),
         "step: ",
     ),
     "deep": (set_static("q", "axes", json.loads("[" * 900 + "]" * 900)), "q: "),
     "dtype as text": (set_static("q", "dtype", "float32"), "dtype cannot be"),
     "axes": (set_static("q", "axes", [0]), "axes"),
-    "axes twice": (set_static("q", "axes", [-1, -1]), "axes"),
+    "duplicate axes": (set_static("q", "axes", [-1, -1]), "axes"),
     "no axes": (set_static("q", "axes", []), "axes"),
     "inner": (set_static("q", "inner", [7]), r"inner .*\(7,\)"),
     "padding": (set_static("q", "padding", 100), "size of|padding"),
@@ -248,8 +248,8 @@ def test_forged_layouts(folder, saved, name):
 
 
 @pytest.mark.parametrize("path, code", [("i", 0x80), ("t", 0x02), ("t", 0x80)])
-def test_codes_out_of_range(folder, saved, path, code):
-    header, body = parts_of(saved[0])
+def test_unused_codes(folder, saved, path, code):
+    header, body = split_file(saved[0])
     start, stop = header[f"{path}.codes"]["data_offsets"]
     body = bytearray(body)
     body[stop - 1] = code
@@ -263,7 +263,7 @@ def test_codes_out_of_range(folder, saved, path, code):
         load(folder, data[: -len(body)] + bytes(body))
 
 
-def test_scales_may_be_anything(folder, normal):
+def test_scales_may_have_any_value(folder, normal):
     q = eqquant.quantize(normal(2, 64), "nf4")
     q = q.replace(scales=q.scales.at[0].set(jnp.nan).at[1].set(-1.0))
     eqquant.save(folder / "nan.safetensors", q)
@@ -302,14 +302,14 @@ def change_index(folder, change):
         ".x.safetensors",
     ],
 )
-def test_shards_are_in_the_folder(shards, name):
+def test_shards_must_be_in_the_folder(shards, name):
     shutil.copy(next(shards.glob("*-00001-*")), shards.parent / "x.safetensors")
     change_index(shards, lambda x: x["weight_map"].update(w0=name))
     with pytest.raises(ValueError, match="weight_map: 'w0'"):
         eqquant.load(shards)
 
 
-def test_shards_must_be_those_of_the_index(shards):
+def test_shards_must_match_the_index(shards):
     first, second, third = sorted(shards.glob("*-of-*"))
     second_bytes = second.read_bytes()
 
@@ -344,9 +344,9 @@ def test_shards_must_be_those_of_the_index(shards):
 
 @settings(max_examples=100)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
-def test_no_bit_of_an_index_changes_what_is_loaded(folder, at, bit):
-    """What is loaded is what was saved, or nothing: some bits are only white space, or
-    a size that nobody needs."""
+def test_changed_bits_of_an_index(folder, at, bit):
+    """Loading returns the saved tree or raises. Some bits are insignificant, for
+    example in white space."""
     tree = {f"w{i}": jnp.arange(10.0) + i for i in range(3)}
     place = folder / "sharded"
     if not place.exists():

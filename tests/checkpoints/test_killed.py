@@ -1,4 +1,4 @@
-"""Whatever stops a save, one whole checkpoint is in place."""
+"""If a save is interrupted, one complete checkpoint is in place."""
 
 import os
 import pathlib
@@ -18,7 +18,7 @@ from helpers import assert_identical
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-def counts_of_killed(*arguments) -> list[int]:
+def run_killed(*arguments) -> list[int]:
     program = pathlib.Path(__file__).with_name("killed.py")
     out = subprocess.run(
         [sys.executable, program, *map(str, arguments)],
@@ -31,20 +31,20 @@ def counts_of_killed(*arguments) -> list[int]:
 
 
 @needs_fork
-def test_a_program_that_is_killed(tmp_path):
-    seen, steps, of_two = counts_of_killed(tmp_path, 20, "--steps")
-    # So many that each kind of change was among them, and more than one state.
-    assert steps > 60 and seen > 2 and of_two > 40
+def test_kills(tmp_path):
+    states, steps, pair_steps = run_killed(tmp_path, 20, "--steps")
+    # Enough steps to include every kind of change, and more than one final state.
+    assert steps > 60 and states > 2 and pair_steps > 40
 
 
 @needs_fork
 @pytest.mark.slow
-def test_a_program_that_is_killed_more_often(tmp_path):
-    (seen,) = counts_of_killed(tmp_path, 200)
-    assert seen > 2
+def test_many_kills(tmp_path):
+    (states,) = run_killed(tmp_path, 200)
+    assert states > 2
 
 
-def test_an_error_leaves_nothing(tmp_path, monkeypatch):
+def test_an_error_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     path = tmp_path / "model.safetensors"
     eqquant.save(path, {"w": jnp.ones(3)})
 
@@ -71,45 +71,45 @@ def checkpoint(tmp_path, rng):
     return tmp_path / "src", weights
 
 
-def test_quantizing_goes_on_where_it_was_stopped(checkpoint, tmp_path, monkeypatch):
+def test_quantize_checkpoint_resumes(checkpoint, tmp_path, monkeypatch):
     src, weights = checkpoint
-    dst, made = tmp_path / "dst", []
+    dst, calls = tmp_path / "dst", []
     quantize = _convert.quantize_in_pieces
 
     def counted(*args, **kwargs):
-        made.append(1)
-        if len(made) == 3 and stop:
+        calls.append(1)
+        if len(calls) == 3 and stop:
             raise KeyboardInterrupt
         return quantize(*args, **kwargs)
 
     monkeypatch.setattr(_convert, "quantize_in_pieces", counted)
-    how = {"format": "int8", "max_shard_size": 1}
+    kwargs = {"format": "int8", "max_shard_size": 1}
     stop = True
     with pytest.raises(KeyboardInterrupt):
-        eqquant.checkpoints.quantize_checkpoint(src, dst, **how)
+        eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
     finished = {file: file.stat().st_mtime_ns for file in dst.iterdir()}
     assert len(finished) == 2
     with pytest.raises(ValueError, match="found model-"):
         eqquant.load(dst)
     stop = False
-    made.clear()
-    eqquant.checkpoints.quantize_checkpoint(src, dst, **how)
-    assert len(made) == 2
-    assert all(file.stat().st_mtime_ns == at for file, at in finished.items())
+    calls.clear()
+    eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
+    assert len(calls) == 2
+    assert all(file.stat().st_mtime_ns == time for file, time in finished.items())
     loaded = eqquant.load(dst)
     for name, layer in weights.items():
         expected = eqquant.quantize(layer["weight"], "int8")
         assert_identical(loaded[name]["weight"], expected)
-    # Another task keeps nothing of this one.
-    made.clear()
+    # Another format reuses no shards.
+    calls.clear()
     eqquant.checkpoints.quantize_checkpoint(src, dst, format="nf4", max_shard_size=1)
-    assert len(made) == 4 and len(list(dst.glob("*-of-*"))) == 4
+    assert len(calls) == 4 and len(list(dst.glob("*-of-*"))) == 4
     assert eqquant.load(dst)["l0"]["weight"].format == eqquant.NF4()
 
 
 @pytest.mark.slow
-def test_a_command_that_is_killed(tmp_path, rng):
-    """After its second shard, by a signal; and then run again."""
+def test_a_killed_command_resumes(tmp_path, rng):
+    """Kill the command after its second shard, then run it again."""
     weights = {
         f"l{i}": {"weight": rng.standard_normal((1024, 2048)).astype(np.float32)}
         for i in range(12)
@@ -128,7 +128,7 @@ def test_a_command_that_is_killed(tmp_path, rng):
     assert 2 <= len(finished) < 12 and not list(dst.glob("*.json"))
     subprocess.run(command, check=True)
     assert len(shards()) == 12 and not list(dst.glob(".*"))
-    assert all(file.stat().st_mtime_ns == at for file, at in finished.items())
+    assert all(file.stat().st_mtime_ns == time for file, time in finished.items())
     loaded = eqquant.load(dst)
     for name, layer in weights.items():
         assert_identical(loaded[name]["weight"], eqquant.quantize(layer["weight"]))

@@ -1,4 +1,4 @@
-"""Quantizing while loading gives what quantizing after loading gives, bit for bit."""
+"""Quantizing while loading equals quantizing after loading, bit for bit."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 
 class Stack(eqx.Module):
-    """Two stacked layers under a scan, and a table."""
+    """Two axes of stacked layers under a scan, and an embedding."""
 
     table: eqx.nn.Embedding
     layers: eqx.nn.Linear
@@ -35,7 +35,7 @@ def model():
 
 
 def names(path):
-    """As a checkpoint of PyTorch would have them."""
+    """Return the tensor names of a PyTorch checkpoint."""
     if path.startswith("layers."):
         name = path.removeprefix("layers.")
         return [[f"h.{i}.{j}.{name}" for j in range(3)] for i in range(2)]
@@ -56,7 +56,7 @@ def tensors(model):
 
 @pytest.fixture
 def folder(tmp_path, tensors):
-    """Two shards, as Hugging Face has them."""
+    """Write two shards in the layout of Hugging Face."""
     weight_map = {}
     for i, part in enumerate((list(tensors)[::2], list(tensors)[1::2])):
         file = f"model-0000{i + 1}-of-00002.safetensors"
@@ -67,30 +67,30 @@ def folder(tmp_path, tensors):
     return tmp_path
 
 
-HOW = {
+OPTIONS = {
     "nf4": {"format": "nf4"},
     "double": {"format": eqquant.NF4(double_quantization=True)},
     "rules": {"rules": {"table.*": None, "layers.weight": ("int8", -2)}},
     "where": {"where": lambda leaf: getattr(leaf, "ndim", 0) == 4, "format": "ternary"},
-    "over what is stacked": {"rules": {"layers.weight": ("int8", (0, 3))}},
+    "across stacked axes": {"rules": {"layers.weight": ("int8", (0, 3))}},
     "rows and columns": {"rules": {"layers.weight": ("int8", (-2, -1))}},
     "nothing": {"format": None},
 }
 
 
-@pytest.mark.parametrize("how", HOW.values(), ids=HOW)
-def test_the_same_as_after_loading(folder, model, how):
-    expected = eqquant.quantize_tree(model, **how)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_equals_quantizing_after_loading(folder, model, options):
+    expected = eqquant.quantize_tree(model, **options)
     for like in (model, eqx.filter_eval_shape(lambda: model)):
-        loaded = eqquant.load_quantized(folder, like, names=names, **how)
+        loaded = eqquant.load_quantized(folder, like, names=names, **options)
         assert eqx.tree_equal(loaded, expected)
     index = folder / "model.safetensors.index.json"
-    loaded = eqquant.load_quantized(index, model, names=names, **how)
+    loaded = eqquant.load_quantized(index, model, names=names, **options)
     assert eqx.tree_equal(loaded, expected)
 
 
 @pairs("shape, axis", [(37, 64), (1, 5, 7, 64), (64,)], [-1, 0, (-2, -1)])
-def test_pieces_are_as_good_as_the_whole(normal, monkeypatch, shape, axis):
+def test_pieces_equal_the_whole(normal, monkeypatch, shape, axis):
     if isinstance(axis, tuple) and len(shape) == 1:
         return
     monkeypatch.setattr(_pieces, "_piece", 500)
@@ -110,7 +110,7 @@ def test_convolutions(tmp_path):
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_floats_are_converted(tmp_path, normal, dtype):
-    """In pieces, which are more than one here."""
+    """Convert in several pieces."""
     w = np.asarray(normal(300, 8000)).astype(dtype)
     eqquant.save(tmp_path, {"w": w, "n": np.arange(3)})
     like = {"w": jax.ShapeDtypeStruct(w.shape, jnp.float32), "n": jnp.zeros(3, "int32")}
@@ -121,7 +121,7 @@ def test_floats_are_converted(tmp_path, normal, dtype):
     assert_identical(plain["w"], jnp.asarray(w.astype(np.float32)))
 
 
-def test_what_a_dtype_cannot_hold(tmp_path):
+def test_values_out_of_range_of_a_dtype(tmp_path):
     tree = {"w": np.array([1e6, 1.0], ml_dtypes.bfloat16), "n": np.array([2**40])}
     eqquant.save(tmp_path, tree)
     like = {"w": jnp.ones(2, "float16"), "n": np.array([1])}
@@ -137,10 +137,10 @@ def test_what_a_dtype_cannot_hold(tmp_path):
         eqquant.load_quantized(tmp_path, wide, None)
 
 
-def test_names_that_do_not_fit(folder, model, tensors):
-    def rejects(error, message, like=model, names=names, **how):
+def test_invalid_names(folder, model, tensors):
+    def rejects(error, message, like=model, names=names, **options):
         with pytest.raises(error, match=message):
-            eqquant.load_quantized(folder, like, names=names, **how)
+            eqquant.load_quantized(folder, like, names=names, **options)
 
     rejects(
         ValueError,
@@ -171,12 +171,12 @@ def test_names_that_do_not_fit(folder, model, tensors):
     )
     rejects(ValueError, "at table.weight: like", eqquant.quantize_tree(model))
     for ignore in ("model.*", ["x", re.compile(r"model\.no..")]):
-        how = {"names": replaced(None), "ignore": ignore}
-        loaded = eqquant.load_quantized(folder, model, None, **how)
+        options = {"names": replaced(None), "ignore": ignore}
+        loaded = eqquant.load_quantized(folder, model, None, **options)
         assert eqx.tree_equal(loaded, model)
 
 
-def test_warnings_and_values_that_are_not_finite(tmp_path, normal):
+def test_warnings_and_non_finite_values(tmp_path, normal):
     eqquant.save(tmp_path, {"w": normal(8, 64).at[1, 2].set(jnp.nan)})
     like = {"w": jnp.zeros((8, 64))}
     with pytest.warns(UserWarning, match="load_quantized: "):
@@ -187,8 +187,8 @@ def test_warnings_and_values_that_are_not_finite(tmp_path, normal):
     eqquant.load_quantized(tmp_path, like, rules=rule, check_finite=False)
 
 
-def test_what_is_quantized_already_comes_as_it_is(folder, model, tmp_path):
-    """By `quantize_checkpoint`, under the names of PyTorch, and stacked here."""
+def test_quantized_weights_keep_their_format(folder, model, tmp_path):
+    """Stack weights that `quantize_checkpoint` wrote under PyTorch names."""
     eqquant.checkpoints.quantize_checkpoint(folder, tmp_path / "small", "int8")
     found = eqquant.load(tmp_path / "small")
     assert found["model"]["table"]["weight"].format == eqquant.Int8()
@@ -203,7 +203,7 @@ def test_what_is_quantized_already_comes_as_it_is(folder, model, tmp_path):
         eqquant.load_quantized(tmp_path / "mixed", model, names=names)
 
 
-def test_checkpoints_without_a_model(folder, tmp_path, tensors):
+def test_quantize_checkpoint(folder, tmp_path, tensors):
     (folder / "config.json").write_text("{}")
     (folder / "tokenizer.model").write_bytes(b"x")
     (folder / "code.py").write_text("")

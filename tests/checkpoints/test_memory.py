@@ -1,4 +1,4 @@
-"""The memory of arrays that are loaded, and what quantizing while loading takes."""
+"""Memory of loaded arrays, and peak memory of `load_quantized`."""
 
 import json
 import pathlib
@@ -12,19 +12,19 @@ from eqquant.checkpoints.files import empty, to_jax
 from measured import COLUMNS, ROWS
 
 
-@pytest.mark.parametrize("rows", [1, 3000])  # The second takes huge pages.
-def test_jax_takes_memory_as_it_is(rows):
+@pytest.mark.parametrize("rows", [1, 3000])  # 3000 rows use huge pages.
+def test_jax_uses_the_memory_without_a_copy(rows):
     array = empty((rows, 1024), np.int8)
     array[...] = np.arange(rows)[:, None] % 100
     expected = array.sum(0, dtype=np.int64)
-    taken = to_jax(array)
-    assert taken.unsafe_buffer_pointer() == array.ctypes.data
+    on_jax = to_jax(array)
+    assert on_jax.unsafe_buffer_pointer() == array.ctypes.data
     del array
-    assert (np.asarray(taken).sum(0, dtype=np.int64) == expected).all()
+    assert (np.asarray(on_jax).sum(0, dtype=np.int64) == expected).all()
 
 
 def write(path, layers: int, rows: int, rng) -> int:
-    """A file of bfloat16, here without eqquant. Returns the bytes of one tensor."""
+    """Write a bfloat16 file without eqquant, and return the bytes of one tensor."""
     nbytes = 2 * rows * COLUMNS
     header = {
         f"w{i}": {
@@ -35,20 +35,22 @@ def write(path, layers: int, rows: int, rng) -> int:
         for i in range(layers)
     }
     text = json.dumps(header).encode()
-    some = rng.standard_normal((64, COLUMNS)).astype(jnp.bfloat16).tobytes()
+    rows_of_64 = rng.standard_normal((64, COLUMNS)).astype(jnp.bfloat16).tobytes()
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _ in range(layers * rows // 64):
-            file.write(some)
+            file.write(rows_of_64)
     return nbytes
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs proc")
 @pytest.mark.parametrize("format, dtype", [("nf4", "bfloat16"), ("int8", "float32")])
-def test_the_quantized_model_and_two_tensors(tmp_path, rng, format, dtype):
-    # 2.1 gigabytes. Half of the layers are one stack: in floats it takes more than what
-    # is allowed, and so does the file, if what was read of it stays.
+def test_peak_memory_is_the_quantized_model_and_two_tensors(
+    tmp_path, rng, format, dtype
+):
+    # The file has 2.1 GB. Half of the layers are one stack: as floats it would exceed
+    # the limit, and so would keeping the bytes of the file.
     layers = 8
     write(tmp_path / "small.safetensors", 4, 64, rng)
     large = tmp_path / "large.safetensors"
@@ -66,4 +68,6 @@ def test_the_quantized_model_and_two_tensors(tmp_path, rng, format, dtype):
     before, after, quantized = json.loads(out.stdout)
     print(f"{format}: {after - before:,} for {quantized:,} and tensors of {tensor:,}")
     assert after - before <= quantized + 2 * tensor
-    assert after - before >= quantized  # Or it was not measured.
+    assert (
+        after - before >= quantized
+    )  # A lower value would mean that nothing was measured.

@@ -1,6 +1,7 @@
-"""Checkpoints in pieces: as several processes write them, each what it has.
+"""Checkpoints in pieces, as several processes write them.
 
-Eight devices stand for those of two processes. Real ones are in `tests/sharding`.
+Eight devices stand for the devices of two processes. `tests/sharding` starts real
+processes.
 """
 
 import json
@@ -44,12 +45,12 @@ class OneOfTwo(Everyone):
 
 @pytest.fixture
 def save_from_two(monkeypatch):
-    def save(path, tree, **how):
-        for index in (1, 0):  # The first one waits for the other.
+    def save(path, tree, **kwargs):
+        for index in (1, 0):  # Process 0 waits for process 1.
             with monkeypatch.context() as patch:
-                one = OneOfTwo(index)
-                patch.setattr(_save, "processes_of", lambda *_, one=one: one)
-                eqquant.save(path, tree, **how)
+                process = OneOfTwo(index)
+                patch.setattr(_save, "processes_of", lambda *_, p=process: p)
+                eqquant.save(path, tree, **kwargs)
 
     return save
 
@@ -71,16 +72,16 @@ def tree(normal):
 
 
 def raw(tree):
-    """What is compared: arrays on different meshes are not, by JAX."""
+    """Return comparable data. JAX cannot compare arrays on different meshes."""
 
-    def one(x):
+    def raw_leaf(x):
         if not hasattr(x, "dtype"):
             return x
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         data = jax.random.key_data(x) if is_key else x
         return type(x), x.dtype, x.shape, np.asarray(data).tobytes()
 
-    return jax.tree.structure(tree), list(map(one, jax.tree.leaves(tree)))
+    return jax.tree.structure(tree), list(map(raw_leaf, jax.tree.leaves(tree)))
 
 
 def without_plan(tree):
@@ -89,12 +90,12 @@ def without_plan(tree):
     return jax.tree.map(drop, tree, is_leaf=is_array)
 
 
-@pytest.mark.parametrize("most", [None, slow(500)])
-def test_onto_other_meshes(tmp_path, save_from_two, tree, most):
-    save_from_two(tmp_path, tree, max_shard_size=most)
+@pytest.mark.parametrize("max_size", [None, slow(500)])
+def test_load_onto_other_meshes(tmp_path, save_from_two, tree, max_size):
+    save_from_two(tmp_path, tree, max_shard_size=max_size)
     index = json.loads((tmp_path / "model.safetensors.index.json").read_bytes())
     assert "w.codes[4:8,64:128]" in index["weight_map"]
-    assert len(set(index["weight_map"].values())) == (2 if most is None else 4)
+    assert len(set(index["weight_map"].values())) == (2 if max_size is None else 4)
     assert raw(eqquant.load(tmp_path, tree)) == raw(tree)
     plain = without_plan(tree)
     for mesh, rules in [
@@ -102,19 +103,19 @@ def test_onto_other_meshes(tmp_path, save_from_two, tree, most):
         (mesh_of(4, 2), {"w": P("m", "d"), "d": P("d"), "f": P("d"), "[bk]": None}),
     ]:
         split = {name: tree[name] for name in "wdbfk"}
-        split = eqx.filter_eval_shape(lambda split=split: split) if most else split
+        split = eqx.filter_eval_shape(lambda split=split: split) if max_size else split
         split = eqquant.shard_tree(split, mesh, rules=rules, batch="d")
         loaded = eqquant.load(tmp_path, tree | split)
         assert raw(without_plan(loaded)) == raw(plain)
         for name, like in split.items():
             for a, b in zip(*map(jax.tree.leaves, (loaded[name], like)), strict=True):
                 assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
-    # On one device, and quantized there.
+    # Without `like`, arrays load onto one device.
     assert raw(eqquant.load(tmp_path)["w"]) == raw(plain["w"])
     assert raw(eqquant.load(tmp_path)["k"]) == raw(plain["k"])
 
 
-def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, normal):
+def test_reads_only_the_needed_bytes(tmp_path, save_from_two, monkeypatch, normal):
     w = jax.device_put(normal(64, 96), NamedSharding(mesh_of(2, 4), P("d", "m")))
     save_from_two(tmp_path / "pieces", {"w": w})
     eqquant.save(tmp_path / "whole", {"w": w})
@@ -122,17 +123,17 @@ def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, norma
     fill = _safetensors.TensorFile._fill
     count = lambda file, raw, name: read.append(raw.nbytes) or fill(file, raw, name)
     monkeypatch.setattr(_safetensors.TensorFile, "_fill", count)
-    monkeypatch.setattr(_safetensors, "CHUNK", 256)  # Less than a row.
+    monkeypatch.setattr(_safetensors, "CHUNK", 256)  # Smaller than a row.
     places = [(slice(3, 40), slice(20, 30)), (slice(30, 31), slice(0, 96))]
-    for name, least in [("pieces", w.nbytes * 6 / 8), ("whole", w.nbytes)]:
+    for name, expected in [("pieces", w.nbytes * 6 / 8), ("whole", w.nbytes)]:
         read.clear()
         with Source(tmp_path / name) as source:
             for place, found in zip(
                 places, source.read_slices("w", places), strict=True
             ):
                 np.testing.assert_array_equal(found, w[place])
-        assert sum(read) == least and max(read) <= 256
-    # Without a checksum not even all of a piece.
+        assert sum(read) == expected and max(read) <= 256
+    # Without a checksum, only a part of the piece is read.
     with Source(tmp_path / "whole") as source:
         (file,) = source.files
         read.clear()
@@ -140,7 +141,7 @@ def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, norma
         file.read_slices("w", [((slice(5, 6), slice(0, 96)), out)])
         np.testing.assert_array_equal(out, w[5:6])
         assert sum(read) == 96 * 4
-    # What is damaged elsewhere is not seen, and here it is.
+    # Damage in another piece is not detected. `load` reads all pieces and detects it.
     (_, last) = sorted((tmp_path / "pieces").glob("*-of-*"))
     data = bytearray(last.read_bytes())
     data[-1] ^= 1
@@ -151,35 +152,48 @@ def test_only_what_is_needed_is_read(tmp_path, save_from_two, monkeypatch, norma
         eqquant.load(tmp_path / "pieces")
 
 
-OF = (4, 6)
-PUZZLES = {
-    "a gap": [((0, 0), (2, 6), OF)],
-    "an overlap": [((0, 0), (3, 6), OF), ((2, 0), (2, 6), OF)],
-    "twice": [((0, 0), (4, 6), OF), ((0, 0), (4, 6), OF)],
-    "no grid": [((0, 0), (4, 3), OF), ((0, 3), (2, 3), OF), ((3, 3), (1, 3), OF)],
-    "not from the start": [((2, 0), (2, 6), OF)],
-    "two shapes": [((0, 0), (4, 6), OF), ((0, 0), (4, 6), (8, 6))],
-    "out of it": [((2, 0), (4, 6), OF)],
-    "other axes": [((0,), (4, 6), OF)],
+SHAPE = (4, 6)
+INVALID = {
+    "a gap": [((0, 0), (2, 6), SHAPE)],
+    "an overlap": [((0, 0), (3, 6), SHAPE), ((2, 0), (2, 6), SHAPE)],
+    "duplicate pieces": [((0, 0), (4, 6), SHAPE), ((0, 0), (4, 6), SHAPE)],
+    "no grid": [
+        ((0, 0), (4, 3), SHAPE),
+        ((0, 3), (2, 3), SHAPE),
+        ((3, 3), (1, 3), SHAPE),
+    ],
+    "not from the start": [((2, 0), (2, 6), SHAPE)],
+    "two shapes": [((0, 0), (4, 6), SHAPE), ((0, 0), (4, 6), (8, 6))],
+    "out of bounds": [((2, 0), (4, 6), SHAPE)],
+    "other axes": [((0,), (4, 6), SHAPE)],
     "huge": [((0, 0), (4, 6), (2**62, 2**62))],
-    "empty": [((0, 0), (0, 6), OF)],
+    "empty": [((0, 0), (0, 6), SHAPE)],
     "no axes": [((), (), ())],
 }
 
 
-@pytest.mark.parametrize("name", PUZZLES)
-def test_pieces_that_make_no_tensor(tmp_path, name):
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_pieces(tmp_path, name):
     f32 = np.dtype("f4")
     parts = tuple(
-        Part(f"w{i}", f32, held, lambda n=held: np.zeros(n, f32), 0, Piece("w", of, at))
-        for i, (at, held, of) in enumerate(PUZZLES[name])
+        Part(
+            f"w{i}",
+            f32,
+            shape,
+            lambda n=shape: np.zeros(n, f32),
+            0,
+            Piece("w", whole_shape, start),
+        )
+        for i, (start, shape, whole_shape) in enumerate(INVALID[name])
     )
     path = tmp_path / "model.safetensors"
     write_leaves(path, [Leaf("w", {}, parts)], {})
     with pytest.raises(ValueError, match="pieces: 'w0'|pieces of 'w'"):
         eqquant.load(path)
-    whole = Part("w", f32, OF, lambda: np.zeros(OF, f32))
-    piece = Part("w[", f32, OF, lambda: np.zeros(OF, f32), 0, Piece("w", OF, (0, 0)))
+    whole = Part("w", f32, SHAPE, lambda: np.zeros(SHAPE, f32))
+    piece = Part(
+        "w[", f32, SHAPE, lambda: np.zeros(SHAPE, f32), 0, Piece("w", SHAPE, (0, 0))
+    )
     write_leaves(path, [Leaf("w", {}, (whole, piece))], {})
     with pytest.raises(ValueError, match="'w' .*pieces"):
         eqquant.load(path)

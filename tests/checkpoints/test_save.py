@@ -1,4 +1,5 @@
-"""What is saved comes back, bit for bit, or is refused by name."""
+"""`save` and `load` restore trees bit for bit, or reject them with the path of the
+leaf."""
 
 import dataclasses
 import json
@@ -44,7 +45,7 @@ def model():
 def test_a_quantized_model(path, model, format):
     quantized = eqquant.quantize_tree(model, format)
     eqquant.save(path, quantized)
-    # A convolution of the right class comes back, whether `like` has it or not.
+    # `load` restores the class of the convolution, whatever `like` has.
     for like in (quantized, model, skeleton(quantized), skeleton(model)):
         loaded = eqquant.load(path, like)
         assert_identical(loaded, quantized)
@@ -62,14 +63,15 @@ def test_a_quantized_model(path, model, format):
     ],
     ids=repr,
 )
-def test_all_that_a_format_says(path, format, normal):
+def test_every_option_of_a_format(path, format, normal):
     q = eqquant.quantize(normal(2, 5, 70, dtype=jnp.bfloat16), format, axis=1)
     eqquant.save(path, q)
     assert_identical(eqquant.load(path), q)
 
 
-def test_arrays_as_operations_leave_them(path, normal):
-    """Sliced, scaled, transposed, of several axes, empty."""
+def test_arrays_after_operations(path, normal):
+    """Save arrays that are sliced, scaled, transposed, blocked along several axes, or
+    empty."""
     q = eqquant.quantize(normal(3, 6, 130), "nf4")
     double = eqquant.quantize(normal(2, 1000), eqquant.NF4(double_quantization=True))
     tree = {
@@ -89,7 +91,7 @@ def test_arrays_as_operations_leave_them(path, normal):
     assert_identical(eqquant.load(path), tree)
 
 
-def test_what_is_trained(path, model):
+def test_trainable_arrays(path, model):
     key = jax.random.key(1)
     quantized = eqquant.quantize_tree(model, "nf4")
     adapted = eqquant.lora_tree(quantized, rank=2, key=key, dropout=0.1)
@@ -97,7 +99,7 @@ def test_what_is_trained(path, model):
         adapted,
         eqquant.training.fake_quantize_tree(model, "int8", quantized_products=True),
         eqquant.FakeQuantized(model, "int8", learn_scales=True),
-        # The adapters alone.
+        # Only the adapters.
         eqx.partition(adapted, eqquant.trainable_mask(adapted))[0],
         eqx.partition(quantized, eqquant.trainable_mask(quantized))[0],
     ]
@@ -149,23 +151,23 @@ def raw(leaf):
     return type(leaf), repr(leaf)
 
 
-@pytest.mark.parametrize("most", [None, 40, 1], ids=str)
-def test_every_kind_of_leaf(tmp_path, most):
+@pytest.mark.parametrize("max_size", [None, 40, 1], ids=str)
+def test_every_kind_of_leaf(tmp_path, max_size):
     tree = leaves()
-    eqquant.save(tmp_path, tree, max_shard_size=most)
+    eqquant.save(tmp_path, tree, max_shard_size=max_size)
     loaded = eqquant.load(tmp_path, tree)
     assert jax.tree.structure(loaded) == jax.tree.structure(tree)
     assert jax.tree.map(raw, loaded) == jax.tree.map(raw, tree)
-    many = len(list(tmp_path.glob("*.safetensors"))) > 3
-    assert many == (most is not None)
+    is_split = len(list(tmp_path.glob("*.safetensors"))) > 3
+    assert is_split == (max_size is not None)
     found = eqquant.load(tmp_path)
-    # 64 bits are NumPy's without x64, as JAX would cut them off.
+    # Without x64, 64-bit arrays stay in NumPy, because JAX would truncate them.
     assert found["np f8"].dtype == np.float64 and isinstance(found["np f8"], np.ndarray)
     assert isinstance(found["bool"], jax.Array)
     assert "function" not in found and found["numbers"]["7"] == "é\n"
 
 
-REFUSED = {
+REJECTED = {
     "object": ({"a": object()}, TypeError, "at a: object"),
     "strings": ({"a": np.array(["x"])}, TypeError, "at a: .*<U1"),
     "int4": ({"a": jnp.zeros(2, "int4")}, TypeError, "at a: .*int4"),
@@ -176,15 +178,15 @@ REFUSED = {
         TypeError,
         "ShapeDtypeStruct",
     ),
-    "twice": ({"a.b": 1, "a": {"b": 2}}, ValueError, "'a.b'"),
+    "duplicate": ({"a.b": 1, "a": {"b": 2}}, ValueError, "'a.b'"),
     "reserved": ({"__metadata__": jnp.ones(1)}, ValueError, "__metadata__"),
     "surrogate": ({"\ud800": 1}, ValueError, r"\\ud800"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_would_not_come_back_is_refused(path, name):
-    tree, error, message = REFUSED[name]
+@pytest.mark.parametrize("name", REJECTED)
+def test_leaves_that_cannot_be_loaded_are_rejected(path, name):
+    tree, error, message = REJECTED[name]
     with pytest.raises(error, match=message):
         if tree is None:
             jax.jit(lambda x: eqquant.save(path, {"a": x}))(jnp.ones(3))
@@ -192,7 +194,7 @@ def test_what_would_not_come_back_is_refused(path, name):
     assert not list(path.parent.iterdir())
 
 
-def test_damaged_arrays_are_refused(path, normal):
+def test_invalid_arrays_are_rejected(path, normal):
     q = eqquant.quantize(normal(4, 64), "int8")
     with pytest.raises(ValueError, match="at q: codes .*-128"):
         eqquant.save(path, {"q": q.replace(codes=q.codes.at[0, 0].set(-128))})
@@ -202,7 +204,7 @@ def test_damaged_arrays_are_refused(path, normal):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Halves(eqquant.Int8):
-    """A format of a user."""
+    """A user's own format."""
 
     shift: float = 0.5
     name = "halves"
@@ -218,7 +220,7 @@ class Hidden(eqquant.Int8):
     secret: object = None
 
 
-def test_formats_of_a_user(path, normal):
+def test_a_format_of_the_user(path, normal):
     q = eqquant.quantize(normal(4, 64), Halves(shift=0.1))
     eqquant.save(path, q)
     assert_identical(eqquant.load(path, formats=[Halves]), q)
@@ -254,12 +256,12 @@ def test_like_must_fit(path, model):
     rejects("at layers.3.p, but like has 1", eqx.tree_at(lambda m: m[3].p, model, 1))
 
 
-def test_shards_follow_each_other(tmp_path):
-    """One file, shards, other shards, one file: only what counts is left."""
-    for step, most in enumerate([None, 100, 200, None, 100]):
+def test_shards_replace_each_other(tmp_path):
+    """After each save, only the files of the current checkpoint remain."""
+    for step, max_size in enumerate([None, 100, 200, None, 100]):
         tree = {f"w{i}": jnp.full(20, step, "float32") for i in range(6)}
-        eqquant.save(tmp_path / "m.safetensors", tree, max_shard_size=most)
-        count = 1 if most is None else 6 * 100 // most + 1
+        eqquant.save(tmp_path / "m.safetensors", tree, max_shard_size=max_size)
+        count = 1 if max_size is None else 6 * 100 // max_size + 1
         assert len(list(tmp_path.iterdir())) == count
         for place in (tmp_path, tmp_path / "m.safetensors"):
             assert_identical(eqquant.load(place), tree)
@@ -268,7 +270,7 @@ def test_shards_follow_each_other(tmp_path):
         eqquant.load(shard)
 
 
-def test_others_read_and_write_the_same_files(path, normal):
+def test_the_library_safetensors_reads_and_writes_the_same_files(path, normal):
     tree = {"a": {"w": normal(3, 5)}, "b": normal(7).astype(jnp.bfloat16)}
     eqquant.save(path, tree, metadata={"format": "pt"})
     assert eqquant.checkpoints.load_metadata(path) == {"format": "pt"}
@@ -299,7 +301,7 @@ def test_bad_arguments(tmp_path):
         eqquant.load(tmp_path)
 
 
-def test_arrays_go_back_onto_their_mesh(path, normal):
+def test_arrays_return_to_their_mesh(path, normal):
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.NamedSharding(mesh, jax.P("x"))
     q = jax.device_put(eqquant.quantize(normal(16, 64), "nf4"), split)
@@ -328,7 +330,7 @@ def test_shared_layers(path):
     assert eqx.tree_equal(eqquant.load(path, tied), tied)
 
 
-def test_numbers_stay_what_they_are_when_weights_are_quantized(path, normal):
+def test_quantize_checkpoint_keeps_numbers(path, normal):
     tree = {"weight": normal(16, 64), "step": 3}
     eqquant.save(path, tree)
     eqquant.checkpoints.quantize_checkpoint(
@@ -339,7 +341,7 @@ def test_numbers_stay_what_they_are_when_weights_are_quantized(path, normal):
     assert_identical(found["weight"], eqquant.quantize(tree["weight"], "int8"))
 
 
-def test_a_tree_of_one_leaf(path):
+def test_a_tree_with_a_single_leaf(path):
     eqquant.save(path, jnp.arange(3))
     assert_identical(eqquant.load(path), jnp.arange(3))
     eqquant.save(path, {})

@@ -1,6 +1,6 @@
-"""Files that other libraries write, and files for them, beside these libraries.
+"""Compare files with the libraries that write and read them.
 
-They are not among what the tests install: `make test-imports` runs these.
+These libraries are not dependencies of the tests: `make test-imports` installs them.
 """
 
 import pathlib
@@ -28,7 +28,7 @@ DATA = FOREIGN / "data"
 @pytest.mark.parametrize(
     "script", ["gguf", "bitsandbytes", "bitnet", "compressed_tensors"]
 )
-def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_path):
+def test_committed_files_equal_new_files(script, tmp_path):
     path = FOREIGN / f"make_{script}.py"
     subprocess.run([sys.executable, path, tmp_path], check=True, timeout=600)
     made = {p.relative_to(tmp_path) for p in tmp_path.rglob("*") if p.is_file()}
@@ -38,9 +38,9 @@ def test_the_files_that_are_committed_are_what_the_libraries_write(script, tmp_p
         assert (tmp_path / name).read_bytes() == (DATA / name).read_bytes(), name
 
 
-def test_what_gptqmodel_writes_is_read_bit_for_bit(tmp_path):
-    """Not compared with the files that are committed: its codes depend on the order in
-    which a machine adds."""
+def test_gptqmodel_files_are_read_bit_for_bit(tmp_path):
+    """Write new files, because the codes of GPTQModel depend on the order of sums on a
+    machine."""
     pytest.importorskip("gptqmodel")
     path = FOREIGN / "make_gptq.py"
     subprocess.run([sys.executable, path, tmp_path], check=True, timeout=1200)
@@ -59,37 +59,39 @@ def test_what_gptqmodel_writes_is_read_bit_for_bit(tmp_path):
             np.testing.assert_array_equal(np.asarray(weight), expected[key])
 
 
-def test_the_types_of_ggml_have_these_sizes():
+def test_sizes_of_ggml_types():
     for code, kind in TYPES.items():
         known = gguf.GGMLQuantizationType(code)
         assert known.name == kind.name
         assert gguf.GGML_QUANT_SIZES[known] == (kind.block, kind.nbytes)
 
 
-# Of 4096 and more the kernel of bitsandbytes for AVX-512 is not used by itself.
+# bitsandbytes disables its AVX-512 kernel for blocks of 4096 or more.
 @pytest.mark.parametrize("block", [32, 64, 128, 4096])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bitsandbytes_reads_what_is_written_for_it(block, dtype, tmp_path):
+def test_bitsandbytes_reads_written_files(block, dtype, tmp_path):
     from safetensors.torch import load_file
 
     w = jax.random.normal(jax.random.key(0), (8, 4096)).astype(dtype)
     q = eqquant.quantize(w, eqquant.NF4(block_size=block))
-    twice = eqquant.quantize(w, eqquant.NF4(block_size=block, double_quantization=True))
+    nested = eqquant.quantize(
+        w, eqquant.NF4(block_size=block, double_quantization=True)
+    )
     path = tmp_path / "model.safetensors"
     eqquant.checkpoints.write_bitsandbytes(
-        path, {"a.weight": q, "b.weight": twice, "a.bias": w[:, 0]}
+        path, {"a.weight": q, "b.weight": nested, "a.bias": w[:, 0]}
     )
     tensors = load_file(path)
     x = torch.linspace(-1, 1, 4096)[None].to(getattr(torch, dtype))
-    for name, array in (("a", q), ("b", twice)):
+    for name, array in (("a", q), ("b", nested)):
         prefix = f"{name}.weight"
-        beside = {
+        state = {
             key.removeprefix(f"{prefix}."): value
             for key, value in tensors.items()
             if key.startswith(f"{prefix}.")
         }
         weight = bitsandbytes.nn.Params4bit.from_prequantized(
-            tensors[prefix], beside, device="cpu"
+            tensors[prefix], state, device="cpu"
         )
         assert weight.quant_state.shape == (8, 4096)
         decoded = bitsandbytes.functional.dequantize_4bit(

@@ -1,4 +1,4 @@
-"""Adapters of `examples/llama`, beside PEFT: each reads what the other writes."""
+"""Exchange adapters of `examples/llama` with PEFT, in both directions."""
 
 import importlib.util
 import pathlib
@@ -27,9 +27,9 @@ TOKENS = np.array([[1, 5, 9, 30, 2, 17]])
 
 @pytest.fixture(autouse=True)
 def without_gptqmodel(monkeypatch):
-    """Where that is installed, PEFT wants Optimum as well, whatever it is to read."""
+    """Hide GPTQModel. If it is installed, PEFT also requires Optimum for all models."""
     find = importlib.util.find_spec
-    hidden = lambda name, *of: None if name == "gptqmodel" else find(name, *of)
+    hidden = lambda name, *args: None if name == "gptqmodel" else find(name, *args)
     monkeypatch.setattr(importlib.util, "find_spec", hidden)
 
 
@@ -48,9 +48,9 @@ def _logits(model) -> np.ndarray:
     return np.asarray(model(tokens, jnp.zeros_like(tokens)))
 
 
-def _assert_same(ours, theirs):
-    """Ours are in float32, theirs in float64: with both in float32, large adapters make
-    more of how these are rounded than this permits."""
+def _assert_close(ours, theirs):
+    """Compare float32 results of eqquant with float64 results of PEFT. With float32 on
+    both sides, rounding in large adapters would exceed the tolerance."""
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5 * np.abs(theirs).max())
 
 
@@ -60,7 +60,7 @@ def test_peft_reads_our_adapters(stacked, tmp_path):
     model = add_adapters(model, 4, alpha=8.0, key=jax.random.key(0))
     is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
     filled = lambda q: q.replace(b=jax.random.normal(jax.random.key(1), q.b.shape))
-    # `b` is zero at first.
+    # `b` is initialised to zero.
     model = jax.tree.map(
         lambda x: filled(x) if is_adapted(x) else x, model, is_leaf=is_adapted
     )
@@ -68,7 +68,7 @@ def test_peft_reads_our_adapters(stacked, tmp_path):
     plain, adapted = _base(), peft.PeftModel.from_pretrained(_base(), tmp_path).eval()
     theirs = _logits_of_peft(adapted)
     assert np.abs(theirs - _logits_of_peft(plain)).max() > 0.1
-    _assert_same(_logits(model), theirs)
+    _assert_close(_logits(model), theirs)
 
 
 def test_our_adapters_are_read_from_peft(tmp_path):
@@ -83,4 +83,4 @@ def test_our_adapters_are_read_from_peft(tmp_path):
     theirs.save_pretrained(tmp_path)
     model = load_model(FOLDER, stacked=True, progress=False)
     ours = load_adapters(tmp_path, model, "llama")
-    _assert_same(_logits(ours), _logits_of_peft(theirs))
+    _assert_close(_logits(ours), _logits_of_peft(theirs))

@@ -1,6 +1,7 @@
-"""Writes `bitnet_*/` with the layers of transformers, and what they multiply by.
+"""Write `bitnet_*/`: files of transformers, and the weights with which its layers
+multiply.
 
-python tests/checkpoints/foreign/make_bitnet.py FOLDER
+    python tests/checkpoints/foreign/make_bitnet.py FOLDER
 """
 
 import json
@@ -18,7 +19,7 @@ from transformers.integrations import bitnet
 
 
 ROWS, COLUMNS = 16, 24
-# A power of two and a bit, so that dividing by it is rounded.
+# Not a power of two, so that dividing by it rounds.
 SCALE = 1.25
 
 
@@ -27,7 +28,7 @@ def layer_of(kind: str, packed: torch.Tensor) -> torch.nn.Module:
         layer = bitnet.BitLinear(COLUMNS, ROWS, bias=False, dtype=torch.float32)
     else:
         layer = bitnet.AutoBitLinear(COLUMNS, ROWS, bias=False, dtype=torch.float32)
-        # As transformers does when it loads a model of these.
+        # transformers unpacks the weights when it loads a model.
         packed = bitnet.unpack_weights(packed, dtype=torch.float32)
     state = {"weight": packed, "weight_scale": torch.tensor([SCALE])}
     layer.load_state_dict(state)
@@ -47,14 +48,14 @@ def write(folder: pathlib.Path) -> None:
             "norm.weight": torch.ones(COLUMNS, dtype=torch.bfloat16),
         }
         save_file(tensors, place / "model.safetensors", {"format": "pt"})
-        about = {
+        config = {
             "quant_method": "bitnet",
             "linear_class": kind,
             "quantization_mode": "offline",
         }
-        text = json.dumps({"quantization_config": about}, indent=2)
+        text = json.dumps({"quantization_config": config}, indent=2)
         (place / "config.json").write_text(text + "\n")
-        # Of a row that has one entry, 1, int8 activations keep all.
+        # int8 activations are exact for a row with a single entry, 1.
         with torch.no_grad():
             product = layer_of(kind, packed)(torch.eye(COLUMNS))
         save_file(

@@ -1,5 +1,5 @@
-"""Writes `bitsandbytes_*.safetensors` from layers of bitsandbytes, and what that
-decodes them to.
+"""Write `bitsandbytes_*.safetensors` from layers of bitsandbytes, and their decoded
+values.
 
     python tests/checkpoints/foreign/make_bitsandbytes.py FOLDER
 """
@@ -15,8 +15,8 @@ from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 from safetensors.torch import save_file
 
 
-# Rows, columns, block size, whether scales are quantized, dtype, kind. The first of the
-# nested ones has its scales in two groups, of 256 and of 24.
+# Rows, columns, block size, whether scales are quantized, dtype, kind. The first nested
+# weight has two groups of scales, with 256 and 24 scales.
 LAYERS = {
     "nf4": (24, 128, 64, False, "float32", "nf4"),
     "nf4_32": (4, 64, 32, False, "bfloat16", "nf4"),
@@ -32,8 +32,7 @@ LAYERS = {
 
 
 def weights(rng: np.random.Generator, rows: int, columns: int) -> torch.Tensor:
-    # Few bits: so that nothing depends on how a machine rounds, or in which order it
-    # adds.
+    # Few bits, so that results depend neither on rounding nor on the order of sums.
     normal = np.round(rng.standard_normal((rows, columns)) * 64) / 64
     return torch.from_numpy(normal.astype(np.float32))
 
@@ -55,8 +54,9 @@ def layer_of_4_bits(w: torch.Tensor, block, nested, dtype, kind):
 
 
 def decode(weight) -> torch.Tensor:
-    """As one row: where rows do not end between blocks, the kernel of bitsandbytes 0.50
-    for CPUs takes the scales of other blocks, and is far from the weight."""
+    """Decode the weight as one row. If blocks cross rows, the CPU kernel of
+    bitsandbytes 0.50 uses the scales of other blocks, and its result is far from the
+    weight."""
     state = copy.copy(weight.quant_state)
     state.shape = torch.Size((1, state.shape.numel()))
     return dequantize_4bit(weight.data, state).contiguous()

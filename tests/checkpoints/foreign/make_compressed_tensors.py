@@ -1,5 +1,5 @@
-"""Writes `compressed_tensors.safetensors` with the compressors of compressed-tensors,
-and what these decode it to.
+"""Write `compressed_tensors.safetensors` with compressed-tensors, and its decoded
+values.
 
     python tests/checkpoints/foreign/make_compressed_tensors.py FOLDER
 """
@@ -16,7 +16,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from safetensors.torch import save_file
 
 
-# Bits, columns, group (None for a whole row), whether without zero points, dtype.
+# Bits, columns, group (`None` for a whole row), whether symmetric, dtype.
 LAYERS = {
     "zeros": (4, 96, 32, False, "bfloat16"),
     "symmetric": (4, 64, 32, True, "float16"),
@@ -24,27 +24,27 @@ LAYERS = {
     "two_bits": (2, 64, 32, False, "bfloat16"),
     "eight_bits": (8, 64, 64, True, "bfloat16"),
 }
-# Floats or integers of 8 bits, which share a scale, dtype.
+# FP8 or int8, the strategy of scales, dtype.
 BYTES = {
     "fp8_rows": ("float", "channel", "bfloat16"),
     "fp8_whole": ("float", "tensor", "float32"),
     "int8_rows": ("int", "channel", "bfloat16"),
 }
-ROWS = 12  # Which do not fill words.
+ROWS = 12  # 12 codes do not fill an int32.
 
 
 def layer(bits: int, columns: int, group: int | None, symmetric: bool, dtype):
     groups = 1 if group is None else columns // group
     half = 2 ** (bits - 1)
-    # 8 bits without their lowest level, which Int8 does not have.
+    # Avoid the lowest 8-bit level, which Int8 lacks.
     levels = torch.randint(-half + (bits == 8), half, (ROWS, columns))
     scales = (torch.randint(1, 100, (ROWS, groups)) / 512).to(dtype)
     zeros = torch.randint(-half, half, (ROWS, groups))
     zeros = torch.zeros_like(zeros) if symmetric else zeros
-    each = lambda x: x.repeat_interleave(columns // groups, 1)
+    repeat = lambda x: x.repeat_interleave(columns // groups, 1)
     state = {
-        # Quantized again, these are the same levels.
-        "weight": (levels - each(zeros)).float() * each(scales).float(),
+        # Quantizing these values gives the same levels.
+        "weight": (levels - repeat(zeros)).float() * repeat(scales).float(),
         "weight_scale": scales,
         "weight_zero_point": zeros.to(torch.int8),
     }
@@ -57,7 +57,7 @@ def layer(bits: int, columns: int, group: int | None, symmetric: bool, dtype):
 
 
 def layer_of_bytes(kind: str, strategy: str, dtype):
-    """FP8, or integers of 8 bits, by rows or as a whole."""
+    """Make an FP8 or int8 layer, with scales per row or per tensor."""
     if kind == "float":
         levels = torch.randint(0, 127, (ROWS, 40), dtype=torch.uint8)
         levels = levels.view(torch.float8_e4m3fn).float()

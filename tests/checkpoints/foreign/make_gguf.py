@@ -1,9 +1,9 @@
-"""Writes `gguf.gguf` with the package of llama.cpp, and what that decodes it to.
+"""Write `gguf.gguf` with the Python package of llama.cpp, and its decoded values.
 
     python tests/checkpoints/foreign/make_gguf.py FOLDER
 
-What that package quantizes itself is quantized; K-quants and the like, which it only
-decodes, are random bits.
+Types that the package can quantize hold quantized numbers. Types that it can only
+decode, such as K-quants, hold random bits.
 """
 
 import pathlib
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 ROWS, COLUMNS = 2, 512
 QUANTIZED = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "TQ1_0", "TQ2_0", "MXFP4")
-# With where in a block there are numbers of 16 bits, which must be finite.
+# The positions of 16-bit numbers in a block, which must be finite.
 RANDOM = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -40,7 +40,7 @@ def random_blocks(rng: np.random.Generator, kind: Type, halves) -> np.ndarray:
 
 def write(folder: pathlib.Path) -> None:
     rng = np.random.default_rng(0)
-    # Exact in 16 bits, so that nothing depends on how a machine rounds.
+    # Exact in 16 bits, so that results do not depend on rounding.
     normal = np.round(rng.standard_normal((ROWS, COLUMNS)) * 64).astype(np.float32) / 64
     tensors: dict[str, tuple[np.ndarray, Type]] = {}
     for name in QUANTIZED:
@@ -49,7 +49,7 @@ def write(folder: pathlib.Path) -> None:
     for name, halves in RANDOM.items():
         kind = Type[name]
         tensors[name] = random_blocks(rng, kind, halves), kind
-    # A stack of experts, and rows that are one block.
+    # A stack of experts, and rows of a single block.
     stack = rng.standard_normal((2, 3, 32)).astype(np.float32)
     tensors["stack"] = gguf.quants.quantize(stack, Type.Q4_0), Type.Q4_0
     tensors["F32"] = normal, Type.F32

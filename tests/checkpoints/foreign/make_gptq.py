@@ -1,10 +1,10 @@
-"""Writes `gptq_*/`: tiny models that GPTQModel quantized and saved, as it does for GPTQ
-and AWQ, what it decodes their weights to, and the logits of a model of these.
+"""Write `gptq_*/`: tiny GPTQ and AWQ models of GPTQModel, their decoded weights, and
+the logits of the models.
 
     python tests/checkpoints/foreign/make_gptq.py FOLDER [NAME ...]
 
-Its calibration adds floats in an order of its own, so codes are not the same on every
-machine.
+Calibration in GPTQModel adds floats in an unspecified order, so codes differ between
+machines.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 
-# With fewer than two of these it does not start.
+# GPTQModel needs at least two samples to start.
 os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
 
 import torch
@@ -39,7 +39,7 @@ MODELS = {
 
 
 def write_float_model(folder: pathlib.Path) -> None:
-    # AWQ takes outputs by 64.
+    # AWQ needs a multiple of 64 outputs.
     config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=64,
@@ -55,11 +55,11 @@ def write_float_model(folder: pathlib.Path) -> None:
         initializer_range=0.2,
     )
     torch.manual_seed(0)
-    # As GPTQModel saves what it does not quantize.
+    # GPTQModel saves unquantized weights in bfloat16.
     model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    vocabulary = {f"w{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w3"))
     special = {"pad_token": "w0", "bos_token": "w1", "eos_token": "w2"}
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="w3", **special
@@ -77,8 +77,8 @@ def quantize(source: pathlib.Path, target: pathlib.Path, options: dict) -> None:
 
 
 def decode(tensors: dict, config: dict, dtype=None) -> dict[str, torch.Tensor]:
-    """Quantized weights, by the code of GPTQModel: in the dtype of their scales, or in
-    a longer one."""
+    """Dequantize weights with the code of GPTQModel, in the dtype of their scales or in
+    `dtype`."""
     bits, group = config["bits"], config["group_size"]
     found = {}
     for name in [key for key in tensors if key.endswith(".qweight")]:
@@ -94,13 +94,13 @@ def decode(tensors: dict, config: dict, dtype=None) -> dict[str, torch.Tensor]:
                 parts["qweight"], parts["qzeros"], scales, bits, group
             )
         else:
-            words, outputs = parts["qweight"].shape
+            packed, outputs = parts["qweight"].shape
             layer = TorchLinear(
                 bits=bits,
                 group_size=group,
                 sym=config["sym"],
                 desc_act=config["desc_act"],
-                in_features=words * 32 // bits,
+                in_features=packed * 32 // bits,
                 out_features=outputs,
             )
             layer.load_state_dict(parts)
@@ -115,7 +115,7 @@ def decode(tensors: dict, config: dict, dtype=None) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def expect(folder: pathlib.Path) -> None:
-    """What a folder must come to."""
+    """Write the expected weights and logits of a folder."""
     values = json.loads((folder / "config.json").read_text())
     quantization = values.pop("quantization_config")
     tensors = load_file(folder / "model.safetensors")
@@ -142,7 +142,7 @@ def write(folder: pathlib.Path, *names: str) -> None:
             place.mkdir(exist_ok=True)
             shutil.copy(saved / "model.safetensors", place)
             config = json.loads((saved / "config.json").read_text())
-            # A path of the machine, and much else that does not matter to a reader.
+            # Drop a local path and other irrelevant fields.
             del config["quantization_config"]["meta"]
             (place / "config.json").write_text(json.dumps(config, indent=2) + "\n")
             expect(place)

@@ -1,4 +1,4 @@
-"""Ternary weights as transformers packs them: `make_bitnet.py`."""
+"""Ternary weights as transformers packs them. `make_bitnet.py` writes the files."""
 
 import json
 import pathlib
@@ -21,7 +21,7 @@ def read(folder, **options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_values_are_those_that_the_layers_multiply_by(kind, normal):
+def test_values_equal_the_layers(kind, normal):
     folder = DATA / f"bitnet_{kind}"
     found = read(folder)
     expected = load_file(folder / "expected.safetensors")["layer.weight"]
@@ -45,12 +45,12 @@ def folder(tmp_path):
     return shutil.copytree(DATA / "bitnet_bitlinear", tmp_path / "model")
 
 
-def test_the_class_of_the_layers_must_be_known(folder):
+def test_invalid_config_json(folder):
     (folder / "expected.safetensors").unlink()
     (folder / "config.json").unlink()
     with pytest.raises(ValueError, match=r"config\.json"):
         eqquant.checkpoints.read_checkpoint(folder)
-    for about, message in [
+    for config, message in [
         ({}, "quantization_config must be an object with a quant_method"),
         ({"quantization_config": {"quant_method": "gptq"}}, "of 'bitnet', got 'gptq'"),
         (
@@ -58,12 +58,12 @@ def test_the_class_of_the_layers_must_be_known(folder):
             "'bitlinear', 'autobitlinear', got 'x'",
         ),
     ]:
-        (folder / "config.json").write_text(json.dumps(about))
+        (folder / "config.json").write_text(json.dumps(config))
         with pytest.raises(ValueError, match=message):
             eqquant.checkpoints.read_checkpoint(folder)
-    # What transformers takes where nothing is said.
-    about = {"quantization_config": {"quant_method": "bitnet"}}
-    (folder / "config.json").write_text(json.dumps(about))
+    # The default of transformers.
+    config = {"quantization_config": {"quant_method": "bitnet"}}
+    (folder / "config.json").write_text(json.dumps(config))
     scales = eqquant.checkpoints.read_checkpoint(folder)["layer.weight"].scales
     assert (scales == np.float32(0.8)).all()
 
@@ -87,7 +87,7 @@ def test_the_class_of_the_layers_must_be_known(folder):
         (np.zeros(96, np.uint8), np.ones(1, np.float32), r"\(96,\)"),
     ],
 )
-def test_what_is_not_bitnet(packed, scale, message, folder):
+def test_invalid_weights(packed, scale, message, folder):
     tensors = {"a.weight": packed, "a.weight_scale": scale}
     save_file(tensors, folder / "model.safetensors")
     for decode in (False, True):
@@ -96,7 +96,7 @@ def test_what_is_not_bitnet(packed, scale, message, folder):
 
 
 @pytest.mark.parametrize("with_offsets", [False, True])
-def test_mlx_is_refused_by_name(with_offsets, tmp_path):
+def test_mlx_is_rejected(with_offsets, tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = {"a.weight": np.ones((4, 8), np.uint32), "a.scales": np.ones((4, 1))}
     if with_offsets:
@@ -106,7 +106,7 @@ def test_mlx_is_refused_by_name(with_offsets, tmp_path):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_plain_safetensors_come_as_they_are(tmp_path):
+def test_plain_safetensors(tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = {
         "weight": np.arange(6, dtype=np.float16).reshape(2, 3),
@@ -123,7 +123,7 @@ def test_plain_safetensors_come_as_they_are(tmp_path):
         assert name == "steps" or found[name].dtype == array.dtype
 
 
-def test_files_of_eqquant_are_for_load(tmp_path):
+def test_files_of_eqquant_are_rejected(tmp_path):
     path = tmp_path / "model.safetensors"
     eqquant.save(path, {"a": np.ones(3, np.float32)})
     with pytest.raises(ValueError, match=r"eqquant\.load"):

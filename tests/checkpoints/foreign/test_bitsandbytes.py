@@ -1,4 +1,4 @@
-"""Layers that bitsandbytes quantized: `make_bitsandbytes.py`."""
+"""Layers that bitsandbytes quantized. `make_bitsandbytes.py` writes the files."""
 
 import json
 import pathlib
@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 
 DATA = pathlib.Path(__file__).parent / "data"
-# The block sizes that weights of so many columns have here.
+# The expected block size of each weight.
 BLOCKS = {
     "nf4": 64,
     "nf4_32": 32,
@@ -46,7 +46,7 @@ def expected():
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_nf4_has_the_values_of_bitsandbytes(name, found, expected):
+def test_nf4_equals_bitsandbytes(name, found, expected):
     q, value = found[f"{name}.weight"], expected[f"{name}.weight"]
     assert q.format == NF4(block_size=BLOCKS[name])
     assert q.dtype == value.dtype and q.shape == value.shape
@@ -55,11 +55,11 @@ def test_nf4_has_the_values_of_bitsandbytes(name, found, expected):
     assert bias.tobytes() == expected[f"{name}.bias"].tobytes()
 
 
-def test_nothing_else_is_there(found, expected):
+def test_names_match(found, expected):
     assert set(found) == {name for name in expected if not name.startswith("int8")}
 
 
-def test_codes_and_scales_are_those_of_the_file(found):
+def test_codes_and_scales_equal_the_file(found):
     stored = tensors("bitsandbytes_4bit.safetensors")
     packed = stored["nf4.weight"].reshape(-1)
     codes = np.stack([packed >> 4, packed & 15], -1).reshape(24, 128)
@@ -69,13 +69,13 @@ def test_codes_and_scales_are_those_of_the_file(found):
 
 
 @pytest.mark.parametrize("name", ["nf4_far_across_rows", "fp4"])
-def test_what_is_decoded_has_the_values_of_bitsandbytes(name, found, expected):
+def test_decoded_weights_equal_bitsandbytes(name, found, expected):
     value = np.asarray(found[f"{name}.weight"])
     assert value.tobytes() == expected[f"{name}.weight"].tobytes()
 
 
-def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
-    """One layer of a file, some of its tensors changed, or removed if None."""
+def write_layer(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
+    """Write one layer of a file, with some tensors replaced, or removed if `None`."""
     stored = {k: v for k, v in tensors(file).items() if k.startswith(prefix + ".")}
     for name, value in changes.items():
         stored.pop(f"{prefix}.{name}", None)
@@ -96,8 +96,8 @@ def only(folder, prefix, file="bitsandbytes_4bit.safetensors", **changes):
         ("fp4", "FP4"),
     ],
 )
-def test_what_no_format_holds_is_an_error_that_says_so(name, message, tmp_path):
-    path = only(tmp_path, name)
+def test_inexact_weights_raise(name, message, tmp_path):
+    path = write_layer(tmp_path, name)
     with pytest.raises(ValueError, match=rf"'{name}\.weight'.*{message}.*decode=True"):
         eqquant.checkpoints.read_checkpoint(path)
 
@@ -110,7 +110,7 @@ def test_int8(expected, normal):
     assert q.format == Int8()
     assert np.asarray(q.codes).tobytes() == stored["int8.weight"].tobytes()
     np.testing.assert_array_equal(q.scales[:, 0], stored["int8.SCB"] / np.float32(127))
-    # Two roundings here, three there.
+    # eqquant rounds twice, bitsandbytes three times.
     np.testing.assert_allclose(q.dequantize(), value, rtol=5 * 2.0**-24, atol=0)
     x = normal(5, 64)
     assert relative(x @ q.T, np.float64(x) @ value.T) < TOLERANCE["high"]
@@ -151,8 +151,8 @@ def changed_state(name, **changes):
         ({"nested_blocksize": 256}, "nested_absmax and nested_blocksize"),
     ],
 )
-def test_states_that_do_not_fit(changes, message, tmp_path):
-    path = only(tmp_path, "nf4", **changed_state("nf4", **changes))
+def test_invalid_states(changes, message, tmp_path):
+    path = write_layer(tmp_path, "nf4", **changed_state("nf4", **changes))
     for decode in (False, True):
         with pytest.raises(ValueError, match=message):
             eqquant.checkpoints.read_checkpoint(path, decode=decode)
@@ -169,19 +169,21 @@ def test_states_that_do_not_fit(changes, message, tmp_path):
         ({"nested_blocksize": None}, "nested_absmax and nested_blocksize"),
     ],
 )
-def test_nested_states_that_do_not_fit(changes, message, tmp_path):
-    path = only(tmp_path, "nf4_nested", **changed_state("nf4_nested", **changes))
+def test_invalid_nested_states(changes, message, tmp_path):
+    path = write_layer(tmp_path, "nf4_nested", **changed_state("nf4_nested", **changes))
     with pytest.raises(ValueError, match=message):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_blocks_longer_than_all_there_is(found, tmp_path):
-    path = only(tmp_path, "nf4_4096", **changed_state("nf4_4096", blocksize=2**62))
+def test_blocks_longer_than_the_weight(found, tmp_path):
+    path = write_layer(
+        tmp_path, "nf4_4096", **changed_state("nf4_4096", blocksize=2**62)
+    )
     again = eqquant.checkpoints.read_checkpoint(path)["nf4_4096.weight"]
     assert again.format.block_size == 4096
     assert (again.dequantize() == found["nf4_4096.weight"].dequantize()).all()
     name = "nf4_nested_32"
-    path = only(tmp_path, name, **changed_state(name, nested_blocksize=2**62))
+    path = write_layer(tmp_path, name, **changed_state(name, nested_blocksize=2**62))
     again = eqquant.checkpoints.read_checkpoint(path)[f"{name}.weight"]
     assert (again.scales == found[f"{name}.weight"].scales).all()
 
@@ -205,15 +207,15 @@ def test_blocks_longer_than_all_there_is(found, tmp_path):
         ({"weight.quant_state.bitsandbytes__af4": np.zeros(9, np.uint8)}, "type 'af4'"),
     ],
 )
-def test_parts_that_do_not_fit(changes, message, tmp_path):
-    path = only(tmp_path, "nf4", **changes)
+def test_invalid_parts(changes, message, tmp_path):
+    path = write_layer(tmp_path, "nf4", **changes)
     with pytest.raises(ValueError, match=message):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_a_table_of_its_own(tmp_path):
+def test_another_quant_map(tmp_path):
     table = np.linspace(-1, 1, 16, dtype=np.float32)
-    path = only(tmp_path, "nf4", **{"weight.quant_map": table})
+    path = write_layer(tmp_path, "nf4", **{"weight.quant_map": table})
     with pytest.raises(ValueError, match="quant_map"):
         eqquant.checkpoints.read_checkpoint(path)
     value = eqquant.checkpoints.read_checkpoint(path, decode=True)["nf4.weight"]
@@ -231,25 +233,25 @@ def test_a_table_of_its_own(tmp_path):
         ({"weight": np.full((12, 64), -128, np.int8)}, "integers from -128"),
     ],
 )
-def test_parts_of_int8_that_do_not_fit(changes, message, tmp_path):
-    path = only(tmp_path, "int8", "bitsandbytes_int8.safetensors", **changes)
+def test_invalid_parts_of_int8(changes, message, tmp_path):
+    path = write_layer(tmp_path, "int8", "bitsandbytes_int8.safetensors", **changes)
     with pytest.raises(ValueError, match=message):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_int8_of_older_files_has_no_weight_format(tmp_path):
+def test_older_int8_files_lack_weight_format(tmp_path):
     file = "bitsandbytes_int8.safetensors"
-    path = only(tmp_path, "int8", file, weight_format=None, bias=None)
+    path = write_layer(tmp_path, "int8", file, weight_format=None, bias=None)
     assert set(eqquant.checkpoints.read_checkpoint(path)) == {"int8.weight"}
 
 
 #
-# Written
+# Writing
 #
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4_32", "nf4_4096", "nf4_nested"])
-def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
+def test_written_files_equal_bitsandbytes(name, found, tmp_path):
     weight = f"{name}.weight"
     path = tmp_path / "written.safetensors"
     eqquant.checkpoints.write_bitsandbytes(
@@ -260,7 +262,7 @@ def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
         assert source.metadata == {"format": "pt"}
     stored = tensors("bitsandbytes_4bit.safetensors")
     same = {weight, f"{weight}.quant_map", f"{name}.bias"}
-    if name != "nf4_nested":  # Whose scales are written as floats.
+    if name != "nf4_nested":  # Nested scales are written as floats.
         same.add(f"{weight}.absmax")
     for key in same:
         assert written[key].dtype == stored[key].dtype
@@ -276,7 +278,7 @@ def test_what_is_written_is_what_bitsandbytes_wrote(name, found, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_written_of_other_nf4(normal, tmp_path):
+def test_round_trip_of_other_nf4(normal, tmp_path):
     path = tmp_path / "written.safetensors"
     w = normal(3, 2, 128)
     arrays = {
@@ -309,14 +311,14 @@ def test_what_is_written_of_other_nf4(normal, tmp_path):
         (lambda w: np.ones(2, np.complex128), "complex128"),
     ],
 )
-def test_what_bitsandbytes_has_no_layout_for(make, message, normal, tmp_path):
+def test_unsupported_arrays(make, message, normal, tmp_path):
     path = tmp_path / "written.safetensors"
     with pytest.raises(ValueError, match=message):
         eqquant.checkpoints.write_bitsandbytes(path, {"w": make(normal(64, 128))})
     assert not list(tmp_path.iterdir())
 
 
-def test_two_tensors_of_one_name(normal, tmp_path):
+def test_duplicate_names(normal, tmp_path):
     q = eqquant.quantize(normal(2, 64), "nf4")
     with pytest.raises(ValueError, match=r"arrays: 'w\.absmax'"):
         eqquant.checkpoints.write_bitsandbytes(

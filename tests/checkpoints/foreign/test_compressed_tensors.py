@@ -1,4 +1,4 @@
-"""Weights that compressed-tensors packed: `make_compressed_tensors.py`."""
+"""Weights of compressed-tensors, from `make_compressed_tensors.py`."""
 
 import pathlib
 
@@ -31,10 +31,10 @@ def found():
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_values_are_those_of_the_library(name, found):
+def test_values_equal_the_library(name, found):
     assert found.keys() == {f"{name}.weight" for name in FORMATS}
     q = found[f"{name}.weight"]
-    # In the dtype of the scales, to which the library rounds, too.
+    # Compare in the dtype of the scales, to which the library rounds.
     expected = load_file(DATA / "compressed_tensors_expected.safetensors")
     expected = expected[f"{name}.weight"]
     assert q.format == FORMATS[name] and q.dtype == expected.dtype
@@ -43,7 +43,7 @@ def test_the_values_are_those_of_the_library(name, found):
     np.testing.assert_array_equal(value, expected)
 
 
-BAD = {
+INVALID = {
     "no shape": (dict(weight_shape=None), "'weight_shape'"),
     "no scales": (dict(weight_scale=None), "'weight_scale'"),
     "another shape": (dict(weight_shape=np.array([8, 64])), r"\(8, 64\)"),
@@ -61,22 +61,22 @@ BAD = {
     ),
     "partial groups": (dict(weight_scale=np.ones((12, 5), np.float16)), "5 groups"),
     "scales of a vector": (dict(weight_scale=np.ones(12, np.float16)), "weight_scale"),
-    "zeros of others": (
+    "zero points of the wrong shape": (
         dict(weight_zero_point=np.zeros((1, 3), np.int32)),
         r"\(2, 3\), got",
     ),
-    "an order of others": (
+    "groups out of range": (
         dict(weight_g_idx=np.full(96, 3, np.int32)),
         "'weight_g_idx' .*3 to 3",
     ),
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_parts_that_do_not_fit(what, tmp_path):
-    changes, message = BAD[what]
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_parts(name, tmp_path):
+    changes, message = INVALID[name]
     prefix = "zeros."
-    # Not by `load_file`, as there is FP8 in that file, too.
+    # `load_file` cannot read the FP8 in this file.
     with Source(DATA / "compressed_tensors.safetensors") as source:
         names = [name for name in source.tensors if name.startswith(prefix)]
         tensors = {name: source.read(name) for name in names}
@@ -99,23 +99,23 @@ def save(path, **tensors):
 
 
 def test_fp8_in_tiles(tmp_path):
-    """As Hugging Face and DeepSeek have it, by its layout."""
+    """Read the layout of Hugging Face and DeepSeek."""
     path, rows, columns = tmp_path / "model.safetensors", 130, 300
     weight = float8(rows, columns)
     scales = np.random.default_rng(1).uniform(0.1, 1, (2, 3)).astype(np.float32)
     save(path, weight=weight, weight_scale_inv=scales)
     q = eqquant.checkpoints.read_checkpoint(path)["a.weight"]
     assert q.format == FP8(block_size=128) and q.shape == (rows, columns)
-    of_each = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
-    expected = weight.astype(np.float32) * of_each
+    repeated = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
+    expected = weight.astype(np.float32) * repeated
     assert np.asarray(q.dequantize()).tobytes() == expected.tobytes()
 
 
-def test_bytes_that_are_not_held(tmp_path):
+def test_inexact_bytes(tmp_path):
     path, scale = tmp_path / "model.safetensors", np.full((4, 1), 2, np.float32)
     integers = np.full((4, 8), -128, np.int8)
-    nothing = np.full((4, 8), 0x7F, np.uint8).view(jnp.float8_e4m3fn)
-    for weight, message in ((integers, "from -128 to -128"), (nothing, "NaN")):
+    nan = np.full((4, 8), 0x7F, np.uint8).view(jnp.float8_e4m3fn)
+    for weight, message in ((integers, "from -128 to -128"), (nan, "NaN")):
         save(path, weight=weight, weight_scale=scale)
         with pytest.raises(ValueError, match=f"{message}.*decode=True"):
             eqquant.checkpoints.read_checkpoint(path)
@@ -124,7 +124,7 @@ def test_bytes_that_are_not_held(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(2,), (4, 2), (2, 1), (1, 4)])
-def test_scales_of_bytes_that_do_not_fit(shape, tmp_path):
+def test_invalid_shapes_of_scales(shape, tmp_path):
     path = tmp_path / "model.safetensors"
     save(path, weight=float8(4, 8), weight_scale=np.ones(shape, np.float32))
     with pytest.raises(ValueError, match=r"'weight_scale' .*\(\) or"):

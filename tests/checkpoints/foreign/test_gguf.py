@@ -1,4 +1,4 @@
-"""GGUF files that llama.cpp's package wrote: `make_gguf.py`."""
+"""GGUF files from the package of llama.cpp. `make_gguf.py` writes the file."""
 
 import pathlib
 
@@ -41,14 +41,14 @@ def expected():
     return load_file(DATA / "gguf_expected.safetensors")
 
 
-def test_every_tensor_is_there_in_its_order(found, expected):
+def test_names_and_order(found, expected):
     assert found.keys() == expected.keys() == {*EXACT, *WITH_OFFSETS, *PLAIN}
     with GGUFFile(DATA / "gguf.gguf") as file:
         assert list(found) == list(file.tensors)
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_what_stays_quantized_has_the_values_of_the_file(name, found, expected):
+def test_quantized_values_equal_llama_cpp(name, found, expected):
     q = found[name]
     assert q.format == EXACT[name] and q.dtype == np.float32
     value = np.asarray(q.dequantize())
@@ -57,14 +57,14 @@ def test_what_stays_quantized_has_the_values_of_the_file(name, found, expected):
 
 
 @pytest.mark.parametrize("name", [*WITH_OFFSETS, *PLAIN])
-def test_what_is_decoded_has_the_values_of_the_file(name, found, expected):
+def test_decoded_values_equal_llama_cpp(name, found, expected):
     value = np.asarray(found[name])
     dtype = {"F16": "float16", "BF16": "bfloat16"}.get(name, "float32")
     assert value.dtype == dtype and value.shape == expected[name].shape
     assert value.astype(np.float32).tobytes() == expected[name].tobytes()
 
 
-def test_the_codes_are_those_of_the_file(found):
+def test_codes_equal_the_file(found):
     with GGUFFile(DATA / "gguf.gguf") as file:
         raw = file.read(file.tensors["Q4_0"]).reshape(-1, 18)
         assert np.asarray(found["Q4_0"].codes).tobytes() == raw[:, 2:].tobytes()
@@ -75,7 +75,7 @@ def test_the_codes_are_those_of_the_file(found):
     assert (found["Q4_0"].scales < 0).any() and (found["Q4_0"].scales > 0).any()
 
 
-def test_bits_of_each(found):
+def test_bits_per_weight(found):
     bits = {name: 8 * found[name].nbytes / found[name].size for name in EXACT}
     assert bits["Q4_0"] == 5 and bits["Q8_0"] == 9 and bits["TQ2_0"] == 2.125
 
@@ -90,7 +90,7 @@ def test_products(name, found, expected, normal):
 
 
 @pytest.mark.parametrize("name", WITH_OFFSETS)
-def test_offsets_are_an_error_that_says_so(name, tmp_path):
+def test_types_with_offsets_raise(name, tmp_path):
     one = keep_only(name, tmp_path)
     with pytest.raises(ValueError, match=f"{name!r} in {name}: .*offset.*decode="):
         eqquant.checkpoints.read_checkpoint(one)
@@ -99,7 +99,7 @@ def test_offsets_are_an_error_that_says_so(name, tmp_path):
 
 
 def keep_only(name, folder):
-    """The same file with one tensor, its header written anew here."""
+    """Write the file again with a single tensor."""
     with GGUFFile(DATA / "gguf.gguf") as file:
         tensor = file.tensors[name]
         return write(
@@ -108,7 +108,7 @@ def keep_only(name, folder):
 
 
 def write(folder, tensors, metadata=(), version=3, alignment=32):
-    """A GGUF file by its specification; sizes and types as given, right or wrong."""
+    """Write a GGUF file from its specification. Sizes and types may be invalid."""
     from eqquant.checkpoints.foreign._ggml import TYPES
 
     codes = {kind.name: code for code, kind in TYPES.items()}
@@ -129,7 +129,7 @@ def write(folder, tensors, metadata=(), version=3, alignment=32):
     return path
 
 
-def test_integers_that_int8_does_not_hold(tmp_path):
+def test_integers_out_of_range(tmp_path):
     block = np.zeros(34, np.uint8)
     block[:2] = np.array([1.0], "<f2").view(np.uint8)
     block[2:4] = 128, 3  # -128 and 3
@@ -141,7 +141,7 @@ def test_integers_that_int8_does_not_hold(tmp_path):
     ].tolist() == [-128, 3]
 
 
-def test_offsets_that_do_not_add_up(tmp_path):
+def test_offsets_that_float32_would_round(tmp_path):
     block = np.full(20, 0x21, np.uint8)
     for offset, held in ((-0.75, True), (8192.0, False)):
         block[:4] = np.array([2.0**-12 + 2.0**-22, offset], "<f2").view(np.uint8)
@@ -154,15 +154,15 @@ def test_offsets_that_do_not_add_up(tmp_path):
         assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][0] == offset
 
 
-def test_a_code_that_is_not_ternary(tmp_path):
+def test_invalid_ternary_codes(tmp_path):
     block = np.full(66, 0x55, np.uint8)  # Zeros.
-    block[0] = 0x57  # 3, which would be 2.
+    block[0] = 0x57  # The code 3 would decode to 2.
     path = write(tmp_path, [("w", "TQ2_0", (1, 256), block)])
     with pytest.raises(ValueError, match=" 0 to 2"):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_scales_of_mxfp4_that_are_subnormal(tmp_path):
+def test_subnormal_scales_of_mxfp4(tmp_path):
     block = np.full(17, 0x11, np.uint8)
     block[0] = 1  # Half of the smallest normal number.
     path = write(tmp_path, [("w", "MXFP4", (32,), block)])
@@ -170,7 +170,7 @@ def test_scales_of_mxfp4_that_are_subnormal(tmp_path):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_types_that_are_not_decoded(tmp_path):
+def test_unsupported_types(tmp_path):
     raw = np.zeros(66, np.uint8)
     path = write(tmp_path, [("w", "IQ2_XXS", (1, 256), raw)])
     for decode in (False, True):
@@ -178,7 +178,7 @@ def test_types_that_are_not_decoded(tmp_path):
             eqquant.checkpoints.read_checkpoint(path, decode=decode)
 
 
-def test_numbers_of_64_bits(tmp_path):
+def test_64_bit_numbers(tmp_path):
     values = np.array([1, -5, 2**31 - 1], np.int64)
     path = write(tmp_path, [("i", "I64", (3,), values.view(np.uint8))])
     assert eqquant.checkpoints.read_checkpoint(path)["i"].tolist() == values.tolist()
@@ -206,6 +206,6 @@ def test_metadata():
         assert file.metadata["numbers"].tolist() == [1, -2, 3]
 
 
-def test_codes_decoded_by_hand(found):
-    # Planar within a block, as every format of eqquant.
+def test_codes_in_planar_order(found):
+    # Codes are planar within a block, as in every format of eqquant.
     assert unpacked(found["Q4_0"]).shape == found["Q4_0"].shape

@@ -1,4 +1,4 @@
-"""Models that GPTQModel quantized and saved, for GPTQ and AWQ: `make_gptq.py`."""
+"""GPTQ and AWQ models that GPTQModel quantized. `make_gptq.py` writes the files."""
 
 import pathlib
 
@@ -14,7 +14,7 @@ FORMATS = {
     "zeros": Int4(block_size=32, affine=True),
     "symmetric": Int4(block_size=32),
     "awq": Int4(block_size=32, affine=True),
-    "ordered": None,  # By the size of activations.
+    "ordered": None,  # Ordered by activations.
 }
 
 
@@ -27,7 +27,7 @@ def parts(name):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_weights_are_those_of_the_library(name):
+def test_weights_equal_the_library(name):
     path, expected = parts(name)
     if FORMATS[name] is None:
         with pytest.raises(ValueError, match="desc_act.*decode=True"):
@@ -42,5 +42,5 @@ def test_weights_are_those_of_the_library(name):
             weight = weight.dequantize()
         assert weight.dtype == value.dtype
         np.testing.assert_array_equal(np.asarray(weight), value)
-    # Nothing else is there but what the model has.
+    # The file has no other tensors.
     assert {key.rsplit(".", 1)[-1] for key in found} == {"weight"}

@@ -1,4 +1,4 @@
-"""Files of other kinds that are damaged, or made to mislead: always a `ValueError`."""
+"""Damaged and malicious files of other libraries raise a `ValueError`."""
 
 import pathlib
 import shutil
@@ -41,7 +41,7 @@ def pair(key="k", kind=4, value=bytes(4)):
 
 ALIGN = "general.alignment"
 F32 = 0
-BYTES = bytes(128)  # Of 32 numbers in float32.
+BYTES = bytes(128)  # 32 float32 numbers.
 
 
 def gguf(pairs=(), tensors=None, data=BYTES, *, version=3, magic=b"GGUF", **n):
@@ -60,7 +60,7 @@ def read(tmp_path, raw):
     return eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_what_the_cases_below_change_is_right(tmp_path):
+def test_the_unchanged_file_loads(tmp_path):
     pairs = [pair(), pair("s", 8, text("x")), pair("a", 9, u32(8) + u64(1) + text("y"))]
     found = read(tmp_path, gguf(pairs))
     assert found["w"].shape == (32,) and not found["w"].any()
@@ -90,24 +90,24 @@ CASES = {
         f"{2**61} values of 'a'",
     ),
     "arrays in arrays": (gguf([pair("a", 9, nested)]), "'a' .* 4"),
-    "arrays of nothing known": (
+    "arrays of an unknown type": (
         gguf([pair("a", 9, u32(99) + u64(1) + b"x")]),
         "unknown type 99",
     ),
     "an unknown type of value": (gguf([pair("k", 13)]), "unknown type 13"),
-    "a bool that is none": (gguf([pair("k", 7, b"\x02")]), "a bool of 2"),
+    "an invalid bool": (gguf([pair("k", 7, b"\x02")]), "a bool of 2"),
     "a string that is not UTF-8": (gguf([pair("s", 8, text(b"\xff"))]), "UTF-8"),
     "a key that is not UTF-8": (gguf([pair(b"\xff")]), "UTF-8"),
     "a name that is not UTF-8": (gguf(tensors=[tensor(b"\xc3")]), "UTF-8"),
-    "a key twice": (gguf([pair(), pair()]), "'k'"),
-    "a tensor twice": (gguf(tensors=[tensor()] * 2), "two tensors .*'w'"),
+    "a duplicate key": (gguf([pair(), pair()]), "'k'"),
+    "a duplicate tensor": (gguf(tensors=[tensor()] * 2), "two tensors .*'w'"),
     "many axes": (gguf(tensors=[tensor(axes=5)]), "5 axes"),
     "very many axes": (gguf(tensors=[tensor(axes=2**32 - 1)]), "axes"),
     "an unknown type": (gguf(tensors=[tensor(kind=4)]), "unknown type 4"),
     "a huge shape": (gguf(tensors=[tensor(sizes=(2**40, 2**40))]), "has the shape"),
     "a large shape": (gguf(tensors=[tensor(sizes=(2**40,))]), "would end at byte"),
-    "an axis of nothing": (gguf(tensors=[tensor(sizes=(0, huge))]), "has the shape"),
-    "rows that are no blocks": (
+    "an empty axis": (gguf(tensors=[tensor(sizes=(0, huge))]), "has the shape"),
+    "rows that blocks do not divide": (
         gguf(tensors=[tensor(sizes=(33,), kind=8)]),
         " 33 .* 32 in Q8_0",
     ),
@@ -133,14 +133,14 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_gguf_file_made_to_mislead(case, tmp_path):
+def test_malicious_gguf(case, tmp_path):
     raw, message = CASES[case]
     with pytest.raises(ValueError, match=message):
         read(tmp_path, raw)
 
 
 def outcome(path):
-    """What comes of reading a file: arrays as bytes, or the error."""
+    """Return the bytes of all arrays, or `None` for an error."""
     try:
         found = eqquant.checkpoints.read_checkpoint(path, decode=True)
     except ValueError as error:
@@ -153,7 +153,7 @@ def outcome(path):
 
 
 @hypothesis.given(data=st.data())
-def test_gguf_cut_off_anywhere(tmp_path_factory, data):
+def test_truncated_gguf(tmp_path_factory, data):
     raw = (DATA / "gguf.gguf").read_bytes()
     length = data.draw(st.integers(0, len(raw) - 1))
     path = tmp_path_factory.getbasetemp() / "cut.gguf"
@@ -161,12 +161,12 @@ def test_gguf_cut_off_anywhere(tmp_path_factory, data):
     with GGUFFile(DATA / "gguf.gguf") as file:
         end = max(tensor.stop for tensor in file.tensors.values())
     if length < end:
-        # Without its magic it is not even taken for a GGUF file.
+        # Without its magic number it is not even recognised as GGUF.
         assert outcome(path) is None
 
 
 def flip_bits(data, raw: bytearray, count: int) -> None:
-    """One to three bits of the first `count` bytes."""
+    """Flip one to three bits in the first `count` bytes."""
     for _ in range(data.draw(st.integers(1, 3))):
         bit = data.draw(st.integers(0, 8 * count - 1))
         raw[bit // 8] ^= 1 << bit % 8
@@ -174,13 +174,13 @@ def flip_bits(data, raw: bytearray, count: int) -> None:
 
 @hypothesis.settings(max_examples=60)
 @hypothesis.given(data=st.data())
-def test_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
+def test_flipped_bits_in_a_gguf_header(tmp_path_factory, data):
     raw = bytearray(gguf([pair(), pair("s", 8, text("x"))], [tensor(kind=0)]))
     header = len(raw) - len(BYTES)
     flip_bits(data, raw, header)
     path = tmp_path_factory.getbasetemp() / "flipped.gguf"
     path.write_bytes(raw)
-    # Either an error of ours or arrays of what is there: never anything else.
+    # Reading raises an error of eqquant, or returns arrays no larger than the data.
     for parts in (outcome(path) or {}).values():
         assert sum(map(len, parts)) <= 8 * len(BYTES)
 
@@ -188,7 +188,7 @@ def test_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(data=st.data())
-def test_real_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
+def test_flipped_bits_in_a_real_gguf_header(tmp_path_factory, data):
     raw = bytearray((DATA / "gguf.gguf").read_bytes())
     with GGUFFile(DATA / "gguf.gguf") as file:
         header = min(tensor.start for tensor in file.tensors.values())
@@ -203,7 +203,7 @@ def test_real_gguf_with_bits_flipped_in_its_header(tmp_path_factory, data):
 @pytest.mark.parametrize(
     "name", ["bitsandbytes_int8", slow("compressed_tensors"), slow("gptq")]
 )
-def test_bits_flipped_in_a_header(tmp_path_factory, name, data):
+def test_flipped_bits_in_a_header(tmp_path_factory, name, data):
     file = "gptq_zeros/model" if name == "gptq" else name
     original = (DATA / f"{file}.safetensors").read_bytes()
     raw = bytearray(original)
@@ -226,7 +226,7 @@ def flip_state(data, text: bytes) -> bytes:
 
 @hypothesis.settings(max_examples=40)
 @hypothesis.given(data=st.data())
-def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
+def test_flipped_bits_in_a_quant_state(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "state.safetensors"
     q = eqquant.quantize(jax.numpy.ones((2, 64)), "nf4")
     eqquant.checkpoints.write_bitsandbytes(path, {"w": q})
@@ -238,7 +238,7 @@ def test_states_of_bitsandbytes_with_bits_flipped(tmp_path_factory, data):
     assert after is None or after.keys() == {"w"}
 
 
-def test_a_folder_or_nothing(tmp_path):
+def test_missing_files(tmp_path):
     with pytest.raises(ValueError, match="none"):
         eqquant.checkpoints.read_checkpoint(tmp_path)
     for path in (tmp_path / "nothing", tmp_path / "nothing.gguf"):

@@ -1,4 +1,4 @@
-"""Checkpoints that others quantized, into models."""
+"""Load checkpoints that other libraries quantized into models."""
 
 import pathlib
 
@@ -50,7 +50,7 @@ def test_gguf_into_a_layer(name, format, normal):
     assert relative(layer(x), value @ np.float64(x)) < TOLERANCE["high"]
 
 
-def test_what_no_format_holds_is_quantized_again_on_request():
+def test_decode_quantizes_inexact_weights_again():
     like = linear(2, 512, use_bias=False)
     options = dict(names=lambda _: "Q4_K", ignore=EVERYTHING)
     with pytest.raises(ValueError, match="at weight: .*'Q4_K' in Q4_K.*decode=True"):
@@ -74,20 +74,20 @@ def test_stacks(shape):
         ignore=EVERYTHING, **options,
     )["layers"].weight  # fmt: skip
     values = load_file(DATA / "gguf_expected.safetensors")
-    alike = load("IQ4_NL", "IQ4_NL")
-    assert alike.shape == shape and alike.format.name == "int8"
-    np.testing.assert_array_equal(alike.dequantize()[1], values["IQ4_NL"])
-    # As files of llama.cpp mix them.
+    uniform = load("IQ4_NL", "IQ4_NL")
+    assert uniform.shape == shape and uniform.format.name == "int8"
+    np.testing.assert_array_equal(uniform.dequantize()[1], values["IQ4_NL"])
+    # llama.cpp mixes types in a file.
     for names in (("Q8_0", "Q6_K"), ("Q4_0", "F32"), ("F32", "Q4_0")):
         with pytest.raises(ValueError, match="at layers.weight: "):
             load(*names)
         mixed = load(*names, decode=True)
         assert mixed.format == eqquant.NF4()
-        both = jnp.stack([jnp.asarray(values[name]) for name in names])
-        assert eqx.tree_equal(mixed, eqquant.quantize(both, "nf4"))
+        stacked = jnp.stack([jnp.asarray(values[name]) for name in names])
+        assert eqx.tree_equal(mixed, eqquant.quantize(stacked, "nf4"))
 
 
-def test_what_is_quantized_is_not_quantized_on_disk_again(tmp_path):
+def test_quantize_checkpoint_rejects_quantized_files(tmp_path):
     path = DATA / "bitsandbytes_int8.safetensors"
     with pytest.raises(ValueError, match="'int8.weight' of bitsandbytes"):
         eqquant.checkpoints.quantize_checkpoint(

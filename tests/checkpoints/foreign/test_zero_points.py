@@ -1,4 +1,4 @@
-"""GPTQ and AWQ: weights of few bits with zero points, by their layout."""
+"""GPTQ and AWQ weights with zero points, from files that follow the specification."""
 
 import eqquant
 import jax
@@ -6,7 +6,16 @@ import numpy as np
 import pytest
 from eqquant import Int2, Int3, Int4, Int8
 from helpers import relative, TOLERANCE
-from words import awq, gptq, GROUP, INPUTS, OUTPUTS, pack_words, parts, values
+from zero_point_files import (
+    awq,
+    gptq,
+    GROUP,
+    INPUTS,
+    OUTPUTS,
+    pack_int32,
+    parts,
+    values,
+)
 
 
 def read(folder, **options):
@@ -14,7 +23,8 @@ def read(folder, **options):
 
 
 def assert_exact(q, expected):
-    """In float32 bit for bit, and in the dtype of the file as its library rounds."""
+    """Compare float32 values bit for bit, and values in the dtype of the file with the
+    rounding of its library."""
     assert q.shape == (OUTPUTS, INPUTS) and q.dtype == np.float16
     found = np.asarray(q.astype("float32").dequantize())
     assert found.tobytes() == np.ascontiguousarray(expected).tobytes()
@@ -42,14 +52,14 @@ def test_gptq_keeps_codes_and_values(bits, group, symmetric, format, tmp_path):
     q = read(tmp_path)
     assert q.format == format
     assert_exact(q, expected)
-    # As nothing has to be decoded, that changes nothing.
+    # `decode=True` changes nothing for exact formats.
     assert read(tmp_path, decode=True).format == format
 
 
-def test_zeros_of_the_second_layout_are_as_they_are(tmp_path):
+def test_zero_points_of_gptq_v2(tmp_path):
     _, zeros, *_ = parts()
     config = {"checkpoint_format": "gptq_v2"}
-    expected = gptq(tmp_path, config=config, qzeros=pack_words(zeros, 4, 1))
+    expected = gptq(tmp_path, config=config, qzeros=pack_int32(zeros, 4, 1))
     assert_exact(read(tmp_path), expected)
 
 
@@ -68,14 +78,14 @@ def test_a_product(tmp_path, normal):
 
 
 @pytest.mark.parametrize("desc_act", [False, True])
-def test_groups_in_another_order_that_are_whole(desc_act, tmp_path):
+def test_permuted_whole_groups(desc_act, tmp_path):
     codes, zeros, scales, groups = parts()
     groups = groups[::-1].copy()
     gptq(tmp_path, g_idx=groups, config={"desc_act": desc_act})
     assert_exact(read(tmp_path), values(codes, zeros, scales, groups))
 
 
-def test_columns_in_the_order_of_activations_are_decoded_on_request(tmp_path):
+def test_desc_act_needs_decode(tmp_path):
     codes, zeros, scales, groups = parts()
     groups = np.random.default_rng(1).permutation(groups)
     gptq(tmp_path, g_idx=groups, config={"desc_act": True})
@@ -85,30 +95,30 @@ def test_columns_in_the_order_of_activations_are_decoded_on_request(tmp_path):
     np.testing.assert_array_equal(read(tmp_path, decode=True), expected)
 
 
-def test_without_g_idx_columns_are_in_order(tmp_path):
+def test_without_g_idx(tmp_path):
     expected = gptq(tmp_path, g_idx=None)
     assert_exact(read(tmp_path), expected)
 
 
-def test_a_group_that_is_larger_than_a_row(tmp_path):
+def test_a_group_larger_than_a_row(tmp_path):
     expected = gptq(tmp_path, group=INPUTS, config={"group_size": 2**31 - 1})
     q = read(tmp_path)
     assert q.format == Int4(block_size=None, affine=True)
     assert_exact(q, expected)
 
 
-def test_what_float32_would_round_is_not_held(tmp_path):
+def test_offsets_that_float32_would_round(tmp_path):
     scales = parts()[2].astype(np.float32) * np.float32(1 + 2**-20)
     gptq(tmp_path, scales=scales)
     with pytest.raises(ValueError, match="offsets.*float32.*decode=True"):
         read(tmp_path)
     assert read(tmp_path, decode=True).dtype == np.float32
-    # Without zero points there is nothing to add.
+    # Without zero points there are no offsets to round.
     gptq(tmp_path, symmetric=True, scales=scales)
     assert read(tmp_path).format == Int4(block_size=GROUP)
 
 
-def test_codes_of_8_bits_have_no_zero_points(tmp_path):
+def test_8_bit_codes_with_zero_points(tmp_path):
     expected = gptq(tmp_path, 8)
     with pytest.raises(ValueError, match="8-bit.*zero points.*Int8"):
         read(tmp_path)
@@ -124,7 +134,7 @@ def f16(*shape):
     return np.ones(shape, np.float16)
 
 
-BAD = {
+INVALID = {
     "no scales": (gptq, dict(scales=None), "'scales'"),
     "no zeros": (gptq, dict(qzeros=None), "'qzeros'"),
     "no order": (
@@ -140,17 +150,17 @@ BAD = {
     "codes of a vector": (gptq, dict(qweight=int32(12)), r"\(any, any\).*\(12,\)"),
     "no codes": (gptq, dict(qweight=int32(0, 64)), r"\(0, 64\)"),
     "no outputs": (gptq, dict(qweight=int32(12, 0)), r"\(12, 0\)"),
-    "outputs that fill no words": (gptq, dict(qweight=int32(12, 63)), r"\(12, 63\)"),
+    "outputs that fill no int32": (gptq, dict(qweight=int32(12, 63)), r"\(12, 63\)"),
     "scales of fewer groups": (gptq, dict(scales=f16(2, 64)), r"\(3, 64\), got"),
     "scales of integers": (gptq, dict(scales=int32(3, 64)), "'scales' .*int32"),
     "zeros of more outputs": (gptq, dict(qzeros=int32(3, 9)), r"\(3, 8\), got"),
     "a short order": (gptq, dict(g_idx=int32(95)), r"\(96,\), got"),
-    "groups that are not there": (gptq, dict(g_idx=int32(96) + 3), "'g_idx' .*3 to 3"),
+    "groups out of range": (gptq, dict(g_idx=int32(96) + 3), "'g_idx' .*3 to 3"),
     "groups below zero": (gptq, dict(g_idx=int32(96) - 1), "'g_idx' .*-1 to -1"),
     "a zero out of range": (gptq, dict(qzeros=int32(3, 8) - 1), "'qzeros' .*16"),
     "5 bits": (gptq, dict(config={"bits": 5}), "bits .*2, 3, 4, 8, got 5"),
     "other bits": (gptq, dict(config={"bits": 8}), "'qweight'|'scales'"),
-    "bits that are none": (gptq, dict(config={"bits": 4.0}), "got 4.0"),
+    "non-integer bits": (gptq, dict(config={"bits": 4.0}), "got 4.0"),
     "no group size": (gptq, dict(config={"group_size": None}), "-1, got None"),
     "a group size of 0": (gptq, dict(config={"group_size": 0}), "-1, got 0"),
     "an odd group size": (
@@ -164,7 +174,7 @@ BAD = {
         dict(config={"checkpoint_format": "marlin"}),
         "checkpoint_format .*'gptq', 'gptq_v2', got 'marlin'",
     ),
-    "words of another size": (gptq, dict(config={"pack_dtype": "int8"}), "'int8'"),
+    "another packing dtype": (gptq, dict(config={"pack_dtype": "int8"}), "'int8'"),
     "another method": (
         gptq,
         dict(config={"quant_method": "other"}),
@@ -181,13 +191,13 @@ BAD = {
     "AWQ of 3 bits": (awq, dict(config={"bits": 3}), "bits .*4, got 3"),
     "AWQ without zeros": (awq, dict(qzeros=None), "'qzeros'"),
     "AWQ of nothing": (awq, dict(qweight=int32(0, 8)), "'qweight' .*0"),
-    "twice": (gptq, dict(weight=f16(64, 96)), "'a.weight'"),
+    "plain and quantized": (gptq, dict(weight=f16(64, 96)), "'a.weight'"),
 }
 
 
-@pytest.mark.parametrize("what", BAD)
-def test_parts_that_do_not_fit(what, tmp_path):
-    make, changes, message = BAD[what]
+@pytest.mark.parametrize("name", INVALID)
+def test_invalid_parts(name, tmp_path):
+    make, changes, message = INVALID[name]
     make(tmp_path, **changes)
     for decode in (False, True):
         with pytest.raises(ValueError, match=message) as raised:
@@ -195,7 +205,7 @@ def test_parts_that_do_not_fit(what, tmp_path):
         assert str(raised.value).startswith(str(tmp_path))
 
 
-def test_config_json_must_be_there(tmp_path):
+def test_missing_config_json(tmp_path):
     gptq(tmp_path)
     (tmp_path / "config.json").unlink()
     with pytest.raises(ValueError, match=r"'qweight' .*config\.json"):
