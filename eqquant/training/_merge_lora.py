@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, overload
 
 from .._jax import typed
-from ..arrays import LoraArray, quantize, QuantizedArray
+from ..arrays import is_quantized, LoraArray, quantize, QuantizedArray
 from ..formats import as_format, Format
 from ..trees import Choice, replace_chosen, Report, row_of, Site, sites, Tree
 
