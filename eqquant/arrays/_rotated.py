@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from .._jax import parts_of, typed
-from ..primitives import split_as
+from ..primitives import reshard_to
 from ._hadamard import hadamard
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
@@ -166,7 +166,7 @@ class RotatedArray(ArrayOperators):
             return NotImplemented
         left = [i for i in range(self.ndim) if i not in {*of_x, *dict(batch)}]
         out = hadamard(out, left.index(axis) - len(left), self.block)
-        return split_as(out, out_sharding)
+        return reshard_to(out, out_sharding)
 
     def __pdoc__(self, **kwargs):
         base = wl.pdoc(self.base, **kwargs)

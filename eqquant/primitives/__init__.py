@@ -1,19 +1,14 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-Exports `quantized_dot`, `rows_dot`, `observe_rows`, and `straight_rounded` for
-activations, which work on raw arrays; what a product becomes on each platform, as a
-function and in words; `Plan`, how a weight is split over a mesh; `plan_asked` and
-`split_as` for results that are to be split, and `merge` and `split` for axes that are.
-Imports `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, `observe_rows` and `straight_rounded`, which work
+on raw arrays; `implementation_on` and `lowering_of`, the kernel of a product as a
+function and in words; `Plan`, the split of a weight over a mesh; `request` and
+`reshard_to` for results with a requested sharding; and `merge` and `split` for axes
+that are split. Imports `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import straight_rounded as straight_rounded
 from ._all_gather_scales import all_gather_scales as all_gather_scales
-from ._asked import (
-    left_by_product as left_by_product,
-    plan_asked as plan_asked,
-    split_as as split_as,
-)
 from ._dense_dot import dense_dot as dense_dot
 from ._lowering import (
     dot_by as dot_by,
@@ -22,6 +17,7 @@ from ._lowering import (
 )
 from ._merge import (
     merge as merge,
+    Parts as Parts,
     parts_by_type as parts_by_type,
     split as split,
     split_by_type as split_by_type,
@@ -32,6 +28,7 @@ from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,
 )
+from ._request import request as request, reshard_to as reshard_to
 from ._rows_dot import rows_dot as rows_dot
 from ._scale_gradient import scale_gradient_p as scale_gradient_p
 

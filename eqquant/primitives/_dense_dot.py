@@ -7,8 +7,8 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .._jax import has_explicit_axes, mapped_mesh_axes, spec_of
-from ._asked import left_by_product
 from ._plan import Names, names_of
+from ._request import names_in_product
 
 
 def dense_dot(
@@ -48,7 +48,7 @@ def _aligned(
     if asked is not None:
         wanted = [*map(names_of, asked), *[()] * x.ndim][len(batch_x) :]
         of_weight = {name for names in of_w for name in names}
-        left = left_by_product([of_x[i] for i in free_x], wanted, of_weight)
+        left = names_in_product([of_x[i] for i in free_x], wanted, of_weight)
         for i, names in zip(free_x, left, strict=True):
             of_x[i] = names
     taken = {name for i in (*free_x, *batch_x) for name in of_x[i]}

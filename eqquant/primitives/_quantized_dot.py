@@ -21,7 +21,6 @@ from .._jax import (
     config,
     explicit_mesh_of,
     match_varying,
-    parts_of,
     spec_of,
     typed,
     zero_tangent,
@@ -30,7 +29,7 @@ from ..formats import Format, num_codes, problems_of
 from ..kernels import Compute, xla
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings
-from ._merge import merge, parts_by_type, split, split_by_type
+from ._merge import merge, parts_by_type, split
 from ._plan import names_of, Plan
 from ._scale_gradient import scale_gradient, scale_gradient_p
 from ._sharded import layout_of, plan_from_types, sharding_of_result
@@ -244,20 +243,20 @@ def _batch(args, dims, **params):
         # More activations for the same weight: more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
-        parts, names = parts_by_type(x), split_by_type(x)
+        parts = parts_by_type(x)
         plan = params.get("plan")
         if plan is not None and plan.mesh == explicit_mesh_of(x):
-            batch = *names[-3], *plan.batch
+            batch = *parts.names[-3], *plan.batch
             params["plan"] = dataclasses.replace(plan, batch=batch)
-            # Rows stay neighbours where they are scattered.
-            into = parts[-2] * parts_of(plan.mesh, plan.scatter[0])
-            if x.shape[-2] % into == 0:
-                parts[-2], names[-2] = into, (*names[-2], *plan.scatter[0])
+            # Keep rows together if the result is scattered over them.
+            scattered = parts.split_further(-2, plan.scatter[0], plan.mesh)
+            if x.shape[-2] % scattered.counts[-2] == 0:
+                parts = scattered
         rows = merge(x, [*ones, 2, 1], parts)
         out = quantized_dot(rows, codes, scales, **params)
         shapes = [[size] for size in out.shape]
         shapes[-2] = list(x.shape[-3:-1])
-        return split(out, shapes, parts, names), len(ones)
+        return split(out, shapes, parts), len(ones)
 
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, Shaped
 
 from ..._jax import has_explicit_axes, spec_of
-from ...primitives import dense_dot, rows_dot, split_as
+from ...primitives import dense_dot, reshard_to, rows_dot
 from ._structure import AbstractLoraArray
 
 
@@ -82,8 +82,8 @@ def contract_adapter(
         asked = dict(zip(out, out_sharding, strict=False))
         now = dict(zip(between, spec_of(y), strict=True))
         kept = (asked.get(i) if i in x_free else now[i] for i in between)
-        y = split_as(y, PartitionSpec(*kept))
-    return split_as(multiply(y, between, second, out), out_sharding)
+        y = reshard_to(y, PartitionSpec(*kept))
+    return reshard_to(multiply(y, between, second, out), out_sharding)
 
 
 def _dense_dot(x, x_axes, part, axes, out_axes, precision):
