@@ -12,7 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 SUMS = 2e-6  # In float32, of another order, and differentiated.
-EXACT = {"block_size": 32, "precision": "highest"}
+SMALL_BLOCKS = {"block_size": 32}
+EXACT = {"precision": "highest"}
 BATCH, LENGTH, IN, OUT = 4, 8, 512, 256
 SCATTER, SUM, GATHER = (
     {(op, "f32")} for op in ("reduce-scatter", "all-reduce", "all-gather")
@@ -62,7 +63,7 @@ CASES = {
 
 
 def with_adapter(w):
-    model = {"weight": eqquant.quantize(w, NF4(**EXACT))}
+    model = {"weight": eqquant.quantize(w, NF4(**SMALL_BLOCKS), **EXACT)}
     w = eqquant.lora_tree(model, 4, key=jax.random.key(0))["weight"]
     return w.replace(b=jax.random.normal(jax.random.key(1), w.b.shape) / 8)
 
@@ -70,12 +71,17 @@ def with_adapter(w):
 # And what else may be moved. The sums of an adapter are small; those of offsets are
 # all-reduces of their own.
 KINDS = {
-    "nf4": (lambda w: eqquant.quantize(w, NF4(**EXACT)), set()),
+    "nf4": (lambda w: eqquant.quantize(w, NF4(**SMALL_BLOCKS), **EXACT), set()),
     "scales in 8 bits": (
-        lambda w: eqquant.quantize(w, NF4(double_quantization=True, **EXACT)),
+        lambda w: eqquant.quantize(
+            w, NF4(double_quantization=True, **SMALL_BLOCKS), **EXACT
+        ),
         GATHER,  # Of scales there is none.
     ),
-    "offsets": (lambda w: eqquant.quantize(w, Int4(affine=True, **EXACT)), SUM),
+    "offsets": (
+        lambda w: eqquant.quantize(w, Int4(affine=True, **SMALL_BLOCKS), **EXACT),
+        SUM,
+    ),
     "adapter": (with_adapter, SUM),
 }
 
@@ -122,7 +128,7 @@ def test_what_is_asked_for(name, kind, by_rows, normal):
 def test_mapped_and_in_a_loop(outside, normal):
     """Two layers, the first split by outputs and the second by what it contracts."""
     up, down = (
-        eqquant.quantize(normal(2, *shape), NF4(**EXACT))
+        eqquant.quantize(normal(2, *shape), NF4(**SMALL_BLOCKS), **EXACT)
         for shape in ((OUT, IN), (IN, OUT))
     )
     x = normal(BATCH, LENGTH, IN)
@@ -169,10 +175,10 @@ def test_straight_through_arrays(normal):
 
     def gradients(x, w, **how):
         def loss(x, w):
-            rules = {"w": NF4(**EXACT)}
+            rules = {"w": NF4(**SMALL_BLOCKS)}
             model = {"w": w}
             w = eqquant.training.fake_quantize_tree(
-                model, rules=rules, quantized_products=True
+                model, rules=rules, quantized_products=True, **EXACT
             )
             fn = strict(lambda x, w: jnp.einsum("bti,oi->bto", x, w, **how))
             return jnp.sum(fn(x, w["w"]) ** 2)
