@@ -24,7 +24,7 @@ AnyContents = Contents | ForeignContents
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How to load a leaf of the model.
+    """The tensors and the format of a leaf of the model.
 
     **Fields:**
 

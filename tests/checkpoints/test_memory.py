@@ -68,6 +68,5 @@ def test_peak_memory_is_the_quantized_model_and_two_tensors(
     before, after, quantized = json.loads(out.stdout)
     print(f"{format}: {after - before:,} for {quantized:,} and tensors of {tensor:,}")
     assert after - before <= quantized + 2 * tensor
-    assert (
-        after - before >= quantized
-    )  # A lower value would mean that nothing was measured.
+    # A lower value would mean that nothing was measured.
+    assert after - before >= quantized

@@ -139,21 +139,21 @@ class TensorFile:
         dtype = stored.dtype if dtype is None else np.dtype(dtype)
         out = empty(stored.shape, dtype)
         flat = out.reshape(-1)
-        same = dtype == stored.dtype
+        is_same = dtype == stored.dtype
         itemsize = stored.dtype.itemsize
         buffer = np.empty(
-            0 if same else min(CHUNK, stored.stop - stored.start), np.uint8
+            0 if is_same else min(CHUNK, stored.stop - stored.start), np.uint8
         )
         crc = 0
         self._file.seek(stored.start)
         for start in range(0, stored.size, CHUNK // itemsize):
             chunk = flat[start : start + CHUNK // itemsize]
-            raw = chunk.view(np.uint8) if same else buffer[: chunk.size * itemsize]
+            raw = chunk.view(np.uint8) if is_same else buffer[: chunk.size * itemsize]
             self._fill(raw, name)
             if checksum is not None:
                 crc = zlib.crc32(raw.data, crc)
             self._check_bools(raw, stored)
-            if not same:
+            if not is_same:
                 convert(raw.view(stored.dtype), chunk, f"{self.path}: {name!r}")
         self._check(crc, checksum, name)
         return out
@@ -227,13 +227,14 @@ class TensorFile:
 def _within(
     rows: slice, place: Slices, out: np.ndarray
 ) -> tuple[Slices, np.ndarray] | None:
-    """The part of a slice that is in some rows, counted from the first of them."""
+    """Intersect a slice with a range of rows. Return the position relative to the first
+    row, and the part of `out` that it fills."""
     first, *others = place
     start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
     if start >= stop:
         return None
-    there = slice(start - rows.start, stop - rows.start), *others
-    return there, out[start - first.start : stop - first.start]
+    relative = slice(start - rows.start, stop - rows.start), *others
+    return relative, out[start - first.start : stop - first.start]
 
 
 def parse_header(

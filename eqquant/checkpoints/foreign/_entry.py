@@ -65,8 +65,8 @@ def _as_jax(array: np.ndarray, decode: bool, where: str) -> Array:
     if array.dtype.itemsize < 8 or config("jax_enable_x64"):
         return jnp.asarray(array)
     narrow = array.astype(_narrower.get(array.dtype.name, array.dtype))
-    same = narrow.astype(array.dtype) == array
-    if np.all(same | (array != array)) or (decode and narrow.dtype.kind == "f"):
+    is_equal = narrow.astype(array.dtype) == array
+    if np.all(is_equal | (array != array)) or (decode and narrow.dtype.kind == "f"):
         return jnp.asarray(narrow)
     raise NotExact(
         f"{where}: has {array.dtype.name} values that {narrow.dtype.name} cannot "
@@ -154,11 +154,11 @@ def from_codes(
 ) -> QuantizedArray:
     """Build a quantized array of `code * scale + offset`, like [`from_levels`][]. Codes
     start at 0, and the levels of the format are centred on 0."""
-    half = format.largest_level
+    shift = format.largest_level
     # The sum of 16-bit values is exact in float64.
-    centred = offsets.astype(np.float64) + half * scales.astype(np.float64)
+    centred = offsets.astype(np.float64) + shift * scales.astype(np.float64)
     return from_levels(
-        codes.astype(np.int8) - np.int8(half), scales, format, dtype, centred
+        codes.astype(np.int8) - np.int8(shift), scales, format, dtype, centred
     )
 
 

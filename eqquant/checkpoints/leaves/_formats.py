@@ -17,10 +17,10 @@ from ...kernels import Compute
 Known = Mapping[str, type[Format]]
 
 
-def known_formats(more: Sequence[type[Format]], caller: str) -> Known:
+def known_formats(formats: Sequence[type[Format]], caller: str) -> Known:
     """Return the formats of eqquant and the user's `formats`, by name."""
     known = dict(formats_by_name)
-    for cls in more:
+    for cls in formats:
         if not isinstance(cls, type) or not issubclass(cls, Format):
             raise TypeError(
                 f"{caller}: formats must be subclasses of "
