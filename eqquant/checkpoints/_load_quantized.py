@@ -122,15 +122,9 @@ def load_quantized(
         ]
         check_all_used(contents, plans, patterns)
         elements = sum(plan.size for plan in plans)
-        leaves = []
-        for plan in with_progress(plans, elements, progress, caller=CALLER):
-            leaves.append(_load(contents, plan, check_finite))
+        shown = with_progress(plans, elements, progress, caller=CALLER)
+        leaves = [_load(contents, plan, check_finite, compute) for plan in shown]
     treedef = jax.tree.structure(like, is_leaf=is_implicit)
-    is_leaf = lambda x: isinstance(x, QuantizedArray)
-    leaves = [
-        leaf.with_static(compute=plan.compute or compute) if is_leaf(leaf) else leaf
-        for leaf, plan in zip(leaves, plans, strict=True)
-    ]
     return match_layers(jax.tree.unflatten(treedef, leaves))
 
 
@@ -146,7 +140,12 @@ def _choose(like, format, where, rules, min_size) -> dict[int, Choice]:
     return {choice.index: choice for choice in choices}
 
 
-def _load(contents: Contents | ForeignContents, plan: Plan, check_finite: bool) -> Any:
+def _load(
+    contents: Contents | ForeignContents,
+    plan: Plan,
+    check_finite: bool,
+    compute: Compute,
+) -> Any:
     leaf, names, choice = plan.site.leaf, plan.names, plan.choice
     if names is None:
         return leaf
@@ -171,10 +170,12 @@ def _load(contents: Contents | ForeignContents, plan: Plan, check_finite: bool) 
 
     try:
         if choice is not None and not is_quantized:
-            return _quantize(names, read, leaf, choice, check_finite)
-        out = _stack(names, read)
+            out = _quantize(names, read, leaf, choice, check_finite)
+        else:
+            out = _stack(names, read)
         if is_implicit(out):
-            return jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
+            out = jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
+            return out.with_static(compute=plan.compute or compute)
         return out if isinstance(leaf, np.ndarray) else to_jax(out)
     except (TypeError, ValueError) as error:
         raise with_place(error, f"{CALLER}: at {plan.site.path}") from error
@@ -189,10 +190,8 @@ def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
 
     if min(axes) + leaf.ndim < names.ndim:
         # A blocked axis is stacked: tensors share scales, so quantize all at once.
-        out = quantize(_stack(names, read))
-    else:
-        out = _stack(names, lambda name: quantize(read(name)))
-    return jax.tree.map(to_jax, out)
+        return quantize(_stack(names, read))
+    return _stack(names, lambda name: quantize(read(name)))
 
 
 def _stack(names: np.ndarray, make: Callable[[str], Any]) -> Any:
