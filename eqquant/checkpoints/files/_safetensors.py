@@ -10,6 +10,7 @@ converts the dtype and checks the checksum. (As of version 0.8, that library als
 float8 for NumPy, and silently keeps one of two tensors with the same name.)
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -80,7 +81,7 @@ class Stored(Tensor):
     stop: int
 
 
-class TensorFile:
+class TensorFile(contextlib.AbstractContextManager):
     """An open file with a checked header.
 
     **Fields:**
@@ -89,10 +90,12 @@ class TensorFile:
     - `header`: the bytes of the header.
     - `metadata`: the strings in the header.
     - `tensors`: the tensors by name.
+    - `checksums`: the CRC-32 of tensors by name, if a layout has them.
     """
 
     def __init__(self, path: Path):
         self.path = pathlib.Path(path)
+        self.checksums: dict[str, int] = {}
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file.")
         self._file = self.path.open("rb")
@@ -103,17 +106,11 @@ class TensorFile:
                 self.header, self.file_size, str(self.path)
             )
         except BaseException:
-            self.close()
+            self._file.close()
             raise
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
-        self.close()
+        self._file.close()
 
     def _read_header(self) -> bytes:
         start = self._file.read(8)
@@ -130,11 +127,8 @@ class TensorFile:
             )
         return self._file.read(length)
 
-    def read(
-        self, name: str, dtype: Any = None, checksum: int | None = None
-    ) -> np.ndarray:
-        """Read a tensor into new memory. `dtype` converts it in chunks. `checksum` is
-        the CRC-32 that its bytes must have."""
+    def read(self, name: str, dtype: Any = None) -> np.ndarray:
+        """Read a tensor into new memory. `dtype` converts it in chunks."""
         stored = self.tensors[name]
         dtype = stored.dtype if dtype is None else np.dtype(dtype)
         out = empty(stored.shape, dtype)
@@ -150,19 +144,15 @@ class TensorFile:
             chunk = flat[start : start + CHUNK // itemsize]
             raw = chunk.view(np.uint8) if is_same else buffer[: chunk.size * itemsize]
             self._fill(raw, name)
-            if checksum is not None:
-                crc = zlib.crc32(raw.data, crc)
+            crc = zlib.crc32(raw.data, crc) if name in self.checksums else crc
             self._check_bools(raw, stored)
             if not is_same:
                 convert(raw.view(stored.dtype), chunk, f"{self.path}: {name!r}")
-        self._check(crc, checksum, name)
+        self._check(crc, name)
         return out
 
     def read_slices(
-        self,
-        name: str,
-        slices: Sequence[tuple[Slices, np.ndarray]],
-        checksum: int | None = None,
+        self, name: str, slices: Sequence[tuple[Slices, np.ndarray]]
     ) -> None:
         """Read slices of a tensor into arrays in one pass, one chunk at a time. Without
         a checksum, bytes outside of the slices are skipped."""
@@ -174,13 +164,12 @@ class TensorFile:
             """Read a part of this shape from the current position of the file."""
             nonlocal crc
             nbytes = math.prod(shape) * stored.dtype.itemsize
-            if not slices and checksum is None:
+            if not slices and name not in self.checksums:
                 self._file.seek(nbytes, os.SEEK_CUR)
             elif nbytes <= CHUNK:
                 raw = np.empty(nbytes, np.uint8)
                 self._fill(raw, name)
-                if checksum is not None:
-                    crc = zlib.crc32(raw.data, crc)
+                crc = zlib.crc32(raw.data, crc) if name in self.checksums else crc
                 self._check_bools(raw, stored)
                 array = raw.view(stored.dtype).reshape(shape)
                 for place, out in slices:
@@ -197,7 +186,7 @@ class TensorFile:
                         read(tuple(row), [(place[1:], out[0]) for place, out in inner])
 
         read(stored.shape, list(slices))
-        self._check(crc, checksum, name)
+        self._check(crc, name)
 
     def _check_bools(self, raw: np.ndarray, stored: Stored) -> None:
         if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
@@ -206,8 +195,9 @@ class TensorFile:
                 "is damaged."
             )
 
-    def _check(self, crc: int, checksum: int | None, name: str) -> None:
-        if checksum is not None and crc != checksum:
+    def _check(self, crc: int, name: str) -> None:
+        checksum = self.checksums.get(name, crc)
+        if crc != checksum:
             raise ValueError(
                 f"{self.path}: {name!r} has the CRC-32 {crc:08x}, but {checksum:08x} "
                 "was saved: the file is damaged."

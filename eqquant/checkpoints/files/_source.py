@@ -18,7 +18,7 @@ from ._split import assemble, Placed, SplitTensor
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 
 
-class Source:
+class Source(contextlib.AbstractContextManager):
     """The tensors of a checkpoint in one or more open files.
 
     **Fields:**
@@ -44,11 +44,9 @@ class Source:
         self.files, self.is_ours = [], True
         self.tensors, self.records, self.metadata = {}, {}, {}
         self._file_of: dict[str, TensorFile] = {}
-        self._checksums: dict[str, int] = {}
         self._pieces: dict[str, list[Placed]] = {}
         self._open = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.close)
+        with self._open:
             if self.path.name.endswith(".json"):
                 self._add_shards()
             else:
@@ -60,22 +58,16 @@ class Source:
                         f"{shard.count}. Pass the index, *{INDEX}, or the folder."
                     )
             self._assemble()
-            stack.pop_all()
-
-    def close(self) -> None:
-        self._open.close()
-
-    def __enter__(self):
-        return self
+            self._open = self._open.pop_all()
 
     def __exit__(self, *_):
-        self.close()
+        self._open.close()
 
     def read(self, name: str, dtype: Any = None) -> np.ndarray:
         """Read a tensor into new memory, and check its checksum if there is one."""
         tensor = self.tensors[name]
         if not isinstance(tensor, SplitTensor):
-            return self._file_of[name].read(name, dtype, self._checksums.get(name))
+            return self._file_of[name].read(name, dtype)
         (whole,) = self.read_slices(name, [tuple(slice(0, n) for n in tensor.shape)])
         if dtype is None or whole.dtype == dtype:
             return whole
@@ -93,8 +85,7 @@ class Source:
         if isinstance(tensor, SplitTensor):
             tensor.read_slices(slices)
         else:
-            checksum = self._checksums.get(name)
-            self._file_of[name].read_slices(name, slices, checksum)
+            self._file_of[name].read_slices(name, slices)
         return out
 
     def _add(self, path: pathlib.Path) -> Layout | None:
@@ -114,11 +105,9 @@ class Source:
                     f"{path}: records: {min(duplicates)!r} is also in another shard."
                 )
             self.records.update(layout.records)
-            self._checksums.update(layout.checksums)
+            file.checksums = layout.checksums
             for name, piece in layout.pieces.items():
-                checksum = layout.checksums[name]
-                placed = Placed(file, name, checksum, piece)
-                self._pieces.setdefault(piece.of, []).append(placed)
+                self._pieces.setdefault(piece.of, []).append(Placed(file, name, piece))
         self.is_ours &= layout is not None
         ours = {key for key in file.metadata if key.startswith(KEY)}
         self.metadata |= {k: v for k, v in file.metadata.items() if k not in ours}

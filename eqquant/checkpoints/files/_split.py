@@ -17,7 +17,6 @@ class Placed:
 
     file: TensorFile
     name: str
-    checksum: int | None
     piece: Piece
 
     @property
@@ -40,7 +39,7 @@ class SplitTensor(Tensor):
         for placed in self.pieces:
             overlaps = [_overlap(placed.slices, place, out) for place, out in slices]
             if found := [s for s in overlaps if s is not None]:
-                placed.file.read_slices(placed.name, found, placed.checksum)
+                placed.file.read_slices(placed.name, found)
 
 
 def _overlap(

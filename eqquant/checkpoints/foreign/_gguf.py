@@ -5,6 +5,7 @@ each tensor, and the bytes of the tensors, each aligned. Everything is checked a
 the size of the file before any tensor is read.
 """
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -38,7 +39,7 @@ class Tensor:
     stop: int
 
 
-class GGUFFile:
+class GGUFFile(contextlib.AbstractContextManager):
     """An open file with a checked header.
 
     **Fields:**
@@ -55,17 +56,11 @@ class GGUFFile:
             reader = _Reader(self._file, str(self.path))
             self.metadata, self.tensors = _parse(reader)
         except BaseException:
-            self.close()
+            self._file.close()
             raise
 
-    def close(self) -> None:
-        self._file.close()
-
-    def __enter__(self):
-        return self
-
     def __exit__(self, *_):
-        self.close()
+        self._file.close()
 
     def read(self, tensor: Tensor) -> np.ndarray:
         """Read the bytes of a tensor."""
