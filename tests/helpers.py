@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from eqquant._jax import has_gpu_compiler
 from eqquant.formats._registry import formats
+from eqquant.kernels import choose
 from jax import export
 
 
@@ -51,6 +52,14 @@ TOLERANCE = {"highest": 3e-6, "high": 1e-4, "default": 2.5e-2}
 
 # These products decode no weight in full.
 strict = ft.partial(eqquant.quaxify, on_materialise="error")
+
+
+def multiply_by(kernels, matmul, x, codes, scales, x_unit=None, interpret=False):
+    """The product by the first of some kernels that serves it."""
+    product = matmul.of(x, codes, scales)
+    kernel = choose(kernels, product)
+    assert not isinstance(kernel, str), kernel
+    return kernel.lower(product, x, codes, scales, x_unit, interpret)
 
 
 def relative(actual, expected) -> float:

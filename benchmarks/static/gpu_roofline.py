@@ -55,7 +55,7 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from _tables import add_output_options, format_row, output, print_head
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.kernels import gpu, xla
+from eqquant.kernels import gpu, Matmul, xla
 from eqquant.kernels.gpu import _chips, _choose, _pipeline
 from eqquant.primitives import dot_by
 
@@ -70,28 +70,22 @@ FORMATS = {
 }
 
 
-def params_of(q, dtype, contract_rows):
-    return dict(
-        format=q.format,
-        contract_rows=contract_rows,
-        compute=q.compute,
-        weight_dtype=q.dtype,
-        out_dtype=dtype,
-    )
+def matmul_of(q, dtype, contract_rows) -> Matmul:
+    return Matmul(q.format, contract_rows, q.compute, q.dtype, dtype)
 
 
-def multiply_with(kernel):
+def multiply_with(tiers):
     def product(x, q, contract_rows):
-        params = params_of(q, x.dtype, contract_rows)
-        return dot_by(kernel)(x, q.codes, q.scales, **params)
+        matmul = matmul_of(q, x.dtype, contract_rows)
+        return dot_by(tiers)(x, q.codes, q.scales, matmul=matmul)
 
     return product
 
 
 PRODUCTS = {
-    "loop": multiply_with(xla),
-    "XLA": multiply_with(gpu.portable),
-    "kernel": multiply_with(gpu),
+    "loop": multiply_with((xla.KERNELS,)),
+    "XLA": multiply_with((gpu.PORTABLE,)),
+    "kernel": multiply_with((gpu.KERNELS, gpu.PORTABLE)),
     "dense first": lambda x, q, rows: (
         x @ (q.dequantize() if rows else q.dequantize().T)
     ),
@@ -113,12 +107,9 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     """
     known = _chips.known(chip.name)
     assert known is not None
-    params = params_of(q, x.dtype, contract_rows)
-    del params["out_dtype"]
-    if q.compute.activations == "int8":
-        x = jax.ShapeDtypeStruct(x.shape, jnp.int8)
-    chosen = _choose.kernel_on(known, x, q.codes, q.scales, **params)
-    assert isinstance(chosen, _choose.Kernel)
+    product = matmul_of(q, x.dtype, contract_rows).of(x, q.codes, q.scales)
+    chosen = _choose.kernel_on(known, product)
+    assert isinstance(chosen, _choose.TensorCoreKernel)
     tiles = chosen.tiles
     if isinstance(tiles, _pipeline.Pipeline):
         return tiles, 0.0

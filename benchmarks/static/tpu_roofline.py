@@ -42,7 +42,7 @@ import jax.numpy as jnp
 from _tables import add_output_options, output
 from _tpu_schedule import DEVICES, estimate
 from eqquant.debug import compile_for_tpu
-from eqquant.kernels import Compute, tpu, TPUKernel
+from eqquant.kernels import Compute, Matmul, tpu, TPUKernel
 from eqquant.primitives import dot_by
 from jax import lax
 from jax.experimental import pallas as pl
@@ -153,15 +153,11 @@ def quantized(name: str, n: int, k: int) -> eqquant.QuantizedArray:
 
 
 def multiply(x, codes, scales, *, format, compute):
-    return dot_by(tpu)(
+    return dot_by((tpu.KERNELS,))(
         x,
         codes,
         scales.astype(scales.dtype),  # Decodes scales that are stored in 8 bits.
-        format=format,
-        contract_rows=False,
-        compute=compute,
-        weight_dtype=jnp.bfloat16,
-        out_dtype=jnp.bfloat16,
+        matmul=Matmul(format, False, compute, jnp.bfloat16, jnp.bfloat16),
     )
 
 

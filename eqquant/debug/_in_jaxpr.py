@@ -151,12 +151,13 @@ def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
     return out
 
 
-def _decoded_in_product(x, codes, scales, *, platform: str, **params) -> list[str]:
+def _decoded_in_product(x, codes, scales, *, platform: str, matmul, plan) -> list[str]:
     """What a product becomes on a platform, looked into as if it were written out."""
-    bits = params["format"].bits
+    del plan
+    bits = matmul.format.bits
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
     weight = Weight(size, size, planes_of(bits), frozenset({size, matrix}))
-    dot = ft.partial(implementation_on(platform), **params)
+    dot = ft.partial(implementation_on(platform), matmul=matmul)
     jaxpr = jax.make_jaxpr(dot)(x, codes, scales)
     flows = [Flow(data=True), Flow({weight: size}), Flow()]
     return decoded_in_jaxpr(jaxpr, flows, lambda const: Flow(), platform)

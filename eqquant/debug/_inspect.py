@@ -254,9 +254,10 @@ def explain(
         if eqn.primitive is quantized_dot_p:
             x, codes, scales = (var.aval for var in eqn.invars)
             out = eqn.outvars[0].aval
-            weight, compute = repr(eqn.params["format"]), eqn.params["compute"]
-            if compute != Compute():
-                weight += f", {compute!r},"
+            matmul = eqn.params["matmul"]
+            weight = repr(matmul.format)
+            if matmul.compute != Compute():
+                weight += f", {matmul.compute!r},"
             lines.append(
                 f"{x.str_short()} by {weight} gives {out.str_short()}: "
                 + lowering_of(

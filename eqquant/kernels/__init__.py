@@ -17,6 +17,13 @@ from ._compute import (
     TPUKernel as TPUKernel,
 )
 from ._int8 import round_int8 as round_int8
+from ._product import (
+    choose as choose,
+    Kernel as Kernel,
+    Matmul as Matmul,
+    Product as Product,
+    table as table,
+)
 
 
 __all__ = [

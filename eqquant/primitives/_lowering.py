@@ -1,118 +1,120 @@
-"""What `quantized_dot` becomes on each platform: which kernel, and after what."""
+"""The lowering of `quantized_dot`: the choice of a kernel, and its call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-import jax
-import jax.numpy as jnp
 from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
-from ..kernels import Compute, cpu, gpu, tpu, xla
+from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, xla
+from ._plan import Plan
 from ._sharded import on_each_device, plan_for, plan_from_types, sharded
 
 
-def dot_by(kernel) -> Callable:
-    """The product by a kernel, after what a format says is done to the activation. Its
-    rows are split over the mesh axes `over`, inside of `shard_map`."""
+# The kernels of each platform, in the order in which they are tried. The kernels of XLA
+# serve every product.
+Tiers = Sequence[Sequence[Kernel]]
+PORTABLE: Tiers = (xla.KERNELS,)
+TIERS: dict[str, Tiers] = {
+    "cpu": (cpu.KERNELS, xla.KERNELS),
+    "gpu": (gpu.KERNELS, gpu.PORTABLE, xla.KERNELS),
+    "tpu": (tpu.KERNELS, xla.KERNELS),
+}
+# An exported program may run without the library of native kernels, or on another GPU.
+EXPORTED: dict[str, Tiers] = {
+    "cpu": PORTABLE,
+    "gpu": (gpu.PORTABLE, xla.KERNELS),
+    "tpu": TIERS["tpu"],
+}
 
-    def dot(x, codes, scales, *, over=(), plan=None, **params):
-        del plan
-        params = _for_parts(kernel, over, params)
-        if params["compute"].activations == "int8":
-            x, params["x_unit"] = kernel.round_int8(x, over)
-        return kernel.dot(x, codes, scales, **params)
+
+def choose_kernel(
+    tiers: Tiers, matmul: Matmul, x, codes, scales, over: tuple[str, ...] = ()
+) -> tuple[Kernel, Product, str]:
+    """Return the kernel of a product, the product as the kernel computes it, and the
+    reason against the previous tier. `over` are the mesh axes over which the result is
+    summed."""
+    reason = ""
+    for kernels in tiers:
+        product = _for_parts(matmul, kernels, over).of(x, codes, scales)
+        kernel = choose(kernels, product)
+        if not isinstance(kernel, str):
+            return kernel, product, reason
+        reason = f", as {kernel}"
+    raise AssertionError(f"no kernel computes the product{reason}")
+
+
+def _for_parts(
+    matmul: Matmul, kernels: Sequence[Kernel], over: tuple[str, ...]
+) -> Matmul:
+    # If rows of int8 activations are split over devices, some kernels would round the
+    # activation again, by the largest value of a part.
+    is_int8 = matmul.compute.activations == "int8"
+    if over and is_int8 and kernels is not tpu.KERNELS:
+        return matmul.with_compute(precision="highest")
+    return matmul
+
+
+def dot_by(tiers: Tiers) -> Callable:
+    """Return the product as a function of raw arrays, for a device."""
+
+    def dot(x, codes, scales, *, matmul: Matmul, over: tuple[str, ...] = ()):
+        kernel, product, _ = choose_kernel(tiers, matmul, x, codes, scales, over)
+        x_unit = None
+        if matmul.compute.activations == "int8":
+            x, x_unit = kernel.round_int8(x, over)
+        return kernel.lower(product, x, codes, scales, x_unit)
 
     return dot
 
 
-def _seen(x, compute: Compute):
-    """The activation as a kernel gets it: its shape and dtype."""
-    dtype = jnp.int8 if compute.activations == "int8" else x.dtype
-    return jax.ShapeDtypeStruct(x.shape, dtype)
+def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
+    """Return the lowering for a platform, and for programs exported for it."""
 
-
-def _dot_on(kernel) -> Callable:
-    """The product by the kernel of a platform, or by XLA's where it has none."""
-
-    def dot(x, codes, scales, *, over=(), plan=None, **params):
-        del plan
-        params = _for_parts(kernel, over, params)
-        seen = _seen(x, params["compute"])
-        reason = kernel.why_not(seen, codes, scales, **params)
-        by = dot_by(xla if reason else kernel)
-        return by(x, codes, scales, over=over, **params)
-
-    return dot
-
-
-def _for_parts(kernel, over: tuple[str, ...], params: dict) -> dict:
-    """The parameters for a part of each row: if that is in int8, some kernels would
-    round it again, by what is largest in the part."""
-    if kernel is not tpu and over and params["compute"].activations == "int8":
-        return params | {"compute": params["compute"].updated(precision="highest")}
-    return params
-
-
-def _lower_by(dot: Callable) -> Callable:
-    return mlir.lower_fun(dot, multiple_results=False)
-
-
-def _lower_on(native: Callable, exported: Callable | None = None) -> Callable:
-    """The lowering for a platform, by a product on one device; in what is exported by
-    another one, if there is one."""
-    portable = dot_by(xla)
-
-    def lower(ctx, *args, plan=None, **params):
-        dot = exported if is_exported(ctx) and exported else native
+    def lower(ctx, *args, matmul: Matmul, plan: Plan | None):
+        dot = dot_by(exported if is_exported(ctx) else tiers)
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in)
-            # The compiler cannot split a kernel over devices; what XLA made it can.
-            dot = portable if plan is None else sharded(dot, plan)
-        return _lower_by(dot)(ctx, *args, **params)
+            # The compiler cannot split a kernel over devices, but what XLA generates.
+            dot = dot_by(PORTABLE) if plan is None else sharded(dot, plan)
+        return mlir.lower_fun(dot, multiple_results=False)(ctx, *args, matmul=matmul)
 
     return lower
 
 
-# The kernels of platforms that have their own. XLA's serve on all others.
-_kernels = {"cpu": cpu, "gpu": gpu, "tpu": tpu}
-lowerings = {
-    None: _lower_on(dot_by(xla)),
-    # What is exported may run where there is no library of native kernels, or on
-    # another GPU.
-    "cpu": _lower_on(_dot_on(cpu), exported=dot_by(xla)),
-    "gpu": _lower_on(_dot_on(gpu), exported=_dot_on(gpu.portable)),
-    "tpu": _lower_on(_dot_on(tpu)),
-}
+lowerings = {None: _lower_on(PORTABLE, PORTABLE)}
+lowerings |= {name: _lower_on(TIERS[name], EXPORTED[name]) for name in TIERS}
 
 
 def implementation_on(platform: str) -> Callable:
-    """What a product is lowered to on a platform, as a function of raw arrays."""
-    kernel = _kernels.get(platform)
-    return dot_by(xla) if kernel is None else _dot_on(kernel)
+    """Return the lowering of a product on a platform as a function of raw arrays."""
+    return dot_by(TIERS.get(platform, PORTABLE))
 
 
 def lowering_of(
-    x, codes, scales, *, platform: str, plan=None, devices: int = 1, **params
+    x,
+    codes,
+    scales,
+    *,
+    matmul: Matmul,
+    plan: Plan | None = None,
+    platform: str,
+    devices: int = 1,
 ) -> str:
-    """What a product becomes on a platform, in words, and how activations are rounded.
-    Only shapes and dtypes count. On so many `devices`, unless the mesh of the operands
-    is one with explicit axes, a plan says how it is split."""
+    """Describe the kernel of a product on a platform, and how it rounds activations.
+
+    Only shapes and dtypes are read. With several `devices`, the plan describes the
+    split, unless the mesh of the operands has explicit axes.
+    """
+    tiers, over, text = TIERS.get(platform, PORTABLE), (), ""
+    operands = x, codes, scales
     plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:
-        shards, over, split = on_each_device(plan, x, codes, scales, **params)
-        params = _for_parts(_kernels.get(platform, xla), over, params)
-        return lowering_of(*shards, platform=platform, **params) + split
-    if devices > 1:
-        return xla.describe(_seen(x, params["compute"]), codes, scales, **params) + (
+        operands, over, text = on_each_device(plan, x, codes, scales, matmul)
+    elif devices > 1:
+        tiers = PORTABLE
+        text = (
             f", as nothing says how it is split over {devices} devices: call "
             "eqquant.shard_tree"
         )
-    operands = _seen(x, params["compute"]), codes, scales
-    because = ""
-    if platform in _kernels:
-        kernel = _kernels[platform]
-        reason = kernel.why_not(*operands, **params)
-        if reason is None:
-            return kernel.describe(*operands, **params)
-        because = f", as {reason}"
-    return xla.describe(*operands, **params) + because
+    kernel, product, reason = choose_kernel(tiers, matmul, *operands, over)
+    return kernel.describe(product) + reason + text

@@ -26,12 +26,12 @@ from .._jax import (
     zero_tangent,
 )
 from ..formats import Format, num_codes, problems_of
-from ..kernels import Compute, xla
+from ..kernels import Compute, Matmul
 from ._activations import straight_rounded
-from ._lowering import dot_by, lowerings
+from ._lowering import dot_by, lowerings, PORTABLE
 from ._merge import merge, parts_by_type, split
 from ._plan import names_of, Plan
-from ._scale_gradient import scale_gradient, scale_gradient_p
+from ._scale_gradient import scale_gradient, scale_gradient_p, ScaleGradient
 from ._sharded import layout_of, plan_from_types, sharding_of_result
 
 
@@ -76,38 +76,33 @@ def quantized_dot(
 
     An array of shape `(*batch, m, rows)`, or `(*batch, m, columns)`.
     """
-    x, codes, scales = match_varying(x, codes, scales)
     if out_dtype is None:
         out_dtype = jnp.promote_types(x.dtype, weight_dtype)
-    return quantized_dot_p.bind(
-        x,
-        codes,
-        scales,
-        format=format,
-        contract_rows=contract_rows,
-        compute=compute or Compute(),
-        weight_dtype=jnp.dtype(weight_dtype),
-        out_dtype=jnp.dtype(out_dtype),
-        plan=plan,
-    )
+    compute = Compute() if compute is None else compute
+    matmul = Matmul(format, contract_rows, compute, weight_dtype, out_dtype)
+    return _bind(x, codes, scales, matmul, plan)
+
+
+def _bind(x, codes, scales, matmul: Matmul, plan: Plan | None):
+    args = match_varying(x, codes, scales)
+    return quantized_dot_p.bind(*args, matmul=matmul, plan=plan)
 
 
 @ft.cache
-def _compiled(**params):
-    return jax.jit(ft.partial(quantized_dot_p.bind, **params))
+def _compiled(matmul: Matmul, plan: Plan | None):
+    return jax.jit(ft.partial(quantized_dot_p.bind, matmul=matmul, plan=plan))
 
 
 @quantized_dot_p.def_impl
-def _impl(x, codes, scales, **params):
-    if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
-        return dot_by(xla)(x, codes, scales, **params)
-    return _compiled(**params)(x, codes, scales)
+def _impl(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+    if config("jax_disable_jit"):  # Otherwise `jit(bind)` would call this again.
+        return dot_by(PORTABLE)(x, codes, scales, matmul=matmul)
+    return _compiled(matmul, plan)(x, codes, scales)
 
 
 @quantized_dot_p.def_abstract_eval
-def _abstract_eval(
-    x, codes, scales, *, format, contract_rows, out_dtype, plan=None, **_
-):
+def _abstract_eval(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+    format, contract_rows = matmul.format, matmul.contract_rows
     *batch, rows, packed = codes.shape
     columns = num_codes(packed, format.bits)
     contracted, free = (rows, columns) if contract_rows else (columns, rows)
@@ -125,33 +120,31 @@ def _abstract_eval(
         raise TypeError(f"quantized_dot: {problem}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
-    how: dict[str, Any] = {}
+    kwargs: dict[str, Any] = {}
     plan = plan_from_types(x, codes, asked=plan)
     if plan is not None:
         layout = layout_of(plan, x, codes, scales, format)
         _, spec = layout.of_sum(plan, x, codes, format, contract_rows)
-        how["sharding"] = sharding_of_result(x, codes, spec)
+        kwargs["sharding"] = sharding_of_result(x, codes, spec)
     shape = (*x.shape[:-1], free)
-    return x.update(shape=shape, dtype=out_dtype, weak_type=False, **how)
+    return x.update(shape=shape, dtype=matmul.out_dtype, weak_type=False, **kwargs)
 
 
 for _platform, _rule in lowerings.items():
     mlir.register_lowering(quantized_dot_p, _rule, platform=_platform)
 
 
-def _jvp(primals, tangents, **params):
+def _jvp(primals, tangents, *, matmul: Matmul, plan: Plan | None):
     x, codes, scales = primals
     x_dot, _, scales_dot = tangents
-    out = quantized_dot_p.bind(x, codes, scales, **params)
-    # Straight through what rounds the activation.
-    rounding = params["compute"]
-    params["compute"] = rounding.updated(activations="float")
+    out = quantized_dot_p.bind(*primals, matmul=matmul, plan=plan)
     terms = []
     if type(x_dot) is not ad.Zero:
-        terms.append(quantized_dot(x_dot, codes, scales, **params))
+        # The derivative of rounding activations is the identity.
+        unrounded = matmul.with_compute(activations="float")
+        terms.append(_bind(x_dot, codes, scales, unrounded, plan))
     if type(scales_dot) is not ad.Zero:
-        params["compute"] = rounding
-        terms.append(quantized_dot(x, codes, scales_dot, **params))
+        terms.append(_bind(x, codes, scales_dot, matmul, plan))
     if not terms:
         return out, zero_tangent(out)
     return out, ft.reduce(operator.add, terms)
@@ -160,55 +153,41 @@ def _jvp(primals, tangents, **params):
 ad.primitive_jvps[quantized_dot_p] = _jvp
 
 
-def _transpose(ct, x, codes, scales, *, format, contract_rows, compute, **params):
+def _transpose(ct, x, codes, scales, *, matmul: Matmul, plan: Plan | None):
     if ad.is_undefined_primal(x):
         if type(ct) is ad.Zero:
             return ad.Zero(x.aval), None, None
-        params["out_dtype"] = x.aval.dtype
-        params["plan"] = _plan_back(x.aval, codes, params.get("plan"))
-        other = quantized_dot(
-            ct,
-            codes,
-            scales,
-            format=format,
-            contract_rows=not contract_rows,
-            compute=compute.updated(activations="float"),
-            **params,
+        back = dataclasses.replace(
+            matmul.with_compute(activations="float"),
+            contract_rows=not matmul.contract_rows,
+            out_dtype=x.aval.dtype,
         )
-        return _typed_as(other, x.aval), None, None
+        out = _bind(ct, codes, scales, back, _plan_back(x.aval, codes, plan))
+        return _typed_as(out, x.aval), None, None
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
-    if compute.activations == "int8":
+    if matmul.compute.activations == "int8":
         x = straight_rounded(x, (x.ndim - 1,))
-    over_rows, over_columns = (x, ct) if contract_rows else (ct, x)
-    gradient = scale_gradient(
-        over_rows,
-        over_columns,
-        codes,
-        blocks=scales.aval.shape[-1],
-        format=format,
-        dtype=scales.aval.dtype,
-        plan=params.get("plan"),
-    )
-    return None, None, _typed_as(gradient, scales.aval)
+    over_rows, over_columns = (x, ct) if matmul.contract_rows else (ct, x)
+    scales = scales.aval
+    gradient = ScaleGradient(matmul.format, scales.shape[-1], scales.dtype)
+    out = scale_gradient(over_rows, over_columns, codes, gradient, plan)
+    return None, None, _typed_as(out, scales)
 
 
-def _transpose_scale_gradient(ct, rows, columns, codes, *, format, plan, **_):
-    """For one of the factors: a product with the weight that has `ct` for scales."""
+def _transpose_scale_gradient(
+    ct, rows, columns, codes, *, gradient: ScaleGradient, plan: Plan | None
+):
+    """The gradient for a factor is a product with a weight whose scales are `ct`."""
     by_rows = ad.is_undefined_primal(columns)
     aval = (columns if by_rows else rows).aval
     out = ad.Zero(aval)
     if type(ct) is not ad.Zero:
-        out = quantized_dot(
-            rows if by_rows else columns,
-            codes,
-            ct,
-            format=format,
-            contract_rows=by_rows,
-            compute=Compute("highest"),
-            out_dtype=aval.dtype,
-            plan=_plan_back(aval, codes, plan),
+        matmul = Matmul(
+            gradient.format, by_rows, Compute("highest"), out_dtype=aval.dtype
         )
+        x = rows if by_rows else columns
+        out = _bind(x, codes, ct, matmul, _plan_back(aval, codes, plan))
         out = _typed_as(out, aval)
     return (None, out, None) if by_rows else (out, None, None)
 
@@ -217,8 +196,8 @@ ad.primitive_transposes[scale_gradient_p] = _transpose_scale_gradient
 
 
 def _plan_back(x, codes, plan: Plan | None) -> Plan | None:
-    """That of the product for the cotangent of an activation `x`: by the same rows, and
-    with a result that is split as `x` is."""
+    """Return the plan of the product for the cotangent of an activation `x`: by the
+    same rows, and with a result that is split like `x`."""
     by_types = plan_from_types(x, codes, asked=plan)
     if by_types is None:
         return plan
@@ -227,7 +206,7 @@ def _plan_back(x, codes, plan: Plan | None) -> Plan | None:
 
 
 def _typed_as(x, aval):
-    """Split over a mesh with explicit axes as its type says."""
+    """Reshard to the sharding of a type, on a mesh with explicit axes."""
     if explicit_mesh_of(x) is None or jax.typeof(x).sharding == aval.sharding:
         return x
     return jax.sharding.reshard(x, aval.sharding.spec)
@@ -236,7 +215,7 @@ def _typed_as(x, aval):
 ad.primitive_transposes[quantized_dot_p] = _transpose
 
 
-def _batch(args, dims, **params):
+def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
     x, codes, scales = args
     x_dim, codes_dim, scales_dim = dims
     if codes_dim is None and scales_dim is None:
@@ -244,16 +223,15 @@ def _batch(args, dims, **params):
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
         parts = parts_by_type(x)
-        plan = params.get("plan")
         if plan is not None and plan.mesh == explicit_mesh_of(x):
             batch = *parts.names[-3], *plan.batch
-            params["plan"] = dataclasses.replace(plan, batch=batch)
+            plan = dataclasses.replace(plan, batch=batch)
             # Keep rows together if the result is scattered over them.
             scattered = parts.split_further(-2, plan.scatter[0], plan.mesh)
             if x.shape[-2] % scattered.counts[-2] == 0:
                 parts = scattered
         rows = merge(x, [*ones, 2, 1], parts)
-        out = quantized_dot(rows, codes, scales, **params)
+        out = _bind(rows, codes, scales, matmul, plan)
         shapes = [[size] for size in out.shape]
         shapes[-2] = list(x.shape[-3:-1])
         return split(out, shapes, parts), len(ones)
@@ -266,11 +244,7 @@ def _batch(args, dims, **params):
         return jnp.moveaxis(a, dim, 0)
 
     codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
-    if (
-        x_dim is None
-        and not params["contract_rows"]
-        and _merges(params.get("plan"), codes)
-    ):
+    if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
         # More weights for the same activation: more rows of one weight.
         batch = x.ndim - 2
 
@@ -278,19 +252,19 @@ def _batch(args, dims, **params):
             a = jnp.moveaxis(a, 0, batch)
             return a.reshape(*a.shape[:batch], -1, a.shape[-1])
 
-        if (plan := params.get("plan")) is not None:
+        if plan is not None:
             order = *range(1, batch + 1), 0, batch + 1, batch + 2
             moved = [codes.shape[i] for i in order]
             merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
-            params["plan"] = plan.permuted(order).reshaped(moved, merged)
-        out = quantized_dot(x, to_rows(codes), to_rows(scales), **params)
+            plan = plan.permuted(order).reshaped(moved, merged)
+        out = _bind(x, to_rows(codes), to_rows(scales), matmul, plan)
         return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
-    return quantized_dot(to_front(x, x_dim), codes, scales, **params), 0
+    return _bind(to_front(x, x_dim), codes, scales, matmul, plan), 0
 
 
 def _merges(plan: Plan | None, codes) -> bool:
-    """Whether rows of a stack of weights can be those of one: not if they are split,
-    as each device then has a part of every weight."""
+    """Whether the weights of a stack can be merged to one. If rows are split, each
+    device has a part of every weight, so that they cannot."""
     if explicit_mesh_of(codes) is not None:
         return False
     return plan is None or not plan.of(codes.ndim)[-2]

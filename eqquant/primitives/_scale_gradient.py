@@ -1,16 +1,19 @@
-"""The gradient of a product with respect to the scales of its weight, as a primitive:
-so that its lowering can split it over a mesh, as that of the product is.
+"""The gradient of a product with respect to the scales of its weight.
 
-It is linear in both factors, and its transposes are products with the weight whose
-scales are the cotangent.
+It is a primitive, so that its lowering can split it over a mesh like the product. It is
+linear in both factors, and its transposes are products with a weight whose scales are
+the cotangent.
 """
 
+import dataclasses
 import functools as ft
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -22,6 +25,7 @@ from .._jax import (
     parts_of,
     zero_tangent,
 )
+from ..formats import Format
 from ..kernels import xla
 from ._plan import Plan
 from ._sharded import (
@@ -37,59 +41,81 @@ from ._sharded import (
 scale_gradient_p = Primitive("quantized_scale_gradient")
 
 
-def scale_gradient(over_rows, over_columns, codes, **params):
-    """That of `sum(over_rows * (over_columns @ w.T))`: `(*batch, rows, blocks)`."""
+@dataclasses.dataclass(frozen=True)
+class ScaleGradient:
+    """The static parameters: the format of the weight, and its scales per row and their
+    dtype."""
+
+    format: Format
+    blocks: int
+    dtype: np.dtype
+
+    def scales(self, codes) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*codes.shape[:-1], self.blocks), self.dtype)
+
+    def __call__(self, over_rows, over_columns, codes):
+        return xla.scale_gradient(
+            over_rows,
+            over_columns,
+            codes,
+            self.blocks,
+            format=self.format,
+            dtype=self.dtype,
+        )
+
+
+def scale_gradient(
+    over_rows, over_columns, codes, gradient: ScaleGradient, plan: Plan | None
+):
+    """The gradient of `sum(over_rows * (over_columns @ w.T))` for the scales of `w`, of
+    shape `(*batch, rows, blocks)`."""
     args = match_varying(over_rows, over_columns, codes)
-    return scale_gradient_p.bind(*args, **params)
-
-
-def _on_one(over_rows, over_columns, codes, *, plan=None, **params):
-    del plan
-    return xla.scale_gradient(over_rows, over_columns, codes, **params)
+    return scale_gradient_p.bind(*args, gradient=gradient, plan=plan)
 
 
 @ft.cache
-def _compiled(**params):
-    return jax.jit(ft.partial(scale_gradient_p.bind, **params))
+def _compiled(gradient: ScaleGradient, plan: Plan | None):
+    return jax.jit(ft.partial(scale_gradient_p.bind, gradient=gradient, plan=plan))
 
 
 @scale_gradient_p.def_impl
-def _impl(*args, **params):
-    if config("jax_disable_jit"):  # Then `jit(bind)` would come back here.
-        return _on_one(*args, **params)
-    return _compiled(**params)(*args)
+def _impl(*args, gradient: ScaleGradient, plan: Plan | None):
+    if config("jax_disable_jit"):  # Otherwise `jit(bind)` would call this again.
+        return gradient(*args)
+    return _compiled(gradient, plan)(*args)
 
 
 @scale_gradient_p.def_abstract_eval
-def _abstract_eval(over_rows, over_columns, codes, *, blocks, format, dtype, plan):
-    shape = *codes.shape[:-1], blocks
-    how: dict[str, Any] = {}
+def _abstract_eval(
+    over_rows, over_columns, codes, *, gradient: ScaleGradient, plan: Plan | None
+):
+    scales = gradient.scales(codes)
+    kwargs: dict[str, Any] = {}
     plan = plan_from_types(over_columns, codes, asked=plan)
     if plan is not None:
-        scales = jax.ShapeDtypeStruct(shape, dtype)
-        spec = layout_of(plan, over_columns, codes, scales, format).of_weight(blocks)
-        how["sharding"] = sharding_of_result(over_columns, codes, spec)
-    return over_rows.update(shape=shape, dtype=dtype, weak_type=False, **how)
+        layout = layout_of(plan, over_columns, codes, scales, gradient.format)
+        spec = layout.of_weight(gradient.blocks)
+        kwargs["sharding"] = sharding_of_result(over_columns, codes, spec)
+    return over_rows.update(
+        shape=scales.shape, dtype=scales.dtype, weak_type=False, **kwargs
+    )
 
 
-def _sharded(plan: Plan):
-    def call(over_rows, over_columns, codes, *, blocks, format, dtype):
-        scales = jax.ShapeDtypeStruct((*codes.shape[:-1], blocks), dtype)
-        layout = layout_of(plan, over_columns, codes, scales, format)
+def _sharded(gradient: ScaleGradient, plan: Plan):
+    dtype, blocks = gradient.dtype, gradient.blocks
+
+    def call(over_rows, over_columns, codes):
+        scales = gradient.scales(codes)
+        layout = layout_of(plan, over_columns, codes, scales, gradient.format)
         columns = layout.kept(layout.columns)
         per_row = 1 if blocks == 1 else blocks // parts_of(plan.mesh, columns)
-        wide = jnp.promote_types(dtype, jnp.float32)
+        part = dataclasses.replace(
+            gradient, blocks=per_row, dtype=jnp.promote_types(dtype, jnp.float32)
+        )
 
         def local(over_rows, over_columns, codes):
             codes = gather(layout, codes)
-            out = _on_one(
-                over_rows,
-                over_columns,
-                codes,
-                blocks=per_row,
-                format=format,
-                dtype=wide,
-            )
+            out = part(over_rows, over_columns, codes)
             left = list(layout.batch)
             if blocks == 1:
                 left += columns
@@ -118,33 +144,34 @@ def _sharded(plan: Plan):
     return call
 
 
-def _lower(ctx, *args, plan, **params):
-    fn = _on_one
+def _lower(ctx, *args, gradient: ScaleGradient, plan: Plan | None):
+    fn: Callable = gradient
     if is_automatically_partitioned(ctx):
         _, over_columns, codes = ctx.avals_in
         plan = plan_for(ctx, plan, over_columns, codes)
-        fn = fn if plan is None else _sharded(plan)
-    return mlir.lower_fun(fn, multiple_results=False)(ctx, *args, **params)
+        fn = fn if plan is None else _sharded(gradient, plan)
+    return mlir.lower_fun(fn, multiple_results=False)(ctx, *args)
 
 
 mlir.register_lowering(scale_gradient_p, _lower)
 
 
-def _jvp(primals, tangents, **params):
-    out = scale_gradient(*primals, **params)
+def _jvp(primals, tangents, *, gradient: ScaleGradient, plan: Plan | None):
+    bind = ft.partial(scale_gradient, gradient=gradient, plan=plan)
+    out = bind(*primals)
     (rows, columns, codes), (rows_dot, columns_dot, _) = primals, tangents
     terms = []
     if type(rows_dot) is not ad.Zero:
-        terms.append(scale_gradient(rows_dot, columns, codes, **params))
+        terms.append(bind(rows_dot, columns, codes))
     if type(columns_dot) is not ad.Zero:
-        terms.append(scale_gradient(rows, columns_dot, codes, **params))
+        terms.append(bind(rows, columns_dot, codes))
     return out, ft.reduce(operator.add, terms) if terms else zero_tangent(out)
 
 
-def _batch(args, dims, *, plan, **params):
+def _batch(args, dims, *, gradient: ScaleGradient, plan: Plan | None):
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    if dims[2] is None:  # Each has scales of its own, but not codes.
-        return jax.vmap(ft.partial(_on_one, **params), dims)(*args), 0
+    if dims[2] is None:  # The scales are mapped, but the codes are not.
+        return jax.vmap(gradient, dims)(*args), 0
 
     def to_front(a, dim):
         if dim is None:
@@ -152,7 +179,7 @@ def _batch(args, dims, *, plan, **params):
         return jnp.moveaxis(a, dim, 0)
 
     args = map(to_front, args, dims)
-    return scale_gradient(*args, plan=plan, **params), 0
+    return scale_gradient(*args, gradient=gradient, plan=plan), 0
 
 
 ad.primitive_jvps[scale_gradient_p] = _jvp

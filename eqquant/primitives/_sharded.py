@@ -24,6 +24,7 @@ from .._jax import (
     warn,
 )
 from ..formats import Format, num_bytes, num_codes
+from ..kernels import Matmul
 from ._plan import Names, names_of, Plan
 
 
@@ -182,26 +183,25 @@ def sharding_of_result(x, codes, spec: PartitionSpec):
 
 
 def sharded(dot: Callable, plan: Plan) -> Callable:
-    """`dot(x, codes, scales, over=mesh axes of the sum, ...)` of the parts that each
-    device has, as a product of the whole."""
+    """Run `dot(x, codes, scales, matmul, over=mesh axes of the sum)` on the shards of
+    each device."""
 
-    def call(x, codes, scales, *, contract_rows: bool, out_dtype, **params):
-        layout = layout_of(plan, x, codes, scales, params["format"])
+    def call(x, codes, scales, *, matmul: Matmul):
+        layout = layout_of(plan, x, codes, scales, matmul.format)
+        contract_rows, out_dtype = matmul.contract_rows, matmul.out_dtype
         blocks = scales.shape[-1]
         over = layout.contracted(contract_rows)
         # The sum is taken before anything is rounded.
         dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
-        params |= {"contract_rows": contract_rows, "out_dtype": dtype}
+        part = dataclasses.replace(matmul, out_dtype=dtype)
 
-        scatter, out_specs = layout.of_sum(
-            plan, x, codes, params["format"], contract_rows
-        )
+        scatter, out_specs = layout.of_sum(plan, x, codes, matmul.format, contract_rows)
 
         def local(x, codes, scales):
             codes = gather(layout, codes)
             if not plan.whole_scales:
                 scales = gather(layout, scales, blocks)
-            out = dot(x, codes, scales, over=over, **params)
+            out = dot(x, codes, scales, matmul=part, over=over)
             left = over
             for axis, names in zip((-2, -1), scatter, strict=True):
                 if names:
@@ -224,10 +224,11 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
 
 
 def on_each_device(
-    plan: Plan, x, codes, scales, *, format: Format, contract_rows: bool, **_
+    plan: Plan, x, codes, scales, matmul: Matmul
 ) -> tuple[list[jax.ShapeDtypeStruct], Names, str]:
     """The operands that a kernel gets, the mesh axes over which results are summed, and
     what is done around it in words."""
+    format, contract_rows = matmul.format, matmul.contract_rows
     layout = layout_of(plan, x, codes, scales, format)
     over = layout.contracted(contract_rows)
     specs = (

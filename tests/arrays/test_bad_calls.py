@@ -69,11 +69,8 @@ def test_the_primitive_multiplies_floats(q):
             x,
             q.codes,
             q.scales,
-            format=NF4(),
-            contract_rows=False,
-            compute=eqquant.kernels.Compute(),
-            weight_dtype=jnp.dtype("float32"),
-            out_dtype=jnp.dtype("float32"),
+            matmul=eqquant.kernels.Matmul(NF4()),
+            plan=None,
         )
 
 

@@ -306,15 +306,15 @@ def test_kernels(w, normal):
 def test_a_lowering_that_decodes(w, normal, monkeypatch):
     """What a product becomes is looked into as well."""
 
-    def decodes(x, codes, scales, *, out_dtype, **_):
+    def decodes(x, codes, scales, *, matmul):
         return x @ w.replace(codes=codes, scales=scales).dequantize().T
 
-    def slices(x, codes, scales, *, out_dtype, **_):
+    def slices(x, codes, scales, *, matmul):
         return x[:, :COLUMNS] @ jnp.ones((COLUMNS, codes.shape[0]))
 
     x = normal(ROWS, COLUMNS)
     for dot, expected in ((decodes, True), (slices, False)):
-        monkeypatch.setattr(_lowering, "_dot_on", lambda kernel, dot=dot: dot)
+        monkeypatch.setattr(_lowering, "dot_by", lambda tiers, dot=dot: dot)
         lines = materialised(lambda x, w: x @ w.T, x, w)
         assert any("quantized_dot/" in line for line in lines) == expected
 

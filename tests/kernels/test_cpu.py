@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF3, NF4, Ternary
-from eqquant.kernels import cpu, xla
+from eqquant.kernels import Compute, cpu, Matmul, xla
+from eqquant.kernels.cpu._call import call
 from helpers import pairs, relative
 
 
@@ -91,15 +92,9 @@ def serves(kernel, format, blocks, packed, contract_rows):
 
 def both(kernel, x, codes, scales, format, contract_rows=False):
     """By the native kernel, and by XLA's lowering at the highest precision."""
-    params = dict(
-        format=format,
-        contract_rows=contract_rows,
-        compute=eqquant.kernels.Compute("highest"),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.dtype("float32"),
-    )
-    native = jax.jit(lambda *args: cpu.dot(*args, kernel=kernel, **params))
-    reference = jax.jit(lambda *args: xla.dot(*args, **params))
+    matmul = Matmul(format, contract_rows, Compute("highest"))
+    native = jax.jit(lambda *args: call(kernel, matmul.of(*args), *args))
+    reference = jax.jit(lambda *args: xla.dot(*args, matmul))
     return native(x, codes, scales), reference(x, codes, scales)
 
 
@@ -187,13 +182,6 @@ def test_panels_of_any_rows(kernel, format, rng):
     w = jnp.asarray(rng.standard_normal((rows, size)), jnp.float32)
     q = eqquant.quantize(w, format)
     exact = np.asarray(q.dequantize(), np.float64)
-    params = dict(
-        format=format,
-        compute=eqquant.kernels.Compute("highest"),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.dtype("float32"),
-        kernel=kernel,
-    )
     blocks = q.scales.shape[-1]
     packed = format.padded(size) * (4 if format.bits == 3 else format.bits) // 8
     for contract_rows, weight in ((False, exact.T), (True, exact)):
@@ -202,7 +190,8 @@ def test_panels_of_any_rows(kernel, format, rng):
         x = jnp.asarray(rng.standard_normal((m, weight.shape[0])), jnp.float32)
         columns = format.padded(size)
         padded = x if contract_rows else jnp.pad(x, ((0, 0), (0, columns - size)))
-        got = cpu.dot(padded, q.codes, q.scales, contract_rows=contract_rows, **params)
+        args, matmul = (padded, q.codes, q.scales), Matmul(format, contract_rows)
+        got = call(kernel, matmul.of(*args), *args)
         expected = np.asarray(x, np.float64) @ weight
         assert relative(got[:, : expected.shape[1]], expected) < TOLERANCE[kernel]
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4, NVFP4
-from eqquant.kernels import cpu
+from eqquant.kernels import choose, cpu, Matmul
 from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
 
@@ -41,6 +41,20 @@ def of_shape(shape, dtype=F32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
+def name_of(product):
+    kernel = choose(cpu.KERNELS, product)
+    return None if isinstance(kernel, str) else kernel.name
+
+
+def why_not(product):
+    kernel = choose(cpu.KERNELS, product)
+    return kernel if isinstance(kernel, str) else None
+
+
+def described_by(product):
+    return choose(cpu.KERNELS, product).describe(product)
+
+
 @ft.cache
 def described(format, rows, size):
     return jax.eval_shape(lambda: eqquant.quantize(jnp.zeros((rows, size)), format))
@@ -52,9 +66,8 @@ def product(format, m, rows=4096, size=4096, contract_rows=False, **how):
     dtype = how.pop("x_dtype", F32)
     x = of_shape((m, rows if contract_rows else format.padded(size)), dtype)
     compute = eqquant.kernels.Compute(how.pop("precision", "high"))
-    params = {"compute": compute, "weight_dtype": F32} | how
-    params |= {"format": format, "contract_rows": contract_rows}
-    return (x, q.codes, q.scales), params
+    matmul = Matmul(format, contract_rows, compute, **how)
+    return (x, q.codes, q.scales), matmul
 
 
 FORMATS = [NF4(), Int8(), Int8(block_size=128), Int4(), Binary(), FP8()]
@@ -73,10 +86,11 @@ def test_what_every_choice_keeps_to(names, on):
         FORMATS, PRECISIONS, (False, True)
     ):
         how = {"precision": precision, "contract_rows": contract_rows}
-        args, params = product(format, 1, **how)
+        args, matmul = product(format, 1, **how)
         for m in ROWS:
             x = of_shape((m, args[0].shape[-1]))
-            chosen = cpu.choose_kernel(x, *args[1:], **params)
+            product_of_m = matmul.of(x, *args[1:])
+            chosen = name_of(product_of_m)
             seen.add(chosen)
             if chosen is None:
                 assert m > 1, "a product of a vector has a native kernel"
@@ -90,8 +104,9 @@ def test_what_every_choice_keeps_to(names, on):
             assert kind != "bfloat16", "operands are in float32"
             if contract_rows and needs != "AMX":
                 assert kind in ("float", "words"), "the others add along rows of codes"
-            said = cpu.describe(x, *args[1:], **params)
-            assert repr(chosen) in said
+            assert repr(chosen) in choose(cpu.KERNELS, product_of_m).describe(
+                product_of_m
+            )
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
     digits = {"float", "one digit", "two digits"}
     expected = {"dotprod": digits, "i8mm": digits, "VNNI": digits | {"words"}}
@@ -200,9 +215,10 @@ def test_what_every_choice_keeps_to(names, on):
 )
 def test_where_one_kernel_ends(name, format, m, how, expected, on):
     on(name)
-    args, params = product(format, m, **how)
-    assert cpu.choose_kernel(*args, **params) == expected
-    why = cpu.why_not(*args, **params)
+    args, matmul = product(format, m, **how)
+    found = matmul.of(*args)
+    assert name_of(found) == expected
+    why = why_not(found)
     if expected is None:
         assert why == f"for {m} rows XLA is faster than the native kernels"
     elif format.block_size is None or format.block_size >= 32:
@@ -227,31 +243,31 @@ def test_rounding_by_xla_pays_for_many_rows_of_large_weights(
     library = _choose.load()._replace(bfloat16=True)
     monkeypatch.setattr(_choose, "load", lambda: library)
     how = {"rows": rows, "size": size, "contract_rows": True, "precision": "default"}
-    args, params = product(format, m, **how)
-    assert cpu.choose_kernel(*args, **params) == expected
-    args, params = product(format, m, **how | {"precision": "high"})
-    assert cpu.choose_kernel(*args, **params) == "float, AVX-512"
+    args, matmul = product(format, m, **how)
+    assert name_of(matmul.of(*args)) == expected
+    args, matmul = product(format, m, **how | {"precision": "high"})
+    assert name_of(matmul.of(*args)) == "float, AVX-512"
 
 
 def test_bfloat16_is_not_rounded_to_itself(on):
     on("AMX")
     how = {"x_dtype": BF16, "weight_dtype": BF16}
-    args, params = product(NF4(), 64, **how)
-    assert "not rounded" in cpu.describe(*args, **params)
-    args, params = product(NF4(), 4, **how)
-    assert "16 bits" in cpu.describe(*args, **params)
+    args, matmul = product(NF4(), 64, **how)
+    assert "not rounded" in described_by(matmul.of(*args))
+    args, matmul = product(NF4(), 4, **how)
+    assert "16 bits" in described_by(matmul.of(*args))
 
 
 def test_why_there_is_none(on, monkeypatch):
     on("AMX")
     wide = product(NF4(), 4, weight_dtype=jnp.dtype("float64"))
     short = product(Int4(block_size=8), 4)
-    for (args, params), expected in (
+    for (args, matmul), expected in (
         (wide, "in float32 at most, not in float64"),
         (product(NF4(), 0), "nothing to multiply"),
         (short, "blocks of 8 are shorter than a register"),
     ):
-        assert expected in cpu.why_not(*args, **params)
+        assert expected in why_not(matmul.of(*args))
     monkeypatch.setattr(_choose, "load", lambda: "without native kernels: a reason")
-    args, params = product(MXFP4(), 4)
-    assert cpu.why_not(*args, **params) == "without native kernels: a reason"
+    args, matmul = product(MXFP4(), 4)
+    assert why_not(matmul.of(*args)) == "without native kernels: a reason"

@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import FP8, Int3, NF3
-from eqquant.kernels import cpu
+from eqquant.kernels import cpu, Matmul
+from eqquant.kernels.cpu._call import call
 from helpers import relative
 
 
@@ -25,17 +26,8 @@ FLOATS = [
 
 
 def multiply(x, q, *, kernel, contract_rows=False):
-    return cpu.dot(
-        x,
-        q.codes,
-        q.scales,
-        format=q.format,
-        contract_rows=contract_rows,
-        compute=eqquant.kernels.Compute("highest"),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.dtype("float32"),
-        kernel=kernel,
-    )
+    args = x, q.codes, q.scales
+    return call(kernel, Matmul(q.format, contract_rows).of(*args), *args)
 
 
 @pytest.mark.parametrize("kernel", FLOATS)

@@ -15,16 +15,16 @@ from eqquant.debug import compile_for_gpu
 from eqquant.debug._flow import Flow
 from eqquant.debug._in_hlo import decoded_in_hlo
 from eqquant.debug._inspect import _weight_of
-from eqquant.kernels import gpu, xla
+from eqquant.kernels import gpu, Matmul
 from eqquant.kernels.gpu import _tiles
-from eqquant.primitives import dot_by
+from eqquant.primitives._lowering import dot_by, PORTABLE, TIERS
 from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
 
 
-def product(x, q, *, by=gpu, dtype="float32", precision="high", **params):
-    params |= {"format": q.format, "weight_dtype": q.dtype, "out_dtype": dtype}
-    params["compute"] = q.compute.updated(precision=precision)
-    return jax.jit(ft.partial(dot_by(by), **params))(x, q.codes, q.scales)
+def product(x, q, *, by=TIERS["gpu"], dtype="float32", precision="high", contract_rows):
+    compute = q.compute.updated(precision=precision)
+    matmul = Matmul(q.format, contract_rows, compute, q.dtype, dtype)
+    return jax.jit(ft.partial(dot_by(by), matmul=matmul))(x, q.codes, q.scales)
 
 
 # Their scales are floats when a kernel gets them.
@@ -66,8 +66,8 @@ def test_narrow_products_are_those_of_dense(format, dtype, contract_rows, normal
 def test_w8a8_is_that_of_every_platform(format, m, normal):
     q = eqquant.quantize(normal(24, 128), format, activations="int8")
     x = normal(m, 128)
-    options = dict(precision="high", contract_rows=False)
-    assert relative(product(x, q, **options), product(x, q, by=xla, **options)) < 1e-5
+    out = product(x, q, contract_rows=False)
+    assert relative(out, product(x, q, by=PORTABLE, contract_rows=False)) < 1e-5
 
 
 @pytest.mark.parametrize("m", [2, 6])
@@ -156,9 +156,8 @@ def described(rows, columns, format, dtype="bfloat16"):
 def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     q = described(4096, 14336, format)
     x = jax.ShapeDtypeStruct((m, 4096 if contract_rows else 14336), jnp.bfloat16)
-    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, compute=q.compute)
-    params |= dict(format=format, contract_rows=contract_rows)
-    product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
+    matmul = Matmul(format, contract_rows, q.compute, q.dtype, x.dtype)
+    product = lambda x, q: dot_by((gpu.PORTABLE,))(x, q.codes, q.scales, matmul=matmul)
     program = compile_for_gpu(product, x, q, chip=chip)
     assert "while" not in program.launches.lower()
     weight = _weight_of(q)
@@ -183,9 +182,8 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
 def test_compiled_tiles_lie_where_the_result_will_be(dtype, format, launches):
     q = described(14336, 4096, format, dtype)
     x = jax.ShapeDtypeStruct((2048, 4096), dtype)
-    params = dict(weight_dtype=q.dtype, out_dtype=x.dtype, compute=q.compute)
-    params |= dict(format=format, contract_rows=False)
-    product = lambda x, q: dot_by(gpu.portable)(x, q.codes, q.scales, **params)
+    matmul = Matmul(format, False, q.compute, q.dtype, x.dtype)
+    product = lambda x, q: dot_by((gpu.PORTABLE,))(x, q.codes, q.scales, matmul=matmul)
     program = compile_for_gpu(product, x, q, chip="a100")
     # Two tiles are decoded and multiplied, and two parts put together; and one kernel
     # counts planes.

@@ -9,7 +9,7 @@ import pytest
 from eqquant import Binary, Int4, Int8, MXFP4, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.kernels import Compute, GPUKernel
+from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import in_table
 from eqquant.kernels.gpu._table import size_of
@@ -91,16 +91,9 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     assert kernel.shared == table and table + dynamic < gpus[chip].shared - 1024
     # Otherwise some versions of JAX would not ask for as much.
     assert not table or dynamic > 49152 or table + dynamic <= 49152
-    tiles = _choose.kernel_on(
-        _chips.known(gpus[chip].name),
-        x,
-        q.codes,
-        q.scales,
-        format=format,
-        contract_rows=contract_rows,
-        compute=compute,
-        weight_dtype=q.dtype,
-    ).tiles
+    matmul = Matmul(format, contract_rows, compute, q.dtype, dtype)
+    product = matmul.of(x, q.codes, q.scales)
+    tiles = _choose.kernel_on(_chips.known(gpus[chip].name), product).tiles
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps
     loop = [name for name in max(kernel.loops, key=len) if name != "NOP"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import Compute, gpu, GPUKernel
+from eqquant.kernels import Compute, gpu, GPUKernel, Matmul
 from eqquant.kernels.gpu import (
     _check,
     _chips,
@@ -21,7 +21,7 @@ from eqquant.kernels.gpu import (
     _pipeline,
     _table,
 )
-from helpers import relative, slow
+from helpers import multiply_by, relative, slow
 from test_gpu_ptx import _parsed, BASE, Emulator
 from test_gpu_triton import H100, on as on, right
 
@@ -50,10 +50,10 @@ def test_ragged_products(format, on, normal, monkeypatch):
     size = 512 if format.block_size == 128 else 256
     q = eqquant.quantize(normal(264, size).astype("bfloat16"), format)
     x = normal(30, size).astype("bfloat16")
-    options = dict(format=format, contract_rows=False, compute=MOSAIC)
-    options |= dict(weight_dtype=q.dtype, out_dtype=q.dtype)
-    assert isinstance(_choose.choose(x, q.codes, q.scales, **options), _kernel.Kernel)
-    out = gpu.dot(x, q.codes, q.scales, **options, interpret=True)
+    args, matmul = (x, q.codes, q.scales), Matmul(format, False, MOSAIC, *2 * [q.dtype])
+    chosen = _choose.choose(matmul.of(*args))
+    assert isinstance(chosen, _kernel.TensorCoreKernel)
+    out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
     assert out.dtype == jnp.bfloat16
     w = np.asarray(q.astype(jnp.float32).dequantize(), np.float64)
     # The result is rounded; and scales of blocks, levels, and what they make.
@@ -71,14 +71,11 @@ def test_integers_are_multiplied_exactly(m, on, monkeypatch):
     x = rng.integers(-127, 128, (m, 272), np.int8)
     codes = rng.integers(-127, 128, (136, 272), np.int8)
     scales, units = (np.float32(rng.uniform(0.5, 2, (n, 1))) for n in (136, m))
-    out = gpu.dot(
-        *map(jnp.asarray, (x, codes, scales)),
-        x_unit=jnp.asarray(units),
-        format=Int8(),
-        contract_rows=False,
-        compute=MOSAIC.updated(activations="int8"),
-        weight_dtype=jnp.dtype("bfloat16"),
-        out_dtype=jnp.dtype("bfloat16"),
+    compute = MOSAIC.updated(activations="int8")
+    out = multiply_by(
+        gpu.KERNELS,
+        Matmul(Int8(), False, compute, "bfloat16", "bfloat16"),
+        *map(jnp.asarray, (x, codes, scales, units)),
         interpret=True,
     )
     exact = np.float64(x) @ np.float64(codes).T * scales.T * units

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import Compute, gpu, GPUKernel
+from eqquant.kernels import choose, Compute, gpu, GPUKernel, Matmul
 from eqquant.kernels.gpu import _check, _chips, _triton
-from helpers import pairs, relative, slow
+from helpers import multiply_by, pairs, relative, slow
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary(), Int4(), Int8(block_size=64)]
@@ -78,16 +78,13 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
     q = eqquant.quantize(normal(45, 200).astype(dtype), format)
     x = normal(m, 45 if contract_rows else 200).astype(dtype)
     missing = q.codes.shape[1] * 8 // format.bits - 200
-    options = dict(format=format, contract_rows=contract_rows)
-    options["compute"] = Compute(precision)
-    out = gpu.dot(
+    out = multiply_by(
+        gpu.KERNELS,
+        Matmul(format, contract_rows, Compute(precision), q.dtype),
         x if contract_rows else jnp.pad(x, ((0, 0), (0, missing))),
         q.codes,
         q.scales,
-        weight_dtype=q.dtype,
-        out_dtype=jnp.float32,
         interpret=True,
-        **options,
     )[:, : 200 if contract_rows else None]
     w = np.asarray(_exact(q), np.float64)
     expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
@@ -116,11 +113,10 @@ def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
     q = eqquant.quantize(normal(rows, 200).astype("bfloat16"), format)
     missing = q.codes.shape[1] * 8 // format.bits - 200
     x = jnp.pad(normal(m, 200), ((0, 0), (0, missing))).astype("bfloat16")
-    options = dict(format=format, contract_rows=False, compute=Compute())
-    options |= dict(weight_dtype=q.dtype, out_dtype=jnp.float32)
-    chosen = gpu.choose(x, q.codes, q.scales, **options)
+    matmul, args = Matmul(format, weight_dtype=q.dtype), (x, q.codes, q.scales)
+    chosen = gpu.choose(matmul.of(*args))
     assert chosen.tiles.m == 128 and chosen.tiles.scaled == bool(format.block_size)
-    out = gpu.dot(x, q.codes, q.scales, interpret=True, **options)
+    out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
     w = np.asarray(_exact(q), np.float64)
     expected = np.asarray(x[:, :200], np.float64) @ w.T
     # A level, a scale and their product, each rounded by half of the last place.
@@ -134,14 +130,10 @@ def test_integers_are_multiplied_exactly(m, split, on, monkeypatch):
     x = rng.integers(-127, 128, (2, m, 200)).astype(np.int8)
     codes = rng.integers(-127, 128, (2, 45, 200)).astype(np.int8)
     scales, units = (rng.uniform(0.5, 2, (2, n, 1)).astype("f4") for n in (45, m))
-    out = gpu.dot(
-        *map(jnp.asarray, (x, codes, scales)),
-        x_unit=jnp.asarray(units),
-        format=Int8(),
-        contract_rows=False,
-        compute=Compute(activations="int8"),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.float32,
+    out = multiply_by(
+        gpu.KERNELS,
+        Matmul(Int8(), compute=Compute(activations="int8")),
+        *map(jnp.asarray, (x, codes, scales, units)),
         interpret=True,
     )
     expected = x.astype(np.float64) @ codes.swapaxes(1, 2).astype(np.float64)
@@ -159,17 +151,8 @@ def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
     monkeypatch.setattr(_chips, "tiles_for", small(3, False, 1))
     q = eqquant.quantize(normal(2, 20, 64), "nf4")
     x = normal(2, 3, 64).at[0, 1, 5].set(jnp.nan).at[1, 0, 0].set(jnp.inf)
-    out = gpu.dot(
-        x,
-        q.codes,
-        q.scales,
-        format=q.format,
-        contract_rows=False,
-        compute=Compute(),
-        weight_dtype=q.dtype,
-        out_dtype=jnp.float32,
-        interpret=True,
-    )
+    args = x, q.codes, q.scales
+    out = multiply_by(gpu.KERNELS, Matmul(q.format), *args, interpret=True)
     expected = np.einsum("bmk,bnk->bmn", np.asarray(x), np.asarray(q.dequantize()))
     assert np.array_equal(np.isnan(out).all(-1), [[0, 1, 0], [0, 0, 0]])
     assert not np.isfinite(out[1, 0]).any()
@@ -275,15 +258,14 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "of more than" in explained(m=200, dtype="bfloat16")
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
-    assert "as EQQUANT_GPU=xla says so" in explained()
+    assert "as EQQUANT_GPU=xla" in explained()
 
 
 def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
     shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
-    options = dict(format=NF4(), compute=Compute(), weight_dtype="float32")
-    how = gpu.describe(*operands, contract_rows=False, **options)
-    assert "as the kernels count in 32 bits" in how
+    reason = choose(gpu.KERNELS, Matmul(NF4()).of(*operands))
+    assert "the kernels count in 32 bits" in reason
 
 
 def tiles(chip, m, itemsize=2, format=FORMATS[0]):
@@ -310,12 +292,11 @@ def test_tiles_fit_into_shared_memory():
 
 
 def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
-    options = dict(format=format, contract_rows=contract_rows, out_dtype=out_dtype)
-    options |= dict(compute=Compute("highest"), weight_dtype=jnp.dtype("float32"))
+    matmul = Matmul(format, contract_rows, Compute("highest"), out_dtype=out_dtype)
     x = x.astype(jnp.float32)
     for unit in units:
         x = x * unit
-    return _check.xla.dot(x, codes, scales, **options)
+    return _check.xla.dot(x, codes, scales, matmul)
 
 
 def test_a_kernel_that_is_right_is_used(on, monkeypatch):

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
-from eqquant.kernels import Compute, cpu, tpu, TPUKernel, xla
+from eqquant.kernels import choose, Compute, Matmul, tpu, TPUKernel
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
-from helpers import FORMATS as EVERY_FORMAT, pairs, relative, slow
+from eqquant.primitives import _lowering
+from helpers import FORMATS as EVERY_FORMAT, multiply_by, pairs, relative, slow
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
@@ -35,17 +36,9 @@ def multiply(x, q, *, contract_rows, precision, dtype, kernel=None):
     stored = q.codes.shape[1] * 8 // q.format.bits
     if not contract_rows:
         x = jnp.pad(x, ((0, 0), (0, stored - columns)))
-    out = tpu.dot(
-        x,
-        q.codes,
-        q.scales,
-        format=q.format,
-        contract_rows=contract_rows,
-        compute=Compute(precision, tpu=kernel),
-        weight_dtype=jnp.dtype(dtype),
-        out_dtype=jnp.float32,
-        interpret=True,
-    )
+    matmul = Matmul(q.format, contract_rows, Compute(precision, tpu=kernel), dtype)
+    args = x, q.codes, q.scales
+    out = multiply_by(tpu.KERNELS, matmul, *args, interpret=True)
     try:
         out.block_until_ready()
     except jax.errors.JaxRuntimeError as e:
@@ -67,14 +60,11 @@ def check(
     out = multiply(x, q, contract_rows=contract_rows, **options)
     exact = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (exact if contract_rows else exact.T)
-    variant = tpu.choose_variant(
-        q.format,
-        Compute(precision, tpu=kernel),
-        m=m,
-        columns=q.codes.shape[1] * 8 // q.format.bits,
-        contract_rows=contract_rows,
-        dtypes=(jnp.dtype(x.dtype), jnp.dtype(dtype)),
-    )
+    compute = Compute(precision, tpu=kernel)
+    matmul = Matmul(q.format, contract_rows, compute, dtype)
+    size = x.shape[1] if contract_rows else q.codes.shape[1] * 8 // q.format.bits
+    padded = jax.ShapeDtypeStruct((m, size), x.dtype)
+    variant = choose(tpu.KERNELS, matmul.of(padded, q.codes, q.scales)).name
     tolerance = TOLERANCE[variant]
     if variant == "decode" and dtype == "bfloat16":
         tolerance = 2.5e-4  # NF4 in two floats of 8 bits.
@@ -192,8 +182,9 @@ def test_what_binary_codes_are_multiplied_as(monkeypatch):
     def described(kind, m, dtype="bfloat16"):
         monkeypatch.setattr(_chips, "device_kind", lambda: kind)
         x = jax.ShapeDtypeStruct((m, 1024), jnp.dtype(dtype))
-        options = dict(compute=Compute(), weight_dtype=jnp.bfloat16, format=q.format)
-        return tpu.describe(x, q.codes, q.scales, contract_rows=False, **options)
+        matmul = Matmul(q.format, weight_dtype="bfloat16")
+        product = matmul.of(x, q.codes, q.scales)
+        return choose(tpu.KERNELS, product).describe(product)
 
     for kind in ("TPU v5e", "TPU v5p"):
         assert "as bits of float8 (activations not rounded)" in described(kind, 32)
@@ -240,13 +231,22 @@ def interpreted(monkeypatch):
     """Every product by the kernels for TPUs, interpreted; a list of which ones."""
     variants = []
 
-    def dot(*args, **params):
-        variants.append(tpu.variant_of(*args[:2], **params))
-        return tpu.dot(*args, **params, interpret=True)
+    class Interpreted:
+        def __init__(self, kernel):
+            self.kernel = kernel
+
+        def __getattr__(self, name):
+            return getattr(self.kernel, name)
+
+        def lower(self, *args):
+            variants.append(self.kernel.name)
+            return self.kernel.lower(*args, interpret=True)
 
     jax.clear_caches()
-    monkeypatch.setattr(cpu, "why_not", lambda *args, **params: "this is a test")
-    monkeypatch.setattr(xla, "dot", dot)
+    kernels = tuple(map(Interpreted, tpu.KERNELS))
+    original = _lowering.choose_kernel
+    chosen = lambda tiers, *args: original((kernels,), *args)
+    monkeypatch.setattr(_lowering, "choose_kernel", chosen)
     yield variants
     jax.clear_caches()
 
@@ -304,17 +304,8 @@ COLUMNS = dict(contract_rows=False, precision="high", dtype="bfloat16")
 def test_stacked_weights(normal):
     q = eqquant.quantize(normal(3, 70, 128), "nf4")
     x = normal(3, 5, 128)
-    out = tpu.dot(
-        x,
-        q.codes,
-        q.scales,
-        format=q.format,
-        contract_rows=False,
-        compute=Compute(),
-        weight_dtype=jnp.float32,
-        out_dtype=jnp.float32,
-        interpret=True,
-    )
+    args = x, q.codes, q.scales
+    out = multiply_by(tpu.KERNELS, Matmul(q.format), *args, interpret=True)
     expected = jnp.einsum("bmk,bnk->bmn", x, q.dequantize(), precision="highest")
     assert relative(out, expected) < TOLERANCE["decode"]
 
@@ -332,7 +323,7 @@ def test_what_has_no_kernel(format, normal):
         jax.ShapeDtypeStruct((256, 2**20), jnp.float32),
     )
     x = jax.ShapeDtypeStruct((8, 2**20), jnp.float32)
-    options = dict(format=format, weight_dtype=jnp.float32)
-    assert "too long" in tpu.why_not(x, q.codes, q.scales, **options)
+    reason = lambda x: choose(tpu.KERNELS, Matmul(format).of(x, q.codes, q.scales))
+    assert "too long" in reason(x)
     x = jax.ShapeDtypeStruct((8, 256), jnp.dtype("float64"))
-    assert "float64" in tpu.why_not(x, q.codes, q.scales, **options)
+    assert "float64" in reason(x)

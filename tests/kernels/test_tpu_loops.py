@@ -8,22 +8,15 @@ import jax.core
 import jax.numpy as jnp
 import numpy as np
 from eqquant import Binary, Int3, Int8, NF4, Ternary
-from eqquant.kernels import tpu
+from eqquant.kernels import Matmul, tpu
 from eqquant.kernels.tpu import _chips, _loop
-from helpers import pairs, relative, slow
+from helpers import multiply_by, pairs, relative, slow
 
 
 def product(x, q, **options):
-    return tpu.dot(
-        x,
-        q.codes,
-        q.scales,
-        format=q.format,
-        compute=eqquant.kernels.Compute(),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.float32,
-        **options,
-    )
+    interpret = options.pop("interpret", False)
+    args, matmul = (x, q.codes, q.scales), Matmul(q.format, **options)
+    return multiply_by(tpu.KERNELS, matmul, *args, interpret=interpret)
 
 
 @pairs(

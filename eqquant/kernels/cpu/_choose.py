@@ -1,265 +1,350 @@
-"""Which products get a native kernel, and which one."""
+"""The native kernels, and the products for which each of them is the fastest.
 
+Thresholds were measured on CPUs with AVX2, AVX-512, VNNI and AMX: docs/cpu.md.
+"""
+
+import dataclasses
 import math
 
-import jax.numpy as jnp
-
-from ...formats import Format, num_codes
-from .._compute import Compute, Precision
-from .._int8 import rounding
+from .._int8 import round_int8, rounding
+from .._product import Product
 from ..xla import longest_int8_sum
+from ._call import call, row_bytes, run_of
 from ._library import Library, load
 
 
-def choose_kernel(
-    x,
-    codes,
-    scales,
-    *,
-    format: Format,
-    contract_rows: bool,
-    compute: Compute,
-    weight_dtype,
-    **_,
-) -> str | None:
-    """Which kernel a product gets, by the shapes and dtypes of its operands; `None` if
-    XLA's own are faster. Errors are relative (Frobenius norm), on normal activations
-    and weights:
+@dataclasses.dataclass(frozen=True)
+class NativeKernel:
+    """A native kernel.
 
-    - `"float, AVX-512"` (AVX2, NEON): weights exact, multiplied in float32. 1e-6.
-    - `"two digits, VNNI"` (AMX, dotprod, i8mm): weights exact, activations in two
-        int8, which is 15 bits of them. 4e-5. AMX has weights with a scale for each
-        block, and floats of 8 bits, in two int8, too, which is 15 bits of the largest
-        of a row, or in `x @ w` of a block in some rows. 8e-5.
-    - `"one digit, VNNI"` (AMX, dotprod, i8mm): activations rounded to int8. 1e-2; for
-        weights with a scale for each block these, too, to 127 of that largest one.
-        1.3e-2.
-    - `"words, VNNI"`: activations rounded to 16 bits, and levels to 15, or for many
-        rows and in `x @ w` weights with a scale for each block to 16. 5e-5.
-    - `"bfloat16, AMX"`: both rounded to bfloat16. 3e-3.
+    `arithmetic` names the numbers that it multiplies, and `instructions` the set of
+    instructions that it needs, printed as `label`. It keeps `bits` of an activation, or
+    all of them if that is None.
     """
-    library = load()
-    assert not isinstance(library, str), library
-    precision = compute.precision
-    m, size = x.shape[-2:]
-    rows, blocks = codes.shape[-2], scales.shape[-1]
-    packed = row_bytes(codes.shape[-1], format)
-    vnni, amx = (s in library.instructions for s in ("vnni", "amx"))
-    floats = f"float, {_best_of(library, _of_floats)}"
-    integers = _best_of(library, _of_integers)
-    exact = format.integer_levels and blocks == 1 and size <= longest_int8_sum
-    rounded = precision == "default" or x.dtype == jnp.int8
-    if amx and precision != "highest" and _fits_tiles(packed, blocks, format):
-        one = precision == "default" or (exact and rounded and not contract_rows)
-        how = "one digit" if one else "two digits"
-        narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x.dtype, weight_dtype))
-        digits = exact or format.float8 or contract_rows or packed // blocks % 16
-        if narrow and how == "two digits" and not digits:
-            how = "bfloat16"
-        if m >= _least_in_tiles(how, exact, contract_rows, blocks, format):
-            return f"{how}, AMX"
-    elif contract_rows and _contracts_in_words(
-        library, m, codes, blocks, format, precision
-    ):
-        return "words, VNNI"
-    if contract_rows:
-        most = _most_contracted(library, m, codes, blocks, format, precision, exact)
-    else:
-        most = _most_floats(library, packed, blocks, format, precision)
-    if exact and rounded and integers is None and precision != "highest":
-        # XLA has products of int8 for these. Codes of fewer bits it decodes first.
-        most = min(most, 32) if format.bits == 8 else most
-    as_floats = floats if m <= most else None
-    if precision == "highest" or format.float8 or contract_rows or integers is None:
-        return as_floats
-    # The integers that so large an activation becomes are in fresh pages of memory,
-    # which the operating system fills first: in vain for few rows of the weight.
-    thin = rows <= 256
-    too_large = thin and m * size >= 2**24
-    if exact:
-        many_bits = thin and format.bits == 1 and m >= 2048
-        if not rounded and (too_large or many_bits):
-            return as_floats
-        how = "one digit" if rounded else "two digits"
-        return f"{how}, {integers}"
-    words = vnni and _fits_words(packed, blocks, format)
-    # To decode a row for all of the activation pays from so many on.
-    many = m >= (16 if words else 8)
-    if precision == "default" and many and size <= longest_int8_sum:
-        return f"one digit, {integers}"
-    # For so few rows of the weight to round the activation is not worth it.
-    run = run_of(codes.shape[-1], format)
-    if size <= 512:
-        in_vain = rows <= (384 if run <= 16 else 256) and m >= 48
-    else:
-        least = 256 if run <= 8 else 1024 if run <= 16 else math.inf
-        in_vain = rows <= 256 and m >= least
-    if words and not (in_vain or too_large):
-        return "words, VNNI"
-    return as_floats
+
+    arithmetic: str
+    instructions: str
+    label: str
+    error: str
+    bits: int | None = None
+
+    when = ""
+    round_int8 = staticmethod(round_int8)
+
+    @property
+    def name(self) -> str:
+        return f"{self.arithmetic}, {self.label}"
+
+    def why_not(self, product):
+        library = load()
+        if isinstance(library, str):
+            return library
+        reason = _unsupported(product) or self.why_slower(product, library)
+        if reason is None and self.instructions not in library.instructions:
+            return f"this CPU lacks {self.label}"
+        return reason
+
+    def why_slower(self, product: Product, library: Library) -> str | None:
+        raise NotImplementedError
+
+    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
+        del interpret
+        return call(self.name, product, x, codes, scales, x_unit)
+
+    def describe(self, product):
+        return f"native kernel {self.name!r} {rounding(product.x, self.bits)}"
 
 
-def _most_floats(
-    library: Library, packed: int, blocks: int, format: Format, precision: Precision
-) -> int | float:
-    """Up to how many rows of the activation floats are faster than what XLA has."""
-    block = packed // blocks
-    in_vectors = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
-    if not in_vectors or format.group > 1024:
-        return 128 if "avx512" in library.instructions else 64
-    if precision == "default" and library.bfloat16:
-        return 128
-    return math.inf
-
-
-def _most_contracted(
-    library: Library,
-    m: int,
-    codes,
-    blocks: int,
-    format: Format,
-    precision: Precision,
-    exact: bool,
-) -> int | float:
-    """The same where the rows of the weight are contracted."""
-    rows, stored = codes.shape[-2:]
-    columns = num_codes(stored, format.bits)
-    integers = exact and precision != "highest" and _best_of(library, _of_integers)
-    if integers and "vnni" not in library.instructions:
-        return 8
-    if not _fits_panels(row_bytes(stored, format), blocks):
-        return 64 if "avx512" in library.instructions else 16
-    if precision != "default":
-        return math.inf
-    # XLA rounds both operands to int8 or bfloat16, which pays for many rows, if not
-    # most of the time goes to what it writes to memory.
-    if (m * columns >= 2**22 and rows < 1024) or (m * rows >= 2**23 and columns < 512):
-        return math.inf
-    if format.bits == 8 and not format.float8:
-        return math.inf
-    return (512 if format.bits == 3 else 256) if library.bfloat16 else math.inf
-
-
-def _contracts_in_words(
-    library: Library, m: int, codes, blocks: int, format: Format, precision: Precision
-) -> bool:
-    """Whether words of 16 bits are fastest where the rows of the weight are contracted,
-    by no tiles."""
-    vnni = "vnni" in library.instructions
-    if not vnni or precision == "highest" or format.float8:
-        return False
-    rows, stored = codes.shape[-2:]
-    if format.bits < 3:
-        least = 3
-    elif format.bits == 3:
-        least = 16
-    else:
-        least = 12 if rows * stored >= 2**22 else 8
-    return m >= least and _fits_panels(row_bytes(stored, format), blocks)
-
-
-def _least_in_tiles(
-    how: str, exact: bool, contract_rows: bool, blocks: int, format: Format
-) -> int:
-    """From how many rows on tiles are faster than registers. What registers multiply is
-    decoded in these; what tiles do, once for all rows."""
-    if exact:
-        weight = "bytes" if format.bits == 8 else "exact"
-    elif format.bits == 8 and blocks > 1:
-        weight = "one by one"
-    else:
-        weight = "floats" if format.float8 else "tables"
-    return _least[how, weight][contract_rows]
-
-
-# How the weight is decoded: not at all, to levels that are bytes, by tables of digits,
-# or each value by itself. The first number is for `x @ w.T`, the second for `x @ w`.
-_least = {
-    ("two digits", "bytes"): (4, 4),
-    ("two digits", "exact"): (7, 3),
-    ("two digits", "tables"): (8, 6),
-    ("two digits", "floats"): (5, 5),
-    ("two digits", "one by one"): (13, 11),
-    ("one digit", "bytes"): (6, 4),
-    ("one digit", "exact"): (9, 3),
-    ("one digit", "tables"): (4, 4),
-    ("one digit", "floats"): (2, 3),
-    ("one digit", "one by one"): (9, 8),
-    ("bfloat16", "tables"): (8, 8),
-    ("bfloat16", "one by one"): (12, 12),
-}
-
-# Kernels of floats, and of int8 products, by their instructions; the best ones first.
-_of_floats = {"avx512": "AVX-512", "avx2": "AVX2", "neon": "NEON"}
-_of_integers = {"vnni": "VNNI", "i8mm": "i8mm", "dotprod": "dotprod"}
-
-
-def _best_of(library: Library, kernels: dict[str, str]) -> str | None:
-    found = (name for s, name in kernels.items() if s in library.instructions)
-    return next(found, None)
-
-
-def _fits_tiles(packed: int, blocks: int, format: Format) -> bool:
-    """Whether sixteen bytes are of one block, or of two that have tables."""
-    block = packed // blocks
-    return blocks == 1 or block % 16 == 0 or (block == 8 and format.bits < 8)
-
-
-def _fits_panels(packed: int, blocks: int) -> bool:
-    """Whether rows are whole registers of sixteen bytes, parts of a block or two."""
-    block = packed // blocks
-    in_blocks = blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
-    return in_blocks and packed % 16 == 0
-
-
-def _fits_words(packed: int, blocks: int, format: Format) -> bool:
-    """Whether 64 bytes hold whole blocks, or a part of one."""
-    block = packed // blocks
-    in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
-    return in_lanes and (format.bits == 8 or run_of(packed, format) % 2 == 0)
-
-
-def describe(x, codes, scales, **params) -> str:
-    """The kernel that a product gets, in words, and how it rounds activations."""
-    kernel = choose_kernel(x, codes, scales, **params)
-    assert kernel is not None
-    how, _, _ = kernel.partition(", ")
-    bits = {"two digits": 15, "one digit": 8, "words": 16}
-    return f"native kernel {kernel!r} {rounding(x, bits.get(how))}"
-
-
-def why_not(x, codes, scales, *, format: Format, weight_dtype, **params) -> str | None:
-    """Why a product has no native kernel, if it has none."""
-    library = load()
-    if isinstance(library, str):
-        return library
-    for dtype in (x.dtype, weight_dtype, scales.dtype):
-        if jnp.dtype(dtype).itemsize > 4:
-            return f"native kernels compute in float32 at most, not in {dtype}"
-    if 0 in (*x.shape, *codes.shape):
+def _unsupported(product: Product) -> str | None:
+    """Return why no native kernel computes a product, whatever its speed."""
+    format = product.format
+    if reason := product.too_wide("native kernels compute"):
+        return reason
+    if product.is_empty:
         return "there is nothing to multiply"
     if format.bits == 8 and not (format.integer_levels or format.float8):
         return f"there are no native kernels for codes like those of {format.name}"
-    packed, blocks = row_bytes(codes.shape[-1], format), scales.shape[-1]
-    if blocks > 1 and packed // blocks < 8:
+    if product.blocks > 1 and _block(product) < 8:
         return f"blocks of {format.block_size} are shorter than a register"
-    params |= {"format": format, "weight_dtype": weight_dtype}
-    if choose_kernel(x, codes, scales, **params) is None:
-        return f"for {x.shape[-2]} rows XLA is faster than the native kernels"
     return None
 
 
-def run_of(packed: int, format: Format) -> int:
-    """Bytes of a row, as the kernels get it, whose codes of one plane follow each
-    other."""
-    return packed if format.bits == 8 else format.group * _bits_unpacked(format) // 8
+def _block(product: Product) -> int:
+    """Return the bytes of a block."""
+    return row_bytes(product) // product.blocks
 
 
-def _bits_unpacked(format: Format) -> int:
-    """Of each code in the kernels, which unpack three bits to four."""
-    return 4 if format.bits == 3 else format.bits
+def _is_exact_int8(product: Product) -> bool:
+    """Whether int8 holds the weight without rounding, and int32 the sums."""
+    return product.has_integer_rows and product.size <= longest_int8_sum
 
 
-def row_bytes(packed: int, format: Format) -> int:
-    """Of a row as the kernels get it, for so many that are stored."""
-    return packed * _bits_unpacked(format) // format.bits
+def _rounds_to_int8(product: Product) -> bool:
+    return product.precision == "default" or product.is_int8
+
+
+@dataclasses.dataclass(frozen=True)
+class TileKernel(NativeKernel):
+    """A kernel for AMX tiles.
+
+    `least` is the number of rows from which tiles beat registers, by the way in which
+    the weight is decoded: first for `x @ w.T`, then for `x @ w`. Registers decode the
+    weight for every row, and tiles once for all rows.
+    """
+
+    least: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+
+    when = 'enough rows for tiles; not with `"highest"`'
+
+    @property
+    def rounding(self) -> str:
+        return _ROUNDING[self.arithmetic]
+
+    def why_slower(self, product, library):
+        if not _may_use_tiles(product, library):
+            return "tiles are for whole blocks, and not for precision 'highest'"
+        if _tile_arithmetic(product) != self.arithmetic:
+            return f"tiles multiply {_tile_arithmetic(product)} here"
+        least = self.least[_tile_decoding(product)][product.contract_rows]
+        return None if product.m >= least else f"tiles need {least} rows"
+
+
+def _may_use_tiles(product: Product, library: Library) -> bool:
+    """Whether sixteen bytes belong to one block, or to two that have tables."""
+    if "amx" not in library.instructions or product.precision == "highest":
+        return False
+    if product.blocks == 1:
+        return True
+    block = _block(product)
+    return block % 16 == 0 or (block == 8 and product.format.bits < 8)
+
+
+def _tile_arithmetic(product: Product) -> str:
+    exact = _is_exact_int8(product)
+    direction = product.contract_rows
+    if product.precision == "default" or (exact and product.is_int8 and not direction):
+        return "one digit"
+    needs_int8 = exact or product.format.float8 or direction or _block(product) % 16
+    return "bfloat16" if product.is_all("bfloat16") and not needs_int8 else "two digits"
+
+
+def _tile_decoding(product: Product) -> str:
+    """Return how tiles decode the weight: not at all (`bytes`), to exact int8 levels,
+    by tables of floats or of int8 values, or value by value."""
+    format = product.format
+    if _is_exact_int8(product):
+        return "bytes" if format.bits == 8 else "exact"
+    if format.bits == 8 and product.blocks > 1:
+        return "values"
+    return "floats" if format.float8 else "tables"
+
+
+@dataclasses.dataclass(frozen=True)
+class Int8Kernel(NativeKernel):
+    """A kernel for int8 instructions in registers: `int8` rounds activations to int8,
+    and `int8x2` splits them into two int8 numbers."""
+
+    when = "integer levels with one scale per row in `x @ w.T`"
+
+    @property
+    def rounding(self) -> str:
+        return _ROUNDING[self.arithmetic]
+
+    def why_slower(self, product, library):
+        if product.precision == "highest" or product.format.float8:
+            return "int8 is not exact enough"
+        if product.contract_rows:
+            return "int8 registers add along rows of codes"
+        if _is_exact_int8(product):
+            if _rounds_to_int8(product) != (self.arithmetic == "one digit"):
+                return f"{self.arithmetic} is for another precision"
+            # Rounding activations to int8x2 touches as much memory as the product.
+            one_bit = _is_thin(product) and product.format.bits == 1
+            slow = _is_too_large(product) or (one_bit and product.m >= 2048)
+            if self.arithmetic == "two digits" and slow:
+                return "a weight with few rows does not pay for rounding"
+            return None
+        if self.arithmetic != "one digit" or product.precision != "default":
+            return "the weight does not fit int8 exactly"
+        # Decoding a row for all rows of the activation pays from this number on.
+        fits_int16 = "vnni" in library.instructions and _fits_int16(product)
+        if product.m < (16 if fits_int16 else 8) or product.size > longest_int8_sum:
+            return "the weight is not decoded often enough"
+        return None
+
+
+def _is_thin(product: Product) -> bool:
+    return product.rows <= 256
+
+
+def _is_too_large(product: Product) -> bool:
+    # The rounded activation is in fresh pages of memory, which the operating system
+    # clears first. That does not pay for few rows of the weight.
+    return _is_thin(product) and product.m * product.size >= 2**24
+
+
+@dataclasses.dataclass(frozen=True)
+class Int16Kernel(NativeKernel):
+    """A kernel that multiplies int16 numbers.
+
+    `least` is the number of rows from which it beats floats in `x @ w`, by the bits of
+    a code.
+    """
+
+    least: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    when = "blocked weights and codebooks; `x @ w`"
+
+    @property
+    def rounding(self) -> str:
+        return _ROUNDING[self.arithmetic]
+
+    def why_slower(self, product, library):
+        if product.precision == "highest" or product.format.float8:
+            return "int16 is not exact enough"
+        if product.contract_rows:
+            if _may_use_tiles(product, library):
+                return "tiles or floats are faster"
+            least = self.least[product.format.bits]
+            if product.format.bits > 3 and product.rows * product.packed >= 2**22:
+                least = 12
+            if product.m < least or not _fits_panels(product):
+                return f"int16 needs {least} rows of whole registers"
+            return None
+        if _is_exact_int8(product):
+            return "int8 holds the weight"
+        if not _fits_int16(product):
+            return "blocks are not parts of 64 bytes"
+        return "floats are faster" if self._is_slow(product) else None
+
+    def _is_slow(self, product: Product) -> bool:
+        # Rounding the activation does not pay for few rows of the weight.
+        run = run_of(product)
+        if product.size <= 512:
+            most_rows, least = 384 if run <= 16 else 256, 48
+        else:
+            most_rows, least = 256, 256 if run <= 8 else 1024 if run <= 16 else math.inf
+        is_slow = product.rows <= most_rows and product.m >= least
+        return is_slow or _is_too_large(product)
+
+
+def _fits_int16(product: Product) -> bool:
+    """Whether 64 bytes hold whole blocks, or a part of one."""
+    block, blocks = _block(product), product.blocks
+    in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
+    return in_lanes and (product.format.bits == 8 or run_of(product) % 2 == 0)
+
+
+def _fits_vectors(product: Product) -> bool:
+    """Whether registers of sixteen bytes hold parts of a block, or two blocks."""
+    block, blocks = _block(product), product.blocks
+    return blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
+
+
+def _fits_panels(product: Product) -> bool:
+    """Whether, in addition, rows are whole registers of sixteen bytes."""
+    return _fits_vectors(product) and row_bytes(product) % 16 == 0
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatKernel(NativeKernel):
+    """A kernel for float32, which rounds nothing."""
+
+    when = "everything else, unless XLA is faster"
+    rounding = "nothing"
+
+    def why_slower(self, product, library):
+        has_int8 = not _INT8_SETS.isdisjoint(library.instructions)
+        most_of = _most_contracted if product.contract_rows else _most_floats
+        most = most_of(product, library, has_int8)
+        rounds = _rounds_to_int8(product) and product.precision != "highest"
+        if _is_exact_int8(product) and rounds and not has_int8:
+            # XLA multiplies int8 codes without decoding them.
+            most = min(most, 32) if product.format.bits == 8 else most
+        if product.m <= most:
+            return None
+        return f"for {product.m} rows XLA is faster than the native kernels"
+
+
+_INT8_SETS = {"vnni", "i8mm", "dotprod"}
+
+
+def _most_floats(product: Product, library: Library, has_int8: bool) -> int | float:
+    """Return the number of rows up to which floats are faster than XLA in `x @ w.T`."""
+    del has_int8
+    if not _fits_vectors(product) or product.format.group > 1024:
+        return 128 if "avx512" in library.instructions else 64
+    return 128 if product.precision == "default" and library.bfloat16 else math.inf
+
+
+def _most_contracted(product: Product, library: Library, has_int8: bool) -> int | float:
+    """Return the number of rows up to which floats are faster than XLA in `x @ w`."""
+    multiplies_int8 = _is_exact_int8(product) and product.precision != "highest"
+    if multiplies_int8 and has_int8 and "vnni" not in library.instructions:
+        return 8
+    if not _fits_panels(product):
+        return 64 if "avx512" in library.instructions else 16
+    bits, is_float8 = product.format.bits, product.format.float8 is not None
+    rounds = product.precision == "default" and library.bfloat16
+    if not rounds or _is_bound_by_writes(product) or (bits == 8 and not is_float8):
+        return math.inf
+    # XLA rounds both operands to bfloat16, which pays for many rows.
+    return 512 if bits == 3 else 256
+
+
+def _is_bound_by_writes(product: Product) -> bool:
+    m, rows, columns = product.m, product.rows, product.columns
+    narrow = m * columns >= 2**22 and rows < 1024
+    return narrow or (m * rows >= 2**23 and columns < 512)
+
+
+_ROUNDING = {
+    "one digit": "activations to int8; other weights than integers to int8, too",
+    "two digits": "activations, with AMX blocked weights, too, to two int8 (15 bits)",
+    "words": "activations to 16 bits, levels to 15 bits",
+    "bfloat16": "both operands to bfloat16",
+}
+# In the order in which they are tried.
+KERNELS = (
+    TileKernel(
+        "bfloat16", "amx", "AMX", "3e-3", None, {"tables": (8, 8), "values": (12, 12)}
+    ),
+    TileKernel(
+        "one digit",
+        "amx",
+        "AMX",
+        "1.3e-2",
+        8,
+        {
+            "bytes": (6, 4),
+            "exact": (9, 3),
+            "tables": (4, 4),
+            "floats": (2, 3),
+            "values": (9, 8),
+        },
+    ),
+    TileKernel(
+        "two digits",
+        "amx",
+        "AMX",
+        "8e-5",
+        15,
+        {
+            "bytes": (4, 4),
+            "exact": (7, 3),
+            "tables": (8, 6),
+            "floats": (5, 5),
+            "values": (13, 11),
+        },
+    ),
+    Int8Kernel("one digit", "vnni", "VNNI", "1e-2", 8),
+    Int8Kernel("one digit", "i8mm", "i8mm", "1e-2", 8),
+    Int8Kernel("one digit", "dotprod", "dotprod", "1e-2", 8),
+    Int8Kernel("two digits", "vnni", "VNNI", "4e-5", 15),
+    Int8Kernel("two digits", "i8mm", "i8mm", "4e-5", 15),
+    Int8Kernel("two digits", "dotprod", "dotprod", "4e-5", 15),
+    Int16Kernel("words", "vnni", "VNNI", "5e-5", 16, {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}),
+    FloatKernel("float", "avx512", "AVX-512", "1e-6"),
+    FloatKernel("float", "avx2", "AVX2", "1e-6"),
+    FloatKernel("float", "neon", "NEON", "1e-6"),
+)

@@ -15,12 +15,13 @@ from ..._jax import apart, warn
 from ...formats import Format, pack
 from .. import xla
 from .._compute import Compute
-from ._kernel import Kernel
+from .._product import Matmul
+from ._kernel import TensorCoreKernel
 
 
 def failure_of(
     kind: str,
-    kernel: Kernel,
+    kernel: TensorCoreKernel,
     *,
     format: Format,
     contract_rows: bool,
@@ -47,7 +48,7 @@ def _failure_of(*args) -> str | None:
 
 def _compare(
     kind: str,
-    kernel: Kernel,
+    kernel: TensorCoreKernel,
     format: Format,
     contract_rows: bool,
     blocked: bool,
@@ -70,7 +71,6 @@ def _compare(
     x = rng.standard_normal((1, m, rows if contract_rows else columns))
     x = jnp.asarray(x, x_dtype)
     codes, scales = jnp.asarray(codes), jnp.asarray(scales, scale_dtype)
-    options = dict(format=format, contract_rows=contract_rows)
     units = []
     if kernel.operand == "int8":
         x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8)
@@ -82,15 +82,11 @@ def _compare(
         kernel.dot,
         out_dtype=out_dtype,
         interpret=jax.default_backend() == "cpu",
-        **options,
+        format=format,
+        contract_rows=contract_rows,
     )
-    by_xla = ft.partial(
-        xla.dot,
-        compute=Compute("highest"),
-        weight_dtype=jnp.dtype("float32"),
-        out_dtype=jnp.float32,
-        **options,
-    )
+    matmul = Matmul(format, contract_rows, Compute("highest"))
+    by_xla = ft.partial(xla.dot, matmul=matmul)
     wide = x.astype(jnp.float32)
     for unit in units:
         wide = wide * unit

@@ -12,7 +12,7 @@ from ._triton import Tiles
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class TensorCoreKernel:
     """`operand` is what tensor cores multiply, and `parts` how many of these stand for
     a number of the activation, and of the weight."""
 
@@ -36,7 +36,7 @@ class Kernel:
         twice = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]
         return f"{rows}, {self.operand}{twice}"
 
-    def sample(self, format: Format) -> tuple["Kernel", int, int, int]:
+    def sample(self, format: Format) -> tuple["TensorCoreKernel", int, int, int]:
         """To try it: the kernel, rows of an activation, rows of a weight, and bytes of
         its codes, which are whole tiles and a rest of each axis."""
         if isinstance(self.tiles, Pipeline):

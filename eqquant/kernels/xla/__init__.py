@@ -1,10 +1,14 @@
 """Products with quantized weights in plain XLA, for any platform."""
 
 from .._int8 import round_int8 as round_int8
-from ._dot import dot as dot
-from ._recipes import (
-    choose_recipe as choose_recipe,
-    describe as describe,
-    longest_int8_sum as longest_int8_sum,
-)
+from .._product import choose, Matmul
+from ._recipes import KERNELS as KERNELS, longest_int8_sum as longest_int8_sum
 from ._scale_gradient import scale_gradient as scale_gradient
+
+
+def dot(x, codes, scales, matmul: Matmul, x_unit=None):
+    """Compute a product by the first of [`KERNELS`][] that serves it."""
+    product = matmul.of(x, codes, scales)
+    kernel = choose(KERNELS, product)
+    assert not isinstance(kernel, str)
+    return kernel.lower(product, x, codes, scales, x_unit)

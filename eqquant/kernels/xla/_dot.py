@@ -11,7 +11,7 @@ it matters most:
 """
 
 import functools as ft
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import lax
@@ -20,59 +20,53 @@ from jaxtyping import Array, Float, Int8, UInt8
 from ...formats import (
     Format,
     from_plane_order,
-    num_codes,
     to_plane_order,
     unpack_planes,
 )
-from .._compute import Compute
 from .._int8 import round_int8, split_int8
-from ._recipes import recipe_of
+from .._product import Product
 from ._tiles import decode_tile, tiled
 
 
 def dot(
+    recipe: str,
+    product: Product,
     x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
     scales: Float[Array, "*batch rows blocks"],
-    *,
-    format: Format,
-    contract_rows: bool,
-    compute: Compute,
-    weight_dtype,
-    out_dtype,
     x_unit: Float[Array, "*batch m 1"] | None = None,
 ) -> Float[Array, "*batch m out"]:
-    """`x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
-    `(rows, columns)` that `codes` and `scales` stand for. An activation in int8 is
-    taken for the integers that it holds, times `x_unit`."""
-    options: dict[str, Any] = dict(
-        format=format,
-        contract_rows=contract_rows,
-        compute=compute,
-        weight_dtype=weight_dtype,
-    )
+    """Compute `x @ w.T`, or with `contract_rows` `x @ w`, for the weight `w` of shape
+    `(rows, columns)`. An int8 activation stands for its integers times `x_unit`."""
+    if product.is_empty:
+        return jnp.zeros((*x.shape[:-1], product.free), product.out_dtype)
+    out_dtype = product.out_dtype
     if x_unit is not None:
-        wide = jnp.promote_types(out_dtype, jnp.float32)
-        out = dot(x, codes, scales, out_dtype=wide, **options)
-        return (out * x_unit).astype(out_dtype)
-    if codes.ndim > 2:
-        one = ft.partial(dot, out_dtype=out_dtype, **options)
-        if codes.shape[0] == 1:
-            return one(x[0], codes[0], scales[0])[None]
-        # One after the other: only one weight's tile is decoded at a time.
-        return lax.map(lambda args: one(*args), (x, codes, scales))
+        out_dtype = jnp.promote_types(out_dtype, jnp.float32)
+    one = ft.partial(_dot, recipe, product, out_dtype)
+    for size in reversed(product.batch):
+        one = _of_one(one) if size == 1 else _in_turn(one)
+    out = one(x, codes, scales)
+    return out if x_unit is None else (out * x_unit).astype(product.out_dtype)
 
-    if 0 in (*x.shape, *codes.shape):
-        columns = num_codes(codes.shape[1], format.bits)
-        free = columns if contract_rows else codes.shape[0]
-        return jnp.zeros((x.shape[0], free), out_dtype)
-    recipe = recipe_of(x, codes, scales, **options)
+
+def _of_one(one: Callable) -> Callable:
+    return lambda x, codes, scales: one(x[0], codes[0], scales[0])[None]
+
+
+def _in_turn(one: Callable) -> Callable:
+    # In turn, so that only one tile of one weight is decoded at a time.
+    return lambda *args: lax.map(lambda args: one(*args), args)
+
+
+def _dot(recipe, product, out_dtype, x, codes, scales):
+    format, contract_rows = product.format, product.contract_rows
     if not contract_rows:
         x = to_plane_order(x, format.bits, format.group)
     if recipe in ("split", "round", "int8"):
         out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
     else:
-        wide = jnp.promote_types(x.dtype, weight_dtype)
+        wide = jnp.promote_types(x.dtype, product.weight_dtype)
         wide = jnp.promote_types(wide, jnp.float32)
         operand = jnp.bfloat16 if recipe == "bfloat16" else wide
         out = _float_dot(x, codes, scales, format, contract_rows, wide, operand)

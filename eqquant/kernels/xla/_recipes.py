@@ -1,88 +1,121 @@
-"""The five ways to multiply, and which one a product gets.
+"""The kernels of XLA. The errors are for weights of 4096 columns."""
 
-Errors are relative (Frobenius norm), on normal activations and weights of 4096 columns:
-
-- `"float"`: the tile in float32 (float64), multiplied as such. 6e-7: rounding.
-- `"split"`: for weights with integer levels and one scale per row. The activation is
-  split in `high + low / 254`, both int8, which keeps 15 bits of it; the weight is
-  exact. 4e-5.
-- `"bfloat16"`: both rounded to bfloat16. 3e-3.
-- `"round"`: the activation is rounded to int8, with a scale per row; so is each row of
-  the weight, unless it is made of integers anyway. 1e-2 (1.3e-2 where it is rounded).
-- `"int8"`: for an activation that is int8 already. Exact, but for the result.
-"""
-
+import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax.numpy as jnp
 
-from ...formats import Format
-from .._compute import Compute, Precision
-from .._int8 import rounding
+from .._int8 import round_int8, rounding
+from .._product import Product
+from ._dot import dot
 
 
 Recipe = Literal["float", "split", "bfloat16", "round", "int8"]
-# The longest sum of products of int8 that int32 holds.
+# The longest sum of int8 products that int32 holds.
 longest_int8_sum = (2**31 - 1) // 127**2
 
 
-def choose_recipe(
-    format: Format,
-    precision: Precision,
-    *,
-    rows: int,
-    size: int,
-    blocks: int,
-    contract_rows: bool,
-    dtypes: tuple,
-) -> Recipe:
-    """How to multiply `rows` rows of an activation, contracting `size` elements, with a
-    weight of so many `blocks` to the row. `dtypes` are those of the two."""
-    int8_sums = size <= longest_int8_sum
-    exact_in_int8 = format.integer_levels and blocks == 1
-    if dtypes[0] == jnp.int8 and exact_in_int8 and int8_sums and not contract_rows:
-        return "int8"
-    if all(dtype == jnp.bfloat16 for dtype in dtypes):
-        return "bfloat16"  # The dense product rounds the same operands.
-    if precision == "highest" or jnp.dtype("float64") in dtypes:
-        return "float"
-    if precision == "high":
-        # Two int8 products for one of floats, but twice the rows to make and to add up.
-        few = rows <= 2048
-        return "split" if exact_in_int8 and int8_sums and few else "float"
-    # For many rows bfloat16 is as fast and more accurate, unless the codes are int8.
-    codes_as_they_are = exact_in_int8 and format.bits == 8
-    few_or_free = rows <= 128 or codes_as_they_are
-    return "round" if int8_sums and few_or_free else "bfloat16"
+@dataclasses.dataclass(frozen=True)
+class XLAKernel:
+    """A way to multiply in plain XLA, for any platform.
+
+    `bits` is the number of bits of an activation that it keeps; None for all of them.
+    """
+
+    name: Recipe
+    when: str
+    rounding: str
+    error: str
+    serves: Callable[[Product], bool]
+    bits: int | None = None
+
+    round_int8 = staticmethod(round_int8)
+
+    def why_not(self, product):
+        return None if self.serves(product) else f"{self.name!r} is for {self.when}"
+
+    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
+        del interpret
+        return dot(self.name, product, x, codes, scales, x_unit)
+
+    def describe(self, product):
+        is_exact = self.name == "bfloat16" and product.x.dtype == jnp.bfloat16
+        bits = None if is_exact else self.bits
+        return f"XLA, recipe {self.name!r} {rounding(product.x, bits)}"
 
 
-def recipe_of(
-    x,
-    codes,
-    scales,
-    *,
-    format: Format,
-    contract_rows: bool,
-    compute: Compute,
-    weight_dtype,
-    **_,
-) -> Recipe:
-    """That of a product, by the shapes and dtypes of what it gets."""
-    return choose_recipe(
-        format,
-        compute.precision,
-        rows=x.shape[-2],
-        size=x.shape[-1],
-        blocks=scales.shape[-1],
-        contract_rows=contract_rows,
-        dtypes=(jnp.dtype(x.dtype), jnp.dtype(weight_dtype)),
+def _sums_fit(product: Product) -> bool:
+    return product.size <= longest_int8_sum
+
+
+def _may_round(product: Product) -> bool:
+    """Whether rounding operands to int8 can pay. A dense product rounds bfloat16
+    operands anyway."""
+    is_double = jnp.dtype("float64") in (product.x.dtype, product.weight_dtype)
+    exact = product.precision == "highest" or is_double
+    return not (exact or product.is_all("bfloat16"))
+
+
+def _stays_int8(product: Product) -> bool:
+    integers = product.has_integer_rows and _sums_fit(product)
+    return product.is_int8 and integers and not product.contract_rows
+
+
+def _splits(product: Product) -> bool:
+    # Above 2048 rows, splitting takes longer than the product gains.
+    is_high = product.precision == "high" and _may_round(product)
+    integers = product.has_integer_rows and _sums_fit(product)
+    return is_high and integers and product.m <= 2048
+
+
+def _rounds(product: Product) -> bool:
+    # Above 128 rows, bfloat16 is as fast and more accurate, unless the codes are int8.
+    is_default = product.precision == "default" and _may_round(product)
+    codes_are_int8 = product.has_integer_rows and product.format.bits == 8
+    faster = product.m <= 128 or codes_are_int8
+    return is_default and _sums_fit(product) and faster
+
+
+def _is_float(product: Product) -> bool:
+    return (product.precision != "default" and not product.is_all("bfloat16")) or (
+        jnp.dtype("float64") in (product.x.dtype, product.weight_dtype)
     )
 
 
-def describe(x, codes, scales, **params) -> str:
-    """The recipe that a product gets, in words, and how it rounds activations."""
-    recipe = recipe_of(x, codes, scales, **params)
-    bits = {"split": 15, "round": 8, "bfloat16": 8}.get(recipe)
-    if recipe == "bfloat16" and x.dtype == jnp.bfloat16:
-        bits = None
-    return f"XLA, recipe {recipe!r} {rounding(x, bits)}"
+KERNELS = (
+    XLAKernel(
+        "int8",
+        "int8 activations with int8 weights, one scale per row, in `x @ w.T`",
+        "nothing",
+        "6e-8",
+        _stays_int8,
+    ),
+    XLAKernel(
+        "split",
+        '`"high"`, integer levels with one scale per row, up to 2048 rows',
+        "activations to two int8 numbers (15 bits)",
+        "4e-5",
+        _splits,
+        15,
+    ),
+    XLAKernel(
+        "round",
+        '`"default"`, up to 128 rows, and any number of rows of INT8 weights',
+        "activations to int8, and other weights than INT8 to int8 per row",
+        "1e-2",
+        _rounds,
+        8,
+    ),
+    XLAKernel(
+        "float", '`"highest"`, float64, and `"high"`', "nothing", "6e-7", _is_float
+    ),
+    XLAKernel(
+        "bfloat16",
+        "everything else",
+        "both operands to bfloat16",
+        "3e-3",
+        lambda product: True,
+        8,
+    ),
+)

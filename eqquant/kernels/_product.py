@@ -1,0 +1,214 @@
+"""Products as values, and the protocol of the kernels that compute them."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int8
+
+from ..formats import Format, num_codes
+from ._compute import Compute, Precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """The static parameters of a product with a quantized weight.
+
+    **Fields:**
+
+    - `format`: the format of the weight.
+    - `contract_rows`: whether the product is `x @ w` rather than `x @ w.T`.
+    - `compute`: precision, rounding of activations, and choices of kernels.
+    - `weight_dtype`: the dtype of the dequantized weight.
+    - `out_dtype`: the dtype of the result.
+    """
+
+    format: Format
+    contract_rows: bool = False
+    compute: Compute = dataclasses.field(default_factory=Compute)
+    weight_dtype: Any = "float32"
+    out_dtype: Any = "float32"
+
+    def __post_init__(self):
+        for name in ("weight_dtype", "out_dtype"):
+            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+
+    def with_compute(self, **fields: Any) -> "Matmul":
+        return dataclasses.replace(self, compute=self.compute.updated(**fields))
+
+    def of(self, x: Any, codes: Any, scales: Any) -> "Product":
+        """Return the product for operands, of which only shapes and dtypes are read.
+
+        If the product rounds activations to int8, its `x` is the rounded activation.
+        """
+        dtype = jnp.int8 if self.compute.activations == "int8" else x.dtype
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(Matmul)}
+        operand = lambda a, dtype: Operand(tuple(a.shape), jnp.dtype(dtype))
+        return Product(
+            operand(x, dtype),
+            operand(codes, codes.dtype),
+            operand(scales, scales.dtype),
+            **fields,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    shape: tuple[int, ...]
+    dtype: np.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A product without its data: the shapes and dtypes of its operands, and the fields
+    of [`Matmul`][]. Kernels are chosen by it."""
+
+    x: Operand
+    codes: Operand
+    scales: Operand
+    format: Format
+    contract_rows: bool
+    compute: Compute
+    weight_dtype: np.dtype
+    out_dtype: np.dtype
+
+    @property
+    def precision(self) -> Precision:
+        return self.compute.precision
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The axes of a stack of weights."""
+        return self.codes.shape[:-2]
+
+    @property
+    def m(self) -> int:
+        """The number of rows of the activation."""
+        return self.x.shape[-2]
+
+    @property
+    def size(self) -> int:
+        """The length of the contracted axis."""
+        return self.x.shape[-1]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the weight."""
+        return self.codes.shape[-2]
+
+    @property
+    def packed(self) -> int:
+        """The number of stored bytes in a row of the weight."""
+        return self.codes.shape[-1]
+
+    @property
+    def columns(self) -> int:
+        """The stored number of columns of the weight."""
+        return num_codes(self.packed, self.format.bits)
+
+    @property
+    def free(self) -> int:
+        """The length of the axis of the weight that stays in the result."""
+        return self.columns if self.contract_rows else self.rows
+
+    @property
+    def blocks(self) -> int:
+        """The number of scales in a row of the weight."""
+        return self.scales.shape[-1]
+
+    @property
+    def has_integer_rows(self) -> bool:
+        """Whether the levels are integers, and a row has one scale."""
+        return self.format.integer_levels and self.blocks == 1
+
+    @property
+    def is_int8(self) -> bool:
+        """Whether the activation is int8."""
+        return self.x.dtype == jnp.int8
+
+    @property
+    def is_empty(self) -> bool:
+        return 0 in (*self.x.shape, *self.codes.shape)
+
+    def is_all(self, dtype: Any) -> bool:
+        """Whether the activation and the weight both have this dtype."""
+        return self.x.dtype == self.weight_dtype == jnp.dtype(dtype)
+
+    def too_wide(self, computes: str) -> str | None:
+        """Return a reason if an operand is wider than float32."""
+        for dtype in (self.x.dtype, self.weight_dtype, self.scales.dtype):
+            if dtype.itemsize > 4:
+                return f"{computes} in float32 at most, not in {dtype}"
+        return None
+
+
+@runtime_checkable
+class Kernel(Protocol):
+    """A way to compute products.
+
+    **Fields:**
+
+    - `name`: the name in `explain` and in tables.
+    - `when`: the products that it serves, in a few words.
+    - `rounding`: what it rounds, in a few words.
+    - `error`: the relative error (Frobenius norm), for normal operands.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def when(self) -> str: ...
+
+    @property
+    def rounding(self) -> str: ...
+
+    @property
+    def error(self) -> str: ...
+
+    def why_not(self, product: Product) -> str | None:
+        """Return why it does not serve a product, or None if it does."""
+        ...
+
+    def lower(
+        self,
+        product: Product,
+        x: Float[Array, "*batch m size"] | Int8[Array, "*batch m size"],
+        codes: Array,
+        scales: Float[Array, "*batch rows blocks"],
+        x_unit: Float[Array, "*batch m 1"] | None = None,
+        interpret: bool = False,
+    ) -> Float[Array, "*batch m out"]:
+        """Compute a product. An int8 activation stands for its integers times
+        `x_unit`."""
+        ...
+
+    def describe(self, product: Product) -> str:
+        """Return the name, the options, and the rounding of the activation."""
+        ...
+
+    def round_int8(
+        self, x: Float[Array, "*m size"], over: tuple[str, ...]
+    ) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
+        """Round the activation, whose rows are split over the mesh axes `over`."""
+        ...
+
+
+def choose(kernels: Sequence[Kernel], product: Product) -> Kernel | str:
+    """Return the first kernel that serves a product, or the reason of the last one."""
+    reason: str | None = "there are no kernels"
+    for kernel in kernels:
+        reason = kernel.why_not(product)
+        if reason is None:
+            return kernel
+    assert reason is not None
+    return reason
+
+
+def table(kernels: Sequence[Kernel]) -> str:
+    """Format kernels as a Markdown table, in the order in which they are tried."""
+    head = "| kernel | products | rounding | error |\n|---|---|---|---|\n"
+    rows = (f"| {k.name} | {k.when} | {k.rounding} | {k.error} |\n" for k in kernels)
+    return head + "".join(rows)

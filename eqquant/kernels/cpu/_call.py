@@ -1,0 +1,113 @@
+"""Calls of the native kernels through the foreign function interface of XLA."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ...formats import Format
+from .._product import Product
+from ._library import load
+
+
+# By float8 kind.
+_exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
+
+
+def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
+    """Compute a product by the native kernel of a name."""
+    library = load()
+    assert not isinstance(library, str), library
+    format = product.format
+    run = run_of(product)
+    if x.dtype != jnp.bfloat16:  # The kernels read bfloat16 and float32 rows.
+        x = x.astype(jnp.float32)
+    scratch = library.scratch(
+        kernel.encode(),
+        product.contract_rows,
+        x.dtype == jnp.bfloat16,
+        product.m,
+        product.rows,
+        product.packed,
+        product.blocks,
+        run,
+        format.bits,
+    )
+    results = (
+        jax.ShapeDtypeStruct((*product.batch, product.m, product.free), jnp.float32),
+        # XLA allocates the memory of the kernel, and accounts for it.
+        jax.ShapeDtypeStruct((max(scratch, 1),), jnp.uint8),
+    )
+    # The kernels decode floats with four exponent bits too small by 2**8.
+    if format.float8 == "e4m3fn":
+        scales = scales * jnp.asarray(2**8, scales.dtype)
+    out, _ = jax.ffi.ffi_call("eqquant_dot", results)(
+        x,
+        codes,
+        scales,
+        _levels(format),
+        kernel=kernel,
+        bits=np.int64(format.bits),
+        exponent=np.int64(_exponent_bits[format.float8]),
+        run=np.int64(run),
+        level_unit=np.float32(_level_unit(format)),
+        contract_rows=product.contract_rows,
+    )
+    if x_unit is not None:
+        out = out * x_unit
+    return out.astype(product.out_dtype)
+
+
+def run_of(product: Product) -> int:
+    """Return how many consecutive bytes of a row hold the codes of one plane."""
+    format = product.format
+    if format.bits == 8:
+        return product.packed
+    return format.group * _unpacked_bits(format) // 8
+
+
+def row_bytes(product: Product) -> int:
+    """Return the bytes of a row in the kernels."""
+    return product.packed * _unpacked_bits(product.format) // product.format.bits
+
+
+def _unpacked_bits(format: Format) -> int:
+    # The kernels unpack three bits to four.
+    return 4 if format.bits == 3 else format.bits
+
+
+def _levels(format: Format) -> Float[Array, "16"]:
+    """Return the level of each 4-bit value. A narrower code is the lowest bits."""
+    if format.bits == 8:
+        # Such codes need no table. Its values differ, because XLA would compile a
+        # kernel that fills a constant one.
+        return jnp.asarray(np.eye(1, 16, dtype=np.float32)[0])
+    if type(format).levels is Format.levels:  # Fast to trace.
+        return jnp.asarray(np.resize(np.asarray(format.codebook, np.float32), 16))
+    codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
+    return format.levels(codes, jnp.float32)
+
+
+def _level_unit(format: Format) -> float:
+    """Return the unit of which all levels are nearly multiples; 0 if it is unknown."""
+    if format.integer_levels:
+        return 1.0
+    if format.codebook is None or type(format).levels is not Format.levels:
+        return 0.0
+    return _unit_of(tuple(map(float, format.codebook)))
+
+
+@ft.cache
+def _unit_of(levels: tuple[float, ...]) -> float:
+    """Return the unit, at least a 2**14th of the largest level, that changes the levels
+    and their mean least when they are rounded to multiples of it."""
+    table = np.asarray(levels)
+    largest = np.max(np.abs(table))
+    if not 0 < largest < np.inf:
+        return 0.0
+    units = largest / np.arange(2**13, 2**14)[:, None]
+    errors = np.round(table / units) * units - table
+    worst = np.square(errors).mean(-1) + 2**8 * np.square(errors.mean(-1))
+    return float(units[np.argmin(worst), 0])
