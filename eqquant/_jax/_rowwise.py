@@ -12,7 +12,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ._compat import config, is_automatically_partitioned, is_exported
+from ._compat import is_automatically_partitioned, is_exported
+from ._eager import define_impl
 
 
 def rowwise(name: str, anywhere: Callable, native: Callable) -> Callable:
@@ -27,40 +28,39 @@ def rowwise(name: str, anywhere: Callable, native: Callable) -> Callable:
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    @ft.cache
-    def compiled(**params):
-        return jax.jit(ft.partial(primitive.bind, **params))
+    def portable(array, *, static: tuple):
+        return anywhere(array, *static)
 
-    @primitive.def_impl
-    def _impl(array, **params):
-        if config("jax_disable_jit"):  # `jit(bind)` would recurse.
-            return anywhere(array, **params)
-        return compiled(**params)(array)
+    def with_kernel(array, *, static: tuple):
+        return native(array, *static)
+
+    define_impl(primitive, portable)
 
     @primitive.def_abstract_eval
-    def _abstract_eval(array, **params):
+    def _abstract_eval(array, *, static: tuple):
         like = jax.ShapeDtypeStruct(array.shape, array.dtype)
         return [
             array.update(shape=out.shape, dtype=out.dtype, weak_type=False)
-            for out in jax.eval_shape(ft.partial(native, **params), like)
+            for out in jax.eval_shape(ft.partial(with_kernel, static=static), like)
         ]
 
-    lower_anywhere = mlir.lower_fun(anywhere, multiple_results=True)
-    lower_native = mlir.lower_fun(native, multiple_results=True)
+    lower_anywhere = mlir.lower_fun(portable, multiple_results=True)
+    lower_native = mlir.lower_fun(with_kernel, multiple_results=True)
 
-    def lower_for_cpu(ctx, *args, **params):
+    def lower_for_cpu(ctx, array, *, static: tuple):
         # The compiler cannot partition a native kernel, and an exported program may run
         # on a machine without the native library.
-        portable = is_automatically_partitioned(ctx) or is_exported(ctx)
-        return (lower_anywhere if portable else lower_native)(ctx, *args, **params)
+        is_portable = is_automatically_partitioned(ctx) or is_exported(ctx)
+        lower = lower_anywhere if is_portable else lower_native
+        return lower(ctx, array, static=static)
 
     mlir.register_lowering(primitive, lower_anywhere)
     mlir.register_lowering(primitive, lower_for_cpu, platform="cpu")
 
-    def batch(args, dims, **params):
+    def batch(args, dims, *, static: tuple):
         (array,), (dim,) = args, dims
-        out = primitive.bind(jnp.moveaxis(array, dim, 0), **params)
+        out = primitive.bind(jnp.moveaxis(array, dim, 0), static=static)
         return out, [0] * len(out)
 
     batching.primitive_batchers[primitive] = batch
-    return primitive.bind
+    return lambda array, *static: primitive.bind(array, static=static)

@@ -90,7 +90,7 @@ class Interpreter:
         if control is not None:
             return list(control(self, eqn, args))
         for rule in rules_of(eqn.primitive):
-            result = rule(*args, **eqn.params)
+            result = rule(args, eqn.params)
             if isinstance(result, Decoded):
                 result = result.then(self.dense(eqn, result.array))
             if result is not NotImplemented:

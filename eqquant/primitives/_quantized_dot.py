@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int8, UInt8
 
 from .._jax import (
-    config,
+    define_impl,
     explicit_mesh_of,
     match_varying,
     spec_of,
@@ -88,16 +88,12 @@ def _bind(x, codes, scales, matmul: Matmul, plan: Plan | None):
     return quantized_dot_p.bind(*args, matmul=matmul, plan=plan)
 
 
-@ft.cache
-def _compiled(matmul: Matmul, plan: Plan | None):
-    return jax.jit(ft.partial(quantized_dot_p.bind, matmul=matmul, plan=plan))
+def _uncompiled(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+    del plan
+    return dot_by(PORTABLE)(x, codes, scales, matmul=matmul)
 
 
-@quantized_dot_p.def_impl
-def _impl(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
-    if config("jax_disable_jit"):  # Otherwise `jit(bind)` would call this again.
-        return dot_by(PORTABLE)(x, codes, scales, matmul=matmul)
-    return _compiled(matmul, plan)(x, codes, scales)
+define_impl(quantized_dot_p, _uncompiled)
 
 
 @quantized_dot_p.def_abstract_eval

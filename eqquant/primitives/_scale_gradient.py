@@ -19,7 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from .._jax import (
-    config,
+    define_impl,
     is_automatically_partitioned,
     match_varying,
     parts_of,
@@ -73,16 +73,12 @@ def scale_gradient(
     return scale_gradient_p.bind(*args, gradient=gradient, plan=plan)
 
 
-@ft.cache
-def _compiled(gradient: ScaleGradient, plan: Plan | None):
-    return jax.jit(ft.partial(scale_gradient_p.bind, gradient=gradient, plan=plan))
+def _uncompiled(*args, gradient: ScaleGradient, plan: Plan | None):
+    del plan
+    return gradient(*args)
 
 
-@scale_gradient_p.def_impl
-def _impl(*args, gradient: ScaleGradient, plan: Plan | None):
-    if config("jax_disable_jit"):  # Otherwise `jit(bind)` would call this again.
-        return gradient(*args)
-    return _compiled(gradient, plan)(*args)
+define_impl(scale_gradient_p, _uncompiled)
 
 
 @scale_gradient_p.def_abstract_eval

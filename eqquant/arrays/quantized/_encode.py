@@ -104,13 +104,13 @@ def has_encoder(
     )
 
 
-def _by_rows(array, *, format: Format, at_once: int | None):
+def _by_rows(array, format: Format, at_once: int | None):
     codes, scales, problem = encode_rows(array, format, (-1,), at_once)
     problems = jnp.broadcast_to(problem, array.shape[:-1])
     return jax.tree.leaves((codes, scales, problems))
 
 
-def _native(array, *, format: Format, at_once: int | None):
+def _native(array, format: Format, at_once: int | None):
     del at_once
     return jax.tree.leaves(cpu.encode(array, format=format))
 
@@ -122,7 +122,7 @@ def encode_rowwise(
     array: Float[Array, "*lead size"], format: Format, at_once: int | None
 ):
     """As [`encode_rows`][], but with a problem for each row."""
-    codes, *scales, problems = _encode_rowwise(array, format=format, at_once=at_once)
+    codes, *scales, problems = _encode_rowwise(array, format, at_once)
     structure = jax.tree.structure(
         jax.eval_shape(lambda: format.no_scales((), array.shape[-1]))
     )

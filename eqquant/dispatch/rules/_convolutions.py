@@ -1,7 +1,9 @@
 """Convolutions: products with the patches of the input."""
 
+import dataclasses
 import functools as ft
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,41 +16,7 @@ from ._registry import Decoded, rule_for
 
 
 @rule_for(lax.conv_general_dilated_p)
-def _conv_general_dilated(lhs, rhs, **params):
-    params = {name: params[name] for name in _CONV_PARAMS}
-    try:
-        return _convolution_program(lhs, rhs, **params)
-    except _NoProduct:
-        return _convolution(lhs, rhs, **params)
-
-
-class _NoProduct(Exception):
-    """Nothing that a program could return."""
-
-
-_CONV_PARAMS = (
-    "window_strides",
-    "padding",
-    "lhs_dilation",
-    "rhs_dilation",
-    "dimension_numbers",
-    "feature_group_count",
-    "batch_group_count",
-    "precision",
-    "preferred_element_type",
-)
-
-
-# One program, also where it is called eagerly.
-@ft.partial(jax.jit, static_argnames=_CONV_PARAMS, inline=True)
-def _convolution_program(lhs, rhs, **params):
-    out = _convolution(lhs, rhs, **params)
-    if out is NotImplemented or isinstance(out, Decoded):
-        raise _NoProduct
-    return out
-
-
-def _convolution(
+def _conv_general_dilated(
     lhs,
     rhs,
     *,
@@ -62,51 +30,98 @@ def _convolution(
     precision,
     preferred_element_type,
 ):
-    """A convolution as a product with the patches of its input."""
-    if isinstance(lhs, ImplicitArray) or batch_group_count != 1:
-        return NotImplemented
-    numbers = dimension_numbers
-    x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
-    shape = [rhs.shape[axis] for axis in numbers.rhs_spec]
-    out_features, _, *window = shape  # (out, in / groups, *window)
-    out_dtype = preferred_element_type or jnp.promote_types(x.dtype, rhs.dtype)
-    if len(window) > 6 or 0 in shape or 0 in x.shape:
-        return NotImplemented
-    groups = feature_group_count
-    # The input as the window sees it: no longer dilated, and padded.
-    around = zip(padding, lhs_dilation, strict=True)
-    config = [(0, 0, 0)] * 2 + [(low, high, d - 1) for (low, high), d in around]
-    x = lax.pad(x, jnp.zeros((), x.dtype), config)
-    patches = patches_of(x, window, window_strides, rhs_dilation)
-    batch, features, *_ = patches.shape
-    out_space = patches.shape[2 + len(window) :]
-    lead = (batch, groups, features // groups, *window)
-    patches = patches.reshape(*lead, math.prod(out_space))
-    patches = jnp.moveaxis(patches, 1, 0)  # (groups, batch, in, *window, space)
-    over = [(axis, axis) for axis in range(2, 3 + len(window))]
-    inverse = [numbers.out_spec.index(axis) for axis in range(x.ndim)]
+    convolution = _Convolution(
+        window_strides,
+        padding,
+        lhs_dilation,
+        rhs_dilation,
+        dimension_numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+        preferred_element_type,
+    )
+    try:
+        return _convolution_program(lhs, rhs, convolution)
+    except _NoProduct:
+        return convolution(lhs, rhs)
 
-    def multiply(w, patches):
-        w = w.transpose(numbers.rhs_spec)
-        how = {"precision": precision, "out_dtype": out_dtype}
-        if groups == 1:
-            pairs = [(i - 1, j - 1) for i, j in over]
-            out = contract(w, patches[0], pairs, **how)
-        else:
-            w = with_shape(w, (groups, out_features // groups, *shape[1:]))
-            if w is NotImplemented:
-                return NotImplemented
-            out = contract(w, patches, over, [(0, 0)], **how)
-        if out is NotImplemented:
-            return NotImplemented
-        if groups > 1:  # (groups, batch, space, out / groups)
-            out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
-        out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
-        return jnp.transpose(out, inverse)
 
-    out = multiply(rhs, patches)
-    if out is NotImplemented:
-        patches, is_rounded = rounded(rhs, patches, [axis for _, axis in over])
-        if is_rounded:
-            return Decoded(rhs, lambda w: multiply(w, patches))
+class _NoProduct(Exception):
+    """Nothing that a program could return."""
+
+
+# One program, also where it is called eagerly.
+@ft.partial(jax.jit, static_argnums=2, inline=True)
+def _convolution_program(lhs, rhs, convolution):
+    out = convolution(lhs, rhs)
+    if out is NotImplemented or isinstance(out, Decoded):
+        raise _NoProduct
     return out
+
+
+@dataclasses.dataclass(frozen=True)
+class _Convolution:
+    """The parameters of `lax.conv_general_dilated_p`."""
+
+    window_strides: Any
+    padding: Any
+    lhs_dilation: Any
+    rhs_dilation: Any
+    dimension_numbers: Any
+    feature_group_count: int
+    batch_group_count: int
+    precision: Any
+    preferred_element_type: Any
+
+    def __call__(self, lhs, rhs):
+        """A convolution as a product with the patches of its input."""
+        if isinstance(lhs, ImplicitArray) or self.batch_group_count != 1:
+            return NotImplemented
+        numbers = self.dimension_numbers
+        x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
+        shape = [rhs.shape[axis] for axis in numbers.rhs_spec]
+        out_features, _, *window = shape  # (out, in / groups, *window)
+        out_dtype = self.preferred_element_type or jnp.promote_types(x.dtype, rhs.dtype)
+        if len(window) > 6 or 0 in shape or 0 in x.shape:
+            return NotImplemented
+        groups = self.feature_group_count
+        # The input as the window sees it: no longer dilated, and padded.
+        around = zip(self.padding, self.lhs_dilation, strict=True)
+        config = [(0, 0, 0)] * 2 + [(low, high, d - 1) for (low, high), d in around]
+        x = lax.pad(x, jnp.zeros((), x.dtype), config)
+        patches = patches_of(x, window, self.window_strides, self.rhs_dilation)
+        batch, features, *_ = patches.shape
+        out_space = patches.shape[2 + len(window) :]
+        lead = (batch, groups, features // groups, *window)
+        patches = patches.reshape(*lead, math.prod(out_space))
+        patches = jnp.moveaxis(patches, 1, 0)  # (groups, batch, in, *window, space)
+        over = [(axis, axis) for axis in range(2, 3 + len(window))]
+        inverse = [numbers.out_spec.index(axis) for axis in range(x.ndim)]
+
+        def multiply(w, patches):
+            w = w.transpose(numbers.rhs_spec)
+            product = ft.partial(
+                contract, precision=self.precision, out_dtype=out_dtype
+            )
+            if groups == 1:
+                pairs = [(i - 1, j - 1) for i, j in over]
+                out = product(w, patches[0], pairs)
+            else:
+                w = with_shape(w, (groups, out_features // groups, *shape[1:]))
+                if w is NotImplemented:
+                    return NotImplemented
+                out = product(w, patches, over, [(0, 0)])
+            if out is NotImplemented:
+                return NotImplemented
+            if groups > 1:  # (groups, batch, space, out / groups)
+                out = jnp.moveaxis(out, 0, 2).reshape(batch, -1, out_features)
+            out = jnp.moveaxis(out, -1, 1).reshape(batch, out_features, *out_space)
+            return jnp.transpose(out, inverse)
+
+        out = multiply(rhs, patches)
+        if out is NotImplemented:
+            patches, is_rounded = rounded(rhs, patches, [axis for _, axis in over])
+            if is_rounded:
+                return Decoded(rhs, lambda w: multiply(w, patches))
+        return out

@@ -15,8 +15,10 @@ from ._registry import Decoded, register_names, rule_for
 
 
 @rule_for(lax.dot_general_p)
-def _dot_general(lhs, rhs, **params):
-    (over_lhs, over_rhs), (batch_lhs, batch_rhs) = params["dimension_numbers"]
+def _dot_general(
+    lhs, rhs, *, dimension_numbers, precision, preferred_element_type, out_sharding
+):
+    (over_lhs, over_rhs), (batch_lhs, batch_rhs) = dimension_numbers
     if isinstance(lhs, ImplicitArray) and isinstance(rhs, ImplicitArray):
         return NotImplemented
     quantized_lhs = isinstance(lhs, ImplicitArray)
@@ -26,23 +28,31 @@ def _dot_general(lhs, rhs, **params):
     if not quantized_lhs:
         over = [(j, i) for i, j in over]
         batch = [(j, i) for i, j in batch]
-    precision, out_dtype = params["precision"], params["preferred_element_type"]
-    out_dtype = out_dtype or _dot_dtype(lhs.dtype, rhs.dtype)
-    how: dict[str, Any] = {"precision": precision, "out_dtype": out_dtype}
+    out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
     # The primitive has the free axes of the left operand first; here they are of `x`.
     first, free = len(batch), q.ndim - len(over) - len(batch)
     num_axes = x.ndim - len(over) + free
-    if (wanted := params["out_sharding"]) is not None:
-        entries = [*wanted.spec, *[None] * (num_axes - len(wanted.spec))]
+    spec = None
+    if out_sharding is not None:
+        given = out_sharding.spec
+        entries = [*given, *[None] * (num_axes - len(given))]
         if quantized_lhs:
             entries[first:] = entries[first + free :] + entries[first : first + free]
-        how["out_sharding"] = PartitionSpec(*entries)
-    out = q.contract(x, over, batch, **how)
+        spec = PartitionSpec(*entries)
+    out = q.contract(
+        x, over, batch, precision=precision, out_dtype=out_dtype, out_sharding=spec
+    )
     if out is NotImplemented:
         x, is_rounded = rounded(q, x, [axis for _, axis in over])
         if not is_rounded:
             return NotImplemented
-        dense = ft.partial(lax.dot_general_p.bind, **params)
+        dense = ft.partial(
+            lax.dot_general_p.bind,
+            dimension_numbers=dimension_numbers,
+            precision=precision,
+            preferred_element_type=preferred_element_type,
+            out_sharding=out_sharding,
+        )
         return Decoded(q, lambda w: dense(w, x) if quantized_lhs else dense(x, w))
     if quantized_lhs:
         out = jnp.moveaxis(out, range(-free, 0), range(first, first + free))
@@ -73,7 +83,6 @@ def _ragged_dot_general(
     ragged_dot_dimension_numbers,
     precision,
     preferred_element_type,
-    **_,
 ):
     """A weight per group of consecutive rows: `lax.ragged_dot`.
 

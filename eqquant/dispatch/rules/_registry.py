@@ -1,7 +1,7 @@
 """Rules by primitive."""
 
-import functools as ft
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jax.extend.core import Primitive
@@ -11,20 +11,21 @@ from ..._jax import typed
 from ...arrays import ImplicitArray, QuantizedArray
 
 
-_rules: dict[str, list[Callable]] = {}
+_Rule = Callable[[Sequence[Any], dict[str, Any]], Any]
+_rules: dict[str, list[_Rule]] = {}
 
 
 @typed
 def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
-    """Say what a JAX primitive does when an operand is a quantized array.
+    """Register a rule for a JAX primitive with a quantized operand.
 
     The rule is called with the operands (arrays, and at least one
-    [`eqquant.QuantizedArray`][]; never a [`eqquant.arrays.LoraArray`][]) and the
-    parameters of the primitive. It returns what
-    the primitive returns: a value, or for a primitive with several results a list of
-    them; plain or quantized. Or it returns `NotImplemented`, and the rule registered
-    before it is tried; when there is none left the operands are dequantized, under the
-    policy of [`eqquant.quaxify`][].
+    [`eqquant.QuantizedArray`][]; never a [`eqquant.arrays.LoraArray`][]), and with the
+    parameters of the primitive that it names as keywords. It returns a plain or
+    quantized value, or a list of values for a primitive with several results. If it
+    returns `NotImplemented`, the rule that was registered before it is tried. Without
+    another rule, the operands are dequantized, under the policy of
+    [`eqquant.quaxify`][].
 
     !!! Example
 
@@ -52,7 +53,7 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
 
     **Returns:**
 
-    A decorator, which returns the rule as it was.
+    A decorator, which returns the unchanged rule.
 
     **Raises:**
 
@@ -63,13 +64,15 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
             raise TypeError(f"register: expected JAX primitives, got {primitive!r}.")
 
     def decorator(rule: Callable) -> Callable:
-        @ft.wraps(rule)
-        def guarded(*operands, **params):
+        called = _by_named_parameters(rule)
+
+        def guarded(operands: Sequence[Any], parameters: dict[str, Any]):
             if all(isinstance(x, QuantizedArray) for x in operands if _is_implicit(x)):
-                return rule(*operands, **params)
+                return called(operands, parameters)
             return NotImplemented
 
-        rule_for(*primitives)(guarded)
+        for primitive in primitives:
+            _rules.setdefault(primitive.name, []).append(guarded)
         return rule
 
     return decorator
@@ -93,18 +96,33 @@ class Decoded(NamedTuple):
 
 
 def register_names(*names: str) -> Callable[[Callable], Callable]:
-    """As [`rule_for`][], by name: some primitives are not public."""
+    """As [`rule_for`][], by name, for primitives that are not public."""
 
     def decorator(rule: Callable) -> Callable:
+        called = _by_named_parameters(rule)
         for name in names:
-            _rules.setdefault(name, []).append(rule)
+            _rules.setdefault(name, []).append(called)
         return rule
 
     return decorator
 
 
-def rules_of(primitive: Any) -> list[Callable]:
-    """The rules of a primitive, last registered first."""
+def _by_named_parameters(rule: Callable) -> _Rule:
+    """Return a function of operands and parameters that passes those parameters of the
+    primitive that the rule names, or all of them if it has `**kwargs`."""
+    declared = inspect.signature(rule).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in declared.values())
+
+    def called(operands: Sequence[Any], parameters: dict[str, Any]):
+        if not takes_all:
+            parameters = {k: v for k, v in parameters.items() if k in declared}
+        return rule(*operands, **parameters)
+
+    return called
+
+
+def rules_of(primitive: Any) -> list[_Rule]:
+    """Return the rules of a primitive, from the last registered one to the first."""
     return _rules.get(primitive.name, [])[::-1]
 
 

@@ -10,22 +10,22 @@ from ._registry import register_names, rule_for
 
 
 @rule_for(lax.transpose_p)
-def _transpose(q, *, permutation, **_):
+def _transpose(q, *, permutation):
     return q.permute(permutation)
 
 
 @rule_for(lax.reshape_p)
-def _reshape(q, *, new_sizes, dimensions, **_):
+def _reshape(q, *, new_sizes, dimensions):
     return NotImplemented if dimensions is not None else q.with_shape(new_sizes)
 
 
 @rule_for(lax.squeeze_p)
-def _squeeze(q, *, dimensions, **_):
+def _squeeze(q, *, dimensions):
     return q.squeeze(dimensions)
 
 
 @rule_for(lax.broadcast_in_dim_p)
-def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions, **_):
+def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions):
     if dynamic:
         return NotImplemented
     # Batching makes some of them integers of NumPy.
@@ -34,12 +34,12 @@ def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions, **_):
 
 
 @rule_for(lax.slice_p)
-def _slice(q, *, start_indices, limit_indices, strides, **_):
+def _slice(q, *, start_indices, limit_indices, strides):
     return q.slice(start_indices, limit_indices, strides)
 
 
 @rule_for(lax.split_p)
-def _split(q, *, sizes, axis, **_):
+def _split(q, *, sizes, axis):
     parts, start = [], 0
     for size in sizes:
         lower, upper = [0] * q.ndim, list(q.shape)
@@ -53,14 +53,14 @@ def _split(q, *, sizes, axis, **_):
 
 
 @rule_for(lax.dynamic_slice_p)
-def _dynamic_slice(q, *start, slice_sizes, **_):
+def _dynamic_slice(q, *start, slice_sizes):
     if not isinstance(q, ImplicitArray) or len(start) != q.ndim:
         return NotImplemented
     return q.dynamic_slice(start, slice_sizes)
 
 
 @rule_for(lax.gather_p)
-def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
+def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
     """Rows, or matrices out of a stack: the same gather on the parts.
 
     Rows are decoded, as indexing does; only they are.
@@ -89,15 +89,13 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
         start_index_map=tuple(numbers.start_index_map[i] for i in starts),
     )
 
-    fill = params["fill_value"]
+    fill = fill_value
     if fill is not None and fill != 0 and fill == fill:
         return NotImplemented
 
     def gather(a, fill):
         sizes = (*slice_sizes[:first], a.shape[-1])
-        return lax.gather(
-            a, indices, numbers, sizes, mode=params["mode"], fill_value=fill
-        )
+        return lax.gather(a, indices, numbers, sizes, mode=mode, fill_value=fill)
 
     out = q.gather(gather, fill)
     # Under `vmap` an index is a slice of one element: those axes go away next.
@@ -105,12 +103,12 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, **params):
 
 
 @rule_for(lax.rev_p)
-def _rev(q, *, dimensions, **_):
+def _rev(q, *, dimensions):
     return q.reverse(dimensions)
 
 
 @rule_for(lax.concatenate_p)
-def _concatenate(*operands, dimension, **_):
+def _concatenate(*operands, dimension):
     first = operands[0]
     if not all(isinstance(q, ImplicitArray) for q in operands):
         return NotImplemented
@@ -120,7 +118,7 @@ def _concatenate(*operands, dimension, **_):
 
 
 @register_names("stack")  # From 0.10.2; before, broadcast and concatenated.
-def _stack(*operands, axis, **_):
+def _stack(*operands, axis):
     rows = []
     for q in operands:
         if not isinstance(q, ImplicitArray):
@@ -132,14 +130,14 @@ def _stack(*operands, axis, **_):
 
 
 @rule_for(lax.convert_element_type_p)
-def _convert_element_type(q, *, new_dtype, **_):
+def _convert_element_type(q, *, new_dtype):
     if not jnp.issubdtype(new_dtype, jnp.floating):
         return NotImplemented
     return q.with_dtype(new_dtype)
 
 
 @rule_for(lax.select_n_p)
-def _select_n(which, *cases, **_):
+def _select_n(which, *cases):
     if not all(isinstance(q, ImplicitArray) for q in cases) or jnp.ndim(which):
         return NotImplemented
     if len({jax.tree.structure(q) for q in cases}) > 1:
@@ -148,27 +146,27 @@ def _select_n(which, *cases, **_):
 
 
 @register_names("copy", "copy_p")
-def _copy(q, **_):
+def _copy(q):
     return jax.tree.map(jnp.copy, q)
 
 
 @register_names("stop_gradient")
-def _stop_gradient(q, **_):
+def _stop_gradient(q):
     return jax.tree.map(lax.stop_gradient, q)
 
 
 @register_names("name")
-def _identity(q, **_):
+def _identity(q):
     return q
 
 
 @register_names("pvary", "pcast")
-def _pcast(q, *, axes, **_):
+def _pcast(q, *, axes):
     return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), q)
 
 
 @rule_for(lax.optimization_barrier_p)
-def _optimization_barrier(*operands, **_):
+def _optimization_barrier(*operands):
     leaves, tree = jax.tree.flatten(list(operands))
     return jax.tree.unflatten(tree, lax.optimization_barrier(leaves))
 
@@ -189,7 +187,7 @@ def _shardings(q: ImplicitArray, sharding):
 
 
 @register_names("sharding_constraint")
-def _sharding_constraint(q, *, sharding, **_):
+def _sharding_constraint(q, *, sharding):
     shardings = _shardings(q, sharding)
     if shardings is NotImplemented:
         return NotImplemented
@@ -197,7 +195,7 @@ def _sharding_constraint(q, *, sharding, **_):
 
 
 @register_names("reshard")
-def _reshard(q, *, dst_sharding, **_):
+def _reshard(q, *, dst_sharding):
     shardings = _shardings(q, dst_sharding)
     if shardings is NotImplemented:
         return NotImplemented
@@ -205,7 +203,7 @@ def _reshard(q, *, dst_sharding, **_):
 
 
 @register_names("device_put")
-def _device_put(*operands, devices, **_):
+def _device_put(*operands, devices):
     out = []
     for x, where in zip(operands, devices, strict=True):
         shardings = _shardings(x, where) if isinstance(x, ImplicitArray) else where

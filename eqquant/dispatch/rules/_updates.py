@@ -11,7 +11,7 @@ from ._registry import register_names, rule_for
 
 
 @rule_for(lax.dynamic_update_slice_p)
-def _dynamic_update_slice(q, rows, *start, **_):
+def _dynamic_update_slice(q, rows, *start):
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
         return NotImplemented
     lead = [start[axis] for axis in range(q.ndim) if axis not in q.blocked_axes]
@@ -22,7 +22,16 @@ def _dynamic_update_slice(q, rows, *start, **_):
 
 
 @register_names("scatter")
-def _scatter(q, indices, rows, *, dimension_numbers, update_jaxpr=None, **params):
+def _scatter(
+    q,
+    indices,
+    rows,
+    *,
+    dimension_numbers,
+    indices_are_sorted,
+    unique_indices,
+    mode,
+):
     """`q.at[indices].set(rows)`, of whole rows."""
     numbers = dimension_numbers
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
@@ -41,9 +50,16 @@ def _scatter(q, indices, rows, *, dimension_numbers, update_jaxpr=None, **params
     numbers = numbers._replace(
         update_window_dims=(*window[: len(window) - n], rows.ndim - n)
     )
-    how = {name: params[name] for name in ("indices_are_sorted", "unique_indices")}
 
     def scatter(part, new):
-        return lax.scatter(part, indices, new, numbers, mode=params["mode"], **how)
+        return lax.scatter(
+            part,
+            indices,
+            new,
+            numbers,
+            indices_are_sorted=indices_are_sorted,
+            unique_indices=unique_indices,
+            mode=mode,
+        )
 
     return q.put(rows, scatter)
