@@ -28,7 +28,6 @@ class NativeKernel:
     error: str
     bits: int | None = None
 
-    when = ""
     round_int8 = staticmethod(round_int8)
 
     @property
@@ -144,7 +143,12 @@ class Int8Kernel(NativeKernel):
     """A kernel for int8 instructions in registers: `int8` rounds activations to int8,
     and `int8x2` splits them into two int8 numbers."""
 
-    when = "integer levels with one scale per row in `x @ w.T`"
+    @property
+    def when(self) -> str:
+        exact = "integer levels with one scale per row in `x @ w.T`"
+        if self.arithmetic != "one digit":
+            return f'{exact}, `"high"`'
+        return f'`"default"` or int8 activations: {exact}; `"default"`: many rows'
 
     @property
     def rounding(self) -> str:
@@ -299,8 +303,8 @@ def _is_bound_by_writes(product: Product) -> bool:
 
 
 _ROUNDING = {
-    "one digit": "activations to int8; other weights than integers to int8, too",
-    "two digits": "activations, with AMX blocked weights, too, to two int8 (15 bits)",
+    "one digit": "activations to int8, and weights that int8 does not hold",
+    "two digits": "activations, and weights that int8 does not hold, to 15 bits",
     "words": "activations to 16 bits, levels to 15 bits",
     "bfloat16": "both operands to bfloat16",
 }

@@ -189,8 +189,8 @@ KERNELS = (
     GeneralKernel(
         "int8",
         "int8 activations, integer levels with one scale per row, in `x @ w.T`",
-        "the result",
-        "6e-8",
+        "nothing",
+        "float32 rounding of the result",
         operand="int8",
     ),
     GeneralKernel("float32", f"{_MANY}, float32", "nothing", "1e-6"),

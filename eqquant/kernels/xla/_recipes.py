@@ -88,7 +88,7 @@ KERNELS = (
         "int8",
         "int8 activations with int8 weights, one scale per row, in `x @ w.T`",
         "nothing",
-        "6e-8",
+        "float32 rounding of the result",
         _stays_int8,
     ),
     XLAKernel(
