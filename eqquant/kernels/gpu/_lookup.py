@@ -58,7 +58,7 @@ class Decoder:
         self, format: Format, dtype, parts: int, interpret: bool, pairs: int = 1
     ):
         self.bits, self.dtype, self.pairs = format.bits, jnp.dtype(dtype), pairs
-        self.interpret, self.unit = interpret, 1.0
+        self.interpret, self.scale = interpret, 1.0
         self.looks_up = in_table(format)
         self.tables: list[np.ndarray] = []
         if self.bits == 8:
@@ -66,7 +66,7 @@ class Decoder:
         levels = np.asarray(table_of(format), np.float32)
         if not self.looks_up:
             # The highest bit of the exponent alone is a 2.
-            levels, self.unit = levels * 2, 0.5
+            levels, self.scale = levels * 2, 0.5
         for _ in range(parts):
             self.tables.append(levels.astype(self.dtype))
             levels = levels - self.tables[-1].astype(np.float32)

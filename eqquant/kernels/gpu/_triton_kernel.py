@@ -1,0 +1,271 @@
+"""The Triton kernel: decode subtiles of the weight in registers, and multiply.
+
+A subtile has some bytes of some rows. A step decodes several subtiles and multiplies
+each by tensor cores. The weight is not scaled:
+
+- `x @ w.T`: the product with a block is multiplied by a scale per row, in float32. If a
+    subtile spans several blocks, it is multiplied once per block, by an activation that
+    is zero in the other blocks. For many rows (`Tiles.scaled`) scales multiply the
+    weight in 16 bits instead, because there are fewer weights than products.
+- `x @ w`: the scales of rows multiply the activation, in float32, before it is rounded
+    or split.
+
+The activation is loaded in plane order, so no other kernel has to permute, cast or pad
+it. If there are too few tiles for the chip, each program sums a part of the contracted
+axis, and XLA adds the parts.
+"""
+
+import dataclasses
+import functools as ft
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from ._ptx import multiply_add
+from ._triton_plan import iota, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """The references and indices of a program.
+
+    - `part`: the part of the contracted axis that it sums.
+    - `index`: the index in the batch.
+    - `start`: the first row of the weight, or byte of a row, of its tile.
+    - `m`: the rows of the activation in its tile.
+    - `ready`: a zero that depends on the lookup table.
+    """
+
+    x: Any
+    codes: Any
+    scales: Any
+    out: Any
+    part: Any
+    index: Any
+    start: Any
+    m: Any
+    ready: Any
+
+
+def kernel(plan: Plan, x, codes, scales, *refs) -> None:
+    *x_scales, out = refs
+    tile, part, index = (pl.program_id(i) for i in range(3))
+    start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
+    start = lax.div(tile, jnp.int32(plan.num_m)) * plan.tile_size
+    ready = 0
+    if plan.decoder is not None:
+        ready = plan.decoder.prepare(32 * plan.tiles.warps)
+    m = start_m + iota(plan.tiles.m)
+    program = _Program(x, codes, scales, out, part, index, start, m, ready)
+    if plan.contract_rows:
+        _contract_rows(plan, program)
+    else:
+        _contract_columns(plan, program, x_scales)
+
+
+#
+# `x @ w.T`
+#
+
+
+def _contract_columns(plan: Plan, program: _Program, x_scales: list) -> None:
+    total = jnp.zeros((plan.tiles.rows, plan.tiles.m), plan.sum_dtype)
+    step = ft.partial(_columns_step, plan, program)
+    total = lax.fori_loop(0, plan.steps, step, total)
+    total = total.astype(jnp.float32) * plan.scale
+    row = program.start + iota(plan.tiles.rows)
+    if not plan.blocked:
+        scale = _load_scale(program, program.scales, row, plan.rows)
+        scale = scale.astype(jnp.float32)
+        total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
+    for ref in x_scales:
+        scale = _load_scale(program, ref, program.m, plan.m)
+        total = total * lax.broadcast_in_dim(scale, total.shape, (1,))
+    column, m = _grid(row, program.m)
+    _store(plan, program, total, m, column)
+
+
+def _columns_step(plan: Plan, program: _Program, i, total):
+    """Add the products with the subtiles of step `i`."""
+    row = program.start + iota(plan.tiles.rows)
+    for subtile in range(plan.tiles.subtiles):
+        first = (program.part * plan.steps + i) * plan.step_bytes
+        byte = first + subtile * plan.tiles.bytes
+        codes, scales = _load_subtile(plan, program, row, byte)
+        weight_scale = None
+        if plan.tiles.scaled and plan.blocked:
+            weight_scale = scales[0].astype(plan.operand)
+            weight_scale = lax.broadcast_in_dim(weight_scale, codes.shape, (0,))
+        # A product that is scaled needs accumulators of its own.
+        separate = plan.blocked and weight_scale is None
+        products: list = [None if separate else total for _ in scales]
+        for plane in range(plan.planes):
+            xs = _load_columns(plan, program, byte, plane)
+            ws = _decode(plan, codes, plane, weight_scale)
+            products = [
+                _multiply(plan, x, ws, True, product)
+                for x, product in zip(xs, products, strict=True)
+            ]
+        for scale, product in zip(scales, products, strict=True):
+            if separate:
+                scale = lax.broadcast_in_dim(scale, product.shape, (0,))
+                product = multiply_add(product, scale, total, plan.interpret)
+            total = product
+    return total
+
+
+def _load_columns(plan: Plan, program: _Program, byte, plane: int) -> list:
+    """Load the activation for a plane of a subtile: once per block, with zeros in place
+    of the other blocks."""
+    row, column = _grid(program.m, plan.columns_of(byte, plane))
+    in_bounds = None
+    if plan.m % plan.tiles.m or not plan.whole:
+        in_bounds = (row < plan.m) & (column < plan.columns)
+    loaded = []
+    for block in range(plan.subtile_blocks):
+        mask = in_bounds
+        if plan.subtile_blocks > 1:
+            block_of = lax.div(iota(plan.tiles.bytes), jnp.int32(plan.block_bytes))
+            mask = lax.broadcast_in_dim(block_of == block, row.shape, (1,))
+            mask = mask if in_bounds is None else in_bounds & mask
+        x = _load(program.x, program.index, row, column, mask)
+        loaded.append(_split(plan, x))
+    return loaded
+
+
+#
+# `x @ w`
+#
+
+
+def _contract_rows(plan: Plan, program: _Program) -> None:
+    zero = jnp.zeros((plan.tiles.m, plan.tiles.bytes), jnp.float32)
+    totals = (zero,) * (plan.planes * plan.tiles.subtiles)
+    step = ft.partial(_rows_step, plan, program)
+    totals = lax.fori_loop(0, plan.steps, step, totals)
+    for i, total in enumerate(totals):
+        subtile, plane = divmod(i, plan.planes)
+        byte = program.start + subtile * plan.tiles.bytes
+        column = plan.columns_of(byte, plane)
+        total = total * plan.scale
+        _store(plan, program, total, *_grid(program.m, column))
+
+
+def _rows_step(plan: Plan, program: _Program, i, totals):
+    """Add the products with the subtiles of step `i`."""
+    row = (program.part * plan.steps + i) * plan.tiles.rows + iota(plan.tiles.rows)
+    m, column = _grid(program.m, row)
+    mask = None
+    if not plan.whole or plan.m % plan.tiles.m:
+        mask = (m < plan.m) & (column < plan.rows)
+    x = _load(program.x, program.index, m, column, mask).astype(jnp.float32)
+    xs = []
+    if not plan.blocked:
+        scale = _load_scale(program, program.scales, row, plan.rows)
+        xs = _split(plan, _scale_columns(x, scale, mask))
+    products = []
+    for subtile in range(plan.tiles.subtiles):
+        byte = program.start + subtile * plan.tiles.bytes
+        codes, (scale,) = _load_subtile(plan, program, row, byte)
+        if plan.blocked:
+            xs = _split(plan, _scale_columns(x, scale, mask))
+        for plane in range(plan.planes):
+            ws = _decode(plan, codes, plane)
+            products.append(_multiply(plan, xs, ws, False))
+    return tuple(a + b for a, b in zip(totals, products, strict=True))
+
+
+def _scale_columns(x, scale, mask):
+    x = x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, (1,))
+    return x if mask is None else jnp.where(mask, x, 0)
+
+
+#
+# Both directions
+#
+
+
+def _grid(row, column):
+    """Return row and column indices of a matrix."""
+    shape = row.size, column.size
+    return (
+        lax.broadcast_in_dim(row, shape, (0,)),
+        lax.broadcast_in_dim(column, shape, (1,)),
+    )
+
+
+def _load(ref, index, row, column, mask=None):
+    """Load `ref[index, row, column]`, or zeros where the mask is false."""
+    other = None if mask is None else jnp.zeros((), ref.dtype)
+    return plgpu.load(ref.at[index, row, column], mask=mask, other=other)
+
+
+def _load_scale(program: _Program, ref, row, rows: int):
+    """Load the first scale of each row. Out-of-bounds rows repeat the last one."""
+    row = jnp.minimum(row, rows - 1)
+    return plgpu.load(ref.at[program.index, row, jnp.zeros_like(row)])
+
+
+def _load_subtile(plan: Plan, program: _Program, row, byte) -> tuple[Any, list]:
+    """Load the codes of a subtile and the scales of each of its blocks.
+
+    Out-of-bounds rows repeat the last row, and out-of-bounds bytes are zero. The mask
+    is the same for adjacent bytes, so that one load can read several.
+    """
+    row = row + program.ready
+    if plan.rows % plan.tiles.rows or not plan.whole:
+        row = jnp.minimum(row, plan.rows - 1)
+    r, c = _grid(row, byte + iota(plan.tiles.bytes))
+    mask = None
+    if plan.packed % plan.step_bytes or not plan.whole:
+        mask = c < plan.packed
+    codes = _load(program.codes, program.index, r, c, mask)
+    if not plan.blocked:
+        return codes, [None]
+    scales = []
+    for i in range(plan.subtile_blocks):
+        block = lax.div(byte, jnp.int32(plan.block_bytes)) + i
+        block = jnp.minimum(block, plan.blocks - 1)
+        block = lax.broadcast(block, (plan.tiles.rows,))
+        scale = plgpu.load(program.scales.at[program.index, row, block])
+        scales.append(scale.astype(jnp.float32))
+    return codes, scales
+
+
+def _decode(plan: Plan, codes, plane: int, scale=None) -> list:
+    """Return the operands whose sum is a plane of the weight."""
+    return [codes] if plan.decoder is None else plan.decoder(codes, plane, scale)
+
+
+def _split(plan: Plan, x) -> list:
+    """Return the operands whose sum is the activation, the largest first."""
+    high = x.astype(plan.operand)
+    if plan.parts[0] == 1:
+        return [high]
+    rest = x - high.astype(jnp.float32)
+    finite = jnp.abs(x) < jnp.inf
+    return [high, jnp.where(finite, rest, 0).astype(plan.operand)]
+
+
+def _multiply(plan: Plan, xs: list, ws: list, transposed: bool, total: Any = None):
+    """Add the product of two sums to `total`, without the product of the smallest
+    operands. The result is transposed if `transposed`."""
+    for i, w in enumerate(ws):
+        for x in xs if i == 0 else xs[:1]:
+            a, b = (w, x) if transposed else (x, w)
+            contracted = (1,), (1 if transposed else 0,)
+            out = lax.dot_general(
+                a, b, (contracted, ((), ())), preferred_element_type=plan.sum_dtype
+            )
+            total = out if total is None else total + out
+    return total
+
+
+def _store(plan: Plan, program: _Program, value, row, column) -> None:
+    mask = (row < plan.m) & (column < plan.out_size)
+    index = program.part * plan.batch + program.index
+    out = program.out.at[index, row, column]
+    plgpu.store(out, value.astype(program.out.dtype), mask=mask)

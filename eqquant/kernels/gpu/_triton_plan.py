@@ -1,0 +1,168 @@
+"""Tiles, shapes and index maps of the Triton kernel."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Int
+
+from ...formats import Format, num_codes, planes_of
+from ._lookup import Decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """Tile sizes of the Triton kernel.
+
+    - `m`: rows of the activation in a tile.
+    - `rows`: rows of the weight in a subtile.
+    - `bytes`: bytes of a row in a subtile: a part of a block or, for `x @ w.T`, one or
+        several whole blocks.
+    - `subtiles`: subtiles of a step, along a row.
+    - `split`: programs that share a sum (split-K).
+    - `warps`: warps of a program.
+    - `stages`: pipeline stages.
+    - `scaled`: whether scales multiply the weight, in 16 bits, rather than the product
+        with a block.
+    """
+
+    m: int
+    rows: int
+    bytes: int
+    subtiles: int
+    split: int = 1
+    warps: int = 4
+    stages: int = 3
+    scaled: bool = False
+
+
+def subtile_bytes(format: Format, most: int) -> int:
+    """Return the bytes of a row that share a scale and a slice of a plane: a power of
+    two, at most `most`. Tensor cores need at least 16."""
+    if format.block_size is None:
+        return most
+    width = format.block_size * format.bits // 8
+    return math.gcd(width, most)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The static choices for one product.
+
+    - `decoder`: decodes codes, or is None if operands are integers.
+    - `operand`: the dtype of both operands of the tensor cores.
+    - `parts`: the number of operands whose sum is the activation, or the weight.
+    - `batch`, `m`: the shape of the activation, without columns.
+    - `rows`, `packed`: the shape of the codes.
+    - `blocks`: scales per row.
+    """
+
+    format: Format
+    tiles: Tiles
+    decoder: Decoder | None
+    operand: Any
+    parts: tuple[int, int]
+    contract_rows: bool
+    batch: int
+    m: int
+    rows: int
+    packed: int
+    blocks: int
+    out_dtype: Any
+    interpret: bool
+
+    @property
+    def blocked(self) -> bool:
+        return self.blocks > 1
+
+    @property
+    def planes(self) -> int:
+        return planes_of(self.format.bits)
+
+    @property
+    def columns(self) -> int:
+        return num_codes(self.packed, self.format.bits)
+
+    @property
+    def sum_dtype(self) -> Any:
+        return jnp.int32 if self.decoder is None else jnp.float32
+
+    @property
+    def scale(self) -> float:
+        """The factor from sums of decoded numbers to sums of levels."""
+        return 1.0 if self.decoder is None else self.decoder.scale
+
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a row in a step."""
+        return self.tiles.bytes * self.tiles.subtiles
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block, if there are several."""
+        return self.packed // self.blocks
+
+    @property
+    def subtile_blocks(self) -> int:
+        """Blocks in a subtile, or 1 if a subtile is part of a block."""
+        return max(self.tiles.bytes // self.block_bytes, 1) if self.blocked else 1
+
+    @property
+    def out_size(self) -> int:
+        """Columns of the result."""
+        return self.columns if self.contract_rows else self.rows
+
+    @property
+    def tile_size(self) -> int:
+        """Rows of the weight, or bytes of its rows, in a tile of the result."""
+        return self.step_bytes if self.contract_rows else self.tiles.rows
+
+    @property
+    def _contracted(self) -> tuple[int, int]:
+        """The size of the contracted axis of the codes, and of a step along it."""
+        if self.contract_rows:
+            return self.rows, self.tiles.rows
+        return self.packed, self.step_bytes
+
+    @property
+    def steps(self) -> int:
+        """Steps of each program."""
+        size, step = self._contracted
+        return pl.cdiv(pl.cdiv(size, step), self.tiles.split)
+
+    @property
+    def whole(self) -> bool:
+        """Whether all steps are in bounds."""
+        size, step = self._contracted
+        return self.steps * step * self.tiles.split == size
+
+    @property
+    def num_m(self) -> int:
+        """Tiles along the rows of the activation."""
+        return pl.cdiv(self.m, self.tiles.m)
+
+    @property
+    def grid(self) -> tuple[int, int, int]:
+        size = self.packed if self.contract_rows else self.rows
+        tiles = self.num_m * pl.cdiv(size, self.tile_size)
+        return tiles, self.tiles.split, self.batch
+
+    def columns_of(self, start, plane: int) -> Int[Array, " bytes"]:
+        """Return the columns of the weight that a plane of a subtile has. The subtile
+        starts at byte `start`."""
+        run, stride = self.format.group // self.planes, self.format.group
+        if self.planes == 1:
+            run = stride = self.tiles.bytes
+        i = iota(self.tiles.bytes)
+        within = start % run if run > self.tiles.bytes else 0
+        first = lax.div(start, jnp.int32(run)) * stride + within + plane * run
+        if run >= self.tiles.bytes:
+            return first + i
+        return first + lax.div(i, jnp.int32(run)) * stride + lax.rem(i, jnp.int32(run))
+
+
+def iota(size: int) -> Int[Array, " size"]:
+    return lax.broadcasted_iota(jnp.int32, (size,), 0)
