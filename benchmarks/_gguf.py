@@ -44,7 +44,7 @@ def write(
     header += [_text(key) + _value(value) for key, value in metadata.items()]
     at = 0
     for name, shape, kind, nbytes, _ in tensors:
-        # In ggml, the first axis is contiguous in memory.
+        # The first axis is contiguous in ggml.
         axes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
         header.append(_text(name) + axes + struct.pack("<IQ", kind, at))
         at += -(-nbytes // _ALIGNMENT) * _ALIGNMENT

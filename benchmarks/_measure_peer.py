@@ -48,7 +48,7 @@ def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
     quantize(weight)  # Compiles.
     start = time.perf_counter()
     product, size = quantize(weight)
-    taken = time.perf_counter() - start
+    seconds = time.perf_counter() - start
     put = products.put(x)
     product(put)
     memory, y = peak_of(lambda: products.get(product(put)))
@@ -57,14 +57,14 @@ def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
     return product, {
         "bytes_per_weight": size / w.size,
         "sqnr": -20 * float(np.log10(error)),
-        "quantized_gb_per_s": w.nbytes / taken / 1e9,
+        "quantized_gb_per_s": w.nbytes / seconds / 1e9,
         "peak_mb": memory,
     }
 
 
-def ring(quantize: Quantize, weight, product, size: int, least: float) -> list:
-    """Return matmuls with enough copies of a weight to fill `least` bytes."""
-    others = range(math.ceil(least / size) - 1)
+def ring(quantize: Quantize, weight, product, size: int, min_bytes: float) -> list:
+    """Return matmuls with enough copies of a weight to fill `min_bytes` bytes."""
+    others = range(math.ceil(min_bytes / size) - 1)
     return [product, *(quantize(weight)[0] for _ in others)]
 
 
@@ -92,8 +92,10 @@ def measure(name: str, options: dict) -> None:
         }
         middle = xs[min(xs, key=lambda m: abs(m - 64))]
         weight = products.put(w)
-        least = options["ring"] * 1e9
-        calls = {"dense": ring(products.dense, weight, *products.dense(weight), least)}
+        min_bytes = options["ring"] * 1e9
+        calls = {
+            "dense": ring(products.dense, weight, *products.dense(weight), min_bytes)
+        }
         results: dict[str, dict] = {}
         for variant, quantize in products.quantized.items():
             report = {"variant": variant, "shape": [rows, columns]}
@@ -104,7 +106,7 @@ def measure(name: str, options: dict) -> None:
                 print(json.dumps(report | {"failed": short}), flush=True)
                 continue
             size = round(entries["bytes_per_weight"] * w.size)
-            calls[variant] = ring(quantize, weight, product, size, least)
+            calls[variant] = ring(quantize, weight, product, size, min_bytes)
             results[variant] = {**report, **entries, "version": products.version}
         ratios, microseconds = {}, {}
         for m, x in xs.items():

@@ -50,8 +50,8 @@ def main() -> None:
         return
     start = time.perf_counter()
     decoder = library.load(model_shape, variant, path, int(threads))
-    taken = time.perf_counter() - start
-    print(json.dumps([taken, decoder.version()]), file=answers, flush=True)
+    load_seconds = time.perf_counter() - start
+    print(json.dumps([load_seconds, decoder.version()]), file=answers, flush=True)
     for line in sys.stdin:
         print(execute(decoder, line.split()), file=answers, flush=True)
 

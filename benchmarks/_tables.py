@@ -28,7 +28,7 @@ def output(options: argparse.Namespace) -> Iterator[None]:
 def format_row(
     cells: Sequence[object], widths: Sequence[int], markdown: bool = False
 ) -> str:
-    """Format one row for tables that print each row as soon as it is measured."""
+    """Format one row of a table that prints each row immediately."""
     padded = [f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)]
     return f"| {' | '.join(padded)} |" if markdown else "  ".join(padded)
 

@@ -61,7 +61,7 @@ def write(folder: pathlib.Path, weights, batches) -> None:
     np.savez(folder / "batches.npz", **parts)
 
 
-def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
+def quantized_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
     """Quantize the weights in a folder with each format of a library."""
     quantizer = _quantizers.find()[name]
     python = install(quantizer.environment, quantizer.packages, cache, quantizer.header)
@@ -81,17 +81,17 @@ def rounded_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dic
 
 def not_ahead(ours: list[dict], others: list[dict]) -> list[str]:
     """List the rows of other libraries that no smaller row of eqquant beats."""
-    found = []
+    losses = []
     for other in others:
         small = [row for row in ours if row["bytes"] <= other["bytes"]]
         for key in ("mean", "top 10"):
             best = max((row[key] for row in small), default=-1.0)
             if best <= other[key]:
                 title = COLUMNS[key][0]
-                found.append(
+                losses.append(
                     f"{other['format']}, {title}: {best:.5f}, {other[key]:.5f}"
                 )
-    return found
+    return losses
 
 
 def main() -> None:
@@ -141,7 +141,7 @@ def compare(options: argparse.Namespace) -> None:
         write(folder, weights, batches)
         for name in options.quantizers:
             try:
-                results = rounded_by(name, folder, options.cache)
+                results = quantized_by(name, folder, options.cache)
             except (RuntimeError, subprocess.TimeoutExpired) as problem:
                 missing.append(f"{name}: {problem}")
                 continue

@@ -110,8 +110,8 @@ class Process:
 class Result:
     process: Process
     compile: float
-    held: float
-    held_with_all: float = 0.0
+    memory: float
+    memory_with_all: float = 0.0
     times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
 
@@ -163,14 +163,14 @@ def prepare(variant: str, options: argparse.Namespace, shape: Shape) -> Result:
         process("prepare", SEQUENCES[0])
         process("prefill")
         compiled = time.perf_counter() - begin
-        held = process("memory")
+        memory = process("memory")
         for sequences in SEQUENCES[1:]:
             process("prepare", sequences)
     except BaseException:
         process.close()
         raise
     note(f"ready: {variant}")
-    return Result(process, compiled, held)
+    return Result(process, compiled, memory)
 
 
 def measure(results: dict[str, Result], options: argparse.Namespace) -> None:
@@ -181,13 +181,13 @@ def measure(results: dict[str, Result], options: argparse.Namespace) -> None:
         for task, words in tasks.items():
             for variant in order.sample(list(results), len(results)):
                 result = results[variant]
-                taken = result.process(*words)
+                seconds = result.process(*words)
                 if words[0] == "decode":
-                    taken /= options.steps
-                result.times.setdefault(task, []).append(taken)
+                    seconds /= options.steps
+                result.times.setdefault(task, []).append(seconds)
         note(f"round {turn + 1} of {options.rounds}")
     for result in results.values():
-        result.held_with_all = result.process("memory")
+        result.memory_with_all = result.process("memory")
 
 
 def rows(results: dict[str, Result], shape: Shape) -> list[list[str]]:
@@ -213,7 +213,7 @@ def rows(results: dict[str, Result], shape: Shape) -> list[list[str]]:
             row.append(f"{best:.1f} ({middle:.1f})")
             row.append(ratio("float32", result, task))
             row.append(ratio(counterpart, result, task))
-        row += [f"{result.held:.0f}", f"{result.held_with_all:.0f}"]
+        row += [f"{result.memory:.0f}", f"{result.memory_with_all:.0f}"]
         row += [f"{result.process.load:.1f}", f"{result.compile:.1f}"]
         table.append(row)
     return table

@@ -64,8 +64,8 @@ def measure(
 
 def cells(name: str, result: dict, ms: list[int]) -> list[str]:
     def ratio(m):
-        median, least, most = result["ratios"][str(m)]
-        return f"{median:.2f} ({least:.2f}-{most:.2f})"
+        median, slowest, fastest = result["ratios"][str(m)]
+        return f"{median:.2f} ({slowest:.2f}-{fastest:.2f})"
 
     memory = result["peak_mb"]
     return [

@@ -44,8 +44,8 @@ FORMATS = {
 INTEGERS = {
     "4 bits": eqquant.Int4(block_size=None),
     "3 bits": eqquant.Int3(block_size=None, fit="absmax"),
-    "4 bits, blocks of 64": eqquant.Int4(block_size=64),
-    "3 bits, blocks of 64": eqquant.Int3(),
+    "4 bits, block size 64": eqquant.Int4(block_size=64),
+    "3 bits, block size 64": eqquant.Int3(),
 }
 
 

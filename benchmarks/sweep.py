@@ -57,7 +57,7 @@ MIN_MULTIPLICATIONS, MAX_REPEATS = 2**22, 8
 
 
 def program(multiply, repeats: int):
-    """Return a program of `repeats` matmuls, each of which depends on the previous."""
+    """Return a program of `repeats` matmuls, in which each depends on the last."""
 
     def run(first, w):
         x = first

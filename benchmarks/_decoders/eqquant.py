@@ -49,7 +49,7 @@ def _config(shape: Shape) -> Config:
 
 
 def _skeleton(shape: Shape, dtype) -> Decoder:
-    """Return the abstract model, with separate layers (see `unstack`)."""
+    """Return the abstract model, with separate layers, as after `unstack`."""
     config, key = _config(shape), jax.random.key(0)
     model = eqx.filter_eval_shape(lambda: Decoder(config, dtype, key=key))
     layer = eqx.filter_eval_shape(lambda: Layer(config, dtype, key=key))
@@ -94,7 +94,7 @@ class Runs:
         if variant.endswith(", default"):
             model = eqquant.with_compute(model, precision="default")
         arrays, static = eqx.partition(jax.block_until_ready(model), eqx.is_array)
-        # JAX dispatches flat lists fastest (see examples/llama/generate.py).
+        # JAX dispatches flat lists fastest, as in examples/llama/generate.py.
         self.arrays, treedef = jax.tree.flatten(arrays)
         self.like = eqx.filter_eval_shape(lambda: model)
         self.caches: dict[int, Cache | tuple[Cache, ...]] = {}

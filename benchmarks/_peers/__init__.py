@@ -26,8 +26,9 @@ class Products:
     """The matmuls of an imported library."""
 
     version: str
-    dense: Quantize  # In float32.
-    quantized: dict[str, Quantize]  # By the name of the format.
+    # The float32 matmul, and the quantized matmuls by the names of their formats.
+    dense: Quantize
+    quantized: dict[str, Quantize]
     # `put` converts NumPy arrays to arrays of the library. `get` waits for a result and
     # converts it to NumPy.
     put: Callable = lambda x: x

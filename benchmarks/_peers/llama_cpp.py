@@ -15,7 +15,7 @@ TYPES = {"q4_0": 2, "q8_0": 8, "tq2_0": 35}
 FLOAT32 = 0
 
 # ggml's AMX kernels configure the tile sizes once per thread with `_tile_loadconfig`.
-# In GCC 12 that intrinsic declares that it reads 8 of the 64 bytes, so the compiler
+# GCC 12 declares that this intrinsic reads 8 of the 64 bytes, so the compiler
 # drops the writes to the other bytes. Tiles then have no rows, and the first use of a
 # tile raises an illegal instruction. This replacement declares all 64 bytes, and works
 # with other versions of GCC as well.
@@ -103,8 +103,8 @@ def _buffer_types(ggml: ctypes.CDLL):
 def _memories(ggml: ctypes.CDLL) -> dict[bytes, int]:
     """Map the names of buffer types to pointers, in llama.cpp's order of preference."""
     array = _buffer_types(ggml)
-    found = itertools.takewhile(bool, (array[i] for i in itertools.count()))
-    return {ggml.ggml_backend_buft_name(memory): memory for memory in found}
+    buffer_types = itertools.takewhile(bool, (array[i] for i in itertools.count()))
+    return {ggml.ggml_backend_buft_name(memory): memory for memory in buffer_types}
 
 
 def _disable_amx(ggml: ctypes.CDLL) -> None:
@@ -154,9 +154,9 @@ class _CPU:
         """Return a tensor and its bytes, in the first buffer type that has a matmul."""
         ggml = self.ggml
         for memory in _memories(ggml).values():
-            held = self.context()
-            weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
-            buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(held, memory)
+            context = self.context()
+            weight = ggml.ggml_new_tensor_2d(context, kind, columns, rows)
+            buffer = ggml.ggml_backend_alloc_ctx_tensors_from_buft(context, memory)
             trial = self.context()
             x = ggml.ggml_new_tensor_2d(trial, FLOAT32, columns, 1)
             product = ggml.ggml_mul_mat(trial, weight, x)
@@ -166,21 +166,21 @@ class _CPU:
                 return weight, ggml.ggml_backend_buffer_get_alloc_size(buffer, weight)
             if buffer:
                 ggml.ggml_backend_buffer_free(buffer)
-            ggml.ggml_free(held)
-        held = self.context()
-        weight = ggml.ggml_new_tensor_2d(held, kind, columns, rows)
-        ggml.ggml_backend_alloc_ctx_tensors(held, self.backend)
+            ggml.ggml_free(context)
+        context = self.context()
+        weight = ggml.ggml_new_tensor_2d(context, kind, columns, rows)
+        ggml.ggml_backend_alloc_ctx_tensors(context, self.backend)
         return weight, ggml.ggml_nbytes(weight)
 
     def graph(self, weight, m: int, columns: int):
         """Return the activation, the result, and the graph that computes it."""
         ggml = self.ggml
-        held = self.context()
-        x = ggml.ggml_new_tensor_2d(held, FLOAT32, columns, m)
-        out = ggml.ggml_mul_mat(held, weight, x)
-        graph = ggml.ggml_new_graph(held)
+        context = self.context()
+        x = ggml.ggml_new_tensor_2d(context, FLOAT32, columns, m)
+        out = ggml.ggml_mul_mat(context, weight, x)
+        graph = ggml.ggml_new_graph(context)
         ggml.ggml_build_forward_expand(graph, out)
-        ggml.ggml_backend_alloc_ctx_tensors(held, self.backend)
+        ggml.ggml_backend_alloc_ctx_tensors(context, self.backend)
         return x, out, graph
 
     def quantize(self, kind: int) -> Quantize:

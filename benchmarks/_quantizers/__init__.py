@@ -54,11 +54,13 @@ class Quantizer:
     header: str = ""
 
 
-def each(rounded: Callable[[np.ndarray], tuple[np.ndarray, int]]) -> Quantize:
+def weight_by_weight(
+    round_trip: Callable[[np.ndarray], tuple[np.ndarray, int]],
+) -> Quantize:
     """Quantize each weight separately, without calibration."""
 
     def quantize(model: Model):
-        results = {name: rounded(w) for name, w in model.weights.items()}
+        results = {name: round_trip(w) for name, w in model.weights.items()}
         decoded = {name: new for name, (new, _) in results.items()}
         return decoded, sum(size for _, size in results.values())
 

@@ -2,14 +2,14 @@
 
 import functools as ft
 
-from . import each, Quantize, Quantizer, TORCH
+from . import Quantize, Quantizer, TORCH, weight_by_weight
 
 
 def load() -> tuple[str, dict[str, Quantize]]:
     import bitsandbytes as bnb
     import torch
 
-    def rounded(w, kind: str, double: bool):
+    def round_trip(w, kind: str, double: bool):
         codes, state = bnb.functional.quantize_4bit(
             torch.from_numpy(w),
             blocksize=64,
@@ -22,9 +22,11 @@ def load() -> tuple[str, dict[str, Quantize]]:
         return bnb.functional.dequantize_4bit(codes, state).numpy(), nbytes
 
     return f"bitsandbytes {bnb.__version__}", {
-        "nf4": each(ft.partial(rounded, kind="nf4", double=False)),
-        "nf4, double quantization": each(ft.partial(rounded, kind="nf4", double=True)),
-        "fp4": each(ft.partial(rounded, kind="fp4", double=False)),
+        "nf4": weight_by_weight(ft.partial(round_trip, kind="nf4", double=False)),
+        "nf4, double quantization": weight_by_weight(
+            ft.partial(round_trip, kind="nf4", double=True)
+        ),
+        "fp4": weight_by_weight(ft.partial(round_trip, kind="fp4", double=False)),
     }
 
 

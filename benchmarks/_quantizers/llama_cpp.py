@@ -7,7 +7,7 @@ import importlib.metadata
 import numpy as np
 from _peers.llama_cpp import ggml_of, peer, quantized
 
-from . import each, Quantize, Quantizer
+from . import Quantize, Quantizer, weight_by_weight
 
 
 # The numbers of the types in ggml.
@@ -38,7 +38,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
     ggml = ggml_of(llama_cpp)
     ggml.ggml_get_type_traits.restype = ctypes.POINTER(_Traits)
 
-    def rounded(w, kind: int):
+    def round_trip(w, kind: int):
         blocks = np.ascontiguousarray(w.reshape(-1, BLOCK))
         data = quantized(ggml, kind, blocks)
         out = np.empty_like(blocks)
@@ -48,7 +48,8 @@ def load() -> tuple[str, dict[str, Quantize]]:
 
     version = importlib.metadata.version("llama-cpp-python")
     return f"llama-cpp-python {version}", {
-        name: each(ft.partial(rounded, kind=kind)) for name, kind in TYPES.items()
+        name: weight_by_weight(ft.partial(round_trip, kind=kind))
+        for name, kind in TYPES.items()
     }
 
 

@@ -65,7 +65,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
             with torch.no_grad():
                 new = fake_quantize(module.weight, module.weight_scale, zeros, args)
             decoded[name] = new.float().numpy()
-            # Files store 16-bit scales, and zero points with as many bits as codes.
+            # Files store 16-bit scales, and zero points with the width of a code.
             block_bits = 16 + (0 if symmetric else bits)
             blocks = module.weight_scale.numel()
             nbytes += (bits * new.numel() + block_bits * blocks) // 8

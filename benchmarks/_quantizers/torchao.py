@@ -7,7 +7,7 @@ that round.
 
 import functools as ft
 
-from . import each, Quantize, Quantizer, TORCH
+from . import Quantize, Quantizer, TORCH, weight_by_weight
 
 
 def load() -> tuple[str, dict[str, Quantize]]:
@@ -41,7 +41,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
         )
         return codes.int(), scales, zeros
 
-    def rounded(w, encode, bits: int, block: int):
+    def round_trip(w, encode, bits: int, block: int):
         codes, scales, zeros = encode(torch.from_numpy(w), bits, block)
         scales, zeros = (part.reshape(len(w), -1) for part in (scales, zeros))
         decoded = q._dequantize_affine_tinygemm(
@@ -55,8 +55,8 @@ def load() -> tuple[str, dict[str, Quantize]]:
         return decoded.numpy(), w.size * bits // 8 + scales.nbytes + zeros.nbytes
 
     variants = {
-        f"int{bits}{name}, block size {block}": each(
-            ft.partial(rounded, encode=encode, bits=bits, block=block)
+        f"int{bits}{name}, block size {block}": weight_by_weight(
+            ft.partial(round_trip, encode=encode, bits=bits, block=block)
         )
         for name, encode in (("", plain), (" + HQQ", hqq))
         for bits, block in ((4, 128), (4, 64), (4, 32), (3, 64))

@@ -105,14 +105,16 @@ def steps(text: str) -> list[Step]:
             operands = [body[x] for x in _reference.findall(instruction.operands)]
             ((dtype, dims),) = _arrays_in(operands[0].shape)
             contracted = _attribute(instruction.attributes, "lhs_contracting_dims")
-            each = math.prod(dims[int(i)] for i in re.findall(r"\d+", contracted))
+            contracted_size = math.prod(
+                dims[int(i)] for i in re.findall(r"\d+", contracted)
+            )
             ((_, out),) = _arrays_in(instruction.shape)
             converted = 0
             for operand in operands:
                 if operand.operation == "convert":
                     before = body[_reference.findall(operand.operands)[0]]
                     converted += _bytes_of(before.shape) + _bytes_of(operand.shape)
-            return Product(each * math.prod(out), dtype, converted)
+            return Product(contracted_size * math.prod(out), dtype, converted)
         return None
 
     def fused(name: str, operands: list[str], shape: str) -> int:

@@ -29,24 +29,24 @@ def row(format, name: str, size: str, dtype: str, chip: str) -> list:
     read = k * n * weight.dtype.itemsize
     written = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(out))
     kernels = {kernel.name: kernel for kernel in program.kernels}
-    taken, limits, found = 0.0, {}, steps(program.as_text())
-    for step in found:
+    seconds, limits, kernel_steps = 0.0, {}, steps(program.as_text())
+    for step in kernel_steps:
         kernel = kernels.get(re.sub(r"\W", "_", step.name))
         launch = launched(program, kernel.name) if kernel else None
         units = units_of(kernel, 1 / (launch[0] * launch[1])) if launch else None
         time, limit = elementwise_time(step, units, gpus[chip])
-        taken += time
+        seconds += time
         limits[limit] = limits.get(limit, 0.0) + time
-    moved = sum(step.bytes * step.count for step in found)
+    moved = sum(step.bytes * step.count for step in kernel_steps)
     memory = program.compiled.memory_analysis()
     assert memory is not None
     copied = 2 * read / gpus[chip].bandwidth + pause
     return [
         *(chip, size, name),
-        sum(step.count for step in found),
+        sum(step.count for step in kernel_steps),
         f"{moved / 1e6:.1f}",
         f"{moved / (read + written):.1f}",
         f"{memory.temp_size_in_bytes / 2**20:.1f}",
         max(limits, key=lambda limit: limits[limit]),
-        f"{copied / taken:.0%}",
+        f"{copied / seconds:.0%}",
     ]

@@ -163,9 +163,9 @@ def cycles(
     now = 0.0
     while any(schedulers):
         soonest = math.inf
-        for i, mine in enumerate(schedulers):
+        for i, queue in enumerate(schedulers):
             chosen, previous = None, last[i]
-            for warp in mine if previous is None else [previous, *mine]:
+            for warp in queue if previous is None else [previous, *queue]:
                 at = _earliest(warp, steps[warp.at], i, free)
                 if at <= now:
                     chosen = warp
@@ -178,7 +178,7 @@ def cycles(
             _issue(chosen, step, i, now, free)
             last[i] = None if step.yields else chosen
             if chosen.at == len(steps):
-                mine.remove(chosen)
+                queue.remove(chosen)
                 last[i] = None
                 chosen.program.warps -= 1
                 if not chosen.program.warps and started < count:

@@ -83,7 +83,7 @@ def scheduled_time(step: Step, busy: float, chip: GPU) -> tuple[float, float]:
 
 def pipelined_time(
     step: Step,
-    found: Pipelined,
+    work: Pipelined,
     pipeline,
     m: int,
     k: int,
@@ -93,8 +93,8 @@ def pipelined_time(
 ) -> tuple[float, float]:
     """Return the (longest, shortest) time of the warp-specialized kernel for Hopper.
 
-    In this kernel, tensor cores multiply one step of a warpgroup while the warpgroup
-    decodes the next step, and while the other warpgroup is between two steps.
+    Tensor cores multiply one step of a warpgroup while the warpgroup decodes the next
+    step, and while the other warpgroup is between two steps.
 
     Both times wait for the program with the most tiles, and both count the busiest unit
     of a step. The longest time adds, for each tile, the work outside of its steps for
@@ -103,15 +103,15 @@ def pipelined_time(
     """
     rate, columns = rates[chip.architecture][integers], 128 if integers else 64
     weights = pipeline.rows * columns
-    busy = max(found.step._replace(shared=found.shared / weights).cycles(chip).values())
+    busy = max(work.step._replace(shared=work.shared / weights).cycles(chip).values())
     cycles = max(pipeline.m * weights / rate, busy * weights)
     # One tensor-core instruction of the other warpgroup overlaps with the wait.
-    waits = max(0.0, found.between - 64 * 16 * pipeline.m / rate)
+    waits = max(0.0, work.between - 64 * 16 * pipeline.m / rate)
     tiles = math.ceil(m / pipeline.m) * math.ceil(n / pipeline.rows / pipeline.cluster)
-    most = math.ceil(tiles / (chip.cores // pipeline.cluster))
+    rounds = math.ceil(tiles / (chip.cores // pipeline.cluster))
     clock = _peaks[chip.architecture][integers] / rate / chip.cores
-    tile_overhead = 2 * found.tile / clock + 1e-6
+    tile_overhead = 2 * work.tile / clock + 1e-6
     moved = step.bytes / chip.bandwidth
-    best = most * math.ceil(k / columns) * (cycles + waits) / clock
-    worst = best + most * tile_overhead
+    best = rounds * math.ceil(k / columns) * (cycles + waits) / clock
+    worst = best + rounds * tile_overhead
     return max(worst, moved) + pause, max(best, moved) + pause

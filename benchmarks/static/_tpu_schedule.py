@@ -152,7 +152,7 @@ class _Pipeline:
 
     grid: tuple[int, ...]
     bytes_moved: float
-    is_split: bool  # Whether the cores share the steps.
+    is_split: bool  # True if the cores share the steps.
 
 
 # The options of `emit_pipeline` that name the grid axis which cores share.

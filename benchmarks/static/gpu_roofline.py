@@ -140,13 +140,13 @@ def versus_cublas(program, x, q, contract_rows, chip) -> str:
         if "mpmd_map" in step.name:
             (kernel,) = filter(is_mosaic, program.kernels)
             tiles, _ = tiles_of(x, q, contract_rows, chip)
-            found = pipelined_in(kernel, tiles, q)
+            work = pipelined_in(kernel, tiles, q)
             shape = m, size, weights // size
             integers = q.compute.activations == "int8"
-            times = pipelined_time(step, found, tiles, *shape, integers, chip)
+            times = pipelined_time(step, work, tiles, *shape, integers, chip)
         elif "pallas_call" in step.name:
             (kernel,) = filter(is_ours, program.kernels)
-            tiles, each = tiles_of(x, q, contract_rows, chip)
+            tiles, weights_per_thread = tiles_of(x, q, contract_rows, chip)
             products = -(-m // tiles.m) * tiles.m * float(weights)
             integers = q.compute.activations == "int8"
             if m > 128 and can_schedule(chip):
@@ -156,7 +156,7 @@ def versus_cublas(program, x, q, contract_rows, chip) -> str:
                 busy = seconds(kernel, tiles.warps, launch[2], turns, launch[0], chip)
                 times = scheduled_time(step, busy, chip)
             else:
-                units = units_of(kernel, each)
+                units = units_of(kernel, weights_per_thread)
                 times = kernel_time(step, units, tiles.m, products, integers, chip)
         else:
             times = xla_time(step, chip)

@@ -1,4 +1,4 @@
-"""Compare the TPU kernels with those of qwix, by the schedule that libtpu compiles.
+"""Compare the TPU kernels with qwix, using the schedules that libtpu compiles.
 
     python benchmarks/static/tpu_qwix.py
     python benchmarks/static/tpu_qwix.py --chips v6e --m 256 2048 --sizes 4096x4096
@@ -11,13 +11,13 @@ columns and has the same options. The variants of qwix:
   operands are int8, with one scale per tile of 128 x 128, the smallest tile that it
   supports. The time includes `qwix.quantize` of the activation.
 - "W8A8 fused": `qwix.contrib.kernels.lhs_fused_quantized_matmul`, which quantizes the
-  activation itself, from float32. It has no default block sizes and gets those of
-  "W8A8".
+  activation itself, from float32. It has no default block sizes and uses the same sizes
+  as "W8A8".
 - "pallas": a kernel written for this comparison after an example in qwix's tests. It
   uses `qwix.pallas.pallas_call` and `qwix.pallas.dot_general`. That function does not
-  support NF4, so NF4 uses `qwix.pallas.dequantize` and a matmul. Block sizes are those
-  of "dense". Weights have one scale per column ("int8"), per 128 rows ("int4") or per
-  64 rows ("nf4") of a column. Activations stay in bfloat16.
+  support NF4, so NF4 uses `qwix.pallas.dequantize` and a matmul. Block sizes equal the
+  block sizes of "dense". Weights have one scale per column ("int8"), per 128 rows
+  ("int4") or per 64 rows ("nf4") of a column. Activations stay in bfloat16.
 - "XLA": `qwix.dot_general` as XLA compiles it, with one scale per column for 8 bits and
   per 64 rows for 4 bits. NF4 takes minutes to compile.
 

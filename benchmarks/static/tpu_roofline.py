@@ -307,7 +307,7 @@ def markdown(table: dict[tuple, dict[str, str]], chips) -> str:
 def choosing(change: Callable):
     """Change the table of a chip inside the context.
 
-    The table is looked up during compilation, because only the compiler knows the chip.
+    The table is looked up during compilation, because the chip is set only there.
     """
     chosen = tpu.chip
     tpu.chip = lambda: change(chosen())
