@@ -1,5 +1,6 @@
-"""What formats with a table of levels share: how a block gets its scale, and offset."""
+"""The base class of formats with a table of levels: how it fits scales and offsets."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Sequence
 from typing import Any, ClassVar, get_args, Literal, NamedTuple, TypeAlias
@@ -26,22 +27,23 @@ Fit: TypeAlias = Literal["absmax", "search", "least_squares"]
 
 
 class _Parts(NamedTuple):
-    """Of each block, as stored."""
+    """The scale and the offset of each block."""
 
     scales: Float[Array, "*lead blocks"]
     offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None
 
 
 @ft.cache
-def _evenly(first: float, last: float, count: int) -> tuple[float, ...]:
+def _linspace(first: float, last: float, count: int) -> tuple[float, ...]:
     return tuple(first + (last - first) * i / (count - 1) for i in range(count))
 
 
 class FittedFormat(Format):
-    """A format whose scales bring a table of levels to a block.
+    """A format that scales a table of levels to each block.
 
-    A subclass has `table`, the levels in ascending order, and `nearest`. It may have
-    fields `fit` and `affine`, and `double_quantization`, for scales that are positive.
+    A subclass defines `table`, the levels in ascending order, and `nearest`. It may
+    have the fields `fit`, `affine` and `double_quantization`. Double quantization needs
+    positive scales.
     """
 
     fit: Fit = "absmax"
@@ -55,7 +57,7 @@ class FittedFormat(Format):
         super().__post_init__()
         default = jnp.dtype(type(self).scale_dtype)
         if self.double_quantization and self.scale_dtype == default:
-            # Scales in 8 bits decode to float32.
+            # 8-bit scales decode to float32.
             object.__setattr__(self, "scale_dtype", np.dtype("float32"))
         if self.fit not in get_args(Fit):
             raise ValueError(
@@ -77,8 +79,8 @@ class FittedFormat(Format):
             )
         if not self._has_positive_scales:
             raise ValueError(
-                f"{name}: affine must be True with double_quantization, got False: "
-                "scales in 8 bits are positive, and those without offsets have signs."
+                f"{name}: affine must be True with double_quantization, got False. "
+                "8-bit scales are positive, but scales without offsets have signs."
             )
 
     @property
@@ -106,7 +108,7 @@ class FittedFormat(Format):
 
     @property
     def _has_positive_scales(self) -> bool:
-        # With offsets they are a part of a range.
+        # With offsets, a scale is a fraction of the range of a block.
         return self.affine or not self.signed_scales
 
     @property
@@ -115,138 +117,193 @@ class FittedFormat(Format):
 
     @property
     def shares(self):
-        """Those of a scale that a fit tries. With fewer levels it pays to cut off more
-        of the largest values."""
+        """The candidate factors for the scales of a fit. With fewer levels it pays to
+        clip more of the largest values."""
         if self.fit == "absmax":
             return ()
         low, count = {4: (0.8, 21), 3: (0.5, 23)}.get(self.bits, (0.2, 35))
-        return _evenly(low, 1.05, count if self.fit == "search" else 8)
+        return _linspace(low, 1.05, count if self.fit == "search" else 8)
 
     def encode(self, blocks, absmax, counts, limit, importance=None):
-        """As every format; and a fit counts the squared error of each value as much as
-        `importance`, of the shape of `blocks`, says."""
+        """Encode blocks as `Format.encode` does. `importance`, of the shape of
+        `blocks`, weights the squared errors of a fit."""
         start = self._covering_range if self.affine else self._covering_largest
         parts = start(blocks, absmax, limit)
         if self.fit != "absmax":
-            parts = self._fitted(blocks, absmax, counts, limit, parts, importance)
+            problem = _FitProblem.make(self, blocks, absmax, counts, limit, importance)
+            parts = _fit(problem, parts)
         stored = self.stored_scales(parts.scales, limit)
         offsets = self._stored_offsets(parts.offsets)
-        codes = self._codes(blocks, _Parts(stored.astype(absmax.dtype), offsets))
+        codes = self.codes_of(blocks, _Parts(stored.astype(absmax.dtype), offsets))
         return codes, (stored, offsets) if self.affine else stored
 
     def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float) -> Any:
-        """Scales as the array has them."""
+        """Return scales as the quantized array stores them."""
         return quantize_scales(scales, limit) if self.double_quantization else scales
 
     def _stored_offsets(self, offsets: Any) -> Any:
-        twice = self.affine and self.double_quantization
-        return quantize_offsets(offsets) if twice else offsets
+        quantizes = self.affine and self.double_quantization
+        return quantize_offsets(offsets) if quantizes else offsets
 
-    def _codes(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
+    def codes_of(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
+        """Return the codes of the nearest levels."""
         if parts.offsets is not None:
             blocks = blocks - parts.offsets.astype(blocks.dtype)[..., None]
         return self.nearest(blocks, parts.scales)
 
     def _covering_largest(self, blocks, absmax, limit) -> _Parts:
-        """The largest magnitude takes the level of the largest magnitude. Where their
-        signs differ, the scale is negative."""
+        """Map the largest magnitude of a block to the level of the largest magnitude.
+        The scale is negative where their signs differ."""
         lowest, highest = self.table[0], self.table[-1]
         largest = max(-lowest, highest)
         scales = absmax if largest == 1 else true_divide(absmax, largest)
         scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=largest)
         if self.signed_scales:
-            # Not by the minimum of a block, as XLA:CPU may drop a NaN from either.
+            # Not from the minimum of a block: XLA:CPU may drop a NaN from it.
             is_positive = max_blocks(blocks) >= absmax
             scales = jnp.where(is_positive == (highest > -lowest), scales, -scales)
         return _Parts(scales, None)
 
     def _covering_range(self, blocks, absmax, limit) -> _Parts:
-        """The largest value takes the highest level, and the smallest the lowest."""
+        """Map the smallest and the largest value of a block to the outermost levels."""
         lowest, highest = self.table[0], self.table[-1]
-        # By shares of the largest magnitude, so that nothing overflows.
-        unit = divide_blocks(blocks, absmax)
-        top, bottom = max_blocks(unit), -max_blocks(-unit)
+        # Relative to the largest magnitude, so that the range cannot overflow.
+        relative = divide_blocks(blocks, absmax)
+        top, bottom = max_blocks(relative), -max_blocks(-relative)
         scales = true_divide(top - bottom, highest - lowest)
         middle = (top + bottom) / 2 - scales * ((highest + lowest) / 2)
-        return self._bounded(_Parts(scales * absmax, middle * absmax), absmax, limit)
+        return self.bounded(_Parts(scales * absmax, middle * absmax), absmax, limit)
 
-    def _bounded(self, parts: _Parts, absmax, limit) -> _Parts:
+    def bounded(self, parts: _Parts, absmax, limit) -> _Parts:
+        """Bound scales, so that they and the decoded values are finite."""
         scales, offsets = parts
         largest = max(-self.table[0], self.table[-1])
         size = jnp.abs(scales)
-        used = size if self.affine else absmax
-        bounded = bound_scales(size, used, self.scale_dtype, limit, largest=largest)
+        magnitude = size if self.affine else absmax
+        bounded = bound_scales(
+            size, magnitude, self.scale_dtype, limit, largest=largest
+        )
         scales = jnp.where(scales < 0, -bounded, bounded)
         return _Parts(scales, None if offsets is None else offsets.astype(scales.dtype))
 
-    def _fitted(
-        self, blocks, absmax, counts, limit, start: _Parts, importance
-    ) -> _Parts:
-        """Of several scales the one with the least squared error. With least squares
-        each is replaced first, twice, by the best scale for the codes that it gives."""
+
+@dataclasses.dataclass(frozen=True)
+class _FitProblem:
+    """The least-squares problem of each block. Values are relative to the largest
+    magnitude of the block, so that squares neither overflow nor underflow.
+
+    - `absmax`: the largest magnitudes of the blocks.
+    - `target`: the relative values.
+    - `unit`: `absmax`, or 1 in blocks of zeros.
+    - `is_real`: false for padding.
+    - `size`: the number of values in a block, or their total importance.
+    """
+
+    format: FittedFormat
+    blocks: Float[Array, "*lead blocks size"]
+    absmax: Float[Array, "*lead blocks"]
+    limit: float
+    importance: Float[Array, "*lead blocks size"] | None
+    target: Float[Array, "*lead blocks size"]
+    unit: Float[Array, "*lead blocks"]
+    is_real: Any
+    size: Any
+
+    @classmethod
+    def make(cls, format, blocks, absmax, counts, limit, importance) -> "_FitProblem":
         is_real = jnp.arange(blocks.shape[-1]) < jnp.asarray(counts)[..., None]
-        # Relative to absmax, so that no square over- or underflows.
-        unit, one = divide_blocks(blocks, absmax), jnp.where(absmax > 0, absmax, 1)
-        share = lambda part: true_divide(part.astype(one.dtype), one)[..., None]
-        weigh = lambda x: x if importance is None else x * importance
-        total = lambda x: sum_blocks(weigh(jnp.where(is_real, x, 0)))
-        energy = lambda x: total(square(x))
-        size = counts
-        if importance is not None:
-            size = total(jnp.ones_like(unit))
-            size = jnp.where(size > 0, size, 1)
-        twice = lambda x: jnp.where(x == x, x, 0)  # Rounded before it is added.
+        target, unit = divide_blocks(blocks, absmax), jnp.where(absmax > 0, absmax, 1)
+        args = format, blocks, absmax, limit, importance, target, unit, is_real
+        problem = cls(*args, size=counts)
+        if importance is None:
+            return problem
+        size = problem.total(jnp.ones_like(target))
+        return dataclasses.replace(problem, size=jnp.where(size > 0, size, 1))
 
-        def levels(parts: _Parts):
-            return self.levels(self._codes(blocks, parts), blocks.dtype)
+    def total(self, x):
+        """Return the weighted sum of each block."""
+        x = jnp.where(self.is_real, x, 0)
+        return sum_blocks(x if self.importance is None else x * self.importance)
 
-        def error_of(parts: _Parts):
-            decoded = twice(levels(parts) * share(parts.scales))
-            if parts.offsets is not None:
-                decoded = decoded + share(parts.offsets)
-            return energy(unit - decoded)
+    def relative(self, part):
+        return true_divide(part.astype(self.unit.dtype), self.unit)[..., None]
 
-        def scaled(factor) -> _Parts:
-            scales = start.scales.astype(one.dtype)
-            shorter, offsets = scales * factor, start.offsets
-            if offsets is not None:  # Around the same middle.
-                middle = (self.table[0] + self.table[-1]) / 2
-                offsets = offsets.astype(one.dtype) + (scales - shorter) * middle
-            return self._bounded(_Parts(shorter, offsets), absmax, limit)
+    def levels(self, parts: _Parts):
+        codes = self.format.codes_of(self.blocks, parts)
+        return self.format.levels(codes, self.blocks.dtype)
 
-        def refined(parts: _Parts) -> _Parts:
-            x, y = levels(parts), unit
-            mean = lambda a: true_divide(total(a), size)[..., None]
-            is_affine = parts.offsets is not None
-            x_mean, y_mean = (mean(x), mean(y)) if is_affine else (0, 0)
-            x, y = x - x_mean, y - y_mean
-            per_square = total(square(x))
-            slope = total(twice(x * y)) / jnp.where(per_square > 0, per_square, 1)
-            scales, offsets = slope * one, None
-            if is_affine:
-                offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * one
-            new = self._bounded(_Parts(scales, offsets), absmax, limit)
-            return _chosen(scales * parts.scales.astype(scales.dtype) > 0, new, parts)
-
-        shares = jnp.asarray(self.shares, one.dtype)
-        refinements = 2 if self.fit == "least_squares" else 0
-        # What is less than rounding is no improvement: what was decoded stays.
-        enough = energy(unit) * 2.0**-20
-
-        def step(i, best):
-            error, parts = best
-            new = scaled(shares[i])
-            if refinements:
-                new = lax.fori_loop(
-                    0, refinements, lambda _, parts: refined(parts), new
-                )
-            new_error = error_of(new)
-            better = new_error < error - enough
-            parts = _chosen(better, new, parts)
-            return jnp.where(better, new_error, error), parts
-
-        return lax.fori_loop(0, len(shares), step, (error_of(start), start))[1]
+    def bounded(self, scales, offsets) -> _Parts:
+        parts = _Parts(scales, offsets)
+        return self.format.bounded(parts, self.absmax, self.limit)
 
 
-def _chosen(condition, new: _Parts, old: _Parts) -> _Parts:
+def _fit(problem: _FitProblem, start: _Parts) -> _Parts:
+    """Return the candidate with the smallest squared error.
+
+    Candidates multiply the scales of `start` by `FittedFormat.shares`. A fit by least
+    squares refines each of them twice.
+    """
+    shares = jnp.asarray(problem.format.shares, problem.unit.dtype)
+    refinements = 2 if problem.format.fit == "least_squares" else 0
+    # Improvements below rounding error are ignored, so that decoded arrays are kept.
+    threshold = problem.total(square(problem.target)) * 2.0**-20
+
+    def step(i, best):
+        error, parts = best
+        new = _scaled(problem, start, shares[i])
+        if refinements:
+            refine = lambda _, parts: _refined(problem, parts)
+            new = lax.fori_loop(0, refinements, refine, new)
+        new_error = _error_of(problem, new)
+        better = new_error < error - threshold
+        parts = _select(better, new, parts)
+        return jnp.where(better, new_error, error), parts
+
+    best = _error_of(problem, start), start
+    return lax.fori_loop(0, len(shares), step, best)[1]
+
+
+def _error_of(problem: _FitProblem, parts: _Parts):
+    """Return the squared error of each block."""
+    scaled = problem.levels(parts) * problem.relative(parts.scales)
+    decoded = _rounded(scaled)
+    if parts.offsets is not None:
+        decoded = decoded + problem.relative(parts.offsets)
+    return problem.total(square(problem.target - decoded))
+
+
+def _scaled(problem: _FitProblem, start: _Parts, factor) -> _Parts:
+    """Scale the levels around the middle of the table."""
+    dtype, table = problem.unit.dtype, problem.format.table
+    scales = start.scales.astype(dtype)
+    shorter, offsets = scales * factor, start.offsets
+    if offsets is not None:
+        middle = (table[0] + table[-1]) / 2
+        offsets = offsets.astype(dtype) + (scales - shorter) * middle
+    return problem.bounded(shorter, offsets)
+
+
+def _refined(problem: _FitProblem, parts: _Parts) -> _Parts:
+    """Return the best scale and offset for the codes that `parts` give. Keep `parts`
+    where the sign of the scale would change."""
+    x, y = problem.levels(parts), problem.target
+    mean = lambda a: true_divide(problem.total(a), problem.size)[..., None]
+    is_affine = parts.offsets is not None
+    x_mean, y_mean = (mean(x), mean(y)) if is_affine else (0, 0)
+    x, y = x - x_mean, y - y_mean
+    x_square = problem.total(square(x))
+    slope = problem.total(_rounded(x * y)) / jnp.where(x_square > 0, x_square, 1)
+    scales, offsets = slope * problem.unit, None
+    if is_affine:
+        offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * problem.unit
+    new = problem.bounded(scales, offsets)
+    return _select(scales * parts.scales.astype(scales.dtype) > 0, new, parts)
+
+
+def _rounded(x):
+    """Return `x`, rounded before it is added: this prevents fused multiply-adds."""
+    return jnp.where(x == x, x, 0)
+
+
+def _select(condition, new: _Parts, old: _Parts) -> _Parts:
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)

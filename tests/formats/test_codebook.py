@@ -101,7 +101,7 @@ def test_a_codebook_multiplies_and_is_saved(normal, tmp_path):
     loaded = eqquant.load(tmp_path / "w.safetensors", q)
     assert loaded.format == q.format and (loaded.codes == q.codes).all()
     bad = q.replace(codes=q.codes.at[3, -1].set(255))
-    with pytest.raises(ValueError, match="there are codes that Codebook"):
+    with pytest.raises(ValueError, match="codes.*Codebook"):
         eqquant.save(tmp_path / "bad.safetensors", bad)
 
 
