@@ -1,7 +1,7 @@
-"""What codes mean: packing, scales, and one small file per format.
+"""Formats: packing of codes, scales, and one small file per format.
 
-Exports the formats, `as_format`, and functions that pack codes and handle scales. A
-format knows nothing of products, arrays or JAX primitives. Imports nothing of eqquant.
+Exports the formats, `as_format`, and functions that pack codes and handle scales.
+Formats do not use products, arrays or JAX primitives. Imports nothing of eqquant.
 docs/internals/extending.md describes how to add one.
 """
 

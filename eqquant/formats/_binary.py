@@ -16,9 +16,9 @@ class Binary(Format):
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` (the default)
-        for one scale per channel.
-    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
+    - `block_size`: the number of consecutive values that share a scale; `None` (the
+        default) for one scale per channel.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
     """
 
     name = "binary"
@@ -27,7 +27,7 @@ class Binary(Format):
     unit_levels = True
 
     def encode(self, blocks, absmax, counts, limit):
-        # Relative to absmax, so that no sum overflows, however large the weights.
+        # Relative to absmax, so that no sum overflows.
         unit = jnp.abs(divide_blocks(blocks, absmax))
         mean = true_divide(sum_blocks(unit), counts)
         scales = bound_scales(mean * absmax, absmax, self.scale_dtype, limit)

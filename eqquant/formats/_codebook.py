@@ -1,4 +1,4 @@
-"""Any table of levels, and two for normal weights."""
+"""Formats with a table of levels: any table, and two for normal weights."""
 
 import dataclasses
 from typing import Any
@@ -11,11 +11,11 @@ from ._table import count_below, midpoints
 
 
 class TableFormat(FittedFormat):
-    """A format whose codes count the levels of its `table`."""
+    """A format whose codes are indices of its `table`."""
 
     @property
     def codebook(self):
-        # As many as there are codes; those that no level has stand for the highest.
+        # Codes without a level decode to the highest level.
         table = tuple(self.table)
         return table + table[-1:] * (2**self.bits - len(table))
 
@@ -52,17 +52,16 @@ class _Lloyd(TableFormat):
 class NF3(_Lloyd):
     """3 bits: eight levels for normal weights, times a scale.
 
-    The levels are those of Lloyd and Max (IEEE Transactions on Information Theory 28,
-    1982, and 6, 1960): no others have a smaller mean squared error for normally
-    distributed values. They are divided by the largest, so that this is 1. None is
-    zero.
+    The levels minimise the mean squared error for normally distributed values (Lloyd
+    and Max, IEEE Transactions on Information Theory 28, 1982, and 6, 1960). They are
+    divided by the largest level. No level is zero.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` for one scale
-        per channel.
-    - `scale_dtype`: of the scales, and offsets: bfloat16, float32 or float64.
-    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
+    - `block_size`: the number of consecutive values that share a scale; `None` for one
+        scale per channel.
+    - `scale_dtype`: the dtype of scales and offsets: bfloat16, float32 or float64.
+    - `fit`, `affine`: the algorithm that chooses scales, as in [`eqquant.Int4`][].
     - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
     """
 
@@ -107,18 +106,18 @@ class Codebook(TableFormat):
         assert (eqquant.quantize(weight, format).dequantize() == 0).any()
         ```
 
-    The largest magnitude of a block takes the level of the largest magnitude, and the
-    scale is negative where their signs differ. A value takes the nearest level, and the
-    lower one in a tie.
+    The largest magnitude of a block is mapped to the level with the largest magnitude.
+    The scale is negative if their signs differ. A value is rounded to the nearest
+    level, and to the lower level in a tie.
 
     **Arguments:**
 
-    - `values`: 2 to 16 levels, in any order, as float32 holds them. Two of them take 1
-        bit, four 2 bits, eight 3 bits, and more 4 bits.
-    - `block_size`: how many consecutive values share one scale; `None` for one scale
-        per channel.
-    - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `fit`, `affine`: how a block gets its scale, as in [`eqquant.Int4`][].
+    - `values`: 2 to 16 levels, in any order, rounded to float32. Two levels take 1 bit,
+        up to four take 2 bits, up to eight take 3 bits, and more take 4 bits.
+    - `block_size`: the number of consecutive values that share a scale; `None` for one
+        scale per channel.
+    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16 or float64.
+    - `fit`, `affine`: the algorithm that chooses scales, as in [`eqquant.Int4`][].
 
     **Raises:**
 

@@ -1,4 +1,4 @@
-"""The abstract format: what every quantized array is made of."""
+"""The abstract base class of formats."""
 
 import abc
 import dataclasses
@@ -23,17 +23,17 @@ SCALE_DTYPES = ("bfloat16", "float32", "float64")
 
 @dataclasses.dataclass(frozen=True)
 class Format(abc.ABC):
-    """How floats become codes and scales: `float = level(code) * scale`.
+    """A mapping of floats to codes and scales: `float = level(code) * scale`.
 
-    A format is frozen, hashable and equal by value. It is a static part of every
-    quantized array, so JAX traces again if any of its fields changes. A subclass has
-    `name`, `bits` and [`encode`][], and either a `codebook` or its own [`levels`][].
+    A format is frozen, hashable and equal by value. It is a static field of every
+    quantized array, so JAX traces again if any of its fields changes. A subclass
+    defines `name`, `bits` and [`encode`][], and either a `codebook` or [`levels`][].
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` for one scale
-        along the whole of the blocked axis (per channel).
-    - `scale_dtype`: how scales are stored: bfloat16, float32 or float64.
+    - `block_size`: the number of consecutive values that share a scale; `None` for one
+        scale along the whole blocked axis (per channel).
+    - `scale_dtype`: the dtype of scales: bfloat16, float32 or float64.
     """
 
     block_size: int | None = None
@@ -43,25 +43,25 @@ class Format(abc.ABC):
     bits: ClassVar[int]
     # The value of each code, for formats that decode through a table.
     codebook: ClassVar[tuple[float, ...] | None] = None
-    # Whether every level is an integer that int8 holds.
+    # True if every level is an integer that fits into int8.
     integer_levels: ClassVar[bool] = False
-    # Whether every level is -1, 0 or 1: an odd power of it is then the level itself.
+    # True if every level is -1, 0 or 1. An odd power of a level is then the level.
     unit_levels: ClassVar[bool] = False
-    # Which floats of 8 bits the codes are, times a scale, if they are such.
+    # The 8-bit float dtype of the codes, if they are floats.
     float8: ClassVar[Float8 | None] = None
     # The largest magnitude of a level.
     largest_level: ClassVar[int | float] = 1
-    # The largest positive level, where that is not the largest in magnitude.
+    # The largest positive level, if it is not the largest in magnitude.
     highest_level: ClassVar[int | float | None] = None
-    # The code of zero (or what stands for it), which fills a partial last group.
+    # The code of zero, or of the level nearest to it. It pads a partial last group.
     padding_code: ClassVar[int] = 0
-    # For native encoders of float32: the code of a value is how many of these numbers
-    # lie below `value / scale`, where the scale is the largest magnitude of the block,
-    # or the best of some shares of it. Not inherited, as a subclass may encode in
-    # another way.
+    # For native float32 encoders: the code of a value is the number of boundaries below
+    # `value / scale`. The scale is the largest magnitude of the block, or the best
+    # candidate `share * largest magnitude`. These are not inherited, because a subclass
+    # may encode differently.
     boundaries: ClassVar[tuple[float, ...] | None] = None
     shares: ClassVar[tuple[float, ...]] = ()
-    # Codes without a level. A file that has one is damaged. Not inherited.
+    # Codes without a level. A file that contains one is damaged. Not inherited.
     unused_codes: ClassVar[tuple[int, ...]] = ()
 
     def __init_subclass__(cls, **kwargs):
@@ -71,12 +71,12 @@ class Format(abc.ABC):
         is_derived = isinstance(getattr(cls, "unused_codes", None), property)
         if "unused_codes" not in vars(cls) and not is_derived:
             cls.unused_codes = ()
-        # As these are claims about the levels, they go when the levels are others.
+        # Reset claims about the levels if a subclass defines other levels.
         if not vars(cls).keys().isdisjoint(("levels", "codebook")):
             claims = {"integer_levels": False, "unit_levels": False, "float8": None}
-            for claim, nothing in claims.items():
+            for claim, default in claims.items():
                 if claim not in vars(cls):
-                    setattr(cls, claim, nothing)
+                    setattr(cls, claim, default)
 
     def __new__(cls, *args, **kwargs):
         """Reject keywords of [`eqquant.kernels.Compute`][], for every subclass."""
@@ -133,24 +133,24 @@ class Format(abc.ABC):
 
     @property
     def group(self) -> int:
-        """How many consecutive codes are packed together: see `_pack.py`."""
+        """The number of consecutive codes that `_pack.py` packs together."""
         if planes_of(self.bits) == 1:
             return 1
         return self.block_size or 64
 
     @property
     def quantized_scales(self) -> bool:
-        """Whether scales are `QuantizedScales` rather than an array."""
+        """True if scales are `ShortScales` rather than an array."""
         return False
 
     @property
     def signed_scales(self) -> bool:
-        """Whether a scale may be negative."""
+        """True if a scale may be negative."""
         return False
 
     @property
     def has_offsets(self) -> bool:
-        """Whether each block has an offset, which is added to its values."""
+        """True if each block has an offset, which is added to its values."""
         return False
 
     @property
@@ -158,22 +158,22 @@ class Format(abc.ABC):
         return jnp.int8 if self.bits == 8 else jnp.uint8
 
     def padded(self, size: int) -> int:
-        """The stored length of a blocked axis of logical length `size`."""
+        """Return the stored length of a blocked axis of logical length `size`."""
         multiple = self.block_size or self.group
         return math.ceil(size / multiple) * multiple
 
     def num_blocks(self, size: int) -> int:
-        """How many scales a blocked axis of logical length `size` has."""
+        """Return the number of scales along a blocked axis of logical length `size`."""
         return math.ceil(size / self.block_size) if self.block_size else 1
 
     def no_scales(self, lead: Sequence[int], size: int) -> Any:
-        """What `encode` returns beside codes, all of it zero, for such leading axes and
-        such a blocked axis."""
+        """Return zeros with the structure of the scales and offsets of `encode`, for
+        leading axes `lead` and a blocked axis of logical length `size`."""
         zero = jnp.zeros((*lead, self.num_blocks(size)), self.scale_dtype)
         return (zero, zero) if self.has_offsets else zero
 
     def scale_bytes(self, size: int) -> int:
-        """How many bytes the scales of such a blocked axis take, and its offsets."""
+        """Return the bytes of the scales and offsets along a blocked axis."""
         numbers = 2 if self.has_offsets else 1
         return self.num_blocks(size) * self.scale_dtype.itemsize * numbers
 
@@ -188,17 +188,19 @@ class Format(abc.ABC):
         Shaped[Array, "*lead blocks size"],
         Any,
     ]:
-        """Encode blocks of values. Returns codes (one for each value, not packed) and
-        scales: floats, or [`eqquant.formats.QuantizedScales`][]; or a tuple of scales
-        and offsets, if the format has these.
+        """Encode blocks of values.
+
+        Return codes (one per value, not packed) and scales: floats, or
+        [`eqquant.formats.QuantizedScales`][]. A format with offsets returns a tuple of
+        scales and offsets as the second value.
 
         **Arguments:**
 
-        - `blocks`: float32 or float64. A partial last block is filled with zeros.
+        - `blocks`: float32 or float64. Zeros pad a partial last block.
         - `absmax`: the largest magnitude of each block.
-        - `counts`: how many values of each block are not such filling.
+        - `counts`: the number of values in each block without padding.
         - `limit`: the largest magnitude in the dtype of the array. Decoded values must
-            not exceed it: see `bound_scales`.
+            not exceed it; use `bound_scales`.
         """
 
     def nearest(
@@ -206,16 +208,15 @@ class Format(abc.ABC):
         blocks: Float[Array, "*lead blocks size"],
         scales: Float[Array, "*lead blocks"],
     ) -> Shaped[Array, "*lead blocks size"]:
-        """The code of the level nearest to each value, for given scales, such as
-        learned ones."""
+        """Return the code of the nearest level for each value, given the scales."""
         del blocks, scales
-        raise ValueError(f"{self!r} cannot be given scales: it chooses its own.")
+        raise ValueError(f"scales cannot be given to {self!r}: it computes its own.")
 
     def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
-        """The value of each code, before scaling.
+        """Return the value of each code, before scaling.
 
-        This selects by the bits of the code instead of gathering from a table: that is
-        exact, and it vectorises on every platform.
+        Selection by the bits of the code is exact, and it vectorises on every platform,
+        unlike a gather from a table.
         """
         assert self.codebook is not None
         table = [jnp.asarray(level, dtype) for level in self.codebook]
@@ -242,8 +243,11 @@ def bound_scales(
     *,
     largest: int | float = 1,
 ) -> Float[Array, "*lead blocks"]:
-    """Scales as stored, in the range that decodes: the scale of a block that is not all
-    zeros is not flushed to zero, and `largest * scale` does not exceed `limit`."""
+    """Convert scales to their stored dtype, within bounds.
+
+    The scale of a nonzero block is not flushed to zero, and `largest * scale` does not
+    exceed `limit`.
+    """
     info = jnp.finfo(scale_dtype)
     top = largest_scale(scale_dtype, limit, largest)
     bounded = jnp.clip(
@@ -255,7 +259,7 @@ def bound_scales(
 
 
 def largest_scale(scale_dtype, limit: float, largest: int | float) -> float:
-    """The largest scale for which `largest * scale` does not exceed `limit`."""
+    """Return the largest scale for which `largest * scale` does not exceed `limit`."""
     top = np.asarray(
         min(float(jnp.finfo(scale_dtype).max), limit / largest), scale_dtype
     )
@@ -265,12 +269,12 @@ def largest_scale(scale_dtype, limit: float, largest: int | float) -> float:
 
 
 def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
-    """`x / by`, correctly rounded.
+    """Return `x / by`, correctly rounded.
 
-    XLA turns a division by a constant, or by a broadcast array, into a product with the
-    reciprocal, which is off in the last place: `x / x` is then not 1, and quantizing
-    what was dequantized not the identity. The comparison is true of every number, but
-    XLA cannot know, and so has to divide.
+    XLA replaces a division by a constant or a broadcast array by a product with the
+    reciprocal, which can be wrong in the last place. Then `x / x` is not 1, and
+    quantizing a dequantized array is not the identity. The comparison is true for every
+    number. XLA cannot simplify it, and divides.
     """
     return x / jnp.where(x == x, jnp.asarray(by, x.dtype), 1)
 
@@ -278,17 +282,17 @@ def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
 def divide_blocks(
     blocks: Float[Array, "*lead size"], by: Float[Array, "*lead"]
 ) -> Float[Array, "*lead size"]:
-    """Each block divided by its number; by 1 where that is zero."""
+    """Divide each block by its number, or by 1 if the number is zero."""
     by = jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
-    # CUDA divides by a product with the reciprocal, which it computes for each value of
-    # what `true_divide` hides from XLA, and otherwise once. The bits are the same.
+    # CUDA divides correctly by a reciprocal. With `true_divide` it would compute the
+    # reciprocal for each value instead of once per block.
     return lax.platform_dependent(
         blocks, by, cuda=lambda x, by: x / by, default=true_divide
     )
 
 
 def max_blocks(blocks: Shaped[Array, "*lead size"]) -> Shaped[Array, "*lead"]:
-    """`jnp.max(blocks, -1)`. Long blocks are reduced in 64 lanes first, and these then:
+    """Return `jnp.max(blocks, -1)`. Long blocks are first reduced to 64 lanes, because
     XLA:CPU vectorises that."""
     *lead, size = blocks.shape
     if size > 64 and size % 64 == 0:
@@ -297,9 +301,11 @@ def max_blocks(blocks: Shaped[Array, "*lead size"]) -> Shaped[Array, "*lead"]:
 
 
 def sum_blocks(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
-    """`jnp.sum(blocks, -1)`; on a CPU by halves, which is the more accurate. Compilers
-    sum in an order of their own, but do not change that of single additions: so a scale
-    has the same bits on every CPU, and by native kernels too."""
+    """Return `jnp.sum(blocks, -1)`, on CPUs as a tree of pairwise sums.
+
+    A tree is more accurate. Compilers may reorder a sum, but not single additions. So a
+    scale has the same bits on every CPU, and in the native kernels.
+    """
 
     def by_halves(blocks):
         *lead, size = blocks.shape
@@ -314,5 +320,5 @@ def sum_blocks(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
 
 
 def square(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """`x**2`, rounded before anything is added to it, which XLA may or may not do."""
+    """Return `x**2`, rounded. Otherwise XLA may fuse a following addition."""
     return jnp.where(x == x, x * x, x)

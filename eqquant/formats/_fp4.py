@@ -1,4 +1,4 @@
-"""FP4: floats of 4 bits, in blocks with short scales."""
+"""FP4: 4-bit floats, in blocks with short scales."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ _levels = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class _FP4(Format):
-    """E2M1: a sign, two bits of exponent and one of mantissa."""
+    """E2M1 floats: a sign bit, two exponent bits and one mantissa bit."""
 
     bits = 4
     codebook = (*_levels, *(-level for level in _levels))
@@ -29,8 +29,8 @@ class _FP4(Format):
             raise ValueError(f"{name}: block_size must be an integer, got None.")
         if self.scale_dtype != np.float32:
             raise ValueError(
-                f"{name}: scale_dtype must be float32, which its scales decode to, got "
-                f"{self.scale_dtype.name!r}."
+                f"{name}: scale_dtype must be float32, the dtype of decoded scales, got
+                " f"{self.scale_dtype.name!r}."
             )
 
     @property
@@ -39,7 +39,7 @@ class _FP4(Format):
 
     def nearest(self, blocks, scales):
         unit = divide_blocks(blocks, scales)
-        # Halves go to the even one of two codes: every other time to the higher.
+        # Ties go to the even code, which is every other time the higher one.
         below = lambda x: np.nextafter(unit.dtype.type(x), unit.dtype.type(0))
         ends = [0.25, below(0.75), 1.25, below(1.75), 2.5, below(3.5), 5.0]
         code = count_below(jnp.abs(unit), ends)
@@ -48,19 +48,20 @@ class _FP4(Format):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class MXFP4(_FP4):
-    """Floats of 4 bits, in blocks that share a power of two: 4.25 bits a weight.
+    """4-bit floats, in blocks that share a power of two: 4.25 bits per weight.
 
     Levels are 0, 0.5, 1, 1.5, 2, 3, 4 and 6, with a sign. The scale is `2 **
-    (floor(log2(absmax)) - 2)`. Both are as in the OCP Microscaling specification
-    (version 1.0), which has blocks of 32. Values above 6 times the scale become that.
-    Halves round to the even code.
+    (floor(log2(absmax)) - 2)`. Both follow the OCP Microscaling specification (version
+    1.0), which has blocks of 32. Values are clipped to 6 times the scale. Ties round to
+    the even code.
 
-    Powers of two below `2 ** -126` are not used: XLA takes these for zero on a CPU.
+    Powers of two below `2 ** -126` are not used, because XLA flushes them to zero on
+    CPUs.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale.
-    - `scale_dtype`: float32: what scales decode to.
+    - `block_size`: the number of consecutive values that share a scale.
+    - `scale_dtype`: float32, the dtype of decoded scales.
     """
 
     block_size: int | None = 32
@@ -85,22 +86,23 @@ class MXFP4(_FP4):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class NVFP4(_FP4):
-    """Floats of 4 bits, in blocks of 16 with a float of 8 bits as the scale, and one
-    float32 for all scales of a row: 4.5 bits a weight.
+    """4-bit floats, in blocks of 16 with an 8-bit float as the scale, and one float32
+    for all scales of a row: 4.5 bits per weight.
 
-    Levels are those of [`eqquant.MXFP4`][]. The scale of a block is its largest
-    magnitude over 6, rounded to E4M3 times the float32, which is the largest magnitude
-    of the row over `6 * 448`. There is one float32 for each row, so that rows can be
-    sliced and stacked; quantize over all axes for one per tensor. It is cut to 16 bits,
-    so that the product of level, scale and float32 is exact.
+    The levels are the levels of [`eqquant.MXFP4`][]. The scale of a block is its
+    largest magnitude over 6, rounded to E4M3 times the float32. The float32 is the
+    largest magnitude of the row over `6 * 448`. Each row has its own float32, so that
+    rows can be sliced and stacked. Quantize over all axes for one float32 per tensor.
+    It is truncated to 16 bits, so that the product of level, scale and float32 is
+    exact.
 
-    Quantizing a dequantized array gives the same codes and scales again, except for
-    blocks whose largest magnitude is below `2 ** -14` of that of their row.
+    Quantizing a dequantized array gives the same codes and scales, except for blocks
+    whose largest magnitude is below `2 ** -14` times the largest magnitude of the row.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale.
-    - `scale_dtype`: float32: what scales decode to.
+    - `block_size`: the number of consecutive values that share a scale.
+    - `scale_dtype`: float32, the dtype of decoded scales.
     """
 
     block_size: int | None = 16

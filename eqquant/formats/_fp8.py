@@ -1,4 +1,4 @@
-"""FP8: floats of 8 bits."""
+"""FP8: 8-bit floats."""
 
 import dataclasses
 from typing import get_args
@@ -10,25 +10,25 @@ from jaxtyping import Array, Float, Integer, UInt8
 from ._format import bound_scales, divide_blocks, Float8, Format, true_divide
 
 
-# Bits of the mantissa, the bias of the exponent, and the code of the largest number.
+# Mantissa bits, exponent bias, and the code of the largest number.
 _kinds = {"e4m3fn": (3, 7, 0x7E), "e5m2": (2, 15, 0x7B)}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FP8(Format):
-    """Floats of 8 bits, times a scale: the largest magnitude over the largest float.
-    Halves round to even.
+    """8-bit floats, times a scale: the largest magnitude over the largest float. Ties
+    round to even.
 
-    The floats are those of the OCP 8-bit floating point specification (revision 1.0),
-    as `ml_dtypes` has them. Codes of infinities and NaN are not used.
+    The floats follow the OCP 8-bit floating point specification (revision 1.0), like
+    `ml_dtypes`. Codes of infinities and NaN are not used.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` (the default)
-        for one scale per channel.
-    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `kind`: `"e4m3fn"`: 4 bits of exponent and 3 of mantissa, up to 448. `"e5m2"`: 5
-        and 2, up to 57344.
+    - `block_size`: the number of consecutive values that share a scale; `None` (the
+        default) for one scale per channel.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `kind`: `"e4m3fn"` has 4 exponent and 3 mantissa bits, up to 448. `"e5m2"` has 5
+        exponent and 2 mantissa bits, up to 57344.
     """
 
     kind: Float8 = "e4m3fn"
@@ -76,7 +76,7 @@ class FP8(Format):
 
 
 def to_float8(x: Float[Array, "*shape"], kind: Float8) -> UInt8[Array, "*shape"]:
-    """The code of the nearest float, and the largest for what is beyond it."""
+    """Return the code of the nearest float. Larger values become the largest float."""
     mantissa, bias, largest = _kinds[kind]
     x = x.astype(jnp.float32)
     size = jnp.minimum(jnp.abs(x), from_float8(jnp.uint8(largest), kind))
@@ -85,7 +85,7 @@ def to_float8(x: Float[Array, "*shape"], kind: Float8) -> UInt8[Array, "*shape"]
     half = (1 << (shift - 1)) - 1
     rounded = (bits + half + ((bits >> shift) & 1)) >> shift
     normal = rounded - ((127 - bias) << mantissa)
-    # Below the smallest normal number they are integers times the smallest of all.
+    # Subnormal numbers are integers times the smallest of them.
     subnormal = jnp.round(size * 2.0 ** (mantissa + bias - 1)).astype(jnp.uint32)
     code = jnp.where(size < 2.0 ** (1 - bias), subnormal, normal).astype(jnp.uint8)
     return code | (jnp.signbit(x).astype(jnp.uint8) << jnp.uint8(7))
@@ -94,7 +94,7 @@ def to_float8(x: Float[Array, "*shape"], kind: Float8) -> UInt8[Array, "*shape"]
 def from_float8(
     codes: Integer[Array, "*shape"], kind: Float8
 ) -> Float[Array, "*shape"]:
-    """The number of each code, in float32."""
+    """Decode to float32."""
     mantissa, bias, _ = _kinds[kind]
     size = codes.astype(jnp.uint32) & 0x7F
     bits = (size << (23 - mantissa)) + ((127 - bias) << 23)

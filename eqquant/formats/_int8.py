@@ -9,14 +9,14 @@ from ._format import bound_scales, divide_blocks, Format, true_divide
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int8(Format):
-    """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`. Halves round to
+    """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`. Ties round to
     even.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` (the default)
-        for one scale per channel.
-    - `scale_dtype`: of the scales: float32 (whatever the dtype of the weight),
+    - `block_size`: the number of consecutive values that share a scale; `None` (the
+        default) for one scale per channel.
+    - `scale_dtype`: the dtype of scales: float32 (whatever the dtype of the weight),
         bfloat16 or float64.
     """
 

@@ -10,7 +10,7 @@ from ._format import divide_blocks
 
 
 class _Integers(FittedFormat):
-    """Those of `bits` bits. A code is the integer plus the magnitude of the lowest."""
+    """Integers of `bits` bits. A code is the integer plus `2 ** (bits - 1)`."""
 
     integer_levels = True
 
@@ -33,30 +33,31 @@ class _Integers(FittedFormat):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int4(_Integers):
-    """4-bit integers in [-8, 7], times a scale. Halves round to even.
+    """4-bit integers in [-8, 7], times a scale. Ties round to even.
 
-    The largest magnitude of a block takes the lowest integer, and the scale the sign
-    that this needs. So it is a level itself, and quantizing a dequantized array gives
-    the same codes and scales again. Q4_0 of GGUF files has this rule, too.
+    The largest magnitude of a block is mapped to the lowest integer, and the scale has
+    the sign that this requires. So the largest magnitude is exact, and quantizing a
+    dequantized array gives the same codes and scales. Q4_0 in GGUF files has the same
+    rule.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` for one scale
-        per channel.
-    - `scale_dtype`: of the scales, and offsets: float32, bfloat16 or float64.
-    - `fit`: how a block gets its scale. `"absmax"`: by its largest magnitude.
-        `"search"`: out of several shares of the largest magnitude, the one with the
-        least squared error. `"least_squares"`: find the best scale for the codes, and
-        the codes for that scale, twice, from eight starts; and take the best. With
-        these two, quantizing a dequantized array gives the same codes and scales again
-        only where some value of a block is the lowest level, and only if the dtype of
-        the array is not shorter than that of the scales.
-    - `affine`: give each block an offset, too: `value = level * scale + offset`. With
-        `fit="absmax"` the largest value then takes the highest level, and the smallest
-        the lowest. A product takes one more product for each block: the offset times
-        the sum of the activation.
+    - `block_size`: the number of consecutive values that share a scale; `None` for one
+        scale per channel.
+    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16 or float64.
+    - `fit`: the algorithm that chooses scales. `"absmax"` uses the largest magnitude of
+        a block. `"search"` tries several candidates relative to it, and takes the one
+        with the least squared error. `"least_squares"` alternates twice between the
+        best scale for the codes and the codes for that scale, from eight starts, and
+        takes the best result. With the last two, quantizing a dequantized array gives
+        the same codes and scales only if a value of the block is the lowest level, and
+        if the dtype of the array is not narrower than `scale_dtype`.
+    - `affine`: add an offset to each block: `value = level * scale + offset`. With
+        `fit="absmax"`, the largest value is mapped to the highest level, and the
+        smallest to the lowest level. A product computes one more product per block: the
+        offset times the sum of the activation.
     - `double_quantization`: store scales and offsets in 8 bits, as in
-        [`eqquant.NF4`][]. Needs `affine`, as other scales may be negative.
+        [`eqquant.NF4`][]. It requires `affine`, because other scales may be negative.
     """
 
     block_size: int | None = 32
@@ -70,10 +71,10 @@ class Int4(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int3(_Integers):
-    """3-bit integers in [-4, 3], times a scale. Halves round to even.
+    """3-bit integers in [-4, 3], times a scale. Ties round to even.
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
-    scales in bfloat16, and `fit="search"`.
+    bfloat16 scales, and `fit="search"`.
     """
 
     block_size: int | None = 64
@@ -88,10 +89,10 @@ class Int3(_Integers):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Int2(_Integers):
-    """2-bit integers in [-2, 1], times a scale. Halves round to even.
+    """2-bit integers in [-2, 1], times a scale. Ties round to even.
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
-    scales in bfloat16, and `fit="search"`.
+    bfloat16 scales, and `fit="search"`.
     """
 
     block_size: int | None = 64

@@ -35,22 +35,22 @@ class NF4(FittedFormat):
     """4-bit NormalFloat: 16 levels at the quantiles of a normal distribution, times the
     largest magnitude of the block.
 
-    The table is that of QLoRA (arXiv 2305.14314), bit for bit. A value takes the
-    nearest level, and the lower one in a tie. Zero decodes to zero. A weight takes 4
-    bits, and a block one scale: 4.5 bits a weight with the defaults.
+    The table equals the table of QLoRA (arXiv 2305.14314) bit for bit. A value is
+    rounded to the nearest level, and to the lower level in a tie. Zero decodes to zero.
+    With the defaults, a weight takes 4.5 bits, including scales.
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` for one scale
-        per channel.
-    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `scale_search`: give each block the scale with the least squared error, out of
-        0.80 to 1.05 of its largest magnitude. This is 0.6 dB better on normal weights.
-        Quantizing a dequantized array then gives the same codes and scales again only
-        in float32, as shorter dtypes round the decoded values.
-    - `double_quantization`: store scales in 8 bits, and one more byte for each 256 of
-        them in a row (QLoRA, section 3). This takes 4.127 bits a weight for rows of
-        4096, and costs less than 0.01 dB. See [`eqquant.formats.QuantizedScales`][].
+    - `block_size`: the number of consecutive values that share a scale; `None` for one
+        scale per channel.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `scale_search`: choose the scale with the least squared error, from candidates of
+        0.80 to 1.05 times the largest magnitude of a block. This is 0.6 dB better on
+        normal weights. Quantizing a dequantized array then gives the same codes and
+        scales only in float32, because narrower dtypes round the decoded values.
+    - `double_quantization`: store scales in 8 bits, and one byte for each 256 scales of
+        a row (QLoRA, section 3). This takes 4.127 bits per weight for rows of 4096, and
+        costs less than 0.01 dB. See [`eqquant.formats.QuantizedScales`][].
     """
 
     block_size: int | None = 64

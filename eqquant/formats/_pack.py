@@ -1,18 +1,18 @@
-"""Sub-byte codes <-> uint8 bytes, and nothing else.
+"""Packing of sub-byte codes into uint8 bytes.
 
 The layout is *planar within a group*: a group of `group` consecutive codes of `bits`
-bits becomes `group * bits / 8` bytes, and bit plane `p` of those bytes (lowest bits
-first) holds the `p`-th run of `group * bits / 8` consecutive codes. For NF4 with groups
-of 64: the low nibbles hold codes 0-31 of the group, the high nibbles codes 32-63.
+bits becomes `group * bits / 8` bytes, and bit plane `p` of these bytes (lowest bits
+first) contains the `p`-th run of `group * bits / 8` consecutive codes. For NF4 with
+groups of 64, the low nibbles contain codes 0-31 of the group, and the high nibbles
+codes 32-63.
 
-Codes of three bits are two such parts, one after the other in each group: their low two
-bits, and then their high one. A group of 64 has 16 bytes of the first and 8 of the
-second.
+Three-bit codes have two parts in each group: first their low two bits, then their high
+bit. A group of 64 has 16 bytes of the first part and 8 bytes of the second.
 
-A decoder therefore never interleaves: it shifts whole bytes, and gets the codes in
-*plane order* `(plane, group, byte)` rather than in their logical order `(group, plane,
-byte)`. A product permutes its small operand, the activation, to match. Three bits have
-the planes of their low two.
+So a decoder never interleaves. It shifts whole bytes, and gets the codes in *plane
+order* `(plane, group, byte)` rather than in logical order `(group, plane, byte)`. A
+product permutes its small operand, the activation, to match. Three-bit codes have the
+planes of their low two bits.
 """
 
 from typing import Any
@@ -23,22 +23,22 @@ from jaxtyping import Array, Integer, Shaped
 
 
 def planes_of(bits: int) -> int:
-    """How many codes are in the bits of one byte."""
+    """Return the number of codes in a byte."""
     return 8 // (2 if bits == 3 else bits)
 
 
 def group_multiple(bits: int) -> int:
-    """What the size of a group is a multiple of, so that it fills its bytes."""
+    """Return the divisor of group sizes that fill whole bytes."""
     return 8 if bits == 3 else planes_of(bits)
 
 
 def num_codes(size: int, bits: int) -> int:
-    """How many codes so many bytes hold."""
+    """Return the number of codes in `size` bytes."""
     return size * 8 // bits
 
 
 def num_bytes(codes: int, bits: int) -> int:
-    """How many bytes so many codes take."""
+    """Return the number of bytes of `codes` codes."""
     return codes * bits // 8
 
 
@@ -46,7 +46,7 @@ def pack(
     codes: Integer[Array, "*groups group"] | Integer[np.ndarray, "*groups group"],
     bits: int,
 ) -> Any:
-    """Pack groups of codes below `2**bits`: of JAX, or of NumPy."""
+    """Pack groups of codes below `2**bits`, for JAX or NumPy arrays."""
     if bits == 3:
         low, high = pack(codes & np.uint8(3), 2), pack(codes >> np.uint8(2), 1)
         xp = np if isinstance(codes, np.ndarray) else jnp
@@ -63,7 +63,7 @@ def pack(
 def unpack_planes(
     packed: Integer[Array, "*lead packed"], bits: int, group: int
 ) -> Integer[Array, "*lead planes bytes"]:
-    """The codes in plane order: one shift and one mask per plane."""
+    """Unpack codes in plane order, with one shift and one mask per plane."""
     if bits == 3:
         return _unpack_three(packed, group)
     planes = planes_of(bits)
@@ -79,7 +79,7 @@ def _unpack_three(packed, group: int):
     parts = packed.reshape(*lead, groups, 3 * half)
     flat = lambda x: x.reshape(*lead, groups * 2 * half)
     low = unpack_planes(flat(parts[..., : 2 * half]), 2, group)
-    # Two planes of one bit lie along one of two bits.
+    # A plane of two-bit codes is as long as two planes of single bits.
     high = flat(jnp.concatenate([parts[..., 2 * half :]] * 2, -1))
     second = jnp.arange(2 * half, dtype=jnp.uint8) >= jnp.uint8(half)
     planes = jnp.arange(4, dtype=jnp.uint8)
@@ -90,7 +90,7 @@ def _unpack_three(packed, group: int):
 def unpack(
     packed: Integer[Array, "*lead packed"], bits: int, group: int
 ) -> Integer[Array, "*lead size"]:
-    """Inverse of [`pack`][], for groups one after the other."""
+    """Invert [`pack`][], for consecutive groups."""
     *lead, size = packed.shape
     planes = unpack_planes(packed, bits, group).reshape(*lead, num_codes(size, bits))
     return from_plane_order(planes, bits, group)
@@ -111,7 +111,7 @@ def to_plane_order(
 def from_plane_order(
     x: Shaped[Array, "*lead size"], bits: int, group: int
 ) -> Shaped[Array, "*lead size"]:
-    """Inverse of [`to_plane_order`][]."""
+    """Invert [`to_plane_order`][]."""
     planes = planes_of(bits)
     if planes == 1:
         return x

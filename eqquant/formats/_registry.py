@@ -11,7 +11,7 @@ from ._nf4 import NF4
 from ._ternary import Ternary
 
 
-# Those that have defaults.
+# Formats with default arguments.
 formats: dict[str, type[Format]] = {
     format.name: format
     for format in (
@@ -23,7 +23,7 @@ every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}
 
 
 def as_format(format: Format | str) -> Format:
-    """A format from itself, or with its defaults from its name."""
+    """Return a format, given itself or its name."""
     if isinstance(format, Format):
         return format
     if isinstance(format, str) and format in formats:

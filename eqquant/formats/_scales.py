@@ -15,31 +15,31 @@ from ._format import true_divide
 from ._fp8 import from_float8, to_float8
 
 
-# So many scales share an exponent.
+# The number of scales that share an exponent.
 GROUP = 256
 
 
 class ShortScales(eqx.Module):
-    """Scales that are not an array of floats. They take the place of one: they have the
-    same `shape`, and `astype` decodes them to floats."""
+    """Scales in a few bits. They have the `shape` of an array of scales, and `astype`
+    decodes them to floats."""
 
     @property
     @abc.abstractmethod
     def codes_of_blocks(self) -> UInt8[Array, "*lead blocks"]:
-        """What there is one of for each block."""
+        """The component with one element per block."""
 
     @abc.abstractmethod
     def astype(self, dtype) -> Float[Array, "*lead blocks"]:
-        """The scales."""
+        """Decode the scales."""
 
     @abc.abstractmethod
     def gather(self, fn: Callable[[Array, Any], Array], fill: Any) -> "ShortScales":
-        """As [`gather_scales`][]."""
+        """Implement [`gather_scales`][]."""
 
     @abc.abstractmethod
     def nearest(self, scales: Float[Array, "*lead blocks"]) -> "ShortScales":
-        """Those nearest to positive scales, or to zeros, that can be had by other
-        codes of blocks alone."""
+        """Return the nearest representation of scales that are positive or zero. Only
+        `codes_of_blocks` may change."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class ShortScales(eqx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """Of the scales that they stand for."""
+        """The dtype of the decoded scales."""
         return np.dtype("float32")
 
     @property
@@ -63,11 +63,11 @@ class ShortScales(eqx.Module):
         return sum(part.nbytes for part in jax.tree.leaves(self))
 
     def slice(self, start: int, stop: int) -> Any:
-        """Some of the blocks."""
+        """Return the scales of blocks `start` to `stop`."""
         return jax.tree.map(lambda a: a[..., start:stop], self)
 
     def split(self, parts: int) -> bool:
-        """As [`scales_split`][]."""
+        """Implement [`scales_split`][]."""
         blocks = self.shape[-1]
         return blocks == 1 or blocks % parts == 0
 
@@ -75,20 +75,18 @@ class ShortScales(eqx.Module):
 class QuantizedScales(ShortScales):
     """Positive scales in 8 bits: `code * 2 ** (exponent - 127)`.
 
-    This is the double quantization of QLoRA (arXiv 2305.14314, section 3): 256
-    consecutive scales of a row share a number. QLoRA subtracts the mean of the scales,
-    has signed codes for the rest, and a float of 32 bits as the number. Here codes are
-    unsigned and no mean is subtracted. The number is a power of two in 8 bits, those of
-    the exponent of float32 (E8M0 in the OCP Microscaling formats). So `code * 2 ** n`
-    is exact.
+    This is the double quantization of QLoRA (arXiv 2305.14314, section 3), in which 256
+    consecutive scales of a row share a factor. QLoRA subtracts the mean of the scales,
+    and stores signed codes and a float32 factor. Here, codes are unsigned and no mean
+    is subtracted. The factor is a power of two, stored as the 8 bits of a float32
+    exponent (E8M0 in the OCP Microscaling formats). So `code * 2 ** n` is exact.
 
-    It takes the place of an array of scales: it has the same `shape`, and `astype`
-    decodes it to floats.
+    It has the `shape` of an array of scales, and `astype` decodes it to floats.
 
     **Fields:**
 
-    - `codes`: `(*lead, blocks)`: 0 where a whole block is zero, and only there.
-    - `exponents`: `(*lead, groups)`, biased by 127; 255 stands for NaN.
+    - `codes`: `(*lead, blocks)`: 0 if and only if the whole block is zero.
+    - `exponents`: `(*lead, groups)`, biased by 127; 255 represents NaN.
     """
 
     codes: UInt8[Array, "*lead blocks"]
@@ -99,14 +97,14 @@ class QuantizedScales(ShortScales):
         return self.codes
 
     def astype(self, dtype) -> Float[Array, "*lead blocks"]:
-        """The scales."""
+        """Decode the scales."""
         return (self.codes.astype(jnp.float32) * self._units).astype(dtype)
 
     @property
     def _units(self) -> Float[Array, "*lead #blocks"]:
         units = _power_of_two(self.exponents)
         if self.exponents.shape[-1] > 1:
-            # Not `jnp.repeat`, which meshes with explicit axes refuse.
+            # `jnp.repeat` raises an error on meshes with explicit axes.
             *lead, groups = units.shape
             units = jnp.broadcast_to(units[..., None], (*lead, groups, GROUP))
             units = units.reshape(*lead, -1)[..., : self.codes.shape[-1]]
@@ -138,7 +136,7 @@ class QuantizedScales(ShortScales):
 
 
 class QuantizedOffsets(QuantizedScales):
-    """Offsets in 8 bits: as [`eqquant.formats.QuantizedScales`][], but with signed
+    """Offsets in 8 bits, like [`eqquant.formats.QuantizedScales`][], but with signed
     codes from -127 to 127. Zero is exact."""
 
     codes: Int8[Array, "*lead blocks"]  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -151,13 +149,13 @@ class QuantizedOffsets(QuantizedScales):
 
 
 class PowerOfTwoScales(ShortScales):
-    """Scales that are powers of two, `2 ** (exponent - 127)`, in 8 bits: E8M0 in the
-    OCP Microscaling formats.
+    """Powers of two, `2 ** (exponent - 127)`, in 8 bits (E8M0 in the OCP Microscaling
+    formats).
 
     **Fields:**
 
-    - `exponents`: `(*lead, blocks)`, biased by 127; 255 stands for NaN, and 0 for zero,
-        as XLA takes `2 ** -127` for that on a CPU.
+    - `exponents`: `(*lead, blocks)`, biased by 127; 255 represents NaN, and 0
+        represents zero, because XLA flushes `2 ** -127` to zero on CPUs.
     """
 
     exponents: UInt8[Array, "*lead blocks"]
@@ -170,7 +168,7 @@ class PowerOfTwoScales(ShortScales):
         return _power_of_two(self.exponents).astype(dtype)
 
     def nearest(self, scales):
-        # Powers of two already, if a format chose them.
+        # Scales that a format chose are powers of two already.
         bits = lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.uint32)
         return PowerOfTwoScales((bits >> 23).astype(jnp.uint8))
 
@@ -180,7 +178,7 @@ class PowerOfTwoScales(ShortScales):
 
 
 class Float8Scales(ShortScales):
-    """Scales in floats of 8 bits, E4M3, times one float32 for each row.
+    """8-bit float scales (E4M3), times one float32 per row.
 
     **Fields:**
 
@@ -212,7 +210,8 @@ class Float8Scales(ShortScales):
 
 
 def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
-    """In 8 bits, none above `limit`; a positive one stays positive."""
+    """Quantize scales to 8 bits. None exceeds `limit`, and positive ones stay
+    positive."""
     scales = scales.astype(jnp.float32)
     *lead, blocks = scales.shape
     groups = num_groups(blocks)
@@ -223,7 +222,7 @@ def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
     padded = jnp.pad(scales, [(0, 0)] * len(lead) + [(0, filled)])
     exponents = _exponents(jnp.max(padded.reshape(*lead, groups, GROUP), -1))
     units = jnp.repeat(_power_of_two(exponents), GROUP, axis=-1)[..., :blocks]
-    # By a power of two: exact.
+    # Division by a power of two is exact.
     codes = jnp.round(scales / jnp.where(units > 0, units, 1))
     largest = jnp.minimum(255, jnp.floor(limit / jnp.where(units > 0, units, 1)))
     codes = jnp.clip(codes, jnp.where(scales > 0, 1, 0), largest)
@@ -231,8 +230,8 @@ def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
 
 
 def quantize_offsets(offsets: Float[Array, "*lead blocks"]) -> QuantizedOffsets:
-    """In 8 bits: with units twice as large as those of scales, as one bit is the
-    sign."""
+    """Quantize offsets to 8 bits. Their units are twice the units of scales, because
+    one bit is the sign."""
     offsets = offsets.astype(jnp.float32)
     exponents = quantize_scales(jnp.abs(offsets), jnp.inf).exponents
     exponents = jnp.where((exponents > 0) & (exponents < 254), exponents + 1, exponents)
@@ -245,10 +244,10 @@ def num_groups(blocks: int) -> int:
 
 
 def _exponents(largest: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
-    """Of the smallest power of two of which 255 are at least `largest`."""
+    """Return the exponent of the smallest `2 ** n` with `255 * 2 ** n >= largest`."""
     bits = lax.bitcast_convert_type(largest, jnp.uint32)
     exponent = (bits >> 23).astype(jnp.int32) - 7
-    # 255 is 1.9921875 * 2**7, and that the fraction of this.
+    # 255 is 1.9921875 * 2**7, and 0x7F0000 are the bits of that mantissa.
     exponent += (bits & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x7F0000)
     exponent = jnp.where(jnp.isfinite(largest), jnp.maximum(exponent, 1), 255)
     return jnp.where(largest == 0, 0, exponent).astype(jnp.uint8)
@@ -261,7 +260,7 @@ def _power_of_two(exponents: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 #
-# Of scales of either kind
+# Functions of float scales and short scales
 #
 
 
@@ -270,27 +269,26 @@ def float_scales(scales) -> Float[Array, "*lead blocks"]:
 
 
 def scales_and_offsets(parts: Any, format: Any) -> tuple[Any, Any]:
-    """What `Format.encode` returns beside codes, with None for offsets if there are
-    none."""
+    """Split the second result of `Format.encode` into scales, and offsets or None."""
     return parts if format.has_offsets else (parts, None)
 
 
 def slice_scales(scales, start: int, stop: int):
-    """Some of the blocks."""
+    """Return the scales of blocks `start` to `stop`."""
     if isinstance(scales, ShortScales):
         return scales.slice(start, stop)
     return scales[..., start:stop]
 
 
 def gather_scales(fn: Callable[[Array, Any], Array], scales, fill: Any):
-    """`fn(part, fill)` of each part, where `fill` fills in scales: None, 0, or NaN."""
+    """Apply `fn(part, fill)` to each part. `fill` is None, 0 or NaN."""
     return (
         scales.gather(fn, fill) if isinstance(scales, ShortScales) else fn(scales, fill)
     )
 
 
 def scales_split(scales, parts: int) -> bool:
-    """Whether so many equal parts of a row each have whole blocks, and groups."""
+    """Whether `parts` equal parts of a row contain whole blocks and groups."""
     if isinstance(scales, ShortScales):
         return scales.split(parts)
     return scales.shape[-1] == 1 or scales.shape[-1] % parts == 0

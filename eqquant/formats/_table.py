@@ -1,4 +1,4 @@
-"""The nearest of a table of levels, exactly."""
+"""Exact search for the nearest level in a table."""
 
 import dataclasses
 import functools as ft
@@ -14,9 +14,11 @@ from jaxtyping import Array, Float, UInt8
 
 
 def midpoints(levels: Sequence[float], dtype: np.dtype) -> list[np.floating]:
-    """Between each two levels the largest float that does not exceed the exact
-    midpoint, so that `x > midpoint` is the exact comparison for every float x, and a
-    tie goes to the lower level."""
+    """Return the midpoints of neighbouring levels, rounded down to floats.
+
+    So `x > midpoint` is the exact comparison for every float x, and ties go to the
+    lower level.
+    """
 
     def between(low: float, high: float) -> np.floating:
         exact = (Fraction(low) + Fraction(high)) / 2
@@ -31,14 +33,14 @@ def midpoints(levels: Sequence[float], dtype: np.dtype) -> list[np.floating]:
 def count_below(
     x: Float[Array, "*shape"], boundaries: Sequence[Any]
 ) -> UInt8[Array, "*shape"]:
-    """How many of the boundaries, which ascend, lie below each value: of a NaN none."""
+    """Count the ascending boundaries below each value. The count is 0 for a NaN."""
     search = ft.partial(_search, boundaries=boundaries)
     cells = None
     if x.dtype == jnp.float32:
         cells = _cells(tuple(float(boundary) for boundary in boundaries))
     if cells is None:
         return search(x)
-    # A GPU loads from a small table beside its arithmetic, which selects would fill.
+    # A GPU loads from a small table in parallel to arithmetic, unlike selects.
     return lax.platform_dependent(
         x, cuda=ft.partial(_look_up, cells=cells), default=search
     )
@@ -47,13 +49,13 @@ def count_below(
 def _search(
     x: Float[Array, "*shape"], boundaries: Sequence[Any]
 ) -> UInt8[Array, "*shape"]:
-    """A binary search by selects."""
+    """Search with a binary tree of selects."""
     depth = max(1, len(boundaries).bit_length())
     whole = 2**depth - 1
     table = [*boundaries, *[np.asarray(np.inf, x.dtype)] * (whole - len(boundaries))]
 
     def search(low: int, high: int, bits: list) -> Any:
-        """The boundary to compare with next, given the bits known so far."""
+        """Return the next boundary to compare with, given the first bits."""
         middle = (low + high) // 2
         if not bits:
             return table[middle]
@@ -72,15 +74,18 @@ def _search(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Cells:
-    """From the lowest to the highest boundary the line is cut into cells of one width,
-    of which none has two boundaries. Which one a float is in never falls as it rises.
-    So all that is left to compare with is the boundary there.
+    """Cells of equal width between the lowest and the highest boundary.
 
-    - `low`, `high`: what is beyond counts as these.
-    - `scale`, `offset`: `x * scale + offset` is from 8 to 12, and in its bits is the
+    No cell has two boundaries, and the cell of a float is monotonic in the float. So
+    one comparison with the boundary of its cell is enough.
+
+    **Fields:**
+
+    - `low`, `high`: the range to which values are clipped.
+    - `scale`, `offset`: `x * scale + offset` is from 8 to 12, and its bits contain the
         cell.
-    - `ends`: in each cell the boundary, or infinity.
-    - `below`: how many boundaries are in the cells before.
+    - `ends`: the boundary of each cell, or infinity.
+    - `below`: the number of boundaries in the cells before.
     """
 
     low: np.floating
@@ -91,18 +96,18 @@ class _Cells:
     below: np.ndarray
 
 
-# Of which 32 are for 8 to 12, a line of a GPU's cache, and the others for a NaN, with
-# whatever bits.
+# 32 cells are for 8 to 12, and fill a cache line of a GPU. The others are for NaNs of
+# any bits.
 _num_cells = 64
 _shift = 23 - 6  # The highest bits of a mantissa.
 
 
 @ft.lru_cache(maxsize=64)
 def _cells(boundaries: tuple[float, ...]) -> _Cells | None:
-    """None if two of them are too close."""
+    """Return the cells, or None if two boundaries are too close."""
     ends = np.array(boundaries, np.float32)
     high = np.nextafter(ends[-1], np.float32(np.inf))
-    for exponent in range(-120, 64):  # By a power of two nothing is rounded.
+    for exponent in range(-120, 64):  # A power of two rounds nothing.
         scale = np.float32(2.0**exponent)
         offset = np.nextafter(np.float32(8) - ends[0] * scale, np.float32(np.inf))
         if not high * scale + offset < 12:
@@ -118,9 +123,9 @@ def _cells(boundaries: tuple[float, ...]) -> _Cells | None:
 
 
 def _look_up(x: Float[Array, "*shape"], cells: _Cells) -> UInt8[Array, "*shape"]:
-    """By loads from two tables."""
+    """Search by loads from two tables."""
     place = jnp.clip(x, cells.low, cells.high) * cells.scale + cells.offset
-    # Without a sign, or JAX would look for indices from the end.
+    # Unsigned, because JAX would handle negative indices otherwise.
     cell = lax.bitcast_convert_type(place, jnp.uint32) >> jnp.uint32(_shift)
     cell = cell & jnp.uint32(_num_cells - 1)
     of = lambda table: jnp.asarray(table).at[cell].get(mode="promise_in_bounds")

@@ -25,16 +25,17 @@ class Ternary(Format):
 
     **Arguments:**
 
-    - `block_size`: how many consecutive values share one scale; `None` (the default)
-        for one scale per channel. Quantize over all axes for one scale per tensor.
-    - `scale_dtype`: of the scales: float32, bfloat16 or float64.
-    - `rule`: which values become nonzero. `"threshold"`: those beyond half a standard
-        deviation. `"absmean"`: those that do not round to zero when they are divided by
-        the mean magnitude, as in BitNet b1.58 (arXiv 2402.17764).
-    - `least_squares`: take the scale with the least squared error for these codes: the
-        mean magnitude of the values that are not zero. It is the more accurate choice,
-        and quantizing a dequantized array then gives the same codes and scales again.
-        With `False` the scale is the mean magnitude of the whole block, as in BitNet.
+    - `block_size`: the number of consecutive values that share a scale; `None` (the
+        default) for one scale per channel. Quantize over all axes for one scale per
+        tensor.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `rule`: selects the values that become nonzero. `"threshold"`: magnitudes above
+        half a standard deviation. `"absmean"`: values that do not round to zero when
+        they are divided by the mean magnitude, as in BitNet b1.58 (arXiv 2402.17764).
+    - `least_squares`: use the scale with the least squared error for the codes, which
+        is the mean magnitude of the nonzero values. It is more accurate, and quantizing
+        a dequantized array gives the same codes and scales. With `False`, the scale is
+        the mean magnitude of the whole block, as in BitNet.
     """
 
     rule: _Rule = "threshold"
@@ -54,7 +55,7 @@ class Ternary(Format):
             )
 
     def encode(self, blocks, absmax, counts, limit):
-        # Everything relative to absmax: no sum overflows, however large the weights.
+        # Relative to absmax, so that no sum overflows.
         unit = divide_blocks(blocks, absmax)
         magnitude = jnp.abs(unit)
         mean_magnitude = true_divide(sum_blocks(magnitude), counts)
@@ -88,8 +89,8 @@ class Ternary(Format):
 
 
 def _for_each_use(threshold):
-    """One for each of two uses, as XLA for GPUs would write a comparison that several
-    use to memory, and read it again for each. Others compute it once."""
+    """Duplicate the threshold for two uses. Otherwise XLA for GPUs writes the
+    comparison to memory, and reads it for each use. Other platforms compute it once."""
     both = threshold, threshold
     return lax.platform_dependent(
         both, cuda=lax.optimization_barrier, default=lambda x: x
