@@ -29,8 +29,8 @@ class _FP4(Format):
             raise ValueError(f"{name}: block_size must be an integer, got None.")
         if self.scale_dtype != np.float32:
             raise ValueError(
-                f"{name}: scale_dtype must be float32, the dtype of decoded scales, got
-                " f"{self.scale_dtype.name!r}."
+                f"{name}: scale_dtype must be float32, the dtype of decoded scales, "
+                f"got {self.scale_dtype.name!r}."
             )
 
     @property

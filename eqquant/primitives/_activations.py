@@ -1,4 +1,4 @@
-"""Activations rounded to int8, with the derivative of the identity."""
+"""Rounding of activations to int8, with the derivative of the identity."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..kernels import round_int8
 def straight_rounded(
     x: Float[Array, "..."], axes: Sequence[int]
 ) -> Float[Array, "..."]:
-    """`x` with each row along some of its axes rounded to int8 times a scale."""
+    """Round each row of `x` along `axes` to int8 times a scale."""
     if not x.size:
         return x
     last = range(-len(axes), 0)

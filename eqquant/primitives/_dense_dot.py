@@ -1,4 +1,4 @@
-"""Dense products, whose operands may be explicitly split over a mesh."""
+"""Dense products, also on meshes with explicit axes."""
 
 from typing import Any
 
@@ -18,55 +18,71 @@ def dense_dot(
     *,
     weight_first: bool = False,
     out_sharding: PartitionSpec | None = None,
-    **how,
+    precision: Any = None,
+    preferred_element_type: Any = None,
 ) -> Any:
-    """`lax.dot_general(x, w, numbers, **how)`, or of the two in the other order.
+    """Compute `lax.dot_general` of `x` and `w`, or of `w` and `x` with `weight_first`.
 
-    On a mesh with explicit axes JAX refuses factors that are split alike where they are
-    summed over, and those that are not split alike. Here `x` keeps what its free axes
-    are split by. A weight that is split over these, too, is gathered, and results are
-    summed. `out_sharding` may ask for a result that is split otherwise.
+    On a mesh with explicit axes, JAX rejects operands whose contracted axes are split,
+    and operands with different splits. Here, the free axes of `x` keep their split. A
+    weight that is split over the same mesh axes is gathered, and results are summed.
+    `out_sharding` requests another sharding of the result.
     """
     if has_explicit_axes():
-        x, w, spec = _aligned(x, w, numbers, weight_first, out_sharding)
-        how |= {} if spec is None else {"out_sharding": spec}
+        x, w, out_sharding = _aligned(x, w, numbers, weight_first, out_sharding)
+    else:
+        out_sharding = None
     if weight_first:
         x, w, numbers = w, x, [tuple(reversed(pair)) for pair in numbers]
-    return lax.dot_general(x, w, numbers, **how)
+    return lax.dot_general(
+        x,
+        w,
+        numbers,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+    )
 
 
 def _aligned(
-    x: Any, w: Any, numbers: Any, weight_first: bool, asked: PartitionSpec | None
+    x: Any, w: Any, numbers: Any, weight_first: bool, requested: PartitionSpec | None
 ) -> tuple:
-    """Operands, and how the result is split; None if nothing is."""
+    """Return resharded operands and the sharding of the result, or None if neither
+    operand is split."""
     (over_x, over_w), (batch_x, batch_w) = numbers
-    of_x, of_w = ([*map(names_of, spec_of(a))] for a in (x, w))
-    if not any((*of_x, *of_w)):
-        return x, w, asked
+    x_names, w_names = ([*map(names_of, spec_of(a))] for a in (x, w))
+    if not any((*x_names, *w_names)):
+        return x, w, requested
     free_x = [i for i in range(x.ndim) if i not in {*over_x, *batch_x}]
     free_w = [i for i in range(w.ndim) if i not in {*over_w, *batch_w}]
-    if asked is not None:
-        wanted = [*map(names_of, asked), *[()] * x.ndim][len(batch_x) :]
-        of_weight = {name for names in of_w for name in names}
-        left = names_in_product([of_x[i] for i in free_x], wanted, of_weight)
-        for i, names in zip(free_x, left, strict=True):
-            of_x[i] = names
-    taken = {name for i in (*free_x, *batch_x) for name in of_x[i]}
+    if requested is not None:
+        requested_names = [*map(names_of, requested), *[()] * x.ndim][len(batch_x) :]
+        weight_names = {name for names in w_names for name in names}
+        remaining = names_in_product(
+            [x_names[i] for i in free_x], requested_names, weight_names
+        )
+        for i, names in zip(free_x, remaining, strict=True):
+            x_names[i] = names
+    taken = {name for i in (*free_x, *batch_x) for name in x_names[i]}
     taken |= mapped_mesh_axes()
-    of_w = [tuple(name for name in names if name not in taken) for names in of_w]
+    w_names = [tuple(name for name in names if name not in taken) for names in w_names]
     for i, j in zip(batch_x, batch_w, strict=True):
-        of_w[j] = of_x[i]
+        w_names[j] = x_names[i]
     for i, j in zip(over_x, over_w, strict=True):
-        of_x[i] = of_w[j]
-    of_free_x, of_free_w = [of_x[i] for i in free_x], [of_w[i] for i in free_w]
-    first, second = of_free_x, of_free_w
+        x_names[i] = w_names[j]
+    free_x_names, free_w_names = (
+        [x_names[i] for i in free_x],
+        [w_names[i] for i in free_w],
+    )
+    first, second = free_x_names, free_w_names
     if weight_first:
         first, second = second, first
-    out = [*(of_x[i] for i in batch_x), *first, *second]
+    out = [*(x_names[i] for i in batch_x), *first, *second]
     x, w = (
-        jax.sharding.reshard(a, _spec(names)) for a, names in ((x, of_x), (w, of_w))
+        jax.sharding.reshard(a, _spec(names))
+        for a, names in ((x, x_names), (w, w_names))
     )
-    return x, w, _spec(out) if asked is None else asked
+    return x, w, _spec(out) if requested is None else requested
 
 
 def _spec(axes: list[Names]) -> PartitionSpec:

@@ -74,7 +74,7 @@ def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
         dot = dot_by(exported if is_exported(ctx) else tiers)
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in)
-            # The compiler cannot split a kernel over devices, but what XLA generates.
+            # The compiler can split programs of XLA over devices, but not a kernel.
             dot = dot_by(PORTABLE) if plan is None else sharded(dot, plan)
         return mlir.lower_fun(dot, multiple_results=False)(ctx, *args, matmul=matmul)
 

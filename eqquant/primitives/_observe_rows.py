@@ -1,7 +1,8 @@
-"""Rows, and as a gradient what their own gradients are like.
+"""The identity of rows, whose gradients contain statistics of the cotangent of the
+rows.
 
-A `custom_vjp` has the same derivatives. But mapped over, its backward rule makes the
-outer product of each row by itself; here they stay one product of matrices.
+A `custom_vjp` has the same derivatives. But under `jax.vmap`, its backward rule
+computes a separate outer product per row. This primitive keeps one product of matrices.
 """
 
 import jax.numpy as jnp
@@ -22,8 +23,11 @@ def observe_rows(
     count: Float[Array, "*lead"],
     power: Float[Array, "*lead"],
 ) -> Float[Array, "*lead rows size"]:
-    """`x`. With `g` its cotangent, that of `gram` is `g^T g`, that of `count` how many
-    rows of `g` are not zero, and that of `power` the sum of the squares."""
+    """Return `x`.
+
+    If `g` is the cotangent of the result, the cotangents are `g^T g` for `gram`, the
+    number of nonzero rows of `g` for `count`, and the sum of squares for `power`.
+    """
     return observe_rows_p.bind(*match_varying(x, gram, count, power))
 
 
@@ -37,15 +41,15 @@ mlir.register_lowering(observe_rows_p, mlir.lower_fun(_first, multiple_results=F
 
 
 def _transpose(ct, x, gram, count, power):
-    of_x = ct if ad.is_undefined_primal(x) else None
+    x_ct = ct if ad.is_undefined_primal(x) else None
     if not ad.is_undefined_primal(gram):
-        return of_x, None, None, None
-    return of_x, *sums_of_rows(ct, gram.aval.ndim - 2, gram.aval.dtype)
+        return x_ct, None, None, None
+    return x_ct, *sums_of_rows(ct, gram.aval.ndim - 2, gram.aval.dtype)
 
 
 def sums_of_rows(g: Float[Array, "..."], lead: int, dtype):
-    """`g^T g`, how many rows are not zero, and the sum of the squares, for each index
-    of the `lead` axes before the last two. Axes before these were mapped over."""
+    """Return `g^T g`, the number of nonzero rows, and the sum of squares, for each
+    index of the `lead` axes before the last two. Axes before these were mapped."""
     mapped = g.ndim - 2 - lead
     summed = (*range(mapped), g.ndim - 2)
     stack = tuple(range(mapped, mapped + lead))
@@ -60,22 +64,22 @@ ad.deflinear2(observe_rows_p, _transpose)
 
 
 def _batch(args, dims):
-    x, *seen = args
-    x_dim, *seen_dims = dims
-    if all(dim is None for dim in seen_dims):
-        return observe_rows_p.bind(jnp.moveaxis(x, x_dim, 0), *seen), 0
+    x, *sums = args
+    x_dim, *sums_dims = dims
+    if all(dim is None for dim in sums_dims):
+        return observe_rows_p.bind(jnp.moveaxis(x, x_dim, 0), *sums), 0
     size = next(
         part.shape[dim] for part, dim in zip(args, dims, strict=True) if dim is not None
     )
-    at = x.ndim - (x_dim is not None) - seen[0].ndim + (seen_dims[0] is not None)
+    at = x.ndim - (x_dim is not None) - sums[0].ndim + (sums_dims[0] is not None)
 
     def moved(part, dim, to):
         if dim is None:
             part, dim = jnp.broadcast_to(part, (size, *part.shape)), 0
         return jnp.moveaxis(part, dim, to)
 
-    seen = [moved(part, dim, 0) for part, dim in zip(seen, seen_dims, strict=True)]
-    return observe_rows_p.bind(moved(x, x_dim, at), *seen), at
+    sums = [moved(part, dim, 0) for part, dim in zip(sums, sums_dims, strict=True)]
+    return observe_rows_p.bind(moved(x, x_dim, at), *sums), at
 
 
 batching.primitive_batchers[observe_rows_p] = _batch

@@ -1,9 +1,8 @@
 """The `quantized_dot` primitive.
 
-Every fast product becomes one bind of it. It is linear in the activation and in the
-scales, works on raw arrays, and knows four things beyond its shape: how it batches, how
-it differentiates, how it transposes (into itself, contracting the other axis), and
-which kernel each platform gets.
+Every fast product binds it once. It is linear in the activation and in the scales, and
+works on raw arrays. It has rules for batching, differentiation, transposition (into
+itself, contracting the other axis), and the lowering on each platform.
 """
 
 import dataclasses
@@ -51,7 +50,7 @@ def quantized_dot(
     out_dtype=None,
     plan: Plan | None = None,
 ) -> Float[Array, "*batch m out"]:
-    """The product of an activation and a quantized weight, as a JAX primitive.
+    """Multiply an activation by a quantized weight, with a JAX primitive.
 
     `x @ q` calls it for you. The weight is a matrix `w` of shape `(rows, columns)`,
     where `columns` is the stored length of the blocked axis, a multiple of the block
@@ -66,11 +65,11 @@ def quantized_dot(
     - `format`: the format of both.
     - `contract_rows`: compute `x @ w` rather than `x @ w.T`.
     - `compute`: an [`eqquant.kernels.Compute`][].
-    - `weight_dtype`: the dtype of the array that the components stand for.
-    - `out_dtype`: the dtype of the result. By default JAX promotes those of the
+    - `weight_dtype`: the dtype of the dequantized weight.
+    - `out_dtype`: the dtype of the result. By default, the promoted dtype of the
         operands.
-    - `plan`: how the weight is split over a mesh, as [`eqquant.shard_tree`][] has it.
-        On one with explicit axes only what is asked of the result.
+    - `plan`: the split of the weight over a mesh, from [`eqquant.shard_tree`][]. On a
+        mesh with explicit axes, only its request for the result is used.
 
     **Returns:**
 
@@ -108,7 +107,7 @@ def _abstract_eval(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
             f"codes of shape {codes.shape} in {format!r} with "
             f"contract_rows={contract_rows}, got {x.shape}."
         )
-    # The caller adds offsets, so check scales in their place.
+    # The caller adds offsets, so scales are checked in their place.
     offsets = scales if format.has_offsets else None
     for problem in problems_of(
         format, codes, scales, offsets, exact=False, joined=True
@@ -215,7 +214,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
     x, codes, scales = args
     x_dim, codes_dim, scales_dim = dims
     if codes_dim is None and scales_dim is None:
-        # More activations for the same weight: more rows of one product.
+        # Several activations for one weight are more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
         parts = parts_by_type(x)
@@ -241,7 +240,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
 
     codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
     if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
-        # More weights for the same activation: more rows of one weight.
+        # Several weights for one activation are more rows of one weight.
         batch = x.ndim - 2
 
         def to_rows(a):

@@ -1,9 +1,9 @@
 """The product of an activation and a thin matrix.
 
-As `x @ w.T`, but mapped over it stays a product of two matrices, with more rows; so do
-its derivatives. `lax.dot_general` keeps the axes apart. The gradient for `w` then
-contracts several, for which XLA:CPU first transposes the cotangent: that takes much
-longer than the product itself, where one side of `w` is the rank of an adapter.
+It computes `x @ w.T`. Under `jax.vmap` it stays a product of two matrices with more
+rows, and so do its derivatives. `lax.dot_general` keeps mapped axes separate. Then the
+gradient for `w` contracts several axes, and XLA:CPU transposes the cotangent first. If
+one side of `w` is the rank of an adapter, that takes much longer than the product.
 """
 
 import jax.numpy as jnp
@@ -22,9 +22,9 @@ rows_dot_p = Primitive("rows_dot")
 def rows_dot(
     x: Float[Array, "m size"], w: Float[Array, "rows size"], precision
 ) -> Float[Array, "m rows"]:
-    """`x @ w.T`."""
+    """Compute `x @ w.T`."""
     x, w = match_varying(x, w)
-    if has_explicit_axes():  # To merge axes would be to split them otherwise.
+    if has_explicit_axes():  # Merged axes would be split differently.
         return _dot(x, w, precision=precision)
     return rows_dot_p.bind(x, w, precision=precision)
 
@@ -34,7 +34,8 @@ def _dot(x, w, *, precision):
 
 
 @rows_dot_p.def_abstract_eval
-def _abstract_eval(x, w, **_):
+def _abstract_eval(x, w, *, precision):
+    del precision
     return x.update(shape=(x.shape[0], w.shape[0]), weak_type=False)
 
 
@@ -48,7 +49,7 @@ def _transpose_x(ct, x, w, *, precision):
 
 
 def _transpose_w(ct, x, w, *, precision):
-    # XLA:CPU transposes what is on the left: let that be the thin one.
+    # XLA:CPU transposes the left operand, so the thin one is on the left.
     ct, x = match_varying(ct, x)
     rows, size = w.aval.shape
     left, right = (ct, x) if rows < size else (x, ct)

@@ -1,13 +1,12 @@
 """A product with a quantized weight, in plain XLA.
 
-The weight is decoded a tile of rows at a time, so that it never exists in full in
-floating point. What each step looks like is dictated by XLA:CPU, the platform on which
-it matters most:
+A tile of rows of the weight is decoded at a time, so that the weight never exists in
+full in floating point. The steps are optimised for XLA:CPU:
 
-- A tile is decoded one iteration before it is used (see `_jax/_pipeline.py`). XLA then
-  writes the tile with a vectorised loop, rather than decode each element over and over
+- A tile is decoded one iteration before it is used, with `_jax/_pipeline.py`. So XLA
+  writes the tile in a vectorised loop. Otherwise it decodes each element repeatedly
   inside of the product.
-- Codes stay in plane order (see `formats/_pack.py`); the activation is permuted.
+- Codes stay in plane order, as in `formats/_pack.py`, and the activation is permuted.
 """
 
 import functools as ft
@@ -88,7 +87,7 @@ def _float_dot(x, codes, scales, format, contract_rows, compute, operand):
         # XLA:CPU upcasts a whole bfloat16 matrix to multiply it by one vector.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     elif rows == 1 and not contract_rows:
-        # And it transposes a whole matrix to multiply one vector by it.
+        # XLA:CPU transposes a whole matrix to multiply it by one vector.
         multiply = lambda x, tile: lax.dot(tile, x[0])[None]
     return tiled(x, codes, scales, decode, multiply, contract_rows, compute)[:rows]
 
@@ -97,7 +96,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     rows = x.shape[0]
     scales = scales.astype(jnp.float32)
     exact = format.integer_levels and scales.shape[1] == 1
-    # What an integer of a row of the weight is worth.
+    # The scale of the int8 values of each row of the weight.
     unit = scales[:, 0] if exact else jnp.max(jnp.abs(scales), 1) / _int8_max(format)
 
     def decode(codes, scales):
@@ -119,8 +118,8 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if exact and format.bits == 8 and not contract_rows:
-        # The codes are the int8 operand. Contracting rows they are cut in tiles all the
-        # same: XLA:CPU is slow at that with a whole matrix.
+        # The codes are the int8 operand. Products that contract rows are tiled anyway,
+        # because XLA:CPU is slow for a whole matrix.
         out = multiply(x, codes)
     else:
         out = tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
@@ -146,19 +145,19 @@ def _multiply(x, tile, *, contract_rows, dtype):
 
 
 def _int8_max(format: Format) -> float:
-    """How many times the largest level goes into 127."""
+    """Return 127 divided by the largest level."""
     return 127 / format.largest_level
 
 
 def _round(x: Float[Array, "*shape"]) -> Int8[Array, "*shape"]:
-    # 1.5 * 2**23 leaves no bits for a fraction, and the rounded integer in the lowest
-    # ones: much faster than a conversion, which has to care for what does not fit.
+    # Adding 1.5 * 2**23 leaves the rounded integer in the lowest bits. That is much
+    # faster than a conversion, which also handles values out of range.
     magic = x + jnp.float32(1.5 * 2**23)
     return lax.bitcast_convert_type(magic, jnp.int32).astype(jnp.int8)
 
 
 def _to_bfloat16(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    # Half rounds up instead of to even, and NaN is not looked for: a weight has none.
+    # Ties round up instead of to even. NaNs need no check, because weights are finite.
     bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.uint32)
     bits = (bits + jnp.uint32(0x8000)) >> jnp.uint32(16)
     return lax.bitcast_convert_type(bits.astype(jnp.uint16), jnp.bfloat16)

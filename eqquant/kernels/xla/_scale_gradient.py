@@ -21,8 +21,8 @@ def scale_gradient(
 ) -> Float[Array, "*batch rows blocks"]:
     """The gradient of `sum(ct * (x @ w.T))` with respect to the scales of `w`.
 
-    `sum_m ct[m, row] * sum_(k in block) x[m, k] * level[row, k]`: a tile of rows at a
-    time, as the product itself.
+    It is `sum_m ct[m, row] * sum_(k in block) x[m, k] * level[row, k]`, computed for
+    one tile of rows at a time.
     """
     if codes.ndim > 2:
         one = ft.partial(scale_gradient, blocks=blocks, format=format, dtype=dtype)

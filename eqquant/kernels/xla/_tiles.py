@@ -1,4 +1,4 @@
-"""A product with a weight that is decoded a tile of rows at a time."""
+"""Products with a weight that is decoded one tile of rows at a time."""
 
 from collections.abc import Callable
 
@@ -11,14 +11,16 @@ from ..._jax import match_varying, pipeline
 from ...formats import Format, unpack_planes
 
 
-# Of a decoded tile: larger ones leave the caches, smaller ones keep threads waiting.
+# The size of a decoded tile. Larger tiles leave the caches, and smaller ones leave
+# threads idle.
 _tile_bytes = 2**22
-# Of a whole weight in int8 that is decoded at once: two tiles take longer to compile.
+# The size up to which an int8 weight is decoded at once, because two tiles take longer
+# to compile.
 _small_bytes = 2**18
 
 
 def tile_rows(rows: int, row_bytes: int) -> int:
-    """How many rows of the weight are decoded at once: never all of them."""
+    """Return the number of rows of a tile, which is less than `rows` if possible."""
     most = max(8, _tile_bytes // max(row_bytes, 1) // 8 * 8)
     return max(1, min(most, -(-rows // 2)))
 
@@ -32,8 +34,8 @@ def tiled(
     contract_rows: bool,
     dtype,
 ) -> Shaped[Array, "m out"]:
-    """The product, tile after tile. `decode(codes, scales)` makes a tile out of some
-    rows; `use(x, tile)` multiplies with it."""
+    """Compute a product tile by tile. `decode(codes, scales)` decodes some rows to a
+    tile, and `use(x, tile)` multiplies by it."""
     rows, _ = codes.shape
     whole = jax.eval_shape(decode, codes, scales)
     columns = whole.size // rows
@@ -52,8 +54,8 @@ def tiled(
         tile = tile.reshape(size, -1)
         if contract_rows:
             return out + use(rows_of(x, i, axis=1, size=size), tile)
-        # Rows of the weight are rows of the result while it is put together: a tile's
-        # results are then contiguous. For large m the transposition would cost more.
+        # The result is transposed while it is assembled, so that the results of a tile
+        # are contiguous. For large m, the transposition would cost more.
         if m <= 8:
             return lax.dynamic_update_slice_in_dim(out, use(x, tile).T, i * height, 0)
         return lax.dynamic_update_slice_in_dim(out, use(x, tile), i * height, 1)
@@ -73,8 +75,8 @@ def decode_tile(
     format: Format,
     dtype,
 ) -> Float[Array, "rows planes blocks bytes"]:
-    """The weight in plane order. The result keeps its axes: a reshape here would be
-    fused into the decoding, and stop XLA from vectorising it."""
+    """Decode a tile in plane order. The result keeps its axes, because XLA would fuse a
+    reshape into the decoding, and would not vectorise it."""
     blocks = scales.shape[-1]
     planes = unpack_planes(codes, format.bits, format.group)
     levels = format.levels(planes, dtype)
