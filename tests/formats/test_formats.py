@@ -58,7 +58,6 @@ def test_the_defaults_of_the_issue():
     [
         (NF4, ValueError, "block_size", 0, "positive multiple of 2"),
         (NF4, ValueError, "block_size", 7, "positive multiple of 2"),
-        (Int8, ValueError, "activations", "int4", "float', 'int8"),
         (Ternary, ValueError, "block_size", 6, "positive multiple of 4"),
         (Binary, ValueError, "block_size", 12, "positive multiple of 8"),
         (Int8, ValueError, "block_size", -1, "positive multiple of 1"),
@@ -68,7 +67,6 @@ def test_the_defaults_of_the_issue():
         (NF4, ValueError, "scale_dtype", "int8", "bfloat16', 'float32', 'float64"),
         (Int8, ValueError, "scale_dtype", "float16", "bfloat16', 'float32', 'float64"),
         (Int8, ValueError, "scale_dtype", "floaty", "bfloat16', 'float32', 'float64"),
-        (Int8, ValueError, "precision", "low", "highest', 'high', 'default"),
         (Ternary, ValueError, "rule", "best", "absmean', 'threshold"),
     ],
 )
@@ -76,6 +74,16 @@ def test_bad_formats_say_what_is_wrong(untyped, cls, error, argument, given, acc
     message = f"{cls.__name__}: {argument} must be .*{accepted}.* got {given!r}"
     with pytest.raises(error, match=message):
         cls(**{argument: given})
+
+
+@pytest.mark.parametrize("cls", [Int8, NF4, Ternary, eqquant.formats.Codebook])
+@pytest.mark.parametrize(
+    "field", [{"precision": "high"}, {"activations": "int8"}, {"tpu": None}]
+)
+def test_fields_of_compute_are_rejected_by_every_format(cls, field):
+    (name,) = field
+    with pytest.raises(TypeError, match=f"{cls.__name__}.*{name}.*Compute.*with_comp"):
+        cls(**field)
 
 
 #
