@@ -39,10 +39,12 @@ def test_plot(summary, tmp_path):
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_table(path):
-    """Rows have the same number of cells, and a page includes the table."""
-    lines = [line for line in path.read_text().splitlines() if line.startswith("|")]
-    assert len(lines) > 2
-    assert len({line.count(" | ") for line in lines}) == 1
+    """Rows of a table have the same number of cells, and a page includes the file."""
+    tables = re.findall(r"(?:^\|.*\n)+", path.read_text(), re.MULTILINE)
+    assert tables
+    for lines in map(str.splitlines, tables):
+        assert len(lines) > 2
+        assert len({line.count(" | ") for line in lines}) == 1
     included = [
         name
         for page in DOCS.rglob("*.md")
