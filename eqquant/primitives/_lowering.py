@@ -106,15 +106,14 @@ def lowering_of(
     split, unless the mesh of the operands has explicit axes.
     """
     tiers, over, text = TIERS.get(platform, PORTABLE), (), ""
-    operands = x, codes, scales
     plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:
-        operands, over, text = on_each_device(plan, x, codes, scales, matmul)
+        (x, codes, scales), over, text = on_each_device(plan, x, codes, scales, matmul)
     elif devices > 1:
         tiers = PORTABLE
         text = (
             f", as nothing says how it is split over {devices} devices: call "
             "eqquant.shard_tree"
         )
-    kernel, product, reason = choose_kernel(tiers, matmul, *operands, over)
+    kernel, product, reason = choose_kernel(tiers, matmul, x, codes, scales, over)
     return kernel.describe(product) + reason + text
