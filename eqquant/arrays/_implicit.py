@@ -1,13 +1,13 @@
 """`ImplicitArray`: the interface of an array that is stored in parts.
 
-The parts are a pytree: codes and scales, or a weight and the adapter beside it. The
-array itself is never formed. Operators, indexing, rules and control flow use this
-interface, and know nothing of the parts.
+The parts are a pytree, for example codes and scales, or a weight and its adapter.
+Operators, indexing, rules and control flow use this interface and never the parts.
 """
 
 import abc
+import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard
 
 import equinox as eqx
@@ -17,36 +17,53 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from ._axes import (
+    Broadcast,
+    DynamicSlice,
+    Gather,
+    Operation,
+    Permute,
+    Reshape,
+    Reverse,
+    Role,
+    Slice,
+    Squeeze,
+)
 from ._materialise import materialise
 
 
 class ImplicitArray(eqx.Module):
     """An array in parts.
 
-    Structural methods are exact, and never decode: each returns an implicit array of
-    the same kind, or `NotImplemented` where that is not possible.
+    A subclass declares which logical axes each part has, in [`axes_of_parts`][], and
+    which of its static fields hold axes, in `roles`. All structural operations follow
+    from that. They are exact, never decode, and return an implicit array of the same
+    class, or `NotImplemented` if that is not possible.
     """
+
+    # The static fields that hold axes, counted from the end, and the role of each.
+    roles: ClassVar[Mapping[str, Role]] = {}
 
     if TYPE_CHECKING:
         dtype: ClassVar[Any]  # A field or a property.
 
     #
-    # What it stands for
+    # The array that the parts stand for
     #
 
     @property
     @abc.abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """That of the array that it stands for, derived from the parts."""
+        """The shape of the array that the parts stand for, derived from the parts."""
 
     @property
     @abc.abstractmethod
     def is_whole(self) -> bool:
-        """Whether the parts are there: `eqx.partition` and the like take some away."""
+        """Whether no part is missing. `eqx.partition` removes parts, for example."""
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "..."]:
-        """The array that this one stands for, in floating point."""
+        """Return the array that the parts stand for, in floating point."""
 
     @property
     def ndim(self) -> int:
@@ -58,58 +75,94 @@ class ImplicitArray(eqx.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all the parts together."""
+        """The number of bytes of all parts."""
         return sum(
             math.prod(part.shape) * part.dtype.itemsize
             for part in jax.tree.leaves(self)
         )
 
     def check_whole(self) -> None:
-        """An error for what is but a part of an array: that which `eqx.partition` left,
-        or a gradient."""
+        """Raise an error if a part is missing, as in a gradient or in a result of
+        `eqx.partition`."""
         if not self.is_whole:
             raise TypeError(
-                f"{self!r} lacks some of its parts, and cannot be used. If "
-                "`eqx.partition` took them away, put them back with `eqx.combine`."
+                f"{self!r} lacks some of its parts and cannot be used. If "
+                "`eqx.partition` removed them, call `eqx.combine` first."
             )
+
+    def replace(self, **fields):
+        names = [field.name for field in dataclasses.fields(self)]
+        return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     #
     # Structure
     #
 
+    @abc.abstractmethod
+    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
+        """Return a dictionary with the axes of each part, by the name of its field.
+
+        `ndim` is the number of logical axes. `groups` has the axes that the fields in
+        `roles` hold, counted from the front. An implicit array among the parts must
+        have all logical axes.
+        """
+
     @property
     @abc.abstractmethod
     def blocked_axes(self) -> tuple[int, ...]:
-        """The axes that cannot be cut anywhere, counted from the front."""
+        """The axes that cannot be cut at every position, counted from the front."""
 
     @property
     @abc.abstractmethod
     def whole_axes(self) -> int | None:
-        """How many axes, at the end, [`gather`][] leaves whole; None if it cannot."""
+        """The number of axes at the end that [`gather`][] does not index, or None if
+        lookups are not supported."""
 
-    @abc.abstractmethod
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
-        """`fn(part, fill)`, which takes from the axes of a part but its last, with the
-        [`whole_axes`][] of each flattened into that one. Where it takes what is not
-        there, it fills in `fill`: None for whatever it likes, 0, or NaN."""
+    @property
+    def groups(self) -> dict[str, list[int]]:
+        """The axes that the fields in `roles` hold, counted from the front."""
+        ndim = self.ndim
+        return {name: [a + ndim for a in getattr(self, name)] for name in self.roles}
 
-    @abc.abstractmethod
+    def move(self, operation: Operation) -> Any:
+        """Apply a structural operation to every part."""
+        groups = self.groups
+        roles = {name: (role, groups[name]) for name, role in self.roles.items()}
+        moved = operation.regroup(roles)
+        if moved is NotImplemented:
+            return NotImplemented
+        # Parts of all but "whole" axes are stored in the order of the logical axes.
+        order = {
+            n: a if self.roles[n] == "whole" else sorted(a) for n, a in moved.items()
+        }
+        ndim = operation.ndim
+        before = self.axes_of_parts(self.ndim, groups)
+        after = self.axes_of_parts(ndim, order)
+        parts = {}
+        for name, axes in before.items():
+            part = getattr(self, name)
+            if isinstance(part, ImplicitArray):
+                part = part.move(operation)
+            elif part is not None:
+                part = operation.on_part(part, axes, after[name])
+            if part is NotImplemented:
+                return NotImplemented
+            parts[name] = part
+        static = {n: tuple(axis - ndim for axis in axes) for n, axes in order.items()}
+        return self.replace(**parts, **static)
+
     def permute(self, permutation: Sequence[int]) -> Any:
         """As `lax.transpose`."""
+        return self.move(Permute(self.shape, tuple(permutation)))
 
-    @abc.abstractmethod
-    def with_dtype(self, dtype) -> Any:
-        """The same parts, standing for an array of another floating-point dtype."""
-
-    @abc.abstractmethod
     def with_shape(self, shape: Sequence[int]) -> Any:
         """As `lax.reshape`."""
+        return self.move(Reshape(self.shape, tuple(shape)))
 
-    @abc.abstractmethod
     def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
         """As `lax.broadcast_in_dim`."""
+        return self.move(Broadcast(self.shape, tuple(shape), tuple(dimensions)))
 
-    @abc.abstractmethod
     def slice(
         self,
         start: Sequence[int],
@@ -117,27 +170,72 @@ class ImplicitArray(eqx.Module):
         strides: Sequence[int] | None = None,
     ) -> Any:
         """As `lax.slice`."""
+        strides = tuple(strides or (1,) * self.ndim)
+        return self.move(Slice(self.shape, tuple(start), tuple(limit), strides))
 
-    @abc.abstractmethod
     def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """As `lax.dynamic_slice`."""
+        """As `lax.dynamic_slice`. The start indices may have different dtypes."""
+        arrays = [jnp.asarray(i) for i in start]
+        dtype = jnp.result_type(*arrays) if arrays else None
+        arrays = [i.astype(dtype) for i in arrays]
+        return self.move(DynamicSlice(self.shape, tuple(arrays), tuple(sizes)))
 
-    @abc.abstractmethod
     def reverse(self, dimensions: Sequence[int]) -> Any:
         """As `lax.rev`."""
+        return self.move(Reverse(self.shape, tuple(dimensions)))
 
-    @abc.abstractmethod
     def drop_axes(self, dimensions: Sequence[int]) -> Any:
         """As `lax.squeeze`, of axes that are not blocked."""
+        return self.move(Squeeze(self.shape, tuple(dimensions)))
+
+    def gather(
+        self, fn: Callable[[Array, Any], Array], ndim: int, fill: Any = None
+    ) -> Any:
+        """Look up along all axes except the last [`whole_axes`][].
+
+        **Arguments:**
+
+        - `fn`: `fn(x, fill)` looks up in an array whose whole axes are flattened into
+            its last. Where it reads out of bounds it returns `fill`.
+        - `ndim`: the number of axes of the result.
+        - `fill`: the value out of bounds: 0, NaN, or None for any value.
+        """
+        count = self.ndim - (self.whole_axes or 0)
+        new_count = ndim - (self.whole_axes or 0)
+        return self.move(Gather(self.shape, fn, fill, count, new_count))
+
+    def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
+        """As `lax.concatenate`: append arrays of the same structure to this one."""
+        groups = self.groups
+        if any(
+            dimension in groups[n] for n, role in self.roles.items() if role != "free"
+        ):
+            return NotImplemented
+        parts = {}
+        for name, axes in self.axes_of_parts(self.ndim, groups).items():
+            first, *rest = (getattr(x, name) for x in (self, *others))
+            if dimension not in axes:
+                return NotImplemented  # The parts of each array would need their own.
+            if isinstance(first, ImplicitArray):
+                part = first.concatenate(rest, dimension)
+            else:
+                place = axes.index(dimension)
+                join = lambda *arrays, place=place: lax.concatenate(arrays, place)
+                part = jax.tree.map(join, first, *rest)
+            if part is NotImplemented:
+                return NotImplemented
+            parts[name] = part
+        return self.replace(**parts)
 
     @abc.abstractmethod
-    def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
-        """As `lax.concatenate`, with others of the same structure after this one."""
+    def with_dtype(self, dtype) -> Any:
+        """Return the same parts, standing for an array of another floating-point
+        dtype."""
 
     @abc.abstractmethod
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
-        """[`scaled`][], by a factor with as many axes as the array. Each has one
-        element, or as many as that axis of the array."""
+        """Implement [`scaled`][] for a factor with as many axes as the array. Each axis
+        of the factor has one element, or the size of that axis of the array."""
 
     def power(self, exponent: int) -> Any:
         """As `lax.integer_pow`."""
@@ -150,10 +248,23 @@ class ImplicitArray(eqx.Module):
         split into the same parts, and `fn(part, new)` puts each of them in place."""
         return NotImplemented
 
-    @abc.abstractmethod
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """A tree of the same structure, of a `PartitionSpec` for each part, that split
-        them over the mesh as `spec` splits the array."""
+        """Return a tree of the same structure with a `PartitionSpec` for each part,
+        which split the parts over the mesh as `spec` splits the array."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        entry = lambda axis: entries[axis] if isinstance(axis, int) else None
+        axes = self.axes_of_parts(self.ndim, self.groups)
+        specs = []
+        for field in dataclasses.fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, ImplicitArray):
+                part = part.split_specs(spec, mesh)
+                if part is NotImplemented:
+                    return NotImplemented
+                specs += jax.tree.leaves(part)
+            elif part is not None and field.name in axes:
+                specs.append(PartitionSpec(*map(entry, axes[field.name])))
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
 
     #
     # Products
@@ -162,8 +273,8 @@ class ImplicitArray(eqx.Module):
     @property
     @abc.abstractmethod
     def rounds_activations(self) -> bool:
-        """Whether a product rounds the activation to int8: so does one with the array
-        decoded, wherever [`contract`][] cannot serve."""
+        """Whether products round the activation to int8. Where [`contract`][] cannot
+        serve, the product with the decoded array also rounds it."""
 
     @abc.abstractmethod
     def contract(
@@ -176,13 +287,22 @@ class ImplicitArray(eqx.Module):
         out_dtype=None,
         out_sharding: PartitionSpec | None = None,
     ) -> Any:
-        """Contract the pairs of axes `over` (of this array, of `x`), with the pairs
-        `batch` as batch axes. The result's axes are: batch, free axes of `x`, free axes
-        of this array. On a mesh with explicit axes `out_sharding` says how it is split.
+        """Contract this array with `x`.
+
+        **Arguments:**
+
+        - `over`: pairs of contracted axes, of this array and of `x`.
+        - `batch`: pairs of batch axes.
+        - `precision`, `out_dtype`: as in `lax.dot_general`.
+        - `out_sharding`: how the result is split on a mesh with explicit axes.
+
+        **Returns:**
+
+        An array with these axes: batch, free axes of `x`, free axes of this array.
         """
 
     #
-    # All that follows from it
+    # Methods of arrays, in terms of the above
     #
 
     def transpose(self, *axes):
@@ -206,9 +326,8 @@ class ImplicitArray(eqx.Module):
     @property
     def mT(self):
         if self.ndim < 2:
-            raise ValueError(f"mT: needs two axes or more, got shape {self.shape}.")
-        *lead, i, j = range(self.ndim)
-        return self.transpose(*lead, j, i)
+            raise ValueError(f"mT: the array must have two axes, got {self.shape}.")
+        return self.swapaxes(-1, -2)
 
     def broadcast_to(self, shape: Sequence[int]):
         """As `jnp.broadcast_to`."""
@@ -218,16 +337,17 @@ class ImplicitArray(eqx.Module):
         return self.broadcast_in_dim(shape, range(offset, len(shape)))
 
     def squeeze(self, dimensions: Sequence[int]):
-        """As `lax.squeeze`. What is left with fewer than two axes is an activation
-        rather than a weight, and comes back in floating point."""
+        """As `lax.squeeze`. A result with fewer than two axes is an activation rather
+        than a weight, and is returned in floating point."""
         blocked = any(axis in self.blocked_axes for axis in dimensions)
         if self.ndim - len(dimensions) < 2 or blocked:
             return jnp.squeeze(self.dequantize(), tuple(dimensions))
         return self.drop_axes(dimensions)
 
     def scaled(self, factor: Shaped[Array, "..."], fn: Callable = lax.mul) -> Any:
-        """`fn(array, factor)`, a product or a quotient. The factor has the dtype of the
-        array, broadcasts to its shape, and is constant along the blocked axes."""
+        """Return `fn(array, factor)`, a product or a quotient. The factor has the dtype
+        of the array, broadcasts to its shape, and is constant along the blocked axes.
+        """
         if factor.ndim > self.ndim:
             return NotImplemented
         factor = factor.reshape((1,) * (self.ndim - factor.ndim) + factor.shape)
@@ -250,7 +370,7 @@ class ImplicitArray(eqx.Module):
     ravel = flatten
 
     def copy(self):
-        """As `jnp.copy`, of the parts."""
+        """Copy every part."""
         return jax.tree.map(jnp.copy, self)
 
     def block_until_ready(self):
@@ -258,8 +378,8 @@ class ImplicitArray(eqx.Module):
         return jax.block_until_ready(self)
 
     def reshape(self, *shape):
-        """As `jnp.reshape`: exact where the blocked axis stays whole; otherwise the
-        array is dequantized, with a warning."""
+        """As `jnp.reshape`: exact if the blocked axes stay whole. Otherwise, decode the
+        array and warn."""
         if len(shape) == 1 and isinstance(shape[0], list | tuple):
             (shape,) = shape
         known = math.prod(n for n in shape if n != -1)
@@ -272,8 +392,8 @@ class ImplicitArray(eqx.Module):
         return out
 
     def astype(self, dtype):
-        """The same parts, standing for an array of another floating-point dtype. Any
-        other dtype: a plain array, with a warning."""
+        """Return the same parts, standing for an array of another floating-point dtype.
+        For any other dtype, decode the array and warn."""
         dtype = jax.dtypes.canonicalize_dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             return materialise(self, f"astype({dtype})", "warn").astype(dtype)
@@ -287,5 +407,6 @@ def _canonical_axis(axis: int, ndim: int) -> int:
 
 
 def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:
-    """Whether `x` is an implicit array, with all of its parts. Use it as `is_leaf`."""
+    """Return whether `x` is an implicit array with all of its parts. Use it as
+    `is_leaf`."""
     return isinstance(x, ImplicitArray) and x.is_whole

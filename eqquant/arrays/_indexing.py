@@ -135,8 +135,11 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     n = q.whole_axes
     if n is None or not all(map(_takes_all, entries[-n:])):
         return _decoded(q, tuple(entries))
-    index = (*entries[: len(entries) - n], slice(None))
-    out = q.gather(lambda a, _: _look_up(a, index))
+    indexed = entries[: len(entries) - n]
+    arrays = [i for i in indexed if i is not None and not isinstance(i, slice)]
+    found = len(np.broadcast_shapes(*map(np.shape, arrays)))
+    ndim = found + len(entries) - len(arrays)
+    out = q.gather(lambda a, _: _look_up(a, (*indexed, slice(None))), ndim)
     left = sum(isinstance(entry, slice) for entry in by_axis)
     return out if left >= 2 else out.dequantize()
 

@@ -1,10 +1,9 @@
 """The array that is stored in a rotated basis."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
@@ -13,18 +12,10 @@ from jaxtyping import Array, Float, Shaped
 
 from .._jax import parts_of, typed
 from ..primitives import reshard_to
+from ._axes import Operation, Slice
 from ._hadamard import hadamard
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
-
-
-def _on_base(name: str) -> Callable:
-    """A structural method that leaves the blocked axes whole."""
-
-    def method(self, *args):
-        return self._with(getattr(self.base, name)(*args))
-
-    return method
 
 
 class RotatedArray(ArrayOperators):
@@ -81,8 +72,8 @@ class RotatedArray(ArrayOperators):
     # Structure
     #
 
-    def _with(self, base):
-        return base if base is NotImplemented else RotatedArray(base, self.block)
+    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
+        return {"base": tuple(range(ndim))}
 
     @property
     def blocked_axes(self) -> tuple[int, ...]:
@@ -92,31 +83,20 @@ class RotatedArray(ArrayOperators):
     def whole_axes(self) -> int | None:
         return self.base.whole_axes
 
-    permute = _on_base("permute")
-    with_dtype = _on_base("with_dtype")
-    with_shape = _on_base("with_shape")
-    broadcast_in_dim = _on_base("broadcast_in_dim")
-    dynamic_slice = _on_base("dynamic_slice")
-    reverse = _on_base("reverse")
-    drop_axes = _on_base("drop_axes")
-    scale_parts = _on_base("scale_parts")
-    gather = _on_base("gather")
+    def move(self, operation: Operation) -> Any:
+        """Slice the rotated axis only between its blocks."""
+        if isinstance(operation, Slice):
+            bounds = operation.start[self.axis], operation.limit[self.axis]
+            if any(bound % self.block for bound in bounds):
+                return NotImplemented
+        return super().move(operation)
 
-    def slice(
-        self,
-        start: Sequence[int],
-        limit: Sequence[int],
-        strides: Sequence[int] | None = None,
-    ) -> Any:
-        """Along the rotated axis only between its blocks."""
-        if start[self.axis] % self.block or limit[self.axis] % self.block:
-            return NotImplemented
-        return self._with(self.base.slice(start, limit, strides))
+    def with_dtype(self, dtype) -> "RotatedArray":
+        return self.replace(base=self.base.with_dtype(dtype))
 
-    def concatenate(self, others: Sequence["RotatedArray"], dimension: int) -> Any:
-        return self._with(
-            self.base.concatenate([other.base for other in others], dimension)
-        )
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
+        base = self.base.scale_parts(factor, fn)
+        return base if base is NotImplemented else self.replace(base=base)
 
     def put(
         self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
@@ -124,7 +104,8 @@ class RotatedArray(ArrayOperators):
         if rows.ndim < -self.axis or rows.shape[self.axis] != self.shape[self.axis]:
             return NotImplemented
         rows = hadamard(rows.astype(self.dtype), self.axis, self.block)
-        return self._with(self.base.put(rows, fn))
+        base = self.base.put(rows, fn)
+        return base if base is NotImplemented else self.replace(base=base)
 
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
         """Where each device gets whole blocks."""
@@ -132,10 +113,7 @@ class RotatedArray(ArrayOperators):
         parts = parts_of(mesh, entries[self.axis])
         if self.shape[self.axis] % (parts * self.block):
             return NotImplemented
-        base = self.base.split_specs(spec, mesh)
-        if base is NotImplemented:
-            return NotImplemented
-        return jax.tree.unflatten(jax.tree.structure(self), jax.tree.leaves(base))
+        return super().split_specs(spec, mesh)
 
     #
     # Products

@@ -1,7 +1,7 @@
 """The quantized array that can be trained."""
 
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -9,25 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..primitives import straight_rounded
 from . import _plain as plain
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
-
-
-def _on_both(name: str) -> Callable:
-    """A structural method, on the weights and on what they are quantized to."""
-
-    def method(self, *args):
-        q = getattr(self.q, name)(*args)
-        if q is NotImplemented:
-            return NotImplemented
-        return StraightThroughArray(plain.apply(name, self.master, *args), q)
-
-    return method
 
 
 class StraightThroughArray(ArrayOperators):
@@ -72,41 +59,18 @@ class StraightThroughArray(ArrayOperators):
     def whole_axes(self) -> int | None:
         return self.q.whole_axes
 
-    permute = _on_both("permute")
-    with_dtype = _on_both("with_dtype")
-    with_shape = _on_both("with_shape")
-    broadcast_in_dim = _on_both("broadcast_in_dim")
-    slice = _on_both("slice")
-    dynamic_slice = _on_both("dynamic_slice")
-    reverse = _on_both("reverse")
-    drop_axes = _on_both("drop_axes")
+    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
+        return {"q": tuple(range(ndim)), "master": tuple(range(ndim))}
 
-    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
+    def with_dtype(self, dtype) -> "StraightThroughArray":
+        return StraightThroughArray(self.master.astype(dtype), self.q.with_dtype(dtype))
+
+    def scale_parts(self, factor: Shaped[Array, "..."], fn) -> Any:
         q = self.q.scale_parts(lax.stop_gradient(factor), fn)
         if q is NotImplemented:
             return NotImplemented
         # The derivative with respect to the factor is the rounded array.
         return StraightThroughArray(plain.scaled(self.dequantize(), factor, fn), q)
-
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
-        count = self.whole_axes
-        assert count is not None
-        master = plain.gather(fn, self.master, count, fill)
-        return StraightThroughArray(master, self.q.gather(fn, fill))
-
-    def concatenate(self, others: Sequence["StraightThroughArray"], dimension: int):
-        q = self.q.concatenate([other.q for other in others], dimension)
-        if q is NotImplemented:
-            return NotImplemented
-        masters = [array.master for array in (self, *others)]
-        return StraightThroughArray(lax.concatenate(masters, dimension), q)
-
-    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        q = self.q.split_specs(spec, mesh)
-        if q is NotImplemented:
-            return NotImplemented
-        parts = [PartitionSpec(*spec), *jax.tree.leaves(q)]
-        return jax.tree.unflatten(jax.tree.structure(self), parts)
 
     #
     # Products

@@ -23,7 +23,7 @@ from ._structure import AbstractLoraArray
 def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array, "..."]:
     """`w` as one array in floating point, of its base as one."""
     wide = jnp.promote_types(w.dtype, w.b.dtype)
-    axes = w.axes_of_parts
+    axes = w.factors
     spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(w.ndim))}"
     product = jnp.einsum(
         spec, w.b, w.a, precision="highest", preferred_element_type=wide
@@ -59,7 +59,7 @@ def contract_adapter(
     explicit = has_explicit_axes()  # Axes that are split are not merged.
     if not (w.lead_axes or batch or explicit) and set(contracted) == set(left):
         return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
-    axes = w.axes_of_parts
+    axes = w.factors
     first, second = ("a", "b") if forwards else ("b", "a")
     w_of = {i: axis for axis, i in of_w.items()}
     free = iter(range(w.ndim, w.ndim + x.ndim))

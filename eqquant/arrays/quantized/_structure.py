@@ -2,8 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
@@ -17,7 +17,6 @@ from ..._jax import parts_of
 from ...formats import (
     float_scales,
     Format,
-    gather_scales,
     num_bytes,
     num_codes,
     QuantizedOffsets,
@@ -27,11 +26,14 @@ from ...formats import (
 )
 from ...kernels import Compute
 from ...primitives import Plan
+from .._axes import Operation, Role, Slice
 from .._operators import ArrayOperators
 
 
 class AbstractQuantizedArray(ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and what moves them about."""
+
+    roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
     scales: Float[Array, "*lead blocks"] | ShortScales
@@ -88,14 +90,8 @@ class AbstractQuantizedArray(ArrayOperators):
         return tuple(axis for axis in range(self.ndim) if axis not in blocked)
 
     #
-    # Structure: exact, on the components; NotImplemented where that is not possible.
-    # `_on_lead` is the whole mechanism: an operation that leaves the blocked axes whole
-    # is the same operation on both components.
+    # Structure
     #
-
-    def replace(self, **fields):
-        names = [field.name for field in dataclasses.fields(self)]
-        return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
 
     def with_static(self, **static: Any) -> Any:
         """Replace static fields. The parts may be of any kind, such as abstract
@@ -109,117 +105,43 @@ class AbstractQuantizedArray(ArrayOperators):
     def with_plan(self, plan: Plan | None) -> Any:
         return self.with_static(plan=plan)
 
-    def _on_lead(self, fn, axes: Sequence[int] | None = None, plan: Any = None):
-        """Apply `fn` to all components; `axes` says where, counted from the end, the
-        blocked axes then are, and `plan` how the codes are split, if they are."""
-        axes = self.axes if axes is None else tuple(axes)
-        parts = self.codes, self.scales, self.offsets
-        codes, scales, offsets = jax.tree.map(fn, parts)
-        new = {"codes": codes, "scales": scales, "offsets": offsets, "axes": axes}
-        return self.replace(**new, plan=self._plan(plan))
+    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
+        lead = (axis for axis in range(ndim) if axis not in groups["axes"])
+        axes = (*lead, ...)
+        return {name: axes for name in ("codes", "scales", "offsets")}
 
-    def _plan(self, fn: Callable[[Plan], Plan] | None) -> Plan | None:
-        return self.plan if fn is None or self.plan is None else fn(self.plan)
+    @property
+    def whole_axes(self) -> int | None:
+        n = len(self.axes)
+        return n if sorted(self.axes) == list(range(-n, 0)) else None
 
-    def _lead_index(self, axis: int) -> int:
-        return self.lead_axes.index(axis)
+    def move(self, operation: Operation) -> Any:
+        """Slice the blocked axis only between blocks."""
+        if isinstance(operation, Slice):
+            for axis in self.blocked_axes:
+                if operation.cuts(axis):
+                    sliced = self._slice_blocks(operation, axis)
+                    if sliced is NotImplemented:
+                        return NotImplemented
+                    return sliced.move(operation.after(axis))
+        out = super().move(operation)
+        if self.plan is None or out is NotImplemented:
+            return out
+        axes = (q.axes_of_parts(q.ndim, q.groups)["codes"] for q in (self, out))
+        return out.with_plan(operation.on_plan(self.plan, *axes))
 
-    def permute(self, permutation: Sequence[int]) -> "AbstractQuantizedArray":
-        blocked = [permutation.index(axis) - self.ndim for axis in self.blocked_axes]
-        lead = [self._lead_index(i) for i in permutation if i in self.lead_axes]
-        if lead == list(range(len(lead))):  # Free: only the blocked axis moves.
-            return self.replace(axes=tuple(blocked))
-        order = *lead, len(lead)
-        return self._on_lead(
-            lambda a: jnp.transpose(a, order), blocked, lambda p: p.permuted(order)
-        )
-
-    def with_dtype(self, dtype) -> "AbstractQuantizedArray":
-        return self.replace(dtype=jnp.dtype(dtype))
-
-    def with_shape(self, shape: Sequence[int]) -> Any:
-        """Where the blocked axes stay whole."""
-        shape, old = tuple(shape), self.shape
-        # Find each blocked axis in the new shape: as many elements before and after it.
-        # Of several axes of one element the last, as others are split off at the front.
-        where: dict[int, int] = {}
-        stop = len(shape)
-        for axis in sorted(self.blocked_axes, reverse=True):
-            before = math.prod(old[:axis])
-            for new in reversed(range(stop)):
-                if shape[new] == old[axis] and math.prod(shape[:new]) == before:
-                    where[axis] = stop = new
-                    break
-            else:
-                return NotImplemented
-        lead = [n for i, n in enumerate(shape) if i not in where.values()]
-        axes = [where[axis] - len(shape) for axis in self.blocked_axes]
-        if 0 in shape and math.prod(lead) != math.prod(self.codes.shape[:-1]):
+    def _slice_blocks(self, cut: Slice, axis: int):
+        """Slice the only blocked axis from the start of a block to the end of one."""
+        start, limit = cut.start[axis], cut.limit[axis]
+        if len(self.axes) > 1 or cut.strides[axis] != 1 or limit <= start:
             return NotImplemented
-        last = self.codes.shape[-1]
-        return self._on_lead(
-            lambda a: a.reshape(*lead, a.shape[-1]),
-            axes,
-            lambda p: p.reshaped(self.codes.shape, (*lead, last)),
-        )
-
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
-        new = [dimensions[axis] for axis in self.blocked_axes]
-        old = self.shape
-        if any(shape[dimensions[axis]] != old[axis] for axis in self.blocked_axes):
-            return NotImplemented
-        lead = [i for i in range(len(shape)) if i not in new]
-        onto = [lead.index(dimensions[axis]) for axis in self.lead_axes]
-
-        def broadcast(a):
-            to = (*(shape[i] for i in lead), a.shape[-1])
-            return lax.broadcast_in_dim(a, to, (*onto, len(lead)))
-
-        kept = {axis: i for i, axis in enumerate(onto)}
-        picked = *(kept.get(i) for i in range(len(lead))), len(onto)
-        return self._on_lead(
-            broadcast,
-            [i - len(shape) for i in new],
-            lambda p: p.picked(len(onto) + 1, picked),
-        )
-
-    def slice(
-        self,
-        start: Sequence[int],
-        limit: Sequence[int],
-        strides: Sequence[int] | None = None,
-    ) -> Any:
-        """Along the blocked axis only between blocks."""
-        strides = tuple(strides or (1,) * self.ndim)
-        out = self
-        for axis in self.blocked_axes:
-            if (start[axis], limit[axis], strides[axis]) != (0, self.shape[axis], 1):
-                out = self._slice_blocks(start[axis], limit[axis], strides[axis])
-                if out is NotImplemented:
-                    return NotImplemented
-        lead = self.lead_axes
-
-        def slice_lead(a):
-            return lax.slice(
-                a,
-                (*(start[i] for i in lead), 0),
-                (*(limit[i] for i in lead), a.shape[-1]),
-                (*(strides[i] for i in lead), 1),
-            )
-
-        return out._on_lead(slice_lead)
-
-    def _slice_blocks(self, start: int, limit: int, stride: int):
-        """A part of the only blocked axis that begins and ends between blocks."""
-        if len(self.axes) > 1 or stride != 1 or limit <= start:
-            return NotImplemented
-        bits, unit = self.format.bits, self.format.group
+        bits, step = self.format.bits, self.format.group
         blocks = self.scales.shape[-1]
         stored = num_codes(self.codes.shape[-1], bits)
         if blocks != 1 or self.format.block_size is not None:
-            unit = math.lcm(unit, stored // blocks)
-        at_end = limit == self.shape[self.blocked_axes[-1]]
-        if start % unit or (limit % unit and not at_end):
+            step = math.lcm(step, stored // blocks)
+        at_end = limit == self.shape[axis]
+        if start % step or (limit % step and not at_end):
             return NotImplemented
         stop = stored if at_end else limit
         scales, offsets = self.scales, self.offsets
@@ -237,61 +159,8 @@ class AbstractQuantizedArray(ArrayOperators):
             padding=stop - limit,
         )
 
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
-        if any(sizes[axis] != self.shape[axis] for axis in self.blocked_axes):
-            return NotImplemented
-        lead = self.lead_axes
-
-        starts = [jnp.asarray(i) for i in (*(start[i] for i in lead), 0)]
-        dtype = jnp.result_type(*starts)
-        starts = [i.astype(dtype) for i in starts]
-
-        def slice_lead(a):
-            whole = (*(sizes[i] for i in lead), a.shape[-1])
-            return lax.dynamic_slice(a, starts, whole)
-
-        return self._on_lead(slice_lead)
-
-    def reverse(self, dimensions: Sequence[int]) -> Any:
-        if any(axis in self.blocked_axes for axis in dimensions):
-            return NotImplemented
-        lead = [self._lead_index(axis) for axis in dimensions]
-        return self._on_lead(lambda a: lax.rev(a, lead))
-
-    def drop_axes(self, dimensions: Sequence[int]) -> "AbstractQuantizedArray":
-        left = [i for i in range(self.ndim) if i not in dimensions]
-        axes = [left.index(axis) - len(left) for axis in self.blocked_axes]
-        lead = [self._lead_index(axis) for axis in dimensions]
-        kept = [i for i in range(self.codes.ndim) if i not in lead]
-        return self._on_lead(
-            lambda a: lax.squeeze(a, lead),
-            axes,
-            lambda p: p.picked(self.codes.ndim, kept),
-        )
-
-    @property
-    def whole_axes(self) -> int | None:
-        n = len(self.axes)
-        return n if sorted(self.axes) == list(range(-n, 0)) else None
-
-    def gather(self, fn: Callable[[Array, Any], Array], fill: Any = None) -> Any:
-        scales = gather_scales(fn, self.scales, fill)
-        offsets = self.offsets
-        if offsets is not None:
-            offsets = gather_scales(fn, offsets, fill)
-        codes = fn(self.codes, None)
-        # What is looked up may be any of the rows.
-        lookup = lambda p: p.picked(
-            self.codes.ndim, [*[None] * (codes.ndim - 1), self.codes.ndim - 1]
-        )
-        new = {"codes": codes, "scales": scales, "offsets": offsets}
-        return self.replace(**new, plan=self._plan(lookup))
-
-    def concatenate(self, others: Sequence["AbstractQuantizedArray"], dimension: int):
-        if dimension in self.blocked_axes:
-            return NotImplemented
-        lead = self._lead_index(dimension)
-        return jax.tree.map(lambda *parts: lax.concatenate(parts, lead), self, *others)
+    def with_dtype(self, dtype) -> "AbstractQuantizedArray":
+        return self.replace(dtype=jnp.dtype(dtype))
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
         """On scales and offsets: in float32 or more, as a product may not fit into
@@ -368,13 +237,16 @@ class AbstractQuantizedArray(ArrayOperators):
             part = part.reshape(*lead, *(1 for _ in new), 1)
             return jnp.broadcast_to(part, (*lead, *new, 1))
 
-        scales, offsets = jax.tree.map(each, self.float_parts)
         now = [*self.lead_axes, *others]
-        order = sorted(range(len(now)), key=now.__getitem__)
-        out = self.replace(codes=codes, scales=scales, offsets=offsets)
-        plan = self._plan(lambda p: p.reshaped(self.codes.shape, codes.shape))
-        out = out.replace(axes=self.axes[-1:], inner=(), plan=plan)
-        order = *order, len(order)
-        return out._on_lead(
-            lambda a: jnp.transpose(a, order), plan=lambda p: p.permuted(order)
+        order = *sorted(range(len(now)), key=now.__getitem__), len(now)
+        parts = codes, *jax.tree.map(each, self.float_parts)
+        parts = jax.tree.map(lambda a: jnp.transpose(a, order), parts)
+        out = self.replace(
+            **dict(zip(("codes", "scales", "offsets"), parts, strict=True)),
+            axes=self.axes[-1:],
+            inner=(),
         )
+        if self.plan is None:
+            return out
+        plan = self.plan.reshaped(self.codes.shape, codes.shape).permuted(order)
+        return out.with_plan(plan)

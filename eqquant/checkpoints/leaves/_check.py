@@ -112,7 +112,7 @@ def _lora(w: LoraArray) -> Problems:
             yield f"axes must be in ascending order, got {axes}."
     if not w.b.ndim:
         yield "b must have at least one axis."
-    for name, axes in w.axes_of_parts.items():
+    for name, axes in w.factors.items():
         part = getattr(w, name)
         expected = tuple(w.rank if i is None else w.shape[i] for i in axes)
         if part.shape != expected:

@@ -97,7 +97,7 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
         sizes = (*slice_sizes[:first], a.shape[-1])
         return lax.gather(a, indices, numbers, sizes, mode=mode, fill_value=fill)
 
-    out = q.gather(gather, fill)
+    out = q.gather(gather, ndim, fill)
     # Under `vmap` an index is a slice of one element: those axes go away next.
     return out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
 
