@@ -326,7 +326,9 @@ class ImplicitArray(eqx.Module):
     @property
     def mT(self):
         if self.ndim < 2:
-            raise ValueError(f"mT: the array must have two axes, got {self.shape}.")
+            raise ValueError(
+                f"mT: the array must have two or more axes, got shape {self.shape}."
+            )
         return self.swapaxes(-1, -2)
 
     def broadcast_to(self, shape: Sequence[int]):
