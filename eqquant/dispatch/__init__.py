@@ -1,8 +1,8 @@
 """The dispatcher: runs plain code on implicit arrays.
 
-Exports `quaxify`, `register` for rules of your own, and `substitute`, which replaces
-implicit arrays inside of callables. `rules/` says what each JAX primitive does to an
-implicit array; `control/` handles primitives that hold jaxprs. Imports `arrays`,
+Exports `quaxify`, `register` for custom rules, and `substitute`, which replaces
+implicit arrays inside of callables. `rules/` has a rule for each JAX primitive, and
+`control/` handles primitives that contain jaxprs. Imports `arrays`,
 `primitives` and `_jax`.
 """
 

@@ -1,7 +1,7 @@
 """Implicit arrays inside of callables: arguments, closures, methods, partials.
 
-JAX sees the arrays that a function closes over while it is traced, but an implicit
-array is not an array. So a function that closes over one is rebuilt around a stand-in.
+JAX converts arrays in closures into constants, but an implicit array is not a JAX
+array. So a function that closes over one is rebuilt with a placeholder.
 """
 
 import functools as ft
@@ -24,11 +24,11 @@ def _is_leaf(x: Any) -> bool:
 
 
 def substitute(value: Any, fn: Callable[[ImplicitArray], Any]) -> Any:
-    """Replace every implicit array in `value` by `fn` of it.
+    """Replace every implicit array `q` in `value` by `fn(q)`.
 
-    `value` is a pytree whose leaves may be functions. Parts without an implicit array
-    come back as the same objects. `fn` is called in an order that depends only on the
-    structure of `value`.
+    `value` is a pytree whose leaves may be functions. Subtrees without an implicit
+    array are returned as the same objects. The order of the calls of `fn` depends only
+    on the structure of `value`.
     """
     return _Substitution(fn)(value)
 
@@ -42,7 +42,8 @@ class _Substitution:
         try:
             leaves, treedef = jax.tree.flatten(value, is_leaf=_is_leaf)
         except (TypeError, ValueError):
-            return value  # Not a pytree: a dictionary of keys without an order, say.
+            # Not a pytree, such as a dictionary whose keys cannot be sorted.
+            return value
         new = [self.leaf(leaf) for leaf in leaves]
         if all(a is b for a, b in zip(leaves, new, strict=True)):
             return value
@@ -59,11 +60,11 @@ class _Substitution:
         elif isinstance(leaf, ft.partial):
             rebuild = self.partial
         elif isinstance(leaf, (_Jit, _FilterJit)):
-            # The function without `jit`: the program around it is traced anyway.
+            # The function without `jit`, because an outer program traces it.
             rebuild = self.jitted
         if rebuild is None:
             return leaf
-        # A function may refer to itself.
+        # Recursive functions.
         if id(leaf) not in self.done:
             self.done[id(leaf)] = leaf
             self.done[id(leaf)] = rebuild(leaf)
@@ -126,16 +127,18 @@ class _Substitution:
 def _contents(cell):
     try:
         return cell.cell_contents
-    except ValueError:  # Not assigned yet.
+    except ValueError:  # An empty closure cell.
         return None
 
 
 def _used_globals(function) -> dict[str, Any]:
-    """The globals that a function reads and that may hold implicit arrays: pytrees,
-    and functions of the same module."""
+    """Return the globals of a function that may contain implicit arrays.
+
+    These are pytrees and functions of the same module.
+    """
     module = function.__globals__.get("__name__", "")
     if module.split(".")[0] in ("jax", "equinox", "eqquant"):
-        return {}  # They hold none.
+        return {}  # They contain no implicit arrays.
     found, pending = {}, [function.__code__]
     while pending:
         code = pending.pop()

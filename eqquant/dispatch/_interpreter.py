@@ -1,4 +1,4 @@
-"""Evaluates jaxprs on arrays that may be implicit."""
+"""The interpreter of jaxprs on implicit arrays."""
 
 import dataclasses
 import functools as ft
@@ -16,18 +16,18 @@ from .rules import control_rule_of, Decoded, rules_of
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """Evaluates jaxprs on arrays, implicit or plain."""
+    """An interpreter that evaluates jaxprs on implicit and plain arrays."""
 
     policy: OnMaterialise
 
     def call(self, fn: Callable, *args, **kwargs) -> Any:
-        """Call `fn`, with implicit arrays in its arguments or in what it holds."""
+        """Call `fn`, with implicit arrays in its arguments or closures."""
         everything = (fn, args, kwargs)
         found: list[ImplicitArray] = []
 
         def collect(q):
             found.append(q)
-            # Any other object, so that the parts that hold `q` count as changed.
+            # A different object, so that the containers of `q` count as changed.
             return jax.tree.leaves(q)[0]
 
         substitute(everything, collect)
@@ -56,7 +56,7 @@ class Interpreter:
         return jax.tree.unflatten(out["treedef"], filled)
 
     def function(self, jaxpr) -> Callable[..., list]:
-        """A jaxpr as a function."""
+        """Return a function that evaluates a jaxpr."""
         return ft.partial(self.evaluate, jaxpr)
 
     def evaluate(self, jaxpr, *args) -> list:
@@ -77,7 +77,8 @@ class Interpreter:
         for eqn in _used(jaxpr):
             values = [read(var) for var in eqn.invars]
             if any(isinstance(x, ImplicitArray) for x in values):
-                with eqn.ctx.manager:  # Its mesh: `auto_axes` takes another.
+                # The mesh of the equation, because `auto_axes` changes the mesh.
+                with eqn.ctx.manager:
                     results = self.apply(eqn, values)
             else:
                 results = bind_equation(eqn, values)
@@ -85,7 +86,7 @@ class Interpreter:
         return [read(var) for var in jaxpr.outvars]
 
     def apply(self, eqn, args: list) -> list:
-        """One equation with a quantized operand."""
+        """Evaluate one equation with a quantized operand."""
         control = control_rule_of(eqn.primitive)
         if control is not None:
             return list(control(self, eqn, args))
@@ -99,7 +100,7 @@ class Interpreter:
         return bind_equation(eqn, [self.dense(eqn, x) for x in args])
 
     def dense(self, eqn, x: Any) -> Any:
-        """`x` as a plain array. The policy decides whether it may be decoded."""
+        """Return `x` as a plain array, if the policy allows decoding it."""
         if not is_implicit(x):
             return x
         what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
@@ -107,7 +108,7 @@ class Interpreter:
 
 
 def _used(jaxpr) -> list:
-    """The equations that matter: what nobody reads is not worth an error."""
+    """Drop dead equations, so that they cannot raise."""
     variables = lambda atoms: [x for x in atoms if not isinstance(x, Literal)]
     needed, equations = set(variables(jaxpr.outvars)), []
     for eqn in reversed(jaxpr.eqns):
@@ -118,11 +119,11 @@ def _used(jaxpr) -> list:
 
 
 def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of the array that `q` stands for."""
+    """Return the shape and dtype of the array that `q` represents."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.ShapeDtypeStruct(q.shape, q.dtype)
-    # How it varies over the mesh, and how it is split, follow from the components.
+    # The varying axes and the sharding follow from the components.
     return jax.eval_shape(lambda q: q.dequantize(), q)
 
 

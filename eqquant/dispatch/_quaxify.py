@@ -1,4 +1,4 @@
-"""`quaxify`."""
+"""The function `quaxify`."""
 
 import functools as ft
 from collections.abc import Callable
@@ -11,16 +11,16 @@ from ._interpreter import Interpreter
 
 @typed
 def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable:
-    """Let a function that knows nothing of quantized arrays work on them.
+    """Transform a function so that it accepts quantized arrays.
 
-    The function is traced with plain arrays of the same shapes in their place; what it
-    does is then done again, primitive by primitive, with rules for quantized arrays.
-    They are found in arguments, and in whatever the function holds: closures, bound
-    methods, `functools.partial`, modules, globals. It composes with `jax.jit`,
+    The function is traced with plain arrays of the same shapes. The resulting jaxpr is
+    then interpreted, with a rule for each primitive that has a quantized operand.
+    Quantized arrays are found in arguments, closures, bound methods,
+    `functools.partial`, modules and globals. `quaxify` composes with `jax.jit`,
     `jax.vmap`, `jax.grad`, `lax.scan`, `jax.checkpoint` and `jax.shard_map`, both
     outside and inside of the function.
 
-    The layers of `eqx.nn` run without it.
+    The layers of `eqx.nn` do not need `quaxify`.
 
     !!! Example
 
@@ -43,19 +43,20 @@ def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable
     **Arguments:**
 
     - `fn`: a function, or any callable.
-    - `on_materialise`: what to do where a quantized array would have to be decoded in
-        full: `"allow"` it, `"warn"` (once for each primitive and place), or raise an
-        `"error"`, which is how to prove that it does not happen.
+    - `on_materialise`: the policy for operations that need a whole quantized array in
+        floating point: `"allow"`, `"warn"` (once per primitive and location), or
+        `"error"`, which proves that no such operation occurs.
 
     **Returns:**
 
-    A function of the same arguments. A result is a quantized array where one was only
-    moved about or scaled.
+    A function of the same arguments. Results of structural operations and scaling are
+    quantized arrays.
 
     **Raises:**
 
-    - `ValueError` if `on_materialise` is none of the three.
-    - [`eqquant.MaterialiseError`][], when it is `"error"`.
+    - `ValueError` for any other value of `on_materialise`.
+    - [`eqquant.MaterialiseError`][] if the policy is `"error"` and an operation needs a
+        whole array.
     """
     if on_materialise not in get_args(OnMaterialise):
         raise ValueError(
@@ -69,5 +70,5 @@ def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable
 
     try:
         return ft.wraps(fn)(quaxified)
-    except (AttributeError, TypeError):  # Not everything callable has a name.
+    except (AttributeError, TypeError):  # Some callables have no name.
         return quaxified

@@ -1,8 +1,8 @@
-"""Primitives that hold jaxprs: calls, loops, branches, custom rules, meshes.
+"""Primitives with inner jaxprs: calls, loops, branches, custom rules, meshes.
 
-Each is rebuilt with the public function that made it (`lax.scan`, `jax.checkpoint`,
-...), around the interpreted jaxpr. These functions take pytrees, and so implicit
-arrays. No private parameter is ever put together here.
+Each is rebuilt with its public function (`lax.scan`, `jax.checkpoint`, ...) around the
+interpreted jaxpr. These functions accept pytrees, and therefore implicit arrays. No
+code here constructs private parameters of JAX.
 """
 
 from . import (

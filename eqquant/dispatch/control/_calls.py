@@ -1,4 +1,4 @@
-"""Calls: `jit`, `checkpoint`."""
+"""Calls: `jit` and `checkpoint`."""
 
 import weakref
 
@@ -9,8 +9,7 @@ from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
 
-# Eager calls interpret the same jaxpr again and again. This finds the program that it
-# was compiled to before.
+# Compiled programs of jaxprs, because eager calls interpret the same jaxpr repeatedly.
 _compiled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
@@ -19,7 +18,7 @@ def _jit(interpreter: Interpreter, eqn, args):
     jaxpr = eqn.params["jaxpr"]
     by_interpreter = _compiled.setdefault(jaxpr, {})
     if interpreter not in by_interpreter:
-        # A reference to the jaxpr in its own entry would keep it alive for ever.
+        # A reference to the jaxpr in its own entry would keep it alive forever.
         reference = weakref.ref(jaxpr)
 
         def call(*args):
@@ -30,7 +29,7 @@ def _jit(interpreter: Interpreter, eqn, args):
     return by_interpreter[interpreter](*args)
 
 
-# From JAX 0.11 on, the derivative of a checkpointed function is an `eval_jaxpr`.
+# Since JAX 0.11, the derivative of a checkpointed function is an `eval_jaxpr`.
 @control_rule_for("closed_call", "core_call", "eval_jaxpr")
 def _call(interpreter: Interpreter, eqn, args):
     return interpreter.function(called_jaxpr(eqn.params))(*args)

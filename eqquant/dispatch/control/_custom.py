@@ -1,7 +1,8 @@
-"""`custom_jvp`, `custom_vjp`, `custom_vmap`: the user's rule is kept, and interpreted.
+"""`custom_jvp`, `custom_vjp` and `custom_vmap`: the user's rule is kept and
+interpreted.
 
-The rule sees a plain array in place of an implicit one, and is told what is
-differentiated, as it would be of plain arrays: some rules refuse anything else.
+A rule receives a plain array in place of an implicit array, and the same information
+about differentiated arguments as usual, because some rules depend on it.
 """
 
 from typing import Any
@@ -48,7 +49,8 @@ def _custom_jvp_call(interpreter: Interpreter, eqn, args):
 
 
 def _is_zero(tangent) -> bool:
-    """Of an implicit array: whether that of each part is zero, or of integers."""
+    """Return whether the tangent of every part of an implicit array is zero or
+    integer."""
     leaves = jax.tree.leaves(tangent)
     return all(
         isinstance(t, SymbolicZero) or t.dtype == jax.dtypes.float0 for t in leaves

@@ -1,4 +1,4 @@
-"""Loops and branches: `scan`, `while_loop`, `switch`."""
+"""Loops and branches: `scan`, `while_loop` and `switch`."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ from ..rules import control_rule_for
 
 
 def _is_like(a, b) -> bool:
-    """Whether a loop that carries `a` may get `b` back: alike, or both plain."""
+    """Return whether a loop with carry `a` can return `b`: alike, or both plain."""
     if is_implicit(a) or is_implicit(b):
         return jax.tree.structure(a) == jax.tree.structure(b) and all(
             x.shape == y.shape and x.dtype == y.dtype
@@ -25,9 +25,11 @@ def _is_like(a, b) -> bool:
 
 
 def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
-    """A carry of the same kinds before and after the body. An array that the body
-    replaces by a plain one is decoded at the start. Also returns a function that
-    decodes results of the body where the carry is plain."""
+    """Return a carry whose arrays have the same kinds before and after the body.
+
+    An array that the body replaces by a plain array is decoded before the loop. Also
+    return a function that decodes results of the body if the carry is plain.
+    """
     carry = list(carry)
     while any(map(is_implicit, carry)):
         out = jax.eval_shape(body, carry)
@@ -53,7 +55,7 @@ def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
 
 
 def _type_of_first(x):
-    """The type of `x[0]`; there may be no such element."""
+    """Return the type of `x[0]`, even if `x` is empty."""
     aval = jax.typeof(x)
     sharding = aval.sharding.update(spec=PartitionSpec(*spec_of(x)[1:]))
     return aval.update(shape=x.shape[1:], sharding=sharding)
@@ -128,8 +130,10 @@ def _cond(interpreter: Interpreter, eqn, args):
 
 
 def _zeros_among(jaxpr) -> list[bool]:
-    """Which results of a jaxpr are zeros, or are never read. When JAX differentiates a
-    `cond`, branches that use a weight return it, and the others return such a zero.
+    """Return which results of a jaxpr are zeros or unused.
+
+    When JAX differentiates a `cond`, branches that use a weight return the weight, and
+    all other branches return such a zero.
     """
     jaxpr, _ = open_jaxpr(jaxpr)
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -148,8 +152,11 @@ def _zeros_among(jaxpr) -> list[bool]:
 
 
 def _common(outs: Sequence, zeros: Sequence[bool]) -> ImplicitArray | None:
-    """The implicit array that a result is like in every branch; it may be zero in some
-    of them. None if the result is plain, or differs."""
+    """Return the implicit array that a result resembles in every branch.
+
+    The result may be zero in some branches. Return None if it is plain, or if branches
+    differ.
+    """
     kinds = [out for out in outs if is_implicit(out)]
     if not kinds or not all(_is_like(kinds[0], kind) for kind in kinds):
         return None
@@ -160,5 +167,5 @@ def _common(outs: Sequence, zeros: Sequence[bool]) -> ImplicitArray | None:
 def _as_kind(kind: ImplicitArray, out):
     if is_implicit(out):
         return out
-    # Scales of zero decode to zero.
+    # Zero scales decode to zero.
     return jax.tree.map(lambda part: jnp.zeros(part.shape, part.dtype), kind)

@@ -1,4 +1,4 @@
-"""Functions over a mesh: `shard_map`."""
+"""The rule of `shard_map`."""
 
 import jax
 

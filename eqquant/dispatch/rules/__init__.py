@@ -1,4 +1,4 @@
-"""What each JAX primitive does when an operand is an implicit array."""
+"""Rules for JAX primitives with implicit operands."""
 
 from . import (
     _convolutions as _convolutions,

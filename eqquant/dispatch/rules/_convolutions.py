@@ -48,10 +48,10 @@ def _conv_general_dilated(
 
 
 class _NoProduct(Exception):
-    """Nothing that a program could return."""
+    """A result that no compiled program can return."""
 
 
-# One program, also where it is called eagerly.
+# Compiled as one program, even in eager calls.
 @ft.partial(jax.jit, static_argnums=2, inline=True)
 def _convolution_program(lhs, rhs, convolution):
     out = convolution(lhs, rhs)
@@ -75,7 +75,7 @@ class _Convolution:
     preferred_element_type: Any
 
     def __call__(self, lhs, rhs):
-        """A convolution as a product with the patches of its input."""
+        """Compute a convolution as a product with the patches of its input."""
         if isinstance(lhs, ImplicitArray) or self.batch_group_count != 1:
             return NotImplemented
         numbers = self.dimension_numbers
@@ -86,7 +86,7 @@ class _Convolution:
         if len(window) > 6 or 0 in shape or 0 in x.shape:
             return NotImplemented
         groups = self.feature_group_count
-        # The input as the window sees it: no longer dilated, and padded.
+        # The dilated and padded input.
         around = zip(self.padding, self.lhs_dilation, strict=True)
         config = [(0, 0, 0)] * 2 + [(low, high, d - 1) for (low, high), d in around]
         x = lax.pad(x, jnp.zeros((), x.dtype), config)

@@ -1,4 +1,4 @@
-"""What the window of a convolution sees at each of its places."""
+"""Patches: the input elements in each window of a convolution."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def patches_of(
     strides: Sequence[int],
     dilation: Sequence[int],
 ) -> Shaped[Array, "batch features *both"]:
-    """`(batch, features, *window, *places)`: copies of the elements of `x`."""
+    """Return the patches of `x`, `(batch, features, *window, *positions)`."""
     how = tuple(tuple(map(int, numbers)) for numbers in (window, strides, dilation))
     if all(k == s and d == 1 for k, s, d in zip(*how, strict=True)):
         return _tiles(x, how[0])
@@ -26,7 +26,7 @@ def patches_of(
 
 
 def _tiles(x, window):
-    """Where the windows do not overlap: another view of `x`."""
+    """Return the patches of windows that do not overlap, by a reshape."""
     batch, features, *space = x.shape
     places = [n // k for n, k in zip(space, window, strict=True)]
     limit = [n * k for n, k in zip(places, window, strict=True)]
@@ -37,13 +37,13 @@ def _tiles(x, window):
 
 
 def _window_first(x, count: int):
-    """From `(batch, features, places, window, places, window, ...)`."""
+    """Transpose `(batch, features, positions, window, positions, window, ...)`."""
     windows, places = ([i + 2 * axis for axis in range(count)] for i in (3, 2))
     return jnp.transpose(x, (0, 1, *windows, *places))
 
 
-# XLA:CPU takes an element by its index faster than it multiplies by zeros and ones, and
-# compiles one loop instead of four.
+# On XLA:CPU a gather is faster than a convolution with a one-hot kernel, and it
+# compiles to one loop instead of four.
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def _by_index(x, how):
     for axis, (k, stride, dilation) in enumerate(zip(*how, strict=True)):
@@ -60,15 +60,18 @@ def _places(size: int, window: int, stride: int, dilation: int) -> int:
 
 @_by_index.defjvp
 def _(how, primals, tangents):
-    # The transpose of taking elements is a loop that adds one after the other.
+    # The transpose of a gather is a sequential scatter-add.
     (x,), (x_dot,) = primals, tangents
     return _by_index(x, how), _by_shift(x_dot, how)
 
 
 def _by_shift(x, how):
-    """By reshaping alone. Copies of an axis, one for each element of the window, are
-    cut into rows that are longer than it by the dilation. So each row begins that much
-    later than the row before."""
+    """Return the patches by reshapes.
+
+    An axis is copied once per window element, and cut into rows that are longer than
+    the axis by the dilation. So each row starts one dilation later than the previous
+    row.
+    """
     count = len(how[0])
     for axis, (k, stride, dilation) in enumerate(zip(*how, strict=True)):
         axis = 2 + 2 * axis
@@ -93,7 +96,7 @@ def _by_lax(x, how):
         [(0, 0)] * len(window),
         rhs_dilation=dilation,
         dimension_numbers=("NC" + space, "OI" + space, "NC" + space),
-        precision=lax.Precision.HIGHEST,  # It only copies.
+        precision=lax.Precision.HIGHEST,  # The operation only copies.
     )
     batch, _, *places = out.shape
     return out.reshape(batch, x.shape[1], *window, *places)

@@ -1,4 +1,4 @@
-"""Matrix products: all of them become `quantized_dot`."""
+"""Matrix products, which become `quantized_dot`."""
 
 import functools as ft
 from collections.abc import Sequence
@@ -29,7 +29,8 @@ def _dot_general(
         over = [(j, i) for i, j in over]
         batch = [(j, i) for i, j in batch]
     out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
-    # The primitive has the free axes of the left operand first; here they are of `x`.
+    # `contract` returns the free axes of `x` first. `dot_general` returns the free
+    # axes of its left operand first.
     first, free = len(batch), q.ndim - len(over) - len(batch)
     num_axes = x.ndim - len(over) + free
     spec = None
@@ -60,14 +61,15 @@ def _dot_general(
 
 
 def rounded(q: ImplicitArray, x, axes: Sequence[int]) -> tuple[Any, bool]:
-    """The activation as a product with `q` has it, and whether that is another."""
+    """Return the activation as rounded by a product with `q`, and whether it
+    changed."""
     if not (q.rounds_activations and axes and jnp.issubdtype(x.dtype, jnp.floating)):
         return x, False
     return straight_rounded(x, tuple(axes)), True
 
 
 def _dot_dtype(lhs, rhs):
-    """The result dtype of lax for two dtypes. `jnp` promotes differently."""
+    """Return the result dtype of `lax` for two dtypes. `jnp` promotes differently."""
     if lhs == rhs:
         return lhs
     vectors = [jax.ShapeDtypeStruct((1,), dtype) for dtype in (lhs, rhs)]
@@ -84,11 +86,11 @@ def _ragged_dot_general(
     precision,
     preferred_element_type,
 ):
-    """A weight per group of consecutive rows: `lax.ragged_dot`.
+    """Multiply each group of consecutive rows by its own weight: `lax.ragged_dot`.
 
-    The rows are cut in tiles. A tile that several groups share is multiplied once for
-    each, other groups' rows masked; so there are at most `tiles + groups` products, and
-    only one group's weight is looked at in each.
+    The rows are cut into tiles. A tile that contains several groups is multiplied once
+    per group, with the rows of all other groups masked. So there are at most
+    `tiles + groups` products, each with the weight of one group.
     """
     numbers = ragged_dot_dimension_numbers
     dims = numbers.dot_dimension_numbers
@@ -110,8 +112,8 @@ def _ragged_dot_general(
     tiles = -(-m // height)
     x = jnp.pad(lhs, ((0, tiles * height - m), (0, 0))).reshape(tiles, height, -1)
     stop = jnp.cumsum(group_sizes)
-    # The (tile, group) pairs that overlap, in order: as if walking along the rows, with
-    # a step at each end of a tile and at each end of a group.
+    # The overlapping (tile, group) pairs, in order of rows: every end of a tile and
+    # every end of a group starts a new pair.
     ends = jnp.sort(
         jnp.concatenate([jnp.arange(1, tiles + 1) * height, jnp.minimum(stop, m)])
     )

@@ -1,4 +1,4 @@
-"""Rules by primitive."""
+"""The registry of rules."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def register(*primitives: Primitive) -> Callable[[Callable], Callable]:
         def _abs(q: eqquant.QuantizedArray):
             if q.format.name != "int8":
                 return NotImplemented
-            # Exact, and it stays quantized.
+            # Exact, and the result is quantized.
             return q.replace(codes=jnp.abs(q.codes), scales=jnp.abs(q.scales))
 
         q = eqquant.quantize(jax.random.normal(jax.random.key(0), (64, 64)), "int8")
@@ -83,20 +83,22 @@ def _is_implicit(x: Any) -> bool:
 
 
 def rule_for(*primitives: Primitive) -> Callable[[Callable], Callable]:
-    """As [`register`][], for a rule that serves any implicit array."""
+    """Like [`register`][], for a rule that accepts every implicit array."""
     return register_names(*(primitive.name for primitive in primitives))
 
 
 class Decoded(NamedTuple):
-    """Returned by a rule that needs `array` decoded. If the policy allows it, the
-    interpreter decodes the array and calls `then` with it."""
+    """The result of a rule that needs `array` decoded.
+
+    If the policy allows it, the interpreter decodes the array and calls `then` with it.
+    """
 
     array: ImplicitArray
     then: Callable[[Array], Any]
 
 
 def register_names(*names: str) -> Callable[[Callable], Callable]:
-    """As [`rule_for`][], by name, for primitives that are not public."""
+    """Like [`rule_for`][], by name, for primitives that are not public."""
 
     def decorator(rule: Callable) -> Callable:
         called = _by_named_parameters(rule)
@@ -134,9 +136,11 @@ _control_rules: dict[str, Callable] = {}
 
 
 def control_rule_for(*names: str) -> Callable[[Callable], Callable]:
-    """As [`register_names`][], for a primitive that holds jaxprs. The rule is
-    `(interpreter, equation, operands) -> results`. Each primitive has at most one, and
-    it goes before all others."""
+    """Like [`register_names`][], for a primitive with inner jaxprs.
+
+    The rule is `(interpreter, equation, operands) -> results`. Each primitive has at
+    most one such rule, which precedes all others.
+    """
 
     def decorator(rule: Callable) -> Callable:
         _control_rules.update(dict.fromkeys(names, rule))

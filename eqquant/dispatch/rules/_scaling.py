@@ -1,4 +1,4 @@
-"""Products with what is constant along the blocked axes, and powers: on the parts."""
+"""Scaling by a factor that is constant along the blocked axes, and powers."""
 
 import jax.numpy as jnp
 from jax import lax

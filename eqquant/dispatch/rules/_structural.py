@@ -1,4 +1,4 @@
-"""Primitives that only move values. They act on the parts, and are exact."""
+"""Structural primitives, which act on the components and are exact."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def _squeeze(q, *, dimensions):
 def _broadcast_in_dim(q, *dynamic, shape, broadcast_dimensions):
     if dynamic:
         return NotImplemented
-    # Batching makes some of them integers of NumPy.
+    # Batching makes some of them NumPy integers.
     dimensions = [int(axis) for axis in broadcast_dimensions]
     return q.broadcast_in_dim(shape, dimensions)
 
@@ -61,9 +61,9 @@ def _dynamic_slice(q, *start, slice_sizes):
 
 @rule_for(lax.gather_p)
 def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
-    """Rows, or matrices out of a stack: the same gather on the parts.
+    """Gather rows, or matrices of a stack, by the same gather on the components.
 
-    Rows are decoded, as indexing does; only they are.
+    Gathered rows are decoded, like in indexing.
     """
     numbers = dimension_numbers
     n = q.whole_axes
@@ -75,12 +75,12 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
         return NotImplemented
     if {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims} & set(whole):
         return NotImplemented
-    # Slices keep the order of their axes, so those of the whole ones are the last.
+    # Slices keep the order of their axes, so the whole axes are last.
     kept = numbers.offset_dims[: len(numbers.offset_dims) - n]
     ndim = len(numbers.offset_dims) + indices.ndim - 1
     if numbers.offset_dims[len(kept) :] != tuple(range(ndim - n, ndim)):
         return NotImplemented
-    # A whole axis is taken from its start, whatever the index says.
+    # The slice of a whole axis always starts at 0, because indices are clamped.
     starts = [i for i, axis in enumerate(numbers.start_index_map) if axis < first]
     if len(starts) < len(numbers.start_index_map):
         indices = indices[..., jnp.asarray(starts, int)]
@@ -98,7 +98,7 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
         return lax.gather(a, indices, numbers, sizes, mode=mode, fill_value=fill)
 
     out = q.gather(gather, ndim, fill)
-    # Under `vmap` an index is a slice of one element: those axes go away next.
+    # Under `vmap` an index is a slice of one element, whose axis is squeezed next.
     return out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
 
 
@@ -117,7 +117,7 @@ def _concatenate(*operands, dimension):
     return first.concatenate(operands[1:], dimension)
 
 
-@register_names("stack")  # From 0.10.2; before, broadcast and concatenated.
+@register_names("stack")  # Since JAX 0.10.2; before, `broadcast` and `concatenate`.
 def _stack(*operands, axis):
     rows = []
     for q in operands:
@@ -177,7 +177,7 @@ def _optimization_barrier(*operands):
 
 
 def _shardings(q: ImplicitArray, sharding):
-    """The sharding of each part, in a tree of the same structure."""
+    """Return a tree with the sharding of each component."""
     if not isinstance(sharding, NamedSharding):
         return jax.tree.map(lambda _: sharding, q)
     specs = q.split_specs(sharding.spec, sharding.mesh)

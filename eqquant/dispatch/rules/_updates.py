@@ -1,6 +1,6 @@
-"""Primitives that replace rows: the new ones are quantized, the others stay.
+"""Primitives that replace rows: new rows are quantized, and all others are unchanged.
 
-So a quantized array can be a cache, which a loop carries and appends to.
+So a loop can carry a quantized array as a cache, and append to it.
 """
 
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ def _scatter(
     unique_indices,
     mode,
 ):
-    """`q.at[indices].set(rows)`, of whole rows."""
+    """Evaluate `q.at[indices].set(rows)` for whole rows."""
     numbers = dimension_numbers
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
         return NotImplemented
@@ -43,7 +43,7 @@ def _scatter(
     indexed = {*numbers.inserted_window_dims, *numbers.operand_batching_dims}
     if whole & (indexed | {*numbers.scatter_dims_to_operand_dims}):
         return NotImplemented
-    # The window keeps the order of its axes, so the whole ones are last in it.
+    # The window keeps the order of its axes, so the whole axes are last.
     window = numbers.update_window_dims
     if window[len(window) - n :] != tuple(range(rows.ndim - n, rows.ndim)):
         return NotImplemented
