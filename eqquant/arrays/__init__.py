@@ -1,8 +1,8 @@
 """Arrays stored in parts: codes and scales, or a weight and its adapter.
 
-Exports `ImplicitArray`, the interface that the rooms above use; the arrays that
-implement it; `quantize` and its relatives; and `materialise`, the only way to decode an
-array in full. Imports `primitives`, `kernels`, `formats` and `_jax`.
+Exports `ImplicitArray`, the interface for the folders above; its subclasses; functions
+that quantize and dequantize; and `materialise`, the only function that decodes a whole
+array. Imports `primitives`, `kernels`, `formats` and `_jax`.
 """
 
 from ._hadamard import (

@@ -76,7 +76,7 @@ class Operation(abc.ABC):
         )
 
     def on_plan(self, plan: Plan, axes: Axes, new: Axes) -> Plan:
-        """Return the plan of an array with the axes `new` from that with `axes`."""
+        """Return the plan after the operation: from `axes` to `new`."""
         sources = [self._source(axis) for axis in new]
         places = [axes.index(i) if i in axes else None for i in sources]
         same = places == list(range(len(axes)))
@@ -164,9 +164,9 @@ class Reshape(Operation):
         return out if fits else NotImplemented
 
     def _places(self, axes: Sequence[int]) -> dict[int, int] | None:
-        """Find each axis in the new shape: an axis of the same size with as many
-        elements before it. Of several axes of one element it is the last, because
-        others are split off at the front."""
+        """Find each axis in the new shape: an axis of equal size, with equally many
+        elements before it. Among several axes of one element, choose the last, because
+        new axes are split off at the front."""
         places: dict[int, int] = {}
         stop = len(self.shape)
         for axis in reversed(axes):
@@ -181,8 +181,11 @@ class Reshape(Operation):
         return places
 
     def _runs(self, axes: Sequence[int]) -> list[int] | None:
-        """Return the new axes of a free group: those of every run of axes that holds
-        the same elements before and after. Axes of one element belong to any group."""
+        """Return the new axes of a free group.
+
+        They are the axes of every run with the same elements before and after. Axes of
+        one element belong to any group.
+        """
         if 0 in self.old:
             return None
         out = []

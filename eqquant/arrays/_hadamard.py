@@ -9,33 +9,34 @@ import numpy as np
 from jaxtyping import Array, Float
 
 
-# One factor of the transform: as large as the matrix units of most accelerators.
+# The size of one factor of the transform, like the matrix units of most accelerators.
 _largest_factor = 128
 
 
 def hadamard_block(size: int) -> int:
-    """The largest power of two that divides `size`."""
+    """Return the largest power of two that divides `size`."""
     return size & -size
 
 
 def hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
-    """Each block of an axis, times the orthogonal Hadamard matrix (Sylvester's). Doing
-    so twice changes nothing.
+    """Multiply each block of an axis by Sylvester's orthogonal Hadamard matrix.
 
-    The matrix of a large block is the Kronecker product of smaller ones: for each of
-    them one product.
+    The transform is its own inverse. The matrix of a large block is a Kronecker
+    product of smaller matrices, which need one product each.
     """
     return _hadamard(x, axis % x.ndim, block)
 
 
 def rotated(array, axis: int) -> tuple[Float[Array, "..."], int]:
-    """An array with the largest blocks of an axis rotated, and their size: the array
-    itself, and 1, if the size of the axis is odd."""
+    """Rotate an axis with the largest possible block. Return the array and the block.
+
+    If the size of the axis is odd, return the unchanged array and 1.
+    """
     array = jnp.asarray(array)
     block = hadamard_block(array.shape[axis]) if array.ndim and array.size else 1
     if block == 1:
         return array, 1
-    # Rotated values of a shorter dtype would be rounded twice.
+    # A shorter dtype would round rotated values a second time.
     wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
     return hadamard(wide, axis, block), block
 

@@ -1,4 +1,4 @@
-"""Indexing of an implicit array, on its parts."""
+"""Indexing of implicit arrays, on their parts."""
 
 import operator
 from typing import Any
@@ -14,14 +14,17 @@ from ._materialise import materialise
 
 
 def index_array(q: ImplicitArray, index: Any):
-    """`q[index]`. An axis indexed by an integer goes away; where fewer than two axes of
-    the array are left, what is left are rows, and they are decoded."""
+    """Return `q[index]`.
+
+    An integer removes its axis. A result with fewer than two axes of the array
+    consists of rows, and is decoded.
+    """
     entries = _per_axis(index, q.shape)
     by_axis = [entry for entry in entries if entry is not None]
     if any(_is_array(entry) for entry in by_axis):
         return _gather(q, entries, by_axis)
     if _is_looked_up(q, by_axis[0]):
-        # JAX slices no axis that is split. To look up a row it can be told how.
+        # JAX does not slice a sharded axis, but a lookup accepts an output sharding.
         row, *others = entries
         if row is not None:
             return index_array(q, (jnp.asarray(row)[None], *others))[0]
@@ -53,7 +56,7 @@ def index_array(q: ImplicitArray, index: Any):
         out = out.dynamic_slice(starts, sizes)
     cut = out.slice(start, limit, strides)
     if cut is NotImplemented or blocked & set(integers):
-        # Something cuts through blocks. Cut the other axes first, and decode only that.
+        # The index cuts blocks. Index the other axes first, and decode only the result.
         for axis in blocked:
             start[axis], limit[axis], strides[axis] = 0, q.shape[axis], 1
         rows = out.slice(start, limit, strides)
@@ -75,13 +78,14 @@ def index_array(q: ImplicitArray, index: Any):
     sizes = iter(cut.shape)
     shape = [1 if entry is None else next(sizes) for entry in kept]
     where = [i for i, entry in enumerate(kept) if entry is not None]
-    if isinstance(cut, jax.Array):  # Rows, decoded.
+    if isinstance(cut, jax.Array):  # Decoded rows.
         return cut.reshape(shape)
     return cut.broadcast_in_dim(shape, where)
 
 
 def _per_axis(index: Any, shape: tuple[int, ...]) -> list:
-    """One entry per axis (a slice, an integer, an array), and None for new axes."""
+    """Return one entry per axis (a slice, an integer or an array), and None for new
+    axes."""
     entries = list(index) if isinstance(index, tuple) else [index]
     used = sum(entry is not None and entry is not Ellipsis for entry in entries)
     if used > len(shape):
@@ -130,8 +134,7 @@ def _wrap(entry: Any, size: int):
 
 
 def _gather(q: ImplicitArray, entries: list, by_axis: list):
-    """Indexing by arrays: the same one on the parts, if it leaves their last axes
-    whole."""
+    """Index the parts by arrays, if the index leaves their last axes whole."""
     n = q.whole_axes
     if n is None or not all(map(_takes_all, entries[-n:])):
         return _decoded(q, tuple(entries))
@@ -145,8 +148,7 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
 
 
 def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
-    """Whether a mesh with explicit axes splits the first axis, or may split what is
-    mapped over to look up rows of a table."""
+    """Return whether a mesh with explicit axes splits the first axis or the indices."""
     codes = jax.tree.leaves(q)[0]
     if isinstance(entry, slice) or explicit_mesh_of(codes) is None:
         return False
@@ -155,9 +157,10 @@ def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
 
 
 def _look_up(a, index: tuple):
-    """`a[index]`, also where a mesh with explicit axes splits rows of a table, or what
-    looks them up. What is found is split as the first index is, and as the other axes
-    of the table are."""
+    """Return `a[index]`, even if a mesh with explicit axes splits rows or indices.
+
+    The result is split like the first index and like the other axes of the table.
+    """
     rows, *others = index
     if explicit_mesh_of(a) is None or not all(map(_takes_all, others)):
         return a[index]

@@ -1,4 +1,4 @@
-"""The one way to a whole weight in floating point, and the policy that guards it."""
+"""The only function that decodes a whole weight, and its policy."""
 
 from typing import Literal, TypeAlias
 
@@ -9,17 +9,19 @@ OnMaterialise: TypeAlias = Literal["allow", "warn", "error"]
 
 
 class MaterialiseWarning(UserWarning):
-    """A quantized array was decoded in full, which takes the memory of the float
-    weight. `on_materialise` of [`eqquant.quaxify`][] decides about it."""
+    """A whole quantized array was decoded, which takes the memory of the float weight.
+
+    The argument `on_materialise` of [`eqquant.quaxify`][] controls this warning.
+    """
 
 
 class MaterialiseError(RuntimeError):
-    """A quantized array would have been decoded in full, and `on_materialise="error"`
-    forbids it."""
+    """An operation needs a whole decoded array, which `on_materialise="error"`
+    forbids."""
 
 
 def materialise(q, what: str, policy: OnMaterialise):
-    """Decode `q` in full, for `what`, if the policy lets us."""
+    """Decode the whole of `q` for the operation `what`, if the policy allows it."""
     if policy != "allow":
         message = (
             f"{what} has no rule for {q!r} that keeps it quantized, and would "

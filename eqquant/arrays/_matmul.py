@@ -8,11 +8,12 @@ from ._implicit import ImplicitArray
 
 
 def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
-    """`q @ x`, or `x @ q` if reflected, as `jnp.matmul` defines it."""
+    """Return `q @ x`, or `x @ q` if reflected, like `jnp.matmul`."""
     name = f"{q.shape} @ {x.shape}" if not reflected else f"{x.shape} @ {q.shape}"
     if q.ndim == 0 or x.ndim == 0:
         raise ValueError(f"matmul: operands need at least one axis, got {name}.")
-    # The contracted axis: the last of the left operand, the last but one of the right.
+    # The contracted axes: the last axis of the left operand, and the second to last
+    # axis of the right operand.
     q_axis = q.ndim - 1 if not reflected else max(q.ndim - 2, 0)
     x_axis = x.ndim - 1 if reflected else max(x.ndim - 2, 0)
     if q.shape[q_axis] != x.shape[x_axis]:

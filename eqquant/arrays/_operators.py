@@ -1,5 +1,7 @@
-"""The operators of an array: those that a layer uses on its weight (`q @ x`, `x @ q`,
-`q[i]`), those that scale it, and an error from each of the others."""
+"""Operators: products (`q @ x`, `x @ q`), indexing and scaling.
+
+All other operators of arrays raise an error.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +20,10 @@ from ._matmul import matmul
 
 
 class UnsupportedError(TypeError, AttributeError):
-    """An operator, method or attribute that `jax.Array` has and an implicit array has
-    not. An `AttributeError`, too, so that `hasattr` works."""
+    """An operator, method or attribute of `jax.Array` that implicit arrays lack.
+
+    It is also an `AttributeError`, so that `hasattr` works.
+    """
 
 
 def _unsupported(q: ImplicitArray, what: str) -> UnsupportedError:
@@ -40,16 +44,16 @@ _of_jax_arrays = frozenset(dir(jax.Array))
 
 
 class ArrayOperators(ImplicitArray):
-    """An implicit array with the operators of an array.
+    """An implicit array with the operators of arrays.
 
-    There is no `__jax_array__`: with it `x @ q` would decode without a word.
+    It has no `__jax_array__`, because `x @ q` would then silently decode `q`.
     """
 
-    # NumPy arrays leave `x @ q` to us.
+    # NumPy arrays defer `x @ q` to this class.
     __array_ufunc__ = None
 
     def __array__(self, *args, **kwargs):
-        # Otherwise NumPy would put it together row by row, as any sequence.
+        # Otherwise NumPy would convert the array row by row, like any sequence.
         raise TypeError(
             f"{self!r} does not turn into an array by itself: use `.dequantize()`."
         )
@@ -88,7 +92,7 @@ class ArrayOperators(ImplicitArray):
         return out
 
     #
-    # Scaling: by what is constant along the blocked axes
+    # Scaling by a factor that is constant along the blocked axes
     #
 
     def __mul__(self, other):
@@ -120,7 +124,8 @@ class ArrayOperators(ImplicitArray):
         raise _unsupported(self, f"`{symbol}` with {_described(other)}")
 
     def __pow__(self, exponent, modulo=None):
-        """Of an odd exponent, where all levels are -1, 0 or 1; or of 1."""
+        """Return an odd power if all levels are -1, 0 or 1. The power 1 is always
+        allowed."""
         self.check_whole()
         is_integer = isinstance(exponent, int | np.integer)
         if is_integer and not isinstance(exponent, bool) and modulo is None:
@@ -134,8 +139,8 @@ class ArrayOperators(ImplicitArray):
     #
 
     def __getitem__(self, index):
-        """As indexing of an array. Rows of a matrix come back in floating point: only
-        they are decoded. Everything with two axes or more stays as it is stored."""
+        """Index the array. Rows of a matrix are decoded, and only these rows. Results
+        with two or more axes stay quantized."""
         self.check_whole()
         return index_array(self, index)
 
@@ -148,7 +153,7 @@ class ArrayOperators(ImplicitArray):
         return (self[i] for i in range(len(self)))
 
     #
-    # None of the others. Without these some would be those of `object` or of
+    # Other operators raise. Otherwise some would be inherited from `object`, or from
     # `eqx.Module`, which compares whole pytrees.
     #
 

@@ -1,4 +1,4 @@
-"""The array that is stored in a rotated basis."""
+"""Arrays that are stored in a rotated basis."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeGuard
@@ -22,9 +22,9 @@ class RotatedArray(ArrayOperators):
     """A quantized array whose last blocked axis is rotated, block by block, by the
     Hadamard matrix (QuIP, arXiv 2307.13304; QuaRot, arXiv 2404.00456).
 
-    A large value is spread over its block, so there are no outliers to spend levels
-    on. A product rotates the activation instead of the weight: `(W H) (H x) = W x`.
-    Values, and rows that are looked up, are those of the weight in its own basis.
+    The rotation spreads a large value over its block, which removes outliers. A product
+    rotates the activation instead of the weight: `(W H) (H x) = W x`. `dequantize` and
+    lookups of rows rotate back to the original basis.
 
     [`eqquant.quantize_tree`][] makes one with `rotate=True`. It has the operators of a
     [`eqquant.QuantizedArray`][].
@@ -32,7 +32,8 @@ class RotatedArray(ArrayOperators):
     **Fields:**
 
     - `base`: the rotated weight, quantized.
-    - `block`: how many consecutive values are rotated together, a power of two.
+    - `block`: the number of consecutive values that are rotated together, a power of
+        two.
     """
 
     base: QuantizedArray
@@ -64,7 +65,7 @@ class RotatedArray(ArrayOperators):
         return isinstance(self.base, QuantizedArray) and self.base.is_whole
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The array that this one stands for, in floating point."""
+        """Return the array in its original basis, in floating point."""
         self.check_whole()
         return hadamard(self.base.dequantize(), self.axis, self.block)
 
@@ -108,7 +109,7 @@ class RotatedArray(ArrayOperators):
         return base if base is NotImplemented else self.replace(base=base)
 
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Where each device gets whole blocks."""
+        """Return the specs of the parts, if each device gets whole blocks."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         parts = parts_of(mesh, entries[self.axis])
         if self.shape[self.axis] % (parts * self.block):

@@ -1,4 +1,4 @@
-"""The quantized array that can be trained."""
+"""Quantized arrays with straight-through gradients."""
 
 import functools as ft
 from collections.abc import Mapping, Sequence
@@ -18,15 +18,15 @@ from .quantized import QuantizedArray
 
 
 class StraightThroughArray(ArrayOperators):
-    """A quantized array, with the weights that it is made of: values and products are
-    those of `q`, and derivatives go straight through to `master`.
+    """A quantized array and its master weights.
 
-    It stands where `q` will stand, and has its operators.
+    Values and products use `q`. Derivatives pass straight through to `master`. The
+    array has the operators of `q`.
 
     **Fields:**
 
-    - `master`: the weights. Only their derivative matters.
-    - `q`: the same, quantized, and without a derivative of its own.
+    - `master`: the floating-point weights, which receive the derivative.
+    - `q`: the quantized weights, without a derivative.
     """
 
     master: Float[Array, "..."]
@@ -69,7 +69,7 @@ class StraightThroughArray(ArrayOperators):
         q = self.q.scale_parts(lax.stop_gradient(factor), fn)
         if q is NotImplemented:
             return NotImplemented
-        # The derivative with respect to the factor is the rounded array.
+        # The derivative with respect to the factor uses the rounded array.
         return StraightThroughArray(plain.scaled(self.dequantize(), factor, fn), q)
 
     #
@@ -102,21 +102,24 @@ class StraightThroughArray(ArrayOperators):
 
 @jax.custom_jvp
 def straight_through_value(value, master):
-    """`value`, with the derivative of `master`."""
+    """Return `value`, with the derivative of `master`."""
     return value
 
 
 @straight_through_value.defjvp
 def _(primals, tangents):
-    # By itself again, here and below: there may be derivatives of derivatives.
+    # The call is recursive, here and below, to support higher derivatives.
     _, master_dot = tangents
     return straight_through_value(*primals), master_dot
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
 def _product(out, x, master, q, contract, axes):
-    """`out`, the product of `q` and `x` over its `axes`, with the derivative of the
-    dense product of what is multiplied."""
+    """Return `out`, the product of `q` and `x`, with the derivative of the dense
+    product.
+
+    `axes` are the contracted axes of `x`.
+    """
     return out
 
 

@@ -16,12 +16,12 @@ from ...primitives import dense_dot, reshard_to, rows_dot
 from ._structure import AbstractLoraArray
 
 
-# These are one program each, also where they are called eagerly.
+# Each function is compiled as one program, even in eager calls.
 
 
 @ft.partial(jax.jit, inline=True)
 def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`w` as one array in floating point, of its base as one."""
+    """Return the floating-point sum of a decoded base and the adapter of `w`."""
     wide = jnp.promote_types(w.dtype, w.b.dtype)
     axes = w.factors
     spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(w.ndim))}"
@@ -44,7 +44,7 @@ def contract_adapter(
     precision: Any,
     out_sharding: PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
-    """`ImplicitArray.contract`, of the adapter alone: `scale * b @ a`, never formed."""
+    """Contract with the adapter alone, without forming `scale * b @ a`."""
     x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
     of_w = dict((*over, *batch))
     contracted = [axis for axis, _ in over]
@@ -52,11 +52,11 @@ def contract_adapter(
         key, axes = _key_for(w, batch)
         x = _drop(x, key, axes, w.dropout)
 
-    # `x` first meets the factor that has what is contracted.
+    # Multiply `x` first by the factor that has the contracted axes.
     ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
     forwards = bool(set(ins) & set(contracted))
     left = ins if forwards else outs
-    explicit = has_explicit_axes()  # Axes that are split are not merged.
+    explicit = has_explicit_axes()  # Sharded axes are not merged.
     if not (w.lead_axes or batch or explicit) and set(contracted) == set(left):
         return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
     axes = w.factors
@@ -78,7 +78,8 @@ def contract_adapter(
         return jnp.einsum(spec, x, part, precision=precision)
 
     y = multiply(x, x_axes, first, between) * w.scale
-    if out_sharding is not None:  # What has the rank for an axis is small: move that.
+    # Arrays with the rank as an axis are small, so reshard these.
+    if out_sharding is not None:
         asked = dict(zip(out, out_sharding, strict=False))
         now = dict(zip(between, spec_of(y), strict=True))
         kept = (asked.get(i) if i in x_free else now[i] for i in between)
@@ -87,7 +88,7 @@ def contract_adapter(
 
 
 def _dense_dot(x, x_axes, part, axes, out_axes, precision):
-    """`einsum` of two factors with these axes, on a mesh with explicit axes."""
+    """Return an `einsum` of two arrays, on a mesh with explicit axes."""
     both = [i for i in x_axes if i in axes]
     pairs = [(x_axes.index(i), axes.index(i)) for i in both if i not in out_axes]
     batch = [(x_axes.index(i), axes.index(i)) for i in both if i in out_axes]
@@ -99,7 +100,7 @@ def _dense_dot(x, x_axes, part, axes, out_axes, precision):
 
 
 def _multiply_rows(w: AbstractLoraArray, x, over: list[int], forwards: bool, precision):
-    """The case that matters most: each row of `x` with both matrices."""
+    """Multiply each row of `x` by both matrices. This is the most frequent case."""
     free = [i for i in range(x.ndim) if i not in over]
     shape = [x.shape[i] for i in free]
     x = jnp.transpose(x, (*free, *over)).reshape(math.prod(shape), -1)
@@ -115,8 +116,10 @@ def _multiply_rows(w: AbstractLoraArray, x, over: list[int], forwards: bool, pre
 def _key_for(
     w: AbstractLoraArray, batch: Sequence[tuple[int, int]]
 ) -> tuple[Any, list[int]]:
-    """Keys, and the axes of the activation along which they are. Matrices of a
-    stack that multiply the same activation share its mask."""
+    """Return dropout keys and their axes in the activation.
+
+    Matrices of a stack that multiply the same activation share its mask.
+    """
     of_x = dict(batch)
     if all(axis in of_x for axis in w.lead_axes):
         return w.key, [of_x[axis] for axis in w.lead_axes]
@@ -127,7 +130,7 @@ def _key_for(
 def _drop(
     x: Float[Array, "..."], keys: Key[Array, "..."], axes: Sequence[int], rate: float
 ) -> Float[Array, "..."]:
-    """`x` with a part `rate` of its elements zero, and the others larger for it."""
+    """Set a share `rate` of the elements of `x` to zero, and scale up the others."""
     rest = [axis for axis in range(x.ndim) if axis not in axes]
     order = [*axes, *rest]
     draw = lambda key: jax.random.bernoulli(key, 1 - rate, [x.shape[i] for i in rest])
@@ -138,5 +141,5 @@ def _drop(
 
 
 def _spell(axes) -> str:
-    """Axes as `einsum` has them."""
+    """Return the subscripts of axes for `einsum`."""
     return "".join("Z" if i is None else string.ascii_letters[i] for i in axes)

@@ -1,4 +1,4 @@
-"""A weight with an adapter beside it."""
+"""The weight with an adapter."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,9 +18,9 @@ class LoraArray(AbstractLoraArray):
     """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
 
     The sum is never formed: a product is `base @ x + scale * b @ (a @ x)`. A layer can
-    multiply, index or transpose it without any wrapper; for anything else use
-    [`eqquant.quaxify`][]. It is a pytree. All of its leaves have the leading axes of
-    the weight, so layers can be stacked.
+    multiply, index or transpose it without a wrapper. All other operations need
+    [`eqquant.quaxify`][]. It is a pytree whose leaves have the leading axes of the
+    weight, so that layers can be stacked.
 
     Make one with [`eqquant.lora_tree`][], not by calling the class.
 
@@ -32,14 +32,13 @@ class LoraArray(AbstractLoraArray):
     - `key`: `(*lead)`, the key of the dropout; `None` for no dropout. See
         [`eqquant.training.with_dropout_key`][].
     - `scale`: the factor of the adapter, `alpha / rank`.
-    - `dropout`: the share of the activation that is dropped where it enters the
-        adapter.
+    - `dropout`: the dropout rate of the activation at the input of the adapter.
     - `in_axes`, `out_axes`: the axes `in` and `out` of the weight, counted from its
         end, in order.
     """
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The sum, in floating point."""
+        """Return the sum of base and adapter, in floating point."""
         base = self.base.dequantize() if is_implicit(self.base) else self.base
         return add_adapter(self, base)
 
@@ -70,7 +69,7 @@ class LoraArray(AbstractLoraArray):
         return out + term.astype(out_dtype)
 
     def __pdoc__(self, **kwargs):
-        if not self.is_whole:  # A pytree of something else.
+        if not self.is_whole:  # A pytree with other leaves, such as specs.
             parts = [wl.pdoc(x, **kwargs) for x in (self.base, self.a, self.b)]
             return (
                 wl.TextDoc("lora(") + wl.join(wl.TextDoc(", "), parts) + wl.TextDoc(")")

@@ -1,5 +1,4 @@
-"""The fields of a weight with an adapter, and its structural operations, which are
-exact."""
+"""The fields of a weight with an adapter, and the axes of its parts."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,7 +14,7 @@ from .._operators import ArrayOperators
 
 
 class AbstractLoraArray(ArrayOperators):
-    """The fields of a [`eqquant.arrays.LoraArray`][], and what moves them about."""
+    """The fields of a [`eqquant.arrays.LoraArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"in_axes": "free", "out_axes": "free"}
 
@@ -29,7 +28,7 @@ class AbstractLoraArray(ArrayOperators):
     out_axes: tuple[int, ...] = eqx.field(static=True)
 
     #
-    # What it stands for
+    # Shape and dtype
     #
 
     @property
@@ -62,7 +61,7 @@ class AbstractLoraArray(ArrayOperators):
 
     @property
     def factors(self) -> dict[str, Axes]:
-        """The axes of all parts except the base; None for that of the rank."""
+        """The axes of all parts except the base; None for the rank."""
         axes = self.axes_of_parts(self.ndim, self.groups)
         names = ("a", "b") if self.key is None else ("a", "b", "key")
         return {name: axes[name] for name in names}
@@ -83,7 +82,7 @@ class AbstractLoraArray(ArrayOperators):
 
     @property
     def whole_axes(self) -> int | None:
-        # A lookup takes rows of a matrix, which only `b` has, or matrices of a stack.
+        # A lookup selects rows of a matrix, which only `b` has, or matrices of a stack.
         whole = self.in_axes
         if self.lead_axes:
             whole = (*self.in_axes, *self.out_axes)

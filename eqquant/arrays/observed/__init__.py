@@ -1,4 +1,4 @@
-"""A weight that observes what it multiplies: its structure, and what it sees."""
+"""A weight that records statistics of its inputs."""
 
 from ._array import ObservedArray as ObservedArray
 from ._structure import Observed as Observed

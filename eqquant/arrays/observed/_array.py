@@ -1,8 +1,8 @@
-"""The array that observes what it multiplies.
+"""Arrays that observe their inputs.
 
-What it has seen is a gradient, with respect to parts that are zero and add nothing to
-the value. So observing is pure, and any code that can be differentiated can be
-observed: under `jit`, `vmap`, `scan` and `checkpoint`.
+The statistics are gradients with respect to zeros that do not change the value. So
+observation is pure, and works for all differentiable code, under `jit`, `vmap`, `scan`
+and `checkpoint`.
 """
 
 import math
@@ -23,25 +23,25 @@ from ._ties import tie_lookup, tie_product
 
 
 class ObservedArray(AbstractObservedArray):
-    """A weight whose gradient says what it multiplies.
+    """A weight whose gradient contains statistics of its inputs.
 
-    Values and derivatives are those of `base`. The gradient with respect to `seen` is
-    the sums of an [`Observed`][], whatever function is differentiated. Rows on which
-    the function does not depend, such as padding, are left out.
+    Values and derivatives equal those of `base`. The gradient with respect to `seen` is
+    an [`Observed`][], for every differentiated function. Rows without influence on the
+    function, such as padding, are left out.
 
     **Fields:**
 
     - `base`: the weight.
     - `seen`: zeros.
-    - `axes`: those that products contract, counted from the end, as in a
+    - `axes`: the contracted axes, counted from the end, as in a
         [`eqquant.QuantizedArray`][].
-    - `lead`: those of a stack of matrices, likewise.
-    - `every_row`: whether to count rows on which nothing depends, too.
-    - `looked_up`: whether this array is rows that were looked up in the weight.
+    - `lead`: the axes of a stack of matrices, counted from the end.
+    - `every_row`: whether to also count rows without influence.
+    - `looked_up`: whether this array consists of rows from a lookup.
     """
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The weight. If it is rows that were looked up, their gradient is observed."""
+        """Return the weight. For rows from a lookup, also observe their gradient."""
         if not self.looked_up:
             return self.base
         others = self.others
@@ -50,15 +50,18 @@ class ObservedArray(AbstractObservedArray):
         lead, size = rows.shape[: len(self.lead)], self.seen.gram.shape[-1]
         rows = rows.reshape(*lead, -1, size)
         seen = self.seen.gram, self.seen.rows, self.seen.power
-        # Split over devices, a sum over mapped axes is JAX's to make.
+        # For sharded arrays, JAX sums over mapped axes.
         tie = tie_lookup if has_explicit_axes() else observe_rows
         rows = tie(rows, *seen)
         rows = rows.reshape([self.shape[i] for i in order])
         return jnp.transpose(rows, [order.index(i) for i in range(self.ndim)])
 
     def _ties(self, x: Shaped[Array, "*batch rows size"], batch: int):
-        """Zeros for each row of `x`, made of the parts of `seen`: if the cotangent of
-        the first, `x @ gram`, is `x`, then that of `gram` is `x^T x`."""
+        """Return zeros for each row of `x`, computed from the parts of `seen`.
+
+        The first is `x @ gram`. If its cotangent is `x`, the cotangent of `gram` is
+        `x^T x`.
+        """
         axes = tuple(range(batch))
         numbers = (((x.ndim - 1,), (batch,)), (axes, axes))
         x = lax.stop_gradient(x).astype(self.seen.gram.dtype)
@@ -83,9 +86,9 @@ class ObservedArray(AbstractObservedArray):
         batched = [axis - self.ndim for axis, _ in batch]
         contracted = {axis - self.ndim for axis, _ in over}
         if contracted != set(self.axes) or not set(batched) <= set(self.lead):
-            return out  # Another kind of product.
+            return out  # An unsupported kind of product.
 
-        # Both as (batch, rows, shared by the stack, size or outputs).
+        # Both have the axes (batch, rows, shared by the stack, size or outputs).
         used = set(of_x.values())
         free = [i for i in range(x.ndim) if i not in used]
         order = [*(of_x[i] for i in batched), *free, *(of_x[i] for i in self.axes)]
@@ -112,7 +115,7 @@ class ObservedArray(AbstractObservedArray):
         rows = jnp.transpose(out, to_front)
         shape = rows.shape
         rows = rows.reshape(*stack, seen.shape[-2], -1)
-        # Of the stack in the order of the weight.
+        # The axes of the stack, in the order of the weight.
         now = [*batched, *shared]
         sort = sorted(range(len(now)), key=now.__getitem__)
         tail = [len(now), len(now) + 1]
@@ -125,8 +128,10 @@ class ObservedArray(AbstractObservedArray):
 
 
 def _with_whole_rows(x: Shaped[Array, "*stack rows size"]):
-    """Every value of a row meets every other one in `gram`, so a mesh with explicit
-    axes must not split them."""
+    """Gather rows that a mesh with explicit axes splits.
+
+    `gram` contains the product of every pair of values in a row.
+    """
     *names, of_row = split_by_type(x)
     if not of_row:
         return x

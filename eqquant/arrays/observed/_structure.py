@@ -1,5 +1,4 @@
-"""The fields of an array that observes, and its structural operations. Its sums have
-the axes of the stack, too."""
+"""The fields of an observing array, and the axes of its sums."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -15,15 +14,16 @@ from .._operators import ArrayOperators
 
 
 class Observed(eqx.Module):
-    """What is known of the inputs of a weight: sums over the rows that it multiplies.
+    """Statistics of the inputs of a weight: sums over the rows of its activations.
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`: the sum of the outer products of the rows that each
-        matrix has multiplied, `X^T X`. If rows of the weight were looked up: of the
-        gradients with respect to those.
-    - `rows`: `(*lead)`: how many rows.
-    - `power`: `(*lead)`: the sum of the squared gradients with respect to the outputs.
+    - `gram`: `(*lead, size, size)`: the sum of outer products of the rows, `X^T X`.
+    For a
+        lookup of rows of the weight, `X` contains the gradients with respect to the
+        rows.
+    - `rows`: `(*lead)`: the number of rows.
+    - `power`: `(*lead)`: the sum of squared gradients with respect to the outputs.
     """
 
     gram: Float[Array, "*lead size size"]
@@ -37,7 +37,7 @@ class Observed(eqx.Module):
 
 
 class AbstractObservedArray(ArrayOperators):
-    """The fields of an `ObservedArray`, and its structural operations."""
+    """The fields of an `ObservedArray`, and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole", "lead": "kept"}
 
@@ -79,7 +79,7 @@ class AbstractObservedArray(ArrayOperators):
 
     @property
     def whole_axes(self) -> int | None:
-        # A lookup takes rows of a matrix, or matrices of a stack.
+        # A lookup selects rows of a matrix, or matrices of a stack.
         whole = (*self.axes, *self.others) if self.lead else self.axes
         n = len(whole)
         return n if sorted(whole) == list(range(-n, 0)) else None

@@ -1,4 +1,5 @@
-"""Functions that return their first argument, and whose derivatives say what it was."""
+"""Functions that return their first argument, and whose derivatives record
+statistics."""
 
 import functools as ft
 from collections.abc import Callable
@@ -26,9 +27,12 @@ def _backward_product(every_row: bool, residuals, ct):
 
 
 def _tie(every_row: bool) -> Callable:
-    """`tie(out, gram, rows, power, x)` is `out`. For each row of `out` with a cotangent
-    that is not zero, the cotangent of `gram` is `x`, that of `rows` is 1, and that of
-    `power` is the squared norm of the cotangent of `out`."""
+    """Return `out`.
+
+    For each row of `out` with a nonzero cotangent, the cotangent of `gram` is `x`, the
+    cotangent of `rows` is 1, and the cotangent of `power` is the squared norm of the
+    cotangent of `out`.
+    """
     tie = jax.custom_vjp(_pass)
     tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))
     return tie
@@ -39,7 +43,7 @@ tie_product = {every_row: _tie(every_row) for every_row in (False, True)}
 
 @jax.custom_vjp
 def tie_lookup(rows, gram, count, power):
-    """As `observe_rows`."""
+    """Like `observe_rows`, for a lookup."""
     return rows
 
 

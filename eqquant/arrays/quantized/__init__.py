@@ -1,4 +1,4 @@
-"""The quantized array: its structure, its products, and how it is made."""
+"""The quantized array: its structure, its products, and quantization."""
 
 from ._array import (
     QuantizedArray as QuantizedArray,

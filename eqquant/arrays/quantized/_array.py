@@ -19,36 +19,36 @@ from ._structure import AbstractQuantizedArray
 
 
 class QuantizedArray(AbstractQuantizedArray):
-    """An array stored as codes and scales: `value = level(code) * scale`, and for an
-    affine format `+ offset`.
+    """An array of codes and scales: `value = level(code) * scale`, and `+ offset` in
+    affine formats.
 
-    It is a pytree of two leaves, or of three with offsets, or with double quantization
-    ([`eqquant.formats.QuantizedScales`][]). All of them have the leading axes of the
-    array, and its shape follows from them. So you can slice the leaves, stack them,
-    scan over them and map over them, and get quantized arrays again.
+    It is a pytree with two leaves. Offsets and double quantization
+    ([`eqquant.formats.QuantizedScales`][]) add leaves. All leaves have the leading axes
+    of the array, and determine its shape. So you can slice, stack, scan and map over
+    the leaves, and the results are quantized arrays.
 
-    Make one with [`eqquant.quantize`][] or [`eqquant.arrays.from_components`][], not by
-    calling the class.
+    Use [`eqquant.quantize`][] or [`eqquant.arrays.from_components`][] to make one. Do
+    not call the class.
 
-    It needs no wrapper for `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`,
-    `.reshape`, `.transpose`, and scaling such as `0.5 * q`. That is all that layers of
-    `eqx.nn` need, except for convolutions. For anything else use [`eqquant.quaxify`][].
-    It never turns into a plain array by itself: functions of `jax.numpy` raise a
-    `TypeError`.
+    `q @ x`, `x @ q`, indexing, `.T`, `.mT`, `.astype`, `.reshape`, `.transpose` and
+    scaling such as `0.5 * q` need no wrapper. The layers of `eqx.nn`, except
+    convolutions, use no other operations. All others need [`eqquant.quaxify`][]. A
+    quantized array never becomes a plain array silently: functions of `jax.numpy` raise
+    a `TypeError`.
 
     **Fields:**
 
-    - `codes`: `(*lead, packed)`: one code to a byte or several, along the blocked axis,
-        which is last.
+    - `codes`: `(*lead, packed)`: one or several codes per byte. The blocked axis is
+        last.
     - `scales`: `(*lead, blocks)`.
     - `format`: the format of both.
-    - `dtype`: the dtype of the array that they stand for.
-    - `axes`: the blocked axes of that array, counted from its end.
-    - `inner`: the sizes of all the blocked axes but the first.
-    - `padding`: how many codes fill the partial last block.
-    - `offsets`: as `scales`, of an affine format; else None.
-    - `plan`: how it is split over a mesh, if [`eqquant.shard_tree`][] did that.
-    - `compute`: an [`eqquant.kernels.Compute`][]: how products with it are computed.
+    - `dtype`: the dtype of the dequantized array.
+    - `axes`: the blocked axes of the dequantized array, counted from its end.
+    - `inner`: the sizes of all blocked axes except the first.
+    - `padding`: the number of codes that fill the partial last block.
+    - `offsets`: like `scales`, for an affine format; otherwise None.
+    - `plan`: the sharding from [`eqquant.shard_tree`][], or None.
+    - `compute`: an [`eqquant.kernels.Compute`][], the settings of products.
     """
 
     @property
@@ -68,7 +68,7 @@ class QuantizedArray(AbstractQuantizedArray):
             )
 
     def dequantize(self) -> Float[Array, "..."]:
-        """The array that this one stands for, in floating point."""
+        """Return the dequantized array."""
         self.check_whole()
         return _dequantize(self)
 
@@ -83,7 +83,7 @@ class QuantizedArray(AbstractQuantizedArray):
         rows = rows.astype(self.dtype)
         codes, parts, _ = encode_rows(rows, self.format, self.axes, at_once=None)
         scales, offsets = scales_and_offsets(parts, self.format)
-        # A row that is not finite becomes NaN: a check under `jit` would cost more.
+        # A row that is not finite becomes NaN, because a check under `jit` costs more.
         finite = jnp.all(jnp.isfinite(rows), self.axes)[..., None]
         mark = lambda part, nan: part if nan is None else jnp.where(finite, part, nan)
         new = self.replace(
@@ -106,7 +106,7 @@ class QuantizedArray(AbstractQuantizedArray):
         return contract(self, x, over, batch, **how)
 
     def __pdoc__(self, **kwargs):
-        if not self.is_whole:  # A pytree of something else.
+        if not self.is_whole:  # A pytree with other leaves, such as specs.
             parts = f"codes={self.codes!r}, scales={self.scales!r}"
             return wl.TextDoc(f"{self.format.name}({parts})")
         del kwargs
@@ -115,13 +115,13 @@ class QuantizedArray(AbstractQuantizedArray):
         return wl.TextDoc(f"{self.format.name}:{dtype}[{shape}]")
 
 
-# One program, also where it is called eagerly: nothing in between is written down.
+# Compiled as one program, even in eager calls, so that no intermediate array is stored.
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
     mesh = explicit_mesh_of(q.codes)
     if mesh is None:
         return _decode(q)
-    # Split as the codes are, where that leaves each device equal parts.
+    # Sharded like the codes, if all devices get equal parts.
     *lead, last = spec_of(q.codes)
     first, *_ = q.blocked_axes
     even = q.shape[first] % parts_of(mesh, last) == 0
@@ -144,7 +144,7 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
         levels = levels.reshape(*lead, blocks, size // blocks)
         levels = levels * q.scales.astype(compute)[..., None]
         if q.offsets is not None:
-            # Rounded before it is added to, which XLA may or may not do.
+            # Round before the addition; otherwise XLA may fuse the two.
             levels = jnp.where(levels == levels, levels, jnp.nan)
             levels = levels + q.offsets.astype(compute)[..., None]
     values = levels.reshape(*lead, size)[..., : size - q.padding]

@@ -1,10 +1,10 @@
-"""The axes along which an array is quantized."""
+"""The blocked axes of an array."""
 
 from collections.abc import Sequence
 
 
 def canonical_axes(axis: int | Sequence[int], ndim: int) -> tuple[int, ...]:
-    """Sorted, counted from the end, and checked."""
+    """Check axes, and return them sorted and counted from the end."""
     axes = (axis,) if isinstance(axis, int) else tuple(axis)
     for a in axes:
         if not -ndim <= a < ndim:

@@ -1,4 +1,4 @@
-"""Quantized arrays from their components."""
+"""Construction of quantized arrays from components."""
 
 import math
 from collections.abc import Sequence
@@ -35,22 +35,22 @@ def from_components(
     activations: str | None = None,
     compute: Compute | None = None,
 ) -> QuantizedArray:
-    """Make a quantized array from its parts, for example those of a checkpoint.
+    """Make a quantized array from its components, for example from a checkpoint.
 
     **Arguments:**
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
-    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format; or an
-        [`eqquant.formats.QuantizedScales`][] with double quantization, and what MXFP4
-        and NVFP4 have in its place.
+    - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format. Double
+        quantization needs an [`eqquant.formats.QuantizedScales`][], MXFP4 an
+        [`eqquant.formats.PowerOfTwoScales`][], and NVFP4 an
+        [`eqquant.formats.Float8Scales`][].
     - `format`: a format, or the name of one.
-    - `dtype`: the dtype of the array that they stand for.
-    - `axis`: the blocked axis (or axes) of that array.
+    - `dtype`: the dtype of the dequantized array.
+    - `axis`: the blocked axis (or axes) of the dequantized array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
-        one axis, is all that `codes` holds.
-    - `offsets`: as `scales`, for an affine format; an
-    [`eqquant.formats.QuantizedOffsets`][]
-        with double quantization.
+        one axis, is the number of codes.
+    - `offsets`: like `scales`, for an affine format. Double quantization needs an
+        [`eqquant.formats.QuantizedOffsets`][].
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][].
 
     **Returns:**
@@ -59,7 +59,7 @@ def from_components(
 
     **Raises:**
 
-    `TypeError` or `ValueError` if the parts do not fit together.
+    `TypeError` or `ValueError` if the components are inconsistent.
     """
     format = as_format(format)
     dtype = jnp.dtype(dtype)

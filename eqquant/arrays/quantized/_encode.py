@@ -1,4 +1,4 @@
-"""Floats to codes and scales: the program that `quantize` compiles."""
+"""The encoding of floats as codes and scales, which `quantize` compiles."""
 
 import functools as ft
 import math
@@ -27,8 +27,8 @@ from ...kernels import cpu
 
 
 def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
-    # One scale for everything. It is stored once per row, so that the array keeps its
-    # leading axes, and a product its fast path.
+    # One scale for the whole array. It is stored once per row, so that scales have the
+    # leading axes, and products use their fast path.
     return ndim > 1 and len(axes) == ndim and format.block_size is None
 
 
@@ -40,9 +40,11 @@ def encode_rows(
     at_once: int | None,
     given: Any = None,
 ):
-    """Codes, scales (those given, or those of the format; a tuple with offsets, if it
-    has these), and whether some value was out of range. So many elements are encoded
-    at once, or all."""
+    """Return codes, scales, and whether some value was out of range.
+
+    Scales are the given scales or chosen by the format; for affine formats they are a
+    tuple with offsets. `at_once` limits the number of elements per step; None for all.
+    """
     blocked = [a % array.ndim for a in axes]
     lead = [a for a in range(array.ndim) if a not in blocked]
     shape = [array.shape[a] for a in lead]
@@ -82,7 +84,7 @@ def encode_rows(
         height = max(1, at_once // size)
         codes, scales, problem = _map_chunks(jax.vmap(encode), inputs, height)
     else:
-        # Axis by axis: to flatten them would gather what is split over devices.
+        # One axis at a time, because flattening would gather sharded axes.
         for _ in lead:
             encode = jax.vmap(encode)
         codes, scales, problem = _keep_split(encode, (rows, given), format)
@@ -98,7 +100,7 @@ def encode_rows(
 def has_encoder(
     array: Float[Array, "..."], format: Format, axes: tuple[int, ...]
 ) -> bool:
-    """Whether CPUs have a native kernel."""
+    """Return whether CPUs have a native encoder."""
     return (
         axes == (-1,) and explicit_mesh_of(array) is None and cpu.encodes(array, format)
     )
@@ -121,7 +123,7 @@ _encode_rowwise = rowwise("encode", _by_rows, _native)
 def encode_rowwise(
     array: Float[Array, "*lead size"], format: Format, at_once: int | None
 ):
-    """As [`encode_rows`][], but with a problem for each row."""
+    """Like [`encode_rows`][], but with a flag for each row."""
     codes, *scales, problems = _encode_rowwise(array, format, at_once)
     structure = jax.tree.structure(
         jax.eval_shape(lambda: format.no_scales((), array.shape[-1]))
@@ -134,8 +136,11 @@ def _merge_lead(given):
 
 
 def _keep_split(encode: Callable, inputs: tuple, format: Format):
-    """`encode(inputs)`. On a mesh with explicit axes the results are split as the rows
-    are, which come first, and the compiler sees to what is in between."""
+    """Return `encode(inputs)`.
+
+    On a mesh with explicit axes, the results are sharded like the rows, and the
+    compiler chooses the intermediate shardings.
+    """
     rows, _ = inputs
     mesh = explicit_mesh_of(rows)
     if mesh is None:
@@ -160,7 +165,7 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
 
 
 def _map_chunks(fn: Callable, inputs: tuple, height: int):
-    """`fn(inputs)`, so many rows at a time, each result flattened but for its rows."""
+    """Return `fn(inputs)` in chunks of rows. Results are flattened except for rows."""
     size = jax.tree.leaves(inputs)[0].shape[0]
     count, rest = divmod(size, height)
 
@@ -172,8 +177,8 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
         )
 
     def write(i, chunk, out):
-        # The reshape is here, as XLA:CPU would fuse it with the encoding, and no longer
-        # vectorise that.
+        # Reshape here, because XLA:CPU would fuse it with the encoding, which would no
+        # longer vectorise.
         return jax.tree.map(
             lambda out, part: lax.dynamic_update_slice_in_dim(
                 out, part.reshape(part.shape[0], -1), i * height, 0
@@ -196,17 +201,21 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
 
 
 def elements_at_once(array: Array) -> int:
-    """How many elements to encode at once. A chunk of four megabytes keeps temporaries
-    in the cache of a CPU. A GPU has to be given more, or it does nothing but start
-    kernels: 256 megabytes."""
+    """Return the number of elements per step.
+
+    On a CPU, 4 MB keep temporaries in cache. On a GPU, 256 MB make the launch overhead
+    of kernels negligible.
+    """
     return 2**26 if platform_of(array) == "gpu" else 2**20
 
 
 def in_blocks(
     row: Float[Array, " size"], format: Format
 ) -> tuple[Float[Array, "blocks block"], Float[np.ndarray, " blocks"]]:
-    """The row cut in blocks, the last one filled with zeros; and how much of each block
-    is real."""
+    """Cut rows into blocks, and pad the last block with zeros.
+
+    Also return the number of original values in each block.
+    """
     (size,) = row.shape
     blocks, block = format.num_blocks(size), format.block_size or size
     filled = blocks * block - size
@@ -218,8 +227,10 @@ def in_blocks(
 def _in_groups(
     codes: Shaped[Array, "*lead size"], format: Format
 ) -> Shaped[Array, "... groups group"]:
-    """The codes of one row (or of several, for one scale per tensor) cut in the groups
-    that are packed together."""
+    """Cut the codes of a row into groups for packing.
+
+    With one scale per tensor, several rows count as one.
+    """
     if format.block_size is not None:
         return codes
     *lead, size = codes.shape
@@ -233,16 +244,16 @@ def _in_groups(
 
 
 def _absmax(blocks: Float[Array, "*lead size"]) -> Float[Array, "*lead"]:
-    """The largest magnitude; infinite if anything is not finite."""
-    # XLA:CPU's maximum may drop a NaN, but not an infinity.
+    """Return the largest magnitude, or infinity if a value is not finite."""
+    # The maximum of XLA:CPU may ignore a NaN, but not an infinity.
     magnitude = jnp.where(blocks == blocks, jnp.abs(blocks), jnp.inf)
     return max_blocks(magnitude)
 
 
 def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, ""]:
-    """Whether some value is not finite, or not one that scales can hold."""
+    """Return whether some value is not finite, or too large for the dtype of scales."""
     fits = jnp.isfinite(absmax)
-    if format.has_offsets:  # A level and an offset are both as large, or larger.
+    if format.has_offsets:  # Both a scaled level and an offset can have this magnitude.
         fits &= absmax <= float(jnp.finfo(format.scale_dtype).max) / 4
     scales = jnp.finfo(format.scale_dtype)
     if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:

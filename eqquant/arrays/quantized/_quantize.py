@@ -1,4 +1,4 @@
-"""Floats to quantized arrays and back."""
+"""Quantization of one array."""
 
 import math
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def quantize(
 ) -> QuantizedArray:
     """Quantize an array.
 
-    A pure function, which works under `jax.jit`, `jax.vmap` and `jax.eval_shape`.
+    This is a pure function, and works under `jax.jit`, `jax.vmap` and `jax.eval_shape`.
 
     !!! Example
 
@@ -60,32 +60,32 @@ def quantize(
     - `format`: a format, or the name of one: `"nf4"`, `"nf3"`, `"nf2"`, `"fp8"`,
         `"mxfp4"`, `"nvfp4"`, `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"ternary"`,
         `"binary"`.
-    - `axis`: the axis that shares a scale, or along which blocks run. Choose the one
-        that products contract: the last of a weight used as `w @ x`, as in `eqx.nn`;
-        the first of one used as `x @ w`. Give several axes to share scales over all of
-        them, as for the weight of a convolution. With all axes and no block size, the
-        whole array has one scale.
-    - `scales`: `(*lead, blocks)`, positive (or, where the levels of the format are not
-        symmetric about zero, of either sign): scales to use instead of those that the
-        format would choose, for example learned ones. Every value takes its nearest
-        level. `lead` are the axes of `array` that are not blocked.
-    - `offsets`: `(*lead, blocks)`: what goes with `scales` in an affine format.
-    - `check_finite`: raise an error if `array` holds a NaN or an infinity, or values
-        that the dtype of the scales cannot hold.
-    - `precision`, `activations`, `compute`: how products with the result are computed.
+    - `axis`: the axis that shares a scale, or along which blocks run. Choose the
+        contracted axis of products: the last axis for `w @ x`, as in `eqx.nn`, and the
+        first axis for `x @ w`. Several axes share scales over all of them, for example
+        in a convolution. With all axes and no block size, the whole array has one
+        scale.
+    - `scales`: `(*lead, blocks)`, for example learned scales. By default the format
+        chooses scales. Every value takes its nearest level. Scales are positive;
+        formats with asymmetric levels also accept negative scales. `lead` are the axes
+        of `array` that are not blocked.
+    - `offsets`: `(*lead, blocks)`, in addition to `scales`, for an affine format.
+    - `check_finite`: raise an error if `array` contains a NaN, an infinity, or a value
+        that is too large for the dtype of the scales.
+    - `precision`, `activations`, `compute`: the settings of products with the result.
         `compute` is an [`eqquant.kernels.Compute`][], and the other two replace its
         fields.
 
     **Returns:**
 
-    A [`eqquant.QuantizedArray`][] of the shape and dtype of `array`.
+    A [`eqquant.QuantizedArray`][] with the shape and dtype of `array`.
 
     **Raises:**
 
     - `TypeError` if `array` is not floating point.
-    - `ValueError` if `format`, `axis` or the shape of `scales` is not valid, or if
-        values of `array` are not finite; the message counts them. Under `jit` the
-        latter is an `eqx.error_if`, raised at run time.
+    - `ValueError` if `format`, `axis` or the shape of `scales` is invalid, or if
+        values of `array` are not finite; the message counts them. Under `jit`, the
+        second check raises at run time, by `eqx.error_if`.
     """
     format = as_format(format)
     compute = as_compute(compute, precision, activations)
@@ -102,7 +102,8 @@ def quantize(
         )
     axes = canonical_axes(axis, array.ndim)
     if not array.size:
-        axes = axes[-1:]  # Nothing shares a scale; and shape stays what can be derived.
+        # An empty array needs no scales, and the shape can still be derived.
+        axes = axes[-1:]
     given = None
     if (offsets is not None) != (format.has_offsets and scales is not None):
         raise ValueError(
@@ -119,7 +120,7 @@ def quantize(
     if check_finite:
         zero = no_problem(problem, array, format, given)
         if zero is not None:
-            # To codes and scales: the check runs whichever of them is used.
+            # Attach the check to codes and scales, so that it runs if either is used.
             q = jax.tree.map(lambda a: a + zero.astype(a.dtype), q)
     return q.with_static(compute=compute)
 
@@ -130,8 +131,10 @@ def encode(
     axes: tuple[int, ...],
     given: Any = None,
 ) -> tuple[QuantizedArray, Bool[Array, ""]]:
-    """As [`quantize`][], of arguments that have been checked; and whether there are
-    values that cannot be quantized."""
+    """Quantize an array after its arguments were checked.
+
+    Also return whether some values cannot be quantized.
+    """
     at_once = elements_at_once(array) if _is_on_one_device(array) else None
     how = {"format": format, "at_once": at_once}
     if given is None and has_encoder(array, format, axes):
@@ -157,14 +160,15 @@ def no_problem(
     format: Format,
     given: Any = None,
 ) -> Float[Array, ""] | None:
-    """An error if there is one. Under `jit` it is raised when a zero, which is what
-    comes back, has been added to something."""
+    """Raise an error if there is a problem.
+
+    Under `jit`, this returns a zero, and the error is raised when the zero is used.
+    """
     if not is_traced(problem):
         if problem:
             _raise_not_finite(array, given, format)
         return None
-    # By way of a scalar: what passes through `error_if` itself is no longer split over
-    # devices.
+    # Use a scalar, because arrays that pass through `error_if` lose their sharding.
     return eqx.error_if(
         jnp.zeros((), format.scale_dtype),
         problem,
@@ -175,7 +179,7 @@ def no_problem(
 
 
 def _is_on_one_device(array: Array) -> bool:
-    # A loop over rows that are split over devices would gather them.
+    # A loop over sharded rows would gather them.
     if is_traced(array):
         return jax.device_count() == 1
     return len(array.sharding.device_set) == 1

@@ -1,4 +1,4 @@
-"""The fields of a quantized array, and its structural operations, which are exact."""
+"""The fields of a quantized array, and its structural operations."""
 
 import dataclasses
 import math
@@ -31,7 +31,7 @@ from .._operators import ArrayOperators
 
 
 class AbstractQuantizedArray(ArrayOperators):
-    """The fields of a [`eqquant.QuantizedArray`][], and what moves them about."""
+    """The fields of a [`eqquant.QuantizedArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
 
@@ -49,7 +49,7 @@ class AbstractQuantizedArray(ArrayOperators):
     )
 
     #
-    # What it stands for
+    # Shape and dtype
     #
 
     @property
@@ -58,7 +58,7 @@ class AbstractQuantizedArray(ArrayOperators):
 
     @property
     def float_parts(self) -> tuple[Any, Any]:
-        """Scales, and offsets or None, as arrays of floats."""
+        """Scales and offsets (or None) as floating-point arrays."""
         offsets = self.offsets
         offsets = None if offsets is None else float_scales(offsets)
         return float_scales(self.scales), offsets
@@ -85,7 +85,7 @@ class AbstractQuantizedArray(ArrayOperators):
 
     @property
     def lead_axes(self) -> tuple[int, ...]:
-        """The other axes: those that codes and scales share."""
+        """The leading axes, which codes and scales share."""
         blocked = self.blocked_axes
         return tuple(axis for axis in range(self.ndim) if axis not in blocked)
 
@@ -163,8 +163,7 @@ class AbstractQuantizedArray(ArrayOperators):
         return self.replace(dtype=jnp.dtype(dtype))
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
-        """On scales and offsets: in float32 or more, as a product may not fit into
-        less."""
+        """Scale the scales and offsets, in at least float32 to avoid overflow."""
         if any(factor.shape[axis] != 1 for axis in self.blocked_axes):
             return NotImplemented
         lead = self.lead_axes
@@ -179,8 +178,11 @@ class AbstractQuantizedArray(ArrayOperators):
         return self.replace(scales=fn(scales, factor), offsets=offsets)
 
     def power(self, exponent: int) -> Any:
-        """On the scales, where an odd power leaves each level what it is. They are
-        rounded first, as decoded values are: the result is the same, bit for bit."""
+        """Raise the scales to an odd power, if the levels are -1, 0 and 1.
+
+        Scales are rounded first, like decoded values, so that the result is equal bit
+        for bit.
+        """
         if not self.format.unit_levels or exponent < 1 or exponent % 2 == 0:
             return super().power(exponent)
         if exponent == 1:
@@ -190,7 +192,8 @@ class AbstractQuantizedArray(ArrayOperators):
         return self.replace(scales=lax.integer_pow(scales, exponent).astype(wide))
 
     def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Where each device gets whole groups of codes and whole blocks."""
+        """Return the specs of the parts, if each device gets whole groups and
+        blocks."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]
         lead = [entries[axis] for axis in self.lead_axes]
         first, *others = (entries[axis] for axis in self.blocked_axes)
@@ -204,15 +207,17 @@ class AbstractQuantizedArray(ArrayOperators):
             return NotImplemented
         if not scales_split(self.scales, parts):
             return NotImplemented
-        # What there is one of in a row is not split; codes are, even so.
+        # Per-row scales are replicated; codes are split.
         others = jax.tree.leaves((self.scales, self.offsets))
         whole = [False, *(a.shape[-1] == 1 for a in others)]
         specs = [PartitionSpec(*lead, None if one else first) for one in whole]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
     def unflatten(self):
-        """The same array with only the last of several blocked axes blocked, which
-        needs blocks that do not cross it."""
+        """Return the same array with only the last of several blocked axes blocked.
+
+        Blocks must not cross this axis.
+        """
         *others, last = self.blocked_axes
         if not others:
             return self
@@ -225,8 +230,8 @@ class AbstractQuantizedArray(ArrayOperators):
         unit = self.format.group if shared else math.lcm(self.format.group, block)
         if self.padding or not size or size % unit or others != sorted(others):
             return NotImplemented
-        # The axes that are no longer blocked go last among the leading ones, then to
-        # where the shape has them.
+        # Axes that are no longer blocked become the last leading axes, and then move to
+        # their positions in the shape.
         lead = self.codes.shape[:-1]
         new = tuple(shape[axis] for axis in others)
         codes = self.codes.reshape(*lead, *new, num_bytes(size, bits))
