@@ -101,7 +101,7 @@ def test_4_padding_does_not_leak(default_format, normal):
     assert q.T.shape == (100, 256)
     # Gradients exclude the padding.
     slope = jax.jit(jax.grad(lambda x: jnp.sum(q @ x)))(jnp.ones(100))
-    assert relative(slope, jnp.sum(decode(q), 0)) < TOLERANCE[default_format.precision]
+    assert relative(slope, jnp.sum(decode(q), 0)) < TOLERANCE[q.compute.precision]
 
 
 #
@@ -268,9 +268,7 @@ def test_14_kernel_settings_are_part_of_the_structure(matrix, normal):
     product = jax.jit(lambda q, x: x @ q.T)
     # The exact kernel may be the fastest for both precisions.
     settings = {"precision": "default", "activations": "int8"}, {"precision": "highest"}
-    fast, exact = (
-        matrix.replace(format=type(matrix.format)(**setting)) for setting in settings
-    )
+    fast, exact = (eqquant.with_compute(matrix, **setting) for setting in settings)
     # One function, traced once for each.
     assert relative(product(fast, x), x @ decode(matrix).T) > 1e-4
     assert relative(product(exact, x), x @ decode(matrix).T) < TOLERANCE["highest"]
