@@ -224,10 +224,10 @@ def test_by_shape_and_dtype(on):
     # Of a row of 128 weights, scales are 8 bytes.
     assert "of more than 128 rows" in many("nf4")
     why = many("nf4", GPUKernel("mosaic"))
-    assert "requests Mosaic: a row's scales are to be a multiple of 16 bytes" in why
+    assert "requests Mosaic: the scales of a row must be a multiple of 16 bytes" in why
     for format, said in [
-        (NF4(block_size=128), "groups of 64 codes, and not of 128"),
-        (Ternary(block_size=64), "does not scale blocks of 64 such codes"),
+        (NF4(block_size=128), "groups of 64 codes, not of 128"),
+        (Ternary(block_size=64), "does not support blocks of 64"),
     ]:
         assert said in many(format, MOSAIC.gpu)
     assert "it is for many rows on Hopper" in explained(

@@ -1,8 +1,7 @@
 """The check that a kernel passes before its first product on a device.
 
-Nobody has seen these kernels run on every GPU there is. So each multiplies small data
-first, once for each process and each thing that the compiler would make another program
-of, and is compared with XLA.
+Not every GPU was available to test these kernels. So each kernel first multiplies small
+arrays, and the result is compared with XLA: once per process and compiled program.
 """
 
 import functools as ft
@@ -28,13 +27,13 @@ def failure_of(
     blocked: bool,
     dtypes: tuple,
 ) -> str | None:
-    """Why a kernel must not be used on the devices here, if it must not."""
+    """Return why the kernel failed its check, or None if it passed."""
     kernel, *_ = kernel.sample(format)
     failure = _failure_of(kind, kernel, format, contract_rows, blocked, dtypes)
     if failure:
         warn(
-            f"The kernel for {format!r} ({kernel.name}) failed its check on {kind!r}, "
-            f"and XLA multiplies in its place: {failure}",
+            f"The kernel for {format!r} ({kernel.name}) failed its check on {kind!r}. "
+            f"XLA computes these products instead: {failure}",
             UserWarning,
             once=True,
         )
@@ -60,8 +59,8 @@ def _compare(
     rng = np.random.default_rng(0)
     columns = packed * 8 // format.bits
     dtype = np.dtype(format.code_dtype)
-    every = np.arange(2**format.bits, dtype=np.uint8).view(dtype)
-    used = np.setdiff1d(every, np.array(format.unused_codes, dtype))
+    all_codes = np.arange(2**format.bits, dtype=np.uint8).view(dtype)
+    used = np.setdiff1d(all_codes, np.array(format.unused_codes, dtype))
     codes = rng.choice(used, (1, rows, columns))
     if format.bits < 8:
         codes = pack(codes.reshape(1, rows, -1, format.group), format.bits)
@@ -71,14 +70,14 @@ def _compare(
     x = rng.standard_normal((1, m, rows if contract_rows else columns))
     x = jnp.asarray(x, x_dtype)
     codes, scales = jnp.asarray(codes), jnp.asarray(scales, scale_dtype)
-    units = []
+    x_scales = []
     if kernel.operand == "int8":
         x = jnp.asarray(rng.integers(-127, 128, x.shape), jnp.int8)
-        units = [jnp.asarray(rng.uniform(0.5, 2, (1, m, 1)), jnp.float32)]
+        x_scales = [jnp.asarray(rng.uniform(0.5, 2, (1, m, 1)), jnp.float32)]
     out_dtype = jnp.float32
     if kernel.by == "Mosaic":
         out_dtype = jnp.bfloat16 if kernel.operand == "int8" else x_dtype
-    by_kernel = ft.partial(
+    with_kernel = ft.partial(
         kernel.dot,
         out_dtype=out_dtype,
         interpret=jax.default_backend() == "cpu",
@@ -86,17 +85,17 @@ def _compare(
         contract_rows=contract_rows,
     )
     matmul = Matmul(format, contract_rows, Compute("highest"))
-    by_xla = ft.partial(xla.dot, matmul=matmul)
+    with_xla = ft.partial(xla.dot, matmul=matmul)
     wide = x.astype(jnp.float32)
-    for unit in units:
-        wide = wide * unit
-    expected = np.asarray(jax.jit(by_xla)(wide, codes, scales))
+    for scale in x_scales:
+        wide = wide * scale
+    expected = np.asarray(jax.jit(with_xla)(wide, codes, scales))
     try:
-        out = np.asarray(jax.jit(by_kernel)(x, codes, scales, *units), np.float32)
+        out = np.asarray(jax.jit(with_kernel)(x, codes, scales, *x_scales), np.float32)
     except Exception as error:
         return f"{type(error).__name__}: {str(error)[:200]}"
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
-    # Operands of 8 bits, of 11, or of 16; or integers, whose sums are exact.
+    # Significands have 8, 11 or 16 bits. Sums of integers are exact.
     bound = 1e-2 if kernel.parts == (1, 1) else 1e-4
     bound = {"float16": 1e-3, "int8": 1e-5}.get(kernel.operand, bound)
     if jnp.dtype(out_dtype) == jnp.bfloat16:

@@ -58,7 +58,7 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
         if operands is None:
             return "the kernels do not multiply float32"
     operand, parts = operands
-    # The operand, if the activation is multiplied as it is.
+    # The operand, if it is the dtype of the activation.
     native = None
     if product.x.dtype == jnp.dtype(operand) and parts == (1, 1):
         native = None if product.contract_rows else operand
@@ -122,7 +122,7 @@ def _operands(product: Product) -> tuple[str, tuple[int, int]] | None:
 
 
 def _no_integers(product: Product) -> str | None:
-    """Return why an int8 activation is not multiplied as it is."""
+    """Return why an int8 activation is not multiplied in int8."""
     is_int8 = product.has_integer_rows and product.format.bits == 8
     if product.contract_rows or not is_int8:
         return "the kernels multiply integers with whole rows of int8 only"

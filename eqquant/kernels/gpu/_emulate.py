@@ -1,4 +1,4 @@
-"""What `_fragments.py` computes, in JAX: for interpret mode, which knows no PTX."""
+"""Decode in JAX as `_fragments.py` does: interpret mode does not support PTX."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,8 +15,8 @@ def decode(
     thread,
     decoder: Decoder,
     format: Format,
-) -> tuple[Float[Array, "64 64"], Float[Array, "some 64"]]:
-    """Of a step, the levels of the rows of a warpgroup, and a scale for each."""
+) -> tuple[Float[Array, "64 64"], Float[Array, "rows 64"]]:
+    """Return the levels of a step in the rows of a warpgroup, and the scale of each."""
     q = lax.dynamic_slice_in_dim(codes, thread * 64, 64)
     planes = jnp.stack(
         [decoder(q, plane)[0] for plane in range(planes_of(format.bits))], 1

@@ -1,22 +1,23 @@
-"""Where a thread of a warpgroup has what tensor cores multiply: as inline PTX.
+"""Inline PTX for the `wgmma` operand in registers: where a thread reads codes and
+scales.
 
-`wgmma` takes 64 x 64 numbers of its left operand in registers of 128 threads. Of eight
-columns a thread has two beside each other, in two rows that are eight apart. So it
-reads two bytes of a row at once.
+The left operand of a `wgmma` is 64 x 64 numbers in the registers of 128 threads. A
+thread has two adjacent columns of every eight, in two rows that are eight apart. So
+it reads two adjacent bytes of a row at once.
 """
 
 from ...formats import Format, planes_of
 from . import _ptx
 
 
-_row = [  # In `r`, that of a thread of 256, of 128 rows; in `g`, of eight rows which.
+_row = [  # `r` is the row of a thread among 128 rows, `g` the row among eight.
     "mov.u32 t, %tid.x;",
     "shr.u32 g, t, 2;",
     "and.b32 g, g, 7;",
     "shr.u32 r, t, 5;",
     "mad.lo.u32 r, r, 16, g;",
 ]
-# What a thread of 128 fills of each block of the table, and with which of its entries.
+# The place in each block of the table that a thread fills, and the entry.
 place_of_entry = _ptx.block(
     "t",
     [
@@ -29,9 +30,9 @@ place_of_entry = _ptx.block(
 
 
 def place_of_codes(width: int) -> str:
-    """PTX: of a thread, in 128 rows of so many bytes from `$2` on, `$0` is the place of
-    its codes. Rows longer than 16 bytes are swizzled, for which places of 16 bytes are
-    changed by `$1`."""
+    """Return PTX that sets `$0` to the address of a thread's codes, in 128 rows of
+    `width` bytes from `$2` on. Rows longer than 16 bytes are swizzled: 16-byte offsets
+    are XORed with `$1`."""
     return _ptx.block(
         "t, r, g",
         [
@@ -47,8 +48,8 @@ def place_of_codes(width: int) -> str:
 
 
 def load_codes(byte: int, further: int) -> str:
-    """PTX: two codes, or more, `byte` bytes of a row behind `$1`, whose place `$2`
-    changes, and `further` bytes behind that."""
+    """Return PTX that loads two bytes of codes, at offset `byte` of the row at `$1`,
+    which `$2` swizzles, plus `further` bytes."""
     return _ptx.block(
         "a",
         [
@@ -60,28 +61,29 @@ def load_codes(byte: int, further: int) -> str:
 
 
 def place_of_scale() -> str:
-    """PTX: that of a thread's row, in rows of 16 bytes from `$1` on."""
+    """Return PTX that sets `$0` to the address of the scales of a thread's row, in rows
+    of 16 bytes from `$1` on."""
     return _ptx.block("t, r, g", [*_row, "mad.lo.u32 $0, r, 16, $1;"])
 
 
 def load_scale(offset: int) -> str:
-    """PTX: a scale in float32, so many bytes behind `$1`, as two of bfloat16."""
+    """Return PTX that loads a float32 scale at `$1 + offset` as a pair of bfloat16."""
     return _ptx.block(
         "s", [f"ld.shared.b32 s, [$1+{offset}];", "cvt.rn.bf16x2.f32 $0, s, s;"]
     )
 
 
-# Last of all, after the product before has read its operand: until then nothing may
-# write what the next one reads.
+# These are the last instructions before a `wgmma`. Its operand registers may be written
+# only after the previous `wgmma` has read them.
 scaled = "mul.rn.bf16x2 $0, $1, $2;"
 unscaled = "or.b32 $0, $1, $2;"
-# A zero of which the assembler does not know. The third axis of the grid has one place.
+# A zero that the assembler cannot fold: the third axis of the grid has size one.
 zero = "mov.u32 $0, %ctaid.z;"
 
 
 def place_of_result() -> str:
-    """PTX: where a thread's eight numbers go, of 64 columns in swizzled rows of 128
-    bytes from `$1` on, by `store_results`."""
+    """Return PTX that sets `$0` to the address at which a thread calls `store_results`,
+    in swizzled rows of 128 bytes from `$1` on."""
     return _ptx.block(
         "t, j, q, h",
         [
@@ -90,7 +92,7 @@ def place_of_result() -> str:
             "shr.u32 h, t, 3;",
             "and.b32 h, h, 1;",
             "shr.u32 q, t, 4;",
-            "and.b32 q, q, 6;",  # Twice the warp, of four.
+            "and.b32 q, q, 6;",  # Twice the index of the warp among four.
             "add.u32 q, q, h;",
             "xor.b32 q, q, j;",
             "shr.u32 h, t, 1;",
@@ -104,7 +106,7 @@ def place_of_result() -> str:
 
 
 def store_results(offset: int) -> str:
-    """PTX: four times 8 x 8 numbers, turned."""
+    """Return PTX that stores four transposed matrices of 8 x 8 numbers."""
     return (
         f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [$0+{offset}], "
         "{$1, $2, $3, $4};"
@@ -112,17 +114,17 @@ def store_results(offset: int) -> str:
 
 
 def columns_of(format: Format) -> list[list[int]]:
-    """Where codes are: of each eight bytes of 64 codes, and of each plane of these,
-    which eight columns."""
+    """Return the group of eight columns for each eight bytes of 64 codes and each
+    plane."""
     planes = planes_of(format.bits)
     run = 8 if planes == 1 else format.group // planes // 8
-    of = lambda q, plane: q // run * run * planes + plane * run + q % run
-    return [[of(q, plane) for plane in range(planes)] for q in range(format.bits)]
+    group = lambda q, plane: q // run * run * planes + plane * run + q % run
+    return [[group(q, plane) for plane in range(planes)] for q in range(format.bits)]
 
 
 def with_table_at(asm: str, place: str) -> str:
-    """PTX of `_table.py` for a table at an address in a register: Mosaic's memory is
-    all dynamic, and begins where static memory would."""
+    """Return PTX of `_table.py` for a table at an address in a register. All memory of
+    Mosaic is dynamic, so it cannot declare a static table."""
     lines = asm.splitlines()
     declared = lines[0].startswith(".shared")
     return "\n".join(lines[declared:]).replace("levels", place)

@@ -1,8 +1,8 @@
-"""Codes to the operand of a tensor core, in a kernel of Mosaic GPU.
+"""Decode codes to the `wgmma` operand, in a Mosaic kernel.
 
-A thread decodes two bytes as `_lookup.py` does, whose PTX is used. Pallas has no loads
-as `_fragment_ptx.py` has them. So what is here is inline PTX, and Mosaic's arrays made
-of it. Interpret mode knows neither: see `_emulate.py`.
+A thread decodes two bytes with the PTX of `_lookup.py`. Pallas has no loads with the
+addressing of `_fragment_ptx.py`, so this module emits inline PTX and builds Mosaic
+arrays from its results. Interpret mode runs `_emulate.py` instead.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ from ._lookup import Decoder
 
 
 def fill(decoder: Decoder, table) -> None:
-    """Before the threads part: the table of `_table.py`, which each warpgroup writes
-    whole. All have to be here, as all wait."""
+    """Fill the table of `_table.py`. Each warpgroup writes all of it, and every
+    warpgroup must run this because the PTX contains a barrier."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
@@ -43,9 +43,12 @@ def fill(decoder: Decoder, table) -> None:
 def decode(
     codes, scales, table, decoder: Decoder, format: Format, width: int, transforms
 ):
-    """Of a step, levels, and for each thread its scales, or a zero, which `finish`
-    wants. `codes` are in 128 rows of `width` bytes, of which a warpgroup has 64;
-    `scales` are None if a row has one, and `table` if nothing is looked up."""
+    """Return the levels of a step, and the scales of each thread or a zero, for
+    [`finish`][].
+
+    `codes` has 128 rows of `width` bytes; a warpgroup has 64 of them. `scales` is None
+    if a row has one scale, and `table` is None if no format is looked up.
+    """
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
@@ -62,15 +65,15 @@ def decode(
         at, change = _asm(
             ptx.place_of_codes(width), "=&r,=&r,r", [_address(codes)], 2, pure=True
         )
-        units = []
+        scale_words = []
         if not blocks:
-            units += _asm(ptx.zero, "=r", [], pure=True)
+            scale_words += _asm(ptx.zero, "=r", [], pure=True)
         else:
-            of = _asm(ptx.place_of_scale(), "=r,r", [_address(refs[0])], pure=True)
+            place = _asm(ptx.place_of_scale(), "=r,r", [_address(refs[0])], pure=True)
             for block in range(blocks):
                 for half in range(2):
                     text = ptx.load_scale(128 * half + 4 * block)
-                    units += _asm(text, "=r,r", of)
+                    scale_words += _asm(text, "=r,r", place)
         tables = [] if table is None else [_address(refs[-1])]
         out = np.empty((1, 8, 1, 1, 2, 1, 1, 1, 1), object)
         for half in range(2):
@@ -85,45 +88,46 @@ def decode(
                     out[0, column, 0, 0, half, 0, 0, 0, 0] = numbers
         layout = mgpu.WGMMA_LAYOUT
         levels = mgpu.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
-        return levels, _array_of(units)
+        return levels, _array_of(scale_words)
 
     return decode(*refs)
 
 
-def finish(levels, units, blocks: int):
-    """The operand: levels times scales, if there are `blocks` of them in a row."""
+def finish(levels, scales, blocks: int):
+    """Return the operand: levels times the `blocks` scales of each row in a step."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import vector
 
-    _, layout = _words(units.shape[0] // 128)
+    _, layout = _words(scales.shape[0] // 128)
 
     @_inlined(
         arg_types=(plgpu.Layout.WGMMA, layout), return_type=_operand(levels.dtype)
     )
-    def finish(_, levels, units):
+    def finish(_, levels, scales):
         i32 = ir.IntegerType.get_signless(32)
-        (word,) = units.registers.reshape(-1)
-        of = lambda i: vector.extract(word, dynamic_position=[], static_position=[i])
+        (word,) = scales.registers.reshape(-1)
+        extract = lambda i: vector.extract(
+            word, dynamic_position=[], static_position=[i]
+        )
         out = np.empty_like(levels.registers)
         for at in np.ndindex(out.shape):
             column, half = at[1], at[4]
-            unit = of(column * blocks // 8 * 2 + half if blocks else 0)
+            scale = extract(column * blocks // 8 * 2 + half if blocks else 0)
             numbers = mgpu.utils.bitcast(levels.registers[at], i32)
             text = ptx.scaled if blocks else ptx.unscaled
-            (numbers,) = _asm(text, "=r,r,r", [numbers, unit])
+            (numbers,) = _asm(text, "=r,r,r", [numbers, scale])
             out[at] = mgpu.utils.bitcast(numbers, levels.registers[at].type)
         return mgpu.FragmentedArray(
             _registers=out, _layout=levels.layout, _is_signed=None
         )
 
-    return finish(levels, units)
+    return finish(levels, scales)
 
 
-def store(some, out, transforms) -> None:
-    """A part of a result, of 64 rows of the weight, to `out`, of which these are
-    columns."""
+def store(part, out, transforms) -> None:
+    """Store a part of a result with 64 rows of the weight to `out`, transposed."""
     import jax.experimental.mosaic.gpu as mgpu
     from jax.experimental.pallas import mosaic_gpu as plgpu
     from jaxlib.mlir import ir
@@ -132,26 +136,26 @@ def store(some, out, transforms) -> None:
         arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)),
         return_type=_words(1)[0],
     )
-    def store(_, some, out):
+    def store(_, part, out):
         i32 = ir.IntegerType.get_signless(32)
         (at,) = _asm(ptx.place_of_result(), "=r,r", [_address(out)], pure=True)
-        for c in range(0, some.registers.shape[1], 2):
+        for c in range(0, part.registers.shape[1], 2):
             four = [
                 mgpu.utils.bitcast(
-                    some.registers[0, c + i, 0, 0, half, 0, 0, 0, 0], i32
+                    part.registers[0, c + i, 0, 0, half, 0, 0, 0, 0], i32
                 )
                 for i in range(2)
                 for half in range(2)
             ]
             _asm(ptx.store_results(1024 * c), "r,r,r,r,r", [at, *four], 0)
-        # What returns nothing is left out.
+        # JAX drops inline functions without a result.
         return _array_of([at])
 
-    store(some, out)
+    store(part, out)
 
 
 def _inlined(arg_types: tuple = (), *, return_type) -> Any:
-    """A decorator: what Mosaic runs, of arrays and references."""
+    """Return a decorator for a function that emits MLIR, from arrays and references."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
@@ -166,22 +170,22 @@ def _asm(
     bits: int = 32,
     pure: bool = False,
 ) -> list:
-    """So many results of PTX, which stays where it is if it is not `pure`."""
+    """Return the `count` results of PTX. It is never moved or dropped unless `pure`."""
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
 
-    one: Any = ir.IntegerType.get_signless(bits)
-    kind: Any = one if count == 1 else None
+    word: Any = ir.IntegerType.get_signless(bits)
+    kind: Any = word if count == 1 else None
     if count > 1:
-        kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(one)] * count)})>")
+        kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * count)})>")
     out: Any = llvm.inline_asm(kind, args, text, constraints, has_side_effects=not pure)
     if count == 1:
         return [out]
-    return [llvm.extractvalue(one, out, [i]) for i in range(count)]
+    return [llvm.extractvalue(word, out, [i]) for i in range(count)]
 
 
 def _address(ref):
-    """In shared memory."""
+    """Return the address of a reference in shared memory."""
     import jax.experimental.mosaic.gpu as mgpu
     from jaxlib.mlir import ir
     from jaxlib.mlir.dialects import llvm
@@ -203,7 +207,7 @@ def _operand(dtype):
 
 
 def _words(count: int) -> tuple[Any, Any]:
-    """The type of so many words of each thread, which a loop can carry."""
+    """Return the type and layout of `count` words per thread, as a loop carry."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     shape = (128 * count,)

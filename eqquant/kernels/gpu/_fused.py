@@ -1,5 +1,4 @@
-"""Codes that are integers of 8 bits: XLA converts them inside of the product, if
-nothing else is done to them."""
+"""Products with int8 codes: XLA fuses the conversion of the codes into the matmul."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Shaped
@@ -20,14 +19,13 @@ def dot(
     out_dtype,
 ) -> Float[Array, "m out"]:
     del format
-    unit = scales[:, 0].astype(jnp.float32)
+    row_scales = scales[:, 0].astype(jnp.float32)
     if operand == "int8":
         out = multiply([x], [codes], contract_rows, jnp.int32).astype(jnp.float32)
-        return (out * unit).astype(out_dtype)
+        return (out * row_scales).astype(out_dtype)
     dtype = jnp.dtype(operand)
     if contract_rows:
-        x = x.astype(jnp.float32) * unit
-    of_x = parts[0] if dtype == jnp.bfloat16 else 1
-    xs = split(x, dtype, of_x)
+        x = x.astype(jnp.float32) * row_scales
+    xs = split(x, dtype, parts[0] if dtype == jnp.bfloat16 else 1)
     out = multiply(xs, [codes.astype(dtype)], contract_rows, jnp.float32)
-    return (out if contract_rows else out * unit).astype(out_dtype)
+    return (out if contract_rows else out * row_scales).astype(out_dtype)

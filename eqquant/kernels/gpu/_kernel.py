@@ -1,4 +1,4 @@
-"""A kernel for a product: on which chip, in what it multiplies, and how it is cut."""
+"""A tensor core kernel for a product: its chip, its operands and its tiles."""
 
 import dataclasses
 from typing import Any
@@ -13,8 +13,8 @@ from ._triton import Tiles
 
 @dataclasses.dataclass(frozen=True)
 class TensorCoreKernel:
-    """`operand` is what tensor cores multiply, and `parts` how many of these stand for
-    a number of the activation, and of the weight."""
+    """A Triton or Mosaic kernel. `operand` is the dtype that tensor cores multiply. The
+    activation and the weight are sums of `parts` operands."""
 
     chip: str
     operand: str
@@ -27,7 +27,7 @@ class TensorCoreKernel:
 
     @property
     def scales_weights(self) -> bool:
-        """In 16 bits, if a row has several scales."""
+        """Whether scales of blocks multiply the weight, in 16 bits."""
         return isinstance(self.tiles, Tiles) and self.tiles.scaled
 
     @property
@@ -37,14 +37,16 @@ class TensorCoreKernel:
         return f"{rows}, {self.operand}{twice}"
 
     def sample(self, format: Format) -> tuple["TensorCoreKernel", int, int, int]:
-        """To try it: the kernel, rows of an activation, rows of a weight, and bytes of
-        its codes, which are whole tiles and a rest of each axis."""
+        """Return a kernel for the check, and the rows of the activation, the rows of
+        the weight and the bytes of its codes. Each axis has whole tiles and a
+        partial one.
+        """
         if isinstance(self.tiles, Pipeline):
-            # One cluster has two tiles, and more steps than are on their way.
+            # One cluster computes two tiles, with more steps than stages.
             tiles = dataclasses.replace(self.tiles, cores=self.tiles.cluster)
             rows, packed = tiles.rows * tiles.cluster + 8, 512 * format.bits // 8
         else:
-            # Sums of two parts stand for those of more.
+            # A split in two covers larger splits.
             tiles = dataclasses.replace(self.tiles, split=min(self.tiles.split, 2))
             rows = tiles.rows * tiles.split + 8
             packed = tiles.bytes * tiles.subtiles * tiles.split
@@ -55,7 +57,7 @@ class TensorCoreKernel:
     def dot(
         self, *args, format: Format, contract_rows: bool, out_dtype, interpret: bool
     ) -> Any:
-        """As those of `_mosaic.py` and `_triton.py`."""
+        """Run [`_mosaic.dot`][] or [`_triton.dot`][]."""
         options: dict[str, Any] = dict(
             format=format,
             operand=jnp.dtype(self.operand),

@@ -1,4 +1,4 @@
-"""What codes stand for."""
+"""Levels of codes, by a table lookup."""
 
 import functools as ft
 
@@ -14,9 +14,11 @@ from ...formats import Format
 def levels(
     codes: Integer[Array, "*shape"], format: Format, dtype
 ) -> Shaped[Array, "*shape"]:
-    """By a lookup in a table, which stays in the nearest cache: a load for each code,
-    where selects take some twenty instructions. XLA also fuses a lookup into each of
-    its users, but writes the result of many selects to memory first."""
+    """Look up levels in a table, which stays in the L1 cache.
+
+    This takes one load per code; selects take about twenty instructions. XLA fuses a
+    lookup into each of its users, but writes the result of many selects to memory.
+    """
     if format.bits == 8 and format.integer_levels:
         return codes.astype(dtype)
     if format.bits == 8:
@@ -27,7 +29,7 @@ def levels(
 
 @ft.lru_cache(maxsize=64)
 def table_of(format: Format) -> np.ndarray:
-    """Of all codes, as numbers: XLA would start a kernel to compute them."""
+    """Return the levels of all codes as a constant, which saves a kernel launch."""
 
     def table() -> np.ndarray:
         codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
@@ -39,7 +41,7 @@ def table_of(format: Format) -> np.ndarray:
 def per_code(
     scales: Float[Array, "rows blocks"], size: int
 ) -> Float[Array, "rows size"]:
-    """Each as often as its block is long."""
+    """Repeat each scale for all codes of its block."""
     rows, blocks = scales.shape
     scales = jnp.broadcast_to(scales[:, :, None], (rows, blocks, size // blocks))
     return scales.reshape(rows, size)

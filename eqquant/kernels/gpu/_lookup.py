@@ -1,11 +1,11 @@
-"""From codes to numbers of 16 bits that tensor cores multiply.
+"""Decode codes to the 16-bit numbers that tensor cores multiply.
 
-Integers of 8 bits become the mantissa of a number whose exponent is known, of which
-what is too much is subtracted. The bits of ternary and binary codes become the sign,
-and the highest of the exponent. Other codes are looked up: see `_table.py`.
+int8 codes become the mantissa of a number with a fixed exponent, and the bias is then
+subtracted. The bits of ternary and binary codes become the sign and the highest
+exponent bit. Other codes are looked up in the table of `_table.py`.
 
-Each is inline PTX, one text for each plane: what planes share, NVIDIA's assembler
-computes once. In interpret mode, which knows no PTX, the same is computed in JAX.
+Each method is inline PTX, with one text per plane. NVIDIA's assembler merges the
+common subexpressions of planes. Interpret mode computes the same numbers in JAX.
 """
 
 import functools as ft
@@ -21,16 +21,16 @@ from ._ptx import decoding, on_bytes
 
 
 def can_decode(format: Format) -> bool:
-    """Whether there is a way from the codes to numbers of 16 bits."""
+    """Return whether codes of a format can be decoded to 16-bit numbers."""
     return format.bits in (1, 2, 4) or (format.bits == 8 and format.integer_levels)
 
 
-# What codes stand for whose highest bit is a sign, by their number of bits.
+# Levels of codes whose highest bit is a sign, by the number of bits.
 _signed_codes = {1: {0: 1, 1: -1}, 2: {0: 0, 1: 1, 3: -1}}
 
 
 def is_signed(format: Format) -> bool:
-    """Whether the bits of codes are a sign, and whether the level is not zero."""
+    """Return whether a code is a sign bit and a bit for a nonzero level."""
     levels = _signed_codes.get(format.bits, {})
     used = [c for c in range(2**format.bits) if c not in format.unused_codes]
     return format.unit_levels and all(
@@ -39,20 +39,20 @@ def is_signed(format: Format) -> bool:
 
 
 def in_table(format: Format) -> bool:
-    """Whether codes are looked up."""
+    """Return whether codes are looked up in a table."""
     return format.bits < 8 and not is_signed(format)
 
 
 def how(format: Format) -> str:
-    """How codes become numbers, in words."""
+    """Describe how codes are decoded."""
     if format.bits == 8:
         return "codes converted"
     return "codes looked up in shared memory" if in_table(format) else "codes as signs"
 
 
 class Decoder:
-    """Codes to `parts` numbers of `dtype` whose sum, times `unit`, is the level; so
-    many pairs of codes at once."""
+    """Decode codes to `parts` numbers of `dtype` whose sum, times `scale`, is the
+    level. The PTX decodes `pairs` pairs of codes at once."""
 
     def __init__(
         self, format: Format, dtype, parts: int, interpret: bool, pairs: int = 1
@@ -65,15 +65,15 @@ class Decoder:
             return
         levels = np.asarray(table_of(format), np.float32)
         if not self.looks_up:
-            # The highest bit of the exponent alone is a 2.
+            # A number with only the highest exponent bit set is 2.
             levels, self.scale = levels * 2, 0.5
         for _ in range(parts):
             self.tables.append(levels.astype(self.dtype))
             levels = levels - self.tables[-1].astype(np.float32)
 
     def prepare(self, threads: int) -> Int32[Array, ""] | int:
-        """In a kernel of so many threads, before its loop: a zero, on which codes have
-        to depend."""
+        """Fill the table, in a kernel of `threads` threads before its loop. Return a
+        zero on which the loads of codes must depend."""
         if self.interpret or not self.looks_up:
             return 0
         return _table.fill(self.tables, self.bits, threads)
@@ -84,8 +84,8 @@ class Decoder:
         plane: int,
         scale: Shaped[Array, "rows bytes"] | None = None,
     ) -> list[Shaped[Array, "rows bytes"]]:
-        """One plane of a tile: its parts, the largest first. With a scale, which is a
-        number of `dtype` as well, its only part is scaled."""
+        """Return the parts of a plane of a tile, the largest first. A `scale` in
+        `dtype` multiplies the part, which must be the only one."""
         assert scale is None or len(self.tables) < 2
         if self.interpret:
             out = self._interpreted(codes, plane)
@@ -102,7 +102,7 @@ class Decoder:
         return [_select(table, index) for table in self.tables]
 
     def texts(self, plane: int, scaled: bool = False) -> list[str]:
-        """The PTX of each part."""
+        """Return the PTX of each part."""
         parts = max(len(self.tables), 1)
         return [self._text(plane, i, scaled) for i in range(parts)]
 
@@ -124,12 +124,12 @@ def _select(table: np.ndarray, index: Shaped[Array, "..."]):
 
 @ft.cache
 def signed(bits: int, plane: int, pairs: int = 1, scaled: bool = False) -> str:
-    """PTX that brings the bits of a plane of the codes to the top of numbers."""
+    """Return PTX that moves the bits of a plane to the top of 16-bit numbers."""
     mask = "0x80008000, 0x40004000, 0xea" if bits == 1 else "0xc000c000, 0, 0xea"
     lines = []
-    for i, moved in enumerate(["0x1404", "0x3424"][:pairs]):
+    for i, selector in enumerate(["0x1404", "0x3424"][:pairs]):
         lines += [
-            f"prmt.b32 t, s, 0, {moved};",
+            f"prmt.b32 t, s, 0, {selector};",
             f"shl.b32 t, t, {8 - bits - plane * bits};",
             f"lop3.b32 ${i}, t, {mask};",
         ]
@@ -138,16 +138,16 @@ def signed(bits: int, plane: int, pairs: int = 1, scaled: bool = False) -> str:
 
 @ft.cache
 def integers(dtype, pairs: int = 1, scaled: bool = False) -> str:
-    """PTX that converts integers of 8 bits."""
+    """Return PTX that converts int8 codes."""
     selected = ["0x4140", "0x4342"][:pairs]
     if jnp.dtype(dtype) == jnp.float16:
-        # 1024 + 128 + i, whose low byte is i + 128.
+        # The low byte of 1024 + 128 + i is i + 128.
         lines = ["mov.u32 c, 0xe480e480;", "xor.b32 s, s, 0x80808080;"]
         for i, bytes in enumerate(selected):
             lines.append(f"prmt.b32 t, s, 0x64, {bytes};")
             lines.append(f"add.rn.f16x2 ${i}, t, c;")
         return decoding("c, t", lines, pairs, scaled)
-    # 128 + the low seven bits, less 128, or 256 if the sign is set.
+    # 128 + the low seven bits, minus 128, or minus 256 if the sign is set.
     lines = ["mov.u32 one, 0x3f803f80;"]
     for i, bytes in enumerate(selected):
         lines += [

@@ -1,4 +1,4 @@
-"""Operands as one or two numbers of 16 bits, which is what GPUs multiply fast."""
+"""Operands as sums of one or two 16-bit numbers, which GPUs multiply fast."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -9,7 +9,7 @@ from .._compute import Precision
 
 
 def is_exact(blocks: int, format: Format) -> bool:
-    """Whether codes are integers that 16 bits hold, to be scaled row by row."""
+    """Return whether codes are integers with one scale per row. 16 bits hold them."""
     return format.integer_levels and blocks == 1
 
 
@@ -21,8 +21,8 @@ def num_parts(
     contract_rows: bool,
     precision: Precision,
 ) -> tuple[int, int]:
-    """How many numbers of bfloat16 stand for one of the activation, and of the weight.
-    With `exact` weights an activation that contracts rows is scaled in their place."""
+    """Return the bfloat16 parts of the activation and of the weight. If the weight is
+    `exact` and `contract_rows`, scales multiply the activation instead."""
     narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x_dtype, weight_dtype))
     if precision == "default" or narrow:
         return 1, 1
@@ -31,11 +31,12 @@ def num_parts(
 
 
 def split(x: Shaped[Array, "m size"], dtype, parts: int) -> list[Array]:
-    """Numbers of `dtype` whose sum is nearly `x`, the largest first."""
+    """Split `x` into `parts` arrays of `dtype` whose sum is close to `x`, the largest
+    first."""
     high = x.astype(dtype)
     if parts == 1:
         return [high]
-    # The bits, as XLA may leave out a rounding that is taken back.
+    # Round explicitly: XLA may remove a cast that is cast back.
     wide = x.astype(jnp.float32)
     kept = lax.reduce_precision(wide, exponent_bits=8, mantissa_bits=7)
     rest = jnp.where(jnp.isfinite(kept), wide - kept, 0)
@@ -44,12 +45,12 @@ def split(x: Shaped[Array, "m size"], dtype, parts: int) -> list[Array]:
 
 def multiply(
     xs: list[Shaped[Array, "m size"]],
-    ws: list[Shaped[Array, "some columns"]],
+    ws: list[Shaped[Array, "rows columns"]],
     contract_rows: bool,
     dtype,
 ) -> Shaped[Array, "m out"]:
-    """The product of two sums, but for that of what is smallest in both. Parts of the
-    activation are rows of one product, as a weight is read once for all of them."""
+    """Multiply two sums, without the product of the two smallest parts. The parts of
+    the activation are concatenated, so that the weight is read once."""
     m = xs[0].shape[0]
     total = None
     for i, w in enumerate(ws):

@@ -1,7 +1,8 @@
-"""Inline PTX in a kernel of Pallas and Triton.
+"""Inline PTX in Triton kernels.
 
-A text stands for a few elements of its operands, in registers `$1`, `$2`, ..., and puts
-its result in `$0`. No interpreter knows it; `tests/kernels/test_gpu_ptx.py` does.
+A text processes one or several elements of its operands in registers `$1`, `$2`,
+..., and writes its result to `$0`. Interpret mode does not support PTX.
+`tests/kernels/test_gpu_ptx.py` has an emulator.
 """
 
 import jax
@@ -12,8 +13,8 @@ from jaxtyping import Array, Float, Shaped
 def run(
     asm: str, args: list[Shaped[Array, "*shape"]], dtype, constraints: str, pack: int
 ) -> Shaped[Array, "*shape"]:
-    """The result of a text for each `pack` elements of all of `args`."""
-    # Not every jaxlib has Triton, which is needed for a GPU alone.
+    """Run PTX for every `pack` elements of `args`."""
+    # Some versions of jaxlib have no Triton.
     from jax.experimental.pallas import triton as plgpu
 
     (out,) = plgpu.elementwise_inline_asm(
@@ -27,11 +28,11 @@ def run(
 
 
 def on_bytes(asm: str, args: list[Shaped[Array, "*shape"]], dtype, pairs: int):
-    """From so many pairs of bytes to numbers of 16 bits, by a text of [`decoding`][].
-    `args` are the codes, and scales of `dtype` if there are any.
+    """Decode `pairs` pairs of bytes at a time to 16-bit numbers, by PTX of
+    [`decoding`][]. `args` are the codes and, optionally, their scales in `dtype`.
 
-    Where tensor cores want a pair of numbers, Triton moves a pair of codes: of four it
-    would have to put a register together first. Of many rows it moves four.
+    Tensor cores take pairs of numbers, so Triton moves pairs of codes. It would have to
+    assemble a register of four. For many rows it moves four codes.
     """
     results, codes = ["=r"] * pairs, "h" if pairs == 1 else "r"
     constraints = [*results, codes, *["r"] * pairs * (len(args) - 1)]
@@ -39,20 +40,20 @@ def on_bytes(asm: str, args: list[Shaped[Array, "*shape"]], dtype, pairs: int):
 
 
 def decoding(registers: str, lines: list[str], pairs: int, scaled: bool) -> str:
-    """A text that makes of the codes, which `lines` have in `s`, pairs of numbers, from
-    `$0` on; scaled then, if scales follow the codes, and these are in bfloat16."""
+    """Return PTX that decodes the codes in `s` by `lines`, to pairs of numbers from
+    `$0` on. If `scaled`, bfloat16 scales follow the codes and multiply the numbers."""
     named = ", ".join(filter(None, ["s", registers, "z" if scaled else ""]))
     load = "cvt.u32.u16 s, $1;" if pairs == 1 else f"mov.b32 s, ${pairs};"
     lines = [load, *lines]
     if scaled:
-        lines.append("mov.u32 z, 0x80008000;")  # What a product is added to: -0.
+        lines.append("mov.u32 z, 0x80008000;")  # -0, the neutral addend of a product.
     for i in range(pairs if scaled else 0):
         lines.append(f"fma.rn.bf16x2 ${i}, ${i}, ${pairs + 1 + i}, z;")
     return block(named, lines)
 
 
 def block(registers: str, lines: list[str]) -> str:
-    """A text with registers of its own."""
+    """Return PTX with its own registers."""
     return "{\n.reg .b32 " + registers + ";\n" + "\n".join(lines) + "\n}"
 
 
@@ -62,7 +63,7 @@ def multiply_add(
     z: Float[Array, "*shape"],
     interpret: bool,
 ) -> Float[Array, "*shape"]:
-    """`x * y + z` in float32, as one instruction: XLA has Triton make two of it."""
+    """Return `x * y + z` in float32 by one instruction: XLA disables FMA in Triton."""
     if interpret:
         return x * y + z
     return run(fma, [x, y, z], jnp.float32, "=f,f,f,f", pack=1)

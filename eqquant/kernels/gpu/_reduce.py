@@ -1,7 +1,8 @@
-"""Few rows: one kernel that reads the codes and nothing else of that size.
+"""Products of few rows: one kernel that reads nothing of the size of the weight but
+codes.
 
-XLA makes of a sum along rows, and of all that goes into it, one kernel with no loop. A
-byte of codes is loaded once, for all of its planes and all rows of the activation.
+XLA compiles a sum along rows and all of its inputs to one kernel without a loop. It
+loads a byte of codes once for all of its planes and all rows of the activation.
 """
 
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ def dot(
     format: Format,
     out_dtype,
 ) -> Float[Array, "m rows"]:
-    """`x @ w.T`."""
+    """Return `x @ w.T`."""
     m, _ = x.shape
     _, packed = codes.shape
     planes = planes_of(format.bits)
@@ -36,8 +37,8 @@ def dot(
             index = index & jnp.uint8(2**format.bits - 1)
         w.append(levels(index, format, jnp.float32))
     if blocked:
-        by = per_code(scales, packed)
-        w = [level * by for level in w]
+        code_scales = per_code(scales, packed)
+        w = [level * code_scales for level in w]
     terms = []
     for row in x:
         term = row[0] * w[0]

@@ -1,14 +1,14 @@
-"""A table in shared memory, from two codes to two numbers of 16 bits.
+"""A table in shared memory that maps two codes to two 16-bit numbers.
 
-Two codes of at most four bits are an index of at most eight, and an entry has what
-both stand for, in one load. There is a copy of the table for each bank of the memory,
-so that no lane waits for another: 32 KiB for codes of four bits. Where two numbers
-stand for a level, an entry has both, and two lanes share a copy.
+Two codes of at most four bits form an index of at most eight bits. One load returns
+both numbers. Each memory bank has a copy of the table, so that lanes never conflict: 32
+KiB for 4-bit codes. If two numbers represent a level, an entry has both, and two lanes
+share a copy.
 
-Pallas has no load from shared memory by a computed index. So inline PTX declares the
-table: static memory, where Triton's is dynamic. It is filled once, before the loop of a
-kernel. What is returned then is a zero, which the compiler knows nothing of: added to
-the rows that are loaded, it keeps lookups behind the filling.
+Pallas has no load from shared memory with a computed index, so inline PTX declares
+the table. It is static memory; Triton's memory is dynamic. It is filled once, before
+the loop of a kernel. The filling returns a zero that is opaque to the compiler.
+Adding the zero to the rows that are loaded orders lookups after the filling.
 """
 
 import functools as ft
@@ -21,30 +21,30 @@ from jaxtyping import Array, Int32
 from . import _ptx
 
 
-_entry = 128  # Bytes: a word for each bank.
-_block = 16 * _entry  # What all threads fill at once.
+_entry = 128  # Bytes: one word per bank.
+_block = 16 * _entry  # Bytes that all threads fill at once.
 
 
 def size_of(bits: int) -> int:
-    """Bytes of a table."""
+    """Return the bytes of a table."""
     return max(_entry * 4**bits, _block)
 
 
 def _pairs(table: np.ndarray, bits: int) -> np.ndarray:
-    """What two codes stand for, the second one in the high bits of index and entry."""
+    """Return the entries. The second code is in the high bits of index and entry."""
     numbers = table.view(np.uint16).astype(np.uint32)
     return (numbers[:, None] << 16 | numbers).reshape(4**bits).view(np.int32)
 
 
 def fill(tables: list[np.ndarray], bits: int, threads: int) -> Int32[Array, ""]:
-    """In a kernel, before any lookup: a zero that is there once the table is.
+    """Fill the table in a kernel, before any lookup. Return a zero that depends on it.
 
     **Arguments:**
 
-    - `tables`: numbers of 16 bits by code; one or two of them.
-    - `bits`: of a code.
-    - `threads`: of the kernel, at least 128. Each runs the text once: a second time
-        would declare the table again.
+    - `tables`: one or two tables of 16-bit numbers by code.
+    - `bits`: bits of a code.
+    - `threads`: threads of the kernel, at least 128. Each runs the PTX once, because a
+        second run would declare the table again.
     """
     each = _block // threads
     index = lax.broadcasted_iota(jnp.int32, (threads,), 0)
@@ -61,28 +61,27 @@ def fill(tables: list[np.ndarray], bits: int, threads: int) -> Int32[Array, ""]:
 
 
 def first_pairs(table: np.ndarray, bits: int) -> np.ndarray:
-    """The first 16 entries, as integers of 32 bits. Of a smaller table they are there
-    several times."""
+    """Return the first 16 entries as int32. A smaller table is repeated."""
     return np.resize(_pairs(table, bits), 16)
 
 
 def filling_of(tables: list[np.ndarray], bits: int, threads: int) -> str:
-    """The PTX by which so many threads fill it."""
+    """Return the PTX by which `threads` threads fill the table."""
     changes = tuple(tuple(_changes(table, bits)) for table in tables)
     return filling(changes, _block // threads // 4)
 
 
 def _changes(table: np.ndarray, bits: int) -> list[int]:
-    """By which bits each 16 entries differ from the first ones."""
+    """Return the XOR of every 16th entry with the first one."""
     pairs = _pairs(table, bits).view(np.uint32)
     return [int(entry ^ pairs[0]) for entry in pairs[::16]]
 
 
 @ft.cache
 def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
-    """PTX that fills. Of the first 16 entries a thread has `each` words from byte `$1`
-    on: these are `$2`, or `$2` and `$3` if there are two tables. It also has those of
-    every 16th entry after these."""
+    """Return PTX that fills the table. A thread writes `each` words from byte `$1` on,
+    and the same words of every 16th entry that follows. The first entry is `$2`, or
+    `$2` and `$3` if there are two tables."""
     lines = ["mov.u32 a, levels;", "add.u32 a, a, $1;"]
     for i in range(len(changes[0])):
         names = ["v", "w"][: len(changes)]
@@ -99,7 +98,8 @@ def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
 def looked_up(
     bits: int, plane: int, part: int, parts: int, pairs: int = 1, scaled: bool = False
 ) -> str:
-    """PTX that looks up a plane of some pairs of bytes: of `parts` tables one."""
+    """Return PTX that looks up a plane of `pairs` pairs of bytes in table `part` of
+    `parts`."""
     mask = 0x01010101 * (2**bits - 1)
     lines = [
         "mov.u32 l, %laneid;",
@@ -107,7 +107,7 @@ def looked_up(
         f"shl.b32 l, l, {1 + parts};",
         f"shr.u32 s, s, {plane * bits};",
         f"and.b32 s, s, {mask:#010x};",
-        # Codes are eight bits apart. One is moved to bit 7, the other behind it.
+        # Codes are eight bits apart. Move one to bit 7 and the other next to it.
         f"mul.lo.u32 s, s, {1 << 7 | 1 << (bits - 1):#x};",
     ]
     for i in range(pairs):

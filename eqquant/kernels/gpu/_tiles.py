@@ -1,8 +1,8 @@
-"""Any format and direction: a tile of the weight is decoded, and multiplied.
+"""Products in any format and direction: decode a tile of the weight, and multiply.
 
-Tiles are cut along the axis that is not contracted, so that each gives a part of the
-result, and nothing is added up. There are as few of them as there can be, without a
-loop: a GPU starts two or three kernels for each.
+Tiles are cut along the axis that is not contracted. Each yields a part of the
+result, and no parts are added. There are as few tiles as possible, without a loop,
+because a GPU launches two or three kernels per tile.
 """
 
 import jax.numpy as jnp
@@ -20,20 +20,29 @@ from ._levels import levels, per_code
 from ._parts import is_exact, multiply, split
 
 
-# Of a decoded tile. The caches of large GPUs hold 40 MB or more: a tile of this size is
-# read from there by the product that follows.
+# Bytes of a decoded tile. Large GPUs have L2 caches of at least 40 MB, from which the
+# matmul that follows reads the tile.
 _tile_bytes = 2**25
-# Beyond, what it costs to start kernels is little beside all else.
+# The cost of kernel launches is negligible for larger tiles.
 _most_tile_bytes = 2**26
-# Each is compiled by itself. Of a larger weight tiles are larger.
+# XLA compiles each tile separately, so larger weights have larger tiles.
 _most_tiles = 16
 
 
 def tile_size(size: int, each: int, multiple: int, room: int = 0) -> int:
-    """How many rows (or columns) of a weight, of so many bytes each, are in a tile:
-    about as many in each, and never all of them if there are several. There is `room`
-    for so many bytes where the result will be. Of many rows that is more than a cache
-    holds, but their products do not wait for memory, and fewer kernels are started."""
+    """Return the rows (or columns) of a weight in a tile.
+
+    Tiles have about the same size, and there are at least two.
+
+    **Arguments:**
+
+    - `size`: rows of the weight.
+    - `each`: bytes of a decoded row.
+    - `multiple`: a divisor of the size of a tile.
+    - `room`: bytes of the result, whose memory tiles may use. For many rows this may
+        exceed the cache, but matmuls are then bound by compute, and there are fewer
+        kernel launches.
+    """
     room = min(room, _most_tile_bytes)
     most = max(_tile_bytes, room) // max(each, 1)
     most = max(most, -(-size // _most_tiles))
@@ -52,21 +61,21 @@ def dot(
     parts: tuple[int, int],
     out_dtype,
 ) -> Float[Array, "m out"]:
-    """`x @ w.T`, or `x @ w`."""
+    """Return `x @ w` if `contract_rows`, otherwise `x @ w.T`."""
     bits = format.bits
     rows, packed = codes.shape
     columns, blocks = num_codes(packed, bits), scales.shape[1]
     dtype = jnp.dtype(operand)
-    of_x, of_weight = parts if dtype == jnp.bfloat16 else (1, 1)
+    x_parts, w_parts = parts if dtype == jnp.bfloat16 else (1, 1)
     sums = jnp.int32 if dtype == jnp.int8 else jnp.float32
     scales = scales.astype(jnp.float32)
-    # Integers are exact as they are, and what they are multiplied with, or the result,
-    # is scaled. But a result in 16 bits needs no other pass if the weight is.
-    as_wide = jnp.dtype(out_dtype) == dtype
+    # Integers are exact unscaled; scales multiply the activation or the result. For a
+    # 16-bit result, scaling the weight instead saves a pass over the result.
+    is_same_dtype = jnp.dtype(out_dtype) == dtype
     exact = is_exact(blocks, format)
-    late = exact and not (as_wide and parts == (1, 1) and dtype != jnp.int8)
-    each, room = dtype.itemsize * of_weight, 0
-    if as_wide and not late and (of_x, of_weight) == (1, 1):
+    late = exact and not (is_same_dtype and parts == (1, 1) and dtype != jnp.int8)
+    each, room = dtype.itemsize * w_parts, 0
+    if is_same_dtype and not late and (x_parts, w_parts) == (1, 1):
         sums, room = dtype, x.shape[0] * dtype.itemsize
     if late and contract_rows:
         x = x.astype(jnp.float32) * scales[:, 0]
@@ -76,18 +85,18 @@ def dot(
         size = tile_size(columns, rows * each, step, room * columns)
         total = columns
     else:
-        # What tensor cores multiply at once is even better filled.
+        # Multiples of the tiles of tensor cores.
         multiple = 128 if rows >= 1024 else 8 if rows > 8 else 1
         size = tile_size(rows, columns * each, multiple, room * rows)
         total = rows
-    xs = split(x, dtype, of_x)
+    xs = split(x, dtype, x_parts)
     out, last = [], None
     for start in range(0, total, size):
         end = min(start + size, total)
         if last is not None:
-            # After the last one is done, so that one tile at a time is in memory: XLA
-            # would decode several in one kernel, or put them together again for one
-            # product. The codes are whole here, as parts would be copied.
+            # Order tiles, so that one at a time is in memory. Otherwise XLA decodes
+            # several in one kernel, or concatenates them for one matmul. The barrier
+            # takes all codes, because it would copy slices.
             last, xs, codes = lax.optimization_barrier((last, xs, codes))
             out[-1] = last
         if contract_rows:
@@ -100,7 +109,7 @@ def dot(
             tile = codes[:, span], scales[:, part]
         else:
             tile = codes[start:end], scales[start:end]
-        ws = _decode(*tile, format, dtype, of_weight, scaled=not late)
+        ws = _decode(*tile, format, dtype, w_parts, scaled=not late)
         last = multiply(xs, ws, contract_rows, sums)
         out.append(last)
     whole = jnp.concatenate(out, 1) if len(out) > 1 else out[0]
@@ -110,13 +119,13 @@ def dot(
 
 
 def step_of(columns: int, blocks: int, format: Format) -> int:
-    """So many columns of a weight are decoded together: whole blocks, whole groups."""
+    """Return the columns that are decoded together: whole blocks and whole groups."""
     return max(format.group, columns // blocks if blocks > 1 else 1)
 
 
 def _decode(codes, scales, format: Format, dtype, parts: int, scaled: bool) -> list:
-    """A tile, in logical order: that costs nothing where it is written, but another
-    pass over a large activation."""
+    """Decode a tile to logical order. Writing it in this order is free; permuting a
+    large activation would take another pass."""
     planes = unpack_planes(codes, format.bits, format.group)
     planes = planes.reshape(codes.shape[0], -1)
     logical = from_plane_order(planes, format.bits, format.group)

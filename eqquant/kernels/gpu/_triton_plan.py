@@ -135,7 +135,7 @@ class Plan:
 
     @property
     def whole(self) -> bool:
-        """Whether all steps are in bounds."""
+        """True if all steps are in bounds."""
         size, step = self._contracted
         return self.steps * step * self.tiles.split == size
 
