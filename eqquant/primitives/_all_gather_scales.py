@@ -1,7 +1,7 @@
-"""Parts of scales in few bits, gathered before they are decoded to floats.
+"""The all-gather of quantized scales, before they are decoded to floats.
 
-A weight that is split over the devices that have other rows of the activation is
-gathered for a product. With scales of 8 bits this is where they are still in 8 bits.
+If a mesh axis splits both the tokens and a weight, a product gathers the weight. This
+file gathers its 8-bit scales while they are still 8-bit.
 """
 
 import dataclasses
@@ -32,8 +32,10 @@ all_gather_scales_p = Primitive("all_gather_scales")
 
 
 def all_gather_scales(scales, plan: Plan | None, x, stack: int):
-    """The same scales, and the plan of a product with `x`: their parts are gathered
-    already. The first axes of `x`, so many, are those of a stack of weights."""
+    """Gather scales for a product with `x`. Return them, and the plan of the product.
+
+    The first `stack` axes of `x` are the axes of a stack of weights.
+    """
     gather = lambda part: all_gather_scales_p.bind(part, x, plan=plan, stack=stack)
     if has_explicit_axes():
         return jax.tree.map(gather, scales), plan
@@ -59,7 +61,8 @@ def _abstract_eval(part, x, *, plan: Plan | None, stack: int):
 
 
 def _explicit_spec(part, x, plan: Plan | None, stack: int) -> PartitionSpec | None:
-    """By the types of both, how the parts are then split; None if no type says it."""
+    """Return the spec of the gathered parts from the types of both operands, or
+    None."""
     if explicit_mesh_of(part) is None or explicit_mesh_of(x) is None:
         return None
     rows = {n for entry in spec_of(x)[stack:-1] for n in names_of(entry)}
@@ -117,7 +120,7 @@ def _transpose(ct, part, x, **_):
 
 def _batch(args, dims, *, stack: int, plan: Plan | None):
     (part, x), (of_part, of_x) = args, dims
-    if of_part is None:  # More rows of the activation.
+    if of_part is None:  # Additional rows of the activation.
         x = jnp.moveaxis(x, of_x, stack)
         if plan is not None and plan.mesh == explicit_mesh_of(x):
             batch = *names_of(spec_of(x)[stack]), *plan.batch

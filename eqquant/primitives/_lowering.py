@@ -112,8 +112,7 @@ def lowering_of(
     elif devices > 1:
         tiers = PORTABLE
         text = (
-            f", as nothing says how it is split over {devices} devices: call "
-            "eqquant.shard_tree"
+            f", because it has no plan for {devices} devices: call eqquant.shard_tree"
         )
     kernel, product, reason = choose_kernel(tiers, matmul, x, codes, scales, over)
     return kernel.describe(product) + reason + text

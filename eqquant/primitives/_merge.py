@@ -53,7 +53,7 @@ class Parts:
         return Parts(tuple(new_names), tuple(counts))
 
     def with_whole_blocks(self, blocks: int) -> "Parts":
-        """Do not order the last axis by its parts if these divide no `blocks`."""
+        """Do not order the last axis by its parts unless they divide `blocks`."""
         if blocks % self.counts[-1] == 0:
             return self
         return dataclasses.replace(self, counts=(*self.counts[:-1], 1))
@@ -62,7 +62,7 @@ class Parts:
 def split_by_type(x: Shaped[Array, "..."]) -> list[Names]:
     """Return the explicit mesh axes that split each axis of `x`.
 
-    Leave out those that split the mapped axis of a surrounding `jax.vmap`, because a
+    Mesh axes that split the mapped axis of an outer `jax.vmap` are left out, because a
     mesh axis can split only one axis.
     """
     if explicit_mesh_of(x) is None:
@@ -116,8 +116,8 @@ def split(
 ) -> Shaped[Array, "..."]:
     """Split each axis that `merge` made into axes of the sizes in `shapes`.
 
-    `parts` are those of the axes before they were merged. Each axis gets those of its
-    mesh axes that still split the merged axis.
+    `parts` describes the axes before the merge. Each axis keeps the mesh axes that
+    still split the merged axis.
     """
     runs = _runs(list(map(len, shapes)))
     counts, names = list(parts.counts), list(parts.names)

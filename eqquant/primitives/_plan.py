@@ -1,4 +1,4 @@
-"""Which axes of a mesh split a weight, and what multiplies it."""
+"""Plans: the mesh axes that split a weight and its activations."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ Names = tuple[str, ...]
 
 
 def names_of(entry: Any) -> Names:
-    """The mesh axes of an entry of a `PartitionSpec`."""
+    """Return the mesh axes in an entry of a `PartitionSpec`."""
     if entry is None:
         return ()
     return (entry,) if isinstance(entry, str) else tuple(entry)
@@ -20,24 +20,27 @@ def names_of(entry: Any) -> Names:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How a quantized weight is split over a mesh.
+    """The sharding of a quantized weight over a mesh.
 
-    On one with automatic axes the array has a plan. On one with explicit axes the types
-    of both operands say how they are split; there `batch` and `scatter` come from the
-    sharding that is asked for the result.
+    On a mesh with automatic axes, the array carries a plan. On a mesh with explicit
+    axes, the types of both operands contain their shardings; then `batch` and
+    `scatter` come from the requested sharding of the result.
 
-    A plan decides where a product is computed, never what it is: an axis that does not
-    divide is not split, and values that lie elsewhere are moved.
+    A plan determines where a product is computed, and never changes its value. An axis
+    whose size is not divisible is replicated, and values on other devices are moved.
 
     **Fields:**
 
     - `mesh`: the mesh.
-    - `axes`: for each axis of the codes, the mesh axes that split it. They are counted
-        from the end, so that the plan of a stack is that of each of its matrices.
-    - `batch`: the mesh axes that split the rows of an activation. A weight that these
-        split, too, is gathered before it is multiplied, packed.
-    - `scatter`: the mesh axes that may split the rows and the columns of a result, if
-        it is summed over them: a reduce-scatter. Over others all devices have the sum.
+    - `axes`: for each axis of the codes, the mesh axes that split it. Axes are counted
+        from the end, so that a stack and each of its matrices have the same plan.
+    - `batch`: the mesh axes that split the rows of an activation. If they also split
+    the
+        weight, its packed codes are gathered before a product.
+    - `scatter`: the mesh axes over which a sum is scattered along the rows and the
+    columns
+        of a result (a reduce-scatter). For all other mesh axes, every device has the
+        sum (an all-reduce).
     - `whole_scales`: whether scales are gathered over `batch` before a product.
     """
 
@@ -48,27 +51,29 @@ class Plan:
     whole_scales: bool = False
 
     def of(self, ndim: int) -> list[Names]:
-        """The mesh axes of each of the last `ndim` axes of the codes."""
+        """Return the mesh axes of each of the last `ndim` axes of the codes."""
         missing = max(ndim - len(self.axes), 0)
         return [()] * missing + list(self.axes[len(self.axes) + missing - ndim :])
 
     def _with(self, ndim: int, axes: Sequence[Names]) -> "Plan":
-        """The last `ndim` axes replaced."""
+        """Replace the last `ndim` axes."""
         before = self.axes[: max(len(self.axes) - ndim, 0)]
         return dataclasses.replace(self, axes=(*before, *axes))
 
     def permuted(self, order: Sequence[int]) -> "Plan":
-        """After the transpose of codes with as many axes as `order` has."""
+        """Return the plan after a transpose of the codes by `order`."""
         axes = self.of(len(order))
         return self._with(len(order), [axes[i] for i in order])
 
     def picked(self, ndim: int, axes: Sequence[int | None]) -> "Plan":
-        """Of codes that had `ndim` axes, and now have these; None for a new one."""
+        """Return the plan of codes that keep these of their `ndim` axes; None is a new
+        axis."""
         old = self.of(ndim)
         return self._with(ndim, [() if i is None else old[i] for i in axes])
 
     def reshaped(self, old: Sequence[int], new: Sequence[int]) -> "Plan":
-        """After a reshape. Of axes that are merged the first may be split."""
+        """Return the plan after a reshape. Only the first of merged axes stays
+        split."""
         axes = self.of(len(old))
         out: list[Names] = [()] * len(new)
         for before, after in aligned(old, new):
@@ -82,7 +87,7 @@ class Plan:
 def aligned(
     old: Sequence[int], new: Sequence[int]
 ) -> Iterator[tuple[list[int], list[int]]]:
-    """The smallest runs of axes of both shapes that hold the same elements."""
+    """Yield the smallest runs of axes of both shapes with the same elements."""
     i = j = 0
     while i < len(old) and j < len(new):
         before, after = [i], [j]
@@ -95,4 +100,4 @@ def aligned(
                 after.append(j)
                 j += 1
         yield before, after
-    yield list(range(i, len(old))), list(range(j, len(new)))  # Ones.
+    yield list(range(i, len(old))), list(range(j, len(new)))  # Axes of size 1.

@@ -258,8 +258,10 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
 
 
 def _merges(plan: Plan | None, codes) -> bool:
-    """Whether the weights of a stack can be merged to one. If rows are split, each
-    device has a part of every weight, so that they cannot."""
+    """Return whether a stack of weights can become rows of one weight.
+
+    If rows are split, each device has a part of every weight, which rules this out.
+    """
     if explicit_mesh_of(codes) is not None:
         return False
     return plan is None or not plan.of(codes.ndim)[-2]

@@ -1,7 +1,8 @@
-"""A product over a mesh: a kernel on every device, inside of `shard_map`.
+"""Products over a mesh: a kernel on every device, inside of `shard_map`.
 
-No compiler can split a kernel. So the lowering of a product splits it, by a [`Plan`][]:
-on meshes with explicit axes that is read off the types of the operands.
+The compiler cannot partition a kernel. So the lowering of a product splits it by a
+[`Plan`][]. On meshes with explicit axes, the plan follows from the types of the
+operands.
 """
 
 import dataclasses
@@ -30,10 +31,10 @@ from ._plan import Names, names_of, Plan
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What a plan comes to for the shapes of one product: mesh axes that divide them,
-    each used once.
+    """A plan for the shapes of one product.
 
-    `gathered` are those over which the activation differs, too.
+    It contains only mesh axes that divide the shapes, each at most once. `gathered` are
+    the mesh axes that also split the activation by tokens.
     """
 
     stack: tuple[Names, ...]
@@ -55,19 +56,20 @@ class Layout:
         return PartitionSpec(*map(self._entry, (*self.stack, *last)))
 
     def contracted(self, contract_rows: bool) -> Names:
-        """The mesh axes over which a sum is left."""
+        """Return the mesh axes over which the product is summed."""
         return self.kept(self.rows if contract_rows else self.columns)
 
     def of_factor(self, names: Names) -> PartitionSpec:
-        """Of what has a row of the activation for each of its rows."""
+        """Return the spec of an operand with one row per token."""
         return self._spec(self.batch, self.kept(names))
 
     def of_x(self, contract_rows: bool) -> PartitionSpec:
         return self.of_factor(self.rows if contract_rows else self.columns)
 
     def of_weight(self, blocks: int | None = None) -> PartitionSpec:
-        """Of codes; of scales, for so many blocks: one alone is not split."""
-        # Neighbours stay together if what is gathered is the last of the mesh axes.
+        """Return the spec of codes, or of scales with `blocks` blocks per row. A single
+        block is replicated."""
+        # Gathered mesh axes are last, so that neighbours stay together.
         rows, columns = (
             (*self.kept(names), *self.gathers(names))
             for names in (self.rows, self.columns)
@@ -76,15 +78,15 @@ class Layout:
 
     @property
     def whole(self) -> "Layout":
-        """After what is gathered was."""
+        """The layout after the all-gather."""
         rows, columns = self.kept(self.rows), self.kept(self.columns)
         return dataclasses.replace(self, rows=rows, columns=columns)
 
     def of_sum(
         self, plan: Plan, x, codes, format: Format, contract_rows: bool
     ) -> tuple[tuple[Names, Names], PartitionSpec]:
-        """The mesh axes over which rows and columns of a result are scattered as they
-        are summed, where they can be divided; and how the result is then split."""
+        """Return the mesh axes of the reduce-scatter of rows and of columns, and the
+        spec of the result. Sizes that are not divisible are not scattered."""
         free, names = codes.shape[-2], self.rows
         if contract_rows:
             free, names = num_codes(codes.shape[-1], format.bits), self.columns
@@ -105,7 +107,7 @@ class Layout:
 
 
 def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
-    """Only shapes count."""
+    """Return the layout of a product. Only the shapes of the operands are read."""
     manual = manual_axes_in_context()
     used = set(manual)
     sizes = plan.mesh.shape
@@ -139,8 +141,11 @@ def layout_of(plan: Plan, x, codes, scales, format: Format) -> Layout:
 
 
 def plan_from_types(x, codes, scales=None, asked: Plan | None = None) -> Plan | None:
-    """On a mesh with explicit axes; None on any other. What the result should be is no
-    matter of types: the plan that the product was given says what is `asked`."""
+    """Return the plan on a mesh with explicit axes; None on other meshes.
+
+    Types do not contain the requested sharding of the result: the plan argument of the
+    product contains it.
+    """
     mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
     if mesh is None:
         return None
@@ -156,21 +161,22 @@ def plan_from_types(x, codes, scales=None, asked: Plan | None = None) -> Plan | 
 def plan_for(
     ctx: mlir.LoweringRuleContext, plan: Plan | None, x, codes, scales=None
 ) -> Plan | None:
-    """The plan of what is lowered, if there is one; a warning if there is none."""
+    """Return the plan of a product during lowering. Warn if there is none."""
     explicit = plan_from_types(x, codes, scales, plan)
     if explicit is not None:
         return explicit
-    if has_explicit_axes():  # Both are from elsewhere: each device has a copy.
+    # Both operands come from outside of the mesh: they are replicated.
+    if has_explicit_axes():
         return Plan(jax.sharding.get_abstract_mesh(), ())
     devices = num_devices(ctx)
     if plan is not None and plan.mesh.size == devices:
         return plan
     warn(
-        f"A product with a quantized weight is compiled for {devices} devices, and "
-        f"nothing says how it is split{'' if plan is None else f' but for {plan.mesh}'}"
-        ": it gets no kernel, and its weight may be gathered on every device. Say how "
-        "the model is split: `model = eqquant.shard_tree(model, mesh, specs)`. A mesh "
-        "with explicit axes says it, too, and so does `jax.shard_map`.",
+        f"quantized_dot: a product is compiled for {devices} devices without a plan"
+        f"{'' if plan is None else f' for this mesh (its plan is for {plan.mesh})'}. It "
+        "gets no kernel, and every device may gather its weight. Shard the model with "
+        "`eqquant.shard_tree(model, mesh, specs)`, use a mesh with explicit axes, or "
+        "use `jax.shard_map`.",
         UserWarning,
         once=True,
     )
@@ -178,7 +184,7 @@ def plan_for(
 
 
 def sharding_of_result(x, codes, spec: PartitionSpec):
-    """On a mesh with explicit axes, for the type."""
+    """Return the sharding of a result type, on a mesh with explicit axes."""
     return (x if explicit_mesh_of(x) else codes).sharding.update(spec=spec)
 
 
@@ -191,7 +197,7 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
         contract_rows, out_dtype = matmul.contract_rows, matmul.out_dtype
         blocks = scales.shape[-1]
         over = layout.contracted(contract_rows)
-        # The sum is taken before anything is rounded.
+        # Sum before rounding.
         dtype = jnp.promote_types(out_dtype, jnp.float32) if over else out_dtype
         part = dataclasses.replace(matmul, out_dtype=dtype)
 
@@ -226,8 +232,8 @@ def sharded(dot: Callable, plan: Plan) -> Callable:
 def on_each_device(
     plan: Plan, x, codes, scales, matmul: Matmul
 ) -> tuple[list[jax.ShapeDtypeStruct], Names, str]:
-    """The operands that a kernel gets, the mesh axes over which results are summed, and
-    what is done around it in words."""
+    """Return the shapes of the shards, the mesh axes of the sum, and a description of
+    the collectives."""
     format, contract_rows = matmul.format, matmul.contract_rows
     layout = layout_of(plan, x, codes, scales, format)
     over = layout.contracted(contract_rows)
@@ -258,8 +264,10 @@ def on_each_device(
 
 
 def gather(layout: Layout, part, blocks: int | None = None):
-    """A part of a weight with those of the devices that have other rows of the
-    activation: codes, or scales for so many blocks."""
+    """All-gather a part of a weight, from devices with other rows of the activation.
+
+    The part is codes, or scales with `blocks` blocks per row.
+    """
     for axis, names in ((-2, layout.rows), (-1, layout.columns)):
         names = layout.gathers(names)
         if names and not (axis == -1 and blocks == 1):
@@ -268,19 +276,19 @@ def gather(layout: Layout, part, blocks: int | None = None):
 
 
 def on_shards(local: Callable, plan: Plan, in_specs: tuple, out_specs) -> Callable:
-    """`local` on every device of the mesh of a plan."""
+    """Run `local` on every device of the mesh of a plan."""
     manual = manual_axes_in_context()
 
     def call(*args):
-        if manual:  # Inside of a `shard_map` over the others.
+        if manual:  # Inside of a `shard_map` over other mesh axes.
             mesh = jax.sharding.get_abstract_mesh()
             free = set(mesh.axis_names) - manual
         else:
             mesh, free = plan.mesh, set(plan.mesh.axis_names)
         with jax.sharding.use_abstract_mesh(mesh):
             if AxisType.Explicit in mesh.axis_types:
-                # A type says nothing to the compiler, which else would split a carry of
-                # a loop as its products have it.
+                # The compiler does not read types. Without this, it would shard the
+                # carry of a loop like its products.
                 own = (PartitionSpec(*spec_of(x)) for x in args)
                 for specs in (own, in_specs):
                     args = tuple(map(jax.sharding.reshard, args, specs))

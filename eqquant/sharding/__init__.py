@@ -1,7 +1,7 @@
-"""Models over many devices: how they are split, and what products are told of it.
+"""Models on several devices: placement of arrays, and plans for their products.
 
-Exports `shard_tree`; and for modules that quantize their arrays
-when they are called, `QuantizesLater`, `Split` and `check_spec`. Imports `trees`,
+Exports `shard_tree`, and `QuantizesLater`, `Split` and `check_spec` for modules that
+quantize their arrays in each call. Imports `trees`,
 `arrays`, `primitives` and `_jax`.
 """
 

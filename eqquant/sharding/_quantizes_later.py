@@ -1,4 +1,4 @@
-"""Modules that quantize their arrays each time they are called."""
+"""Modules that quantize their arrays in each call."""
 
 import abc
 from typing import Any, TypeVar
@@ -10,10 +10,15 @@ Self = TypeVar("Self", bound="QuantizesLater")
 
 
 class QuantizesLater(eqx.Module):
-    """A module whose arrays are not quantized yet: it remembers how each is split, and
-    splits what it makes of them."""
+    """A module that quantizes its arrays later.
+
+    It stores the sharding of each array, and applies it to the quantized arrays.
+    """
 
     @abc.abstractmethod
     def with_splits(self: Self, splits: Any) -> Self:
-        """The same, told of the split of each of its arrays: a tree of its structure
-        with a [`Split`][] for each. Raises `ValueError` for one that will not fit."""
+        """Return the module with a sharding for each array.
+
+        `splits` is a tree of the same structure with a [`Split`][] for each array.
+        Raises `ValueError` if a sharding does not fit.
+        """

@@ -1,4 +1,4 @@
-"""A quantized model over a mesh."""
+"""Sharding of a quantized model over a mesh."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -27,15 +27,16 @@ def shard_tree(
     batch: str | Sequence[str] | None = None,
     scatter: Literal[-2, -1] | None = None,
 ) -> Tree:
-    """Split a quantized model over a mesh, and tell its products how.
+    """Shard a quantized model over a mesh, including its products.
 
-    Specs are those of the model before it was quantized. Each part of a quantized array
-    is split as the array is. Then `jax.jit` over the mesh runs a kernel on every
-    device, with the collectives of a dense model:
+    You pass the specs of the model before quantization. Each component of a quantized
+    array is sharded like the array. `jax.jit` then runs a kernel on every device, with
+    the collectives of a dense model:
 
-    - a weight split by its outputs needs none;
-    - one split by what it contracts needs a sum, of float32;
-    - one split over axes of `batch`, too (FSDP), is gathered first, as packed codes.
+    - a weight that is split by its outputs needs no collective;
+    - a weight that is split by its contracted axis needs a sum, in float32;
+    - a weight that is also split over axes of `batch` (FSDP) is gathered first, as
+        packed codes.
 
     !!! Example
 
@@ -68,37 +69,36 @@ def shard_tree(
 
     **Arguments:**
 
-    - `tree`: any pytree, or a single array: quantized or not, with adapters or without.
-        `jax.ShapeDtypeStruct`s stay what they are, and get a sharding: so you can
-        compile ahead of time. Under `jit`, arrays are constrained.
-    - `mesh`: a mesh; for abstract arrays and under `jit` an abstract one will do.
-    - `specs`: a `PartitionSpec` for each array, in a pytree or in a prefix of one;
-        None for what each device has a copy of.
-    - `rules`: instead of `specs`: ordered `{pattern: PartitionSpec}` by path, with
-        patterns as in [`eqquant.quantize_tree`][]. Each device has a copy of what no
-        rule matches.
-    - `batch`: the mesh axes that split the rows of activations. By default those that
-        split no array of `tree`. With FSDP say which. Mesh axes of `batch` become the
-        last of those that split an axis together.
-
-    - `scatter`: the axis of results that is left split over the mesh axes of their sum,
-        so that the sum is a reduce-scatter: -2 for the rows of activations, as sequence
-        parallelism has it, or -1 for what a weight puts out. By default all of these
-        devices have the sum, by an all-reduce; as they do if the axis does not divide.
-        For meshes with automatic axes; with explicit ones `out_sharding` of a product
-        says it.
+    - `tree`: any pytree or array, quantized or not, with or without adapters.
+        `jax.ShapeDtypeStruct`s receive a sharding, for ahead-of-time compilation. Under
+        `jit`, arrays receive a sharding constraint.
+    - `mesh`: a mesh. An abstract mesh suffices for abstract arrays and under `jit`.
+    - `specs`: a pytree, or a prefix of one, with a `PartitionSpec` for each array. None
+        replicates an array.
+    - `rules`: instead of `specs`, an ordered mapping `{pattern: PartitionSpec}`, with
+        patterns like in [`eqquant.quantize_tree`][]. Arrays without a matching rule are
+        replicated.
+    - `batch`: the mesh axes that split the rows of activations. The default are the
+    mesh
+        axes that split no array of `tree`. FSDP requires this argument. If several mesh
+        axes split an axis, the axes of `batch` come last.
+    - `scatter`: the axis of results to scatter over the mesh axes of their sum
+        (reduce-scatter): -2 for the rows of activations (sequence parallelism), or -1
+        for the outputs of a weight. By default, and for sizes that are not divisible,
+        every device has the sum (all-reduce). This argument is for meshes with
+        automatic axes. On meshes with explicit axes, use `out_sharding` of a product.
 
     **Returns:**
 
-    The same, each array on its devices. On a mesh with automatic axes the `plan` of
-    each quantized array says how it is split. It travels with the array through
-    transposes, slices, `jax.vmap` and `lax.scan`. With explicit axes types say that.
+    The tree, with each array on its devices. On a mesh with automatic axes, the field
+    `plan` of each quantized array contains its sharding, which transposes, slices,
+    `jax.vmap` and `lax.scan` preserve. With explicit axes, types contain the sharding.
 
     **Raises:**
 
-    `ValueError` or `TypeError` if a spec does not fit; the message names the path, the
-    axis, the mesh axes, and what would fit: the contracted axis is split between
-    blocks.
+    `ValueError` or `TypeError` if a spec does not fit. The message names the path, the
+    axis, the mesh axes, and the numbers of parts that fit, because a contracted axis is
+    only split between blocks.
     """
     caller = "shard_tree"
     kinds = set(mesh.axis_types)

@@ -1,4 +1,4 @@
-"""One `PartitionSpec` for each leaf of a tree, and whether it fits."""
+"""The `PartitionSpec` of each leaf of a tree, and its checks."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ def _is_spec(x: Any) -> bool:
 def specs_of(
     tree: Any, specs: Any, rules: Mapping | None, caller: str
 ) -> Iterator[tuple[Site, PartitionSpec]]:
-    """The leaves of a tree, in order, each with its spec."""
+    """Yield the leaves of a tree in order, with their specs."""
     if specs is not None and rules is not None:
         raise ValueError(f"{caller}: give specs or rules, not both.")
     if rules is None:
@@ -68,7 +68,8 @@ def _by_rules(
 def check_spec(
     path: str, leaf: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh, caller: str
 ) -> None:
-    """An error for what cannot be split so: which axis, over what, and what fits."""
+    """Raise an error if a spec does not fit. It names the axis, the mesh axes, and the
+    numbers of parts that fit."""
     where = f"{caller}: {path or 'the array'} of shape {tuple(leaf.shape)}"
     entries = [names_of(entry) for entry in spec]
     names = [name for entry in entries for name in entry]
@@ -114,7 +115,7 @@ def _fits(leaf: Any, axis: int, parts: int) -> bool:
 
 
 def _unit(leaf: Any, axis: int) -> str:
-    """Why an axis is not split anywhere."""
+    """Return the reason why an axis can only be split at some positions."""
     if not is_implicit(leaf) or axis not in leaf.blocked_axes:
         return ""
     arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))

@@ -1,4 +1,4 @@
-"""How one array is split over a mesh: put there, and its products told."""
+"""The sharding of one array: its placement, and the plan of its products."""
 
 import dataclasses
 from typing import Any, Literal
@@ -25,12 +25,12 @@ def is_array(x: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """What `shard_tree` is told of one array.
+    """The arguments of `shard_tree` for one array.
 
     **Fields:**
 
-    - `mesh`, `batch`, `scatter`: as for [`eqquant.shard_tree`][].
-    - `spec`: of the array as if it were not quantized.
+    - `mesh`, `batch`, `scatter`: as in [`eqquant.shard_tree`][].
+    - `spec`: the spec of the array before quantization.
     """
 
     mesh: Mesh | AbstractMesh
@@ -39,8 +39,8 @@ class Split:
     scatter: Literal[-2, -1] | None = None
 
     def __call__(self, leaf: Any) -> Any:
-        """The array on its devices, or constrained to be there. Each quantized array in
-        it gets a plan if the axes of the mesh are automatic."""
+        """Place or constrain an array. On a mesh with automatic axes, each quantized
+        array in it receives a plan."""
         if not is_array(leaf):
             return leaf
         if not is_implicit(leaf):
@@ -53,7 +53,7 @@ class Split:
     def _planned(self, x: Any, specs: Any) -> Any:
         if not isinstance(x, QuantizedArray):
             return x
-        if AxisType.Explicit in self.mesh.axis_types:  # Types say it.
+        if AxisType.Explicit in self.mesh.axis_types:  # Types contain the sharding.
             return x.with_plan(None)
         axes = [names_of(entry) for entry in specs.codes]
         axes += [()] * (x.codes.ndim - len(axes))
@@ -65,7 +65,8 @@ class Split:
         return x.with_plan(Plan(mesh, tuple(axes), self.batch, scatter))
 
     def _in_order(self) -> PartitionSpec:
-        """What is gathered last, so that it leaves neighbours together."""
+        """Return the spec with gathered mesh axes last, so that neighbours stay
+        together."""
         return PartitionSpec(
             *(
                 tuple(sorted(names_of(entry), key=lambda name: name in self.batch))
@@ -88,7 +89,8 @@ def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:
             "shard_tree: an abstract mesh has no devices to put arrays on. Give a "
             "jax.sharding.Mesh, or abstract arrays: jax.eval_shape makes them."
         )
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):  # Not over processes otherwise.
+    # `device_put` does not place keys over several processes.
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         data = jax.device_put(jax.random.key_data(x), sharding)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(x))
     return jax.device_put(x, sharding)
