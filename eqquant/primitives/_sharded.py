@@ -173,8 +173,8 @@ def plan_for(
         return plan
     warn(
         f"quantized_dot: a product is compiled for {devices} devices without a plan"
-        f"{'' if plan is None else f' for this mesh (its plan is for {plan.mesh})'}. It "
-        "gets no kernel, and every device may gather its weight. Shard the model with "
+        f"{'' if plan is None else f' for this mesh (its plan is for {plan.mesh})'}. "
+        "It gets no kernel, and every device may gather its weight. Shard the model with "
         "`eqquant.shard_tree(model, mesh, specs)`, use a mesh with explicit axes, or "
         "use `jax.shard_map`.",
         UserWarning,
