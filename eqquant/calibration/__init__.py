@@ -1,4 +1,4 @@
-"""Calibration: what the inputs of each weight are like, and rounding that uses this.
+"""Calibration: input statistics of weights, and rounding that uses them.
 
 Exports `calibrate` and the statistics that it returns; and `allocate`. Imports `trees`,
 `arrays`, `formats` and `_jax`.

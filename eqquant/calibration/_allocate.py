@@ -1,4 +1,4 @@
-"""A byte budget for a whole model, shared out among its weights."""
+"""Allocation of a byte budget to the weights of a model."""
 
 import dataclasses
 import heapq
@@ -19,16 +19,16 @@ _caller = "allocate"
 
 @dataclasses.dataclass(frozen=True)
 class AllocationRow:
-    """What one weight gets.
+    """The format of one weight.
 
     **Fields:**
 
-    - `path`, `size`: of the weight.
-    - `format`: the format that it gets.
-    - `axis`: the axis along which it is quantized.
-    - `nbytes`: what it takes in that format.
-    - `loss`: how much of the squared change of the results of the model is expected to
-        come from this weight; for comparison with the other rows.
+    - `path`, `size`: the path and the number of elements of the weight.
+    - `format`: the allocated format.
+    - `axis`: the axis along which the weight is quantized.
+    - `nbytes`: the bytes of the weight in that format.
+    - `loss`: the expected contribution of this weight to the squared change of the
+        model's results; compare it with other rows.
     """
 
     path: str
@@ -41,15 +41,14 @@ class AllocationRow:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Allocation(Mapping):
-    """The rules that [`eqquant.allocate`][] returns: a mapping of paths to pairs of a
-    format and an axis, for `rules` of [`eqquant.quantize_tree`][]. Print it for a
-    table, or use its fields.
+    """The result of [`eqquant.allocate`][]: a mapping from paths to (format, axis), for
+    `rules` of [`eqquant.quantize_tree`][]. Print it to get a table.
 
     **Fields:**
 
     - `rows`: an `AllocationRow` for each weight, the one with the largest loss first.
-    - `nbytes`: what the whole model will take.
-    - `budget`: what it may take.
+    - `nbytes`: the bytes of the whole quantized model.
+    - `budget`: the byte budget.
     """
 
     rows: tuple[AllocationRow, ...]
@@ -71,13 +70,13 @@ class Allocation(Mapping):
         return len(self.rows)
 
     def within(self, budget: int) -> "Allocation":
-        """The same for another budget. Nothing is measured again."""
+        """Return the allocation for another budget, without new measurements."""
         return _chosen(self._options, self._others, budget)
 
     @property
     def frontier(self) -> list[tuple[int, float]]:
-        """Pairs of bytes and expected loss, of the whole model: the best assignments
-        from the smallest to the largest one."""
+        """Return (bytes, expected loss) of the whole model for the best assignments,
+        from the smallest to the largest."""
         hulls = [of_weight.hull for of_weight in self._options]
         nbytes = self._others + sum(hull[0].nbytes for hull in hulls)
         points = [(nbytes, sum(hull[0].loss for hull in hulls))]
@@ -90,14 +89,13 @@ class Allocation(Mapping):
 
     @property
     def loss(self) -> float:
-        """How much the squared results of the model are expected to change."""
+        """The expected squared change of the model's results."""
         return sum(row.loss for row in self.rows)
 
     def plot(self, axes: Any = None) -> Any:
-        """Plot the expected loss over the bytes of the model, for every budget; the
-        chosen assignment is a point. Needs matplotlib, from the extra `examples`.
-        Returns the axes, which are new ones by default."""
-        import matplotlib.pyplot as plt  # As not everyone has it.
+        """Plot the expected loss against bytes for every budget, and mark the chosen
+        assignment. Requires matplotlib, from the extra `examples`. Returns the axes."""
+        import matplotlib.pyplot as plt  # An optional dependency.
 
         if axes is None:
             axes = plt.subplots(layout="constrained")[1]
@@ -145,17 +143,17 @@ def allocate(
     method: str = "gptq",
     rotate: bool = False,
 ) -> Allocation:
-    """Choose a format for each weight, such that the whole model fits in a number of
-    bytes and its results change as little as possible.
+    """Choose a format for each weight within a byte budget, with the least change of
+    the model's results.
 
-    What a format costs a weight is the expected error of the products with the
-    calibration data, times the mean squared gradient of the results with respect to
-    these products, for at most 512 of the outputs. GPTQ is expected to leave as much of
-    the rounding error of an input as the inputs after it do not explain: so nothing is
-    rounded by it here. The first steps are those with the largest gain per byte. The
-    assignment is that of a Lagrange multiplier, as the lower convex hull of each weight
-    has its formats in order of gain; what is left of the budget then goes to steps that
-    still fit, and a large step that did not may take the place of small ones.
+    The loss of a format is the expected error of the products with the calibration
+    data, times the mean squared gradient of the results with respect to these products,
+    for at most 512 outputs. The error after GPTQ is estimated without running it: GPTQ
+    leaves the share of each input's rounding error that later inputs do not explain.
+    Each weight starts with its smallest format. Steps along its lower convex hull are
+    taken in order of gain per byte, which solves the Lagrangian relaxation. The
+    remaining budget goes to steps that still fit. Finally, one large step may replace
+    several small steps.
 
     !!! Example
 
@@ -175,28 +173,27 @@ def allocate(
 
     **Arguments:**
 
-    - `model`: any pytree, not quantized yet.
-    - `budget`: how many bytes all of its arrays may take, biases and norms included.
-    - `formats`: what there is to choose from: formats, or their names.
-    - `stats`: what [`eqquant.calibrate`][] has seen of this model.
-    - `where`, `rules`, `min_size`: the weights to choose for, as in
-        [`eqquant.quantize_tree`][]. Of a rule only the axis counts, and whether it
-        leaves an array alone.
-    - `method`, `rotate`: how the weights will be rounded, as in
-        [`eqquant.quantize_tree`][]. Give both the same.
+    - `model`: any pytree that is not quantized yet.
+    - `budget`: the bytes for all arrays, including biases and norms.
+    - `formats`: the candidate formats, or their names.
+    - `stats`: the result of [`eqquant.calibrate`][] for this model.
+    - `where`, `rules`, `min_size`: the weights to allocate, as in
+        [`eqquant.quantize_tree`][]. A rule only determines the axis, or excludes an
+        array.
+    - `method`, `rotate`: the rounding, as in [`eqquant.quantize_tree`][]. Pass the same
+        values to both functions.
 
     **Returns:**
 
-    An [`eqquant.calibration.Allocation`][]. The same arguments give the same one. Its
-    `within` is quick for other budgets.
+    An [`eqquant.calibration.Allocation`][]. The result is deterministic. Its method
+    `within` is fast for other budgets.
 
-    A weight that the data never reached gets the smallest format.
+    A weight without calibration data gets the smallest format.
 
     **Raises:**
 
-    `ValueError` if there are no formats, if the smallest ones take more than the
-    budget, if no weight is chosen, if `method` is not known, or if `stats` are of
-    another model.
+    `ValueError` if there are no formats, if the smallest formats exceed the budget, if
+    no weight is chosen, if `method` is unknown, or if `stats` belong to another model.
     """
     if method not in get_args(Method):
         raise ValueError(
@@ -253,7 +250,7 @@ def _filled(
     nbytes: int,
     budget: int,
 ) -> tuple[list[int], int]:
-    """Every step that still fits, the steepest first."""
+    """Take every step that still fits, the steepest first."""
     taken = list(taken)
     for weight, i in steps:
         more = hulls[weight][i + 1].nbytes - hulls[weight][i].nbytes
@@ -270,8 +267,10 @@ def _exchanged(
     nbytes: int,
     budget: int,
 ) -> tuple[list[int], int]:
-    """A large step that did not fit, as that of a table that is half of the model, may
-    be worth more than some small ones and what is left of the budget."""
+    """Replace small steps by one large step if that reduces the loss.
+
+    For example, a table can be half of the model, so that its step did not fit.
+    """
 
     def loss_of(taken):
         return sum(hull[at].loss for hull, at in zip(hulls, taken, strict=True))
@@ -287,7 +286,7 @@ def _exchanged(
     for large, i in steps:
         less, more = hulls[large][i : i + 2]
         missing = more.nbytes - less.nbytes - (budget - nbytes)
-        # What is given up has at least the smallest gain.
+        # Every removed step has at least the smallest gain.
         if (
             taken[large] != i
             or not smallest
@@ -296,7 +295,8 @@ def _exchanged(
             continue
         new, size = list(taken), nbytes + more.nbytes - less.nbytes
         new[large] = i + 1
-        heap = [step for step in smallest if step[1] != large]  # Sorted: a heap.
+        # A sorted list is a heap.
+        heap = [step for step in smallest if step[1] != large]
         while size > budget and heap:
             _, weight, freed = heapq.heappop(heap)
             new[weight] -= 1
@@ -312,7 +312,8 @@ def _exchanged(
 
 
 def _steps(hulls: Sequence[tuple[Option, ...]]) -> list[tuple[int, int]]:
-    """Those of all weights, the steepest first; equal ones in order of the model."""
+    """Return the steps of all weights, the steepest first; ties in order of the
+    model."""
     steps = sorted(
         (-gain(hull[i], hull[i + 1]), weight, i)
         for weight, hull in enumerate(hulls)

@@ -1,4 +1,4 @@
-"""The pass over the data."""
+"""The calibration pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
@@ -30,11 +30,11 @@ def calibrate(
     every_row: bool = False,
     progress: bool | None = None,
 ) -> Statistics:
-    """Run a model on data, and sum up what each of its weights multiplies.
+    """Run a model on data, and collect statistics of the inputs of each weight.
 
-    The code of the model stays as it is, and may use `jit`, `vmap`, `scan` and
-    `checkpoint`. Each weight is replaced by an array with the same products, and the
-    sum is a gradient with respect to a part of that array.
+    Model code does not change, and may use `jit`, `vmap`, `scan` and `checkpoint`. Each
+    weight is replaced by an array with the same products. The statistics are gradients
+    with respect to a part of that array.
 
     !!! Example
 
@@ -55,33 +55,30 @@ def calibrate(
     **Arguments:**
 
     - `fn`: `fn(model, batch)`, the forward pass. It returns a pytree with
-        floating-point arrays. Rows on which none of these depends are taken for
-        padding.
-    - `model`: any pytree, not quantized yet.
-    - `batches`: what `fn` takes, one after the other. Batches of the same shapes are
-        compiled once. A few hundred sentences are enough, if they use most of the
-        vocabulary.
-    - `where`, `rules`, `min_size`: the weights to look at, as in
-        [`eqquant.quantize_tree`][]. Give both calls the same. The statistics of a
-        weight that contracts `size` values take `size**2` floats for each matrix. If
-        that is too much for all of them, calibrate some weights at a time.
-    - `every_row`: count rows on which no result depends, too. By default they are left
-        out, as they are padding, or what a mixture of experts did not send to an
-        expert. Set it for a model whose results do not depend on some weights yet,
-        because their products are multiplied by zero.
-    - `progress`: show a progress bar, for which tqdm must be installed. By default only
-        for large models in a terminal.
+        floating-point arrays. Rows without influence on these arrays count as padding.
+    - `model`: any pytree that is not quantized yet.
+    - `batches`: an iterable of batches for `fn`. `fn` is compiled once per batch shape.
+        A few hundred sentences suffice, if they cover most of the vocabulary.
+    - `where`, `rules`, `min_size`: the observed weights, as in
+        [`eqquant.quantize_tree`][]. Pass the same values to both functions. The
+        statistics take `size**2` floats for each matrix with `size` contracted values.
+        If memory is short, calibrate a part of the weights at a time.
+    - `every_row`: also count rows without influence on the results. By default they are
+        left out, because they are padding, or rows that a router sent to other experts.
+        Set it if the products of some weights are still multiplied by zero.
+    - `progress`: show a progress bar, which requires tqdm. By default only for large
+        models in a terminal.
 
     **Returns:**
 
     [`eqquant.calibration.Statistics`][], in float32 (float64 for weights in float64).
 
-    A warning names the weights that the data never reached.
+    A warning names the weights without data.
 
     **Raises:**
 
-    - `ValueError` if there are no batches; if nothing is chosen; if a result or an
-        input of a weight is not finite; or if `fn` returns no array of floating point.
+    - `ValueError` if there are no batches, if no weight is chosen, if a result or an
+        input of a weight is not finite, or if `fn` returns no floating-point array.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     choices = choose(
@@ -157,8 +154,10 @@ def calibrate(
 
 
 def _project(results: Any, key) -> Any:
-    """The sum of the results, each with a random sign. So its gradient depends on all
-    of them, and they do not cancel."""
+    """Return the sum of the results with random signs.
+
+    Its gradient depends on all results, which do not cancel.
+    """
     arrays = [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]
     if not arrays:
         raise ValueError(

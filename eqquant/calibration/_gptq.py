@@ -1,5 +1,4 @@
-"""GPTQ: rounding column by column, each column making up for the errors before it
-(arXiv 2210.17323)."""
+"""GPTQ (arXiv 2210.17323): column-wise rounding with error feedback."""
 
 import functools as ft
 import math
@@ -16,16 +15,15 @@ from ..formats import float_scales, Format, ShortScales
 from ._layout import Layout
 
 
-# Where some inputs are so much larger than most, small damping fits noise.
+# With large outliers among the inputs, small damping would fit noise.
 _heavy_tail = 100.0
 _damping, _damping_of_heavy_tails = 0.01, 0.1
-# Columns whose errors are spread at once, where a format has no blocks.
+# Columns per error update, for formats without blocks.
 _columns = 128
 
 
 def has_nearest(format: Format) -> bool:
-    """Whether GPTQ can use it, which asks for the nearest level to a value, and knows
-    scales only."""
+    """Return whether GPTQ supports a format: it needs `nearest`, and no offsets."""
     return type(format).nearest is not Format.nearest and not format.has_offsets
 
 
@@ -35,8 +33,11 @@ def gptq(
     gram: Float[Array, "*lead size size"],
     layout: Layout,
 ) -> QuantizedArray:
-    """`array` in the format of `plain`, which is the same array rounded plainly. Each
-    row of a matrix is the better of the two on the data that `gram` sums up."""
+    """Quantize `array` to the format of `plain` by GPTQ.
+
+    `plain` is the array rounded to nearest. Each row of the result is the better of
+    both on the calibration data, whose Gram matrix is `gram`.
+    """
     shape, format = array.shape, plain.format
     weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
     rounded = layout.as_matrices(plain.dequantize().astype(jnp.float32))
@@ -46,7 +47,7 @@ def gptq(
     grams = gram.reshape(-1, *gram.shape[-2:])
     limit = float(jnp.finfo(array.dtype).max)
     values, new = [], []
-    for i in range(weights.shape[0]):  # One after the other, for the memory.
+    for i in range(weights.shape[0]):  # One at a time, to save memory.
         factor = jnp.asarray(inverse_factor(np.asarray(grams[i])), jnp.float32)
         own = jax.tree.map(operator.itemgetter(i), scales)
         value, scale = _round_better(
@@ -56,7 +57,7 @@ def gptq(
         new.append(scale)
     given = layout.scales_from_matrices(jnp.stack(new), shape)
     decoded = layout.from_matrices(jnp.stack(values), shape)
-    # Each value is a level times its scale: they get the codes of these levels.
+    # Each value is a level times its scale, so encoding is exact.
     given = given.astype(format.scale_dtype)
     q, _ = encode(decoded, format, plain.axes, given)
     stored = q.scales
@@ -66,8 +67,11 @@ def gptq(
 
 
 def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
-    """The upper triangular `U` for which `U^T U` is the inverse of the damped matrix,
-    in float64. Columns without any input are taken to be independent of the others."""
+    """Return the upper triangular `U` whose `U^T U` is the inverse of the damped
+    matrix.
+
+    The computation is in float64. Columns without input are treated as independent.
+    """
     gram = np.array(gram, np.float64)
     diagonal = np.diagonal(gram).copy()
     dead = diagonal <= 0
@@ -76,20 +80,23 @@ def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
     is_heavy = diagonal.max() > _heavy_tail * median
     damping = _damping_of_heavy_tails if is_heavy else _damping
     gram[np.diag_indices_from(gram)] += np.where(dead, mean, 0) + damping * mean
-    # Backwards: the Cholesky factor of the inverse without that inverse.
+    # The reversed Cholesky factor gives the factor of the inverse without the inverse.
     lower = np.linalg.cholesky(gram[::-1, ::-1])
     inverse = _invert_lower(lower)
     return np.ascontiguousarray(inverse[::-1, ::-1])
 
 
 def conditional_variances(gram: Float[np.ndarray, "size size"]):
-    """How much of the square of each input those after it do not explain. So much does
-    GPTQ leave of the error of a column: the columns after make up for the rest."""
+    """Return the variance of each input that later inputs do not explain.
+
+    GPTQ leaves this share of the error of a column, because later columns compensate
+    for the rest.
+    """
     return np.diagonal(inverse_factor(gram)) ** -2.0
 
 
 def _invert_lower(lower: np.ndarray) -> np.ndarray:
-    """By halves, which is products of matrices."""
+    """Invert a lower triangular matrix recursively, by matrix products."""
     size = len(lower)
     if size <= 64:
         return np.tril(np.linalg.inv(lower))
@@ -124,14 +131,16 @@ def _round(
     format: Format,
     limit: float,
 ):
-    """Decoded values, and their scales. A block gets its scale when the blocks before
-    it are rounded, and its values have made up for their errors; `scales` are for
-    formats where all share one, or a part of it."""
+    """Return decoded values and their scales.
+
+    The scale of a block is chosen after all earlier blocks are rounded and their errors
+    compensated. `scales` are for formats whose blocks share a scale, or a part of it.
+    """
     rows, size = weights.shape
     width = format.block_size or min(_columns, size)
     count = math.ceil(size / width)
     padded = count * width
-    # Columns come first: they are contiguous then.
+    # Columns come first, so that they are contiguous.
     columns = jnp.pad(weights, ((0, 0), (0, padded - size))).T
     factor = jnp.pad(factor, ((0, padded - size),) * 2)
     factor = factor + jnp.diag((jnp.arange(padded) >= size).astype(factor.dtype))
@@ -174,7 +183,7 @@ def _round(
 
     full = size // width
     columns, (values, new) = lax.scan(round_block, columns, jnp.arange(full))
-    if padded > size:  # The last block is a partial one.
+    if padded > size:  # The last block is partial.
         _, last = round_block(columns, jnp.asarray(full), padded - size)
         values, new = jax.tree.map(
             lambda parts, part: jnp.concatenate([parts, part[None]]),

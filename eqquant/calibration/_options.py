@@ -1,4 +1,4 @@
-"""What each format costs a weight: bytes, and errors of the results."""
+"""The cost of each format for a weight: bytes and expected loss."""
 
 import dataclasses
 import functools as ft
@@ -18,13 +18,13 @@ from ._layout import Layout
 from ._statistics import Statistics, WeightStatistics
 
 
-# From so many outputs of a weight, or rows of a table, the mean error is estimated.
+# The number of outputs of a weight, or rows of a table, for the estimate of the error.
 _outputs = 512
 
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """One format for a weight: its bytes, and the loss that is expected of it."""
+    """A candidate format for a weight, with its bytes and its expected loss."""
 
     format: Format
     nbytes: int
@@ -33,8 +33,8 @@ class Option:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Of one weight: those on the lower convex hull of loss over bytes, the smallest
-    first."""
+    """The candidates of one weight on the lower convex hull of loss against bytes, the
+    smallest first."""
 
     path: str
     size: int
@@ -86,7 +86,7 @@ def options_of(
 
 
 def _some_outputs(array: Float[Array, "..."], layout: Layout) -> Float[Array, "..."]:
-    """Evenly spaced ones, where there are more than are needed."""
+    """Return evenly spaced outputs, if there are more than needed."""
     outs = [a for a in range(-array.ndim, 0) if a not in {*layout.axes, *layout.lead}]
     if not outs or array.shape[outs[0]] <= _outputs:
         return array
@@ -97,9 +97,12 @@ def _some_outputs(array: Float[Array, "..."], layout: Layout) -> Float[Array, ".
 def _losses(
     known: WeightStatistics, rotation: int
 ) -> Callable[[Float[Array, "..."], bool], float]:
-    """The expected squared change of the results, of errors of plain rounding. Those of
-    products count with the mean squared gradient with respect to these; rows of a table
-    have gradients of their own, the products of which are what `gram` holds."""
+    """Return the expected squared change of the results for errors of plain rounding.
+
+    Errors of products are weighted by the mean squared gradient with respect to the
+    products. For a table, `gram` already contains products of the gradients of its
+    rows.
+    """
     rows = np.asarray(known.rows, np.float64).reshape(-1)
     power = np.asarray(known.power, np.float64).reshape(-1)
     errors_of = known.expected_errors(rotation)

@@ -1,4 +1,4 @@
-"""What is known of the inputs of each weight."""
+"""Statistics of the inputs of each weight."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -31,17 +31,16 @@ class WeightStatistics(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`, float32: the sum of the outer products of the rows
-        that each matrix of a stack has multiplied, `X^T X`. For a table in which rows
-        are looked up: of the gradients with respect to those rows.
-    - `rows`: `(*lead)`: how many rows.
-    - `power`: `(*lead)`: the sum of the squared gradients with respect to the products
-        of these rows (in a table: to the rows). They are those of a sum of the results
-        of the model, each with a random sign.
-    - `shape`: that of the weight.
-    - `axes`, `lead`: its axes that are contracted, and those of the stack, counted from
-        its end.
-    - `is_table`: whether its layer looks up rows.
+    - `gram`: `(*lead, size, size)`, float32: the sum of outer products of the input
+        rows of each matrix, `X^T X`. For a table, `X` contains the gradients with
+        respect to the looked-up rows.
+    - `rows`: `(*lead)`: the number of rows.
+    - `power`: `(*lead)`: the sum of squared gradients with respect to the products of
+        these rows (for a table, with respect to the rows). The differentiated function
+        is the sum of the model's results with random signs.
+    - `shape`: the shape of the weight.
+    - `axes`, `lead`: the contracted axes and the stacked axes, counted from the end.
+    - `is_table`: whether the layer looks up rows.
     """
 
     gram: Float[Array, "*lead size size"]
@@ -66,8 +65,7 @@ class WeightStatistics(eqx.Module):
         return hadamard(hadamard(self.gram, -1, block), -2, block)
 
     def output_errors(self, error: Float[Array, "..."]) -> Float[Array, " stack"]:
-        """The squared norm of the products of an array with the rows: the sum for each
-        matrix of the stack."""
+        """Return the sum of squared products of an array with the rows, per matrix."""
         e = self.layout.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
         return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
@@ -75,9 +73,11 @@ class WeightStatistics(eqx.Module):
     def expected_errors(
         self, rotation: int
     ) -> Callable[[Float[Array, "..."], bool], Float[np.ndarray, " stack"]]:
-        """A function: of an error of plain rounding, in a basis that is rotated in
-        blocks of that size, it gives the [`output_errors`][]; or, if its second
-        argument says so, what GPTQ is expected to leave of them."""
+        """Return a function from an error of plain rounding to [`output_errors`][].
+
+        The error is in a basis that is rotated with the given block. With a true second
+        argument, the function returns the expected error after GPTQ.
+        """
         grams = np.asarray(self.gram_rotated(rotation), np.float64)
         grams = grams.reshape(-1, *grams.shape[-2:])
         variances = np.stack([conditional_variances(gram) for gram in grams])
@@ -92,9 +92,9 @@ class WeightStatistics(eqx.Module):
 
 
 class Statistics(AbstractCalibration):
-    """What [`eqquant.calibrate`][] has seen of the inputs of each weight, for
-    `quantize_tree(..., calibration=...)`. It is a pytree, and [`eqquant.save`][] writes
-    it.
+    """The result of [`eqquant.calibrate`][], for `quantize_tree(..., calibration=...)`.
+
+    It is a pytree, which [`eqquant.save`][] can write.
 
     **Fields:**
 

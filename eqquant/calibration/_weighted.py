@@ -1,4 +1,4 @@
-"""Scales and offsets fitted to the data, for formats that GPTQ cannot use."""
+"""Scales and offsets fitted to the data, for formats without GPTQ support."""
 
 from typing import TypeGuard
 
@@ -12,8 +12,8 @@ from ._layout import Layout
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
-    """Whether it fits offsets and scales, and so can weigh the errors of values. Those
-    that are rounded themselves are not compared."""
+    """Return whether a format fits floating-point scales and offsets, so that errors of
+    values can be weighted."""
     fits = isinstance(format, FittedFormat) and format.affine and format.fit != "absmax"
     return fits and not format.quantized_scales
 
@@ -24,9 +24,12 @@ def weighted(
     gram: Float[Array, "*lead size size"],
     layout: Layout,
 ) -> QuantizedArray:
-    """`array` in the format of `plain`, which is the same array rounded plainly. The
-    error of a value counts by the mean square of the input that it multiplies. Each row
-    of a matrix is the better of the two on the data that `gram` sums up."""
+    """Quantize `array` to the format of `plain`, with weighted errors.
+
+    `plain` is the array rounded to nearest. The weight of an error is the mean square
+    of its input. Each row of the result is the better of both on the calibration data,
+    whose Gram matrix is `gram`.
+    """
     shape, format = array.shape, plain.format
     assert can_weigh(format)
     weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
@@ -57,10 +60,10 @@ def _fit(
     format: FittedFormat,
     limit: float,
 ):
-    """The scales of a row, and its offsets."""
+    """Return the scales and offsets of a row."""
     blocks, counts = in_blocks(row, format)
     importance, _ = in_blocks(importance, format)
-    # Only shares count, and large ones may overflow.
+    # Only relative weights matter, and large weights could overflow.
     largest = jnp.max(importance, -1, keepdims=True)
     importance = importance / jnp.where(largest > 0, largest, 1)
     absmax = jnp.max(jnp.abs(blocks), -1)

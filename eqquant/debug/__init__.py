@@ -1,4 +1,4 @@
-"""Tools to see, and to prove, what happens to quantized arrays.
+"""Inspection: proofs and reports about compiled programs.
 
 Exports assertions, `explain`, `compile_for_tpu` and `compile_for_gpu`. Imports
 `dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.

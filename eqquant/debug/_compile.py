@@ -1,4 +1,4 @@
-"""Compiling for a TPU, or a GPU, without one."""
+"""Ahead-of-time compilation for TPUs and GPUs that are not present."""
 
 import contextlib
 import importlib.util
@@ -26,7 +26,7 @@ _topologies = {
     "v6e": "v6e:2x2",
     "TPU7x": "TPU7x:2x2x1",
 }
-# So that libtpu does not look for the machine that it would run on.
+# Otherwise libtpu tries to contact the TPU's host.
 _libtpu_environment = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -42,21 +42,21 @@ _libtpu_environment = {
 def compile_for_tpu(
     fn: Callable, *args: Any, chip: str = "v5e", devices: int = 1
 ) -> jax.stages.Compiled:
-    """Compile a function for a TPU, without one: by the real compiler, ahead of time.
+    """Compile a function for a TPU ahead of time, with the real compiler.
 
-    What it refuses it would refuse on the chip. The result cannot be called here, but
-    `.as_text()` shows the kernels in it, and `.memory_analysis()` its memory.
+    No TPU is needed. Errors are the same as on the chip. The result cannot be called,
+    but `.as_text()` shows its kernels, and `.memory_analysis()` its memory.
 
-    Needs libtpu, on Linux: `pip install libtpu`.
+    Requires libtpu, on Linux: `pip install libtpu`.
 
     **Arguments:**
 
-    - `fn`: a function. Over several devices it sees them as a mesh with one axis,
-        `"devices"`, in its context, as `jax.shard_map` needs it.
-    - `*args`: its arguments, or anything with a `shape` and a `dtype`; on several
-        devices each one has a copy.
+    - `fn`: a function. With several devices, the mesh in context has one axis,
+        `"devices"`, for `jax.shard_map`.
+    - `*args`: its arguments, or objects with a `shape` and a `dtype`. With several
+        devices they are replicated.
     - `chip`: `"v4"`, `"v5e"`, `"v5p"`, `"v6e"` or `"TPU7x"`.
-    - `devices`: how many.
+    - `devices`: the number of devices.
 
     **Returns:**
 
@@ -84,8 +84,7 @@ def compile_for_tpu(
 
 @typed
 def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
-    """Compile a function for an NVIDIA GPU, without one: by the real compiler, ahead of
-    time.
+    """Compile a function for an NVIDIA GPU ahead of time, with the real compiler.
 
     !!! Example
 
@@ -103,18 +102,18 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
                 print(kernel.name, kernel.registers, kernel.spilled)
         ```
 
-    The program cannot be called here. On a GPU, XLA also tries several kernels for a
-    product and keeps the fastest. Without one it takes the first, so tiles, and whether
-    cuBLAS computes a product, may differ there.
+    No GPU is needed. The program cannot be called. On a GPU, XLA autotunes: it times
+    several kernels for a product and keeps the fastest. Without a GPU it takes the
+    first, so tiles, and the use of cuBLAS, may differ.
 
-    Needs JAX's plugin for CUDA, and NVIDIA's assembler and disassembler, on Linux:
-    `pip install 'eqquant[gpu-compiler]'`. The plugin is of one version of JAX; set
-    `JAX_PLATFORMS=cpu` where there is no GPU.
+    Requires JAX's CUDA plugin, and NVIDIA's assembler and disassembler, on Linux:
+    `pip install 'eqquant[gpu-compiler]'`. The plugin must match the version of JAX. Set
+    `JAX_PLATFORMS=cpu` on a machine without a GPU.
 
     **Arguments:**
 
     - `fn`: a function.
-    - `*args`: its arguments, or anything with a `shape` and a `dtype`.
+    - `*args`: its arguments, or objects with a `shape` and a `dtype`.
     - `chip`: `"a100"`, `"rtx4090"`, `"h100"` or `"h200"`.
 
     **Returns:**
@@ -123,8 +122,8 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
 
     **Raises:**
 
-    `ValueError` for an unknown chip, `RuntimeError` without the compiler, or if a
-    kernel of Mosaic was compiled in this process before, but not by this function.
+    `ValueError` for an unknown chip. `RuntimeError` without the compiler, or if other
+    code in this process compiled one of the Mosaic kernels before.
     """
     if chip not in gpus:
         raise ValueError(
@@ -156,7 +155,7 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
 
 @contextlib.contextmanager
 def _in_environment(name: str, value: str):
-    """Kernels of Mosaic are written where a variable says, not where XLA is told."""
+    """Set an environment variable, because Mosaic ignores XLA's dump options."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -172,12 +171,14 @@ _compiled_by_mosaic: dict[str, str] = {}
 
 
 def _all_of_mosaic(program: str, new: list[str]) -> list[str]:
-    """PTX of the kernels of Mosaic in a program: it compiles each once in a process,
-    and writes it then. A program names them by what they are made of.
+    """Return the PTX of the Mosaic kernels in a program.
+
+    Mosaic compiles each kernel once per process, and writes its PTX then. Programs
+    refer to kernels by a hash.
 
     **Raises:**
 
-    `RuntimeError` if not as many are written as are not known.
+    `RuntimeError` if the number of new files differs from the number of new kernels.
     """
     names = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
     names = list(dict.fromkeys(names))

@@ -1,8 +1,8 @@
-"""Follows weights through a program.
+"""Data flow of weights through a program.
 
-A `Flow` says of one array how many elements of each weight its values may be made of.
-How an operation changes a flow depends only on the kind of the operation, so the same
-rules serve equations of a jaxpr and instructions of XLA.
+A `Flow` bounds, for one array, the number of elements of each weight that its values
+depend on. The effect of an operation depends on its kind only, so that the same rules
+serve equations of a jaxpr and XLA instructions.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,17 +15,17 @@ class Weight:
     """A quantized array whose codes are followed."""
 
     size: int  # Elements of the array.
-    decoded: int  # Elements that its codes stand for: padding, too.
-    per_code: int  # How many elements one item of the codes stands for.
-    matrices: frozenset[int]  # Sizes of the array and of one matrix of its stack.
+    decoded: int  # Elements of its codes, including padding.
+    per_code: int  # Elements per item of the codes.
+    matrices: frozenset[int]  # Sizes of the array, and of one matrix of its stack.
 
 
 @dataclass(frozen=True)
 class Flow:
-    """What the values of an array depend on.
+    """The dependencies of the values of an array.
 
-    - `elements`: how many elements of each weight.
-    - `data`: whether on anything outside of quantized arrays, too.
+    - `elements`: the number of elements of each weight.
+    - `data`: whether the values also depend on other arrays.
     """
 
     elements: Mapping[Weight, int] = field(default_factory=dict)
@@ -35,12 +35,12 @@ class Flow:
 class Operand(NamedTuple):
     flow: Flow
     size: int
-    can_be_activation: bool  # By its dtype: floating, or 8 bits.
+    can_be_activation: bool  # Whether the dtype is floating point or 8-bit.
 
 
 def is_whole(flow: Flow, size: int) -> bool:
-    """Whether an array of this size, in floating point, is a decoded weight, one matrix
-    of a stack, or several weights together."""
+    """Return whether a floating-point array of this size is a decoded weight, one
+    matrix of a stack, or several weights together."""
     if any(size in w.matrices and n >= size > 1 for w, n in flow.elements.items()):
         return True
     complete = all(n >= w.size for w, n in flow.elements.items())
@@ -49,7 +49,7 @@ def is_whole(flow: Flow, size: int) -> bool:
 
 
 def join(flows: Iterable[Flow]) -> Flow:
-    """Of an array that is made of any of several."""
+    """Return the flow of an array that depends on any of several arrays."""
     elements: dict[Weight, int] = {}
     data = False
     for flow in flows:
@@ -60,13 +60,13 @@ def join(flows: Iterable[Flow]) -> Flow:
 
 
 def at_most(flow: Flow, size: int) -> Flow:
-    """As an array of `size` items has it, which holds no more than these stand for."""
+    """Bound a flow by the number of elements in an array of `size` items."""
     most = lambda w: min(w.decoded, size * w.per_code)
     return Flow({w: min(n, most(w)) for w, n in flow.elements.items()}, flow.data)
 
 
 def times(flow: Flow, count: int) -> Flow:
-    """Of `count` such arrays, one after the other."""
+    """Return the flow of `count` such arrays in sequence."""
     elements = {w: min(n * count, w.decoded) for w, n in flow.elements.items()}
     return Flow(elements, flow.data)
 
@@ -81,7 +81,7 @@ def _nothing(flow: Flow) -> Flow:
 
 
 def _product(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """The result is an activation."""
+    """Return the flow of a product, which is an activation."""
     return _nothing(join(x.flow for x in operands))
 
 
@@ -91,8 +91,11 @@ def _reduction(operands: Sequence[Operand], size: int, window: int) -> Flow:
 
 
 def _lookup(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Rows that indices from the data ask for are an activation, however many. All rows
-    in order, and a whole matrix of a stack, are the weight."""
+    """Return the flow of a lookup.
+
+    Rows at indices from the data are an activation. All rows in order, or a whole
+    matrix of a stack, are the weight.
+    """
     source, *indices = operands
     flow = join(x.flow for x in operands)
     if not any(x.flow.data for x in indices):
@@ -106,8 +109,11 @@ def _lookup(operands: Sequence[Operand], size: int, window: int) -> Flow:
 
 
 def _kernel(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """What is inside is its own business. One that gets an activation beside the codes
-    multiplies them; any other decodes."""
+    """Return the flow of a kernel, whose inside is not inspected.
+
+    A kernel with codes and an activation is a product; a kernel with codes only
+    decodes.
+    """
     flow = join(x.flow for x in operands)
     for x in operands:
         if x.can_be_activation and x.flow.data and not x.flow.elements:
@@ -123,7 +129,7 @@ def _concatenation(operands: Sequence[Operand], size: int, window: int) -> Flow:
 
 
 def _placement(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Parts are put into something larger: the other parts may follow."""
+    """Return the flow of a larger array after a part is written into it."""
     flow = join(x.flow for x in operands)
     return Flow({w: w.decoded for w in flow.elements}, flow.data)
 
@@ -147,14 +153,14 @@ _kind_of = {name: kind for kind, names in _kinds.items() for name in names.split
 
 
 def after(name: str, operands: Sequence[Operand], size: int, window: int = 0) -> Flow:
-    """What a result is made of.
+    """Return the flow of a result.
 
     **Arguments:**
 
-    - `name`: of the primitive, or of XLA's operation.
-    - `operands`: what it gets.
-    - `size`: elements of the result.
-    - `window`: of a lookup, how many elements each index asks for.
+    - `name`: the name of the primitive, or of XLA's operation.
+    - `operands`: the flows of the operands.
+    - `size`: the number of elements of the result.
+    - `window`: for a lookup, the number of elements per index.
     """
     kind = _kind_of.get(name.replace("-", "_"), _other)
     return at_most(kind(operands, size, window), size)
@@ -169,7 +175,7 @@ def is_kernel(name: str) -> bool:
 
 
 def settle(step: Callable[[list[Flow]], list[Flow]], carry: list[Flow]) -> list[Flow]:
-    """What a loop carries, after any number of steps."""
+    """Return the flow of a loop carry after any number of steps."""
     while True:
         out = [join(pair) for pair in zip(carry, step(carry), strict=True)]
         if out == carry:
@@ -178,7 +184,7 @@ def settle(step: Callable[[list[Flow]], list[Flow]], carry: list[Flow]) -> list[
 
 
 def _widen(before: Flow, flow: Flow) -> Flow:
-    """What grows may grow up to all there is."""
+    """Return an upper bound for a flow that grows in each step."""
     elements = {
         w: n if before.elements.get(w, n) == n else w.decoded
         for w, n in flow.elements.items()

@@ -1,4 +1,4 @@
-"""What is known of a program for a GPU before it runs."""
+"""Static properties of a compiled GPU program."""
 
 import dataclasses
 import functools as ft
@@ -15,18 +15,16 @@ import jax
 
 
 class GPUInstruction(NamedTuple):
-    """What a chip executes, and what the assembler writes into it, which nobody
-    documents.
+    """A SASS instruction with its undocumented scheduling fields.
 
     **Fields:**
 
     - `name` and `operands`, such as `"LOP3.LUT"`.
-    - `stall`: how many cycles a warp waits after it at least, before it issues the next
-        one.
-    - `yields`: whether another warp is to issue next.
+    - `stall`: the least number of cycles before the warp issues its next instruction.
+    - `yields`: whether another warp should issue next.
     - `writes`, `reads`: the scoreboard, of six, that is free once the result is
         written, and once the operands are read.
-    - `waits`: scoreboards that have to be free before.
+    - `waits`: scoreboards that must be free before.
     """
 
     name: str
@@ -40,16 +38,16 @@ class GPUInstruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class GPUKernel:
-    """A kernel, and what NVIDIA's assembler makes of it.
+    """A kernel, with its PTX and its SASS.
 
     **Fields:**
 
-    - `name`: of its entry point.
-    - `architecture`: for which it is assembled, such as `"sm_90a"`.
-    - `ptx`: as the compiler wrote it.
+    - `name`: the name of its entry point.
+    - `architecture`: the target, such as `"sm_90a"`.
+    - `ptx`: the output of the compiler.
 
-    `registers`, `spilled`, `shared` and `sass` ask `ptxas` and `nvdisasm`, which raise
-    a `RuntimeError` if they are not installed.
+    `registers`, `spilled`, `shared` and `sass` run `ptxas` and `nvdisasm`, and raise a
+    `RuntimeError` if these are not installed.
     """
 
     name: str
@@ -58,7 +56,7 @@ class GPUKernel:
 
     @ft.cached_property
     def _assembled(self) -> tuple[str, str, str]:
-        """What `ptxas` says, and the instructions, then with their bits."""
+        """The output of `ptxas`, and the instructions without and with their bits."""
         with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
             source, binary = (pathlib.Path(folder, x) for x in ("k.ptx", "k.cubin"))
             source.write_text(self.ptx)
@@ -73,39 +71,40 @@ class GPUKernel:
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
+        """Registers per thread."""
         return self._said(r"Used (\d+) registers")
 
     @property
     def spilled(self) -> int:
-        """Bytes that a thread stores for want of registers."""
+        """Spilled bytes per thread."""
         return self._said(r"(\d+) bytes spill stores")
 
     @property
     def shared(self) -> int:
-        """Bytes of shared memory that it declares itself. A launch may add more."""
+        """Bytes of static shared memory. A launch may add dynamic shared memory."""
         return self._said(r"(\d+) bytes smem")
 
     @property
     def sass(self) -> str:
-        """The instructions of the chip, as text."""
+        """The SASS listing."""
         return self._assembled[1]
 
     @property
     def instructions(self) -> list[str]:
-        """Their names in order, such as `"LOP3.LUT"`."""
+        """The names of the instructions in order, such as `"LOP3.LUT"`."""
         return [name for _, name, _ in _instructions(self.sass)]
 
     @property
     def stalls(self) -> list[int]:
-        """How many cycles a warp waits after each of them at least, before it issues
-        the next one: what the assembler says, and nobody documents. Waiting for memory,
-        tensor cores and other warps is not in it."""
+        """The least number of cycles after each instruction, from undocumented fields.
+
+        Waiting for memory, tensor cores and other warps is not included.
+        """
         return [x.stall for x in self.listed]
 
     @ft.cached_property
     def listed(self) -> list[GPUInstruction]:
-        """In order, with what the assembler writes into them."""
+        """The instructions in order, with their scheduling fields."""
         second = r"^\s+/\* 0x([0-9a-f]{16}) \*/"
         words = re.findall(second, self._assembled[2], re.M)
         named = _instructions(self.sass)
@@ -116,14 +115,13 @@ class GPUKernel:
 
     @property
     def loops(self) -> list[list[str]]:
-        """Those within each loop, the inner ones in the outer ones, too."""
+        """The instructions of each loop. Outer loops include their inner loops."""
         names = self.instructions
         return [names[start:stop] for start, stop in self.places_of_loops]
 
     @property
     def places_of_loops(self) -> list[tuple[int, int]]:
-        """Of each of `loops` the first of `instructions`, and the one behind the
-        last."""
+        """The first instruction of each loop, and the instruction after its last."""
         labels: dict[str, int] = {}
         position = 0
         listed: list[tuple[int, str, str]] = []
@@ -138,7 +136,7 @@ class GPUKernel:
             target = re.search(r"\.L_x_\d+", operands)
             if name.startswith("BRA") and target:
                 start = labels.get(target[0], end)
-                # The last instruction jumps to itself, and is never reached.
+                # The last instruction is an unreachable jump to itself.
                 if start < end:
                     out.append((start, end + 1))
         return out
@@ -146,16 +144,16 @@ class GPUKernel:
 
 @dataclasses.dataclass(frozen=True)
 class GPUProgram:
-    """What [`eqquant.debug.compile_for_gpu`][] returns.
+    """The result of [`eqquant.debug.compile_for_gpu`][].
 
     **Fields:**
 
-    - `compiled`: a `jax.stages.Compiled`: `.memory_analysis()` tells what memory the
-        program takes. It cannot be called.
-    - `chip`: for which it is.
-    - `launches`: what the program does on the chip, in order, a line each.
-    - `kernels`: those that are compiled for it, each a [`eqquant.debug.GPUKernel`][];
-        but not those of libraries such as cuBLAS.
+    - `compiled`: a `jax.stages.Compiled`, whose `.memory_analysis()` returns the memory
+        of the program. It cannot be called.
+    - `chip`: the target chip.
+    - `launches`: the operations of the program on the chip, in order, one per line.
+    - `kernels`: the compiled kernels, each a [`eqquant.debug.GPUKernel`][]. Kernels of
+        libraries such as cuBLAS are not included.
     """
 
     compiled: jax.stages.Compiled = dataclasses.field(repr=False)
@@ -165,17 +163,17 @@ class GPUProgram:
 
     @property
     def num_launches(self) -> int:
-        """How many kernels and copies are started. What is in a loop counts once."""
+        """The number of launched kernels and copies. Loop bodies count once."""
         pattern = r"^\s*\d+: k(?!While|CommandBuffer|DynamicSlice)"
         return len(re.findall(pattern, self.launches, re.M))
 
     def as_text(self) -> str:
-        """The optimised HLO."""
+        """Return the optimized HLO."""
         return self.compiled.as_text() or ""
 
 
 def kernels_in(texts: Iterable[str], architecture: str) -> tuple[GPUKernel, ...]:
-    """Of each module of PTX those of its entry points."""
+    """Return the kernel of each entry point in each PTX module."""
     out = []
     for text in texts:
         for name in re.findall(r"\.entry\s+([\w$]+)", text):
@@ -184,7 +182,7 @@ def kernels_in(texts: Iterable[str], architecture: str) -> tuple[GPUKernel, ...]
 
 
 def once(launches: str) -> str:
-    """XLA writes them a second time, with those in groups that start together."""
+    """Drop duplicates: XLA writes some modules a second time, in groups."""
     lines = launches.splitlines()
     again = [i for i, line in enumerate(lines) if i and line == lines[0]]
     grouped = [i for i, line in enumerate(lines) if line.startswith("000: kCommand")]
@@ -192,7 +190,7 @@ def once(launches: str) -> str:
 
 
 def _instructions(sass: str) -> list[tuple[int, str, str]]:
-    """Addresses, names and operands."""
+    """Yield addresses, names and operands."""
     pattern = r"/\*([0-9a-f]{4,})\*/\s+\{?\s*(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*([^;]*);"
     return [(int(a, 16), name, rest) for a, name, rest in re.findall(pattern, sass)]
 
@@ -213,7 +211,7 @@ def _run(tool: str, *args) -> subprocess.CompletedProcess:
 
 
 def _tool(name: str) -> str:
-    """Where NVIDIA's wheels have it, or the system."""
+    """Return the path of a tool, from NVIDIA's wheels or from the system."""
     spec = importlib.util.find_spec("nvidia")
     for root in (spec.submodule_search_locations or []) if spec else []:
         for path in sorted(pathlib.Path(root).glob(f"*/bin/{name}")):

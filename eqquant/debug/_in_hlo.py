@@ -1,4 +1,7 @@
-"""Finds weights that a compiled program decodes. XLA may do what no jaxpr shows."""
+"""A search for decoded weights in a compiled program.
+
+XLA can decode weights in ways that no jaxpr shows.
+"""
 
 import math
 import re
@@ -8,7 +11,7 @@ from typing import Any, NamedTuple
 from ._flow import after, Flow, is_known, is_whole, join, Operand, settle
 
 
-# What an instruction stands for: a flow, or a list of those of a tuple's elements.
+# The value of an instruction: a flow, or a list of values for a tuple.
 _Value = Any
 
 
@@ -17,19 +20,19 @@ class _Instruction(NamedTuple):
     name: str
     shape: str
     operation: str
-    operands: str  # Within the parentheses.
-    attributes: str  # After them.
+    operands: str  # Text within the parentheses.
+    attributes: str  # Text after the parentheses.
 
 
 def decoded_in_hlo(text: str, flows: Sequence[Flow]) -> list[str]:
-    """The instruction and shape of every array in memory that is a whole weight.
+    """Return the instruction and shape of every array in memory that is a whole weight.
 
-    Values inside a fusion are never in memory, so they do not count.
+    Values inside of a fusion are not in memory, and do not count.
 
     **Arguments:**
 
-    - `text`: of a compiled program, as XLA prints it.
-    - `flows`: of its parameters.
+    - `text`: the text of a compiled program.
+    - `flows`: the flows of its parameters.
     """
     program = _Program(text)
     program.run(program.entry, list(flows), in_memory=True)
@@ -39,10 +42,10 @@ def decoded_in_hlo(text: str, flows: Sequence[Flow]) -> list[str]:
 class _Program:
     def __init__(self, text: str):
         self.computations, self.entry = _parse(text)
-        self.found: dict[str, None] = {}  # In order.
+        self.found: dict[str, None] = {}  # Results in order.
 
     def run(self, name: str, args: Sequence[_Value], in_memory: bool) -> _Value:
-        """What the result of a computation is made of."""
+        """Return the value of the result of a computation."""
         known: dict[str, tuple[_Value, str]] = {}
         root = Flow()
         for instruction in self.computations[name]:
@@ -81,7 +84,7 @@ class _Program:
             return self.run(called("to_apply")[0], values, in_memory)
         if operation == "custom-call" and called("called_computations"):
             return self.run(called("called_computations")[0], values, in_memory)
-        # What gets more operands later on is not looked into.
+        # Computations that receive additional operands later are not inspected.
         if operation == "async-start" and self.takes(called("calls"), len(values)):
             return [values, self.run(called("calls")[0], values, in_memory), Flow()]
         if operation == "async-done" and isinstance(values[0], list):
@@ -97,7 +100,7 @@ class _Program:
             outs = [self.run(name, [value], in_memory) for name, value in pairs]
             columns = zip(*map(_flows_in, outs), strict=True)
             return _like(outs[0], iter([join(column) for column in columns]))
-        if operation == "constant":  # What the program holds; an iota is none.
+        if operation == "constant":  # Constants of the program, except an iota.
             return Flow(data=_size(instruction.shape) > 1)
         inputs = [
             Operand(join(_flows_in(value)), _size(shape), _can_be_activation(shape))
@@ -114,7 +117,7 @@ class _Program:
         return outs if instruction.shape.startswith("(") else outs[0]
 
     def takes(self, called: list[str], count: int) -> bool:
-        """Whether what is called has so many parameters."""
+        """Return whether a called computation has this number of parameters."""
         kinds = [x.operation for name in called for x in self.computations[name]]
         return bool(called) and kinds.count("parameter") == count
 
@@ -130,7 +133,7 @@ class _Program:
         arrays = list(_arrays_in(instruction.shape))
         flows = _flows_in(value)
         if len(flows) != len(arrays):
-            return  # A token, or a nest of tuples.
+            return  # A token, or nested tuples.
         for flow, (dtype, dims) in zip(flows, arrays, strict=True):
             if _floating.fullmatch(dtype) and is_whole(flow, math.prod(dims)):
                 shape = f"{dtype}[{','.join(map(str, dims))}]"
@@ -149,7 +152,7 @@ def _flows_in(value: _Value) -> list[Flow]:
 
 
 def _like(value: _Value, flows: Iterator[Flow]) -> _Value:
-    """`flows`, in the tuples of `value`."""
+    """Return `flows` in the tuple structure of `value`."""
     if isinstance(value, Flow):
         return next(flows)
     return [_like(element, flows) for element in value]
@@ -161,7 +164,7 @@ _activation = re.compile(r"bf16|f\d\w*|[su]8")
 
 
 def _arrays_in(shape: str) -> Iterator[tuple[str, list[int]]]:
-    """The dtype and the sizes of each array of a shape: one, or those of a tuple."""
+    """Return the dtype and the sizes of each array in a shape or a tuple of shapes."""
     for dtype, dims in _array.findall(shape):
         yield dtype, [int(n) for n in re.findall(r"\d+", dims)]
 
@@ -186,7 +189,7 @@ _comment = re.compile(r"/\*.*?\*/")
 
 
 def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    """The instructions of each computation, and the name of that which is called."""
+    """Return the instructions of each computation, and the name of the entry."""
     computations: dict[str, list[_Instruction]] = {}
     entry = name = ""
     for line in text.splitlines():
@@ -218,14 +221,14 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _end(line: str, start: int) -> int:
-    """Where the shape ends that starts there: a tuple, or one word."""
+    """Return the end of the shape that starts at a position."""
     if line[start] == "(":
         return _closing(line, start) + 1
     return line.index(" ", start)
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the parenthesis that opens there is closed."""
+    """Return the position of the matching closing parenthesis."""
     depth = 0
     for i in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[i], 0)
@@ -235,6 +238,6 @@ def _closing(line: str, start: int) -> int:
 
 
 def _attribute(attributes: str, key: str) -> str:
-    """The value of `key=value` or `key={values}`."""
+    """Return the value of `key=value` or `key={values}`."""
     found = re.search(rf", {key}=(\{{[^{{}}]*\}}|[^,\s]+)", attributes)
     return found[1] if found else ""

@@ -1,4 +1,4 @@
-"""Finds weights that a jaxpr decodes, or that the lowering of a product decodes."""
+"""A search for decoded weights in a jaxpr and in the lowerings of products."""
 
 import functools as ft
 import math
@@ -29,13 +29,13 @@ from ._flow import (
 def decoded_in_jaxpr(
     jaxpr: Any, flows: Sequence[Flow], flow_of: Callable[[Any], Flow], platform: str
 ) -> list[str]:
-    """The primitive and shape of every array that is a whole weight.
+    """Return the primitive and shape of every array that is a whole weight.
 
     **Arguments:**
 
     - `jaxpr`: a closed jaxpr.
     - `flows`: the flows of its inputs.
-    - `flow_of`: gives the flow of a constant.
+    - `flow_of`: returns the flow of a constant.
     - `platform`: the platform whose lowerings of products are searched.
     """
     walk = _Walk(flow_of, platform)
@@ -47,11 +47,11 @@ class _Walk:
     def __init__(self, flow_of: Callable[[Any], Flow], platform: str):
         self.flow_of = flow_of
         self.platform = platform
-        self.found: dict[str, None] = {}  # In order.
+        self.found: dict[str, None] = {}  # Results in order.
         self.product = ft.cache(ft.partial(_decoded_in_product, platform=platform))
 
     def run(self, jaxpr: Any, flows: Sequence[Flow], path: str) -> list[Flow]:
-        """The flows of the results."""
+        """Return the flows of the results."""
         jaxpr, consts = open_jaxpr(jaxpr)
         known = dict(zip(jaxpr.invars, flows, strict=True))
         known |= dict(zip(jaxpr.constvars, map(self.flow_of, consts), strict=False))
@@ -75,7 +75,7 @@ class _Walk:
             return _loops[name](self, eqn.params, flows, path)
         inner = [] if is_kernel(name) else list(subjaxprs(eqn.params))
         if not is_known(name) and len(inner) == 1 and _fits(inner[0], eqn):
-            return self.run(inner[0], flows, path)  # A call, of whatever kind.
+            return self.run(inner[0], flows, path)  # Any kind of call.
         for jaxpr in inner:
             self.run(jaxpr, _by_type(jaxpr, eqn.invars, flows), path)
         if eqn.primitive is quantized_dot_p:
@@ -139,8 +139,10 @@ def _fits(jaxpr, eqn) -> bool:
 
 
 def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
-    """For the inputs of a jaxpr of which only the primitive knows what they are: each
-    may be any operand of the same type, or what becomes of any."""
+    """Return flows for the inputs of an inner jaxpr of an unknown primitive.
+
+    Each input may be any operand of the same type, or depend on all operands.
+    """
     jaxpr, _ = open_jaxpr(jaxpr)
     kind = lambda var: (getattr(var.aval, "shape", None), getattr(var.aval, "dtype", 0))
     out = []
@@ -152,7 +154,7 @@ def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
 
 
 def _decoded_in_product(x, codes, scales, *, platform: str, matmul, plan) -> list[str]:
-    """What a product becomes on a platform, looked into as if it were written out."""
+    """Search the lowering of a product on a platform, as if it were inlined."""
     del plan
     bits = matmul.format.bits
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))

@@ -1,4 +1,4 @@
-"""Checks and explanations of what a function does with quantized arrays."""
+"""Checks and explanations of functions with quantized arrays."""
 
 import dataclasses
 import math
@@ -21,20 +21,18 @@ from ._in_jaxpr import decoded_in_jaxpr
 
 @typed
 def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
-    """Check that calling a function never holds a whole quantized array in floating
-    point.
+    """Check that a function never holds a whole quantized array in floating point.
 
-    The function is traced and compiled for this platform, not run. The codes of each
-    quantized array in `fn` or its arguments are followed from there on: through the
-    jaxpr, what each product is lowered to, and the compiled program. No floating-point
-    array may be made of them that has as many elements as the quantized array, or as
-    one matrix of a stack.
+    The function is traced and compiled for this platform, but not run. The check
+    follows the codes of each quantized array through the jaxpr, the lowering of each
+    product, and the compiled program. It fails if a floating-point array depends on as
+    many elements as the quantized array, or one matrix of a stack, contains.
 
-    An activation may be as large as a weight. A value is an activation, and followed no
-    further, once it comes out of a product or of a sum over an axis, or out of a lookup
-    of rows by indices that `fn` gets or holds. (Indices that `fn` makes itself, such as
-    `jnp.arange`, do not count.) What happens within a kernel is not looked at; one that
-    gets an activation beside the codes is taken for a product.
+    Activations may have the size of a weight. A value counts as an activation after a
+    product, a sum over an axis, or a lookup of rows by indices from the arguments or
+    closure of `fn`. (Indices that `fn` makes itself, such as `jnp.arange`, do not
+    count.) The inside of a kernel is not inspected; a kernel with codes and an
+    activation counts as a product.
 
     !!! Example
 
@@ -51,12 +49,13 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
     **Arguments:**
 
     - `fn`: a function.
-    - `*args`, `**kwargs`: its arguments; quantized arrays in them, or in what `fn`
-        closes over, are watched.
+    - `*args`, `**kwargs`: its arguments. Quantized arrays in them, and in the closure
+    of
+        `fn`, are followed.
 
     **Raises:**
 
-    [`eqquant.MaterialiseError`][], with the primitives and shapes that are too large.
+    [`eqquant.MaterialiseError`][], with the primitives and shapes of decoded weights.
     """
     found = materialised(fn, *args, **kwargs)
     if found:
@@ -67,11 +66,12 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
 
 @typed
 def assert_trainable(tree: Any) -> None:
-    """Check that a pytree holds no part of a quantized array. Call it before you
-    differentiate the pytree, or give it to an optimiser.
+    """Check that a pytree contains no codes and no scales of a quantized array.
 
-    Codes are integers and have no gradient. Scales have one, but you rarely want to
-    train them, or to decay them as AdamW does. JAX and optax do not see the difference.
+    Call it before you differentiate the pytree, or pass it to an optimiser. Codes are
+    integers without a gradient. Scales have a gradient, but you rarely want to train
+    them, or to decay them with AdamW. JAX and optax do not distinguish them from other
+    arrays.
 
     !!! Example
 
@@ -91,7 +91,7 @@ def assert_trainable(tree: Any) -> None:
 
     **Raises:**
 
-    `TypeError`, with the path of each codes or scales.
+    `TypeError`, with the path of all codes and scales.
     """
     found = []
     is_leaf = lambda x: isinstance(x, QuantizedArray)
@@ -109,14 +109,14 @@ def assert_trainable(tree: Any) -> None:
 
 
 def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
-    """The places where [`eqquant.debug.assert_not_materialised`][] sees a weight."""
+    """Return the locations that [`eqquant.debug.assert_not_materialised`][] reports."""
     weights: list[Any] = []
     flow_of_part: dict[int, Flow] = {}
 
     def watch(q: ImplicitArray):
         weights.append(q)
         flow_of_part.update(_flows_of_parts(q))
-        # Anything else, so that what holds it counts as changed.
+        # A different object, so that its containers count as changed.
         return jax.tree.leaves(q)[0]
 
     substitute((fn, args, kwargs), watch)
@@ -124,7 +124,7 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     def flow_of(part) -> Flow:
         return flow_of_part.get(id(part), Flow(data=True))
 
-    # Arrays that `fn` holds become arguments: XLA would fold constants.
+    # Arrays in the closure of `fn` become arguments, because XLA would fold constants.
     def call(weights, rest):
         replaced = iter(weights)
         new_fn, args, kwargs = substitute(
@@ -142,13 +142,14 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
 
 
 def decoded_on_devices(text: str, args: Any) -> list[str]:
-    """The places in a program for many devices where one of them holds a weight in
-    floating point: all of its own part, or of that and what it gathered.
+    """Return the locations where a device of several holds a weight in floating point.
+
+    This includes the device's own shard, and gathered parts.
 
     **Arguments:**
 
-    - `text`: of a compiled program that keeps arguments which it does not use.
-    - `args`: what it was compiled for: arrays with shardings, abstract or not.
+    - `text`: the text of a compiled program that keeps unused arguments.
+    - `args`: the arguments: arrays with shardings, abstract or not.
     """
     flows = {}
 
@@ -157,7 +158,7 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
             weight = _weight_of(q)
             part = q.codes.sharding.shard_shape(q.codes.shape)
             own = num_codes(math.prod(part), q.format.bits)
-            # What is not split is gathered, and may be so axis by axis.
+            # Parts that are not split are gathered, possibly one axis at a time.
             matrix = own // math.prod(part[:-2])
             sizes = {own, matrix}
             for axis in (-1, -2):
@@ -173,7 +174,7 @@ def decoded_on_devices(text: str, args: Any) -> list[str]:
 
 
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
-    """The flow of each part, by its `id`: codes are followed, other parts are not."""
+    """Return the flow of each part by its `id`. Only codes are followed."""
     flows: dict[int, Flow] = {}
     for part in jax.tree.leaves(q, is_leaf=_has_codes):
         if _has_codes(part):
@@ -204,7 +205,7 @@ def _arrays(out: Any) -> list:
 
 
 def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
-    """`fn` as a function of the arrays in its arguments, and with arrays as results."""
+    """Return `fn` as a function from the arrays in its arguments to result arrays."""
     dynamic, static = eqx.partition((args, kwargs), eqx.is_array)
 
     def call(dynamic):
@@ -218,7 +219,7 @@ def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
 def explain(
     fn: Callable, *args: Any, platform: str | None = None, **kwargs: Any
 ) -> str:
-    """Say what becomes of each product with a quantized weight in a function.
+    """Describe the kernel of each product with a quantized weight in a function.
 
     !!! Example
 
@@ -236,15 +237,14 @@ def explain(
 
     - `fn`: a function. It is traced, not run.
     - `*args`, `**kwargs`: its arguments.
-    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`; by default that of this process.
-        Where arguments are on several devices, what each of them computes is told.
+    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`. The default is the platform of this
+        process. For arguments on several devices, the result describes one device.
 
     **Returns:**
 
-    A line for each product: the shapes, the format, the lowering and its variant, the
-    reason for it, and to how many bits activations are rounded. A product that rounds
-    activations is not exactly linear. `docs/precision.md`, `docs/cpu.md`,
-    `docs/gpu.md` and `docs/tpu.md` list the lowerings and variants.
+    A line for each product: the shapes, the format, the kernel and its variant, the
+    reason for the choice, and the bits of rounded activations. A product that rounds
+    activations is not exactly linear. `docs/internals/kernels.md` lists the kernels.
     """
     platform = jax.default_backend() if platform is None else platform
     call, dynamic = _on_arrays(fn, args, kwargs)

@@ -174,7 +174,7 @@ def plan_for(
     warn(
         f"quantized_dot: a product is compiled for {devices} devices without a plan"
         f"{'' if plan is None else f' for this mesh (its plan is for {plan.mesh})'}. "
-        "It gets no kernel, and every device may gather its weight. Shard the model with "
+        "It gets no kernel, and every device may gather its weight. Shard the model by "
         "`eqquant.shard_tree(model, mesh, specs)`, use a mesh with explicit axes, or "
         "use `jax.shard_map`.",
         UserWarning,

@@ -1,7 +1,7 @@
-"""Training: straight-through estimators, quantization-aware training, distillation,
+"""Training: straight-through estimators, quantization-aware training, distillation and
 adapters.
 
-Exports the functions that users train with. Imports `sharding`, `trees`, `arrays`,
+Exports the training functions for users. Imports `sharding`, `trees`, `arrays`,
 `primitives`, `kernels`, `formats` and `_jax`.
 """
 

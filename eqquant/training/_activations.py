@@ -1,4 +1,4 @@
-"""Activations in int8, while training."""
+"""int8 activations in training."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,13 +14,13 @@ def round_activations(
 ) -> Float[Array, "..."]:
     """Round activations to int8, with the gradient of the identity.
 
-    Each row along `axis` (each token) has a scale of its own, `absmax / 127`. Products
-    do this with `activations="int8"`. It is the dynamic quantization per token of W8A8.
+    Each row along `axis` (each token) has its own scale, `absmax / 127`. This is the
+    dynamic per-token quantization of W8A8. Products with `activations="int8"` do this.
 
     **Arguments:**
 
     - `x`: a floating-point array.
-    - `axis`: the axis that a product contracts.
+    - `axis`: the contracted axis of the product.
 
     **Returns:**
 

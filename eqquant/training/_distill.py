@@ -1,4 +1,4 @@
-"""Training a quantized model against what it was made of."""
+"""Distillation: training a quantized model against its float model."""
 
 from collections.abc import Callable, Iterable, Sized
 from typing import Any, Protocol, runtime_checkable
@@ -18,7 +18,7 @@ _caller = "distill"
 
 @runtime_checkable
 class Optimiser(Protocol):
-    """An `optax.GradientTransformation`, or what else has its two functions."""
+    """An `optax.GradientTransformation`, or an object with the same two functions."""
 
     @property
     def init(self) -> Callable: ...
@@ -28,19 +28,18 @@ class Optimiser(Protocol):
 
 
 class Distillation(eqx.Module):
-    """What [`eqquant.training.distill`][] needs to go on: a pytree of arrays, for
-    [`eqquant.save`][] and `eqx.tree_serialise_leaves`.
+    """The state of [`eqquant.training.distill`][], a pytree of arrays.
 
-    Made of the arguments of `eqquant.training.distill`, it is where that starts. So it
-    is also the `like` of [`eqquant.load`][].
+    [`eqquant.save`][] and `eqx.tree_serialise_leaves` can store it. A new instance is
+    the initial state, and also serves as `like` of [`eqquant.load`][].
 
     **Fields:**
 
-    - `trained`: what is trained, and None for all else. In float32 at least: steps are
-        smaller than bfloat16 resolves.
-    - `optimiser_state`: that of the optimiser.
-    - `steps`: how many batches it has seen.
-    - `loss`: that of the last batch, before its step; NaN at the start.
+    - `trained`: the trained arrays, and None for all others. They are at least float32,
+        because bfloat16 cannot represent small steps.
+    - `optimiser_state`: the state of the optimiser.
+    - `steps`: the number of processed batches.
+    - `loss`: the loss of the last batch before its step; NaN initially.
     """
 
     trained: Any
@@ -60,15 +59,19 @@ class Distillation(eqx.Module):
         self.loss = jnp.full((), jnp.nan, jnp.float32)
 
     def model(self, student: Any) -> Any:
-        """The quantized model, as far as it is trained. `student` is that which
-        [`eqquant.training.distill`][] was given."""
+        """Return the quantized model in its current state.
+
+        `student` is the argument of [`eqquant.training.distill`][].
+        """
         out = _put(self.trained, student)
         return out.quantized() if isinstance(out, FakeQuantized) else out
 
 
 def relative_error(outputs: Any, expected: Any) -> Float[Array, ""]:
-    """The squared error of each array of the outputs, relative to the squares of what
-    it should be (or as it is, if these are all zero); and the mean over the arrays."""
+    """Return the mean over output arrays of the relative squared error.
+
+    The error of an array is absolute if its expected values are all zero.
+    """
     errors = []
     for x, y in zip(_floats(outputs), _floats(expected), strict=True):
         x, y = _wide(x), _wide(y)
@@ -91,16 +94,16 @@ def distill(
     state: Distillation | None = None,
     progress: bool | None = None,
 ) -> tuple[Any, Distillation]:
-    """Train a quantized model to give the outputs of another, its teacher: mostly the
-    float model that it was made of (Hinton et al., arXiv 1503.02531). No labels are
-    needed.
+    """Train a quantized model to reproduce the outputs of a teacher.
 
-    What is trained depends on `student`:
+    The teacher is usually the float model (Hinton et al., arXiv 1503.02531). No labels
+    are needed. The trained arrays depend on `student`:
 
-    - a model with quantized weights: scales and offsets, norms, biases, and whatever
-        else is in floating point. Codes stay as they are.
-    - an [`eqquant.FakeQuantized`][]: the float weights behind the codes as well. This
-        is quantization-aware training, for ternary and binary.
+    - For a model with quantized weights, they are scales, offsets, norms, biases and
+    all
+        other floating-point arrays. Codes are frozen.
+    - For an [`eqquant.FakeQuantized`][], they also include the float weights. This is
+        quantization-aware training, for ternary and binary weights.
 
     !!! Example
 
@@ -121,14 +124,16 @@ def distill(
 
 
         optimiser = optax.adam(1e-3)
-        better, state = eqquant.training.distill(quantized, model, forward, batches,
-        optimiser) codes = better.layers[0].weight.codes
+        better, state = eqquant.training.distill(
+            quantized, model, forward, batches, optimiser
+        )
+        codes = better.layers[0].weight.codes
         assert (codes == quantized.layers[0].weight.codes).all()
         ```
 
-    A pure function: to train with some batches, and then with others from the `state`
-    of the first call, is to train with all of them, bit for bit. So a run can be saved
-    every so many batches, and go on after an interruption:
+    This is a pure function. Two calls, the second with the `state` of the first, give
+    the same bits as one call with all batches. So you can save the state regularly, and
+    resume after an interruption:
 
     !!! Example
 
@@ -149,24 +154,25 @@ def distill(
         assert eqx.tree_equal(same, better)
         ```
 
-    Steps are compiled once for each shape of a batch; and anew for another `fn`, `loss`
-    or `optimiser`, so define them once.
+    Steps are compiled once for each batch shape, and again for each new `fn`, `loss` or
+    `optimiser` object, so define these once.
 
     **Arguments:**
 
     - `student`: the model to train.
-    - `teacher`: the model whose outputs it is to have. It may be of another structure.
-    - `fn`: `fn(model, batch)`, the forward pass, of either. It returns a pytree with
-        arrays of floating point. Give it the activations of each layer beside the
-        results, and training takes far fewer steps. Set to zero what is only padding.
-        Of a `FakeQuantized` it gets the model itself, with rounded weights.
-    - `batches`: what `fn` takes, one after the other: each is one step.
+    - `teacher`: the model with the desired outputs. Its structure may differ.
+    - `fn`: `fn(model, batch)`, the forward pass of both models. It returns a pytree
+    with
+        floating-point arrays. If it also returns the activations of each layer,
+        training needs far fewer steps. Set padding to zero. For a `FakeQuantized`, it
+        receives the inner model with rounded weights.
+    - `batches`: an iterable of batches for `fn`, with one step each.
     - `optimiser`: an `optax.GradientTransformation`, such as `optax.adam(1e-3)`.
-    - `loss`: `loss(outputs, expected)`, a number. By default the sum of the squared
-        errors of an array of the outputs, divided by the sum of the squares that are
-        expected; and the mean of this over all arrays.
-    - `where`: which arrays to train, as the second argument of `eqx.filter`: a function
-        of an array, or a pytree prefix of bools. By default all of floating point.
+    - `loss`: `loss(outputs, expected)`, a number. The default is the relative squared
+        error of each output array, averaged over arrays.
+    - `where`: the arrays to train, like a filter of `eqx.filter`: a function of an
+    array,
+        or a pytree prefix of bools. The default are all floating-point arrays.
     - `state`: where to go on: the state that another call returned. `student` is then
         the one which that call was given, and not the one that it returned.
     - `progress`: show a progress bar, for which tqdm must be installed. By default only

@@ -1,4 +1,4 @@
-"""Models that train as if they were quantized."""
+"""Quantization-aware training of whole models."""
 
 import dataclasses
 import functools as ft
@@ -43,16 +43,15 @@ def fake_quantize_tree(
     activations: str | None = None,
     compute: Compute | None = None,
 ) -> Tree:
-    """Round the weights of a model to a format, for use inside of a loss. Gradients go
-    straight through.
+    """Round the weights of a model inside of a loss, with straight-through gradients.
 
     The weights that [`eqquant.quantize_tree`][] would quantize are replaced by their
-    [`eqquant.straight_through`][]. These are plain arrays of the same shapes and
-    dtypes, with the values of the quantized weights, bit for bit.
+    [`eqquant.straight_through`][] values. These are plain arrays with the same shapes
+    and dtypes, and with the values of the quantized weights, bit for bit.
 
-    With `quantized_products`, and with `activations="int8"`, products are those of the
-    quantized weights as well. The weight is then an object with the operators of a
-    [`eqquant.QuantizedArray`][] rather than a plain array.
+    With `quantized_products` or `activations="int8"`, products also equal products with
+    the quantized weights. A weight is then an object with the operators of an
+    [`eqquant.QuantizedArray`][], not a plain array.
 
     !!! Example
 
@@ -72,7 +71,8 @@ def fake_quantize_tree(
             return jnp.sum(jax.vmap(model)(x) ** 2)
 
 
-        gradients = gradient(model, jnp.ones((8, 64)))  # of the float weights
+        # Gradients of the float weights.
+        gradients = gradient(model, jnp.ones((8, 64)))
         assert gradients.layers[0].weight.shape == (256, 64)
         ```
 
@@ -81,8 +81,8 @@ def fake_quantize_tree(
     - `model`, `format`, `where`, `rules`, `min_size`, `check_finite`: as in
         [`eqquant.quantize_tree`][].
     - `clip`: as in [`eqquant.straight_through`][].
-    - `quantized_products`: multiply as the converted model will. The gradient is that
-        of the dense product.
+    - `quantized_products`: use the products of the quantized model. The gradient is the
+        gradient of the dense product.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize_tree`][].
 
     **Returns:**
@@ -91,7 +91,7 @@ def fake_quantize_tree(
 
     **Raises:**
 
-    As [`eqquant.quantize_tree`][]; and `ValueError` if nothing at all is chosen.
+    The errors of [`eqquant.quantize_tree`][], and `ValueError` if no weight is chosen.
     """
     caller = "fake_quantize_tree"
     compute = as_compute(compute, precision, activations)
@@ -105,11 +105,11 @@ def fake_quantize_tree(
 
 
 class FakeQuantized(QuantizesLater):
-    """A model that trains as if it were quantized.
+    """A model with quantization-aware training.
 
-    Call it as you call the model. Its arrays are the floating-point arrays of the
-    model: `eqx.filter_grad` differentiates these, and an optimiser updates them. After
-    training, `.quantized()` gives the quantized model.
+    You call it like the model. Its arrays are the floating-point arrays of the model,
+    which `eqx.filter_grad` differentiates and an optimiser updates. After training,
+    `.quantized()` returns the quantized model.
 
     !!! Example
 
@@ -138,25 +138,25 @@ class FakeQuantized(QuantizesLater):
 
     **Arguments:**
 
-    - `model`: any pytree. It must be callable if you want to call the wrapper.
+    - `model`: any pytree. To call the wrapper, it must be callable.
     - `format`, `where`, `rules`, `min_size`, `check_finite`: as in
-        [`eqquant.quantize_tree`][]. The choice is made once, here.
+        [`eqquant.quantize_tree`][]. The weights are chosen once, in the constructor.
     - `clip`: as in [`eqquant.straight_through`][].
-    - `learn_scales`: train the scales, too, by LSQ (arXiv 1902.08153). They start from
-        [`eqquant.training.learned_scales`][]. They are the field `scales`, in the
-        order of `choices`. Affine formats learn their `offsets` as well, by LSQ+ (arXiv
-        2004.09576); both start from what [`eqquant.quantize`][] chooses.
+    - `learn_scales`: also train the scales, by LSQ (arXiv 1902.08153). They start from
+        [`eqquant.training.learned_scales`][], and are in the field `scales`, in the
+        order of `choices`. Affine formats also learn their `offsets`, by LSQ+ (arXiv
+        2004.09576); both start from the choices of [`eqquant.quantize`][].
     - `quantized_products`: as in [`eqquant.training.fake_quantize_tree`][]. Results
-    are then
-        those of `.quantized()`, bit for bit.
-    - `rotate`: round in a rotated basis, as [`eqquant.quantize_tree`][] does. What is
-        trained stays in the basis of the model. Not with `quantized_products`.
+    then
+        equal the results of `.quantized()`, bit for bit.
+    - `rotate`: round in a rotated basis, like [`eqquant.quantize_tree`][]. The trained
+        weights stay in the original basis. Not compatible with `quantized_products`.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize_tree`][], for the
         products of `.quantized()`. With `activations="int8"`, training rounds
         activations as well.
 
-    [`eqquant.shard_tree`][] splits it over a mesh: what it quantizes, and what
-    `.quantized()` gives, is then split as the arrays are, and has the plan.
+    [`eqquant.shard_tree`][] shards it over a mesh. Its quantized weights, and the
+    result of `.quantized()`, then have the same sharding.
     """
 
     model: Any
@@ -234,7 +234,7 @@ class FakeQuantized(QuantizesLater):
                 out = back(_fake(turned, choice, learned, *how))
                 if turned is leaf or self.clip or learned["scales"] is not None:
                     return out
-                # There and back is the identity for a gradient, too.
+                # Rotating there and back is also the identity for gradients.
                 return straight_through_value(lax.stop_gradient(out), leaf)
             is_learned = learned["scales"] is not None
             if leaf.format != choice.format or is_learned:
@@ -249,8 +249,8 @@ class FakeQuantized(QuantizesLater):
         return self._replace(one)
 
     def quantized(self) -> Any:
-        """The quantized model, as [`eqquant.quantize_tree`][] makes it, with the scales
-        that were learned."""
+        """Return the quantized model, like [`eqquant.quantize_tree`][], with the
+        learned scales."""
 
         def one(leaf, choice, learned):
             if isinstance(leaf, QuantizedArray | RotatedArray):
@@ -266,8 +266,8 @@ class FakeQuantized(QuantizesLater):
         return back(quantize(turned, choice.format, **how, **learned))
 
     def _turned(self, leaf, choice: Choice) -> tuple[Any, Callable]:
-        """The weight in the basis that it is rounded in; and what goes back, of an
-        array or a quantized one."""
+        """Return the weight in its rounding basis, and a function that rotates plain or
+        quantized arrays back."""
         same = lambda x: x
         if not self.rotate or not leaf.ndim:
             return leaf, same
@@ -284,7 +284,8 @@ class FakeQuantized(QuantizesLater):
         return turned, back
 
     def with_splits(self, splits: Any) -> "FakeQuantized":
-        """For [`eqquant.shard_tree`][], which also puts the arrays in their places."""
+        """Store the shardings of [`eqquant.shard_tree`][], which also places the
+        arrays."""
         arrays = jax.tree.leaves(self.model, is_leaf=is_implicit)
         all_splits = jax.tree.leaves(splits.model)
         of_chosen = tuple(all_splits[choice.index] for choice in self.choices)

@@ -1,4 +1,4 @@
-"""Adapters beside frozen weights: LoRA, and QLoRA where these are quantized."""
+"""Adapters beside frozen weights: LoRA, or QLoRA for quantized weights."""
 
 import math
 import zlib
@@ -29,15 +29,14 @@ def lora_tree(
     rules: Mapping | None = None,
     min_size: int = 256,
 ) -> Tree:
-    """Put low-rank adapters beside the weights of a model, quantized or not (LoRA,
-    arXiv 2106.09685; QLoRA, arXiv 2305.14314).
+    """Add low-rank adapters to the weights of a model (LoRA, arXiv 2106.09685).
 
-    Each weight `w` that is chosen becomes a [`eqquant.arrays.LoraArray`][], which
-    stands for `w + alpha / rank * b @ a`. `a` is normal, with one over the contracted
-    size as its variance. `b` is zero, so the model computes exactly what it did
-    before. Model code does not change.
+    The weights may be quantized (QLoRA, arXiv 2305.14314). Each chosen weight `w`
+    becomes an [`eqquant.arrays.LoraArray`][], which represents `w + alpha / rank * b @
+    a`. `a` is normally distributed, with variance `1 / contracted size`. `b` is zero,
+    so the results of the model do not change. Model code does not change.
 
-    [`eqquant.trainable_mask`][] then selects the adapters, and nothing else.
+    [`eqquant.trainable_mask`][] then selects the adapters only.
 
     !!! Example
 
@@ -75,16 +74,16 @@ def lora_tree(
 
     - `model`: any pytree.
     - `rank`: the rank of the adapters.
-    - `key`: a random key. The start of an adapter depends on the key and on the path of
-        its weight, but not on which other weights are chosen.
+    - `key`: a random key. The initial value of an adapter depends on the key and on the
+        path of its weight, but not on the choice of other weights.
     - `alpha`: an adapter is multiplied by `alpha / rank`, by default 1.
-    - `dropout`: the share of the activation to drop where it enters an adapter. The
-        mask comes from a key inside of the adapter: see
+    - `dropout`: the dropout rate of the activation at the input of an adapter. A key
+        inside of the adapter determines the mask: see
         [`eqquant.training.with_dropout_key`][].
-    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. By default the weights of
-        the same layers are chosen, except for embeddings: their adapters would have a
-        row for each word. A weight that is smaller than the rank is left out, with a
-        warning. One that a rule has quantized is chosen as well.
+    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. The default are the same
+        weights except embeddings, whose adapters would have a row for each word, and
+        weights that a rule has quantized. A weight that is smaller than the rank is
+        left out, with a warning.
     - `rules`: as in [`eqquant.quantize_tree`][], but with ranks instead of formats:
         `None` (no adapter), a rank, or a pair `(rank, axis)`.
 
@@ -92,18 +91,18 @@ def lora_tree(
 
     A pytree of the same type. Adapters are float32 (float64 for float64 weights).
 
-    A weight has axes that its layer contracts (or the `axis` of a rule), one for the
-    output, and before them those of stacked layers. Each layer of a stack has an
-    adapter of its own. For an array that is not the weight of a known layer, all axes
-    but the contracted ones are outputs: both kinds are folded into one axis each, and
-    the adapter is that of the matrix.
+    A weight has contracted axes (or the `axis` of a rule), an output axis, and before
+    them the axes of stacked layers. Each layer of a stack has its own adapter. For an
+    array that is not the weight of a known layer, all axes except the contracted ones
+    are outputs. Both kinds are merged into one axis each, and the adapter belongs to
+    the resulting matrix.
 
     **Raises:**
 
-    - `ValueError` if `rank`, `alpha` or `dropout` is out of range; if nothing is
-        chosen; or (naming the path) if a weight is no matrix after folding, is smaller
-        than the rank, or has an adapter already.
-    - `TypeError` (naming the path) if an array is not floating point.
+    - `ValueError` if `rank`, `alpha` or `dropout` is out of range, or if no weight is
+        chosen. Also, with the path, if a weight is not a matrix after merging, is
+        smaller than the rank, or already has an adapter.
+    - `TypeError`, with the path, if an array is not floating point.
     """
     caller = "lora_tree"
     _check_rank(rank, caller)
@@ -125,7 +124,7 @@ def lora_tree(
         leaf = site.leaf
         if leaf.size < min_size or kind.is_table:
             return False
-        if isinstance(leaf, LoraArray):  # An error, below.
+        if isinstance(leaf, LoraArray):  # Raises an error below.
             return True
         if rank > min(_fold(leaf, kind.axis, kind.out).sizes):
             left_out.append(site.path)
@@ -208,8 +207,8 @@ def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> Lo
 
 
 class _Fold(NamedTuple):
-    """A weight as a matrix: the axes that come in and those that go out, counted from
-    its end, and the sizes of the other (leading) axes, of the ins and of the outs."""
+    """A weight as a matrix: its input axes and output axes, counted from the end, and
+    the sizes of leading, input and output axes."""
 
     ins: tuple[int, ...]
     outs: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Adding adapters to their weights."""
+"""Merging of adapters into their weights."""
 
 from collections.abc import Callable
 from typing import Any, overload
@@ -21,8 +21,8 @@ def merge_lora(model: Tree, format: Format | str) -> tuple[Tree, Report]: ...
 def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     """Add each adapter to its weight.
 
-    A merged model cannot be unmerged. Keep the model with adapters, which is not
-    changed, if you want to train on.
+    A merge cannot be undone. To train further, keep the model with adapters, which does
+    not change.
 
     !!! Example
 
@@ -37,7 +37,7 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
         merged = eqquant.merge_lora(model)
         assert merged.layers[0].weight.dtype == jax.numpy.float32
         requantized, report = eqquant.merge_lora(model, "nf4")
-        print(report)  # what requantizing costs
+        print(report)  # The error of requantization.
         assert requantized.layers[0].weight.format == eqquant.NF4()
         ```
 
@@ -51,15 +51,15 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     **Returns:**
 
     A pytree of the same type, with a plain array in place of every
-    [`eqquant.arrays.LoraArray`][]. With a format: a pair of the pytree, with a
+    [`eqquant.arrays.LoraArray`][]. With a format, a pair: the pytree with an
     [`eqquant.QuantizedArray`][] in place of each, and an [`eqquant.trees.Report`][] of
-    the errors that quantizing again adds, relative to the sums in floating point.
-    Quantized arrays without an adapter, such as embeddings, stay quantized in either
-    case: [`eqquant.dequantize_tree`][] decodes them.
+    the errors of requantization, relative to the floating-point sums. Quantized arrays
+    without an adapter, such as embeddings, stay quantized: use
+    [`eqquant.dequantize_tree`][] to decode them.
 
     **Raises:**
 
-    `ValueError` if there is no adapter, for example because they are merged already.
+    `ValueError` if the model contains no adapter, for example after a merge.
     """
     choices = [
         Choice(i, site.path, None, site.leaf.in_axes, site.leaf.in_axes, None)

@@ -1,5 +1,7 @@
-"""What an array is once quantized and dequantized: on a CPU in one pass, without any
-codes. Every other platform quantizes and dequantizes."""
+"""Quantization followed by dequantization.
+
+On a CPU this is one pass without codes. Other platforms quantize and dequantize.
+"""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -11,7 +13,7 @@ from ..kernels import cpu
 
 
 def has_round_trip(array: Float[Array, "..."], format: Format, axis) -> bool:
-    """Whether there is something to gain by [`round_trip`][]."""
+    """Return whether a native [`round_trip`][] is available."""
     return (
         array.ndim > 0
         and axis in (-1, array.ndim - 1)
@@ -23,8 +25,10 @@ def has_round_trip(array: Float[Array, "..."], format: Format, axis) -> bool:
 def round_trip(
     array: Float[Array, "*lead size"], format: Format
 ) -> tuple[Float[Array, "*lead size"], Bool[Array, "*lead"]]:
-    """What `array` is once quantized along its last axis, and dequantized; and whether
-    a row holds something that cannot be."""
+    """Quantize `array` along its last axis, and dequantize it.
+
+    Also return whether a row contains values that cannot be quantized.
+    """
     value, problems = _round_trip(array, format)
     return value, problems
 

@@ -1,4 +1,4 @@
-"""Quantization that lets gradients through, as if it were not there."""
+"""Straight-through estimators."""
 
 import math
 from collections.abc import Sequence
@@ -36,10 +36,10 @@ def straight_through(
 ) -> Float[Array, "..."]:
     """Quantize an array and dequantize it again, with the gradient of the identity.
 
-    The value is that of `eqquant.quantize(array, format, axis=axis).dequantize()`, bit
-    for bit. The derivative is the straight-through estimator (Bengio et al., arXiv
-    1308.3432). If you pass `scales`, they get gradients, too, as the step sizes of LSQ
-    (arXiv 1902.08153).
+    The value equals `eqquant.quantize(array, format, axis=axis).dequantize()`, bit for
+    bit. The derivative is the straight-through estimator (Bengio et al., arXiv
+    1308.3432). If you pass `scales`, they also receive gradients, like the step sizes
+    of LSQ (arXiv 1902.08153).
 
     !!! Example
 
@@ -64,14 +64,14 @@ def straight_through(
     - `array`, `format`, `axis`, `check_finite`: as in [`eqquant.quantize`][].
     - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]. Start from
         [`eqquant.training.learned_scales`][]. The gradient of the array is then always
-        clipped, as in the paper. The gradient of a scale is divided by the square root
-        of the largest level times the number of values that share the scale.
-    - `offsets`: `(*lead, blocks)`, with `scales`, for an affine format. Start from both
-        of what [`eqquant.quantize`][] returns. Their gradient is that of LSQ+ (arXiv
-        2004.09576), divided like that of a scale.
+        clipped, like in the paper. The gradient of a scale is divided by the square
+        root of the largest level times the number of values that share the scale.
+    - `offsets`: `(*lead, blocks)`, with `scales`, for an affine format. Start from the
+        scales and offsets of [`eqquant.quantize`][]. Their gradient follows LSQ+ (arXiv
+        2004.09576), with the same divisor as scales.
     - `clip`: stop the gradient where `abs(array)` exceeds the largest level of its
-        block by more than rounding. This is useful for ternary and binary; the other
-        formats cut nothing off.
+        block by more than rounding. This is useful for ternary and binary; other
+        formats do not clip values.
 
     **Returns:**
 
@@ -79,8 +79,8 @@ def straight_through(
 
     **Raises:**
 
-    As [`eqquant.quantize`][]; and `ValueError` if `scales` are given for a format whose
-    levels are not integers.
+    The errors of [`eqquant.quantize`][], and `ValueError` if `scales` are given for a
+    format whose levels are not integers.
     """
     array, format = _trainable(array, format)
     plain = scales is None and offsets is None and not clip
@@ -106,11 +106,11 @@ def make_trainable(
     check_finite: bool,
     compute: Compute | None = None,
 ) -> StraightThroughArray:
-    """What [`straight_through`][] is the value of."""
+    """Return the array whose value is [`straight_through`][]."""
     array, format = _trainable(array, format)
     if scales is not None:
         _check_learnable(format, "straight_through")
-    # Nothing is differentiated here: that is left to what the master weights become.
+    # No derivatives here: the master weights receive them later.
     weights, *given = lax.stop_gradient((array, scales, offsets))
     given = dict(zip(("scales", "offsets"), given, strict=True))
     how = {"axis": axis, "check_finite": check_finite, "compute": compute}
@@ -139,14 +139,17 @@ def learned_scales(
     *,
     axis: int | Sequence[int] = -1,
 ) -> Float[Array, "*lead blocks"]:
-    """Scales to start learning from: twice the mean magnitude of a block, divided by
-    the square root of the largest level (LSQ, arXiv 1902.08153, section 2.1).
+    """Return initial values of learned scales (LSQ, arXiv 1902.08153, section 2.1).
+
+    A scale is twice the mean magnitude of its block, divided by the square root of the
+    largest level.
 
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].
-    - `format`: one with integer levels: INT8, INT4, INT3, INT2, ternary, binary. For an
-        affine one start from the `scales` and `offsets` of [`eqquant.quantize`][].
+    - `format`: a format with integer levels: INT8, INT4, INT3, INT2, ternary or binary.
+        For an affine format, start from the `scales` and `offsets` of
+        [`eqquant.quantize`][].
 
     **Returns:**
 
@@ -171,7 +174,7 @@ def learned_scales(
 
 
 def learned_start(array, format: Format, axis: int | Sequence[int]) -> tuple[Any, Any]:
-    """Scales, and offsets or None, to start learning from."""
+    """Return initial scales, and initial offsets or None."""
     if not format.has_offsets:
         return learned_scales(array, format, axis=axis), None
     _check_learnable(format, "learned_scales")
@@ -180,17 +183,17 @@ def learned_start(array, format: Format, axis: int | Sequence[int]) -> tuple[Any
 
 
 def _one_each(q: QuantizedArray, axis: int | Sequence[int]) -> tuple[Any, Any]:
-    """Scales and offsets, as `quantize` takes them."""
+    """Return scales and offsets in the shape that `quantize` accepts."""
     parts = q.float_parts
     of_all = not isinstance(axis, int) and len(axis) == q.ndim
     if of_all and q.format.block_size is None:
-        # One per tensor is stored once per row.
+        # A per-tensor scale is stored once per row.
         parts = jax.tree.map(lambda x: x.reshape(-1)[:1], parts)
     return parts
 
 
 def _not_zero(start: Float[Array, "*lead blocks"]) -> Float[Array, "*lead blocks"]:
-    # A block of zeros has to start somewhere.
+    # A block of zeros needs a nonzero initial scale.
     return jnp.where(start != 0, start, jnp.maximum(jnp.mean(jnp.abs(start)), 1e-6))
 
 
@@ -204,7 +207,7 @@ def _check_learnable(format: Format, caller: str) -> None:
 
 @jax.custom_jvp
 def _clipped(array, q):
-    """The array, with no derivative where it is out of the range of `q`."""
+    """Return the array, without a derivative where it exceeds the range of `q`."""
     return array
 
 
@@ -213,10 +216,10 @@ def _(primals, tangents):
     array, q = primals
     tangent, _ = tangents
     each = _spread(q, float_scales(q.scales))
-    # The scale itself is rounded: what it was taken from is not out of range.
+    # The scale is rounded, so the value that determined it is in range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
     lowest, highest = -q.format.largest_level, _highest(q.format)
-    # A scale may be negative.
+    # Scales can be negative.
     ends = each * (lowest * rounding), each * (highest * rounding)
     if q.offsets is not None:
         middle = _spread(q, float_scales(q.offsets))
@@ -227,15 +230,15 @@ def _(primals, tangents):
 
 @jax.custom_jvp
 def _learning(array, scales, offsets, q):
-    """The array, with the derivative of what it is quantized to by these scales, and
-    offsets if there are any."""
+    """Return the array, with the derivative of its quantized value by these scales and
+    offsets."""
     return array
 
 
 @_learning.defjvp
 def _(primals, tangents):
-    # Equations 3 and 5 of the paper, and the gradient scale of its section 2.2; that of
-    # an offset is in section 3.1 of LSQ+.
+    # Equations 3 and 5 and the gradient scale of section 2.2 of LSQ; offsets follow
+    # section 3.1 of LSQ+.
     array, scales, offsets, q = primals
     array_dot, scales_dot, offsets_dot, _ = tangents
     each = _spread(q, scales)
@@ -261,7 +264,7 @@ def _wide(dtype):
 
 
 def _levels(q: QuantizedArray) -> Float[Array, "..."]:
-    """What each value of `q` is in units of its scale."""
+    """Return each value of `q` in units of its scale."""
     return q.replace(
         scales=jnp.ones_like(q.scales), offsets=None, dtype=_wide(q.dtype)
     ).dequantize()
@@ -270,7 +273,7 @@ def _levels(q: QuantizedArray) -> Float[Array, "..."]:
 def _spread(
     q: QuantizedArray, scales: Float[Array, "*lead blocks"]
 ) -> Float[Array, "..."]:
-    """Scales of `q`, one for each of its values: an array whose codes are all 1."""
+    """Return the scale of each value of `q`."""
     format = Int8(block_size=q.format.block_size, scale_dtype=q.format.scale_dtype)
     padded = num_codes(q.codes.shape[-1], q.format.bits)
     size = padded - q.padding

@@ -1,7 +1,7 @@
-"""Whole pytrees: which leaves are weights, what they become, and what that costs.
+"""Whole pytrees: selection of weights, quantization and reports.
 
-Exports `quantize_tree` and its relatives, the report, and the choice of weights, which
-training shares. Imports `dispatch`, `arrays`, `kernels`, `formats`
+Exports `quantize_tree`, `dequantize_tree`, `with_compute`, the report, and the choice
+of weights, which training shares. Imports `dispatch`, `arrays`, `kernels`, `formats`
 and `_jax`.
 """
 

@@ -1,4 +1,4 @@
-"""The interface of what is known of a model's data. The room above implements it."""
+"""The interface of calibration statistics, which `calibration/` implements."""
 
 import abc
 from collections.abc import Mapping, Sequence
@@ -11,24 +11,23 @@ from ._choice import Choice
 
 
 class AbstractCalibration(eqx.Module):
-    """What [`eqquant.quantize_tree`][] and [`eqquant.report`][] ask of statistics."""
+    """The statistics that [`eqquant.quantize_tree`][] and [`eqquant.report`][] use."""
 
     @abc.abstractmethod
     def check(
         self, leaves: Mapping[str, Any], choices: Sequence[Choice], caller: str
     ) -> None:
-        """An error if this is of another model; a warning of what was not reached."""
+        """Raise an error for another model, and warn about weights without data."""
 
     @abc.abstractmethod
     def quantize(
         self, array: Any, choice: Choice, rotation: int, check_finite: bool
     ) -> QuantizedArray | None:
-        """GPTQ of an array that is rotated in blocks of that size. None if nothing is
-        known of it."""
+        """Quantize a rotated array by GPTQ. Return None without statistics for it."""
 
     @abc.abstractmethod
     def output_errors(
         self, path: str, array: Any, source: Any
     ) -> tuple[float, float] | None:
-        """The relative error of products with the data: that of a quantized array, and
-        that of its format by plain rounding. None if nothing is known of it."""
+        """Return the relative error of products with the data, for a quantized array
+        and for rounding to nearest. Return None without statistics for it."""

@@ -1,4 +1,4 @@
-"""Which arrays of a pytree are weights worth quantizing, how, and along which axis."""
+"""The choice of weights in a pytree, with their formats and axes."""
 
 import dataclasses
 import math
@@ -26,14 +26,14 @@ class Choice:
 
     **Fields:**
 
-    - `index`: its place among the leaves of the model.
+    - `index`: its position among the leaves of the model.
     - `path`: its path.
-    - `what`: what becomes of it: a format, or the value of another kind of rule.
+    - `what`: its format, or the value of another kind of rule.
     - `axis`: the axis along which it is quantized.
-    - `contracted`, `out`: the axes that its layer contracts and puts out, as in
+    - `contracted`, `out`: the contracted axes and the output axis of its layer, as in
         [`Weight`][].
     - `is_table`: whether its layer looks up rows.
-    - `compute`: how its products are computed, if a rule specifies that.
+    - `compute`: the settings of its products, if a rule specifies them.
     """
 
     index: int
@@ -59,9 +59,9 @@ def choose(
     min_size: int,
     caller: str,
 ) -> list[Choice]:
-    """The weights that [`eqquant.quantize_tree`][] quantizes, given its arguments.
+    """Return the weights that [`eqquant.quantize_tree`][] quantizes.
 
-    `caller` is the name that errors begin with.
+    Errors start with the name `caller`.
     """
 
     def is_float(leaf):
@@ -135,7 +135,7 @@ def choose_among(
 
 
 def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
-    """One flag for each leaf of `tree`; `where` is what `eqx.filter` takes."""
+    """Return a flag for each leaf of `tree`; `where` is a filter of `eqx.filter`."""
 
     flags: list[bool] = []
 
@@ -159,7 +159,7 @@ def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
 
 
 def leaves_of(model: Any) -> list:
-    """The leaves that [`Choice`][] counts: implicit arrays are leaves."""
+    """Return the leaves that [`Choice`][] counts. Implicit arrays are leaves."""
     return jax.tree.leaves(model, is_leaf=is_implicit)
 
 
@@ -181,7 +181,7 @@ def replace_chosen(
 
 
 def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:
-    """The reason why a weight is not worth quantizing; None if it is."""
+    """Return the reason why a weight is not worth quantizing, or None."""
     if leaf.size < min_size:
         return f"smaller than {min_size}"
     axes = (axis,) if isinstance(axis, int) else axis
@@ -192,5 +192,5 @@ def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | No
 
 
 def stored_bytes(size: int, format: Format) -> float:
-    """Bytes of one row of so many elements, with its scales and padding."""
+    """Return the bytes of a row, including scales and padding."""
     return format.padded(size) * format.bits / 8 + format.scale_bytes(size)

@@ -1,6 +1,6 @@
-"""Where layers keep their weights: one entry for each kind of layer.
+"""The weights of known layers, with one entry for each kind of layer.
 
-No library is imported for this. Its classes are found by their names.
+Classes of other libraries are found by name, so that no library is imported.
 """
 
 import dataclasses
@@ -37,8 +37,9 @@ _conventions: list[tuple[type | str, Callable]] = []
 
 @typed
 def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
-    """Say which arrays of a layer are its weights: those that
-    [`eqquant.quantize_tree`][] and [`eqquant.lora_tree`][] choose by default.
+    """Declare the weights of a layer class.
+
+    [`eqquant.quantize_tree`][] and [`eqquant.lora_tree`][] choose them by default.
 
     !!! Example
 
@@ -76,9 +77,9 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
 
     A decorator of a function `(layer, name, array)`. It is called with an instance of
     the class or of a subclass, the name of one of its arrays, and that array. It
-    returns an [`eqquant.trees.Weight`][]; or `None` if the array is not a weight; or a
-    string that says why the array cannot be chosen. The function that was registered
-    last is asked first.
+    returns an [`eqquant.trees.Weight`][], or `None` if the array is not a weight, or a
+    string with the reason why the array cannot be chosen. The function that was
+    registered last is tried first.
 
     **Raises:**
 
@@ -110,13 +111,13 @@ def _is_a(x: Any, cls: type | str) -> bool:
     return any(f"{c.__module__}.{c.__qualname__}" == cls for c in type(x).__mro__)
 
 
-# Classes that hold one array and stand for it: the name of that array.
+# Wrapper classes of one array, with the name of the array.
 _holders = {
     "haliax.core.NamedArray": "array",
     "flax.nnx.variablelib.Variable": "value",
     "paramax.wrappers.NonTrainable": "tree",
 }
-# Those that compute an array anew at each call.
+# Wrappers that compute their array in each call.
 _reparameterised = (
     eqx.nn.SpectralNorm,
     eqx.nn.WeightNorm,
@@ -181,15 +182,17 @@ def _dictionary(layer, name, array):
 
 @register_weights(tuple)
 def _stax(layer, name, array):
-    """A pair of a kernel and its bias."""
+    """Return the role of an array in a pair of a kernel and its bias."""
     if name == "0" and len(layer) == 2 and _put_out(array, layer[1]) == 1:
         return _kernel(array, layer[1])
     return None
 
 
 def _put_out(array, bias) -> int:
-    """How many axes go out of a kernel: the last ones, which its bias has as well. 0 if
-    the bias does not tell."""
+    """Return the number of output axes of a kernel, which are last, like in its bias.
+
+    Return 0 if the bias does not determine it.
+    """
     out = tuple(getattr(bias, "shape", ()))
     while len(out) > 1 and out[0] == 1:
         out = out[1:]
@@ -197,11 +200,12 @@ def _put_out(array, bias) -> int:
 
 
 def _kernel(array, bias) -> Weight | str:
-    """Which axes come in: the bias tells those that go out."""
+    """Return the role of a kernel. The bias determines the output axes."""
     shape, ndim = tuple(array.shape), array.ndim
     if out := _put_out(array, bias):
         return Weight(tuple(range(ndim - out)))
-    if ndim == 3 and getattr(bias, "shape", ()) == (shape[0], shape[2]):  # Stacked.
+    # Stacked layers.
+    if ndim == 3 and getattr(bias, "shape", ()) == (shape[0], shape[2]):
         return Weight(-2)
     if ndim == 2:
         return Weight(0)

@@ -1,9 +1,9 @@
-"""Layers that hand their weight to a function of JAX, which takes no quantized array.
+"""Layers that pass their weight to a function of JAX.
 
-`eqx.nn.Linear` multiplies with `@`, which a quantized array has. A convolution calls
-`lax.conv_general_dilated`. With a quantized weight its class becomes a subclass, which
-does the same inside of `quaxify`; so model code, and code that asks `isinstance(layer,
-eqx.nn.Conv2d)`, need not change.
+`eqx.nn.Linear` multiplies with `@`, which quantized arrays support. A convolution calls
+`lax.conv_general_dilated`, which accepts JAX arrays only. With a quantized weight, its
+class becomes a subclass that runs inside of `quaxify`. So model code does not change,
+and `isinstance(layer, eqx.nn.Conv2d)` stays true.
 """
 
 import dataclasses
@@ -22,8 +22,11 @@ def _is_convolution(x: Any) -> bool:
 
 
 def match_layers(model: Any) -> Any:
-    """The model, in which convolutions with a quantized weight call themselves in the
-    dispatcher, and all others are plain."""
+    """Return the model with the right class for each convolution.
+
+    Convolutions with a quantized weight run in the dispatcher, and all others are
+    plain.
+    """
     return jax.tree.map(
         lambda x: _match(x) if _is_convolution(x) else x, model, is_leaf=_is_convolution
     )
@@ -54,7 +57,7 @@ def _restore(written: type, fields: dict[str, Any]) -> Any:
 
 @ft.cache
 def _in_dispatcher(written: type) -> type:
-    """A subclass of a class of layers, whose call is inside of `quaxify`."""
+    """Return a subclass of a layer class that runs inside of `quaxify`."""
 
     class Layer(written):
         _written = written
@@ -64,7 +67,7 @@ def _in_dispatcher(written: type) -> type:
             return quaxify(super().__call__)(*args, **kwargs)
 
         def __reduce__(self):
-            # Pickle finds a class by its name, and this has none.
+            # Pickle finds a class by its name, but this class is not in a module.
             return _restore, (
                 written,
                 {f.name: getattr(self, f.name) for f in _fields(self)},

@@ -10,7 +10,7 @@ from .._jax import typed
 
 @typed
 def tree_nbytes(model: Any) -> int:
-    """Bytes of all arrays of a pytree."""
+    """Return the bytes of all arrays of a pytree."""
     return sum(
         math.prod(x.shape) * x.dtype.itemsize
         for x in jax.tree.leaves(model)

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 
-# A progress bar is for what takes seconds: for so many elements.
+# The number of elements from which on a progress bar is shown.
 _long_work = 2**27
 Item = TypeVar("Item")
 
@@ -18,8 +18,10 @@ def with_progress(
     caller: str,
     what: tuple[str, str] = ("quantizing", "array"),
 ) -> Iterable[Item]:
-    """The items, with a progress bar if there should be one: by default for many
-    elements in a terminal, if tqdm is there. `what` is done, to which of them."""
+    """Yield the items, with an optional progress bar titled `what`.
+
+    The default is a progress bar for large models in a terminal, if tqdm is installed.
+    """
     doing, unit = what
     if shown is None:
         shown = elements >= _long_work and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Quantized models: whole pytrees."""
+"""Quantization of whole pytrees."""
 
 from collections.abc import Mapping
 from typing import Any, get_args, Literal
@@ -48,17 +48,16 @@ def quantize_tree(
 ) -> Tree:
     """Quantize the weights of a model, or of any pytree.
 
-    By default these are the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
-    `ConvTranspose`, `GRUCell` and `LSTMCell`, stacked layers included. The layers of
-    Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax are
-    known as well; [`eqquant.trees.register_weights`][] adds yours. Everything else
-    stays as it is: biases, norms, PReLU, the insides of SpectralNorm and WeightNorm.
-    So does a weight that is smaller than `min_size`, or would not get any smaller. If
-    nothing at all is chosen, a warning lists the largest arrays and why each was left
-    alone.
+    By default this quantizes the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
+    `ConvTranspose`, `GRUCell` and `LSTMCell`, including stacked layers, and of layers
+    of Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax.
+    [`eqquant.trees.register_weights`][] adds your own layers. All other arrays are
+    unchanged: biases, norms, PReLU, arrays inside of SpectralNorm and WeightNorm,
+    weights smaller than `min_size`, and weights that would not become smaller. If no
+    weight is chosen, a warning lists the largest arrays with the reasons.
 
-    A convolution of `eqx.nn` becomes a subclass of itself, which calls itself through
-    [`eqquant.quaxify`][]; [`eqquant.dequantize_tree`][] gives the plain layer back.
+    A convolution of `eqx.nn` becomes a subclass that runs inside of
+    [`eqquant.quaxify`][]. [`eqquant.dequantize_tree`][] restores the plain layer.
 
     !!! Example
 
@@ -79,47 +78,47 @@ def quantize_tree(
     **Arguments:**
 
     - `model`: any pytree.
-    - `format`: a format, or the name of one; `None` to quantize only what rules say.
-    - `where`: what to quantize instead of the default, as `eqx.filter` takes it: a
-        function `leaf -> bool`, or a pytree prefix of bools.
-    - `rules`: ordered `{pattern: what}`, which go first; the first pattern that matches
-        the path of a leaf wins. A path is like `layers.0.weight`. A pattern is a string
-        in which `*` and `?` match anything, or a compiled regular expression. `what` is
-        a format, its name, `None` (leave it), or an [`eqquant.trees.Rule`][] or a pair
-        `(format, axis)`, which give the axis too. A pattern with wildcards leaves alone
-        arrays of one axis and what is known not to be a weight; the exact path of a
-        leaf does not. Rules that match nothing give a warning.
-    - `min_size`: the least number of elements of a weight chosen by default.
-    - `calibration`: what [`eqquant.calibrate`][] has seen of this model. Weights are
-        then rounded such that their products with such data change least.
-    - `method`: how, given `calibration`. `"gptq"`: column by column, where each makes
-        up for the errors of those before (GPTQ, arXiv 2210.17323). Blocks get their
-        scales on the way. The damping is 0.01 of the mean of the diagonal; 0.1 where
-        the largest input is 100 times the median one. No row of a weight gets a larger
-        error on the data than by plain rounding. `"nearest"`: plain rounding. A weight
-        of which nothing is known is always rounded plainly. Formats with offsets, which
-        GPTQ cannot use, fit them and their scales to the data if their `fit` is not
-        `"absmax"`; others without `nearest` are rounded plainly.
-    - `rotate`: rotate the contracted axis by Hadamard matrices before rounding, so that
-        outliers are spread. Products rotate the activation. The blocks that are
-        rotated are the largest power of two that divides the axis. Together with
-        `calibration` this is the most accurate; by itself it may bring little.
+    - `format`: a format, or the name of one; `None` to quantize only by rules.
+    - `where`: the leaves to quantize, like a filter of `eqx.filter`: a function
+        `leaf -> bool`, or a pytree prefix of bools. The default are known weights.
+    - `rules`: an ordered mapping `{pattern: what}` that precedes the default; the first
+        pattern that matches the path of a leaf wins. A path is `layers.0.weight`, for
+        example. A pattern is a string with the wildcards `*` and `?`, or a compiled
+        regular expression. `what` is a format, its name, `None` (leave unchanged), an
+        [`eqquant.trees.Rule`][], or a pair `(format, axis)`. Patterns with wildcards
+        skip arrays with one axis, and arrays that are known not to be weights; exact
+        paths do not. Rules without a match cause a warning.
+    - `min_size`: the smallest number of elements of a weight that is chosen by default.
+    - `calibration`: the result of [`eqquant.calibrate`][] for this model. Rounding then
+        minimises the change of products with such data.
+    - `method`: the rounding with `calibration`. `"gptq"` rounds column by column, and
+        later columns compensate for the errors of earlier ones (GPTQ, arXiv
+        2210.17323). Scales of blocks are chosen on the way. The damping is 0.01 of the
+        mean of the diagonal, or 0.1 if the largest input is 100 times the median. No
+        row gets a larger error on the data than by rounding to nearest. `"nearest"`
+        rounds to nearest, like weights without data. GPTQ does not support offsets:
+        formats with offsets fit scales and offsets to the data, unless `fit="absmax"`.
+        Formats without `nearest` are rounded to nearest.
+    - `rotate`: rotate the contracted axis by Hadamard matrices before rounding, which
+        spreads outliers. Products rotate the activation. The block is the largest power
+        of two that divides the axis. This is most accurate with `calibration`; without
+        it, the gain may be small.
     - `check_finite`: as in [`eqquant.quantize`][].
-    - `progress`: show a progress bar, for which tqdm must be installed. By default only
-        for large models in a terminal.
-    - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][]: how products
-        with the quantized weights are computed.
+    - `progress`: show a progress bar, which requires tqdm. By default only for large
+        models in a terminal.
+    - `precision`, `activations`, `compute`: the settings of products with the quantized
+        weights, as in [`eqquant.quantize`][].
 
     **Returns:**
 
-    A pytree of the same type, its weights replaced by [`eqquant.QuantizedArray`][]; by
-    [`eqquant.arrays.RotatedArray`][], which holds one, with `rotate`. They are
-    quantized one after the other.
+    A pytree of the same type, with an [`eqquant.QuantizedArray`][] for each weight;
+    with `rotate`, an [`eqquant.arrays.RotatedArray`][]. Weights are quantized one at a
+    time.
 
     **Raises:**
 
-    - `ValueError` or `TypeError` if an argument is not valid, or (naming the path) a
-        weight cannot be quantized.
+    - `ValueError` or `TypeError` if an argument is invalid, or if a weight cannot be
+        quantized; the message names its path.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     caller = "quantize_tree"
@@ -172,7 +171,7 @@ def quantize_tree(
 
 
 def warn_of_nothing(model: Any, caller: str) -> None:
-    """That nothing was chosen, and why the largest arrays were not."""
+    """Warn that no weight was chosen, with the reasons for the largest arrays."""
     rows = report(model).rows
     if any(row.format is not None for row in rows):
         return
@@ -188,6 +187,6 @@ def warn_of_nothing(model: Any, caller: str) -> None:
 
 @typed
 def dequantize_tree(model: Tree) -> Tree:
-    """The model with every quantized array dequantized; that below an adapter, too."""
+    """Dequantize every quantized array of a model, including those below adapters."""
     dense = jax.tree.map(dequantize, model, is_leaf=is_quantized)
     return match_layers(dense)

@@ -1,4 +1,4 @@
-"""What quantizing did to a model."""
+"""Reports about quantized models."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -26,18 +26,18 @@ class ReportRow:
 
     **Fields:**
 
-    - `path`, `shape`: of the array.
-    - `format`: what it is quantized to; `None` if it is not.
-    - `bits`: stored, per element, scales and padding included.
-    - `bytes_before`, `bytes_after`: as floats of its dtype, and as it is.
-    - `relative_error`: Frobenius norm of the error over that of the original; `None`
+    - `path`, `shape`: the path and the shape of the array.
+    - `format`: its format; `None` if it is not quantized.
+    - `bits`: stored bits per element, including scales and padding.
+    - `bytes_before`, `bytes_after`: bytes in floating point, and actual bytes.
+    - `relative_error`: the Frobenius norm of the error, relative to the original;
+    `None`
         without an original.
     - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
     - `output_error`, `rounded_output_error`: the relative error of products with the
-        calibration data, and what it would be with the same format by plain rounding,
-        not rotated; `None` without calibration, or where it has not seen the weight.
-    - `reason`: why it is not quantized; or, where it is hardly worth it, what takes so
-        many bits.
+        calibration data, and the same for rounding to nearest without rotation; `None`
+        without data for this weight.
+    - `reason`: why the array is not quantized, or why it takes unusually many bits.
     """
 
     path: str
@@ -60,8 +60,8 @@ class Report:
     **Fields:**
 
     - `rows`: a [`eqquant.trees.ReportRow`][] for each array.
-    - `results_error`: the relative error of the results of the whole model; `None` if
-        it was not measured.
+    - `results_error`: the relative error of the model's results; `None` if it was not
+        measured.
     """
 
     rows: tuple[ReportRow, ...]
@@ -142,7 +142,7 @@ def report(
     fn: Callable | None = None,
     batches: Iterable | None = None,
 ) -> Report:
-    """What is quantized in a model, what is not and why, and what it costs.
+    """Report the format, the size and the error of each array of a model.
 
     !!! Example
 
@@ -162,15 +162,13 @@ def report(
     **Arguments:**
 
     - `model`: any pytree.
-    - `original`: the pytree it was made of; then errors are measured, one array at a
-        time.
-
-    - `calibration`: what [`eqquant.calibrate`][] has seen; then the errors of products
-        are measured, too, beside those of plain rounding. It needs `original`.
-    - `fn`, `batches`: measure the error of the results of the whole model, too: that of
-        `fn(model, batch)` from `fn(original, batch)`, over all batches. Errors of
-        single arrays do not say how they add up. Take data that was not used for
-        calibration.
+    - `original`: the model before quantization, to measure the error of each array.
+    - `calibration`: the result of [`eqquant.calibrate`][], to also measure the errors
+    of
+        products and compare them with rounding to nearest. Requires `original`.
+    - `fn`, `batches`: also measure the error of `fn(model, batch)` against
+        `fn(original, batch)` over all batches, because errors of single arrays do not
+        determine the error of the model. Use data that was not used for calibration.
 
     **Returns:**
 
@@ -178,9 +176,9 @@ def report(
 
     **Raises:**
 
-    `ValueError` if `original` is not of the structure of `model`; if there is
-    `calibration` or `fn` without `original`, or one of `fn` and `batches` without the
-    other; or if there are no batches.
+    `ValueError` if `original` and `model` have different structures; if `calibration`
+    or `fn` is given without `original`; if only one of `fn` and `batches` is given; or
+    if there are no batches.
     """
     if calibration is not None and original is None:
         raise ValueError("report: calibration needs original, which errors are of.")
@@ -210,11 +208,11 @@ def report(
 def row_of(
     site: Site, source: Any, calibration: AbstractCalibration | None = None
 ) -> ReportRow:
-    """The row of a leaf. `source` is the leaf before, or None if it is not known."""
+    """Return the row of a leaf. `source` is the original leaf, or None."""
     leaf = site.leaf
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
-    # A weight with an adapter: its own format, but the bytes of both.
+    # A weight with an adapter: the format of the base, and the bytes of both.
     stored = leaf.base if isinstance(leaf, LoraArray) else leaf
     format = stored.format if is_quantized(stored) else None
     reason = _why_not(site) if format is None else _costs(bits, format)
@@ -246,7 +244,7 @@ def _relative_error(q: ImplicitArray, source) -> float:
         source = jnp.asarray(source).astype(jnp.float32)
         unit = jnp.max(jnp.abs(source))
         unit = jnp.where(unit > 0, unit, 1)
-        # Of all axes: they may be split, and could not be merged then.
+        # Sum over all axes, because sharded axes cannot be merged.
         norm, error = (
             jnp.sqrt(jnp.sum(jnp.square(x / unit))) for x in (source, values - source)
         )
@@ -259,7 +257,7 @@ _long_row = 2**14
 
 
 def _costs(bits: float, format: Format) -> str:
-    """A note on rows so short that padding and scales cost much; otherwise empty."""
+    """Return a note if padding and scales dominate short rows; otherwise empty."""
     expected = 8 * stored_bytes(_long_row, format) / _long_row
     if bits < 1.4 * expected:
         return ""

@@ -1,4 +1,4 @@
-"""The error of what a whole model computes."""
+"""The error of the results of a whole model."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -12,8 +12,10 @@ import jax.numpy as jnp
 def results_error(
     fn: Callable, model: Any, original: Any, batches: Iterable, caller: str
 ) -> float:
-    """The norm of the difference of `fn(model, batch)` from `fn(original, batch)`, over
-    that of the latter: of all floats of all results together."""
+    """Return the relative error of `fn(model, batch)` against `fn(original, batch)`.
+
+    The norm covers all floating-point results of all batches.
+    """
 
     @eqx.filter_jit
     def measure(model, original, batch):

@@ -12,14 +12,14 @@ A_BIAS = "a bias"
 
 
 def classify(site: Site) -> Weight | str:
-    """A weight, or the reason why the leaf cannot be quantized as one."""
+    """Return the weight, or the reason why the leaf cannot be quantized."""
     if is_quantized(site.leaf):
         return "already quantized"
     return role(site)
 
 
 def role(site: Site) -> Weight | str:
-    """As [`classify`][], but a leaf may be quantized already."""
+    """Like [`classify`][], but the leaf may already be quantized."""
     leaf = site.leaf
     if not is_implicit(leaf) and not eqx.is_inexact_array(leaf):
         return "not a floating-point array"
@@ -39,7 +39,7 @@ def role(site: Site) -> Weight | str:
 
 
 def weight_of(site: Site) -> Weight | str:
-    """As [`role`][], but an array that a rule has quantized is a weight, too."""
+    """Like [`role`][], but an array that a rule has quantized is also a weight."""
     found = role(site)
     if isinstance(found, str) and is_quantized(site.leaf):
         return Weight(site.leaf.axes)
@@ -47,8 +47,11 @@ def weight_of(site: Site) -> Weight | str:
 
 
 def is_never_a_weight(site: Site) -> bool:
-    """Whether rules with wildcards skip the leaf: vectors, arrays that are not floating
-    point, biases, and arrays of a known layer that are not among its weights."""
+    """Return whether rules with wildcards skip a leaf.
+
+    They skip vectors, arrays that are not floating point, biases, and arrays of known
+    layers that are not weights.
+    """
     leaf = site.leaf
     if site.reparameterised or leaf.ndim < 2:
         return True

@@ -15,12 +15,12 @@ from ._sites import Site
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """What [`eqquant.quantize_tree`][] does with the arrays that a pattern matches.
+    """A rule of [`eqquant.quantize_tree`][] for the arrays that match a pattern.
 
     **Arguments:**
 
     - `format`: a format, or the name of one; `None` to leave them as they are.
-    - `axis`: as in [`eqquant.quantize`][]; `None` for what the layer contracts.
+    - `axis`: as in [`eqquant.quantize`][]; `None` for the contracted axis of the layer.
     - `compute`: an [`eqquant.kernels.Compute`][] for these arrays; `None` for the
         `compute` of the whole model.
     """
@@ -31,11 +31,11 @@ class Rule:
 
 
 class Rules:
-    """Rules by path, in order. The first that matches wins.
+    """Ordered rules by path. The first match wins.
 
-    `parse` turns the value of a rule into what becomes of a weight (None: it is left
-    alone), its axis (None: the one that its layer contracts), and its
-    [`eqquant.kernels.Compute`][] (None: the one of the whole model).
+    `parse` converts the value of a rule to a format (None: leave unchanged), an axis
+    (None: the contracted axis of the layer), and an [`eqquant.kernels.Compute`][]
+    (None: the settings of the whole model).
     """
 
     def __init__(

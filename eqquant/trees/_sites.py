@@ -24,12 +24,13 @@ class Site:
     leaf: Any
     owner: Any
     field: str
-    # Whether it is inside a layer that computes its weight at each call.
+    # Whether a layer that computes its weight in each call contains the leaf.
     reparameterised: bool
 
 
 def sites(tree: Any) -> Iterator[Site]:
-    """Every leaf, in the order of `jax.tree.leaves`. Implicit arrays are leaves."""
+    """Yield every leaf in the order of `jax.tree.leaves`. Implicit arrays are
+    leaves."""
     return _sites(tree, "", None, "", False)
 
 
@@ -48,7 +49,7 @@ def _sites(node, path, owner, field, reparameterised) -> Iterator[Site]:
 
 
 def _children(node) -> list[tuple[Any, Any]] | None:
-    """The children of a node, or None for a leaf."""
+    """Return the children of a node, or None for a leaf."""
     children, treedef = jtu.tree_flatten_with_path(
         node, is_leaf=lambda x: x is not node
     )
@@ -58,7 +59,7 @@ def _children(node) -> list[tuple[Any, Any]] | None:
 
 
 def _name(node, key, child) -> str:
-    if isinstance(key, jtu.FlattenedIndexKey):  # A class that does not tell its names.
+    if isinstance(key, jtu.FlattenedIndexKey):  # A class without names of its children.
         for name, value in getattr(node, "__dict__", {}).items():
             if value is child:
                 return name

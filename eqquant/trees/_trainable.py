@@ -1,4 +1,4 @@
-"""Which leaves of a model to train."""
+"""The trainable leaves of a model."""
 
 from typing import Any
 
@@ -11,11 +11,11 @@ from ..arrays import is_implicit, is_quantized, LoraArray
 
 @typed
 def trainable_mask(model: Any) -> Any:
-    """Which leaves to train: floating-point arrays, but nothing of a quantized array.
-    In a model with adapters: those, and nothing else.
+    """Return which leaves to train: floating-point arrays outside of quantized arrays.
 
-    `eqx.is_inexact_array` alone is true of the scales of a quantized array, and so
-    would train them.
+    In a model with adapters, only the adapters are trainable. The filter
+    `eqx.is_inexact_array` is not suitable, because it is true for the scales of a
+    quantized array.
 
     !!! Example
 
@@ -37,7 +37,7 @@ def trainable_mask(model: Any) -> Any:
 
     **Returns:**
 
-    A pytree prefix of `model`, of bools: for `eqx.partition`, `eqx.filter` and
+    A pytree prefix of `model` with bools, for `eqx.partition`, `eqx.filter` and
     `optax.masked`.
     """
     adapters = any(map(_is_lora, jax.tree.leaves(model, is_leaf=_is_lora)))
