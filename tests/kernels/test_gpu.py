@@ -1,5 +1,4 @@
-"""The lowering for GPUs: its numbers, by XLA on any platform, and what the real
-compiler makes of it, where that is installed."""
+"""Test products on GPUs in XLA: their values on any platform, and compiled programs."""
 
 import dataclasses
 import functools as ft
@@ -27,13 +26,15 @@ def product(x, q, *, by=TIERS["gpu"], dtype="float32", precision="high", contrac
     return jax.jit(ft.partial(dot_by(by), matmul=matmul))(x, q.codes, q.scales)
 
 
-# Their scales are floats when a kernel gets them.
+# Kernels receive float scales without offsets.
 CASES = [f for f in FORMATS if not f.quantized_scales and not f.has_offsets]
 
 
 @pairs("format, precision, m, contract_rows", CASES, TOLERANCE, [1, 6], [False, True])
 def test_ragged_products(format, precision, m, contract_rows, normal, monkeypatch):
-    monkeypatch.setattr(_tiles, "_tile_bytes", 8000)  # Several, the last one smaller.
+    monkeypatch.setattr(
+        _tiles, "_tile_bytes", 8000
+    )  # Several tiles; the last is smaller.
     q = eqquant.quantize(normal(77, 192), format)
     x = normal(m, 77 if contract_rows else 192)
     out = product(x, q, precision=precision, contract_rows=contract_rows)
@@ -49,7 +50,7 @@ def test_ragged_products(format, precision, m, contract_rows, normal, monkeypatc
     ["bfloat16", "float16"],
     [False, True],
 )
-def test_narrow_products_are_those_of_dense(format, dtype, contract_rows, normal):
+def test_16_bit_products_match_dense_products(format, dtype, contract_rows, normal):
     q = eqquant.quantize(normal(80, 192).astype(dtype), format)
     x = normal(9, 80 if contract_rows else 192).astype(dtype)
     out = product(
@@ -58,12 +59,12 @@ def test_narrow_products_are_those_of_dense(format, dtype, contract_rows, normal
     exact = eqquant.dequantize_tree(dataclasses.replace(q, dtype=jnp.dtype("float32")))
     wide = np.asarray(x.astype(jnp.float32), np.float64)
     expected = wide @ np.asarray(exact if contract_rows else exact.T, np.float64)
-    # Two operands and a result, each rounded by half of the last place at most.
+    # Two operands and the result are rounded by at most half a unit in the last place.
     assert relative(out, expected) < {"bfloat16": 4e-3, "float16": 5e-4}[dtype]
 
 
 @pairs("format, m", [Int8(), Ternary(), NF4()], [3, 40])
-def test_w8a8_is_that_of_every_platform(format, m, normal):
+def test_w8a8_matches_the_portable_lowering(format, m, normal):
     q = eqquant.quantize(normal(24, 128), format, activations="int8")
     x = normal(m, 128)
     out = product(x, q, contract_rows=False)
@@ -71,7 +72,7 @@ def test_w8a8_is_that_of_every_platform(format, m, normal):
 
 
 @pytest.mark.parametrize("m", [2, 6])
-def test_stacks_and_what_is_not_finite(m, normal):
+def test_stacks_and_nonfinite_values(m, normal):
     q = eqquant.quantize(normal(3, 16, 64), "nf4")
     x = normal(3, m, 64)
     out = product(x, q, precision="high", contract_rows=False)
@@ -99,12 +100,12 @@ def test_a_tile_is_never_the_whole_weight(size, each, multiple):
         tile = _tiles.tile_size(size, each, multiple, room)
         assert tile % multiple == 0 and tile < size
         assert -(-size // tile) <= 16
-    if size * each <= 2**27:  # With so much room there are two.
+    if size * each <= 2**27:  # Large enough for two tiles.
         assert -(-size // tile) == 2
 
 
 @pytest.mark.parametrize("shape", [(16, 64), (16, 1024)])
-def test_one_block_of_columns_takes_the_loop(shape, normal):
+def test_a_single_block_of_columns_uses_the_portable_loop(shape, normal):
     q = eqquant.quantize(normal(*shape), NF4(block_size=shape[1]))
     how = eqquant.debug.explain(lambda x: x @ q, normal(8, 16), platform="gpu")
     assert "XLA, recipe 'float'" in how and "would be all of it" in how
@@ -120,7 +121,7 @@ def test_turned_off(monkeypatch, normal):
 
 
 @pytest.mark.parametrize("platform, loops", [("gpu", False), ("cpu", True)])
-def test_a_gpu_encodes_much_at_once(platform, loops, monkeypatch):
+def test_a_gpu_encodes_without_a_loop(platform, loops, monkeypatch):
     monkeypatch.setattr(_encode, "platform_of", lambda _: platform)
     at_once = _encode.elements_at_once(jnp.zeros(8))
     weight = jax.ShapeDtypeStruct((3, 2**20), jnp.float32)
@@ -165,7 +166,7 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     assert decoded_in_hlo(program.as_text(), flows) == []
     assert program.num_launches <= {"int8": 3}.get(format.name, 24)
     assert all(kernel.spilled == 0 for kernel in program.kernels)
-    # A tile, and for many rows the parts of the result.
+    # A tile and, for many rows, the parts of the result.
     held = program.compiled.memory_analysis().temp_size_in_bytes
     assert held < 2.5 * 2**25 + 4 * m * 14336
 
@@ -179,14 +180,13 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
         pytest.param("bfloat16", eqquant.Binary(), 5, marks=pytest.mark.slow),
     ],
 )
-def test_compiled_tiles_lie_where_the_result_will_be(dtype, format, launches):
+def test_compiled_tiles_reuse_the_memory_of_the_result(dtype, format, launches):
     q = described(14336, 4096, format, dtype)
     x = jax.ShapeDtypeStruct((2048, 4096), dtype)
     matmul = Matmul(format, False, q.compute, q.dtype, x.dtype)
     product = lambda x, q: dot_by((gpu.PORTABLE,))(x, q.codes, q.scales, matmul=matmul)
     program = compile_for_gpu(product, x, q, chip="a100")
-    # Two tiles are decoded and multiplied, and two parts put together; and one kernel
-    # counts planes.
+    # Two kernels decode, two multiply, one concatenates, and one creates an iota.
     assert program.num_launches <= launches
     result = 2 * 2048 * 14336
     held = program.compiled.memory_analysis().temp_size_in_bytes

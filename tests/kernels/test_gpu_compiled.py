@@ -1,4 +1,4 @@
-"""What the real compiler makes of the kernel for GPUs, where it is installed."""
+"""Test the GPU kernels with NVIDIA's compiler, where it is installed."""
 
 import functools as ft
 import re
@@ -48,7 +48,7 @@ MORE = [
 ]
 
 
-# Instructions for a weight at most: a tenth more than there were with jax 0.10.2.
+# `most` bounds the instructions per weight: 10 % above JAX 0.10.2.
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "format, m, contract_rows, dtype, chip, most",
@@ -82,14 +82,14 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     assert kernel.spilled == 0
     if compute.activations == "int8":
         x = jax.ShapeDtypeStruct(x.shape, "int8")
-    # The table is declared once, and there is room for it.
+    # The table is declared once and fits in shared memory.
     table = size_of(format.bits) if in_table(format) else 0
     assert kernel.ptx.count(" levels[") == (table > 0)
     launched = re.search(rf"{kernel.name} .*shared_memory: (\d+)", program.launches)
     assert launched is not None
     dynamic = int(launched[1])
     assert kernel.shared == table and table + dynamic < gpus[chip].shared - 1024
-    # Otherwise some versions of JAX would not ask for as much.
+    # Below 48 KiB, some versions of JAX do not request more shared memory.
     assert not table or dynamic > 49152 or table + dynamic <= 49152
     matmul = Matmul(format, contract_rows, compute, q.dtype, dtype)
     product = matmul.of(x, q.codes, q.scales)
@@ -108,13 +108,13 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
             end=" ",
         )
     assert each < most
-    # What arrives in a microsecond, of which a core has its part. With many rows the
-    # memory is not waited for.
+    # The bytes per core that arrive in a microsecond must be in flight. Products of
+    # many rows are bound by compute.
     assert m > 128 or in_flight > 1e-6 * gpus[chip].bandwidth / gpus[chip].cores / 2
 
 
-# Instructions of a step of many rows on Hopper at most, a tenth more than there were,
-# and of these between two products of a warpgroup.
+# `most` bounds the instructions of a pipeline step, and `between` the instructions
+# between the products of two steps: 10 % above JAX 0.10.2.
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "format, dtype, most, between",
@@ -133,7 +133,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
         ),
     ],
 )
-def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, capsys):
+def test_compiled_mosaic_kernel_overlaps_decoding(format, dtype, most, between, capsys):
     format, compute = format if isinstance(format, tuple) else (format, Compute())
     q = jax.eval_shape(
         ft.partial(
@@ -147,16 +147,16 @@ def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, ca
     assert program.num_launches == (4 if integers else 1)
     (kernel,) = (k for k in program.kernels if "mosaic" in k.name)
     assert kernel.name == f"{format.name}_columns_mosaic_gpu_kernel"
-    # Three warpgroups have as many registers as there are, and share these otherwise.
+    # The registers of three warpgroups fit at launch, before they are redistributed.
     assert kernel.spilled == 0 and kernel.registers * 384 <= gpus["h100"].registers
-    # Mosaic's memory begins where static memory would: of that is its first byte alone.
+    # Mosaic declares a single byte of static memory, at which dynamic memory starts.
     assert kernel.shared == 1 and "levels" not in kernel.ptx
     multiplies = lambda loop: any("GMMA" in name for name in loop)
     step = min(filter(multiplies, kernel.loops), key=len)
     step = [name for name in step if name != "NOP"]
     at = {name: [i for i, x in enumerate(step) if name in x] for name in WAITS}
-    # Four products, for which one wait is enough: so the assembler put in no others, as
-    # it does if something writes what they still read.
+    # Four products share one wait. The assembler inserts more waits if instructions
+    # write registers that a product still reads.
     first, *_, last = at["GMMA"]
     (wait,) = at["WARPGROUP.DEPBAR"]
     assert len(at["GMMA"]) == 4
@@ -164,7 +164,7 @@ def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, ca
     with capsys.disabled():
         print(f"\n{format} {dtype}: {len(step)} instructions, {apart} apart", end=" ")
     assert len(step) < most and apart < between
-    # All codes are read after these have begun, and before that wait.
+    # All codes are loaded between the start of the products and the wait.
     during = (step + step)[last : last + (wait - last) % len(step)]
     assert during.count("LDS.U16") == (0 if integers else 2 * format.bits)
 
@@ -172,8 +172,8 @@ def test_compiled_to_decode_behind_tensor_cores(format, dtype, most, between, ca
 WAITS = "GMMA", "WARPGROUP.DEPBAR"
 
 
-# Kernels at most, and instructions of that which writes codes, for each of them: a
-# tenth more than there were. Nothing as long as the weight is kept.
+# `launches` bounds the kernels. `most` bounds the instructions per code of the kernel
+# that writes codes: 10 % above JAX 0.10.2. No temporary has the size of the weight.
 @needs_gpu_compiler
 @pytest.mark.parametrize(
     "format, chip, dtype, launches, most",
@@ -184,7 +184,9 @@ WAITS = "GMMA", "WARPGROUP.DEPBAR"
         pytest.param(MXFP4(), "h100", "float32", 4, 31, marks=pytest.mark.slow),
     ],
 )
-def test_encoding_is_compiled(format, chip, dtype, launches, most):
+def test_compiled_encoding_has_no_large_temporaries(
+    format, chip, dtype, launches, most
+):
     quantize = ft.partial(eqquant.quantize, format=format, check_finite=False)
     weight = jax.ShapeDtypeStruct((14336, 4096), dtype)
     program = compile_for_gpu(quantize, weight, chip=chip)

@@ -1,5 +1,5 @@
-"""The Mosaic kernel for many rows on Hopper: its numbers in interpret mode, the places
-that its PTX computes, which interpret mode knows nothing of, and what gets it."""
+"""Test the Mosaic kernel: its values in interpret mode, the addresses that its PTX
+computes, and the choice of the kernel."""
 
 import functools as ft
 
@@ -23,7 +23,7 @@ from eqquant.kernels.gpu import (
 )
 from helpers import multiply_by, relative, slow
 from test_gpu_ptx import _parsed, BASE, Emulator
-from test_gpu_triton import H100, on as on, right
+from test_gpu_triton import correct, H100, on as on
 
 
 MOSAIC = Compute(gpu=GPUKernel("mosaic", check=False))
@@ -44,7 +44,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_ragged_products(format, on, normal, monkeypatch):
-    """Two programs, one of which has two tiles, and more steps than stages."""
+    """Use two programs, two tiles in one of them, and more steps than stages."""
     small = ft.partial(_pipeline.Pipeline, m=32, stages=3)
     monkeypatch.setattr(_pipeline, "pipeline_for", lambda *_: small(cores=2))
     size = 512 if format.block_size == 128 else 256
@@ -56,7 +56,7 @@ def test_ragged_products(format, on, normal, monkeypatch):
     out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
     assert out.dtype == jnp.bfloat16
     w = np.asarray(q.astype(jnp.float32).dequantize(), np.float64)
-    # The result is rounded; and scales of blocks, levels, and what they make.
+    # The result is rounded. With blocks, so are scales, levels and their products.
     blocked = q.scales.shape[1] > 1
     bound = 4e-3 if blocked else 2.5e-3
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
@@ -64,7 +64,7 @@ def test_ragged_products(format, on, normal, monkeypatch):
 
 @pytest.mark.parametrize("m", [30, slow(260)])
 def test_integers_are_multiplied_exactly(m, on, monkeypatch):
-    """At most nine tiles of rows, of which eight are computed at once."""
+    """Use up to nine tiles of rows; groups have eight."""
     small = _pipeline.Pipeline(m=32, stages=2, cores=6)
     monkeypatch.setattr(_pipeline, "pipeline_for", lambda *_: small)
     rng = np.random.default_rng(0)
@@ -83,12 +83,12 @@ def test_integers_are_multiplied_exactly(m, on, monkeypatch):
 
 
 #
-# Places
+# Addresses
 #
 
 
 class Places(Emulator):
-    """Where threads read and write: a register that is loaded is its own address."""
+    """Emulate threads. A load from shared memory returns its address."""
 
     def _step(self, name, operands, values):
         if name == "ld.shared.u16":
@@ -110,8 +110,8 @@ class Places(Emulator):
 
 
 def swizzled(place: int, width: int) -> int:
-    """As the hardware writes rows of so many bytes: among those of 128 bytes, places of
-    16 are exchanged by the number of the line."""
+    """Swizzle an address in rows of `width` bytes: XOR the index of its 16 bytes with
+    the index of its 128-byte line."""
     return place ^ ((place >> 7) & (width // 16 - 1)) << 4
 
 
@@ -155,7 +155,8 @@ def test_threads_read_the_scales_of_their_rows():
 
 
 def test_results_are_written_in_rows_of_the_activation():
-    """Four times 8 x 8 at once: eight lanes say where eight rows of each go."""
+    """One instruction stores four 8 x 8 matrices. Eight lanes have the addresses of the
+    rows of each."""
     base, places = 16384, set()
     for thread in range(128):
         warp, lane = divmod(thread, 32)
@@ -167,7 +168,7 @@ def test_results_are_written_in_rows_of_the_activation():
             place = row_of_x * 128 + 2 * (16 * warp + 8 * half)
             assert found == swizzled(place, 128)
             places.add(found)
-    # Each 16 bytes of 64 rows of 64 numbers once.
+    # Every 16 bytes of 64 rows of 64 numbers are written once.
     assert places == set(range(0, 64 * 128, 16))
 
 
@@ -180,7 +181,7 @@ def test_each_thread_fills_its_part_of_the_table():
 
 
 @pytest.mark.parametrize("format", [NF4(), Codebook((-1.0, -0.3, 0.5, 1.0))], ids=str)
-def test_the_table_is_where_it_is_said_to_be(format):
+def test_the_table_is_at_the_given_address(format):
     decoder = _lookup.Decoder(format, "bfloat16", 1, interpret=False)
     emulator, bits = Emulator(), format.bits
     emulator.size = _table.size_of(bits)
@@ -202,7 +203,7 @@ def test_the_table_is_where_it_is_said_to_be(format):
 
 
 #
-# Which products get it
+# Choice of the kernel
 #
 
 
@@ -221,15 +222,15 @@ def test_by_shape_and_dtype(on):
         assert "Mosaic" not in explained(128, "bfloat16", format)
         assert "Mosaic" not in explained(200, "float32", format)
         assert "Mosaic" not in many(format, rows=True)
-    # Of a row of 128 weights, scales are 8 bytes.
+    # The scales of a row of 128 weights have 8 bytes.
     assert "of more than 128 rows" in many("nf4")
     why = many("nf4", GPUKernel("mosaic"))
     assert "requests Mosaic: the scales of a row must be a multiple of 16 bytes" in why
-    for format, said in [
+    for format, reason in [
         (NF4(block_size=128), "groups of 64 codes, not of 128"),
         (Ternary(block_size=64), "does not support blocks of 64"),
     ]:
-        assert said in many(format, MOSAIC.gpu)
+        assert reason in many(format, MOSAIC.gpu)
     assert "it is for many rows on Hopper" in explained(
         200, "float32", "nf4", GPUKernel("mosaic")
     )
@@ -239,7 +240,7 @@ def test_by_shape_and_dtype(on):
     assert "Mosaic" not in many("int8")
 
 
-def test_it_fits_into_shared_memory():
+def test_the_pipeline_fits_in_shared_memory():
     shared = _chips.known("", "9.0").shared
     pipeline = _pipeline.Pipeline()
     for format in NF4(), Int4(), Int8(), Int8(block_size=64), Ternary(), Binary():
@@ -253,7 +254,7 @@ def test_it_fits_into_shared_memory():
 def test_the_check(factor, on, monkeypatch):
     on(H100, "9.0")
     kernel = lambda *args, contract_rows=False, **options: (
-        factor * right(*args, contract_rows=contract_rows, **options)
+        factor * correct(*args, contract_rows=contract_rows, **options)
     )
     monkeypatch.setattr(_mosaic, "dot", kernel)
     if factor == 1:

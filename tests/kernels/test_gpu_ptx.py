@@ -1,5 +1,4 @@
-"""The inline PTX of the kernel for GPUs, step by step: it gives the bits that interpret
-mode computes."""
+"""Test the inline PTX of the GPU kernels against interpret mode, in an emulator."""
 
 import functools as ft
 import re
@@ -12,11 +11,11 @@ from eqquant.formats import Codebook
 from eqquant.kernels.gpu import _lookup, _ptx, _table
 
 
-BASE = 0x400  # Of the table, whose address nothing may depend on.
+BASE = 0x400  # An arbitrary address of the table.
 
 
 class Emulator:
-    """A few instructions of PTX, for one thread after the other."""
+    """Emulate the PTX instructions of the kernels, one thread at a time."""
 
     def __init__(self):
         self.shared: dict[int, int] = {}
@@ -24,7 +23,7 @@ class Emulator:
         self.loaded: list[tuple[int, int]] = []
 
     def run(self, asm, args, dtype, constraints, pack):
-        """As that of `_ptx.py`, for arrays."""
+        """Replace `_ptx.run` for NumPy arrays."""
         wanted = constraints.split(",")
         results = [x for x in wanted if "=" in x]
         assert {x.strip("=&") for x in results} <= {"r", "f"}
@@ -41,13 +40,13 @@ class Emulator:
         return jnp.asarray(out.reshape(args[0].shape))
 
     def _words(self, arg, pack):
-        """By register, of at most 32 bits."""
+        """Split an array into registers of at most 32 bits."""
         width = min(arg.dtype.itemsize * pack, 4)
         numbers = np.ascontiguousarray(arg).reshape(-1, pack).view(f"<u{width}")
         return [[int(x) for x in column] for column in numbers.T]
 
     def emulate(self, asm: str, registers: dict[str, int]) -> dict[str, int]:
-        """What is in registers then."""
+        """Run the PTX and return the registers."""
         values = {"levels": BASE, **registers}
         for name, operands in _parsed(asm):
             self._step(name, operands, values)
@@ -78,7 +77,7 @@ class Emulator:
             values[operands[0]] = self.shared[at]
         else:
             target, *args = operands
-            values[target] = DOES[name](*map(of, args)) & 0xFFFFFFFF
+            values[target] = OPERATIONS[name](*map(of, args)) & 0xFFFFFFFF
 
 
 @ft.cache
@@ -99,7 +98,7 @@ def _bytes(*words: int) -> bytes:
 
 def _prmt(a, b, select):
     picked = [(select >> 4 * i) & 15 for i in range(4)]
-    assert max(picked) < 8  # More would mean the sign.
+    assert max(picked) < 8  # Bit 3 would select the sign.
     return int.from_bytes(bytes(_bytes(a, b)[i] for i in picked), "little")
 
 
@@ -108,7 +107,7 @@ def _floats(dtype, function):
         args = [np.frombuffer(_bytes(a), dtype).astype(np.float64) for a in args]
         exact = function(*args)
         rounded = exact.astype(dtype)
-        # Decoding is exact; but for what is scaled, a product alone.
+        # Decoding is exact. A product with a scale may be rounded.
         product = len(args) == 3 and not args[2].any()
         same = (rounded.astype(np.float64) == exact).all()
         assert dtype == np.float32 or same or product
@@ -117,7 +116,7 @@ def _floats(dtype, function):
     return apply
 
 
-DOES = {
+OPERATIONS = {
     "mov.u32": lambda a: a,
     "mov.b32": lambda a: a,
     "cvt.u32.u16": lambda a: a & 0xFFFF,
@@ -145,23 +144,23 @@ def emulator(monkeypatch):
 
 TWO, FOUR = Codebook((-0.5, 1.0)), Codebook((-1.0, -0.3, 0.5, 1.0))
 FORMATS = [NF4(), Int4(), FOUR, TWO, Int8(), Ternary(), Binary()]
-WAYS = [(f, "bfloat16", parts) for f in FORMATS for parts in (1, 2)]
-WAYS = [way for way in WAYS if way[2] == 1 or not way[0].integer_levels]
-WAYS += [(f, "float16", 1) for f in FORMATS]
+CASES = [(f, "bfloat16", parts) for f in FORMATS for parts in (1, 2)]
+CASES = [case for case in CASES if case[2] == 1 or not case[0].integer_levels]
+CASES += [(f, "float16", 1) for f in FORMATS]
 
 
-WAYS = [(*way, pairs, False) for way in WAYS for pairs in (1, 2)]
-WAYS += [(f, "bfloat16", 1, pairs, True) for f in FORMATS for pairs in (1, 2)]
+CASES = [(*case, pairs, False) for case in CASES for pairs in (1, 2)]
+CASES += [(f, "bfloat16", 1, pairs, True) for f in FORMATS for pairs in (1, 2)]
 
 
-@pytest.mark.parametrize("format, dtype, parts, pairs, scaled", WAYS, ids=str)
-def test_decoding_is_what_interpret_mode_computes(
+@pytest.mark.parametrize("format, dtype, parts, pairs, scaled", CASES, ids=str)
+def test_decoding_matches_interpret_mode(
     format, dtype, parts, pairs, scaled, emulator, normal
 ):
     codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
     if format.unused_codes and format.bits < 8:
         low, high = codes & 0x55, codes & 0xAA
-        codes = codes[high & ~(low << 1) == 0]  # Two bits are never 10.
+        codes = codes[high & ~(low << 1) == 0]  # Drop bytes with an unused code 10.
         codes = codes[: len(codes) // 4 * 4]
     codes = jnp.asarray(codes[None].view(format.code_dtype))
     by_ptx = _lookup.Decoder(format, dtype, parts, interpret=False, pairs=pairs)
@@ -185,9 +184,9 @@ def test_the_table_has_a_copy_for_each_bank(format, parts, threads, emulator):
     decode = _lookup.Decoder(format, "bfloat16", parts, interpret=False)
     decode.prepare(threads)
     assert emulator.size == len(emulator.shared) * 4 == _table.size_of(format.bits)
-    # What Triton puts behind it is to be as aligned as it believes.
+    # The memory that Triton places after the table must stay aligned.
     assert emulator.size % 1024 == 0
-    assert emulator.barriers == threads  # Each thread waits for all the others.
+    assert emulator.barriers == threads  # Each thread waits for all others.
     low = np.arange(4**format.bits) % 2**format.bits
     high = np.arange(4**format.bits) >> format.bits
     for part, table in enumerate(decode.tables):
@@ -198,7 +197,7 @@ def test_the_table_has_a_copy_for_each_bank(format, parts, threads, emulator):
                 for entry in range(len(entries))
             ]
             assert np.array_equal(words, entries)
-        # A warp at a time: how many lanes want something of the same bank.
+        # For one warp: the number of lanes that access the same bank.
         emulator.loaded.clear()
         codes = np.random.default_rng(0).integers(0, 256, (1, 64), np.uint8)
         _ptx.on_bytes(decode.texts(0)[part], [jnp.asarray(codes)], "bfloat16", 1)
@@ -206,7 +205,7 @@ def test_the_table_has_a_copy_for_each_bank(format, parts, threads, emulator):
         assert np.bincount(banks).max() == parts
 
 
-def test_multiplying_and_adding(emulator, normal):
+def test_multiply_add(emulator, normal):
     x, y, z = normal(3, 40)
     got = _ptx.multiply_add(x, y, z, interpret=False)
     exact = [np.asarray(v, np.float64) for v in (x, y, z)]

@@ -1,5 +1,4 @@
-"""The Triton kernel for GPUs: its numbers in interpret mode, which products get it, and
-the check that it has to pass."""
+"""Test the Triton kernel: its values in interpret mode, its choice, and its check."""
 
 import eqquant
 import jax
@@ -19,7 +18,7 @@ H100 = "NVIDIA H100 80GB HBM3"
 
 @pytest.fixture
 def on(monkeypatch):
-    """Compiles for a GPU, or seems to have one."""
+    """Set the GPU to compile for, or with a capability, the GPU that is present."""
 
     def set(kind=H100, capability=None):
         monkeypatch.setattr(_chips, "gpu_capability", lambda: (kind, capability))
@@ -31,7 +30,7 @@ def on(monkeypatch):
 
 
 def small(m: int, contract_rows: bool, split: int):
-    """Tiles that ragged shapes have several of."""
+    """Return small tiles, so that ragged shapes have several."""
     return lambda *_, format, **__: _triton.Tiles(
         m=16,
         rows=16,
@@ -73,7 +72,7 @@ def test_ragged_products_with_several_blocks_in_a_subtile(
 
 
 def check_ragged(format, dtypes, m, contract_rows, normal):
-    """A product of 45 rows of 200 columns, against float64."""
+    """Compare a product with a weight of shape (45, 200) with float64."""
     dtype, precision = dtypes.split()
     q = eqquant.quantize(normal(45, 200).astype(dtype), format)
     x = normal(m, 45 if contract_rows else 200).astype(dtype)
@@ -88,7 +87,7 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
     )[:, : 200 if contract_rows else None]
     w = np.asarray(_exact(q), np.float64)
     expected = np.asarray(x, np.float64) @ (w if contract_rows else w.T)
-    # Operands of 16 bits, of 11 and of 8, each rounded by half of the last place.
+    # Operands have 16, 11 or 8 significant bits.
     bound = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 4e-3}[dtype]
     assert relative(out, expected) < (6e-3 if precision == "default" else bound)
 
@@ -106,8 +105,7 @@ MANY = [NF4(), Int4(block_size=64), Int8(block_size=64), Ternary(block_size=128)
 def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
     format, rows, m, chip, on, normal, monkeypatch
 ):
-    """With the tiles that are chosen, rows of the activation and of the weight beyond
-    the last whole one, and a block that is not whole."""
+    """Use the chosen tiles with partial tiles of both operands and a partial block."""
     on(*chip.split(", "))
     monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
     q = eqquant.quantize(normal(rows, 200).astype("bfloat16"), format)
@@ -119,7 +117,7 @@ def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
     out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
     w = np.asarray(_exact(q), np.float64)
     expected = np.asarray(x[:, :200], np.float64) @ w.T
-    # A level, a scale and their product, each rounded by half of the last place.
+    # A level, a scale and their product are rounded to bfloat16.
     assert relative(out, expected) < (4e-3 if format.block_size else 2e-3)
 
 
@@ -147,7 +145,7 @@ def _exact(q):
     return (levels * scales)[:, : q.shape[1]]
 
 
-def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
+def test_stacks_and_nonfinite_rows(on, normal, monkeypatch):
     monkeypatch.setattr(_chips, "tiles_for", small(3, False, 1))
     q = eqquant.quantize(normal(2, 20, 64), "nf4")
     x = normal(2, 3, 64).at[0, 1, 5].set(jnp.nan).at[1, 0, 0].set(jnp.inf)
@@ -161,7 +159,7 @@ def test_stacks_and_rows_that_are_not_numbers(on, normal, monkeypatch):
 
 
 #
-# Which products get it
+# Choice of the kernel
 #
 
 
@@ -174,10 +172,10 @@ def test_few_rows_have_several_short_blocks_in_a_subtile():
     assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
     assert of(1, Int8(block_size=16)).bytes == 32
     assert of(1, Int4(block_size=16)) is None
-    # Of 64 rows their activation does not fit there.
+    # The activation of 64 rows exceeds shared memory.
     chip = _chips.known("NVIDIA GeForce RTX 4090", "8.9")
     assert chip is not None and of(64, Int4()).m == 32
-    # Not parts of blocks.
+    # A subtile never ends inside of a block.
     assert of(1, Int4(block_size=96)).bytes == 16
 
 
@@ -190,7 +188,7 @@ def explained(m=8, dtype="float32", format="nf4", rows=False, **fields):
 
 
 @pytest.mark.parametrize(
-    "kind, capability, said",
+    "kind, capability, expected",
     [
         ("NVIDIA A100-SXM4-80GB", None, "for sm_80, few rows, bfloat16 three times"),
         ("NVIDIA GeForce RTX 4090", None, "for sm_89"),
@@ -199,9 +197,9 @@ def explained(m=8, dtype="float32", format="nf4", rows=False, **fields):
         ("cpu", None, "no kernels for 'cpu'"),
     ],
 )
-def test_by_chip(kind, capability, said, on):
+def test_by_chip(kind, capability, expected, on):
     on(kind, capability)
-    assert said in explained()
+    assert expected in explained()
 
 
 def test_by_shape_and_dtype(on, monkeypatch):
@@ -232,7 +230,7 @@ def test_by_shape_and_dtype(on, monkeypatch):
         assert "integers with whole rows of int8 only" in explained(**rounded | options)
     on("NVIDIA A100-SXM4-80GB")
     assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
-    # XLA's sums of integers are soon written and read there.
+    # The A100 writes and reads integer sums fast.
     assert "of more than 128 rows" in explained(m=200, **rounded)
     assert "XLA" in explained(m=200, dtype="bfloat16")
     on("NVIDIA GeForce RTX 4090")
@@ -241,17 +239,17 @@ def test_by_shape_and_dtype(on, monkeypatch):
         many = dict(m=200, format=format)
         how = "Triton kernel for sm_89, 128 rows, bfloat16"
         assert how in explained(**many, dtype="bfloat16")
-        # Weights of blocks are not scaled in float16, nor rounded for float32.
+        # The kernel scales blocks in bfloat16 only.
         served = format != "nf4"
         assert ("128 rows, float16" in explained(**many, dtype="float16")) == served
         assert "of more than 128 rows" in explained(**many)
         assert "Triton" not in explained(**many, dtype="bfloat16", rows=True)
     assert "in shared memory and scaled" in explained(m=200, dtype="bfloat16")
-    # Of a plane there are too few numbers, or planes are too many to look up.
+    # A plane has too few numbers, or a lookup needs too many planes.
     few = Int4(), Binary(block_size=64), NF4(block_size=32), Codebook((-1.0, 0.5))
     for format in few:
         assert "of more than" in explained(m=200, format=format, dtype="bfloat16")
-    # Tensor cores of the same generation that are twice as fast.
+    # Tensor cores of this chip are twice as fast as on GeForce chips.
     on("NVIDIA L40S", "8.9")
     monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
     assert "for sm_89" in explained(m=8, dtype="bfloat16")
@@ -261,7 +259,7 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "as EQQUANT_GPU=xla" in explained()
 
 
-def test_what_does_not_fit_in_32_bits_is_left_to_xla(on):
+def test_arrays_that_exceed_32_bit_indices_use_xla(on):
     shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     reason = choose(gpu.KERNELS, Matmul(NF4()).of(*operands))
@@ -278,10 +276,10 @@ def tiles(chip, m, itemsize=2, format=FORMATS[0]):
 def test_tiles_fit_into_shared_memory():
     assert (tiles("9.0", 1).rows, tiles("9.0", 1).stages) == (256, 4)
     assert [tiles("9.0", m).m for m in (16, 17, 64, 128, 500)] == [16, 32, 64, 128, 128]
-    # Where there is less of it, fewer stages, and then fewer rows of the activation.
+    # Less shared memory means fewer stages, then fewer rows of the activation.
     assert (tiles("8.9", 32).stages, tiles("8.9", 32, 4).stages) == (4, 3)
     assert tiles("8.9", 128).m == 64 and tiles("8.9", 128, 4).m == 32
-    # A part of a row is worth a program if it has a few steps.
+    # A program for part of a row needs several steps.
     assert (tiles("9.0", 1).split, tiles("9.0", 1, format=Binary()).split) == (4, 2)
     assert tiles("9.0", 17).split == 1
 
@@ -291,7 +289,7 @@ def test_tiles_fit_into_shared_memory():
 #
 
 
-def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
+def correct(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
     matmul = Matmul(format, contract_rows, Compute("highest"), out_dtype=out_dtype)
     x = x.astype(jnp.float32)
     for unit in units:
@@ -299,14 +297,14 @@ def right(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
     return _check.xla.dot(x, codes, scales, matmul)
 
 
-def test_a_kernel_that_is_right_is_used(on, monkeypatch):
+def test_a_correct_kernel_is_used(on, monkeypatch):
     on(H100, "9.0")
-    monkeypatch.setattr(_triton, "dot", right)
+    monkeypatch.setattr(_triton, "dot", correct)
     assert "Triton kernel for sm_90" in explained()
     assert "few rows, int8" in explained(format="int8", activations="int8")
     before = _check._failure_of.cache_info().misses
     assert "Triton kernel for sm_90" in explained(m=4)
-    assert _check._failure_of.cache_info().misses == before  # Once.
+    assert _check._failure_of.cache_info().misses == before  # Cached.
 
 
 def raises(*_, **__):
@@ -314,19 +312,19 @@ def raises(*_, **__):
 
 
 @pytest.mark.parametrize(
-    "wrong, said",
+    "wrong, reason",
     [
-        (lambda *a, **k: right(*a, **k).at[:, :, -1].mul(1.1), "relative error is"),
-        (lambda *a, **k: right(*a, **k) * jnp.nan, "relative error is nan"),
+        (lambda *a, **k: correct(*a, **k).at[:, :, -1].mul(1.1), "relative error is"),
+        (lambda *a, **k: correct(*a, **k) * jnp.nan, "relative error is nan"),
         (raises, "NotImplementedError: no such instruction"),
     ],
 )
-def test_a_kernel_that_is_wrong_is_not_used(wrong, said, on, monkeypatch):
+def test_an_incorrect_kernel_is_not_used(wrong, reason, on, monkeypatch):
     on(H100, "9.0")
     monkeypatch.setattr(_triton, "dot", wrong)
-    with pytest.warns(UserWarning, match=f"failed its check .*{said}"):
+    with pytest.warns(UserWarning, match=f"failed its check .*{reason}"):
         how = explained()
-    assert "XLA for GPUs" in how and said in how
+    assert "XLA for GPUs" in how and reason in how
     with pytest.warns(UserWarning, match="few rows, int8.* failed its check"):
         assert "XLA for GPUs" in explained(format="int8", activations="int8")
     assert "Triton kernel" in explained(gpu=GPUKernel(check=False))

@@ -1,4 +1,4 @@
-"""The Pallas kernels: their numbers in interpret mode, and which one serves."""
+"""Test the TPU kernels: their values in interpret mode, and the choice of a kernel."""
 
 import functools as ft
 
@@ -18,7 +18,7 @@ from helpers import FORMATS as EVERY_FORMAT, multiply_by, pairs, relative, slow
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
-# What each variant promises, with room for small shapes.
+# Upper bounds of the errors of each variant, with a margin for small shapes.
 TOLERANCE = {
     "decode": 1e-4,
     "decode, rounded table": 1e-2,
@@ -31,7 +31,8 @@ TOLERANCE = {
 
 
 def multiply(x, q, *, contract_rows, precision, dtype, kernel=None):
-    """By a kernel in interpret mode, padding as `quantized_dot`'s callers do."""
+    """Multiply by a kernel in interpret mode, and pad as callers of `quantized_dot`
+    do."""
     columns = q.shape[1]
     stored = q.codes.shape[1] * 8 // q.format.bits
     if not contract_rows:
@@ -67,7 +68,7 @@ def check(
     variant = choose(tpu.KERNELS, matmul.of(padded, q.codes, q.scales)).name
     tolerance = TOLERANCE[variant]
     if variant == "decode" and dtype == "bfloat16":
-        tolerance = 2.5e-4  # NF4 in two floats of 8 bits.
+        tolerance = 2.5e-4  # NF4 in two float8 digits.
     assert relative(out, expected) < tolerance
 
 
@@ -98,7 +99,7 @@ def test_kernels(format, precision, dtype, m, contract_rows):
     dtype=st.sampled_from(["float32", "bfloat16"]),
 )
 def test_kernels_of_any_shape(format, m, rows, columns, **options):
-    hypothesis.assume(columns > 16)  # Of fewer products the error may be larger.
+    hypothesis.assume(columns > 16)  # Short sums have larger relative errors.
     check(format, m, rows, columns, **options)
 
 
@@ -108,7 +109,7 @@ def test_kernels_of_any_shape(format, m, rows, columns, **options):
     [NF4(), NF4(block_size=None)],
     ["high", "default"],
 )
-def test_both_ways_to_look_up(axis, format, precision, monkeypatch):
+def test_both_axes_of_lookups(axis, format, precision, monkeypatch):
     kind = "TPU v6e" if axis == 0 else "TPU v5e"
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     assert _chips.chip().gather_axis == axis
@@ -144,7 +145,7 @@ def test_as_many_blocks_as_a_register_has_lanes():
     + [Int4(), Int3(), FP8()],
     [(8, "float32"), (40, "bfloat16")],
 )
-def test_what_each_chip_does(kind, format, operand, monkeypatch):
+def test_products_on_each_chip(kind, format, operand, monkeypatch):
     m, dtype = operand
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     check(format, m, 130, 1000, contract_rows=False, precision="high", dtype=dtype)
@@ -161,7 +162,7 @@ def test_binary_bit_by_bit(kind, dtype, m, precision, monkeypatch, normal):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     rows, columns = 130, 1500
     q = eqquant.quantize(normal(rows, columns), Binary())
-    # The sum of a row is far from zero, as the bits alone are.
+    # The sum of a row is far from zero, like the sums of bits.
     x = (normal(m, columns) + 3).at[1].set(0).astype(dtype)
     out = multiply(x, q, contract_rows=False, precision=precision, dtype=dtype)
     w = np.asarray(q.dequantize(), np.float64)
@@ -170,13 +171,13 @@ def test_binary_bit_by_bit(kind, dtype, m, precision, monkeypatch, normal):
     if kind == "TPU v6e":
         tolerance = 4e-5
     elif dtype == "bfloat16":
-        tolerance = 3e-6  # Of float32, times that sum beside the result.
+        tolerance = 3e-6  # float32 rounding, relative to the sum.
     else:
         tolerance = 8e-6 if precision == "high" else 3e-3
     assert relative(out, expected) < tolerance
 
 
-def test_what_binary_codes_are_multiplied_as(monkeypatch):
+def test_the_operands_of_binary_codes(monkeypatch):
     q = eqquant.quantize(jnp.ones((128, 1024)), Binary())
 
     def described(kind, m, dtype="bfloat16"):
@@ -228,7 +229,7 @@ def test_rounding_rows(shape, normal):
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """Every product by the kernels for TPUs, interpreted; a list of which ones."""
+    """Compute every product by TPU kernels in interpret mode; list their names."""
     variants = []
 
     class Interpreted:
@@ -264,12 +265,12 @@ def test_gradients_through_the_kernels(format, interpreted, normal):
     expected = jax.grad(loss)(x, w)
     for gradient in (jax.grad(loss), jax.vmap(jax.grad(loss), (0, None))):
         assert relative(gradient(x, q), expected) < 2 * TOLERANCE["decode"]
-    # Mapped, these are the same two products.
+    # vmap yields the same two products.
     assert set(interpreted) == {"decode", "float32"}
 
 
 @pytest.mark.slow
-def test_what_a_user_chooses(normal):
+def test_choices_of_the_user(normal):
     def variant(m, dtype="float32", **choice):
         compute = Compute(tpu=TPUKernel(**choice))
         q = eqquant.quantize(normal(256, 256).astype(dtype), compute=compute)
@@ -287,7 +288,7 @@ def test_what_a_user_chooses(normal):
     check(NF4(), 8, 70, 200, kernel=TPUKernel(exact_table=True), **COLUMNS)
     assert "'float32'" in variant(8, kernel="general")
     assert "'float32'" in variant(8, lookup=False)
-    assert "'float32'" in variant(40, kernel="decode")  # There is none for so many.
+    assert "'float32'" in variant(40, kernel="decode")  # It has at most 32 rows.
     check(NF4(), 8, 70, 200, kernel=TPUKernel(lookup=False), **COLUMNS)
     tiles = TPUKernel(kernel="general", tile_m=16, tile_n=128, tile_k=512)
     check(NF4(), 40, 300, 1300, kernel=tiles, **COLUMNS)
@@ -310,14 +311,14 @@ def test_stacked_weights(normal):
     assert relative(out, expected) < TOLERANCE["decode"]
 
 
-def test_an_unknown_chip_takes_the_nearest_table_and_says_so(monkeypatch):
+def test_an_unknown_chip_uses_the_nearest_parameters_and_warns(monkeypatch):
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v99")
     with pytest.warns(UserWarning, match="TPU v99"):
         assert _chips.chip() == _chips._fifth_e
 
 
 @pytest.mark.parametrize("format", [NF4(block_size=2**20)], ids=repr)
-def test_what_has_no_kernel(format, normal):
+def test_products_without_a_kernel(format, normal):
     q = jax.eval_shape(
         ft.partial(eqquant.quantize, format=format, check_finite=False),
         jax.ShapeDtypeStruct((256, 2**20), jnp.float32),

@@ -1,4 +1,4 @@
-"""The Pallas kernels as the real compiler sees them, and what `debug` tells of it."""
+"""Test the TPU kernels with the TPU compiler, and the reports of `debug`."""
 
 import functools as ft
 
@@ -35,8 +35,7 @@ def quantized(rows, columns, format, **options):
     "chip, format",
     [
         ("v6e", Int8()),
-        # Both generations that have kernels of their own with every format, the others
-        # with one each.
+        # v5e and v6e with every format, the other generations with one each.
         *(pytest.param("v6e", f, marks=pytest.mark.slow) for f in FORMATS[::2]),
         *(pytest.param("v5e", f, marks=pytest.mark.slow) for f in FORMATS),
         *(
@@ -51,7 +50,7 @@ def test_products_become_kernels(chip, format):
         x = jax.ShapeDtypeStruct((m, 2048), jnp.bfloat16)
         compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q, chip=chip)
         assert kernels_in(compiled) == [f"{format.name}_{kernel}"]
-        # Nothing as large as half of the weight in bfloat16.
+        # No temporary has half the size of the weight in bfloat16.
         assert compiled.memory_analysis().temp_size_in_bytes < 2**22
     compiled = compile_for_tpu(lambda x, q: x @ q, x, q, chip=chip)
     assert kernels_in(compiled) == [f"{format.name}_rows"]
@@ -79,14 +78,14 @@ def test_ragged_shapes_compile(chip, precision, make, m, by_columns):
 @pytest.mark.parametrize(
     "chip, dtype, format, by_columns",
     [
-        ("v5e", "bfloat16", NF4(), True),  # Half a minute of the compiler.
+        ("v5e", "bfloat16", NF4(), True),  # Compiles for 30 seconds.
         ("v5e", "float32", Int8(), False),
         ("v6e", "float32", Int8(), True),
         ("v4", "float32", NF4(), True),
         ("v4", "bfloat16", NF4(), False),
     ],
 )
-def test_many_rows_fit_in_memory(chip, dtype, format, by_columns):
+def test_many_rows_fit_in_vector_memory(chip, dtype, format, by_columns):
     q = quantized(4096, 4096, format)
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.dtype(dtype))
     fn = lambda x, q: x @ (q.T if by_columns else q)
@@ -114,7 +113,7 @@ def test_w8a8_and_choices_compile(chip, case):
 @needs_compiler
 @pytest.mark.parametrize("columns", map(slow, (4096, 8192, 14336)))
 def test_no_component_is_expanded_outside(columns):
-    # The scales are read where they are: no copy, no transpose.
+    # The kernel reads scales in place, without a copy or a transpose.
     q = quantized(4096, columns, NF4())
     x = jax.ShapeDtypeStruct((8, columns), jnp.bfloat16)
     compiled = compile_for_tpu(lambda x, q: x @ q.T, x, q)

@@ -1,4 +1,4 @@
-"""What the Pallas kernels make of codes, before they multiply."""
+"""Test how the TPU kernels decode codes."""
 
 import eqquant
 import jax
@@ -67,7 +67,7 @@ def test_a_table_by_logic():
     np.testing.assert_array_equal(got, table[np.stack([codes & 15, codes >> 4])])
 
 
-def test_a_subclass_with_other_levels_is_not_taken_for_integers():
+def test_subclasses_with_other_levels_are_not_decoded_as_integers():
     class Halved(Int4):
         def levels(self, codes, dtype):
             return super().levels(codes, dtype) / 2
@@ -97,7 +97,7 @@ def test_a_subclass_with_other_levels_is_not_taken_for_integers():
         slow(("v5e", FP8(kind="e5m2"), 256)),
     ],
 )
-def test_they_compile(case):
+def test_decoding_compiles(case):
     chip, format, m = case
     q = jax.eval_shape(
         lambda: eqquant.quantize(jnp.ones((1024, 1024)), format, check_finite=False)

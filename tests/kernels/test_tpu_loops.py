@@ -1,4 +1,4 @@
-"""Loops over the codes of a row, in the kernels for TPUs."""
+"""Test the loops over the codes of a row in the TPU kernels."""
 
 import functools as ft
 
@@ -31,7 +31,7 @@ def test_loops_that_are_not_unrolled(
 ):
     monkeypatch.setattr(_chips, "device_kind", lambda: kind)
     monkeypatch.setattr(_loop, "_bundles", 1)
-    # The last chunks of a row are no whole iteration.
+    # The last chunks of a row are a partial iteration.
     rows, columns = 130, 5 * 1024
     q = eqquant.quantize(normal(rows, columns), format)
     x = normal(m, rows if contract_rows else columns)
@@ -49,7 +49,7 @@ def operations(jaxpr) -> int:
 
 
 @pairs("format, m", [NF4(), Int8(), Int3(), Binary()], [8, 512])
-def test_long_rows_take_no_more_code(format, m):
+def test_the_size_of_a_program_does_not_grow_with_rows(format, m):
     def traced(columns: int) -> int:
         q = jax.eval_shape(
             ft.partial(eqquant.quantize, format=format, check_finite=False),
