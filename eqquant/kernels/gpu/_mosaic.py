@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import mosaic_gpu_kernel
 from ...formats import Format
-from ._mosaic_plan import Plan
+from ._mosaic_plan import MosaicPlan
 from ._pipeline import Pipeline
 
 
@@ -36,7 +36,9 @@ def dot(
     from . import _mosaic_kernel
 
     x, codes, scales = x[0], codes[0], scales[0]
-    plan = Plan.make(x, codes, scales, format, operand, pipeline, out_dtype, interpret)
+    plan = MosaicPlan.make(
+        x, codes, scales, format, operand, pipeline, out_dtype, interpret
+    )
     if not plan.blocked:
         # Threads read scales without bounds checks.
         scales = scales[:, 0].astype(jnp.float32)
@@ -66,7 +68,7 @@ def dot(
     return out[None, : plan.m, : plan.rows] if interpret else out[None]
 
 
-def _pad(plan: Plan, x, codes, scales):
+def _pad(plan: MosaicPlan, x, codes, scales):
     """Pad operands to whole tiles: interpret mode does not fill out-of-bounds copies
     with zeros."""
     rows = (0, plan.padded_rows - plan.rows)

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from . import _emulate, _fragments
-from ._mosaic_plan import Plan
+from ._mosaic_plan import MosaicPlan
 from ._pipeline import LINE
 from ._table import size_of
 
@@ -61,7 +61,7 @@ class _Refs:
     block: Any
 
     @classmethod
-    def make(cls, plan: Plan, refs: tuple) -> "_Refs":
+    def make(cls, plan: MosaicPlan, refs: tuple) -> "_Refs":
         remaining = iter(refs)
         take = lambda condition=True: next(remaining) if condition else None
         return cls(
@@ -92,7 +92,7 @@ class _Tile(NamedTuple):
     row: Any
 
 
-def _has_table(plan: Plan) -> bool:
+def _has_table(plan: MosaicPlan) -> bool:
     return plan.decoder.looks_up and not plan.interpret
 
 
@@ -104,7 +104,7 @@ def _swizzle(row_bytes: int, itemsize: int) -> tuple:
     return tiling, plgpu.SwizzleTransform(row_bytes)
 
 
-def scratch_types(plan: Plan) -> list:
+def scratch_types(plan: MosaicPlan) -> list:
     """Return the types of shared memory and barriers, in the order of [`_Refs`][]."""
     tiles, stages = plan.pipeline, plan.pipeline.stages
     smem = lambda shape, dtype, transforms: plgpu.SMEM(
@@ -127,7 +127,7 @@ def scratch_types(plan: Plan) -> list:
     ]
 
 
-def kernel(plan: Plan, *refs) -> None:
+def kernel(plan: MosaicPlan, *refs) -> None:
     refs = _Refs.make(plan, refs)
     cluster, stages = lax.axis_index("cluster"), plan.pipeline.stages
     remaining = plan.num_tiles - cluster + plan.clusters - 1
@@ -164,7 +164,7 @@ def kernel(plan: Plan, *refs) -> None:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _prefetch_tile(plan: Plan, refs: _Refs, tile: _Tile) -> None:
+def _prefetch_tile(plan: MosaicPlan, refs: _Refs, tile: _Tile) -> None:
     """Copy the operands of a tile to shared memory, one pipeline step at a time."""
     tile_m, tile_rows = plan.pipeline.m, plan.pipeline.rows
     multicast = {"collective_axes": "block"} if plan.pipeline.cluster > 1 else {}
@@ -192,7 +192,7 @@ def _prefetch_tile(plan: Plan, refs: _Refs, tile: _Tile) -> None:
     lax.fori_loop(0, plan.steps, step, None)
 
 
-def _multiply_tile(plan: Plan, refs: _Refs, tile: _Tile) -> None:
+def _multiply_tile(plan: MosaicPlan, refs: _Refs, tile: _Tile) -> None:
     """Compute and write the 64 rows of the weight that a warpgroup has of a tile."""
     tile = tile._replace(row=tile.row + refs.warpgroup * 64)
     contract = ft.partial(_contract, plan, refs, tile)
@@ -205,7 +205,7 @@ def _multiply_tile(plan: Plan, refs: _Refs, tile: _Tile) -> None:
     contract(total)
 
 
-def _contract(plan: Plan, refs: _Refs, tile: _Tile, total) -> None:
+def _contract(plan: MosaicPlan, refs: _Refs, tile: _Tile, total) -> None:
     """Run the pipeline of a tile and write its result."""
     load = ft.partial(_load, plan, refs, tile.start)
     multiply = ft.partial(_multiply, plan, refs, tile.start, total)
@@ -233,8 +233,8 @@ def _contract(plan: Plan, refs: _Refs, tile: _Tile, total) -> None:
     _write(plan, refs, total[...], tile)
 
 
-def _load(plan: Plan, refs: _Refs, start, k):
-    """Wait for the operands of step `k` and return those of the weight: a reference to
+def _load(plan: MosaicPlan, refs: _Refs, start, k):
+    """Wait for the operands of step `k` and return the weight: a reference to
     integers, or unscaled levels and their scales."""
     slot = plan.slot(start + k)
     plgpu.barrier_wait(refs.full.at[slot])
@@ -264,7 +264,7 @@ def _load(plan: Plan, refs: _Refs, start, k):
     )
 
 
-def _multiply(plan: Plan, refs: _Refs, start, total, k, loaded) -> None:
+def _multiply(plan: MosaicPlan, refs: _Refs, start, total, k, loaded) -> None:
     """Start the `wgmma` of step `k`."""
     x = refs.x_slots.at[plan.slot(start + k)]
     w = loaded if plan.integers else _scale(plan, *loaded)
@@ -275,21 +275,21 @@ def _multiply(plan: Plan, refs: _Refs, start, total, k, loaded) -> None:
         plgpu.wgmma(total, w, plgpu.transpose_ref(x, (1, 0)))
 
 
-def _scale(plan: Plan, levels, scales):
+def _scale(plan: MosaicPlan, levels, scales):
     """Return the scaled operand."""
     if plan.interpret:
         return levels * scales if plan.blocked else levels
     return _fragments.finish(levels, scales, plan.step_scales)
 
 
-def _release(plan: Plan, refs: _Refs, start, k, running: int = 0) -> None:
+def _release(plan: MosaicPlan, refs: _Refs, start, k, running: int = 0) -> None:
     """Wait until at most `running` later `wgmma`s run, and free the slot of step
     `k`."""
     plgpu.wgmma_wait(running)
     plgpu.barrier_arrive(refs.empty.at[plan.slot(start + k)])
 
 
-def _write(plan: Plan, refs: _Refs, result, tile: _Tile) -> None:
+def _write(plan: MosaicPlan, refs: _Refs, result, tile: _Tile) -> None:
     """Scale the result of a tile and copy it to global memory, in four parts."""
     result = result.astype(jnp.float32)
     if not plan.blocked:
@@ -313,7 +313,7 @@ def _write(plan: Plan, refs: _Refs, result, tile: _Tile) -> None:
         plgpu.copy_smem_to_gmem(buffer, out)
 
 
-def _times(plan: Plan, part, scales, start, axis: int, factor: float = 1):
+def _times(plan: MosaicPlan, part, scales, start, axis: int, factor: float = 1):
     """Multiply an axis by `factor` times the scales from `start` on."""
     scales = scales.at[pl.ds(start, part.shape[axis])]
     if plan.interpret:

@@ -13,7 +13,7 @@ from ._pipeline import LINE, Pipeline, STEP, width_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class MosaicPlan:
     """The static choices for one product.
 
     - `decoder`: decodes codes to the dtype of the operands, `decoder.dtype`.
@@ -47,7 +47,7 @@ class Plan:
         pipeline: Pipeline,
         out_dtype,
         interpret: bool,
-    ) -> "Plan":
+    ) -> "MosaicPlan":
         if interpret:  # Interpret mode supports no larger clusters.
             pipeline = dataclasses.replace(pipeline, cluster=1)
         return cls(

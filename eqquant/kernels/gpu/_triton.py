@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 
 from ...formats import Format
 from ._lookup import Decoder
-from ._triton_plan import Plan, subtile_bytes as subtile_bytes, Tiles as Tiles
+from ._triton_plan import subtile_bytes as subtile_bytes, Tiles as Tiles, TritonPlan
 
 
 def dot(
@@ -43,7 +43,7 @@ def dot(
     if jnp.dtype(operand) != jnp.int8:
         pairs = 2 if tiles.m > 64 and not contract_rows else 1
         decoder = Decoder(format, operand, parts[1], interpret, pairs)
-    plan = Plan(
+    plan = TritonPlan(
         format,
         tiles,
         decoder,

@@ -25,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ._ptx import multiply_add
-from ._triton_plan import iota, Plan
+from ._triton_plan import iota, TritonPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class _Program:
     ready: Any
 
 
-def kernel(plan: Plan, x, codes, scales, *refs) -> None:
+def kernel(plan: TritonPlan, x, codes, scales, *refs) -> None:
     *x_scales, out = refs
     tile, part, index = (pl.program_id(i) for i in range(3))
     start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
@@ -71,7 +71,7 @@ def kernel(plan: Plan, x, codes, scales, *refs) -> None:
 #
 
 
-def _contract_columns(plan: Plan, program: _Program, x_scales: list) -> None:
+def _contract_columns(plan: TritonPlan, program: _Program, x_scales: list) -> None:
     total = jnp.zeros((plan.tiles.rows, plan.tiles.m), plan.sum_dtype)
     step = ft.partial(_columns_step, plan, program)
     total = lax.fori_loop(0, plan.steps, step, total)
@@ -88,7 +88,7 @@ def _contract_columns(plan: Plan, program: _Program, x_scales: list) -> None:
     _store(plan, program, total, m, column)
 
 
-def _columns_step(plan: Plan, program: _Program, i, total):
+def _columns_step(plan: TritonPlan, program: _Program, i, total):
     """Add the products with the subtiles of step `i`."""
     row = program.start + iota(plan.tiles.rows)
     for subtile in range(plan.tiles.subtiles):
@@ -117,7 +117,7 @@ def _columns_step(plan: Plan, program: _Program, i, total):
     return total
 
 
-def _load_columns(plan: Plan, program: _Program, byte, plane: int) -> list:
+def _load_columns(plan: TritonPlan, program: _Program, byte, plane: int) -> list:
     """Load the activation for a plane of a subtile: once per block, with zeros in place
     of the other blocks."""
     row, column = _grid(program.m, plan.columns_of(byte, plane))
@@ -141,7 +141,7 @@ def _load_columns(plan: Plan, program: _Program, byte, plane: int) -> list:
 #
 
 
-def _contract_rows(plan: Plan, program: _Program) -> None:
+def _contract_rows(plan: TritonPlan, program: _Program) -> None:
     zero = jnp.zeros((plan.tiles.m, plan.tiles.bytes), jnp.float32)
     totals = (zero,) * (plan.planes * plan.tiles.subtiles)
     step = ft.partial(_rows_step, plan, program)
@@ -154,7 +154,7 @@ def _contract_rows(plan: Plan, program: _Program) -> None:
         _store(plan, program, total, *_grid(program.m, column))
 
 
-def _rows_step(plan: Plan, program: _Program, i, totals):
+def _rows_step(plan: TritonPlan, program: _Program, i, totals):
     """Add the products with the subtiles of step `i`."""
     row = (program.part * plan.steps + i) * plan.tiles.rows + iota(plan.tiles.rows)
     m, column = _grid(program.m, row)
@@ -209,7 +209,7 @@ def _load_scale(program: _Program, ref, row, rows: int):
     return plgpu.load(ref.at[program.index, row, jnp.zeros_like(row)])
 
 
-def _load_subtile(plan: Plan, program: _Program, row, byte) -> tuple[Any, list]:
+def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, list]:
     """Load the codes of a subtile and the scales of each of its blocks.
 
     Out-of-bounds rows repeat the last row, and out-of-bounds bytes are zero. The mask
@@ -235,12 +235,12 @@ def _load_subtile(plan: Plan, program: _Program, row, byte) -> tuple[Any, list]:
     return codes, scales
 
 
-def _decode(plan: Plan, codes, plane: int, scale=None) -> list:
+def _decode(plan: TritonPlan, codes, plane: int, scale=None) -> list:
     """Return the operands whose sum is a plane of the weight."""
     return [codes] if plan.decoder is None else plan.decoder(codes, plane, scale)
 
 
-def _split(plan: Plan, x) -> list:
+def _split(plan: TritonPlan, x) -> list:
     """Return the operands whose sum is the activation, the largest first."""
     high = x.astype(plan.operand)
     if plan.parts[0] == 1:
@@ -250,7 +250,9 @@ def _split(plan: Plan, x) -> list:
     return [high, jnp.where(finite, rest, 0).astype(plan.operand)]
 
 
-def _multiply(plan: Plan, xs: list, ws: list, transposed: bool, total: Any = None):
+def _multiply(
+    plan: TritonPlan, xs: list, ws: list, transposed: bool, total: Any = None
+):
     """Add the product of two sums to `total`, without the product of the smallest
     operands. The result is transposed if `transposed`."""
     for i, w in enumerate(ws):
@@ -264,7 +266,7 @@ def _multiply(plan: Plan, xs: list, ws: list, transposed: bool, total: Any = Non
     return total
 
 
-def _store(plan: Plan, program: _Program, value, row, column) -> None:
+def _store(plan: TritonPlan, program: _Program, value, row, column) -> None:
     mask = (row < plan.m) & (column < plan.out_size)
     index = program.part * plan.batch + program.index
     out = program.out.at[index, row, column]

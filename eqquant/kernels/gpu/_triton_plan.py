@@ -49,7 +49,7 @@ def subtile_bytes(format: Format, most: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class TritonPlan:
     """The static choices for one product.
 
     - `decoder`: decodes codes, or is None if operands are integers.

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int8, Shaped
 from ...formats import Format
 from ._arrange import is_simple
 from ._chips import Chip, Kind
-from ._decode_plan import blocks_in_register, make_plan, Plan
+from ._decode_plan import blocks_in_register, DecodePlan, make_plan
 from ._loop import loop, part_of
 from ._spread import interleave, spread, transpose_codes
 from ._three_bits import read, stored_bytes
@@ -82,7 +82,7 @@ def contract_columns(
     return out[:, :m]
 
 
-def _kernel(plan: Plan, x, codes, scales, out, spread_x, x_scale, *scratch):
+def _kernel(plan: DecodePlan, x, codes, scales, out, spread_x, x_scale, *scratch):
     decode = plan.decode
     tables, transposed_scales = scratch[: decode.num_tables], scales.at[0]
     x_sum = scratch[decode.num_tables] if decode.offset else None
@@ -123,7 +123,9 @@ def _kernel(plan: Plan, x, codes, scales, out, spread_x, x_scale, *scratch):
     out[0] = (total * (x_scale[:, :1] * decode.scale)).astype(out.dtype)
 
 
-def _add_chunks(plan: Plan, x, codes, scales, tables: list, i, sums: list) -> list:
+def _add_chunks(
+    plan: DecodePlan, x, codes, scales, tables: list, i, sums: list
+) -> list:
     """Add the products of the chunks of iteration `i` to `sums`."""
     stored = stored_bytes(plan.chunks * plan.chunk, plan.format)
     codes = part_of(codes.at[0], 1, i, stored)
@@ -146,7 +148,7 @@ def _add_chunks(plan: Plan, x, codes, scales, tables: list, i, sums: list) -> li
     return sums
 
 
-def _multiply_chunk(plan: Plan, x, codes, tables: list, j: int) -> list:
+def _multiply_chunk(plan: DecodePlan, x, codes, tables: list, j: int) -> list:
     """Return the products of chunk `j` with each digit of the weight."""
     transposed, joins_planes = plan.operands.transposed, len(plan.decode.planes) > 1
     part = read(codes, j * plan.chunk, plan.chunk, plan.format)
@@ -169,7 +171,7 @@ def _multiply_chunk(plan: Plan, x, codes, tables: list, j: int) -> list:
     return products
 
 
-def _rows_of_copy(plan: Plan, product, copy: int) -> Float[Array, "m rows"]:
+def _rows_of_copy(plan: DecodePlan, product, copy: int) -> Float[Array, "m rows"]:
     """Return the rows of a product that belong to a copy of the activation, after
     adding the digits of the activation."""
     digits, m = plan.operands.digits, plan.m
@@ -182,7 +184,7 @@ def _rows_of_copy(plan: Plan, product, copy: int) -> Float[Array, "m rows"]:
     return total
 
 
-def _unblocked_total(plan: Plan, sums: list, x_sum) -> Float[Array, "m rows"]:
+def _unblocked_total(plan: DecodePlan, sums: list, x_sum) -> Float[Array, "m rows"]:
     """Return the unscaled result for a weight with one scale per row."""
     total = plan.decode.combine([_rows_of_copy(plan, p, 0) for p in sums])
     if plan.operands.transposed == 2:

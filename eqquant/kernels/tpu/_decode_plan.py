@@ -27,7 +27,7 @@ def blocks_in_register(format: Format) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class DecodePlan:
     """The static choices for one product.
 
     - `m`, `columns`: the shape of the padded activation.
@@ -158,7 +158,7 @@ def make_plan(
     exact_table: bool,
     chip: Chip,
     interpret: bool,
-) -> Plan:
+) -> DecodePlan:
     """Return the plan for a padded activation with `m` rows before padding."""
     _, rows, packed = codes.shape
     blocks = scales.shape[-1]
@@ -194,7 +194,7 @@ def make_plan(
     # XLA stores scales transposed, which wastes less memory, unless they fill whole
     # registers. Transposing those outside of the kernel would take another pass.
     scales_by_row = blocks % lanes == 0
-    return Plan(
+    return DecodePlan(
         format,
         decode,
         operands,

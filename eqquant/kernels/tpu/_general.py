@@ -23,7 +23,7 @@ from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._chips import Chip
 from ._loop import loop, part_of
 from ._three_bits import read, stored_bytes, used_bytes
-from ._tile_sizes import budget_of, choose_tiles, Tiles
+from ._tile_sizes import budget_of, choose_tiles, TileSizes
 from ._tiles import (
     bits_of,
     chunk_bytes,
@@ -117,7 +117,7 @@ class _Operand:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Plan:
+class _GeneralPlan:
     """The static choices for one product. Pairs have an entry per axis of the weight.
 
     - `contracted`: the contracted axis of the weight.
@@ -129,7 +129,7 @@ class _Plan:
 
     format: Format
     contracted: int
-    tiles: Tiles
+    tiles: TileSizes
     sizes: tuple[int, int]
     counts: tuple[int, int]
     scales: tuple[int, int]
@@ -165,7 +165,7 @@ def _plan(
     operand,
     exact_table: bool,
     chip: Chip,
-) -> _Plan:
+) -> _GeneralPlan:
     *_, rows, packed = codes_shape
     packed, planes = used_bytes(packed, format), planes_of(format)
     tiles = choose_tiles(
@@ -189,7 +189,7 @@ def _plan(
     arranges = arranges and counts[contracted] == chip.cores == 1
     used = tiles.m * (3 * sizes[1] + 2 * sizes[0]) * jnp.dtype(operand).itemsize
     used += 4 * tiles.m * sizes[0] + 3 * math.prod(sizes)
-    return _Plan(
+    return _GeneralPlan(
         format,
         contracted,
         tiles,
@@ -203,7 +203,7 @@ def _plan(
     )
 
 
-def _kernel(plan: _Plan, x, codes, scales, *rest):
+def _kernel(plan: _GeneralPlan, x, codes, scales, *rest):
     *x_scales, out, total = rest[: len(rest) - plan.arranges]
     step = pl.program_id(3)
     x = x.at[0]
@@ -234,7 +234,7 @@ def _kernel(plan: _Plan, x, codes, scales, *rest):
         out[0] = result.astype(out.dtype)
 
 
-def _accumulate(plan: _Plan, x, codes, scales, total, step):
+def _accumulate(plan: _GeneralPlan, x, codes, scales, total, step):
     """Add the product with one tile of the weight to `total`."""
     weight, planes, format = plan.weight, plan.planes, plan.format
     tile = plan.tiles.bytes

@@ -12,7 +12,7 @@ from ._tiles import bits_of, lanes, planes_of, tile_multiple
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
+class TileSizes:
     """Tile sizes: `m` rows of the activation and of the result, `rows` rows of the
     weight, and `bytes` bytes per row."""
 
@@ -30,7 +30,7 @@ def choose_tiles(
     contracted: int,
     operand,
     chip: Chip,
-) -> Tiles:
+) -> TileSizes:
     """Choose tiles as long along the contracted axis as vector memory allows."""
     requested = chip.options
     size = max(jnp.dtype(operand).itemsize, 2)
@@ -55,7 +55,7 @@ def choose_tiles(
         tile = _tile_bytes(packed, format, columns)
         bk = tile * planes_of(format)
         in_and_out = 2 * bm * (bn + bk) * size + 4 * bm * (bn, bk)[1 - contracted]
-        tiles = Tiles(bm, bn, tile)
+        tiles = TileSizes(bm, bn, tile)
         if in_and_out + bn * bk * (size + 1) <= budget:
             break
     assert tiles is not None
