@@ -176,7 +176,6 @@ def test_public_functions_check_their_arguments(path):
 LONG_GUIDES = {
     "calibration.md",
     "sharding.md",
-    "training.md",
 }
 
 
