@@ -174,7 +174,6 @@ def test_public_functions_check_their_arguments(path):
 
 # Guides that are longer than the limit, until they are split.
 LONG_GUIDES = {
-    "calibration.md",
     "sharding.md",
 }
 
