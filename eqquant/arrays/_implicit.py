@@ -127,7 +127,7 @@ class ImplicitArray(eqx.Module):
     def move(self, operation: Operation) -> Any:
         """Apply a structural operation to every part."""
         groups = self.groups
-        roles = {name: (role, groups[name]) for name, role in self.roles.items()}
+        roles: Any = {name: (role, groups[name]) for name, role in self.roles.items()}
         moved = operation.regroup(roles)
         if moved is NotImplemented:
             return NotImplemented

@@ -63,7 +63,8 @@ class StraightThroughArray(ArrayOperators):
         return {"q": tuple(range(ndim)), "master": tuple(range(ndim))}
 
     def with_dtype(self, dtype) -> "StraightThroughArray":
-        return StraightThroughArray(self.master.astype(dtype), self.q.with_dtype(dtype))
+        q: Any = self.q.with_dtype(dtype)
+        return StraightThroughArray(self.master.astype(dtype), q)
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn) -> Any:
         q = self.q.scale_parts(lax.stop_gradient(factor), fn)

@@ -202,7 +202,7 @@ def _stack(names: np.ndarray, make: Callable[[str], Any]) -> Any:
     stacks: list[np.ndarray] = []
     expected: Any = None
     for index in np.ndindex(names.shape):
-        parts, treedef = jax.tree.flatten(make(names[index]))
+        parts, treedef = jax.tree.flatten(make(str(names[index])))
         parts = [np.asarray(part)[(0,) * names.ndim] for part in parts]
         kinds = treedef, [(part.shape, part.dtype) for part in parts]
         if not stacks:

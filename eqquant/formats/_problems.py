@@ -85,6 +85,8 @@ def _problems_of_kinds(
     if exact or any(isinstance(part, ShortScales) for part in given.values()):
         parts = jax.eval_shape(lambda: format.no_scales((), 1))
         expected = scales_and_offsets(parts, format)
+    part: Any
+    kind: Any
     for (name, part), kind in zip(given.items(), expected, strict=True):
         is_short = isinstance(part, ShortScales)
         if part is None or (exact and kind is None):

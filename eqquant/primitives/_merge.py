@@ -92,19 +92,19 @@ def merge(
     - `parts`: the parts that decide the order of values in a merged axis. By default
         the parts that `x` has. If a merged axis is split otherwise, gather it first.
     """
-    own = parts_by_type(x)
-    names, own = list(own.names), list(own.counts)
-    parts = list(own if parts is None else parts.counts)
+    by_type = parts_by_type(x)
+    names, own = list(by_type.names), list(by_type.counts)
+    order = list(own if parts is None else parts.counts)
     runs = _runs(counts)
     for axis in range(x.ndim):
         if [axis] in runs:
-            parts[axis] = own[axis]
-        elif parts[axis] % own[axis]:
+            order[axis] = own[axis]
+        elif order[axis] % own[axis]:
             names[axis] = ()
     shape = [math.prod(x.shape[i] for i in run) for run in runs]
     merged = [sum((names[i] for i in run), ()) for run in runs]
-    if not _in_order(runs, x.shape, parts):
-        axes = zip(x.shape, parts, strict=True)
+    if not _in_order(runs, x.shape, order):
+        axes = zip(x.shape, order, strict=True)
         shape_of_parts = [n for size, k in axes for n in (k, size // k)]
         x = _reshape(x, shape_of_parts, [e for entry in names for e in (entry, ())])
         x = jnp.transpose(x, _parts_first(runs))

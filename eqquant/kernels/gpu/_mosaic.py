@@ -4,6 +4,7 @@
 """
 
 import functools as ft
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +52,7 @@ def dot(
     if interpret:
         x, codes, scales = _pad(plan, x, codes, scales)
         out_shape = plan.padded_m, plan.padded_rows
-    kernel = ft.partial(_mosaic_kernel.kernel, plan)
+    kernel: Any = ft.partial(_mosaic_kernel.kernel, plan)
     kernel.__name__ = kernel.__qualname__ = f"{format.name}_columns"
     out = mosaic_gpu_kernel(
         kernel,
