@@ -1,10 +1,13 @@
 """Helpers for several test files."""
 
 import functools as ft
+import importlib
 import importlib.util
 import itertools
 import math
+import pathlib
 import re
+import sys
 
 import eqquant
 import equinox as eqx
@@ -151,6 +154,16 @@ def exported(fn, *args):
 
     written = export.export(jax.jit(run))(leaves).serialize()
     return export.deserialize(written).call(leaves)
+
+
+def load_benchmark(name):
+    """Import a module of `benchmarks/static/` by its name."""
+    folder = str(pathlib.Path(__file__).parent.parent / "benchmarks" / "static")
+    sys.path.insert(0, folder)
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(folder)
 
 
 needs_compiler = pytest.mark.skipif(

@@ -1,26 +1,23 @@
 """Test the simulated schedule of Ampere kernels against loops counted by hand."""
 
-import importlib
-import pathlib
 from types import SimpleNamespace
 
 import pytest
 from eqquant._jax import gpus
-from eqquant.debug import GPUInstruction
+from helpers import load_benchmark
 
 
-STATIC = pathlib.Path(__file__).parent.parent / "benchmarks" / "static"
+Instruction = load_benchmark("_gpu_sass").Instruction
 A100 = gpus["a100"]
 
 
 @pytest.fixture
-def schedule(monkeypatch):
-    monkeypatch.syspath_prepend(STATIC)
-    return importlib.import_module("_gpu_schedule")
+def schedule():
+    return load_benchmark("_gpu_schedule")
 
 
 def instruction(name, operands="", stall=1, writes=None, waits=(), reads=None):
-    return GPUInstruction(name, operands, stall, False, writes, reads, waits)
+    return Instruction(name, operands, stall, False, writes, reads, waits)
 
 
 MULTIPLY = instruction("HMMA.16816.F32.BF16")
@@ -110,9 +107,9 @@ def test_seconds_extrapolates_rounds(schedule, monkeypatch):
         instruction("STG", waits=(1,)),
         instruction("EXIT"),
     ]
-    kernel = SimpleNamespace(
-        listed=listed, places_of_loops=[(1, 4)], registers=200, shared=0
-    )
+    monkeypatch.setattr(schedule, "instructions_in", lambda kernel: listed)
+    monkeypatch.setattr(schedule, "loop_ranges", lambda kernel: [(1, 4)])
+    kernel = SimpleNamespace(registers=200, shared=0)
     assert schedule.resident(kernel, 4, 0, A100) == 2
     assert schedule.resident(kernel, 4, 100_000, A100) == 1
     run = lambda tiles: schedule.seconds(kernel, 4, 0, 20, tiles, A100)

@@ -22,9 +22,10 @@ import math
 import re
 from typing import NamedTuple
 
+from _gpu_sass import Instruction, instructions_in, loop_ranges
 from _gpu_times import rates
 from eqquant._jax import GPU
-from eqquant.debug import GPUInstruction, GPUKernel
+from eqquant.debug import GPUKernel
 
 
 # Cycles until a scoreboard is released, by the instruction that produces the result.
@@ -81,7 +82,7 @@ def _bytes_of(name: str) -> int:
 
 
 class _Step(NamedTuple):
-    """A [`GPUInstruction`][] with its unit and latencies."""
+    """An `Instruction` with its unit and latencies."""
 
     kind: str
     use: Use
@@ -94,7 +95,7 @@ class _Step(NamedTuple):
     pending: int  # The copies that `DEPBAR` permits to be unfinished.
 
 
-def _step(x: GPUInstruction, chip: GPU) -> _Step:
+def _step(x: Instruction, chip: GPU) -> _Step:
     kind = x.name.split(".")[0]
     latency = _latencies.get(kind, _default_latency)
     pending = re.search(r"SB0, 0x([0-9a-f]+)", x.operands)
@@ -140,7 +141,7 @@ class _Warp:
 
 
 def cycles(
-    program: list[GPUInstruction], warps: int, count: int, at_once: int, chip: GPU
+    program: list[Instruction], warps: int, count: int, at_once: int, chip: GPU
 ) -> float:
     """Return the cycles in which one core runs `count` programs of `warps` warps.
 
@@ -242,8 +243,8 @@ def seconds(
     Each of `tiles` tiles is one program. A launch allocates `dynamic` bytes of shared
     memory. The cores with the most programs determine the time.
     """
-    listed = kernel.listed
-    start, stop = max(kernel.places_of_loops, key=lambda x: x[1] - x[0])
+    listed = instructions_in(kernel)
+    start, stop = max(loop_ranges(kernel), key=lambda x: x[1] - x[0])
     end = next(i for i, x in enumerate(listed) if x.name == "EXIT" and i >= stop)
     program = [*listed[:start], *listed[start:stop] * steps, *listed[stop:end]]
     at_once = resident(kernel, warps, dynamic, chip)

@@ -10,6 +10,7 @@ import math
 import re
 from typing import NamedTuple
 
+from _gpu_sass import instructions_in, loop_ranges, loops_in, names_in
 from eqquant._jax import GPU
 from eqquant.debug import GPUKernel
 
@@ -44,7 +45,7 @@ class Units(NamedTuple):
 
 def units_of(kernel: GPUKernel, weights: float) -> Units:
     """Count the instructions of a loop in which a thread decodes `weights` weights."""
-    return _units(max(kernel.loops, key=len, default=kernel.instructions), weights)
+    return _units(max(loops_in(kernel), key=len, default=names_in(kernel)), weights)
 
 
 def _units(names: list[str], weights: float) -> Units:
@@ -84,8 +85,8 @@ def pipelined(
 
     A step also loads 128 bytes for each row of the activation.
     """
-    listed = list(zip(kernel.instructions, kernel.stalls, strict=True))
-    loops = [listed[start:stop] for start, stop in kernel.places_of_loops]
+    listed = [(x.name, x.stall) for x in instructions_in(kernel)]
+    loops = [listed[start:stop] for start, stop in loop_ranges(kernel)]
     loops = sorted((loop for loop in loops if _multiplies(loop)), key=len)
     step, tile = ([x for x in loop if x[0] != "NOP"] for loop in loops[:2])
     at = next(i for i, (name, _) in enumerate(step) if "WARPGROUP.DEPBAR" in name)

@@ -49,6 +49,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
+from _gpu_sass import loops_in
 from _gpu_schedule import can_schedule, seconds
 from _gpu_times import dense, kernel_time, pipelined_time, scheduled_time, xla_time
 from _gpu_units import bound, in_flight, launched, pipelined, units_of
@@ -182,7 +183,7 @@ def limits(
             cells = [*(f"{x:.1f}" for x in numbers), "", "", ""]
             return [*cells, str(kernel.spilled)]
         launch, waits, count = launched(program, kernel.name), "", None
-        if launch and not kernel.loops:  # A kernel of XLA.
+        if launch and not loops_in(kernel):  # A kernel of XLA.
             count = weights / (launch[0] * launch[1])
         if is_ours(kernel):
             assert launch is not None

@@ -25,10 +25,10 @@ from collections import Counter
 import _paths  # noqa: F401
 import ahead
 import jax
+from _decoded_on_devices import decoded_on_devices
 from _programs import Program
 from _tables import add_output_options, output, print_table
 from ahead import GIB
-from eqquant.debug._inspect import decoded_on_devices
 from layout import Layout
 
 

@@ -9,7 +9,6 @@ from ._compile import (
     compile_for_tpu as compile_for_tpu,
 )
 from ._gpu_program import (
-    GPUInstruction as GPUInstruction,
     GPUKernel as GPUKernel,
     GPUProgram as GPUProgram,
 )
@@ -26,7 +25,6 @@ __all__ = [
     "compile_for_gpu",
     "compile_for_tpu",
     "explain",
-    "GPUInstruction",
     "GPUKernel",
     "GPUProgram",
 ]

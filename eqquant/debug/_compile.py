@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from .._jax import gpu_device, gpus, has_gpu_compiler, typed
-from ._gpu_program import GPUProgram, kernels_in, once
+from ._gpu_program import GPUProgram, kernels_in, without_repetition
 
 
 _topologies = {
@@ -140,22 +140,23 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
                 fn, args, "cuda", [gpu_device(chip)], {"xla_dump_to": folder}
             )
         files = sorted(pathlib.Path(folder).iterdir())
-        thunks = [f.read_text() for f in files if "thunk_sequence" in f.name]
-        ptx = [f for f in files if f.suffix == ".ptx"]
-        mosaic = [f.read_text() for f in ptx if _of_mosaic in f.read_text()]
-        ptx = [f.read_text() for f in ptx if _of_mosaic not in f.read_text()]
-        ptx += _all_of_mosaic(compiled.as_text() or "", mosaic)
+        launches = [f.read_text() for f in files if "thunk_sequence" in f.name]
+        modules = [f.read_text() for f in files if f.suffix == ".ptx"]
+    mosaic = [text for text in modules if _mosaic_entry in text]
+    ptx = [text for text in modules if _mosaic_entry not in text]
+    ptx += _mosaic_kernels_in(compiled.as_text() or "", mosaic)
     return GPUProgram(
         compiled,
         chip=chip,
-        launches=once("".join(thunks)),
+        launches=without_repetition("".join(launches)),
         kernels=kernels_in(ptx, gpus[chip].architecture),
     )
 
 
 @contextlib.contextmanager
 def _in_environment(name: str, value: str):
-    """Set an environment variable, because Mosaic ignores XLA's dump options."""
+    """Set an environment variable. Mosaic reads its dump folder from one, and ignores
+    the compiler options of XLA."""
     before = os.environ.get(name)
     os.environ[name] = value
     try:
@@ -166,32 +167,37 @@ def _in_environment(name: str, value: str):
             os.environ[name] = before
 
 
-_of_mosaic = "_mosaic_gpu_kernel("
-_compiled_by_mosaic: dict[str, str] = {}
+_mosaic_entry = "_mosaic_gpu_kernel("
+_ptx_of_mosaic_kernel: dict[str, str] = {}
 
 
-def _all_of_mosaic(program: str, new: list[str]) -> list[str]:
-    """Return the PTX of the Mosaic kernels in a program.
+def _mosaic_kernels_in(program: str, new: list[str]) -> list[str]:
+    """Return the PTX of each Mosaic kernel in a program.
 
-    Mosaic compiles each kernel once per process, and writes its PTX then. Programs
-    refer to kernels by a hash.
+    Mosaic compiles a kernel, and writes its PTX, once per process. The program refers
+    to a kernel by its hash.
+
+    **Arguments:**
+
+    - `program`: the optimised HLO.
+    - `new`: the PTX that Mosaic wrote while it compiled this program.
 
     **Raises:**
 
-    `RuntimeError` if the number of new files differs from the number of new kernels.
+    `RuntimeError` if the number of unknown hashes is not the length of `new`.
     """
-    names = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
-    names = list(dict.fromkeys(names))
-    unknown = [name for name in names if name not in _compiled_by_mosaic]
+    hashes = re.findall(r'kernel_hash = "((?:[^"\\]|\\.)*)"', program)
+    hashes = list(dict.fromkeys(hashes))
+    unknown = [key for key in hashes if key not in _ptx_of_mosaic_kernel]
     if len(unknown) != len(new):
         raise RuntimeError(
-            f"compile_for_gpu: the program has {len(unknown)} kernels of Mosaic that "
-            f"are not known yet, and Mosaic wrote {len(new)}. It writes a kernel once "
-            "in a process: compile this one in a process that did not run or compile "
-            "it before."
+            f"compile_for_gpu: the program contains {len(unknown)} new Mosaic kernels, "
+            f"but Mosaic wrote the PTX of {len(new)}. It writes each kernel once per "
+            "process. Call compile_for_gpu in a process that did not run or compile "
+            "this kernel before."
         )
-    _compiled_by_mosaic.update(zip(unknown, new, strict=True))
-    return [_compiled_by_mosaic[name] for name in names]
+    _ptx_of_mosaic_kernel.update(zip(unknown, new, strict=True))
+    return [_ptx_of_mosaic_kernel[key] for key in hashes]
 
 
 def _compile(

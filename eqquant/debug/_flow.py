@@ -1,8 +1,8 @@
-"""Data flow of weights through a program.
+"""Track the elements of quantized weights through a program.
 
-A `Flow` bounds, for one array, the number of elements of each weight that its values
-depend on. The effect of an operation depends on its kind only, so that the same rules
-serve equations of a jaxpr and XLA instructions.
+A `Flow` counts, for each weight, the elements that an array may depend on. The rules
+depend only on the kind of an operation. The equations of a jaxpr and the instructions
+of XLA share them.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,36 +11,45 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True, eq=False)  # Compared by identity.
-class Weight:
-    """A quantized array whose codes are followed."""
+class TrackedWeight:
+    """A quantized array whose codes are tracked.
 
-    size: int  # Elements of the array.
-    decoded: int  # Elements of its codes, including padding.
-    per_code: int  # Elements per item of the codes.
-    matrices: frozenset[int]  # Sizes of the array, and of one matrix of its stack.
+    - `size`: the number of elements of the array.
+    - `decoded`: the number of elements of the array with its padding.
+    - `per_code`: the number of elements per item of the codes.
+    - `matrices`: the sizes of the array and of one matrix of a stack, with and without
+        padding.
+    """
+
+    size: int
+    decoded: int
+    per_code: int
+    matrices: frozenset[int]
 
 
 @dataclass(frozen=True)
 class Flow:
-    """The dependencies of the values of an array.
+    """The inputs that an array depends on.
 
-    - `elements`: the number of elements of each weight.
-    - `data`: whether the values also depend on other arrays.
+    - `elements`: an upper bound on the number of elements of each weight.
+    - `data`: whether the array also depends on inputs that are not quantized arrays.
     """
 
-    elements: Mapping[Weight, int] = field(default_factory=dict)
+    elements: Mapping[TrackedWeight, int] = field(default_factory=dict)
     data: bool = False
 
 
 class Operand(NamedTuple):
+    """An operand of an operation. Activations have a floating dtype, or 8 bits."""
+
     flow: Flow
     size: int
-    can_be_activation: bool  # Whether the dtype is floating point or 8-bit.
+    can_be_activation: bool
 
 
 def is_whole(flow: Flow, size: int) -> bool:
-    """Return whether a floating-point array of this size is a decoded weight, one
-    matrix of a stack, or several weights together."""
+    """Return whether a floating-point array of `size` elements is a decoded weight, one
+    matrix of a stack, or the concatenation of several weights."""
     if any(size in w.matrices and n >= size > 1 for w, n in flow.elements.items()):
         return True
     complete = all(n >= w.size for w, n in flow.elements.items())
@@ -49,8 +58,8 @@ def is_whole(flow: Flow, size: int) -> bool:
 
 
 def join(flows: Iterable[Flow]) -> Flow:
-    """Return the flow of an array that depends on any of several arrays."""
-    elements: dict[Weight, int] = {}
+    """Return the flow of an array that may depend on each of several arrays."""
+    elements: dict[TrackedWeight, int] = {}
     data = False
     for flow in flows:
         data |= flow.data
@@ -60,18 +69,18 @@ def join(flows: Iterable[Flow]) -> Flow:
 
 
 def at_most(flow: Flow, size: int) -> Flow:
-    """Bound a flow by the number of elements in an array of `size` items."""
-    most = lambda w: min(w.decoded, size * w.per_code)
-    return Flow({w: min(n, most(w)) for w, n in flow.elements.items()}, flow.data)
+    """Limit a flow to the number of elements that an array of `size` items can hold."""
+    limit = lambda w: min(w.decoded, size * w.per_code)
+    return Flow({w: min(n, limit(w)) for w, n in flow.elements.items()}, flow.data)
 
 
 def times(flow: Flow, count: int) -> Flow:
-    """Return the flow of `count` such arrays in sequence."""
+    """Return the flow of `count` stacked arrays."""
     elements = {w: min(n * count, w.decoded) for w, n in flow.elements.items()}
     return Flow(elements, flow.data)
 
 
-def _nothing(flow: Flow) -> Flow:
+def _without_weights(flow: Flow) -> Flow:
     return Flow(data=flow.data)
 
 
@@ -81,20 +90,19 @@ def _nothing(flow: Flow) -> Flow:
 
 
 def _product(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Return the flow of a product, which is an activation."""
-    return _nothing(join(x.flow for x in operands))
+    """The result is an activation."""
+    return _without_weights(join(x.flow for x in operands))
 
 
 def _reduction(operands: Sequence[Operand], size: int, window: int) -> Flow:
     flow = join(x.flow for x in operands)
-    return _nothing(flow) if size < operands[0].size else flow
+    return _without_weights(flow) if size < operands[0].size else flow
 
 
 def _lookup(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Return the flow of a lookup.
+    """Rows that are selected by data are an activation, whatever their number.
 
-    Rows at indices from the data are an activation. All rows in order, or a whole
-    matrix of a stack, are the weight.
+    All rows in order, or a whole matrix of a stack, are a weight.
     """
     source, *indices = operands
     flow = join(x.flow for x in operands)
@@ -109,15 +117,11 @@ def _lookup(operands: Sequence[Operand], size: int, window: int) -> Flow:
 
 
 def _kernel(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Return the flow of a kernel, whose inside is not inspected.
-
-    A kernel with codes and an activation is a product; a kernel with codes only
-    decodes.
-    """
+    """A kernel with an activation as an operand multiplies. Other kernels decode."""
     flow = join(x.flow for x in operands)
     for x in operands:
         if x.can_be_activation and x.flow.data and not x.flow.elements:
-            return _nothing(flow)
+            return _without_weights(flow)
     return flow
 
 
@@ -129,7 +133,7 @@ def _concatenation(operands: Sequence[Operand], size: int, window: int) -> Flow:
 
 
 def _placement(operands: Sequence[Operand], size: int, window: int) -> Flow:
-    """Return the flow of a larger array after a part is written into it."""
+    """The operand is a part of a larger array. Later operations may fill the rest."""
     flow = join(x.flow for x in operands)
     return Flow({w: w.decoded for w in flow.elements}, flow.data)
 
@@ -138,7 +142,7 @@ def _other(operands: Sequence[Operand], size: int, window: int) -> Flow:
     return join(x.flow for x in operands)
 
 
-_kinds: dict[Callable, str] = {
+_operations: dict[Callable, str] = {
     _product: "dot dot_general ragged_dot ragged_dot_general conv_general_dilated "
     "convolution scaled_dot scaled_matmul quantized_dot rows_dot eqquant_dot",
     _reduction: "reduce reduce_sum reduce_max reduce_min reduce_prod reduce_and "
@@ -149,7 +153,7 @@ _kinds: dict[Callable, str] = {
     _placement: "pad dynamic_update_slice scatter scatter_add scatter_sub scatter_mul "
     "scatter_min scatter_max all_gather all_to_all",
 }
-_kind_of = {name: kind for kind, names in _kinds.items() for name in names.split()}
+_rules = {name: rule for rule, names in _operations.items() for name in names.split()}
 
 
 def after(name: str, operands: Sequence[Operand], size: int, window: int = 0) -> Flow:
@@ -157,25 +161,25 @@ def after(name: str, operands: Sequence[Operand], size: int, window: int = 0) ->
 
     **Arguments:**
 
-    - `name`: the name of the primitive, or of XLA's operation.
-    - `operands`: the flows of the operands.
+    - `name`: the name of the primitive or of the XLA operation.
+    - `operands`: its operands.
     - `size`: the number of elements of the result.
-    - `window`: for a lookup, the number of elements per index.
+    - `window`: the number of elements that a lookup reads per index.
     """
-    kind = _kind_of.get(name.replace("-", "_"), _other)
-    return at_most(kind(operands, size, window), size)
+    rule = _rules.get(name.replace("-", "_"), _other)
+    return at_most(rule(operands, size, window), size)
 
 
 def is_known(name: str) -> bool:
-    return name in _kind_of
+    return name in _rules
 
 
 def is_kernel(name: str) -> bool:
-    return _kind_of.get(name) is _kernel
+    return _rules.get(name) is _kernel
 
 
 def settle(step: Callable[[list[Flow]], list[Flow]], carry: list[Flow]) -> list[Flow]:
-    """Return the flow of a loop carry after any number of steps."""
+    """Return the flows of a loop's carry after any number of steps."""
     while True:
         out = [join(pair) for pair in zip(carry, step(carry), strict=True)]
         if out == carry:
@@ -184,7 +188,7 @@ def settle(step: Callable[[list[Flow]], list[Flow]], carry: list[Flow]) -> list[
 
 
 def _widen(before: Flow, flow: Flow) -> Flow:
-    """Return an upper bound for a flow that grows in each step."""
+    """Replace a count that increases by its upper bound, so that the loop ends."""
     elements = {
         w: n if before.elements.get(w, n) == n else w.decoded
         for w, n in flow.elements.items()

@@ -1,6 +1,6 @@
-"""A search for decoded weights in a compiled program.
+"""Find weights that a compiled program decodes.
 
-XLA can decode weights in ways that no jaxpr shows.
+XLA may decode a weight even if the jaxpr does not.
 """
 
 import math
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from ._flow import after, Flow, is_known, is_whole, join, Operand, settle
 
 
-# The value of an instruction: a flow, or a list of values for a tuple.
+# The flow of an array, or a list of values for a tuple.
 _Value = Any
 
 
@@ -20,18 +20,18 @@ class _Instruction(NamedTuple):
     name: str
     shape: str
     operation: str
-    operands: str  # Text within the parentheses.
-    attributes: str  # Text after the parentheses.
+    operands: str  # The text within the parentheses.
+    attributes: str  # The text after the parentheses.
 
 
 def decoded_in_hlo(text: str, flows: Sequence[Flow]) -> list[str]:
-    """Return the instruction and shape of every array in memory that is a whole weight.
+    """Return the instruction and shape of each array in memory that is a whole weight.
 
-    Values inside of a fusion are not in memory, and do not count.
+    Values inside a fusion do not count, because they are never in memory.
 
     **Arguments:**
 
-    - `text`: the text of a compiled program.
+    - `text`: the optimised HLO.
     - `flows`: the flows of its parameters.
     """
     program = _Program(text)
@@ -42,10 +42,10 @@ def decoded_in_hlo(text: str, flows: Sequence[Flow]) -> list[str]:
 class _Program:
     def __init__(self, text: str):
         self.computations, self.entry = _parse(text)
-        self.found: dict[str, None] = {}  # Results in order.
+        self.found: dict[str, None] = {}  # An ordered set.
 
     def run(self, name: str, args: Sequence[_Value], in_memory: bool) -> _Value:
-        """Return the value of the result of a computation."""
+        """Return the value of the root of a computation."""
         known: dict[str, tuple[_Value, str]] = {}
         root = Flow()
         for instruction in self.computations[name]:
@@ -84,12 +84,14 @@ class _Program:
             return self.run(called("to_apply")[0], values, in_memory)
         if operation == "custom-call" and called("called_computations"):
             return self.run(called("called_computations")[0], values, in_memory)
-        # Computations that receive additional operands later are not inspected.
-        if operation == "async-start" and self.takes(called("calls"), len(values)):
+        # An async-start may have fewer operands than its computation.
+        if operation == "async-start" and self.has_parameters(
+            called("calls"), len(values)
+        ):
             return [values, self.run(called("calls")[0], values, in_memory), Flow()]
         if operation == "async-done" and isinstance(values[0], list):
-            given, *results = values[0]
-            if isinstance(given, list):
+            operands_of_start, *results = values[0]
+            if isinstance(operands_of_start, list):
                 return results[0]
         if operation == "while":
             return self.loop(called("body")[0], values[0], in_memory)
@@ -100,7 +102,7 @@ class _Program:
             outs = [self.run(name, [value], in_memory) for name, value in pairs]
             columns = zip(*map(_flows_in, outs), strict=True)
             return _like(outs[0], iter([join(column) for column in columns]))
-        if operation == "constant":  # Constants of the program, except an iota.
+        if operation == "constant":  # An iota is not a constant.
             return Flow(data=_size(instruction.shape) > 1)
         inputs = [
             Operand(join(_flows_in(value)), _size(shape), _can_be_activation(shape))
@@ -116,10 +118,10 @@ class _Program:
         ]
         return outs if instruction.shape.startswith("(") else outs[0]
 
-    def takes(self, called: list[str], count: int) -> bool:
-        """Return whether a called computation has this number of parameters."""
-        kinds = [x.operation for name in called for x in self.computations[name]]
-        return bool(called) and kinds.count("parameter") == count
+    def has_parameters(self, names: list[str], count: int) -> bool:
+        """Return whether the named computations have `count` parameters in total."""
+        operations = [x.operation for name in names for x in self.computations[name]]
+        return bool(names) and operations.count("parameter") == count
 
     def loop(self, body: str, carry: _Value, in_memory: bool) -> _Value:
         def step(flows: list[Flow]) -> list[Flow]:
@@ -133,7 +135,7 @@ class _Program:
         arrays = list(_arrays_in(instruction.shape))
         flows = _flows_in(value)
         if len(flows) != len(arrays):
-            return  # A token, or nested tuples.
+            return  # A token or nested tuples.
         for flow, (dtype, dims) in zip(flows, arrays, strict=True):
             if _floating.fullmatch(dtype) and is_whole(flow, math.prod(dims)):
                 shape = f"{dtype}[{','.join(map(str, dims))}]"
@@ -152,7 +154,7 @@ def _flows_in(value: _Value) -> list[Flow]:
 
 
 def _like(value: _Value, flows: Iterator[Flow]) -> _Value:
-    """Return `flows` in the tuple structure of `value`."""
+    """Arrange `flows` in the tuples of `value`."""
     if isinstance(value, Flow):
         return next(flows)
     return [_like(element, flows) for element in value]
@@ -164,7 +166,7 @@ _activation = re.compile(r"bf16|f\d\w*|[su]8")
 
 
 def _arrays_in(shape: str) -> Iterator[tuple[str, list[int]]]:
-    """Return the dtype and the sizes of each array in a shape or a tuple of shapes."""
+    """Yield the dtype and the dimensions of each array of a shape."""
     for dtype, dims in _array.findall(shape):
         yield dtype, [int(n) for n in re.findall(r"\d+", dims)]
 
@@ -178,7 +180,7 @@ def _can_be_activation(shape: str) -> bool:
 
 
 #
-# The text
+# Parsing
 #
 
 _header = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
@@ -206,7 +208,7 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
         after_shape = _end(line, start.end())
         operation = _operation.match(line, after_shape)
         if not operation:
-            raise RuntimeError(f"XLA says what eqquant cannot read: {line.strip()}")
+            raise RuntimeError(f"Cannot parse this line of HLO: {line.strip()}")
         end = _closing(line, operation.end() - 1)
         instruction = _Instruction(
             is_root=bool(start[1]),
@@ -221,23 +223,23 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
 
 
 def _end(line: str, start: int) -> int:
-    """Return the end of the shape that starts at a position."""
+    """Return the index behind the shape that starts at `start`."""
     if line[start] == "(":
         return _closing(line, start) + 1
     return line.index(" ", start)
 
 
 def _closing(line: str, start: int) -> int:
-    """Return the position of the matching closing parenthesis."""
+    """Return the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for i in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[i], 0)
         if depth == 0:
             return i
-    raise RuntimeError(f"XLA says what eqquant cannot read: {line.strip()}")
+    raise RuntimeError(f"Cannot parse this line of HLO: {line.strip()}")
 
 
 def _attribute(attributes: str, key: str) -> str:
-    """Return the value of `key=value` or `key={values}`."""
+    """Return the value of `key=value` or `key={values}`, or an empty string."""
     found = re.search(rf", {key}=(\{{[^{{}}]*\}}|[^,\s]+)", attributes)
     return found[1] if found else ""

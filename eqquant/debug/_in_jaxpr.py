@@ -22,7 +22,7 @@ from ._flow import (
     Operand,
     settle,
     times,
-    Weight,
+    TrackedWeight,
 )
 
 
@@ -144,11 +144,14 @@ def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
     Each input may be any operand of the same type, or depend on all operands.
     """
     jaxpr, _ = open_jaxpr(jaxpr)
-    kind = lambda var: (getattr(var.aval, "shape", None), getattr(var.aval, "dtype", 0))
+    type_of = lambda var: (
+        getattr(var.aval, "shape", None),
+        getattr(var.aval, "dtype", 0),
+    )
     out = []
     for var in jaxpr.invars:
         pairs = zip(outer, flows, strict=True)
-        same = [flow for other, flow in pairs if kind(other) == kind(var)]
+        same = [flow for other, flow in pairs if type_of(other) == type_of(var)]
         out.append(at_most(join(same or flows), _size(var)))
     return out
 
@@ -158,7 +161,7 @@ def _decoded_in_product(x, codes, scales, *, platform: str, matmul, plan) -> lis
     del plan
     bits = matmul.format.bits
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
-    weight = Weight(size, size, planes_of(bits), frozenset({size, matrix}))
+    weight = TrackedWeight(size, size, planes_of(bits), frozenset({size, matrix}))
     dot = ft.partial(implementation_on(platform), matmul=matmul)
     jaxpr = jax.make_jaxpr(dot)(x, codes, scales)
     flows = [Flow(data=True), Flow({weight: size}), Flow()]

@@ -1,6 +1,5 @@
 """Checks and explanations of functions with quantized arrays."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +13,7 @@ from ..dispatch import substitute
 from ..formats import num_codes, planes_of
 from ..kernels import Compute
 from ..primitives import lowering_of, quantized_dot_p
-from ._flow import Flow, Weight
+from ._flow import Flow, TrackedWeight
 from ._in_hlo import decoded_in_hlo
 from ._in_jaxpr import decoded_in_jaxpr
 
@@ -49,9 +48,8 @@ def assert_not_materialised(fn: Callable, *args: Any, **kwargs: Any) -> None:
     **Arguments:**
 
     - `fn`: a function.
-    - `*args`, `**kwargs`: its arguments. Quantized arrays in them, and in the closure
-    of
-        `fn`, are followed.
+    - `*args`, `**kwargs`: its arguments. The check tracks the quantized arrays in them
+        and in the closure of `fn`.
 
     **Raises:**
 
@@ -141,54 +139,22 @@ def materialised(fn: Callable, *args: Any, **kwargs: Any) -> list[str]:
     return found + decoded_in_hlo(compiled.as_text() or "", flows)
 
 
-def decoded_on_devices(text: str, args: Any) -> list[str]:
-    """Return the locations where a device of several holds a weight in floating point.
-
-    This includes the device's own shard, and gathered parts.
-
-    **Arguments:**
-
-    - `text`: the text of a compiled program that keeps unused arguments.
-    - `args`: the arguments: arrays with shardings, abstract or not.
-    """
-    flows = {}
-
-    def follow(q):
-        if _has_codes(q):
-            weight = _weight_of(q)
-            part = q.codes.sharding.shard_shape(q.codes.shape)
-            own = num_codes(math.prod(part), q.format.bits)
-            # Parts that are not split are gathered, possibly one axis at a time.
-            matrix = own // math.prod(part[:-2])
-            sizes = {own, matrix}
-            for axis in (-1, -2):
-                sizes.add(matrix * q.codes.shape[axis] // part[axis])
-            weight = dataclasses.replace(weight, matrices=weight.matrices | sizes)
-            flows[id(q.codes)] = Flow({weight: own})
-
-    jax.tree.map(follow, args, is_leaf=_has_codes)
-    parts = jax.tree.leaves(args)
-    return decoded_in_hlo(
-        text, [flows.get(id(part), Flow(data=True)) for part in parts]
-    )
-
-
 def _flows_of_parts(q: ImplicitArray) -> dict[int, Flow]:
     """Return the flow of each part by its `id`. Only codes are followed."""
     flows: dict[int, Flow] = {}
-    for part in jax.tree.leaves(q, is_leaf=_has_codes):
-        if _has_codes(part):
+    for part in jax.tree.leaves(q, is_leaf=has_codes):
+        if has_codes(part):
             flows |= {id(leaf): Flow() for leaf in jax.tree.leaves(part)}
-            weight = _weight_of(part)
+            weight = weight_of(part)
             flows[id(part.codes)] = Flow({weight: weight.decoded})
     return flows
 
 
-def _has_codes(x: Any) -> bool:
+def has_codes(x: Any) -> bool:
     return isinstance(x, QuantizedArray) and x.is_whole
 
 
-def _weight_of(q: QuantizedArray) -> Weight:
+def weight_of(q: QuantizedArray) -> TrackedWeight:
     decoded = num_codes(math.prod(q.codes.shape), q.format.bits)
     per_code = planes_of(q.format.bits)
     matrices = {q.size, decoded}
@@ -197,7 +163,7 @@ def _weight_of(q: QuantizedArray) -> Weight:
     stacked = math.prod(q.codes.shape[:-2])
     if stacked:
         matrices |= {q.size // stacked, decoded // stacked}
-    return Weight(q.size, decoded, per_code, frozenset(matrices))
+    return TrackedWeight(q.size, decoded, per_code, frozenset(matrices))
 
 
 def _arrays(out: Any) -> list:

@@ -1,19 +1,20 @@
-"""Weights that a compiled program decodes: wherever it calls, waits or branches, and on
-many devices."""
+"""Tests that decoded weights are found in the control flow of compiled programs, and on
+several devices."""
 
 import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant.debug._flow import Flow, Weight
+from eqquant.debug._flow import Flow, TrackedWeight
 from eqquant.debug._in_hlo import decoded_in_hlo
-from eqquant.debug._inspect import decoded_on_devices
+from helpers import load_benchmark
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
+decoded_on_devices = load_benchmark("_decoded_on_devices").decoded_on_devices
 SIZE = 64 * 64
 
-# In %some an activation of the size of the weight is made of it, or the weight itself.
+# %some computes from the codes either a decoded weight, or an activation of its size.
 PROGRAM = """
 HloModule jit_f, is_scheduled=true
 
@@ -37,7 +38,7 @@ ENTRY %main (q: u8[64,32], i: s32[]) -> f32[64,64] {
 """
 START = "%start = ((u8[64,32]{1,0}), f32[64,64]{1,0}, u32[]) async-start(%q), "
 DONE = "\n  %of = f32[64,64]{1,0} async-done(%start)"
-WAYS = {
+CALLS = {
     "call": "%of = f32[64,64]{1,0} call(%q), to_apply=%some",
     "custom call": "%of = f32[64,64]{1,0} custom-call(%q), "
     'custom_call_target="wrapped", called_computations={%some}',
@@ -51,54 +52,54 @@ WAYS = {
     "true or false": "%of = f32[64,64]{1,0} conditional(%i, %q, %q), "
     "true_computation=%some, false_computation=%none",
 }
-# All of the codes, and what is of the data alone.
-FLOWS = [Flow({Weight(SIZE, SIZE, 2, frozenset({SIZE})): SIZE}), Flow(data=True)]
+# The flows of the codes and of the index.
+FLOWS = [Flow({TrackedWeight(SIZE, SIZE, 2, frozenset({SIZE})): SIZE}), Flow(data=True)]
 
 
-def found(way, operation):
-    text = PROGRAM.replace("HERE", way).replace("OPERATION", operation)
+def found(call, operation):
+    text = PROGRAM.replace("HERE", call).replace("OPERATION", operation)
     return decoded_in_hlo(text, FLOWS)
 
 
-@pytest.mark.parametrize("name", WAYS)
-def test_what_is_called(name):
-    lines = found(WAYS[name], "convert")
+@pytest.mark.parametrize("name", CALLS)
+def test_called_computations(name):
+    lines = found(CALLS[name], "convert")
     assert lines[0] == "compiled: convert -> f32[64,64]"
-    # And what is made of it afterwards.
+    # The negated weight is a weight.
     assert lines[-1] == "compiled: negate -> f32[64,64]"
-    assert found(WAYS[name], "dot") == []
+    assert found(CALLS[name], "dot") == []
 
 
-def test_what_is_not_called_is_not_looked_at():
-    assert found(WAYS["call"].replace("%some", "%none"), "convert") == []
-    assert found(WAYS["branches"].replace("%some", "%none"), "convert") == []
+def test_computations_that_are_not_called_are_ignored():
+    assert found(CALLS["call"].replace("%some", "%none"), "convert") == []
+    assert found(CALLS["branches"].replace("%some", "%none"), "convert") == []
 
 
-def test_what_gets_more_operands_later_is_taken_for_all_of_them():
-    way = START.replace("(%q)", "(%q, %i)") + "calls=%some" + DONE
-    assert "compiled: negate -> f32[64,64]" in found(way, "dot")
+def test_an_async_call_with_fewer_parameters_counts_as_decoding():
+    call = START.replace("(%q)", "(%q, %i)") + "calls=%some" + DONE
+    assert "compiled: negate -> f32[64,64]" in found(call, "dot")
 
 
-def test_what_cannot_be_read_is_an_error():
-    with pytest.raises(RuntimeError, match="cannot read: %of"):
+def test_malformed_lines_raise():
+    with pytest.raises(RuntimeError, match="%of"):
         found("%of = f32[64,64]{1,0} call(%q, to_apply=%some", "dot")
-    with pytest.raises(RuntimeError, match="cannot read: %of"):
+    with pytest.raises(RuntimeError, match="%of"):
         found("%of = (f32[64,64]{1,0} call, to_apply=%some", "dot")
 
 
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x")], ids=str)
-def test_the_part_of_a_device(spec, normal):
-    """A device that has the eighth of a weight may not hold that decoded, either."""
+def test_shards(spec, normal):
+    """A device must not decode its shard."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     q = eqquant.quantize(normal(64, 512), "nf4")
-    split = eqquant.shard_tree(q, mesh, spec)
+    sharded = eqquant.shard_tree(q, mesh, spec)
     x = jax.device_put(normal(3, 512), NamedSharding(mesh, P()))
 
     def lines(fn):
-        lowered = jax.jit(fn, keep_unused=True).lower(x, split)
-        return decoded_on_devices(lowered.compile().as_text(), (x, split))
+        lowered = jax.jit(fn, keep_unused=True).lower(x, sharded)
+        return decoded_on_devices(lowered.compile().as_text(), (x, sharded))
 
     assert lines(lambda x, q: x @ q.T) == []
-    part = "f32[8,512]" if spec == P("x") else "f32[64,64]"
+    shard = "f32[8,512]" if spec == P("x") else "f32[64,64]"
     decoded = lines(lambda x, q: jnp.sum(x) * q.dequantize())
-    assert any(line.endswith(part) for line in decoded), decoded
+    assert any(line.endswith(shard) for line in decoded), decoded

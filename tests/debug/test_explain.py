@@ -1,4 +1,4 @@
-"""What `explain` says of activations is so."""
+"""Tests of `explain`, in particular of the rounding of activations."""
 
 import eqquant
 import jax
@@ -13,21 +13,21 @@ from helpers import pairs, relative
     ["highest", "high", "default"],
     [1, 20, 200],
 )
-def test_a_product_is_linear_where_activations_are_not_rounded(
+def test_products_without_rounded_activations_are_linear(
     format, precision, rows, normal
 ):
     q = eqquant.quantize(normal(64, 128), format)
     x, y = normal(rows, 128), normal(rows, 128)
     with jax.default_matmul_precision(precision):
-        said = eqquant.debug.explain(lambda x: x @ q.T, x)
+        text = eqquant.debug.explain(lambda x: x @ q.T, x)
         nonlinearity = relative((x + y) @ q.T, x @ q.T + y @ q.T)
-    assert said.count("(activations ") == 1
-    if "(activations not rounded)" in said:
+    assert text.count("(activations ") == 1
+    if "(activations not rounded)" in text:
         assert nonlinearity < 1e-6
-    elif "rounded to 8 bits" in said:
+    elif "rounded to 8 bits" in text:
         assert 1e-3 < nonlinearity < 3e-2
     else:
-        assert "rounded to 15 bits" in said or "rounded to 16 bits" in said
+        assert "rounded to 15 bits" in text or "rounded to 16 bits" in text
         assert 1e-6 < nonlinearity < 1e-4
 
 
@@ -64,10 +64,10 @@ def explain(normal, format, rows, precision, dtype, platform):
         ("W4A8", 5, "highest", "float32", "float", 8),
     ],
 )
-def test_by_xla(format, rows, precision, dtype, recipe, bits, normal):
-    said = explain(normal, format, rows, precision, dtype, "other")
-    how = f"rounded to {bits} bits" if bits else "not rounded"
-    assert f"XLA, recipe {recipe!r} (activations {how})" in said
+def test_xla(format, rows, precision, dtype, recipe, bits, normal):
+    text = explain(normal, format, rows, precision, dtype, "other")
+    rounding = f"rounded to {bits} bits" if bits else "not rounded"
+    assert f"XLA, recipe {recipe!r} (activations {rounding})" in text
 
 
 @pytest.mark.parametrize(
@@ -84,20 +84,22 @@ def test_by_xla(format, rows, precision, dtype, recipe, bits, normal):
         ("W8A8", 5, "high", "float32", "decode", 8),
     ],
 )
-def test_on_tpu(format, rows, precision, dtype, variant, bits, monkeypatch, normal):
+def test_tpu(format, rows, precision, dtype, variant, bits, monkeypatch, normal):
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v5e")
-    said = explain(normal, format, rows, precision, dtype, "tpu")
-    how = f"rounded to {bits} bits" if bits else "not rounded"
+    text = explain(normal, format, rows, precision, dtype, "tpu")
+    rounding = f"rounded to {bits} bits" if bits else "not rounded"
     weights = ", weights as int8" if "decode" in variant else ""
-    assert f"Pallas kernel, variant {variant!r}{weights} (activations {how})" in said
+    assert (
+        f"Pallas kernel, variant {variant!r}{weights} (activations {rounding})" in text
+    )
 
 
-def test_on_tpu_in_floats_of_8_bits(monkeypatch, normal):
+def test_tpu_with_float8_matrix_units(monkeypatch, normal):
     monkeypatch.setattr(_chips, "device_kind", lambda: "TPU7x")
     exact = explain(normal, "int8", 5, "high", "float32", "tpu")
     assert "'decode', weights as bfloat16 (activations rounded to 16 bits)" in exact
     narrow = explain(normal, "int8", 5, "high", "bfloat16", "tpu")
     assert "'decode', weights as bfloat16 (activations not rounded)" in narrow
     rounded = explain(normal, "int8", 5, "default", "float32", "tpu")
-    said = "'decode, rounded', weights as bfloat16 (activations rounded to 8 bits)"
-    assert said in rounded
+    expected = "'decode, rounded', weights as bfloat16 (activations rounded to 8 bits)"
+    assert expected in rounded

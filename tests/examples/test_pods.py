@@ -12,11 +12,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant.debug._inspect import decoded_on_devices
-from helpers import kernels_in, needs_compiler, relative
+from helpers import kernels_in, load_benchmark, needs_compiler, relative
 from jax.sharding import AxisType
 
 
+decoded_on_devices = load_benchmark("_decoded_on_devices").decoded_on_devices
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "llama"))
 

@@ -13,7 +13,7 @@ from eqquant.arrays.quantized import _encode
 from eqquant.debug import compile_for_gpu
 from eqquant.debug._flow import Flow
 from eqquant.debug._in_hlo import decoded_in_hlo
-from eqquant.debug._inspect import _weight_of
+from eqquant.debug._inspect import weight_of
 from eqquant.kernels import gpu, Matmul
 from eqquant.kernels.gpu import _tiles
 from eqquant.primitives._lowering import dot_by, PORTABLE, TIERS
@@ -161,7 +161,7 @@ def test_few_kernels_and_no_float_weight(format, m, contract_rows, chip):
     product = lambda x, q: dot_by((gpu.PORTABLE,))(x, q.codes, q.scales, matmul=matmul)
     program = compile_for_gpu(product, x, q, chip=chip)
     assert "while" not in program.launches.lower()
-    weight = _weight_of(q)
+    weight = weight_of(q)
     flows = [Flow(data=True), Flow({weight: weight.decoded}), Flow()]
     assert decoded_in_hlo(program.as_text(), flows) == []
     assert program.num_launches <= {"int8": 3}.get(format.name, 24)

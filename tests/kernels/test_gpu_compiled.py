@@ -13,9 +13,10 @@ from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import in_table
 from eqquant.kernels.gpu._table import size_of
-from helpers import needs_gpu_compiler
+from helpers import load_benchmark, needs_gpu_compiler
 
 
+sass = load_benchmark("_gpu_sass")
 TRITON = Compute(gpu=GPUKernel("triton"))
 W8A8 = Compute(activations="int8")
 W8A8_TRITON = Compute(activations="int8", gpu=GPUKernel("triton"))
@@ -96,7 +97,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     tiles = _choose.kernel_on(_chips.known(gpus[chip].name), product).tiles
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps
-    loop = [name for name in max(kernel.loops, key=len) if name != "NOP"]
+    loop = [name for name in max(sass.loops_in(kernel), key=len) if name != "NOP"]
     each = len(loop) * threads / (codes * 8 / format.bits)
     programs = gpus[chip].registers // (-(-kernel.registers // 8) * 8 * threads)
     in_flight = programs * codes * (tiles.stages - 1)
@@ -152,7 +153,7 @@ def test_compiled_mosaic_kernel_overlaps_decoding(format, dtype, most, between, 
     # Mosaic declares a single byte of static memory, at which dynamic memory starts.
     assert kernel.shared == 1 and "levels" not in kernel.ptx
     multiplies = lambda loop: any("GMMA" in name for name in loop)
-    step = min(filter(multiplies, kernel.loops), key=len)
+    step = min(filter(multiplies, sass.loops_in(kernel)), key=len)
     step = [name for name in step if name != "NOP"]
     at = {name: [i for i, x in enumerate(step) if name in x] for name in WAITS}
     # Four products share one wait. The assembler inserts more waits if instructions
@@ -193,6 +194,6 @@ def test_compiled_encoding_has_no_large_temporaries(
     assert program.num_launches <= launches
     assert program.compiled.memory_analysis().temp_size_in_bytes < weight.size // 4
     (kernel,) = (k for k in program.kernels if k.name == "loop_or_fusion")
-    instructions = [name for name in kernel.instructions if name != "NOP"]
+    instructions = [name for name in sass.names_in(kernel) if name != "NOP"]
     # Each thread writes four bytes.
     assert len(instructions) / (4 * 8 // format.bits) < most
