@@ -1,4 +1,4 @@
-"""Which structure the parts of an array can follow, and where they cannot."""
+"""Structural operations that the parts of an array support, and the others."""
 
 import eqquant
 import jax
@@ -35,7 +35,7 @@ def test_what_a_quantized_array_cannot_be(normal, mesh):
         q.dynamic_slice((0, 0), (4, 64)),
         q.concatenate([q], 1),
         q.power(2),
-        # Devices get whole blocks, of one axis, and of what is not padded.
+        # Each device gets whole blocks of one axis without padding.
         q.split_specs(P(None, "x"), mesh),
         eqquant.quantize(normal(4, 500), "nf4").split_specs(P(None, "x"), mesh),
         both.split_specs(P(None, None, "x"), mesh),
@@ -46,7 +46,7 @@ def test_what_a_quantized_array_cannot_be(normal, mesh):
 
 
 def test_an_empty_array_is_reshaped_or_not(normal):
-    """Whose shape no longer tells where its blocks are."""
+    """The shape of an empty array does not determine its blocked axis."""
     q = eqquant.quantize(normal(4, 64), "nf4")[:0]
     assert q.reshape(0, 1, 64).shape == (0, 1, 64)
     several = eqquant.quantize(normal(3, 4, 0), "nf4")
@@ -71,10 +71,11 @@ def test_a_stack_whose_matrices_are_not_last_is_decoded_to_look_up(normal):
     assert q.whole_axes is None
     with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_identical(q[rows], q.dequantize()[rows])
-    # And what is looked up across a block.
+    # Lookups across a block.
     last = eqquant.quantize(normal(4, 64), "nf4")
     columns = (slice(None), rows), (rows, rows), (slice(None), jnp.array([63]))
-    with pytest.warns(eqquant.arrays.MaterialiseWarning):  # Once for this place.
+    # The warning is shown once per location.
+    with pytest.warns(eqquant.arrays.MaterialiseWarning):
         for index in (*columns, (rows, slice(0, 3)), (rows, None)):
             assert_identical(last[index], last.dequantize()[index])
 
@@ -99,7 +100,8 @@ def test_what_a_rotated_array_cannot_be(normal, mesh):
 
 
 def test_products_of_a_rotated_array(normal):
-    """Over the rotated axis, or another; but not where each value has its own."""
+    """Products contract the rotated axis or another axis, but no batch axis is
+    rotated."""
     w = make_rotated(normal(4, 3, 128))
     dense = w.dequantize()
     x = jnp.arange(5 * 128).reshape(5, 128) % 7  # Integers.

@@ -1,4 +1,4 @@
-"""Errors of arrays and of what they are made of; and indexing that has to decode."""
+"""Errors of arrays and their components, and indexing that decodes."""
 
 import dataclasses
 import warnings
@@ -87,7 +87,7 @@ def test_bad_kernels_and_primitives(untyped):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Halves(eqquant.formats.Format):
-    """Two levels, a half and one, and scales that no one else may choose."""
+    """A format with the levels 0.5 and 1, and without `nearest`."""
 
     name = "halves"
     bits = 1
@@ -111,4 +111,4 @@ def test_quantized_scales_are_like_an_array(normal):
     scales = eqquant.quantize(normal(4, 5, 64), NF4(double_quantization=True)).scales
     floats = scales.astype(jnp.float32)
     assert (scales.shape, scales.ndim, scales.size) == (floats.shape, 3, floats.size)
-    assert scales.nbytes == 2 * 4 * 5  # A code and, for up to 256, an exponent.
+    assert scales.nbytes == 2 * 4 * 5  # A code, and an exponent per 256 codes.

@@ -1,4 +1,4 @@
-"""`ImplicitArray`: what whoever writes another one has to say."""
+"""The contract of subclasses of `ImplicitArray`."""
 
 import ast
 import inspect

@@ -1,4 +1,4 @@
-"""`LoraArray`: what it stands for, and what it is to JAX and Equinox."""
+"""`LoraArray`: its value, and its use in JAX and Equinox."""
 
 import functools as ft
 
@@ -16,7 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 @pytest.fixture(params=[slow(None), "nf4"], ids=str)
 def format(request):
-    """None: adapters beside floats. What adapters do is the same for all formats."""
+    """A format; None for adapters beside floats. Adapters are independent of
+    formats."""
     return request.param
 
 
@@ -32,7 +33,7 @@ LAYERS = {
 
 @pairs("format, alpha", [None, "nf4"], [None, 2.0])
 def test_it_stands_for_the_sum(format, alpha, normal):
-    scale = 1.0 if alpha is None else alpha / 4  # By the rank.
+    scale = 1.0 if alpha is None else alpha / 4  # Divided by the rank.
     model = perturb(adapted(MLP, format, alpha=alpha))
     w = model.layers[0].weight
     assert (w.shape, w.a.shape, w.b.shape) == ((53, 67), (4, 67), (53, 4))
@@ -96,7 +97,7 @@ def test_embeddings(format, normal):
     assert_close(lookup(model), lookup(full), 1e-6)
     for i in (0, 96, jnp.array(5)):
         assert_close(model(i), full(i), 1e-6)
-    # Only the rows that are asked for are decoded.
+    # Only the selected rows are decoded.
     eqquant.debug.assert_not_materialised(lookup, model)
 
 
@@ -134,7 +135,7 @@ def test_the_dispatcher(format, normal):
     for move in moves:
         got = strict(move)(w)
         assert is_lora(got)
-        # In bfloat16 the sum is rounded, in one place or the other.
+        # The sum is rounded to bfloat16 at different places.
         assert_close(got.dequantize(), move(dense), 4e-3)
     with pytest.warns(eqquant.arrays.MaterialiseWarning):
         assert_close(eqquant.quaxify(jnp.exp)(w), jnp.exp(dense), 1e-5)
@@ -211,7 +212,7 @@ def test_parts_are_split_as_the_weight_is(normal):
         parts = w.split_specs(spec, mesh)
         assert (parts.a, parts.b) == (a, b)
         assert parts.base.codes == P(*spec, *[None] * (2 - len(spec)))
-    # Two blocks to a row are not split in eight.
+    # Two blocks per row cannot be split over eight devices.
     assert (
         array("nf4", normal(16, 128)).split_specs(P(None, "x"), mesh) is NotImplemented
     )
@@ -253,9 +254,9 @@ def test_dropout_is_of_the_adapter_alone_and_right_on_average(normal):
     outs = jax.vmap(lambda key: eqquant.training.with_dropout_key(model, key)(x))(keys)
     adapter = outs - linear.weight @ x
     expected = w.scale * w.b @ (w.a @ x)
-    # 4096 draws, each element of the sum dropped with 1/4: about one percent.
+    # 4096 draws with dropout rate 1/4: an error of about one percent.
     assert relative(adapter.mean(0), expected) < 0.05
-    # A mask for each key, and for each row of a batch that is multiplied at once.
+    # Each key, and each row of a batch, has its own mask.
     assert len(np.unique(np.asarray(outs), axis=0)) == 4096
     rows = jnp.broadcast_to(x, (6, 64)) @ w.T
     assert len(np.unique(np.asarray(rows[:, 0]))) == 6

@@ -1,4 +1,4 @@
-"""A weight with an adapter is moved about as the weight is: each of its parts is."""
+"""Structural operations of weights with adapters, on all parts."""
 
 import eqquant
 import jax
@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 
 STACK, OUT, SIZE = 3, 4, 64
-# The base is the same, bit for bit; the adapter is a product in float32.
+# The base is exact. The adapter is a product in float32.
 ROUNDING = 1e-6
 
 MOVES = {
@@ -35,7 +35,7 @@ MOVES = {
 
 
 def make(format):
-    """An adapter for each matrix of a stack."""
+    """Return a stack with an adapter for each matrix."""
     rng = np.random.default_rng(0)
     shapes = (STACK, OUT, SIZE), (STACK, 2, SIZE), (STACK, OUT, 2)
     normal = lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
@@ -44,7 +44,7 @@ def make(format):
     return LoraArray(base, a, b, None, 0.5, 0.0, (-1,), (-2,))
 
 
-# Floats are moved by JAX itself.
+# JAX moves floats.
 @pytest.fixture(scope="module", params=[slow(None), "nf4"], ids=str)
 def weight(request):
     return make(request.param)
@@ -52,7 +52,7 @@ def weight(request):
 
 @pytest.mark.parametrize("name", MOVES)
 def test_moves(name, weight):
-    """Values, and a product with what was moved."""
+    """Values and products after an operation are correct."""
     move = strict(MOVES[name])
     got, dense = move(weight), np.asarray(weight.dequantize())
     expected = np.asarray(MOVES[name](jnp.asarray(dense)), np.float64)
@@ -62,11 +62,11 @@ def test_moves(name, weight):
     x = np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)
     out = got.contract(jnp.asarray(x), [(axis + got.ndim, 1)], precision="highest")
     product = np.tensordot(np.float64(x), expected, (1, axis))
-    assert relative(out, product) < 1e-4  # Activations of 15 bits.
+    assert relative(out, product) < 1e-4  # 15-bit activations.
 
 
 def test_a_factor_for_each_input():
-    """That of a base of floats; one of blocks has no place for it."""
+    """A factor per input scales a float base. A blocked base does not support it."""
     factor = jnp.linspace(1.0, 2.0, SIZE)
     scale = strict(lambda w: w * factor)
     with pytest.raises(eqquant.MaterialiseError):
@@ -79,7 +79,7 @@ def test_a_factor_for_each_input():
 
 
 def test_what_cannot_be_kept_in_parts(weight, normal):
-    """None of these is a stack of sums of a weight and a product of two."""
+    """The results of these operations are not a base plus an adapter."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
     full = normal(STACK, OUT, SIZE)
     matrix = weight[0]
@@ -97,7 +97,7 @@ def test_what_cannot_be_kept_in_parts(weight, normal):
     if eqquant.is_quantized(weight.base):
         assert weight.slice((0, 0, 3), (STACK, OUT, SIZE)) is NotImplemented
         assert weight.split_specs(P(None, None, "x"), mesh) is NotImplemented
-    # Rows are looked up along the last axes alone.
+    # Lookups of rows leave the last axes whole.
     assert matrix.T.whole_axes is None
     rows = jnp.array([3, 0])
     with pytest.warns(eqquant.arrays.MaterialiseWarning):

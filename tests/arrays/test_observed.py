@@ -1,4 +1,4 @@
-"""`ObservedArray`: the weight in every respect; as a gradient, what it multiplies."""
+"""`ObservedArray`: it behaves like its weight, and its gradient has statistics."""
 
 import math
 
@@ -25,7 +25,7 @@ def observed(w, axes=(-1,), lead=(), **how) -> ObservedArray:
 
 
 def seen_by(fn, q):
-    """The result of a function, and what is seen where its cotangent is all ones."""
+    """Return the result of a function, and the statistics for a cotangent of ones."""
 
     def total(seen):
         out = fn(eqx.tree_at(lambda q: q.seen, q, seen))
@@ -36,16 +36,16 @@ def seen_by(fn, q):
 
 
 def product(w, x):
-    """`x` with the contracted axis, wherever that went: rows, then what is left."""
+    """Contract `x` with the contracted axis at its new position."""
     (axis,) = w.blocked_axes
     return w.contract(x, [(axis, 1)])
 
 
 #
-# A stack of matrices that moves before it multiplies
+# Structural operations on a stack of matrices before products
 #
 
-# How often each matrix of the stack is multiplied then.
+# The number of products of each matrix in the stack.
 MOVES = {
     "as it is": (lambda w: w, (1, 1, 1)),
     "another order": (lambda w: w.transpose(1, 0, 2), (1, 1, 1)),
@@ -83,8 +83,8 @@ def test_moves_before_a_product(name, normal):
     np.testing.assert_array_equal(seen.power, seen.rows * outs)
 
 
-def test_what_it_cannot_be_is_said(normal):
-    """Then it is decoded, with a warning, rather than taken for another."""
+def test_unsupported_operations_warn(normal):
+    """Unsupported operations decode the array with a warning."""
     stack = observed(normal(STACK, OUT, SIZE), lead=(-3,))
     single = observed(normal(1, OUT, SIZE), lead=(-3,))
     assert single.with_shape((1, OUT, SIZE)).axes == (-1,)
@@ -110,7 +110,7 @@ def test_what_it_cannot_be_is_said(normal):
 
 
 #
-# Rows that are looked up
+# Lookups of rows
 #
 
 LOOKUPS = {
@@ -134,8 +134,8 @@ def test_the_gradient_of_looked_up_rows_is_seen(name, normal):
     assert relative(seen.power, (ct**2).sum()) < EXACT
 
 
-def test_rows_across_what_is_contracted_are_no_lookup(normal):
-    """Nothing is seen of them, and they are right."""
+def test_rows_along_the_contracted_axis_are_not_observed(normal):
+    """They are not observed, and their values are correct."""
     w, rows = normal(16, SIZE), np.array([3, 1])
     q = observed(w, axes=(-2,))
     assert q.whole_axes is None

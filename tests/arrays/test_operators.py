@@ -1,5 +1,4 @@
-"""Operators, methods and attributes of `jax.Array`: there, or an error that says what
-to do."""
+"""Operators, methods and attributes of `jax.Array`: supported, or a helpful error."""
 
 import copy
 import operator as op
@@ -55,7 +54,7 @@ def test_scaling_keeps_it_in_parts(how, kind, normal):
     scaled, expected = fn(w, s), fn(dense, s)
     assert type(scaled) is type(w)
     assert (scaled.shape, scaled.dtype) == (expected.shape, expected.dtype)
-    # Values are rounded once, to the dtype of the result, rather than twice.
+    # Values are rounded once, to the dtype of the result.
     eps = float(jnp.finfo("bfloat16" if how == "wider" else expected.dtype).eps)
     assert_close(scaled.dequantize(), expected, 2 * eps)
     by_rules = eqquant.quaxify(fn, on_materialise="error")(w, s)
@@ -74,7 +73,7 @@ def test_scaling_by_a_power_of_two_is_exact(format, normal):
     q = eqquant.quantize(w, format)
     for fn in (lambda w: w * 2, lambda w: -w, lambda w: w / 8):
         assert_identical(fn(q).dequantize(), fn(q.dequantize()))
-        # An exact product stays exact.
+        # The product is exact.
         assert_identical(fn(q) @ w[0], fn(q @ w[0]))
 
 
@@ -118,8 +117,8 @@ def test_other_powers_are_errors_and_decode_in_quaxify(normal):
             strict(lambda q: q**3)(q)
 
 
-def test_powers_of_a_format_that_inherits_signs_decode(normal):
-    """Whether levels are signs is a claim about them, which ends where they change."""
+def test_powers_decode_if_a_subclass_changes_levels(normal):
+    """A subclass with new levels does not inherit `unit_levels`."""
 
     class Doubled(Ternary):
         def levels(self, codes, dtype):
@@ -143,7 +142,7 @@ def test_scaling_between_casts(normal):
 
 
 def test_a_model_that_scales_its_weights_decodes_nothing(normal):
-    """As haliax, which multiplies each weight by 1.0."""
+    """Haliax multiplies each weight by 1.0."""
     q = eqquant.quantize(normal(48, 64), "int8")
     f = lambda w, x: jnp.einsum("ij,bj->bi", w * 1.0 / jnp.sqrt(64.0), x)
     eqquant.debug.assert_not_materialised(strict(f), q, normal(5, 64))

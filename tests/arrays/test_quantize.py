@@ -1,4 +1,4 @@
-"""`eqquant.quantize`: dtypes, shapes, axes, values, and what it composes with."""
+"""`eqquant.quantize`: dtypes, shapes, axes, values and errors."""
 
 import functools as ft
 import itertools
@@ -25,15 +25,15 @@ from helpers import (
 
 
 FLOATS = ["float32", "bfloat16", "float16"]
-# Neither blocks of 32 or 64 nor groups of 64 divide it. The same everywhere, so that
-# each format is compiled for it once.
+# Not divisible by blocks of 32 or 64, or groups of 64. All tests share the size, so
+# that each format is compiled once.
 SHAPE = (6, 200)
 
 decode = jax.jit(eqquant.dequantize)
 
 
 #
-# Quantizing what was dequantized is the identity
+# Quantizing a dequantized array is the identity
 #
 
 
@@ -47,13 +47,13 @@ def test_requantizing_is_the_identity(format, dtype, normal):
 
 
 def test_requantizing_with_a_searched_scale_is_the_identity_in_float32(normal):
-    # One of the scales that are tried has no error at all.
+    # One of the candidate scales has no error.
     q = eqquant.quantize(normal(64, 256), NF4(scale_search=True))
     assert_identical(eqquant.quantize(decode(q), q.format), q)
 
 
 def test_requantizing_with_the_mean_as_scale_cannot_be_the_identity(normal):
-    # As its documentation says; otherwise the tests above would show nothing.
+    # The documented exceptions exist; otherwise the tests above would be vacuous.
     q = eqquant.quantize(normal(*SHAPE), Ternary(least_squares=False))
     assert (decode(eqquant.quantize(decode(q), q.format)) != decode(q)).any()
 
@@ -74,17 +74,17 @@ def test_scales_have_their_dtype_whatever_that_of_the_array(format, dtype, norma
 def test_short_floats_quantize_as_the_same_values_in_float32(
     format, dtype, size, normal
 ):
-    # At 1e-5, float16 is subnormal.
+    # 1e-5 is subnormal in float16.
     w = (normal(*SHAPE) * size).astype(dtype)
     q = eqquant.quantize(w, format)
     expected = eqquant.quantize(w.astype(jnp.float32), format)
     assert_identical(q.astype(jnp.float32), expected)
-    # Only the result is rounded, once.
+    # Only the result is rounded.
     assert_identical(decode(q), decode(expected).astype(dtype))
 
 
 def scaled(format, exponent: int, w):
-    """Codes, scales and values for `w` times a power of two, scaled back."""
+    """Return codes, scales and values for `w` times a power of two, scaled back."""
     q = eqquant.quantize(jnp.asarray(np.ldexp(w, exponent), w.dtype), format)
     return (
         np.asarray(q.codes),
@@ -94,11 +94,11 @@ def scaled(format, exponent: int, w):
 
 
 def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format, rng):
-    # Not below 2**-116: the smallest level has to be a normal number, too.
+    # Not below 2**-116, because the smallest level must be a normal number.
     magnitude = rng.uniform(0.01, 1, SHAPE).astype(np.float32)
     w = magnitude * rng.choice([-1, 1], SHAPE).astype(np.float32)
     expected = scaled(format, 0, w)
-    # The float32 of NVFP4 is 2688 times smaller than the largest value.
+    # The float32 scale of NVFP4 is 2688 times smaller than the largest value.
     smallest = -104 if format.name == "nvfp4" else -116
     for exponent in (smallest, -60, 60, 127):
         assert_identical(scaled(format, exponent, w), expected)
@@ -107,7 +107,7 @@ def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format,
 @pairs(
     "format, dtype",
     [
-        # MXFP4 cuts off, by up to a quarter, what is nearly twice a power of two.
+        # MXFP4 clips values just below a power of two by up to a quarter.
         *(f for f in DEFAULT_FORMATS if f.name != "mxfp4"),
         *(make(scale_dtype="bfloat16") for make in SCALED),
         NF4(scale_search=True),
@@ -125,8 +125,8 @@ def test_the_largest_values_stay_finite_and_accurate(format, dtype, rng):
         assert np.isfinite(values).all()
         return relative(values / largest, np.asarray(w, np.float64) / largest)
 
-    # The dtype rounds the two sets of weights differently. A scale in bfloat16 may have
-    # to give way, by one in the last of its 8 bits, so that nothing overflows.
+    # The dtype rounds the two sets of weights differently. A bfloat16 scale may be one
+    # unit in the last place smaller, to avoid overflow.
     slack = 2.0**-7 if format.scale_dtype == "bfloat16" else 0
     ordinary = jnp.asarray(w, dtype)
     assert noise(jnp.asarray(w * largest, dtype)) < 1.02 * noise(ordinary) + slack
@@ -140,7 +140,7 @@ def test_float64(default_format):
         assert q.scales.dtype == default_format.scale_dtype
         assert_identical(eqquant.quantize(decode(q), default_format), q)
         short = eqquant.quantize(w.astype(jnp.float32), default_format)
-        # Rounding w to float32 moves what is within 2**-24 of a boundary, if anything.
+        # Rounding w to float32 can move values within 2**-24 of a boundary.
         assert abs(sqnr(decode(q), w) - sqnr(decode(short), w)) < 0.01
 
 
@@ -153,7 +153,7 @@ def test_float64_scales(default_format):
         q = eqquant.quantize(w, format)
         assert q.scales.dtype == jnp.float64
         expected = sqnr(decode(q), w)
-        for factor in (2.0**900, 2.0**-900):  # Far beyond float32.
+        for factor in (2.0**900, 2.0**-900):  # Far above the range of float32.
             q = eqquant.quantize(w * factor, format)
             assert abs(sqnr(decode(q) / factor, w) - expected) < 1e-9
 
@@ -209,7 +209,7 @@ def test_any_shape_axis_block_size_and_dtype(data):
     assert (q.shape, q.dtype) == (shape, dtype)
     assert_identical(decode(eqquant.quantize(decode(q), format, axis=axis)), decode(q))
 
-    # As each row by itself, where a row is what shares its blocks.
+    # Equal to each row alone, if blocks do not cross rows.
     blocked = sorted(a % ndim for a in np.atleast_1d(axis))
     order = (*(a for a in range(ndim) if a not in blocked), *blocked)
 
@@ -224,7 +224,7 @@ def test_a_partial_block_is_invisible(format, normal):
     w = normal(*SHAPE)
     values = decode(eqquant.quantize(w, format))
     assert values.shape == SHAPE
-    # Scales that are quantized share an exponent with those of other blocks.
+    # Quantized scales share an exponent with other blocks.
     if format.block_size and not format.quantized_scales:
         full = SHAPE[-1] // format.block_size * format.block_size
         assert_identical(
@@ -269,7 +269,7 @@ def test_axes_that_are_not_distinct(axis, normal):
 
 
 #
-# What is not an array of finite floats
+# Arrays that are not finite floats
 #
 
 
@@ -355,7 +355,7 @@ def test_scales_that_are_given(format, normal):
 
 
 def test_a_large_array_is_quantized_row_by_row(normal):
-    """By way of chunks: see `_map_chunks`."""
+    """A large array is encoded in chunks: see `_map_chunks`."""
     w = normal(4200, 512)
     q = eqquant.quantize(w, "int8")
     for rows in (slice(0, 8), slice(2044, 2052), slice(4092, 4100), slice(4190, 4200)):

@@ -16,7 +16,7 @@ from helpers import (
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-# Neither blocks of 32 or 64 nor groups of 64 divide it.
+# Not divisible by blocks of 32 or 64, or groups of 64.
 SHAPE = (6, 200)
 
 decode = jax.jit(eqquant.dequantize)
@@ -48,8 +48,10 @@ def test_eval_shape_tells_the_truth(format, normal):
 
 
 def assert_same_up_to_summation(actual, expected):
-    """Scales that are a largest magnitude: bit by bit. Those that are a mean: XLA adds
-    the 512 numbers up in an order that depends on how they are split."""
+    """Check equality bit for bit for absmax scales, and up to rounding for mean scales.
+
+    XLA sums the 512 numbers of a mean in an order that depends on the sharding.
+    """
     assert_identical(actual.codes, expected.codes)
     if expected.format.name in ("nf4", "int8") or expected.format.quantized_scales:
         assert_identical(actual.scales, expected.scales)
@@ -93,11 +95,12 @@ def test_sharded_input_on_an_explicit_mesh(default_format, axis, size, normal):
         assert_same_up_to_summation(q, expected)
         values = q.dequantize()
         assert jax.typeof(values).sharding.spec == kept
-        assert relative(values, expected.dequantize()) < 1e-6  # As the scales.
+        # Sharded like the scales.
+        assert relative(values, expected.dequantize()) < 1e-6
 
 
 def test_temporaries_are_small(default_format):
-    # 64 MB of float32, a chunk of four megabytes at a time.
+    # 64 MB of float32, in chunks of 4 MB.
     w = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
     lowered = encode_rows.lower(w, format=default_format, axes=(-1,), at_once=2**20)
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes

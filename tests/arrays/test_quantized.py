@@ -1,4 +1,4 @@
-"""`QuantizedArray`: what it stands for, structure, indexing, pytree."""
+"""`QuantizedArray`: values, structure, indexing, pytree."""
 
 import copy
 import io
@@ -65,7 +65,7 @@ def test_it_never_turns_into_an_array_by_itself(default_format, normal):
 
 
 def layouts():
-    # A few, so that what is compiled for one serves others.
+    # A small set of shapes, so that tests share compiled programs.
     shapes = st.sampled_from([(3, 5), (4, 1, 3), (2, 3, 1, 4)])
 
     def axes(shape):
@@ -116,7 +116,7 @@ def test_indexing(layout, format, data):
     for _ in range(data.draw(st.integers(0, 2))):
         index.insert(data.draw(st.integers(0, len(index))), None)
     index = tuple(index)
-    with warnings.catch_warnings():  # Some of these cut through blocks.
+    with warnings.catch_warnings():  # Some of these indices cut blocks.
         warnings.simplefilter("ignore", eqquant.arrays.MaterialiseWarning)
         got = q[index]
     assert_identical(eqquant.dequantize(got), w[index])
@@ -138,8 +138,9 @@ def test_indexing_by_arrays(default_format, normal):
             eqquant.dequantize(q[index]),
             w[jnp.asarray(index) if isinstance(index, list) else index],
         )
-    assert isinstance(q[jnp.array([3, 0])], eqquant.QuantizedArray)  # Still matrices.
-    assert isinstance(q[0][jnp.array([3, 0])], jax.Array)  # Rows.
+    # Results are matrices.
+    assert isinstance(q[jnp.array([3, 0])], eqquant.QuantizedArray)
+    assert isinstance(q[0][jnp.array([3, 0])], jax.Array)  # Results are rows.
 
 
 def test_indexing_by_traced_integers(format, normal):
@@ -234,7 +235,7 @@ def test_from_components_checks_what_it_gets(normal):
 
 
 #
-# A pytree like any other
+# Pytree operations
 #
 
 

@@ -13,7 +13,7 @@ from jax.sharding import AxisType, PartitionSpec as P
 from scipy.linalg import hadamard as sylvester
 
 
-# Of products and transforms in float32.
+# Float32 rounding of products and transforms.
 ROUNDING = 2e-6
 
 
@@ -34,7 +34,7 @@ def test_the_transform_is_that_of_the_matrix(size, block, normal):
 def test_products_are_those_of_the_decoded_array(normal):
     w, x = make(normal(32, 64)), normal(5, 64)
     dense = np.asarray(w.dequantize())
-    assert relative(x @ w.T, x @ dense.T) < 1e-4  # Activations of 15 bits.
+    assert relative(x @ w.T, x @ dense.T) < 1e-4  # 15-bit activations.
     assert relative(w @ x[0], dense @ x[0]) < 1e-4
     y = normal(5, 32)
     assert relative(y @ w, y @ dense) < 1e-4  # Rotates the result.

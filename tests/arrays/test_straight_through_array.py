@@ -1,4 +1,4 @@
-"""`StraightThroughArray`: what becomes of both of its parts."""
+"""`StraightThroughArray`: operations on both of its parts."""
 
 import eqquant
 import jax

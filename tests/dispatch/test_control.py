@@ -19,7 +19,7 @@ def weights(default_format, normal):
     return make(64, 64), make(3, 64, 64), normal(5, 64)
 
 
-# Control flow does not look at what is in a weight.
+# Control flow is independent of the format.
 BOTH = [NF4(), Int8()]
 
 
@@ -74,11 +74,11 @@ def test_gradients_from_inside_and_outside(name, weights):
 
     w, ws, x = weights
     expected = gradient(w.dequantize(), ws.dequantize(), x)
-    # What JAX hands out of the branches of that switch is the weight of one, and the
-    # transposed weight of another: no one quantized array.
+    # The branches of this switch return a weight and a transposed weight, which cannot
+    # be one quantized array.
     policy = "allow" if name == "switch" else "error"
     inside = eqquant.quaxify(gradient, on_materialise=policy)(w, ws, x)
-    assert relative(inside, expected) < 1e-3  # Through tanh, thrice.
+    assert relative(inside, expected) < 1e-3  # Through three applications of tanh.
     outside = jax.grad(
         lambda x: sum(map(jnp.sum, jax.tree.leaves(strict(fn)(w, ws, x))))
     )(x)
@@ -110,7 +110,7 @@ def test_what_becomes_dense_in_a_loop_starts_dense(weights):
 
 
 #
-# Rules of the user
+# Custom rules
 #
 
 
@@ -204,7 +204,7 @@ def test_shard_map(specs, check_vma, default_format, normal):
     check(fn, x, q)
     loss = lambda x, w: jnp.sum(jnp.sin(fn(x, w)))
     expected = jax.grad(loss)(x, q.dequantize())
-    # The cosine of what is 20 large makes 20 times as much of what is rounded.
+    # The cosine of values near 20 amplifies rounding errors 20 times.
     assert relative(jax.grad(lambda x: strict(loss)(x, q))(x), expected) < 2e-3
 
 

@@ -1,4 +1,5 @@
-"""Derivative rules that look at what is differentiated, as those of equinox's loops."""
+"""Derivative rules that depend on the differentiated arguments, like Equinox's
+loops."""
 
 import functools as ft
 
@@ -115,7 +116,7 @@ def test_what_equinox_cannot_differentiate_is_its_own_error(model, x):
 
 
 #
-# What becomes of the weights
+# Decoding of weights
 #
 
 
@@ -133,7 +134,7 @@ def check_gradients(array, x):
     leaves = zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)
     for a, b in leaves:
         assert jnp.linalg.norm(b) > 0
-        assert relative(a, b) < 1e-3  # 15 bits of activations.
+        assert relative(a, b) < 1e-3  # 15-bit activations.
     with pytest.raises(eqquant.MaterialiseError):
         jax.eval_shape(jax.grad(ft.partial(loss, strict(steps))), trained, x)
 

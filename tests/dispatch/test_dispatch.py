@@ -1,4 +1,4 @@
-"""`quaxify`: where quantized arrays are found, products, structure."""
+"""`quaxify`: the search for quantized arrays, products, structure."""
 
 import functools as ft
 from typing import NamedTuple
@@ -24,14 +24,15 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 def check(fn, *args, tolerance=1e-4):
-    """`fn` on quantized arrays, none decoded in full, against the dense `fn`."""
+    """Compare `fn` on quantized arrays with dense arrays. No array is decoded in
+    full."""
     got = strict(fn)(*args)
     assert_close(got, jax.tree.leaves(fn(*dense(args))), tolerance)
     return got
 
 
 def check_exact(fn, *args):
-    """The same, of something that only moves values about."""
+    """Like [`check`][], for structural functions, which are exact."""
     got = strict(fn)(*args)
     for a, b in zip(
         jax.tree.leaves(dense(got)), jax.tree.leaves(fn(*dense(args))), strict=True
@@ -42,11 +43,11 @@ def check_exact(fn, *args):
 
 
 #
-# Where they are found
+# The search for quantized arrays
 #
 
 KEY = jax.random.key(0)
-# Of the class itself, so that it does not run without the dispatcher.
+# The method of the class, which needs the dispatcher.
 CONV = eqx.nn.Conv2d(6, 8, 3, key=KEY)
 CONV = eqx.tree_at(
     lambda conv: conv.weight,

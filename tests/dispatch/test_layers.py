@@ -1,4 +1,4 @@
-"""`eqx.nn` layers run on quantized weights as they are, and decode none in full."""
+"""`eqx.nn` layers run unchanged on quantized weights, and decode none in full."""
 
 import eqquant
 import equinox as eqx
@@ -10,7 +10,7 @@ from helpers import assert_close, dense, KINDS, pairs, quantize_weights
 
 KEY = jax.random.key(0)
 
-# Odd sizes: blocks, tiles and bytes are all padded.
+# Odd sizes, so that blocks, tiles and bytes are padded.
 LAYERS = {
     "Linear": (eqx.nn.Linear(67, 41, key=KEY), [(67,)]),
     "MLP": (eqx.nn.MLP(67, 41, 53, 2, key=KEY), [(67,)]),
@@ -67,7 +67,7 @@ def nested_vmap_and_scan(layer, *args):
     return jax.lax.scan(step, 0, args)[1]
 
 
-# And the axes of a batch that each takes.
+# The batch axes of each layer.
 USES = {
     "plain": (plain, ()),
     "vmap, jit, grad, checkpoint": (vmap_jit_grad_and_checkpoint, (3,)),

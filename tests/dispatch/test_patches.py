@@ -1,4 +1,4 @@
-"""What the window of a convolution sees: copies, whichever way they are made."""
+"""Patches of convolutions, by all implementations."""
 
 import eqquant
 import jax
@@ -10,7 +10,7 @@ from helpers import slow, strict
 from jax import lax
 
 
-# The shape of the input, the window, its strides and its dilation.
+# Input shape, window, strides and dilation.
 CASES = {
     "overlapping": ((2, 3, 7, 6), (3, 2), (1, 1), (1, 1)),
     "strides": ((1, 2, 9, 8), (3, 3), (2, 3), (1, 1)),
@@ -23,7 +23,7 @@ CASES = {
 
 
 def reference(x, window, strides, dilation):
-    """In NumPy, with the places last."""
+    """Return the patches by NumPy, with the positions last."""
     extents = [(k - 1) * d + 1 for k, d in zip(window, dilation, strict=True)]
     if any(n < m for n, m in zip(x.shape[2:], extents, strict=True)):
         places = [
@@ -55,15 +55,15 @@ def test_patches_are_copies(name):
         how_of = how if way is _patches.patches_of else [tuple(how)]
         got = jax.jit(lambda x: way(x, *how_of))(x)  # noqa: B023
         np.testing.assert_array_equal(got, expected)
-    # The gradient of an element: how often it was seen. Small integers are exact.
+    # The gradient of an element is the number of its copies; small integers are exact.
     seen = lambda x: jnp.sum(_patches.patches_of(x, *how) * (1 + expected % 7))
     gradient = np.zeros(x.size, np.float32)
     np.add.at(gradient, expected.astype(int).ravel(), (1 + expected % 7).ravel())
     np.testing.assert_array_equal(jax.grad(seen)(x), gradient.reshape(shape))
 
 
-def test_what_is_not_finite_stays_in_its_window(normal):
-    """Zero times infinity is NaN, so no product may pick the elements."""
+def test_infinities_stay_in_their_window(normal):
+    """Zero times infinity is NaN, so a one-hot product would fail."""
     kernel = eqquant.quantize(normal(4, 2, 3), "int8", axis=(1, 2))
     x = jnp.abs(normal(1, 2, 12)).at[0, 0, 5].set(jnp.inf)
     fn = lambda w, x: lax.conv_general_dilated(x, w, (1,), "VALID")

@@ -1,4 +1,4 @@
-"""`quaxify`: what has no rule, and rules of the user."""
+"""`quaxify`: operations without a rule, and custom rules."""
 
 import re
 import warnings
@@ -24,7 +24,7 @@ from test_dispatch import check_exact
 
 @pytest.fixture
 def unregister():
-    """Rules that a test registers go away after it."""
+    """Remove the rules that a test registers."""
     before = {name: list(rules) for name, rules in _registry._rules.items()}
     yield
     _registry._rules.clear()
@@ -78,7 +78,7 @@ def test_a_warning_names_a_place_in_the_code_of_the_user(fn, normal):
 
 
 def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
-    # The blocked axis is that of the batch, or split by groups: no product serves.
+    # The blocked axis is a batch axis, or groups split it, so no product applies.
     q = eqquant.quantize(normal(4, 8, 16), "int8", axis=0, activations="int8")
     x = normal(4, 16, 5)
     expected = q.dequantize() @ eqquant.training.round_activations(x, axis=1)
@@ -86,7 +86,7 @@ def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
         assert_identical(q @ x, expected)
     einsum = lambda q, x: jnp.einsum("bij,bjk->bik", q, x)
     loose = eqquant.quaxify(einsum, on_materialise="allow")
-    assert_close(loose(q, x), expected, 1e-6)  # Sums in another order.
+    assert_close(loose(q, x), expected, 1e-6)  # The order of sums differs.
     with pytest.raises(eqquant.MaterialiseError, match="dot_general"):
         eqquant.quaxify(einsum, on_materialise="error")(q, x)
 
@@ -99,14 +99,14 @@ def test_what_is_decoded_in_full_rounds_activations_as_well(normal):
     x = normal(4, 9)
     run = lambda conv: eqquant.quaxify(conv, on_materialise="allow")(x)
     rounded, plain = (run(quantize(conv, kind)) for kind in ("int8", "float"))
-    assert 1e-4 < relative(rounded, plain) < 2e-2  # Rounding to 8 bits.
+    assert 1e-4 < relative(rounded, plain) < 2e-2  # 8-bit rounding.
 
 
 def test_what_nobody_reads_is_neither_decoded_nor_an_error(normal):
     q = eqquant.quantize(normal(24, 64), "nf4")
 
     def fn(w, x):
-        jnp.sin(w)  # As haliax looks into a stack for its shapes.
+        jnp.sin(w)  # Haliax inspects a stack for its shapes.
         jax.jit(lambda w: jnp.cumsum(w, 0))(w)
         return x @ w.T
 

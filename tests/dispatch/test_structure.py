@@ -1,4 +1,4 @@
-"""Structural operations that parts cannot follow: an error, or decoded and exact."""
+"""Structural operations that parts do not support: an error, or exact decoding."""
 
 import eqquant
 import jax
@@ -12,7 +12,7 @@ ROWS = jnp.array([2, 0, 2])
 
 
 def rows_last(w):
-    """Rows as columns: `(size, rows)`."""
+    """Return rows as columns: `(size, rows)`."""
     numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
     return lax.gather(w, ROWS[:, None], numbers, (1, w.shape[1]))
 
@@ -43,7 +43,7 @@ def test_decoded_or_refused(name, normal):
 
 
 def test_a_choice_between_two_formats(normal):
-    """Both are decoded: there is no array of either format."""
+    """Both arrays are decoded, because no array has two formats."""
     a = eqquant.quantize(normal(4, 64), "nf4")
     b = eqquant.quantize(normal(4, 64), "int8")
     choose = lambda which, a, b: lax.select_n(which, a, b)
@@ -56,7 +56,7 @@ def test_a_choice_between_two_formats(normal):
 
 
 def test_rows_of_one_element(normal):
-    """An axis that is whole, and goes away even so."""
+    """A whole axis with one element can be squeezed."""
     q = eqquant.quantize(normal(4, 1), "int8")
     take = lambda w: jnp.take(w, jnp.array([0, 0]), axis=1)
     got = jax.jit(eqquant.quaxify(take, on_materialise="allow"))(q)

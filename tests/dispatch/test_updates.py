@@ -1,4 +1,4 @@
-"""Rows are replaced: a quantized array as a cache."""
+"""Replacement of rows: quantized arrays as caches."""
 
 import eqquant
 import jax
@@ -37,11 +37,11 @@ def test_new_rows_are_quantized_and_the_others_stay(how, format, normal):
     cache, rows = eqquant.quantize(normal(6, 64), format), normal(*shape)
     got = strict(fn)(cache, rows)
     assert jax.tree.structure(got) == jax.tree.structure(cache)
-    # As if the rows had been there from the beginning: bit for bit.
+    # Equal to quantizing with the new rows, bit for bit.
     dense = eqquant.quantize(fn(cache.dequantize(), rows), format).dequantize()
     marks = fn(jnp.zeros((6, 64)), jnp.ones(shape))
     expected = jnp.where(marks == 1, dense, cache.dequantize())
-    # Ternary scales are sums, in an order that depends on how many rows there are.
+    # The order of sums in ternary scales depends on the number of rows.
     for updated in (got, jax.jit(strict(fn))(cache, rows)):
         if format.name == "ternary":
             assert_close(updated.dequantize(), expected, 1e-6)
@@ -86,7 +86,7 @@ def test_a_row_that_is_not_finite_is_never_silent(bad, format, normal):
 
 
 def attention(cache, step, query, key, value):
-    """One step of a decoder that knows nothing of quantization."""
+    """Compute one step of a plain decoder."""
     keys, values = cache
     keys = lax.dynamic_update_index_in_dim(keys, key, step, 1)
     values = lax.dynamic_update_index_in_dim(values, value, step, 1)
@@ -117,7 +117,7 @@ def test_attention_over_a_quantized_cache(format, normal):
     (keys, values), out = run(cache, tokens)
     assert eqquant.is_quantized(keys) and eqquant.is_quantized(values)
     eqquant.debug.assert_not_materialised(strict(decode), cache, tokens)
-    # The same attention over keys and values that are rounded one by one.
+    # The same attention over keys and values that are rounded separately.
     rounded = tokens.at[:, 1:].set(eqquant.quantize(tokens[:, 1:], format).dequantize())
     _, expected = decode((empty, empty), rounded)
     assert_close(out, expected, 1e-5)

@@ -1,4 +1,4 @@
-"""What no rule can keep quantized: it is decoded, under the policy."""
+"""Operations without a quantized result, which decode under the policy."""
 
 import functools as ft
 
@@ -50,8 +50,8 @@ def test_what_cuts_blocks_decodes(name, normal):
     assert_identical(got, fn(q.dequantize(), x))
 
 
-def test_operands_that_are_no_weights_decode(normal):
-    """The index of a gather or the start of a slice is data, whatever holds it."""
+def test_quantized_indices_decode(normal):
+    """Indices of gathers and starts of slices are data."""
     q = eqquant.quantize(jnp.ones((2, 64)), "int8")
     x = normal(5, 4)
     take = lambda q, x: jnp.take(x, q[:, :3].astype(jnp.int32), axis=0)
@@ -67,7 +67,7 @@ def test_products_of_two_dtypes_are_those_of_lax(dtype, normal):
     fn = lambda q, x: lax.dot_general(x, q, (((1,), (1,)), ((), ())))
     got, expected = strict(fn)(q, x), fn(q.dequantize(), x)
     assert got.dtype == expected.dtype
-    assert relative(got, expected) < 1e-2  # Rounding of the result to bfloat16.
+    assert relative(got, expected) < 1e-2  # The result is rounded to bfloat16.
 
 
 def test_integers_and_named_algorithms(normal):
@@ -75,8 +75,8 @@ def test_integers_and_named_algorithms(normal):
     counts = jnp.arange(3 * 64).reshape(3, 64) % 5
     product = lambda q, x: x @ q.T
     got = strict(product)(q, counts)
-    assert relative(got, counts @ q.dequantize().T) < 1e-4  # 15 bits of activations.
-    # Nothing less than the most precise honours an algorithm by its name.
+    assert relative(got, counts @ q.dequantize().T) < 1e-4  # 15-bit activations.
+    # A named algorithm maps to the highest precision.
     named = lambda q, x: jnp.dot(x, q.T, precision="F32_F32_F32")
     x = normal(3, 64)
     assert relative(strict(named)(q, x), x @ q.dequantize().T) < 1e-6
@@ -101,7 +101,7 @@ def test_convolutions_without_a_product(normal):
 
 def test_placement_that_does_not_split_blocks_evenly(normal):
     mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
-    q = eqquant.quantize(normal(6, 128), "nf4")  # Two blocks to the row.
+    q = eqquant.quantize(normal(6, 128), "nf4")  # Two blocks per row.
     one = jax.devices()[1]
     placed = strict(lambda q: jax.device_put(q, one))(q)
     assert_identical(placed, q)

@@ -1,7 +1,7 @@
-"""One of several processes that have a mesh together. Run by `test_processes.py`.
+"""One of several processes that share a mesh. `test_processes.py` runs it.
 
-`python process.py INDEX COUNT PORT FOLDER` compares all that it has of each result with
-what it computes by itself, and is the one that is killed at the end if it is the last.
+`python process.py INDEX COUNT PORT FOLDER` compares its shards of each result with a
+local computation. The last process is killed at the end.
 """
 
 import os
@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 ROWS, SIZE = 16, 128
-# In float32, and in another order.
+# Float32 sums in another order.
 SUMS = 1e-5
 RULES = {"layers.0.weight*": P("m", "d"), "layers.1.weight*": P("d", "m")}
 
@@ -40,7 +40,7 @@ def quantized(model):
 
 def adapted(model):
     model = eqquant.lora_tree(model, rank=2, key=jax.random.key(2))
-    # An adapter starts from zero, and then nothing is learned of its other half.
+    # Initially one factor is zero, so the gradient of the other would be zero.
     tune = eqquant.trainable_mask(model)
     trainable, frozen = eqx.partition(model, tune)
     return eqx.combine(jax.tree.map(lambda x: x + 0.1, trainable), frozen)
@@ -53,7 +53,7 @@ def forward(model, x):
 
 @eqx.filter_jit
 def step(model, x):
-    """Of gradient descent, for the adapters alone."""
+    """Compute one step of gradient descent for the adapters."""
     trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
     loss = lambda t: jnp.mean(jax.vmap(eqx.combine(t, frozen))(x) ** 2)
     moved = jax.tree.map(lambda p, g: p - 0.1 * g, trainable, jax.grad(loss)(trainable))
@@ -61,14 +61,14 @@ def step(model, x):
 
 
 def reference():
-    """What one process computes."""
+    """Return the results of one process."""
     model, x = quantized(dense()), activation()
     trained = step(adapted(model), x)
     return {"model": model, "y": forward(model, x), "trained": trained}
 
 
 def check(here, whole, bound=0.0):
-    """The shards of this process are those of the whole."""
+    """Check the shards of this process against the whole."""
     arrays = [eqx.filter(tree, eqx.is_array) for tree in (here, whole)]
     for a, b in zip(*map(jax.tree.leaves, arrays), strict=True):
         assert not a.is_fully_addressable and a.dtype == b.dtype
@@ -97,7 +97,7 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
     skeleton = eqx.filter_eval_shape(reference)
     expected = eqquant.load(folder.with_name("reference.safetensors"), skeleton)
 
-    # Floats that are split are quantized where they are.
+    # Sharded floats are quantized in place.
     model = split(quantized(split(dense())))
     check(model, expected["model"])
 
@@ -115,7 +115,7 @@ def main(index: int, count: int, port: str, folder: pathlib.Path) -> None:
     assert loaded["step"] == 1 and loaded["keys"].sharding == keys.sharding
     assert jnp.all(loaded["keys"] == keys)
     check(loaded["model"], trained)
-    # Onto one process, and onto another mesh.
+    # Load into one process, and onto another mesh.
     other = jax.make_mesh((2, 4), ("d", "m"), axis_types=auto)
     like = {
         "model": skeleton["trained"],

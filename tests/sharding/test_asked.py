@@ -1,5 +1,5 @@
-"""Results that are asked for by `out_sharding`, on meshes with explicit axes: sums that
-are scattered, activations or weights that are gathered."""
+"""Requested result shardings on meshes with explicit axes: scattered sums, and
+gathered activations or weights."""
 
 import eqquant
 import jax
@@ -11,7 +11,7 @@ from helpers import pairs, relative, slow, strict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-SUMS = 2e-6  # In float32, of another order, and differentiated.
+SUMS = 2e-6  # Float32 sums in another order, differentiated.
 SMALL_BLOCKS = {"block_size": 32}
 EXACT = {"precision": "highest"}
 BATCH, LENGTH, IN, OUT = 4, 8, 512, 256
@@ -20,8 +20,8 @@ SCATTER, SUM, GATHER = (
 )
 CODES = {("all-gather", "u8")}
 
-# How the weight is split, its rows being outputs; the activation, (batch, length, in);
-# and the result. Then what the product moves, and what its gradient does beside it.
+# The specs of the weight (rows are outputs), of the activation (batch, length, in) and
+# of the result. Then the collectives of the product, and those of its gradient.
 CASES = {
     "tokens scattered": (
         P(None, "m"),
@@ -68,15 +68,15 @@ def with_adapter(w):
     return w.replace(b=jax.random.normal(jax.random.key(1), w.b.shape) / 8)
 
 
-# And what else may be moved. The sums of an adapter are small; those of offsets are
-# all-reduces of their own.
+# Other permitted collectives. The sums of an adapter are small, and offsets have
+# separate all-reduces.
 KINDS = {
     "nf4": (lambda w: eqquant.quantize(w, NF4(**SMALL_BLOCKS), **EXACT), set()),
     "scales in 8 bits": (
         lambda w: eqquant.quantize(
             w, NF4(double_quantization=True, **SMALL_BLOCKS), **EXACT
         ),
-        GATHER,  # Of scales there is none.
+        GATHER,  # Scales have no collective.
     ),
     "offsets": (
         lambda w: eqquant.quantize(w, Int4(affine=True, **SMALL_BLOCKS), **EXACT),
@@ -126,7 +126,7 @@ def test_what_is_asked_for(name, kind, by_rows, normal):
 
 @pytest.mark.parametrize("outside", [False, slow(True)])
 def test_mapped_and_in_a_loop(outside, normal):
-    """Two layers, the first split by outputs and the second by what it contracts."""
+    """Two layers, the first split by outputs and the second by its contracted axis."""
     up, down = (
         eqquant.quantize(normal(2, *shape), NF4(**SMALL_BLOCKS), **EXACT)
         for shape in ((OUT, IN), (IN, OUT))

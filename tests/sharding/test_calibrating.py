@@ -1,4 +1,4 @@
-"""`calibrate` over 8 devices sees what it sees on one."""
+"""`calibrate` over 8 devices gives the statistics of one device."""
 
 import eqquant
 import equinox as eqx
@@ -10,13 +10,13 @@ from helpers import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-# Of the largest sum: the order of float32 sums is another one.
+# Relative to the largest sum: the order of float32 sums differs.
 EXACT = 1e-6
 KINDS = [AxisType.Auto, AxisType.Explicit]
 
 
 def split_over(mesh, model, specs):
-    """The model with the weights that `specs` names split so."""
+    """Return the model with the weights in `specs` sharded."""
     for name, spec in specs.items():
         where = lambda m, name=name: getattr(m, name).weight
         put = lambda w, spec=spec: jax.device_put(w, NamedSharding(mesh, spec))
@@ -56,7 +56,7 @@ class Block(eqx.Module):
         return jnp.where(mask[:, None], x, 0)
 
 
-# As Megatron splits a block: columns, then rows.
+# Like Megatron: columns, then rows.
 SPLIT = {"up": P("m"), "down": P(None, "m")}
 
 
@@ -75,7 +75,7 @@ class Table(eqx.Module):
     words: eqx.nn.Embedding
 
 
-# With explicit axes JAX refuses the lookup of a dense table by tokens that are split.
+# With explicit axes, JAX rejects a lookup in a dense table by sharded tokens.
 @pytest.mark.parametrize("spec", [P("m"), slow(P(None, "m"))])
 def test_rows_that_are_looked_up(spec):
     model = Table(eqx.nn.Embedding(64, 16, key=jax.random.key(0)))

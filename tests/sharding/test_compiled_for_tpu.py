@@ -1,4 +1,4 @@
-"""Products over meshes of TPUs that are not here: kernels, and what is moved."""
+"""Products compiled for TPU meshes: kernels and collectives."""
 
 import os
 
@@ -53,7 +53,7 @@ def test_every_device_has_kernels(chip, kind):
     )
     assert kernels_in(program) == ["nf4_decode"] * 3
     found = collectives(program)
-    # Scales are floats, 1/64 as many as there are weights; the sum is of activations.
+    # Scales are floats, one for 64 weights; the sum is over activations.
     assert {dtype for op, dtype in found if op == "all-gather"} == {"u8", "f32"}
     assert "all-reduce" in dict(found)
     assert largest_float(program) < SIZE * SIZE / 8
@@ -67,7 +67,7 @@ def test_gradients_have_kernels(chip):
     a, b = weights(mesh, P(("m", "d")), P("d", "m"))
     loss = lambda x, *w: jnp.sum(jnp.tanh(x @ w[0].T) @ w[1].T).astype(jnp.float32)
     program = compiled(jax.grad(loss), mesh, activation(mesh), a, b)
-    assert len(kernels_in(program)) == 3  # The last product's own value is not needed.
+    assert len(kernels_in(program)) == 3  # The value of the last product is unused.
     assert {d for op, d in collectives(program) if op == "all-gather"} == {"u8", "f32"}
     assert largest_float(program) < SIZE * SIZE / 8
 

@@ -1,6 +1,6 @@
-"""Activations and weights with more axes than two, on meshes with explicit axes.
+"""Activations and weights with more than two axes, on meshes with explicit axes.
 
-Sequences in a batch, heads in a layer: axes that a product merges, wherever they are
+Products merge axes such as batch and sequence, or heads and features, which may be
 split.
 """
 
@@ -15,7 +15,7 @@ from helpers import relative, slow, strict
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
-SUMS = 1e-6  # In float32, and of another order.
+SUMS = 1e-6  # Float32 sums in another order.
 GATHERED = {("all-gather", "u8"), ("all-gather", "f32")}  # Codes and scales.
 SUMMED = {("all-reduce", "f32")}
 BATCH, LENGTH, HEADS, SIZE, OUT = 8, 4, 8, 64, 512
@@ -34,7 +34,7 @@ def of_heads(x, w, **how):
 
 
 def to_heads(x, w, **how):
-    """Of heads, to what they become together."""
+    """Return a projection to heads."""
     return strict(lambda x, w: jnp.einsum("bthd,ohd->bto", x, w, **how))(x, w)
 
 
@@ -48,8 +48,8 @@ def experts(x, w, **_):
 
 ROWS, COLUMNS = (OUT, HEADS * SIZE), (HEADS, SIZE, OUT)
 CASES = {
-    # The function; the shape of the weight and its spec; that of the activation; the
-    # spec of the result, and what is moved.
+    # The function, the shape and spec of the weight, the spec of the activation, the
+    # spec of the result, and the collectives.
     "sequences": (matmul, ROWS, P("m"), P("d", "e"), P("d", "e", "m"), set()),
     "sequences, contracted": (
         matmul,

@@ -1,4 +1,4 @@
-"""A mesh over several processes: the numbers of one, and one checkpoint of all."""
+"""A mesh over several processes: results of one process, and a shared checkpoint."""
 
 import os
 import pathlib
@@ -40,7 +40,7 @@ def test_several_processes(tmp_path, count):
                 subprocess.Popen(command, stdout=out, stderr=out, env=environment)
             )
     try:
-        # The last one kills itself while it saves; the others wait for it then.
+        # The last process kills itself while saving, while the others wait for it.
         running[-1].wait(500)
     finally:
         for one in running:
@@ -49,7 +49,7 @@ def test_several_processes(tmp_path, count):
     said = "\n".join(log.read_text() for log in logs)
     assert (folder / "killed").exists(), said
 
-    # What was saved before is there, for one process as for any other number.
+    # The previous checkpoint is intact, for any number of processes.
     keys = jax.random.split(jax.random.key(3), 4)
     like = {"model": expected["trained"], "keys": keys, "step": 0}
     found = eqquant.load(folder, like)
@@ -57,6 +57,6 @@ def test_several_processes(tmp_path, count):
     models = (eqx.filter(t["model"], eqx.is_array) for t in (found, like))
     for a, b in zip(*map(jax.tree.leaves, models), strict=True):
         np.testing.assert_allclose(a, b, process.SUMS, process.SUMS)
-    # Nothing of the saves that were stopped is left after the next one.
+    # The next save removes the files of interrupted saves.
     eqquant.save(folder, {"step": 4})
     assert {x.name for x in folder.iterdir()} == {"model.safetensors", "killed"}

@@ -1,4 +1,4 @@
-"""Products over 8 devices: the numbers of one, a kernel on each, and what is moved."""
+"""Products over 8 devices: results of one device, kernels, and collectives."""
 
 import re
 
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 M, SIZE = 8, 256
-# In float32, and of another order: 256 terms of one size, and what is subtracted.
+# Float32 sums of 256 terms in another order, with cancellation.
 SUMS = 1e-6
 
 
@@ -29,11 +29,11 @@ def put(x, mesh, *spec):
 
 
 def quantized(normal, format, *shape, precision="highest", **options):
-    """By default nothing is rounded, because each device rounds only its part."""
+    """Quantize with exact products, because each device rounds its own part."""
     return eqquant.quantize(normal(*shape), format, precision=precision, **options)
 
 
-# How the weight is split, and what that moves. The activation is split over "d".
+# The spec of the weight, and the collectives. The activation is split over "d".
 SPLITS = {
     "whole": (P(), set()),
     "outputs": (P("m"), set()),
@@ -48,7 +48,7 @@ FORMATS = [NF4(), Binary()]
 
 
 def reference(q, x, ct):
-    """The product, and its gradients with respect to activation and scales."""
+    """Return the product and its gradients for activation and scales."""
     w, scales, x, ct = (np.float64(a) for a in (q.dequantize(), q.scales, x, ct))
     by_scale = (ct.T @ x * w).reshape(*scales.shape, -1).sum(-1) / scales
     return x @ w.T, ct @ w, by_scale
@@ -96,14 +96,14 @@ def test_without_a_kernel_the_same_is_moved(kind, how, normal, monkeypatch):
         got = compiled(x, split)
     assert "eqquant_dot" not in compiled.as_text()
     assert collectives(compiled) == moved
-    # As small as it is here, all that a device has is one tile.
+    # At this size, the part of a device is a single tile.
     assert how == "whole" or largest_float(compiled) < q.size / 2
     assert relative(got, np.float64(x) @ np.float64(q.dequantize()).T) < SUMS
 
 
 @pytest.mark.parametrize("spec", [P(None, "m"), P("d", "m")])
 def test_activations_in_int8_are_rounded_as_whole_rows(spec, normal):
-    # Rounded by the largest of a row, wherever that is: the same integers.
+    # Rounded by the largest value of the whole row: the same integers.
     q = quantized(normal, "int8", SIZE, SIZE, precision="high", activations="int8")
     x = normal(M, SIZE) * np.geomspace(1, 100, SIZE, dtype=np.float32)
     split = eqquant.shard_tree(q, mesh_of(), spec, batch="d")
@@ -136,14 +136,14 @@ def test_sums_that_are_scattered(scatter, normal):
     assert collectives(compiled) == {("reduce-scatter", "f32")}
     assert compiled.output_shardings.spec == axis
     assert relative(product(x, b), x @ q.T) < SUMS
-    # The gradient is summed where the product is not.
+    # The gradient has a sum if the product has none.
     gradient = jax.jit(lambda x, q, ct: jax.vjp(lambda x: x @ q.T, x)[1](ct)[0])
     args = put(x, mesh, "d"), a, put(ct, mesh, "d", "m")
     assert collectives(gradient.lower(*args).compile()) == {("reduce-scatter", "f32")}
     assert relative(gradient(*args), ct @ q) < SUMS
     said = eqquant.debug.explain(lambda x, q: x @ q.T, x, b)
     assert "summed and scattered over m" in said
-    # Rows that do not divide.
+    # Rows that are not divisible.
     if scatter == -2:
         few = product.lower(put(x[:4], mesh, "d"), b).compile()
         assert collectives(few) == {("all-reduce", "f32")}
@@ -166,7 +166,7 @@ def test_scales_in_eight_bits_are_gathered_so(kind, normal):
         assert relative(got, fn(x, layers)) < SUMS
     if kind == AxisType.Explicit:
         return
-    # The same plan does nothing on one device.
+    # The same plan has no effect on one device.
     here = jax.device_put(split, jax.devices()[0])
     np.testing.assert_array_equal(jax.jit(scan)(x, here), jax.jit(scan)(x, layers))
 
@@ -228,7 +228,7 @@ def test_experts(shape, names, normal):
     compiled = compiled.compile()
     assert collectives(compiled) == ({("all-reduce", "f32")} if "m" in names else set())
     assert relative(fn(x, split), fn(x, experts)) < SUMS
-    # The same activation for all of them.
+    # The same activation for all weights.
     same = jax.jit(lambda x, w: jax.vmap(lambda w: x @ w.T)(w))
     assert relative(same(x[0], split), same(x[0], experts)) < SUMS
 
@@ -303,7 +303,7 @@ def test_a_step_of_qlora(normal):
 
     def adapted(model):
         model = eqquant.lora_tree(model, rank=4, key=jax.random.key(1))
-        # An adapter starts from zero, and then nothing is learned of its other half.
+        # Initially one factor is zero, so the gradient of the other would be zero.
         noise = lambda x: x + 0.1 if eqx.is_inexact_array(x) else x
         trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
         return jax.tree.map(noise, trainable), frozen

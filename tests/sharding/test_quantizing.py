@@ -1,5 +1,4 @@
-"""Floats that are split over 8 devices are quantized, and adapters merged, where they
-are: by what is compiled."""
+"""Compiled programs quantize sharded floats, and merge adapters, in place."""
 
 import eqquant
 import equinox as eqx
@@ -30,7 +29,7 @@ def test_quantize(kind, spec, format, normal):
         fn = jax.jit(lambda w: eqquant.quantize(w, format))
         compiled = fn.lower(split).compile()
         got = compiled(split)
-    # What is largest in a row, and whether all is finite, is for all to know.
+    # All devices need the largest value of a row, and whether all values are finite.
     assert not {op for op, _ in collectives(compiled)} & MOVES
     assert largest_float(compiled) <= w.size / 4
     assert got.codes.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
@@ -46,7 +45,7 @@ def test_merge_lora(kind, spec):
 
     def adapt(layer):
         layer = eqquant.lora_tree(layer, rank=4, key=jax.random.key(1))
-        # An adapter starts from zero, and then nothing is merged.
+        # Initially the adapter is zero, so a merge would have no effect.
         return eqx.tree_at(
             lambda layer: layer.weight.b, layer, replace_fn=lambda b: b + 1
         )

@@ -1,4 +1,4 @@
-"""Rows of a quantized array that is split over 8 devices are replaced."""
+"""Replacement of rows in a quantized array over 8 devices."""
 
 import eqquant
 import jax
@@ -52,7 +52,7 @@ def test_codes_are_those_of_one_device(kind, spec, format, normal):
     assert got.plan == split.plan
     for new, old in zip(*map(jax.tree.leaves, (got, split)), strict=True):
         assert new.sharding.is_equivalent_to(old.sharding, new.ndim)
-    # New rows may move, as floats; no code of the others.
+    # New rows may move as floats. Codes of other rows do not move.
     assert largest_float(compiled) <= rows.size
     assert not {("all-gather", "u8"), ("all-gather", "s8")} & collectives(compiled)
 

@@ -1,4 +1,4 @@
-"""`shard_tree`: specs and rules, what fits, and where a plan goes."""
+"""`shard_tree`: specs, rules, errors, and the propagation of plans."""
 
 import eqquant
 import equinox as eqx
@@ -32,7 +32,7 @@ def test_specs_of_the_dense_model(mesh, model):
     assert shard_shapes(weight.scales) == {(64, 2)}
     assert shard_shapes(split.layers[0].bias) == {(64,)}
     assert weight.plan.axes == (("m",), ()) and weight.plan.batch == ("d",)
-    # What is gathered goes last, whatever the order in the spec.
+    # Gathered mesh axes come last, independent of their order in the spec.
     split = eqquant.shard_tree(quantized, mesh, P(("d", "m")), batch="d")
     assert split.layers[0].weight.plan.axes[0] == ("m", "d")
     assert split.layers[0].weight.codes.sharding.spec[0] == ("m", "d")
@@ -56,7 +56,7 @@ def test_a_plan_travels(mesh, normal):
     assert axes(q.swapaxes(0, 1)) == (("m",), ("d",), ())
     assert axes(q[1]) == (("m",), ())
     assert axes(q[None]) == ((), ("d",), ("m",), ())
-    assert axes(q.reshape(256, 256)) == (("d",), ())  # Others would be cut.
+    assert axes(q.reshape(256, 256)) == (("d",), ())  # Other splits would cut blocks.
     assert axes(q.reshape(4, 8, 8, 256)) == (("d",), ("m",), (), ())
     assert axes(q[jnp.asarray([0, 2])])[-1] == ()
     assert jax.tree.map(lambda a: a[0], q).plan.of(2) == [("m",), ()]

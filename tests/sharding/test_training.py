@@ -1,4 +1,4 @@
-"""Quantization-aware training over 8 devices: that of one, and what is moved."""
+"""Quantization-aware training over 8 devices: results of one, and collectives."""
 
 import eqquant
 import equinox as eqx
@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 
 M, SIZE = 8, 256
-SUMS = 1e-6  # In float32, and of another order.
+SUMS = 1e-6  # Float32 sums in another order.
 EXACT = {"format": NF4(), "precision": "highest"}
 RULES = {"*layers.0.*": P("m"), "*layers.1.weight": P(None, "m")}
 
@@ -35,7 +35,7 @@ def gradient(of_parts, static):
 
 
 def quantized_in_the_loss(split):
-    """With a plan that is made in each step."""
+    """Return a loss that makes a plan in each step."""
     make = lambda model: split(
         eqquant.training.fake_quantize_tree(model, **EXACT, quantized_products=True)
     )
@@ -43,7 +43,7 @@ def quantized_in_the_loss(split):
 
 
 def wrapped(split):
-    """With the plan of the wrapper."""
+    """Return a loss with the plan of the wrapper."""
     model = eqquant.FakeQuantized(mlp(), **EXACT, quantized_products=True)
     return model, lambda model: model
 
