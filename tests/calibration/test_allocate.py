@@ -19,7 +19,7 @@ def calibrated():
     model = eqx.nn.MLP(
         64, 64, 64, 2, use_bias=False, use_final_bias=False, key=jax.random.key(0)
     )
-    # The last layer matters most: its products are the results.
+    # The last layer is most sensitive, because its products are the results.
     x = jax.random.normal(jax.random.key(1), (128, 64))
     stats = eqquant.calibrate(lambda model, x: jax.vmap(model)(x), model, [x])
     return model, stats
@@ -54,7 +54,7 @@ def test_the_frontier_goes_through_what_is_chosen():
     rules = eqquant.allocate(model, 5000, FORMATS, stats)
     nbytes, losses = map(list, zip(*rules.frontier, strict=True))
     assert nbytes == sorted(nbytes) and losses == sorted(losses, reverse=True)
-    # Convex, as formats come in order of gain.
+    # Convex, because formats come in order of gain.
     gains = np.diff(losses) / np.diff(nbytes)
     assert np.all(np.diff(gains) >= -1e-9 * abs(gains[0]))
     bound = min(loss for size, loss in rules.frontier if size <= 5000)
@@ -65,7 +65,8 @@ def test_the_frontier_goes_through_what_is_chosen():
 
 
 def test_a_large_step_takes_the_place_of_small_ones():
-    # By gain per byte the small ones come first, and then the table does not fit.
+    # In order of gain per byte, small weights come first, and the table then does not
+    # fit.
     def weight(path, size, before, after):
         formats = (eqquant.NF4(), size // 2, before), (eqquant.Int8(), size, after)
         hull = tuple(Option(*option) for option in formats)
@@ -109,7 +110,7 @@ def test_what_gptq_is_expected_to_leave(rotate, format):
 @pytest.mark.slow
 def test_no_assignment_of_as_many_bytes_is_better():
     model, stats = calibrated()
-    options = {}  # What each weight loses in each format.
+    options = {}  # The loss of each weight in each format.
     for name in FORMATS:
         rules = eqquant.allocate(model, 10**6, [name], stats)
         for row in rules.rows:

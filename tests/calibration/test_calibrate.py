@@ -1,4 +1,4 @@
-"""`calibrate`: exactly what weights multiply, from unchanged code."""
+"""`calibrate`: exact statistics of inputs, from unchanged model code."""
 
 import eqquant
 import equinox as eqx
@@ -10,7 +10,7 @@ from helpers import slow
 from jax import lax
 
 
-# Sums of float32, in an order of XLA's, against sums of float64.
+# XLA's float32 sums against float64 sums.
 EXACT = 1e-6
 
 
@@ -119,7 +119,7 @@ def test_rows_that_are_looked_up(normal):
     table = eqx.nn.Embedding(64, 16, key=jax.random.key(0))
     look_up = lambda table, i: jax.vmap(table)(i)
     known = eqquant.calibrate(look_up, table, [np.arange(6)]).weights["weight"]
-    # The results are the rows themselves: all gradients are 1 or -1.
+    # The results are the rows, so all gradients are 1 or -1.
     assert known.rows == 6 and known.power == 6 * 16
     np.testing.assert_array_equal(np.diagonal(known.gram), 6)
 

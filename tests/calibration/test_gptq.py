@@ -1,4 +1,4 @@
-"""GPTQ against a reference, and against plain rounding."""
+"""GPTQ against a reference, and against rounding to nearest."""
 
 import dataclasses
 import operator
@@ -13,7 +13,7 @@ from helpers import assert_identical, DEFAULT_FORMATS, slow, unpacked
 
 
 def correlated(rows: int, size: int, seed: int = 0) -> np.ndarray:
-    """Inputs as layers have them: a few directions hold most of the energy."""
+    """Return realistic inputs: a few directions contain most of the energy."""
     rng = np.random.default_rng(seed)
     directions = rng.normal(size=(size, size)) / np.arange(1, size + 1)[:, None]
     return (rng.normal(size=(rows, size)) @ directions).astype(np.float32)
@@ -29,7 +29,7 @@ def calibrated(model, x, format, **options):
 
 
 def loss(q, w, x) -> np.ndarray:
-    """The squared error of each output, over the data."""
+    """Return the squared error of each output over the data."""
     e = np.asarray(q.dequantize(), np.float64) - np.asarray(w, np.float64)
     return np.sum((np.asarray(x, np.float64) @ e.T) ** 2, 0)
 
@@ -42,15 +42,14 @@ def test_the_objective_falls_and_in_no_row_rises(format):
     _, q = calibrated(model, x, format)
     plain = eqquant.quantize(model.weight, format)
     after, before = loss(q.weight, model.weight, x), loss(plain, model.weight, x)
-    # Up to what float32 makes of the comparison.
+    # Up to float32 rounding of the comparison.
     assert np.all(after <= before * (1 + 1e-4))
     assert after.sum() < 0.9 * before.sum()
     assert q.weight.format == format and q.weight.nbytes == plain.nbytes
 
 
 def reference(w, gram, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Int8 codes and scales by GPTQ, in float64, element by element, from the inverse
-    itself."""
+    """Return int8 codes and scales by GPTQ in float64, from the explicit inverse."""
     w, size = np.array(w, np.float64), w.shape[1]
     inverse = np.linalg.inv(gram + 0.01 * np.mean(np.diagonal(gram)) * np.eye(size))
     codes, scales = np.zeros(w.shape, np.int8), []
@@ -61,7 +60,7 @@ def reference(w, gram, block: int) -> tuple[np.ndarray, np.ndarray]:
         codes[:, i] = np.clip(np.rint(w[:, i] / scale), -127, 127)
         error = (w[:, i] - codes[:, i] * scale) / inverse[i, i]
         w[:, i:] -= error[:, None] * inverse[i, i:]
-        # The inverse of the matrix of what is left.
+        # The inverse of the remaining matrix.
         inverse -= np.outer(inverse[:, i], inverse[i]) / inverse[i, i]
     return codes, np.stack(scales, 1)
 
@@ -74,7 +73,7 @@ def test_codes_are_those_of_a_reference():
     x = x.astype(np.float64)
     codes, scales = reference(model.weight, x.T @ x, 32)
     np.testing.assert_allclose(q.weight.scales, scales, rtol=1e-4)
-    # But where float32 and float64 fall on two sides of a half.
+    # Except where float32 and float64 are on different sides of a tie.
     assert np.mean(unpacked(q.weight) == codes) > 0.98
     assert np.max(np.abs(unpacked(q.weight).astype(int) - codes)) <= 1
 
@@ -163,12 +162,12 @@ def test_a_format_without_nearest_is_rounded_plainly():
 def test_offsets_and_scales_are_fitted_to_the_data(fit):
     format = eqquant.Int3(affine=True, block_size=64, fit=fit)
     model, x = linear(24, 100), correlated(256, 100)
-    # Inputs of very different sizes.
+    # Inputs of very different magnitudes.
     x = x * np.geomspace(1, 0.01, 100, dtype=np.float32)
     _, q = calibrated(model, x, format)
     plain = eqquant.quantize(model.weight, format)
     new, old = loss(q.weight, model.weight, x), loss(plain, model.weight, x)
-    assert np.all(new <= old * (1 + 1e-5))  # Rounding of float32 sums.
+    assert np.all(new <= old * (1 + 1e-5))  # Float32 rounding of sums.
     assert new.sum() < 0.9 * old.sum()
 
 

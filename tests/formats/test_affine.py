@@ -69,7 +69,7 @@ def test_products(q, normal):
 
 
 def test_activations_are_rounded_for_offsets_too(normal):
-    # All is offset: the product is that of the rounded activation, exactly.
+    # The weight is only offsets, so the product is exact for the rounded activation.
     q = eqquant.quantize(jnp.full((3, 64), 2.0), INT4, activations="int8")
     x = normal(5, 64)
     rounded = np.float64(eqquant.training.round_activations(x))
@@ -88,7 +88,7 @@ def test_structure(q):
         (q.reshape(4, 6, 192), dense.reshape(4, 6, 192)),
     ]:
         assert isinstance(part, eqquant.QuantizedArray)
-        # Not their bits: zero may have either sign.
+        # Values, not bits, because zero can have either sign.
         np.testing.assert_array_equal(part.dequantize(), expected)
     assert_identical(q[5], dense[5])
     assert jnp.isnan(table(q, indices)[1]).all()
@@ -154,14 +154,14 @@ def test_offsets_in_8_bits(normal, tmp_path):
     w = normal(5, 9216) * jnp.abs(rows) / 16 + rows
     q, once = eqquant.quantize(w, TWICE), eqquant.quantize(w, INT4)
     assert isinstance(q.offsets, eqquant.formats.QuantizedOffsets)
-    # A code for each of 288 blocks, and two exponents, for scales and offsets alike.
+    # 288 codes and two exponents, for scales and for offsets.
     assert q.nbytes == 5 * (9216 // 2 + 2 * (288 + 2))
     exponents = np.float64(q.offsets.exponents).repeat(256, -1)[:, :288] - 127
     units = np.where(exponents == -127, 0, np.exp2(exponents))
     assert_identical(
         q.offsets.astype(jnp.float32), np.float32(np.float64(q.offsets.codes) * units)
     )
-    # To the nearest; the largest of a group uses its bits.
+    # Rounded to nearest. The largest value of a group uses all bits.
     error = np.abs(np.float64(q.offsets.astype(jnp.float32)) - np.float64(once.offsets))
     assert np.all(error <= 1.001 * units)
     largest = np.abs(np.asarray(q.offsets.codes)).max(-1)

@@ -1,4 +1,4 @@
-"""Tables of levels: those of Lloyd and Max, and those of users; integers of 3 bits."""
+"""Tables of levels: Lloyd-Max tables, user tables, and three-bit integers."""
 
 import itertools
 import math
@@ -13,8 +13,11 @@ from helpers import in_blocks, relative, slow, sqnr, strict, unpacked
 
 
 def lloyd_max(count: int) -> np.ndarray:
-    """Levels and boundaries by turns, in float64: each level the mean of the normal
-    distribution between its boundaries, each boundary halfway between two levels."""
+    """Compute Lloyd-Max levels in float64 by alternating updates.
+
+    Each level is the mean of the normal distribution between its boundaries, and each
+    boundary is halfway between two levels.
+    """
     cumulative = lambda x: (1 + math.erf(x / math.sqrt(2))) / 2
     density = lambda x: math.exp(-x * x / 2) / math.sqrt(2 * math.pi)
     levels = np.linspace(-2, 2, count)
@@ -77,7 +80,7 @@ def test_a_codebook_against_numpy(values, bits, normal):
     assert q.nbytes == 4 * 128 * bits // 8 + 4 * 2 * 4
     blocks = in_blocks(w, 64)
     absmax, extreme = np.abs(blocks).max(-1), max(table, key=abs)
-    if table[-1] != -table[0]:  # Else the scale is positive.
+    if table[-1] != -table[0]:  # Otherwise the scale is positive.
         absmax = np.where(blocks.max(-1) == absmax, absmax, -absmax)
         absmax = absmax * np.sign(extreme)
     scales = absmax / abs(extreme)
@@ -91,7 +94,7 @@ def test_a_codebook_against_numpy(values, bits, normal):
 
 
 def test_a_codebook_multiplies_and_is_saved(normal, tmp_path):
-    # Five levels: three bits, of which three codes stand for nothing.
+    # Five levels take three bits, with three unused codes.
     q = eqquant.quantize(normal(24, 128), Codebook((-2, -0.5, 0, 0.5, 1)))
     assert q.format.unused_codes == (5, 6, 7)
     x = normal(3, 128)
@@ -140,7 +143,7 @@ def test_scales_in_8_bits(normal):
     w = normal(16, 384)
     twice, once = NF3(double_quantization=True), NF3(scale_dtype="float32")
     q = eqquant.quantize(w, twice)
-    # Codes, scales, and an exponent for each row.
+    # Codes, scales, and an exponent per row.
     assert q.nbytes == twice.scale_bytes(384) * 16 + 16 * 384 * 3 // 8
     assert 8 * q.nbytes / q.size == pytest.approx(3 + 8 / 64 + 8 / 384)
     assert isinstance(q.scales, eqquant.formats.QuantizedScales)

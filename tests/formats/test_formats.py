@@ -1,4 +1,4 @@
-"""The formats: what they store, against references in NumPy."""
+"""Stored codes and scales of formats, against references in NumPy."""
 
 import dataclasses
 import math
@@ -101,7 +101,7 @@ def test_int8_against_numpy_in_float64(block_size, dtype, normal):
     assert_identical(q.scales, scales)
     quotient = blocks / scales[..., None].astype(np.float64)
     codes = unpacked(q).reshape(blocks.shape)
-    # The quotient, at most 127, is rounded to float32 before it is to an integer.
+    # The quotient, at most 127, is rounded to float32 and then to an integer.
     to_half = np.abs(np.abs(quotient - np.trunc(quotient)) - 0.5)
     clear = to_half > 128 * EPS
     assert clear.mean() > 0.99
@@ -121,8 +121,8 @@ def test_int8_rounds_half_to_even():
 
 
 def test_int8_of_what_it_decoded_is_the_same_for_every_scale(rng):
-    # `127 * scale / 127` is rounded twice, so that this is not obvious: it takes a
-    # mantissa of every residue.
+    # `127 * scale / 127` is rounded twice, so the identity is not obvious. Test
+    # mantissas of every residue.
     w = rng.uniform(1, 2, (2**14, 4)).astype(np.float32)
     q = eqquant.quantize(w, "int8")
     assert_identical(eqquant.quantize(decode(q), "int8"), q)
@@ -152,7 +152,7 @@ def test_ternary_against_numpy(rule, least_squares, block_size, normal):
     assert (unpacked(q) == codes % 4).all()  # Two's complement in two bits.
     best = np.sum(magnitude * nonzero, -1) / nonzero.sum(-1)
     scales = best if least_squares else mean[..., 0]
-    # A sum of at most 128 terms.
+    # Sums of at most 128 terms.
     np.testing.assert_allclose(np.asarray(q.scales), scales, rtol=128 * EPS)
 
 
@@ -177,9 +177,9 @@ def test_binary_against_numpy(block_size, normal):
     w = normal(16, 192).at[0, :5].set(0).at[0, 5:9].set(-0.0)
     q = eqquant.quantize(w, Binary(block_size=block_size))
     blocks = in_blocks(w, block_size)
-    # Zero, of either sign, is +1: a bit that is not set.
+    # Zero of either sign encodes as +1, a cleared bit.
     assert (unpacked(q) == (blocks < 0).reshape(16, 192)).all()
-    # A sum of at most 192 terms.
+    # Sums of at most 192 terms.
     scales = np.abs(blocks).mean(-1)
     np.testing.assert_allclose(np.asarray(q.scales), scales, rtol=192 * EPS)
     values = np.where(blocks < 0, -1, 1) * np.asarray(q.scales)[..., None]
@@ -187,7 +187,7 @@ def test_binary_against_numpy(block_size, normal):
 
 
 #
-# All of them
+# All formats
 #
 
 
@@ -238,8 +238,10 @@ def test_one_scale_per_tensor(default_format, normal):
 
 
 def gaussian_ternary(threshold: float) -> float:
-    """What ternary with the least-squares scale explains of a standard normal: with
-    density f and tail Q, `(2 f)^2 / (2 Q)` of its variance."""
+    """Return the SQNR of ternary with least-squares scales on a standard normal.
+
+    With density f and tail Q, ternary explains `(2 f)^2 / (2 Q)` of the variance.
+    """
     density = math.exp(-(threshold**2) / 2) / math.sqrt(2 * math.pi)
     tail = math.erfc(threshold / math.sqrt(2)) / 2
     return -10 * math.log10(1 - 2 * density**2 / tail)
@@ -250,7 +252,7 @@ def large():
     return jax.random.normal(jax.random.key(0), (1024, 4096))
 
 
-# In decibels: FACTS section 3, or derived here. To 0.05, of which sampling takes 0.01.
+# In decibels, measured or derived here. Tolerance 0.05; sampling contributes 0.01.
 @pytest.mark.parametrize(
     "format, expected",
     [
@@ -259,8 +261,9 @@ def large():
         pytest.param(NF4(block_size=128), 20.39, marks=pytest.mark.slow),
         pytest.param(NF4(scale_dtype="bfloat16"), 20.73, marks=pytest.mark.slow),
         pytest.param(NF4(scale_search=True), 21.36, marks=pytest.mark.slow),
-        (Int8(), 41.25),  # Given to a tenth: 41.3.
-        pytest.param(Int8(block_size=64), 44.53, marks=pytest.mark.slow),  # 44.5.
+        (Int8(), 41.25),  # Published with one decimal: 41.3.
+        # Published with one decimal: 44.5.
+        pytest.param(Int8(block_size=64), 44.53, marks=pytest.mark.slow),
         pytest.param(
             Ternary(rule="absmean", least_squares=False), 5.79, marks=pytest.mark.slow
         ),
@@ -284,7 +287,7 @@ def test_signal_to_noise_on_normal_weights(format, expected, large):
 def test_no_format_wastes_a_bit(default_format, large):
     if default_format.name == "fp8":
         pytest.skip("Floats spend bits on their range.")
-    # A bit is worth 6.02 decibels at best (rate-distortion theory).
+    # A bit adds at most 6.02 decibels (rate-distortion theory).
     accuracy = sqnr(decode(eqquant.quantize(large, default_format)), large)
     assert 5.8 * (default_format.bits - 1) < accuracy < 6.02 * default_format.bits
 

@@ -1,4 +1,4 @@
-"""INT4: what it stores, against NumPy; and scales below zero, which files have."""
+"""INT4: stored codes and scales against NumPy, and negative scales from files."""
 
 import eqquant
 import jax
@@ -30,7 +30,7 @@ def test_against_numpy_in_float64(block_size, dtype, normal):
     assert_identical(q.scales, scales)
     quotient = blocks / scales[..., None].astype(np.float64)
     levels = unpacked(q).astype(int).reshape(blocks.shape) - 8
-    # The quotient, at most 8, is rounded to float32 before it is to an integer.
+    # The quotient, at most 8, is rounded to float32 and then to an integer.
     near_half = np.abs(np.abs(quotient - np.trunc(quotient)) - 0.5) < 8 * 2.0**-24
     expected = np.clip(np.round(quotient), -8, 7)
     assert (levels == expected)[~near_half].all() and near_half.mean() < 0.01
@@ -57,13 +57,13 @@ def test_quantizing_what_it_decoded_changes_nothing_for_any_scale(rng):
 
 
 def test_bytes_are_those_of_the_documented_layout():
-    w = jnp.arange(-8.0, 8.0).reshape(1, 16)  # Every level: the scale is one.
+    w = jnp.arange(-8.0, 8.0).reshape(1, 16)  # Every level, with scale 1.
     codes = eqquant.quantize(w, Int4(block_size=16)).codes[0]
     assert codes.tolist() == [low | (low + 8) << 4 for low in range(8)]
 
 
 def negative(normal, block_size):
-    """Scales of both signs, as GGUF's Q4_0 has them, and what they stand for."""
+    """Return an array with scales of both signs, like GGUF's Q4_0, and its values."""
     q = eqquant.quantize(normal(24, 128), Int4(block_size=block_size))
     signs = np.resize([1.0, -1.0, -1.0], q.scales.shape).astype(np.float32)
     q = q.replace(scales=q.scales * signs)
@@ -96,7 +96,7 @@ def test_negative_scales_elsewhere(normal):
     levels = (unpacked(q).astype(np.float64) - 8).reshape(24, 4, 32)
     inner = (levels * np.float64(x).reshape(4, 32)).sum(-1)
     expected = np.cos(dense.astype(np.float64) @ np.float64(x))[:, None] * inner
-    # The cosine makes ten times as much of what is rounded.
+    # The cosine amplifies rounding errors ten times.
     assert relative(by_scale, expected) < 10 * TOLERANCE["high"]
 
 
@@ -111,8 +111,8 @@ def test_clipping_and_learning_know_that_seven_is_the_highest(normal):
     by_scale = jax.grad(lambda s: eqquant.straight_through(w, format, scales=s).sum())(
         scales
     )
-    # Equation 3 of arXiv 1902.08153: -8 and 7 (twice) beyond the levels, and 6 - 6.5
-    # between them, times the gradient scale, with 7 for the highest level.
+    # Equation 3 of arXiv 1902.08153: -8 and 7 (twice) outside of the levels, and 6 -
+    # 6.5 between them, times the gradient scale with highest level 7.
     assert np.allclose(by_scale, (-8 + 7 + 7 - 0.5) / np.sqrt(8 * 7), rtol=1e-6)
     start = eqquant.training.learned_scales(w, format)
     assert np.allclose(start, 2 * np.abs(w).mean() / np.sqrt(7), rtol=1e-6)

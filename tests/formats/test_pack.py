@@ -1,4 +1,4 @@
-"""Sub-byte codes <-> bytes."""
+"""Packing of codes into bytes."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -54,7 +54,7 @@ def test_three_bits_are_a_plane_of_two_and_one_of_one():
     assert packed.shape == (5, 24)
     assert (packed[:, :16] == np.asarray(pack(jnp.asarray(codes & 3), 2))).all()
     assert (packed[:, 16:] == np.asarray(pack(jnp.asarray(codes >> 2), 1))).all()
-    assert (pack(codes, 3) == packed).all()  # Of NumPy.
+    assert (pack(codes, 3) == packed).all()  # NumPy only.
 
 
 @hypothesis.settings(max_examples=8)

@@ -1,4 +1,4 @@
-"""Scales that are not floats: decoded, cut, and nearest to others."""
+"""Quantized scales: decoding, slicing, and rounding to nearest."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,7 +14,7 @@ def powers(exponents):
     return np.exp2(np.float64(exponents) - 127)
 
 
-# Each with as many blocks as it takes to have several of what they share.
+# Enough blocks for several shared exponents.
 def in_groups(rng):
     codes = rng.integers(0, 256, (2, 600)).astype(np.uint8)
     exponents = np.array([[120, 130, 125], [110, 0, 127]], np.uint8)
@@ -35,7 +35,7 @@ def in_powers(rng):
 
 
 def e4m3(codes):
-    """By the definition: a sign, 4 bits of exponent, 3 of the fraction."""
+    """Decode E4M3 by its definition: sign, 4 exponent bits, 3 fraction bits."""
     exponent, fraction = codes >> 3, codes & 7
     whole = np.where(exponent == 0, 0, 8)
     return (whole + fraction) * np.exp2(np.maximum(exponent, 1) - 10.0)
@@ -68,7 +68,7 @@ def test_some_of_the_blocks(scales):
     last = values.shape[-1]
     for start, stop in ((0, last), (0, last - 1), (last // 2, last)):
         part = stored.slice(start, stop)
-        # Such a part of several groups does not begin with one.
+        # This slice of several groups does not start at a group.
         if last > GROUP and start % GROUP:
             assert part is NotImplemented
             continue
@@ -86,7 +86,7 @@ def test_a_part_that_begins_with_a_group(rng):
 
 
 def every_value(stored):
-    """All that each block can have by other codes, as `(rows, blocks, codes)`."""
+    """Return the value of every code for each block, `(rows, blocks, codes)`."""
     if isinstance(stored, Float8Scales):
         units = np.float64(stored.units)[:, :, None]
         return e4m3(np.arange(127)) * np.broadcast_to(units, (*stored.shape, 1))
@@ -97,7 +97,7 @@ def every_value(stored):
 
 @pytest.mark.parametrize("make", [in_groups, in_one_group, in_floats])
 def test_the_nearest_to_others(make, rng):
-    """By trying all codes. What is positive stays so, if there is a unit at all."""
+    """Compare `nearest` with a search over all codes. Positive scales stay positive."""
     stored, values = make(rng)
     wanted = np.float32(values * rng.uniform(0, 3, values.shape))
     wanted[:, 0], wanted[:, 1], wanted[:, 2] = 0, 1e-30, 1e30
@@ -108,11 +108,11 @@ def test_the_nearest_to_others(make, rng):
     distance = np.abs(possible - wanted[..., None])
     zero_is_out = is_positive[..., None] & (possible == 0)
     least = np.where(zero_is_out, np.inf, distance).min(-1)
-    # In float32: a quotient between two codes may fall on either side.
+    # In float32, a quotient near a tie may round either way.
     tie = 1e-6 * np.abs(got)
     assert (np.abs(got - wanted) <= least + tie).all()
     assert (got[is_positive] > 0).all() and (got[wanted == 0] == 0).all()
-    # Those that can be had are kept.
+    # Representable scales are unchanged.
     again = nearest.nearest(nearest.astype(jnp.float32))
     np.testing.assert_array_equal(again.astype(jnp.float32), got)
 
@@ -122,8 +122,8 @@ def test_the_nearest_power_of_two_is_that_power(rng):
     assert_identical(stored.nearest(jnp.asarray(values, jnp.float32)), stored)
 
 
-def test_what_is_looked_up_and_is_not_there(scales):
-    """Rows with the fill that is asked for: NaN, or 0."""
+def test_out_of_bounds_lookups(scales):
+    """Out-of-bounds rows have the requested fill: NaN or 0."""
     stored, values = scales
 
     def look_up(part, fill):

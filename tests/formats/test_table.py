@@ -1,4 +1,4 @@
-"""How many boundaries lie below a number: by selects, and as GPUs look it up."""
+"""The number of boundaries below a value, by selects and by the GPU lookup."""
 
 import eqquant
 import jax
@@ -22,7 +22,7 @@ BOUNDARIES = {
 
 
 def numbers(ends: np.ndarray) -> np.ndarray:
-    """The boundaries, the floats beside them, special ones, and many between."""
+    """Return boundaries, neighbouring floats, special values, and values between."""
     rng = np.random.default_rng(0)
     inf, top = np.float32(np.inf), np.finfo("float32").max
     special = [0.0, -0.0, inf, -inf, top, -top, 2e-38, -2e-38]
@@ -39,7 +39,7 @@ def numbers(ends: np.ndarray) -> np.ndarray:
             rng.standard_normal(1000).astype(np.float32) ** 9,
         ]
     )
-    # CPUs compare what is shorter than a normal float as zero.
+    # CPUs compare subnormal numbers as zero.
     return out[~((out != 0) & (np.abs(out) < np.finfo("float32").tiny))]
 
 

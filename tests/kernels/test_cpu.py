@@ -1,4 +1,4 @@
-"""The native kernels: their numbers, and when they serve."""
+"""The native kernels: their results, and their choice."""
 
 import eqquant
 import hypothesis
@@ -13,7 +13,7 @@ from eqquant.kernels.cpu._call import call
 from helpers import pairs, relative
 
 
-# What each kernel promises, with room for small shapes.
+# The documented error of each kernel, with a margin for small shapes.
 TOLERANCE = {
     "float, AVX2": 3e-6,
     "float, AVX-512": 3e-6,
@@ -37,7 +37,7 @@ needs_library = pytest.mark.skipif(
 
 
 def runs(kernel):
-    """Whether this CPU has the instructions, with which a name ends."""
+    """Return whether this CPU has the instructions at the end of a kernel name."""
     needs = kernel.split(", ")[-1].lower().replace("-", "")
     return not isinstance(library, str) and needs in library.instructions
 
@@ -67,7 +67,7 @@ DIRECTIONS = [
 
 
 def exact(kernel):
-    """Whether it takes only weights with integer levels and one scale for each row."""
+    """Return whether a kernel requires integer levels and one scale per row."""
     return "two digits" in kernel and kernel not in IN_TILES
 
 
@@ -91,7 +91,7 @@ def serves(kernel, format, blocks, packed, contract_rows):
 
 
 def both(kernel, x, codes, scales, format, contract_rows=False):
-    """By the native kernel, and by XLA's lowering at the highest precision."""
+    """Return the product by the native kernel, and by XLA at the highest precision."""
     matmul = Matmul(format, contract_rows, Compute("highest"))
     native = jax.jit(lambda *args: call(kernel, matmul.of(*args), *args))
     reference = jax.jit(lambda *args: xla.dot(*args, matmul))
@@ -99,7 +99,7 @@ def both(kernel, x, codes, scales, format, contract_rows=False):
 
 
 def draw_product(data, kernel):
-    """An activation, and a weight of random codes; few compile, as each shape does."""
+    """Draw an activation and a weight with random codes, from a few compiled shapes."""
     only_integers = exact(kernel)
     formats = [Int3, Int4, Int8, Ternary, Binary]
     if not only_integers:
@@ -114,7 +114,7 @@ def draw_product(data, kernel):
     )
     batch = data.draw(st.sampled_from([(), (3,)]))
     m, rows, columns = (data.draw(st.integers(1, n)) for n in (40, 70, 600))
-    # Of a few sums, all may be those of which most cancels.
+    # With few sums, cancellation can affect all of them.
     hypothesis.assume(m * rows >= 50)
     contract_rows = kernel in IN_BOTH_DIRECTIONS and data.draw(st.booleans())
     if contract_rows and format.bits == 8 and not kernel.startswith("float"):
@@ -124,7 +124,7 @@ def draw_product(data, kernel):
     dtype = format.code_dtype
     codes = rng.integers(0, 256, (*batch, rows, stored * format.bits // 8))
     scales = 0.5 + rng.random((*batch, rows, format.num_blocks(columns)))
-    scales *= rng.choice([-1, 1], scales.shape)  # As those of GGUF's Q4_0 are.
+    scales *= rng.choice([-1, 1], scales.shape)  # Like GGUF's Q4_0.
     x = rng.standard_normal((*batch, m, rows if contract_rows else stored))
     x = jnp.asarray(x, data.draw(st.sampled_from(["float32", "bfloat16"])))
     scales = jnp.asarray(scales, format.scale_dtype)
@@ -142,13 +142,13 @@ def test_any_shape_against_xla(kernel, data):
 
 @pairs("kernel, m", KERNELS, [3, 21, 150])
 def test_products_large_enough_for_several_threads(kernel, m, normal):
-    # The last has blocks of eight bytes, two of which fill a vector.
+    # The last format has blocks of eight bytes, two per vector.
     short = Ternary(block_size=32)
     for format in (NF4(), Int8(), Ternary(), Binary(), Int3(), short):
         q = eqquant.quantize(normal(523, 1024), format)
         for contract_rows in (False, True):
             blocks = q.scales.shape[-1]
-            # Of a row: kernels get three bits as four.
+            # Per row: kernels receive three-bit codes as four bits.
             bytes = 1024 * (4 if format.bits == 3 else format.bits) // 8
             if not serves(kernel, format, blocks, bytes, contract_rows):
                 continue
@@ -164,7 +164,7 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
     "format",
     [
         Binary(),  # Runs of half a vector.
-        Ternary(block_size=32),  # Two blocks to a vector.
+        Ternary(block_size=32),  # Two blocks per vector.
         Int3(block_size=None),
         Int4(),
         Int8(block_size=128),
@@ -174,8 +174,8 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
     ids=repr,
 )
 def test_panels_of_any_rows(kernel, format, rng):
-    # Rows that are no whole panel, more columns than one, and the last of them a part.
-    # More rows of the activation, too, than are multiplied in one turn.
+    # Partial panels of rows, and several panels of columns with a partial one.
+    # More rows of the activation than a kernel processes at once.
     m, rows, size = 600, 150, 2512 if format.bits == 8 else 2304
     if format.block_size == 2048:
         size = 4096
@@ -199,8 +199,8 @@ def test_panels_of_any_rows(kernel, format, rng):
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if k.values[0] in IN_TILES])
 @pytest.mark.parametrize("format", [Int8(), NF4(), FP8()], ids=repr)
 def test_rows_of_very_different_size(kernel, format, normal, rng):
-    # Here the largest row is some 30 times an ordinary one. What they are multiplied by
-    # is rounded to a part of the largest product. docs/cpu.md has half of this.
+    # The largest row is about 30 times an ordinary row. The activation times scales is
+    # rounded relative to the largest product. docs/cpu.md has half of this bound.
     w = normal(1024, 512) * np.exp(rng.standard_normal((1024, 1)))
     q = eqquant.quantize(w.astype(jnp.float32), format)
     args = (kernel, normal(64, 1024), q.codes, q.scales, format)
@@ -211,7 +211,7 @@ def test_rows_of_very_different_size(kernel, format, normal, rng):
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])
 @pytest.mark.parametrize("m, rows, columns", [(90, 100, 6400), (170, 40, 13000)])
 def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
-    # And the activation is more than what is multiplied in one turn.
+    # The activation is larger than a kernel processes at once.
     codes = jnp.asarray(rng.integers(-127, 128, (rows, columns)), jnp.int8)
     scales = jnp.asarray(0.5 + rng.random((rows, 1)), jnp.float32)
     x = jnp.asarray(rng.standard_normal((m, columns)), jnp.float32)
@@ -221,7 +221,7 @@ def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
 
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "one digit" in str(k)])
 def test_the_least_code_by_a_negative_scale_is_not_the_least_byte(kernel):
-    # It is 128 of a unit of which the largest code is 127.
+    # The value is 128 steps, and the largest code is 127.
     codes = jnp.full((20, 256), -128, jnp.int8)
     scales = jnp.full((20, 2), -0.5)
     x, format = jnp.ones((3, 256)), Int8(block_size=128)
@@ -239,7 +239,7 @@ def test_what_is_not_finite_stays_in_its_row(kernel, contract_rows, normal):
         assert jnp.isfinite(got[jnp.array([0, 2, 3])]).all()
 
 
-# The others round rows as a whole.
+# Other kernels round whole rows.
 @pytest.mark.parametrize(
     "kernel, contract_rows",
     [d for d in DIRECTIONS if d.values[0] in IN_BOTH_DIRECTIONS],
@@ -286,7 +286,7 @@ def test_other_levels_than_those_of_a_format_are_not_taken_for_integers(normal):
 
     q = eqquant.quantize(normal(16, 64), Int8()).replace(format=Halved())
     x = normal(3, 64)
-    assert relative(x @ q.T, x @ q.dequantize().T) < 1e-6  # Sums in another order.
+    assert relative(x @ q.T, x @ q.dequantize().T) < 1e-6  # The order of sums differs.
 
 
 @needs_library
@@ -343,7 +343,7 @@ def test_an_activation_in_bfloat16_is_read_as_it_is(contract_rows, normal):
     text = jax.jit(product).lower(narrow).as_text()
     (call,) = (line for line in text.splitlines() if "@eqquant_dot" in line)
     assert "tensor<20x128xbf16>" in call
-    # In float32 these are the same numbers, and the result is.
+    # The operands are exact in float32, so the result is equal.
     wide = product(narrow.astype("float32"))
     assert relative(product(narrow), wide) < 3e-3
 
@@ -355,7 +355,7 @@ def test_explain_says_which_kernel(normal):
     q = eqquant.quantize(normal(40, 128), NF4())
     few = "words, VNNI" if runs("VNNI") else "float, "
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
-    # Blocks of twelve bytes are no parts of a vector.
+    # Blocks of twelve bytes do not divide a vector.
     odd = eqquant.quantize(normal(40, 96), NF4(block_size=24), precision="highest")
     assert "rows XLA is faster" in explain(normal(1100, 96), odd)
     short = eqquant.quantize(normal(40, 128), Binary(block_size=16))
@@ -372,7 +372,7 @@ def test_the_kernel_is_what_runs_under_jit_and_not_on_a_mesh(normal):
     assert "eqquant_dot" in product.lower(x, q).as_text()
     gradient = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))
     assert gradient.lower(x, q).as_text().count("@eqquant_dot") == 2
-    # The compiler would not know how to split it.
+    # The compiler could not partition it.
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     split = jax.device_put(
         q, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))

@@ -1,4 +1,4 @@
-"""The build of the native library: what it needs, and what it says if that fails."""
+"""The build of the native library: requirements and errors."""
 
 import builtins
 import os
@@ -51,10 +51,10 @@ def test_without_jax_there_are_no_header_files(monkeypatch):
 
 @pytest.mark.parametrize("fails", ["compiler", "linker"])
 @pytest.mark.parametrize("machine, folder", [("x86_64", "x86"), ("arm64", "arm")])
-def test_an_error_is_shown_and_what_was_there_stays(
+def test_failed_build_shows_the_error_and_keeps_the_library(
     monkeypatch, tmp_path, machine, folder, fails
 ):
-    """No half of a library takes its place."""
+    """A failed build leaves the previous library."""
     calls = []
 
     def run(command):

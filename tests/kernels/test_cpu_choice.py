@@ -1,4 +1,4 @@
-"""Which native kernel serves which product, on CPUs of every kind."""
+"""The choice of native kernels, for all kinds of CPUs."""
 
 import functools as ft
 import itertools
@@ -13,7 +13,7 @@ from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
 
 
-# Instructions, each with those before it in its row, as kernels name them.
+# Instruction sets by their names in kernels; each includes the earlier ones in its row.
 X86 = {"AVX2": "avx2", "AVX-512": "avx512", "VNNI": "vnni", "AMX": "amx"}
 ARM = {"NEON": "neon", "dotprod": "dotprod", "i8mm": "i8mm"}
 SETS = [
@@ -26,7 +26,7 @@ F32, BF16 = jnp.dtype("float32"), jnp.dtype("bfloat16")
 
 @pytest.fixture
 def on(monkeypatch):
-    """A CPU that has no more than these instructions."""
+    """Limit the CPU to these instructions."""
 
     def have(name):
         (names,) = (names for names in SETS if names[-1] == name)
@@ -117,7 +117,7 @@ def test_what_every_choice_keeps_to(names, on):
 @pytest.mark.parametrize(
     "name, format, m, how, expected",
     [
-        # Products of int8 are XLA's where these are few; of floats they are not.
+        # XLA serves few rows of int8 activations, but not of float activations.
         ("AVX2", Int8(), 33, {"precision": "default"}, None),
         ("AVX2", Int8(), 64, {}, "float, AVX2"),
         ("AVX-512", Int8(), 64, {"precision": "default"}, None),
@@ -127,13 +127,13 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX2", Int8(), 17, {"contract_rows": True}, "float, AVX2"),
         ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
         ("VNNI", Int8(), 9000, {"contract_rows": True}, "words, VNNI"),
-        # To round so much pays only for more than a few rows of the weight.
+        # Rounding a large activation pays only for many rows of the weight.
         ("VNNI", Int8(), 4095, {"rows": 256}, "two digits, VNNI"),
         ("VNNI", Int8(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
         ("AVX-512", NF4(), 9000, {"contract_rows": True}, "float, AVX-512"),
-        # Words take as much decoding as several rows of floats.
+        # Decoding to int16 costs as much as several rows of float products.
         ("VNNI", Int8(), 7, {**SMALL, "contract_rows": True}, "float, AVX-512"),
         ("VNNI", Int8(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
         ("VNNI", NF4(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
@@ -155,7 +155,7 @@ def test_what_every_choice_keeps_to(names, on):
         ("AMX", NF4(), 4, {**ROUNDED, "contract_rows": True}, "one digit, AMX"),
         ("AMX", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
         ("AMX", Int8(), 9999, {**TINY, "contract_rows": True}, "two digits, AMX"),
-        # Activations of int8 are none any more, once scales are multiplied into them.
+        # int8 activations become floats when scales are multiplied into them.
         ("AMX", Int8(), 64, {"x_dtype": INT8}, "one digit, AMX"),
         (
             "AMX",
@@ -164,23 +164,23 @@ def test_what_every_choice_keeps_to(names, on):
             {"x_dtype": INT8, "contract_rows": True},
             "two digits, AMX",
         ),
-        # Floats of 8 bits are looked up; in blocks they are decoded one by one.
+        # FP8 uses lookups; in blocks each value is decoded separately.
         ("AMX", FP8(), 4, {}, "float, AVX-512"),
         ("AMX", FP8(), 5, {}, "two digits, AMX"),
         ("AMX", FP8(block_size=64), 12, {}, "float, AVX-512"),
         ("AMX", FP8(block_size=64), 13, {}, "two digits, AMX"),
         ("AMX", FP8(), 6, {"contract_rows": True}, "two digits, AMX"),
         ("AMX", FP8(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "two digits, AMX"),
-        # Blocks of eight bytes have tables, two to a register.
+        # Blocks of eight bytes have tables, two per register.
         ("AMX", NVFP4(), 9, {}, "two digits, AMX"),
         ("AMX", NVFP4(), 6, {"contract_rows": True}, "two digits, AMX"),
         ("AMX", Int8(), 3, {}, "two digits, VNNI"),
         ("AMX", Int8(), 4, {}, "two digits, AMX"),
-        # Codes that are decoded first want more rows.
+        # Codes that are decoded first need more rows.
         ("AMX", Binary(), 6, {}, "two digits, VNNI"),
         ("AMX", Binary(), 8, {"precision": "default"}, "one digit, VNNI"),
         ("AMX", Binary(), 4096, {"precision": "default"}, "one digit, AMX"),
-        # Activations of int8 already.
+        # int8 activations.
         ("VNNI", Int8(), 3, {"x_dtype": INT8}, "one digit, VNNI"),
         ("AMX", NF4(), 4, {"precision": "default"}, "one digit, AMX"),
         ("AMX", NF4(), 3, {"precision": "default"}, "words, VNNI"),
@@ -190,12 +190,12 @@ def test_what_every_choice_keeps_to(names, on):
         ("AMX", NF4(), 7, {}, "words, VNNI"),
         ("VNNI", NF4(), 16, {"precision": "default"}, "one digit, VNNI"),
         ("VNNI", NF4(), 15, {"precision": "default"}, "words, VNNI"),
-        # A block of 4 bytes is no part of a vector that words are made of.
+        # A block of 4 bytes is too small for int16 vectors.
         ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
         ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),
-        # Nor are blocks of 12 bytes parts of a vector, of which many rows are decoded.
+        # Blocks of 12 bytes do not divide a vector.
         ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
-        # To round the activation pays for more rows of the weight than these.
+        # Rounding the activation needs more rows of the weight.
         ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),
         ("VNNI", NF4(), 2048, {"rows": 256}, "words, VNNI"),
@@ -207,7 +207,7 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "words, VNNI"),
         ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),
         ("VNNI", Binary(), 2048, {}, "two digits, VNNI"),
-        # Words of 16 bits gain nothing there.
+        # int16 has no advantage here.
         ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
         ("i8mm", NF4(), 8, {"precision": "default"}, "one digit, i8mm"),
         ("dotprod", Int8(), 1000, {}, "two digits, dotprod"),
@@ -231,7 +231,7 @@ def test_where_one_kernel_ends(name, format, m, how, expected, on):
         (NF4(), 257, 1024, 1024, None),
         (NF4(), 256, 1024, 1024, "float, AVX-512"),
         (Int3(), 512, 1024, 1024, "float, AVX-512"),
-        # What XLA rounds, and writes, is more than caches hold.
+        # The rounded operands of XLA exceed the caches.
         (NF4(), 1024, 256, 4096, "float, AVX-512"),
         (NF4(), 2048, 4096, 256, "float, AVX-512"),
     ],

@@ -21,7 +21,7 @@ needs_encoder = pytest.mark.skipif(
 
 
 class ManyScales(NF4):
-    """So far apart that codes change more than once from the first to the last."""
+    """Candidate scales so far apart that codes change more than once."""
 
     boundaries = NF4().boundaries
     shares = tuple(0.3 * 1.05**i for i in range(40))
@@ -38,7 +38,7 @@ FORMATS = [
     FewScales(block_size=32, scale_search=True),
     NF4(block_size=32, scale_search=True),
     NF4(scale_search=True, double_quantization=True),
-    # Six vectors to a block, which are added up as eight.
+    # Six vectors per block, summed like eight.
     NF4(block_size=96, scale_search=True),
     NF4(block_size=256, double_quantization=True),
 ]
@@ -50,12 +50,12 @@ def test_encoding_is_that_of_the_format_bit_by_bit(format, rng):
     w = rng.standard_normal((3, 37, 768)).astype(np.float32)
     w[0, :, :32] = 0
     w[0, 1, :96] = 0
-    # Scales and thresholds that are no normal numbers, or nearly.
+    # Scales and thresholds near or below the smallest normal number.
     w[1, 0] *= 1e-30
     w[1, 1] *= 1e30
     w[1, 2] *= 1e-37
     w[1, 3] *= np.finfo(np.float32).max / np.abs(w[1, 3]).max()
-    # Levels, and the boundaries between them, which are ties.
+    # Levels and boundaries, which are ties.
     w[2, 0, :31] = [*format.codebook, *format.boundaries]
     w[2, 0, 31:] = 0
     w = jnp.asarray(w)

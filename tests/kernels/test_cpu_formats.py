@@ -1,4 +1,4 @@
-"""What the native kernels make of floats of 8 bits, and of three bits."""
+"""Native kernels with FP8 and three-bit codes."""
 
 import eqquant
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def multiply(x, q, *, kernel, contract_rows=False):
 @pytest.mark.parametrize("kernel", FLOATS)
 @pytest.mark.parametrize("kind", ["e4m3fn", "e5m2"])
 def test_every_float_of_8_bits_is_exact(kernel, kind):
-    # Those that are subnormal, too.
+    # Including subnormal values.
     format = FP8(kind=kind)
     used = [code for code in range(256) if code not in format.unused_codes]
     q = eqquant.quantize(jnp.ones((1, len(used))), format)
@@ -47,7 +47,7 @@ def test_every_float_of_8_bits_is_exact(kernel, kind):
 @pytest.mark.parametrize("kernel", FLOATS)
 @pytest.mark.parametrize("block_size", [16, 96, 128])
 def test_groups_of_three_bits_of_any_size(kernel, block_size, normal):
-    # In the parts that the other tests have, groups have 64 codes.
+    # Other tests use groups of 64 codes.
     q = eqquant.quantize(normal(19, 384), NF3(block_size=block_size))
     w = np.asarray(q.dequantize(), np.float64)
     for x, contract_rows in ((normal(2, 384), False), (normal(2, 19), True)):

@@ -63,7 +63,7 @@ def test_without_a_compiler_the_reason_is_said(monkeypatch, tmp_path):
         _build.build(tmp_path / "out.so")
 
 
-# Puts into its output what it is called with, and objects one after the other.
+# A fake compiler that writes its arguments and inputs to its output.
 COMPILER = """#!/bin/sh
 cd {0}; echo "$@" >> calls
 if [ "$1" = -v ]; then cat version; exit; fi
@@ -77,7 +77,7 @@ esac
 
 @pytest.fixture
 def fake_build(monkeypatch, tmp_path):
-    """Compiles sources in `tmp_path`; returns whether anything was compiled."""
+    """Compile sources in `tmp_path`. Return whether anything was compiled."""
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
     compiler.write_text(COMPILER.format(tmp_path))
     compiler.chmod(0o755)

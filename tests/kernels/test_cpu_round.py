@@ -49,7 +49,7 @@ def test_rounding_is_bit_for_bit_that_of_quantizing(
     through = ft.partial(eqquant.straight_through, format=format, check_finite=False)
     assert "eqquant_round" in jax.jit(through).lower(array).as_text()
     q = eqquant.quantize(array, format, check_finite=False)
-    # Which NaN comes of an infinity is the compiler's choice.
+    # The compiler chooses the bits of a NaN from an infinity.
     one_nan = lambda x: jnp.where(jnp.isnan(x), jnp.nan, x)
     assert_identical(one_nan(through(array)), one_nan(q.dequantize()))
 

@@ -20,7 +20,7 @@ def make(normal, format, *shape, **kwargs):
     return q, q.dequantize()
 
 
-# With blocks and without; how codes are split does not depend on what they are.
+# Blocked and per channel; the sharding of codes is independent of the format.
 BOTH = [NF4(), Binary()]
 
 
@@ -61,7 +61,7 @@ def test_shard_map(default_format, check_vma, how, normal):
     value, got = jax.value_and_grad(loss)(x, q, split)
     assert relative(value, expected) < 1e-5
     if check_vma:
-        assert relative(got, gradient) < 1e-5  # Not twice, nor an eighth.
+        assert relative(got, gradient) < 1e-5  # Neither doubled nor divided by eight.
 
 
 @pairs("default_format, w_spec", BOTH, [P("x"), P(None, "x")])
@@ -93,4 +93,4 @@ def test_explicit_axes(default_format, specs, normal):
         assert jax.typeof(got).sharding.spec == expected
         pulled = jax.jit(jax.grad(lambda x, q: jnp.sum(jnp.sin(x @ q.T))))(rows, split)
     assert relative(got, y) < TOLERANCE["high"]
-    assert relative(pulled, gradient) < 2e-3  # Through the sine of what is not small.
+    assert relative(pulled, gradient) < 2e-3  # Through the sine of large values.

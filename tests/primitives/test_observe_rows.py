@@ -1,4 +1,4 @@
-"""`observe_rows`: rows as they are, and as a gradient what their gradients are like."""
+"""`observe_rows`: the identity, with statistics of gradients as gradients."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from eqquant.primitives import observe_rows
 from helpers import assert_identical
 
 
-# Small integers: sums of float32 are exact.
+# Small integers, so that float32 sums are exact.
 STACK, ROWS, SIZE = 2, 5, 4
 
 
@@ -18,7 +18,7 @@ def integers(*shape):
 
 def cotangents(*lead):
     ct = integers(*lead, ROWS, SIZE)
-    ct[..., 1, :] = 0  # A row on which nothing depends.
+    ct[..., 1, :] = 0  # A row without influence.
     return ct
 
 
@@ -27,14 +27,14 @@ def zeros(*lead):
 
 
 def sums(ct, over):
-    """In NumPy: of the axes `over` before the rows."""
+    """Return the sums in NumPy, over the axes `over` before the rows."""
     gram = np.einsum("...ri,...rj->...ij", ct, ct).sum(over)
     count = (ct != 0).any(-1).sum(-1).astype(np.float32).sum(over)
     return gram, count, (ct**2).sum((-1, -2)).sum(over)
 
 
 def check(fn, x, seen, ct, over=()):
-    """The value and the cotangents of `x` are untouched; those of the rest are sums."""
+    """Check that values and cotangents of `x` are unchanged, and others are sums."""
     value, pull = jax.vjp(jax.jit(fn), x, *seen)
     assert_identical(value, x)
     of_x, *of_seen = jax.jit(pull)(jnp.asarray(ct))
@@ -50,8 +50,8 @@ def test_sums_over_rows(lead):
     check(observe_rows, jnp.asarray(integers(*lead, ROWS, SIZE)), zeros(*lead), ct)
 
 
-def test_sums_over_what_is_mapped():
-    """Also where one map is within another, and over another axis."""
+def test_sums_over_mapped_axes():
+    """Nested maps, and maps over other axes, also sum."""
     x, ct = jnp.asarray(integers(3, 2, ROWS, SIZE)), cotangents(3, 2)
     inner = jax.vmap(observe_rows, (0, None, None, None))
     check(jax.vmap(inner, (0, None, None, None)), x, zeros(), ct, (0, 1))
@@ -67,7 +67,7 @@ def test_sums_over_what_is_mapped():
 def test_what_is_mapped_may_have_sums_of_its_own(lead):
     x, ct = jnp.asarray(integers(3, *lead, ROWS, SIZE)), cotangents(3, *lead)
     check(jax.vmap(observe_rows), x, zeros(3, *lead), ct)
-    # Within a map that all share.
+    # Inside of a map without a mapped operand.
     xs, cts = jnp.stack([x, 2 * x]), np.stack([ct, 2 * ct])
     shared = jax.vmap(jax.vmap(observe_rows), (0, None, None, None))
     check(shared, xs, zeros(3, *lead), cts, (0,))

@@ -1,4 +1,4 @@
-"""`quantized_dot` and the products that become it."""
+"""`quantized_dot`, and products of arrays."""
 
 import eqquant
 import hypothesis
@@ -46,7 +46,7 @@ def test_both_directions_at_every_precision(format, precision, m, normal):
 
 
 def rounded_rows(x):
-    """Each row in 127ths of its largest magnitude, in float64."""
+    """Round each row to 127ths of its absmax, in float64."""
     x = np.asarray(x)
     unit = np.abs(x).max(-1, keepdims=True) * np.float32(1 / 127)
     return np.round(x * (np.float32(1) / unit)).astype(np.float64) * unit
@@ -58,8 +58,7 @@ def rounded_rows(x):
     ["high", "highest", "default"],
 )
 def test_activations_in_int8(format, precision, normal):
-    """W8A8: rows of the activation are rounded, and nothing else but by `precision`;
-    gradients see no rounding."""
+    """W8A8 rounds rows of the activation, and gradients ignore the rounding."""
     compute = eqquant.kernels.Compute(precision, "int8")
     q, w = make(normal, format, 77, 192, compute=compute)
     exact = np.asarray(w, np.float64)
@@ -74,7 +73,7 @@ def test_activations_in_int8(format, precision, normal):
     x_bar, q_bar = back(ct)
     assert relative(x_bar, np.asarray(ct) @ exact) < TOLERANCE[precision]
     if format.quantized_scales:
-        return  # Scales in 8 bits have no gradient.
+        return  # 8-bit scales have no gradient.
     levels = exact / np.where(np.asarray(q.scales) == 0, 1, q.scales).repeat(
         192 // q.scales.shape[-1], -1
     )
@@ -147,7 +146,7 @@ def test_result_dtypes_are_those_of_jax(x_dtype, w_dtype, normal):
     x = (3 * normal(5, 64)).astype(x_dtype)
     w = q.dequantize()
     expected = x @ w.T
-    # The precision of the narrowest of the three.
+    # The precision of the narrowest dtype.
     narrow = min(
         (x_dtype, w_dtype), key=lambda d: 32 if d == jnp.int32 else jnp.finfo(d).nmant
     )
@@ -177,8 +176,9 @@ def test_float64():
 
 
 def test_precision_of_a_call_is_honoured(normal):
-    q, w = make(normal, Int8(), 50, 128)  # "high" by itself.
-    x = normal(600, 128)  # For fewer rows some CPUs compute exactly whatever is asked.
+    q, w = make(normal, Int8(), 50, 128)  # The default is "high".
+    # For fewer rows, some CPUs use an exact kernel at every precision.
+    x = normal(600, 128)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     assert 1e-6 < relative(x @ q.T, expected) < TOLERANCE["high"]
     with jax.default_matmul_precision("float32"):
@@ -222,7 +222,7 @@ def test_bad_operands_of_the_primitive(normal):
 #
 
 
-# Of three weights, of a vector, and of several.
+# Three weights, one vector, and several vectors.
 TRANSFORMATIONS = {
     "jit": lambda w, one, many: jax.jit(lambda w: w[0] @ one)(w),
     "vmap x": lambda w, one, many: jax.vmap(lambda x: w[0] @ x)(many),
@@ -254,7 +254,7 @@ TRANSFORMATIONS = {
 @pairs("name, default_format", TRANSFORMATIONS, KINDS)
 def test_transformations_agree_with_the_dense_product(name, default_format, normal):
     q, w = make(normal, default_format, 3, 20, 33, precision="highest")
-    # Compiled as a whole: in operations one by one it is the same twenty programs.
+    # Compiled as a whole, because eager operations would compile twenty programs.
     fn, x = jax.jit(TRANSFORMATIONS[name]), (normal(33), normal(4, 33))
     assert_close(fn(q, *x), jax.tree.leaves(fn(w, *x)), 1e-5)
 
@@ -304,7 +304,7 @@ def test_eval_shape_and_disable_jit(normal):
 def test_export(default_format, normal):
     q, _ = make(normal, default_format, 20, 100)
     x = normal(4, 100)
-    # What is exported is XLA's lowering, wherever it runs.
+    # Exported programs use XLA's lowering on every platform.
     (out,) = exported(lambda x, q: x @ q.T, x, q)
     assert relative(out, x @ q.T) < TOLERANCE["high"]
 

@@ -1,4 +1,4 @@
-"""`rows_dot`: `x @ w.T`, mapped over, differentiated, and over explicit meshes."""
+"""`rows_dot`: `x @ w.T` under maps, derivatives, and explicit meshes."""
 
 import functools as ft
 
@@ -19,9 +19,9 @@ dot = ft.partial(rows_dot, precision="highest")
 
 @pairs("axes, rows", [(None, None), (0, None), (None, 1), (1, 0), (0, 2)], [3, 17])
 def test_values_and_gradients(axes, rows, normal):
-    """As of each by itself, whether there are fewer rows than columns or more."""
+    """Mapped results equal separate results, for tall and wide matrices."""
     x, w, ct = normal(5, 8), normal(rows, 8), normal(5, rows)
-    # Copies that differ, along the axis that is mapped over.
+    # Different copies along the mapped axis.
     several = lambda a, axis: a if axis is None else jnp.stack([a, 2 * a, a - 1], axis)
     one = lambda a, axis, i: np.float64(a if axis is None else jnp.take(a, i, axis))
     x_axis, w_axis = axes
@@ -38,14 +38,14 @@ def test_values_and_gradients(axes, rows, normal):
         assert relative(value[i] if is_mapped else value, x_i @ w_i.T) < EXACT
         all_x.append(ct_i @ w_i)
         all_w.append(ct_i.T @ x_i)
-    # What all share gets the sum.
+    # A shared operand receives the sum.
     for got, each, axis in ((of_x, all_x, x_axis), (of_w, all_w, w_axis)):
         assert (
             relative(got, sum(each) if axis is None else np.stack(each, axis)) < EXACT
         )
 
 
-# Where the rows of `x` and `w` are, where what is contracted is, and the result.
+# The mesh axes of the rows of `x` and `w`, of the contracted axis, and of the result.
 SPLIT = {
     "nowhere": (P(None, None), P(None, None), P(None, None)),
     "rows of both": (P("a", None), P("b", None), P("a", "b")),

@@ -1,4 +1,4 @@
-"""Second derivatives of products, which are derivatives of the gradient for scales."""
+"""Second derivatives of products, by derivatives of the gradient for scales."""
 
 import eqquant
 import jax
@@ -10,14 +10,14 @@ from helpers import relative
 from jax import lax
 
 
-# A block of rows, several blocks, and a stack of matrices.
+# One block per row, several blocks, and a stack of matrices.
 ROWS, SIZE, BLOCK = 6, 128, 64
-# Products in float32, of 128 terms at most.
+# Float32 products of at most 128 terms.
 EXACT = 2e-6
 
 
 def levels_of(q):
-    """In float64: each value is a level times the scale of its block."""
+    """Return the levels in float64: values divided by the scale of their block."""
     scales = np.repeat(np.asarray(q.scales, np.float64), BLOCK, -1)
     return np.asarray(q.dequantize(), np.float64) / scales
 
@@ -28,7 +28,7 @@ def of_blocks(of_values):
 
 
 def expected(q, x, x_dot, scales_dot):
-    """How the gradients of `sum(sin(x @ w.T))` change, for `x` and for the scales."""
+    """Return the derivatives of the gradients of `sum(sin(x @ w.T))`."""
     levels = levels_of(q)
     w = np.asarray(q.dequantize(), np.float64)
     x, x_dot = np.asarray(x, np.float64), np.asarray(x_dot, np.float64)
@@ -69,7 +69,7 @@ def test_second_derivatives(how, normal):
 
 
 def gradient(q, x, ct):
-    """For scales, of what comes out of `x @ q.T`."""
+    """Return the gradient for the scales of `x @ q.T`."""
     return jax.grad(lambda s: jnp.vdot(x @ q.replace(scales=s).T, ct))(q.scales)
 
 

@@ -16,7 +16,7 @@ from helpers import assert_identical
 KEY = jax.random.key(0)
 LAYER = eqx.nn.Linear(16, 8, key=KEY)
 RNG = np.random.default_rng(0)
-# Correlated: so there is something to gain.
+# Correlated inputs, so that training can improve the model.
 INPUTS = RNG.normal(size=(8, 32, 16)) @ RNG.normal(size=(16, 16))
 BATCHES = list(INPUTS.astype(np.float32))
 OPTIMISER = optax.adam(3e-3)
@@ -28,7 +28,7 @@ def forward(model, batch):
 
 
 def error(model, teacher=LAYER, batches=BATCHES) -> float:
-    """Relative, squared, of all batches."""
+    """Return the relative squared error over all batches."""
     x = np.concatenate(batches)
     out, expected = forward(model, x), forward(teacher, x)
     return float(jnp.sum((out - expected) ** 2) / jnp.sum(expected**2))
@@ -61,8 +61,8 @@ def test_scales_offsets_and_biases_are_trained_and_codes_stay(rotate):
 
 
 def test_a_step_is_that_of_the_formulas():
-    # In float64 by NumPy; its products have precision "highest", and float32
-    # leaves some 1e-6 of them.
+    # The reference is float64 in NumPy. Products at "highest" have a float32 error of
+    # about 1e-6.
     student = plain(eqquant.Int2(scale_dtype="float32"), precision="highest")
     out, state = distilled(student, BATCHES[:1], optax.sgd(0.5))
     x = BATCHES[0].astype(np.float64)
@@ -81,7 +81,7 @@ def test_a_step_is_that_of_the_formulas():
 
 
 def test_quantization_aware_training_gives_the_quantized_model():
-    # Inputs of rank 8: many roundings of 64 weights would do, and the first is not one.
+    # Inputs of rank 8, for which many roundings of 64 weights are exact.
     layer = eqx.nn.Linear(64, 32, key=KEY)
     inputs = RNG.normal(size=(32, 32, 8)) @ RNG.normal(size=(8, 64))
     batches = list(inputs.astype(np.float32))
@@ -136,7 +136,8 @@ def test_steps_smaller_than_bfloat16_resolves_add_up():
     rate = 1e-3 * float(student.weight.scales.max())
     descent = optax.chain(optax.scale_by_sign(), optax.scale(-rate))
     out, _ = distilled(student, 2 * BATCHES, descent, loss=shrink)
-    # 16 steps are 2 to 4 units in the last of 8 bits; one is at most a quarter.
+    # 16 steps change a bfloat16 scale by 2 to 4 units in the last place; one step
+    # changes it by at most a quarter.
     assert (out.weight.scales < student.weight.scales).all()
 
 

@@ -1,4 +1,4 @@
-"""Scales that are learned along with the weights."""
+"""Learned scales."""
 
 import eqquant
 import equinox as eqx
@@ -11,8 +11,10 @@ from helpers import assert_identical
 
 
 def lsq_reference(w, s, top, block, binary=False):
-    """Value, and derivatives with respect to each weight and to the scale of each, in
-    float64: equations 1, 2, 3 and 5 of arXiv 1902.08153."""
+    """Return the value and the derivatives for weights and scales in float64.
+
+    Equations 1, 2, 3 and 5 of arXiv 1902.08153.
+    """
     w, s = np.asarray(w, np.float64), np.repeat(np.asarray(s, np.float64), block, -1)
     ratio = w / s
     levels = np.round(np.clip(ratio, -top, top))
@@ -33,7 +35,7 @@ def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     size = block or 40
     mean = np.abs(weight).reshape(6, -1, size).mean(-1)
     np.testing.assert_allclose(start, 2 * mean / np.sqrt(top), rtol=1e-5)
-    scales = start * 0.7  # So that something is cut off.
+    scales = start * 0.7  # Large enough for clipping.
 
     value, by_weight, by_scale = lsq_reference(
         weight, scales, top, size, make is Binary
@@ -44,17 +46,18 @@ def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     of_weight, of_scales = pull(ct)
     np.testing.assert_allclose(of_weight, ct * by_weight, rtol=1e-6)
     summed = (np.asarray(ct, np.float64) * by_scale).reshape(6, -1, size).sum(-1)
-    # In float32, `level - ratio` is off by some 1e-7 of the ratio, up to 127.
+    # The float32 error of `level - ratio` is about 1e-7 of the ratio, which is at most
+    # 127.
     expected = summed / np.sqrt(size * top)
     np.testing.assert_allclose(of_scales, expected, rtol=1e-4, atol=1e-4)
-    # What comes out is what is stored.
+    # The value equals the stored value.
     stored = eqquant.quantize(weight, format, scales=scales)
     assert_identical(stored.scales, scales)
     assert_identical(through(weight, scales), stored.dequantize())
 
 
-def test_learned_offsets_are_those_of_the_paper(normal):
-    """In float64: the equations of arXiv 2004.09576 for levels from -2 to 1."""
+def test_learned_offsets_follow_the_paper(normal):
+    """Compare with the equations of arXiv 2004.09576 in float64, for levels -2 to 1."""
     format = Int2(affine=True, block_size=8, scale_dtype="float32")
     weight, ct = normal(6, 40), normal(6, 40)
     q = eqquant.quantize(weight, format)
@@ -112,7 +115,7 @@ def test_learned_scales_of_stacked_weights(normal):
     )
     loss = lambda w, s: jnp.sum(eqquant.straight_through(w, "int8", scales=s) ** 2)
     one_by_one = jax.jit(jax.vmap(jax.grad(loss, 1)))(weight, scales)
-    # The gradient scale is that of as many values to a scale.
+    # The gradient scale depends on the number of values per scale.
     at_once = jax.jit(jax.grad(loss, 1))(weight, scales)
     np.testing.assert_allclose(at_once, one_by_one, rtol=1e-5)
 
@@ -124,7 +127,7 @@ def test_a_block_of_zeros_can_learn():
 
 
 def test_learning_a_scale_lowers_the_error(normal):
-    """Where descent on the paper's gradient goes: below the error of where it began."""
+    """Gradient descent with the paper's gradient reduces the error."""
     weight = normal(8, 256)
     scales = eqquant.training.learned_scales(weight, "ternary") * 2
 
@@ -136,5 +139,5 @@ def test_learning_a_scale_lowers_the_error(normal):
     before, descend = error(scales), jax.jit(jax.grad(error))
     for _ in range(200):
         scales = scales - 100.0 * descend(scales)
-    # The least possible for ternary values of a normal distribution is 0.19.
+    # The least possible error of ternary values on a normal distribution is 0.19.
     assert error(scales) < 0.21 < before

@@ -1,4 +1,4 @@
-"""`lora_tree` and its relatives: training, dropout, merging."""
+"""Adapters: training, dropout, merging."""
 
 import io
 import re
@@ -20,7 +20,8 @@ REST = ["int8", "ternary", "binary", eqquant.NF4(double_quantization=True)]
 
 @pytest.fixture(params=[None, "nf4"], ids=str)
 def format(request):
-    """None: adapters beside floats. What adapters do is the same for all formats."""
+    """A format; None for adapters beside floats. Adapters are independent of
+    formats."""
     return request.param
 
 
@@ -59,7 +60,7 @@ def test_in_either_order():
 
 
 def train_step(optimiser):
-    """The step of any Equinox user."""
+    """Run a training step as in any Equinox program."""
 
     @eqx.filter_jit
     def step(trainable, frozen, state, x):
@@ -82,8 +83,8 @@ def test_only_adapters_are_trainable(format):
         for p, _ in jax.tree_util.tree_leaves_with_path(trainable)
     }
     assert leaves == {f".layers[{i}].weight.{name}" for i in range(3) for name in "ab"}
-    repr(trainable)  # What is left of a quantized array has no shape.
-    # Without adapters everything that floats is, as before.
+    repr(trainable)  # A partial quantized array has no shape.
+    # Without adapters, all floating-point arrays are trainable.
     assert eqquant.trainable_mask(MLP).layers[0].bias
 
 
@@ -130,7 +131,7 @@ def test_gradients_are_those_of_the_dense_sum(format, normal):
         sum(jnp.sum(leaf) for leaf in jax.tree.leaves(got)),
     )
     assert relative(forwards, backwards) < 1e-3
-    # Of each example: mapped over, nothing is merged to rows.
+    # Per-example gradients, for which mapped rows are not merged.
     each = jax.vmap(
         lambda x: jax.grad(lambda t: jnp.sum(eqx.combine(t, frozen)(x)))(trainable)
     )(x)
@@ -149,7 +150,8 @@ def test_no_weight_in_floating_point_anywhere_in_a_step(format, normal):
     x = normal(5, 67)
     watch = lambda model, x: step(trainable, frozen, state, x)
     eqquant.debug.assert_not_materialised(watch, model, x)
-    with pytest.raises(eqquant.MaterialiseError):  # The check can fail.
+    # Control: the check detects a decoded weight.
+    with pytest.raises(eqquant.MaterialiseError):
         eqquant.debug.assert_not_materialised(
             lambda model, x: jax.vmap(eqquant.merge_lora(model))(x), model, x
         )
@@ -181,7 +183,7 @@ def test_nor_with_remat_and_scan(format, normal):
 
 
 def test_training_learns(normal):
-    """A rank that suffices finds the map."""
+    """An adapter of sufficient rank learns the map."""
     target = normal(16, 2) @ normal(2, 32) / 8
     linear = eqx.nn.Linear(32, 16, use_bias=False, key=KEY)
     model = adapted(linear, "int8", rank=2)
@@ -224,7 +226,7 @@ def test_dropout(normal):
     one, again, other = (run(model, jax.random.key(i)) for i in (0, 0, 1))
     assert_identical(one, again)
     assert relative(one, clean) > 1e-2 and relative(one, other) > 1e-2
-    # On by default, and no change at first all the same.
+    # Dropout is on by default, but `b` is zero, so the result is unchanged.
     assert relative(jax.vmap(model)(x), clean) > 1e-2
     fresh = adapted(MLP, "nf4", dropout=0.5)
     assert_identical(jax.vmap(fresh)(x), jax.vmap(eqquant.quantize_tree(MLP, "nf4"))(x))
@@ -255,7 +257,7 @@ def test_merging_into_floats(format, normal):
     expected = base + np.asarray(w.b, np.float64) @ np.asarray(w.a, np.float64)
     # One rounding to float32, and a sum of four.
     assert relative(merged.layers[1].weight, expected) < 3e-7
-    # To unmerge is to keep the original, which nothing has touched.
+    # The original model is unchanged.
     assert_identical(eqx.filter(model, eqx.is_array), before)
 
 
@@ -269,9 +271,9 @@ def test_merging_and_quantizing_again(normal):
         assert eqquant.is_quantized(w) and row.format == eqquant.Int8()
         error = relative(w.dequantize(), floats.layers[i].weight)
         assert row.relative_error == pytest.approx(error, rel=1e-4)
-    # What had no adapter stays as it was.
+    # Arrays without an adapter are unchanged.
     assert_identical(merged.layers[1].weight, model.layers[1].weight)
-    # Without training, requantizing to the same format adds nothing.
+    # Without training, requantization to the same format is exact.
     _, nothing = eqquant.merge_lora(adapted(MLP, "nf4"), "nf4")
     assert all(row.relative_error < 1e-6 for row in nothing.rows)
 

@@ -1,4 +1,4 @@
-"""Models that train as if they were quantized."""
+"""Quantization-aware training."""
 
 import eqquant
 import equinox as eqx
@@ -20,7 +20,7 @@ def arrays(tree):
 
 
 #
-# The same choice, and the same values, as later
+# The same choice and values as after conversion
 #
 
 
@@ -35,7 +35,7 @@ def test_the_weights_are_those_of_the_later_model():
         model, format, rules=rules
     )
     assert_identical(compiled, later)
-    # What is not chosen is the same object.
+    # All other arrays are the same objects.
     assert fake.norm.weight is model.norm.weight
 
 
@@ -52,8 +52,8 @@ def test_where_and_min_size():
 
 @pytest.mark.parametrize("format", ["nf4", "ternary"])
 def test_forward_results(format):
-    """Bit for bit those of the dequantized model; those of the quantized one up to the
-    rounding of its products: see docs/precision.md."""
+    """Results equal the dequantized model bit for bit, and the quantized model up to
+    the rounding of its products."""
     model, x = mlp(), jax.random.normal(KEY, (8, 64))
     wrapped = eqquant.FakeQuantized(model, format)
     forward = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
@@ -75,7 +75,7 @@ def test_gradients_reach_the_master_weights():
         return jnp.sum(model(TOKENS) ** 2)
 
     ours = gradient(wrapped).model
-    # Straight through: the gradient at the rounded weights.
+    # Straight-through: the gradient at the rounded weights.
     expected = gradient(eqquant.dequantize_tree(wrapped.quantized()))
     for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
         assert relative(a, b) < 1e-5
@@ -102,7 +102,7 @@ def test_stacks_of_wrapped_models():
 
 @pytest.mark.parametrize("format", ["nf4", slow("binary")])
 def test_training_with_optax(format):
-    """A quantized model fits what its float model does not when merely rounded."""
+    """Training improves on rounding to nearest."""
     x = jax.random.normal(KEY, (64, 64))
     y = jnp.sin(x)
     optimiser = optax.adam(3e-3)
@@ -163,7 +163,7 @@ def test_scales_are_learned_and_kept():
 
 
 #
-# Errors, each of which names the way out
+# Errors, which name the way out
 #
 
 
@@ -183,7 +183,7 @@ def test_what_is_not_what_was_trained():
 
 
 def test_codes_that_an_optimiser_has_changed(default_format):
-    """As it was given arrays of any dtype, and gradients of as many."""
+    """An optimiser that receives all arrays changes codes, which raises an error."""
     model = eqquant.quantize_tree(eqx.nn.Linear(64, 64, key=KEY), default_format)
     changed = eqx.apply_updates(model, jax.tree.map(lambda x: 0.1 * x, model))
     for use in (
@@ -252,7 +252,7 @@ def test_bad_arguments():
 
 @pytest.mark.parametrize("learn_scales", [False, True])
 def test_rotated(learn_scales):
-    """Trained in the basis of the model, and rounded in another: as `quantize_tree`."""
+    """Weights are trained in the original basis, and rounded in the rotated basis."""
     layer = eqx.nn.Linear(64, 8, key=KEY)
     how = {"min_size": 1, "rotate": True}
     wrapped = eqquant.FakeQuantized(layer, "ternary", learn_scales=learn_scales, **how)

@@ -1,4 +1,4 @@
-"""Training with the products of the later model, and with int8 activations."""
+"""Training with quantized products and int8 activations."""
 
 import eqquant
 import equinox as eqx
@@ -15,13 +15,13 @@ W8A8 = {"format": Int8(), "activations": "int8"}
 
 
 def both(model, format, **options):
-    """The model as it is trained, with products of quantized arrays, and converted."""
+    """Return the model in training with quantized products, and the converted model."""
     options["quantized_products"] = True
     wrapped = eqquant.FakeQuantized(model, format, **options)
     return wrapped, wrapped.quantized()
 
 
-# Every format, and several recipes of docs/precision.md.
+# Every format, and several precisions.
 PRODUCTS = [
     (NF4(), {}),
     (Ternary(), {"precision": "default", "activations": "int8"}),
@@ -30,7 +30,7 @@ PRODUCTS = [
 PRODUCTS += [
     pytest.param(*pair, marks=pytest.mark.slow)
     for pair in (
-        (Int8(), {"activations": "int8"}),  # Fast in a model with every layer, below.
+        (Int8(), {"activations": "int8"}),  # A test of all layers below is fast.
         (Int8(block_size=32), {"precision": "default"}),
         (NF4(double_quantization=True), {}),
         (NF4(), {"precision": "default"}),
@@ -42,8 +42,8 @@ PRODUCTS += [
 
 
 @pytest.mark.parametrize("format, compute", PRODUCTS, ids=repr)
-def test_products_are_those_of_the_quantized_model(normal, format, compute):
-    """Bit for bit: one at a time, and as a batch, eagerly and compiled."""
+def test_products_equal_the_quantized_model(normal, format, compute):
+    """Equal bit for bit: single inputs and batches, eagerly and compiled."""
     wrapped, quantized = both(mlp(), format, **compute)
     batch = jax.vmap(lambda model, x: model(x), (None, 0))
     for fn in (lambda model, x: model(x[0]), batch, eqx.filter_jit(batch)):
@@ -77,8 +77,7 @@ def test_products_of_stacks(normal):
     ["float", "int8"],
 )
 def test_gradients_of_quantized_products(normal, options, activations):
-    """Those of the straight-through dense product, however little precision that of
-    the quantized model has."""
+    """Gradients equal those of the straight-through dense product at any precision."""
     format, compute = Ternary(), {"precision": "default"}
     linear, x, ct = eqx.nn.Linear(96, 64, key=KEY), normal(40, 96), normal(40, 64)
 
@@ -101,7 +100,7 @@ def test_gradients_of_quantized_products(normal, options, activations):
 
 @pytest.mark.slow
 def test_convolutions_and_other_functions_under_quaxify():
-    """As later the quantized model."""
+    """Results equal the quantized model."""
     wrapped, quantized = both(Mixed(), rules={"conv.*": "nf4"}, **W8A8)
     run = eqx.filter_jit(lambda model: eqquant.quaxify(model)(TOKENS))
     assert_identical(run(wrapped.fake_quantized()), run(quantized))
@@ -109,7 +108,7 @@ def test_convolutions_and_other_functions_under_quaxify():
         eqx.filter_grad(lambda w: scalar(eqquant.quaxify(w.fake_quantized()), TOKENS))
     )(wrapped)
     assert all(jnp.any(x != 0) for x in jax.tree.leaves(gradients))
-    # Its layers, convolutions included, need none of this.
+    # The layers of the quantized model, including convolutions, need no `quaxify`.
     assert_close(wrapped(TOKENS), run(quantized), 1e-3)
 
 
@@ -143,12 +142,12 @@ def test_a_model_with_int8_activations(format):
     model, x = mlp(), jax.random.normal(KEY, (8, 64))
     forward = eqx.filter_jit(lambda model, x: jax.vmap(model)(x))
     wrapped = eqquant.FakeQuantized(model, format, activations="int8")
-    # As the integers that are multiplied later, up to float32 rounding: which may move
-    # an activation of a later layer to the next integer.
+    # Equal to the integer products up to float32 rounding, which can move an activation
+    # of a later layer to the next integer.
     assert relative(forward(wrapped, x), forward(wrapped.quantized(), x)) < 1e-2
     one = eqquant.FakeQuantized(model.layers[0], format, activations="int8")
     assert relative(forward(one, x), forward(one.quantized(), x)) < 1e-6
-    # Far from what unrounded activations give.
+    # The results differ clearly from those with unrounded activations.
     plain = eqquant.dequantize_tree(one.quantized())
     assert relative(forward(one, x), forward(plain, x)) > 1e-3
 
@@ -161,8 +160,8 @@ def test_a_model_with_int8_activations(format):
 
 @pytest.mark.slow
 def test_int8_activations_in_every_layer_with_products():
-    """Attention, recurrent cells, a scan over stacked layers, remat: and the model code
-    is as it was. Convolutions are left out by a rule."""
+    """Attention, recurrent cells, a scan over stacked layers and remat work unchanged.
+    A rule excludes convolutions."""
     how = {"rules": {"conv.*": "int8"}, "activations": "int8"}
     model = eqquant.FakeQuantized(Mixed(), "ternary", **how)
     later = eqquant.quaxify(eqx.filter_jit(lambda m: m(TOKENS)))(model.quantized())

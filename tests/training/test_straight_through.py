@@ -1,4 +1,4 @@
-"""Quantization that lets gradients through: values, gradients, learned scales."""
+"""Straight-through estimators: values and gradients."""
 
 import functools as ft
 import re
@@ -35,7 +35,7 @@ def later(array, format, axis=-1):
 
 def test_the_value_is_that_of_the_later_array(normal, format):
     through = lambda a, axis: eqquant.straight_through(a, format, axis=axis)
-    # Half of the formats have blocks; these shapes cut some of them off.
+    # These shapes have partial blocks.
     arrays = ARRAYS[:: 2 if format.block_size is None else -2]
     for dtype, shape, axis in arrays:
         array = normal(*shape, dtype=dtype)
@@ -82,7 +82,7 @@ def test_in_float64():
 
 
 def test_scales_are_rounded_under_jit_too(normal):
-    # XLA may leave out a conversion to bfloat16 and back.
+    # XLA may drop a conversion to bfloat16 and back.
     for make in (NF4, Ternary):
         format = make(scale_dtype="bfloat16")
         array = normal(16, 256)
@@ -149,14 +149,14 @@ def test_second_derivatives(normal):
     def loss(x):
         return jnp.sum(eqquant.straight_through(x, "int8") ** 3) / 6
 
-    # As if rounding were not there: that of x^3 / 6 at the rounded x.
+    # The derivative of x^3 / 6 at the rounded x.
     direction = jnp.ones_like(array)
     _, second = jax.jvp(jax.grad(loss), (array,), (direction,))
     np.testing.assert_allclose(second, later(array, "int8"), rtol=1e-6)
 
 
 def test_second_derivatives_of_quantized_products(normal):
-    """Those of the dense product: of `x` and the weight, there is a mixed one."""
+    """Second derivatives equal those of the dense product, including mixed ones."""
     linear, x = eqx.nn.Linear(64, 32, use_bias=False, key=jax.random.key(0)), normal(64)
 
     def mixed(quantized_products):
@@ -170,7 +170,7 @@ def test_second_derivatives_of_quantized_products(normal):
         direction = jnp.ones_like(linear.weight)
         return jax.jvp(lambda w: of_x(w, x), (linear.weight,), (direction,))[1]
 
-    # The result of the product is itself part of it, up to its own rounding.
+    # The derivative contains the result of the product, up to its rounding.
     np.testing.assert_allclose(mixed(True), mixed(False), rtol=1e-3, atol=1e-3)
 
 
@@ -195,8 +195,8 @@ def test_what_takes_the_largest_magnitude_clips_nothing(normal, format):
 @pytest.mark.skipif(isinstance(cpu.load(), str), reason="NATIVE KERNELS NOT RUN")
 @pytest.mark.parametrize("format", [Int8(), NF4(), Ternary(), Binary()], ids=repr)
 def test_on_a_cpu_it_is_one_pass(normal, format):
-    """Each weight is read and written once, by a native kernel, which the count of the
-    compiler leaves out; and nothing else is done for it."""
+    """Rounding on a CPU adds no bytes to the compiler's count, which excludes the
+    native kernel."""
     weight, x = normal(512, 512), normal(64, 512)
 
     def compiled(through):
@@ -227,8 +227,10 @@ def test_a_subclass_is_rounded_as_it_encodes(normal):
 
 @ft.cache
 def bytes_of_step(format):
-    """What value and gradients of a layer with a weight of 1024 x 1024 take, by the
-    count of the compiler for TPUs; in bytes for each element of the weight."""
+    """Return the bytes per weight of value and gradients of a 1024 x 1024 layer.
+
+    The count is the TPU compiler's.
+    """
 
     @ft.partial(jax.value_and_grad, argnums=(0, 1))
     def step(weight, x):
@@ -245,9 +247,12 @@ def bytes_of_step(format):
 @needs_compiler
 @pytest.mark.parametrize("format", [Int8(), NF4()])
 def test_on_tpu_it_is_no_more_than_one_pass(format):
-    """One read and one write of each weight are 8 bytes. What rounds is fused into the
-    product; ternary and binary read more, for their means."""
-    assert jax.device_count() > 1  # On one there are loops, which are counted once.
+    """Rounding adds at most 8 bytes per weight, one read and one write.
+
+    It is fused into the product. Ternary and binary read more, for their means.
+    """
+    # On one device there are loops, which XLA counts once.
+    assert jax.device_count() > 1
     assert bytes_of_step(format) - bytes_of_step(None) <= 8
 
 

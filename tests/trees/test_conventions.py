@@ -1,4 +1,4 @@
-"""Which arrays of which layers are weights, and what is said of the others."""
+"""The weights of known layers, and the reasons for other arrays."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ def floats(*shape):
 
 
 def axes_of(tree) -> dict:
-    """What is quantized, by path, and the blocked axes."""
+    """Return the blocked axes of quantized arrays by path."""
     quantized = eqquant.quantize_tree(tree, "int8")
     leaves, _ = jax.tree_util.tree_flatten_with_path(
         quantized, is_leaf=eqquant.is_quantized
@@ -35,7 +35,7 @@ def axes_of(tree) -> dict:
 
 
 def test_dictionaries_of_flax():
-    """The bias has the axes that go out."""
+    """The bias determines the output axes."""
     attention = {
         "query": {"kernel": floats(64, 4, 16), "bias": floats(4, 16)},
         "out": {"kernel": floats(4, 16, 64), "bias": floats(64)},
@@ -70,13 +70,13 @@ def test_dictionaries_of_haiku_and_pairs_of_stax():
     stax = [(floats(3, 3, 8, 8), floats(1, 1, 1, 8)), (), (floats(392, 32), floats(32))]
     assert axes_of(stax) == {"0.0": (-4, -3, -2), "2.0": (-2,)}
     with pytest.warns(UserWarning, match="nothing was chosen"):
-        assert axes_of((floats(64, 32), floats(64))) == {}  # No pair of a layer.
+        assert axes_of((floats(64, 32), floats(64))) == {}  # Not a layer.
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass
 class Held:
-    """As a NamedArray: it does not tell JAX the name of its child."""
+    """A wrapper like NamedArray, without a name for its child."""
 
     array: Array
 
@@ -130,7 +130,7 @@ def test_a_convention_of_the_user(conventions, layer):
     assert rows["offset"] == "not the weight of a known layer"
     adapted = eqquant.lora_tree(model, 2, key=KEY)
     assert adapted.kernel.in_axes == (-2,) and adapted.kernel.out_axes == (-1,)
-    # The last one goes first.
+    # The last registration is tried first.
     eqquant.trees.register_weights(Sub)(lambda layer, name, array: None)
     assert axes_of(Dense(*jax.tree.leaves(model))) == {"kernel": (-2,)}
     with pytest.warns(UserWarning, match="nothing was chosen"):
@@ -148,8 +148,9 @@ def test_a_warning_says_why_nothing_was_chosen():
     assert rule is not None and rule[1] == "{'big': 'int8'}"
     out = eqquant.quantize_tree(tree, rules={"big": "int8"})
     assert eqquant.is_quantized(out["big"])
-    eqquant.quantize_tree(out)  # There is something quantized in it: no warning.
-    eqquant.quantize_tree(tree, None)  # Nothing was asked for.
+    # The model contains quantized arrays, so there is no warning.
+    eqquant.quantize_tree(out)
+    eqquant.quantize_tree(tree, None)  # No quantization was requested.
 
 
 def test_wildcards_leave_integers_alone():

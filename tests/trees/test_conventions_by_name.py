@@ -1,4 +1,4 @@
-"""Layers of libraries that are not installed: classes of the same names and layouts."""
+"""Layers of other libraries, by classes with the same names and layouts."""
 
 import dataclasses
 
@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 
 def named(module, name="") -> type:
-    """A decorator: the class as if it were of another library."""
+    """Return a decorator that gives a class the module of another library."""
 
     def decorate(cls):
         cls.__module__, cls.__qualname__ = module, name or cls.__name__
@@ -68,16 +68,16 @@ def array(*axes):
         (C, (A, C), (-1,)),
         ((A, B), (A, B, C), (-3, -2)),
         ((B, A), (C, A, B), (-2, -1)),
-        (C, (LAYERS, A, C), (-1,)),  # Stacked.
+        (C, (LAYERS, A, C), (-1,)),  # Stacked layers.
     ],
 )
 def test_linear_layers_of_haliax(contracted, axes, expected):
-    """Whatever the order of the axes, it is their names that tell."""
+    """Names of axes determine their roles, in any order."""
     layer = Linear(array(*axes), jnp.ones((32, 32)), contracted)
     q = eqquant.quantize_tree(layer, "int8", min_size=1)
     assert q.weight.array.axes == expected
     assert eqx.tree_equal(q.bias, layer.bias)
-    # The reference: the same axes by hand.
+    # The reference has explicit axes.
     by_hand = eqquant.quantize(layer.weight.array, "int8", axis=expected)
     assert eqx.tree_equal(q.weight.array, by_hand)
 
@@ -86,7 +86,7 @@ def test_linear_layers_of_haliax(contracted, axes, expected):
     "axes, expected", [((C, A), (-1,)), ((A, C), (-2,)), ((C, A, B), (-2, -1))]
 )
 def test_tables_of_haliax(axes, expected):
-    """Rows are the axes other than that of the vocabulary."""
+    """Rows consist of all axes except the vocabulary."""
     q = eqquant.quantize_tree(Embedding(array(*axes), C), "int8", min_size=1)
     assert q.weight.array.axes == expected
 

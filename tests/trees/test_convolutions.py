@@ -1,4 +1,4 @@
-"""Convolutions run without `quaxify` where their weight is quantized."""
+"""Convolutions with a quantized weight run without `quaxify`."""
 
 import copy
 import io
@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 
 class Branded(eqx.nn.Conv2d):
-    """A layer of a user."""
+    """A user-defined layer."""
 
     def __call__(self, x, *, key=None):
         return 2 * super().__call__(x)
@@ -54,7 +54,7 @@ def test_a_convolution_is_called_as_it_was(name, format):
     assert_close(jax.jit(jax.vmap(q))(batch), expected, 1e-4)
     gradient = eqx.filter_jit(jax.grad(lambda x, layer: jnp.sum(jnp.sin(layer(x)))))
     assert_close(gradient(x, q), gradient(x, dense), 1e-4)
-    # Inside of `quaxify` there is nothing left to do.
+    # Inside of `quaxify`, the layer needs no dispatch of its own.
     strict = eqquant.quaxify(jax.vmap(q), on_materialise="error")
     assert_close(jax.jit(strict)(batch), expected, 1e-4)
 
@@ -83,7 +83,7 @@ def test_such_a_layer_is_a_pytree_like_any_other():
     assert type(again) is type(q)
     (row,) = (row for row in eqquant.report(q).rows if row.path == "weight")
     assert row.format == eqquant.NF4()
-    # With the weight taken away, and given back as floats.
+    # The weight is removed and replaced by floats.
     dense = eqx.tree_at(lambda q: q.weight, q, q.weight.dequantize())
     assert_identical(dense(image(q)), eqquant.dequantize_tree(q)(image(q)))
 
@@ -109,7 +109,7 @@ def test_in_a_model_with_an_adapter_and_in_training():
     merged = eqquant.merge_lora(adapted)
     assert type(merged.conv) is eqx.nn.Conv2d
 
-    # A product in training that is the one of the quantized model.
+    # A quantized product in training.
     training = eqquant.FakeQuantized(model, "int8", activations="int8")
     later = training.quantized()
     assert_close(training(x), later(x), 1e-5)
@@ -118,7 +118,7 @@ def test_in_a_model_with_an_adapter_and_in_training():
 
 
 def test_without_such_a_layer_the_error_leads_to_quaxify():
-    # Of a weight that was put there by hand.
+    # A weight that was inserted by hand.
     layer = LAYERS["Conv2d"]()
     q = eqquant.quantize(layer.weight, "int8")
     layer = eqx.tree_at(lambda layer: layer.weight, layer, q)

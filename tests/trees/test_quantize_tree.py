@@ -1,4 +1,4 @@
-"""`quantize_tree` and its relatives."""
+"""`quantize_tree`, `dequantize_tree` and reports."""
 
 import re
 import sys
@@ -87,7 +87,7 @@ def test_the_default_choice(model):
     quantized = eqquant.quantize_tree(model)
     assert type(quantized) is Everything and quantized.name == "name"
     assert formats_of(quantized) == dict.fromkeys(WEIGHTS, NF4())
-    # Everything else is the same object; nothing was mutated.
+    # All other leaves are the same objects, and nothing was mutated.
     assert quantized.positions is model.positions
     assert quantized.layers[0].bias is model.layers[0].bias
     assert isinstance(model.layers[0].weight, jax.Array)
@@ -227,7 +227,7 @@ def test_bad_arguments(model):
 
 
 #
-# How
+# Options
 #
 
 
@@ -248,8 +248,8 @@ def test_quantizing_twice_changes_nothing(model):
     assert formats_of(eqquant.quantize_tree(once, "int8")) == formats_of(once)
 
 
-def test_one_leaf_after_the_other(monkeypatch):
-    """What is read from disk lazily is in memory one leaf at a time."""
+def test_leaves_are_quantized_one_at_a_time(monkeypatch):
+    """Lazy leaves are in memory one at a time."""
     import eqquant.trees._quantize as module
 
     live = []
