@@ -187,3 +187,22 @@ def guides() -> dict[str, int]:
 def test_guides_are_short():
     long = {name: words for name, words in guides().items() if words > 1500}
     assert not long.keys() - LONG_GUIDES, long
+
+
+def lines_of_code(function: ast.FunctionDef, source: list[str]) -> int:
+    """Count the lines of a function without docstrings, comments and empty lines."""
+    lines = set(range(function.lineno, function.end_lineno + 1))
+    for node in ast.walk(function):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node):
+            docstring = node.body[0]
+            lines -= set(range(docstring.lineno, docstring.end_lineno + 1))
+    code = (source[line - 1].strip() for line in lines)
+    return sum(bool(line) and not line.startswith("#") for line in code)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_functions_are_short(file):
+    source = (PACKAGE / file).read_text().splitlines()
+    functions = (n for n in ast.walk(parse(file)) if isinstance(n, ast.FunctionDef))
+    lengths = {f.name: lines_of_code(f, source) for f in functions}
+    assert not {name: n for name, n in lengths.items() if n > 80}
