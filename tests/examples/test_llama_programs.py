@@ -76,7 +76,7 @@ def test_generator_compiles_once_and_is_correct():
     first = take(generator(prompts[0]), 3)
     assert list(generator(prompts[0], {first[2]})) == first[: first.index(first[2])]
     assert len(list(generator(prompts[3]))) == 64 - 40 + 1
-    with pytest.raises(ValueError, match="room for 63"):
+    with pytest.raises(ValueError, match="64.*63"):
         generator.prefill([1] * 64)
     with pytest.raises(ValueError, match="no tokens"):
         generator.prefill([])
