@@ -1,15 +1,15 @@
-// How x @ w.T in float32 reads the activation, for any `Vector`: some rows of it at a time,
-// in steps of the codes of one vector of bytes.
+// The layout of the activation in float32 x @ w.T, for any `Vector`: groups of rows, in steps of
+// the codes in one vector of bytes.
 
-// For few rows, codes are decoded where they are multiplied (columns.h), with some at once;
-// for more, once for all of them (tiles.h).
+// For few rows, codes are decoded in the product (columns.h), for several rows at once. For more
+// rows, codes are decoded once (tiles.h).
 constexpr int few_at_once = 4, most_of_group = std::max(few_at_once, Vector::most_at_once);
 inline bool are_few(const Product& p) { return p.m <= Vector::few; }
 
-// Rows that are multiplied at once, as even as can be.
+// Groups of rows that are multiplied at once, with sizes as equal as possible.
 struct Groups {
   int64_t count;
-  // Rows of each, and how many of the groups have one more.
+  // Rows per group, and the number of groups with one more row.
   int64_t rows, larger;
 
   Groups(int64_t m, int64_t most)
@@ -19,7 +19,7 @@ struct Groups {
   int size(int64_t i) const { return static_cast<int>(rows + (i < larger)); }
 };
 
-// Calls `use` with `n`, one of 1 to `most`, as a constant.
+// Calls `use` with the compile-time constant `n`, from 1 to `most`.
 template <int most, class Use>
 void with_constant(int n, const Use& use) {
   if (n == most)
@@ -28,8 +28,7 @@ void with_constant(int n, const Use& use) {
     with_constant<most - 1>(n, use);
 }
 
-// Blocks of eight bytes, the shortest ones, leave half of a large vector empty: two of them
-// are taken as one.
+// Blocks of eight bytes, the shortest, fill half of a large vector, so two blocks share one.
 constexpr int64_t shortest_block = 8;
 inline bool in_pairs(const Product& p) {
   return 2 * shortest_block == Vector::size && p.block_bytes() == shortest_block &&
@@ -37,7 +36,7 @@ inline bool in_pairs(const Product& p) {
 }
 inline int64_t bytes_at_once(const Product& p) { return p.block_bytes() * (in_pairs(p) ? 2 : 1); }
 
-// Calls `use` with how scales are applied, as a constant.
+// Calls `use` with a compile-time constant for the application of scales.
 template <class Use>
 void with_scaling(const Product& p, const Use& use) {
   if (p.blocks == 1) return use(std::integral_constant<Scaling, Scaling::row>());
@@ -49,8 +48,8 @@ void with_scaling(const Product& p, const Use& use) {
 inline int64_t steps_of_block(const Product& p) {
   return (bytes_at_once(p) + Vector::size - 1) / Vector::size;
 }
-// Floats of a row in scratch, which has each group as (block, vector of its bytes, plane,
-// row, value), filled up with zeros.
+// Floats per row in scratch. Each group is (block, vector of its bytes, plane, row, value), padded
+// with zeros.
 inline int64_t row_stride(const Product& p) {
   return p.packed / bytes_at_once(p) * steps_of_block(p) * p.planes() * Vector::size;
 }
@@ -70,7 +69,7 @@ inline void prepare_activation(const Product& p, char* scratch, int64_t begin, i
     while (groups.first(group + 1) <= i) group++;
     const int64_t first = groups.first(group), step = groups.size(group) * size;
     float* to = reinterpret_cast<float*>(scratch) + first * stride + (i - first) * size;
-    // In logical order a run of each plane follows that of the one before.
+    // In logical order, the runs of the planes alternate.
     int64_t run = 0;
     for (int64_t b = 0; b < p.packed; b += block)
       for (int64_t j = b; j < b + block; j += size) {

@@ -1,19 +1,19 @@
-// x @ w.T in float32 for many rows of the activation, for any `Vector`. Some rows of the weight
-// are decoded once, and turned around: a vector has one column of each. So no sum is added up
-// across a vector, and the activation is read as it is.
+// float32 x @ w.T for many rows of the activation, for any `Vector`. Rows of the weight are decoded
+// once and transposed, so that a vector holds one column. No horizontal sums are needed, and the
+// activation needs no rearrangement.
 
 #include "panel.h"
 
-// Columns that are decoded at once, and rows, of which `Vector::size` are turned around.
+// Columns and rows per panel. `Vector::size` rows are transposed at a time.
 constexpr int64_t panel_rows = side_by_side * Vector::size;
 constexpr int64_t columns_of_panel = panel_floats / 64;
 
-// Bytes after which both a run and a vector of bytes end.
+// A number of bytes that both runs and vectors divide.
 inline int64_t whole_bytes(const Product& p) {
   return p.planes() == 1 ? Vector::size : std::lcm(p.run, int64_t{Vector::size});
 }
 
-// Whether vectors of bytes are parts of blocks, and there are enough rows of the activation.
+// Whether blocks are whole vectors of bytes, and the activation has enough rows.
 inline bool fits_column_panels(const Product& p) {
   if (p.m < Vector::rows_for_column_panels(p.columns())) return false;
   if (whole_bytes(p) * p.planes() > columns_of_panel) return false;
@@ -23,7 +23,7 @@ inline bool fits_column_panels(const Product& p) {
 template <int bits, Scaling scaling>
 struct ColumnPanels {
   static constexpr int64_t size = Vector::size, planes = planes_of(bits);
-  // Vectors of bytes of a row that are decoded before they are turned around.
+  // Vectors of bytes per row that are decoded before the transpose.
   static constexpr int64_t steps = std::max<int64_t>(1, 8 / planes);
 
   const Product& p;
@@ -50,7 +50,7 @@ struct ColumnPanels {
     if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, scale, to);
   }
 
-  // A row from byte `begin` on, at most `steps` vectors.
+  // Decodes a row from byte `begin` on, at most `steps` vectors.
   void decode(const uint8_t* codes, const float* scales, int64_t begin, int64_t end, float* to) {
     const auto levels = Decoder<bits>::levels(p);
     const int64_t block = p.block_bytes() * scales_at_once(scaling);
@@ -70,8 +70,8 @@ struct ColumnPanels {
     }
   }
 
-  // One vector of each of `size` rows to its columns, which are `panel_rows` apart: the value
-  // of byte `j` of the panel is the first.
+  // Transposes one vector of each of `size` rows to columns, `panel_rows` apart, starting with the value
+  // of byte `j` of the panel.
   void turn(const float* from, int64_t j, int64_t count, int64_t plane, float* to) const {
     Vector::Floats x[size];
     for (int r = 0; r < size; r++) x[r] = Vector::load(from + r * size);
@@ -91,13 +91,13 @@ struct ColumnPanels {
     }
   }
 
-  // Bytes `begin` to `end` of some rows, at most `size`.
+  // Decodes bytes `begin` to `end` of at most `size` rows.
   void decode_rows(int64_t row, int rows, const float* scales, int64_t begin, int64_t end,
                    float* to) {
     for (int64_t j = begin; j < end; j += steps * size) {
       const int64_t stop = std::min(end, j + steps * size);
       for (int r = 0; r < size; r++) {
-        // Beyond the last row, that once more: it is not used.
+        // Rows beyond the last repeat it, and are not used.
         const int64_t used = std::min(r, rows - 1);
         const uint8_t* codes = p.codes + (row + used) * p.packed;
         __builtin_prefetch(codes + stop);
@@ -110,7 +110,7 @@ struct ColumnPanels {
     }
   }
 
-  // Rows of the weight, at most `panel_rows`, with all of the activation.
+  // Multiplies at most `panel_rows` rows of the weight by the whole activation.
   void run(int64_t row, int rows, const Groups& groups) {
     const float* scales = scales_of(p, row, rows, buffer.data());
     for (int64_t j = 0; j < p.packed; j += bytes_at_once) {

@@ -1,8 +1,8 @@
-// x @ w.T in float32 for few rows of the activation, for any `Vector`. A vector of codes is
-// decoded in registers and multiplied at once; what is read from memory is the codes.
+// float32 x @ w.T for few rows of the activation, for any `Vector`: a GEMV-like kernel that decodes a
+// vector of codes in registers and uses it at once. Only codes are read from memory.
 
-// A product of `rows` of the weight and `count` of the activation. What is kept in registers
-// is passed from function to function: as members, compilers leave it in memory.
+// The product of `rows` rows of the weight and `count` rows of the activation. Keep values that must
+// stay in registers in local variables and arguments: compilers leave struct members in memory.
 template <int bits, int rows, int count, Scaling scaling>
 struct Columns {
   using Floats = Vector::Floats;
@@ -72,8 +72,8 @@ struct Columns {
   }
 };
 
-// Four rows of the weight, that each load of the activation serves as many, if there are
-// registers for their sums. Where there are not for all counts, all rows are one group.
+// Use four rows of the weight per load of the activation, if there are registers for their sums.
+// Otherwise all rows are one group.
 constexpr int rows_with(int count) { return 4 * count <= Vector::sums ? 4 : 2; }
 static_assert(rows_with(few_at_once) == 4 || Vector::few <= few_at_once);
 
@@ -102,6 +102,6 @@ void columns_of_few(const Product& p, const float* x, int64_t begin, int64_t end
     for (; row + 4 <= end; row += 4) columns_of_rows<bits, 4>(p, groups, x, row);
   else if constexpr (rows_with(few_at_once) == 2)
     for (; row + 2 <= end; row += 2) columns_of_rows<bits, 2>(p, groups, x, row);
-  // One to three of them.
+  // One to three remaining rows.
   if (row < end) columns_of_many<bits>(p, x, row, end);
 }

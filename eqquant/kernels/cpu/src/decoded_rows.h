@@ -1,9 +1,9 @@
-// Rows of the weight that have been decoded, as they are. Included after a `multiply_decoded`.
+// A panel of decoded rows of the weight in row-major order. Include it after `multiply_decoded`.
 
 struct DecodedRows {
   static constexpr int lanes = 4, most_vectors = 1, most_digits = 6;
   static constexpr int64_t few_digits = 8;
-  // Of the digits, which are read again for each four rows: from the second-level cache.
+  // Bytes of the activation that stay in the second-level cache, because every four rows read them again.
   static constexpr int64_t cached_bytes = 1 << 19;
   const uint8_t* rows = nullptr;
 

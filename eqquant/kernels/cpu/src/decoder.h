@@ -1,17 +1,17 @@
-// From codes to floats, in registers, for any `Vector`. This and the headers of products
-// in float32 are included into a namespace, and under the target, of that `Vector`.
+// Decoding of codes to floats in registers, for any `Vector`. This header and the headers of float32
+// products are included into the namespace, and under the target, of that `Vector`.
 
-// A float of 8 bits, in place of the bits of a code.
+// FP8, in place of a number of bits.
 constexpr int float8 = 80;
 constexpr int planes_of(int bits) { return bits == float8 ? 1 : 8 / bits; }
 
-// Calls `use` with the bits of a code, or `float8`, as a constant.
+// Calls `use` with the number of bits, or `float8`, as a compile-time constant.
 template <class Use>
 void with_codes(const Product& p, const Use& use) {
   p.exponent ? use(std::integral_constant<int, float8>()) : with_bits(p, use);
 }
 
-// What is read of some bytes of a row, and what that stands for in one plane.
+// The loaded bytes of a row, and their values in one plane.
 template <int bits>
 struct Decoder {
   using Codes = Vector::Codes;
@@ -39,8 +39,8 @@ struct Decoder<8> {
   }
 };
 
-// By way of 16 bits, whose floats have five bits of exponent. With four, the exponents are
-// too small by eight; that is left to the scales.
+// Decode by float16, which has five exponent bits. With four exponent bits, the exponents are too small
+// by eight, and the scales compensate for it.
 template <>
 struct Decoder<float8> {
   using Codes = Vector::Halves;
@@ -58,9 +58,9 @@ struct Decoder<float8> {
   }
 };
 
-// Whether a row has one scale, which is left to the end, or each block of it; or each of
-// two blocks that share a vector. A block's is worked into the levels, once; codes of 8
-// bits, which have no table, and those of two blocks are multiplied with it one by one.
+// Whether a row has one scale, which is applied at the end, or a scale per block, or two blocks share a
+// vector. The scale of a block is multiplied into the table of levels once. 8-bit codes have no table,
+// so they and codes of two blocks are multiplied by the scale one by one.
 enum class Scaling { row, block, pair };
 constexpr int scales_at_once(Scaling scaling) { return scaling == Scaling::pair ? 2 : 1; }
 
@@ -87,7 +87,7 @@ struct BlockDecoder {
   }
 };
 
-// Whether `count` is that of a whole vector, known to the compiler, or not.
+// Whether `count` is the size of a whole vector, which the compiler knows.
 struct Whole {
   constexpr operator int() const { return Vector::size; }
 };

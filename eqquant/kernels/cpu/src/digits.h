@@ -1,15 +1,14 @@
-// Products in int8, with activations split in digits, for any `Integers`: some bytes at a
-// time, of which products are added up by fours. Included into a namespace, and under a
-// target, after these, and after a `Panel` for them.
+// int8 products for any `Integers`, with activations split into int8 digits: products of bytes are summed in
+// groups of four. Included into a namespace, under a target, after the headers of `Integers` and after a
+// `Panel`.
 //
-// A row of the activation is `unit * (high + low / 254)`, two rows of int8, which is 15
-// bits of it. Where the instruction wants one operand to be unsigned, levels are made so by
-// an offset; what that adds to a sum is known from the activation. Sums are of 32 bits and
-// wrap around, which is right as long as the true sum fits.
+// A row of the activation is `unit * (high + low / 254)`: two rows of int8, which keep 15 bits. If the
+// instruction requires an unsigned operand, an offset makes levels unsigned, and the activation determines
+// the correction of each sum. Sums have 32 bits and wrap around, which is correct if the true sum fits.
 
 constexpr float low_per_high = 254;
 
-// What is known of a row of the activation beside its digits.
+// Properties of a row of the activation, in addition to its digits.
 struct Row {
   float unit;
   uint32_t sums[2];
@@ -18,19 +17,18 @@ struct Row {
 using Bytes = Integers::Bytes;
 using Sums = Integers::Sums;
 
-// Rows are multiplied as they are, decoded in registers, if they are few and their levels
-// integers; otherwise some rows of the weight are decoded before, and multiplied as a `Panel`
-// or as `DecodedRows`. Both have these:
+// For few rows and integer levels, rows of the weight are decoded in registers. Otherwise some rows of the
+// weight are decoded first, and multiplied as a `Panel` or as `DecodedRows`. Both provide:
 //
 // - `lanes` of the rows, in up to `most_vectors`; `most_digits` are multiplied at once
-// - `few_digits`: up to so many rows are few
-// - `vectors_for(length)`: how many of these vectors, if rows have so many bytes
-// - `take(rows, length, vector, vectors)`: `lanes` decoded rows, one after the other
-// - `multiply(vectors, x, stride, length, count, totals)`: all that it took, by `count` rows
-//   of digits, which are `stride` bytes apart; totals are (digits, vector, lane)
-// - `cached_bytes` of digits, which are multiplied in one turn
+// - `few_digits`: the largest number of rows that counts as few
+// - `vectors_for(length)`: the number of vectors for rows of `length` bytes
+// - `take(rows, length, vector, vectors)`: copies `lanes` decoded rows
+// - `multiply(vectors, x, stride, length, count, totals)`: multiplies the copied rows by `count` rows of
+//   digits, `stride` bytes apart; totals are (digits, vector, lane)
+// - `cached_bytes`: bytes of digits per pass
 
-// Whether the levels of a row are bytes, of one unit, as they are.
+// Whether the levels of a row are bytes with a common step.
 inline bool is_exact(const Product& p) {
   if (p.blocks > 1) return false;
   for (int i = 0; p.bits < 8 && i < 16; i++) {
@@ -41,15 +39,14 @@ inline bool is_exact(const Product& p) {
 }
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// Where the digits of a row are: each plane is filled up with zeros, to whole registers if the
-// weight is decoded in these, otherwise to four bytes, of which products are added up. Rows that
-// are read at once are not to be a power of two from each other, or a cache has no room for
-// them.
+// The layout of the digits of a row. Each plane is padded with zeros, to whole registers if the weight is
+// decoded in registers, and otherwise to four bytes. Rows that are read together must not be a power of two
+// apart, because they would compete for the same cache sets.
 struct Layout {
   static constexpr int64_t gap = 64;
   bool few;
   int64_t plane, row;  // From one to the next.
-  int64_t length;      // Of a row, without the gap.
+  int64_t length;      // Bytes per row, without padding.
 
   explicit Layout(const Product& p)
       : few(p.m * p.digits <= Panel::few_digits && is_exact(p)),
@@ -60,13 +57,13 @@ struct Layout {
   }
 };
 
-// Scratch is the digits (m, digits, plane, byte), and then the rows.
+// Scratch contains the digits (m, digits, plane, byte), and then the row properties.
 inline int8_t* digits_in(char* scratch) { return reinterpret_cast<int8_t*>(scratch); }
 inline Row* rows_in(const Product& p, const Layout& of, char* scratch) {
   return reinterpret_cast<Row*>(scratch + p.m * p.digits * of.row);
 }
 
-// The most that it may be, whatever the levels are, which are not known yet.
+// An upper bound for all levels, which are not known yet.
 inline int64_t scratch_size(const Product& p) {
   const int64_t digits = round_up(p.packed, Integers::size) * p.planes() + Layout::gap;
   return p.m * (p.digits * digits + static_cast<int64_t>(sizeof(Row)));
@@ -105,7 +102,7 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
   }
 }
 
-// The levels as bytes, and by how much they are too large.
+// The levels as bytes, and their offset.
 struct ByteLevels {
   Bytes table;
   uint32_t offset;
@@ -121,14 +118,13 @@ inline ByteLevels byte_levels(const Product& p) {
   return {Integers::table(table), static_cast<uint32_t>(-least)};
 }
 
-// What is left of a row from byte `j` on, at most a register of it.
+// The rest of a row from byte `j` on, at most one register.
 EQQUANT_INLINE Bytes bytes_at(const Product& p, const uint8_t* row, int64_t j) {
   const int64_t left = p.packed - j;
   return left >= Integers::size ? Integers::load(row + j) : Integers::load(row + j, left);
 }
 
-// Products of some rows of the weight. Sums are in `parts`, so that no addition has to wait
-// for the one before.
+// Products of some rows of the weight. Several partial sums avoid waiting for the previous addition.
 template <int bits, int rows, int count, int parts>
 struct Tile {
   Sums sums[parts][count * rows];
@@ -158,7 +154,7 @@ struct Tile {
     multiply<0>(table, some_codes, x + j, stride, sums);
   }
 
-  // `x` is `count` rows of digits, from row `first` of all on, and `stride` from plane to plane.
+  // `x` is `count` rows of digits, starting at row `first`, with planes `stride` apart.
   EQQUANT_INLINE void run(const Product& p, const ByteLevels& levels, const int8_t* x,
                           int64_t stride, const Row* of, const float* scales, int64_t row,
                           int64_t first) {
@@ -216,8 +212,7 @@ void some_rows(const Product& p, const Layout& layout, char* scratch, int64_t be
                int64_t end) {
   const ByteLevels levels = byte_levels(p);
   int64_t row = begin;
-  // One row of digits is bound by memory where codes need no decoding, and memory is read
-  // fastest from one end to the other.
+  // If codes need no decoding, one row of digits is bound by memory, and a sequential read is fastest.
   if constexpr (bits == 8)
     if (p.m * p.digits == 1 && !p.is_small())
       for (; row < end; row++) all_digits<bits, 1, 2>(p, layout, levels, scratch, row);
@@ -226,16 +221,15 @@ void some_rows(const Product& p, const Layout& layout, char* scratch, int64_t be
 }
 
 //
-// For more rows of the activation, and for weights whose levels are not integers of one
-// unit: some rows are decoded once.
+// For more rows of the activation, and for levels without a common step: some rows are decoded once.
 //
 
 struct alignas(Integers::size) Register {
   uint8_t bytes[Integers::size];
 };
 
-// A row of a weight with a scale for each block, rounded to integers of one unit: 127 of
-// them are its largest scale times the largest level. Returns that unit.
+// Rounds a blocked row to integers with a common step, 127 of which are the largest scale times the largest
+// level. Returns the step.
 template <int bits>
 float round_row(const Product& p, const float* scales, float largest, const uint8_t* codes,
                 uint8_t* to, int64_t stride) {
@@ -252,8 +246,8 @@ float round_row(const Product& p, const float* scales, float largest, const uint
   return unit;
 }
 
-// A row as bytes, in the order of digits. A plane may write beyond its end, before the next
-// one does; the last one up to a register beyond that of the row.
+// Decodes a row to bytes, in the order of digits. A plane may write beyond its end before the next plane is
+// written, and the last plane up to one register beyond the row.
 template <int bits, int plane = 0>
 void decode_row(const Product& p, Bytes table, const uint8_t* codes, uint8_t* to,
                 int64_t stride) {
@@ -263,8 +257,8 @@ void decode_row(const Product& p, Bytes table, const uint8_t* codes, uint8_t* to
   if constexpr ((plane + 1) * bits < 8) decode_row<bits, plane + 1>(p, table, codes, to, stride);
 }
 
-// The results of some rows of digits by `lanes` rows of the weight, of which the first `rows`
-// are wanted: totals are `stride` from one row of digits to the next.
+// The results of rows of digits by `lanes` rows of the weight, of which the first `rows` are used. Totals of
+// consecutive rows of digits are `stride` apart.
 template <int lanes>
 void finish(const Product& p, uint32_t offset, const uint32_t* totals, int64_t stride,
             const Row* of, int64_t count, const float* units, int rows, float* y) {
@@ -297,10 +291,10 @@ void many_digits(const Product& p, const Layout& layout, char* scratch, int64_t 
   const Row* of = rows_in(p, layout, scratch);
   const int64_t stride = layout.row, length = layout.length, count = p.m * p.digits;
   const int at_once = lanes * Decoded::vectors_for(length);
-  // As much of the activation as a cache holds, whole rows of it: one digit or two of each.
+  // The rows of the activation that fit in the cache, with one or two digits each.
   const int64_t in_turn =
       std::max<int64_t>(1, Decoded::cached_bytes / stride / most_digits) * most_digits;
-  // With space for what is written beyond the last row.
+  // Includes space for writes beyond the last row.
   std::vector<Register> decoded(lanes * length / Integers::size + 1);
   Decoded weights(at_once * length);
   std::vector<float> buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
@@ -347,7 +341,7 @@ void digits_of(const Product& p, char* scratch, int64_t begin, int64_t end) {
 }
 
 inline void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
-  char* from = const_cast<char*>(scratch);  // It is only read.
+  char* from = const_cast<char*>(scratch);  // Only read.
   with_bits(p, [&](auto bits) { digits_of<bits>(p, from, begin, end); });
 }
 

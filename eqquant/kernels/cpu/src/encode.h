@@ -7,12 +7,11 @@
 
 namespace eqquant {
 
-// Each block of a row is divided by its scale; the code of a value is the number of
-// boundaries below it. Byte j of a block holds code j and, above it, code j + block / 2.
+// Divides each block of a row by its scale. The code of a value is the number of boundaries below it.
+// Byte j of a block holds code j and, in its high bits, code j + block / 2.
 //
-// The scale is one of those given; or the largest magnitude of the block; or, out of some
-// shares of that, the one with the least squared error. The numbers are those of
-// `formats/`, bit for bit.
+// The scale is given, or the absmax of the block, or the multiple of absmax in `shares` with the least
+// squared error. The results equal `formats/`, bit for bit.
 struct Encoding {
   const float* x;           // (rows, size)
   const float* boundaries;  // 15 of them, ascending; the 16th is infinite

@@ -22,7 +22,7 @@ inline void run_columns(const Product& p, const char* scratch, int64_t begin, in
   with_codes(p, [&](auto bits) { columns_of<bits>(p, scratch, begin, end); });
 }
 
-// For panels the activation is not arranged.
+// Panels need no arrangement of the activation.
 inline int64_t columns_scratch(const Product& p) {
   return fits_column_panels(p) ? plain_scratch(p) : activation_scratch(p);
 }

@@ -1,8 +1,8 @@
-// x @ w in float32 for more rows of the activation, which is read as it is. For any `Vector`.
+// float32 x @ w for many rows of the activation, which needs no rearrangement. For any `Vector`.
 
 #include "row_panels.h"
 
-// Whether there are enough rows.
+// Whether the activation has enough rows.
 inline bool in_float_panels(const Product& p, int64_t begin, int64_t end) {
   return p.m >= Vector::rows_for_panels && fits_panels(p, begin, end);
 }
@@ -10,7 +10,7 @@ inline bool in_float_panels(const Product& p, int64_t begin, int64_t end) {
 template <int bits, Scaling scaling>
 struct FloatRowPanel {
   static constexpr int64_t size = Vector::size, planes = planes_of(bits);
-  // How much of each row is decoded at once, by measuring, and so how many rows.
+  // The measured best width of a panel, which determines its number of rows.
   static constexpr int64_t most_columns = planes == 1 || planes > 2 ? 256 : 128;
   static constexpr int64_t most_rows = panel_floats / most_columns;
   static constexpr int most_at_once = Vector::most_at_once;
@@ -50,7 +50,7 @@ struct FloatRowPanel {
         BlockDecoder<bits, scaling> decoder;
         int64_t until = 0;
         for (int64_t j = 0; j < bytes; j += size) {
-          // Some rows ahead: they are too far apart for the hardware to find out.
+          // Prefetch some rows ahead, because rows are too far apart for the hardware prefetcher.
           if (j % 64 == 0) __builtin_prefetch(codes + j + ahead);
           if (pieces.begin + j >= until) {
             const int64_t b = (pieces.begin + j) / block;

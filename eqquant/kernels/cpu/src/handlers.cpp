@@ -1,4 +1,4 @@
-// What XLA calls: operands checked against one another, and the work shared out.
+// The handlers that XLA calls: they check operands and distribute the work.
 #include <string>
 #include <string_view>
 
@@ -12,12 +12,12 @@ namespace ffi = xla::ffi;
 namespace eqquant {
 namespace {
 
-// Below this many values to encode, to wake another thread takes longer than to do them; and
-// below this many multiplications. To decode a weight takes as long as some rows of these.
+// Work below these sizes runs on one thread, because waking another takes longer: values to encode, and
+// multiplications. Decoding a weight costs as much as several rows of multiplications.
 constexpr int64_t worth_a_thread = 1 << 17, multiplications_worth_a_thread = 5 << 20,
                   rows_worth_decoding = 16;
-// Where rows of the weight are contracted, each thread takes a part of all of them. By few rows of
-// the activation, reading these takes most of the time, and is faster the longer they are.
+// In x @ w, each thread processes a part of every row. With few rows of the activation, reading these parts
+// dominates, and long parts are faster.
 constexpr int64_t long_part = 1 << 10, few = 16;
 
 ffi::Error invalid(const std::string& what) {
@@ -267,7 +267,7 @@ EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
 // See has_bfloat16() in machine.h.
 EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
 
-// How much scratch a product needs, in bytes; -1 if there is no such kernel.
+// Returns the scratch bytes of a product; -1 if the kernel does not exist.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
                                        int64_t m, int64_t rows, int64_t packed,
                                        int64_t blocks, int64_t run, int bits) {
@@ -283,11 +283,11 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   return routine->scratch(p);
 }
 
-// The interface of XLA that this was built for. XLA serves older ones, not newer ones.
+// The XLA interface of this build. XLA supports older interfaces, but not newer ones.
 EQQUANT_EXPORT int eqquant_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
-// Which sources this library was built from.
+// The hash of the sources of this build.
 EQQUANT_EXPORT const char* eqquant_sources() { return EQQUANT_SOURCES; }
 
-// And from what else: a build reads it in the file, and finds out whether it is current.
+// The other inputs of the build. A new build compares them to decide whether the library is current.
 EQQUANT_EXPORT const char* eqquant_recipe() { return EQQUANT_RECIPE; }

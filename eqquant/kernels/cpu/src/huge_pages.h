@@ -1,4 +1,4 @@
-// Large results, and scratch space, in pages of 2 MB.
+// 2 MB pages for large results and scratch buffers.
 #pragma once
 
 #include <cstdint>
@@ -9,19 +9,18 @@
 
 namespace eqquant {
 
-// glibc asks the operating system for so much memory each time, and gives it back when it is
-// freed. The system fills each page with zeros when it is first written to, and with pages of 4 KB
-// that may take as long as the product.
+// glibc maps large allocations anew each time, and unmaps them when they are freed. The system clears
+// each page on first write. With 4 KB pages, this can take as long as the product.
 constexpr int64_t always_fresh = 32 << 20, huge_page = 2 << 20;
 
 inline void ask_for_huge_pages(void* data, int64_t bytes) {
 #if defined(MADV_HUGEPAGE)
   if (bytes < always_fresh) return;
   const uintptr_t begin = reinterpret_cast<uintptr_t>(data);
-  // Only whole ones: the first and the last may hold what belongs to others.
+  // Whole pages only: the first and the last page may contain other data.
   const uintptr_t first = (begin + huge_page - 1) / huge_page * huge_page;
   const uintptr_t last = (begin + bytes) / huge_page * huge_page;
-  // Linux may have been built without them, or told not to.
+  // Ignore errors: Linux may be built or configured without huge pages.
   (void)madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #else
   (void)data, (void)bytes;

@@ -1,5 +1,4 @@
-// What a machine has: kernels, and the instructions that some of them need. `x86/` and
-// `arm/` each define it.
+// The kernels of a machine, and the instructions that they need. `x86/` and `arm/` each define it.
 #pragma once
 
 #include "encode.h"
@@ -8,30 +7,30 @@
 
 namespace eqquant {
 
-// The best instructions of this machine, as a number: 0 are none that suffice, and each
-// kernel says which it needs. `_library.py` has their names.
+// The best instruction set of this machine as a number; 0 if none suffices. Each kernel states its
+// requirement. `_library.py` has the names.
 int instructions();
-// Whether it multiplies bfloat16 faster than float32. No kernel needs that: XLA does it.
+// Whether bfloat16 products are faster than float32. XLA uses this; native kernels do not.
 bool has_bfloat16();
 
 struct Kernel {
   const char* name;
   const Routine* columns;
-  const Routine* rows;  // x @ w, if it has that.
+  const Routine* rows;  // x @ w, or null.
   int digits;
   int needs;
 };
 
-// The last one has no name.
+// The last entry has no name.
 extern const Kernel kernels[];
 
-// By instructions of which there are at least 1; no encoder if there is none for them.
+// Indexed by the instruction set, at least 1. Null without an encoder.
 using Rounder = void(const Rounding&, int64_t begin, int64_t end);
 using Encoder = void(const Encoding&, int64_t begin, int64_t end);
 Rounder* rounder(int instructions);
 Encoder* encoder(int instructions);
 
-// While another thread is waited for.
+// A pause while another thread is awaited.
 void pause();
 
 }  // namespace eqquant

@@ -1,13 +1,13 @@
-// Part of a weight that has been decoded, with its scales, into a second-level cache: by all of
-// the activation, which is read as it is. For any `Vector`.
+// A panel: decoded rows of the weight with their scales, in the second-level cache, multiplied by the
+// whole activation, which needs no rearrangement. For any `Vector`.
 
 // How many floats are decoded at once.
 constexpr int64_t panel_floats = 1 << 16;
 // Vectors of results that are computed at once.
 constexpr int side_by_side = 4;
 
-// Space for a panel, where no vector is in two lines of a cache. To fill it with zeros would
-// take longer than a small product.
+// The buffer of a panel, aligned to cache lines. It is not cleared, because clearing takes longer than a
+// small product.
 struct Space {
   struct alignas(64) Line {
     float values[16];
@@ -19,7 +19,7 @@ struct Space {
   const float* data() const { return lines[0].values; }
 };
 
-// The activation as floats: as it is, or else converted to scratch.
+// The activation as floats: in place, or converted to scratch.
 inline int64_t plain_scratch(const Product& p) {
   return p.bfloat16_x ? p.m * p.contracted() * static_cast<int64_t>(sizeof(float)) : 0;
 }
@@ -33,12 +33,12 @@ inline const float* plain_x(const Product& p, const char* scratch) {
   return static_cast<const float*>(p.bfloat16_x ? scratch : p.x);
 }
 
-// How floats are multiplied and added up. What a panel is of has these:
+// The arithmetic of a panel. Its element type provides:
 //
-// - `multiply_add(weight, x, sums)` of vectors of it, each 32 bits for a value of the result
-// - `steps_of_sum`: after how many of these the sums are added to a result, if there is a limit
+// - `multiply_add(weight, x, sums)` on vectors, with 32 bits for each value of the result
+// - `steps_of_sum`: the number of steps after which sums are added to the result, if limited
 // - `add(result, sums)`
-// - `scaled(result, i, v)`: the result of a row of the activation and a vector, times their units
+// - `scaled(result, i, v)`: the result of a row and a vector, times their scales
 struct OfFloats {
   using Sums = Vector::Floats;
   static constexpr int64_t steps_of_sum = INT64_MAX;
@@ -49,7 +49,7 @@ struct OfFloats {
   static EQQUANT_INLINE Vector::Floats scaled(Vector::Floats result, int, int) { return result; }
 };
 
-// What is kept in registers is passed from function to function: see columns.h.
+// Values in registers are passed as arguments: see columns.h.
 template <class Of, int vectors, int count>
 EQQUANT_INLINE void multiply_steps(const float*& w, const float*& x, int64_t x_stride,
                                    const float* end, typename Of::Sums (&sums)[count][vectors]) {
@@ -65,8 +65,8 @@ EQQUANT_INLINE void multiply_steps(const float*& w, const float*& x, int64_t x_s
   } while (++x < end);
 }
 
-// Some rows of the activation, `x` and those after it, by a panel, which has `side_by_side`
-// vectors for each of `steps` values of these; `y` is where each vector of the result begins.
+// Multiplies rows of the activation from `x` on by a panel with `side_by_side` vectors for each of `steps`
+// values. `y` points to the start of each result vector.
 template <int vectors, int count, class Of>
 void multiply_panel(const Of& of, const float* w, const float* x, int64_t x_stride,
                     int64_t steps, float* const* y, int64_t y_stride, bool adds) {
@@ -100,8 +100,8 @@ void multiply_panel(const Of& of, const float* w, const float* x, int64_t x_stri
     }
 }
 
-// The same, for `vectors` and `count` that are known only at run time. Not inlined, so that it is
-// compiled once and not for every format.
+// The same with run-time `vectors` and `count`. Not inlined, so that it is compiled once instead of once per
+// format.
 template <int most_at_once, class Of>
 __attribute__((noinline)) void multiply_panel(const Of& of, int vectors, int count,
                                               const float* w, const float* x, int64_t x_stride,

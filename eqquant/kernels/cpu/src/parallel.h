@@ -12,15 +12,14 @@
 
 namespace eqquant {
 
-// `use(begin, end)` for pieces of [0, count), each but the last a multiple of `grain`.
+// Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`.
 //
-// The calling thread works, too, and waits only for pieces that some thread has begun: so
-// it gets done however busy the others are, and a task that comes late finds no piece and
-// touches nothing but the counters.
+// The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
+// all other threads are busy. A late task finds no piece, and touches nothing except the counters.
 template <class Use>
 void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, const Use& use) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
-  // Several pieces to a thread, as some have other work.
+  // Several pieces per thread, because some threads have other work.
   const int64_t wanted = (count + 4 * threads - 1) / (4 * threads);
   const int64_t piece = (wanted + grain - 1) / grain * grain;
   const int64_t pieces = (count + piece - 1) / piece;
@@ -36,7 +35,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
     for (int64_t i; (i = counters->next.fetch_add(1)) < pieces;) {
       use(i * piece, std::min(count, (i + 1) * piece));
       if (counters->done.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) continue;
-      // Locked in between: who waits has either seen it, or is waiting.
+      // Lock between the two, so that the waiting thread has seen the change or is waiting.
       { std::lock_guard<std::mutex> lock(counters->mutex); }
       counters->all_done.notify_one();
     }
@@ -49,8 +48,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   const auto is_done = [&] { return counters->done.load(std::memory_order_acquire) == pieces; };
   for (int i = 0; i < 1000 && !is_done(); i++) pause();
   if (is_done()) return;
-  // Seldom. The thread that is waited for may need this very core, and to yield it in a
-  // loop would not give it away for long.
+  // Rarely reached. The awaited thread may need this core, and yielding in a loop would not free it for long.
   std::unique_lock<std::mutex> lock(counters->mutex);
   counters->all_done.wait(lock, is_done);
 }

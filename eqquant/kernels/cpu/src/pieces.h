@@ -1,9 +1,9 @@
-// Parts of some rows of the weight, for x @ w. Included into a namespace.
+// Pieces of rows of the weight, for x @ w. Included into a namespace.
 
 // Rows that are read at once.
 constexpr int rows_at_once = 32;
 
-// The codes of some rows, from byte `begin` on: where they are, or else unpacked.
+// The codes of some rows from byte `begin` on: in place, or unpacked.
 struct Pieces {
   const Product& p;
   int64_t begin, first, groups, row_bytes;

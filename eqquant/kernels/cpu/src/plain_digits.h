@@ -1,5 +1,5 @@
-// Decoded rows of the weight by `count` rows of digits, for any `Integers`, one by one;
-// totals are (digits, row).
+// Multiplies decoded rows of the weight by `count` rows of int8 digits, for any `Integers`. Totals are
+// (digits, row).
 template <int rows, int count>
 void multiply_decoded(const uint8_t* w, int64_t length, const int8_t* x, int64_t stride,
                       uint32_t* totals) {
@@ -8,7 +8,7 @@ void multiply_decoded(const uint8_t* w, int64_t length, const int8_t* x, int64_t
   for (int i = 0; i < count; i++)
     for (int r = 0; r < rows; r++) sums[i][r] = Integers::zero();
   int64_t j = 0;
-  do {  // As in tiles.h.
+  do {  // A do loop, like in tiles.h.
     Bytes weight[rows];
     for (int r = 0; r < rows; r++) weight[r] = Integers::load(w + r * length + j);
     for (int i = 0; i < count; i++) {

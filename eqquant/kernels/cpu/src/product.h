@@ -1,4 +1,4 @@
-// What a product is, and the routines that compute it. Nothing here knows of XLA.
+// The description of a product, and its routines, independent of XLA.
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,10 @@ namespace eqquant {
 
 // `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
 //
-// A row of `codes` is `packed` bytes. Byte j holds one code of each of `planes` planes,
-// lowest bits first. In *plane order* (plane, byte) the codes of a row are where a shift
-// leaves them, so that is the order in which a row is used; the activation is brought
-// into it, or the result out of it. In logical order a run of `run` bytes of one plane is
-// followed by the same run of the next.
+// A row of `codes` has `packed` bytes. Byte j holds one code of each of `planes` planes, lowest bits first.
+// Shifts leave the codes of a row in *plane order* (plane, byte), so rows are used in that order. The
+// activation is permuted to it, or the result is permuted from it. In logical order, a run of `run` bytes
+// of one plane is followed by the same run of the next plane.
 struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, packed), or of `three_bits`
@@ -24,65 +23,62 @@ struct Product {
   int64_t m, rows, packed, blocks;
   int bits;               // of a code: 1, 2, 4 or 8
   int64_t run;
-  // Whether `codes` are of three bits, and everything else is for the four that they are
-  // unpacked to. See unpack.h.
+  // Whether `codes` are three-bit codes. All other fields then describe the unpacked four-bit codes. See
+  // unpack.h.
   bool three_bits;
   bool bfloat16_x, bfloat16_scales;
   bool contract_rows;
-  // What codes stand for, for each of the 16 values of four bits; narrower codes repeat.
-  // Codes of 8 bits stand for themselves: they are signed integers, or floats with so many
-  // bits of exponent.
+  // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats
+  // with this number of exponent bits.
   const float* levels;
   int exponent;
-  int digits;             // or parts, in which an activation is split: 1 or 2
-  // What levels are multiples of, about; 0 for a part of the largest.
+  int digits;             // 1 or 2: the number of int8 digits (or int16 parts) of an activation
+  // The approximate common divisor of levels; 0 for a fraction of the largest level.
   float level_unit;
 
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
-  // Of a row of the activation.
+  // Values per row of the activation.
   int64_t contracted() const { return contract_rows ? rows : columns(); }
   int64_t x_size() const { return bfloat16_x ? 2 : 4; }
   int64_t scale_size() const { return bfloat16_scales ? 2 : 4; }
-  // The codes of a row as they are stored, and how many bytes these are.
+  // The stored codes of a row, and their number of bytes.
   int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
-  // Whether a cache may hold the codes. What is read from memory is read fastest from one end to
-  // the other, row by row; from a cache some rows at once.
+  // Whether the codes may be in a cache. From memory, sequential reads of one row at a time are fastest; from
+  // a cache, several rows at once.
   bool is_small() const { return rows * packed <= 1 << 24; }
-  // Whether so many bytes, read at once, hold whole blocks (of whole lanes of 32 bits), or
-  // are part of one.
+  // Whether this number of bytes, loaded at once, holds whole blocks (of whole 32-bit lanes) or a part of one.
   bool fits_in_lanes(int64_t bytes) const {
     const int64_t block = block_bytes();
     return blocks == 1 || block % bytes == 0 || (bytes % block == 0 && block % 4 == 0);
   }
 };
 
-// Asks for codes long before they are used, where they are read one after the other. Into
-// the second level of cache: more requests wait there at a time than in the first.
-// Inlined whatever happens: GCC takes a call of what only prefetches for one without effect,
-// and drops it.
+// Prefetches codes long before their use, where they are read sequentially, into the second-level cache,
+// which allows more outstanding requests than the first. Always inlined: GCC treats a call to a function
+// that only prefetches as free of side effects, and removes it.
 inline __attribute__((always_inline)) void prefetch(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 15), 0, 2);
 }
 
-// Where codes are one stream: into the first level, which has room for as little.
+// Prefetches into the first-level cache, for a single stream of codes.
 inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 12), 0, 3);
 }
 
-// A way to compute products: `prepare` for each row of the activation, then `run` for
-// each unit of the result (rows of the weight, or bytes of all rows where those are
-// contracted). Both may be called for disjoint ranges by several threads.
+// One way to compute products: `prepare` for each row of the activation, then `run` for each unit of the
+// result (rows of the weight, or bytes of all rows in x @ w). Several threads may call both on disjoint
+// ranges.
 struct Routine {
   void (*prepare)(const Product&, char* scratch, int64_t begin, int64_t end);
   void (*run)(const Product&, const char* scratch, int64_t begin, int64_t end);
-  // Bytes of scratch that `prepare` fills and `run` reads.
+  // Bytes of scratch that `prepare` writes and `run` reads.
   int64_t (*scratch)(const Product&);
-  // Units that a thread takes at least, and of which it takes a multiple.
+  // The smallest number of units per thread; threads take multiples of it.
   int64_t (*grain)(const Product&);
-  // What keeps it from a product, if something may.
+  // The reason against a product, or null.
   const char* (*why_not)(const Product&) = nullptr;
 };
 
@@ -98,7 +94,7 @@ inline float from_bfloat16(uint16_t bits) {
   return out;
 }
 
-// Calls `use` with the bits of a code as a constant.
+// Calls `use` with the number of bits as a compile-time constant.
 template <class Use>
 inline void with_bits(const Product& p, const Use& use) {
   switch (p.bits) {
@@ -114,14 +110,14 @@ inline void from_bfloat16(const void* from, int64_t begin, int64_t size, float* 
   for (int64_t i = 0; i < size; i++) to[i] = from_bfloat16(bits[i]);
 }
 
-// The scales of some rows as floats: where they are, or else converted into `buffer`.
+// The scales of some rows as floats: in place, or converted into `buffer`.
 inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
   if (!p.bfloat16_scales) return static_cast<const float*>(p.scales) + row * p.blocks;
   from_bfloat16(p.scales, row * p.blocks, rows * p.blocks, buffer);
   return buffer;
 }
 
-// Rows of the activation as floats, likewise.
+// Rows of the activation as floats: in place, or converted.
 class Activation {
   const Product& p;
   std::vector<float> buffer;
@@ -136,7 +132,7 @@ class Activation {
   }
 };
 
-// Calls `use(logical, planar, length)` for each run of a row in both orders.
+// Calls `use(logical, planar, length)` with the position of each run of a row in both orders.
 template <class Use>
 inline void for_each_run(const Product& p, int64_t begin, int64_t end, Use use) {
   for (int64_t j = begin; j < end;) {

@@ -1,11 +1,11 @@
-// Floats to what they are once quantized and dequantized. Nothing here knows of XLA.
+// Rounding of floats to dequantized values, independent of XLA.
 #pragma once
 
 #include <cstdint>
 
 namespace eqquant {
 
-// The numbers are those of `formats/`, bit for bit: operation by operation the same.
+// The results equal `formats/`, bit for bit, because the operations are the same.
 enum class Levels : int64_t { int8, table, ternary, binary };
 
 struct Rounding {
@@ -17,8 +17,8 @@ struct Rounding {
   int64_t size, block;      // each block of a row has a scale
   Levels kind;
   float largest_scale;
-  // Ternary: nonzero is what exceeds half the standard deviation, or half the mean
-  // magnitude; the scale is the mean magnitude of that, or of all.
+  // Ternary: values above half of the standard deviation, or half of the mean magnitude, are nonzero. The
+  // scale is the mean magnitude of these values, or of all values.
   bool by_deviation, least_squares;
 };
 

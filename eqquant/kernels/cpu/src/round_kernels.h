@@ -1,8 +1,8 @@
-// Rounding, in plain loops, which the compiler vectorises. Included into a namespace, and
-// under a target. Divisions are true ones, sums go by halves, and nothing is contracted.
+// Rounding by plain loops, which the compiler vectorises. Included into a namespace and under a target.
+// Divisions are exact, sums are pairwise, and no operations are contracted.
 
 inline float absmax_of(const float* x, int64_t size) {
-  // Of the bits: their order is that of the magnitudes, and NaN lies above infinity.
+  // Compare bits: their order equals the order of magnitudes, and NaN is above infinity.
   int32_t most = 0;
   for (int64_t i = 0; i < size; i++) {
     int32_t bits;
@@ -15,7 +15,7 @@ inline float absmax_of(const float* x, int64_t size) {
   return out <= FLT_MAX ? out : std::numeric_limits<float>::infinity();
 }
 
-// The sum of `of(u[i])`: the second half is added to the first, until one is left.
+// The sum of `of(u[i])` by halves: the second half is added to the first until one value remains.
 template <class Of>
 EQQUANT_INLINE float sum_of(const float* u, int64_t size, float* scratch, Of of) {
   if (size == 1) return of(u[0]);

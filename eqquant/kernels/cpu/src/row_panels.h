@@ -1,32 +1,30 @@
-// x @ w for more rows of the activation, for any `Vector`. Some rows of the weight are decoded
-// once, with their scales, into a second-level cache, and multiplied with all of the activation.
-// What is decoded, and how that is multiplied, is a `Panel`:
+// x @ w for many rows of the activation, for any `Vector`. Rows of the weight are decoded once, with their
+// scales, into the second-level cache, and multiplied by the whole activation. A `Panel` defines the decoded
+// type and its product:
 //
-// - `most_columns` are decoded at once, of `most_rows`, which is even
-// - `most_at_once` rows of the activation are multiplied at once
-// - `by_columns`: whether a part of the columns stays in a cache for all rows of the activation
-// - `decode(pieces, row, rows, bytes)`: so many bytes of the rows from `row` on
-// - `multiply(vectors, v, count, m, row, rows, y, y_stride)`: some vectors of these from `v` on
-//   by rows of the activation from `m` on; adds to the results, if there are rows before `row`
+// - `most_columns` and `most_rows` (even): the size of a panel
+// - `most_at_once`: rows of the activation per step
+// - `by_columns`: whether a part of the columns stays in cache for all rows of the activation
+// - `decode(pieces, row, rows, bytes)`: decodes `bytes` bytes of the rows from `row` on
+// - `multiply(vectors, v, count, m, row, rows, y, y_stride)`: multiplies vectors from `v` on by rows of the
+//   activation from `m` on, and adds to the results if rows before `row` exist
 
 #include "panel.h"
 
-// Rows of the activation in one turn, for which the weight is decoded again: results of so many
-// stay in a second-level cache while rows of the weight are added up, and in few pages.
+// Rows of the activation per pass, each of which decodes the weight again. Their results stay in the
+// second-level cache, and in few pages.
 constexpr int64_t rows_in_turn = 512;
 
-// Whether vectors of bytes are parts of blocks.
+// Whether blocks are whole vectors of bytes.
 inline bool fits_panels(const Product& p, int64_t begin, int64_t end) {
   if (begin % Vector::size || end % Vector::size) return false;
   return p.blocks == 1 || p.block_bytes() % Vector::size == 0 || in_pairs(p);
 }
 
-// Where a vector has the ends of two runs, which are half of it each, those of two planes are one
-// vector of columns that follow each other, and so are the others.
+// If a vector ends two runs of half its size, the halves of two planes form vectors of consecutive columns.
 inline bool in_halves(const Product& p) { return p.planes() > 1 && 2 * p.run == Vector::size; }
 
-// Writes what vector `v` of some bytes has of a plane. Vectors are in groups of `side_by_side`,
-// `stride` after each other.
+// Writes the values of vector `v` in one plane. Vectors are in groups of `side_by_side`, `stride` apart.
 template <int planes, int plane>
 EQQUANT_INLINE void write_vector(Vector::Floats out, float* to, int64_t v, int64_t stride,
                                  bool halves) {
@@ -51,8 +49,7 @@ void row_panel(const Product& p, Panel& panel, int64_t first, const Groups& grou
   constexpr int64_t size = Vector::size;
   const int64_t planes = p.planes(), vectors = bytes / size * planes;
   float* y[Panel::most_columns / size + side_by_side];
-  // Where a vector has the end of one run and the start of the next, results are put into
-  // their order afterwards.
+  // If a vector contains the end of one run and the start of the next, results are permuted afterwards.
   const bool halves = in_halves(p), in_order = p.run % size == 0 || halves;
   const int64_t y_stride = in_order ? p.columns() : vectors * size;
   std::vector<float> unordered(in_order ? 0 : p.m * y_stride);

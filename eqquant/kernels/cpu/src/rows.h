@@ -1,5 +1,4 @@
-// The routine of x @ w in float32, for any `Vector`: each row of the weight, times a number,
-// is added to the result.
+// The routine of float32 x @ w, for any `Vector`: adds each row of the weight, times a number, to the result.
 
 #include "decoder.h"
 
@@ -7,11 +6,11 @@
 
 #include "pieces.h"
 
-// Rows of the weight that are added up before the result goes back to memory: more than usual from
-// four rows of the activation on, whose results take more of the time.
+// Rows of the weight per update of the result in memory. From four rows of the activation on, use more,
+// because the results take more of the time.
 constexpr int most_rows_at_once = 128;
 
-// What is kept in registers is passed from function to function: see columns.h.
+// Values in registers are passed as arguments: see columns.h.
 template <int bits, int vectors, int count, int blocks = 1>
 struct Rows {
   using Floats = Vector::Floats;
@@ -19,8 +18,8 @@ struct Rows {
   using Codes = typename Decoder<bits>::Codes;
   using Levels = typename Decoder<bits>::Levels;
   using Sums = Floats[vectors][planes][count];
-  // Each vector is of two blocks: what it stands for is multiplied by their scales. Otherwise
-  // these are in the numbers that rows are multiplied by.
+  // Each vector contains two blocks, and its values are multiplied by their scales. Otherwise the scales are
+  // part of the multipliers of rows.
   static constexpr bool in_halves = blocks > vectors;
 
   template <int plane, class Size>
@@ -46,8 +45,8 @@ struct Rows {
     if constexpr (plane + 1 < planes) add<plane + 1>(sums, levels, codes, scale, x, v);
   }
 
-  // What each row is multiplied by, for each of the blocks that the vectors are of: `scales` are
-  // those of the rows, if it is one block.
+  // The multiplier of each row, for each block of the vectors. `scales` are the scales of the rows for one
+  // block.
   using Factors = float[count][most_rows_at_once][in_halves ? 1 : blocks];
 
   static EQQUANT_INLINE void multiply(const Product& p, const float* x, const float* scales,
@@ -75,7 +74,7 @@ struct Rows {
     }
   }
 
-  // `out` is a piece of the result in plane order, `stride` from plane to plane.
+  // `out` is a piece of the result in plane order, with planes `stride` apart.
   template <class Size>
   static EQQUANT_INLINE void run(const Product& p, const float* x, const float* scales,
                                  int64_t row, int rows, const uint8_t* codes,
@@ -87,8 +86,8 @@ struct Rows {
     Sums sums;
     for (int v = 0; v < vectors; v++) move<0>(sums, out, ld, stride, v, true, size);
     for (int r = 0; r < rows; r++, codes += row_bytes) {
-      // Rows are too far apart for the hardware to find out what is next. Of many at once, the
-      // innermost cache would not hold it.
+      // Prefetch, because rows are too far apart for the hardware prefetcher. The first-level cache cannot hold
+      // the codes of many rows.
       rows > rows_at_once ? __builtin_prefetch(codes + 128, 0, 2)
                           : __builtin_prefetch(codes + 128);
       Floats factor[count], scale = Vector::zero();
@@ -108,7 +107,7 @@ struct Rows {
   }
 };
 
-// Vectors that are taken at once, as many as registers hold sums.
+// Vectors per step, limited by the registers for sums.
 constexpr int vectors_with(int planes, int count) {
   const int most = Vector::sums / planes / count;
   return most >= 4 ? 4 : most >= 2 ? 2 : 1;
@@ -133,7 +132,7 @@ struct RowsOfGroup {
     Rows<bits, taken, count, blocks>::run(p, x, scales, row, rows, codes + j - begin,
                                           row_bytes, out + j - begin, ld, stride, size);
   }
-  // Vectors of several blocks each time; returns where it ended.
+  // Processes vectors of several blocks, and returns the end position.
   template <int blocks>
   int64_t across(int64_t block) const {
     int64_t j = begin;

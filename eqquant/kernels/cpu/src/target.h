@@ -1,7 +1,6 @@
-// Code for instructions that the compiler may not use elsewhere. Between these two, every
-// function is compiled for the features named; the library as a whole for any machine of
-// the architecture. Headers are included before: their inline functions must stay plain
-// ones.
+// Functions for instructions that the compiler must not use elsewhere. Functions between the two macros are
+// compiled for the named features, and the rest of the library for any machine of the architecture. Include
+// headers before them, because inline functions of headers must stay portable.
 #pragma once
 
 #define EQQUANT_PRAGMA(text) _Pragma(#text)
@@ -16,7 +15,7 @@
 #define EQQUANT_TARGET_END EQQUANT_PRAGMA(GCC pop_options)
 #endif
 
-// Of ARM, which compilers name each in its way. For its intrinsics Clang must be of 2023.
+// ARM targets, which compilers name differently. The intrinsics need Clang of 2023 or later.
 #if defined(__clang__)
 #define EQQUANT_DOTPROD "dotprod"
 #define EQQUANT_I8MM "dotprod,i8mm"

@@ -1,25 +1,25 @@
-// x @ w.T in float32 for more rows of the activation, for any `Vector`. A tile of the
-// weight is decoded once, into the innermost cache, and multiplied with all of them.
+// float32 x @ w.T for many rows of the activation, for any `Vector`. A tile of the weight is decoded once,
+// into the first-level cache, and multiplied by all rows.
 
-// Rows of the weight that are multiplied at once; how many times as many are decoded at
-// once, so that what is read of the activation serves them all; of about how many values.
+// Rows of the weight per product; a multiple of them per tile, to reuse loads of the activation; and the
+// approximate number of values per tile.
 constexpr int at_once = 4, quads = 2, tile_values = 384;
-// The activation that a second-level cache holds, beside the rest: more is taken in turns.
+// Bytes of the activation in the second-level cache. A larger activation takes several passes.
 constexpr int64_t cached_bytes = 1 << 19;
 
-// A vector in memory, where none of it is in another line of a cache.
+// A vector in memory, aligned so that it does not cross cache lines.
 struct alignas(4 * Vector::size) Line {
   float values[Vector::size];
 };
 
-// `steps` of each row, from step `step` of block `block` on, which is at `byte`.
+// Decodes `steps` steps of each row, from step `step` of block `block`, at byte `byte`.
 struct Chunk {
   int64_t steps, block, step, byte;
-  // How far on what is decoded next is: the hardware would have to find out at each row.
+  // The prefetch distance: the hardware prefetcher would restart at each row.
   int64_t ahead;
 };
 
-// Four rows of a tile, and a group of the activation.
+// Four rows of a tile, and a group of rows of the activation.
 struct Task {
   const float* w;     // (vector, row)
   const float* x;     // (vector, row of the activation)
@@ -31,7 +31,7 @@ struct Task {
   int rows;             // of the result: the last four may be fewer
 };
 
-// Nothing of this depends on the codes: so it is compiled once for all of them.
+// Independent of the codes, so it is compiled once for all formats.
 template <int count>
 void multiply(const Task& task) {
   using Floats = Vector::Floats;
@@ -51,12 +51,12 @@ void multiply(const Task& task) {
         sums[r][i] = Vector::multiply_add(weight, some[i], sums[r][i]);
     }
     w += at_once * size, x += count * size;
-  } while (w < end);  // There is something: a loop that may do nothing gets slower code.
+  } while (w < end);  // At least one iteration: a loop that may be empty compiles to slower code.
   for (int r = 0; r < at_once; r++)
     for (int i = 0; i < count; i++) Vector::store(of[i * at_once + r].values, sums[r][i]);
 }
 
-// From sums to the result, once they are whole.
+// Writes complete sums to the result.
 inline void finish(const Task& task, int count) {
   const int rows = std::min(at_once, task.rows);
   float scales[at_once] = {1, 1, 1, 1}, four[at_once];
@@ -81,7 +81,7 @@ inline void finish(const Task& task, int count) {
 template <int bits, Scaling scaling>
 struct Tiles {
   static constexpr int64_t size = Vector::size, planes = planes_of(bits);
-  // Of a tile: (row / 4, step, plane, row % 4, value).
+  // The layout of a tile: (row / 4, step, plane, row % 4, value).
   static constexpr int64_t plane_stride = at_once * size, step_stride = planes * plane_stride;
   static constexpr int64_t most_steps = std::max<int64_t>(1, tile_values / (planes * size));
   static constexpr int64_t quad_stride = most_steps * step_stride;
@@ -106,7 +106,7 @@ struct Tiles {
     const uint8_t* codes[at_once];
     const float* of_row[at_once];
     for (int r = 0; r < at_once; r++) {
-      // Beyond the last row, that once more: it is not used.
+      // Rows beyond the last repeat it, and are not used.
       const int64_t used = std::min(r, rows - 1);
       codes[r] = p.codes + (row + used) * p.packed;
       of_row[r] = scales + used * p.blocks + chunk.block * scales_at_once(scaling);
@@ -133,8 +133,8 @@ struct Tiles {
     }
   }
 
-  // `rows` of the weight, at most a tile of them, with some groups of the activation. Sums
-  // are (row / 4, row of these groups, row % 4).
+  // Multiplies at most a tile of `rows` rows of the weight by groups of the activation. Sums are
+  // (row / 4, row of these groups, row % 4).
   void run(const float* x, int64_t row, int rows, const float* scales, int64_t begin,
            int64_t end, Line* sums) {
     const int used = (rows + at_once - 1) / at_once;

@@ -14,14 +14,14 @@ EQQUANT_TARGET_BEGIN("avx2,fma")
 namespace eqquant {
 namespace {
 
-// Unpacked at once, for few rows of the activation and for more: what the first and the
-// second level of cache hold, beside the rest.
+// The number of codes per step, for few and for more rows of the activation: limited by the first-level and
+// second-level caches.
 constexpr int64_t few_bytes = 1 << 14, many_bytes = 1 << 18, few = 8;
 
-// Of each byte two codes: their low two bits, and the high one.
+// Two codes per byte: their low two bits, and the high bit.
 constexpr uint8_t low = 0x33, high = 0x44;
 
-// As many bytes of a part as a word has. What shifts bring in from other bytes is masked.
+// One machine word of bytes. Bits that shifts move in from other bytes are masked.
 template <class Word>
 void unpack_words(const uint8_t* from, int64_t part, uint8_t* to) {
   const Word lows = static_cast<Word>(low * (~0ull / 255));
@@ -41,7 +41,7 @@ void unpack_words(const uint8_t* from, int64_t part, uint8_t* to) {
   }
 }
 
-// The same for the groups of 64 codes that most formats have.
+// The same for groups of 64 codes, which most formats have.
 EQQUANT_INLINE void unpack_64(const uint8_t* from, uint8_t* to) {
 #if defined(__x86_64__)
   const __m256i lows = _mm256_broadcastsi128_si256(
@@ -79,7 +79,7 @@ void unpack(const uint8_t* from, int64_t groups, int64_t run, uint8_t* to) {
 
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,
                int64_t end) {
-  // Where rows are contracted, a routine takes parts of all of them: it unpacks these.
+  // In x @ w a routine processes parts of all rows: unpack these parts.
   if (!p.three_bits || p.contract_rows) return routine.run(p, scratch, begin, end);
   const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =

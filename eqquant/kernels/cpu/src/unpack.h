@@ -1,14 +1,13 @@
-// Codes of three bits. Every routine takes them in four: they are unpacked, some rows at a
-// time, into a cache, right before they are used.
+// Three-bit codes. Routines receive them as four-bit codes: rows are unpacked into a cache right before use.
 #pragma once
 
 #include "product.h"
 
 namespace eqquant {
 
-// `groups` of codes, of `run` bytes each in four bits, where codes of one plane follow each
-// other. In three bits a group is `run / 2` bytes of the low two bits of each code, in four
-// planes, and then `run / 4` bytes of the high one, in eight.
+// Unpacks `groups` groups of codes, with runs of `run` bytes in four bits. A three-bit group has `run / 2`
+// bytes with the low two bits of each code, in four planes, and then `run / 4` bytes with the high bits, in
+// eight planes.
 void unpack(const uint8_t* from, int64_t groups, int64_t run, uint8_t* to);
 
 // `routine.run`, for codes of any number of bits.
