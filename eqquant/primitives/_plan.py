@@ -35,12 +35,10 @@ class Plan:
     - `axes`: for each axis of the codes, the mesh axes that split it. Axes are counted
         from the end, so that a stack and each of its matrices have the same plan.
     - `batch`: the mesh axes that split the rows of an activation. If they also split
-    the
-        weight, its packed codes are gathered before a product.
+        the weight, its packed codes are gathered before a product.
     - `scatter`: the mesh axes over which a sum is scattered along the rows and the
-    columns
-        of a result (a reduce-scatter). For all other mesh axes, every device has the
-        sum (an all-reduce).
+        columns of a result (a reduce-scatter). For all other mesh axes, every device
+        has the sum (an all-reduce).
     - `whole_scales`: whether scales are gathered over `batch` before a product.
     """
 

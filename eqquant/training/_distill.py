@@ -100,8 +100,7 @@ def distill(
     are needed. The trained arrays depend on `student`:
 
     - For a model with quantized weights, they are scales, offsets, norms, biases and
-    all
-        other floating-point arrays. Codes are frozen.
+        all other floating-point arrays. Codes are frozen.
     - For an [`eqquant.FakeQuantized`][], they also include the float weights. This is
         quantization-aware training, for ternary and binary weights.
 
@@ -162,8 +161,7 @@ def distill(
     - `student`: the model to train.
     - `teacher`: the model with the desired outputs. Its structure may differ.
     - `fn`: `fn(model, batch)`, the forward pass of both models. It returns a pytree
-    with
-        floating-point arrays. If it also returns the activations of each layer,
+        with floating-point arrays. If it also returns the activations of each layer,
         training needs far fewer steps. Set padding to zero. For a `FakeQuantized`, it
         receives the inner model with rounded weights.
     - `batches`: an iterable of batches for `fn`, with one step each.
@@ -171,25 +169,24 @@ def distill(
     - `loss`: `loss(outputs, expected)`, a number. The default is the relative squared
         error of each output array, averaged over arrays.
     - `where`: the arrays to train, like a filter of `eqx.filter`: a function of an
-    array,
-        or a pytree prefix of bools. The default are all floating-point arrays.
-    - `state`: where to go on: the state that another call returned. `student` is then
-        the one which that call was given, and not the one that it returned.
-    - `progress`: show a progress bar, for which tqdm must be installed. By default only
-        for large models in a terminal.
+        array, or a pytree prefix of bools. The default are all floating-point arrays.
+    - `state`: the state to resume from, as another call returned it. `student` must
+        then be the argument of that call, not its result.
+    - `progress`: show a progress bar, which requires tqdm. The default shows it for
+        large models in a terminal.
 
     **Returns:**
 
-    The quantized model, trained, and a [`eqquant.training.Distillation`][]. Of a
-    `FakeQuantized` it is what `.quantized()` gives.
+    The trained quantized model, and an [`eqquant.training.Distillation`][]. For a
+    `FakeQuantized`, the model is the result of `.quantized()`.
 
     **Raises:**
 
-    - `ValueError` if there are no batches; if nothing is trained; if `fn` returns no
-        array of floating point, or outputs of other shapes for student and teacher; if
-        the loss or what is trained is no longer finite; or if `state` is of another
-        student.
-    - `TypeError` if `loss` returns anything but a real number.
+    - `ValueError` if there are no batches, if no array is trained, if `fn` returns no
+        floating-point array, if its outputs for student and teacher have different
+        shapes, if the loss or a trained array is not finite, or if `state` belongs to
+        another student.
+    - `TypeError` if `loss` does not return a real number.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     start = eqx.filter_eval_shape(Distillation, student, optimiser, where=where)
@@ -257,12 +254,12 @@ def _model(x: Any) -> Any:
 
 
 def _put(trained: Any, student: Any) -> Any:
-    """The student with what was trained, in the dtypes that it has."""
+    """Return the student with the trained arrays, in the dtypes of the student."""
 
-    def one(new, old):
+    def replace(new, old):
         return old if new is None else new.astype(old.dtype)
 
-    return jax.tree.map(one, trained, student, is_leaf=lambda x: x is None)
+    return jax.tree.map(replace, trained, student, is_leaf=lambda x: x is None)
 
 
 def _wide(x: Array) -> Array:
@@ -287,7 +284,7 @@ def _check_outputs(outputs: Any, expected: Any) -> None:
 
 
 def _shapes(outputs: Any) -> tuple[list, Any]:
-    """Those of the arrays of floating point; and what holds them."""
+    """Return the shapes of floating-point arrays, and the tree structure."""
     leaves, treedef = jax.tree.flatten(outputs)
     return [x.shape if eqx.is_inexact_array(x) else None for x in leaves], treedef
 

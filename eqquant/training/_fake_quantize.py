@@ -147,8 +147,7 @@ class FakeQuantized(QuantizesLater):
         order of `choices`. Affine formats also learn their `offsets`, by LSQ+ (arXiv
         2004.09576); both start from the choices of [`eqquant.quantize`][].
     - `quantized_products`: as in [`eqquant.training.fake_quantize_tree`][]. Results
-    then
-        equal the results of `.quantized()`, bit for bit.
+        then equal the results of `.quantized()`, bit for bit.
     - `rotate`: round in a rotated basis, like [`eqquant.quantize_tree`][]. The trained
         weights stay in the original basis. Not compatible with `quantized_products`.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize_tree`][], for the

@@ -164,8 +164,7 @@ def report(
     - `model`: any pytree.
     - `original`: the model before quantization, to measure the error of each array.
     - `calibration`: the result of [`eqquant.calibrate`][], to also measure the errors
-    of
-        products and compare them with rounding to nearest. Requires `original`.
+        of products and compare them with rounding to nearest. Requires `original`.
     - `fn`, `batches`: also measure the error of `fn(model, batch)` against
         `fn(original, batch)` over all batches, because errors of single arrays do not
         determine the error of the model. Use data that was not used for calibration.

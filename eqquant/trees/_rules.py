@@ -19,7 +19,7 @@ class Rule:
 
     **Arguments:**
 
-    - `format`: a format, or the name of one; `None` to leave them as they are.
+    - `format`: a format, or the name of one; `None` to leave them unchanged.
     - `axis`: as in [`eqquant.quantize`][]; `None` for the contracted axis of the layer.
     - `compute`: an [`eqquant.kernels.Compute`][] for these arrays; `None` for the
         `compute` of the whole model.

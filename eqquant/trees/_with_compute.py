@@ -15,7 +15,7 @@ from ._sites import Tree
 def with_compute(tree: Tree, **fields: Any) -> Tree:
     """Change how products with the quantized arrays of a model are computed.
 
-    Codes and scales stay as they are. JAX compiles the model again.
+    Codes and scales do not change. JAX compiles the model again.
 
     !!! Example
 

@@ -18,9 +18,8 @@ class Observed(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`: the sum of outer products of the rows, `X^T X`.
-    For a
-        lookup of rows of the weight, `X` contains the gradients with respect to the
+    - `gram`: `(*lead, size, size)`: the sum of outer products of the rows, `X^T X`. For
+        a lookup of rows of the weight, `X` contains the gradients with respect to the
         rows.
     - `rows`: `(*lead)`: the number of rows.
     - `power`: `(*lead)`: the sum of squared gradients with respect to the outputs.

@@ -54,7 +54,7 @@ def _of_one(one: Callable) -> Callable:
 
 
 def _in_turn(one: Callable) -> Callable:
-    # In turn, so that only one tile of one weight is decoded at a time.
+    # Sequentially, so that only one tile of one weight is decoded at a time.
     return lambda *args: lax.map(lambda args: one(*args), args)
 
 
