@@ -3,6 +3,7 @@
 Thresholds were measured on CPUs with AVX2, AVX-512, VNNI and AMX: docs/cpu.md.
 """
 
+import abc
 import dataclasses
 import math
 
@@ -14,7 +15,7 @@ from ._library import Library, load
 
 
 @dataclasses.dataclass(frozen=True)
-class NativeKernel:
+class NativeKernel(abc.ABC):
     """A native kernel.
 
     `arithmetic` names the numbers that it multiplies, and `instructions` the set of
@@ -43,8 +44,9 @@ class NativeKernel:
             return f"this CPU lacks {self.label}"
         return reason
 
+    @abc.abstractmethod
     def why_slower(self, product: Product, library: Library) -> str | None:
-        raise NotImplementedError
+        """Return why another kernel is faster, or None."""
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
         del interpret
