@@ -5,6 +5,8 @@ The everyday names are here. Everything else is in a public module: `eqquant.for
 `eqquant.kernels`, `eqquant.arrays`, `eqquant.trees` and `eqquant.debug`.
 """
 
+from types import ModuleType as _ModuleType
+
 from . import (
     arrays as arrays,
     calibration as calibration,
@@ -59,3 +61,24 @@ from .trees import (
     trainable_mask as trainable_mask,
     with_compute as with_compute,
 )
+
+
+__version__ = "0.1.0"
+
+
+def _set_public_modules() -> None:
+    """Set `__module__` of each public name to the module that users import it from.
+
+    Tracebacks, `repr` of classes, and pickles then contain no private modules.
+    """
+    here = {name: x for name, x in globals().items() if not name.startswith("_")}
+    modules = [x for x in here.values() if isinstance(x, _ModuleType)]
+    for module in modules:
+        for name in getattr(module, "__all__", ()):
+            getattr(module, name).__module__ = module.__name__
+    for value in here.values():
+        if not isinstance(value, _ModuleType):
+            value.__module__ = __name__
+
+
+_set_public_modules()

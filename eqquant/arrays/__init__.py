@@ -17,6 +17,7 @@ from ._materialise import (
     MaterialiseWarning as MaterialiseWarning,
     OnMaterialise as OnMaterialise,
 )
+from ._operators import UnsupportedError as UnsupportedError
 from ._plain import contract as contract, with_shape as with_shape
 from ._rotated import (
     dequantize as dequantize,
@@ -51,4 +52,5 @@ __all__ = [
     "quantize",
     "QuantizedArray",
     "RotatedArray",
+    "UnsupportedError",
 ]

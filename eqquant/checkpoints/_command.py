@@ -1,10 +1,11 @@
-"""The command line: `python -m eqquant`."""
+"""The command line: `eqquant`, or `python -m eqquant`."""
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..formats import as_format, Format, formats
 from ..trees import Report, report
@@ -21,6 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.run is None:
+        parser.print_help()
+        return 2
     try:
         return options.run(options)
     except (ValueError, TypeError, OSError, ImportError) as error:
@@ -36,16 +40,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="eqquant", description="Quantize and inspect safetensors checkpoints."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    version = importlib.metadata.version("eqquant")
+    parser.add_argument("--version", action="version", version=f"eqquant {version}")
+    parser.set_defaults(run=None)
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    add = commands.add_parser("quantize", help="quantize a checkpoint")
-    add.set_defaults(run=_quantize)
+    def command(name: str, run: Callable, help: str) -> argparse.ArgumentParser:
+        add = commands.add_parser(name, help=help, description=f"{help.capitalize()}.")
+        add.set_defaults(run=run)
+        return add
+
+    add = command("quantize", _quantize, "quantize a checkpoint")
     add.add_argument("src", help="a .safetensors file, an index, or a folder")
     add.add_argument("dst", help="a .safetensors file, or a folder")
     add.add_argument(
         "--format",
         default="nf4",
-        help=f"the default format: {_formats}; none quantizes only tensors with a rule",
+        help=f"the format of tensors without a rule: {_formats}; none quantizes only "
+        "tensors with a rule (default: %(default)s)",
     )
     add.add_argument(
         "--rule",
@@ -59,24 +71,22 @@ def _parser() -> argparse.ArgumentParser:
         "--min-size",
         type=int,
         default=256,
-        help="the smallest weight to quantize, in elements",
+        help="the smallest weight to quantize, in elements (default: %(default)s)",
     )
     add.add_argument(
         "--max-shard-size",
         type=int,
         default=MAX_SHARD_SIZE,
-        help="the largest size of a file, in bytes",
+        help="the largest size of a file, in bytes (default: %(default)s)",
     )
     add.add_argument(
         "--no-check-finite", action="store_true", help="allow NaN and infinity"
     )
 
-    add = commands.add_parser("inspect", help="list the tensors of a checkpoint")
-    add.set_defaults(run=_inspect)
+    add = command("inspect", _inspect, "list the tensors of a checkpoint")
     add.add_argument("file", help="a .safetensors file, an index, or a folder")
 
-    add = commands.add_parser("verify", help="read and check all tensors")
-    add.set_defaults(run=_verify)
+    add = command("verify", _verify, "read and check all tensors of a checkpoint")
     add.add_argument("file", help="a .safetensors file, an index, or a folder")
     return parser
 
@@ -98,8 +108,9 @@ def _quantize(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         check_finite=not options.no_check_finite,
     )
-    with Source(options.dst) as source:
-        print(_summary(source))
+    with Source(options.src) as before, Source(options.dst) as after:
+        print(f"before: {_summary(before)}")
+        print(f"after:  {_summary(after)}: {_size(before) / _size(after):.2f}x smaller")
     return 0
 
 
@@ -149,6 +160,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 def _summary(source: Source) -> str:
     files = len(source.files)
-    size = sum(file.file_size for file in source.files)
     in_files = "1 file" if files == 1 else f"{files} files"
-    return f"{source.path}: {len(source.tensors)} tensors, {size:,} bytes in {in_files}"
+    tensors = f"{len(source.tensors)} tensors"
+    return f"{source.path}: {tensors}, {_size(source):,} bytes in {in_files}"
+
+
+def _size(source: Source) -> int:
+    return sum(file.file_size for file in source.files)

@@ -1,13 +1,19 @@
-"""The command line, `python -m eqquant`."""
+"""The command line, `eqquant` or `python -m eqquant`."""
 
+import importlib
+import pathlib
 import runpy
 import sys
+import tomllib
 
 import eqquant
 import numpy as np
 import pytest
 from eqquant.checkpoints import main
 from helpers import assert_identical
+
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -30,13 +36,16 @@ def test_quantize_inspect_verify(src, tmp_path, capsys):
         "d*=none",
     ]
     assert main(["quantize", str(path), str(dst), "--format", "int8", *rules]) == 0
+    before, after = capsys.readouterr().out.splitlines()
+    assert f"{path.stat().st_size:,} bytes" in before
+    ratio = path.stat().st_size / dst.stat().st_size
+    assert f"{dst.stat().st_size:,} bytes" in after and f"{ratio:.2f}x" in after
     loaded = eqquant.load(dst)
     up = eqquant.NF4(block_size=32, scale_dtype="bfloat16")
     for name, format in (("up", up), ("head", "int8")):
         expected = eqquant.quantize(weights[name]["weight"], format)
         assert_identical(loaded[name]["weight"], expected)
     assert np.array_equal(loaded["down"]["weight"], weights["down"]["weight"])
-    capsys.readouterr()
 
     assert main(["inspect", str(dst)]) == 0
     out = capsys.readouterr().out
@@ -72,10 +81,28 @@ def test_errors_are_one_line(src, tmp_path, capsys):
         assert main(arguments) == 1
         err = capsys.readouterr().err
         assert message in err and err.count("\n") == 1 and err.startswith("eqquant: ")
-    for arguments in ([], ["nothing"], ["verify"]):
+    for arguments in (["nothing"], ["verify"]):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
         assert stopped.value.code == 2
+
+
+def test_without_arguments_it_prints_help(capsys):
+    assert main([]) == 2
+    out = capsys.readouterr().out
+    assert all(name in out for name in ("quantize", "inspect", "verify", "--version"))
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"eqquant {eqquant.__version__}\n"
+
+
+def test_console_script():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    module, _, name = project["scripts"]["eqquant"].partition(":")
+    assert getattr(importlib.import_module(module), name) is main
 
 
 def test_python_dash_m(src, monkeypatch, capsys):
