@@ -268,7 +268,8 @@ class Slice(Cut):
 
 @dataclasses.dataclass(frozen=True)
 class DynamicSlice(Cut):
-    """`lax.dynamic_slice`. The entries of `start` have one dtype."""
+    """`lax.dynamic_slice_p`, in which a negative start is out of bounds, and clamped.
+    The entries of `start` have one dtype."""
 
     start: tuple[Any, ...]
     sizes: tuple[int, ...]
@@ -281,7 +282,8 @@ class DynamicSlice(Cut):
             return x
         zero = jnp.zeros((), self.start[0].dtype)
         start = _entries(axes, self.start, zero)
-        return lax.dynamic_slice(x, start, _sizes(x, axes, self.sizes))
+        sizes = _sizes(x, axes, self.sizes)
+        return lax.dynamic_slice(x, start, sizes, allow_negative_indices=False)
 
 
 @dataclasses.dataclass(frozen=True)

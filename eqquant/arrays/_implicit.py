@@ -174,11 +174,11 @@ class ImplicitArray(eqx.Module):
         return self.move(Slice(self.shape, tuple(start), tuple(limit), strides))
 
     def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """As `lax.dynamic_slice`. The start indices may have different dtypes."""
-        arrays = [jnp.asarray(i) for i in start]
-        dtype = jnp.result_type(*arrays) if arrays else None
-        arrays = [i.astype(dtype) for i in arrays]
-        return self.move(DynamicSlice(self.shape, tuple(arrays), tuple(sizes)))
+        """As `lax.dynamic_slice_p`: starts out of bounds are clamped, and negative
+        starts are out of bounds. Arrays among the starts have one dtype."""
+        dtype = jnp.result_type(*start) if len(start) else None
+        starts = tuple(jnp.asarray(i, dtype) for i in start)
+        return self.move(DynamicSlice(self.shape, starts, tuple(sizes)))
 
     def reverse(self, dimensions: Sequence[int]) -> Any:
         """As `lax.rev`."""

@@ -130,6 +130,10 @@ def _takes_all(entry: Any) -> bool:
 def _wrap(entry: Any, size: int):
     if isinstance(entry, int | np.integer):
         return operator.index(entry) % size
+    if jnp.issubdtype(entry.dtype, jnp.unsignedinteger):
+        return entry
+    # A short integer may not hold the size.
+    entry = entry.astype(jnp.promote_types(entry.dtype, jnp.int32))
     return jnp.where(entry < 0, entry + size, entry)
 
 

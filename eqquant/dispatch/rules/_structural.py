@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -80,10 +81,12 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
     ndim = len(numbers.offset_dims) + indices.ndim - 1
     if numbers.offset_dims[len(kept) :] != tuple(range(ndim - n, ndim)):
         return NotImplemented
-    # The slice of a whole axis always starts at 0, because indices are clamped.
     starts = [i for i, axis in enumerate(numbers.start_index_map) if axis < first]
     if len(starts) < len(numbers.start_index_map):
-        indices = indices[..., jnp.asarray(starts, int)]
+        # Clamped, the slice of a whole axis starts at 0. Any other start fills.
+        if mode == lax.GatherScatterMode.FILL_OR_DROP:
+            return NotImplemented
+        indices = indices[..., np.asarray(starts, int)]
     numbers = numbers._replace(
         offset_dims=(*kept, ndim - n),
         start_index_map=tuple(numbers.start_index_map[i] for i in starts),

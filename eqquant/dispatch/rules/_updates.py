@@ -3,6 +3,8 @@
 So a loop can carry a quantized array as a cache, and append to it.
 """
 
+import functools as ft
+
 import jax.numpy as jnp
 from jax import lax
 
@@ -15,10 +17,13 @@ def _dynamic_update_slice(q, rows, *start):
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
         return NotImplemented
     lead = [start[axis] for axis in range(q.ndim) if axis not in q.blocked_axes]
-    first = [jnp.asarray(i) for i in (*lead, 0)]
-    dtype = jnp.result_type(*first)
-    first = [i.astype(dtype) for i in first]
-    return q.put(rows, lambda part, new: lax.dynamic_update_slice(part, new, first))
+    dtype = jnp.result_type(*start)
+    first = [jnp.asarray(i, dtype) for i in (*lead, 0)]
+    # The equation has adjusted negative starts already.
+    update = ft.partial(
+        lax.dynamic_update_slice, start_indices=first, allow_negative_indices=False
+    )
+    return q.put(rows, update)
 
 
 @register_names("scatter")
