@@ -9,7 +9,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int8
 
 
-def row_unit(
+def scale_of_rows(
     x: Float[Array, "*m size"], over: tuple[str, ...] = ()
 ) -> Float[Array, "*m 1"]:
     """Return the scale of each row for int8: `absmax / 127`."""
@@ -28,13 +28,13 @@ def row_unit(
 def split_int8(
     x: Float[Array, "m size"],
 ) -> tuple[Int8[Array, "twice_m size"], Float[Array, "twice_m 1"]]:
-    """Split `x` into two stacked int8 matrices: `high * unit + low * unit / 254`."""
-    unit = row_unit(x)
-    x = x * (1 / unit)
+    """Split `x` into two stacked int8 matrices: `high * scale + low * scale / 254`."""
+    scale = scale_of_rows(x)
+    x = x * (1 / scale)
     high = jnp.round(x)
     low = jnp.round((x - high) * 254)
     rows = jnp.concatenate([high, low]).astype(jnp.int8)
-    return rows, jnp.concatenate([unit, unit / 254])
+    return rows, jnp.concatenate([scale, scale / 254])
 
 
 def round_int8(
@@ -43,13 +43,13 @@ def round_int8(
     """Round `x` to an int8 matrix times one scale per row. `over` are the mesh axes
     that split the rows, inside of `shard_map`."""
     x = x.astype(jnp.float32)
-    unit = row_unit(x, over)
-    return jnp.round(x * (1 / unit)).astype(jnp.int8), unit
+    scale = scale_of_rows(x, over)
+    return jnp.round(x * (1 / scale)).astype(jnp.int8), scale
 
 
 def rounding(x, bits: int | None) -> str:
-    """Describe the rounding of an activation, of which a kernel keeps `bits` bits, or
-    all if that is None. An int8 activation has been rounded before."""
+    """Describe the rounding of an activation by a kernel that keeps `bits` bits, or all
+    bits if `bits` is None. An int8 activation has been rounded before."""
     bits = 8 if x.dtype == jnp.int8 else bits
     if bits is None:
         return "(activations not rounded)"

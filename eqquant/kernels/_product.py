@@ -39,7 +39,7 @@ class Matmul:
         return dataclasses.replace(self, compute=self.compute.updated(**fields))
 
     def of(self, x: Any, codes: Any, scales: Any) -> "Product":
-        """Return the product for operands, of which only shapes and dtypes are read.
+        """Return the product for operands. Only their shapes and dtypes are read.
 
         If the product rounds activations to int8, its `x` is the rounded activation.
         """
@@ -120,12 +120,12 @@ class Product:
 
     @property
     def has_integer_rows(self) -> bool:
-        """Whether the levels are integers, and a row has one scale."""
+        """True if the levels are integers, and a row has one scale."""
         return self.format.integer_levels and self.blocks == 1
 
     @property
     def is_int8(self) -> bool:
-        """Whether the activation is int8."""
+        """True if the activation is int8."""
         return self.x.dtype == jnp.int8
 
     @property
@@ -133,7 +133,7 @@ class Product:
         return 0 in (*self.x.shape, *self.codes.shape)
 
     def is_all(self, dtype: Any) -> bool:
-        """Whether the activation and the weight both have this dtype."""
+        """Return whether the activation and the weight both have this dtype."""
         return self.x.dtype == self.weight_dtype == jnp.dtype(dtype)
 
     def too_wide(self, computes: str) -> str | None:
@@ -151,8 +151,8 @@ class Kernel(Protocol):
     **Fields:**
 
     - `name`: the name in `explain` and in tables.
-    - `when`: the products that it serves, in a few words.
-    - `rounding`: what it rounds, in a few words.
+    - `when`: a short description of the products that it serves.
+    - `rounding`: a short description of its rounding.
     - `error`: the relative error (Frobenius norm), for normal operands.
     """
 

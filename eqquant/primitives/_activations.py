@@ -20,8 +20,8 @@ def straight_rounded(
     last = range(-len(axes), 0)
     moved = jnp.moveaxis(x, axes, last)
     lead = moved.shape[: x.ndim - len(axes)]
-    codes, unit = round_int8(moved.reshape(*lead, -1).astype(jnp.float32))
-    out = (codes * unit).astype(x.dtype).reshape(moved.shape)
+    codes, scale = round_int8(moved.reshape(*lead, -1).astype(jnp.float32))
+    out = (codes * scale).astype(x.dtype).reshape(moved.shape)
     return jnp.moveaxis(out, last, axes)
 
 

@@ -39,7 +39,7 @@ def choose_kernel(
         kernel = choose(kernels, product)
         if not isinstance(kernel, str):
             return kernel, product, reason
-        reason = f", as {kernel}"
+        reason = f", because {kernel}"
     raise AssertionError(f"no kernel computes the product{reason}")
 
 

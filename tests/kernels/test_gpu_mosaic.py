@@ -4,6 +4,7 @@ computes, and the choice of the kernel."""
 import functools as ft
 
 import eqquant
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -80,6 +81,18 @@ def test_integers_are_multiplied_exactly(m, on, monkeypatch):
     )
     exact = np.float64(x) @ np.float64(codes).T * scales.T * units
     assert relative(out, exact) < 2.5e-3  # The result is rounded.
+
+
+@pytest.mark.parametrize("m", [1, 253, slow(511)])
+@pytest.mark.parametrize("activations", ["float", "int8"])
+def test_any_number_of_rows_is_lowered(m, activations, on):
+    """Copies from swizzled rows take multiples of eight rows."""
+    compute = MOSAIC.updated(activations=activations)
+    q = eqquant.quantize(jnp.ones((128, 128), "bfloat16"), "int8", compute=compute)
+    traced = jax.jit(lambda x, q: x @ q.T).trace(jnp.ones((m, 128), "bfloat16"), q)
+    lowered = traced.lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+    assert lowered.out_info.shape == (m, 128)
 
 
 #
@@ -223,7 +236,7 @@ def test_by_shape_and_dtype(on):
         assert "Mosaic" not in explained(200, "float32", format)
         assert "Mosaic" not in many(format, rows=True)
     # The scales of a row of 128 weights have 8 bytes.
-    assert "of more than 128 rows" in many("nf4")
+    assert "for more than 128 rows" in many("nf4")
     why = many("nf4", GPUKernel("mosaic"))
     assert "requests Mosaic: the scales of a row must be a multiple of 16 bytes" in why
     for format, reason in [

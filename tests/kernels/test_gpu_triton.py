@@ -212,12 +212,12 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "looked up in shared memory" in explained()
     assert "codes as signs" in explained(format="binary")
     assert "codes converted" in explained(format="int8")
-    assert "of more than 128 rows" in explained(m=200)
+    assert "for more than 128 rows" in explained(m=200)
     assert "128 rows" in explained(m=200, gpu=GPUKernel("triton"))
     many = dict(m=200, format="ternary")
     assert "256 rows, bfloat16" in explained(**many, dtype="bfloat16")
     assert "256 rows, float16" in explained(**many, dtype="float16")
-    assert "of more than 128 rows" in explained(**many)
+    assert "for more than 128 rows" in explained(**many)
     assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
     assert "compute.gpu" in explained(gpu=GPUKernel("xla"))
     assert "too short for tensor cores" in explained(format=NF4(block_size=16))
@@ -229,9 +229,9 @@ def test_by_shape_and_dtype(on, monkeypatch):
     for options in ({"rows": True}, {"format": "ternary"}):
         assert "integers with whole rows of int8 only" in explained(**rounded | options)
     on("NVIDIA A100-SXM4-80GB")
-    assert "of more than 128 rows" in explained(**many, dtype="bfloat16")
+    assert "for more than 128 rows" in explained(**many, dtype="bfloat16")
     # The A100 writes and reads integer sums fast.
-    assert "of more than 128 rows" in explained(m=200, **rounded)
+    assert "for more than 128 rows" in explained(m=200, **rounded)
     assert "XLA" in explained(m=200, dtype="bfloat16")
     on("NVIDIA GeForce RTX 4090")
     assert "128 rows, int8" in explained(m=200, **rounded)
@@ -242,18 +242,18 @@ def test_by_shape_and_dtype(on, monkeypatch):
         # The kernel scales blocks in bfloat16 only.
         served = format != "nf4"
         assert ("128 rows, float16" in explained(**many, dtype="float16")) == served
-        assert "of more than 128 rows" in explained(**many)
+        assert "for more than 128 rows" in explained(**many)
         assert "Triton" not in explained(**many, dtype="bfloat16", rows=True)
     assert "in shared memory and scaled" in explained(m=200, dtype="bfloat16")
     # A plane has too few numbers, or a lookup needs too many planes.
     few = Int4(), Binary(block_size=64), NF4(block_size=32), Codebook((-1.0, 0.5))
     for format in few:
-        assert "of more than" in explained(m=200, format=format, dtype="bfloat16")
+        assert "for more than" in explained(m=200, format=format, dtype="bfloat16")
     # Tensor cores of this chip are twice as fast as on GeForce chips.
     on("NVIDIA L40S", "8.9")
     monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
     assert "for sm_89" in explained(m=8, dtype="bfloat16")
-    assert "of more than" in explained(m=200, dtype="bfloat16")
+    assert "for more than" in explained(m=200, dtype="bfloat16")
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
     assert "as EQQUANT_GPU=xla" in explained()

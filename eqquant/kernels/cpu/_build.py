@@ -1,10 +1,10 @@
-"""Compiling the library of native kernels.
+"""Compile the library of native kernels.
 
     python eqquant/kernels/cpu/_build.py
     python eqquant/kernels/cpu/_build.py aarch64-linux-gnu-g++ aarch64 build/arm.so
 
-A library that is up to date is kept. The build of the package runs this, so it needs
-nothing but Python, a C++ compiler, and for XLA's header files JAX.
+A current library is kept. The build of the package runs this file, so it requires only
+Python, a C++ compiler, and JAX for the header files of XLA.
 """
 
 import concurrent.futures
@@ -22,36 +22,37 @@ from collections.abc import Callable
 here = pathlib.Path(__file__).resolve().parent
 library = here / "_native.so"
 _sources = here / "src"
-# Plain x86-64, or plain ARM: what needs more is marked so in the sources, and chosen at
-# run time. The warning is wrong about the intrinsics of some versions of GCC.
+# The target is plain x86-64, or plain ARM. The sources mark functions that need more
+# instructions, and choose them at run time. The disabled warning is a false positive in
+# the intrinsics of some versions of GCC.
 _flags = [
     "-std=c++17",
     "-O3",
     "-fPIC",
     "-fvisibility=hidden",
-    "-ffp-contract=off",  # Where products are to be added in one step, it is said.
+    "-ffp-contract=off",  # The sources write fused multiply-adds explicitly.
     "-Wno-maybe-uninitialized",
 ]
-# Then it runs beside any C++ library, older ones included.
+# A static C++ runtime, because the version on the machine may be older.
 _link_flags = (
     ["-static-libstdc++", "-static-libgcc", "-s"] if sys.platform == "linux" else []
 )
 
 
 class CannotBuild(Exception):
-    """Why there will be no library."""
+    """The reason why the library cannot be compiled."""
 
 
 def architecture(machine: str = "") -> str | None:
-    """Which folder of the sources is for a machine, this one if none is named; `None`
-    if none is."""
+    """Return the folder of the sources for a machine, by default this one, or None if
+    there is none."""
     names = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
     return names.get((machine or platform.machine()).lower())
 
 
 def fingerprint() -> str:
-    """Of the sources and of how they are compiled. The library carries that of its own,
-    so that an old one is not taken for theirs."""
+    """Return a hash of the sources and the flags. The library contains it, so that an
+    outdated library is detected."""
     digest = hashlib.sha256()
     for path in sorted(_sources.rglob("*.*")):
         name = path.relative_to(_sources).as_posix()
@@ -61,8 +62,8 @@ def fingerprint() -> str:
 
 
 def recipe(compiler: str, headers: str) -> str:
-    """A fingerprint of all that decides what is in the library: that of the sources,
-    the compiler, and XLA's header files. The library carries it, too."""
+    """Return a hash of everything that determines the library: the fingerprint, the
+    compiler, and the header files of XLA. The library contains it."""
     digest = hashlib.sha256(fingerprint().encode())
     about = subprocess.run([compiler, "-v"], capture_output=True)
     digest.update(compiler.encode() + about.stdout + about.stderr)
@@ -72,12 +73,12 @@ def recipe(compiler: str, headers: str) -> str:
 
 
 def is_current(recipe: str, out: pathlib.Path = library) -> bool:
-    """Whether there is a library, made from just that."""
+    """Return whether the library exists and contains this recipe."""
     return out.exists() and recipe.encode() in out.read_bytes()
 
 
 def compiler() -> str:
-    """A C++ compiler, `CXX` if that is set."""
+    """Return the path of a C++ compiler: `CXX` if it is set and exists."""
     if architecture() is None or os.name != "posix":
         machine = f"{platform.system()} on {platform.machine()}"
         raise CannotBuild(
@@ -103,9 +104,11 @@ def build(
     say: Callable[[str], None] = lambda message: None,
     cross: tuple[str, str] | None = None,
 ) -> pathlib.Path:
-    """The library, compiled if there is none that is up to date; `CannotBuild` if that
-    cannot be done here. `cross` is a compiler for another machine, and which folder of
-    the sources that takes."""
+    """Compile the library unless it is current, and return its path.
+
+    `cross` is a compiler for another machine, and the folder of the sources for it.
+    Raise `CannotBuild` if this machine cannot compile the library.
+    """
     cxx, machine = cross or (compiler(), architecture())
     headers = include_dir()
     made_from, made_by = fingerprint(), recipe(cxx, headers)
@@ -114,15 +117,17 @@ def build(
     command = [cxx, *_flags, "-I", str(_sources), "-isystem", headers]
     command += [f'-DEQQUANT_SOURCES="{made_from}"', f'-DEQQUANT_RECIPE="{made_by}"']
     sources = [*_sources.glob("*.cpp"), *_sources.glob(f"{machine}/*.cpp")]
-    sources.sort(key=_how_soon)
-    at_once = min(_cores(), len(sources))
+    # Start the slowest files first, so that none of them remains for a single core.
+    slowest = ("float", "handlers", "digits")
+    sources.sort(key=lambda path: (not path.stem.startswith(slowest), path.stem))
+    workers = min(_cores(), len(sources))
     say(
-        f"Compiling the native CPU kernels: {len(sources)} files, {at_once} at a time. "
-        "On two cores that takes about 30 seconds."
+        f"Compiling the native CPU kernels: {len(sources)} files, {workers} at a time. "
+        "This takes about 30 seconds on two cores."
     )
     with (
         tempfile.TemporaryDirectory() as scratch,
-        concurrent.futures.ThreadPoolExecutor(at_once) as pool,
+        concurrent.futures.ThreadPoolExecutor(workers) as pool,
     ):
         objects = [str(pathlib.Path(scratch) / f"{path.stem}.o") for path in sources]
         commands = [
@@ -134,8 +139,8 @@ def build(
             messages = "".join(process.stderr for process in compiled)
             raise CannotBuild(f"the compiler failed:\n{messages}")
         if recipe(cxx, headers) != made_by:
-            raise CannotBuild("its sources changed while they were compiled")
-        # Beside its place first: a process that has the old one open keeps it.
+            raise CannotBuild("the sources changed while they were compiled")
+        # Rename a new file: other processes may have the old library open.
         fresh = out.with_name(f"{out.name}.new")
         linked = _run([cxx, "-shared", *_link_flags, *objects, "-o", str(fresh)])
         if linked.returncode:
@@ -145,15 +150,10 @@ def build(
 
 
 def _cores() -> int:
-    """Those that this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _how_soon(path: pathlib.Path) -> tuple[bool, str]:
-    """Those that take longest first, so that no core is left alone with one of them."""
-    return not path.stem.startswith(("float", "handlers", "digits")), path.stem
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -12,7 +12,7 @@ from .._product import Product
 from ._library import load
 
 
-# By float8 kind.
+# The bits of the exponent of each float8 kind.
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 
 
@@ -91,7 +91,7 @@ def _levels(format: Format) -> Float[Array, "16"]:
 
 
 def _level_unit(format: Format) -> float:
-    """Return the unit of which all levels are nearly multiples; 0 if it is unknown."""
+    """Return a number whose multiples are close to all levels, or 0 if unknown."""
     if format.integer_levels:
         return 1.0
     if format.codebook is None or type(format).levels is not Format.levels:
@@ -101,8 +101,11 @@ def _level_unit(format: Format) -> float:
 
 @ft.cache
 def _unit_of(levels: tuple[float, ...]) -> float:
-    """Return the unit, at least a 2**14th of the largest level, that changes the levels
-    and their mean least when they are rounded to multiples of it."""
+    """Return the best number to round all levels to multiples of.
+
+    It is at least a 2**14th of the largest level, and changes the levels and their mean
+    least.
+    """
     table = np.asarray(levels)
     largest = np.max(np.abs(table))
     if not 0 < largest < np.inf:

@@ -76,7 +76,7 @@ def _block(product: Product) -> int:
 
 
 def _is_exact_int8(product: Product) -> bool:
-    """Whether int8 holds the weight without rounding, and int32 the sums."""
+    """Return whether int8 holds the weight exactly, and int32 the sums."""
     return product.has_integer_rows and product.size <= longest_int8_sum
 
 
@@ -111,7 +111,7 @@ class TileKernel(NativeKernel):
 
 
 def _may_use_tiles(product: Product, library: Library) -> bool:
-    """Whether sixteen bytes belong to one block, or to two that have tables."""
+    """Return whether sixteen bytes belong to one block, or to two with tables."""
     if "amx" not in library.instructions or product.precision == "highest":
         return False
     if product.blocks == 1:
@@ -164,7 +164,7 @@ class Int8Kernel(NativeKernel):
         if _is_exact_int8(product):
             if _rounds_to_int8(product) != (self.arithmetic == "one digit"):
                 return f"{self.arithmetic} is for another precision"
-            # Rounding activations to int8x2 touches as much memory as the product.
+            # Rounding activations to int8x2 moves as many bytes as the product.
             one_bit = _is_thin(product) and product.format.bits == 1
             slow = _is_too_large(product) or (one_bit and product.m >= 2048)
             if self.arithmetic == "two digits" and slow:
@@ -235,20 +235,21 @@ class Int16Kernel(NativeKernel):
 
 
 def _fits_int16(product: Product) -> bool:
-    """Whether 64 bytes hold whole blocks, or a part of one."""
+    """Return whether 64 bytes hold whole blocks, or a part of one."""
     block, blocks = _block(product), product.blocks
     in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
     return in_lanes and (product.format.bits == 8 or run_of(product) % 2 == 0)
 
 
 def _fits_vectors(product: Product) -> bool:
-    """Whether registers of sixteen bytes hold parts of a block, or two blocks."""
+    """Return whether registers of sixteen bytes hold parts of a block, or two
+    blocks."""
     block, blocks = _block(product), product.blocks
     return blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
 
 
 def _fits_panels(product: Product) -> bool:
-    """Whether, in addition, rows are whole registers of sixteen bytes."""
+    """Return whether, in addition, rows are whole registers of sixteen bytes."""
     return _fits_vectors(product) and row_bytes(product) % 16 == 0
 
 
@@ -310,7 +311,7 @@ _ROUNDING = {
     "words": "activations to 16 bits, levels to 15 bits",
     "bfloat16": "both operands to bfloat16",
 }
-# In the order in which they are tried.
+# The first kernel that serves a product computes it.
 KERNELS = (
     TileKernel(
         "bfloat16", "amx", "AMX", "3e-3", None, {"tables": (8, 8), "values": (12, 12)}

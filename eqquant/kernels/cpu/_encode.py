@@ -1,4 +1,4 @@
-"""Quantizing on CPUs: a native kernel."""
+"""Quantize on CPUs, by a native kernel."""
 
 import functools as ft
 import math
@@ -15,7 +15,7 @@ from ._library import load
 
 
 def encodes(array: Float[Array, "..."], format: Format) -> bool:
-    """Whether [`encode`][] serves: in float32, for whole blocks."""
+    """Return whether [`encode`][] supports an array: float32 with whole blocks."""
     library = load()
     return (
         not isinstance(library, str)
@@ -33,7 +33,7 @@ def encodes(array: Float[Array, "..."], format: Format) -> bool:
 
 @ft.cache
 def _are_close(shares: tuple[float, ...], boundaries: tuple[float, ...]) -> bool:
-    """Whether a code changes by one at most from a share to the next one."""
+    """Return whether codes change by at most one from a share to the next one."""
     steps = [b / a for a, b in pairwise(shares)]
     up = [b for b in boundaries if b >= 0]
     down = [-b for b in reversed(boundaries) if b <= 0]
@@ -48,8 +48,8 @@ def _are_close(shares: tuple[float, ...], boundaries: tuple[float, ...]) -> bool
 def encode(
     array: Float[Array, "*lead size"], *, format: Format
 ) -> tuple[UInt8[Array, "*lead packed"], Any, Bool[Array, "*lead"]]:
-    """Codes, scales, and whether something in a row is not finite: bit for bit what
-    `format.encode` gives."""
+    """Return codes, scales, and whether each row has a value that is not finite. The
+    result is bit-identical to `format.encode`."""
     codes, scales, problems = _encode(array, None, format)
     if format.quantized_scales:
         assert isinstance(format, FittedFormat)
@@ -59,7 +59,7 @@ def encode(
 
 
 def _encode(array, given, format: Format):
-    """By those scales, if some are given."""
+    """Encode, with the scales `given` unless they are None."""
     *lead, size = array.shape
     block, boundaries = format.block_size, format.boundaries
     assert block is not None and boundaries is not None

@@ -1,4 +1,4 @@
-"""The library of native kernels: found, checked, and made known to XLA, once."""
+"""Find the library of native kernels, check it, and register it with XLA, once."""
 
 import ctypes
 import functools as ft
@@ -13,33 +13,38 @@ import jax
 from ._build import architecture, fingerprint, library
 
 
-# What a CPU may have, each with all of those before it.
+# The instruction sets of CPUs. Each includes all previous ones.
 _sets = {"x86": ("avx2", "avx512", "vnni", "amx"), "arm": ("neon", "dotprod", "i8mm")}
 instruction_sets = _sets.get(architecture() or "", ())
 
 
 class Library(NamedTuple):
-    # The instructions that it may use: some of `instruction_sets`, from the first on.
+    """The loaded library.
+
+    - `instructions`: the first entries of `instruction_sets`, which kernels may use.
+    - `scratch`: a function that returns the bytes of memory that a kernel needs.
+    - `bfloat16`: whether XLA multiplies bfloat16 faster than float32.
+    """
+
     instructions: tuple[str, ...]
     scratch: Callable[..., int]
-    # Whether XLA multiplies bfloat16 faster than float32.
     bfloat16: bool = False
 
 
 @ft.cache
 def load() -> Library | str:
-    """The library, or why there is none.
+    """Return the library, or the reason why there is none.
 
-    The environment variable `EQQUANT_CPU` is read here, when the first product is
-    lowered: `off`, or the best of the instruction sets to use.
+    The lowering of the first product reads the environment variable `EQQUANT_CPU`. It
+    is `off`, or the last instruction set that kernels may use.
     """
     best = instruction_sets[-1] if instruction_sets else "off"
-    wanted = os.environ.get("EQQUANT_CPU", best)
-    if wanted not in ("off", *instruction_sets):
+    last = os.environ.get("EQQUANT_CPU", best)
+    if last not in ("off", *instruction_sets):
         raise ValueError(
-            f"EQQUANT_CPU must be one of {('off', *instruction_sets)}, got {wanted!r}."
+            f"EQQUANT_CPU must be one of {('off', *instruction_sets)}, got {last!r}."
         )
-    if wanted == "off":
+    if last == "off":
         return "native kernels are switched off (EQQUANT_CPU=off)"
     if not library.exists():
         return "eqquant was installed without native kernels"
@@ -53,9 +58,9 @@ def load() -> Library | str:
         for name in ("eqquant_dot", "eqquant_encode", "eqquant_round"):
             handler = jax.ffi.pycapsule(getattr(native, name))
             jax.ffi.register_ffi_target(name, handler, platform="cpu")
-    except Exception as error:  # Whatever is wrong with it, XLA serves.
+    except Exception as error:  # XLA computes the products.
         return f"the native kernels cannot be loaded ({error})"
-    most = min(native.eqquant_instructions(), 1 + instruction_sets.index(wanted))
+    most = min(native.eqquant_instructions(), 1 + instruction_sets.index(last))
     if not most:
         return "this CPU lacks AVX2"
     scratch = native.eqquant_scratch
@@ -73,8 +78,10 @@ def load() -> Library | str:
 
 
 def _interface_of_xla() -> int:
-    """As the header files say that came with it. To register a handler of a later one
-    would not fail here, but when JAX looks for devices, and leave it with none."""
+    """Return the version of XLA's interface, from the header files of jaxlib.
+
+    JAX accepts a handler for a later version, but then finds no devices.
+    """
     header = pathlib.Path(jax.ffi.include_dir(), "xla/ffi/api/c_api.h").read_text()
     major, minor = (
         re.search(rf"^#define XLA_FFI_API_{part} (\d+)", header, re.MULTILINE)
@@ -85,7 +92,7 @@ def _interface_of_xla() -> int:
 
 
 def status() -> str:
-    """One line on what there is."""
+    """Describe the library in one line."""
     found = load()
     if isinstance(found, str):
         return f"Native CPU kernels: none; {found}. XLA serves."

@@ -1,5 +1,5 @@
-"""What an array is once quantized and dequantized, on CPUs: by a native kernel, which
-reads and writes it once."""
+"""Quantize and dequantize on CPUs, by a native kernel that reads and writes an array
+once."""
 
 import math
 
@@ -12,14 +12,14 @@ from ...formats import Binary, Format, Int8, largest_scale, NF4, Ternary
 from ._library import load
 
 
-# What `src/round.h` calls them. Not by name: a subclass inherits that, and may encode
-# in a way of its own.
+# The kinds of `src/round.h`. The keys are classes, not names: a subclass inherits the
+# name, but may encode differently.
 _int8, _table, _ternary, _binary = map(np.int64, range(4))
 _kinds = {Int8: _int8, NF4: _table, Ternary: _ternary, Binary: _binary}
 
 
 def rounds(array: Float[Array, "..."], format: Format) -> bool:
-    """Whether [`round_trip`][] serves: in float32, for whole blocks."""
+    """Return whether [`round_trip`][] supports an array: float32 with whole blocks."""
     kind = _kinds.get(type(format))
     return (
         not isinstance(load(), str)
@@ -34,8 +34,8 @@ def rounds(array: Float[Array, "..."], format: Format) -> bool:
 def round_trip(
     array: Float[Array, "*lead size"], *, format: Format
 ) -> tuple[Float[Array, "*lead size"], Bool[Array, "*lead"]]:
-    """What it is, and whether something in a row is not finite: bit for bit what
-    quantizing and dequantizing give."""
+    """Return the dequantized array, and whether each row has a value that is not
+    finite. The result is bit-identical to `quantize` and `dequantize`."""
     *lead, size = array.shape
     rows, kind = math.prod(lead), _kinds[type(format)]
     library, table = load(), kind == _table

@@ -13,7 +13,7 @@ from .._int8 import round_int8, rounding
 from .._product import Product
 from ._choose import bits_kept, choose
 from ._kernel import TensorCoreKernel
-from ._lookup import how
+from ._lookup import decoding_of
 from ._portable import KERNELS as _PORTABLE, why_nothing
 
 
@@ -53,7 +53,7 @@ class PallasKernel:
         rounded = rounding(product.x, bits_kept(kernel, product))
         scaled = " and scaled" if kernel.scales_weights else ""
         name = f"{kernel.by} kernel for {kernel.chip}, {kernel.name}"
-        return f"{name} {rounded}, {how(product.format)}{scaled}"
+        return f"{name} {rounded}, {decoding_of(product.format)}{scaled}"
 
 
 def _chosen(product: Product) -> TensorCoreKernel:
@@ -63,7 +63,7 @@ def _chosen(product: Product) -> TensorCoreKernel:
 
 
 PORTABLE = _PORTABLE
-# In the order in which they are tried.
+# The first kernel that serves a product computes it.
 KERNELS = (
     PallasKernel("Mosaic", "more than 128 rows in `x @ w.T` on an H100 or H200"),
     PallasKernel("Triton", "up to 128 rows; more rows on GeForce RTX 30 and 40"),

@@ -78,12 +78,12 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
             return TensorCoreKernel(chip.name, operand, parts, cut)
     if requested == "mosaic":
         return f"compute.gpu requests Mosaic: {hopper}"
-    both = native if product.x.dtype == product.weight_dtype else None
-    hides = _chips.hides_decoding(chip, product.m, format, both)
+    unscaled = native if product.x.dtype == product.weight_dtype else None
+    hides = _chips.hides_decoding(chip, product.m, format, unscaled)
     large = _chips.is_large(chip, product.m, format, native)
-    many = large or hides or (native == "int8" and not chip.fast_memory)
-    if product.m > _most_rows and not (many or requested == "triton"):
-        return f"of more than {_most_rows} rows it is expected to be faster"
+    is_fast = large or hides or (native == "int8" and not chip.fast_memory)
+    if product.m > _most_rows and not (is_fast or requested == "triton"):
+        return f"XLA is expected to be faster for more than {_most_rows} rows"
     count = math.prod(product.batch)
     sizes = math.prod(product.x.shape), math.prod(product.codes.shape)
     if max(*sizes, count * product.m * product.free) >= 2**31 or count >= 2**16:

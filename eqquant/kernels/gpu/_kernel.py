@@ -33,8 +33,8 @@ class TensorCoreKernel:
     @property
     def name(self) -> str:
         rows = "few rows" if self.tiles.m == 16 else f"{self.tiles.m} rows"
-        twice = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]
-        return f"{rows}, {self.operand}{twice}"
+        products = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]
+        return f"{rows}, {self.operand}{products}"
 
     def sample(self, format: Format) -> tuple["TensorCoreKernel", int, int, int]:
         """Return a kernel for the check, and the rows of the activation, the rows of

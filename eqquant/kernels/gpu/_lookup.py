@@ -43,7 +43,7 @@ def in_table(format: Format) -> bool:
     return format.bits < 8 and not is_signed(format)
 
 
-def how(format: Format) -> str:
+def decoding_of(format: Format) -> str:
     """Describe how codes are decoded."""
     if format.bits == 8:
         return "codes converted"

@@ -37,6 +37,9 @@ def dot(
     from . import _mosaic_kernel
 
     x, codes, scales = x[0], codes[0], scales[0]
+    m, _ = x.shape
+    # Copies from swizzled rows take multiples of eight rows.
+    x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     plan = MosaicPlan.make(
         x, codes, scales, format, operand, pipeline, out_dtype, interpret
     )
@@ -47,7 +50,7 @@ def dot(
     x_scales = []
     if x_unit is not None:
         x_unit = x_unit[0, :, 0].astype(jnp.float32)
-        x_scales.append(jnp.pad(x_unit, (0, plan.padded_m - plan.m)))
+        x_scales.append(jnp.pad(x_unit, (0, plan.padded_m - m)))
     out_shape = plan.m, plan.rows
     if interpret:
         x, codes, scales = _pad(plan, x, codes, scales)
@@ -66,7 +69,7 @@ def dot(
         num_threads=3,
         thread_name="warpgroup",
     )(x, codes, scales, *x_scales)
-    return out[None, : plan.m, : plan.rows] if interpret else out[None]
+    return out[None, :m, : plan.rows]
 
 
 def _pad(plan: MosaicPlan, x, codes, scales):

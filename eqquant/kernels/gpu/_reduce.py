@@ -46,8 +46,8 @@ def dot(
             term = term + row[plane] * w[plane]
         terms.append(term)
 
-    def add(left, right):
-        return tuple(a + b for a, b in zip(left, right, strict=True))
+    def add(sums, more):
+        return tuple(a + b for a, b in zip(sums, more, strict=True))
 
     zeros = (jnp.float32(0),) * m
     out = jnp.stack(lax.reduce(tuple(terms), zeros, add, (1,)))

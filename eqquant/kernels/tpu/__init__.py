@@ -163,7 +163,7 @@ def _unsupported(product: Product) -> str | None:
 
 _FEW = "up to 32 rows in `x @ w.T`"
 _MANY = "any shape"
-# In the order in which they are tried.
+# The first kernel that serves a product computes it.
 KERNELS = (
     DecodeKernel(
         "decode",

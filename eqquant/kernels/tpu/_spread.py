@@ -6,7 +6,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Shaped
 
-from .._int8 import row_unit
+from .._int8 import scale_of_rows
 from ._arrange import split_planes
 from ._loop import loop, part_of
 from ._operands import Digits
@@ -79,7 +79,7 @@ def spread(
     # The scale of int8, and the steps of the last digit in 1/127 of the largest entry.
     step, steps = jnp.ones((m, 1), jnp.float32), 1.0
     if rounds:
-        step, steps = row_unit(x[...].astype(jnp.float32)), digits.largest / 127
+        step, steps = scale_of_rows(x[...].astype(jnp.float32)), digits.largest / 127
     x_scale[...] = jnp.broadcast_to(step * (1 / steps), (m, lanes))
     lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
     plane_of_lane = lax.rem(lane, jnp.int32(interleaved))

@@ -42,20 +42,20 @@ def dot(
     out_dtype = product.out_dtype
     if x_unit is not None:
         out_dtype = jnp.promote_types(out_dtype, jnp.float32)
-    one = ft.partial(_dot, recipe, product, out_dtype)
+    dot = ft.partial(_dot, recipe, product, out_dtype)
     for size in reversed(product.batch):
-        one = _of_one(one) if size == 1 else _in_turn(one)
-    out = one(x, codes, scales)
+        dot = _over_one(dot) if size == 1 else _in_turn(dot)
+    out = dot(x, codes, scales)
     return out if x_unit is None else (out * x_unit).astype(product.out_dtype)
 
 
-def _of_one(one: Callable) -> Callable:
-    return lambda x, codes, scales: one(x[0], codes[0], scales[0])[None]
+def _over_one(dot: Callable) -> Callable:
+    return lambda x, codes, scales: dot(x[0], codes[0], scales[0])[None]
 
 
-def _in_turn(one: Callable) -> Callable:
+def _in_turn(dot: Callable) -> Callable:
     # Sequentially, so that only one tile of one weight is decoded at a time.
-    return lambda *args: lax.map(lambda args: one(*args), args)
+    return lambda *args: lax.map(lambda args: dot(*args), args)
 
 
 def _dot(recipe, product, out_dtype, x, codes, scales):
@@ -97,7 +97,9 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     scales = scales.astype(jnp.float32)
     exact = format.integer_levels and scales.shape[1] == 1
     # The scale of the int8 values of each row of the weight.
-    unit = scales[:, 0] if exact else jnp.max(jnp.abs(scales), 1) / _int8_max(format)
+    row_scale = scales[:, 0]
+    if not exact:
+        row_scale = jnp.max(jnp.abs(scales), 1) / _int8_max(format)
 
     def decode(codes, scales):
         if exact:
@@ -114,7 +116,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     else:
         x = x.astype(jnp.float32)
         to_int8 = split_int8 if recipe == "split" else round_int8
-        x, x_unit = to_int8(x * unit if contract_rows else x)
+        x, x_unit = to_int8(x * row_scale if contract_rows else x)
     if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if exact and format.bits == 8 and not contract_rows:
@@ -126,7 +128,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
 
     def in_floats(out, x_unit):
         out = out.astype(jnp.float32) * x_unit
-        return out if contract_rows else out * unit
+        return out if contract_rows else out * row_scale
 
     high = in_floats(out[:rows], x_unit[:rows])
     if recipe != "split":

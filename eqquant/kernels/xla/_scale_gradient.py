@@ -1,7 +1,5 @@
 """The gradient of a product with respect to the scales of its weight."""
 
-import functools as ft
-
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
@@ -25,8 +23,8 @@ def scale_gradient(
     one tile of rows at a time.
     """
     if codes.ndim > 2:
-        one = ft.partial(scale_gradient, blocks=blocks, format=format, dtype=dtype)
-        return lax.map(lambda args: one(*args), (ct, x, codes))
+        options = dict(blocks=blocks, format=format, dtype=dtype)
+        return lax.map(lambda args: scale_gradient(*args, **options), (ct, x, codes))
     rows, _ = codes.shape
     compute = jnp.promote_types(dtype, jnp.float32)
     if 0 in (*codes.shape, *x.shape):
