@@ -256,7 +256,7 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "for more than" in explained(m=200, dtype="bfloat16")
     monkeypatch.setenv("EQQUANT_GPU", "xla")
     assert "variant 'tiles, bfloat16'" in explained()
-    assert "as EQQUANT_GPU=xla" in explained()
+    assert "because EQQUANT_GPU=xla" in explained()
 
 
 def test_arrays_that_exceed_32_bit_indices_use_xla(on):
