@@ -2,7 +2,8 @@
 
 Exports `ImplicitArray`, the interface for the folders above; its subclasses; functions
 that quantize and dequantize; and `materialise`, the only function that decodes a whole
-array. Imports `primitives`, `kernels`, `formats` and `_jax`.
+array. Imports `primitives`, `partition`, `kernels`, `formats`
+and `_jax`.
 """
 
 from ._hadamard import (

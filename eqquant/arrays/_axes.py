@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from ..formats import gather_scales, ShortScales
-from ..primitives import aligned, Plan
+from ..partition import aligned, Plan
 
 
 # The axes of a part. An integer is a logical axis, counted from the front. Any other

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import explicit_mesh_of, spec_of
-from ..primitives import names_of
+from ..partition import names_of
 from ._implicit import ImplicitArray
 from ._materialise import materialise
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from ..primitives import dense_dot
+from ..partition import dense_dot
 from ._implicit import is_implicit
 
 

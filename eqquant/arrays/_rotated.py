@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from .._jax import parts_of, typed
-from ..primitives import reshard_to
+from ..partition import reshard_to
 from ._axes import Operation, Slice
 from ._hadamard import hadamard
 from ._operators import ArrayOperators

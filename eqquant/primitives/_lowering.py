@@ -1,13 +1,23 @@
 """The lowering of `quantized_dot`: the choice of a kernel, and its call."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
+import jax
 from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
+from ..formats import num_bytes, num_codes
 from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, xla
-from ._plan import Plan
-from ._sharded import on_each_device, plan_for, plan_from_types, sharded
+from ..partition import (
+    DOT,
+    DOT_OVER_ROWS,
+    Partition,
+    partition_product,
+    Plan,
+    plan_for,
+    plan_from_types,
+)
 
 
 # The kernels of each platform, in the order in which they are tried. The kernels of XLA
@@ -67,6 +77,32 @@ def dot_by(tiers: Tiers) -> Callable:
     return dot
 
 
+def partition_of(matmul: Matmul, plan: Plan, x, codes, scales) -> Partition:
+    """Return the partition of a product. Only the shapes of the operands are read."""
+    format, rule, free = matmul.format, DOT, codes.shape[-2]
+    if matmul.contract_rows:
+        rule, free = DOT_OVER_ROWS, num_codes(codes.shape[-1], format.bits)
+    shapes = x.shape, codes.shape, scales.shape
+    group = num_bytes(format.group, format.bits)
+    return partition_product(rule, plan, shapes, (*x.shape[:-1], free), group)
+
+
+def _sharded(dot: Callable, plan: Plan) -> Callable:
+    """Run a product on each device, by a plan."""
+
+    def call(*args, matmul: Matmul):
+        partition = partition_of(matmul, plan, *args)
+
+        def local(*args):
+            *args, dtype = args
+            part = dataclasses.replace(matmul, out_dtype=dtype)
+            return dot(*args, matmul=part, over=partition.over)
+
+        return partition.sharded(local, matmul.out_dtype)(*args)
+
+    return call
+
+
 def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
     """Return the lowering for a platform, and for programs exported for it."""
 
@@ -75,7 +111,7 @@ def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in)
             # The compiler can split programs of XLA over devices, but not a kernel.
-            dot = dot_by(PORTABLE) if plan is None else sharded(dot, plan)
+            dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan)
         return mlir.lower_fun(dot, multiple_results=False)(ctx, *args, matmul=matmul)
 
     return lower
@@ -108,7 +144,12 @@ def lowering_of(
     tiers, over, text = TIERS.get(platform, PORTABLE), (), ""
     plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:
-        (x, codes, scales), over, text = on_each_device(plan, x, codes, scales, matmul)
+        partition = partition_of(matmul, plan, x, codes, scales)
+        over, text = partition.over, partition.describe()
+        x, codes, scales = (
+            jax.ShapeDtypeStruct(shape, a.dtype)
+            for shape, a in zip(partition.parts, (x, codes, scales), strict=True)
+        )
     elif devices > 1:
         tiers = PORTABLE
         text = (

@@ -8,7 +8,6 @@ itself, contracting the other axis), and the lowering on each platform.
 import dataclasses
 import functools as ft
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +25,18 @@ from .._jax import (
 )
 from ..formats import Format, num_codes, problems_of
 from ..kernels import Compute, Matmul
+from ..partition import (
+    merge,
+    names_of,
+    parts_by_type,
+    Plan,
+    plan_from_types,
+    result_type,
+    split,
+)
 from ._activations import straight_rounded
-from ._lowering import dot_by, lowerings, PORTABLE
-from ._merge import merge, parts_by_type, split
-from ._plan import names_of, Plan
+from ._lowering import dot_by, lowerings, partition_of, PORTABLE
 from ._scale_gradient import scale_gradient, scale_gradient_p, ScaleGradient
-from ._sharded import layout_of, plan_from_types, sharding_of_result
 
 
 quantized_dot_p = Primitive("quantized_dot")
@@ -115,14 +120,9 @@ def _abstract_eval(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
         raise TypeError(f"quantized_dot: {problem}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
-    kwargs: dict[str, Any] = {}
     plan = plan_from_types(x, codes, asked=plan)
-    if plan is not None:
-        layout = layout_of(plan, x, codes, scales, format)
-        _, spec = layout.of_sum(plan, x, codes, format, contract_rows)
-        kwargs["sharding"] = sharding_of_result(x, codes, spec)
-    shape = (*x.shape[:-1], free)
-    return x.update(shape=shape, dtype=matmul.out_dtype, weak_type=False, **kwargs)
+    partition = plan and partition_of(matmul, plan, x, codes, scales)
+    return result_type(x, codes, (*x.shape[:-1], free), matmul.out_dtype, partition)
 
 
 for _platform, _rule in lowerings.items():

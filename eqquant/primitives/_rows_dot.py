@@ -13,7 +13,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from .._jax import has_explicit_axes, match_varying
-from ._dense_dot import dense_dot
+from ..partition import dense_dot
 
 
 rows_dot_p = Primitive("rows_dot")

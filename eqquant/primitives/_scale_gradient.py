@@ -9,12 +9,10 @@ import dataclasses
 import functools as ft
 import operator
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -22,19 +20,18 @@ from .._jax import (
     define_impl,
     is_automatically_partitioned,
     match_varying,
-    parts_of,
     zero_tangent,
 )
-from ..formats import Format
+from ..formats import Format, num_bytes
 from ..kernels import xla
-from ._plan import Plan
-from ._sharded import (
-    gather,
-    layout_of,
-    on_shards,
+from ..partition import (
+    Partition,
+    partition_product,
+    Plan,
     plan_for,
     plan_from_types,
-    sharding_of_result,
+    result_type,
+    SCALE_GRADIENT,
 )
 
 
@@ -50,8 +47,8 @@ class ScaleGradient:
     blocks: int
     dtype: np.dtype
 
-    def scales(self, codes) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((*codes.shape[:-1], self.blocks), self.dtype)
+    def shape(self, codes) -> tuple[int, ...]:
+        return (*codes.shape[:-1], self.blocks)
 
     def __call__(self, over_rows, over_columns, codes):
         return xla.scale_gradient(
@@ -85,57 +82,30 @@ define_impl(scale_gradient_p, _uncompiled)
 def _abstract_eval(
     over_rows, over_columns, codes, *, gradient: ScaleGradient, plan: Plan | None
 ):
-    scales = gradient.scales(codes)
-    kwargs: dict[str, Any] = {}
     plan = plan_from_types(over_columns, codes, asked=plan)
-    if plan is not None:
-        layout = layout_of(plan, over_columns, codes, scales, gradient.format)
-        spec = layout.of_weight(gradient.blocks)
-        kwargs["sharding"] = sharding_of_result(over_columns, codes, spec)
-    return over_rows.update(
-        shape=scales.shape, dtype=scales.dtype, weak_type=False, **kwargs
+    partition = plan and _partition(gradient, plan, over_rows, over_columns, codes)
+    shape = gradient.shape(codes)
+    return result_type(over_columns, codes, shape, gradient.dtype, partition)
+
+
+def _partition(gradient: ScaleGradient, plan: Plan, *args) -> Partition:
+    group = num_bytes(gradient.format.group, gradient.format.bits)
+    shapes = [a.shape for a in args]
+    return partition_product(
+        SCALE_GRADIENT, plan, shapes, gradient.shape(args[-1]), group
     )
 
 
-def _sharded(gradient: ScaleGradient, plan: Plan):
-    dtype, blocks = gradient.dtype, gradient.blocks
+def _sharded(gradient: ScaleGradient, plan: Plan) -> Callable:
+    def call(*args):
+        partition = _partition(gradient, plan, *args)
 
-    def call(over_rows, over_columns, codes):
-        scales = gradient.scales(codes)
-        layout = layout_of(plan, over_columns, codes, scales, gradient.format)
-        columns = layout.kept(layout.columns)
-        per_row = 1 if blocks == 1 else blocks // parts_of(plan.mesh, columns)
-        part = dataclasses.replace(
-            gradient, blocks=per_row, dtype=jnp.promote_types(dtype, jnp.float32)
-        )
+        def local(*args):
+            *args, dtype = args
+            blocks = partition.out_part[-1]
+            return dataclasses.replace(gradient, blocks=blocks, dtype=dtype)(*args)
 
-        def local(over_rows, over_columns, codes):
-            codes = gather(layout, codes)
-            out = part(over_rows, over_columns, codes)
-            left = list(layout.batch)
-            if blocks == 1:
-                left += columns
-            # Each device keeps the part of its own scales.
-            for axis, names in ((-2, layout.rows), (-1, layout.columns)):
-                names = layout.gathers(names)
-                if names and out.shape[axis] > 1:
-                    axis = out.ndim + axis
-                    out = lax.psum_scatter(
-                        out, names, scatter_dimension=axis, tiled=True
-                    )
-                    left = [name for name in left if name not in names]
-            out = lax.psum(out, tuple(left)) if left else out
-            return out.astype(dtype)
-
-        in_specs = (
-            layout.of_factor(layout.rows),
-            layout.of_factor(layout.columns),
-            layout.of_weight(),
-        )
-        out_spec = layout.of_weight(blocks)
-        return on_shards(local, plan, in_specs, out_spec)(
-            over_rows, over_columns, codes
-        )
+        return partition.sharded(local, gradient.dtype)(*args)
 
     return call
 

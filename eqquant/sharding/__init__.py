@@ -2,7 +2,7 @@
 
 Exports `shard_tree`, and `QuantizesLater`, `Split` and `check_spec` for modules that
 quantize their arrays in each call. Imports `trees`,
-`arrays`, `primitives` and `_jax`.
+`arrays`, `partition` and `_jax`.
 """
 
 from ._quantizes_later import QuantizesLater as QuantizesLater

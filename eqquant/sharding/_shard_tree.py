@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from .._jax import typed
 from ..arrays import is_implicit
-from ..primitives import names_of
+from ..partition import names_of
 from ._quantizes_later import QuantizesLater
 from ._specs import check_spec, specs_of
 from ._split import is_array, Split

@@ -8,7 +8,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._jax import parts_of, warn
 from ..arrays import is_implicit, is_quantized
-from ..primitives import names_of
+from ..partition import names_of
 from ..trees import Rules, Site, sites
 
 

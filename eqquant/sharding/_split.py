@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from .._jax import is_traced
 from ..arrays import is_implicit, QuantizedArray
-from ..primitives import names_of, Plan
+from ..partition import names_of, Plan
 
 
 def is_array(x: Any) -> bool:

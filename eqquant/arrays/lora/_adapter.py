@@ -12,7 +12,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, Shaped
 
 from ..._jax import has_explicit_axes, spec_of
-from ...primitives import dense_dot, reshard_to, rows_dot
+from ...partition import dense_dot, reshard_to
+from ...primitives import rows_dot
 from ._structure import AbstractLoraArray
 
 

@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import has_explicit_axes
-from ...primitives import observe_rows, split_by_type
+from ...partition import split_by_type
+from ...primitives import observe_rows
 from .. import _plain as plain
 from ._structure import AbstractObservedArray
 from ._ties import tie_lookup, tie_product

@@ -16,18 +16,17 @@ from jaxtyping import Array, Float, Shaped
 from ..._jax import config, explicit_mesh_of, parts_of, spec_of
 from ...formats import float_scales, ShortScales
 from ...kernels import Precision
-from ...primitives import (
+from ...partition import (
     all_gather_scales,
     dense_dot,
     merge,
     Parts,
     parts_by_type,
-    quantized_dot,
     request,
     reshard_to,
     split,
-    straight_rounded,
 )
+from ...primitives import quantized_dot, straight_rounded
 from ._geometry import Geometry, geometry
 from ._structure import AbstractQuantizedArray
 

@@ -25,7 +25,7 @@ from ...formats import (
     slice_scales,
 )
 from ...kernels import Compute
-from ...primitives import Plan
+from ...partition import Plan
 from .._axes import Operation, Role, Slice
 from .._operators import ArrayOperators
 

@@ -1,5 +1,6 @@
 """Dense products, also on meshes with explicit axes."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec
 from .._jax import has_explicit_axes, mapped_mesh_axes, spec_of
 from ._plan import Names, names_of
 from ._request import names_in_product
+from ._rule import Partition, Role, Rule
 
 
 def dense_dot(
@@ -49,41 +51,35 @@ def _aligned(
 ) -> tuple:
     """Return resharded operands and the sharding of the result, or None if neither
     operand is split."""
-    (over_x, over_w), (batch_x, batch_w) = numbers
     x_names, w_names = ([*map(names_of, spec_of(a))] for a in (x, w))
     if not any((*x_names, *w_names)):
         return x, w, requested
-    free_x = [i for i in range(x.ndim) if i not in {*over_x, *batch_x}]
-    free_w = [i for i in range(w.ndim) if i not in {*over_w, *batch_w}]
+    rule = _rule(x.ndim, w.ndim, numbers, weight_first)
+    names: dict[Role, Names] = dict(zip(rule.operands[1], w_names, strict=True))
+    by_x: dict[Role, Names] = dict(zip(rule.operands[0], x_names, strict=True))
+    names |= {role: by_x[role] for role in rule.leading}
     if requested is not None:
-        requested_names = [*map(names_of, requested), *[()] * x.ndim][len(batch_x) :]
+        batch, _ = numbers[1]
+        free = [role for role in rule.leading if role not in batch]
+        wanted = [*map(names_of, requested), *[()] * x.ndim][len(batch) :]
         weight_names = {name for names in w_names for name in names}
-        remaining = names_in_product(
-            [x_names[i] for i in free_x], requested_names, weight_names
-        )
-        for i, names in zip(free_x, remaining, strict=True):
-            x_names[i] = names
-    taken = {name for i in (*free_x, *batch_x) for name in x_names[i]}
-    taken |= mapped_mesh_axes()
-    w_names = [tuple(name for name in names if name not in taken) for names in w_names]
-    for i, j in zip(batch_x, batch_w, strict=True):
-        w_names[j] = x_names[i]
-    for i, j in zip(over_x, over_w, strict=True):
-        x_names[i] = w_names[j]
-    free_x_names, free_w_names = (
-        [x_names[i] for i in free_x],
-        [w_names[i] for i in free_w],
-    )
-    first, second = free_x_names, free_w_names
-    if weight_first:
-        first, second = second, first
-    out = [*(x_names[i] for i in batch_x), *first, *second]
-    x, w = (
-        jax.sharding.reshard(a, _spec(names))
-        for a, names in ((x, x_names), (w, w_names))
-    )
-    return x, w, _spec(out) if requested is None else requested
+        now = [names[role] for role in free]
+        names |= zip(free, names_in_product(now, wanted, weight_names), strict=True)
+    rule = dataclasses.replace(rule, leading=(*rule.leading, "mapped"))
+    names["mapped"] = tuple(mapped_mesh_axes())
+    partition = Partition(jax.sharding.get_abstract_mesh(), rule, names)
+    x, w = map(jax.sharding.reshard, (x, w), map(partition.whole_spec, rule.operands))
+    return x, w, partition.out_spec if requested is None else requested
 
 
-def _spec(axes: list[Names]) -> PartitionSpec:
-    return PartitionSpec(*(names or None for names in axes))
+def _rule(x_ndim: int, w_ndim: int, numbers: Any, weight_first: bool) -> Rule:
+    """Return the rule of a dense product. The roles are the axes of `x`, and then those
+    of `w` that remain in the result."""
+    (over_x, over_w), (batch_x, batch_w) = numbers
+    shared = dict(zip((*over_w, *batch_w), (*over_x, *batch_x), strict=True))
+    x_roles = tuple(range(x_ndim))
+    w_roles = tuple(shared.get(axis, x_ndim + axis) for axis in range(w_ndim))
+    tokens = tuple(i for i in x_roles if i not in {*over_x, *batch_x})
+    free = tuple(role for role in w_roles if role >= x_ndim)
+    out = (*batch_x, *(free + tokens if weight_first else tokens + free))
+    return Rule((x_roles, w_roles), out, (*batch_x, *tokens))
