@@ -91,6 +91,12 @@ def test_page(page, monkeypatch, tmp_path):
 SLOW = (
     "eqquant.allocate",
     "eqquant.calibrate",
+    "eqquant.calibration.Allocation",
+    "eqquant.calibration.Statistics",
+    "eqquant.formats.QuantizedOffsets",
+    "eqquant.Int2",
+    "eqquant.Int3",
+    "eqquant.NF2",
     "eqquant.training.distill",
     "eqquant.training.with_dropout_key",
 )
@@ -105,6 +111,11 @@ def test_every_public_name_is_in_the_api_pages():
     text = "\n".join(page.read_text() for page in PAGES_OF_API)
     listed = re.findall(r"^::: (eqquant\.\S+)$", text, re.MULTILINE)
     assert sorted(listed) == sorted(public_names())
+
+
+@pytest.mark.parametrize("name", public_names())
+def test_every_public_name_has_an_example(name):
+    assert list(python_blocks(DOCSTRINGS.get(name, "")))
 
 
 def test_everyday_names_are_few():

@@ -12,12 +12,42 @@ class MaterialiseWarning(UserWarning):
     """A whole quantized array was decoded, which takes the memory of the float weight.
 
     The argument `on_materialise` of [`eqquant.quaxify`][] controls this warning.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import warnings
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", eqquant.arrays.MaterialiseWarning)
+            eqquant.quaxify(jax.numpy.sort)(q)
+        ```
     """
 
 
 class MaterialiseError(RuntimeError):
     """An operation needs a whole decoded array, which `on_materialise="error"`
-    forbids."""
+    forbids.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        sort = eqquant.quaxify(jax.numpy.sort, on_materialise="error")
+        try:
+            sort(q)
+        except eqquant.MaterialiseError as error:
+            print(error)
+        ```
+    """
 
 
 def materialise(q, what: str, policy: OnMaterialise):

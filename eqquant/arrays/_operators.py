@@ -23,6 +23,20 @@ class UnsupportedError(TypeError, AttributeError):
     """An operator, method or attribute of `jax.Array` that implicit arrays lack.
 
     It is also an `AttributeError`, so that `hasattr` works.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        try:
+            q + 1
+        except eqquant.arrays.UnsupportedError as error:
+            print(error)
+        ```
     """
 
 

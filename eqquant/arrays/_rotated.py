@@ -29,6 +29,19 @@ class RotatedArray(ArrayOperators):
     [`eqquant.quantize_tree`][] makes one with `rotate=True`. It has the operators of a
     [`eqquant.QuantizedArray`][].
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        rotated = eqquant.quantize_tree(layer, "nf4", rotate=True).weight
+        assert isinstance(rotated, eqquant.arrays.RotatedArray)
+        assert rotated.dequantize().shape == rotated.shape == (32, 64)
+        ```
+
     **Fields:**
 
     - `base`: the rotated weight, quantized.
@@ -154,12 +167,38 @@ class RotatedArray(ArrayOperators):
 
 def is_quantized(x: Any) -> TypeGuard[QuantizedArray | RotatedArray]:
     """Return whether `x` is a [`eqquant.QuantizedArray`][] or a
-    [`eqquant.arrays.RotatedArray`][] with all of its parts. Use it as `is_leaf`."""
+    [`eqquant.arrays.RotatedArray`][] with all of its parts. Use it as `is_leaf`.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        tree = {"w": eqquant.quantize(weight, "nf4"), "b": weight[0]}
+        formats = jax.tree.map(eqquant.is_quantized, tree, is_leaf=eqquant.is_quantized)
+        assert formats == {"w": True, "b": False}
+        ```
+    """
     return isinstance(x, QuantizedArray | RotatedArray) and x.is_whole
 
 
 @typed
 def dequantize(x: Any) -> Any:
     """Decode a [`eqquant.QuantizedArray`][] or a [`eqquant.arrays.RotatedArray`][] to
-    floating point. Return any other object unchanged."""
+    floating point. Return any other object unchanged.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "int8")
+        assert abs(eqquant.dequantize(q) - weight).max() < 0.02
+        assert eqquant.dequantize(weight) is weight
+        ```
+    """
     return x.dequantize() if isinstance(x, QuantizedArray | RotatedArray) else x

@@ -44,6 +44,22 @@ class Allocation(Mapping):
     """The result of [`eqquant.allocate`][]: a mapping from paths to (format, axis), for
     `rules` of [`eqquant.quantize_tree`][]. Print it to get a table.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 64, 256, 2, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (128, 64))
+        stats = eqquant.calibrate(lambda model, x: jax.vmap(model)(x), model, [x])
+        rules = eqquant.allocate(model, 65_000, ["nf4", "int8"], stats)
+        assert rules.nbytes <= rules.budget == 65_000
+        assert rules.rows[0].loss >= rules.rows[-1].loss
+        smaller = rules.within(60_000)  # Reads no data.
+        ```
+
     **Fields:**
 
     - `rows`: an `AllocationRow` for each weight, the one with the largest loss first.

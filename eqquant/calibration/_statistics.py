@@ -29,6 +29,20 @@ from ._weighted import can_weigh, weighted
 class WeightStatistics(eqx.Module):
     """Statistics of one weight.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (128, 64))
+        stats = eqquant.calibrate(lambda layer, x: jax.vmap(layer)(x), layer, [x])
+        weight = stats.weights["weight"]
+        assert weight.rows == 128 and weight.gram.shape == (64, 64)
+        ```
+
     **Fields:**
 
     - `gram`: `(*lead, size, size)`, float32: the sum of outer products of the input
@@ -95,6 +109,22 @@ class Statistics(AbstractCalibration):
     """The result of [`eqquant.calibrate`][], for `quantize_tree(..., calibration=...)`.
 
     It is a pytree, which [`eqquant.save`][] can write.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import tempfile
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        x = jax.random.normal(jax.random.key(1), (128, 64))
+        stats = eqquant.calibrate(lambda model, x: jax.vmap(model)(x), model, [x])
+        path = f"{tempfile.mkdtemp()}/stats.safetensors"
+        eqquant.save(path, stats)
+        stats = eqquant.load(path, like=stats)
+        ```
 
     **Fields:**
 

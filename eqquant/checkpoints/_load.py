@@ -101,6 +101,18 @@ def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:
 def load_metadata(path: Path) -> dict[str, str]:
     """Read the strings that [`eqquant.save`][] stored as `metadata`.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax.numpy as jnp
+        import tempfile
+
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        eqquant.save(path, {"w": jnp.ones((4, 4))}, metadata={"steps": "1000"})
+        assert eqquant.checkpoints.load_metadata(path) == {"steps": "1000"}
+        ```
+
     **Arguments:**
 
     - `path`: as in [`eqquant.load`][].

@@ -49,6 +49,21 @@ def compile_for_tpu(
 
     Requires libtpu, on Linux: `pip install libtpu`.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        weight = eqquant.quantize(weight, "nf4")
+        x = jax.ShapeDtypeStruct((8, 256), "bfloat16")
+
+        def show():
+            compiled = eqquant.debug.compile_for_tpu(lambda x, w: x @ w.T, x, weight)
+            print(compiled.memory_analysis())
+        ```
+
     **Arguments:**
 
     - `fn`: a function. With several devices, the mesh in context has one axis,

@@ -17,6 +17,23 @@ import jax
 class GPUKernel:
     """A kernel of a compiled program.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        weight = eqquant.quantize(weight, "nf4")
+        x = jax.ShapeDtypeStruct((8, 256), "bfloat16")
+
+        def show():
+            program = eqquant.debug.compile_for_gpu(lambda x, w: x @ w.T, x, weight)
+            for kernel in program.kernels:
+                print(kernel.name, kernel.shared)
+                print(kernel.sass)
+        ```
+
     **Fields:**
 
     - `name`: the name of its entry point.
@@ -69,6 +86,23 @@ class GPUKernel:
 @dataclasses.dataclass(frozen=True)
 class GPUProgram:
     """The result of [`eqquant.debug.compile_for_gpu`][].
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        weight = eqquant.quantize(weight, "nf4")
+        x = jax.ShapeDtypeStruct((8, 256), "bfloat16")
+
+        def show():
+            program = eqquant.debug.compile_for_gpu(lambda x, w: x @ w.T, x, weight)
+            for launch in program.launches:
+                print(launch)
+            print(program.compiled.memory_analysis())
+        ```
 
     **Fields:**
 

@@ -14,6 +14,18 @@ class Binary(Format):
     The mean magnitude is the scale with the least squared error (XNOR-Net, arXiv
     1603.05279).
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "binary")
+        assert 8 * q.codes.nbytes / q.size == 1
+        assert (q.dequantize() * weight > 0).all()
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the

@@ -56,6 +56,17 @@ class NF3(_Lloyd):
     and Max, IEEE Transactions on Information Theory 28, 1982, and 6, 1960). They are
     divided by the largest level. No level is zero.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.NF3(block_size=32))
+        assert 8 * q.nbytes / q.size == 3.5
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
@@ -83,6 +94,17 @@ class NF2(_Lloyd):
     """2 bits: four levels for normal weights, times a scale.
 
     Everything else is as in [`eqquant.NF3`][].
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf2")
+        assert 8 * q.nbytes / q.size == 2.25
+        ```
     """
 
     name = "nf2"

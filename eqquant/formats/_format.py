@@ -29,6 +29,19 @@ class Format(abc.ABC):
     quantized array, so JAX traces again if any of its fields changes. A subclass
     defines `name`, `bits` and [`encode`][], and either a `codebook` or [`levels`][].
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        half = eqquant.formats.Codebook((-1.0, -0.5, 0.0, 0.5, 1.0))
+        for format in (half, eqquant.NF4(block_size=32), eqquant.Int8()):
+            assert isinstance(format, eqquant.formats.Format)
+            assert eqquant.quantize(weight, format).format == format
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one

@@ -58,6 +58,18 @@ class MXFP4(_FP4):
     Powers of two below `2 ** -126` are not used, because XLA flushes them to zero on
     CPUs.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "mxfp4")
+        assert 8 * q.nbytes / q.size == 4.25
+        assert isinstance(q.scales, eqquant.formats.PowerOfTwoScales)
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale.
@@ -98,6 +110,18 @@ class NVFP4(_FP4):
 
     Quantizing a dequantized array gives the same codes and scales, except for blocks
     whose largest magnitude is below `2 ** -14` times the largest magnitude of the row.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nvfp4")
+        assert q.nbytes == weight.size // 2 + weight.size // 16 + 64 * 4
+        assert isinstance(q.scales, eqquant.formats.Float8Scales)
+        ```
 
     **Arguments:**
 

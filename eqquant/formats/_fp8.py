@@ -22,6 +22,17 @@ class FP8(Format):
     The floats follow the OCP 8-bit floating point specification (revision 1.0), like
     `ml_dtypes`. Codes of infinities and NaN are not used.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.FP8(kind="e5m2", block_size=128))
+        assert 8 * q.nbytes / q.size == 8.25
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the

@@ -12,6 +12,18 @@ class Int8(Format):
     """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`. Ties round to
     even.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int8(block_size=64))
+        assert 8 * q.nbytes / q.size == 8.5
+        assert abs(q.dequantize() - weight).max() < 0.02
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the

@@ -40,6 +40,18 @@ class Int4(_Integers):
     dequantized array gives the same codes and scales. Q4_0 in GGUF files has the same
     rule.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int4(scale_dtype="bfloat16"))
+        assert 8 * q.nbytes / q.size == 4.5
+        assert q.dequantize().shape == weight.shape
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
@@ -75,6 +87,17 @@ class Int3(_Integers):
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
     bfloat16 scales, and `fit="search"`.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int3(block_size=32))
+        assert 8 * q.nbytes / q.size == 3.5
+        ```
     """
 
     block_size: int | None = 64
@@ -93,6 +116,17 @@ class Int2(_Integers):
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
     bfloat16 scales, and `fit="search"`.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int2(affine=True))
+        assert 8 * q.nbytes / q.size == 2.5
+        ```
     """
 
     block_size: int | None = 64

@@ -39,6 +39,17 @@ class NF4(FittedFormat):
     rounded to the nearest level, and to the lower level in a tie. Zero decodes to zero.
     With the defaults, a weight takes 4.5 bits, including scales.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.NF4(scale_search=True))
+        assert 8 * q.nbytes / q.size == 4.5
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one

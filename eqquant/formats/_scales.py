@@ -83,6 +83,18 @@ class QuantizedScales(ShortScales):
 
     It has the `shape` of an array of scales, and `astype` decodes it to floats.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.NF4(double_quantization=True))
+        assert isinstance(q.scales, eqquant.formats.QuantizedScales)
+        assert q.scales.codes.shape == (64, 256 // 64)
+        ```
+
     **Fields:**
 
     - `codes`: `(*lead, blocks)`: 0 if and only if the whole block is zero.
@@ -137,7 +149,21 @@ class QuantizedScales(ShortScales):
 
 class QuantizedOffsets(QuantizedScales):
     """Offsets in 8 bits, like [`eqquant.formats.QuantizedScales`][], but with signed
-    codes from -127 to 127. Zero is exact."""
+    codes from -127 to 127. Zero is exact.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        format = eqquant.NF3(affine=True, double_quantization=True)
+        q = eqquant.quantize(weight, format)
+        assert isinstance(q.offsets, eqquant.formats.QuantizedOffsets)
+        assert q.offsets.astype("float32").shape == (64, 256 // 64)
+        ```
+    """
 
     codes: Int8[Array, "*lead blocks"]  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -151,6 +177,19 @@ class QuantizedOffsets(QuantizedScales):
 class PowerOfTwoScales(ShortScales):
     """Powers of two, `2 ** (exponent - 127)`, in 8 bits (E8M0 in the OCP Microscaling
     formats).
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        scales = eqquant.quantize(weight, "mxfp4").scales
+        assert scales.exponents.shape == (64, 256 // 32)
+        values = scales.astype("float32")
+        assert (values == 2.0 ** (scales.exponents.astype("float32") - 127)).all()
+        ```
 
     **Fields:**
 
@@ -179,6 +218,18 @@ class PowerOfTwoScales(ShortScales):
 
 class Float8Scales(ShortScales):
     """8-bit float scales (E4M3), times one float32 per row.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        scales = eqquant.quantize(weight, "nvfp4").scales
+        assert scales.codes.shape == (64, 256 // 16) and scales.units.shape == (64, 1)
+        assert scales.astype("float32").shape == scales.shape
+        ```
 
     **Fields:**
 

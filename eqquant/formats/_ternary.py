@@ -23,6 +23,18 @@ _Rule = Literal["absmean", "threshold"]
 class Ternary(Format):
     """{-1, 0, 1} times a scale, stored in 2 bits (two's complement).
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        bitnet = eqquant.Ternary(rule="absmean", least_squares=False)
+        q = eqquant.quantize(weight, bitnet, axis=(0, 1))  # One scale per tensor.
+        assert len(jax.numpy.unique(q.dequantize())) == 3
+        ```
+
     **Arguments:**
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the

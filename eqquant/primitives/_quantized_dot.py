@@ -62,6 +62,19 @@ def quantized_dot(
     size. If your axis is shorter, pad the activation with zeros, or drop the tail of
     the result.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        x = jax.random.normal(jax.random.key(1), (8, 256))
+        y = eqquant.primitives.quantized_dot(x, q.codes, q.scales, format=q.format)
+        assert (y == x @ q.T).all()
+        ```
+
     **Arguments:**
 
     - `x`: the activation, `(*batch, m, columns)`, or `(*batch, m, rows)` when

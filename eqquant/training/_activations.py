@@ -17,6 +17,20 @@ def round_activations(
     Each row along `axis` (each token) has its own scale, `absmax / 127`. This is the
     dynamic per-token quantization of W8A8. Products with `activations="int8"` do this.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        x = jax.random.normal(jax.random.key(0), (8, 256))
+        rounded = eqquant.training.round_activations(x)
+        assert jnp.unique(rounded[0]).size <= 255
+        gradient = jax.grad(lambda x: eqquant.training.round_activations(x).sum())(x)
+        assert (gradient == 1).all()
+        ```
+
     **Arguments:**
 
     - `x`: a floating-point array.

@@ -33,6 +33,23 @@ class Distillation(eqx.Module):
     [`eqquant.save`][] and `eqx.tree_serialise_leaves` can store it. A new instance is
     the initial state, and also serves as `like` of [`eqquant.load`][].
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import optax
+        import tempfile
+
+        model = eqx.nn.MLP(64, 10, 64, 1, key=jax.random.key(0))
+        student = eqquant.quantize_tree(model, "int2")
+        state = eqquant.training.Distillation(student, optax.adam(1e-3))
+        path = f"{tempfile.mkdtemp()}/state.safetensors"
+        eqquant.save(path, state)
+        assert eqquant.load(path, like=state).steps == 0
+        ```
+
     **Fields:**
 
     - `trained`: the trained arrays, and None for all others. They are at least float32,

@@ -144,6 +144,18 @@ def learned_scales(
     A scale is twice the mean magnitude of its block, divided by the square root of the
     largest level.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        scales = eqquant.training.learned_scales(weight, "int4")
+        assert scales.shape == (64, 256 // 32)
+        trained = eqquant.straight_through(weight, "int4", scales=scales)
+        ```
+
     **Arguments:**
 
     - `array`, `axis`: as in [`eqquant.quantize`][].

@@ -19,6 +19,20 @@ Axis = int | tuple[int, ...]
 class Weight:
     """The role of an array in its layer, for [`eqquant.trees.register_weights`][].
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax.numpy as jnp
+
+        class Kernel:  # Computes `x @ kernel`.
+            kernel = jnp.ones((64, 32))
+
+        @eqquant.trees.register_weights(Kernel)
+        def _(layer, name, array):
+            return eqquant.trees.Weight(axis=-2, out=-1) if name == "kernel" else None
+        ```
+
     **Arguments:**
 
     - `axis`: the axis (or axes) that the layer contracts.

@@ -187,6 +187,20 @@ def warn_of_nothing(model: Any, caller: str) -> None:
 
 @typed
 def dequantize_tree(model: Tree) -> Tree:
-    """Dequantize every quantized array of a model, including those below adapters."""
+    """Dequantize every quantized array of a model, including those below adapters.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        quantized = eqquant.quantize_tree(model, "int8")
+        dense = eqquant.dequantize_tree(quantized)
+        assert dense.layers[0].weight.shape == (256, 64)
+        ```
+    """
     dense = jax.tree.map(dequantize, model, is_leaf=is_quantized)
     return match_layers(dense)

@@ -24,6 +24,19 @@ from ._sites import Site, sites
 class ReportRow:
     """One array of a model.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        weight, bias = eqquant.report(eqquant.quantize_tree(layer, "nf4"), layer).rows
+        assert weight.path == "weight" and weight.bits == 4.5 and weight.sqnr > 20
+        assert bias.format is None and bias.reason
+        ```
+
     **Fields:**
 
     - `path`, `shape`: the path and the shape of the array.
@@ -56,6 +69,20 @@ class ReportRow:
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A table, one row per array: print it, or use its `rows`.
+
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        report = eqquant.report(eqquant.quantize_tree(model, "nf4"), model)
+        print(f"{report.bytes_before / report.bytes_after:.1f} times smaller")
+        worst = min(row.sqnr for row in report.rows if row.format)
+        assert worst > 20
+        ```
 
     **Fields:**
 

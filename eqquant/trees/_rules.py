@@ -17,6 +17,21 @@ from ._sites import Site
 class Rule:
     """A rule of [`eqquant.quantize_tree`][] for the arrays that match a pattern.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        per_tensor = eqquant.trees.Rule("int8", axis=(0, 1))
+        rules = {"layers.0.weight": per_tensor}
+        quantized = eqquant.quantize_tree(model, "nf4", rules=rules)
+        scales = quantized.layers[0].weight.scales
+        assert (scales == scales[0]).all()
+        ```
+
     **Arguments:**
 
     - `format`: a format, or the name of one; `None` to leave them unchanged.

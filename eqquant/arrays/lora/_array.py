@@ -24,6 +24,20 @@ class LoraArray(AbstractLoraArray):
 
     Make one with [`eqquant.lora_tree`][], not by calling the class.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+
+        layer = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        quantized = eqquant.quantize_tree(layer, "nf4")
+        adapted = eqquant.lora_tree(quantized, 4, key=jax.random.key(1)).weight
+        assert isinstance(adapted, eqquant.arrays.LoraArray)
+        assert adapted.a.shape == (4, 64) and adapted.b.shape == (32, 4)
+        ```
+
     **Fields:**
 
     - `base`: the weight, quantized or floating point.

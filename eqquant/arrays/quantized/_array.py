@@ -36,6 +36,19 @@ class QuantizedArray(AbstractQuantizedArray):
     quantized array never becomes a plain array silently: functions of `jax.numpy` raise
     a `TypeError`.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        assert q.shape == (64, 256) and q.nbytes == 64 * 256 // 2 + 64 * 4 * 4
+        assert (q @ weight[0]).shape == (64,)
+        assert isinstance(q[:8], eqquant.QuantizedArray)
+        ```
+
     **Fields:**
 
     - `codes`: `(*lead, packed)`: one or several codes per byte. The blocked axis is

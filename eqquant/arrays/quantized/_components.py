@@ -37,6 +37,18 @@ def from_components(
 ) -> QuantizedArray:
     """Make a quantized array from its components, for example from a checkpoint.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, "nf4")
+        same = eqquant.arrays.from_components(q.codes, q.scales, "nf4")
+        assert (same.dequantize() == q.dequantize()).all()
+        ```
+
     **Arguments:**
 
     - `codes`: `(*lead, packed)`, packed as `format` packs them.
