@@ -44,13 +44,12 @@ class Interpreter:
             fn, args, kwargs = substitute(
                 jax.tree.unflatten(treedef, filled), lambda _: next(stand_in)
             )
-            out["tracers"] = [*stand_ins, *arrays]
             results, out["treedef"] = jax.tree.flatten(fn(*args, **kwargs))
+            finish([*stand_ins, *arrays])
             out["static"] = [None if _is_traced(x) else x for x in results]
             return [x for x in results if _is_traced(x)]
 
         jaxpr = jax.make_jaxpr(flat)([stand_in_for(q) for q in found], dynamic)
-        finish(out["tracers"])
         results = iter(self.function(jaxpr)(*found, *dynamic))
         filled = [next(results) if x is None else x for x in out["static"]]
         return jax.tree.unflatten(out["treedef"], filled)

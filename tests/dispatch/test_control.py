@@ -7,6 +7,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 import pytest
 from eqquant import Int8, NF4
+from eqquant.dispatch._interpreter import Interpreter
 from helpers import fast, KINDS, pairs, relative, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -250,3 +251,50 @@ def test_nothing_is_left_at_run_time(normal):
     wrapped = lambda d, x: strict(jax.vmap(eqx.combine(d, static)))(x)
     text = lambda fn: jax.jit(fn).lower(dynamic, x).compile().cost_analysis()["flops"]
     assert text(wrapped) == text(plain)
+
+
+NESTED = {
+    "cond": lambda inner, x: lambda w: lax.cond(x[0, 0] > 0, inner, jnp.zeros_like, w),
+    "scan": lambda inner, _: (
+        lambda w: lax.scan(lambda w, _: (inner(w), 0), w, None, 2)[0]
+    ),
+    "while": lambda inner, x: (
+        lambda w: lax.while_loop(
+            lambda w_i: w_i[1] < 2, lambda w_i: (inner(w_i[0]), w_i[1] + 1), (w, 0)
+        )[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_nested_bodies_are_interpreted_once(kind, normal, monkeypatch):
+    """Otherwise the time would double with each level."""
+    count, dispatched = 0, Interpreter.apply
+
+    def counted(self, eqn, args):
+        nonlocal count
+        count += eqn.primitive is lax.dynamic_update_slice_p
+        return dispatched(self, eqn, args)
+
+    monkeypatch.setattr(Interpreter, "apply", counted)
+    x = normal(1, 64)
+    fn = lambda w: lax.dynamic_update_slice(w, x, (1, 0))
+    for _ in range(6):
+        fn = NESTED[kind](fn, x)
+    got = jax.eval_shape(strict(fn), eqquant.quantize(normal(4, 64), "int8"))
+    assert eqquant.is_quantized(got) and count == 1
+
+
+def test_no_tracer_leaks(normal):
+    q, x = eqquant.quantize(normal(4, 64), "int8"), normal(64)
+    layer = eqx.nn.Conv1d(16, 16, 3, key=jax.random.key(0))
+    layer = eqquant.quantize_tree(layer, "int8")
+    programs = [
+        lambda x: strict(jnp.matmul)(q, jnp.sin(x)),
+        lambda x: strict(lax.map)(lambda row: row @ x, q),
+        lambda x: strict(lax.cond)(True, lambda w: w @ x, lambda w: -(w @ x), q),
+        lambda x: strict(layer)(x.reshape(16, 4)),
+    ]
+    with jax.checking_leaks():
+        for program in programs:
+            jax.jit(jax.grad(lambda x: jnp.sum(program(x)))).lower(x)  # noqa: B023

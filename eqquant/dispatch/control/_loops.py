@@ -1,11 +1,13 @@
 """Loops and branches: `scan`, `while_loop` and `switch`."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import PartitionSpec
 
 from ..._jax import Literal, open_jaxpr, spec_of, split_scan
@@ -24,15 +26,27 @@ def _is_like(a, b) -> bool:
     return True
 
 
-def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
-    """Return a carry whose arrays have the same kinds before and after the body.
+def _traced(fn: Callable, *args) -> tuple[Callable, Any]:
+    """Trace a function once. Return a function that evaluates its jaxpr, and the shapes
+    of its results.
 
-    An array that the body replaces by a plain array is decoded before the loop. Also
-    return a function that decodes results of the body if the carry is plain.
+    A loop or branch traces its body again, so that nested ones would otherwise be
+    interpreted a number of times that doubles with the depth.
     """
-    carry = list(carry)
+    jaxpr, shapes = jax.make_jaxpr(fn, return_shape=True)(*args)
+    evaluate, tree = jaxpr_as_fun(jaxpr), jax.tree.structure(shapes)
+    return lambda *args: tree.unflatten(evaluate(*jax.tree.leaves(args))), shapes
+
+
+def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list, *xs):
+    """Return a carry whose arrays have the same kinds before and after the body, and
+    the body, `(carry, *xs) -> (carry, ys)`, for this carry.
+
+    An array that the body replaces by a plain array is decoded before the loop.
+    """
+    carry, traced = list(carry), body
     while any(map(is_implicit, carry)):
-        out = jax.eval_shape(body, carry)
+        traced, (out, _) = _traced(body, carry, *xs)
         changed = [
             i
             for i, (a, b) in enumerate(zip(carry, out, strict=True))
@@ -40,18 +54,18 @@ def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list):
         ]
         if not changed:
             break
+        traced = body
         for i in changed:
             carry[i] = interpreter.dense(eqn, carry[i])
     quantized = [is_implicit(a) for a in carry]
 
-    def agree(out):
-        return [
-            b if q else interpreter.dense(eqn, b)
-            for q, b in zip(quantized, out, strict=True)
-        ]
+    def agreeing(carry, *xs):
+        out, ys = traced(carry, *xs)
+        both = zip(quantized, out, strict=True)
+        return [b if q else interpreter.dense(eqn, b) for q, b in both], ys
 
     carry = [a if is_implicit(a) else jnp.asarray(a) for a in carry]
-    return carry, agree
+    return carry, agreeing
 
 
 def _type_of_first(x):
@@ -67,19 +81,15 @@ def _scan(interpreter: Interpreter, eqn, args):
     fn = interpreter.function(params["jaxpr"])
     consts, carry, xs = split_scan(params, args)
     n = len(carry)
-    first = jax.tree.map(_type_of_first, xs)
-
-    def carried(carry):
-        return fn(*consts, *carry, *jax.tree.map(jnp.zeros_like, first))[:n]
-
-    carry, agree = _settle(interpreter, eqn, carried, carry)
 
     def body(carry, xs):
         out = fn(*consts, *carry, *xs)
-        return agree(out[:n]), out[n:]
+        return out[:n], out[n:]
 
+    first = jax.tree.map(_type_of_first, xs)
+    carry, step = _settle(interpreter, eqn, body, carry, first)
     carry, ys = lax.scan(
-        body,
+        step,
         carry,
         xs,
         length=params["length"],
@@ -98,12 +108,12 @@ def _while(interpreter: Interpreter, eqn, args):
     condition_consts, step_consts, carry = args[:n], args[n : n + m], args[n + m :]
 
     def body(carry):
-        return step(*step_consts, *carry)
+        return step(*step_consts, *carry), None
 
-    carry, agree = _settle(interpreter, eqn, body, carry)
+    carry, agreeing = _settle(interpreter, eqn, body, carry)
     return lax.while_loop(
         lambda carry: condition(*condition_consts, *carry)[0],
-        lambda carry: agree(body(carry)),
+        lambda carry: agreeing(carry)[0],
         carry,
     )
 
@@ -111,9 +121,10 @@ def _while(interpreter: Interpreter, eqn, args):
 @control_rule_for("cond")
 def _cond(interpreter: Interpreter, eqn, args):
     index, *operands = args
-    branches = [interpreter.function(branch) for branch in eqn.params["branches"]]
-    zeros = [_zeros_among(branch) for branch in eqn.params["branches"]]
-    outs = [jax.eval_shape(branch, *operands) for branch in branches]
+    jaxprs = eqn.params["branches"]
+    zeros = [_zeros_among(jaxpr) for jaxpr in jaxprs]
+    traced = [_traced(interpreter.function(jaxpr), *operands) for jaxpr in jaxprs]
+    branches, outs = zip(*traced, strict=True)
     columns = zip(zip(*outs, strict=True), zip(*zeros, strict=True), strict=True)
     common = [_common(outs, zero) for outs, zero in columns]
 
