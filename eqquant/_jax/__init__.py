@@ -42,6 +42,7 @@ from ._compat import (
     zero_of as zero_of,
     zero_tangent as zero_tangent,
 )
+from ._dtypes import wide_dtype as wide_dtype
 from ._eager import define_impl as define_impl
 from ._gpu import (
     GPU as GPU,

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from .._jax import wide_dtype
+
 
 # The size of one factor of the transform, like the matrix units of most accelerators.
 _largest_factor = 128
@@ -37,14 +39,14 @@ def rotated(array, axis: int) -> tuple[Float[Array, "..."], int]:
     if block == 1:
         return array, 1
     # A shorter dtype would round rotated values a second time.
-    wide = array.astype(jnp.promote_types(array.dtype, jnp.float32))
+    wide = array.astype(wide_dtype(array.dtype))
     return hadamard(wide, axis, block), block
 
 
 @ft.partial(jax.jit, static_argnames=("axis", "block"), inline=True)
 def _hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "..."]:
     dtype, size = x.dtype, x.shape[axis]
-    x = jnp.moveaxis(x, axis, -1).astype(jnp.promote_types(dtype, jnp.float32))
+    x = jnp.moveaxis(x, axis, -1).astype(wide_dtype(dtype))
     lead = x.shape[:-1]
     factors = []
     rest = block

@@ -5,44 +5,25 @@ Operators, indexing, rules and control flow use this interface and never the par
 """
 
 import abc
-import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard, TypeVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ._axes import (
-    Broadcast,
-    DynamicSlice,
-    Gather,
-    Operation,
-    Permute,
-    Reshape,
-    Reverse,
-    Role,
-    Slice,
-    Squeeze,
-)
 from ._materialise import materialise
+from ._parts import ArrayInParts
 
 
-class ImplicitArray(eqx.Module):
-    """An array in parts.
+class ImplicitArray(ArrayInParts):
+    """An array in parts: its value, its products, and methods of arrays."""
 
-    A subclass declares which logical axes each part has, in [`axes_of_parts`][], and
-    which of its static fields hold axes, in `roles`. All structural operations follow
-    from that. They are exact, never decode, and return an implicit array of the same
-    class, or `NotImplemented` if that is not possible.
-    """
-
-    # The static fields that hold axes, counted from the end, and the role of each.
-    roles: ClassVar[Mapping[str, Role]] = {}
+    # The classes, other than arrays, that a part may have.
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
 
     if TYPE_CHECKING:
         dtype: ClassVar[Any]  # A field or a property.
@@ -53,21 +34,12 @@ class ImplicitArray(eqx.Module):
 
     @property
     @abc.abstractmethod
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the array that the parts stand for, derived from the parts."""
-
-    @property
-    @abc.abstractmethod
     def is_whole(self) -> bool:
         """Whether no part is missing. `eqx.partition` removes parts, for example."""
 
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "..."]:
         """Return the array that the parts stand for, in floating point."""
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
 
     @property
     def size(self) -> int:
@@ -90,142 +62,14 @@ class ImplicitArray(eqx.Module):
                 "`eqx.partition` removed them, call `eqx.combine` first."
             )
 
-    def replace(self, **fields):
-        names = [field.name for field in dataclasses.fields(self)]
-        return type(self)(**{n: fields.get(n, getattr(self, n)) for n in names})
+    def problems(self) -> Iterator[str | Exception]:
+        """Yield each invariant that the parts violate. Parts from a file may be
+        arbitrary, and a product of parts that do not fit would read out of bounds.
 
-    #
-    # Structure
-    #
-
-    @abc.abstractmethod
-    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
-        """Return a dictionary with the axes of each part, by the name of its field.
-
-        `ndim` is the number of logical axes. `groups` has the axes that the fields in
-        `roles` hold, counted from the front. An implicit array among the parts must
-        have all logical axes.
+        The parts may be abstract. A check may rely on the checks before it.
         """
-
-    @property
-    @abc.abstractmethod
-    def blocked_axes(self) -> tuple[int, ...]:
-        """The axes that cannot be cut at every position, counted from the front."""
-
-    @property
-    @abc.abstractmethod
-    def whole_axes(self) -> int | None:
-        """The number of axes at the end that [`gather`][] does not index, or None if
-        lookups are not supported."""
-
-    @property
-    def groups(self) -> dict[str, list[int]]:
-        """The axes that the fields in `roles` hold, counted from the front."""
-        ndim = self.ndim
-        return {name: [a + ndim for a in getattr(self, name)] for name in self.roles}
-
-    def move(self, operation: Operation) -> Any:
-        """Apply a structural operation to every part."""
-        groups = self.groups
-        roles: Any = {name: (role, groups[name]) for name, role in self.roles.items()}
-        moved = operation.regroup(roles)
-        if moved is NotImplemented:
-            return NotImplemented
-        # Parts of all but "whole" axes are stored in the order of the logical axes.
-        order = {
-            n: a if self.roles[n] == "whole" else sorted(a) for n, a in moved.items()
-        }
-        ndim = operation.ndim
-        before = self.axes_of_parts(self.ndim, groups)
-        after = self.axes_of_parts(ndim, order)
-        parts = {}
-        for name, axes in before.items():
-            part = getattr(self, name)
-            if isinstance(part, ImplicitArray):
-                part = part.move(operation)
-            elif part is not None:
-                part = operation.on_part(part, axes, after[name])
-            if part is NotImplemented:
-                return NotImplemented
-            parts[name] = part
-        static = {n: tuple(axis - ndim for axis in axes) for n, axes in order.items()}
-        return self.replace(**parts, **static)
-
-    def permute(self, permutation: Sequence[int]) -> Any:
-        """As `lax.transpose`."""
-        return self.move(Permute(self.shape, tuple(permutation)))
-
-    def with_shape(self, shape: Sequence[int]) -> Any:
-        """As `lax.reshape`."""
-        return self.move(Reshape(self.shape, tuple(shape)))
-
-    def broadcast_in_dim(self, shape: Sequence[int], dimensions: Sequence[int]) -> Any:
-        """As `lax.broadcast_in_dim`."""
-        return self.move(Broadcast(self.shape, tuple(shape), tuple(dimensions)))
-
-    def slice(
-        self,
-        start: Sequence[int],
-        limit: Sequence[int],
-        strides: Sequence[int] | None = None,
-    ) -> Any:
-        """As `lax.slice`."""
-        strides = tuple(strides or (1,) * self.ndim)
-        return self.move(Slice(self.shape, tuple(start), tuple(limit), strides))
-
-    def dynamic_slice(self, start: Sequence[Any], sizes: Sequence[int]) -> Any:
-        """As `lax.dynamic_slice_p`: starts out of bounds are clamped, and negative
-        starts are out of bounds. Arrays among the starts have one dtype."""
-        dtype = jnp.result_type(*start) if len(start) else None
-        starts = tuple(jnp.asarray(i, dtype) for i in start)
-        return self.move(DynamicSlice(self.shape, starts, tuple(sizes)))
-
-    def reverse(self, dimensions: Sequence[int]) -> Any:
-        """As `lax.rev`."""
-        return self.move(Reverse(self.shape, tuple(dimensions)))
-
-    def drop_axes(self, dimensions: Sequence[int]) -> Any:
-        """As `lax.squeeze`, of axes that are not blocked."""
-        return self.move(Squeeze(self.shape, tuple(dimensions)))
-
-    def gather(
-        self, fn: Callable[[Array, Any], Array], ndim: int, fill: Any = None
-    ) -> Any:
-        """Look up along all axes except the last [`whole_axes`][].
-
-        **Arguments:**
-
-        - `fn`: `fn(x, fill)` looks up in an array whose whole axes are flattened into
-            its last. Where it reads out of bounds it returns `fill`.
-        - `ndim`: the number of axes of the result.
-        - `fill`: the value out of bounds: 0, NaN, or None for any value.
-        """
-        count = self.ndim - (self.whole_axes or 0)
-        new_count = ndim - (self.whole_axes or 0)
-        return self.move(Gather(self.shape, fn, fill, count, new_count))
-
-    def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
-        """As `lax.concatenate`: append arrays of the same structure to this one."""
-        groups = self.groups
-        if any(
-            dimension in groups[n] for n, role in self.roles.items() if role != "free"
-        ):
-            return NotImplemented
-        parts = {}
-        for name, axes in self.axes_of_parts(self.ndim, groups).items():
-            first, *rest = (getattr(x, name) for x in (self, *others))
-            if dimension not in axes:
-                return NotImplemented  # The parts of each array would need their own.
-            if isinstance(first, ImplicitArray):
-                part = first.concatenate(rest, dimension)
-            else:
-                place = axes.index(dimension)
-                join = lambda *arrays, place=place: lax.concatenate(arrays, place)
-                part = jax.tree.map(join, first, *rest)
-            if part is NotImplemented:
-                return NotImplemented
-            parts[name] = part
-        return self.replace(**parts)
+        if not self.is_whole:
+            yield f"{type(self).__name__} must have all of its parts."
 
     @abc.abstractmethod
     def with_dtype(self, dtype) -> Any:
@@ -247,24 +91,6 @@ class ImplicitArray(eqx.Module):
         """Replace whole rows. `rows` has the blocked axes, counted from the end. It is
         split into the same parts, and `fn(part, new)` puts each of them in place."""
         return NotImplemented
-
-    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Return a tree of the same structure with a `PartitionSpec` for each part,
-        which split the parts over the mesh as `spec` splits the array."""
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        entry = lambda axis: entries[axis] if isinstance(axis, int) else None
-        axes = self.axes_of_parts(self.ndim, self.groups)
-        specs = []
-        for field in dataclasses.fields(self):
-            part = getattr(self, field.name)
-            if isinstance(part, ImplicitArray):
-                part = part.split_specs(spec, mesh)
-                if part is NotImplemented:
-                    return NotImplemented
-                specs += jax.tree.leaves(part)
-            elif part is not None and field.name in axes:
-                specs.append(PartitionSpec(*map(entry, axes[field.name])))
-        return jax.tree.unflatten(jax.tree.structure(self), specs)
 
     #
     # Products
@@ -406,6 +232,18 @@ def _canonical_axis(axis: int, ndim: int) -> int:
     if not -ndim <= axis < ndim:
         raise ValueError(f"axis {axis} is out of range for an array of {ndim} axes.")
     return axis % ndim
+
+
+Class = TypeVar("Class", bound=type[ImplicitArray])
+
+# The classes of implicit arrays that checkpoints may contain, by name.
+stored_classes: dict[str, type[ImplicitArray]] = {}
+
+
+def stored(cls: Class) -> Class:
+    """Decorate a class of implicit arrays that checkpoints may contain."""
+    stored_classes[cls.__name__] = cls
+    return cls
 
 
 def is_implicit(x: Any) -> TypeGuard[ImplicitArray]:

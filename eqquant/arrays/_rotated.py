@@ -1,7 +1,7 @@
 """Arrays that are stored in a rotated basis."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeGuard
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from .._jax import parts_of, typed
 from ..partition import reshard_to
 from ._axes import Operation, Slice
 from ._hadamard import hadamard
+from ._implicit import stored
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
 
 
+@stored
 class RotatedArray(ArrayOperators):
     """A quantized array whose last blocked axis is rotated, block by block, by the
     Hadamard matrix (QuIP, arXiv 2307.13304; QuaRot, arXiv 2404.00456).
@@ -48,6 +50,8 @@ class RotatedArray(ArrayOperators):
     - `block`: the number of consecutive values that are rotated together, a power of
         two.
     """
+
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"base": (QuantizedArray,)}
 
     base: QuantizedArray
     block: int = eqx.field(static=True)
@@ -81,6 +85,13 @@ class RotatedArray(ArrayOperators):
         """Return the array in its original basis, in floating point."""
         self.check_whole()
         return hadamard(self.base.dequantize(), self.axis, self.block)
+
+    def problems(self) -> Iterator[str | Exception]:
+        yield from super().problems()
+        block, size = self.block, self.shape[self.axis]
+        is_power = type(block) is int and block > 0 and block & (block - 1) == 0
+        if not is_power or size % block:
+            yield f"block must be a power of two that divides {size}, got {block}."
 
     #
     # Structure

@@ -9,8 +9,8 @@ import numpy as np
 
 from .._jax import typed
 from ..formats import as_format, Format
-from ..trees import choose, Method, sites, tree_nbytes
-from ._options import base_of, gain, Option, Options, options_of
+from ..trees import base_of, choose, Method, sites, tree_nbytes
+from ._options import gain, Option, Options, options_of
 from ._statistics import Statistics
 
 

@@ -1,18 +1,24 @@
 """The calibration pass."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from .._jax import typed, warn
-from ..arrays import LoraArray, Observed, ObservedArray
-from ..trees import Choice, choose, replace_chosen, sites, with_progress
-from ._layout import Layout
-from ._statistics import Statistics, statistics_of
+from .._jax import typed, warn, wide_dtype
+from ..trees import (
+    Choice,
+    choose,
+    replace_base,
+    replace_chosen,
+    sites,
+    with_progress,
+)
+from ._statistics import matrix_axes_of, Statistics, WeightStatistics
+from .observed import Observed, ObservedArray
 
 
 _caller = "calibrate"
@@ -90,38 +96,36 @@ def calibrate(
             "weights with where, rules and min_size."
         )
     leaves = [site.leaf for site in sites(model)]
-    layouts, zeros = {}, {}
+    all_axes, zeros = {}, {}
     for choice in choices:
         leaf = leaves[choice.index]
-        layout = Layout.of(choice.axis, choice.out, choice.is_table, leaf.ndim)
-        lead = [leaf.shape[a] for a in layout.lead]
-        size = int(np.prod([leaf.shape[a] for a in layout.axes]))
-        dtype = jnp.promote_types(leaf.dtype, jnp.float32)
-        layouts[choice.path] = layout
-        zeros[choice.path] = Observed.nothing(lead, size, dtype)
+        axes = matrix_axes_of(choice, leaf.ndim)
+        stack = [leaf.shape[a] for a in axes.stack]
+        size = math.prod(leaf.shape[a] for a in axes.inputs)
+        dtype = wide_dtype(leaf.dtype)
+        all_axes[choice.path] = axes
+        zeros[choice.path] = Observed.zeros(stack, size, dtype)
 
-    def observed(model, seen):
-        def one(leaf, choice: Choice):
-            if isinstance(leaf, LoraArray):
-                return leaf.replace(base=one(leaf.base, choice))
-            layout = layouts[choice.path]
-            base, of_leaf = jnp.asarray(leaf), seen[choice.path]
-            return ObservedArray(base, of_leaf, layout.axes, layout.lead, every_row)
+    def observed(model, sums):
+        def observe(leaf, choice: Choice):
+            axes, weight_sums = all_axes[choice.path], sums[choice.path]
+            args = weight_sums, axes.inputs, axes.stack, every_row
+            return replace_base(lambda w: ObservedArray(jnp.asarray(w), *args), leaf)
 
-        return replace_chosen(one, model, choices, caller=_caller)
+        return replace_chosen(observe, model, choices, caller=_caller)
 
     @eqx.filter_jit
     def step(total, model, batch, key):
         def project(zeros):
             return _project(fn(observed(model, zeros), batch), key)
 
-        seen = jax.grad(project)(zeros)
+        sums = jax.grad(project)(zeros)
         is_finite = jax.tree.map(
             lambda x: jnp.all(jnp.isfinite(x.gram)) & jnp.all(jnp.isfinite(x.power)),
-            seen,
+            sums,
             is_leaf=lambda x: isinstance(x, Observed),
         )
-        return jax.tree.map(jnp.add, total, seen), is_finite
+        return jax.tree.map(jnp.add, total, sums), is_finite
 
     work = sum(x.gram.size for x in zeros.values())
     work *= len(batches) if isinstance(batches, Sized) else 1
@@ -141,9 +145,15 @@ def calibrate(
         raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
     stats = {}
     for choice in choices:
-        shape, layout = leaves[choice.index].shape, layouts[choice.path]
-        seen = total[choice.path]
-        stats[choice.path] = statistics_of(seen, shape, layout, choice.is_table)
+        sums, shape = total[choice.path], tuple(leaves[choice.index].shape)
+        stats[choice.path] = WeightStatistics(
+            sums.gram,
+            sums.rows,
+            sums.power,
+            shape,
+            all_axes[choice.path],
+            choice.is_table,
+        )
     if missing := [path for path, known in stats.items() if not known.is_reached]:
         warn(
             f"{_caller}: the data never reached {missing}. They will be rounded "

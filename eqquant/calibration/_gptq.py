@@ -10,9 +10,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..arrays import encode, QuantizedArray
+from ..arrays import encode, MatrixAxes, QuantizedArray
 from ..formats import float_scales, Format, ShortScales
-from ._layout import Layout
 
 
 # With large outliers among the inputs, small damping would fit noise.
@@ -31,7 +30,7 @@ def gptq(
     array: Float[Array, "..."],
     plain: QuantizedArray,
     gram: Float[Array, "*lead size size"],
-    layout: Layout,
+    axes: MatrixAxes,
 ) -> QuantizedArray:
     """Quantize `array` to the format of `plain` by GPTQ.
 
@@ -39,10 +38,10 @@ def gptq(
     both on the calibration data, whose Gram matrix is `gram`.
     """
     shape, format = array.shape, plain.format
-    weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
-    rounded = layout.as_matrices(plain.dequantize().astype(jnp.float32))
+    weights = axes.as_matrices(jnp.asarray(array).astype(jnp.float32))
+    rounded = axes.as_matrices(plain.dequantize().astype(jnp.float32))
     scales = jax.tree.map(
-        lambda part: layout.scales_as_matrices(part, shape), plain.scales
+        lambda part: axes.scales_as_matrices(part, shape), plain.scales
     )
     grams = gram.reshape(-1, *gram.shape[-2:])
     limit = float(jnp.finfo(array.dtype).max)
@@ -55,8 +54,8 @@ def gptq(
         )
         values.append(value)
         new.append(scale)
-    given = layout.scales_from_matrices(jnp.stack(new), shape)
-    decoded = layout.from_matrices(jnp.stack(values), shape)
+    given = axes.scales_from_matrices(jnp.stack(new), shape)
+    decoded = axes.from_matrices(jnp.stack(values), shape)
     # Each value is a level times its scale, so encoding is exact.
     given = given.astype(format.scale_dtype)
     q, _ = encode(decoded, format, plain.axes, given)

@@ -10,12 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ..arrays import canonical_axes, LoraArray, quantize, rotated
+from ..arrays import MatrixAxes, quantize, rotated
 from ..formats import Format
-from ..trees import Choice, tree_nbytes
+from ..trees import base_of, Choice, tree_nbytes
 from ._gptq import has_nearest
-from ._layout import Layout
-from ._statistics import Statistics, WeightStatistics
+from ._statistics import matrix_axes_of, Statistics, WeightStatistics
 
 
 # The number of outputs of a weight, or rows of a table, for the estimate of the error.
@@ -42,10 +41,6 @@ class Options:
     hull: tuple[Option, ...]
 
 
-def base_of(leaf: Any) -> Any:
-    return leaf.base if isinstance(leaf, LoraArray) else leaf
-
-
 def gain(less: Option, more: Option) -> float:
     return (less.loss - more.loss) / (more.nbytes - less.nbytes)
 
@@ -59,13 +54,12 @@ def options_of(
     rotate: bool,
 ) -> Options:
     array = jnp.asarray(base_of(leaf))
-    axes = canonical_axes(choice.axis, array.ndim)
-    layout = Layout.of(choice.axis, choice.out, choice.is_table, array.ndim)
-    some = _some_outputs(array, layout)
-    turned, block = rotated(some, axes[-1]) if rotate else (some, 1)
+    axes = matrix_axes_of(choice, array.ndim)
+    some = _some_outputs(array, axes)
+    turned, block = rotated(some, axes.inputs[-1]) if rotate else (some, 1)
     known = stats.weights.get(choice.path)
     loss_of = lambda error, by_gptq: 0.0
-    if known is not None and known.is_reached and known.layout == layout:
+    if known is not None and known.is_reached and known.axes == axes:
         loss_of = _losses(known, block)
     found = []
     for format in formats:
@@ -85,13 +79,13 @@ def options_of(
     return Options(choice.path, array.size, choice.axis, tuple(hull))
 
 
-def _some_outputs(array: Float[Array, "..."], layout: Layout) -> Float[Array, "..."]:
+def _some_outputs(array: Float[Array, "..."], axes: MatrixAxes) -> Float[Array, "..."]:
     """Return evenly spaced outputs, if there are more than needed."""
-    outs = [a for a in range(-array.ndim, 0) if a not in {*layout.axes, *layout.lead}]
-    if not outs or array.shape[outs[0]] <= _outputs:
+    if not axes.outputs or array.shape[axes.outputs[0]] <= _outputs:
         return array
-    at = np.linspace(0, array.shape[outs[0]] - 1, _outputs).round().astype(np.int32)
-    return jnp.take(array, at, axis=outs[0])
+    last = array.shape[axes.outputs[0]] - 1
+    indices = np.linspace(0, last, _outputs).round().astype(np.int32)
+    return jnp.take(array, indices, axis=axes.outputs[0])
 
 
 def _losses(
@@ -109,7 +103,7 @@ def _losses(
 
     def loss(error, by_gptq):
         errors = errors_of(error, by_gptq)
-        outputs = known.layout.as_matrices(error).shape[1]
+        outputs = known.axes.as_matrices(error).shape[1]
         if known.is_table:
             return float(np.sum(errors) / outputs)
         return float(np.sum(power / np.maximum(rows * outputs, 1) * errors))

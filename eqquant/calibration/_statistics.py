@@ -13,16 +13,14 @@ from .._jax import is_traced, warn
 from ..arrays import (
     hadamard,
     is_implicit,
-    LoraArray,
-    Observed,
+    MatrixAxes,
     quantize,
     QuantizedArray,
     RotatedArray,
 )
 from ..formats import Format
-from ..trees import AbstractCalibration, Choice
+from ..trees import AbstractCalibration, base_of, Choice
 from ._gptq import conditional_variances, gptq, has_nearest
-from ._layout import Layout
 from ._weighted import can_weigh, weighted
 
 
@@ -45,42 +43,37 @@ class WeightStatistics(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`, float32: the sum of outer products of the input
+    - `gram`: `(*stack, size, size)`, float32: the sum of outer products of the input
         rows of each matrix, `X^T X`. For a table, `X` contains the gradients with
         respect to the looked-up rows.
-    - `rows`: `(*lead)`: the number of rows.
-    - `power`: `(*lead)`: the sum of squared gradients with respect to the products of
-        these rows (for a table, with respect to the rows). The differentiated function
-        is the sum of the model's results with random signs.
+    - `rows`: `(*stack)`: the number of rows.
+    - `power`: `(*stack)`: the sum of squared gradients with respect to the products,
+        or to the rows of a table. The differentiated function is the sum of the model's
+        results with random signs.
     - `shape`: the shape of the weight.
-    - `axes`, `lead`: the contracted axes and the stacked axes, counted from the end.
+    - `axes`: the input axes, output axes and stacked axes of the weight.
     - `is_table`: whether the layer looks up rows.
     """
 
-    gram: Float[Array, "*lead size size"]
-    rows: Float[Array, "*lead"]
-    power: Float[Array, "*lead"]
+    gram: Float[Array, "*stack size size"]
+    rows: Float[Array, "*stack"]
+    power: Float[Array, "*stack"]
     shape: tuple[int, ...] = eqx.field(static=True)
-    axes: tuple[int, ...] = eqx.field(static=True)
-    lead: tuple[int, ...] = eqx.field(static=True)
+    axes: MatrixAxes = eqx.field(static=True)
     is_table: bool = eqx.field(static=True)
-
-    @property
-    def layout(self) -> Layout:
-        return Layout(self.axes, self.lead)
 
     @property
     def is_reached(self) -> bool:
         return bool(np.any(np.asarray(self.rows) > 0))
 
-    def gram_rotated(self, block: int) -> Float[Array, "*lead size size"]:
+    def gram_rotated(self, block: int) -> Float[Array, "*stack size size"]:
         if block == 1:
             return self.gram
         return hadamard(hadamard(self.gram, -1, block), -2, block)
 
     def output_errors(self, error: Float[Array, "..."]) -> Float[Array, " stack"]:
         """Return the sum of squared products of an array with the rows, per matrix."""
-        e = self.layout.as_matrices(jnp.asarray(error).astype(jnp.float32))
+        e = self.axes.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
         return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
 
@@ -97,7 +90,7 @@ class WeightStatistics(eqx.Module):
         variances = np.stack([conditional_variances(gram) for gram in grams])
 
         def expected(error, by_gptq):
-            e = np.asarray(self.layout.as_matrices(error), np.float64)
+            e = np.asarray(self.axes.as_matrices(error), np.float64)
             if by_gptq:
                 return np.sum(np.sum(e * e, 1) * variances, -1)
             return np.sum((e @ grams) * e, (-1, -2))
@@ -177,7 +170,7 @@ class Statistics(AbstractCalibration):
         known = self.weights.get(choice.path)
         if known is None or not known.is_reached:
             return False
-        return Layout.of(choice.axis, choice.out, choice.is_table, ndim) == known.layout
+        return matrix_axes_of(choice, ndim) == known.axes
 
     def quantize(
         self, array: Any, choice: Choice, rotation: int, check_finite: bool
@@ -190,23 +183,20 @@ class Statistics(AbstractCalibration):
             array, choice.format, axis=choice.axis, check_finite=check_finite
         )
         method = gptq if has_nearest(choice.format) else weighted
-        return method(array, plain, gram, known.layout)
+        return method(array, plain, gram, known.axes)
 
     def output_errors(
         self, path: str, array: Any, source: Any
     ) -> tuple[float, float] | None:
         known = self.weights.get(path)
-        q = array.base if isinstance(array, LoraArray) else array
-        if isinstance(source, LoraArray):
-            source = source.base
+        q, source = base_of(array), base_of(source)
         if known is None or not known.is_reached or is_implicit(source):
             return None
         stored = q.base if isinstance(q, RotatedArray) else q
         source = jnp.asarray(source)
         if not isinstance(stored, QuantizedArray) or stored.shape != source.shape:
             return None
-        axes = stored.axes
-        plain = quantize(source, stored.format, axis=axes, check_finite=False)
+        plain = quantize(source, stored.format, axis=stored.axes, check_finite=False)
         squared = lambda x: max(float(jnp.sum(known.output_errors(x))), 0.0)
         norm = squared(source)
         relative = lambda x: math.sqrt(squared(x - source) / norm) if norm else 0.0
@@ -217,15 +207,13 @@ def _uses_data(format: Format) -> bool:
     return has_nearest(format) or can_weigh(format)
 
 
-def statistics_of(
-    seen: Observed, shape: Sequence[int], layout: Layout, is_table: bool
-) -> WeightStatistics:
-    return WeightStatistics(
-        seen.gram,
-        seen.rows,
-        seen.power,
-        tuple(shape),
-        layout.axes,
-        layout.lead,
-        is_table,
-    )
+def matrix_axes_of(choice: Choice, ndim: int) -> MatrixAxes:
+    """Return the axes of a weight.
+
+    If its layer declares no output axis, this is the last axis that is not contracted.
+    In a table, all axes that are not contracted are outputs.
+    """
+    if choice.out is not None or choice.is_table:
+        return MatrixAxes.of(ndim, choice.axis, choice.out)
+    axes = MatrixAxes.of(ndim, choice.axis)
+    return MatrixAxes(axes.inputs, axes.outputs[-1:], axes.outputs[:-1])

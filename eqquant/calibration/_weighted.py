@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..arrays import encode, in_blocks, QuantizedArray
+from ..arrays import encode, in_blocks, MatrixAxes, QuantizedArray
 from ..formats import FittedFormat, Format
-from ._layout import Layout
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
@@ -22,7 +21,7 @@ def weighted(
     array: Float[Array, "..."],
     plain: QuantizedArray,
     gram: Float[Array, "*lead size size"],
-    layout: Layout,
+    axes: MatrixAxes,
 ) -> QuantizedArray:
     """Quantize `array` to the format of `plain`, with weighted errors.
 
@@ -32,7 +31,7 @@ def weighted(
     """
     shape, format = array.shape, plain.format
     assert can_weigh(format)
-    weights = layout.as_matrices(jnp.asarray(array).astype(jnp.float32))
+    weights = axes.as_matrices(jnp.asarray(array).astype(jnp.float32))
     grams = gram.reshape(-1, *gram.shape[-2:])
     squares = jnp.diagonal(grams, axis1=-2, axis2=-1)
     limit = float(jnp.finfo(array.dtype).max)
@@ -40,16 +39,16 @@ def weighted(
     fitted = jax.vmap(jax.vmap(of_row, (0, None)))(weights, squares)
 
     def stored(parts):
-        return jax.tree.map(lambda p: layout.scales_from_matrices(p, shape), parts)
+        return jax.tree.map(lambda p: axes.scales_from_matrices(p, shape), parts)
 
     def loss(q: QuantizedArray):
-        error = layout.as_matrices(q.dequantize().astype(jnp.float32)) - weights
+        error = axes.as_matrices(q.dequantize().astype(jnp.float32)) - weights
         return jnp.sum(jnp.matmul(error, grams, precision="highest") * error, -1)
 
     new, _ = encode(array, format, plain.axes, stored(fitted))
     better = (loss(new) < loss(plain))[..., None]
     old = plain.scales, plain.offsets
-    old = jax.tree.map(lambda part: layout.scales_as_matrices(part, shape), old)
+    old = jax.tree.map(lambda part: axes.scales_as_matrices(part, shape), old)
     best = jax.tree.map(lambda a, b: jnp.where(better, a, b), fitted, old)
     return encode(array, format, plain.axes, stored(best))[0]
 

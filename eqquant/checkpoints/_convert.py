@@ -32,7 +32,7 @@ from .files import (
     index_of,
     KEY,
     Path,
-    read_layout,
+    read_manifest,
     replacing,
     Shard,
     Source,
@@ -262,9 +262,9 @@ def _is_done(path: pathlib.Path, shard: Shard, leaves: Sequence[Leaf]) -> bool:
         return False
     try:
         with TensorFile(path) as file:
-            layout = read_layout(file)
+            manifest = read_manifest(file)
             stored = {(t.name, t.dtype, t.shape) for t in file.tensors.values()}
     except ValueError:
         return False
     planned = {(p.name, p.dtype, p.shape) for leaf in leaves for p in leaf.parts}
-    return layout is not None and layout.shard == shard and stored == planned
+    return manifest is not None and manifest.shard == shard and stored == planned

@@ -5,17 +5,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import (
-    is_implicit,
-    LoraArray,
-    RotatedArray,
-    StraightThroughArray,
-    without_unsaved,
-)
+from ..arrays import is_implicit, quantized_arrays, without_unsaved
 from ..formats import Format
 from ..trees import match_layers, Site, sites
 from .files import Path, Source, to_jax
@@ -217,15 +210,8 @@ def _compare(found: Any, site: Site, where: str) -> None:
 
 def _describe(leaf: Any) -> str:
     if is_implicit(leaf):
-        wrapper = ""
-        if isinstance(leaf, LoraArray):
-            wrapper = f" with an adapter of rank {leaf.rank}"
-        elif isinstance(leaf, StraightThroughArray):
-            wrapper = " with a straight-through estimator"
-        elif isinstance(leaf, RotatedArray):
-            wrapper = f" rotated in blocks of {leaf.block}"
-        format = getattr(leaf, "format", None) or "an array"
-        return f"{format!r}{wrapper}, {jnp.dtype(leaf.dtype).name}{list(leaf.shape)}"
+        formats = {repr(q.format) for q in quantized_arrays(leaf)}
+        return " in ".join([repr(leaf), *formats])
     if is_array(leaf):
         return f"an array {leaf.dtype}{list(leaf.shape)}"
     return repr(leaf)

@@ -7,7 +7,7 @@ import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .._jax import parts_of, warn
-from ..arrays import is_implicit, is_quantized
+from ..arrays import is_implicit, quantized_arrays
 from ..partition import names_of
 from ..trees import Rules, Site, sites
 
@@ -118,6 +118,5 @@ def _unit(leaf: Any, axis: int) -> str:
     """Return the reason why an axis can only be split at some positions."""
     if not is_implicit(leaf) or axis not in leaf.blocked_axes:
         return ""
-    arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))
-    sizes = [q.format.block_size or q.format.group for q in arrays]
+    sizes = [q.format.block_size or q.format.group for q in quantized_arrays(leaf)]
     return f", between blocks of {sizes[0]}" if sizes else ""

@@ -18,6 +18,7 @@ from ._straight_through import (
     learned_scales as learned_scales,
     straight_through as straight_through,
 )
+from ._straight_through_array import StraightThroughArray as StraightThroughArray
 
 
 __all__ = [

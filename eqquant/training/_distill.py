@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from .._jax import typed
+from .._jax import typed, wide_dtype
 from ..trees import with_progress
 from ._fake_quantize import FakeQuantized
 
@@ -280,7 +280,7 @@ def _put(trained: Any, student: Any) -> Any:
 
 
 def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x.astype(wide_dtype(x.dtype))
 
 
 def _floats(outputs: Any) -> list[Array]:

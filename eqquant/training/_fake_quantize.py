@@ -19,13 +19,13 @@ from ..arrays import (
     QuantizedArray,
     rotated,
     RotatedArray,
-    straight_through_value,
 )
 from ..formats import Format
 from ..kernels import as_compute, Compute
 from ..sharding import check_spec, QuantizesLater, Split
 from ..trees import Choice, choose, replace_chosen, sites, Tree
 from ._straight_through import learned_start, make_trainable, straight_through
+from ._straight_through_array import straight_through_value
 
 
 @typed

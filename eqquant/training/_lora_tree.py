@@ -3,7 +3,7 @@
 import math
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,9 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PRNGKeyArray
 
-from .._jax import typed, warn
-from ..arrays import is_implicit, LoraArray
-from ..trees import Choice, choose_among, replace_chosen, Rules, Site, Tree, Weight
+from .._jax import typed, warn, wide_dtype
+from ..arrays import is_implicit, LoraArray, MatrixAxes
+from ..trees import (
+    Axis,
+    Choice,
+    choose_among,
+    replace_chosen,
+    Rules,
+    Site,
+    Tree,
+    Weight,
+)
 from ._dropout import split_key
 
 
@@ -126,7 +135,7 @@ def lora_tree(
             return False
         if isinstance(leaf, LoraArray):  # Raises an error below.
             return True
-        if rank > min(_fold(leaf, kind.axis, kind.out).sizes):
+        if rank > min(_matrix_shape(leaf, _axes_of(leaf, kind.axis, kind.out))):
             left_out.append(site.path)
             return False
         return True
@@ -181,59 +190,48 @@ def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> Lo
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(f"an adapter needs a floating-point weight, not {leaf.dtype}.")
     base = leaf if is_implicit(leaf) else jnp.asarray(leaf)
-    fold = _fold(base, choice.axis, choice.out)
-    lead, in_shape, out_shape = fold.shapes
-    in_size, out_size = fold.sizes
+    axes = _axes_of(base, choice.axis, choice.out)
+    outputs, inputs = _matrix_shape(base, axes)
     rank = choice.what
-    if rank > min(in_size, out_size):
+    if rank > min(outputs, inputs):
         raise ValueError(
-            f"rank {rank} is larger than a dimension of the weight, which is "
-            f"({out_size}, {in_size}) after folding. Give it a smaller one, or none, "
-            "by a rule."
+            f"rank {rank} is larger than a dimension of the weight, which is the "
+            f"matrix ({outputs}, {inputs}) after merging axes. Pass a smaller rank or "
+            "None in a rule."
         )
-    dtype = jnp.promote_types(base.dtype, jnp.float32)
-    a = jax.random.normal(key, (*lead, rank, *in_shape), dtype) / math.sqrt(in_size)
-    b = jnp.zeros((*lead, *out_shape, rank), dtype)
+    dtype = wide_dtype(base.dtype)
+    stack, in_shape, out_shape = (
+        [base.shape[axis] for axis in group]
+        for group in (axes.stack, axes.inputs, axes.outputs)
+    )
+    a = jax.random.normal(key, (*stack, rank, *in_shape), dtype) / math.sqrt(inputs)
+    b = jnp.zeros((*stack, *out_shape, rank), dtype)
     return LoraArray(
         base=base,
         a=a,
         b=b,
-        key=split_key(jax.random.fold_in(key, 0), lead) if dropout else None,
+        key=split_key(jax.random.fold_in(key, 0), stack) if dropout else None,
         scale=scale,
         dropout=dropout,
-        in_axes=fold.ins,
-        out_axes=fold.outs,
+        in_axes=axes.inputs,
+        out_axes=axes.outputs,
     )
 
 
-class _Fold(NamedTuple):
-    """A weight as a matrix: its input axes and output axes, counted from the end, and
-    the sizes of leading, input and output axes."""
-
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    shapes: tuple[list[int], list[int], list[int]]
-
-    @property
-    def sizes(self) -> tuple[int, int]:
-        _, ins, outs = self.shapes
-        return math.prod(ins), math.prod(outs)
-
-
-def _fold(weight, axis: int | tuple[int, ...], out: int | None) -> _Fold:
-    ndim, axes = weight.ndim, (axis,) if isinstance(axis, int) else tuple(axis)
-    if not all(-ndim <= i < ndim for i in axes):
-        raise ValueError(f"axis {axis} is not one of an array of {ndim} axes.")
-    ins = tuple(sorted(i % ndim - ndim for i in axes))
-    others = tuple(i for i in range(-ndim, 0) if i not in ins)
-    outs = others if out is None else (out,)
-    if not outs or not ins:
+def _axes_of(weight, axis: Axis, out: int | None) -> MatrixAxes:
+    axes = MatrixAxes.of(weight.ndim, axis, out)
+    if not axes.outputs:
         raise ValueError(
-            f"an adapter needs a weight with axes to contract and others to put out, "
-            f"but of shape {weight.shape} it contracts {axis}."
+            f"an adapter needs a weight with input axes and output axes, but the axes "
+            f"{axis} of the shape {weight.shape} are all inputs."
         )
-    lead = tuple(i for i in others if i not in outs)
-    lead, in_shape, out_shape = (
-        [weight.shape[i] for i in axes] for axes in (lead, ins, outs)
+    return axes
+
+
+def _matrix_shape(weight, axes: MatrixAxes) -> tuple[int, int]:
+    """Return the numbers of outputs and inputs."""
+    outputs, inputs = (
+        math.prod(weight.shape[axis] for axis in group)
+        for group in (axes.outputs, axes.inputs)
     )
-    return _Fold(ins, outs, (lead, in_shape, out_shape))
+    return outputs, inputs

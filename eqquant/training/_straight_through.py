@@ -10,17 +10,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from .._jax import typed
+from .._jax import typed, wide_dtype
 from ..arrays import (
     no_problem,
     quantize,
     QuantizedArray,
-    straight_through_value,
-    StraightThroughArray,
 )
 from ..formats import as_format, Binary, float_scales, Format, Int8, num_codes
 from ..kernels import Compute
 from ._round_trip import has_round_trip, round_trip
+from ._straight_through_array import straight_through_value, StraightThroughArray
 
 
 @typed
@@ -271,14 +270,10 @@ def _highest(format: Format) -> int | float:
     return format.highest_level or format.largest_level
 
 
-def _wide(dtype):
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _levels(q: QuantizedArray) -> Float[Array, "..."]:
     """Return each value of `q` in units of its scale."""
     return q.replace(
-        scales=jnp.ones_like(q.scales), offsets=None, dtype=_wide(q.dtype)
+        scales=jnp.ones_like(q.scales), offsets=None, dtype=wide_dtype(q.dtype)
     ).dequantize()
 
 
@@ -292,9 +287,11 @@ def _spread(
     ones = jnp.ones((*q.codes.shape[:-1], format.padded(size)), format.code_dtype)
     return q.replace(
         codes=ones,
-        scales=jnp.broadcast_to(scales.astype(_wide(scales.dtype)), q.scales.shape),
+        scales=jnp.broadcast_to(
+            scales.astype(wide_dtype(scales.dtype)), q.scales.shape
+        ),
         offsets=None,
         format=format,
-        dtype=_wide(q.dtype),
+        dtype=wide_dtype(q.dtype),
         padding=format.padded(size) - size,
     ).dequantize()

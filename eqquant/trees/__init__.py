@@ -7,9 +7,11 @@ and `_jax`.
 
 from ._calibration import AbstractCalibration as AbstractCalibration
 from ._choice import (
+    base_of as base_of,
     Choice as Choice,
     choose as choose,
     choose_among as choose_among,
+    replace_base as replace_base,
     replace_chosen as replace_chosen,
     too_small as too_small,
 )

@@ -65,7 +65,7 @@ def choose(
     """
 
     def is_float(leaf):
-        leaf = leaf.base if isinstance(leaf, LoraArray) else leaf
+        leaf = base_of(leaf)
         return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
     def is_worth_it(site: Site, kind: Weight, format: Format) -> bool:
@@ -161,6 +161,18 @@ def _filter_mask(where: Any, tree: Any, caller: str) -> list[bool]:
 def leaves_of(model: Any) -> list:
     """Return the leaves that [`Choice`][] counts. Implicit arrays are leaves."""
     return jax.tree.leaves(model, is_leaf=is_implicit)
+
+
+def base_of(leaf: Any) -> Any:
+    """Return the weight below an adapter, or the leaf if it has no adapter."""
+    return leaf.base if isinstance(leaf, LoraArray) else leaf
+
+
+def replace_base(fn: Callable[[Any], Any], leaf: Any) -> Any:
+    """Replace a leaf, or the weight below an adapter, by `fn` of it."""
+    if isinstance(leaf, LoraArray):
+        return leaf.replace(base=fn(leaf.base))
+    return fn(leaf)
 
 
 def replace_chosen(

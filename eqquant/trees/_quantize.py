@@ -11,7 +11,6 @@ from ..arrays import (
     canonical_axes,
     dequantize,
     is_quantized,
-    LoraArray,
     quantize,
     rotated,
     RotatedArray,
@@ -19,7 +18,7 @@ from ..arrays import (
 from ..formats import Format
 from ..kernels import as_compute, Compute
 from ._calibration import AbstractCalibration
-from ._choice import Choice, choose, leaves_of, replace_chosen
+from ._choice import Choice, choose, leaves_of, replace_base, replace_chosen
 from ._layers import match_layers
 from ._progress import with_progress
 from ._report import report
@@ -154,20 +153,22 @@ def quantize_tree(
             compute=choice.compute or compute,
         )
 
-    def one(leaf, choice: Choice):
-        if isinstance(leaf, LoraArray):
-            return leaf.replace(base=one(leaf.base, choice))
-        if not rotate or not leaf.ndim:
-            return rounded(leaf, choice, 1)
-        turned, block = rotated(leaf, canonical_axes(choice.axis, leaf.ndim)[-1])
+    def quantize_weight(weight, choice: Choice):
+        if not rotate or not weight.ndim:
+            return rounded(weight, choice, 1)
+        axis = canonical_axes(choice.axis, weight.ndim)[-1]
+        rotated_weight, block = rotated(weight, axis)
         if block == 1:
-            return rounded(leaf, choice, 1)
-        q = rounded(turned, choice, block)
-        return RotatedArray(q.replace(dtype=jnp.dtype(leaf.dtype)), block)
+            return rounded(weight, choice, 1)
+        q = rounded(rotated_weight, choice, block)
+        return RotatedArray(q.replace(dtype=jnp.dtype(weight.dtype)), block)
+
+    def quantize_leaf(leaf, choice: Choice):
+        return replace_base(lambda weight: quantize_weight(weight, choice), leaf)
 
     elements = sum(leaves[choice.index].size for choice in choices)
     shown = with_progress(choices, elements, progress, caller=caller)
-    return replace_chosen(one, model, shown, caller=caller)
+    return replace_chosen(quantize_leaf, model, shown, caller=caller)
 
 
 def warn_of_nothing(model: Any, caller: str) -> None:

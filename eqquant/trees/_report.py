@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._jax import typed
-from ..arrays import ImplicitArray, is_implicit, is_quantized, LoraArray
+from ..arrays import ImplicitArray, is_implicit, is_quantized
 from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
-from ._choice import stored_bytes, too_small
+from ._choice import base_of, stored_bytes, too_small
 from ._conventions import Weight
 from ._results import results_error
 from ._roles import classify
@@ -239,7 +239,7 @@ def row_of(
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
     # A weight with an adapter: the format of the base, and the bytes of both.
-    stored = leaf.base if isinstance(leaf, LoraArray) else leaf
+    stored = base_of(leaf)
     format = stored.format if is_quantized(stored) else None
     reason = _why_not(site) if format is None else _costs(bits, format)
     error = sqnr = None

@@ -8,6 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
+from .._jax import wide_dtype
+
 
 def results_error(
     fn: Callable, model: Any, original: Any, batches: Iterable, caller: str
@@ -20,7 +22,7 @@ def results_error(
     @eqx.filter_jit
     def measure(model, original, batch):
         results = [_floats(fn(tree, batch)) for tree in (model, original)]
-        square = lambda x: jnp.sum(jnp.square(jnp.abs(x.astype(_wide(x)))))
+        square = lambda x: jnp.sum(jnp.square(jnp.abs(x.astype(wide_dtype(x.dtype)))))
         error = sum(square(a - b) for a, b in zip(*results, strict=True))
         return jnp.asarray(error), jnp.asarray(sum(map(square, results[1])))
 
@@ -33,7 +35,3 @@ def results_error(
 
 def _floats(results: Any) -> list:
     return [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]
-
-
-def _wide(x):
-    return jnp.promote_types(x.dtype, jnp.float32)

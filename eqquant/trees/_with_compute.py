@@ -3,10 +3,8 @@
 import dataclasses
 from typing import Any
 
-import jax
-
 from .._jax import typed
-from ..arrays import QuantizedArray
+from ..arrays import quantized_arrays, QuantizedArray, replace_quantized
 from ..kernels import Compute
 from ._sites import Tree
 
@@ -22,9 +20,7 @@ def with_compute(tree: Tree, **fields: Any) -> Tree:
         ```python
         import equinox as eqx
         import eqquant
-        import jax
-
-        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+                model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
         model = eqquant.quantize_tree(model, "int8", precision="default")
         exact = eqquant.with_compute(model, precision="highest")
         assert exact.layers[0].weight.compute.precision == "highest"
@@ -56,21 +52,13 @@ def with_compute(tree: Tree, **fields: Any) -> Tree:
             f"eqquant.kernels.Compute, which are {', '.join(names)}."
         )
     Compute(**fields)  # Check the values, even if there is no quantized array.
-    count = 0
-
-    def change(leaf: Any) -> Any:
-        nonlocal count
-        if not isinstance(leaf, QuantizedArray):
-            return leaf
-        count += 1
-        compute = dataclasses.replace(leaf.compute, **fields)
-        return leaf.with_static(compute=compute)
-
-    is_leaf = lambda x: isinstance(x, QuantizedArray)
-    out = jax.tree.map(change, tree, is_leaf=is_leaf)
-    if not count:
+    if not quantized_arrays(tree):
         raise ValueError(
             "with_compute: tree must contain quantized arrays, but has none. Quantize "
             "it first, for example with eqquant.quantize_tree."
         )
-    return out
+
+    def change(q: QuantizedArray) -> QuantizedArray:
+        return q.with_static(compute=dataclasses.replace(q.compute, **fields))
+
+    return replace_quantized(change, tree)

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
-from eqquant.arrays import LoraArray, StraightThroughArray
+from eqquant.arrays import LoraArray
+from eqquant.training import StraightThroughArray
 from helpers import assert_close, assert_identical, pairs, strict
 from jax import lax
 

@@ -9,11 +9,12 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .. import _plain as plain
-from .._implicit import is_implicit
+from .._implicit import is_implicit, stored
 from ._adapter import add_adapter, contract_adapter
 from ._structure import AbstractLoraArray
 
 
+@stored
 class LoraArray(AbstractLoraArray):
     """A weight and a low-rank adapter: `base + scale * b @ a` (LoRA, arXiv 2106.09685).
 

@@ -1,15 +1,18 @@
 """The fields of a weight with an adapter, and the axes of its parts."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Shaped
 
 from .. import _plain as plain
 from .._axes import Axes, Role
 from .._implicit import ImplicitArray, is_implicit
+from .._matrices import other_axes, problems_of_axes
 from .._operators import ArrayOperators
 
 
@@ -17,6 +20,11 @@ class AbstractLoraArray(ArrayOperators):
     """The fields of a [`eqquant.arrays.LoraArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"in_axes": "free", "out_axes": "free"}
+
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "base": (ImplicitArray,),
+        "key": (type(None),),
+    }
 
     base: Any
     a: Float[Array, "..."]
@@ -52,8 +60,32 @@ class AbstractLoraArray(ArrayOperators):
     @property
     def lead_axes(self) -> tuple[int, ...]:
         """The axes that the base, `a` and `b` share."""
-        others = {axis + self.ndim for axis in (*self.in_axes, *self.out_axes)}
-        return tuple(axis for axis in range(self.ndim) if axis not in others)
+        return other_axes(self.ndim, self.in_axes, self.out_axes)
+
+    def problems(self) -> Iterator[str | Exception]:
+        yield from super().problems()
+        if isinstance(self.base, AbstractLoraArray):
+            yield "base must not have an adapter."
+        yield from problems_of_axes((*self.in_axes, *self.out_axes), self.ndim)
+        for axes in (self.in_axes, self.out_axes):
+            if not axes or axes != tuple(sorted(axes)):
+                yield f"axes must be in ascending order, got {axes}."
+        if not self.b.ndim:
+            yield "b must have at least one axis."
+        for name, axes in self.factors.items():
+            part = getattr(self, name)
+            expected = tuple(self.rank if i is None else self.shape[i] for i in axes)
+            if part.shape != expected:
+                yield f"{name} must have the shape {expected}, got {part.shape}."
+            kind = jax.dtypes.prng_key if name == "key" else jnp.floating
+            if not jnp.issubdtype(part.dtype, kind):
+                yield f"{name} must be {kind.__name__}, got {part.dtype}."
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            yield f"base must be floating point, got {self.dtype}."
+        if not math.isfinite(self.scale):
+            yield f"scale must be finite, got {self.scale}."
+        if not 0 <= self.dropout < 1:
+            yield f"dropout must be in [0, 1), got {self.dropout}."
 
     #
     # Structure
@@ -68,12 +100,12 @@ class AbstractLoraArray(ArrayOperators):
 
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
         ins, outs = groups["in_axes"], groups["out_axes"]
-        lead = [axis for axis in range(ndim) if axis not in {*ins, *outs}]
+        lead = other_axes(ndim, ins, outs)
         return {
             "base": tuple(range(ndim)),
             "a": (*lead, None, *ins),
             "b": (*lead, *outs, None),
-            "key": tuple(lead),
+            "key": lead,
         }
 
     @property

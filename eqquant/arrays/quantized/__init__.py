@@ -1,10 +1,11 @@
 """The quantized array: its structure, its products, and quantization."""
 
 from ._array import (
+    quantized_arrays as quantized_arrays,
     QuantizedArray as QuantizedArray,
+    replace_quantized as replace_quantized,
     without_unsaved as without_unsaved,
 )
-from ._axes import canonical_axes as canonical_axes
 from ._components import from_components as from_components
 from ._encode import in_blocks as in_blocks
 from ._quantize import (

@@ -11,13 +11,16 @@ import wadler_lindig as wl
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of
+from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of, wide_dtype
 from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
+from .._implicit import stored
+from .._matrices import inverse_order
 from ._contraction import contract
 from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
 
 
+@stored
 class QuantizedArray(AbstractQuantizedArray):
     """An array of codes and scales: `value = level(code) * scale`, and `+ offset` in
     affine formats.
@@ -146,7 +149,7 @@ def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 def _decode(q: QuantizedArray) -> Float[Array, "..."]:
     bits, group = q.format.bits, q.format.group
-    compute = jnp.promote_types(q.dtype, jnp.float32)
+    compute = wide_dtype(q.dtype)
     if q.scales.dtype == jnp.float64:
         compute = jnp.promote_types(compute, jnp.float64)
     *lead, packed = q.codes.shape
@@ -163,18 +166,31 @@ def _decode(q: QuantizedArray) -> Float[Array, "..."]:
     values = levels.reshape(*lead, size)[..., : size - q.padding]
     shape = q.shape
     values = values.reshape(*lead, *(shape[axis] for axis in q.blocked_axes))
-    stored = (*q.lead_axes, *q.blocked_axes)
-    values = jnp.transpose(values, [stored.index(i) for i in range(q.ndim)])
+    values = jnp.transpose(values, inverse_order((*q.lead_axes, *q.blocked_axes)))
     return values.astype(q.dtype)
+
+
+def quantized_arrays(tree: Any) -> list[QuantizedArray]:
+    """Return all quantized arrays in a pytree, including those inside of others."""
+    leaves = jax.tree.leaves(tree, is_leaf=_is_quantized_array)
+    return [leaf for leaf in leaves if _is_quantized_array(leaf)]
+
+
+def replace_quantized(fn: Callable[[QuantizedArray], Any], tree: Any) -> Any:
+    """Replace each quantized array in a pytree by `fn` of it."""
+    replace = lambda x: fn(x) if _is_quantized_array(x) else x
+    return jax.tree.map(replace, tree, is_leaf=_is_quantized_array)
+
+
+def _is_quantized_array(x: Any) -> bool:
+    return isinstance(x, QuantizedArray)
 
 
 def without_unsaved(tree: Any) -> Any:
     """Reset the static fields of quantized arrays that checkpoints do not store."""
-    is_leaf = lambda x: isinstance(x, QuantizedArray)
     unsaved = {
         field.name: field.default
         for field in dataclasses.fields(QuantizedArray)
         if not field.metadata.get("saved", True)
     }
-    drop = lambda x: x.with_static(**unsaved) if is_leaf(x) else x
-    return jax.tree.map(drop, tree, is_leaf=is_leaf)
+    return replace_quantized(lambda q: q.with_static(**unsaved), tree)

@@ -17,8 +17,8 @@ from ...formats import (
     ShortScales,
 )
 from ...kernels import as_compute, Compute
+from .._matrices import canonical_axes
 from ._array import QuantizedArray
-from ._axes import canonical_axes
 
 
 @typed

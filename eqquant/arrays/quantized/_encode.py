@@ -21,9 +21,11 @@ from ..._jax import (
     platform_of,
     rowwise,
     spec_of,
+    wide_dtype,
 )
 from ...formats import Format, max_blocks, num_bytes, pack, scales_and_offsets
 from ...kernels import cpu
+from .._matrices import other_axes
 
 
 def per_tensor(axes: tuple[int, ...], ndim: int, format: Format) -> bool:
@@ -46,7 +48,7 @@ def encode_rows(
     tuple with offsets. `at_once` limits the number of elements per step; None for all.
     """
     blocked = [a % array.ndim for a in axes]
-    lead = [a for a in range(array.ndim) if a not in blocked]
+    lead = other_axes(array.ndim, axes)
     shape = [array.shape[a] for a in lead]
     size = math.prod(array.shape[a] for a in blocked)
     rows = jnp.transpose(array, (*lead, *blocked)).reshape(*shape, size)
@@ -55,7 +57,7 @@ def encode_rows(
         codes = jnp.zeros((*shape, packed), format.code_dtype)
         return codes, format.no_scales(shape, size), jnp.zeros((), bool)
 
-    compute = jnp.promote_types(array.dtype, jnp.float32)
+    compute = wide_dtype(array.dtype)
     limit = float(jnp.finfo(array.dtype).max)
     one_scale = per_tensor(axes, array.ndim, format)
 

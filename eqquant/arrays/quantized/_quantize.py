@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Num, Shaped
 from ..._jax import config, is_traced, typed
 from ...formats import as_format, Format, scales_and_offsets
 from ...kernels import as_compute, Compute
+from .._matrices import canonical_axes, other_axes
 from ._array import QuantizedArray
-from ._axes import canonical_axes
 from ._encode import (
     elements_at_once,
     encode_rows,
@@ -197,9 +197,8 @@ def _check_scales(
             f"quantize: scales cannot be given to {format!r}, which quantizes them. "
             "Turn that off."
         )
-    blocked = [a % array.ndim for a in axes]
-    lead = [n for a, n in enumerate(array.shape) if a not in blocked]
-    size = math.prod(array.shape[a] for a in blocked)
+    lead = [array.shape[a] for a in other_axes(array.ndim, axes)]
+    size = math.prod(array.shape[a] for a in axes)
     expected = (*lead, format.num_blocks(size))
     if scales.shape != expected:
         raise ValueError(

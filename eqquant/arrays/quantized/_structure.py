@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
@@ -13,12 +13,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
-from ..._jax import parts_of
+from ..._jax import parts_of, wide_dtype
 from ...formats import (
     float_scales,
     Format,
     num_bytes,
     num_codes,
+    problems_of,
     QuantizedOffsets,
     scales_split,
     ShortScales,
@@ -27,6 +28,7 @@ from ...formats import (
 from ...kernels import Compute
 from ...partition import Plan
 from .._axes import Operation, Role, Slice
+from .._matrices import inverse_order, other_axes, problems_of_axes
 from .._operators import ArrayOperators
 
 
@@ -34,6 +36,10 @@ class AbstractQuantizedArray(ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "scales": (ShortScales,),
+        "offsets": (type(None), QuantizedOffsets),
+    }
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
     scales: Float[Array, "*lead blocks"] | ShortScales
@@ -86,8 +92,29 @@ class AbstractQuantizedArray(ArrayOperators):
     @property
     def lead_axes(self) -> tuple[int, ...]:
         """The leading axes, which codes and scales share."""
-        blocked = self.blocked_axes
-        return tuple(axis for axis in range(self.ndim) if axis not in blocked)
+        return other_axes(self.ndim, self.axes)
+
+    def problems(self) -> Iterator[str | Exception]:
+        yield from super().problems()
+        if not jnp.issubdtype(self.dtype, jnp.floating):
+            yield f"dtype must be floating point, got {self.dtype}."
+        if not self.codes.ndim:
+            yield "codes must have at least one axis."
+        if not self.axes:
+            yield "axes must name at least one blocked axis."
+        yield from problems_of_axes(self.axes, self.ndim)
+        count = len(self.axes) - 1
+        is_size = lambda n: type(n) is int and n >= 0
+        if len(self.inner) != count or not all(map(is_size, self.inner)):
+            yield f"inner must have {count} sizes for {self.axes}, got {self.inner}."
+        stored = num_codes(self.codes.shape[-1], self.format.bits)
+        if type(self.padding) is not int or not 0 <= self.padding <= stored:
+            yield f"padding must be from 0 to {stored}, got {self.padding}."
+        size, inner = stored - self.padding, math.prod(self.inner)
+        if size % inner if inner else size:
+            yield f"inner must divide the {size} values of a row, got {self.inner}."
+        parts = self.codes, self.scales, self.offsets
+        yield from problems_of(self.format, *parts, size=size, exact=False)
 
     #
     # Structure
@@ -106,8 +133,7 @@ class AbstractQuantizedArray(ArrayOperators):
         return self.with_static(plan=plan)
 
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
-        lead = (axis for axis in range(ndim) if axis not in groups["axes"])
-        axes = (*lead, ...)
+        axes = (*other_axes(ndim, groups["axes"]), ...)
         return {name: axes for name in ("codes", "scales", "offsets")}
 
     @property
@@ -169,7 +195,7 @@ class AbstractQuantizedArray(ArrayOperators):
         lead = self.lead_axes
         factor = jnp.transpose(factor, (*lead, *self.blocked_axes))
         factor = factor.reshape(*factor.shape[: len(lead)], 1)
-        dtype = jnp.promote_types(self.scales.dtype, jnp.float32)
+        dtype = wide_dtype(self.scales.dtype)
         scales = float_scales(self.scales).astype(dtype)
         factor = jnp.broadcast_to(factor.astype(dtype), scales.shape)
         offsets = self.offsets
@@ -187,7 +213,7 @@ class AbstractQuantizedArray(ArrayOperators):
             return super().power(exponent)
         if exponent == 1:
             return self
-        wide = jnp.promote_types(self.scales.dtype, jnp.float32)
+        wide = wide_dtype(self.scales.dtype)
         scales = float_scales(self.scales).astype(self.dtype)
         return self.replace(scales=lax.integer_pow(scales, exponent).astype(wide))
 
@@ -243,7 +269,7 @@ class AbstractQuantizedArray(ArrayOperators):
             return jnp.broadcast_to(part, (*lead, *new, 1))
 
         now = [*self.lead_axes, *others]
-        order = *sorted(range(len(now)), key=now.__getitem__), len(now)
+        order = *inverse_order(now), len(now)
         parts = codes, *jax.tree.map(each, self.float_parts)
         parts = jax.tree.map(lambda a: jnp.transpose(a, order), parts)
         out = self.replace(

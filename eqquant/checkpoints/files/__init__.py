@@ -6,13 +6,13 @@ files; JSON; and memory. It imports no other folder of `checkpoints`.
 """
 
 from ._json import parse_object as parse_object, to_json as to_json
-from ._layout import (
+from ._manifest import (
     KEY as KEY,
-    Layout as Layout,
     make_header as make_header,
+    Manifest as Manifest,
     Piece as Piece,
     Planned as Planned,
-    read_layout as read_layout,
+    read_manifest as read_manifest,
     Shard as Shard,
     VERSION as VERSION,
 )

@@ -1,10 +1,10 @@
-"""Write plain safetensors files, without the layout of eqquant."""
+"""Write plain safetensors files, without the manifest of eqquant."""
 
 import pathlib
 
 import numpy as np
 
-from ._layout import padded, place, Planned, with_length
+from ._manifest import padded, place, Planned, with_length
 from ._replacing import replacing
 from ._safetensors import DTYPES
 

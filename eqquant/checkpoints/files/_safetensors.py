@@ -90,7 +90,7 @@ class TensorFile(contextlib.AbstractContextManager):
     - `header`: the bytes of the header.
     - `metadata`: the strings in the header.
     - `tensors`: the tensors by name.
-    - `checksums`: the CRC-32 of tensors by name, if a layout has them.
+    - `checksums`: the CRC-32 of tensors by name, if a manifest has them.
     """
 
     def __init__(self, path: Path):

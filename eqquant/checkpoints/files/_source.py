@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ._json import parse_object
-from ._layout import KEY, Layout, read_layout
+from ._manifest import KEY, Manifest, read_manifest
 from ._memory import convert, empty
 from ._safetensors import MAX_HEADER, Path, Slices, Tensor, TensorFile
 from ._split import assemble, Placed, SplitTensor
@@ -50,9 +50,9 @@ class Source(contextlib.AbstractContextManager):
             if self.path.name.endswith(".json"):
                 self._add_shards()
             else:
-                layout = self._add(self.path)
-                if layout is not None and layout.shard is not None:
-                    shard = layout.shard
+                manifest = self._add(self.path)
+                if manifest is not None and manifest.shard is not None:
+                    shard = manifest.shard
                     raise ValueError(
                         f"{self.path}: the file is shard {shard.number} of "
                         f"{shard.count}. Pass the index, *{INDEX}, or the folder."
@@ -88,9 +88,9 @@ class Source(contextlib.AbstractContextManager):
             self._file_of[name].read_slices(name, slices)
         return out
 
-    def _add(self, path: pathlib.Path) -> Layout | None:
+    def _add(self, path: pathlib.Path) -> Manifest | None:
         file = self._open.enter_context(TensorFile(path))
-        layout = read_layout(file)
+        manifest = read_manifest(file)
         self.files.append(file)
         for name, stored in file.tensors.items():
             if name in self.tensors:
@@ -99,27 +99,27 @@ class Source(contextlib.AbstractContextManager):
                 )
             self.tensors[name] = stored
             self._file_of[name] = file
-        if layout is not None:
-            if duplicates := self.records.keys() & layout.records.keys():
+        if manifest is not None:
+            if duplicates := self.records.keys() & manifest.records.keys():
                 raise ValueError(
                     f"{path}: records: {min(duplicates)!r} is also in another shard."
                 )
-            self.records.update(layout.records)
-            file.checksums = layout.checksums
-            for name, piece in layout.pieces.items():
+            self.records.update(manifest.records)
+            file.checksums = manifest.checksums
+            for name, piece in manifest.pieces.items():
                 self._pieces.setdefault(piece.of, []).append(Placed(file, name, piece))
-        self.is_ours &= layout is not None
+        self.is_ours &= manifest is not None
         ours = {key for key in file.metadata if key.startswith(KEY)}
         self.metadata |= {k: v for k, v in file.metadata.items() if k not in ours}
-        return layout
+        return manifest
 
     def _add_shards(self) -> None:
         saved, weight_map = read_index(self.path)
         names = sorted(set(weight_map.values()))
         shard_numbers = []
         for name in names:
-            layout = self._add(self.path.parent / name)
-            shard = None if layout is None else layout.shard
+            manifest = self._add(self.path.parent / name)
+            shard = None if manifest is None else manifest.shard
             if (None if shard is None else shard.saved) != saved:
                 raise ValueError(
                     f"{self.path}: {name} does not belong to this index: another call "

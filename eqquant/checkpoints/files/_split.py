@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ._layout import Piece
+from ._manifest import Piece
 from ._safetensors import Slices, Tensor, TensorFile
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import is_traced
-from ...arrays import is_implicit, QuantizedArray, without_unsaved
+from ...arrays import is_implicit, quantized_arrays, QuantizedArray, without_unsaved
 from ...formats import Format
 from ..files import DTYPES, to_numpy
 from ._check import check_codes, check_fit, CLASSES
@@ -38,9 +38,7 @@ def describe(path: str, leaf: Any, processes: Alone) -> Leaf | None:
 
 def _check_round_trip(path: str, leaf: Any, records: dict, parts: Iterable) -> None:
     """Raise a `ValueError` if `load` could not rebuild the leaf."""
-    is_quantized = lambda x: isinstance(x, QuantizedArray)
-    arrays = filter(is_quantized, jax.tree.leaves(leaf, is_leaf=is_quantized))
-    known = {q.format.name: type(q.format) for q in arrays}
+    known = {q.format.name: type(q.format) for q in quantized_arrays(leaf)}
     described = dict(part.whole for part in parts)
     rebuilt = Rebuilder(records, described, known).build(path, described.__getitem__)
     if jax.tree.structure(rebuilt) != jax.tree.structure(without_unsaved(leaf)):

@@ -11,7 +11,7 @@ import numpy as np
 from beartype.door import is_bearable
 
 from ..files import DTYPES
-from ._check import check_fit, CLASSES, PARTS
+from ._check import check_fit, CLASSES, types_of_part
 from ._formats import format_from_json, Known
 from ._leaf import below, saved_fields, UNNAMED_DTYPES
 
@@ -106,7 +106,7 @@ class Rebuilder:
                 else:
                     value = self._build(part, get)
                 plain = isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
-                ok = plain or isinstance(value, PARTS.get((cls, field.name), ()))
+                ok = plain or isinstance(value, types_of_part(cls, field.name))
             if not ok:
                 raise ValueError(f"{field.name} cannot be {value!r}.")
             object.__setattr__(node, field.name, value)

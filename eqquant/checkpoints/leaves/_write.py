@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..files import CHUNK, Layout, make_header, Planned, replacing, Shard
+from ..files import CHUNK, make_header, Manifest, Planned, replacing, Shard
 from ._leaf import Leaf
 
 
@@ -35,8 +35,8 @@ def write_leaves(
     pieces = {
         part.name: part.piece for leaf in leaves for part in leaf.parts if part.piece
     }
-    layout = Layout(records, {}, shard, pieces)
-    header, starts = make_header(planned, layout, metadata)
+    manifest = Manifest(records, {}, shard, pieces)
+    header, starts = make_header(planned, manifest, metadata)
     checksums: dict[str, int] = {}
     with replacing(path) as file:
         file.write(header)
@@ -44,8 +44,8 @@ def write_leaves(
             for part in leaf.parts:
                 file.seek(starts[part.name])
                 checksums[part.name] = _write(file, part.make())
-        layout = dataclasses.replace(layout, checksums=checksums)
-        header, _ = make_header(planned, layout, metadata)
+        manifest = dataclasses.replace(manifest, checksums=checksums)
+        header, _ = make_header(planned, manifest, metadata)
         file.seek(0)
         file.write(header)
 

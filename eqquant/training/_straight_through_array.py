@@ -1,22 +1,22 @@
 """Quantized arrays with straight-through gradients."""
 
 import functools as ft
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from ..arrays import ArrayOperators, contract, QuantizedArray, scaled, stored
 from ..primitives import straight_rounded
-from . import _plain as plain
-from ._operators import ArrayOperators
-from .quantized import QuantizedArray
 
 
+@stored
 class StraightThroughArray(ArrayOperators):
     """A quantized array and its master weights.
 
@@ -28,6 +28,8 @@ class StraightThroughArray(ArrayOperators):
     - `master`: the floating-point weights, which receive the derivative.
     - `q`: the quantized weights, without a derivative.
     """
+
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"q": (QuantizedArray,)}
 
     master: Float[Array, "..."]
     q: QuantizedArray
@@ -46,6 +48,12 @@ class StraightThroughArray(ArrayOperators):
 
     def dequantize(self) -> Float[Array, "..."]:
         return straight_through_value(self.q.dequantize(), self.master)
+
+    def problems(self) -> Iterator[str | Exception]:
+        yield from super().problems()
+        shape, master = self.q.shape, self.master
+        if master.shape != shape or not jnp.issubdtype(master.dtype, jnp.floating):
+            yield f"master must be floating point of the shape {shape}, got {master}."
 
     #
     # Structure
@@ -71,7 +79,7 @@ class StraightThroughArray(ArrayOperators):
         if q is NotImplemented:
             return NotImplemented
         # The derivative with respect to the factor uses the rounded array.
-        return StraightThroughArray(plain.scaled(self.dequantize(), factor, fn), q)
+        return StraightThroughArray(scaled(self.dequantize(), factor, fn), q)
 
     #
     # Products
@@ -87,18 +95,25 @@ class StraightThroughArray(ArrayOperators):
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
         *,
+        precision: Any = None,
         out_dtype=None,
-        **how,
+        out_sharding: PartitionSpec | None = None,
     ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
-        how |= {"over": over, "batch": batch, "out_dtype": out_dtype}
-        contract = ft.partial(plain.contract, **how)
-        out = contract(self.q, lax.stop_gradient(x))
+        multiply = ft.partial(
+            contract,
+            over=over,
+            batch=batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+        )
+        out = multiply(self.q, lax.stop_gradient(x))
         if out is NotImplemented:
             return NotImplemented
         axes = tuple(axis for _, axis in over)
-        return _product(out, x, self.master, self.q, contract, axes)
+        return _product(out, x, self.master, self.q, multiply, axes)
 
 
 @jax.custom_jvp
@@ -115,25 +130,25 @@ def _(primals, tangents):
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(4, 5))
-def _product(out, x, master, q, contract, axes):
+def _product(out, x, master, q, multiply, axes):
     """Return `out`, the product of `q` and `x`, with the derivative of the dense
     product.
 
-    `axes` are the contracted axes of `x`.
+    `multiply(weight, x)` is the product, and `axes` are the contracted axes of `x`.
     """
     return out
 
 
 @ft.partial(_product.defjvp, symbolic_zeros=True)
-def _(contract, axes, primals, tangents):
+def _(multiply, axes, primals, tangents):
     _, x, master, q = primals
     _, x_dot, master_dot, _ = tangents
     terms = []
     if not isinstance(x_dot, SymbolicZero):
         weight = StraightThroughArray(master, q).dequantize()
-        terms.append(contract(weight, x_dot))
+        terms.append(multiply(weight, x_dot))
     if not isinstance(master_dot, SymbolicZero):
-        seen = straight_rounded(x, axes) if q.rounds_activations else x
-        terms.append(contract(master_dot, seen))
-    out = _product(*primals, contract, axes)
+        rounded = straight_rounded(x, axes) if q.rounds_activations else x
+        terms.append(multiply(master_dot, rounded))
+    out = _product(*primals, multiply, axes)
     return out, sum(terms) if terms else jnp.zeros_like(out)

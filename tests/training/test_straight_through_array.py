@@ -4,7 +4,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
-from eqquant.arrays import StraightThroughArray
+from eqquant.training import StraightThroughArray
 from helpers import assert_identical, strict
 from jax.sharding import AxisType, PartitionSpec as P
 

@@ -8,9 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Shaped
 
-from .. import _plain as plain
-from .._axes import Cut, Gather, Operation, Role
-from .._operators import ArrayOperators
+from ...arrays import (
+    ArrayOperators,
+    Cut,
+    Gather,
+    MatrixAxes,
+    Operation,
+    other_axes,
+    Role,
+    scaled,
+)
 
 
 class Observed(eqx.Module):
@@ -18,32 +25,32 @@ class Observed(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*lead, size, size)`: the sum of outer products of the rows, `X^T X`. For
-        a lookup of rows of the weight, `X` contains the gradients with respect to the
-        rows.
-    - `rows`: `(*lead)`: the number of rows.
-    - `power`: `(*lead)`: the sum of squared gradients with respect to the outputs.
+    - `gram`: `(*stack, size, size)`: the sum of outer products of the rows, `X^T X`.
+        For a lookup of rows of the weight, `X` contains the gradients with respect to
+        the rows.
+    - `rows`: `(*stack)`: the number of rows.
+    - `power`: `(*stack)`: the sum of squared gradients with respect to the outputs.
     """
 
-    gram: Float[Array, "*lead size size"]
-    rows: Float[Array, "*lead"]
-    power: Float[Array, "*lead"]
+    gram: Float[Array, "*stack size size"]
+    rows: Float[Array, "*stack"]
+    power: Float[Array, "*stack"]
 
     @classmethod
-    def nothing(cls, lead: Sequence[int], size: int, dtype) -> "Observed":
-        zeros = lambda *shape: jnp.zeros((*lead, *shape), dtype)
+    def zeros(cls, stack: Sequence[int], size: int, dtype) -> "Observed":
+        zeros = lambda *shape: jnp.zeros((*stack, *shape), dtype)
         return cls(zeros(size, size), zeros(), zeros())
 
 
 class AbstractObservedArray(ArrayOperators):
     """The fields of an `ObservedArray`, and their axes."""
 
-    roles: ClassVar[Mapping[str, Role]] = {"axes": "whole", "lead": "kept"}
+    roles: ClassVar[Mapping[str, Role]] = {"inputs": "whole", "stack": "kept"}
 
     base: Float[Array, "..."]
-    seen: Observed
-    axes: tuple[int, ...] = eqx.field(static=True)
-    lead: tuple[int, ...] = eqx.field(static=True)
+    sums: Observed
+    inputs: tuple[int, ...] = eqx.field(static=True)
+    stack: tuple[int, ...] = eqx.field(static=True)
     every_row: bool = eqx.field(static=True, default=False)
     looked_up: bool = eqx.field(static=True, default=False)
 
@@ -57,29 +64,33 @@ class AbstractObservedArray(ArrayOperators):
 
     @property
     def is_whole(self) -> bool:
-        return all(hasattr(x, "shape") for x in (self.base, self.seen.gram))
+        return all(hasattr(x, "shape") for x in (self.base, self.sums.gram))
 
     @property
-    def others(self) -> tuple[int, ...]:
-        """The axes that are neither contracted nor of the stack."""
-        known = {*self.axes, *self.lead}
-        return tuple(axis for axis in range(-self.ndim, 0) if axis not in known)
+    def outputs(self) -> tuple[int, ...]:
+        """The axes that are neither inputs nor of the stack, counted from the end."""
+        others = other_axes(self.ndim, self.inputs, self.stack)
+        return tuple(axis - self.ndim for axis in others)
+
+    @property
+    def matrix_axes(self) -> MatrixAxes:
+        return MatrixAxes(self.inputs, self.outputs, self.stack)
 
     #
     # Structure
     #
 
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
-        return {"base": tuple(range(ndim)), "seen": (*groups["lead"], ...)}
+        return {"base": tuple(range(ndim)), "sums": (*groups["stack"], ...)}
 
     @property
     def blocked_axes(self) -> tuple[int, ...]:
-        return tuple(axis + self.ndim for axis in self.axes)
+        return tuple(axis + self.ndim for axis in self.inputs)
 
     @property
     def whole_axes(self) -> int | None:
         # A lookup selects rows of a matrix, or matrices of a stack.
-        whole = (*self.axes, *self.others) if self.lead else self.axes
+        whole = (*self.inputs, *self.outputs) if self.stack else self.inputs
         n = len(whole)
         return n if sorted(whole) == list(range(-n, 0)) else None
 
@@ -89,16 +100,16 @@ class AbstractObservedArray(ArrayOperators):
             return NotImplemented
         takes_rows = False
         if isinstance(operation, Cut):
-            takes_rows = any(out.shape[i] != self.shape[i] for i in self.others)
+            takes_rows = any(out.shape[i] != self.shape[i] for i in self.outputs)
         elif isinstance(operation, Gather):
-            takes_rows = not self.lead
+            takes_rows = not self.stack
         return out.replace(looked_up=True) if takes_rows else out
 
     def with_dtype(self, dtype) -> "AbstractObservedArray":
         return self.replace(base=self.base.astype(dtype))
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
-        return self.replace(base=plain.scaled(self.base, factor, fn))
+        return self.replace(base=scaled(self.base, factor, fn))
 
     def split_specs(self, spec, mesh) -> Any:
         return NotImplemented

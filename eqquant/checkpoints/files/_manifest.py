@@ -1,8 +1,8 @@
-"""The layout: the data that eqquant adds to the header of a safetensors file.
+"""The manifest: the data that eqquant adds to the header of a safetensors file.
 
-The layout is two strings of the metadata. `eqquant` is JSON with the version, a record
-of each leaf that is more than a tensor, the CRC-32 of each tensor, the number of the
-shard, and the position of each piece of a larger tensor. `eqquant.checksum` is the
+The manifest is two strings of the metadata. `eqquant` is JSON with the version, a
+record of each leaf that is more than a tensor, the CRC-32 of each tensor, the number of
+the shard, and the position of each piece of a larger tensor. `eqquant.checksum` is the
 CRC-32 of the whole header, computed with zeros in place of the checksum. So every
 changed bit of a file is detected, and a file is read in one pass.
 """
@@ -43,8 +43,8 @@ class Piece:
 
 
 @dataclasses.dataclass(frozen=True)
-class Layout:
-    """The parsed layout of one file.
+class Manifest:
+    """The parsed manifest of one file.
 
     **Fields:**
 
@@ -102,7 +102,7 @@ def padded(header: dict[str, Any]) -> bytes:
 
 def make_header(
     planned: list[Planned],
-    layout: Layout,
+    manifest: Manifest,
     metadata: dict[str, str],
 ) -> tuple[bytes, dict[str, int]]:
     """Return the header with its length in front, and the position of each tensor in
@@ -114,14 +114,16 @@ def make_header(
     entries, starts = place(planned)
     described: dict[str, Any] = {
         "version": VERSION,
-        "records": layout.records,
-        "checksums": {name: f"{layout.checksums.get(name, 0):08x}" for name in entries},
+        "records": manifest.records,
+        "checksums": {
+            name: f"{manifest.checksums.get(name, 0):08x}" for name in entries
+        },
     }
-    if layout.shard is not None:
-        described["shard"] = dataclasses.asdict(layout.shard)
-    if layout.pieces:
+    if manifest.shard is not None:
+        described["shard"] = dataclasses.asdict(manifest.shard)
+    if manifest.pieces:
         described["pieces"] = {
-            name: dataclasses.asdict(piece) for name, piece in layout.pieces.items()
+            name: dataclasses.asdict(piece) for name, piece in manifest.pieces.items()
         }
     strings = {**metadata, KEY: to_json(described).decode(), CHECKSUM: _zeros}
     text = padded({"__metadata__": strings, **entries})
@@ -136,8 +138,8 @@ def _entry(checksum: str) -> bytes:
     return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 
-def read_layout(file: TensorFile) -> Layout | None:
-    """Return the layout of a file, or `None` if eqquant did not write the file."""
+def read_manifest(file: TensorFile) -> Manifest | None:
+    """Return the manifest of a file, or `None` if eqquant did not write the file."""
     ours = [key for key in file.metadata if key.startswith(KEY)]
     if not ours:
         return None
@@ -154,20 +156,20 @@ def read_layout(file: TensorFile) -> Layout | None:
             f"{where}: {CHECKSUM} does not match the header: the file is damaged, or "
             "another program rewrote it. Save it again with eqquant."
         )
-    parsed = parse_object(file.metadata[KEY].encode(), f"{where}: the layout")
+    parsed = parse_object(file.metadata[KEY].encode(), f"{where}: the manifest")
     version = parsed.get("version")
     if version != VERSION or type(version) is not int:
         raise ValueError(
-            f"{where}: version of the layout is {version!r}; this version of eqquant "
+            f"{where}: version of the manifest is {version!r}; this version of eqquant "
             f"reads version {VERSION}."
         )
     expected = {"version", "records", "checksums"}
     if parsed.keys() - {"shard", "pieces"} != expected:
         raise ValueError(
-            f"{where}: the layout must have the keys {sorted(expected)}, got "
+            f"{where}: the manifest must have the keys {sorted(expected)}, got "
             f"{sorted(parsed)}."
         )
-    return Layout(
+    return Manifest(
         _records(parsed["records"], where),
         _checksums(parsed["checksums"], file),
         _shard(parsed.get("shard"), where),

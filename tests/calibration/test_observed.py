@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.arrays import Observed, ObservedArray
+from eqquant.calibration.observed import Observed, ObservedArray
 from helpers import relative
 from jax.sharding import PartitionSpec as P
 
@@ -18,20 +18,20 @@ EXACT = 1e-6
 STACK, OUT, SIZE, ROWS = 3, 4, 8, 5
 
 
-def observed(w, axes=(-1,), lead=(), **how) -> ObservedArray:
-    size = math.prod(w.shape[axis] for axis in axes)
-    seen = Observed.nothing([w.shape[axis] for axis in lead], size, jnp.float32)
-    return ObservedArray(w, seen, axes, lead, **how)
+def observed(w, inputs=(-1,), stack=(), **options) -> ObservedArray:
+    size = math.prod(w.shape[axis] for axis in inputs)
+    sums = Observed.zeros([w.shape[axis] for axis in stack], size, jnp.float32)
+    return ObservedArray(w, sums, inputs, stack, **options)
 
 
 def seen_by(fn, q):
     """Return the result of a function, and the statistics for a cotangent of ones."""
 
     def total(seen):
-        out = fn(eqx.tree_at(lambda q: q.seen, q, seen))
+        out = fn(eqx.tree_at(lambda q: q.sums, q, seen))
         return jnp.sum(out), out
 
-    seen, out = jax.jit(jax.grad(total, has_aux=True))(q.seen)
+    seen, out = jax.jit(jax.grad(total, has_aux=True))(q.sums)
     return out, seen
 
 
@@ -69,7 +69,7 @@ def test_moves_before_a_product(name, normal):
     move, counts = MOVES[name]
     w, x = normal(STACK, OUT, SIZE), normal(ROWS, SIZE)
     move = eqquant.quaxify(move, on_materialise="error")
-    out, seen = seen_by(lambda w: product(move(w), x), observed(w, lead=(-3,)))
+    out, seen = seen_by(lambda w: product(move(w), x), observed(w, stack=(-3,)))
     dense = np.asarray(move(w), np.float64)
     axis = 0 if name == "contracted first" else -1
     expected = np.tensordot(np.float64(x), dense, (1, axis))
@@ -85,9 +85,9 @@ def test_moves_before_a_product(name, normal):
 
 def test_unsupported_operations_warn(normal):
     """Unsupported operations decode the array with a warning."""
-    stack = observed(normal(STACK, OUT, SIZE), lead=(-3,))
-    single = observed(normal(1, OUT, SIZE), lead=(-3,))
-    assert single.with_shape((1, OUT, SIZE)).axes == (-1,)
+    stack = observed(normal(STACK, OUT, SIZE), stack=(-3,))
+    single = observed(normal(1, OUT, SIZE), stack=(-3,))
+    assert single.with_shape((1, OUT, SIZE)).inputs == (-1,)
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     for out in (
         stack.with_shape((STACK * OUT, SIZE)),
@@ -137,7 +137,7 @@ def test_the_gradient_of_looked_up_rows_is_seen(name, normal):
 def test_rows_along_the_contracted_axis_are_not_observed(normal):
     """They are not observed, and their values are correct."""
     w, rows = normal(16, SIZE), np.array([3, 1])
-    q = observed(w, axes=(-2,))
+    q = observed(w, inputs=(-2,))
     assert q.whole_axes is None
     with pytest.warns(eqquant.arrays.MaterialiseWarning):
         out, seen = seen_by(lambda w: w[rows], q)

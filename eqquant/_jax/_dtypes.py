@@ -1,0 +1,10 @@
+"""Dtypes of intermediate values."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def wide_dtype(dtype: Any) -> Any:
+    """Return the dtype of computations: at least float32."""
+    return jnp.promote_types(dtype, jnp.float32)

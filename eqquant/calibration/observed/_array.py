@@ -1,0 +1,142 @@
+"""Arrays that observe their inputs.
+
+The statistics are gradients with respect to zeros that do not change the value. So
+observation is pure, and works for all differentiable code, under `jit`, `vmap`, `scan`
+and `checkpoint`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Shaped
+
+from ..._jax import has_explicit_axes
+from ...arrays import contract, inverse_order, other_axes
+from ...partition import split_by_type
+from ...primitives import observe_rows
+from ._structure import AbstractObservedArray
+from ._ties import tie_lookup, tie_product
+
+
+class ObservedArray(AbstractObservedArray):
+    """A weight whose gradient contains statistics of its inputs.
+
+    Values and derivatives equal those of `base`. The gradient with respect to `sums` is
+    an [`Observed`][], for every differentiated function. Rows without influence on the
+    function, such as padding, are left out.
+
+    **Fields:**
+
+    - `base`: the weight.
+    - `sums`: zeros.
+    - `inputs`: the contracted axes, counted from the end.
+    - `stack`: the axes of a stack of matrices, counted from the end.
+    - `every_row`: whether to also count rows without influence.
+    - `looked_up`: whether this array consists of rows from a lookup.
+    """
+
+    def dequantize(self) -> Float[Array, "..."]:
+        """Return the weight. For rows from a lookup, also observe their gradient."""
+        if not self.looked_up:
+            return self.base
+        sums, order = self.sums, self.matrix_axes.order
+        transposed = jnp.transpose(self.base, order)
+        stack = transposed.shape[: len(self.stack)]
+        rows = transposed.reshape(*stack, -1, sums.gram.shape[-1])
+        # For sharded arrays, JAX sums over mapped axes.
+        tie = tie_lookup if has_explicit_axes() else observe_rows
+        rows = tie(rows, sums.gram, sums.rows, sums.power)
+        return jnp.transpose(rows.reshape(transposed.shape), inverse_order(order))
+
+    def _ties(self, x: Shaped[Array, "*batch rows size"], batch: int):
+        """Return zeros for each row of `x`, computed from the parts of `sums`.
+
+        The first is `x @ gram`. If its cotangent is `x`, the cotangent of `gram` is
+        `x^T x`.
+        """
+        axes = tuple(range(batch))
+        numbers = (((x.ndim - 1,), (batch,)), (axes, axes))
+        x = lax.stop_gradient(x).astype(self.sums.gram.dtype)
+        product = lax.dot_general(x, self.sums.gram, numbers, precision="highest")
+        shape = x.shape[:-1]
+        spread = lambda part: lax.broadcast_in_dim(part, shape, axes)
+        return product, spread(self.sums.rows), spread(self.sums.power)
+
+    @property
+    def rounds_activations(self) -> bool:
+        return False
+
+    def contract(
+        self,
+        x,
+        over: Sequence[tuple[int, int]],
+        batch: Sequence[tuple[int, int]] = (),
+        *,
+        precision: Any = None,
+        out_dtype=None,
+        out_sharding: PartitionSpec | None = None,
+    ) -> Any:
+        out = contract(
+            self.base,
+            x,
+            over,
+            batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+        )
+        x_axis_of = {axis - self.ndim: i for axis, i in (*over, *batch)}
+        batched = [axis - self.ndim for axis, _ in batch]
+        contracted = {axis - self.ndim for axis, _ in over}
+        if contracted != set(self.inputs) or not set(batched) <= set(self.stack):
+            return out  # An unsupported kind of product.
+
+        # Bring both to the axes (batch, axes that share `x`, rows, size or outputs).
+        x_batch = [x_axis_of[axis] for axis in batched]
+        x_inputs = [x_axis_of[axis] for axis in self.inputs]
+        tokens = other_axes(x.ndim, x_batch, x_inputs)
+        stack = [x.shape[i] for i in x_batch]
+        size = math.prod(x.shape[i] for i in x_inputs)
+        rows = jnp.transpose(lax.stop_gradient(x), (*x_batch, *tokens, *x_inputs))
+        rows = _with_whole_rows(rows.reshape(*stack, -1, size))
+
+        free = [axis for axis in range(-self.ndim, 0) if axis not in x_axis_of]
+        sharing = [axis for axis in free if axis in self.stack]
+        first_free, n = out.ndim - len(free), len(batched)
+        place = {axis: first_free + i for i, axis in enumerate(free)}
+        order = [
+            *range(n),
+            *(place[axis] for axis in sharing),
+            *range(n, first_free),
+            *(place[axis] for axis in free if axis not in sharing),
+        ]
+        stack += [self.shape[axis] for axis in sharing]
+        rows = rows.reshape(*rows.shape[:n], *(1 for _ in sharing), *rows.shape[n:])
+        rows = jnp.broadcast_to(rows, (*stack, *rows.shape[-2:]))
+        products = jnp.transpose(out, order)
+        shape = products.shape
+        products = products.reshape(*stack, rows.shape[-2], -1)
+        # Sort the axes of the stack like those of the weight.
+        last = len(stack), len(stack) + 1
+        sort = (*inverse_order([*batched, *sharing]), *last)
+        rows, products = jnp.transpose(rows, sort), jnp.transpose(products, sort)
+        ties = self._ties(rows, len(stack))
+        products = tie_product[self.every_row](products, *ties, rows)
+        products = jnp.transpose(products, inverse_order(sort)).reshape(shape)
+        return jnp.transpose(products, inverse_order(order))
+
+
+def _with_whole_rows(x: Shaped[Array, "*stack rows size"]):
+    """Gather rows that a mesh with explicit axes splits.
+
+    `gram` contains the product of every pair of values in a row.
+    """
+    *names, of_row = split_by_type(x)
+    if not of_row:
+        return x
+    return jax.sharding.reshard(x, PartitionSpec(*(n or None for n in names), None))
