@@ -338,7 +338,7 @@ def test_serialisation(format):
         (dict(rules={"layers.0.bias": 1}), ValueError, "at layers.0.bias: .*input axes and output axes"),
         (dict(rules={"layers.0.weight": (2, 7)}), ValueError, "axis .* got 7"),
         (dict(rules={"layers.0.weight": 1.5}), TypeError, r"rank must be .* got 1\.5"),
-        (dict(rules={"layers.0.weight": (2, (0, 1))}), ValueError, "axes to contract"),
+        (dict(rules={"layers.0.weight": (2, (0, 1))}), ValueError, "are all inputs"),
     ],
 )
 def test_bad_arguments(arguments, error, message):
