@@ -120,7 +120,7 @@ def compare(options: argparse.Namespace) -> None:
     sentences = minilm.tokenize(minilm.read_sentences())
     expected = minilm.embed_all(model, *sentences)
     weights = weights_of(model)
-    rest = eqquant.trees.tree_nbytes(model) - sum(w.nbytes for w in weights.values())
+    rest = eqquant.trees.nbytes(model) - sum(w.nbytes for w in weights.values())
 
     held_out = minilm.read_sentences()
     count = options.sentences
@@ -154,7 +154,7 @@ def compare(options: argparse.Namespace) -> None:
                 with np.load(result["file"]) as decoded:
                     new = with_weights(model, decoded)
                 others.append(measure(title, new, rest + result["bytes"]))
-    size = eqquant.trees.tree_nbytes(model)
+    size = eqquant.trees.nbytes(model)
     sizes = sorted({row["bytes"] for row in others}, reverse=True)
     if options.bits is not None:
         sizes = [int(bits * size / 32) for bits in options.bits]

@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace) -> None:
 
     errors = {key: error(*key) for key in caches}
     nbytes = {
-        key: eqquant.trees.tree_nbytes(cache) / key[1] for key, cache in caches.items()
+        key: eqquant.trees.nbytes(cache) / key[1] for key, cache in caches.items()
     }
     attends = {key: ft.partial(attend, cache, queries) for key, cache in caches.items()}
     attends = interleaved(attends, seconds=options.seconds)

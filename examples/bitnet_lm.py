@@ -49,7 +49,7 @@ SAVE_EVERY = 5
 # Each weight has one scale, its mean magnitude. Products round the activations of each
 # token to int8. The embedding and the head stay in floating point.
 BITNET = eqquant.Ternary(rule="absmean", least_squares=False)
-RULES = {"blocks.*": eqquant.trees.Rule(BITNET, axis=(-2, -1)), "*": None}
+RULES = {"blocks.*": eqquant.trees.QuantizationRule(BITNET, axis=(-2, -1)), "*": None}
 
 
 #
@@ -274,7 +274,7 @@ def main() -> None:
     }
     print(f"\n{'':24} bits per character   bytes of the blocks")
     for name, value in bits.items():
-        print(f"{name:24} {value:18.4f} {eqquant.trees.tree_nbytes(blocks[name]):21,}")
+        print(f"{name:24} {value:18.4f} {eqquant.trees.nbytes(blocks[name]):21,}")
     print(f"quantized to float: {100 * (bits['quantized'] / bits['float'] - 1):+.2f} %")
     path = options.output / "bitnet_lm.png"
     plot(curves, path)

@@ -27,7 +27,7 @@ SHORT = {"double_quantization": True}
 FORMATS = [
     *(eqquant.NF2(block_size=n, **SHORT) for n in (32, 64)),
     *(eqquant.NF3(block_size=n, **SHORT) for n in (32, 64)),
-    *(eqquant.NF4(block_size=n, scale_search=True, **SHORT) for n in (16, 32, 64)),
+    *(eqquant.NF4(block_size=n, fit="search", **SHORT) for n in (16, 32, 64)),
     eqquant.Int8(),
     eqquant.Int8(block_size=32, scale_dtype="bfloat16"),
 ]
@@ -63,7 +63,7 @@ def budgets(
     sizes: list[int], model, stats: eqquant.calibration.Statistics
 ) -> Iterator[tuple[minilm.SentenceEncoder, eqquant.calibration.Allocation]]:
     """Yield, for each byte budget, the model and the format of each weight."""
-    size = eqquant.trees.tree_nbytes(model)
+    size = eqquant.trees.nbytes(model)
     model = eqquant.quantize_tree(model, None, rules=RULES)
     # The error of each format on each weight is measured once.
     whole = eqquant.allocate(model, size, FORMATS, stats, rotate=True)
@@ -163,7 +163,7 @@ def main() -> None:
         jax.block_until_ready(quantized)
         add(name, quantized, time.perf_counter() - start)
     start = time.perf_counter()
-    size = eqquant.trees.tree_nbytes(model)
+    size = eqquant.trees.nbytes(model)
     sizes = [int(bits * size / 32) for bits in options.bits]
     of_budgets = budgets(sizes, model, stats)
     for bits, (quantized, allocation) in zip(options.bits, of_budgets, strict=True):

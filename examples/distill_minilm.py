@@ -45,7 +45,7 @@ SHORT = {"scale_dtype": "bfloat16"}
 BINARY, TERNARY = eqquant.Binary(**SHORT), eqquant.Ternary(**SHORT)
 NF2 = eqquant.NF2(block_size=None)
 NF3 = eqquant.NF3(block_size=None)
-NF4 = eqquant.NF4(block_size=None, scale_search=True, **SHORT)
+NF4 = eqquant.NF4(block_size=None, fit="search", **SHORT)
 
 
 # Small tables, which are sensitive to few bits.
@@ -224,7 +224,7 @@ def loss(outputs, expected) -> Float[Array, ""]:
 
 def start(row: Row, model, batches: list[Batch]):
     """Return the student, and a function that converts it to the result."""
-    budget = int(row.bits * eqquant.trees.tree_nbytes(model) / 32)
+    budget = int(row.bits * eqquant.trees.nbytes(model) / 32)
     model = in_parts(model, batches)
     rules = dict.fromkeys(TABLES)  # They have fixed formats.
     stats = eqquant.calibrate(embed, model, batches, rules=rules)
@@ -318,7 +318,7 @@ def train(name: str, model, stream, watch, options):
         optax.partition({k: optax.scale(v) for k, v in rates.items()}, kinds),
         optax.scale_by_learning_rate(schedule),
     )
-    state = eqquant.training.Distillation(student, optimiser)
+    state = eqquant.training.DistillationState(student, optimiser)
     before = finish(state.model(student))
     prepared = time.process_time() - began
     seconds = np.array(prepared)

@@ -255,12 +255,12 @@ def speeds(models: dict, *inputs, repeat: int) -> dict[str, float]:
 
 def compare(name: str, quantized, model, embeddings, expected) -> dict:
     similar = cosines(embeddings, expected)
-    size = eqquant.trees.tree_nbytes(quantized)
+    size = eqquant.trees.nbytes(quantized)
     elements = sum(x.size for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     return {
         "format": name,
         "bytes": size,
-        "compression": eqquant.trees.tree_nbytes(model) / size,
+        "compression": eqquant.trees.nbytes(model) / size,
         "bits": 8 * size / elements,
         "mean": similar.mean(),
         "worst": similar.min(),

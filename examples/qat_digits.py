@@ -125,7 +125,7 @@ def measure(seed: int, formats, epochs: int, folder: pathlib.Path) -> dict:
     name = lambda what: {"path": folder / f"{what}-{seed}.eqx", "label": what}
     model = run(model, *data, rate=2e-3, **name("float"))
     longer = run(model, *data, rate=1e-3, **name("float-longer"))
-    size = eqquant.trees.tree_nbytes(model)
+    size = eqquant.trees.nbytes(model)
     rows = {
         ("float", ""): (accuracy(model, *test), size),
         ("float", "longer"): (accuracy(longer, *test), size),
@@ -135,7 +135,7 @@ def measure(seed: int, formats, epochs: int, folder: pathlib.Path) -> dict:
         wrapped = eqquant.FakeQuantized(model, format, clip=True)
         trained = run(wrapped, *data, rate=1e-3, **name(format)).quantized()
         for how, quantized in (("PTQ", after), ("QAT", trained)):
-            size = eqquant.trees.tree_nbytes(quantized)
+            size = eqquant.trees.nbytes(quantized)
             rows[format, how] = (accuracy(quantized, *test), size)
     return rows
 

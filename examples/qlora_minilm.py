@@ -200,16 +200,16 @@ def train(name: str, model, data, options) -> dict:
             _checkpoint.save(path, progress, **run)
     seconds = (time.perf_counter() - start) / max(1, len(steps))
 
-    adapters = eqquant.trees.tree_nbytes(trainable)
+    adapters = eqquant.trees.nbytes(trainable)
     return {
         "model": eqquant.training.with_dropout_key(
             eqx.combine(trainable, frozen), None
         ),
         "losses": losses,
         "seconds": seconds,
-        "frozen": eqquant.trees.tree_nbytes(frozen),
+        "frozen": eqquant.trees.nbytes(frozen),
         "adapters": adapters,
-        "state": eqquant.trees.tree_nbytes(state),
+        "state": eqquant.trees.nbytes(state),
         "temporary": memory.temp_size_in_bytes,
     }
 

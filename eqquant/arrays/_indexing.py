@@ -147,8 +147,8 @@ def _gather(q: ImplicitArray, entries: list, by_axis: list):
     found = len(np.broadcast_shapes(*map(np.shape, arrays)))
     ndim = found + len(entries) - len(arrays)
     out = q.gather(lambda a, _: _look_up(a, (*indexed, slice(None))), ndim)
-    left = sum(isinstance(entry, slice) for entry in by_axis)
-    return out if left >= 2 else out.dequantize()
+    sliced = sum(isinstance(entry, slice) for entry in by_axis)
+    return out if sliced >= 2 else out.dequantize()
 
 
 def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
@@ -169,8 +169,8 @@ def _look_up(a, index: tuple):
     if explicit_mesh_of(a) is None or not all(map(_takes_all, others)):
         return a[index]
     used = {name for entry in spec_of(rows) for name in names_of(entry)}
-    left = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]
-    spec = jax.sharding.PartitionSpec(*spec_of(rows), *left)
+    others = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]
+    spec = jax.sharding.PartitionSpec(*spec_of(rows), *others)
     return a.at[index].get(out_sharding=spec)
 
 

@@ -27,9 +27,15 @@ def contract(
     w, x, over, batch=(), *, precision: Any = None, out_dtype=None, out_sharding=None
 ) -> Any:
     """Return `ImplicitArray.contract`, for implicit and plain arrays."""
-    how: dict[str, Any] = {"precision": precision, "out_sharding": out_sharding}
     if is_implicit(w):
-        return w.contract(x, over, batch, out_dtype=out_dtype, **how)
+        return w.contract(
+            x,
+            over,
+            batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+        )
     dtype = jnp.promote_types(w.dtype, x.dtype)
     w, x = w.astype(dtype), x.astype(dtype)
     swapped: Any = [
@@ -38,6 +44,12 @@ def contract(
     ]
     # For a vector the order of results does not matter, and the vector goes on the
     # right: otherwise XLA:CPU transposes the matrix.
-    is_vector = x.ndim == len(over) + len(batch)
-    how |= {"weight_first": is_vector, "preferred_element_type": out_dtype}
-    return dense_dot(x, w, swapped, **how)
+    return dense_dot(
+        x,
+        w,
+        swapped,
+        weight_first=x.ndim == len(over) + len(batch),
+        precision=precision,
+        preferred_element_type=out_dtype,
+        out_sharding=out_sharding,
+    )

@@ -15,6 +15,7 @@ from ..partition import reshard_to
 from ._axes import Operation, Slice
 from ._hadamard import hadamard
 from ._implicit import stored
+from ._matrices import other_axes
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
 
@@ -154,21 +155,30 @@ class RotatedArray(ArrayOperators):
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
         *,
+        precision: Any = None,
+        out_dtype=None,
         out_sharding: PartitionSpec | None = None,
-        **how,
     ) -> Any:
-        axis = self.axis + self.ndim
-        if axis in (of_x := dict(over)):
+        axis, x_axis_of = self.axis + self.ndim, dict(over)
+        contracts = axis in x_axis_of
+        if contracts:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 x = x.astype(jnp.promote_types(x.dtype, self.dtype))
-            x = hadamard(x, of_x[axis], self.block)
-            how["out_sharding"] = out_sharding
-            return self.base.contract(x, over, batch, **how)
-        out = self.base.contract(x, over, batch, **how)
+            x = hadamard(x, x_axis_of[axis], self.block)
+        out = self.base.contract(
+            x,
+            over,
+            batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding if contracts else None,
+        )
+        if contracts:
+            return out
         if out is NotImplemented or axis in dict(batch):
             return NotImplemented
-        left = [i for i in range(self.ndim) if i not in {*of_x, *dict(batch)}]
-        out = hadamard(out, left.index(axis) - len(left), self.block)
+        free = other_axes(self.ndim, [*x_axis_of], [*dict(batch)])
+        out = hadamard(out, free.index(axis) - len(free), self.block)
         return reshard_to(out, out_sharding)
 
     def __pdoc__(self, **kwargs):

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax import typed
 from ..formats import as_format, Format
-from ..trees import base_of, choose, Method, sites, tree_nbytes
+from ..trees import base_of, choose, Method, nbytes, sites
 from ._options import gain, Option, Options, options_of
 from ._statistics import Statistics
 
@@ -93,7 +93,7 @@ class Allocation(Mapping):
     def frontier(self) -> list[tuple[int, float]]:
         """Return (bytes, expected loss) of the whole model for the best assignments,
         from the smallest to the largest."""
-        hulls = [of_weight.hull for of_weight in self._options]
+        hulls = [options.hull for options in self._options]
         nbytes = self._others + sum(hull[0].nbytes for hull in hulls)
         points = [(nbytes, sum(hull[0].loss for hull in hulls))]
         for weight, i in _steps(hulls):
@@ -184,7 +184,7 @@ def allocate(
         rules = eqquant.allocate(model, 65_000, ["ternary", "nf4", "int8"], stats)
         print(rules)
         quantized = eqquant.quantize_tree(model, rules=rules, calibration=stats)
-        assert eqquant.trees.tree_nbytes(quantized) == rules.nbytes <= 65_000
+        assert eqquant.trees.nbytes(quantized) == rules.nbytes <= 65_000
         ```
 
     **Arguments:**
@@ -226,15 +226,18 @@ def allocate(
     leaves = {site.path: site.leaf for site in sites(model)}
     stats.check(leaves, choices, _caller)
 
-    before = sum(tree_nbytes(base_of(leaves[choice.path])) for choice in choices)
-    others = tree_nbytes(model) - before
-    how = method == "gptq", rotate
-    options = (options_of(leaves[c.path], c, known, stats, *how) for c in choices)
-    return _chosen(tuple(options), others, budget)
+    before = sum(nbytes(base_of(leaves[choice.path])) for choice in choices)
+    others = nbytes(model) - before
+    by_gptq = method == "gptq"
+    options = tuple(
+        options_of(leaves[choice.path], choice, known, stats, by_gptq, rotate)
+        for choice in choices
+    )
+    return _chosen(options, others, budget)
 
 
 def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocation:
-    hulls = [of_weight.hull for of_weight in options]
+    hulls = [weight.hull for weight in options]
     taken = [0] * len(hulls)
     nbytes = others + sum(hull[0].nbytes for hull in hulls)
     if nbytes > budget:
@@ -247,10 +250,11 @@ def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocatio
     taken, nbytes = _filled(hulls, steps, taken, nbytes, budget)
     taken, nbytes = _exchanged(hulls, steps, taken, nbytes, budget)
     rows = []
-    for of_weight, at in zip(options, taken, strict=True):
-        got = of_weight.hull[at]
-        whose = of_weight.path, of_weight.size
-        row = AllocationRow(*whose, got.format, of_weight.axis, got.nbytes, got.loss)
+    for weight, index in zip(options, taken, strict=True):
+        best = weight.hull[index]
+        row = AllocationRow(
+            weight.path, weight.size, best.format, weight.axis, best.nbytes, best.loss
+        )
         rows.append(row)
     rows.sort(key=lambda row: -row.loss)
     return Allocation(tuple(rows), nbytes, budget, options, others)
@@ -289,10 +293,10 @@ def _exchanged(
     """
 
     def loss_of(taken):
-        return sum(hull[at].loss for hull, at in zip(hulls, taken, strict=True))
+        return sum(hull[i].loss for hull, i in zip(hulls, taken, strict=True))
 
     def last_steps(taken):
-        return [last_step(taken, weight) for weight, at in enumerate(taken) if at]
+        return [last_step(taken, weight) for weight, i in enumerate(taken) if i]
 
     def last_step(taken, weight):
         less, more = hulls[weight][taken[weight] - 1 : taken[weight] + 1]

@@ -12,6 +12,7 @@ from .._jax import typed, warn, wide_dtype
 from ..trees import (
     Choice,
     choose,
+    float_arrays,
     replace_base,
     replace_chosen,
     sites,
@@ -69,11 +70,11 @@ def calibrate(
         [`eqquant.quantize_tree`][]. Pass the same values to both functions. The
         statistics take `size**2` floats for each matrix with `size` contracted values.
         If memory is short, calibrate a part of the weights at a time.
-    - `every_row`: also count rows without influence on the results. By default they are
-        left out, because they are padding, or rows that a router sent to other experts.
+    - `every_row`: also count rows without influence on the results. The default leaves
+        them out, because they are padding, or rows that a router sent to other experts.
         Set it if the products of some weights are still multiplied by zero.
-    - `progress`: show a progress bar, which requires tqdm. By default only for large
-        models in a terminal.
+    - `progress`: show a progress bar, which requires tqdm. The default shows it for
+        large models in a terminal.
 
     **Returns:**
 
@@ -92,8 +93,8 @@ def calibrate(
     )
     if not choices:
         raise ValueError(
-            f"{_caller}: nothing is chosen, so there is nothing to observe. Choose "
-            "weights with where, rules and min_size."
+            f"{_caller}: no weight is chosen, so there are no inputs to observe. See "
+            "where, rules and min_size."
         )
     leaves = [site.leaf for site in sites(model)]
     all_axes, zeros = {}, {}
@@ -138,11 +139,11 @@ def calibrate(
         total, is_finite = step(total, model, batch, key)
         if wrong := [path for path, ok in is_finite.items() if not ok]:
             raise ValueError(
-                f"{_caller}: activations must be finite, but those of {wrong[:5]} are "
-                f"not, in batch {count - 1}."
+                f"{_caller}: activations must be finite, but batch {count - 1} has "
+                f"inputs of {wrong[:5]} that are not."
             )
     if not count:
-        raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
+        raise ValueError(f"{_caller}: batches must have at least one batch, got none.")
     stats = {}
     for choice in choices:
         sums, shape = total[choice.path], tuple(leaves[choice.index].shape)
@@ -168,10 +169,10 @@ def _project(results: Any, key) -> Any:
 
     Its gradient depends on all results, which do not cancel.
     """
-    arrays = [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]
+    arrays = float_arrays(results)
     if not arrays:
         raise ValueError(
-            f"{_caller}: fn must return arrays of floating point, got {results!r}."
+            f"{_caller}: fn must return floating-point arrays, got {results!r}."
         )
     total = jnp.zeros(())
     for i, array in enumerate(arrays):

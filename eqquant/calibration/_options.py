@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from ..arrays import MatrixAxes, quantize, rotated
 from ..formats import Format
-from ..trees import base_of, Choice, tree_nbytes
+from ..trees import base_of, Choice, nbytes
 from ._gptq import has_nearest
 from ._statistics import matrix_axes_of, Statistics, WeightStatistics
 
@@ -55,8 +55,9 @@ def options_of(
 ) -> Options:
     array = jnp.asarray(base_of(leaf))
     axes = matrix_axes_of(choice, array.ndim)
-    some = _some_outputs(array, axes)
-    turned, block = rotated(some, axes.inputs[-1]) if rotate else (some, 1)
+    sample, block = _some_outputs(array, axes), 1
+    if rotate:
+        sample, block = rotated(sample, axes.inputs[-1])
     known = stats.weights.get(choice.path)
     loss_of = lambda error, by_gptq: 0.0
     if known is not None and known.is_reached and known.axes == axes:
@@ -65,9 +66,9 @@ def options_of(
     for format in formats:
         rounded = ft.partial(quantize, format=format, axis=choice.axis)
         whole = jax.eval_shape(ft.partial(rounded, check_finite=False), array)
-        error = rounded(turned).dequantize().astype(jnp.float32) - turned
+        error = rounded(sample).dequantize().astype(jnp.float32) - sample
         loss = loss_of(error, by_gptq and has_nearest(format))
-        found.append(Option(format, tree_nbytes(whole), loss))
+        found.append(Option(format, nbytes(whole), loss))
     found.sort(key=lambda option: (option.nbytes, option.loss))
     hull: list[Option] = []
     for option in found:

@@ -35,8 +35,8 @@ def weighted(
     grams = gram.reshape(-1, *gram.shape[-2:])
     squares = jnp.diagonal(grams, axis1=-2, axis2=-1)
     limit = float(jnp.finfo(array.dtype).max)
-    of_row = lambda row, squares: _fit(row, squares, format, limit)
-    fitted = jax.vmap(jax.vmap(of_row, (0, None)))(weights, squares)
+    fit_row = lambda row, squares: _fit(row, squares, format, limit)
+    fitted = jax.vmap(jax.vmap(fit_row, (0, None)))(weights, squares)
 
     def stored(parts):
         return jax.tree.map(lambda p: axes.scales_from_matrices(p, shape), parts)

@@ -15,7 +15,7 @@ from .files import Source, with_abstract_arrays
 from .leaves import Contents, format_from_json, MAX_SHARD_SIZE
 
 
-_formats = f"{', '.join(formats)}; options: nf4:block_size=32,scale_search=true"
+_formats = f"{', '.join(formats)}; options: nf4:block_size=32,fit=search"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -19,8 +19,8 @@ from ..trees import (
     Site,
     sites,
     too_small,
-    Weight,
     weight_of,
+    WeightAxes,
     with_progress,
 )
 from ._errors import with_place
@@ -192,9 +192,11 @@ def _is_weight(site: Site, format: Format, min_size: int) -> bool:
         return False
     kind = weight_of(site)
     is_torch = leaf.ndim == 2 and site.path.rsplit(".", 1)[-1] == "weight"
-    if is_torch and not isinstance(kind, Weight):
-        kind = Weight(-1)
-    return isinstance(kind, Weight) and not too_small(leaf, format, kind.axis, min_size)
+    if is_torch and not isinstance(kind, WeightAxes):
+        kind = WeightAxes(-1)
+    return isinstance(kind, WeightAxes) and not too_small(
+        leaf, format, kind.axis, min_size
+    )
 
 
 def _leaf(

@@ -32,7 +32,7 @@ def save(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write a pytree to a safetensors file: a model (quantized or not), the state of an
-    optimizer, or any other tree of arrays, numbers, strings and random keys.
+    optimiser, or any other tree of arrays, numbers, strings and random keys.
 
     The file is written beside `path`, synced to the disk, and renamed. Even if the
     program is killed, `path` holds either the complete old checkpoint or the complete

@@ -40,8 +40,8 @@ class Binary(Format):
 
     def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows.
-        unit = jnp.abs(divide_blocks(blocks, absmax))
-        mean = true_divide(sum_blocks(unit), counts)
+        relative = jnp.abs(divide_blocks(blocks, absmax))
+        mean = true_divide(sum_blocks(relative), counts)
         scales = bound_scales(mean * absmax, absmax, self.scale_dtype, limit)
         return self.nearest(blocks, scales), scales
 
@@ -50,7 +50,7 @@ class Binary(Format):
         return (blocks < 0).astype(jnp.uint8)
 
     def levels(self, codes, dtype):
-        twice = codes << 1
+        doubled = codes << 1
         if codes.dtype == jnp.uint8:
-            twice = twice.astype(jnp.int8)
-        return (1 - twice).astype(dtype)
+            doubled = doubled.astype(jnp.int8)
+        return (1 - doubled).astype(dtype)

@@ -36,8 +36,8 @@ class TableFormat(FittedFormat):
         return min(range(len(self.table)), key=lambda code: abs(self.table[code]))
 
     def nearest(self, blocks, scales):
-        unit = divide_blocks(blocks, scales)
-        return count_below(unit, midpoints(self.table, np.dtype(unit.dtype)))
+        relative = divide_blocks(blocks, scales)
+        return count_below(relative, midpoints(self.table, np.dtype(relative.dtype)))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -194,7 +194,7 @@ class _FitProblem:
 
     - `absmax`: the largest magnitudes of the blocks.
     - `target`: the relative values.
-    - `unit`: `absmax`, or 1 in blocks of zeros.
+    - `divisor`: `absmax`, or 1 in blocks of zeros.
     - `is_real`: false for padding.
     - `size`: the number of values in a block, or their total importance.
     """
@@ -205,15 +205,18 @@ class _FitProblem:
     limit: float
     importance: Float[Array, "*lead blocks size"] | None
     target: Float[Array, "*lead blocks size"]
-    unit: Float[Array, "*lead blocks"]
+    divisor: Float[Array, "*lead blocks"]
     is_real: Any
     size: Any
 
     @classmethod
     def make(cls, format, blocks, absmax, counts, limit, importance) -> "_FitProblem":
         is_real = jnp.arange(blocks.shape[-1]) < jnp.asarray(counts)[..., None]
-        target, unit = divide_blocks(blocks, absmax), jnp.where(absmax > 0, absmax, 1)
-        args = format, blocks, absmax, limit, importance, target, unit, is_real
+        target, divisor = (
+            divide_blocks(blocks, absmax),
+            jnp.where(absmax > 0, absmax, 1),
+        )
+        args = format, blocks, absmax, limit, importance, target, divisor, is_real
         problem = cls(*args, size=counts)
         if importance is None:
             return problem
@@ -226,7 +229,7 @@ class _FitProblem:
         return sum_blocks(x if self.importance is None else x * self.importance)
 
     def relative(self, part):
-        return true_divide(part.astype(self.unit.dtype), self.unit)[..., None]
+        return true_divide(part.astype(self.divisor.dtype), self.divisor)[..., None]
 
     def levels(self, parts: _Parts):
         codes = self.format.codes_of(self.blocks, parts)
@@ -243,7 +246,7 @@ def _fit(problem: _FitProblem, start: _Parts) -> _Parts:
     Candidates multiply the scales of `start` by `FittedFormat.shares`. A fit by least
     squares refines each of them twice.
     """
-    shares = jnp.asarray(problem.format.shares, problem.unit.dtype)
+    shares = jnp.asarray(problem.format.shares, problem.divisor.dtype)
     refinements = 2 if problem.format.fit == "least_squares" else 0
     # Improvements below rounding error are ignored, so that decoded arrays are kept.
     threshold = problem.total(square(problem.target)) * 2.0**-20
@@ -274,7 +277,7 @@ def _error_of(problem: _FitProblem, parts: _Parts):
 
 def _scaled(problem: _FitProblem, start: _Parts, factor) -> _Parts:
     """Scale the levels around the middle of the table."""
-    dtype, table = problem.unit.dtype, problem.format.table
+    dtype, table = problem.divisor.dtype, problem.format.table
     scales = start.scales.astype(dtype)
     shorter, offsets = scales * factor, start.offsets
     if offsets is not None:
@@ -293,9 +296,9 @@ def _refined(problem: _FitProblem, parts: _Parts) -> _Parts:
     x, y = x - x_mean, y - y_mean
     x_square = problem.total(square(x))
     slope = problem.total(_rounded(x * y)) / jnp.where(x_square > 0, x_square, 1)
-    scales, offsets = slope * problem.unit, None
+    scales, offsets = slope * problem.divisor, None
     if is_affine:
-        offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * problem.unit
+        offsets = (y_mean - slope[..., None] * x_mean)[..., 0] * problem.divisor
     new = problem.bounded(scales, offsets)
     return _select(scales * parts.scales.astype(scales.dtype) > 0, new, parts)
 

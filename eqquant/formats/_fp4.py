@@ -38,12 +38,12 @@ class _FP4(Format):
         return True
 
     def nearest(self, blocks, scales):
-        unit = divide_blocks(blocks, scales)
+        relative = divide_blocks(blocks, scales)
         # Ties go to the even code, which is every other time the higher one.
-        below = lambda x: np.nextafter(unit.dtype.type(x), unit.dtype.type(0))
+        below = lambda x: np.nextafter(relative.dtype.type(x), relative.dtype.type(0))
         ends = [0.25, below(0.75), 1.25, below(1.75), 2.5, below(3.5), 5.0]
-        code = count_below(jnp.abs(unit), ends)
-        return code | (jnp.signbit(unit).astype(jnp.uint8) << jnp.uint8(3))
+        code = count_below(jnp.abs(relative), ends)
+        return code | (jnp.signbit(relative).astype(jnp.uint8) << jnp.uint8(3))
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -144,14 +144,18 @@ class NVFP4(_FP4):
         del counts, limit
         absmax = absmax.astype(jnp.float32)
         largest = jnp.max(absmax, -1, keepdims=True)
-        unit = true_divide(largest, 6 * 448)
-        bits = lax.bitcast_convert_type(unit, jnp.uint32) & jnp.uint32(0xFFFFFF00)
-        unit = lax.bitcast_convert_type(bits, jnp.float32)
+        row_scale = true_divide(largest, 6 * 448)
+        bits = lax.bitcast_convert_type(row_scale, jnp.uint32) & jnp.uint32(0xFFFFFF00)
+        row_scale = lax.bitcast_convert_type(bits, jnp.float32)
         tiny = float(jnp.finfo(jnp.float32).tiny)
-        unit = jnp.where(largest > 0, jnp.maximum(unit, tiny), 0)
+        row_scale = jnp.where(largest > 0, jnp.maximum(row_scale, tiny), 0)
         finite = jnp.all(jnp.isfinite(absmax), -1, keepdims=True)
-        unit = jnp.where(finite, unit, jnp.nan)
-        share = true_divide(true_divide(absmax, 6), jnp.where(unit > 0, unit, 1))
-        codes = jnp.maximum(to_float8(share, "e4m3fn"), (absmax > 0).astype(jnp.uint8))
-        scales = Float8Scales(codes, unit)
+        row_scale = jnp.where(finite, row_scale, jnp.nan)
+        relative = true_divide(
+            true_divide(absmax, 6), jnp.where(row_scale > 0, row_scale, 1)
+        )
+        codes = jnp.maximum(
+            to_float8(relative, "e4m3fn"), (absmax > 0).astype(jnp.uint8)
+        )
+        scales = Float8Scales(codes, row_scale)
         return self.nearest(blocks, scales.astype(blocks.dtype)), scales

@@ -16,7 +16,7 @@ from ._format import (
 )
 
 
-_Rule = Literal["absmean", "threshold"]
+_NonzeroRule = Literal["absmean", "threshold"]
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -50,7 +50,7 @@ class Ternary(Format):
         the mean magnitude of the whole block, as in BitNet.
     """
 
-    rule: _Rule = "threshold"
+    rule: _NonzeroRule = "threshold"
     least_squares: bool = True
 
     name = "ternary"
@@ -61,30 +61,31 @@ class Ternary(Format):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.rule not in get_args(_Rule):
+        rules = get_args(_NonzeroRule)
+        if self.rule not in rules:
             raise ValueError(
-                f"Ternary: rule must be one of {get_args(_Rule)}, got {self.rule!r}."
+                f"Ternary: rule must be one of {rules}, got {self.rule!r}."
             )
 
     def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows.
-        unit = divide_blocks(blocks, absmax)
-        magnitude = jnp.abs(unit)
+        relative = divide_blocks(blocks, absmax)
+        magnitude = jnp.abs(relative)
         mean_magnitude = true_divide(sum_blocks(magnitude), counts)
         if self.rule == "absmean":
             threshold = mean_magnitude / 2
         else:
-            mean = true_divide(sum_blocks(unit), counts)
-            variance = true_divide(sum_blocks(square(unit)), counts) - square(mean)
+            mean = true_divide(sum_blocks(relative), counts)
+            variance = true_divide(sum_blocks(square(relative)), counts) - square(mean)
             threshold = jnp.sqrt(jnp.maximum(variance, 0)) / 2
         nonzero = magnitude > threshold[..., None]
         if self.least_squares:
             counted, summed = (
                 magnitude > x[..., None] for x in _for_each_use(threshold)
             )
-            how_many = sum_blocks(counted.astype(blocks.dtype))
+            count = sum_blocks(counted.astype(blocks.dtype))
             total = sum_blocks(jnp.where(summed, magnitude, 0))
-            scales = total / jnp.maximum(how_many, 1)
+            scales = total / jnp.maximum(count, 1)
         else:
             scales = mean_magnitude
         scales = bound_scales(scales * absmax, absmax, self.scale_dtype, limit)
@@ -103,9 +104,8 @@ class Ternary(Format):
 def _for_each_use(threshold):
     """Duplicate the threshold for two uses. Otherwise XLA for GPUs writes the
     comparison to memory, and reads it for each use. Other platforms compute it once."""
-    both = threshold, threshold
     return lax.platform_dependent(
-        both, cuda=lax.optimization_barrier, default=lambda x: x
+        (threshold, threshold), cuda=lax.optimization_barrier, default=lambda x: x
     )
 
 

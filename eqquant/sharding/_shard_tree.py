@@ -111,8 +111,8 @@ def shard_tree(
             used.update(name for entry in spec for name in names_of(entry))
     if batch is None:
         batch = [name for name in mesh.axis_names if name not in used]
-    of_batch = (batch,) if isinstance(batch, str) else tuple(batch)
-    if unknown := set(of_batch) - set(mesh.axis_names):
+    batch_axes = (batch,) if isinstance(batch, str) else tuple(batch)
+    if unknown := set(batch_axes) - set(mesh.axis_names):
         raise ValueError(
             f"{caller}: batch must name axes of the mesh, which are {mesh.axis_names}, "
             f"got {sorted(unknown)[0]!r}."
@@ -120,12 +120,12 @@ def shard_tree(
     plans = AxisType.Explicit not in kinds
     if scatter is not None and not plans:
         raise ValueError(
-            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. Say how "
-            "a result is split where it is computed, inside of `eqquant.quaxify`: "
-            "`jnp.einsum(..., out_sharding=spec)`."
+            f"{caller}: scatter is for meshes with automatic axes, got {mesh}. "
+            "Pass the sharding of a result to its product, inside of "
+            "`eqquant.quaxify`: `jnp.einsum(..., out_sharding=spec)`."
         )
 
-    splits = [Split(mesh, spec, of_batch, scatter) for _, spec in pairs]
+    splits = [Split(mesh, spec, batch_axes, scatter) for _, spec in pairs]
     structure = jax.tree.structure(tree, is_leaf=is_implicit)
     placed = [split(site.leaf) for split, (site, _) in zip(splits, pairs, strict=True)]
     return jax.tree.map(

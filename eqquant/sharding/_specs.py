@@ -75,11 +75,11 @@ def check_spec(
     names = [name for entry in entries for name in entry]
     if unknown := [name for name in names if name not in mesh.axis_names]:
         raise ValueError(
-            f"{where}: {spec} names {unknown[0]!r}, which is no axis of the mesh: it "
-            f"has {mesh.axis_names}."
+            f"{where}: {spec} names {unknown[0]!r}, but the mesh has the axes "
+            f"{mesh.axis_names}."
         )
-    if twice := [name for name in names if names.count(name) > 1]:
-        raise ValueError(f"{where}: {spec} uses {twice[0]!r} twice.")
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"{where}: {spec} uses {repeated[0]!r} twice.")
     if len(entries) > leaf.ndim:
         raise ValueError(f"{where}: {spec} is for {len(entries)} axes.")
     for axis, entry in enumerate(entries):

@@ -6,7 +6,7 @@ Exports the training functions for users. Imports `sharding`, `trees`, `arrays`,
 """
 
 from ._activations import round_activations as round_activations
-from ._distill import distill as distill, Distillation as Distillation
+from ._distill import distill as distill, DistillationState as DistillationState
 from ._dropout import with_dropout_key as with_dropout_key
 from ._fake_quantize import (
     fake_quantize_tree as fake_quantize_tree,
@@ -15,7 +15,7 @@ from ._fake_quantize import (
 from ._lora_tree import lora_tree as lora_tree
 from ._merge_lora import merge_lora as merge_lora
 from ._straight_through import (
-    learned_scales as learned_scales,
+    initial_scales as initial_scales,
     straight_through as straight_through,
 )
 from ._straight_through_array import StraightThroughArray as StraightThroughArray
@@ -23,10 +23,10 @@ from ._straight_through_array import StraightThroughArray as StraightThroughArra
 
 __all__ = [
     "distill",
-    "Distillation",
+    "DistillationState",
     "fake_quantize_tree",
     "FakeQuantized",
-    "learned_scales",
+    "initial_scales",
     "lora_tree",
     "merge_lora",
     "round_activations",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._jax import typed, wide_dtype
-from ..trees import with_progress
+from ..trees import float_arrays, with_progress
 from ._fake_quantize import FakeQuantized
 
 
@@ -27,7 +27,7 @@ class Optimiser(Protocol):
     def update(self) -> Callable: ...
 
 
-class Distillation(eqx.Module):
+class DistillationState(eqx.Module):
     """The state of [`eqquant.training.distill`][], a pytree of arrays.
 
     [`eqquant.save`][] and `eqx.tree_serialise_leaves` can store it. A new instance is
@@ -90,7 +90,7 @@ def relative_error(outputs: Any, expected: Any) -> Float[Array, ""]:
     The error of an array is absolute if its expected values are all zero.
     """
     errors = []
-    for x, y in zip(_floats(outputs), _floats(expected), strict=True):
+    for x, y in zip(float_arrays(outputs), float_arrays(expected), strict=True):
         x, y = _wide(x), _wide(y)
         power = jnp.sum(jnp.square(jnp.abs(y)))
         error = jnp.sum(jnp.square(jnp.abs(x - y)))
@@ -108,9 +108,9 @@ def distill(
     *,
     loss: Callable | None = None,
     where: Any = None,
-    state: Distillation | None = None,
+    state: DistillationState | None = None,
     progress: bool | None = None,
-) -> tuple[Any, Distillation]:
+) -> tuple[Any, DistillationState]:
     """Train a quantized model to reproduce the outputs of a teacher.
 
     The teacher is usually the float model (Hinton et al., arXiv 1503.02531). No labels
@@ -156,7 +156,7 @@ def distill(
         ```python
         import tempfile
 
-        start = eqquant.training.Distillation(quantized, optimiser)
+        start = eqquant.training.DistillationState(quantized, optimiser)
         _, state = eqquant.training.distill(
             quantized, model, forward, batches[:10], optimiser, state=start
         )
@@ -194,7 +194,7 @@ def distill(
 
     **Returns:**
 
-    The trained quantized model, and an [`eqquant.training.Distillation`][]. For a
+    The trained quantized model, and an [`eqquant.training.DistillationState`][]. For a
     `FakeQuantized`, the model is the result of `.quantized()`.
 
     **Raises:**
@@ -206,17 +206,17 @@ def distill(
     - `TypeError` if `loss` does not return a real number.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
-    start = eqx.filter_eval_shape(Distillation, student, optimiser, where=where)
+    start = eqx.filter_eval_shape(DistillationState, student, optimiser, where=where)
     if not jax.tree.leaves(start.trained):
         raise ValueError(
-            f"{_caller}: nothing is trained, as student has no array of floating point "
-            "that where selects. Scales in 8 bits are not trained."
+            f"{_caller}: nothing is trained, because where selects no floating-point "
+            "array of student. Scales in 8 bits are not trained."
         )
-    now = Distillation(student, optimiser, where=where) if state is None else state
+    now = DistillationState(student, optimiser, where=where) if state is None else state
     if _described(now) != _described(start):
         raise ValueError(
-            f"{_caller}: state must be of this student, where and optimiser. Pass the "
-            "student that the first call was given, not the one that it returned."
+            f"{_caller}: state belongs to another student, where or optimiser. Pass "
+            "the student of the first call, not its result."
         )
     loss = relative_error if loss is None else loss
     elements = sum(x.size for x in jax.tree.leaves(now.trained))
@@ -229,12 +229,12 @@ def distill(
         now, is_finite = _step(now, student, teacher, fn, loss, optimiser, batch)
         if not is_finite:
             raise ValueError(
-                f"{_caller}: the loss and what is trained must stay finite, but do not "
-                f"in batch {count - 1}, where the loss is {float(now.loss)}. See "
-                "whether the batch is finite, or try a lower learning rate."
+                f"{_caller}: the loss and the trained arrays must stay finite, but "
+                f"batch {count - 1} has the loss {float(now.loss)}. Check that the "
+                "batch is finite, or lower the learning rate."
             )
     if not count:
-        raise ValueError(f"{_caller}: batches must hold at least one batch, got none.")
+        raise ValueError(f"{_caller}: batches must have at least one batch, got none.")
     return now.model(student), now
 
 
@@ -283,20 +283,16 @@ def _wide(x: Array) -> Array:
     return x.astype(wide_dtype(x.dtype))
 
 
-def _floats(outputs: Any) -> list[Array]:
-    return [x for x in jax.tree.leaves(outputs) if eqx.is_inexact_array(x)]
-
-
 def _check_outputs(outputs: Any, expected: Any) -> None:
-    (got, treedef), (wanted, of_teacher) = map(_shapes, (outputs, expected))
-    if got != wanted or treedef != of_teacher:
+    student, teacher = _shapes(outputs), _shapes(expected)
+    if student != teacher:
         raise ValueError(
-            f"{_caller}: fn must return arrays of the same shapes of student and "
-            f"teacher, got {got} in {treedef} and {wanted} in {of_teacher}."
+            f"{_caller}: fn must return arrays of the same shapes for student and "
+            f"teacher, got {student} and {teacher}."
         )
-    if not _floats(outputs):
+    if not float_arrays(outputs):
         raise ValueError(
-            f"{_caller}: fn must return arrays of floating point, got {outputs!r}."
+            f"{_caller}: fn must return floating-point arrays, got {outputs!r}."
         )
 
 

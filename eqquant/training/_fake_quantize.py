@@ -24,7 +24,7 @@ from ..formats import Format
 from ..kernels import as_compute, Compute
 from ..sharding import check_spec, QuantizesLater, Split
 from ..trees import Choice, choose, replace_chosen, sites, Tree
-from ._straight_through import learned_start, make_trainable, straight_through
+from ._straight_through import initial_parts, make_trainable, straight_through
 from ._straight_through_array import straight_through_value
 
 
@@ -99,9 +99,9 @@ def fake_quantize_tree(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
     _check_some(choices, caller)
-    how = clip, quantized_products, check_finite, compute
-    one = lambda leaf, choice: _fake(leaf, choice, _NOT_LEARNED, *how)
-    return replace_chosen(one, model, choices, caller=caller)
+    settings = _Settings(clip, quantized_products, check_finite, compute)
+    fake = lambda leaf, choice: _fake(leaf, choice, settings)
+    return replace_chosen(fake, model, choices, caller=caller)
 
 
 class FakeQuantized(QuantizesLater):
@@ -143,7 +143,7 @@ class FakeQuantized(QuantizesLater):
         [`eqquant.quantize_tree`][]. The weights are chosen once, in the constructor.
     - `clip`: as in [`eqquant.straight_through`][].
     - `learn_scales`: also train the scales, by LSQ (arXiv 1902.08153). They start from
-        [`eqquant.training.learned_scales`][], and are in the field `scales`, in the
+        [`eqquant.training.initial_scales`][], and are in the field `scales`, in the
         order of `choices`. Affine formats also learn their `offsets`, by LSQ+ (arXiv
         2004.09576); both start from the choices of [`eqquant.quantize`][].
     - `quantized_products`: as in [`eqquant.training.fake_quantize_tree`][]. Results
@@ -211,8 +211,8 @@ class FakeQuantized(QuantizesLater):
             starts = []
 
             def add(leaf, choice):
-                leaf, _ = self._turned(leaf, choice)
-                starts.append(learned_start(leaf, choice.format, choice.axis))
+                leaf, _ = self._in_basis(leaf, choice)
+                starts.append(initial_parts(leaf, choice.format, choice.axis))
 
             replace_chosen(add, model, choices, caller=_name)
             self.scales, self.offsets = zip(*starts, strict=True)
@@ -225,70 +225,81 @@ class FakeQuantized(QuantizesLater):
         [`eqquant.training.fake_quantize_tree`][]. Use it to call another method than
         `__call__`."""
 
-        how = self.clip, self.quantized_products, self.check_finite, self.compute
+        settings = _Settings(
+            self.clip, self.quantized_products, self.check_finite, self.compute
+        )
 
-        def one(leaf, choice, learned):
+        def fake(leaf, choice, scales, offsets):
+            is_learned = scales is not None
             if not isinstance(leaf, QuantizedArray | RotatedArray):
-                turned, back = self._turned(leaf, choice)
-                out = back(_fake(turned, choice, learned, *how))
-                if turned is leaf or self.clip or learned["scales"] is not None:
+                weight, to_original = self._in_basis(leaf, choice)
+                out = to_original(_fake(weight, choice, settings, scales, offsets))
+                if weight is leaf or self.clip or is_learned:
                     return out
                 # Rotating there and back is also the identity for gradients.
                 return straight_through_value(lax.stop_gradient(out), leaf)
-            is_learned = learned["scales"] is not None
             if leaf.format != choice.format or is_learned:
-                scaled = " with scales that were learned" if is_learned else ""
+                learned = " with learned scales" if is_learned else ""
                 raise ValueError(
-                    f"it was trained for {choice.format!r}{scaled}, but was quantized "
-                    f"as {leaf.format!r}, and would compute something else. Convert "
-                    "what was trained with `.quantized()`."
+                    f"it was trained for {choice.format!r}{learned}, but was quantized "
+                    f"to {leaf.format!r}, so its values differ. Convert the trained "
+                    "model with `.quantized()`."
                 )
             return leaf
 
-        return self._replace(one)
+        return self._replace(fake)
 
     def quantized(self) -> Any:
         """Return the quantized model, like [`eqquant.quantize_tree`][], with the
         learned scales."""
 
-        def one(leaf, choice, learned):
+        def quantize_weight(leaf, choice, scales, offsets):
             if isinstance(leaf, QuantizedArray | RotatedArray):
                 raise ValueError("it is quantized already.")
-            return self._quantized(leaf, choice, self.check_finite, **learned)
+            return self._quantized(leaf, choice, self.check_finite, scales, offsets)
 
-        return self._replace(one)
+        return self._replace(quantize_weight)
 
-    def _quantized(self, leaf, choice: Choice, check_finite: bool, **learned):
-        turned, back = self._turned(leaf, choice)
-        how = {"axis": choice.axis, "check_finite": check_finite}
-        how["compute"] = choice.compute or self.compute
-        return back(quantize(turned, choice.format, **how, **learned))
+    def _quantized(
+        self, leaf, choice: Choice, check_finite: bool, scales=None, offsets=None
+    ):
+        weight, to_original = self._in_basis(leaf, choice)
+        q = quantize(
+            weight,
+            choice.format,
+            axis=choice.axis,
+            scales=scales,
+            offsets=offsets,
+            check_finite=check_finite,
+            compute=choice.compute or self.compute,
+        )
+        return to_original(q)
 
-    def _turned(self, leaf, choice: Choice) -> tuple[Any, Callable]:
+    def _in_basis(self, leaf, choice: Choice) -> tuple[Any, Callable]:
         """Return the weight in its rounding basis, and a function that rotates plain or
         quantized arrays back."""
         same = lambda x: x
         if not self.rotate or not leaf.ndim:
             return leaf, same
         axis = canonical_axes(choice.axis, leaf.ndim)[-1]
-        turned, block = rotated(leaf, axis)
+        weight, block = rotated(leaf, axis)
         if block == 1:
             return leaf, same
 
-        def back(x):
+        def to_original(x):
             if isinstance(x, QuantizedArray):
                 return RotatedArray(x.replace(dtype=leaf.dtype), block)
             return hadamard(x, axis, block).astype(leaf.dtype)
 
-        return turned, back
+        return weight, to_original
 
     def with_splits(self, splits: Any) -> "FakeQuantized":
         """Store the shardings of [`eqquant.shard_tree`][], which also places the
         arrays."""
         arrays = jax.tree.leaves(self.model, is_leaf=is_implicit)
         all_splits = jax.tree.leaves(splits.model)
-        of_chosen = tuple(all_splits[choice.index] for choice in self.choices)
-        for choice, split in zip(self.choices, of_chosen, strict=True):
+        chosen = tuple(all_splits[choice.index] for choice in self.choices)
+        for choice, split in zip(self.choices, chosen, strict=True):
             make = ft.partial(self._quantized, choice=choice, check_finite=False)
             q = arrays[choice.index]
             q = q if is_implicit(q) else jax.eval_shape(make, q)
@@ -296,7 +307,7 @@ class FakeQuantized(QuantizesLater):
             check_spec(path, q, split.spec, split.mesh, "shard_tree")
         out = object.__new__(type(self))
         for field in dataclasses.fields(self):
-            value = of_chosen if field.name == "splits" else getattr(self, field.name)
+            value = chosen if field.name == "splits" else getattr(self, field.name)
             object.__setattr__(out, field.name, value)
         return out
 
@@ -308,37 +319,48 @@ class FakeQuantized(QuantizesLater):
                 "Wrap it anew."
             )
         none = (None,) * len(self.choices)
-        parts = zip(
-            self.choices, self.scales or none, self.offsets or none, strict=True
-        )
-        learned = {c: {"scales": s, "offsets": o} for c, s, o in parts}
-        splits = dict(zip(self.choices, self.splits or none, strict=True))
+        parts = self.scales or none, self.offsets or none, self.splits or none
+        parts_of = dict(zip(self.choices, zip(*parts, strict=True), strict=True))
 
-        def one(leaf, choice):
-            made, split = fn(leaf, choice, learned[choice]), splits[choice]
-            return split(made) if split is not None and is_implicit(made) else made
+        def replace(leaf, choice):
+            scales, offsets, split = parts_of[choice]
+            new = fn(leaf, choice, scales, offsets)
+            return split(new) if split is not None and is_implicit(new) else new
 
-        return replace_chosen(one, self.model, self.choices, caller=_name)
+        return replace_chosen(replace, self.model, self.choices, caller=_name)
 
 
 _name = FakeQuantized.__name__
-_NOT_LEARNED = {"scales": None, "offsets": None}
 
 
 def _check_some(choices, caller: str) -> None:
     if not choices:
         raise ValueError(
             f"{caller}: no weight is chosen, so this would train in floating point. "
-            "`eqquant.report(model)` says why each array stays; see where, rules and "
-            "min_size."
+            "`eqquant.report(model)` lists the reason for each array; see where, rules "
+            "and min_size."
         )
 
 
-def _fake(
-    leaf, choice: Choice, learned, clip, quantized_products, check_finite, compute
-):
-    how = {"axis": choice.axis, "clip": clip, "check_finite": check_finite}
-    compute = choice.compute or compute
-    if quantized_products or compute.activations != "float":
-        return make_trainable(leaf, choice.format, compute=compute, **how, **learned)
-    return straight_through(leaf, choice.format, **how, **learned)
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """Arguments of [`fake_quantize_tree`][] for all weights."""
+
+    clip: bool
+    quantized_products: bool
+    check_finite: bool
+    compute: Compute
+
+
+def _fake(leaf, choice: Choice, settings: _Settings, scales=None, offsets=None):
+    compute = choice.compute or settings.compute
+    options = {
+        "axis": choice.axis,
+        "scales": scales,
+        "offsets": offsets,
+        "clip": settings.clip,
+        "check_finite": settings.check_finite,
+    }
+    if settings.quantized_products or compute.activations != "float":
+        return make_trainable(leaf, choice.format, compute=compute, **options)
+    return straight_through(leaf, choice.format, **options)

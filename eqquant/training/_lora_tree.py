@@ -21,7 +21,7 @@ from ..trees import (
     Rules,
     Site,
     Tree,
-    Weight,
+    WeightAxes,
 )
 from ._dropout import split_key
 
@@ -129,7 +129,7 @@ def lora_tree(
 
     left_out: list[str] = []
 
-    def is_worth_it(site: Site, kind: Weight, _) -> bool:
+    def is_worth_it(site: Site, kind: WeightAxes, _) -> bool:
         leaf = site.leaf
         if leaf.size < min_size or kind.is_table:
             return False
@@ -159,12 +159,12 @@ def lora_tree(
     if left_out:
         warn(f"{caller}: no adapter for weights {smaller}.", UserWarning)
 
-    def one(leaf, choice: Choice):
+    def add_adapter(leaf, choice: Choice):
         scale = 1.0 if alpha is None else alpha / choice.what
-        of_path = jax.random.fold_in(key, zlib.crc32(choice.path.encode()))
-        return _with_adapter(leaf, choice, of_path, scale, float(dropout))
+        path_key = jax.random.fold_in(key, zlib.crc32(choice.path.encode()))
+        return _with_adapter(leaf, choice, path_key, scale, float(dropout))
 
-    return replace_chosen(one, model, choices, caller=caller)
+    return replace_chosen(add_adapter, model, choices, caller=caller)
 
 
 def _check_rank(rank: Any, caller: str) -> None:
@@ -184,8 +184,8 @@ def _parse_rule(rule: Any) -> tuple[int | None, Any, None]:
 def _with_adapter(leaf, choice: Choice, key, scale: float, dropout: float) -> LoraArray:
     if isinstance(leaf, LoraArray):
         raise ValueError(
-            "it has an adapter already. Merge that with `eqquant.merge_lora` first, or "
-            "leave this weight out by a rule."
+            "it has an adapter already. Merge the adapter with `eqquant.merge_lora`, "
+            "or leave this weight out by a rule."
         )
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         raise TypeError(f"an adapter needs a floating-point weight, not {leaf.dtype}.")

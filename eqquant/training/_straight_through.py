@@ -62,7 +62,7 @@ def straight_through(
 
     - `array`, `format`, `axis`, `check_finite`: as in [`eqquant.quantize`][].
     - `scales`: `(*lead, blocks)`, as in [`eqquant.quantize`][]. Start from
-        [`eqquant.training.learned_scales`][]. The gradient of the array is then always
+        [`eqquant.training.initial_scales`][]. The gradient of the array is then always
         clipped, like in the paper. The gradient of a scale is divided by the square
         root of the largest level times the number of values that share the scale.
     - `offsets`: `(*lead, blocks)`, with `scales`, for an affine format. Start from the
@@ -89,9 +89,16 @@ def straight_through(
             zero = no_problem(jnp.any(problems), array, format)
             value = value if zero is None else value + zero
         return straight_through_value(value, array)
-    given = {"scales": scales, "offsets": offsets}
-    how = {"axis": axis, "clip": clip, "check_finite": check_finite}
-    return make_trainable(array, format, **given, **how).dequantize()
+    trainable = make_trainable(
+        array,
+        format,
+        axis=axis,
+        scales=scales,
+        offsets=offsets,
+        clip=clip,
+        check_finite=check_finite,
+    )
+    return trainable.dequantize()
 
 
 def make_trainable(
@@ -110,10 +117,16 @@ def make_trainable(
     if scales is not None:
         _check_learnable(format, "straight_through")
     # No derivatives here: the master weights receive them later.
-    weights, *given = lax.stop_gradient((array, scales, offsets))
-    given = dict(zip(("scales", "offsets"), given, strict=True))
-    how = {"axis": axis, "check_finite": check_finite, "compute": compute}
-    q = quantize(weights, format, **how, **given)
+    fixed, fixed_scales, fixed_offsets = lax.stop_gradient((array, scales, offsets))
+    q = quantize(
+        fixed,
+        format,
+        axis=axis,
+        scales=fixed_scales,
+        offsets=fixed_offsets,
+        check_finite=check_finite,
+        compute=compute,
+    )
     if scales is not None:
         array = _learning(array, scales, offsets, q)
     elif clip:
@@ -132,7 +145,7 @@ def _trainable(array, format: Format | str) -> tuple[Array, Format]:
 
 
 @typed
-def learned_scales(
+def initial_scales(
     array: Float[Array, "..."] | Float[np.ndarray, "..."],
     format: Format | str,
     *,
@@ -172,32 +185,32 @@ def learned_scales(
     `ValueError` for another format.
     """
     format = as_format(format)
-    _check_learnable(format, "learned_scales")
+    _check_learnable(format, "initial_scales")
     if format.has_offsets:
         raise ValueError(
-            f"learned_scales: format must have no offsets, got {format!r}. Start from "
+            f"initial_scales: format must have no offsets, got {format!r}. Start from "
             "the scales and offsets that eqquant.quantize gives."
         )
     # The scale of Binary is the mean magnitude of a block.
     mean = Binary(block_size=format.block_size, scale_dtype=format.scale_dtype)
-    scales = _one_each(quantize(array, mean, axis=axis), axis)[0]
+    scales = _float_parts(quantize(array, mean, axis=axis), axis)[0]
     return _not_zero(scales * (2 / math.sqrt(_highest(format))))
 
 
-def learned_start(array, format: Format, axis: int | Sequence[int]) -> tuple[Any, Any]:
+def initial_parts(array, format: Format, axis: int | Sequence[int]) -> tuple[Any, Any]:
     """Return initial scales, and initial offsets or None."""
     if not format.has_offsets:
-        return learned_scales(array, format, axis=axis), None
-    _check_learnable(format, "learned_scales")
-    scales, offsets = _one_each(quantize(array, format, axis=axis), axis)
+        return initial_scales(array, format, axis=axis), None
+    _check_learnable(format, "initial_scales")
+    scales, offsets = _float_parts(quantize(array, format, axis=axis), axis)
     return _not_zero(scales), offsets
 
 
-def _one_each(q: QuantizedArray, axis: int | Sequence[int]) -> tuple[Any, Any]:
+def _float_parts(q: QuantizedArray, axis: int | Sequence[int]) -> tuple[Any, Any]:
     """Return scales and offsets in the shape that `quantize` accepts."""
     parts = q.float_parts
-    of_all = not isinstance(axis, int) and len(axis) == q.ndim
-    if of_all and q.format.block_size is None:
+    over_all_axes = not isinstance(axis, int) and len(axis) == q.ndim
+    if over_all_axes and q.format.block_size is None:
         # A per-tensor scale is stored once per row.
         parts = jax.tree.map(lambda x: x.reshape(-1)[:1], parts)
     return parts

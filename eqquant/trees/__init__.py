@@ -18,10 +18,10 @@ from ._choice import (
 from ._conventions import (
     Axis as Axis,
     register_weights as register_weights,
-    Weight as Weight,
+    WeightAxes as WeightAxes,
 )
 from ._layers import match_layers as match_layers
-from ._nbytes import tree_nbytes as tree_nbytes
+from ._nbytes import nbytes as nbytes
 from ._progress import with_progress as with_progress
 from ._quantize import (
     dequantize_tree as dequantize_tree,
@@ -35,8 +35,9 @@ from ._report import (
     ReportRow as ReportRow,
     row_of as row_of,
 )
+from ._results import float_arrays as float_arrays
 from ._roles import weight_of as weight_of
-from ._rules import Rule as Rule, Rules as Rules
+from ._rules import QuantizationRule as QuantizationRule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._trainable import trainable_mask as trainable_mask
 from ._with_compute import with_compute as with_compute
@@ -49,9 +50,9 @@ __all__ = [
     "Report",
     "report",
     "ReportRow",
-    "Rule",
+    "QuantizationRule",
     "trainable_mask",
-    "tree_nbytes",
-    "Weight",
+    "nbytes",
+    "WeightAxes",
     "with_compute",
 ]

@@ -13,7 +13,7 @@ from .._jax import warn
 from ..arrays import is_implicit, LoraArray
 from ..formats import as_format, Format
 from ..kernels import Compute
-from ._conventions import Axis, Weight
+from ._conventions import Axis, WeightAxes
 from ._layers import match_layers
 from ._roles import weight_of
 from ._rules import format_rule, Rules
@@ -31,7 +31,7 @@ class Choice:
     - `what`: its format, or the value of another kind of rule.
     - `axis`: the axis along which it is quantized.
     - `contracted`, `out`: the contracted axes and the output axis of its layer, as in
-        [`Weight`][].
+        [`WeightAxes`][].
     - `is_table`: whether its layer looks up rows.
     - `compute`: the settings of its products, if a rule specifies them.
     """
@@ -68,7 +68,7 @@ def choose(
         leaf = base_of(leaf)
         return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
 
-    def is_worth_it(site: Site, kind: Weight, format: Format) -> bool:
+    def is_worth_it(site: Site, kind: WeightAxes, format: Format) -> bool:
         return not too_small(site.leaf, format, kind.axis, min_size)
 
     return choose_among(
@@ -87,7 +87,7 @@ def choose_among(
     model: Any,
     what: Any,
     *,
-    is_worth_it: Callable[[Site, Weight, Any], bool],
+    is_worth_it: Callable[[Site, WeightAxes, Any], bool],
     where: Any,
     rules: Rules,
     caller: str,
@@ -107,25 +107,25 @@ def choose_among(
         if not is_candidate(site.leaf):
             continue
         kind = weight_of(site)
-        natural = kind if isinstance(kind, Weight) else Weight(-1)
+        natural = kind if isinstance(kind, WeightAxes) else WeightAxes(-1)
         contracted = natural.axis
         rule, compute = rules.find(site), None
         if rule is not None:
             chosen, axis, compute = rule
             if axis is not None and axis != natural.axis:
-                natural = Weight(axis)
+                natural = WeightAxes(axis)
         elif mask is not None:
             chosen = what if mask[i] else None
         else:
             worth_it = (
                 what is not None
-                and isinstance(kind, Weight)
+                and isinstance(kind, WeightAxes)
                 and is_worth_it(site, kind, what)
             )
             chosen = what if worth_it else None
         if chosen is not None:
             axis, out = natural.axis, natural.out
-            table = isinstance(kind, Weight) and kind.is_table
+            table = isinstance(kind, WeightAxes) and kind.is_table
             fields = i, site.path, chosen, axis, contracted, out, table, compute
             choices.append(Choice(*fields))
     if rules.unused():

@@ -16,7 +16,7 @@ Axis = int | tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Weight:
+class WeightAxes:
     """The role of an array in its layer, for [`eqquant.trees.register_weights`][].
 
     !!! Example
@@ -74,7 +74,9 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
 
         @eqquant.trees.register_weights(Dense)
         def _(layer, name, array):
-            return eqquant.trees.Weight(axis=-2, out=-1) if name == "kernel" else None
+            if name == "kernel":
+                return eqquant.trees.WeightAxes(axis=-2, out=-1)
+            return None
 
 
         kernel = jax.random.normal(jax.random.key(0), (64, 32))
@@ -91,8 +93,8 @@ def register_weights(*layers: type | str) -> Callable[[Callable], Callable]:
 
     A decorator of a function `(layer, name, array)`. It is called with an instance of
     the class or of a subclass, the name of one of its arrays, and that array. It
-    returns an [`eqquant.trees.Weight`][], or `None` if the array is not a weight, or a
-    string with the reason why the array cannot be chosen. The function that was
+    returns an [`eqquant.trees.WeightAxes`][], or `None` if the array is not a weight,
+    or a string with the reason why the array cannot be chosen. The function that was
     registered last is tried first.
 
     **Raises:**
@@ -159,20 +161,22 @@ def _linear(layer, name, array):
     if name != "weight":
         return None
     is_table = isinstance(layer, eqx.nn.Embedding)
-    return Weight(-1, -2, is_table) if array.ndim > 1 else "of one axis"
+    return WeightAxes(-1, -2, is_table) if array.ndim > 1 else "of one axis"
 
 
 @register_weights(eqx.nn.Conv, eqx.nn.ConvTranspose)
 def _convolution(layer, name, array):
     window = layer.num_spatial_dims
     return (
-        Weight(tuple(range(-window - 1, 0)), -window - 2) if name == "weight" else None
+        WeightAxes(tuple(range(-window - 1, 0)), -window - 2)
+        if name == "weight"
+        else None
     )
 
 
 @register_weights(eqx.nn.GRUCell, eqx.nn.LSTMCell)
 def _recurrent(layer, name, array):
-    return Weight(-1, -2) if name in ("weight_ih", "weight_hh") else None
+    return WeightAxes(-1, -2) if name in ("weight_ih", "weight_hh") else None
 
 
 #
@@ -186,7 +190,7 @@ _biases = ("bias", "b")
 @register_weights(Mapping, "flax.nnx.module.Module")
 def _dictionary(layer, name, array):
     if name in _tables and array.ndim == 2:
-        return Weight(-1, is_table=True)
+        return WeightAxes(-1, is_table=True)
     if name in _kernels and array.ndim >= 2:
         get = layer.get if isinstance(layer, Mapping) else vars(layer).get
         found = (get(bias) for bias in _biases)
@@ -213,18 +217,18 @@ def _put_out(array, bias) -> int:
     return len(out) if out == tuple(array.shape[1:])[-len(out) :] else 0
 
 
-def _kernel(array, bias) -> Weight | str:
+def _kernel(array, bias) -> WeightAxes | str:
     """Return the role of a kernel. The bias determines the output axes."""
     shape, ndim = tuple(array.shape), array.ndim
     if out := _put_out(array, bias):
-        return Weight(tuple(range(ndim - out)))
+        return WeightAxes(tuple(range(ndim - out)))
     # Stacked layers.
     if ndim == 3 and getattr(bias, "shape", ()) == (shape[0], shape[2]):
-        return Weight(-2)
+        return WeightAxes(-2)
     if ndim == 2:
-        return Weight(0)
+        return WeightAxes(0)
     if ndim > 3:
-        return Weight(tuple(range(ndim - 1)))
+        return WeightAxes(tuple(range(ndim - 1)))
     return "a kernel without a bias, whose contracted axes only a rule can tell"
 
 
@@ -240,7 +244,7 @@ def _haliax_linear(layer, name, array):
     contracted = layer.In if isinstance(layer.In, tuple) else (layer.In,)
     names = [axis.name for axis in layer.weight.axes]
     axes = [names.index(axis.name) - len(names) for axis in contracted]
-    return Weight(tuple(axes))
+    return WeightAxes(tuple(axes))
 
 
 @register_weights("haliax.nn.embedding.Embedding")
@@ -249,4 +253,4 @@ def _haliax_embedding(layer, name, array):
         return None
     names = [axis.name for axis in layer.weight.axes]
     row = [n for n in names if n != layer.Vocab.name]
-    return Weight(tuple(names.index(n) - len(names) for n in row), is_table=True)
+    return WeightAxes(tuple(names.index(n) - len(names) for n in row), is_table=True)

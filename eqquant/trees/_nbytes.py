@@ -9,7 +9,7 @@ from .._jax import typed
 
 
 @typed
-def tree_nbytes(model: Any) -> int:
+def nbytes(model: Any) -> int:
     """Return the bytes of all arrays of a pytree.
 
     !!! Example
@@ -19,7 +19,7 @@ def tree_nbytes(model: Any) -> int:
         import jax.numpy as jnp
 
         model = {"w": eqquant.quantize(jnp.ones((64, 256)), "nf4"), "b": jnp.ones(64)}
-        assert eqquant.trees.tree_nbytes(model) == 64 * 256 // 2 + 64 * 4 * 4 + 64 * 4
+        assert eqquant.trees.nbytes(model) == 64 * 256 // 2 + 64 * 4 * 4 + 64 * 4
         ```
     """
     return sum(

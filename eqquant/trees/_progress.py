@@ -22,7 +22,7 @@ def with_progress(
 
     The default is a progress bar for large models in a terminal, if tqdm is installed.
     """
-    doing, unit = what
+    title, item_name = what
     if shown is None:
         shown = elements >= _long_work and sys.stderr.isatty()
         try:
@@ -37,4 +37,4 @@ def with_progress(
         raise ImportError(
             f"{caller}: progress=True needs tqdm: `pip install eqquant[progress]`."
         ) from error
-    return tqdm.tqdm(items, desc=doing, unit=unit)
+    return tqdm.tqdm(items, desc=title, unit=item_name)

@@ -84,9 +84,9 @@ def quantize_tree(
         pattern that matches the path of a leaf wins. A path is `layers.0.weight`, for
         example. A pattern is a string with the wildcards `*` and `?`, or a compiled
         regular expression. `what` is a format, its name, `None` (leave unchanged), an
-        [`eqquant.trees.Rule`][], or a pair `(format, axis)`. Patterns with wildcards
-        skip arrays with one axis, and arrays that are known not to be weights; exact
-        paths do not. Rules without a match cause a warning.
+        [`eqquant.trees.QuantizationRule`][], or a pair `(format, axis)`. Patterns with
+        wildcards skip arrays with one axis, and arrays that are known not to be
+        weights; exact paths do not. Rules without a match cause a warning.
     - `min_size`: the smallest number of elements of a weight that is chosen by default.
     - `calibration`: the result of [`eqquant.calibrate`][] for this model. Rounding then
         minimises the change of products with such data.
@@ -103,8 +103,8 @@ def quantize_tree(
         of two that divides the axis. This is most accurate with `calibration`; without
         it, the gain may be small.
     - `check_finite`: as in [`eqquant.quantize`][].
-    - `progress`: show a progress bar, which requires tqdm. By default only for large
-        models in a terminal.
+    - `progress`: show a progress bar, which requires tqdm. The default shows it for
+        large models in a terminal.
     - `precision`, `activations`, `compute`: the settings of products with the quantized
         weights, as in [`eqquant.quantize`][].
 

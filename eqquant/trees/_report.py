@@ -14,7 +14,7 @@ from ..arrays import ImplicitArray, is_implicit, is_quantized
 from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
 from ._choice import base_of, stored_bytes, too_small
-from ._conventions import Weight
+from ._conventions import WeightAxes
 from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
@@ -44,8 +44,7 @@ class ReportRow:
     - `bits`: stored bits per element, including scales and padding.
     - `bytes_before`, `bytes_after`: bytes in floating point, and actual bytes.
     - `relative_error`: the Frobenius norm of the error, relative to the original;
-    `None`
-        without an original.
+        `None` without an original.
     - `sqnr`: the same in decibels: `-20 log10(relative_error)`.
     - `output_error`, `rounded_output_error`: the relative error of products with the
         calibration data, and the same for rounding to nearest without rotation; `None`
@@ -105,8 +104,8 @@ class Report:
     def __str__(self) -> str:
         calibrated = any(row.output_error is not None for row in self.rows)
         header = ("path", "shape", "format", "bits", "before", "after", "SQNR")
-        of_outputs = ("output error", "if rounded") if calibrated else ()
-        table: list[tuple[str, ...]] = [(*header, *of_outputs, "")]
+        error_names = ("output error", "if rounded") if calibrated else ()
+        table: list[tuple[str, ...]] = [(*header, *error_names, "")]
         for row in self.rows:
             table.append(
                 (
@@ -133,15 +132,15 @@ class Report:
                 f"{self.bytes_before:,}",
                 f"{self.bytes_after:,}",
                 "",
-                *("" for _ in of_outputs),
+                *("" for _ in error_names),
                 f"{ratio:.2f}x smaller",
             )
         )
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        left = (0, 1, 2, len(header) + len(of_outputs))
+        left_aligned = (0, 1, 2, len(header) + len(error_names))
         lines = [
             "  ".join(
-                cell.ljust(width) if i in left else cell.rjust(width)
+                cell.ljust(width) if i in left_aligned else cell.rjust(width)
                 for i, (cell, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in table
@@ -207,9 +206,11 @@ def report(
     if there are no batches.
     """
     if calibration is not None and original is None:
-        raise ValueError("report: calibration needs original, which errors are of.")
+        raise ValueError("report: calibration requires original, to compute errors.")
     if (fn is None) != (batches is None) or (fn is not None and original is None):
-        raise ValueError("report: fn and batches need each other, and original.")
+        raise ValueError(
+            "report: fn requires batches and original, and batches require fn."
+        )
     found = list(sites(model))
     sources: list[Any] = [None] * len(found)
     if original is not None:
@@ -268,11 +269,12 @@ def _relative_error(q: ImplicitArray, source) -> float:
     def measure(q, source):
         values = q.dequantize().astype(jnp.float32)
         source = jnp.asarray(source).astype(jnp.float32)
-        unit = jnp.max(jnp.abs(source))
-        unit = jnp.where(unit > 0, unit, 1)
+        absmax = jnp.max(jnp.abs(source))
+        divisor = jnp.where(absmax > 0, absmax, 1)
         # Sum over all axes, because sharded axes cannot be merged.
         norm, error = (
-            jnp.sqrt(jnp.sum(jnp.square(x / unit))) for x in (source, values - source)
+            jnp.sqrt(jnp.sum(jnp.square(x / divisor)))
+            for x in (source, values - source)
         )
         return jnp.where(norm > 0, error / norm, jnp.where(error > 0, jnp.inf, 0))
 
@@ -292,6 +294,6 @@ def _costs(bits: float, format: Format) -> str:
 
 def _why_not(site) -> str:
     kind = classify(site)
-    if isinstance(kind, Weight):
+    if isinstance(kind, WeightAxes):
         return too_small(site.leaf, as_format("nf4"), kind.axis) or "not selected"
     return kind

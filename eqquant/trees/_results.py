@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from .._jax import wide_dtype
 
@@ -21,17 +22,18 @@ def results_error(
 
     @eqx.filter_jit
     def measure(model, original, batch):
-        results = [_floats(fn(tree, batch)) for tree in (model, original)]
+        results = [float_arrays(fn(tree, batch)) for tree in (model, original)]
         square = lambda x: jnp.sum(jnp.square(jnp.abs(x.astype(wide_dtype(x.dtype)))))
         error = sum(square(a - b) for a, b in zip(*results, strict=True))
         return jnp.asarray(error), jnp.asarray(sum(map(square, results[1])))
 
     squares = [measure(model, original, batch) for batch in batches]
     if not squares:
-        raise ValueError(f"{caller}: batches must hold at least one batch, got none.")
+        raise ValueError(f"{caller}: batches must have at least one batch, got none.")
     error, norm = (sum(map(float, column)) for column in zip(*squares, strict=True))
     return math.sqrt(error / norm) if norm else (math.inf if error else 0.0)
 
 
-def _floats(results: Any) -> list:
+def float_arrays(results: Any) -> list[Array]:
+    """Return the floating-point arrays of a pytree."""
     return [x for x in jax.tree.leaves(results) if eqx.is_inexact_array(x)]

@@ -4,21 +4,21 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ..arrays import is_implicit, is_quantized
-from ._conventions import convention_of, Weight
+from ._conventions import convention_of, WeightAxes
 from ._sites import Site
 
 
 A_BIAS = "a bias"
 
 
-def classify(site: Site) -> Weight | str:
+def classify(site: Site) -> WeightAxes | str:
     """Return the weight, or the reason why the leaf cannot be quantized."""
     if is_quantized(site.leaf):
         return "already quantized"
     return role(site)
 
 
-def role(site: Site) -> Weight | str:
+def role(site: Site) -> WeightAxes | str:
     """Like [`classify`][], but the leaf may already be quantized."""
     leaf = site.leaf
     if not is_implicit(leaf) and not eqx.is_inexact_array(leaf):
@@ -38,11 +38,11 @@ def role(site: Site) -> Weight | str:
     return "not the weight of a known layer"
 
 
-def weight_of(site: Site) -> Weight | str:
+def weight_of(site: Site) -> WeightAxes | str:
     """Like [`role`][], but an array that a rule has quantized is also a weight."""
     found = role(site)
     if isinstance(found, str) and is_quantized(site.leaf):
-        return Weight(site.leaf.axes)
+        return WeightAxes(site.leaf.axes)
     return found
 
 

@@ -14,7 +14,7 @@ from ._sites import Site
 
 
 @dataclasses.dataclass(frozen=True)
-class Rule:
+class QuantizationRule:
     """A rule of [`eqquant.quantize_tree`][] for the arrays that match a pattern.
 
     !!! Example
@@ -91,8 +91,8 @@ class Rules:
 
 def format_rule(rule: Any) -> tuple[Format | None, Axis | None, Compute | None]:
     if isinstance(rule, tuple):
-        rule = Rule(*rule)
-    elif not isinstance(rule, Rule):
-        rule = Rule(rule)
+        rule = QuantizationRule(*rule)
+    elif not isinstance(rule, QuantizationRule):
+        rule = QuantizationRule(rule)
     format = None if rule.format is None else as_format(rule.format)
     return format, rule.axis, rule.compute

@@ -69,7 +69,7 @@ def quantized(
         model = load_model(folder, progress=False)
         loss = lambda model, batch: losses(model, batch)[0]
         stats = eqquant.calibrate(loss, model, batches())
-        size = eqquant.trees.tree_nbytes(model)
+        size = eqquant.trees.nbytes(model)
         return model, stats, eqquant.allocate(model, size, CHOICE, stats, rotate=True)
 
     for name in names:
@@ -79,7 +79,7 @@ def quantized(
         else:
             model, stats, allocation = whole()
             rules = allocation.within(
-                int(eqquant.trees.tree_nbytes(model) * BITS[name] / 32)
+                int(eqquant.trees.nbytes(model) * BITS[name] / 32)
             )
             kwargs = {"calibration": stats, "rotate": True}
             yield name, eqquant.quantize_tree(model, None, rules=rules, **kwargs)
@@ -151,7 +151,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         sample, speed = write(model, text, options.prompt, options.tokens)
         row = {
             "format": name,
-            "bytes": eqquant.trees.tree_nbytes(model),
+            "bytes": eqquant.trees.nbytes(model),
             "bits": bits(model, rows) / characters,
             "speed": speed,
             "sample": sample,

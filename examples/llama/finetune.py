@@ -152,15 +152,13 @@ def run(options) -> list[float]:
     model, history = train(model, rows, options)
     kind = read_json(options.folder / "config.json")["model_type"]
     save_adapters(options.output, model, kind)
-    trained = eqquant.trees.tree_nbytes(
-        eqx.filter(model, eqquant.trainable_mask(model))
-    )
+    trained = eqquant.trees.nbytes(eqx.filter(model, eqquant.trainable_mask(model)))
     few = max(1, min(10, len(history) // 2))
     first, last = (sum(x) / few for x in (history[:few], history[-few:]))
     print(
         f"Loss {first:.3f} at first, {last:.3f} at the end. Adapters of "
         f"{trained / 1e6:.2f} MB, beside "
-        f"{eqquant.trees.tree_nbytes(model) / 1e6:.1f} MB in all: {options.output}"
+        f"{eqquant.trees.nbytes(model) / 1e6:.1f} MB in all: {options.output}"
     )
     return history
 

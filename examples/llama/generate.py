@@ -233,9 +233,9 @@ def run(options) -> None:
         f"\nloading {loaded - begin:.1f} s, compiling {compiled - loaded:.1f} s\n"
         f"prefill {rate(len(prompt), times['prefill'])} tokens/s of {len(prompt)}, "
         f"decode {rate(decoded, times['decode'])} tokens/s of {max(0, decoded)}\n"
-        f"weights {eqquant.trees.tree_nbytes(model) / 1e6:.1f} MB, cache for "
+        f"weights {eqquant.trees.nbytes(model) / 1e6:.1f} MB, cache for "
         f"{generator.capacity} tokens "
-        f"{eqquant.trees.tree_nbytes(generator.cache) / 1e6:.1f} MB; "
+        f"{eqquant.trees.nbytes(generator.cache) / 1e6:.1f} MB; "
         f"peak memory of the process {peak:.0f} MB"
     )
 

@@ -48,7 +48,7 @@ def test_requantizing_is_the_identity(format, dtype, normal):
 
 def test_requantizing_with_a_searched_scale_is_the_identity_in_float32(normal):
     # One of the candidate scales has no error.
-    q = eqquant.quantize(normal(64, 256), NF4(scale_search=True))
+    q = eqquant.quantize(normal(64, 256), NF4(fit="search"))
     assert_identical(eqquant.quantize(decode(q), q.format), q)
 
 
@@ -110,7 +110,7 @@ def test_a_power_of_two_changes_nothing_from_the_smallest_to_the_largest(format,
         # MXFP4 clips values just below a power of two by up to a quarter.
         *(f for f in DEFAULT_FORMATS if f.name != "mxfp4"),
         *(make(scale_dtype="bfloat16") for make in SCALED),
-        NF4(scale_search=True),
+        NF4(fit="search"),
     ],
     FLOATS,
 )

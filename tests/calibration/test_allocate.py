@@ -32,7 +32,7 @@ def test_budgets():
     for budget in (smallest, 6000, 10**6):
         rules = eqquant.allocate(model, budget, FORMATS, stats)
         q = eqquant.quantize_tree(model, None, rules=rules)
-        assert eqquant.trees.tree_nbytes(q) == rules.nbytes <= budget
+        assert eqquant.trees.nbytes(q) == rules.nbytes <= budget
         losses.append(rules.loss)
         assert rules == eqquant.allocate(model, budget, FORMATS[::-1], stats)
         assert rules == rules.within(10**6).within(budget)

@@ -44,4 +44,4 @@ if __name__ == "__main__":
     load(folder / "small.safetensors", 4, 64, dtype)  # Fill caches first.
     before = peak()
     loaded = load(folder / "large.safetensors", layers, ROWS, dtype)
-    print(json.dumps([before, peak(), eqquant.trees.tree_nbytes(loaded)]))
+    print(json.dumps([before, peak(), eqquant.trees.nbytes(loaded)]))

@@ -57,7 +57,7 @@ def test_a_quantized_model(path, model, format):
 @pytest.mark.parametrize(
     "format",
     [
-        eqquant.NF4(block_size=None, scale_dtype="bfloat16", scale_search=True),
+        eqquant.NF4(block_size=None, scale_dtype="bfloat16", fit="search"),
         eqquant.Int8(block_size=16),
         eqquant.Ternary(rule="absmean", least_squares=False),
     ],

@@ -119,7 +119,7 @@ def test_cache_is_updated_in_place(kv, stacked):
     start = jax.ShapeDtypeStruct((), jnp.int32)
     step = jax.jit(strict(step), donate_argnums=1)
     memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
-    size = eqquant.trees.tree_nbytes(cache)
+    size = eqquant.trees.nbytes(cache)
     assert memory.alias_size_in_bytes == size
     # Several float32 scores are alive at the same time.
     scores = 4 * config.heads * capacity

@@ -110,7 +110,7 @@ def test_training(normal):
     sums = np.float64(x).reshape(5, 2, 32).sum((0, 2))
     assert relative(by_offset, np.broadcast_to(sums, (24, 2))) < 1e-5
     with pytest.raises(ValueError, match="must have no offsets"):
-        eqquant.training.learned_scales(w, INT4)
+        eqquant.training.initial_scales(w, INT4)
 
 
 def test_a_model(normal, tmp_path):

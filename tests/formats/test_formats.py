@@ -48,7 +48,7 @@ def test_formats_by_name(default_format, normal):
 
 
 def test_the_defaults_of_the_issue():
-    assert NF4() == NF4(block_size=64, scale_dtype="float32", scale_search=False)
+    assert NF4() == NF4(block_size=64, scale_dtype="float32", fit="absmax")
     assert Int8() == Int8(block_size=None, scale_dtype="float32")
     assert Ternary().least_squares
 
@@ -260,7 +260,7 @@ def large():
         (NF4(), 20.73),
         pytest.param(NF4(block_size=128), 20.39, marks=pytest.mark.slow),
         pytest.param(NF4(scale_dtype="bfloat16"), 20.73, marks=pytest.mark.slow),
-        pytest.param(NF4(scale_search=True), 21.36, marks=pytest.mark.slow),
+        pytest.param(NF4(fit="search"), 21.36, marks=pytest.mark.slow),
         (Int8(), 41.25),  # Published with one decimal: 41.3.
         # Published with one decimal: 44.5.
         pytest.param(Int8(block_size=64), 44.53, marks=pytest.mark.slow),

@@ -114,5 +114,5 @@ def test_clipping_and_learning_know_that_seven_is_the_highest(normal):
     # Equation 3 of arXiv 1902.08153: -8 and 7 (twice) outside of the levels, and 6 -
     # 6.5 between them, times the gradient scale with highest level 7.
     assert np.allclose(by_scale, (-8 + 7 + 7 - 0.5) / np.sqrt(8 * 7), rtol=1e-6)
-    start = eqquant.training.learned_scales(w, format)
+    start = eqquant.training.initial_scales(w, format)
     assert np.allclose(start, 2 * np.abs(w).mean() / np.sqrt(7), rtol=1e-6)

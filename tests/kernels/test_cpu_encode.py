@@ -34,12 +34,12 @@ class FewScales(NF4):
 
 FORMATS = [
     NF4(),
-    ManyScales(scale_search=True),
-    FewScales(block_size=32, scale_search=True),
-    NF4(block_size=32, scale_search=True),
-    NF4(scale_search=True, double_quantization=True),
+    ManyScales(fit="search"),
+    FewScales(block_size=32, fit="search"),
+    NF4(block_size=32, fit="search"),
+    NF4(fit="search", double_quantization=True),
     # Six vectors per block, summed like eight.
-    NF4(block_size=96, scale_search=True),
+    NF4(block_size=96, fit="search"),
     NF4(block_size=256, double_quantization=True),
 ]
 
@@ -77,8 +77,8 @@ def test_a_search_in_large_steps_is_by_xla(normal):
         boundaries = NF4().boundaries
         shares = (0.5, 1.0)
 
-    assert cpu.encodes(normal(2, 64), NF4(scale_search=True))
-    assert not cpu.encodes(normal(2, 64), Own(scale_search=True))
+    assert cpu.encodes(normal(2, 64), NF4(fit="search"))
+    assert not cpu.encodes(normal(2, 64), Own(fit="search"))
 
 
 class FlipsEncoded:

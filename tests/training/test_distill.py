@@ -122,7 +122,7 @@ def by_eqquant(state, like, path):
 def test_an_interrupted_run_goes_on_bit_for_bit(student, stored, tmp_path):
     whole = distilled(student)
     _, state = distilled(student, BATCHES[:3])
-    like = eqquant.training.Distillation(student, OPTIMISER)
+    like = eqquant.training.DistillationState(student, OPTIMISER)
     path: pathlib.Path = tmp_path / "state.safetensors"
     state = stored(state, like, path)
     assert state.steps == 3
@@ -186,7 +186,7 @@ def sums(model, batch):
         ({"batches": []}, "at least one batch, got none"),
         ({"where": lambda x: False}, "nothing is trained"),
         ({"student": jnp.arange(3)}, "nothing is trained"),
-        ({"fn": lambda model, batch: None}, "must return arrays of floating point"),
+        ({"fn": lambda model, batch: None}, "must return floating-point arrays"),
         (
             {"fn": sums},
             r"same shapes .* got \[\(32,\)\] .* and \[\(8,\)\]",
@@ -194,7 +194,7 @@ def sums(model, batch):
         ({"batches": [BATCHES[0], BATCHES[1] * np.nan]}, "in batch 1, where the loss"),
         ({"optimiser": optax.sgd(1e30)}, "a lower learning rate"),
         (
-            {"state": eqquant.training.Distillation(plain("int3"), OPTIMISER)},
+            {"state": eqquant.training.DistillationState(plain("int3"), OPTIMISER)},
             "of this student",
         ),
     ],

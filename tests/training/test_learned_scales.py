@@ -31,7 +31,7 @@ def lsq_reference(w, s, top, block, binary=False):
 def test_learned_scales_are_those_of_the_paper(normal, make, top, block):
     format = make(block_size=block)
     weight, ct = normal(6, 40), normal(6, 40)
-    start = eqquant.training.learned_scales(weight, format)
+    start = eqquant.training.initial_scales(weight, format)
     size = block or 40
     mean = np.abs(weight).reshape(6, -1, size).mean(-1)
     np.testing.assert_allclose(start, 2 * mean / np.sqrt(top), rtol=1e-5)
@@ -91,13 +91,13 @@ def test_a_model_learns_offsets(normal):
     assert_identical(model.quantized().weight, start)
     model = eqx.tree_at(lambda m: m.offsets[0], model, start.offsets + 0.125)
     assert (model.quantized().weight.offsets == start.offsets + 0.125).all()
-    with pytest.raises(ValueError, match="learned_scales: format must have no offsets"):
-        eqquant.training.learned_scales(layer.weight, format)
+    with pytest.raises(ValueError, match="initial_scales: format must have no offsets"):
+        eqquant.training.initial_scales(layer.weight, format)
 
 
 def test_one_learned_scale_for_an_array(normal):
     weight = normal(6, 40)
-    scale = eqquant.training.learned_scales(weight, "ternary", axis=(0, 1))
+    scale = eqquant.training.initial_scales(weight, "ternary", axis=(0, 1))
     assert scale.shape == (1,)
     through = lambda s: jnp.sum(
         eqquant.straight_through(weight, "ternary", axis=(0, 1), scales=s) ** 2
@@ -110,7 +110,7 @@ def test_one_learned_scale_for_an_array(normal):
 
 def test_learned_scales_of_stacked_weights(normal):
     weight = normal(3, 6, 40)
-    scales = jax.jit(jax.vmap(lambda w: eqquant.training.learned_scales(w, "int8")))(
+    scales = jax.jit(jax.vmap(lambda w: eqquant.training.initial_scales(w, "int8")))(
         weight
     )
     loss = lambda w, s: jnp.sum(eqquant.straight_through(w, "int8", scales=s) ** 2)
@@ -122,14 +122,14 @@ def test_learned_scales_of_stacked_weights(normal):
 
 def test_a_block_of_zeros_can_learn():
     weight = jnp.ones((2, 64)).at[0].set(0)
-    assert (eqquant.training.learned_scales(weight, "int8") > 0).all()
-    assert (eqquant.training.learned_scales(weight * 0, "int8") > 0).all()
+    assert (eqquant.training.initial_scales(weight, "int8") > 0).all()
+    assert (eqquant.training.initial_scales(weight * 0, "int8") > 0).all()
 
 
 def test_learning_a_scale_lowers_the_error(normal):
     """Gradient descent with the paper's gradient reduces the error."""
     weight = normal(8, 256)
-    scales = eqquant.training.learned_scales(weight, "ternary") * 2
+    scales = eqquant.training.initial_scales(weight, "ternary") * 2
 
     @jax.jit
     def error(scales):

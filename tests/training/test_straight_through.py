@@ -284,7 +284,7 @@ def test_bad_arguments(normal):
     with pytest.raises(
         ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
-        eqquant.training.learned_scales(normal(4, 64), "nf4")
+        eqquant.training.initial_scales(normal(4, 64), "nf4")
     with pytest.raises(
         ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
@@ -308,7 +308,7 @@ def test_in_shard_map(normal):
     mesh = jax.make_mesh((4,), ("devices",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, whole = jax.sharding.PartitionSpec("devices"), jax.sharding.PartitionSpec()
     weight, x = normal(8, 128), normal(3, 128)
-    scales = eqquant.training.learned_scales(weight, "ternary")
+    scales = eqquant.training.initial_scales(weight, "ternary")
 
     def product(weight, scales, x):
         return x @ eqquant.straight_through(weight, "ternary", scales=scales).T

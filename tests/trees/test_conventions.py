@@ -121,7 +121,7 @@ def test_a_convention_of_the_user(conventions, layer):
         assert getattr(layer, name) is array
         if name == "table":
             return "a table of constants"
-        return eqquant.trees.Weight(-2, -1) if name == "kernel" else None
+        return eqquant.trees.WeightAxes(-2, -1) if name == "kernel" else None
 
     model = Sub(floats(64, 32), floats(32, 32), floats(64, 64))
     assert axes_of(model) == {"kernel": (-2,)}

@@ -75,12 +75,19 @@ class LoraArray(AbstractLoraArray):
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
         if not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
-        how: dict[str, Any] = {"precision": precision, "out_sharding": out_sharding}
-        out = plain.contract(self.base, x, over, batch, out_dtype=out_dtype, **how)
+        out = plain.contract(
+            self.base,
+            x,
+            over,
+            batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+        )
         if out is NotImplemented:
             return NotImplemented
         over, batch = tuple(over), tuple(batch)
-        term = contract_adapter(self, x, over, batch, **how)
+        term = contract_adapter(self, x, over, batch, precision, out_sharding)
         return out + term.astype(out_dtype)
 
     def __pdoc__(self, **kwargs):

@@ -116,10 +116,21 @@ class QuantizedArray(AbstractQuantizedArray):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        **how,
+        *,
+        precision: Any = None,
+        out_dtype=None,
+        out_sharding: PartitionSpec | None = None,
     ) -> Any:
         self.check_whole()
-        return contract(self, x, over, batch, **how)
+        return contract(
+            self,
+            x,
+            over,
+            batch,
+            precision=precision,
+            out_dtype=out_dtype,
+            out_sharding=out_sharding,
+        )
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree with other leaves, such as specs.

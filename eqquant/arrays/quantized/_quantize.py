@@ -136,12 +136,11 @@ def encode(
     Also return whether some values cannot be quantized.
     """
     at_once = elements_at_once(array) if _is_on_one_device(array) else None
-    how = {"format": format, "at_once": at_once}
     if given is None and has_encoder(array, format, axes):
-        codes, stored, problems = encode_rowwise(array, **how)
+        codes, stored, problems = encode_rowwise(array, format, at_once)
         problem = jnp.any(problems)
     else:
-        codes, stored, problem = encode_rows(array, axes=axes, given=given, **how)
+        codes, stored, problem = encode_rows(array, format, axes, at_once, given)
     shape = array.shape
     inner = tuple(shape[a] for a in axes[1:])
     if per_tensor(axes, array.ndim, format):

@@ -253,8 +253,8 @@ class AbstractQuantizedArray(ArrayOperators):
         size, blocks = shape[last], self.scales.shape[-1]
         block = stored // blocks if blocks else 0
         shared = blocks == 1 and self.format.block_size is None
-        unit = self.format.group if shared else math.lcm(self.format.group, block)
-        if self.padding or not size or size % unit or others != sorted(others):
+        step = self.format.group if shared else math.lcm(self.format.group, block)
+        if self.padding or not size or size % step or others != sorted(others):
             return NotImplemented
         # Axes that are no longer blocked become the last leading axes, and then move to
         # their positions in the shape.

@@ -136,7 +136,7 @@ def _with_whole_rows(x: Shaped[Array, "*stack rows size"]):
 
     `gram` contains the product of every pair of values in a row.
     """
-    *names, of_row = split_by_type(x)
-    if not of_row:
+    *names, names_of_size = split_by_type(x)
+    if not names_of_size:
         return x
     return jax.sharding.reshard(x, PartitionSpec(*(n or None for n in names), None))

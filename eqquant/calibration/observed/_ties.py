@@ -21,9 +21,9 @@ def _forward_product(out, gram, rows, power, x):
 def _backward_product(every_row: bool, residuals, ct):
     x, like = residuals
     live = jnp.ones(ct.shape[:-1], bool) if every_row else jnp.any(ct != 0, -1)
-    of_gram = jnp.where(live[..., None], x, 0).astype(like.dtype)
+    rows = jnp.where(live[..., None], x, 0).astype(like.dtype)
     power = jnp.sum(jnp.square(ct.astype(like.dtype)), -1)
-    return ct, of_gram, live.astype(like.dtype), power, jnp.zeros_like(x)
+    return ct, rows, live.astype(like.dtype), power, jnp.zeros_like(x)
 
 
 def _tie(every_row: bool) -> Callable:
