@@ -46,7 +46,7 @@ class NF4(FittedFormat):
         import jax
 
         weight = jax.random.normal(jax.random.key(0), (64, 256))
-        q = eqquant.quantize(weight, eqquant.NF4(scale_search=True))
+        q = eqquant.quantize(weight, eqquant.NF4(fit="search"))
         assert 8 * q.nbytes / q.size == 4.5
         ```
 

@@ -44,7 +44,7 @@ class DistillationState(eqx.Module):
 
         model = eqx.nn.MLP(64, 10, 64, 1, key=jax.random.key(0))
         student = eqquant.quantize_tree(model, "int2")
-        state = eqquant.training.Distillation(student, optax.adam(1e-3))
+        state = eqquant.training.DistillationState(student, optax.adam(1e-3))
         path = f"{tempfile.mkdtemp()}/state.safetensors"
         eqquant.save(path, state)
         assert eqquant.load(path, like=state).steps == 0

@@ -163,7 +163,7 @@ def initial_scales(
         import jax
 
         weight = jax.random.normal(jax.random.key(0), (64, 256))
-        scales = eqquant.training.learned_scales(weight, "int4")
+        scales = eqquant.training.initial_scales(weight, "int4")
         assert scales.shape == (64, 256 // 32)
         trained = eqquant.straight_through(weight, "int4", scales=scales)
         ```

@@ -30,7 +30,7 @@ class WeightAxes:
 
         @eqquant.trees.register_weights(Kernel)
         def _(layer, name, array):
-            return eqquant.trees.Weight(axis=-2, out=-1) if name == "kernel" else None
+            return eqquant.trees.WeightAxes(-2, out=-1) if name == "kernel" else None
         ```
 
     **Arguments:**

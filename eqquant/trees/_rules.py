@@ -25,7 +25,7 @@ class QuantizationRule:
         import jax
 
         model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
-        per_tensor = eqquant.trees.Rule("int8", axis=(0, 1))
+        per_tensor = eqquant.trees.QuantizationRule("int8", axis=(0, 1))
         rules = {"layers.0.weight": per_tensor}
         quantized = eqquant.quantize_tree(model, "nf4", rules=rules)
         scales = quantized.layers[0].weight.scales

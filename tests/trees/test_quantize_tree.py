@@ -295,7 +295,7 @@ def test_an_optimiser_step_leaves_quantized_arrays_alone(default_format):
         assert (new.bias != old.bias).any()
 
 
-def test_tree_nbytes(model):
+def test_nbytes(model):
     assert eqquant.trees.nbytes({"a": jnp.ones(3), "b": np.ones(2), "c": "text"}) == 28
     total = sum(x.nbytes for x in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
     assert eqquant.trees.nbytes(model) == total
