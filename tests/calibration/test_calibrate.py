@@ -160,7 +160,7 @@ def test_bad_data(normal):
         eqquant.calibrate(rows_of, model, [])
     with pytest.raises(ValueError, match=r"batch 1 has .*\['weight'\]"):
         eqquant.calibrate(rows_of, model, [x, x.at[0, 0].set(jnp.nan)])
-    with pytest.raises(ValueError, match="fn must return arrays of floating"):
+    with pytest.raises(ValueError, match="fn must return floating-point arrays"):
         eqquant.calibrate(lambda model, x: jnp.argmax(model(x[0])), model, [x])
     with pytest.raises(ValueError, match="no weight is chosen"):
         eqquant.calibrate(rows_of, model, [x], min_size=10**6)

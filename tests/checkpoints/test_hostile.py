@@ -177,14 +177,14 @@ def set_record(path, record):
 
 
 FORGED = {
-    "version": (lambda layout, _: layout.update(version=2), "version .* 2"),
+    "version": (lambda manifest, _: manifest.update(version=2), "version .* 2"),
     "version of another type": (lambda x, _: x.update(version=True), "version .* True"),
-    "an extra key of the layout": (
-        lambda layout, _: layout.update(extra=1),
-        "layout .*'extra'",
+    "an extra key of the manifest": (
+        lambda manifest, _: manifest.update(extra=1),
+        "manifest .*'extra'",
     ),
-    "records": (lambda layout, _: layout.update(records=[]), "records"),
-    "no checksums": (lambda layout, _: layout.update(checksums={}), "checksums"),
+    "records": (lambda manifest, _: manifest.update(records=[]), "records"),
+    "no checksums": (lambda manifest, _: manifest.update(checksums={}), "checksums"),
     "kind": (set_record("q", {"is": "os.system", "static": {}}), "os.system"),
     "no static": (set_record("q", {"is": "QuantizedArray"}), "static"),
     "unknown format": (
@@ -235,12 +235,12 @@ FORGED = {
         set_record("q.scales", {"is": "QuantizedArray", "static": {}}),
         "static",
     ),
-    "shard": (lambda layout, _: layout.update(shard={"number": 1}), "shard"),
+    "shard": (lambda manifest, _: manifest.update(shard={"number": 1}), "shard"),
 }
 
 
 @pytest.mark.parametrize("name", FORGED)
-def test_forged_layouts(folder, saved, name):
+def test_forged_manifests(folder, saved, name):
     change, message = FORGED[name]
     data = forge(saved[0], change)
     with pytest.raises(ValueError, match=message):
