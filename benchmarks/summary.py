@@ -1,11 +1,12 @@
 """Summarize the tables of `docs/benchmarks/tables` for README.md and the home page.
 
     python benchmarks/summary.py
+    python benchmarks/summary.py --platforms
     python benchmarks/summary.py --plot docs/images/accuracy.png
-    python benchmarks/summary.py --output docs/benchmarks/tables/summary.md
 
-The home page includes the file. A test requires that README.md contains the same text.
-The plot shows accuracy against bytes for all rows of `accuracy.md`.
+With `--output`, the first two write `summary.md` and `platforms.md` in that folder. The
+home page includes these files, and a test requires that README.md contains the same
+text. The plot shows accuracy against bits per weight for all rows of `accuracy.md`.
 """
 
 import argparse
@@ -58,29 +59,46 @@ def at_equal_bytes() -> list[list[str]]:
     return table
 
 
-def speed() -> list[str]:
-    """Return one line for CPUs and one for TPUs."""
+def platforms() -> list[list[str]]:
+    """Compare 8 rows by an NF4 weight with the alternatives on each platform."""
     cpu = {row["library: format"]: row for row in read_table("peers-zen4-4096")}
     ms = lambda name: f"{int(cpu[name]['M=8']) / 1000:.1f} ms"
-    us = lambda name: f"{cpu[name]['M=1']} µs"
     tpu = {
         (row["M"], row["format"], row["variant"]): row
         for row in read_table("tpu-14336")
     }
-    times = lambda name, chip: tpu["8", name, "high"][chip].split(", ")[1]
+    times = lambda chip: tpu["8", "nf4", "high"][chip].split(", ")[1]
     return [
-        "- **CPU**: 8 rows by a weight of 4096 x 4096, on two cores of an AMD EPYC "
-        f"(Zen 4). NF4 takes {ms('eqquant: nf4')}, llama.cpp's q4_0 "
-        f"{ms('llama.cpp: q4_0')}, bitsandbytes' NF4 "
-        f"{ms('bitsandbytes: nf4, float32')}, and dense float32 "
-        f"{ms('eqquant: dense float32')}. With one row, NF4 takes "
-        f"{us('eqquant: nf4')} and q4_0 {us('llama.cpp: q4_0')}. "
-        "(`python benchmarks/peers.py`)",
-        "- **TPU**: 8 rows by a weight of 4096 x 14336, estimated from the compiler's "
-        f"schedule. NF4 is {times('nf4', 'v5e')} times as fast as dense bfloat16 on "
-        f"v5e and {times('nf4', 'v6e')} times on v6e. INT8 is {times('int8', 'v5e')} "
-        f"and {times('int8', 'v6e')} times as fast. "
-        "(`python benchmarks/static/tpu_roofline.py`)",
+        ["platform", "kernels", "8 rows by an NF4 weight", "evidence"],
+        [
+            "CPU, x86-64",
+            "C++: AVX2, AVX-512, VNNI, AMX",
+            f"{ms('eqquant: nf4')}; llama.cpp q4_0 {ms('llama.cpp: q4_0')}, "
+            f"bitsandbytes NF4 {ms('bitsandbytes: nf4, float32')}, dense float32 "
+            f"{ms('eqquant: dense float32')}",
+            "measured: 4096 x 4096, two cores of an AMD EPYC (Zen 4), "
+            "`benchmarks/peers.py`",
+        ],
+        [
+            "CPU, ARM",
+            "C++: NEON, dotprod, i8mm",
+            "",
+            "results tested in an emulator, speed not measured",
+        ],
+        [
+            "TPU, v4 to TPU7x",
+            "Pallas",
+            f"{times('v5e')} times as fast as dense bfloat16 on v5e, {times('v6e')} "
+            "times on v6e",
+            "compiled, and estimated from the schedule: 4096 x 14336, "
+            "`benchmarks/static/tpu_roofline.py`",
+        ],
+        [
+            "GPU: A100, H100, H200, RTX 4090",
+            "Pallas: Triton, Mosaic",
+            "",
+            "compiled, results tested without the hardware, speed not measured",
+        ],
     ]
 
 
@@ -94,19 +112,24 @@ def plot(path: pathlib.Path) -> None:
     for row in read_table("accuracy"):
         library = row["library, format"].strip("*").split(" ")[0]
         kept = float(row["same top 10"].rstrip("%"))
-        megabytes = int(row["bytes"].replace(",", "")) / 1e6
-        points.setdefault(library, []).append((megabytes, kept))
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    for library, pairs in points.items():
-        style = "o-" if library == "eqquant" else "x"
-        axes.plot(*zip(*sorted(pairs), strict=True), style, label=library)
-    axes.set_xscale("log")
-    ticks = [7.5, 10, 12.5, 15, 20, 25]
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
-    axes.set_xticks([], minor=True)
-    axes.set_xlabel("size of the model, MB (float32: 90 MB)")
+        points.setdefault(library, []).append((float(row["bits per weight"]), kept))
+    figure, axes = plt.subplots(figsize=(5.6, 4.2), layout="constrained")
+    ours = sorted(points.pop("eqquant"))
+    axes.plot(*zip(*ours, strict=True), "o-", label="eqquant", zorder=3)
+    for marker, (library, pairs) in zip("sv^D", points.items(), strict=True):
+        axes.plot(*zip(*pairs, strict=True), marker, label=library, alpha=0.8)
+    row = next(row for row in at_equal_bytes() if row[0] == "llama.cpp q4_K")
+    bits, *kept = (float(cell.strip("*%")) for cell in row[1:])
+    axes.annotate(
+        f"{bits:.2f} bits: eqquant {kept[1]:.1f}%,\nllama.cpp q4_K {kept[0]:.1f}%",
+        (bits, kept[1]),
+        (2.6, 96),
+        arrowprops={"arrowstyle": "->", "shrinkB": 5},
+    )
+    axes.plot([bits, bits], kept, color="k", linewidth=1)
+    axes.set_xlabel("bits per weight, of the whole model")
     axes.set_ylabel("ten nearest sentences kept, %")
-    axes.set_title("all-MiniLM-L6-v2, quantized without training")
+    axes.set_title("all-MiniLM-L6-v2 at equal bytes, without training")
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.savefig(path, dpi=150)
@@ -115,14 +138,16 @@ def plot(path: pathlib.Path) -> None:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", type=pathlib.Path, help="write a plot to this file")
+    parser.add_argument(
+        "--platforms", action="store_true", help="print the table of platforms"
+    )
     add_output_options(parser)
     options = parser.parse_args(arguments)
     if options.plot:
         plot(options.plot)
         return
     with output(options):
-        print_table(at_equal_bytes(), markdown=True)
-        print("", *speed(), sep="\n")
+        print_table(platforms() if options.platforms else at_equal_bytes(), True)
 
 
 if __name__ == "__main__":

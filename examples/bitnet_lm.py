@@ -219,7 +219,7 @@ def train(model, text, validation, *, steps, rate, path, label):
 
 
 def plot(curves: dict, path: pathlib.Path) -> None:
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
     for (name, history), colour in zip(
         curves.items(), ("tab:blue", "tab:orange"), strict=True
     ):
@@ -233,7 +233,7 @@ def plot(curves: dict, path: pathlib.Path) -> None:
     axis.legend()
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

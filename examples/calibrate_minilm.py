@@ -105,7 +105,7 @@ def plot(
     rows: list[dict], allocation: eqquant.calibration.Allocation, path: pathlib.Path
 ) -> None:
     """Plot error against size for `rows`, and the frontier of the last allocation."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 5), layout="constrained")
+    figure, (left, right) = plt.subplots(2, 1, figsize=(5.6, 8), layout="constrained")
     for kind, marker in ((False, "o"), (True, "s")):
         some = [row for row in rows if ("at most" in row["format"]) == kind]
         x, y = ([row[key] for row in some] for key in ("bits", "mean"))
@@ -113,11 +113,11 @@ def plot(
         for row in some:
             at = row["bits"], 1 - row["mean"]
             left.annotate(row["format"], at, xytext=(5, 3), textcoords="offset points")
-    left.set(xlabel="bits a weight", ylabel="1 - mean cosine", yscale="log")
+    left.set(xlabel="bits per weight", ylabel="1 - mean cosine", yscale="log")
     left.margins(0.2)
     allocation.plot(right)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

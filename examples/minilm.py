@@ -302,25 +302,26 @@ def plot(rows: list[dict], path: pathlib.Path) -> None:
     names = [row["format"] for row in rows]
     panels = [
         ("Size, MB", "bytes", lambda x: x / 1e6, "{:.1f}"),
-        ("Mean cosine to the float embeddings", "mean", lambda x: x, "{:.4f}"),
+        ("Mean cosine to float", "mean", lambda x: x, "{:.4f}"),
         ("Same nearest 10, %", "top 10", lambda x: 100 * x, "{:.0f}"),
-        ("Speed of one sentence, float = 1", "speed of one", lambda x: x, "{:.2f}"),
+        ("Speed, one sentence", "speed of one", lambda x: x, "{:.2f}"),
     ]
-    figure, axes = plt.subplots(1, 4, figsize=(15, 4.8), layout="constrained")
+    # Two by two, so that a phone shows all panels.
+    figure, axes = plt.subplots(2, 2, figsize=(5.6, 6.4), layout="constrained")
     colours = plt.colormaps["viridis"](np.linspace(0.15, 0.85, len(rows)))
-    for axis, (title, key, scale, form) in zip(axes, panels, strict=True):
+    for axis, (title, key, scale, form) in zip(axes.flat, panels, strict=True):
         values = [scale(row[key]) for row in rows]
         bars = axis.barh(names, values, color=colours)
-        axis.bar_label(bars, [form.format(v) for v in values], padding=3)
+        axis.bar_label(bars, [form.format(v) for v in values], padding=3, fontsize=9)
         axis.set_title(title, fontsize=11)
-        axis.set_xlim(0, 1.18 * max(values))
+        axis.set_xlim(0, 1.35 * max(values))
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
-        if axis is not axes[0]:
+        if axis not in axes[:, 0]:
             axis.set_yticklabels([])
     figure.suptitle("all-MiniLM-L6-v2, quantized by eqquant")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def show_neighbours(sentences: list[str], embeddings: dict) -> None:

@@ -162,7 +162,7 @@ def print_table(results: list[dict]) -> None:
 
 def plot(results: list[dict], path: pathlib.Path) -> None:
     formats = list(dict.fromkeys(f for f, how in results[0] if how == "QAT"))
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
     bottom = min(value for rows in results for value, _ in rows.values()) - 3
     for offset, how, colour in ((-0.2, "PTQ", "tab:gray"), (0.2, "QAT", "tab:green")):
         values = np.array([[rows[f, how][0] for f in formats] for rows in results])
@@ -178,13 +178,11 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
     axis.set(xticks=np.arange(len(formats)), xticklabels=formats)
     axis.set_ylim(bottom, 100)
     axis.set_ylabel("Accuracy on held-out digits, %")
-    axis.set_title(
-        "Post-training quantization (PTQ) and quantization-aware training (QAT)"
-    )
+    axis.set_title("After training (PTQ), and trained with quantization (QAT)")
     axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3, frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:

@@ -237,7 +237,8 @@ def print_table(rows: dict[str, dict]) -> None:
 
 
 def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
+    # One above the other, so that a phone shows all panels.
+    figure, axes = plt.subplots(3, 1, figsize=(5.6, 8), layout="constrained")
     colours = dict(zip(rows, ("#33508c", "#e0823d"), strict=False))
     for name, row in rows.items():
         losses = row["losses"]
@@ -280,9 +281,9 @@ def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
     axes[2].legend(frameon=False)
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("all-MiniLM-L6-v2: matching names of Python functions to summaries")
+    figure.suptitle("Matching names of Python functions to summaries")
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:

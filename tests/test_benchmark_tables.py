@@ -20,15 +20,14 @@ def summary(monkeypatch):
     return importlib.import_module("summary")
 
 
-def test_summary_is_up_to_date(summary, tmp_path):
-    summary.main(["--output", str(tmp_path / "summary.md")])
-    expected = (DOCS / "benchmarks" / "tables" / "summary.md").read_text()
-    assert (tmp_path / "summary.md").read_text() == expected
-
-
-def test_readme_contains_the_summary():
-    text = (DOCS / "benchmarks" / "tables" / "summary.md").read_text().strip()
-    assert text in (ROOT / "README.md").read_text()
+@pytest.mark.parametrize(
+    "name,options", [("summary", []), ("platforms", ["--platforms"])]
+)
+def test_summary_is_up_to_date(summary, tmp_path, name, options):
+    summary.main([*options, "--output", str(tmp_path / "table.md")])
+    expected = (DOCS / "benchmarks" / "tables" / f"{name}.md").read_text()
+    assert (tmp_path / "table.md").read_text() == expected
+    assert expected.strip() in (ROOT / "README.md").read_text()
 
 
 def test_plot(summary, tmp_path):

@@ -178,19 +178,30 @@ def plot(table: list[dict], path: pathlib.Path) -> None:
     bytes."""
     floats = [row["bits"] for row in table if row["format"] == "float32"]
     table = [row for row in table if "float" not in row["format"]]
-    figure, axis = plt.subplots(figsize=(8, 5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.6, 4.4), layout="constrained")
     place = lambda row: (row["bytes"] / 1e6, row["bits"] - (floats or [0])[0])
     for marker, is_budget in (("o", False), ("s-", True)):
         some = [place(row) for row in table if (row["format"] in BITS) == is_budget]
         axis.plot(*zip(*some, strict=True) if some else ([], []), marker)
-    for row in table:
-        axis.annotate(row["format"], place(row), (5, 5), textcoords="offset points")
+    # Labels of budgets are below their points. Other labels alternate between sides.
+    for i, row in enumerate(sorted(table, key=place)):
+        at, side = ((5, 4), "left") if i % 2 else ((-5, -4), "right")
+        if row["format"] in BITS:
+            at, side = (0, -11), "center"
+        axis.annotate(
+            row["format"],
+            place(row),
+            at,
+            textcoords="offset points",
+            ha=side,
+            va="center",
+        )
     axis.set_yscale("symlog", linthresh=1e-3)
     what = "more bits per character than float32" if floats else "bits per character"
     axis.set(xlabel="MB of weights", ylabel=what)
     axis.margins(0.12)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 

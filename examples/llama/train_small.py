@@ -152,7 +152,7 @@ def train(rows: Rows, config: Config, steps: int, path: pathlib.Path):
 
 
 def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
-    figure, axis = plt.subplots(figsize=(7, 4), layout="constrained")
+    figure, axis = plt.subplots(figsize=(5.6, 3.6), layout="constrained")
     axis.plot(history, color="tab:blue", alpha=0.3, linewidth=0.8)
     width = min(50, len(history))
     smooth = np.convolve(history, np.ones(width) / width, "valid")
@@ -161,11 +161,11 @@ def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
     guess = np.log(vocabulary)
     label = f"all tokens equally likely: {guess:.2f}"
     axis.axhline(guess, color="k", linewidth=0.8, linestyle="--", label=label)
-    axis.set(xlabel="Step", ylabel="Loss, nats a token")
-    axis.set_title(f"A small Llama on Python's documentation: {smooth[-1]:.2f} at last")
+    axis.set(xlabel="Step", ylabel="Loss, nats per token")
+    axis.set_title(f"A small Llama on Python's documentation: {smooth[-1]:.2f}")
     axis.legend(frameon=False)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=150)
 
 
 def main(arguments: list[str] | None = None) -> None:
