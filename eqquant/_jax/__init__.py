@@ -2,8 +2,8 @@
 
 Exports version-dependent pieces of JAX, loops that XLA:CPU does not fuse, row-wise
 primitives, threads without a tracing context, the compiler for GPUs, run-time type
-checks and warnings. Only `_compat.py` depends on the version of JAX. Imports no other
-folder.
+checks, texts of errors, and warnings. Only `_compat.py` depends on the version of JAX.
+Imports no other folder.
 """
 
 from ._apart import apart as apart
@@ -50,6 +50,7 @@ from ._gpu import (
     gpus as gpus,
     has_gpu_compiler as has_gpu_compiler,
 )
+from ._messages import given as given, is_class_of as is_class_of, wrong as wrong
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed

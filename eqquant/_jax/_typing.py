@@ -4,8 +4,62 @@
 `jaxtyping.config.update("jaxtyping_disable", True)` before eqquant is imported.
 """
 
+import functools as ft
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, get_type_hints, TypeVar
+
 from beartype import beartype
-from jaxtyping import jaxtyped
+from beartype.door import is_bearable
+from jaxtyping import jaxtyped, TypeCheckError
+
+from ._messages import not_accepted
 
 
-typed = jaxtyped(typechecker=beartype)
+_Function = TypeVar("_Function", bound=Callable)
+
+
+def typed(fn: _Function) -> _Function:
+    """Check the types of arguments and results.
+
+    The error about an argument has one line. It contains the argument, its value, the
+    accepted types, and advice.
+    """
+    checked = jaxtyped(typechecker=beartype)(fn)
+
+    @ft.wraps(fn)
+    def call(*args, **kwargs):
+        try:
+            return checked(*args, **kwargs)
+        except TypeCheckError:
+            message = _first_problem(fn, args, kwargs)
+            if message is None:  # The error is about a result.
+                raise
+        raise TypeError(message)
+
+    return call  # pyright: ignore[reportReturnType]
+
+
+def _first_problem(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    hints = get_type_hints(fn, include_extras=True)
+    caller = fn.__qualname__.removesuffix(".__init__")
+    with jaxtyped("context"):
+        for name, value in _arguments(fn, args, kwargs):
+            hint = hints.get(name, Any)
+            if not is_bearable(value, hint):
+                return not_accepted(caller, name, value, hint)
+    return None
+
+
+def _arguments(
+    fn: Callable, args: tuple, kwargs: dict[str, Any]
+) -> Iterator[tuple[str, Any]]:
+    signature = inspect.signature(fn)
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            yield from ((name, one) for one in value)
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            yield from ((name, one) for one in value.values())
+        else:
+            yield name, value

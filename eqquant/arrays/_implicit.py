@@ -24,6 +24,8 @@ class ImplicitArray(ArrayInParts):
 
     # The classes, other than arrays, that a part may have.
     part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    # Advice for an array that was passed instead of a plain array.
+    _misplaced: ClassVar[str] = "Dequantize it first, with `eqquant.dequantize`."
 
     if TYPE_CHECKING:
         dtype: ClassVar[Any]  # A field or a property.

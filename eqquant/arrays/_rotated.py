@@ -53,6 +53,7 @@ class RotatedArray(ArrayOperators):
     """
 
     part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"base": (QuantizedArray,)}
+    _misplaced = QuantizedArray._misplaced
 
     base: QuantizedArray
     block: int = eqx.field(static=True)

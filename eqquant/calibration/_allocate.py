@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .._jax import typed
+from .._jax import typed, wrong
 from ..formats import as_format, Format
 from ..trees import base_of, choose, Method, nbytes, sites
 from ._options import gain, Option, Options, options_of
@@ -85,9 +85,9 @@ class Allocation(Mapping):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def within(self, budget: int) -> "Allocation":
+    def within(self, budget: int | float) -> "Allocation":
         """Return the allocation for another budget, without new measurements."""
-        return _chosen(self._options, self._others, budget)
+        return _chosen(self._options, self._others, _whole_bytes(budget))
 
     @property
     def frontier(self) -> list[tuple[int, float]]:
@@ -149,7 +149,7 @@ class Allocation(Mapping):
 @typed
 def allocate(
     model: Any,
-    budget: int,
+    budget: int | float,
     formats: Sequence[Format | str],
     stats: Statistics,
     *,
@@ -190,7 +190,7 @@ def allocate(
     **Arguments:**
 
     - `model`: any pytree that is not quantized yet.
-    - `budget`: the bytes for all arrays, including biases and norms.
+    - `budget`: the bytes for all arrays, including biases and norms, such as `1.5e9`.
     - `formats`: the candidate formats, or their names.
     - `stats`: the result of [`eqquant.calibrate`][] for this model.
     - `where`, `rules`, `min_size`: the weights to allocate, as in
@@ -215,7 +215,13 @@ def allocate(
         raise ValueError(
             f"{_caller}: method must be one of {get_args(Method)}, got {method!r}."
         )
-    known = [as_format(format) for format in formats]
+    budget = _whole_bytes(budget)
+    if isinstance(formats, str):
+        accepted = "a sequence of formats"
+        raise TypeError(
+            wrong(_caller, "formats", formats, accepted, f"Pass [{formats!r}].")
+        )
+    known = [as_format(format, _caller) for format in formats]
     if not known:
         raise ValueError(f"{_caller}: formats must hold at least one format, got none.")
     choices = choose(
@@ -258,6 +264,12 @@ def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocatio
         rows.append(row)
     rows.sort(key=lambda row: -row.loss)
     return Allocation(tuple(rows), nbytes, budget, options, others)
+
+
+def _whole_bytes(budget: Any) -> int:
+    if isinstance(budget, bool) or budget != int(budget):
+        raise ValueError(wrong(_caller, "budget", budget, "a whole number of bytes"))
+    return int(budget)
 
 
 _Steps = Sequence[tuple[int, int]]

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 from .._jax import typed, warn, wide_dtype
 from ..trees import (
+    check_forward,
     Choice,
     choose,
     float_arrays,
@@ -88,6 +89,7 @@ def calibrate(
         input of a weight is not finite, or if `fn` returns no floating-point array.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
+    check_forward(fn, model, batches, _caller)
     choices = choose(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
     )

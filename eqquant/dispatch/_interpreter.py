@@ -95,7 +95,9 @@ class Interpreter:
                 result = result.then(self.dense(eqn, result.array))
             if result is not NotImplemented:
                 multiple = eqn.primitive.multiple_results
-                return list(result) if multiple else [result]
+                results = list(result) if multiple else [result]
+                _check_results(eqn, results)
+                return results
         return bind_equation(eqn, [self.dense(eqn, x) for x in args])
 
     def dense(self, eqn, x: Any) -> Any:
@@ -104,6 +106,20 @@ class Interpreter:
             return x
         what = f"`{eqn.primitive.name}` (at {source_of(eqn)})"
         return materialise(x, what, self.policy)
+
+
+def _check_results(eqn, results: list) -> None:
+    """Raise an error if a rule has returned something else than its primitive."""
+    described = lambda x: (tuple(x.shape), x.dtype)
+    expected = [described(var.aval) for var in eqn.outvars]
+    is_array = lambda x: hasattr(x, "shape") and hasattr(x, "dtype")
+    returned = [described(x) if is_array(x) else type(x) for x in results]
+    if returned != expected:
+        raise TypeError(
+            f"quaxify: the rule of `{eqn.primitive.name}` has returned {returned}, but "
+            f"must return {expected} (shape and dtype of each result), or "
+            "NotImplemented."
+        )
 
 
 def _used(jaxpr) -> list:

@@ -1,7 +1,7 @@
 """Formats: packing of codes, scales, and one small file per format.
 
 Exports the formats, `as_format`, and functions that pack codes and handle scales.
-Formats do not use products, arrays or JAX primitives. Imports nothing of eqquant.
+Formats do not use products, arrays or JAX primitives. Imports `_jax`.
 docs/internals/extending.md describes how to add one.
 """
 

@@ -52,6 +52,7 @@ class Format(abc.ABC):
     block_size: int | None = None
     scale_dtype: Any = "float32"
 
+    _accepted_as: ClassVar[str] = "a format such as `eqquant.NF4()`"
     name: ClassVar[str]
     bits: ClassVar[int]
     # The value of each code, for formats that decode through a table.

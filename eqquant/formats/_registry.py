@@ -1,5 +1,9 @@
 """Formats by name."""
 
+import difflib
+from typing import Any
+
+from .._jax import is_class_of, wrong
 from ._binary import Binary
 from ._codebook import Codebook, NF2, NF3
 from ._format import Format
@@ -22,13 +26,19 @@ formats: dict[str, type[Format]] = {
 every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}
 
 
-def as_format(format: Format | str) -> Format:
-    """Return a format, given itself or its name."""
+def as_format(format: Any, caller: str = "") -> Format:
+    """Return a format, given itself or its name. Errors start with `caller`."""
     if isinstance(format, Format):
         return format
     if isinstance(format, str) and format in formats:
         return formats[format]()
-    raise ValueError(
-        f"format must be one of {sorted(formats)} or an instance of "
-        f"eqquant.formats.Format, got {format!r}."
-    )
+    names = ", ".join(map(repr, sorted(formats)))
+    accepted = f"a format such as `eqquant.NF4()`, or one of the names {names}"
+    advice = ""
+    if is_class_of(format, Format):
+        advice = f"Did you mean `{format.__name__}()`?"
+    elif isinstance(format, str):
+        close = difflib.get_close_matches(format.lower(), formats, 1)
+        advice = f"Did you mean {close[0]!r}?" if close else ""
+    error = ValueError if isinstance(format, str) else TypeError
+    raise error(wrong(caller, "format", format, accepted, advice))

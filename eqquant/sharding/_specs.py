@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .._jax import parts_of, warn
+from .._jax import parts_of
 from ..arrays import is_implicit, quantized_arrays
 from ..partition import names_of
 from ..trees import Rules, Site, sites
@@ -52,17 +52,14 @@ def _by_rules(
 ) -> Iterator[tuple[Site, PartitionSpec]]:
     def parse(spec: Any) -> tuple[Any, Any]:
         if not _is_spec(spec):
-            raise TypeError(
-                f"{caller}: rules must give a PartitionSpec, or None, got {spec!r}."
-            )
+            raise TypeError(f"it must be a PartitionSpec or None, got {spec!r}.")
         return None, PartitionSpec() if spec is None else spec
 
     rules = Rules(mapping, parse, caller)
     for site in sites(tree):
         rule: Any = rules.find(site)
         yield site, PartitionSpec() if rule is None else rule[1]
-    if rules.unused():
-        warn(f"{caller}: these rules match nothing: {rules.unused()}.", UserWarning)
+    rules.warn_of_unused()
 
 
 def check_spec(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._jax import typed, wide_dtype
-from ..trees import float_arrays, with_progress
+from ..trees import check_forward, float_arrays, with_progress
 from ._fake_quantize import FakeQuantized
 
 
@@ -206,6 +206,8 @@ def distill(
     - `TypeError` if `loss` does not return a real number.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
+    order = "student, teacher, fn, batches, optimiser"
+    check_forward(fn, teacher, batches, _caller, order)
     start = eqx.filter_eval_shape(DistillationState, student, optimiser, where=where)
     if not jax.tree.leaves(start.trained):
         raise ValueError(

@@ -114,7 +114,7 @@ def lora_tree(
     - `TypeError`, with the path, if an array is not floating point.
     """
     caller = "lora_tree"
-    _check_rank(rank, caller)
+    _check_rank(rank, f"{caller}: ")
     if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
         raise ValueError(f"{caller}: alpha must be positive, got {alpha}.")
     if not 0 <= dropout < 1:
@@ -167,17 +167,17 @@ def lora_tree(
     return replace_chosen(add_adapter, model, choices, caller=caller)
 
 
-def _check_rank(rank: Any, caller: str) -> None:
+def _check_rank(rank: Any, prefix: str = "") -> None:
     if isinstance(rank, bool) or not isinstance(rank, int | np.integer):
-        raise TypeError(f"{caller}: a rank must be an integer, got {rank!r}.")
+        raise TypeError(f"{prefix}a rank must be an integer, got {rank!r}.")
     if rank < 1:
-        raise ValueError(f"{caller}: a rank must be at least 1, got {rank}.")
+        raise ValueError(f"{prefix}a rank must be at least 1, got {rank}.")
 
 
 def _parse_rule(rule: Any) -> tuple[int | None, Any, None]:
     rank, axis = rule if isinstance(rule, tuple) else (rule, None)
     if rank is not None:
-        _check_rank(rank, "lora_tree: rules")
+        _check_rank(rank)
     return rank, axis, None
 
 

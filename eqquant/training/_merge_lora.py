@@ -75,7 +75,7 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
         merge: Callable = lambda leaf, _: leaf.dequantize()
         return replace_chosen(merge, model, choices, caller="merge_lora")
 
-    format = as_format(format)
+    format = as_format(format, "merge_lora")
     rows = []
 
     def requantize(leaf: LoraArray, choice: Choice):

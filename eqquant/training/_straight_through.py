@@ -141,7 +141,7 @@ def _trainable(array, format: Format | str) -> tuple[Array, Format]:
             "straight_through: array must have a floating-point dtype, got "
             f"{array.dtype}: only the float weights that were quantized can be trained."
         )
-    return array, as_format(format)
+    return array, as_format(format, "straight_through")
 
 
 @typed

@@ -20,6 +20,7 @@ from ._conventions import (
     register_weights as register_weights,
     WeightAxes as WeightAxes,
 )
+from ._forward import check_forward as check_forward
 from ._layers import match_layers as match_layers
 from ._nbytes import nbytes as nbytes
 from ._progress import with_progress as with_progress

@@ -2,7 +2,7 @@
 
 import abc
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 
@@ -12,6 +12,8 @@ from ._choice import Choice
 
 class AbstractCalibration(eqx.Module):
     """The statistics that [`eqquant.quantize_tree`][] and [`eqquant.report`][] use."""
+
+    _accepted_as: ClassVar[str] = "the result of `eqquant.calibrate`"
 
     @abc.abstractmethod
     def check(

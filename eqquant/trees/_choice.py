@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from .._jax import warn
 from ..arrays import is_implicit, LoraArray
 from ..formats import as_format, Format
 from ..kernels import Compute
@@ -74,7 +73,7 @@ def choose(
     return choose_among(
         is_float,
         model,
-        None if format is None else as_format(format),
+        None if format is None else as_format(format, caller),
         is_worth_it=is_worth_it,
         where=where,
         rules=Rules(rules, format_rule, caller),
@@ -128,9 +127,7 @@ def choose_among(
             table = isinstance(kind, WeightAxes) and kind.is_table
             fields = i, site.path, chosen, axis, contracted, out, table, compute
             choices.append(Choice(*fields))
-    if rules.unused():
-        unused = rules.unused()
-        warn(f"{caller}: these rules match nothing: {unused}.", UserWarning)
+    rules.warn_of_unused()
     return choices
 
 

@@ -1,7 +1,7 @@
 """Reports about quantized models."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -15,6 +15,7 @@ from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
 from ._choice import base_of, stored_bytes, too_small
 from ._conventions import WeightAxes
+from ._forward import check_forward
 from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
@@ -211,15 +212,13 @@ def report(
         raise ValueError(
             "report: fn requires batches and original, and batches require fn."
         )
+    if fn is not None:
+        check_forward(fn, model, batches, "report", "model, original, fn=, batches=")
     found = list(sites(model))
     sources: list[Any] = [None] * len(found)
     if original is not None:
         by_path = {site.path: site.leaf for site in sites(original)}
-        if set(by_path) != {site.path for site in found}:
-            raise ValueError(
-                "report: original must have the same structure as model: the pytree "
-                "that was quantized."
-            )
+        _check_original({site.path: site.leaf for site in found}, by_path)
         sources = [by_path[site.path] for site in found]
     rows = [
         row_of(site, source, calibration)
@@ -230,6 +229,34 @@ def report(
         return Report(tuple(rows))
     error = results_error(fn, model, original, batches, "report")
     return Report(tuple(rows), error)
+
+
+def _check_original(leaves: Mapping[str, Any], sources: Mapping[str, Any]) -> None:
+    """Raise an error if `sources` are not the leaves that were quantized."""
+    is_any = lambda tree: any(map(is_quantized, tree.values()))
+    if is_any(sources) and not is_any(leaves):
+        raise ValueError(
+            "report: original has quantized arrays, and model has none: they are "
+            "swapped. Call `report(quantized, original)`."
+        )
+    differences = [
+        f"{path} is in {'model' if path in leaves else 'original'} only"
+        for path in [*leaves, *sources]
+        if (path in leaves) != (path in sources)
+    ]
+    differences += [
+        f"{path} has the shape {leaf.shape} in model and {sources[path].shape} in "
+        "original"
+        for path, leaf in leaves.items()
+        if hasattr(leaf, "shape")
+        and getattr(sources.get(path, leaf), "shape", leaf.shape) != leaf.shape
+    ]
+    if differences:
+        raise ValueError(
+            f"report: original must be the pytree that was quantized to model, but "
+            f"{differences[0]} ({len(differences)} differences). Pass the model that "
+            "`quantize_tree` was given."
+        )
 
 
 def row_of(

@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from .._jax import warn
 from ..formats import as_format, Format
 from ..kernels import Compute
 from ._conventions import Axis
-from ._roles import is_never_a_weight
+from ._roles import is_never_a_weight, role
 from ._sites import Site
 
 
@@ -59,6 +60,7 @@ class Rules:
         parse: Callable[[Any], tuple],
         caller: str,
     ):
+        self._caller = caller
         self._rules = []
         for pattern, rule in (rules or {}).items():
             if not isinstance(pattern, str | re.Pattern):
@@ -66,21 +68,45 @@ class Rules:
                     f"{caller}: rules must have strings (with * and ?) or compiled "
                     f"regular expressions as patterns, got {pattern!r}."
                 )
-            self._rules.append((pattern, parse(rule)))
+            try:
+                self._rules.append((pattern, parse(rule)))
+            except (TypeError, ValueError) as error:
+                message = f"{caller}: rule {pattern!r}: {error}"
+                raise type(error)(message) from None
         self._used: set = set()
+        self._example = ""
+        # The first array that each pattern with wildcards has skipped.
+        self._skipped: dict[Any, Site] = {}
 
     def find(self, site: Site) -> tuple | None:
+        self._example = self._example or site.path
         for pattern, rule in self._rules:
             if self._matches(pattern, site.path):
                 excluded = pattern != site.path and is_never_a_weight(site)
                 if excluded and rule[0] is not None:
+                    self._skipped.setdefault(pattern, site)
                     continue
                 self._used.add(pattern)
                 return rule
         return None
 
-    def unused(self) -> list:
-        return [pattern for pattern, _ in self._rules if pattern not in self._used]
+    def warn_of_unused(self) -> None:
+        """Warn about rules that changed nothing."""
+        unused = [pattern for pattern, _ in self._rules if pattern not in self._used]
+        for pattern in unused:
+            if site := self._skipped.get(pattern):
+                found = role(site)
+                why = found if isinstance(found, str) else "of one axis"
+                warn(
+                    f"{self._caller}: the rule {pattern!r} only matches arrays that "
+                    f"rules with wildcards skip, such as {site.path} ({why}). Use the "
+                    f"exact path {site.path!r} to choose it.",
+                    UserWarning,
+                )
+        if nothing := [pattern for pattern in unused if pattern not in self._skipped]:
+            example = f" Paths look like {self._example!r}." if self._example else ""
+            message = f"{self._caller}: these rules match nothing: {nothing}.{example}"
+            warn(message, UserWarning)
 
     @staticmethod
     def _matches(pattern, path: str) -> bool:
@@ -90,9 +116,14 @@ class Rules:
 
 
 def format_rule(rule: Any) -> tuple[Format | None, Axis | None, Compute | None]:
-    if isinstance(rule, tuple):
-        rule = QuantizationRule(*rule)
-    elif not isinstance(rule, QuantizationRule):
-        rule = QuantizationRule(rule)
-    format = None if rule.format is None else as_format(rule.format)
-    return format, rule.axis, rule.compute
+    if isinstance(rule, QuantizationRule):
+        rule = rule.format, rule.axis, rule.compute
+    elif not isinstance(rule, tuple):
+        rule = (rule,)
+    if not 1 <= len(rule) <= 3:
+        raise ValueError(
+            f"it must be a format, or (format, axis), or (format, axis, compute), got "
+            f"{len(rule)} values."
+        )
+    format, axis, compute = (*rule, None, None)[:3]
+    return None if format is None else as_format(format), axis, compute

@@ -286,7 +286,7 @@ def test_no_scalars():
 
 
 def test_unknown_formats():
-    with pytest.raises(ValueError, match=r"format must be one of \[.*nf4.*got 'nf5'"):
+    with pytest.raises(ValueError, match="format is 'nf5', but must .*'nf4'"):
         eqquant.quantize(jnp.ones(8), "nf5")
 
 

@@ -222,7 +222,7 @@ def test_bad_arguments():
     model = mlp()
     for make in (eqquant.training.fake_quantize_tree, eqquant.FakeQuantized):
         name = make.__name__
-        with pytest.raises(ValueError, match="format must be one of"):
+        with pytest.raises(ValueError, match="format is 'fp3', but must be .*'nf3'"):
             make(model, "fp3")
         with pytest.warns(
             UserWarning, match=rf"{name}: these rules match nothing: \['x"

@@ -277,7 +277,7 @@ def test_not_finite(normal):
 def test_bad_arguments(normal):
     with pytest.raises(TypeError, match="floating-point dtype, got int32: only the"):
         eqquant.straight_through(jnp.ones((4, 64), jnp.int32))
-    with pytest.raises(ValueError, match="format must be one of"):
+    with pytest.raises(ValueError, match="format is 'fp3', but must be .*'nf3'"):
         eqquant.straight_through(normal(4, 64), "fp3")
     with pytest.raises(ValueError, match="axis must be between"):
         eqquant.straight_through(normal(4, 64), axis=2)

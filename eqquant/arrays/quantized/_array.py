@@ -67,6 +67,8 @@ class QuantizedArray(AbstractQuantizedArray):
     - `compute`: an [`eqquant.kernels.Compute`][], the settings of products.
     """
 
+    _misplaced = "It is quantized already. Dequantize it first: `eqquant.dequantize`."
+
     @property
     def block_size(self) -> int | None:
         return self.format.block_size

@@ -73,7 +73,7 @@ def from_components(
 
     `TypeError` or `ValueError` if the components are inconsistent.
     """
-    format = as_format(format)
+    format = as_format(format, "from_components")
     dtype = jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise TypeError(f"from_components: dtype must be floating point, got {dtype}.")

@@ -87,7 +87,7 @@ def quantize(
         values of `array` are not finite; the message counts them. Under `jit`, the
         second check raises at run time, by `eqx.error_if`.
     """
-    format = as_format(format)
+    format = as_format(format, "quantize")
     compute = as_compute(compute, precision, activations)
     array = jnp.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating):

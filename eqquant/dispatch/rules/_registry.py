@@ -112,15 +112,38 @@ def register_names(*names: str) -> Callable[[Callable], Callable]:
 def _by_named_parameters(rule: Callable) -> _Rule:
     """Return a function of operands and parameters that passes those parameters of the
     primitive that the rule names, or all of them if it has `**kwargs`."""
-    declared = inspect.signature(rule).parameters
+    signature = inspect.signature(rule)
+    declared = signature.parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in declared.values())
 
     def called(operands: Sequence[Any], parameters: dict[str, Any]):
         if not takes_all:
             parameters = {k: v for k, v in parameters.items() if k in declared}
-        return rule(*operands, **parameters)
+        try:
+            return rule(*operands, **parameters)
+        except TypeError:
+            _check_signature(rule, signature, operands, parameters)
+            raise
 
     return called
+
+
+def _check_signature(
+    rule: Callable,
+    signature: inspect.Signature,
+    operands: Sequence[Any],
+    parameters: dict[str, Any],
+) -> None:
+    try:
+        signature.bind(*operands, **parameters)
+    except TypeError as error:
+        code = inspect.unwrap(rule).__code__
+        raise TypeError(
+            f"register: the rule {rule.__qualname__}{signature} at "
+            f"{code.co_filename}:{code.co_firstlineno} must take the operands of its "
+            f"primitive, which are {len(operands)} here: {error}. Keywords after them "
+            "name parameters of the primitive."
+        ) from None
 
 
 def rules_of(primitive: Any) -> list[_Rule]:
