@@ -1,6 +1,7 @@
 """Errors of public functions about their arguments: each names the argument, its value,
 the accepted values, and a way out, on one line."""
 
+import dataclasses
 import re
 import warnings
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import DEFAULT_FORMATS
 
 
 W = jnp.ones((64, 64))
@@ -177,3 +179,79 @@ def test_errors_name_argument_value_accepted_and_way_out(name, stats):
 def test_a_whole_number_of_bytes_may_be_a_float(stats):
     assert allocated(stats, 4e4).budget == 40_000
     assert allocated(stats, 4e4).within(3e4).budget == 30_000
+
+
+def encode(self, blocks, absmax, counts, limit):
+    del counts, limit
+    return (jnp.abs(blocks) > 0.75 * absmax[..., None]).astype(jnp.uint8), absmax
+
+
+def two_bits(self, *args):
+    return encode(self, *args)[0] + 2, args[1]
+
+
+# The fields of a format of two levels, and the texts in the error.
+FORMATS = {
+    "bits": ({"bits": 5}, "bits is 5, but must be one of"),
+    "table": ({"codebook": (0.5, 1.0, 2.0)}, "codebook has 3 levels, but must have 2"),
+    "largest level": (
+        {"codebook": (0.5, 3.0)},
+        "magnitude 3.0, but largest_level is 1",
+    ),
+    "integer levels": ({"integer_levels": True}, "some levels are not integers"),
+    "one value": (
+        {"encode": lambda self, *args: encode(self, *args)[0]},
+        r"encode returned one value, but must return \(codes, scales\)",
+    ),
+    "float codes": (
+        {"encode": lambda self, *args: (args[0], args[1])},
+        "codes of encode has the dtype float32 .* must have an integer dtype",
+    ),
+    "shape of codes": (
+        {"encode": lambda self, *args: (encode(self, *args)[0][..., :8], args[1])},
+        r"codes of encode .* the shape \(3, 2, 8\), but must have .* \(3, 2, 32\)",
+    ),
+    "dtype of scales": (
+        {
+            "encode": lambda self, *args: (
+                encode(self, *args)[0],
+                args[1].astype("int32"),
+            )
+        },
+        "scales of encode has the dtype int32 .* must have float32",
+    ),
+    "codes of two bits": (
+        {"encode": two_bits},
+        "encode returned codes from 2 to 3, but 1 bits hold 0 to 1",
+    ),
+    "shape of levels": (
+        {"levels": lambda self, codes, dtype: codes[..., None].astype(dtype)},
+        r"levels .* the shape \(2, 1\), but must have float32 and \(2,\)",
+    ),
+}
+
+
+def format_with(**fields) -> eqquant.formats.Format:
+    own = {"name": "halves", "bits": 1, "codebook": (0.5, 1.0), "encode": encode}
+    cls = type("Halves", (eqquant.formats.Format,), {**own, **fields})
+    return dataclasses.dataclass(frozen=True, repr=False)(cls)(32)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_formats_that_break_the_contract(name):
+    fields, message = FORMATS[name]
+    with pytest.raises(TypeError, match=f"Halves.*{message}.*The contract: `encode`"):
+        jax.jit(lambda w: eqquant.quantize(w, format_with(**fields)))(W)
+
+
+def test_a_format_that_keeps_the_contract():
+    values = eqquant.quantize(W, format_with()).dequantize()
+    np.testing.assert_array_equal(values, 1)
+
+
+@pytest.mark.parametrize("format", DEFAULT_FORMATS, ids=repr)
+def test_our_formats_keep_the_contract(format):
+    class Other(type(format)):
+        pass
+
+    eqquant.formats.check_contract(Other(**vars(format)))

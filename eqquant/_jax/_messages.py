@@ -8,7 +8,7 @@ arguments, and `_misplaced` is advice for an instance in the wrong place.
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args, get_origin, Literal, Union
+from typing import Any, get_args, get_origin, Literal, TypeGuard, Union
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ def given(value: Any) -> str:
     return f"the {kind} {value!r}" if short else _with_article(kind)
 
 
-def is_class_of(value: Any, *classes: type) -> bool:
+def is_class_of(value: Any, *classes: type) -> TypeGuard[type]:
     """Return whether a value is a class whose instances are accepted."""
     return isinstance(value, type) and issubclass(value, classes)
 

@@ -7,6 +7,7 @@ docs/internals/extending.md describes how to add one.
 
 from ._binary import Binary as Binary
 from ._codebook import Codebook as Codebook, NF2 as NF2, NF3 as NF3
+from ._contract import check_contract as check_contract
 from ._fitted import FittedFormat as FittedFormat
 from ._format import (
     Format as Format,

@@ -6,6 +6,7 @@ from typing import Any
 from .._jax import is_class_of, wrong
 from ._binary import Binary
 from ._codebook import Codebook, NF2, NF3
+from ._contract import check_contract
 from ._format import Format
 from ._fp4 import MXFP4, NVFP4
 from ._fp8 import FP8
@@ -29,6 +30,7 @@ every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}
 def as_format(format: Any, caller: str = "") -> Format:
     """Return a format, given itself or its name. Errors start with `caller`."""
     if isinstance(format, Format):
+        check_contract(format)
         return format
     if isinstance(format, str) and format in formats:
         return formats[format]()

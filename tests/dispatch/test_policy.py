@@ -178,5 +178,24 @@ def test_a_rule_of_the_user_goes_first(normal, unregister):
         eqquant.register(jnp.exp)
 
 
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (
+            lambda x, y: x,
+            r"rule .*<lambda>\(x, y\) at .*test_policy.py:\d+ must take "
+            ".* operands of its primitive, which are 1 here",
+        ),
+        (lambda x: x[:1], r"`exp` has returned .*\(1, 64\).* must return .*\(8, 64\)"),
+        (lambda x: 1.0, "`exp` has returned .*float.* must return .*NotImplemented"),
+        (lambda x: x.astype("bfloat16"), "has returned .*bfloat16.* must .*float32"),
+    ],
+)
+def test_rules_that_break_the_contract(rule, message, normal, unregister):
+    eqquant.register(lax.exp_p)(rule)
+    with pytest.raises(TypeError, match=message):
+        eqquant.quaxify(jnp.exp)(eqquant.quantize(normal(8, 64), "nf4"))
+
+
 def test_rules_are_gone_again(normal):
     assert check_exact(jnp.negative, eqquant.quantize(normal(8, 64), "nf4"))
