@@ -350,7 +350,7 @@ def test_report(model):
 
 
 def test_report_of_something_else(model):
-    with pytest.raises(ValueError, match="same structure"):
+    with pytest.raises(ValueError, match="must be the pytree that was quantized"):
         eqquant.report(eqquant.quantize_tree(model), model.layers)
 
 
