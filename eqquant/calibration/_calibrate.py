@@ -123,11 +123,7 @@ def calibrate(
             return _project(fn(observed(model, zeros), batch), key)
 
         sums = jax.grad(project)(zeros)
-        is_finite = jax.tree.map(
-            lambda x: jnp.all(jnp.isfinite(x.gram)) & jnp.all(jnp.isfinite(x.power)),
-            sums,
-            is_leaf=lambda x: isinstance(x, Observed),
-        )
+        is_finite = {path: _is_finite(x) for path, x in sums.items()}
         return jax.tree.map(jnp.add, total, sums), is_finite
 
     work = sum(x.gram.size for x in zeros.values())
@@ -164,6 +160,10 @@ def calibrate(
             UserWarning,
         )
     return Statistics(stats)
+
+
+def _is_finite(sums: Observed) -> Any:
+    return jnp.all(jnp.isfinite(sums.gram)) & jnp.all(jnp.isfinite(sums.power))
 
 
 def _project(results: Any, key) -> Any:
