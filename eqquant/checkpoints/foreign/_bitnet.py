@@ -9,74 +9,52 @@ Layers of the class `bitlinear` divide by it, and layers of `autobitlinear` mult
 import numpy as np
 
 from ...formats import Ternary
-from ..files import Source, Tensor
+from ..files import Source
 from ._config import PackingConfig
 from ._entry import Entry, from_levels
-
-
-SCALE = "_scale"
-_scale_dtypes = ("float32", "float16", "bfloat16")
+from ._parts import find_parts, Parts, SCALE_DTYPES
 
 
 def bitnet_entries(source: Source) -> dict[str, Entry]:
-    entries = {}
-    divides = None
-    for name, scale in source.tensors.items():
-        weight = name.removesuffix(SCALE)
-        stored = source.tensors.get(weight)
-        if weight == name or stored is None or stored.dtype != np.uint8:
-            continue
-        if not weight.endswith("weight"):
-            continue
-        where = f"{source.path}: {weight!r}"
-        if (
-            scale.size != 1
-            or scale.dtype.name not in _scale_dtypes
-            or len(stored.shape) != 2
-        ):
-            raise ValueError(
-                f"{where} is uint8{stored.shape} and {name!r} is "
-                f"{scale.dtype}{scale.shape}. Ternary weights of BitNet must be uint8 "
-                f"matrices with one scale in {', '.join(_scale_dtypes)}."
-            )
-        if divides is None:
-            divides = _divides(source)
-        entries[weight] = _entry(source, stored, scale, divides, where)
-    return entries
+    weights = [
+        parts
+        for parts in find_parts(source, "weight_scale", "BitNet")
+        if "weight" in parts and parts.tensor("weight").dtype == np.uint8
+    ]
+    divides = _divides(source) if weights else False
+    return {parts.weight: _entry(parts, divides) for parts in weights}
 
 
 def _divides(source: Source) -> bool:
     """Return whether layers divide by their scale, from `config.json`."""
-    config = PackingConfig(
-        source, "ternary weights of BitNet", "whether scales divide or multiply"
-    )
+    setting = "whether scales divide or multiply"
+    config = PackingConfig(source, "ternary weights of BitNet", setting)
     config.one_of("quant_method", ("bitnet",))
     kinds = "bitlinear", "autobitlinear"
     return config.one_of("linear_class", kinds, kinds[0]) == kinds[0]
 
 
-def _entry(
-    source: Source, stored: Tensor, scale: Tensor, divides: bool, where: str
-) -> Entry:
-    quarter, columns = stored.shape
-    shape = (4 * quarter, columns)
+def _entry(parts: Parts, divides: bool) -> Entry:
+    quarter, columns = parts.look_up("weight", ("uint8",), (None, None)).shape
+    shape, shapes = (4 * quarter, columns), ((), (1,), (1, 1))
+    scale = parts.look_up("weight_scale", SCALE_DTYPES, *shapes)
 
     def levels() -> np.ndarray:
-        packed = source.read(stored.name)
+        packed = parts.read("weight")
         shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None, None]
         runs = (packed >> shifts) & np.uint8(3)
         unpacked = runs.reshape(shape).astype(np.int8) - np.int8(1)
         if np.any(unpacked > 1):
-            raise ValueError(f"{where} has codes of 3; ternary codes are 0, 1 and 2.")
+            parts.fail("has codes of 3; ternary codes are 0, 1 and 2.")
         return unpacked
 
     def scales() -> np.ndarray:
-        factor = source.read(scale.name).reshape(()).astype(np.float32)
+        factor = parts.read("weight_scale").reshape(()).astype(np.float32)
         if divides:
             with np.errstate(divide="ignore"):
                 factor = np.float32(1) / factor
         if not np.isfinite(factor):
-            raise ValueError(f"{where}: {scale.name!r} must be finite and not 0.")
+            parts.fail(f"has the scale {scale.name!r}, which must be finite and not 0.")
         return np.full((shape[0], 1), factor, np.float32)
 
     def quantized():
@@ -85,5 +63,5 @@ def _entry(
     def decode() -> np.ndarray:
         return (levels() * scales()).astype(scale.dtype)
 
-    kind, names = ("BitNet", True), (stored.name, scale.name)
-    return Entry(where, shape, scale.dtype, decode, quantized, kind, names)
+    kind = "BitNet", True
+    return parts.entry(shape, scale.dtype, decode, quantized, kind)

@@ -7,6 +7,7 @@ settings. An 8-bit weight has the absmax of each row in `SCB`.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,8 +16,10 @@ import numpy as np
 from ...formats import Int8, NF4
 from ..files import parse_object, Source
 from ._entry import Entry, from_levels, NotExact
+from ._parts import find_parts, Parts
 
 
+_library = "bitsandbytes"
 STATE = ".quant_state.bitsandbytes__"
 # The block sizes that bitsandbytes writes.
 BLOCK_SIZES = tuple(2**i for i in range(5, 13))
@@ -33,13 +36,13 @@ def bitsandbytes_entries(source: Source) -> dict[str, Entry]:
     for name in source.tensors:
         weight, found, kind = name.partition(STATE)
         if found:
-            state = _State(source, weight, kind)
             if weight in entries:
-                raise ValueError(f"{state.where} has two quant_state tensors.")
-            entries[weight] = state.entry()
-        elif name.endswith(".SCB") or name == "SCB":
-            weight = name.removesuffix("SCB") + "weight"
-            entries[weight] = _int8_entry(source, weight, name)
+                raise ValueError(
+                    f"{source.path}: {weight!r} has two quant_state tensors."
+                )
+            entries[weight] = _State(source, weight, kind).entry()
+    for parts in find_parts(source, "SCB", _library):
+        entries[parts.weight] = _int8_entry(parts)
     return entries
 
 
@@ -52,87 +55,77 @@ class _State:
     """The checked quantization state of a 4-bit weight."""
 
     def __init__(self, source: Source, weight: str, kind: str):
-        self.source, self.weight = source, weight
-        self.where = f"{source.path}: {weight!r} of bitsandbytes"
-        self.names = {weight, f"{weight}{STATE}{kind}"}
+        self.parts = parts = Parts(source, "", _library, weight)
+        self.weight, self.kind = weight, kind
         if kind not in ("nf4", "fp4"):
-            self.fail(f"has the type {kind!r}; expected 'nf4' or 'fp4'.")
-        raw_state = self._tensor(f"quant_state.bitsandbytes__{kind}", np.uint8, None)
+            parts.fail(f"has the type {kind!r}; expected 'nf4' or 'fp4'.")
+        raw_state = self._tensor(f"quant_state.bitsandbytes__{kind}", "uint8")
         if raw_state.nbytes > _longest_state:
-            self.fail(
+            parts.fail(
                 f"has a quant_state of {raw_state.nbytes} bytes, above "
                 f"{_longest_state}."
             )
-        state = parse_object(raw_state.tobytes(), f"{self.where}: quant_state")
-        self.kind = kind
-        if state.get("quant_type") != kind:
-            self.fail(f"has the quant_type {state.get('quant_type')!r}, not {kind!r}.")
-        self.block = self._size(state.get("blocksize"), "blocksize")
+        self.state = parse_object(raw_state.tobytes(), f"{parts.where}: quant_state")
+        self._setting("quant_type", (kind,))
+        self.block = self._size("blocksize")
         if self.block % 2:
-            self.fail(f"has the blocksize {self.block}, which must be even.")
-        shape = state.get("shape")
+            parts.fail(f"has the blocksize {self.block}, which must be even.")
+        shape = self.state.get("shape")
         if not isinstance(shape, list) or not 0 < len(shape) <= 8:
-            self.fail(f"has the shape {shape!r}, which must have 1 to 8 axes.")
-        self.shape = tuple(self._size(n, "shape") for n in shape)
-        dtype = state.get("dtype")
-        if not isinstance(dtype, str) or dtype not in DTYPES:
-            self.fail(f"has the dtype {dtype!r}, not one of {list(DTYPES)}.")
-        self.dtype = DTYPES[str(dtype)]
+            parts.fail(f"has the shape {shape!r}, which must have 1 to 8 axes.")
+        self.shape = tuple(self._check_size(n, "shape") for n in shape)
+        self.dtype = DTYPES[self._setting("dtype", tuple(DTYPES))]
         self.size = math.prod(self.shape)
         self.blocks = -(-self.size // self.block)
-        stored = source.tensors.get(weight)
-        if stored is None or stored.dtype != np.uint8:
-            self.fail("must be a tensor of uint8.")
+        stored = parts.look_up_flat(weight, "uint8")
         if stored.size != -(-self.size // 2):
-            self.fail(f"has {stored.size} bytes for {self.size} 4-bit values.")
-        self.table = self._tensor("quant_map", np.float32, 16)
-        self.is_nested = f"{weight}.nested_absmax" in source.tensors
-        if self.is_nested != ("nested_blocksize" in state):
-            self.fail("must have both nested_absmax and nested_blocksize, or neither.")
-        self._look_up(f"{weight}.absmax", np.uint8 if self.is_nested else np.float32)
+            parts.fail(f"has {stored.size} bytes for {self.size} 4-bit values.")
+        self.table = self._tensor("quant_map", "float32", 16)
+        self.is_nested = f"{weight}.nested_absmax" in parts
+        if self.is_nested != ("nested_blocksize" in self.state):
+            parts.fail("must have both nested_absmax and nested_blocksize, or neither.")
+        dtype = "uint8" if self.is_nested else "float32"
+        parts.look_up_flat(f"{weight}.absmax", dtype, self.blocks)
         if self.is_nested:
-            self.nested_block = self._size(
-                state.get("nested_blocksize"), "nested_blocksize"
-            )
-            self.offset = state.get("nested_offset")
-            if type(self.offset) is not float or not math.isfinite(self.offset):
-                self.fail(f"has the nested_offset {self.offset!r}.")
-            if state.get("nested_dtype") != "float32":
-                self.fail(f"has the nested_dtype {state.get('nested_dtype')!r}.")
-            self.nested = self._tensor(
-                "nested_absmax", np.float32, -(-self.blocks // self.nested_block)
-            )
-            self.nested_table = self._tensor("nested_quant_map", np.float32, 256)
+            self._read_nested()
 
-    def fail(self, problem: str):
-        raise ValueError(f"{self.where} {problem}")
+    def _read_nested(self) -> None:
+        """Read the settings and tensors of absmax that is quantized itself."""
+        self.nested_block = self._size("nested_blocksize")
+        self.offset = self.state.get("nested_offset")
+        if type(self.offset) is not float or not math.isfinite(self.offset):
+            self.parts.fail(f"has the nested_offset {self.offset!r}.")
+        self._setting("nested_dtype", ("float32",))
+        nested_blocks = -(-self.blocks // self.nested_block)
+        self.nested = self._tensor("nested_absmax", "float32", nested_blocks)
+        self.nested_table = self._tensor("nested_quant_map", "float32", 256)
 
-    def _size(self, value: Any, name: str) -> int:
+    def _setting(self, name: str, allowed: Sequence[str]) -> str:
+        value = self.state.get(name)
+        if value not in allowed:
+            self.parts.fail(
+                f"has the {name} {value!r}, not one of {', '.join(allowed)}."
+            )
+        return str(value)
+
+    def _size(self, name: str) -> int:
+        return self._check_size(self.state.get(name), name)
+
+    def _check_size(self, value: Any, name: str) -> int:
         if type(value) is not int or not 0 < value < 2**63:
-            self.fail(f"has the {name} {value!r}, which must be a positive integer.")
+            self.parts.fail(
+                f"has the {name} {value!r}, which must be a positive integer."
+            )
         return value
 
-    def _look_up(self, name: str, dtype: Any, size: int | None = -1):
-        size = self.blocks if size == -1 else size
-        stored = self.source.tensors.get(name)
-        if stored is None:
-            self.fail(f"needs {name!r}, which is missing.")
-        elif stored.dtype != dtype or size not in (None, stored.size):
-            count = "any number" if size is None else size
-            self.fail(
-                f"must have {count} of {np.dtype(dtype)} in {name!r}, but has "
-                f"{stored.size} of {stored.dtype}."
-            )
-        self.names.add(name)
-
-    def _tensor(self, name: str, dtype: Any, size: int | None) -> np.ndarray:
+    def _tensor(self, name: str, dtype: str, size: int | None = None) -> np.ndarray:
         name = f"{self.weight}.{name}"
-        self._look_up(name, dtype, size)
-        return self.source.read(name).reshape(-1)
+        self.parts.look_up_flat(name, dtype, size)
+        return self.parts.read(name).reshape(-1)
 
     def absmax(self) -> np.ndarray:
         """Return the absmax of each block, computed as bitsandbytes does."""
-        absmax = self.source.read(f"{self.weight}.absmax").reshape(-1)
+        absmax = self.parts.read(f"{self.weight}.absmax").reshape(-1)
         if not self.is_nested:
             return absmax
         nested = _repeat(self.nested, self.nested_block, self.blocks)
@@ -140,7 +133,7 @@ class _State:
             return self.nested_table[absmax] * nested + np.float32(self.offset)
 
     def codes(self) -> np.ndarray:
-        packed = self.source.read(self.weight).reshape(-1)
+        packed = self.parts.read(self.weight).reshape(-1)
         codes = np.empty((packed.size, 2), np.uint8)
         codes[:, 0], codes[:, 1] = packed >> np.uint8(4), packed & np.uint8(15)
         return codes.reshape(-1)[: self.size]
@@ -187,9 +180,7 @@ class _State:
     def entry(self) -> Entry:
         kind = f"{self.kind} in blocks of {self.row_block}", not self.inexact()
         readers = self.decode, self.quantized
-        return Entry(
-            self.where, self.shape, self.dtype, *readers, kind, tuple(self.names)
-        )
+        return self.parts.entry(self.shape, self.dtype, *readers, kind)
 
 
 def _repeat(values: np.ndarray, times: int, size: int) -> np.ndarray:
@@ -203,39 +194,22 @@ def _repeat(values: np.ndarray, times: int, size: int) -> np.ndarray:
 #
 
 
-def _int8_entry(source: Source, weight: str, scb: str) -> Entry:
-    where = f"{source.path}: {weight!r} of bitsandbytes"
-    prefix = weight.removesuffix("weight")
-    stored, rows = source.tensors.get(weight), source.tensors[scb]
-    if stored is None or stored.dtype != np.int8 or len(stored.shape) != 2:
-        raise ValueError(f"{where} has {scb!r}, so it must be a matrix of int8.")
-    if rows.dtype != np.float32 or rows.shape != stored.shape[:1]:
-        raise ValueError(
-            f"{where} of the shape {stored.shape} must have {stored.shape[0]} of "
-            f"float32 in {scb!r}, but has {rows.shape} of {rows.dtype}."
-        )
-    names = {weight, scb}
-    order = f"{prefix}weight_format"
-    if order in source.tensors:
-        names.add(order)
-        stored_order = source.tensors[order]
-        if (
-            stored_order.size != 1
-            or stored_order.dtype != np.uint8
-            or source.read(order).item() != 0
-        ):
-            raise ValueError(
-                f"{where} is not stored row by row: {order!r} must be a uint8 of 0."
-            )
+def _int8_entry(parts: Parts) -> Entry:
+    shape = parts.look_up("weight", ("int8",), (None, None)).shape
+    parts.look_up("SCB", ("float32",), shape[:1])
+    if "weight_format" in parts:
+        parts.look_up_flat("weight_format", "uint8", 1)
+        if parts.read("weight_format").item() != 0:
+            parts.fail("is not stored row by row: 'weight_format' must be 0.")
 
     def scales() -> np.ndarray:
-        return source.read(scb).reshape(-1, 1) / np.float32(127)
+        return parts.read("SCB").reshape(-1, 1) / np.float32(127)
 
     def decode() -> np.ndarray:
-        return source.read(weight).astype(np.float32) * scales()
+        return parts.read("weight").astype(np.float32) * scales()
 
     def quantized():
-        return from_levels(source.read(weight), scales(), Int8())
+        return from_levels(parts.read("weight"), scales(), Int8())
 
-    kind, dtype = ("LLM.int8()", True), np.dtype("float32")
-    return Entry(where, stored.shape, dtype, decode, quantized, kind, tuple(names))
+    kind = "LLM.int8()", True
+    return parts.entry(shape, np.dtype("float32"), decode, quantized, kind)

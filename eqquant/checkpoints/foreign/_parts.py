@@ -1,10 +1,15 @@
 """Look up and check the tensors that make up a weight."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from ..files import Source, Tensor
+from ._entry import Entry
+
+
+SCALE_DTYPES = ("float16", "bfloat16", "float32")
 
 
 class Parts:
@@ -21,23 +26,31 @@ class Parts:
     where: str
     names: list[str]
 
-    def __init__(self, source: Source, prefix: str, library: str):
+    def __init__(
+        self, source: Source, prefix: str, library: str, weight: str = "weight"
+    ):
         self._source, self._prefix = source, prefix
-        self.weight = f"{prefix}weight"
+        self.weight = f"{prefix}{weight}"
         self.where = f"{source.path}: {self.weight!r} of {library}"
         self.names = []
 
     def __contains__(self, name: str) -> bool:
         return self._prefix + name in self._source.tensors
 
+    def fail(self, problem: str):
+        raise ValueError(f"{self.where} {problem}")
+
+    def tensor(self, name: str) -> Tensor:
+        if name not in self:
+            self.fail(f"needs {name!r}, which is missing.")
+        return self._source.tensors[self._prefix + name]
+
     def look_up(
         self, name: str, dtypes: Sequence[str], *shapes: tuple[int | None, ...]
     ) -> Tensor:
         """Return a tensor, which must have one of the dtypes and one of the shapes.
         `None` in a shape stands for any size."""
-        if name not in self:
-            raise ValueError(f"{self.where} needs {name!r}, which is missing.")
-        found = self._source.tensors[self._prefix + name]
+        found = self.tensor(name)
         fits = any(
             len(shape) == len(found.shape)
             and all(n in (None, m) for n, m in zip(shape, found.shape, strict=True))
@@ -52,13 +65,36 @@ class Parts:
         self.names.append(found.name)
         return found
 
+    def look_up_flat(self, name: str, dtype: str, size: int | None = None) -> Tensor:
+        """Return a tensor of any shape, which must have the dtype and the size."""
+        found = self.tensor(name)
+        if found.dtype.name != dtype or size not in (None, found.size):
+            count = "any number" if size is None else size
+            self.fail(
+                f"must have {count} of {dtype} in {found.name!r}, but has "
+                f"{found.size} of {found.dtype}."
+            )
+        self.names.append(found.name)
+        return found
+
     def read(self, name: str) -> np.ndarray:
         return self._source.read(self._prefix + name)
 
+    def entry(
+        self,
+        shape: tuple[int, ...],
+        dtype: np.dtype,
+        decode: Callable[[], np.ndarray],
+        quantized: Callable[[], Any],
+        kind: tuple[str, bool],
+    ) -> Entry:
+        names = tuple(self.names)
+        return Entry(self.where, shape, dtype, decode, quantized, kind, names)
 
-def prefixes(source: Source, name: str) -> Iterator[str]:
-    """Yield the prefixes of all tensors whose names end in `name`."""
+
+def find_parts(source: Source, name: str, library: str) -> Iterator[Parts]:
+    """Yield the parts of every weight that has a tensor of this name."""
     for found in source.tensors:
         prefix = found.removesuffix(name)
         if prefix != found and (not prefix or prefix.endswith(".")):
-            yield prefix
+            yield Parts(source, prefix, library)

@@ -9,16 +9,14 @@ from jaxtyping import Array
 from ..._jax import typed
 from ...arrays import QuantizedArray
 from ..files import Path, Source, Tensor
-from ._awq import awq_entries
 from ._bitnet import bitnet_entries
 from ._bitsandbytes import bitsandbytes_entries
-from ._compressed_tensors import compressed_tensors_entries
 from ._config import PackingConfig
 from ._entry import Entry
 from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
-from ._gptq import gptq_entries
-from ._parts import prefixes
+from ._packed import awq_entries, compressed_tensors_entries, gptq_entries
+from ._parts import find_parts
 from ._scaled_bytes import scaled_byte_entries
 
 
@@ -125,7 +123,7 @@ def safetensors_entries(source: Source) -> dict[str, Entry]:
 
 def _int32_entries(source: Source) -> dict[str, Entry]:
     """Describe GPTQ or AWQ weights. Both libraries use the same tensor names."""
-    if next(prefixes(source, "qweight"), None) is None:
+    if next(find_parts(source, "qweight", ""), None) is None:
         return {}
     config = PackingConfig(source, "'qweight' of GPTQ or AWQ", "how it is packed")
     find = {"gptq": gptq_entries, "awq": awq_entries}.get(config.method)

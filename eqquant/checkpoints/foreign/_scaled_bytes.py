@@ -11,8 +11,7 @@ import numpy as np
 from ...formats import FP8, Int8
 from ..files import Source
 from ._entry import Entry, from_levels, NotExact
-from ._parts import Parts, prefixes
-from ._zero_points import SCALE_DTYPES
+from ._parts import find_parts, Parts, SCALE_DTYPES
 
 
 _formats = {"float8_e4m3fn": FP8, "int8": Int8}
@@ -20,21 +19,19 @@ _tile = 128
 
 
 def scaled_byte_entries(source: Source) -> dict[str, Entry]:
-    entries = {}
-    for name in ("weight_scale", "weight_scale_inv"):
-        for prefix in prefixes(source, name):
-            weight = source.tensors.get(f"{prefix}weight")
-            if weight is not None and weight.dtype.name in _formats:
-                parts = Parts(source, prefix, "bytes with scales")
-                entries[parts.weight] = _entry(parts, name)
-    return entries
+    return {
+        parts.weight: _entry(parts, name)
+        for name in ("weight_scale", "weight_scale_inv")
+        for parts in find_parts(source, name, "bytes with scales")
+        if "weight" in parts and parts.tensor("weight").dtype.name in _formats
+    }
 
 
 def _entry(parts: Parts, name: str) -> Entry:
     stored = parts.look_up("weight", tuple(_formats), (None, None))
     rows, columns = stored.shape
     if not rows or not columns:
-        raise ValueError(f"{parts.where} is empty: its shape is {stored.shape}.")
+        parts.fail(f"is empty: its shape is {stored.shape}.")
     tiles = -(-rows // _tile), -(-columns // _tile)
     untiled = (), (1,), (1, 1), (rows,), (rows, 1)
     scale = parts.look_up(name, SCALE_DTYPES, *untiled, tiles)
@@ -51,9 +48,8 @@ def _entry(parts: Parts, name: str) -> Entry:
         width = _tile if is_tiled else columns
         factors = np.repeat(scales(), width, axis=1)[:, :columns]
         with np.errstate(over="ignore", invalid="ignore"):
-            return (parts.read("weight").astype(np.float32) * factors).astype(
-                scale.dtype
-            )
+            values = parts.read("weight").astype(np.float32) * factors
+            return values.astype(scale.dtype)
 
     def quantized():
         levels = parts.read("weight")
@@ -64,5 +60,4 @@ def _entry(parts: Parts, name: str) -> Entry:
         return from_levels(levels, scales(), format, scale.dtype)
 
     kind = f"bytes with scales, {format!r}", True
-    names = tuple(parts.names)
-    return Entry(parts.where, stored.shape, scale.dtype, decode, quantized, kind, names)
+    return parts.entry(stored.shape, scale.dtype, decode, quantized, kind)
