@@ -11,7 +11,6 @@ from ._manifest import (
     make_header as make_header,
     Manifest as Manifest,
     Piece as Piece,
-    Planned as Planned,
     read_manifest as read_manifest,
     Shard as Shard,
     VERSION as VERSION,

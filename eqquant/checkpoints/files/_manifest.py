@@ -10,10 +10,11 @@ changed bit of a file is detected, and a file is read in one pass.
 import dataclasses
 import re
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 from ._json import parse_object, to_json
-from ._safetensors import are_sizes, DTYPES, TensorFile
+from ._safetensors import are_sizes, DTYPES, Tensor, TensorFile
 
 
 VERSION = 1
@@ -60,17 +61,7 @@ class Manifest:
     pieces: dict[str, Piece] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Planned:
-    """A tensor to be written."""
-
-    name: str
-    dtype: Any
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-def place(planned: list[Planned]) -> tuple[dict[str, Any], dict[str, int]]:
+def place(planned: Sequence[Tensor]) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the header entries of tensors, and the offset of each tensor from the end
     of the header.
 
@@ -101,7 +92,7 @@ def padded(header: dict[str, Any]) -> bytes:
 
 
 def make_header(
-    planned: list[Planned],
+    planned: Sequence[Tensor],
     manifest: Manifest,
     metadata: dict[str, str],
 ) -> tuple[bytes, dict[str, int]]:

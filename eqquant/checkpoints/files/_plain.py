@@ -4,9 +4,9 @@ import pathlib
 
 import numpy as np
 
-from ._manifest import padded, place, Planned, with_length
+from ._manifest import padded, place, with_length
 from ._replacing import replacing
-from ._safetensors import DTYPES
+from ._safetensors import DTYPES, Tensor
 
 
 def write_plain(
@@ -20,7 +20,7 @@ def write_plain(
             raise ValueError(
                 f"{path}: {name!r} is {array.dtype}, not one of {', '.join(DTYPES)}."
             )
-    planned = [Planned(k, a.dtype, a.shape, a.nbytes) for k, a in tensors.items()]
+    planned = [Tensor(name, a.dtype, a.shape) for name, a in tensors.items()]
     entries, starts = place(planned)
     with replacing(path) as file:
         file.write(with_length(padded({"__metadata__": metadata, **entries})))

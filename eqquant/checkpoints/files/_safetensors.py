@@ -71,6 +71,10 @@ class Tensor:
     def size(self) -> int:
         return math.prod(self.shape)
 
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.dtype.itemsize
+
 
 @dataclasses.dataclass(frozen=True)
 class Stored(Tensor):

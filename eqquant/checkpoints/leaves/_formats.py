@@ -9,9 +9,7 @@ from typing import Any
 import numpy as np
 from beartype.door import is_bearable
 
-from ..._jax import warn
 from ...formats import every_format as formats_by_name, Format
-from ...kernels import Compute
 
 
 Known = Mapping[str, type[Format]]
@@ -68,30 +66,7 @@ def format_from_json(written: Any, known: Known) -> Format:
             f"format must be one of {sorted(known)}, got {name!r}. If it is your own "
             "format, pass its class in `formats=[...]`."
         )
-    return _make(known[name], _without_compute(known[name], fields))
-
-
-def _without_compute(cls: type[Format], fields: Any) -> Any:
-    """Drop the fields of `Compute` that earlier versions stored in the description of a
-    format, and warn if their values matter."""
-    if not isinstance(fields, dict):
-        return fields
-    declared = {field.name for field in dataclasses.fields(cls)}
-    defaults = {field.name: field.default for field in dataclasses.fields(Compute)}
-    old = {
-        name: value
-        for name, value in fields.items()
-        if name in defaults and name not in declared
-    }
-    if ignored := {k: v for k, v in old.items() if v != defaults[k]}:
-        warn(
-            f"This checkpoint of an earlier version stores {ignored} with its weights. "
-            "Checkpoints no longer do. Call `eqquant.with_compute(model, ...)` to "
-            "compute products in this way.",
-            UserWarning,
-            once=True,
-        )
-    return {name: value for name, value in fields.items() if name not in old}
+    return _make(known[name], fields)
 
 
 def _value_to_json(value: Any) -> Any:

@@ -7,7 +7,6 @@ table.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..files import Piece
+from ..files import Piece, Tensor
 
 
 # Each of these dtypes takes one byte per element.
@@ -24,20 +23,13 @@ UNNAMED_DTYPES = {name: np.dtype(getattr(jnp, name)) for name in _unnamed}
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """A tensor to be written, or a piece of one: its name, the function that makes it,
-    and the process that owns it."""
+class Part(Tensor):
+    """A tensor to be written, or a piece of one, with the function that makes it, and
+    the process that owns it."""
 
-    name: str
-    dtype: np.dtype
-    shape: tuple[int, ...]
     make: Callable[[], np.ndarray]
     owner: int = 0
     piece: Piece | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
 
     @property
     def whole(self) -> tuple[str, jax.ShapeDtypeStruct]:
@@ -54,6 +46,10 @@ class Leaf:
     path: str
     records: dict[str, dict[str, Any]]
     parts: tuple[Part, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
 
     def owned_by(self, owner: int) -> "Leaf":
         """Return the part that one process writes. The first process also writes the

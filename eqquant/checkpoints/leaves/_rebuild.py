@@ -76,9 +76,6 @@ class Rebuilder:
             return _as_key(self._tensor(path, get), record["impl"])
         raise ValueError(f"this version of eqquant cannot read {record!r}.")
 
-    def _has(self, path: str) -> bool:
-        return path in self._tensors or path in self._records
-
     def _tensor(self, name: str, get: Callable[[str], Any]) -> Any:
         if name not in self._tensors:
             raise ValueError(f"the tensor {name!r} is missing.")
@@ -100,11 +97,7 @@ class Rebuilder:
                 value = self._static(static[field.name])
                 ok = is_bearable(value, hints[field.name])
             else:
-                part = below(path, field.name)
-                if field.default is None and not self._has(part):
-                    value = None  # Older files lack this part.
-                else:
-                    value = self._build(part, get)
+                value = self._build(below(path, field.name), get)
                 plain = isinstance(value, np.ndarray | jax.Array | jax.ShapeDtypeStruct)
                 ok = plain or isinstance(value, types_of_part(cls, field.name))
             if not ok:

@@ -29,7 +29,7 @@ from ..files import (
 )
 from ._leaf import Leaf
 from ._processes import Alone
-from ._write import nbytes, write_leaves
+from ._write import write_leaves
 
 
 MAX_SHARD_SIZE = 5 * 10**9
@@ -144,12 +144,12 @@ def _groups(leaves: Sequence[Leaf], max_size: int | None) -> list[list[Leaf]]:
     size = 0
     for leaf in leaves:
         # Leaves without bytes, such as numbers, never start a shard.
-        is_full = max_size is not None and size + nbytes(leaf) > max_size
-        if is_full and size and nbytes(leaf):
+        is_full = max_size is not None and size + leaf.nbytes > max_size
+        if is_full and size and leaf.nbytes:
             groups.append([])
             size = 0
         groups[-1].append(leaf)
-        size += nbytes(leaf)
+        size += leaf.nbytes
     return groups
 
 
@@ -163,7 +163,7 @@ def _write_index(index: pathlib.Path, files: Sequence[_File], saved: str) -> Non
             )
         names = (part.name for leaf in file.leaves for part in leaf.parts)
         weight_map |= dict.fromkeys(names, file.path.name)
-    total = sum(nbytes(leaf) for file in files for leaf in file.leaves)
+    total = sum(leaf.nbytes for file in files for leaf in file.leaves)
     contents = {"metadata": {"total_size": total, KEY: saved}, "weight_map": weight_map}
     with replacing(index) as file:
         file.write(json.dumps(contents, indent=2).encode())

@@ -8,12 +8,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..files import CHUNK, make_header, Manifest, Planned, replacing, Shard
+from ..files import CHUNK, make_header, Manifest, replacing, Shard
 from ._leaf import Leaf
-
-
-def nbytes(leaf: Leaf) -> int:
-    return sum(part.nbytes for part in leaf.parts)
 
 
 def write_leaves(
@@ -27,16 +23,10 @@ def write_leaves(
     """Write one file of leaves. Each part is made when it is written, and freed
     afterwards. `shown` iterates over the same leaves in a progress bar."""
     records = {k: v for leaf in leaves for k, v in leaf.records.items()}
-    planned = [
-        Planned(part.name, part.dtype, part.shape, part.nbytes)
-        for leaf in leaves
-        for part in leaf.parts
-    ]
-    pieces = {
-        part.name: part.piece for leaf in leaves for part in leaf.parts if part.piece
-    }
+    parts = [part for leaf in leaves for part in leaf.parts]
+    pieces = {part.name: part.piece for part in parts if part.piece}
     manifest = Manifest(records, {}, shard, pieces)
-    header, starts = make_header(planned, manifest, metadata)
+    header, starts = make_header(parts, manifest, metadata)
     checksums: dict[str, int] = {}
     with replacing(path) as file:
         file.write(header)
@@ -45,7 +35,7 @@ def write_leaves(
                 file.seek(starts[part.name])
                 checksums[part.name] = _write(file, part.make())
         manifest = dataclasses.replace(manifest, checksums=checksums)
-        header, _ = make_header(planned, manifest, metadata)
+        header, _ = make_header(parts, manifest, metadata)
         file.seek(0)
         file.write(header)
 
