@@ -147,9 +147,7 @@ class TensorFile(contextlib.AbstractContextManager):
         for start in range(0, stored.size, CHUNK // itemsize):
             chunk = flat[start : start + CHUNK // itemsize]
             raw = chunk.view(np.uint8) if is_same else buffer[: chunk.size * itemsize]
-            self._fill(raw, name)
-            crc = zlib.crc32(raw.data, crc) if name in self.checksums else crc
-            self._check_bools(raw, stored)
+            crc = self._read_chunk(raw, stored, crc)
             if not is_same:
                 convert(raw.view(stored.dtype), chunk, f"{self.path}: {name!r}")
         self._check(crc, name)
@@ -172,9 +170,7 @@ class TensorFile(contextlib.AbstractContextManager):
                 self._file.seek(nbytes, os.SEEK_CUR)
             elif nbytes <= CHUNK:
                 raw = np.empty(nbytes, np.uint8)
-                self._fill(raw, name)
-                crc = zlib.crc32(raw.data, crc) if name in self.checksums else crc
-                self._check_bools(raw, stored)
+                crc = self._read_chunk(raw, stored, crc)
                 array = raw.view(stored.dtype).reshape(shape)
                 for place, out in slices:
                     out[...] = array[place]
@@ -183,7 +179,7 @@ class TensorFile(contextlib.AbstractContextManager):
                 step = max(CHUNK * length // nbytes, 1)
                 for i in range(0, length, step):
                     rows = slice(i, min(i + step, length))
-                    inner = [s for s in (_within(rows, *s) for s in slices) if s]
+                    inner = [s for s in (overlap((rows,), *s) for s in slices) if s]
                     if step > 1:
                         read((rows.stop - i, *row), inner)
                     else:  # A single row may exceed a chunk.
@@ -191,13 +187,6 @@ class TensorFile(contextlib.AbstractContextManager):
 
         read(stored.shape, list(slices))
         self._check(crc, name)
-
-    def _check_bools(self, raw: np.ndarray, stored: Stored) -> None:
-        if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
-            raise ValueError(
-                f"{self.path}: {stored.name!r} has bools other than 0 and 1: the file "
-                "is damaged."
-            )
 
     def _check(self, crc: int, name: str) -> None:
         checksum = self.checksums.get(name, crc)
@@ -207,28 +196,38 @@ class TensorFile(contextlib.AbstractContextManager):
                 "was saved: the file is damaged."
             )
 
-    def _fill(self, raw: np.ndarray, name: str) -> None:
+    def _read_chunk(self, raw: np.ndarray, stored: Stored, crc: int) -> int:
+        """Read the next bytes of a tensor into `raw`, and return the new CRC-32."""
         view, done = raw.data, 0
         while done < len(view):
             count = self._file.readinto(view[done:])
             if not count:
                 raise ValueError(
-                    f"{self.path}: the file ends inside of {name!r}: it is truncated."
+                    f"{self.path}: the file ends inside of {stored.name!r}: it is "
+                    "truncated."
                 )
             done += count
+        if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
+            raise ValueError(
+                f"{self.path}: {stored.name!r} has bools other than 0 and 1: the file "
+                "is damaged."
+            )
+        return zlib.crc32(view, crc) if stored.name in self.checksums else crc
 
 
-def _within(
-    rows: slice, place: Slices, out: np.ndarray
+def overlap(
+    piece: Slices, place: Slices, out: np.ndarray
 ) -> tuple[Slices, np.ndarray] | None:
-    """Intersect a slice with a range of rows. Return the position relative to the first
-    row, and the part of `out` that it fills."""
-    first, *others = place
-    start, stop = max(rows.start, first.start), min(rows.stop, first.stop)
-    if start >= stop:
-        return None
-    relative = slice(start - rows.start, stop - rows.start), *others
-    return relative, out[start - first.start : stop - first.start]
+    """Intersect a piece with the place of `out`. Return the position in the piece and
+    the part of `out` that it fills. A piece may have fewer axes: it has the first."""
+    in_piece, in_out = [], []
+    for p, s in zip(piece, place, strict=False):
+        start, stop = max(p.start, s.start), min(p.stop, s.stop)
+        if start >= stop:
+            return None
+        in_piece.append(slice(start - p.start, stop - p.start))
+        in_out.append(slice(start - s.start, stop - s.start))
+    return (*in_piece, *place[len(piece) :]), out[(*in_out,)]
 
 
 def parse_header(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ._manifest import Piece
-from ._safetensors import Slices, Tensor, TensorFile
+from ._safetensors import overlap, Slices, Tensor, TensorFile
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,24 +37,9 @@ class SplitTensor(Tensor):
     def read_slices(self, slices: Sequence[tuple[Slices, np.ndarray]]) -> None:
         """Read slices of the whole tensor. Each piece is read at most once."""
         for placed in self.pieces:
-            overlaps = [_overlap(placed.slices, place, out) for place, out in slices]
+            overlaps = [overlap(placed.slices, place, out) for place, out in slices]
             if found := [s for s in overlaps if s is not None]:
                 placed.file.read_slices(placed.name, found)
-
-
-def _overlap(
-    piece: Slices, place: Slices, out: np.ndarray
-) -> tuple[Slices, np.ndarray] | None:
-    """Intersect a piece with a slice. Return the position in the piece and the part of
-    `out` that it fills."""
-    in_piece, in_out = [], []
-    for p, s in zip(piece, place, strict=True):
-        start, stop = max(p.start, s.start), min(p.stop, s.stop)
-        if start >= stop:
-            return None
-        in_piece.append(slice(start - p.start, stop - p.start))
-        in_out.append(slice(start - s.start, stop - s.start))
-    return tuple(in_piece), out[(*in_out,)]
 
 
 def assemble(name: str, pieces: Sequence[Placed]) -> SplitTensor:
