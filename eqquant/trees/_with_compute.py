@@ -20,7 +20,9 @@ def with_compute(tree: Tree, **fields: Any) -> Tree:
         ```python
         import equinox as eqx
         import eqquant
-                model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
+        import jax
+
+        model = eqx.nn.MLP(64, 10, 256, 2, key=jax.random.key(0))
         model = eqquant.quantize_tree(model, "int8", precision="default")
         exact = eqquant.with_compute(model, precision="highest")
         assert exact.layers[0].weight.compute.precision == "highest"

@@ -83,7 +83,7 @@ def test_under_jit(mesh, normal):
 
 
 WRONG = {
-    "an unknown axis": ({"rules": {"w": P("z")}}, "w of shape .*no axis of the mesh"),
+    "an unknown axis": ({"rules": {"w": P("z")}}, "w of shape .*'z', but the mesh has"),
     "twice": ({"rules": {"w": P("m", "m")}}, "twice"),
     "too many": ({"rules": {"b": P(None, "m")}}, "b of shape .*2 axes"),
     "through a block": (
