@@ -258,17 +258,14 @@ def test_the_pipeline_fits_in_shared_memory():
     pipeline = _pipeline.Pipeline()
     for format in NF4(), Int4(), Int8(), Int8(block_size=64), Ternary(), Binary():
         assert 100_000 < _pipeline.bytes_of(pipeline, format, 64, 2) <= shared
-    x = jnp.zeros((1, 1), jnp.int8)
-    pipeline = _pipeline.pipeline_for(x, 1)
+    pipeline = _pipeline.pipeline_for(jnp.dtype("int8"), 1)
     assert 100_000 < _pipeline.bytes_of(pipeline, Int8(), 1, 1) <= shared
 
 
 @pytest.mark.parametrize("factor", [1, 1.1])
 def test_the_check(factor, on, monkeypatch):
     on(H100, "9.0")
-    kernel = lambda *args, contract_rows=False, **options: (
-        factor * correct(*args, contract_rows=contract_rows, **options)
-    )
+    kernel = lambda *args, **options: factor * correct(*args, **options)
     monkeypatch.setattr(_mosaic, "dot", kernel)
     if factor == 1:
         assert "Mosaic kernel" in explained(200, "bfloat16", "ternary")

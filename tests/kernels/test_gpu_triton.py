@@ -31,13 +31,18 @@ def on(monkeypatch):
 
 def small(m: int, contract_rows: bool, split: int):
     """Return small tiles, so that ragged shapes have several."""
-    return lambda *_, format, **__: _triton.Tiles(
-        m=16,
-        rows=16,
-        bytes=_triton.subtile_bytes(format, 16 if format.bits < 8 else 32),
-        subtiles=2 if contract_rows or format.bits == 4 else 1,
-        split=split,
-    )
+
+    def tiles_for(chip, product, native):
+        format = product.format
+        return _triton.Tiles(
+            m=16,
+            rows=16,
+            bytes=_triton.subtile_bytes(format, 16 if format.bits < 8 else 32),
+            subtiles=2 if contract_rows or format.bits == 4 else 1,
+            split=split,
+        )
+
+    return tiles_for
 
 
 @pairs(
@@ -166,8 +171,7 @@ def test_stacks_and_nonfinite_rows(on, normal, monkeypatch):
 def test_few_rows_have_several_short_blocks_in_a_subtile():
     chip = _chips.known(H100)
     assert chip is not None
-    shape = dict(batch=1, contract_rows=False, itemsize=2)
-    of = lambda m, format: _chips.tiles_for(chip, m, 4096, 2048, format=format, **shape)
+    of = lambda m, format: tiles(chip, m, (4096, 2048), format=format)
     spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
     assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
     assert of(1, Int8(block_size=16)).bytes == 32
@@ -266,22 +270,28 @@ def test_arrays_that_exceed_32_bit_indices_use_xla(on):
     assert "the kernels count in 32 bits" in reason
 
 
-def tiles(chip, m, itemsize=2, format=FORMATS[0]):
-    size = (14336, 4096 * format.bits // 8)
-    options = dict(batch=1, format=format, contract_rows=False)
-    known = _chips.known("", chip)
-    return _chips.tiles_for(known, m, *size, itemsize=itemsize, **options)
+def tiles(chip, m, codes, dtype="bfloat16", format=FORMATS[0]):
+    rows, packed = codes
+    columns = packed * 8 // format.bits
+    shapes = (m, columns), codes, (rows, columns // (format.block_size or columns))
+    dtypes = dtype, format.code_dtype, "float32"
+    operands = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    return _chips.tiles_for(chip, Matmul(format).of(*operands))
 
 
 def test_tiles_fit_into_shared_memory():
-    assert (tiles("9.0", 1).rows, tiles("9.0", 1).stages) == (256, 4)
-    assert [tiles("9.0", m).m for m in (16, 17, 64, 128, 500)] == [16, 32, 64, 128, 128]
+    def of(capability, m, dtype="bfloat16", format=FORMATS[0]):
+        codes = 14336, 4096 * format.bits // 8
+        return tiles(_chips.known("", capability), m, codes, dtype, format)
+
+    assert (of("9.0", 1).rows, of("9.0", 1).stages) == (256, 4)
+    assert [of("9.0", m).m for m in (16, 17, 64, 128, 500)] == [16, 32, 64, 128, 128]
     # Less shared memory means fewer stages, then fewer rows of the activation.
-    assert (tiles("8.9", 32).stages, tiles("8.9", 32, 4).stages) == (4, 3)
-    assert tiles("8.9", 128).m == 64 and tiles("8.9", 128, 4).m == 32
+    assert (of("8.9", 32).stages, of("8.9", 32, "float32").stages) == (4, 3)
+    assert of("8.9", 128).m == 64 and of("8.9", 128, "float32").m == 32
     # A program for part of a row needs several steps.
-    assert (tiles("9.0", 1).split, tiles("9.0", 1, format=Binary()).split) == (4, 2)
-    assert tiles("9.0", 17).split == 1
+    assert (of("9.0", 1).split, of("9.0", 1, format=Binary()).split) == (4, 2)
+    assert of("9.0", 17).split == 1
 
 
 #
@@ -289,8 +299,13 @@ def test_tiles_fit_into_shared_memory():
 #
 
 
-def correct(x, codes, scales, *units, format, contract_rows, out_dtype, **_):
-    matmul = Matmul(format, contract_rows, Compute("highest"), out_dtype=out_dtype)
+def correct(product, x, codes, scales, *units, **_):
+    matmul = Matmul(
+        product.format,
+        product.contract_rows,
+        Compute("highest"),
+        out_dtype=product.out_dtype,
+    )
     x = x.astype(jnp.float32)
     for unit in units:
         x = x * unit

@@ -38,14 +38,8 @@ class PallasKernel:
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
         arrays = (x, codes, scales) if x_unit is None else (x, codes, scales, x_unit)
-        args = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
-        out = _chosen(product).dot(
-            *args,
-            format=product.format,
-            contract_rows=product.contract_rows,
-            out_dtype=product.out_dtype,
-            interpret=interpret,
-        )
+        flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
+        out = _chosen(product).dot(product, *flat, interpret=interpret)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def describe(self, product):

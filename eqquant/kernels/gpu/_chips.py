@@ -1,9 +1,12 @@
 """The tuned parameters of each GPU generation, estimated from compiled code."""
 
 import dataclasses
+import functools as ft
+import math
 
 from ..._jax import gpu_capability, gpu_cores, gpus
 from ...formats import Format
+from .._product import Product
 from ._lookup import in_table, is_signed
 from ._table import size_of
 from ._triton import subtile_bytes, Tiles
@@ -65,90 +68,91 @@ def chip() -> tuple[Chip | None, str, bool]:
     return found, kind, capability is not None
 
 
-def is_large(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
+def is_large(chip: Chip, product: Product, native: str | None) -> bool:
     """Return whether tiles have 256 rows of the activation.
 
-    This requires an activation that is multiplied in its own dtype, `as_it_is`, cheap
+    This requires an activation that is multiplied in its own dtype, `native`, cheap
     decoding, and no blocks: there are no registers for separate sums of blocks.
     """
-    if not chip.large_products or m <= 128 or format.block_size is not None:
+    format = product.format
+    many = chip.large_products and product.m > 128
+    if not many or native is None or format.block_size is not None:
         return False
-    return as_it_is == "int8" or (as_it_is is not None and is_signed(format))
+    return native == "int8" or is_signed(format)
 
 
-def hides_decoding(chip: Chip, m: int, format: Format, as_it_is: str | None) -> bool:
+def hides_decoding(chip: Chip, product: Product, native: str | None) -> bool:
     """Return whether tensor cores hide the decoding of a product of many rows.
 
-    This requires operands that are multiplied in their own dtype, `as_it_is`. Weights
+    This requires operands that are multiplied in their own dtype, `native`. Weights
     with blocks are scaled in bfloat16. Tensor cores need 32 numbers per plane; with
     eight planes there are registers for 16.
     """
-    if not chip.slow_products or m <= 128 or as_it_is in (None, "int8"):
+    format = product.format
+    if not chip.slow_products or product.m <= 128 or native in (None, "int8"):
+        return False
+    if product.x.dtype != product.weight_dtype:
         return False
     if in_table(format) and format.bits < 4:
         return False  # There are not enough registers for these planes.
     if format.block_size is None:
         return True
     width = subtile_bytes(format, 32)
-    return as_it_is == "bfloat16" and width >= (16 if format.bits == 1 else 32)
+    return native == "bfloat16" and width >= (16 if format.bits == 1 else 32)
 
 
-def tiles_for(
-    chip: Chip,
-    m: int,
-    rows: int,
-    packed: int,
-    *,
-    batch: int,
-    format: Format,
-    contract_rows: bool,
-    itemsize: int,
-    as_it_is: str | None = None,
-    hides: bool = False,
-) -> Tiles | None:
+def tiles_for(chip: Chip, product: Product, native: str | None = None) -> Tiles | None:
     """Return tiles for a product, or None if blocks are too short for tensor cores.
 
-    `itemsize` is the item size of the activation. `as_it_is` is its dtype if it is
-    multiplied unscaled in that dtype. `hides` is the result of [`hides_decoding`][].
+    `native` is the dtype of the activation if it is multiplied unscaled in that dtype.
     """
-    sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
-    if is_large(chip, m, format, as_it_is):
+    format, m = product.format, product.m
+    of_size = ft.partial(_of_size, product=product, integers=native == "int8")
+    if is_large(chip, product, native):
         sizes = [256]
-    if hides:
-        sizes = [128]
+    elif hides_decoding(chip, product, native):
+        sizes, of_size = [128], ft.partial(_hiding, format=format)
+    else:
+        sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
     room = chip.shared - (size_of(format.bits) if in_table(format) else 0)
     candidates = [
         dataclasses.replace(tiles, stages=stages)
-        for size in sizes
-        for tiles in [_of_size(size, format, contract_rows, as_it_is == "int8", hides)]
+        for tiles in map(of_size, sizes)
         for stages in range(tiles.stages, 2, -1)
     ]
-    fits = lambda tiles: _staged(tiles, format, contract_rows, itemsize) <= room
+    fits = lambda tiles: _staged(tiles, product) <= room
     tiles = next(filter(fits, candidates), candidates[-1])
     if tiles.bytes < 16:
         return None
-    wide = tiles.bytes * tiles.subtiles
-    size, free = (wide, packed) if contract_rows else (tiles.rows, rows)
-    programs = -(-free // size) * -(-m // tiles.m) * batch
-    # Several programs per core overlap decoding with loads. Partial sums cost memory
-    # traffic in proportion to the rows of the activation.
-    target = chip.cores * (12 if m <= 4 else 8) // tiles.warps
-    step, length = (tiles.rows, rows) if contract_rows else (wide, packed)
-    least = 4 if format.bits < 4 and not contract_rows else 8
-    split, few = 1, tiles.m == 16
-    while few and programs * split < target and length // step // (2 * split) >= least:
+    return dataclasses.replace(tiles, split=_split_of(tiles, chip, product))
+
+
+def _split_of(tiles: Tiles, chip: Chip, product: Product) -> int:
+    """Return the number of programs that share a sum.
+
+    Several programs per core overlap decoding with loads. Partial sums cost memory
+    traffic in proportion to the rows of the activation.
+    """
+    if tiles.m > 16:
+        return 1
+    axes = (product.rows, tiles.rows), (product.packed, tiles.step_bytes)
+    (length, step), (free, tile) = axes if product.contract_rows else axes[::-1]
+    tiles_m = -(-product.m // tiles.m)
+    programs = -(-free // tile) * tiles_m * math.prod(product.batch)
+    target = chip.cores * (12 if product.m <= 4 else 8) // tiles.warps
+    least = 4 if product.format.bits < 4 and not product.contract_rows else 8
+    split = 1
+    while programs * split < target and length // step // (2 * split) >= least:
         if length % step == 0 and length // step % (2 * split):
             break  # Some programs would have no last step.
         split *= 2
-    return dataclasses.replace(tiles, split=split)
+    return split
 
 
-def _of_size(
-    m: int, format: Format, contract_rows: bool, integers: bool, hides: bool
-) -> Tiles:
-    """Return tiles with `m` rows of the activation."""
-    if hides:
-        return _hiding(m, format)
+def _of_size(m: int, product: Product, integers: bool) -> Tiles:
+    """Return tiles with `m` rows of the activation. `integers` is whether operands are
+    int8."""
+    format, contract_rows = product.format, product.contract_rows
     if m == 256:  # 128 codes of each row.
         return Tiles(m=m, rows=128, bytes=16 * format.bits, subtiles=1, warps=8)
     few = m == 16 and not contract_rows
@@ -200,11 +204,12 @@ def _hiding(m: int, format: Format) -> Tiles:
     )
 
 
-def _staged(tiles: Tiles, format: Format, contract_rows: bool, itemsize: int) -> int:
+def _staged(tiles: Tiles, product: Product) -> int:
     """Return an estimate of the bytes of shared memory for pipelined loads."""
-    codes = tiles.rows * tiles.bytes * tiles.subtiles
-    columns = tiles.bytes * tiles.subtiles * 8 // format.bits
-    x = tiles.m * (tiles.rows if contract_rows else columns) * itemsize
+    format, contract_rows = product.format, product.contract_rows
+    codes = tiles.rows * tiles.step_bytes
+    columns = tiles.step_bytes * 8 // format.bits
+    x = tiles.m * (tiles.rows if contract_rows else columns) * product.x.dtype.itemsize
     if format.block_size is not None and not contract_rows:
         # One copy per block of a subtile.
         x *= max(tiles.bytes * 8 // format.bits // format.block_size, 1)

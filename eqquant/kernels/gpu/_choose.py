@@ -30,18 +30,10 @@ def choose(product: Product) -> TensorCoreKernel | str:
     if chip is None:
         return f"there are no kernels for {kind!r}"
     kernel = kernel_on(chip, product)
-    if here and requested.check and isinstance(kernel, TensorCoreKernel):
-        failure = _check.failure_of(
-            kind,
-            kernel,
-            format=product.format,
-            contract_rows=product.contract_rows,
-            blocked=product.blocks > 1,
-            dtypes=(product.x.dtype, product.weight_dtype, product.scales.dtype),
-        )
-        if failure:
-            return f"the kernel failed its check on {kind!r}: {failure}"
-    return kernel
+    if isinstance(kernel, str) or not (here and requested.check):
+        return kernel
+    failure = _check.failure_of(kind, kernel, product)
+    return f"the kernel failed its check on {kind!r}: {failure}" if failure else kernel
 
 
 def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
@@ -65,22 +57,14 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     requested = (product.compute.gpu or GPUKernel()).kernel
     hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
     if native is not None and chip.large_products and requested != "triton":
-        hopper = _pipeline.why_not(
-            product.x,
-            product.codes,
-            product.scales,
-            format,
-            product.out_dtype,
-            chip.shared,
-        )
+        hopper = _pipeline.why_not(product, chip.shared)
         if hopper is None and (product.m > _most_rows or requested == "mosaic"):
-            cut = _pipeline.pipeline_for(product.x, chip.cores)
-            return TensorCoreKernel(chip.name, operand, parts, cut)
+            pipeline = _pipeline.pipeline_for(product.x.dtype, chip.cores)
+            return TensorCoreKernel(chip.name, operand, parts, pipeline)
     if requested == "mosaic":
         return f"compute.gpu requests Mosaic: {hopper}"
-    unscaled = native if product.x.dtype == product.weight_dtype else None
-    hides = _chips.hides_decoding(chip, product.m, format, unscaled)
-    large = _chips.is_large(chip, product.m, format, native)
+    hides = _chips.hides_decoding(chip, product, native)
+    large = _chips.is_large(chip, product, native)
     is_fast = large or hides or (native == "int8" and not chip.fast_memory)
     if product.m > _most_rows and not (is_fast or requested == "triton"):
         return f"XLA is expected to be faster for more than {_most_rows} rows"
@@ -88,18 +72,7 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     sizes = math.prod(product.x.shape), math.prod(product.codes.shape)
     if max(*sizes, count * product.m * product.free) >= 2**31 or count >= 2**16:
         return "the kernels count in 32 bits, and weights of a stack in 16"
-    tiles = _chips.tiles_for(
-        chip,
-        product.m,
-        product.rows,
-        product.packed,
-        batch=count,
-        format=format,
-        contract_rows=product.contract_rows,
-        itemsize=product.x.dtype.itemsize,
-        as_it_is=native,
-        hides=hides,
-    )
+    tiles = _chips.tiles_for(chip, product, native)
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"
     return TensorCoreKernel(chip.name, operand, parts, tiles)

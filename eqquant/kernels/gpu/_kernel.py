@@ -4,8 +4,10 @@ import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
-from ...formats import Format
+from .._compute import Compute
+from .._product import Operand, Product
 from . import _mosaic, _triton
 from ._pipeline import Pipeline
 from ._triton import Tiles
@@ -36,41 +38,52 @@ class TensorCoreKernel:
         products = {(1, 1): "", (2, 1): " twice", (2, 2): " three times"}[self.parts]
         return f"{rows}, {self.operand}{products}"
 
-    def sample(self, format: Format) -> tuple["TensorCoreKernel", int, int, int]:
-        """Return a kernel for the check, and the rows of the activation, the rows of
-        the weight and the bytes of its codes. Each axis has whole tiles and a
-        partial one.
-        """
+    def sample(self, product: Product) -> tuple["TensorCoreKernel", Product]:
+        """Return a kernel and a small product for the check of the kernel. Each axis
+        has whole tiles and a partial one."""
+        format = product.format
         if isinstance(self.tiles, Pipeline):
             # One cluster computes two tiles, with more steps than stages.
             tiles = dataclasses.replace(self.tiles, cores=self.tiles.cluster)
             rows, packed = tiles.rows * tiles.cluster + 8, 512 * format.bits // 8
+            out_dtype = "bfloat16" if self.operand == "int8" else self.operand
         else:
             # A split in two covers larger splits.
             tiles = dataclasses.replace(self.tiles, split=min(self.tiles.split, 2))
-            rows = tiles.rows * tiles.split + 8
-            packed = tiles.bytes * tiles.subtiles * tiles.split
+            rows, packed = tiles.rows * tiles.split + 8, tiles.step_bytes * tiles.split
             packed += format.group * format.bits // 8 if format.bits < 8 else 16
-        kernel = dataclasses.replace(self, tiles=tiles)
-        return kernel, max(tiles.m - 3, 1), rows, packed
-
-    def dot(
-        self, *args, format: Format, contract_rows: bool, out_dtype, interpret: bool
-    ) -> Any:
-        """Run [`_mosaic.dot`][] or [`_triton.dot`][]."""
-        options: dict[str, Any] = dict(
-            format=format,
-            operand=jnp.dtype(self.operand),
-            out_dtype=out_dtype,
-            interpret=interpret,
+            out_dtype = "float32"
+        columns = packed * 8 // format.bits
+        blocks = 1
+        if format.block_size and product.blocks > 1:
+            blocks = columns // format.block_size
+        x = max(tiles.m - 3, 1), rows if product.contract_rows else columns
+        sample = dataclasses.replace(
+            product,
+            x=Operand((1, *x), product.x.dtype),
+            codes=Operand((1, rows, packed), product.codes.dtype),
+            scales=Operand((1, rows, blocks), product.scales.dtype),
+            compute=Compute("highest"),
+            weight_dtype=np.dtype("float32"),
+            out_dtype=jnp.dtype(out_dtype),
         )
+        return dataclasses.replace(self, tiles=tiles), sample
+
+    def dot(self, product: Product, *arrays: Any, interpret: bool) -> Any:
+        """Run [`_mosaic.dot`][] or [`_triton.dot`][]."""
         if isinstance(self.tiles, Pipeline):
-            assert not contract_rows
-            return _mosaic.dot(*args, pipeline=self.tiles, **options)
+            return _mosaic.dot(
+                product,
+                *arrays,
+                operand=self.operand,
+                pipeline=self.tiles,
+                interpret=interpret,
+            )
         return _triton.dot(
-            *args,
-            contract_rows=contract_rows,
+            product,
+            *arrays,
+            operand=self.operand,
             parts=self.parts,
             tiles=self.tiles,
-            **options,
+            interpret=interpret,
         )

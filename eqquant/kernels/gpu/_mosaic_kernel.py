@@ -113,17 +113,18 @@ def scratch_types(plan: MosaicPlan) -> list:
     empty = plgpu.Barrier
     if tiles.cluster > 1:
         empty = ft.partial(plgpu.ClusterBarrier, collective_axes=("block",))
-    x_swizzle = _swizzle(LINE, plan.x_dtype.itemsize)
+    x_swizzle = _swizzle(LINE, plan.product.x.dtype.itemsize)
     code_shape = stages, tiles.rows, plan.width
+    table_shape = (size_of(plan.product.format.bits) // 4,)
     return [
-        smem((stages, tiles.m, plan.columns), plan.x_dtype, x_swizzle),
-        smem(code_shape, plan.codes_dtype, _swizzle(plan.width, 1)),
-        smem((2, 2, tiles.m // 4, 64), plan.out_dtype, _swizzle(128, 2)),
+        smem((stages, tiles.m, plan.columns), plan.product.x.dtype, x_swizzle),
+        smem(code_shape, plan.product.codes.dtype, _swizzle(plan.width, 1)),
+        smem((2, 2, tiles.m // 4, 64), plan.product.out_dtype, _swizzle(128, 2)),
         plgpu.Barrier(num_arrivals=2 + plan.blocked, num_barriers=stages),
         empty(num_arrivals=2, num_barriers=stages),
-        *[plgpu.SMEM((stages, tiles.rows, 4), plan.scales_dtype)] * plan.blocked,
+        *[plgpu.SMEM((stages, tiles.rows, 4), jnp.float32)] * plan.blocked,
         *[plgpu.SMEM((2, 64, tiles.m), plan.sum_dtype)] * plan.interpret,
-        *[plgpu.SMEM((size_of(plan.format.bits) // 4,), jnp.int32)] * _has_table(plan),
+        *[plgpu.SMEM(table_shape, jnp.int32)] * _has_table(plan),
     ]
 
 
@@ -251,14 +252,14 @@ def _load(plan: MosaicPlan, refs: _Refs, start, k):
     if plan.interpret:
         scales = None if scales is None else scales[...]
         return _emulate.decode(
-            codes[...], scales, refs.warpgroup, plan.decoder, plan.format
+            codes[...], scales, refs.warpgroup, plan.decoder, plan.product.format
         )
     return _fragments.decode(
         codes,
         scales,
         refs.table,
         plan.decoder,
-        plan.format,
+        plan.product.format,
         plan.width,
         _swizzle(plan.width, 1),
     )
@@ -303,7 +304,7 @@ def _write(plan: MosaicPlan, refs: _Refs, result, tile: _Tile) -> None:
         part = result[:, start : start + size]
         if refs.x_scales is not None:
             part = _times(plan, part, refs.x_scales, tile.m + start, 1)
-        part = part.astype(plan.out_dtype)
+        part = part.astype(plan.product.out_dtype)
         if plan.interpret:
             buffer[...] = part.T
         else:

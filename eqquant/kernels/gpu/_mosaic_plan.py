@@ -1,92 +1,58 @@
 """Shapes, tiles and index maps of the Mosaic kernel."""
 
 import dataclasses
+import functools as ft
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from ...formats import Format
+from .._product import Product
 from ._lookup import Decoder
 from ._pipeline import LINE, Pipeline, STEP, width_of
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicPlan:
-    """The static choices for one product.
+    """The static choices for one product. `operand` is the dtype of both operands of
+    the tensor cores."""
 
-    - `decoder`: decodes codes to the dtype of the operands, `decoder.dtype`.
-    - `m`, `size`: the shape of the activation.
-    - `rows`, `blocks`: rows of the weight, and scales per row.
-    - `columns`: columns of the operands in a pipeline step.
-    """
-
-    format: Format
-    decoder: Decoder
+    product: Product
     pipeline: Pipeline
-    x_dtype: Any
-    codes_dtype: Any
-    scales_dtype: Any
-    out_dtype: Any
-    m: int
-    size: int
-    rows: int
-    blocks: int
-    columns: int
+    operand: Any
     interpret: bool
 
-    @classmethod
-    def make(
-        cls,
-        x,
-        codes,
-        scales,
-        format: Format,
-        operand,
-        pipeline: Pipeline,
-        out_dtype,
-        interpret: bool,
-    ) -> "MosaicPlan":
-        if interpret:  # Interpret mode supports no larger clusters.
-            pipeline = dataclasses.replace(pipeline, cluster=1)
-        return cls(
-            format,
-            Decoder(format, operand, 1, interpret),
-            pipeline,
-            x_dtype=x.dtype,
-            codes_dtype=codes.dtype,
-            scales_dtype=scales.dtype,
-            out_dtype=out_dtype,
-            m=x.shape[0],
-            size=x.shape[1],
-            rows=codes.shape[0],
-            blocks=scales.shape[1],
-            columns=LINE // x.dtype.itemsize,
-            interpret=interpret,
-        )
+    @ft.cached_property
+    def decoder(self) -> Decoder:
+        return Decoder(self.product.format, self.operand, 1, self.interpret)
 
     @property
     def blocked(self) -> bool:
-        return self.blocks > 1
+        return self.product.blocks > 1
 
     @property
     def integers(self) -> bool:
-        return self.decoder.dtype == jnp.int8
+        return self.operand == jnp.int8
 
     @property
     def sum_dtype(self) -> Any:
         return jnp.int32 if self.integers else jnp.float32
 
     @property
+    def columns(self) -> int:
+        """Columns of the operands in a pipeline step."""
+        return LINE // self.product.x.dtype.itemsize
+
+    @property
     def num_m(self) -> int:
         """Tiles along the rows of the activation."""
-        return pl.cdiv(self.m, self.pipeline.m)
+        return pl.cdiv(self.product.m, self.pipeline.m)
 
     @property
     def num_rows(self) -> int:
         """Tiles along the rows of the weight, in clusters."""
-        return pl.cdiv(self.rows, self.pipeline.rows * self.pipeline.cluster)
+        return pl.cdiv(self.product.rows, self.pipeline.rows * self.pipeline.cluster)
 
     @property
     def num_tiles(self) -> int:
@@ -109,30 +75,32 @@ class MosaicPlan:
     @property
     def steps(self) -> int:
         """Pipeline steps per tile."""
-        return pl.cdiv(self.size, self.columns)
+        return pl.cdiv(self.product.size, self.columns)
 
     @property
     def step_bytes(self) -> int:
         """Bytes of codes per row and step."""
-        return self.columns * self.format.bits // 8
+        return self.columns * self.product.format.bits // 8
 
     @property
     def width(self) -> int:
         """Bytes of codes per row that a step copies."""
-        return width_of(self.format, self.columns)
+        return width_of(self.product.format, self.columns)
+
+    @property
+    def block_size(self) -> int:
+        return self.product.format.block_size or STEP
 
     @property
     def step_scales(self) -> int:
         """Scales per row and step, or 0 if scales multiply the result."""
-        if not self.blocked:
-            return 0
-        return max(STEP // (self.format.block_size or STEP), 1)
+        return max(STEP // self.block_size, 1) if self.blocked else 0
 
     def first_scale(self, k):
         """Return the index of the first scale of step `k`."""
         if self.step_scales > 1:
             return k * self.step_scales
-        return lax.div(k, jnp.int32((self.format.block_size or STEP) // STEP))
+        return lax.div(k, jnp.int32(self.block_size // STEP))
 
     def slot(self, step):
         """Return the slot of a step in the circular buffers."""

@@ -5,6 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from ...formats import Format
+from .._product import Product
 from ._lookup import in_table
 from ._table import size_of
 
@@ -31,30 +32,28 @@ class Pipeline:
     cores: int = 132
 
 
-def pipeline_for(x, cores: int) -> Pipeline:
-    """Return the tiles for an activation. Steps of int8 have twice the codes, so
-    fewer fit in shared memory."""
-    return Pipeline(cores=cores, stages=3 if x.dtype == jnp.int8 else 4)
+def pipeline_for(dtype, cores: int) -> Pipeline:
+    """Return the tiles for activations of a dtype. Steps of int8 have twice the codes,
+    so fewer fit in shared memory."""
+    return Pipeline(cores=cores, stages=3 if dtype == jnp.int8 else 4)
 
 
-def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | None:
+def why_not(product: Product, shared: int) -> str | None:
     """Return why the kernel does not support `x @ w.T`, or None if it does.
 
     The activation is multiplied in its own dtype, of 8 or 16 bits. A program has
     `shared` bytes of shared memory.
     """
-    dtype = jnp.dtype(x.dtype)
-    *batch, rows, packed = codes.shape
-    blocks = scales.shape[-1]
-    if any(size > 1 for size in batch):
+    format, dtype, blocks = product.format, product.x.dtype, product.blocks
+    if any(size > 1 for size in product.batch):
         return "it does not multiply stacks"
-    if out_dtype is not None and jnp.dtype(out_dtype).itemsize != 2:
+    if product.out_dtype.itemsize != 2:
         return "its results have 16 bits"
     plain = format.group == 64 or (format.group == 32 and format.bits == 4)
     if not plain and format.bits != 8:
         return f"it decodes groups of 64 codes, not of {format.group}"
     if format.block_size is not None and blocks > 1:
-        if dtype != jnp.bfloat16 or scales.dtype != jnp.float32:
+        if dtype != jnp.bfloat16 or product.scales.dtype != jnp.float32:
             return "blocks require bfloat16 activations and float32 scales"
         short = format.block_size == 32 and format.bits == 4
         served = format.block_size % STEP == 0 or short
@@ -62,9 +61,9 @@ def why_not(x, codes, scales, format: Format, out_dtype, shared: int) -> str | N
             return f"it does not support blocks of {format.block_size} of these codes"
         if blocks % 4:
             return "the scales of a row must be a multiple of 16 bytes"
-    if packed % 16 or rows % 8:
+    if product.packed % 16 or product.rows % 8:
         return "rows of codes and of the result must be multiples of 16 bytes"
-    pipeline = pipeline_for(x, 1)
+    pipeline = pipeline_for(dtype, 1)
     if bytes_of(pipeline, format, blocks, dtype.itemsize) > shared:
         return "there is too little shared memory"
     return None

@@ -7,26 +7,23 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int8, Shaped
 
-from ...formats import Format
-from ._lookup import Decoder
+from .._product import Product
 from ._triton_plan import subtile_bytes as subtile_bytes, Tiles as Tiles, TritonPlan
 
 
 def dot(
+    product: Product,
     x: Float[Array, "batch m size"] | Int8[Array, "batch m size"],
     codes: Shaped[Array, "batch rows packed"],
     scales: Float[Array, "batch rows blocks"],
     x_unit: Float[Array, "batch m 1"] | None = None,
     *,
-    format: Format,
-    contract_rows: bool,
-    operand,
+    operand: str,
     parts: tuple[int, int],
     tiles: Tiles,
-    out_dtype,
     interpret: bool = False,
 ) -> Float[Array, "batch m out"]:
-    """Return `x @ w` if `contract_rows`, otherwise `x @ w.T`.
+    """Compute a product.
 
     The activation and the weight are sums of `parts` operands of dtype `operand`. If
     that is int8, the activation and the codes are int8, `x_unit` has the scale of each
@@ -37,33 +34,16 @@ def dot(
 
     from . import _triton_kernel
 
-    batch, m, _ = x.shape
-    _, rows, packed = codes.shape
-    decoder = None
-    if jnp.dtype(operand) != jnp.int8:
-        pairs = 2 if tiles.m > 64 and not contract_rows else 1
-        decoder = Decoder(format, operand, parts[1], interpret, pairs)
-    plan = TritonPlan(
-        format,
-        tiles,
-        decoder,
-        operand,
-        parts,
-        contract_rows,
-        batch=batch,
-        m=m,
-        rows=rows,
-        packed=packed,
-        blocks=scales.shape[-1],
-        out_dtype=jnp.float32 if tiles.split > 1 else out_dtype,
-        interpret=interpret,
-    )
-    assert not contract_rows or (decoder is not None and plan.subtile_blocks == 1)
+    plan = TritonPlan(product, tiles, jnp.dtype(operand), parts, interpret)
+    if product.contract_rows:
+        assert plan.decoder is not None and plan.subtile_blocks == 1
+    dtype = jnp.float32 if tiles.split > 1 else product.out_dtype
+    shape = plan.batch, product.m, product.free
 
     def like(x):
         """Return a result that varies over the same mesh axes as the activation."""
-        shape = tiles.split * batch, m, plan.out_size
-        return jnp.broadcast_to(x[:1, :1, :1].astype(plan.out_dtype), shape)
+        whole = tiles.split * plan.batch, *shape[1:]
+        return jnp.broadcast_to(x[:1, :1, :1].astype(dtype), whole)
 
     x_scales = () if x_unit is None else (x_unit.astype(jnp.float32),)
     out = pl.pallas_call(
@@ -74,8 +54,8 @@ def dot(
             num_warps=tiles.warps, num_stages=tiles.stages
         ),
         interpret=interpret,
-        name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
+        name=f"{product.format.name}_{'rows' if product.contract_rows else 'columns'}",
     )(x, codes, scales, *x_scales)
     if tiles.split > 1:
-        out = jnp.sum(out.reshape(tiles.split, batch, m, plan.out_size), 0)
-    return out.astype(out_dtype)
+        out = jnp.sum(out.reshape(tiles.split, *shape), 0)
+    return out.astype(product.out_dtype)

@@ -60,7 +60,7 @@ def kernel(plan: TritonPlan, x, codes, scales, *refs) -> None:
         ready = plan.decoder.prepare(32 * plan.tiles.warps)
     m = start_m + iota(plan.tiles.m)
     program = _Program(x, codes, scales, out, part, index, start, m, ready)
-    if plan.contract_rows:
+    if plan.product.contract_rows:
         _contract_rows(plan, program)
     else:
         _contract_columns(plan, program, x_scales)
@@ -78,11 +78,11 @@ def _contract_columns(plan: TritonPlan, program: _Program, x_scales: list) -> No
     total = total.astype(jnp.float32) * plan.scale
     row = program.start + iota(plan.tiles.rows)
     if not plan.blocked:
-        scale = _load_scale(program, program.scales, row, plan.rows)
+        scale = _load_scale(program, program.scales, row, plan.product.rows)
         scale = scale.astype(jnp.float32)
         total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
     for ref in x_scales:
-        scale = _load_scale(program, ref, program.m, plan.m)
+        scale = _load_scale(program, ref, program.m, plan.product.m)
         total = total * lax.broadcast_in_dim(scale, total.shape, (1,))
     column, m = _grid(row, program.m)
     _store(plan, program, total, m, column)
@@ -92,7 +92,7 @@ def _columns_step(plan: TritonPlan, program: _Program, i, total):
     """Add the products with the subtiles of step `i`."""
     row = program.start + iota(plan.tiles.rows)
     for subtile in range(plan.tiles.subtiles):
-        first = (program.part * plan.steps + i) * plan.step_bytes
+        first = (program.part * plan.steps + i) * plan.tiles.step_bytes
         byte = first + subtile * plan.tiles.bytes
         codes, scales = _load_subtile(plan, program, row, byte)
         weight_scale = None
@@ -121,9 +121,9 @@ def _load_columns(plan: TritonPlan, program: _Program, byte, plane: int) -> list
     """Load the activation for a plane of a subtile: once per block, with zeros in place
     of the other blocks."""
     row, column = _grid(program.m, plan.columns_of(byte, plane))
-    in_bounds = None
-    if plan.m % plan.tiles.m or not plan.whole:
-        in_bounds = (row < plan.m) & (column < plan.columns)
+    in_bounds, m = None, plan.product.m
+    if m % plan.tiles.m or not plan.whole:
+        in_bounds = (row < m) & (column < plan.product.columns)
     loaded = []
     for block in range(plan.subtile_blocks):
         mask = in_bounds
@@ -159,12 +159,12 @@ def _rows_step(plan: TritonPlan, program: _Program, i, totals):
     row = (program.part * plan.steps + i) * plan.tiles.rows + iota(plan.tiles.rows)
     m, column = _grid(program.m, row)
     mask = None
-    if not plan.whole or plan.m % plan.tiles.m:
-        mask = (m < plan.m) & (column < plan.rows)
+    if not plan.whole or plan.product.m % plan.tiles.m:
+        mask = (m < plan.product.m) & (column < plan.product.rows)
     x = _load(program.x, program.index, m, column, mask).astype(jnp.float32)
     xs = []
     if not plan.blocked:
-        scale = _load_scale(program, program.scales, row, plan.rows)
+        scale = _load_scale(program, program.scales, row, plan.product.rows)
         xs = _split(plan, _scale_columns(x, scale, mask))
     products = []
     for subtile in range(plan.tiles.subtiles):
@@ -216,19 +216,20 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
     is the same for adjacent bytes, so that one load can read several.
     """
     row = row + program.ready
-    if plan.rows % plan.tiles.rows or not plan.whole:
-        row = jnp.minimum(row, plan.rows - 1)
+    product = plan.product
+    if product.rows % plan.tiles.rows or not plan.whole:
+        row = jnp.minimum(row, product.rows - 1)
     r, c = _grid(row, byte + iota(plan.tiles.bytes))
     mask = None
-    if plan.packed % plan.step_bytes or not plan.whole:
-        mask = c < plan.packed
+    if product.packed % plan.tiles.step_bytes or not plan.whole:
+        mask = c < product.packed
     codes = _load(program.codes, program.index, r, c, mask)
     if not plan.blocked:
         return codes, [None]
     scales = []
     for i in range(plan.subtile_blocks):
         block = lax.div(byte, jnp.int32(plan.block_bytes)) + i
-        block = jnp.minimum(block, plan.blocks - 1)
+        block = jnp.minimum(block, product.blocks - 1)
         block = lax.broadcast(block, (plan.tiles.rows,))
         scale = plgpu.load(program.scales.at[program.index, row, block])
         scales.append(scale.astype(jnp.float32))
@@ -267,7 +268,7 @@ def _multiply(
 
 
 def _store(plan: TritonPlan, program: _Program, value, row, column) -> None:
-    mask = (row < plan.m) & (column < plan.out_size)
+    mask = (row < plan.product.m) & (column < plan.product.free)
     index = program.part * plan.batch + program.index
     out = program.out.at[index, row, column]
     plgpu.store(out, value.astype(program.out.dtype), mask=mask)

@@ -1,6 +1,7 @@
 """Tiles, shapes and index maps of the Triton kernel."""
 
 import dataclasses
+import functools as ft
 import math
 from typing import Any
 
@@ -9,7 +10,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from ...formats import Format, num_codes, planes_of
+from ...formats import Format, planes_of
+from .._product import Product
 from ._lookup import Decoder
 
 
@@ -38,6 +40,11 @@ class Tiles:
     stages: int = 3
     scaled: bool = False
 
+    @property
+    def step_bytes(self) -> int:
+        """Bytes of a row in a step."""
+        return self.bytes * self.subtiles
+
 
 def subtile_bytes(format: Format, most: int) -> int:
     """Return the bytes of a row that share a scale and a slice of a plane: a power of
@@ -52,39 +59,37 @@ def subtile_bytes(format: Format, most: int) -> int:
 class TritonPlan:
     """The static choices for one product.
 
-    - `decoder`: decodes codes, or is None if operands are integers.
     - `operand`: the dtype of both operands of the tensor cores.
     - `parts`: the number of operands whose sum is the activation, or the weight.
-    - `batch`, `m`: the shape of the activation, without columns.
-    - `rows`, `packed`: the shape of the codes.
-    - `blocks`: scales per row.
     """
 
-    format: Format
+    product: Product
     tiles: Tiles
-    decoder: Decoder | None
     operand: Any
     parts: tuple[int, int]
-    contract_rows: bool
-    batch: int
-    m: int
-    rows: int
-    packed: int
-    blocks: int
-    out_dtype: Any
     interpret: bool
+
+    @ft.cached_property
+    def decoder(self) -> Decoder | None:
+        """The decoder of the weight, or None if operands are integers."""
+        if self.operand == jnp.int8:
+            return None
+        format, pairs = self.product.format, 1
+        if self.tiles.m > 64 and not self.product.contract_rows:
+            pairs = 2
+        return Decoder(format, self.operand, self.parts[1], self.interpret, pairs)
+
+    @property
+    def batch(self) -> int:
+        return math.prod(self.product.batch)
 
     @property
     def blocked(self) -> bool:
-        return self.blocks > 1
+        return self.product.blocks > 1
 
     @property
     def planes(self) -> int:
-        return planes_of(self.format.bits)
-
-    @property
-    def columns(self) -> int:
-        return num_codes(self.packed, self.format.bits)
+        return planes_of(self.product.format.bits)
 
     @property
     def sum_dtype(self) -> Any:
@@ -96,14 +101,9 @@ class TritonPlan:
         return 1.0 if self.decoder is None else self.decoder.scale
 
     @property
-    def step_bytes(self) -> int:
-        """Bytes of a row in a step."""
-        return self.tiles.bytes * self.tiles.subtiles
-
-    @property
     def block_bytes(self) -> int:
         """Bytes of a block, if there are several."""
-        return self.packed // self.blocks
+        return self.product.packed // self.product.blocks
 
     @property
     def subtile_blocks(self) -> int:
@@ -111,21 +111,17 @@ class TritonPlan:
         return max(self.tiles.bytes // self.block_bytes, 1) if self.blocked else 1
 
     @property
-    def out_size(self) -> int:
-        """Columns of the result."""
-        return self.columns if self.contract_rows else self.rows
-
-    @property
     def tile_size(self) -> int:
         """Rows of the weight, or bytes of its rows, in a tile of the result."""
-        return self.step_bytes if self.contract_rows else self.tiles.rows
+        contract_rows = self.product.contract_rows
+        return self.tiles.step_bytes if contract_rows else self.tiles.rows
 
     @property
     def _contracted(self) -> tuple[int, int]:
         """The size of the contracted axis of the codes, and of a step along it."""
-        if self.contract_rows:
-            return self.rows, self.tiles.rows
-        return self.packed, self.step_bytes
+        if self.product.contract_rows:
+            return self.product.rows, self.tiles.rows
+        return self.product.packed, self.tiles.step_bytes
 
     @property
     def steps(self) -> int:
@@ -142,18 +138,20 @@ class TritonPlan:
     @property
     def num_m(self) -> int:
         """Tiles along the rows of the activation."""
-        return pl.cdiv(self.m, self.tiles.m)
+        return pl.cdiv(self.product.m, self.tiles.m)
 
     @property
     def grid(self) -> tuple[int, int, int]:
-        size = self.packed if self.contract_rows else self.rows
+        product = self.product
+        size = product.packed if product.contract_rows else product.rows
         tiles = self.num_m * pl.cdiv(size, self.tile_size)
         return tiles, self.tiles.split, self.batch
 
     def columns_of(self, start, plane: int) -> Int[Array, " bytes"]:
         """Return the columns of the weight that a plane of a subtile has. The subtile
         starts at byte `start`."""
-        run, stride = self.format.group // self.planes, self.format.group
+        stride = self.product.format.group
+        run = stride // self.planes
         if self.planes == 1:
             run = stride = self.tiles.bytes
         i = iota(self.tiles.bytes)
