@@ -11,7 +11,6 @@ not zero.
 """
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -45,14 +44,6 @@ class TPUVariant:
         chosen = _variant_of(product)
         return None if chosen == self.name else f"variant {chosen!r} is faster"
 
-    def _options(self, product: Product, interpret: bool) -> dict[str, Any]:
-        return dict(
-            format=product.format,
-            exact_table=self.exact_table,
-            chip=chip(product.compute.tpu),
-            interpret=interpret,
-        )
-
 
 @dataclasses.dataclass(frozen=True)
 class DecodeKernel(TPUVariant):
@@ -62,26 +53,20 @@ class DecodeKernel(TPUVariant):
     exact: bool = True
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        out_dtype = product.out_dtype if x_unit is None else jnp.float32
-        out = _decode.contract_columns(
+        out = _decode.dot(
+            product,
             *map(_flat, (x, codes, scales)),
+            out_dtype=product.out_dtype if x_unit is None else jnp.float32,
             exact=self.exact,
-            out_dtype=out_dtype,
-            **self._options(product, interpret),
+            exact_table=self.exact_table,
+            interpret=interpret,
         )
         out = out.reshape(*x.shape[:-1], out.shape[-1])
         return (out if x_unit is None else out * x_unit).astype(product.out_dtype)
 
     def describe(self, product):
-        found = choose_operands(
-            product.m,
-            product.columns,
-            product.x.dtype,
-            product.format,
-            exact=self.exact,
-            exact_table=self.exact_table,
-            chip=chip(product.compute.tpu),
-        )
+        here = chip(product.compute.tpu)
+        found = choose_operands(product, here, self.exact, self.exact_table)
         rounded = rounding(product.x, found.bits_kept(product.x.dtype))
         variant = f"variant {self.name!r}, weights as {found.weights}"
         return f"Pallas kernel, {variant} {rounded}"
@@ -95,15 +80,14 @@ class GeneralKernel(TPUVariant):
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
         out = _general.dot(
+            product,
             *map(_flat, (x, codes, scales)),
-            contract_rows=product.contract_rows,
-            operand=jnp.dtype(self.operand),
             x_unit=None if x_unit is None else _flat(x_unit),
-            out_dtype=product.out_dtype,
-            **self._options(product, interpret),
+            operand=jnp.dtype(self.operand),
+            exact_table=self.exact_table,
+            interpret=interpret,
         )
-        out = out.reshape(*x.shape[:-1], out.shape[-1])
-        return out.astype(product.out_dtype)
+        return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def describe(self, product):
         # Variants that round the table keep all of a bfloat16 activation as well.
@@ -121,8 +105,7 @@ def _variant_of(product: Product) -> str:
     here, precision = chip(product.compute.tpu), product.precision
     format, requested = product.format, here.options
     floats = jnp.bfloat16 not in (product.x.dtype, product.weight_dtype)
-    few = not product.contract_rows
-    few = few and _decode.fits(product.m, product.columns, format, here)
+    few = not product.contract_rows and _decode.fits(product, here)
     decodes = few and precision != "highest" and requested.kernel != "general"
 
     exact_table = requested.exact_table
@@ -156,7 +139,7 @@ def _unsupported(product: Product) -> str | None:
         return f"there are no kernels for TPU for codes like those of {format.name}"
     if format.bits == 3 and format.group % 32:
         return f"blocks of {format.block_size} are no whole words"
-    if not _tile_sizes.fits(product.packed, format):
+    if not _tile_sizes.fits(product):
         return f"blocks of {format.block_size} are too long for a tile"
     return None
 

@@ -13,20 +13,22 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int8, Shaped
 
-from ...formats import Format
+from .._product import Product
 from ._arrange import is_simple
-from ._chips import Chip, Kind
-from ._decode_plan import blocks_in_register, DecodePlan, make_plan
+from ._chips import Chip, chip, Kind
+from ._decode_plan import blocks_in_register, DecodePlan
 from ._loop import loop, part_of
+from ._operands import padded_shape
 from ._spread import interleave, spread, transpose_codes
 from ._three_bits import read, stored_bytes
-from ._tiles import lanes, pad_to, planes_of, result_like, tile_multiple
+from ._tiles import lanes, pad_to, planes_of, result_like
 from ._weights import can_become
 
 
-def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
-    """Return whether this kernel supports the format and the shape."""
+def fits(product: Product, chip: Chip) -> bool:
+    """Return whether this kernel supports a product `x @ w.T`."""
     kinds: tuple[Kind, ...] = ("int8", "float8")
+    format, m, columns = product.format, product.m, product.columns
     if m > 32 or not any(can_become(kind, format, chip) for kind in kinds):
         return False
     if not is_simple(format) or blocks_in_register(format) > 8:
@@ -35,49 +37,39 @@ def fits(m: int, columns: int, format: Format, chip: Chip) -> bool:
     return spread <= 2**21 and columns // planes_of(format) * lanes <= 2**21
 
 
-def contract_columns(
+def dot(
+    product: Product,
     x: Float[Array, "batch m columns"] | Int8[Array, "batch m columns"],
     codes: Shaped[Array, "batch rows packed"],
     scales: Float[Array, "batch rows blocks"],
     *,
-    format: Format,
+    out_dtype,
     exact: bool,
     exact_table: bool,
-    out_dtype,
-    chip: Chip,
     interpret: bool,
 ) -> Float[Array, "batch m rows"]:
-    """Return `x @ w.T`.
+    """Compute a product, in `out_dtype`.
 
     The activation keeps 15 bits per entry if `exact`, otherwise 7. The entries of a
     codebook keep 15 bits if `exact_table`, otherwise 7.
     """
     batch, m, _ = x.shape
-    # Whole sublanes: the rows of a copy can be added without shuffles.
-    x = pad_to(pad_to(x, 1, 8), 2, tile_multiple(format) * planes_of(format))
-    plan = make_plan(
-        x,
-        codes,
-        scales,
-        m,
-        format=format,
-        exact=exact,
-        exact_table=exact_table,
-        chip=chip,
-        interpret=interpret,
-    )
+    for axis, size in enumerate(padded_shape(product), 1):
+        x = pad_to(x, axis, size)
+    here = chip(product.compute.tpu)
+    plan = DecodePlan.make(product, here, exact, exact_table, interpret)
     out = pl.pallas_call(
         ft.partial(_kernel, plan),
         grid=(batch, plan.cores, pl.cdiv(plan.steps, plan.cores)),
         in_specs=plan.in_specs,
         out_specs=plan.out_specs,
-        out_shape=result_like(x, plan.m, plan.rows, out_dtype),
+        out_shape=result_like(x, plan.m, product.rows, out_dtype),
         scratch_shapes=plan.scratch_shapes,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("arbitrary", "parallel", "arbitrary")
         ),
         interpret=interpret,
-        name=f"{format.name}_decode",
+        name=f"{product.format.name}_decode",
     )(x, codes, scales if plan.scales_by_row else jnp.swapaxes(scales, 1, 2))
     return out[:, :m]
 
@@ -94,17 +86,7 @@ def _kernel(plan: DecodePlan, x, codes, scales, out, spread_x, x_scale, *scratch
     def _():  # On each core, while the next tiles are prefetched.
         for ref, table in zip(tables, decode.tables(), strict=True):
             ref[...] = table
-        spread(
-            x.at[0],
-            spread_x,
-            x_scale,
-            x_sum,
-            decode=decode,
-            digits=plan.operands.digits,
-            copies=plan.copies,
-            chunk=plan.chunk,
-            transposed=plan.operands.transposed,
-        )
+        spread(plan, x.at[0], spread_x, x_scale, x_sum)
 
     tables = [table[...] for table in tables]
     shape, dtype = (plan.m, plan.tile_rows), jnp.float32

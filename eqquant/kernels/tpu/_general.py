@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8, Shaped
 
 from ...formats import Format
+from .._product import Product
 from ._arrange import arrange, from_planes, is_simple, to_planes
-from ._chips import Chip
+from ._chips import Chip, chip
 from ._loop import loop, part_of
 from ._three_bits import read, stored_bytes, used_bytes
 from ._tile_sizes import budget_of, choose_tiles, TileSizes
@@ -118,25 +119,22 @@ class _Operand:
 
 @dataclasses.dataclass(frozen=True)
 class _GeneralPlan:
-    """The static choices for one product. Pairs have an entry per axis of the weight.
+    """The static choices for one product. Pairs have an entry for each axis of the
+    weight."""
 
-    - `contracted`: the contracted axis of the weight.
-    - `sizes`, `counts`: the numbers in a tile of the weight, and the number of tiles.
-    - `scales`, `tile_scales`: all scales, and the scales of a tile.
-    - `arranges`: whether the kernel permutes the activation to plane order.
-    - `macs`: the value of `Chip.macs`.
-    """
-
-    format: Format
-    contracted: int
+    product: Product
+    chip: Chip
     tiles: TileSizes
-    sizes: tuple[int, int]
-    counts: tuple[int, int]
-    scales: tuple[int, int]
-    tile_scales: tuple[int, int]
     weight: _Operand
-    arranges: bool
-    macs: int
+
+    @property
+    def format(self) -> Format:
+        return self.product.format
+
+    @property
+    def contracted(self) -> int:
+        """The contracted axis of the weight."""
+        return 0 if self.product.contract_rows else 1
 
     @property
     def free(self) -> int:
@@ -154,53 +152,45 @@ class _GeneralPlan:
     def sums(self):
         return jnp.int32 if self.weight.dtype == jnp.int8 else jnp.float32
 
+    @property
+    def packed(self) -> int:
+        """Bytes in a row of the weight."""
+        return used_bytes(self.product.packed, self.format)
 
-def _plan(
-    m: int,
-    codes_shape: tuple[int, ...],
-    blocks: int,
-    *,
-    format: Format,
-    contracted: int,
-    operand,
-    exact_table: bool,
-    chip: Chip,
-) -> _GeneralPlan:
-    *_, rows, packed = codes_shape
-    packed, planes = used_bytes(packed, format), planes_of(format)
-    tiles = choose_tiles(
-        m,
-        rows,
-        packed,
-        format=format,
-        contracted=contracted,
-        operand=operand,
-        chip=chip,
-    )
-    tile_blocks = blocks
-    if format.block_size and tiles.bytes < packed:
-        tile_blocks = tiles.bytes * planes // format.block_size
-    sizes = tiles.rows, tiles.bytes * planes
-    counts = pl.cdiv(rows, tiles.rows), pl.cdiv(packed, tiles.bytes)
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers in a tile of the weight."""
+        return self.tiles.rows, self.tiles.bytes * self.planes
 
-    # The kernel permutes the activation once for all tiles of the weight. This needs a
-    # single tile of columns and a single core.
-    arranges = contracted == 1 and planes > 1 and is_simple(format)
-    arranges = arranges and counts[contracted] == chip.cores == 1
-    used = tiles.m * (3 * sizes[1] + 2 * sizes[0]) * jnp.dtype(operand).itemsize
-    used += 4 * tiles.m * sizes[0] + 3 * math.prod(sizes)
-    return _GeneralPlan(
-        format,
-        contracted,
-        tiles,
-        sizes,
-        counts,
-        scales=(rows, blocks),
-        tile_scales=(tiles.rows, tile_blocks),
-        weight=_Operand(format, operand, exact_table, chip),
-        arranges=arranges and used <= budget_of(chip),
-        macs=chip.macs,
-    )
+    @property
+    def counts(self) -> tuple[int, int]:
+        """The number of tiles of the weight."""
+        rows = pl.cdiv(self.product.rows, self.tiles.rows)
+        return rows, pl.cdiv(self.packed, self.tiles.bytes)
+
+    @property
+    def tile_scales(self) -> tuple[int, int]:
+        """The number of scales in a tile of the weight."""
+        blocks = self.product.blocks
+        if self.format.block_size and self.tiles.bytes < self.packed:
+            blocks = self.sizes[1] // self.format.block_size
+        return self.tiles.rows, blocks
+
+    @ft.cached_property
+    def arranges(self) -> bool:
+        """Whether the kernel permutes the activation to plane order.
+
+        It does this once for all tiles of the weight, which requires a single tile of
+        columns and a single core.
+        """
+        if not self.contracted or self.planes == 1 or not is_simple(self.format):
+            return False
+        if not self.counts[self.contracted] == self.chip.cores == 1:
+            return False
+        m, (rows, columns) = self.tiles.m, self.sizes
+        used = m * (3 * columns + 2 * rows) * self.weight.dtype.itemsize
+        used += 4 * m * rows + 3 * math.prod(self.sizes)
+        return used <= budget_of(self.chip)
 
 
 def _kernel(plan: _GeneralPlan, x, codes, scales, *rest):
@@ -241,8 +231,9 @@ def _accumulate(plan: _GeneralPlan, x, codes, scales, total, step):
     tile_scales, block = None, (format.block_size or 0) * bits_of(format) // 8
     if plan.blocked:
         start = step * plan.tile_scales[plan.contracted]
+        num_scales = (plan.product.rows, plan.product.blocks)[plan.contracted]
         # Scales have the axes `(blocks, rows)`, so the contracted axis is `plan.free`.
-        tile_scales = _masked(scales[0], plan.free, start, plan.scales[plan.contracted])
+        tile_scales = _masked(scales[0], plan.free, start, num_scales)
         tile_scales = tile_scales.astype(jnp.float32) * weight.scale
         tile_scales = _by_rows(tile_scales, weight.compute)
     tables = weight.decode.tables() if weight.decode else []
@@ -281,46 +272,34 @@ def _accumulate(plan: _GeneralPlan, x, codes, scales, total, step):
 
     # Cycles per weight: at least 1/256, the time to decode it.
     passes = 6 if weight.dtype == jnp.float32 else 1
-    cycles = max(plan.tiles.m * passes / plan.macs, 1 / 256)
+    cycles = max(plan.tiles.m * passes / plan.chip.macs, 1 / 256)
     bundles = int(plan.tiles.rows * size * planes * cycles)
     loop(tile // size, add, bundles=bundles)
 
 
 def dot(
-    x,
-    codes,
-    scales,
+    product: Product,
+    x: Float[Array, "batch m size"] | Int8[Array, "batch m size"],
+    codes: Shaped[Array, "batch rows packed"],
+    scales: Float[Array, "batch rows blocks"],
+    x_unit: Float[Array, "batch m 1"] | None = None,
     *,
-    format: Format,
-    contract_rows: bool,
     operand,
     exact_table: bool,
-    out_dtype,
-    x_unit=None,
-    chip: Chip,
     interpret: bool,
-):
-    """Return `x @ w` if `contract_rows`, otherwise `x @ w.T`.
+) -> Float[Array, "batch m out"]:
+    """Compute a product.
 
     Both operands are multiplied in the dtype `operand`. The entries of a codebook keep
-    15 bits if `exact_table`, otherwise 7. The result is multiplied by `x_unit`, an
-    array of shape `(batch, m, 1)`.
+    15 bits if `exact_table`, otherwise 7. The result is multiplied by `x_unit`.
     """
     batch, m, _ = x.shape
-    _, rows, packed = codes.shape
-    plan = _plan(
-        m,
-        codes.shape,
-        scales.shape[-1],
-        format=format,
-        contracted=0 if contract_rows else 1,
-        operand=operand,
-        exact_table=exact_table,
-        chip=chip,
-    )
-    packed = used_bytes(packed, format)
-    stored = stored_bytes(plan.tiles.bytes, format)
-    bm, size = plan.tiles.m, plan.sizes[plan.contracted]
+    format, contract_rows = product.format, product.contract_rows
+    here = chip(product.compute.tpu)
+    tiles = choose_tiles(product, operand, here)
+    weight = _Operand(format, operand, exact_table, here)
+    plan = _GeneralPlan(product, here, tiles, weight)
+    bm, size = tiles.m, plan.sizes[plan.contracted]
     out_size, free = plan.sizes[plan.free], plan.counts[plan.free]
 
     # The columns of the weight are in plane order. The activation is permuted to it, or
@@ -334,7 +313,7 @@ def dot(
     x_scales = []
     if x_unit is not None:
         x_scales = [pad_to(jnp.broadcast_to(x_unit, (batch, m, lanes)), 1, bm)]
-    columns = free * out_size if contract_rows else rows
+    columns = free * out_size if contract_rows else product.rows
 
     # The grid axes for rows and columns of the weight.
     row, column = (3, 2) if contract_rows else (2, 3)
@@ -343,39 +322,31 @@ def dot(
         """Return an index map to the grid indices of some axes, or to zero."""
         return lambda *i: tuple(0 if axis is None else i[axis] for axis in axes)
 
+    stored, tile_scales = stored_bytes(tiles.bytes, format), plan.tile_scales[::-1]
+    scales_at = at(0, column if plan.blocked else None, row)
+    arranged = "arbitrary" if plan.arranges else "parallel"
     out = pl.pallas_call(
         ft.partial(_kernel, plan),
         grid=(batch, x.shape[1] // bm, free, plan.counts[plan.contracted]),
         in_specs=[
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),
-            pl.BlockSpec((1, plan.tiles.rows, stored), at(0, row, column)),
-            pl.BlockSpec(
-                (1, *plan.tile_scales[::-1]),
-                at(0, column if plan.blocked else None, row),
-            ),
+            pl.BlockSpec((1, tiles.rows, stored), at(0, row, column)),
+            pl.BlockSpec((1, *tile_scales), scales_at),
             *[pl.BlockSpec((1, bm, lanes), at(0, 1, None)) for _ in x_scales],
         ],
         out_specs=pl.BlockSpec((1, bm, out_size), at(0, 1, 2)),
-        out_shape=result_like(x, x.shape[1], columns, out_dtype),
+        out_shape=result_like(x, x.shape[1], columns, product.out_dtype),
         scratch_shapes=[
             pltpu.VMEM((bm, out_size), plan.sums),
             *[pltpu.VMEM((bm, size), operand)] * plan.arranges,
         ],
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=(
-                "parallel",
-                "parallel",
-                "arbitrary" if plan.arranges else "parallel",
-                "arbitrary",
-            ),
-            vmem_limit_bytes=chip.memory,
+            dimension_semantics=("parallel", "parallel", arranged, "arbitrary"),
+            vmem_limit_bytes=here.memory,
         ),
         interpret=interpret,
         name=f"{format.name}_{'rows' if contract_rows else 'columns'}",
     )(x, codes, jnp.swapaxes(scales, 1, 2), *x_scales)
-    out = out[:, :m]
-    return (
-        from_planes(out, packed * plan.planes, format, interpret)
-        if contract_rows
-        else out
-    )
+    if contract_rows:
+        out = from_planes(out[:, :m], plan.packed * plan.planes, format, interpret)
+    return out[:, :m]

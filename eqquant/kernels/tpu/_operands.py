@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from ...formats import Format
+from .._product import Product
 from ._chips import Chip, Kind
 from ._tiles import planes_of, tile_multiple
 from ._weights import can_become, is_exact, is_shifted
@@ -98,25 +99,24 @@ def kind_of(format: Format, x_dtype, exact_table: bool, chip: Chip) -> Kind:
     return "float8" if floats else "int8"
 
 
+def padded_shape(product: Product) -> tuple[int, int]:
+    """Return the shape of the activation, padded to whole tiles, and whole sublanes of
+    rows. The rows of a copy can then be added without shuffles."""
+    multiple = tile_multiple(product.format) * planes_of(product.format)
+    columns = math.ceil(product.size / multiple) * multiple
+    return math.ceil(product.m / 8) * 8, columns
+
+
 def choose_operands(
-    m: int,
-    columns: int,
-    x_dtype,
-    format: Format,
-    *,
-    exact: bool,
-    exact_table: bool,
-    chip: Chip,
+    product: Product, chip: Chip, exact: bool, exact_table: bool
 ) -> Operands:
-    """Choose the operands for an activation of `m` rows.
+    """Choose the operands of a product.
 
     The activation keeps 15 bits per entry if `exact`, otherwise 7. The entries of a
     codebook keep 15 bits if `exact_table`, otherwise 7.
     """
-
-    m = math.ceil(m / 8) * 8
-    multiple = tile_multiple(format) * planes_of(format)
-    columns = math.ceil(columns / multiple) * multiple
+    format, x_dtype = product.format, product.x.dtype
+    m, columns = padded_shape(product)
 
     def operands(kind: Kind) -> Operands:
         digits = digits_of(x_dtype, kind, exact, chip)

@@ -8,10 +8,10 @@ from jaxtyping import Array, Float, Shaped
 
 from .._int8 import scale_of_rows
 from ._arrange import split_planes
+from ._decode_plan import DecodePlan
 from ._loop import loop, part_of
 from ._operands import Digits
 from ._tiles import lanes, look_up, planes_of
-from ._weights import Decoder
 
 
 def _to_bits(
@@ -40,41 +40,28 @@ def _split(x: Shaped[Array, "m columns"], digits: Digits) -> list:
     return [x >> bits * i if i else x for i in reversed(range(digits.count))]
 
 
-def spread(
-    x,
-    out,
-    x_scale,
-    x_sum,
-    *,
-    decode: Decoder,
-    digits: Digits,
-    copies: int,
-    chunk: int,
-    transposed: int,
-) -> None:
+def spread(plan: DecodePlan, x, out, x_scale, x_sum) -> None:
     """Write the spread activation to `out`, in a kernel.
 
     Chunks follow each other along the columns, and the operands of a chunk within it.
-    Each of the `copies` is zero except in its own block of every 128 bytes. If pairs of
-    rows are transposed together by [`transpose_codes`][], each of the two copies is
+    Each copy of the activation is zero except in its own block of every 128 bytes. If
+    [`transpose_codes`][] transposes pairs of rows together, each of the two copies is
     zero in the rows of the other weight.
 
     **Arguments:**
 
+    - `plan`: the plan of the product.
     - `x`: the padded activation.
     - `out`: the result.
     - `x_scale`: gets the scale of the last digit for each row of `x`.
     - `x_sum`: gets the sum of each row of `x`, if decoded codes have an offset.
-    - `decode`: the decoder of the weight.
-    - `digits`: how entries of `x` are split.
-    - `copies`: copies of the activation.
-    - `chunk`: bytes of codes in a chunk.
-    - `transposed`: the value of `Operands.transposed`.
     """
+    decode, digits, joined = plan.decode, plan.operands.digits, plan.joined
+    copies, chunk = plan.copies, plan.chunk
     m, columns = x.shape
     planes, interleaved = planes_of(decode.format), len(decode.planes[0])
     # Rows of an operand per byte of codes.
-    repeats = max(transposed, 1) * interleaved
+    repeats = joined * interleaved
     rounds = digits.integers and x.dtype != jnp.int8
     # The scale of int8, and the steps of the last digit in 1/127 of the largest entry.
     step, steps = jnp.ones((m, 1), jnp.float32), 1.0
@@ -84,7 +71,7 @@ def spread(
     lane = lax.broadcasted_iota(jnp.int32, (m, lanes), 1)
     plane_of_lane = lax.rem(lane, jnp.int32(interleaved))
     block_of_lane = lax.div(lane, jnp.int32(lanes // copies))
-    if transposed == 2:
+    if joined == 2:
         pair = lax.div(lane, jnp.int32(interleaved))
         block_of_lane = lax.rem(pair, jnp.int32(2))
 
@@ -129,12 +116,12 @@ def spread(
 
     def spread_part(i, sums):
         size = chunk * planes
-        out_size = size * max(transposed, 1)
-        return spread_chunk(part_of(x, 1, i, size), part_of(out, 1, i, out_size), sums)
+        part = part_of(out, 1, i, size * joined)
+        return spread_chunk(part_of(x, 1, i, size), part, sums)
 
     # One register per digit of each copy.
     rows = copies * digits.count * m
-    bundles = chunk * planes * max(transposed, 1) * rows // 1024
+    bundles = chunk * planes * joined * rows // 1024
     sums = jnp.zeros((m, lanes), jnp.float32)
     sums = loop(columns // (chunk * planes), spread_part, sums, bundles=bundles)
     if decode.offset:
