@@ -16,7 +16,7 @@ export JAX_PLATFORMS ?= cpu
 unexport PYTHONDONTWRITEBYTECODE
 
 BIN := $(VENV)/bin
-NATIVE := $(wildcard eqquant/kernels/cpu/src/*.* eqquant/kernels/cpu/src/*/*) eqquant/kernels/cpu/_build.py
+NATIVE := $(wildcard eqquant/kernels/cpu/src/*/*.* eqquant/kernels/cpu/src/*/*/*.*) eqquant/kernels/cpu/_build.py
 # For large libraries, set `COMPILE=--no-compile`: Python then compiles the imported modules
 # only.
 COMPILE ?= --compile
@@ -150,12 +150,15 @@ mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
 
 # Sources without XLA handlers, because XLA has no sanitizers; for one architecture.
 SOURCES := eqquant/kernels/cpu/src
-sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*.cpp $(SOURCES)/$(1)/*.cpp))
+FOLDERS_x86 := x86 avx2 avx512 vnni amx
+FOLDERS_arm := arm neon dotprod i8mm
+sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*/*.cpp \
+	$(foreach folder,$(FOLDERS_$(1)),$(SOURCES)/*/$(folder)/*.cpp)))
 # Arguments: output folder, architecture, compiler, flags.
 define SANITIZE
 rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WORKERS) -I{} \
 	sh -c '$(3) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(4) \
-		-I$(SOURCES) -c {} -o $(1)/$$(basename {}).o'; \
+		-I$(SOURCES) -c {} -o $(1)/$$(echo {} | tr / _).o'; \
 $(3) $(4) $(1)/*.o -o $(1)/main
 endef
 

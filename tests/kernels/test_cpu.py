@@ -17,17 +17,17 @@ from helpers import pairs, relative
 TOLERANCE = {
     "float, AVX2": 3e-6,
     "float, AVX-512": 3e-6,
-    "two digits, VNNI": 2e-4,
-    "one digit, VNNI": 4e-2,
-    "words, VNNI": 2e-4,
-    "two digits, AMX": 2e-4,
-    "one digit, AMX": 4e-2,
+    "int8x2, VNNI": 2e-4,
+    "int8, VNNI": 4e-2,
+    "int16, VNNI": 2e-4,
+    "int8x2, AMX": 2e-4,
+    "int8, AMX": 4e-2,
     "bfloat16, AMX": 1e-2,
     "float, NEON": 3e-6,
-    "two digits, dotprod": 2e-4,
-    "one digit, dotprod": 4e-2,
-    "two digits, i8mm": 2e-4,
-    "one digit, i8mm": 4e-2,
+    "int8x2, dotprod": 2e-4,
+    "int8, dotprod": 4e-2,
+    "int8x2, i8mm": 2e-4,
+    "int8, i8mm": 4e-2,
 }
 
 library = cpu.load()
@@ -51,12 +51,12 @@ KERNELS = [
     )
     for name in TOLERANCE
 ]
-# Digits by tiles, and those that contract rows, too.
-IN_TILES = ("two digits, AMX", "one digit, AMX")
+# Kernels for AMX tiles, and kernels that also contract rows.
+IN_TILES = ("int8x2, AMX", "int8, AMX")
 IN_BOTH_DIRECTIONS = [
     name
     for name in TOLERANCE
-    if name.startswith(("float, ", "words, ")) or name in IN_TILES
+    if name.startswith(("float, ", "int16, ")) or name in IN_TILES
 ]
 DIRECTIONS = [
     pytest.param(*kernel.values, contract_rows, marks=kernel.marks)
@@ -68,7 +68,7 @@ DIRECTIONS = [
 
 def exact(kernel):
     """Return whether a kernel requires integer levels and one scale per row."""
-    return "two digits" in kernel and kernel not in IN_TILES
+    return "int8x2" in kernel and kernel not in IN_TILES
 
 
 def serves(kernel, format, blocks, packed, contract_rows):
@@ -81,9 +81,9 @@ def serves(kernel, format, blocks, packed, contract_rows):
         return False
     if exact(kernel):
         return not contract_rows and format.integer_levels and blocks == 1
-    if "one digit" in kernel:
+    if "int8" in kernel:
         return not contract_rows
-    if "words" in kernel:
+    if "int16" in kernel:
         if contract_rows:
             return packed % 16 == 0 and (blocks == 1 or block == 8 or block % 16 == 0)
         return blocks == 1 or 64 % block == 0 or block % 64 == 0
@@ -208,7 +208,7 @@ def test_rows_of_very_different_size(kernel, format, normal, rng):
     assert relative(*both(*args, contract_rows=True)) < most
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if "digit" in str(k.values[0])])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "int8" in str(k.values[0])])
 @pytest.mark.parametrize("m, rows, columns", [(90, 100, 6400), (170, 40, 13000)])
 def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
     # The activation is larger than a kernel processes at once.
@@ -219,7 +219,7 @@ def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if "one digit" in str(k)])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "int8, " in str(k)])
 def test_the_least_code_by_a_negative_scale_is_not_the_least_byte(kernel):
     # The value is 128 steps, and the largest code is 127.
     codes = jnp.full((20, 256), -128, jnp.int8)
@@ -353,7 +353,7 @@ def test_explain_says_which_kernel(normal):
     product = lambda x, q: x @ q.T
     explain = lambda *args: eqquant.debug.explain(product, *args, platform="cpu")
     q = eqquant.quantize(normal(40, 128), NF4())
-    few = "words, VNNI" if runs("VNNI") else "float, "
+    few = "int16, VNNI" if runs("VNNI") else "float, "
     assert f"native kernel '{few}" in explain(normal(1, 128), q)
     # Blocks of twelve bytes do not divide a vector.
     odd = eqquant.quantize(normal(40, 96), NF4(block_size=24), precision="highest")

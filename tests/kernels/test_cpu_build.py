@@ -73,11 +73,47 @@ def test_failed_build_shows_the_error_and_keeps_the_library(
     with pytest.raises(_build.CannotBuild, match=f"the {fails} failed:\n{fails}: some"):
         _build.build(library, said.append)
     assert library.read_bytes() == b"the old one"
-    folders = _build._sources, _build._sources / folder
-    sources = sorted(path.name for f in folders for path in f.glob("*.cpp"))
-    compiled = sorted(c[c.index("-c") + 1].split("/")[-1] for c in calls if "-c" in c)
+    sources = sorted(map(str, _build.sources_of(folder)))
+    compiled = sorted(c[c.index("-c") + 1] for c in calls if "-c" in c)
     assert compiled == sources and len(said) == 1
     assert f"{len(sources)} files" in said[0]
+
+
+def test_every_source_is_for_an_architecture():
+    """Sources in no known folder would silently be left out."""
+    found = {path for machine in _build._folders for path in _build.sources_of(machine)}
+    assert found == set(_build._sources.rglob("*.cpp"))
+
+
+@pytest.mark.slow
+def test_each_header_compiles_by_itself(tmp_path):
+    """A header includes everything that it uses, in any order."""
+    machine = _build.architecture()
+    try:
+        compiler, xla = _build.compiler(), _build.include_dir()
+    except _build.CannotBuild as problem:
+        pytest.skip(str(problem))
+    others = {
+        name
+        for other, folders in _build._folders.items()
+        if other != machine
+        for name in folders
+    }
+    headers = [
+        path.relative_to(_build._sources)
+        for path in sorted(_build._sources.rglob("*.h"))
+        if others.isdisjoint(path.parts)
+    ]
+    # Twice, in one file each: `#pragma once` is there, and nothing came before.
+    for i, header in enumerate(headers):
+        line = f'#include "{header.as_posix()}"\n'
+        (tmp_path / f"{i}.cpp").write_text(line + line)
+    flags = ["-std=c++17", "-fsyntax-only", "-I", str(_build._sources), "-isystem", xla]
+    for source in sorted(tmp_path.glob("*.cpp")):
+        done = subprocess.run(
+            [compiler, *flags, str(source)], capture_output=True, text=True
+        )
+        assert not done.returncode, source.read_text() + done.stderr
 
 
 def test_cores_are_those_of_the_process(monkeypatch):

@@ -99,18 +99,18 @@ def test_what_every_choice_keeps_to(names, on):
             assert needs in names, "instructions are missing"
             if precision == "highest":
                 assert kind == "float", "weights and activations are exact"
-            if kind == "one digit":
+            if kind == "int8":
                 assert precision == "default", "8 bits are not for a high precision"
             assert kind != "bfloat16", "operands are in float32"
             if contract_rows and needs != "AMX":
-                assert kind in ("float", "words"), "the others add along rows of codes"
+                assert kind in ("float", "int16"), "the others add along rows of codes"
             assert repr(chosen) in choose(cpu.KERNELS, product_of_m).describe(
                 product_of_m
             )
     kinds = {chosen.partition(", ")[0] for chosen in seen if chosen}
-    digits = {"float", "one digit", "two digits"}
-    expected = {"dotprod": digits, "i8mm": digits, "VNNI": digits | {"words"}}
-    expected |= {"AMX": digits | {"words"}}
+    basic = {"float", "int8", "int8x2"}
+    expected = {"dotprod": basic, "i8mm": basic, "VNNI": basic | {"int16"}}
+    expected |= {"AMX": basic | {"int16"}}
     assert kinds == expected.get(names[-1], {"float"})
 
 
@@ -125,71 +125,71 @@ def test_what_every_choice_keeps_to(names, on):
         ("AVX-512", Int8(), 5000, {}, "float, AVX-512"),
         ("AVX-512", Int8(), 64, {"contract_rows": True}, "float, AVX-512"),
         ("AVX2", Int8(), 17, {"contract_rows": True}, "float, AVX2"),
-        ("VNNI", Int8(), 1000, {}, "two digits, VNNI"),
-        ("VNNI", Int8(), 9000, {"contract_rows": True}, "words, VNNI"),
+        ("VNNI", Int8(), 1000, {}, "int8x2, VNNI"),
+        ("VNNI", Int8(), 9000, {"contract_rows": True}, "int16, VNNI"),
         # Rounding a large activation pays only for many rows of the weight.
-        ("VNNI", Int8(), 4095, {"rows": 256}, "two digits, VNNI"),
+        ("VNNI", Int8(), 4095, {"rows": 256}, "int8x2, VNNI"),
         ("VNNI", Int8(), 4096, {"rows": 256}, "float, AVX-512"),
         ("VNNI", NF4(), 4096, {"rows": 256}, "float, AVX-512"),
-        ("VNNI", NF4(), 4096, {"rows": 257}, "words, VNNI"),
+        ("VNNI", NF4(), 4096, {"rows": 257}, "int16, VNNI"),
         ("AVX-512", NF4(), 9000, {"contract_rows": True}, "float, AVX-512"),
         # Decoding to int16 costs as much as several rows of float products.
         ("VNNI", Int8(), 7, {**SMALL, "contract_rows": True}, "float, AVX-512"),
-        ("VNNI", Int8(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
-        ("VNNI", NF4(), 8, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", Int8(), 8, {**SMALL, "contract_rows": True}, "int16, VNNI"),
+        ("VNNI", NF4(), 8, {**SMALL, "contract_rows": True}, "int16, VNNI"),
         ("VNNI", Int3(), 15, {**SMALL, "contract_rows": True}, "float, AVX-512"),
-        ("VNNI", Int3(), 16, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", Int3(), 16, {**SMALL, "contract_rows": True}, "int16, VNNI"),
         ("VNNI", Binary(), 2, {**SMALL, "contract_rows": True}, "float, AVX-512"),
-        ("VNNI", Binary(), 3, {**SMALL, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", Binary(), 3, {**SMALL, "contract_rows": True}, "int16, VNNI"),
         ("VNNI", NF4(), 11, {"contract_rows": True}, "float, AVX-512"),
-        ("VNNI", NF4(), 12, {"contract_rows": True}, "words, VNNI"),
-        ("VNNI", NF4(), 12, {**ROUNDED, "contract_rows": True}, "words, VNNI"),
+        ("VNNI", NF4(), 12, {"contract_rows": True}, "int16, VNNI"),
+        ("VNNI", NF4(), 12, {**ROUNDED, "contract_rows": True}, "int16, VNNI"),
         ("VNNI", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
         # Tiles serve both directions, any number of rows, and small weights.
         ("AMX", Int8(), 3, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", Int8(), 4, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", Int8(), 4, {"contract_rows": True}, "int8x2, AMX"),
         ("AMX", Binary(), 2, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", Binary(), 3, {"contract_rows": True}, "two digits, AMX"),
+        ("AMX", Binary(), 3, {"contract_rows": True}, "int8x2, AMX"),
         ("AMX", NF4(), 5, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", NF4(), 6, {"contract_rows": True}, "two digits, AMX"),
-        ("AMX", NF4(), 4, {**ROUNDED, "contract_rows": True}, "one digit, AMX"),
+        ("AMX", NF4(), 6, {"contract_rows": True}, "int8x2, AMX"),
+        ("AMX", NF4(), 4, {**ROUNDED, "contract_rows": True}, "int8, AMX"),
         ("AMX", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
-        ("AMX", Int8(), 9999, {**TINY, "contract_rows": True}, "two digits, AMX"),
+        ("AMX", Int8(), 9999, {**TINY, "contract_rows": True}, "int8x2, AMX"),
         # int8 activations become floats when scales are multiplied into them.
-        ("AMX", Int8(), 64, {"x_dtype": INT8}, "one digit, AMX"),
+        ("AMX", Int8(), 64, {"x_dtype": INT8}, "int8, AMX"),
         (
             "AMX",
             Int8(),
             64,
             {"x_dtype": INT8, "contract_rows": True},
-            "two digits, AMX",
+            "int8x2, AMX",
         ),
         # FP8 uses lookups; in blocks each value is decoded separately.
         ("AMX", FP8(), 4, {}, "float, AVX-512"),
-        ("AMX", FP8(), 5, {}, "two digits, AMX"),
+        ("AMX", FP8(), 5, {}, "int8x2, AMX"),
         ("AMX", FP8(block_size=64), 12, {}, "float, AVX-512"),
-        ("AMX", FP8(block_size=64), 13, {}, "two digits, AMX"),
-        ("AMX", FP8(), 6, {"contract_rows": True}, "two digits, AMX"),
-        ("AMX", FP8(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "two digits, AMX"),
+        ("AMX", FP8(block_size=64), 13, {}, "int8x2, AMX"),
+        ("AMX", FP8(), 6, {"contract_rows": True}, "int8x2, AMX"),
+        ("AMX", FP8(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "int8x2, AMX"),
         # Blocks of eight bytes have tables, two per register.
-        ("AMX", NVFP4(), 9, {}, "two digits, AMX"),
-        ("AMX", NVFP4(), 6, {"contract_rows": True}, "two digits, AMX"),
-        ("AMX", Int8(), 3, {}, "two digits, VNNI"),
-        ("AMX", Int8(), 4, {}, "two digits, AMX"),
+        ("AMX", NVFP4(), 9, {}, "int8x2, AMX"),
+        ("AMX", NVFP4(), 6, {"contract_rows": True}, "int8x2, AMX"),
+        ("AMX", Int8(), 3, {}, "int8x2, VNNI"),
+        ("AMX", Int8(), 4, {}, "int8x2, AMX"),
         # Codes that are decoded first need more rows.
-        ("AMX", Binary(), 6, {}, "two digits, VNNI"),
-        ("AMX", Binary(), 8, {"precision": "default"}, "one digit, VNNI"),
-        ("AMX", Binary(), 4096, {"precision": "default"}, "one digit, AMX"),
+        ("AMX", Binary(), 6, {}, "int8x2, VNNI"),
+        ("AMX", Binary(), 8, {"precision": "default"}, "int8, VNNI"),
+        ("AMX", Binary(), 4096, {"precision": "default"}, "int8, AMX"),
         # int8 activations.
-        ("VNNI", Int8(), 3, {"x_dtype": INT8}, "one digit, VNNI"),
-        ("AMX", NF4(), 4, {"precision": "default"}, "one digit, AMX"),
-        ("AMX", NF4(), 3, {"precision": "default"}, "words, VNNI"),
-        ("AMX", NF4(), 4096, {}, "two digits, AMX"),
+        ("VNNI", Int8(), 3, {"x_dtype": INT8}, "int8, VNNI"),
+        ("AMX", NF4(), 4, {"precision": "default"}, "int8, AMX"),
+        ("AMX", NF4(), 3, {"precision": "default"}, "int16, VNNI"),
+        ("AMX", NF4(), 4096, {}, "int8x2, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "bfloat16, AMX"),
-        ("AMX", NF4(), 65, {"x_dtype": BF16}, "two digits, AMX"),
-        ("AMX", NF4(), 7, {}, "words, VNNI"),
-        ("VNNI", NF4(), 16, {"precision": "default"}, "one digit, VNNI"),
-        ("VNNI", NF4(), 15, {"precision": "default"}, "words, VNNI"),
+        ("AMX", NF4(), 65, {"x_dtype": BF16}, "int8x2, AMX"),
+        ("AMX", NF4(), 7, {}, "int16, VNNI"),
+        ("VNNI", NF4(), 16, {"precision": "default"}, "int8, VNNI"),
+        ("VNNI", NF4(), 15, {"precision": "default"}, "int16, VNNI"),
         # A block of 4 bytes is too small for int16 vectors.
         ("VNNI", NF4(block_size=24), 4, {"size": 96}, "float, AVX-512"),
         ("VNNI", FP8(), 65, {"contract_rows": True}, "float, AVX-512"),
@@ -197,20 +197,20 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(block_size=24), 65, {"size": 96, "contract_rows": True}, None),
         # Rounding the activation needs more rows of the weight.
         ("VNNI", NF4(), 64, {"rows": 256, "size": 256}, "float, AVX-512"),
-        ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "words, VNNI"),
-        ("VNNI", NF4(), 2048, {"rows": 256}, "words, VNNI"),
+        ("VNNI", NF4(), 47, {"rows": 256, "size": 256}, "int16, VNNI"),
+        ("VNNI", NF4(), 2048, {"rows": 256}, "int16, VNNI"),
         ("VNNI", Int4(), 1024, {"rows": 256}, "float, AVX-512"),
-        ("VNNI", Int4(), 1023, {"rows": 256}, "words, VNNI"),
+        ("VNNI", Int4(), 1023, {"rows": 256}, "int16, VNNI"),
         ("VNNI", NVFP4(), 256, {"rows": 256}, "float, AVX-512"),
-        ("VNNI", NVFP4(), 255, {"rows": 256}, "words, VNNI"),
+        ("VNNI", NVFP4(), 255, {"rows": 256}, "int16, VNNI"),
         ("VNNI", Int4(), 64, {"rows": 384, "size": 384}, "float, AVX-512"),
-        ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "words, VNNI"),
+        ("VNNI", NF4(), 64, {"rows": 384, "size": 384}, "int16, VNNI"),
         ("VNNI", Binary(), 2048, {"rows": 256}, "float, AVX-512"),
-        ("VNNI", Binary(), 2048, {}, "two digits, VNNI"),
+        ("VNNI", Binary(), 2048, {}, "int8x2, VNNI"),
         # int16 has no advantage here.
         ("i8mm", NF4(), 7, {"precision": "default"}, "float, NEON"),
-        ("i8mm", NF4(), 8, {"precision": "default"}, "one digit, i8mm"),
-        ("dotprod", Int8(), 1000, {}, "two digits, dotprod"),
+        ("i8mm", NF4(), 8, {"precision": "default"}, "int8, i8mm"),
+        ("dotprod", Int8(), 1000, {}, "int8x2, dotprod"),
     ],
 )
 def test_where_one_kernel_ends(name, format, m, how, expected, on):

@@ -1,14 +1,13 @@
-// The routines of the native kernels against plain loops, without XLA. `make sanitize`
-// runs it under AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a
-// heap block of exactly its size.
+// Compares the routines of the native kernels with plain loops, without XLA. `make sanitize` runs this under
+// AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a heap block of its exact size.
 #include <cmath>
 #include <cstdio>
 #include <memory>
 #include <random>
 #include <string>
 
-#include "machine.h"
-#include "unpack.h"
+#include "decode/unpack.h"
+#include "runtime/machine.h"
 
 using eqquant::Product;
 using eqquant::Routine;
@@ -19,24 +18,24 @@ struct Case {
   const char* name;
   const Routine* routine;
   bool contract_rows;
-  int digits;  // Or parts.
-  bool integers;  // Whether activations become integers.
-  bool exact;     // Whether weights have to be integers, with a scale for each row.
-  bool float8;    // Whether there may be floats of 8 bits.
+  int parts;
+  bool integers;  // Activations are rounded to integers.
+  bool exact;     // Weights must be integers with a scale for each row.
+  bool float8;    // Codes may be float8.
   double tolerance;
 };
 
 double tolerance_of(const std::string& name) {
   const std::string how = name.substr(0, name.find(','));
-  if (how == "float") return 3e-6;  // Of sums of up to 98,304 floats.
-  if (how == "one digit") return 4e-2;
+  if (how == "float") return 3e-6;  // Sums have up to 98,304 floats.
+  if (how == "int8") return 4e-2;
   return how == "bfloat16" ? 1e-2 : 2e-4;
 }
 
 std::mt19937 generator(0);
 int below(int n) { return static_cast<int>(generator() % n); }
 
-// As `unpack.h` says: code `i` of a group.
+// Returns code `i` of a group. See decode/unpack.h.
 int three_bits(const uint8_t* group, int64_t run, int64_t i) {
   const int64_t lows = run / 2, highs = run / 4;
   const int low = group[i % lows] >> (2 * (i / lows)) & 3;
@@ -51,26 +50,26 @@ double float_of_8_bits(uint8_t code, int exponent_bits) {
   return code & 128 ? -size : size;
 }
 
-// What a code of the layout of `product.h` stands for: at byte j of a row, in one plane.
+// Returns the level of the code at byte j of a row, in one plane. See runtime/product.h.
 double level_of(const Product& p, int64_t row, int64_t j, int plane) {
   if (p.three_bits) {
     const uint8_t* group = p.stored(row) + j / p.run * (p.run / 4 * 3);
     return p.levels[three_bits(group, p.run, plane * p.run + j % p.run)];
   }
   const uint8_t byte = p.codes[row * p.packed + j];
-  // What a routine leaves to the scales is in them here, too.
+  // The scales contain the factor that a routine leaves to them.
   if (p.exponent) return float_of_8_bits(byte, p.exponent) / (p.exponent == 4 ? 256 : 1);
   return p.bits == 8 ? static_cast<int8_t>(byte) : p.levels[byte >> (plane * p.bits) & 15];
 }
 
-// As bfloat16, which is the upper half of a float.
+// Returns the upper half of a float, which is a bfloat16.
 uint16_t rounded_down(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return static_cast<uint16_t>(bits >> 16);
 }
 
-// The weight, decoded.
+// Returns the decoded weight.
 std::unique_ptr<double[]> decode(const Product& p) {
   std::unique_ptr<double[]> w(new double[p.rows * p.columns()]);
   for (int64_t row = 0; row < p.rows; row++)
@@ -88,7 +87,7 @@ std::unique_ptr<double[]> decode(const Product& p) {
   return w;
 }
 
-// In two pieces, as two threads would.
+// Runs a routine in two pieces, like two threads.
 void run(const Routine& routine, const Product& p, char* scratch) {
   const int64_t units = p.contract_rows ? p.packed : p.rows;
   const int64_t grain = routine.grain(p);
@@ -102,21 +101,20 @@ void run(const Routine& routine, const Product& p, char* scratch) {
 bool check(const Case& c) {
   std::normal_distribution<float> normal;
   Product p{};
-  // Of 1, 2, 4, or 8 bits; of three; floats.
+  // Kinds: 1, 2, 4 or 8 bits, three bits, and float8.
   const bool floats = !c.routine->why_not;
   const int kind = below(c.float8 ? 7 : 5);
   p.bits = kind == 4 ? 4 : 1 << std::min(kind, 3);
   p.three_bits = kind == 4;
   p.exponent = kind > 4 ? kind - 1 : 0;
-  p.digits = c.digits;
+  p.parts = c.parts;
   p.contract_rows = c.contract_rows;
   p.m = 1 + below(40);
   if (floats && p.m > 30) p.m *= 3;  // Enough for panels, whatever the vectors.
   p.rows = 1 + below(90);
-  // Blocks of whole runs; one scale for all where the routine wants that.
+  // Blocks of whole runs. Some routines require one scale per row.
   p.run = p.three_bits && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
-  // Often but one, of eight bytes perhaps: blocks as short as they can be.
-  // Or more of them than a vector has scales.
+  // Often one run of eight bytes, the shortest possible block. Sometimes more blocks than a vector has scales.
   const int64_t runs = 1 + below(2) * below(6), most = runs == 1 && p.run <= 32 ? 40 : 5,
                 blocks = 1 + below(below(2) ? most : 5);
   const bool one_scale = c.exact || below(2);
@@ -124,14 +122,14 @@ bool check(const Case& c) {
   p.blocks = one_scale ? 1 : blocks;
   if (!floats && c.routine->why_not(p)) p.blocks = 1;
   if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
-  // Or of whole vectors.
+  // Or rows of whole vectors.
   for (; !floats && c.routine->why_not(p); p.packed *= 2) p.blocks = 1;
-  if (p.columns() < 512 && !below(8)) p.rows += below(1500);  // More than are decoded at once.
+  if (p.columns() < 512 && !below(8)) p.rows += below(1500);  // More rows than are decoded at once.
   p.bfloat16_scales = below(2);
   p.bfloat16_x = below(2);
 
   const bool integers = c.integers && (c.exact || below(2));
-  const int least = c.exact || below(4) ? -2 : 150;  // More than a byte with a sign holds.
+  const int least = c.exact || below(4) ? -2 : 150;  // Levels beyond int8.
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
     const int code = i & ((1 << std::min(p.three_bits ? 3 : p.bits, 4)) - 1);
@@ -149,7 +147,7 @@ bool check(const Case& c) {
   std::unique_ptr<uint8_t[]> codes(new uint8_t[p.rows * p.stored_bytes()]);
   for (int64_t i = 0; i < p.rows * p.stored_bytes(); i++) {
     codes[i] = static_cast<uint8_t>(generator());
-    // No infinities or NaN.
+    // Avoid infinities and NaN.
     if (p.exponent && (codes[i] & 127) > (p.exponent == 4 ? 126 : 123)) codes[i] = 1;
   }
   std::unique_ptr<float[]> scales(new float[p.rows * p.blocks]);
@@ -162,7 +160,7 @@ bool check(const Case& c) {
   p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
   p.scales = p.bfloat16_scales ? static_cast<void*>(narrow.get()) : scales.get();
   const int64_t size = c.routine->scratch(p);
-  // Aligned as XLA's buffers are.
+  // XLA aligns its buffers in the same way.
   std::unique_ptr<char, void (*)(void*)> scratch(
       static_cast<char*>(std::aligned_alloc(64, (size + 64) / 64 * 64)), std::free);
   run(*c.routine, p, scratch.get());
@@ -172,7 +170,7 @@ bool check(const Case& c) {
   for (int64_t m = 0; m < p.m; m++)
     for (int64_t n = 0; n < out; n++) {
       double sum = 0;
-      // Not that of the sum, of whose terms most may cancel.
+      // The norm of the terms, because most of the sum may cancel.
       for (int64_t k = 0; k < in; k++) {
         const double term = x[m * in + k] * (p.contract_rows ? w[k * out + n] : w[n * in + k]);
         sum += term, norm += term * term;
@@ -186,8 +184,8 @@ bool check(const Case& c) {
   return false;
 }
 
-// Rounding by any instructions is bit for bit the same; and no value moves by more than its
-// block is large.
+// Checks that all instruction sets round to the same bits, and that no value moves by more than the largest magnitude
+// of its block.
 bool check_rounding() {
   using eqquant::Levels;
   std::normal_distribution<float> normal;
@@ -226,13 +224,13 @@ int main(int argc, char** argv) {
   std::printf("instructions: %d\n", best);
   int failed = 0, ran = 0;
   for (const eqquant::Kernel* k = eqquant::kernels; k->name; k++)
-    for (const Routine* routine : {k->columns, k->rows}) {
+    for (const Routine* routine : {k->x_wt, k->x_w}) {
       if (!routine) continue;
       const std::string name(k->name);
-      const bool integers = name.find("digit") != std::string::npos;
+      const bool integers = name.find("int8") != std::string::npos;
       const bool tiles = name.find("AMX") != std::string::npos;
-      const bool exact = integers && k->digits == 2 && !tiles;
-      const Case c{k->name,   routine,  routine == k->rows,   k->digits,
+      const bool exact = integers && k->parts == 2 && !tiles;
+      const Case c{k->name,   routine,  routine == k->x_w,   k->parts,
                    integers, exact,    !routine->why_not || (tiles && integers),
                    tolerance_of(k->name)};
       if (k->needs > best) {

@@ -22,6 +22,11 @@ from collections.abc import Callable
 here = pathlib.Path(__file__).resolve().parent
 library = here / "_native.so"
 _sources = here / "src"
+# Folders of sources for one architecture, at the second level of `src`.
+_folders = {
+    "x86": ("x86", "avx2", "avx512", "vnni", "amx"),
+    "arm": ("arm", "neon", "dotprod", "i8mm"),
+}
 # The target is plain x86-64, or plain ARM. The sources mark functions that need more
 # instructions, and choose them at run time. The disabled warning is a false positive in
 # the intrinsics of some versions of GCC.
@@ -44,8 +49,8 @@ class CannotBuild(Exception):
 
 
 def architecture(machine: str = "") -> str | None:
-    """Return the folder of the sources for a machine, by default this one, or None if
-    there is none."""
+    """Return the architecture of a machine, by default this one: a key of `_folders`.
+    Return None if it has no kernels."""
     names = {"x86_64": "x86", "amd64": "x86", "aarch64": "arm", "arm64": "arm"}
     return names.get((machine or platform.machine()).lower())
 
@@ -106,7 +111,7 @@ def build(
 ) -> pathlib.Path:
     """Compile the library unless it is current, and return its path.
 
-    `cross` is a compiler for another machine, and the folder of the sources for it.
+    `cross` is a compiler for another machine, and the architecture of that machine.
     Raise `CannotBuild` if this machine cannot compile the library.
     """
     cxx, machine = cross or (compiler(), architecture())
@@ -116,10 +121,7 @@ def build(
         return out
     command = [cxx, *_flags, "-I", str(_sources), "-isystem", headers]
     command += [f'-DEQQUANT_SOURCES="{made_from}"', f'-DEQQUANT_RECIPE="{made_by}"']
-    sources = [*_sources.glob("*.cpp"), *_sources.glob(f"{machine}/*.cpp")]
-    # Start the slowest files first, so that none of them remains for a single core.
-    slowest = ("float", "handlers", "digits")
-    sources.sort(key=lambda path: (not path.stem.startswith(slowest), path.stem))
+    sources = sources_of(machine)
     workers = min(_cores(), len(sources))
     say(
         f"Compiling the native CPU kernels: {len(sources)} files, {workers} at a time. "
@@ -129,7 +131,7 @@ def build(
         tempfile.TemporaryDirectory() as scratch,
         concurrent.futures.ThreadPoolExecutor(workers) as pool,
     ):
-        objects = [str(pathlib.Path(scratch) / f"{path.stem}.o") for path in sources]
+        objects = [str(pathlib.Path(scratch) / f"{i}.o") for i in range(len(sources))]
         commands = [
             [*command, "-c", str(path), "-o", target]
             for path, target in zip(sources, objects, strict=True)
@@ -147,6 +149,16 @@ def build(
             raise CannotBuild(f"the linker failed:\n{linked.stderr}")
         fresh.replace(out)
     return out
+
+
+def sources_of(machine: str | None) -> list[pathlib.Path]:
+    """Return the source files for an architecture."""
+    sources = list(_sources.glob("*/*.cpp"))
+    for folder in _folders[str(machine)]:
+        sources += _sources.glob(f"*/{folder}/*.cpp")
+    # Start the slowest files first, so that none of them remains for a single core.
+    slowest = ("float", "handlers", "int")
+    return sorted(sources, key=lambda path: (not path.stem.startswith(slowest), path))
 
 
 def _cores() -> int:

@@ -124,9 +124,9 @@ def _tile_arithmetic(product: Product) -> str:
     exact = _is_exact_int8(product)
     direction = product.contract_rows
     if product.precision == "default" or (exact and product.is_int8 and not direction):
-        return "one digit"
+        return "int8"
     needs_int8 = exact or product.format.float8 or direction or _block(product) % 16
-    return "bfloat16" if product.is_all("bfloat16") and not needs_int8 else "two digits"
+    return "bfloat16" if product.is_all("bfloat16") and not needs_int8 else "int8x2"
 
 
 def _tile_decoding(product: Product) -> str:
@@ -148,7 +148,7 @@ class Int8Kernel(NativeKernel):
     @property
     def when(self) -> str:
         exact = "integer levels with one scale per row in `x @ w.T`"
-        if self.arithmetic != "one digit":
+        if self.arithmetic != "int8":
             return f'{exact}, `"high"`'
         return f'`"default"` or int8 activations: {exact}; `"default"`: many rows'
 
@@ -162,15 +162,15 @@ class Int8Kernel(NativeKernel):
         if product.contract_rows:
             return "int8 registers add along rows of codes"
         if _is_exact_int8(product):
-            if _rounds_to_int8(product) != (self.arithmetic == "one digit"):
+            if _rounds_to_int8(product) != (self.arithmetic == "int8"):
                 return f"{self.arithmetic} is for another precision"
             # Rounding activations to int8x2 moves as many bytes as the product.
             one_bit = _is_thin(product) and product.format.bits == 1
             slow = _is_too_large(product) or (one_bit and product.m >= 2048)
-            if self.arithmetic == "two digits" and slow:
+            if self.arithmetic == "int8x2" and slow:
                 return "a weight with few rows does not pay for rounding"
             return None
-        if self.arithmetic != "one digit" or product.precision != "default":
+        if self.arithmetic != "int8" or product.precision != "default":
             return "the weight does not fit int8 exactly"
         # Decoding a row for all rows of the activation pays from this number on.
         fits_int16 = "vnni" in library.instructions and _fits_int16(product)
@@ -306,9 +306,9 @@ def _is_bound_by_writes(product: Product) -> bool:
 
 
 _ROUNDING = {
-    "one digit": "activations to int8, and weights that int8 does not hold",
-    "two digits": "activations, and weights that int8 does not hold, to 15 bits",
-    "words": "activations to 16 bits, levels to 15 bits",
+    "int8": "activations to int8, and weights that int8 does not hold",
+    "int8x2": "activations, and weights that int8 does not hold, to 15 bits",
+    "int16": "activations to 16 bits, levels to 15 bits",
     "bfloat16": "both operands to bfloat16",
 }
 # The first kernel that serves a product computes it.
@@ -317,7 +317,7 @@ KERNELS = (
         "bfloat16", "amx", "AMX", "3e-3", None, {"tables": (8, 8), "values": (12, 12)}
     ),
     TileKernel(
-        "one digit",
+        "int8",
         "amx",
         "AMX",
         "1.3e-2",
@@ -331,7 +331,7 @@ KERNELS = (
         },
     ),
     TileKernel(
-        "two digits",
+        "int8x2",
         "amx",
         "AMX",
         "8e-5",
@@ -344,13 +344,13 @@ KERNELS = (
             "values": (13, 11),
         },
     ),
-    Int8Kernel("one digit", "vnni", "VNNI", "1e-2", 8),
-    Int8Kernel("one digit", "i8mm", "i8mm", "1e-2", 8),
-    Int8Kernel("one digit", "dotprod", "dotprod", "1e-2", 8),
-    Int8Kernel("two digits", "vnni", "VNNI", "4e-5", 15),
-    Int8Kernel("two digits", "i8mm", "i8mm", "4e-5", 15),
-    Int8Kernel("two digits", "dotprod", "dotprod", "4e-5", 15),
-    Int16Kernel("words", "vnni", "VNNI", "5e-5", 16, {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}),
+    Int8Kernel("int8", "vnni", "VNNI", "1e-2", 8),
+    Int8Kernel("int8", "i8mm", "i8mm", "1e-2", 8),
+    Int8Kernel("int8", "dotprod", "dotprod", "1e-2", 8),
+    Int8Kernel("int8x2", "vnni", "VNNI", "4e-5", 15),
+    Int8Kernel("int8x2", "i8mm", "i8mm", "4e-5", 15),
+    Int8Kernel("int8x2", "dotprod", "dotprod", "4e-5", 15),
+    Int16Kernel("int16", "vnni", "VNNI", "5e-5", 16, {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}),
     FloatKernel("float", "avx512", "AVX-512", "1e-6"),
     FloatKernel("float", "avx2", "AVX2", "1e-6"),
     FloatKernel("float", "neon", "NEON", "1e-6"),

@@ -1,0 +1,6 @@
+#define EQQUANT_TARGET_AVX512
+#include "encode/rounding_loops.h"
+
+namespace eqquant {
+void round_avx512(const Rounding& r, int64_t begin, int64_t end) { avx512::round_rows(r, begin, end); }
+}  // namespace eqquant

@@ -1,0 +1,477 @@
+// int16 x @ w.T, for weights with a scale for each block, in AVX-512 VNNI.
+//
+// A row of the activation is rounded to int16 with one unit. 64 bytes of codes are 32 lanes of 16 bits. `steps`
+// shifts move one code after the other to the lowest bits of each lane.
+//
+// For few rows of the activation, a lookup in registers decodes codes to int16 levels, and sums of products are
+// multiplied by the scale of their block. For more rows, four rows of the weight are decoded once for all rows of
+// the activation, into the first-level cache, a part of the columns at a time. Then the scales are part of the
+// int16 values, which share one unit per part. Sums need no multiplication, which would take as long as 32
+// products.
+//
+// Sums of products fit into 32 bits, because the norms of both operands are limited by `norm_of_lanes`.
+#define EQQUANT_TARGET_VNNI
+#include <immintrin.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/vector.h"
+#include "microkernels/vnni/int16_levels.h"
+#include "runtime/product.h"
+#include "runtime/target.h"
+
+EQQUANT_BEGIN
+namespace {
+
+constexpr int64_t chunk = 64;  // Bytes of codes.
+
+int steps_of(const Product& p) { return 16 / p.bits; }
+int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
+// A group of rows of the activation is (chunk, step, row, lane).
+int64_t row_size(const Product& p) { return chunks_of(p) * steps_of(p) * (chunk / 2); }
+
+// Three rows of the activation are multiplied by four rows of the weight: registers hold no more sums.
+constexpr int64_t most_at_once = 3;
+int64_t group_of(const Product& p, int64_t row) {
+  return std::min(most_at_once, p.m - row / most_at_once * most_at_once);
+}
+
+// The number of rows of the activation from which the weight is decoded once for all rows. The more codes a lookup
+// decodes at once, the larger is the measured number.
+int64_t many(const Product& p) { return most_at_once * (p.bits == 8 ? 7 : p.bits == 4 ? 14 : 32); }
+
+// The largest number of values of a row that are decoded at once, and the bytes of the activation that stay in the
+// second-level cache. A larger activation takes several passes.
+constexpr int64_t panel_size = 2048, cached_bytes = 5 << 17;
+
+// The number of steps per sum. Short sums have smaller norms, so values can be larger.
+constexpr int most_of_sum = 4;
+int steps_of_sum(const Product& p) {
+  return p.m < many(p) ? steps_of(p) : std::min(most_of_sum, steps_of(p));
+}
+
+// Rounds a row of the activation to int16. A lane holds the codes of two bytes, and the codes of the second byte
+// come `planes` steps after the codes of the first.
+void round_row(const Product& p, const float* x, float per_unit, int16_t* row, int64_t stride) {
+  const int planes = p.planes(), steps = steps_of(p);
+  if (p.packed % chunk)
+    for (int step = 1; step <= steps; step++)
+      _mm512_storeu_si512(row + (chunks_of(p) * steps - step) * stride, _mm512_setzero_si512());
+  const __m512 factor = _mm512_set1_ps(per_unit);
+  const auto load = [&](const float* at, int64_t count) {
+    const __mmask16 some = count > 0 ? first(count) : 0;
+    return _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_maskz_loadu_ps(some, at), factor));
+  };
+  const __m512i of_even =
+      _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i of_odd = _mm512_add_epi32(of_even, _mm512_set1_epi32(1));
+  for_each_run(p, 0, p.packed, [&](int64_t logical, int64_t planar, int64_t length) {
+    const int64_t plane = planar / p.packed, byte = planar % p.packed;
+    for (int64_t i = 0, count; i < length; i += count) {
+      // Runs begin at an even byte, because they have an even number of bytes, or there is only one run.
+      const int64_t j = byte + i;
+      count = std::min({int64_t{32}, length - i, chunk - j % chunk});
+      const __m512i low = load(x + logical + i, count);
+      const __m512i high = load(x + logical + i + 16, count - 16);
+      int16_t* to = row + (j / chunk * steps + plane) * stride + j % chunk / 2;
+      const __m512i even = _mm512_permutex2var_epi32(low, of_even, high);
+      const __m512i odd = _mm512_permutex2var_epi32(low, of_odd, high);
+      _mm256_mask_storeu_epi16(to, first((count + 1) / 2), _mm512_cvtepi32_epi16(even));
+      to += planes * stride;
+      _mm256_mask_storeu_epi16(to, first(count / 2), _mm512_cvtepi32_epi16(odd));
+    }
+  });
+}
+
+// Returns an upper bound for the norms of all lanes. `steps` registers contribute to a lane.
+float norm_of_lanes(const int16_t* row, int64_t stride, int64_t registers, int steps) {
+  __m512i most = _mm512_setzero_si512();
+  for (int64_t i = 0; i < registers; i += steps) {
+    __m512i sum = _mm512_setzero_si512();
+    for (int step = 0; step < steps; step++, row += stride) {
+      // A quarter, rounded up, because the squares would not fit.
+      const __m512i magnitudes = _mm512_abs_epi16(_mm512_loadu_si512(row));
+      const __m512i quarters =
+          _mm512_srli_epi16(_mm512_add_epi16(magnitudes, _mm512_set1_epi16(3)), 2);
+      sum = _mm512_dpwssd_epi32(sum, quarters, quarters);
+    }
+    most = _mm512_max_epu32(most, sum);
+  }
+  return 4 * std::sqrt(static_cast<float>(_mm512_reduce_max_epu32(most)));
+}
+
+void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  const int steps = steps_of_sum(p);
+  // The norm of a lane of the weight: the limit of `decode_row`, or an upper bound from the levels.
+  const float of_weight =
+      p.m < many(p) ? levels_of(p).largest * std::sqrt(2.0f * steps) : largest_norm;
+  const float most = largest_norm * largest_norm / of_weight;
+  Activation activation(p);
+  for (int64_t i = begin; i < end; i++) {
+    const float* x = activation.row(i);
+    const int64_t in_group = i % most_at_once, stride = group_of(p, i) * (chunk / 2);
+    int16_t* row = int16_in(scratch) + (i - in_group) * row_size(p) + in_group * (chunk / 2);
+    const float absmax = absmax_of(x, p.columns());
+    units_in(p, row_size(p), scratch)[i] = round_to_int16(
+        absmax, most, [&](float per_unit) { round_row(p, x, per_unit, row, stride); },
+        [&] { return norm_of_lanes(row, stride, chunks_of(p) * steps_of(p), steps); });
+  }
+}
+
+template <int bits, int step>
+EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
+  if constexpr (bits == 8)
+    return _mm512_srai_epi16(step ? codes : _mm512_slli_epi16(codes, 8), 8);
+  const __m512i shifted = step ? _mm512_srli_epi16(codes, step * bits) : codes;
+  return _mm512_permutexvar_epi16(shifted, table);
+}
+
+// The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
+struct Scales {
+  int64_t blocks, of_chunk, chunks_of_block;
+  // The index of the scale of each lane, and the number of scales per chunk.
+  __m512i lanes, step;
+
+  explicit Scales(const Product& p)
+      : blocks(p.blocks),
+        of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
+        chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)) {
+    alignas(64) int32_t of[16];
+    for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
+    lanes = _mm512_load_si512(of);
+    step = _mm512_set1_epi32(static_cast<int>(of_chunk));
+  }
+  // Reads the scales of a chunk with the first block `block`.
+  EQQUANT_INLINE __m512 read(const float* scales, int64_t block) const {
+    const __mmask16 some = first(std::min(of_chunk, blocks - block));
+    return _mm512_permutexvar_ps(lanes, _mm512_maskz_loadu_ps(some, scales + block));
+  }
+};
+struct Place {
+  int64_t block, chunks;
+
+  Place(const Scales& of, int64_t c)
+      : block(c / of.chunks_of_block * of.of_chunk), chunks(c % of.chunks_of_block) {}
+  EQQUANT_INLINE void next(const Scales& of) {
+    if (++chunks == of.chunks_of_block) block += of.of_chunk, chunks = 0;
+  }
+};
+
+EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
+  const uint8_t* from = p.codes + row * p.packed + j;
+  const int64_t left = p.packed - j;
+  if (left >= chunk) return _mm512_loadu_si512(from);
+  return _mm512_maskz_loadu_epi8((1ull << left) - 1, from);
+}
+
+// Codes of `rows` rows, decoded in registers.
+template <int bits, int rows>
+struct InRegisters {
+  static constexpr int steps_of_sum = 16 / bits;
+  static constexpr int64_t scales_at_once = 16;
+  const Scales& blocks;
+  const uint8_t* codes;
+  int64_t packed, left;  // Bytes of a row, and remaining bytes.
+  const float* scales;
+  Place place;
+  __m512i table, lanes, of[rows];
+  __m512 some_scales[rows];
+  float unit;
+
+  InRegisters(const Product& p, const Levels& levels, const Scales& blocks, const float* scales,
+              int64_t row)
+      : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
+        scales(scales), place(blocks, 0), table(_mm512_load_si512(levels.values)),
+        unit(levels.unit) {
+    read_scales();
+  }
+  // Reads sixteen scales of each row. A chunk has fewer, and looks them up.
+  EQQUANT_INLINE void read_scales() {
+    lanes = blocks.lanes;
+    const int64_t from = place.block, some = std::min(scales_at_once, blocks.blocks - from);
+    for (int r = 0; r < rows; r++) {
+      some_scales[r] = _mm512_maskz_loadu_ps(first(some), scales + r * blocks.blocks + from);
+      // Prefetch the scales of all rows step by step, because they are a stream of their own.
+      __builtin_prefetch(scales + rows * from + r * scales_at_once + 2048, 0, 2);
+    }
+  }
+  EQQUANT_INLINE void read() {
+    if (left >= chunk) {
+      for (int r = 0; r < rows; r++) {
+        of[r] = _mm512_loadu_si512(codes + r * packed);
+        prefetch(codes + r * packed);
+      }
+    } else {
+      const __mmask64 some = (1ull << left) - 1;
+      for (int r = 0; r < rows; r++) of[r] = _mm512_maskz_loadu_epi8(some, codes + r * packed);
+    }
+  }
+  template <int step>
+  EQQUANT_INLINE __m512i weight(int r) const {
+    return decode<bits, step>(table, of[r]);
+  }
+  template <int count>
+  EQQUANT_INLINE void add(int r, const __m512i (&products)[count], __m512 (&sums)[count]) const {
+    const __m512 scale = _mm512_permutexvar_ps(lanes, some_scales[r]);
+    for (int i = 0; i < count; i++)
+      sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[i]), scale, sums[i]);
+  }
+  EQQUANT_INLINE void next() {
+    codes += chunk, left -= chunk;
+    const int64_t before = place.block;
+    place.next(blocks);
+    if (place.block == before) return;
+    lanes = _mm512_add_epi32(lanes, blocks.step);
+    if (place.block % scales_at_once == 0 && place.block < blocks.blocks) read_scales();
+  }
+  EQQUANT_INLINE float unit_of(int) const { return unit; }
+};
+
+// Decoded rows: (chunk, step, row, lane).
+template <int bits, int rows>
+struct InMemory {
+  static constexpr int steps_of_sum = std::min(most_of_sum, 16 / bits);
+  const int16_t* values;
+  const float* units;
+
+  EQQUANT_INLINE void read() const {}
+  template <int step>
+  EQQUANT_INLINE __m512i weight(int r) const {
+    __m512i out = _mm512_load_si512(values + (step * rows + r) * (chunk / 2));
+    asm("" : "+v"(out));  // Otherwise GCC reads it again for each product.
+    return out;
+  }
+  template <int count>
+  EQQUANT_INLINE void add(int, const __m512i (&products)[count], __m512 (&sums)[count]) const {
+    for (int i = 0; i < count; i++)
+      sums[i] = _mm512_add_ps(_mm512_cvtepi32_ps(products[i]), sums[i]);
+  }
+  EQQUANT_INLINE void next() { values += 16 / bits * rows * (chunk / 2); }
+  EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
+};
+
+// Values in registers are passed as arguments. products/float_x_wt_gemv.h has the reason.
+template <int bits, int rows, int count>
+struct Tile {
+  using Products = __m512i[rows][count];
+  using Sums = __m512[rows][count];
+
+  template <int step, class Weights>
+  static EQQUANT_INLINE void multiply(const Weights& weights, const int16_t* x, Products& products,
+                                      Sums& sums) {
+    constexpr int in_sum = step % Weights::steps_of_sum;
+    __m512i weight[rows];
+    for (int r = 0; r < rows; r++) weight[r] = weights.template weight<step>(r);
+    for (int i = 0; i < count; i++) {
+      const __m512i some = _mm512_loadu_si512(x + (step * count + i) * (chunk / 2));
+      for (int r = 0; r < rows; r++)
+        products[r][i] = in_sum ? add_products(products[r][i], weight[r], some)
+                                : _mm512_madd_epi16(weight[r], some);
+    }
+    if constexpr (in_sum + 1 == Weights::steps_of_sum)
+      for (int r = 0; r < rows; r++) weights.add(r, products[r], sums[r]);
+    if constexpr ((step + 1) * bits < 16) multiply<step + 1>(weights, x, products, sums);
+  }
+
+  // Multiplies by `count` rows of the activation `x`, which have `units`. Writes the results to `y`, or adds them.
+  template <class Weights>
+  static void run(Weights weights, const int16_t* x, const float* units, int64_t chunks,
+                  bool adds, float* y, int64_t y_stride) {
+    Sums sums;
+    for (int r = 0; r < rows; r++)
+      for (int i = 0; i < count; i++) sums[r][i] = _mm512_setzero_ps();
+    do {  // At least one iteration: a loop that may be empty compiles to slower code.
+      weights.read();
+      Products products;
+      multiply<0>(weights, x, products, sums);
+      weights.next();
+      x += 16 / bits * count * (chunk / 2);
+    } while (--chunks);
+    for (int i = 0; i < count; i++, y += y_stride) {
+      alignas(16) float of[4];
+      if constexpr (rows == 4)
+        _mm_store_ps(of, Vector::sum_four(sums[0][i], sums[1][i], sums[2][i], sums[3][i]));
+      else
+        for (int r = 0; r < rows; r++) of[r] = Vector::sum(sums[r][i]);
+      // Do not multiply the units first, because their product may underflow.
+      for (int r = 0; r < rows; r++) of[r] = of[r] * weights.unit_of(r) * units[i];
+      if (adds)
+        for (int r = 0; r < rows; r++) of[r] += y[r];
+      std::memcpy(y, of, rows * sizeof(float));
+    }
+  }
+};
+
+struct alignas(64) Register {
+  int16_t values[chunk / 2];
+};
+
+// Returns the levels of the codes that begin at bit `shift` of each lane.
+template <int bits>
+EQQUANT_INLINE __m512 level(__m512 table, __m512i codes, int shift) {
+  const __m512i code = _mm512_srli_epi32(codes, shift);
+  if constexpr (bits == 8)
+    return _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(code, 24), 24));
+  return _mm512_permutexvar_ps(code, table);
+}
+
+// Decodes chunks `begin` to `end` of a row of the weight to int16, times the scales. Returns the unit.
+template <int bits>
+float decode_row(const Product& p, const Scales& blocks, float largest, int64_t row,
+                 const float* scales, int64_t begin, int64_t end, int16_t* to,
+                 int64_t stride) {
+  const __m512 levels = _mm512_loadu_ps(p.levels);
+  const Place start(blocks, begin), last(blocks, end - 1);
+  const auto for_each_chunk = [&](float per_unit, auto use) {
+    Place place = start;
+    for (int64_t c = begin; c < end; c++, place.next(blocks))
+      use(codes_at(p, row, c * chunk),
+          _mm512_mul_ps(blocks.read(scales, place.block), _mm512_set1_ps(per_unit)));
+  };
+  const int64_t some = std::min(p.blocks, last.block + blocks.of_chunk) - start.block;
+  const float most = absmax_of(scales + start.block, some) * largest;
+  if (!std::isfinite(most)) return NAN;
+  float per_unit = largest_int16 / most;
+  if (!std::isfinite(per_unit)) per_unit = 0;
+  // The square of the largest norm of a lane. See `norm_of_lanes`.
+  __m512 square = _mm512_setzero_ps();
+  for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    __m512 sum = _mm512_setzero_ps();
+    for (int shift = 0, step = 1; shift < 16; shift += bits, step++) {
+      const __m512 low = level<bits>(levels, codes, shift);
+      const __m512 high = level<bits>(levels, codes, shift + 16);
+      sum = _mm512_fmadd_ps(low, low, _mm512_fmadd_ps(high, high, sum));
+      if (step % InMemory<bits, 1>::steps_of_sum) continue;
+      square = _mm512_max_ps(square, _mm512_mul_ps(sum, _mm512_mul_ps(scale, scale)));
+      sum = _mm512_setzero_ps();
+    }
+  });
+  per_unit *= shrunk(std::sqrt(_mm512_reduce_max_ps(square)), largest_norm);
+  for_each_chunk(per_unit, [&](__m512i codes, __m512 scale) {
+    const auto value = [&](int shift) {
+      return _mm512_cvtps_epi32(_mm512_mul_ps(level<bits>(levels, codes, shift), scale));
+    };
+    for (int shift = 0; shift < 16; shift += bits, to += stride)
+      _mm512_store_si512(to, _mm512_mask_mov_epi16(value(shift), 0xAAAAAAAA,
+                                                   _mm512_slli_epi32(value(shift + 16), 16)));
+  });
+  return per_unit > 0 ? 1 / per_unit : 0;
+}
+
+template <int bits>
+struct Rows {
+  static constexpr int64_t of_panel = panel_size / (16 / bits * (chunk / 2));
+  const Product& p;
+  const int16_t* x;
+  const float* units;
+  const Levels levels;
+  const Scales blocks;
+  std::vector<float> buffer;
+  std::vector<Register> decoded;
+
+  Rows(const Product& p, char* scratch)
+      : p(p),
+        x(int16_in(scratch)),
+        units(units_in(p, row_size(p), scratch)),
+        levels(levels_of(p)),
+        blocks(p),
+        buffer(p.bfloat16_scales ? 4 * p.blocks : 0),
+        decoded(p.m >= many(p) ? 4 * panel_size / (chunk / 2) : 0) {}
+
+  // Multiplies `rows` rows of the weight by rows `begin` to `end` of the activation: `chunks` chunks from `c` on.
+  template <int rows, class Weights>
+  void multiply(const Weights& weights, int64_t row, int64_t begin, int64_t end, int64_t c,
+                int64_t chunks) {
+    for (int64_t i = begin; i < end; i += most_at_once) {
+      const auto run = [&](auto count) {
+        const int64_t skipped = c * steps_of(p) * count * (chunk / 2);
+        Tile<bits, rows, count>::run(weights, x + i * row_size(p) + skipped, units + i, chunks,
+                                     c > 0, p.y + i * p.rows + row, p.rows);
+      };
+      switch (group_of(p, i)) {
+        case 1: run(std::integral_constant<int, 1>()); break;
+        case 2: run(std::integral_constant<int, 2>()); break;
+        default: run(std::integral_constant<int, 3>());
+      }
+    }
+  }
+
+  template <int rows>
+  void few(int64_t row) {
+    const float* scales = scales_of(p, row, rows, buffer.data());
+    const InRegisters<bits, rows> weights(p, levels, blocks, scales, row);
+    multiply<rows>(weights, row, 0, p.m, 0, chunks_of(p));
+  }
+
+  template <int rows>
+  void panel(int64_t row, int64_t begin, int64_t end, int64_t c, int64_t chunks) {
+    const float* scales = scales_of(p, row, rows, buffer.data());
+    const float largest = largest_of_levels(p);
+    float of_weight[rows];
+    for (int r = 0; r < rows; r++)
+      of_weight[r] = decode_row<bits>(p, blocks, largest, row + r, scales + r * p.blocks, c,
+                                      c + chunks, decoded[r].values, rows * (chunk / 2));
+    // Prefetch the next rows, because these parts of rows are too short for the hardware prefetcher.
+    for (int r = 0; r < rows; r++)
+      for (int64_t j = c; j < c + chunks; j++)
+        __builtin_prefetch(p.codes + (row + rows + r) * p.packed + j * chunk, 0, 2);
+    const InMemory<bits, rows> weights{decoded[0].values, of_weight};
+    multiply<rows>(weights, row, begin, end, c, chunks);
+  }
+};
+
+// Calls `use(rows, row)` for groups of four rows of the weight, and for each remaining row.
+template <class Use>
+void by_fours(int64_t begin, int64_t end, const Use& use) {
+  for (; begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
+  for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
+}
+
+// Returns the size of equal pieces of at most `most`. The last piece may be smaller.
+int64_t evenly(int64_t count, int64_t most) {
+  const int64_t pieces = (count + most - 1) / most;
+  return (count + pieces - 1) / pieces;
+}
+
+template <int bits>
+void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  Rows<bits> of(p, const_cast<char*>(scratch));  // Only read.
+  if (p.m < many(p))
+    return by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
+  const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
+  const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
+  const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
+  for (int64_t i = 0; i < p.m; i += in_turn)
+    for (int64_t c = 0; c < chunks_of(p); c += chunks)
+      by_fours(begin, end, [&](auto rows, int64_t row) {
+        of.template panel<rows>(row, i, std::min(p.m, i + in_turn), c,
+                                std::min(chunks, chunks_of(p) - c));
+      });
+}
+
+int64_t scratch_size(const Product& p) { return scratch_of(p, row_size(p)); }
+
+void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
+  with_bits(p, [&](auto bits) { all_rows<bits>(p, scratch, begin, end); });
+}
+
+const char* why_not(const Product& p) {
+  if (p.exponent) return "floats of 8 bits need a float kernel";
+  if (!p.fits_in_lanes(chunk) || (p.bits < 8 && p.run % 2))
+    return "blocks must divide 64 bytes, or be a multiple of them";
+  return nullptr;
+}
+
+}  // namespace
+
+EQQUANT_END
+
+namespace eqquant {
+extern const Routine int16_x_wt_vnni = {vnni::prepare, vnni::run, vnni::scratch_size, always<8>,
+                                        vnni::why_not};
+}  // namespace eqquant

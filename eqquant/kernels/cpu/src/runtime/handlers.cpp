@@ -1,0 +1,295 @@
+// The handlers that XLA calls: they check operands and distribute the work.
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "decode/unpack.h"
+#include "runtime/huge_pages.h"
+#include "runtime/machine.h"
+#include "runtime/parallel.h"
+
+namespace ffi = xla::ffi;
+
+namespace eqquant {
+namespace {
+
+// Work below these sizes runs on one thread, because waking another takes longer: values to encode, and
+// multiplications. Decoding a weight costs as much as several rows of multiplications.
+constexpr int64_t worth_a_thread = 1 << 17, multiplications_worth_a_thread = 5 << 20,
+                  rows_worth_decoding = 16;
+// In x @ w, each thread processes a part of every row. With few rows of the activation, reading these parts
+// dominates, and long parts are faster.
+constexpr int64_t long_part = 1 << 10, few = 16;
+
+ffi::Error invalid(const std::string& what) {
+  return ffi::Error::InvalidArgument("eqquant: " + what);
+}
+
+const Kernel* find(std::string_view name) {
+  for (const Kernel* kernel = kernels; kernel->name; kernel++)
+    if (kernel->name == name) return kernel;
+  return nullptr;
+}
+
+// Sets the fields that describe rows of `bytes` bytes.
+void set_codes(Product& p, int64_t bits, int64_t bytes) {
+  p.three_bits = bits == 3;
+  p.bits = p.three_bits ? 4 : static_cast<int>(bits);
+  p.packed = p.three_bits ? bytes / 3 * 4 : bytes;
+}
+
+template <class Dimensions>
+int64_t product_of(const Dimensions& dimensions, size_t count) {
+  int64_t out = 1;
+  for (size_t i = 0; i < count; i++) out *= dimensions[i];
+  return out;
+}
+
+ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
+               ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
+               ffi::ResultBuffer<ffi::F32> y,
+               ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
+               int64_t exponent, int64_t run, float level_unit, bool contract_rows) {
+  const Kernel* found = find(kernel);
+  if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
+  if (found->needs > instructions())
+    return invalid("this CPU cannot run '" + std::string(kernel) + "'");
+  const Routine* routine = contract_rows ? found->x_w : found->x_wt;
+  if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
+  if (bits < 1 || bits > 8 || (8 % bits && bits != 3)) return invalid("bits must be 1, 2, 3, 4, 8");
+  if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
+    return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
+  if (levels.element_count() != 16) return invalid("there must be 16 levels");
+
+  const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
+             of_y = y->dimensions();
+  const size_t rank = of_x.size();
+  if (rank < 2 || of_codes.size() != rank || of_scales.size() != rank || of_y.size() != rank)
+    return invalid("operands must have the same number of axes, two or more");
+  if (codes.element_type() != (bits == 8 && !exponent ? ffi::S8 : ffi::U8))
+    return invalid("codes must be int8 if they are integers of 8 bits, and otherwise uint8");
+  for (const ffi::AnyBuffer& of : {x, scales})
+    if (of.element_type() != ffi::F32 && of.element_type() != ffi::BF16)
+      return invalid("x and scales must be float32 or bfloat16");
+  const size_t last = rank - 1, second = rank - 2;
+  const int64_t batch = product_of(of_x, second);
+  for (size_t i = 0; i < second; i++)
+    if (of_codes[i] != of_x[i] || of_scales[i] != of_x[i] || of_y[i] != of_x[i])
+      return invalid("operands must have the same batch axes");
+
+  Product p{};
+  p.m = of_x[second];
+  p.rows = of_codes[second];
+  p.blocks = of_scales[last];
+  p.run = run;
+  p.exponent = static_cast<int>(exponent);
+  set_codes(p, bits, of_codes[last]);
+  if (p.stored_bytes() != of_codes[last]) return invalid("three bits must fill their bytes");
+  p.bfloat16_x = x.element_type() == ffi::BF16;
+  p.bfloat16_scales = scales.element_type() == ffi::BF16;
+  p.contract_rows = contract_rows;
+  p.levels = levels.typed_data();
+  p.parts = found->parts;
+  p.level_unit = level_unit;
+  const int64_t in = p.contracted();
+  const int64_t out = contract_rows ? p.columns() : p.rows;
+  if (of_x[last] != in || of_scales[second] != p.rows || of_y[second] != p.m || of_y[last] != out)
+    return invalid("shapes of operands do not fit");
+  if (!x.element_count() || !codes.element_count() || !batch)
+    return invalid("operands must not be empty");
+  if (run < 1 || p.packed % run || (p.three_bits && run % 4))
+    return invalid("run must divide the bytes of a row");
+  if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
+  if (routine->why_not)
+    if (const char* reason = routine->why_not(p)) return invalid(reason);
+  if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
+    return invalid("scratch is too small");
+
+  ask_for_huge_pages(y->untyped_data(), y->size_bytes());
+  ask_for_huge_pages(scratch->untyped_data(), scratch->size_bytes());
+  char* space = reinterpret_cast<char*>(scratch->typed_data());
+  const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
+  const char* all_scales = static_cast<const char*>(scales.untyped_data());
+  const char* all_x = static_cast<const char*>(x.untyped_data());
+  const int64_t units = contract_rows ? p.packed : p.rows;
+  int64_t grain = routine->grain(p);
+  if (contract_rows && p.m < few)
+    grain *= std::max<int64_t>(
+        1, std::min(long_part, units / std::max<int64_t>(1, pool.num_threads())) / grain);
+  const bool alone =
+      (p.m + rows_worth_decoding) * p.rows * p.columns() < multiplications_worth_a_thread;
+  for (int64_t i = 0; i < batch; i++) {
+    p.x = all_x + i * p.m * in * p.x_size();
+    p.codes = all_codes + i * p.rows * p.stored_bytes();
+    p.scales = all_scales + i * p.rows * p.blocks * p.scale_size();
+    p.y = y->typed_data() + i * p.m * out;
+    if (alone) {
+      routine->prepare(p, space, 0, p.m);
+      run_units(*routine, p, space, 0, units);
+      continue;
+    }
+    parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
+      routine->prepare(p, space, begin, end);
+    });
+    parallel_for(pool, units, grain, [&](int64_t begin, int64_t end) {
+      run_units(*routine, p, space, begin, end);
+    });
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                  ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
+                  ffi::Buffer<ffi::F32> given, ffi::ResultBuffer<ffi::U8> codes,
+                  ffi::ResultBuffer<ffi::F32> scales, ffi::ResultBuffer<ffi::PRED> problems,
+                  int64_t block, bool is_given, ffi::Span<const float> shares) {
+  Encoder* const run = instructions() ? encoder(instructions()) : nullptr;
+  if (!run) return invalid("this CPU cannot encode");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  if (boundaries.element_count() != 16 || levels.element_count() != 16)
+    return invalid("there must be 16 boundaries and 16 levels");
+  if (block < 32 || block % 32 || of_x[1] % block)
+    return invalid("block must be a multiple of 32, and divide the size of a row");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (int64_t(codes->element_count()) != rows * size / 2 ||
+      int64_t(scales->element_count()) != rows * size / block ||
+      int64_t(problems->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  if (is_given && given.element_count() != scales->element_count())
+    return invalid("there must be a scale for each block");
+  const Encoding e{x.typed_data(),
+                   boundaries.typed_data(),
+                   levels.typed_data(),
+                   shares.begin(),
+                   static_cast<int64_t>(shares.size()),
+                   is_given ? given.typed_data() : nullptr,
+                   codes->typed_data(),
+                   scales->typed_data(),
+                   problems->typed_data(),
+                   rows,
+                   size,
+                   block};
+  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  parallel_for(pool, rows, grain,
+               [&](int64_t begin, int64_t end) { run(e, begin, end); });
+  return ffi::Error::Success();
+}
+
+ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
+                 ffi::Buffer<ffi::F32> boundaries, ffi::Buffer<ffi::F32> levels,
+                 ffi::ResultBuffer<ffi::F32> y, ffi::ResultBuffer<ffi::PRED> problems,
+                 int64_t kind, int64_t block, float largest_scale, bool by_deviation,
+                 bool least_squares, int64_t best) {
+  best = std::min<int64_t>(best, instructions());
+  if (best < 1) return invalid("this CPU cannot round");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (kind < 0 || kind > 3) return invalid("kind must be 0 to 3");
+  if (boundaries.element_count() != 15 || levels.element_count() != 16)
+    return invalid("there must be 15 boundaries and 16 levels");
+  if (block < 1 || size % block) return invalid("block must divide the size of a row");
+  if (int64_t(y->element_count()) != rows * size || int64_t(problems->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  const Rounding r{x.typed_data(),
+                   boundaries.typed_data(),
+                   levels.typed_data(),
+                   y->typed_data(),
+                   problems->typed_data(),
+                   size,
+                   block,
+                   static_cast<Levels>(kind),
+                   largest_scale,
+                   by_deviation,
+                   least_squares};
+  Rounder* const run = rounder(static_cast<int>(best));
+  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace eqquant
+
+#define EQQUANT_EXPORT extern "C" __attribute__((visibility("default")))
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_dot(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Attr<std::string_view>("kernel")
+                                  .Attr<int64_t>("bits")
+                                  .Attr<int64_t>("exponent")
+                                  .Attr<int64_t>("run")
+                                  .Attr<float>("level_unit")
+                                  .Attr<bool>("contract_rows"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("block")
+                                  .Attr<bool>("is_given")
+                                  .Attr<ffi::Span<const float>>("shares"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_round(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::PRED>>()
+                                  .Attr<int64_t>("kind")
+                                  .Attr<int64_t>("block")
+                                  .Attr<float>("largest_scale")
+                                  .Attr<bool>("by_deviation")
+                                  .Attr<bool>("least_squares")
+                                  .Attr<int64_t>("instructions"));
+
+// See instructions() in machine.h.
+EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
+
+// See has_bfloat16() in machine.h.
+EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
+
+// Returns the scratch bytes of a product; -1 if the kernel does not exist.
+EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
+                                       int64_t m, int64_t rows, int64_t packed,
+                                       int64_t blocks, int64_t run, int bits) {
+  const eqquant::Kernel* found = eqquant::find(kernel);
+  const eqquant::Routine* routine =
+      !found ? nullptr : contract_rows ? found->x_w : found->x_wt;
+  if (!routine) return -1;
+  eqquant::Product p{};
+  p.m = m, p.rows = rows, p.blocks = blocks, p.run = run;
+  eqquant::set_codes(p, bits, packed);
+  p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
+  p.parts = found->parts;
+  return routine->scratch(p);
+}
+
+// The XLA interface of this build. XLA supports older interfaces, but not newer ones.
+EQQUANT_EXPORT int eqquant_interface() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
+
+// The hash of the sources of this build.
+EQQUANT_EXPORT const char* eqquant_sources() { return EQQUANT_SOURCES; }
+
+// The other inputs of the build. A new build compares them to decide whether the library is current.
+EQQUANT_EXPORT const char* eqquant_recipe() { return EQQUANT_RECIPE; }

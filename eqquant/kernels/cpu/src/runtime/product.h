@@ -1,0 +1,157 @@
+// The description of a product, and its routines, independent of XLA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+namespace eqquant {
+
+// `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
+//
+// A row of `codes` has `packed` bytes. Byte j holds one code of each of `planes` planes, lowest bits first.
+// Shifts leave the codes of a row in *plane order* (plane, byte), so rows are used in that order. The
+// activation is permuted to it, or the result is permuted from it. In logical order, a run of `run` bytes
+// of one plane is followed by the same run of the next plane.
+struct Product {
+  const void* x;          // (m, columns), or (m, rows) where rows are contracted
+  const uint8_t* codes;   // (rows, packed), or of `three_bits`
+  const void* scales;     // (rows, blocks)
+  float* y;               // (m, rows), or (m, columns)
+  int64_t m, rows, packed, blocks;
+  int bits;               // of a code: 1, 2, 4 or 8
+  int64_t run;
+  // True if `codes` are three-bit codes. All other fields then describe the unpacked four-bit codes. See
+  // decode/unpack.h.
+  bool three_bits;
+  bool bfloat16_x, bfloat16_scales;
+  bool contract_rows;
+  // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats
+  // with this number of exponent bits.
+  const float* levels;
+  int exponent;
+  int parts;              // 1 or 2: the number of int8 parts of a value of the activation
+  // The approximate common divisor of levels; 0 for a fraction of the largest level.
+  float level_unit;
+
+  int planes() const { return 8 / bits; }
+  int64_t columns() const { return packed * planes(); }
+  int64_t block_bytes() const { return packed / blocks; }
+  // Values per row of the activation.
+  int64_t contracted() const { return contract_rows ? rows : columns(); }
+  int64_t x_size() const { return bfloat16_x ? 2 : 4; }
+  int64_t scale_size() const { return bfloat16_scales ? 2 : 4; }
+  // The stored codes of a row, and their number of bytes.
+  int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
+  const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
+  // True if the codes may be in a cache. From memory, sequential reads of one row at a time are fastest; from
+  // a cache, several rows at once.
+  bool is_small() const { return rows * packed <= 1 << 24; }
+  // True if this number of bytes, loaded at once, holds whole blocks (of whole 32-bit lanes) or a part of one.
+  bool fits_in_lanes(int64_t bytes) const {
+    const int64_t block = block_bytes();
+    return blocks == 1 || block % bytes == 0 || (bytes % block == 0 && block % 4 == 0);
+  }
+};
+
+// Prefetches codes long before their use, where they are read sequentially, into the second-level cache,
+// which allows more outstanding requests than the first. Always inlined: GCC treats a call to a function
+// that only prefetches as free of side effects, and removes it.
+inline __attribute__((always_inline)) void prefetch(const uint8_t* codes) {
+  __builtin_prefetch(codes + (1 << 15), 0, 2);
+}
+
+// Prefetches into the first-level cache, for a single stream of codes.
+inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
+  __builtin_prefetch(codes + (1 << 12), 0, 3);
+}
+
+// One way to compute products: `prepare` for each row of the activation, then `run` for each unit of the
+// result (rows of the weight, or bytes of all rows in x @ w). Several threads may call both on disjoint
+// ranges.
+struct Routine {
+  void (*prepare)(const Product&, char* scratch, int64_t begin, int64_t end);
+  void (*run)(const Product&, const char* scratch, int64_t begin, int64_t end);
+  // Bytes of scratch that `prepare` writes and `run` reads.
+  int64_t (*scratch)(const Product&);
+  // The smallest number of units per thread; pieces are multiples of it.
+  int64_t (*grain)(const Product&);
+  // The reason against a product, or null.
+  const char* (*why_not)(const Product&) = nullptr;
+};
+
+template <int64_t grain>
+inline int64_t always(const Product&) {
+  return grain;
+}
+
+inline float from_bfloat16(uint16_t bits) {
+  uint32_t wide = uint32_t{bits} << 16;
+  float out;
+  std::memcpy(&out, &wide, sizeof out);
+  return out;
+}
+
+// Calls `use` with the number of bits as a compile-time constant.
+template <class Use>
+inline void with_bits(const Product& p, const Use& use) {
+  switch (p.bits) {
+    case 1: return use(std::integral_constant<int, 1>());
+    case 2: return use(std::integral_constant<int, 2>());
+    case 4: return use(std::integral_constant<int, 4>());
+    case 8: return use(std::integral_constant<int, 8>());
+  }
+}
+
+// Calls `use` with the compile-time constant `n`, from 1 to `most`.
+template <int most, class Use>
+inline void with_constant(int n, const Use& use) {
+  if (n == most)
+    use(std::integral_constant<int, most>());
+  else if constexpr (most > 1)
+    with_constant<most - 1>(n, use);
+}
+
+inline void from_bfloat16(const void* from, int64_t begin, int64_t size, float* to) {
+  const uint16_t* bits = static_cast<const uint16_t*>(from) + begin;
+  for (int64_t i = 0; i < size; i++) to[i] = from_bfloat16(bits[i]);
+}
+
+// The scales of some rows as floats: in place, or converted into `buffer`.
+inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
+  if (!p.bfloat16_scales) return static_cast<const float*>(p.scales) + row * p.blocks;
+  from_bfloat16(p.scales, row * p.blocks, rows * p.blocks, buffer);
+  return buffer;
+}
+
+// Rows of the activation as floats: in place, or converted.
+class Activation {
+  const Product& p;
+  std::vector<float> buffer;
+
+ public:
+  explicit Activation(const Product& p) : p(p), buffer(p.bfloat16_x ? p.contracted() : 0) {}
+  const float* row(int64_t i) {
+    const int64_t size = p.contracted();
+    if (!p.bfloat16_x) return static_cast<const float*>(p.x) + i * size;
+    from_bfloat16(p.x, i * size, size, buffer.data());
+    return buffer.data();
+  }
+};
+
+// Calls `use(logical, planar, length)` with the position of each run of a row in both orders.
+template <class Use>
+inline void for_each_run(const Product& p, int64_t begin, int64_t end, Use use) {
+  for (int64_t j = begin; j < end;) {
+    const int64_t offset = j % p.run, length = std::min(p.run - offset, end - j);
+    for (int plane = 0; plane < p.planes(); plane++) {
+      const int64_t logical = (j / p.run * p.planes() + plane) * p.run + offset;
+      use(logical, plane * p.packed + j, length);
+    }
+    j += length;
+  }
+}
+
+}  // namespace eqquant
