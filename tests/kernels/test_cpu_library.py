@@ -81,7 +81,12 @@ def fake_build(monkeypatch, tmp_path):
     compiler, calls = tmp_path / "c++", tmp_path / "calls"
     compiler.write_text(COMPILER.format(tmp_path))
     compiler.chmod(0o755)
-    for name in ("version", "src/a.cpp", "src/a.h", "include/api/ffi.h"):
+    for name in (
+        "version",
+        "src/runtime/a.cpp",
+        "src/runtime/a.h",
+        "include/api/ffi.h",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("1")
     monkeypatch.setattr(_build, "_sources", tmp_path / "src")
@@ -99,7 +104,7 @@ def fake_build(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "what", ["version", "src/a.cpp", "src/a.h", "include/api/ffi.h"]
+    "what", ["version", "src/runtime/a.cpp", "src/runtime/a.h", "include/api/ffi.h"]
 )
 def test_a_library_is_compiled_anew_when_a_file_changes(what, fake_build, tmp_path):
     before = (tmp_path / "library.so").read_bytes()
@@ -114,13 +119,13 @@ def test_only_the_sources_of_the_machine_are_compiled(
     machine, other, fake_build, monkeypatch, tmp_path
 ):
     for name in ("x86", "arm"):
-        (tmp_path / "src" / name).mkdir()
-        (tmp_path / "src" / name / "kernels.cpp").write_text("1")
+        (tmp_path / "src/runtime" / name).mkdir()
+        (tmp_path / "src/runtime" / name / "kernels.cpp").write_text("1")
     monkeypatch.setattr(_build.platform, "machine", lambda: machine)
     assert fake_build()
     calls = (tmp_path / "calls").read_text()
-    assert f"src/{_build.architecture()}/kernels.cpp" in calls
-    assert f"src/{other}/kernels.cpp" not in calls
+    assert f"src/runtime/{_build.architecture()}/kernels.cpp" in calls
+    assert f"src/runtime/{other}/kernels.cpp" not in calls
 
 
 def test_a_library_is_compiled_anew_when_flags_change(fake_build, monkeypatch):
@@ -134,10 +139,10 @@ def test_a_library_is_not_linked_from_sources_that_changed(
     run = _build._run
 
     def edit_and_run(command):
-        (tmp_path / "src/a.h").write_text("3")
+        (tmp_path / "src/runtime/a.h").write_text("3")
         return run(command)
 
-    (tmp_path / "src/a.h").write_text("2")
+    (tmp_path / "src/runtime/a.h").write_text("2")
     monkeypatch.setattr(_build, "_run", edit_and_run)
     with pytest.raises(_build.CannotBuild, match="changed while"):
         fake_build()
