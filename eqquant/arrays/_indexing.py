@@ -1,6 +1,7 @@
 """Indexing of implicit arrays, on their parts."""
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -123,6 +124,10 @@ def _is_array(entry: Any) -> bool:
     return getattr(entry, "ndim", 0) > 0
 
 
+def _is_slice(entry: Any) -> bool:
+    return isinstance(entry, slice)
+
+
 def _takes_all(entry: Any) -> bool:
     return isinstance(entry, slice) and entry == slice(None)
 
@@ -138,17 +143,39 @@ def _wrap(entry: Any, size: int):
 
 
 def _gather(q: ImplicitArray, entries: list, by_axis: list):
-    """Index the parts by arrays, if the index leaves their last axes whole."""
-    n = q.whole_axes
-    if n is None or not all(map(_takes_all, entries[-n:])):
+    """Index the parts by arrays, if the index takes all of the rows."""
+    rows, axes = q.rows_last()
+    n = rows.whole_axes
+    if n is None or not all(_takes_all(by_axis[axis]) for axis in axes[-n:]):
         return _decoded(q, tuple(entries))
-    indexed = entries[: len(entries) - n]
-    arrays = [i for i in indexed if i is not None and not isinstance(i, slice)]
-    found = len(np.broadcast_shapes(*map(np.shape, arrays)))
-    ndim = found + len(entries) - len(arrays)
-    out = q.gather(lambda a, _: _look_up(a, (*indexed, slice(None))), ndim)
+    with_axes = [i for i, entry in enumerate(entries) if entry is not None]
+    whole = [with_axes[axis] for axis in axes[-n:]]
+    indexed = [i for i in range(len(entries)) if i not in whole]
+    index = tuple(entries[i] for i in indexed)
+    order = [*_axes_of_result(entries, indexed), *whole]
+    out = rows.gather(lambda a, _: _look_up(a, (*index, slice(None))), len(order))
     sliced = sum(isinstance(entry, slice) for entry in by_axis)
-    return out if sliced >= 2 else out.dequantize()
+    out = out if sliced >= 2 else out.dequantize()
+    wanted = _axes_of_result(entries, range(len(entries)))
+    return out.transpose([order.index(axis) for axis in wanted])
+
+
+def _axes_of_result(entries: list, places: Sequence[int]) -> list:
+    """Return the axes that indexing by some of the entries makes, in order.
+
+    An axis of a slice, or a new axis, is the place of its entry. The axes of the
+    broadcast index arrays, `"found 0"` and so on, are in the place of the first index,
+    or at the front if the indices are apart.
+    """
+    by_array = [entries[i] is not None and not _is_slice(entries[i]) for i in places]
+    arrays = [entries[i] for i, found in zip(places, by_array, strict=True) if found]
+    shape = np.broadcast_shapes(*map(np.shape, arrays))
+    first = by_array.index(True)
+    apart = not all(by_array[first : first + len(arrays)])
+    out: list = [i for i, found in zip(places, by_array, strict=True) if not found]
+    at = 0 if apart else first
+    out[at:at] = [f"found {i}" for i in range(len(shape))]
+    return out
 
 
 def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:

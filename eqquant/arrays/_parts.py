@@ -24,6 +24,7 @@ from ._axes import (
     Slice,
     Squeeze,
 )
+from ._matrices import other_axes
 
 
 class ArrayInParts(eqx.Module):
@@ -156,6 +157,15 @@ class ArrayInParts(eqx.Module):
         count = self.ndim - (self.whole_axes or 0)
         new_count = ndim - (self.whole_axes or 0)
         return self.move(Gather(self.shape, fn, fill, count, new_count))
+
+    def rows_last(self) -> tuple[Any, tuple[int, ...]]:
+        """Return this array with the axes that [`gather`][] does not index as its last,
+        and the permutation. All other axes keep their order."""
+        if self.whole_axes is not None:
+            return self, tuple(range(self.ndim))
+        blocked = self.blocked_axes
+        order = (*other_axes(self.ndim, blocked), *blocked)
+        return self.permute(order), order
 
     def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
         """As `lax.concatenate`: append arrays of the same structure to this one."""

@@ -11,17 +11,10 @@ from jax import lax
 ROWS = jnp.array([2, 0, 2])
 
 
-def rows_last(w):
-    """Return rows as columns: `(size, rows)`."""
-    numbers = lax.GatherDimensionNumbers((0,), (0,), (0,))
-    return lax.gather(w, ROWS[:, None], numbers, (1, w.shape[1]))
-
-
 CASES = {
     "split within blocks": lambda w: jnp.split(w, [32], -1),
     "looked up across blocks": lambda w: jnp.take(w, ROWS, axis=1),
     "rows of what is transposed": lambda w: jnp.take(w.T, ROWS, axis=0),
-    "rows as columns": rows_last,
     "filled with a number": lambda w: jnp.take(
         w, jnp.array([1, 9]), axis=0, mode="fill", fill_value=7.0
     ),

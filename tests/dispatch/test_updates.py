@@ -65,6 +65,32 @@ def test_along_any_axis_that_is_not_blocked(axis, normal):
     assert_identical(got.dequantize(), fn(cache.dequantize(), new))
 
 
+POSITIONS = jnp.array([3, 0, -1, 20])
+
+
+@pytest.mark.parametrize("heads", [(), (2,)])
+def test_a_position_for_each_sequence(heads, normal):
+    """`vmap` makes a scatter of a `dynamic_update_slice`."""
+
+    def update(cache, row, position):
+        lead = [0] * len(heads)
+        return lax.dynamic_update_slice(cache, row, (*lead, position, 0))
+
+    cache = eqquant.quantize(normal(4, *heads, 8, 64), "int8")
+    rows = normal(4, *heads, 1, 64)
+    got = strict(jax.vmap(update))(cache, rows, POSITIONS)
+    new = eqquant.quantize(rows, "int8").dequantize()
+    expected = jax.vmap(update)(cache.dequantize(), new, POSITIONS)
+    assert_identical(got.dequantize(), expected)
+
+
+def test_columns_of_a_transposed_cache(normal):
+    cache, rows = eqquant.quantize(normal(6, 64), "int8"), normal(2, 64)
+    fn = lambda c, x: c.T.at[:, jnp.array([4, 1])].set(x.T).T
+    expected = strict(lambda c, x: c.at[jnp.array([4, 1])].set(x))(cache, rows)
+    assert_identical(strict(fn)(cache, rows), expected)
+
+
 def test_parts_of_rows_are_not_served(normal):
     cache = eqquant.quantize(normal(6, 64), "nf4")
     for fn in (lambda c: c.at[2, 3].set(1.0), lambda c: c.at[:, :32].set(0.0)):

@@ -20,7 +20,6 @@ MOVED = {
     "split": lambda q, x: jnp.split(q, [10], axis=1),
     "dynamic_slice": lambda q, x: lax.dynamic_slice(q, (0, 3), (6, 10)),
     "gather": lambda q, x: jnp.take(q, jnp.array([3, 70]), axis=1),
-    "gather, another axis whole": lambda q, x: jnp.take(q.T, jnp.array([1]), axis=1),
     "gather, filled": lambda q, x: q.at[jnp.array([1, 9])].get(
         mode="fill", fill_value=7.0
     ),

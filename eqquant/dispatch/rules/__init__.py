@@ -2,6 +2,7 @@
 
 from . import (
     _convolutions as _convolutions,
+    _lookups as _lookups,
     _products as _products,
     _scaling as _scaling,
     _structural as _structural,

@@ -2,7 +2,6 @@
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 
@@ -58,51 +57,6 @@ def _dynamic_slice(q, *start, slice_sizes):
     if not isinstance(q, ImplicitArray) or len(start) != q.ndim:
         return NotImplemented
     return q.dynamic_slice(start, slice_sizes)
-
-
-@rule_for(lax.gather_p)
-def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
-    """Gather rows, or matrices of a stack, by the same gather on the components.
-
-    Gathered rows are decoded, like in indexing.
-    """
-    numbers = dimension_numbers
-    n = q.whole_axes
-    if n is None:
-        return NotImplemented
-    first = q.ndim - n
-    whole = range(first, q.ndim)
-    if any(slice_sizes[axis] != q.shape[axis] for axis in whole):
-        return NotImplemented
-    if {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims} & set(whole):
-        return NotImplemented
-    # Slices keep the order of their axes, so the whole axes are last.
-    kept = numbers.offset_dims[: len(numbers.offset_dims) - n]
-    ndim = len(numbers.offset_dims) + indices.ndim - 1
-    if numbers.offset_dims[len(kept) :] != tuple(range(ndim - n, ndim)):
-        return NotImplemented
-    starts = [i for i, axis in enumerate(numbers.start_index_map) if axis < first]
-    if len(starts) < len(numbers.start_index_map):
-        # Clamped, the slice of a whole axis starts at 0. Any other start fills.
-        if mode == lax.GatherScatterMode.FILL_OR_DROP:
-            return NotImplemented
-        indices = indices[..., np.asarray(starts, int)]
-    numbers = numbers._replace(
-        offset_dims=(*kept, ndim - n),
-        start_index_map=tuple(numbers.start_index_map[i] for i in starts),
-    )
-
-    fill = fill_value
-    if fill is not None and fill != 0 and fill == fill:
-        return NotImplemented
-
-    def gather(a, fill):
-        sizes = (*slice_sizes[:first], a.shape[-1])
-        return lax.gather(a, indices, numbers, sizes, mode=mode, fill_value=fill)
-
-    out = q.gather(gather, ndim, fill)
-    # Under `vmap` an index is a slice of one element, whose axis is squeezed next.
-    return out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
 
 
 @rule_for(lax.rev_p)
