@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
+from ..arrays import is_quantized
 from ..formats import as_format, Format, formats
 from ..trees import Report, report
 from ._convert import quantize_checkpoint
@@ -99,6 +100,7 @@ def _quantize(options: argparse.Namespace) -> int:
         if not equals or not pattern:
             raise ValueError(f"--rule must have the form PATTERN=FORMAT, got {rule!r}.")
         rules[pattern] = parse_format(format)
+    replaced = _described(options.dst)
     quantize_checkpoint(
         options.src,
         options.dst,
@@ -108,10 +110,24 @@ def _quantize(options: argparse.Namespace) -> int:
         max_shard_size=options.max_shard_size,
         check_finite=not options.no_check_finite,
     )
+    if replaced:
+        print(f"eqquant: replaced {replaced}", file=sys.stderr)
     with Source(options.src) as before, Source(options.dst) as after:
         print(f"before: {_summary(before)}")
         print(f"after:  {_summary(after)}: {_size(before) / _size(after):.2f}x smaller")
     return 0
+
+
+def _described(path: str) -> str | None:
+    """Return a summary with the formats of a complete checkpoint, or None."""
+    try:
+        with Source(path) as source:
+            described = Contents(source, (), "quantize").described.values()
+            summary = _summary(source)
+    except (ValueError, OSError):
+        return None  # Nothing is there, or a part of an interrupted call.
+    formats = sorted({repr(x.format) for x in described if is_quantized(x)})
+    return f"{summary}, with {', '.join(formats) or 'no quantized tensors'}"
 
 
 def parse_format(text: str) -> Format | None:

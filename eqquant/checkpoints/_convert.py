@@ -180,7 +180,7 @@ def _choose(
     choices = with_abstract_arrays(choose_among_arrays, tree)
     if not choices and format is not None:
         warn(
-            f"{_caller}: all_sites no weights to quantize. Select tensors with rules.",
+            f"{_caller}: found no weights to quantize. Select tensors with rules.",
             UserWarning,
         )
     return {choice.path: choice for choice in choices}

@@ -17,7 +17,7 @@ from ..trees import (
     match_layers,
     sites,
     Tree,
-    warn_of_nothing,
+    warn_of_left_out,
     with_progress,
 )
 from ._errors import with_place
@@ -131,9 +131,8 @@ def load_quantized(
 def _choose(like, format, where, rules, min_size) -> dict[int, Choice]:
     def choose_among_arrays(model):
         options = {"where": where, "rules": rules, "min_size": min_size}
-        choices = choose(model, format, caller=CALLER, **options)
-        if not choices and format is not None:
-            warn_of_nothing(model, CALLER)
+        choices = choose(model, format, caller=CALLER, may_be_quantized=True, **options)
+        warn_of_left_out(model, choices, format, caller=CALLER, **options)
         return choices
 
     choices = with_abstract_arrays(choose_among_arrays, like)

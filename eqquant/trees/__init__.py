@@ -13,7 +13,6 @@ from ._choice import (
     choose_among as choose_among,
     replace_base as replace_base,
     replace_chosen as replace_chosen,
-    too_small as too_small,
 )
 from ._conventions import (
     Axis as Axis,
@@ -22,13 +21,13 @@ from ._conventions import (
 )
 from ._forward import check_forward as check_forward
 from ._layers import match_layers as match_layers
+from ._left_out import warn_of_left_out as warn_of_left_out
 from ._nbytes import nbytes as nbytes
 from ._progress import with_progress as with_progress
 from ._quantize import (
     dequantize_tree as dequantize_tree,
     Method as Method,
     quantize_tree as quantize_tree,
-    warn_of_nothing as warn_of_nothing,
 )
 from ._report import (
     Report as Report,
@@ -40,6 +39,7 @@ from ._results import float_arrays as float_arrays
 from ._roles import weight_of as weight_of
 from ._rules import QuantizationRule as QuantizationRule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
+from ._size import too_small as too_small
 from ._trainable import trainable_mask as trainable_mask
 from ._with_compute import with_compute as with_compute
 

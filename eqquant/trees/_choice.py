@@ -1,7 +1,6 @@
 """The choice of weights in a pytree, with their formats and axes."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -9,14 +8,16 @@ import equinox as eqx
 import jax
 import numpy as np
 
-from ..arrays import is_implicit, LoraArray
+from ..arrays import is_implicit, is_quantized, LoraArray
 from ..formats import as_format, Format
 from ..kernels import Compute
+from ._choice_warnings import warn_of_larger, warn_of_quantized
 from ._conventions import Axis, WeightAxes
 from ._layers import match_layers
 from ._roles import weight_of
 from ._rules import format_rule, Rules
 from ._sites import Site, sites
+from ._size import too_small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,21 +58,24 @@ def choose(
     rules: Mapping | None,
     min_size: int,
     caller: str,
+    may_be_quantized: bool = False,
 ) -> list[Choice]:
     """Return the weights that [`eqquant.quantize_tree`][] quantizes.
 
-    Errors start with the name `caller`.
+    Errors start with the name `caller`. Unless some weights may be quantized already, a
+    warning names them.
     """
 
-    def is_float(leaf):
+    def is_candidate(leaf):
         leaf = base_of(leaf)
-        return eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+        is_array = eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
+        return is_array or is_quantized(leaf)
 
     def is_worth_it(site: Site, kind: WeightAxes, format: Format) -> bool:
         return not too_small(site.leaf, format, kind.axis, min_size)
 
-    return choose_among(
-        is_float,
+    choices = choose_among(
+        is_candidate,
         model,
         None if format is None else as_format(format, caller),
         is_worth_it=is_worth_it,
@@ -79,6 +83,13 @@ def choose(
         rules=Rules(rules, format_rule, caller),
         caller=caller,
     )
+    leaves = [base_of(leaf) for leaf in leaves_of(model)]
+    quantized = [c for c in choices if is_quantized(leaves[c.index])]
+    choices = [c for c in choices if not is_quantized(leaves[c.index])]
+    if not may_be_quantized:
+        warn_of_quantized(quantized, leaves, caller)
+    warn_of_larger(choices, leaves, caller)
+    return choices
 
 
 def choose_among(
@@ -187,19 +198,3 @@ def replace_chosen(
         except (TypeError, ValueError) as error:
             raise type(error)(f"{caller}: at {choice.path}: {error}") from error
     return match_layers(jax.tree.unflatten(treedef, leaves))
-
-
-def too_small(leaf, format: Format, axis: Axis, min_size: int = 256) -> str | None:
-    """Return the reason why a weight is not worth quantizing, or None."""
-    if leaf.size < min_size:
-        return f"smaller than {min_size}"
-    axes = (axis,) if isinstance(axis, int) else axis
-    size = math.prod(leaf.shape[a] for a in axes)
-    if stored_bytes(size, format) >= size * leaf.dtype.itemsize:
-        return f"no smaller as {format!r}"
-    return None
-
-
-def stored_bytes(size: int, format: Format) -> float:
-    """Return the bytes of a row, including scales and padding."""
-    return format.padded(size) * format.bits / 8 + format.scale_bytes(size)

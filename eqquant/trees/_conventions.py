@@ -174,6 +174,24 @@ def _convolution(layer, name, array):
     )
 
 
+def axes_by_fields(layer: Any, name: str, array: Any) -> WeightAxes | None:
+    """Return the axes of a weight if its layer has the fields of a linear layer or a
+    convolution of `eqx.nn`, like copies of these classes."""
+    fields, ndim = getattr(layer, "__dict__", {}), getattr(array, "ndim", 0)
+    if name != "weight" or not callable(layer) or ndim < 2:
+        return None
+    if {"num_spatial_dims", "kernel_size"} <= fields.keys():
+        window = layer.num_spatial_dims
+        return WeightAxes(tuple(range(-window - 1, 0)), -window - 2)
+    if {"in_features", "out_features"} <= fields.keys():
+        matrix, sizes = array.shape[-2:], (layer.in_features, layer.out_features)
+        known = {sizes[::-1]: WeightAxes(-1, -2), sizes: WeightAxes(-2, -1)}
+        return known.get(matrix)
+    if 3 <= ndim <= 5 and not fields.keys().isdisjoint(("stride", "padding")):
+        return WeightAxes(tuple(range(1 - ndim, 0)), -ndim)
+    return None
+
+
 @register_weights(eqx.nn.GRUCell, eqx.nn.LSTMCell)
 def _recurrent(layer, name, array):
     return WeightAxes(-1, -2) if name in ("weight_ih", "weight_hh") else None

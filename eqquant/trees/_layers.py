@@ -3,7 +3,8 @@
 `eqx.nn.Linear` multiplies with `@`, which quantized arrays support. A convolution calls
 `lax.conv_general_dilated`, which accepts JAX arrays only. With a quantized weight, its
 class becomes a subclass that runs inside of `quaxify`. So model code does not change,
-and `isinstance(layer, eqx.nn.Conv2d)` stays true.
+and `isinstance(layer, eqx.nn.Conv2d)` stays true. The same applies to layers that are
+recognised by their fields.
 """
 
 import dataclasses
@@ -15,20 +16,26 @@ import jax
 
 from ..arrays import is_implicit
 from ..dispatch import quaxify
+from ._conventions import axes_by_fields, convention_of
 
 
-def _is_convolution(x: Any) -> bool:
-    return isinstance(x, eqx.nn.Conv | eqx.nn.ConvTranspose)
+def _needs_dispatcher(x: Any) -> bool:
+    if isinstance(x, eqx.nn.Conv | eqx.nn.ConvTranspose):
+        return True
+    if not isinstance(x, eqx.Module) or convention_of(x) is not None:
+        return False
+    return axes_by_fields(x, "weight", getattr(x, "weight", None)) is not None
 
 
 def match_layers(model: Any) -> Any:
-    """Return the model with the right class for each convolution.
+    """Return the model with the right class for each layer that calls JAX.
 
-    Convolutions with a quantized weight run in the dispatcher, and all others are
-    plain.
+    With a quantized weight these layers run in the dispatcher. All others are plain.
     """
     return jax.tree.map(
-        lambda x: _match(x) if _is_convolution(x) else x, model, is_leaf=_is_convolution
+        lambda x: _match(x) if _needs_dispatcher(x) else x,
+        model,
+        is_leaf=_needs_dispatcher,
     )
 
 

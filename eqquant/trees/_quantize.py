@@ -6,7 +6,7 @@ from typing import Any, get_args, Literal
 import jax
 import jax.numpy as jnp
 
-from .._jax import typed, warn
+from .._jax import typed
 from ..arrays import (
     canonical_axes,
     dequantize,
@@ -20,8 +20,8 @@ from ..kernels import as_compute, Compute
 from ._calibration import AbstractCalibration
 from ._choice import Choice, choose, leaves_of, replace_base, replace_chosen
 from ._layers import match_layers
+from ._left_out import warn_of_left_out
 from ._progress import with_progress
-from ._report import report
 from ._sites import sites, Tree
 
 
@@ -49,14 +49,19 @@ def quantize_tree(
 
     By default this quantizes the weights of `eqx.nn.Linear`, `Embedding`, `Conv`,
     `ConvTranspose`, `GRUCell` and `LSTMCell`, including stacked layers, and of layers
-    of Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax.
-    [`eqquant.trees.register_weights`][] adds your own layers. All other arrays are
-    unchanged: biases, norms, PReLU, arrays inside of SpectralNorm and WeightNorm,
-    weights smaller than `min_size`, and weights that would not become smaller. If no
-    weight is chosen, a warning lists the largest arrays with the reasons.
+    of Haliax, Flax (Linen's dictionaries, NNX modules and states), Haiku and stax. It
+    also recognises layers by their fields: `num_spatial_dims` and `kernel_size`,
+    `in_features` and `out_features`, or a `weight` of 3 to 5 axes beside `stride` or
+    `padding`. [`eqquant.trees.register_weights`][] adds your own layers. All other
+    arrays are unchanged: biases, norms, PReLU, arrays inside of SpectralNorm and
+    WeightNorm, weights smaller than `min_size`, and weights that would not become
+    smaller. If no weight is chosen, a warning lists the largest arrays with the
+    reasons. If more than a fifth of the bytes stays in floating point, a warning names
+    the largest array.
 
-    A convolution of `eqx.nn` becomes a subclass that runs inside of
-    [`eqquant.quaxify`][]. [`eqquant.dequantize_tree`][] restores the plain layer.
+    A convolution, or a layer that is recognised by its fields, becomes a subclass that
+    runs inside of [`eqquant.quaxify`][]. [`eqquant.dequantize_tree`][] restores the
+    plain layer.
 
     !!! Example
 
@@ -122,13 +127,9 @@ def quantize_tree(
     """
     caller = "quantize_tree"
     compute = as_compute(compute, precision, activations)
-    choices = choose(
-        model, format, where=where, rules=rules, min_size=min_size, caller=caller
-    )
-
-    if not choices and format is not None:
-        warn_of_nothing(model, caller)
-
+    options = {"where": where, "rules": rules, "min_size": min_size}
+    choices = choose(model, format, caller=caller, **options)
+    warn_of_left_out(model, choices, format, caller=caller, **options)
     if method not in get_args(Method):
         raise ValueError(
             f"{caller}: method must be one of {get_args(Method)}, got {method!r}."
@@ -169,21 +170,6 @@ def quantize_tree(
     elements = sum(leaves[choice.index].size for choice in choices)
     shown = with_progress(choices, elements, progress, caller=caller)
     return replace_chosen(quantize_leaf, model, shown, caller=caller)
-
-
-def warn_of_nothing(model: Any, caller: str) -> None:
-    """Warn that no weight was chosen, with the reasons for the largest arrays."""
-    rows = report(model).rows
-    if any(row.format is not None for row in rows):
-        return
-    largest = sorted(rows, key=lambda row: row.bytes_before, reverse=True)[:5]
-    message = f"{caller}: nothing was chosen."
-    for row in largest:
-        message += f"\n  {row.path or 'the array'} {row.shape}: {row.reason}"
-    if paths := [row.path for row in largest if len(row.shape) > 1 and row.path]:
-        message += f"\nA rule takes an array: `rules={{{paths[0]!r}: 'int8'}}`."
-    message += "\n`eqquant.trees.register_weights` makes the weights of a layer known."
-    warn(message, UserWarning)
 
 
 @typed

@@ -13,12 +13,13 @@ from .._jax import typed
 from ..arrays import ImplicitArray, is_implicit, is_quantized
 from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
-from ._choice import base_of, stored_bytes, too_small
+from ._choice import base_of
 from ._conventions import WeightAxes
 from ._forward import check_forward
 from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
+from ._size import stored_bytes, too_small
 
 
 @dataclasses.dataclass(frozen=True)
@@ -269,7 +270,7 @@ def row_of(
     # A weight with an adapter: the format of the base, and the bytes of both.
     stored = base_of(leaf)
     format = stored.format if is_quantized(stored) else None
-    reason = _why_not(site) if format is None else _costs(bits, format)
+    reason = why_not(site) if format is None else _costs(bits, format)
     error = sqnr = None
     if is_implicit(leaf) and source is not None and leaf.size:
         error = _relative_error(leaf, source)
@@ -319,7 +320,7 @@ def _costs(bits: float, format: Format) -> str:
     return f"short rows: padding and scales, {expected:.2f} bits in long ones"
 
 
-def _why_not(site) -> str:
+def why_not(site) -> str:
     kind = classify(site)
     if isinstance(kind, WeightAxes):
         return too_small(site.leaf, as_format("nf4"), kind.axis) or "not selected"

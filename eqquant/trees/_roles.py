@@ -4,7 +4,7 @@ import equinox as eqx
 import jax.numpy as jnp
 
 from ..arrays import is_implicit, is_quantized
-from ._conventions import convention_of, WeightAxes
+from ._conventions import axes_by_fields, convention_of, WeightAxes
 from ._sites import Site
 
 
@@ -28,7 +28,7 @@ def role(site: Site) -> WeightAxes | str:
     if site.reparameterised:
         return "computed anew at each call"
     convention = convention_of(site.owner)
-    found = None if convention is None else convention(site.owner, site.field, leaf)
+    found = (convention or axes_by_fields)(site.owner, site.field, leaf)
     if found is not None:
         return found
     if "bias" in site.field or site.field == "b":

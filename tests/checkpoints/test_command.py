@@ -67,6 +67,16 @@ def test_quantize_inspect_verify(src, tmp_path, capsys):
     assert err.count("\n") == 1 and "CRC-32" in err
 
 
+def test_a_replaced_checkpoint_is_printed(src, tmp_path, capsys):
+    dst = str(tmp_path / "dst.safetensors")
+    assert main(["quantize", str(src[0]), dst, "--format", "int8"]) == 0
+    assert capsys.readouterr().err == ""
+    assert main(["quantize", str(src[0]), dst, "--format", "nf4"]) == 0
+    err = capsys.readouterr().err
+    assert err.startswith(f"eqquant: replaced {dst}: 6 tensors")
+    assert err.endswith("with Int8(block_size=None)\n")
+
+
 def test_errors_are_one_line(src, tmp_path, capsys):
     path = str(src[0])
     dst = str(tmp_path / "out")

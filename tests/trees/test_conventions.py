@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.trees import _conventions
+from helpers import assert_close
 from jaxtyping import Array
 
 
@@ -185,3 +186,27 @@ def test_adapters_of_what_is_smaller_than_the_rank_or_quantized_by_a_rule():
     assert adapted.mine.in_axes == (-2,)
     with pytest.raises(ValueError, match="at layers.1.weight: rank 8 is larger"):
         eqquant.lora_tree(model, 2, key=KEY, rules={"layers.1.weight": 8})
+
+
+class CopyOfLinear(eqx.Module):
+    """A linear layer that calls JAX, with the fields of `eqx.nn.Linear`."""
+
+    weight: jax.Array
+    in_features: int
+    out_features: int
+
+    def __call__(self, x):
+        return jnp.einsum("...i,io->...o", x, self.weight)
+
+
+def test_a_linear_layer_is_recognised_by_its_fields(normal):
+    layer, x = CopyOfLinear(normal(64, 32), 64, 32), normal(3, 64)
+    quantized = eqquant.quantize_tree({"layer": layer}, "int8")["layer"]
+    assert quantized.weight.axes == (-2,) and isinstance(quantized, CopyOfLinear)
+    dense = eqquant.dequantize_tree(quantized)
+    assert type(dense) is CopyOfLinear
+    assert_close(quantized(x), dense(x), 1e-4)
+    # The sizes do not fit, so the fields are no evidence.
+    other = CopyOfLinear(normal(64, 32), 64, 64)
+    with pytest.warns(UserWarning, match="nothing was chosen"):
+        assert not eqquant.is_quantized(eqquant.quantize_tree(other).weight)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import assert_close, assert_identical, pairs, slow
+from jax import lax
 
 
 KEY = jax.random.key(0)
@@ -22,7 +23,37 @@ class Branded(eqx.nn.Conv2d):
         return 2 * super().__call__(x)
 
 
+class Convolution(eqx.Module):
+    """A convolution with the fields of `eqx.nn.Conv2d`, and its own `__call__`."""
+
+    weight: jax.Array
+    num_spatial_dims: int = 2
+    kernel_size: tuple[int, int] = (3, 3)
+    in_channels: int = 16
+
+    def __call__(self, x):
+        return lax.conv_general_dilated(x[None], self.weight, (1, 1), "SAME")[0]
+
+
+class Padded(eqx.Module):
+    """A convolution with only a weight and its padding."""
+
+    weight: jax.Array
+    padding: str = "SAME"
+    in_channels: int = 16
+    dims: int = 1
+
+    @property
+    def num_spatial_dims(self):
+        return self.dims
+
+    def __call__(self, x):
+        return lax.conv_general_dilated(x[None], self.weight, (1,), self.padding)[0]
+
+
 LAYERS = {
+    "by fields": lambda: Convolution(jax.random.normal(KEY, (32, 16, 3, 3)) / 12),
+    "by padding": lambda: Padded(jax.random.normal(KEY, (32, 16, 3)) / 7),
     "Conv1d": lambda: eqx.nn.Conv1d(16, 32, 3, key=KEY),
     "Conv2d": lambda: eqx.nn.Conv2d(16, 32, 3, padding="SAME", stride=2, key=KEY),
     "Conv3d": lambda: eqx.nn.Conv3d(16, 32, 2, use_bias=False, key=KEY),
@@ -36,7 +67,7 @@ def image(layer):
     return jax.random.normal(KEY, (layer.in_channels, *(9,) * layer.num_spatial_dims))
 
 
-SLOW = ("Conv3d", "Conv", "subclass")
+SLOW = ("Conv3d", "Conv", "subclass", "by padding")
 NAMES = [slow(name) if name in SLOW else name for name in LAYERS]
 
 

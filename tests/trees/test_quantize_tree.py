@@ -2,6 +2,7 @@
 
 import re
 import sys
+import warnings
 
 import eqquant
 import equinox as eqx
@@ -147,6 +148,67 @@ def test_what_would_not_get_smaller_stays():
     linear = eqx.nn.Linear(1, 1000, key=KEY)
     with pytest.warns(UserWarning, match="nothing was chosen.*\n.*no smaller as"):
         assert formats_of(eqquant.quantize_tree(linear, "int8")) == {}
+
+
+def messages_of(call) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call()
+    return [str(warning.message) for warning in caught]
+
+
+def test_a_large_part_in_floating_point_is_reported(normal):
+    model = {"layer": eqx.nn.Linear(64, 64, key=KEY), "other": normal(64, 40)}
+    (message,) = messages_of(lambda: eqquant.quantize_tree(model))
+    share = 64 * 40 / (64 * 64 + 64 + 64 * 40)
+    assert f"{share:.0%} of the bytes stay in floating point" in message
+    assert "other of shape (64, 40): not the weight of a known layer" in message
+    # A rule, `where`, and a smaller part are no reason to warn.
+    rule = {"other": None}
+    assert not messages_of(lambda: eqquant.quantize_tree(model, rules=rule))
+    where = lambda leaf: leaf is model["layer"].weight
+    assert not messages_of(lambda: eqquant.quantize_tree(model, where=where))
+    smaller = {**model, "other": normal(64, 15)}
+    assert not messages_of(lambda: eqquant.quantize_tree(smaller))
+
+
+def test_complex_arrays_stay_in_floating_point(normal):
+    model = {"layer": eqx.nn.Linear(64, 64, key=KEY), "z": normal(64, 64) + 0j}
+    (message,) = messages_of(lambda: eqquant.quantize_tree(model))
+    assert "66% of the bytes" in message and "of dtype complex64" in message
+
+
+def test_quantized_arrays_are_not_quantized_again(model):
+    quantized = eqquant.quantize_tree(model, "nf4")
+    again = lambda format: lambda: eqquant.quantize_tree(quantized, format)
+    (message,) = messages_of(again("int8"))
+    assert f"{len(WEIGHTS)} arrays are quantized already and are skipped" in message
+    assert "in NF4(block_size=64)" in message and "dequantize_tree" in message
+    assert not messages_of(again("nf4"))
+    some = eqquant.quantize_tree(model, None, rules={"layers.0.weight": "int8"})
+    rules = {"layers.0.weight": None}
+    assert not messages_of(lambda: eqquant.quantize_tree(some, "nf4", rules=rules))
+
+
+@pytest.mark.parametrize(
+    "shape, axes", [((64, 32, 3, 3), (1, 2, 3)), ((3, 3, 32, 64), (0, 1, 2))]
+)
+def test_advice_names_axes(shape, axes, normal):
+    model = {"kernels": normal(*shape)}
+    (message,) = messages_of(lambda: eqquant.quantize_tree(model))
+    assert f"rules={{'kernels': ('int8', {axes})}}" in message
+    rules = {"kernels": ("int8", axes)}
+    assert not messages_of(lambda: eqquant.quantize_tree(model, rules=rules))
+
+
+def test_a_rule_that_enlarges_an_array_is_reported(normal):
+    model = {"kernels": normal(64, 32, 3, 3)}
+    rules = {"kernels": "nf4"}
+    (message,) = messages_of(lambda: eqquant.quantize_tree(model, rules=rules))
+    before, after = 64 * 32 * 9 * 4, 64 * 32 * 3 * 36
+    assert f"{before:,} bytes become {after:,} as NF4" in message
+    assert "rows along axis -1 have 3 values" in message
+    assert "probably (1, 2, 3): `rules={'kernels': ('nf4', (1, 2, 3))}`" in message
 
 
 #
