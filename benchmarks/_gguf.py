@@ -9,7 +9,9 @@ import numpy as np
 
 
 _ALIGNMENT = 32
-_uint32, _float32, _string = 4, 6, 8
+_uint32, _int32, _float32, _bool, _string, _array = 4, 5, 6, 7, 8, 9
+# A list is an array of strings, of floats, of bools, or of integers.
+Value = int | float | str | list
 
 
 class Tensor(NamedTuple):
@@ -25,23 +27,36 @@ def _text(value: str) -> bytes:
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(value: int | float | str) -> bytes:
+def _value(value: Value) -> tuple[int, bytes]:
+    """Return the type and the bytes of a value."""
+    if isinstance(value, list):
+        kinds, raws = zip(*map(_value, value), strict=True)
+        # llama.cpp expects int32 for the types of tokens.
+        kind = _int32 if kinds[0] == _uint32 else kinds[0]
+        return _array, struct.pack("<IQ", kind, len(value)) + b"".join(raws)
     if isinstance(value, str):
-        return struct.pack("<I", _string) + _text(value)
+        return _string, _text(value)
+    if isinstance(value, bool):
+        return _bool, struct.pack("<?", value)
     if isinstance(value, float):
-        return struct.pack("<If", _float32, value)
-    return struct.pack("<II", _uint32, value)
+        return _float32, struct.pack("<f", value)
+    return _uint32, struct.pack("<I", value)
+
+
+def _pair(key: str, value: Value) -> bytes:
+    kind, raw = _value(value)
+    return _text(key) + struct.pack("<I", kind) + raw
 
 
 def write(
     path: pathlib.Path,
-    metadata: Mapping[str, int | float | str],
+    metadata: Mapping[str, Value],
     tensors: Iterable[Tensor],
 ) -> None:
     """Write a file. Calls `data()` of one tensor at a time, to limit memory."""
     tensors = list(tensors)
     header = [struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(metadata))]
-    header += [_text(key) + _value(value) for key, value in metadata.items()]
+    header += [_pair(key, value) for key, value in metadata.items()]
     at = 0
     for name, shape, kind, nbytes, _ in tensors:
         # The first axis is contiguous in ggml.

@@ -1,7 +1,7 @@
 """Quantize weights while loading, one tensor after the other."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +41,7 @@ def load_quantized(
     names: Callable[[str], Any] | None = None,
     ignore: Pattern | Sequence[Pattern] = (),
     formats: Sequence[type[Format]] = (),
-    decode: bool = False,
+    decode: bool | Literal["all"] = False,
     check_finite: bool = True,
     progress: bool | None = None,
     precision: str | None = None,
@@ -90,8 +90,8 @@ def load_quantized(
     - `formats`: as in [`eqquant.load`][].
     - `decode`: decode tensors of another library for which eqquant has no exact format,
         such as GGUF `Q4_K`, and stacks of tensors with different formats. `format` and
-        `rules` then apply to the decoded tensors.
-
+        `rules` then apply to the decoded tensors. `"all"` decodes every tensor that
+        another library quantized, so that `format` quantizes it again.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][], for all
         quantized arrays of the result.
 

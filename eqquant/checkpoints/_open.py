@@ -3,7 +3,7 @@
 import contextlib
 import pathlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -17,9 +17,15 @@ from .leaves import Contents
 class ForeignContents:
     """A checkpoint that another library quantized, with the interface of
     [`Contents`][]. With `decode`, a tensor becomes a float array if no format stores it
-    exactly, and so does a stack of tensors that are quantized in different ways."""
+    exactly, and so does a stack of tensors that are quantized in different ways. With
+    `"all"`, every tensor becomes a float array."""
 
-    def __init__(self, entries: dict[str, Entry], path: pathlib.Path, decode: bool):
+    def __init__(
+        self,
+        entries: dict[str, Entry],
+        path: pathlib.Path,
+        decode: bool | Literal["all"],
+    ):
         self.path = path
         self._entries, self._decode = entries, decode
         self.described = {
@@ -28,6 +34,8 @@ class ForeignContents:
         }
 
     def are_quantized(self, names: Sequence[str]) -> bool:
+        if self._decode == "all":
+            return False
         entries = [self._entries[name] for name in names]
         if not self._decode:
             return any(entry.quantized is not None for entry in entries)
@@ -47,7 +55,11 @@ class ForeignContents:
 
 @contextlib.contextmanager
 def open_contents(
-    path: Path, formats: Sequence[type[Format]], caller: str, *, decode: bool
+    path: Path,
+    formats: Sequence[type[Format]],
+    caller: str,
+    *,
+    decode: bool | Literal["all"],
 ) -> Iterator[Contents | ForeignContents]:
     """Open a checkpoint, and find out whether eqquant wrote it."""
     where = pathlib.Path(path)

@@ -35,6 +35,17 @@ class Llama3Scaling:
 
 
 @dataclasses.dataclass(frozen=True)
+class DividedFrequencies:
+    """Divide each frequency by its own factor. GGUF files have the scaling of Llama 3
+    in this form."""
+
+    factors: tuple[float, ...]
+
+    def __call__(self, frequencies: np.ndarray) -> np.ndarray:
+        return frequencies / np.array(self.factors)
+
+
+@dataclasses.dataclass(frozen=True)
 class Config:
     """An architecture. The defaults describe Llama."""
 
@@ -50,7 +61,7 @@ class Config:
     norm_eps: float = 1e-5
     # Positions
     rope_theta: float = 10_000.0
-    rope_scaling: LinearScaling | Llama3Scaling | None = None
+    rope_scaling: LinearScaling | Llama3Scaling | DividedFrequencies | None = None
     # The window of local layers, and their rotary base (Gemma 3).
     local: tuple[bool, ...] = ()
     window: int | None = None

@@ -8,8 +8,9 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from load import apart, path_of, read_json, tensor_names
+from folder import read_json
 from model import Decoder
+from names import apart, path_of, tensor_names
 from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 

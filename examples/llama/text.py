@@ -1,4 +1,4 @@
-"""Text to tokens and back: the tokenizer of a folder, its chat template, and the stop
+"""Text to tokens and back: the tokenizer of a model, its chat template, and the stop
 tokens."""
 
 import json
@@ -6,8 +6,7 @@ import pathlib
 import time
 from collections.abc import Sequence
 
-from load import read_json
-from tokenizers import Tokenizer
+from load import Model, open_model
 
 
 class Text:
@@ -15,19 +14,15 @@ class Text:
 
     **Arguments:**
 
-    - `folder`: contains `tokenizer.json`, and optionally `tokenizer_config.json`,
-        `generation_config.json` and `chat_template.jinja`.
-    - `stop`: stop tokens in addition to those of the folder.
+    - `model`: a GGUF file; or a folder that contains `tokenizer.json`, and optionally
+        `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja`.
+    - `stop`: stop tokens in addition to those of the model.
     """
 
-    def __init__(self, folder: pathlib.Path, stop: Sequence[str] = ()):
-        path = folder / "tokenizer.json"
-        if not path.exists():
-            raise ValueError(f"{folder} has no tokenizer.json.")
-        self.tokenizer = Tokenizer.from_file(str(path))
-        self._folder = folder
-        self._options = self._read("tokenizer_config.json")
-        self.stop = self._stop_of_folder()
+    def __init__(self, model: pathlib.Path | Model, stop: Sequence[str] = ()):
+        self._vocabulary = open_model(model).vocabulary()
+        self.tokenizer = self._vocabulary.tokenizer
+        self.stop = set(self._vocabulary.stop)
         for token in stop:
             index = self.tokenizer.token_to_id(token)
             if index is None:
@@ -40,35 +35,26 @@ class Text:
     def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Encode messages, each with a `role` and `content`, and the start of an
         answer."""
-        text = self._render(messages, add_generation_prompt=True)
-        # The template contains the special tokens.
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self._encode_rendered(messages, add_generation_prompt=True)
 
     def encode_document(self, text: str | Sequence[dict[str, str]]) -> list[int]:
         """Encode a text or a whole chat for training, with the final stop token."""
         if isinstance(text, str):
             ids = self.encode(text)
         else:
-            chat = self._render(text, add_generation_prompt=False)
-            ids = self.tokenizer.encode(chat, add_special_tokens=False).ids
-        end = self._special("eos_token")
+            ids = self._encode_rendered(text, add_generation_prompt=False)
+        end = self._vocabulary.eos
         index = self.tokenizer.token_to_id(end) if end else min(self.stop, default=None)
         return ids if index is None or ids[-1:] == [index] else [*ids, index]
 
-    def _read(self, name: str) -> dict:
-        path = self._folder / name
-        return read_json(path) if path.exists() else {}
-
-    def _stop_of_folder(self) -> set[int]:
-        for name in ("generation_config.json", "config.json"):
-            stop = self._read(name).get("eos_token_id")
-            if stop is not None:
-                return set(stop) if isinstance(stop, list) else {stop}
-        return set()
-
-    def _special(self, name: str) -> str:
-        token = self._options.get(name) or ""
-        return token["content"] if isinstance(token, dict) else token
+    def _encode_rendered(self, messages, **options) -> list[int]:
+        text = self._render(messages, **options)
+        # The template contains the special tokens.
+        ids = self.tokenizer.encode(text, add_special_tokens=False).ids
+        begin = self.tokenizer.token_to_id(self._vocabulary.bos)
+        if self._vocabulary.begins_chats and ids[:1] != [begin]:
+            return [begin, *ids]
+        return ids
 
     def _render(self, messages: Sequence[dict[str, str]], **options) -> str:
         try:
@@ -82,6 +68,12 @@ class Text:
         def raise_exception(message):
             raise TemplateError(message)
 
+        vocabulary = self._vocabulary
+        if vocabulary.template is None:
+            raise ValueError(
+                f"{vocabulary.where} has no chat template: the model is not a chat "
+                "model."
+            )
         # A template is untrusted code. The sandbox denies access to attributes of
         # Python objects, and to mutation.
         environment = ImmutableSandboxedEnvironment(
@@ -91,25 +83,11 @@ class Text:
         environment.globals["strftime_now"] = time.strftime
         environment.filters["tojson"] = lambda x: json.dumps(x, ensure_ascii=False)
         try:
-            return environment.from_string(self._template()).render(
+            return environment.from_string(vocabulary.template).render(
                 messages=messages,
-                bos_token=self._special("bos_token"),
-                eos_token=self._special("eos_token"),
+                bos_token=vocabulary.bos,
+                eos_token=vocabulary.eos,
                 **options,
             )
         except TemplateError as error:
             raise ValueError(f"The chat template: {error}") from None
-
-    def _template(self) -> str:
-        path = self._folder / "chat_template.jinja"
-        if path.exists():
-            return path.read_text("utf-8")
-        source = self._options.get("chat_template")
-        if isinstance(source, list):  # Several named templates.
-            named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default")
-        if source is None:
-            raise ValueError(
-                f"{self._folder} has no chat template: the model is not a chat model."
-            )
-        return source

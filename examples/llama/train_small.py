@@ -24,8 +24,8 @@ import optax
 from config import Config
 from documentation import read_documents
 from fitting import fit
-from load import apart, path_of, tensor_names
 from model import Decoder, unstack
+from names import apart, path_of, tensor_names
 from packing import batch_at, losses, pack, Rows
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers

@@ -3,7 +3,7 @@ in a checkpoint and describes how to read them. `_read.py` tries all of them. Im
 `files`."""
 
 from ._entry import Entry as Entry
-from ._gguf import is_gguf as is_gguf
+from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf
 from ._read import (
     check_plain as check_plain,
     open_entries as open_entries,

@@ -96,10 +96,7 @@ class _Reader:
 
     def take(self, count: int, name: str) -> bytes:
         if count > self.size - self.position:
-            self.fail(
-                f"{name} would end beyond the file, which has {self.size} bytes: it is "
-                "truncated or damaged."
-            )
+            self._fail_truncated(name)
         self.position += count
         return self._file.read(count)
 
@@ -108,12 +105,29 @@ class _Reader:
         return value
 
     def string(self, name: str) -> str:
-        raw = self.take(self.number("Q", name), name)
+        return self.strings(1, name)[0]
+
+    def strings(self, count: int, name: str) -> list[str]:
+        """Read strings in one loop, because vocabularies have 100,000s of them."""
+        read, left, raws = self._file.read, self.size - self.position, []
+        for _ in range(count):
+            length = int.from_bytes(read(8), "little")
+            left -= 8 + length
+            if left < 0:
+                self._fail_truncated(name)
+            raws.append(read(length))
+        self.position = self.size - left
         try:
-            return raw.decode("utf-8")
+            return [raw.decode() for raw in raws]
         except UnicodeDecodeError:
             self.fail(f"{name} is not UTF-8.")
             raise
+
+    def _fail_truncated(self, name: str):
+        self.fail(
+            f"{name} would end beyond the file, which has {self.size} bytes: it is "
+            "truncated or damaged."
+        )
 
     def count(self, min_bytes: int, name: str) -> int:
         """Read a count of items that take at least `min_bytes` bytes each."""
@@ -187,6 +201,8 @@ def _value(reader: _Reader, kind: int, key: str, depth: int = 0) -> Any:
         return np.frombuffer(raw, dtype)
     min_bytes = {_bool: 1, _string: 8, _array: 12}.get(element_kind, 1)
     count = reader.count(min_bytes, f"values of {key!r}")
+    if element_kind == _string:
+        return reader.strings(count, f"the strings {key!r}")
     return [_value(reader, element_kind, key, depth + 1) for _ in range(count)]
 
 

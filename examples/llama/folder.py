@@ -1,0 +1,115 @@
+"""A model in a Hugging Face folder: `config.json`, safetensors, `tokenizer.json`."""
+
+import functools as ft
+import json
+import pathlib
+
+from architectures import config_of
+from config import Config
+from model import Decoder
+from names import Names, tensor_names
+from tokenizers import Tokenizer
+from vocabulary import Vocabulary
+
+
+class Folder:
+    """The folder of a model. Files are read on demand.
+
+    **Fields:**
+
+    - `path`: the folder.
+    - `kind`: the `model_type`.
+    - `config`: the architecture.
+    - `context_length`: the number of tokens that the model was made for, or `None`.
+    - `names`: the names of tensors for the arrays of a model.
+    - `ignore`: patterns for tensors that a model does not need.
+    - `inexact`: the types of tensors that eqquant must decode and quantize again.
+    """
+
+    inexact: tuple[str, ...] = ()
+
+    def __init__(self, path: pathlib.Path):
+        self.path = path
+
+    @ft.cached_property
+    def _values(self) -> dict:
+        return read_json(self.path / "config.json")
+
+    @ft.cached_property
+    def config(self) -> Config:
+        return config_of(self._values)
+
+    @property
+    def kind(self) -> str:
+        return self._values["model_type"]
+
+    @property
+    def context_length(self) -> int | None:
+        return self._values.get("max_position_embeddings")
+
+    @property
+    def names(self) -> Names:
+        return tensor_names(self.kind, self.config)
+
+    @property
+    def ignore(self) -> list[str]:
+        # Some checkpoints contain the head twice, or tensors that follow from
+        # config.json.
+        head = ["lm_head.weight"] if self.config.tied else []
+        return ["*.rotary_emb.inv_freq", *head]
+
+    def arrange(self, model: Decoder) -> Decoder:
+        """Return the model for the weights of the file."""
+        return model
+
+    def vocabulary(self) -> Vocabulary:
+        path = self.path / "tokenizer.json"
+        if not path.exists():
+            raise ValueError(f"{self.path} has no tokenizer.json.")
+        options = self._read("tokenizer_config.json")
+
+        def special(name: str) -> str:
+            token = options.get(name) or ""
+            return token["content"] if isinstance(token, dict) else token
+
+        return Vocabulary(
+            self.path,
+            Tokenizer.from_file(str(path)),
+            special("bos_token"),
+            special("eos_token"),
+            self._stop(),
+            self._template(options.get("chat_template")),
+        )
+
+    def _read(self, name: str) -> dict:
+        path = self.path / name
+        return read_json(path) if path.exists() else {}
+
+    def _stop(self) -> frozenset[int]:
+        for name in ("generation_config.json", "config.json"):
+            stop = self._read(name).get("eos_token_id")
+            if stop is not None:
+                return frozenset(stop if isinstance(stop, list) else [stop])
+        return frozenset()
+
+    def _template(self, source) -> str | None:
+        path = self.path / "chat_template.jinja"
+        if path.exists():
+            return path.read_text("utf-8")
+        if isinstance(source, list):  # Several named templates.
+            return {entry["name"]: entry["template"] for entry in source}.get("default")
+        return source
+
+
+def read_json(path: pathlib.Path) -> dict:
+    try:
+        values = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path.parent} is not the folder of a model: it has no {path.name}."
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold an object, and holds {values!r:.60}.")
+    return values

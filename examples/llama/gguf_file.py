@@ -1,0 +1,108 @@
+"""A model in a GGUF file, as llama.cpp reads it: architecture, weights, tokenizer and
+chat template."""
+
+import dataclasses
+import pathlib
+
+import eqquant
+import equinox as eqx
+import jax
+import numpy as np
+from config import DividedFrequencies
+from gguf_config import config_of_gguf
+from gguf_text import vocabulary_of_gguf
+from gguf_values import Values
+from model import Decoder, Layer
+from names import gguf_names, Names
+from vocabulary import Vocabulary
+
+
+_frequencies = "rope_freqs.weight"
+# Architectures whose queries and keys have another order of rows than in Hugging Face's
+# files.
+_interleaved = ("llama", "mistral3")
+
+
+class GGUF:
+    """A GGUF file. The fields are like those of `Folder`."""
+
+    def __init__(self, path: pathlib.Path):
+        found = eqquant.checkpoints.describe_checkpoint(path)
+        if found.kind != "GGUF":
+            raise ValueError(
+                f"{path} is neither a GGUF file nor the folder of a model."
+            )
+        self.path, self._metadata = path, found.metadata
+        whole = Values(path, found.metadata, "")
+        architecture = whole.text("general.architecture")
+        values = Values(path, found.metadata, f"{architecture}.")
+        self.context_length = values.integer("context_length", None)
+        vocabulary = len(whole.texts("tokenizer.ggml.tokens"))
+        self.kind, self.config = config_of_gguf(
+            architecture, values, vocabulary, found.tensors
+        )
+        if _frequencies in found.tensors:
+            factors = self._read_frequencies()
+            self.config = dataclasses.replace(self.config, rope_scaling=factors)
+        self.ignore = [_frequencies]
+        self._is_interleaved = architecture in _interleaved
+        inexact = {t.type for t in found.tensors.values() if not t.is_exact}
+        self.inexact = tuple(sorted(inexact))
+
+    @property
+    def names(self) -> Names:
+        return gguf_names(self.config)
+
+    def vocabulary(self) -> Vocabulary:
+        return vocabulary_of_gguf(self.path, self._metadata)
+
+    def arrange(self, model: Decoder) -> Decoder:
+        """Return the model for the weights of the file: undo the order of the rows of
+        queries and keys, in which llama.cpp rotates neighbours."""
+        if not self._is_interleaved:
+            return model
+
+        def apart(rows, heads: int):
+            *lead, size, columns = rows.shape
+            pairs = rows.reshape(*lead, heads, size // heads // 2, 2, columns)
+            return pairs.swapaxes(-3, -2).reshape(*lead, size, columns)
+
+        def rearrange(linear: eqx.nn.Linear, heads: int) -> eqx.nn.Linear:
+            new = eqx.tree_at(lambda x: x.weight, linear, apart(linear.weight, heads))
+            if linear.bias is None:
+                return new
+            bias = apart(linear.bias[..., None], heads)[..., 0]
+            return eqx.tree_at(lambda x: x.bias, new, bias)
+
+        def of_layer(layer: Layer) -> Layer:
+            attention = layer.attention
+            new = (
+                rearrange(attention.query, self.config.heads),
+                rearrange(attention.key, self.config.kv_heads),
+            )
+            return eqx.tree_at(
+                lambda x: (x.attention.query, x.attention.key), layer, new
+            )
+
+        is_stack = isinstance(model.layers, Layer)
+        layers = (
+            of_layer(model.layers) if is_stack else tuple(map(of_layer, model.layers))
+        )
+        return eqx.tree_at(lambda m: m.layers, model, layers)
+
+    def _read_frequencies(self) -> DividedFrequencies:
+        """Read the factors of the frequencies of Llama 3."""
+        if self.config.rope_scaling is not None:
+            raise ValueError(
+                f"{self.path}: {_frequencies} and rope.scaling cannot be combined."
+            )
+        half = self.config.head_size // 2
+        (factors,) = eqquant.load_quantized(
+            self.path,
+            [jax.ShapeDtypeStruct((half,), np.float32)],
+            None,
+            names=lambda path: _frequencies,
+            ignore="*",
+            progress=False,
+        )
+        return DividedFrequencies(tuple(np.asarray(factors).tolist()))

@@ -1,0 +1,112 @@
+"""Models of examples/llama in GGUF files: architecture, weights, tokenizer."""
+
+import dataclasses
+import pathlib
+import sys
+
+import equinox as eqx
+import numpy as np
+import pytest
+from gguf_models import DATA, metadata_of, tensors_of, write_gguf
+from helpers import assert_identical, slow, strict
+from safetensors.numpy import load_file
+
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "llama"
+sys.path.insert(0, str(EXAMPLE))
+
+from config import DividedFrequencies  # noqa: E402
+from folder import Folder  # noqa: E402
+from load import load_model, open_model  # noqa: E402
+
+
+NAMES = sorted(path.name for path in DATA.iterdir())
+FAST = ("gemma3", "llama3", "llama_linear", "qwen3_moe")
+
+
+def made(name, folder, **changes):
+    metadata = {**metadata_of(name), **changes}
+    metadata = {k: v for k, v in metadata.items() if v is not None}
+    return write_gguf(folder / "model.gguf", metadata, tensors_of(name))
+
+
+@pytest.mark.parametrize("name", [n if n in FAST else slow(n) for n in NAMES])
+def test_logits_equal_transformers(name, tmp_path):
+    source, folder = open_model(made(name, tmp_path)), Folder(DATA / name)
+    # The scale of attention in Gemma is not in the file.
+    source.config = dataclasses.replace(
+        source.config, attention_scale=folder.config.attention_scale
+    )
+    assert source.kind == folder.kind or (source.kind, name) == ("llama", "mistral")
+    assert source.context_length == folder.context_length
+    reference = load_file(DATA / name / "reference.safetensors")
+    forward = eqx.filter_jit(strict(lambda model, tokens: model(tokens)))
+    got = forward(load_model(source, stacked=True, progress=False), reference["tokens"])
+    np.testing.assert_allclose(got, reference["logits"], atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["llama_linear", slow("mixtral")])
+def test_weights_equal_those_of_the_folder(name, tmp_path):
+    source = open_model(made(name, tmp_path))
+    source.config = Folder(DATA / name).config  # The file rounds numbers to float32.
+    arrays = lambda m: eqx.filter(m, eqx.is_array)
+    for stacked in (False, True):
+        got = load_model(source, "nf4", stacked=stacked, progress=False)
+        expected = load_model(DATA / name, "nf4", stacked=stacked, progress=False)
+        assert_identical(arrays(got), arrays(expected))
+
+
+def test_frequencies_of_llama_3(tmp_path):
+    source = open_model(made("llama3", tmp_path))
+    assert isinstance(source.config.rope_scaling, DividedFrequencies)
+    factors = source.config.rope_scaling.factors
+    assert max(factors) == 4 and len(factors) == 8
+    with pytest.raises(ValueError, match="rope_freqs.weight and rope.scaling"):
+        changes = {"llama.rope.scaling.type": "linear"}
+        open_model(
+            made("llama3", tmp_path, **changes, **{"llama.rope.scaling.factor": 2.0})
+        )
+
+
+UNSUPPORTED = {
+    "architecture": ({"general.architecture": "mamba"}, "architecture='mamba'"),
+    "no architecture": ({"general.architecture": None}, "architecture is missing"),
+    "missing": ({"llama.block_count": None}, "llama.block_count is missing"),
+    "a text": ({"llama.block_count": "2"}, "llama.block_count must be an integer"),
+    "zero": ({"llama.attention.head_count": 0}, "llama.attention.head_count must be"),
+    "layers differ": (
+        {"llama.attention.head_count_kv": [1, 2]},
+        "llama.attention.head_count_kv must be",
+    ),
+    "partial rotation": ({"llama.rope.dimension_count": 8}, "rope.dimension_count"),
+    "values of another size": ({"llama.attention.value_length": 8}, "value_length"),
+    "yarn": ({"llama.rope.scaling.type": "yarn"}, "rope.scaling.type must be 'none'"),
+    "unknown": ({"llama.logit_scale": 2.0}, "llama.logit_scale is not supported"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "tokenizer.ggml.tokens is missing"),
+    "tokens": ({"tokenizer.ggml.tokens": [1, 2]}, "tokens must be an array of strings"),
+}
+
+
+@pytest.mark.parametrize("case", UNSUPPORTED)
+def test_unsupported_metadata_raises_and_is_named(case, tmp_path):
+    changes, message = UNSUPPORTED[case]
+    with pytest.raises(ValueError, match=f"model.gguf: .*{message}"):
+        open_model(made("llama2", tmp_path, **changes))
+
+
+def test_missing_and_additional_tensors(tmp_path):
+    tensors = tensors_of("llama2")
+    weight = tensors.pop("blk.1.ffn_up.weight")
+    path = write_gguf(tmp_path / "a.gguf", metadata_of("llama2"), tensors)
+    with pytest.raises(ValueError, match="blk.1.ffn_up.weight"):
+        load_model(path, progress=False)
+    tensors |= {"blk.1.ffn_up.weight": weight, "blk.1.extra.weight": weight}
+    path = write_gguf(tmp_path / "b.gguf", metadata_of("llama2"), tensors)
+    with pytest.raises(ValueError, match="blk.1.extra.weight"):
+        load_model(path, progress=False)
+
+
+def test_other_files(tmp_path):
+    path = DATA / "llama3" / "model.safetensors"
+    with pytest.raises(ValueError, match="neither a GGUF file nor the folder"):
+        open_model(path)
