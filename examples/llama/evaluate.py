@@ -1,4 +1,4 @@
-"""Measure the effect of quantization on a model from a folder.
+"""Measure the effect of quantization on a model from a folder or a GGUF file.
 
 For each format, the example prints bytes, bits per character of held-out text, tokens
 per second, and a sample.
@@ -9,6 +9,8 @@ per second, and a sample.
 The text is the part of Python's documentation that `train_small.py` holds out. A row
 that is named by a number of bits allocates a budget with that many bits per weight. Its
 weights are rotated, and rounded by GPTQ with the training part of the documentation.
+For a GGUF file, the row `as in the file` has its own formats; all other rows quantize
+its decoded weights.
 """
 
 import argparse
@@ -26,7 +28,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from documentation import read_documents
 from generate import Generator
-from load import load_model
+from load import load_in, load_model, Model, open_model
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
 from sampling import Sampling
@@ -43,6 +45,7 @@ FORMATS = {
     **{name: name for name in ("nf3", "nf2")},
     "ternary": eqquant.Ternary(block_size=32),
 }
+AS_IT_IS = "as in the file"
 BITS = {f"{bits} bits": bits for bits in (4.3, 3.4, 2.6)}
 # Formats that a budget may use.
 CHOICE = [
@@ -58,7 +61,7 @@ OUTPUT = pathlib.Path(__file__).parents[1] / "output"
 
 
 def quantized(
-    names: list[str], folder: pathlib.Path, batches: Callable[[], list[Rows]]
+    names: list[str], source: Model, batches: Callable[[], list[Rows]]
 ) -> Iterator[tuple[str, Decoder]]:
     """Yield the model in each format. Calibration batches are made on demand."""
 
@@ -66,7 +69,7 @@ def quantized(
     def whole() -> tuple[
         Decoder, eqquant.calibration.Statistics, eqquant.calibration.Allocation
     ]:
-        model = load_model(folder, progress=False)
+        model = load_model(source, decode="all", progress=False)
         loss = lambda model, batch: losses(model, batch)[0]
         stats = eqquant.calibrate(loss, model, batches())
         size = eqquant.trees.nbytes(model)
@@ -75,7 +78,10 @@ def quantized(
     for name in names:
         if name in FORMATS:
             dtype = jnp.bfloat16 if name == "bfloat16" else jnp.float32
-            yield name, load_model(folder, FORMATS[name], dtype=dtype, progress=False)
+            kwargs = {"dtype": dtype, "decode": "all", "progress": False}
+            yield name, load_model(source, FORMATS[name], **kwargs)
+        elif name == AS_IT_IS:
+            yield name, load_in(source, None, FORMATS, progress=False)
         else:
             model, stats, allocation = whole()
             rules = allocation.within(
@@ -120,9 +126,9 @@ def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
     names = [*FORMATS, *BITS]
-    parser.add_argument("--formats", nargs="+", choices=names, default=names)
+    parser.add_argument("--formats", nargs="+", choices=[AS_IT_IS, *names])
     parser.add_argument("--length", type=int, default=256, help="tokens of context")
     parser.add_argument("--rows", type=int, help="number of rows of the text")
     parser.add_argument("--prompt", default="class pathlib.Path\n")
@@ -133,7 +139,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
     if options.tokens < 2:
         parser.error(f"--tokens must be 2 or more, got {options.tokens}")
 
-    text = Text(options.folder)
+    source = open_model(options.model)
+    names = options.formats or [*([AS_IT_IS] if source.types else []), *names]
+    text = Text(source)
     training, held_out = read_documents()
     rows = pack([text.encode_document(x) for x in held_out], options.length)
     rows = rows.take(slice(options.rows))
@@ -147,7 +155,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         return [Rows(*map(jnp.asarray, batch)) for batch in some]
 
     table = []
-    for name, model in quantized(options.formats, options.folder, batches):
+    for name, model in quantized(names, source, batches):
         sample, speed = write(model, text, options.prompt, options.tokens)
         row = {
             "format": name,

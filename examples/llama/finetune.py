@@ -1,7 +1,11 @@
-"""Fine-tune a model from a folder: adapters beside its quantized weights (QLoRA).
+"""Fine-tune a model from a folder or a GGUF file: adapters beside its quantized
+weights (QLoRA).
 
     python examples/llama/finetune.py FOLDER notes.txt --output ADAPTERS
     python examples/llama/finetune.py FOLDER chats.jsonl --format nf4 --rank 16
+    python examples/llama/finetune.py MODEL.gguf notes.txt
+
+Without `--format`, the weights of a GGUF file keep their formats.
 
 A line of a `.jsonl` file is a text, `{"text": "..."}`, or a chat,
 `{"messages": [{"role": "user", "content": "..."}, ...]}`. Any other file is one text.
@@ -22,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from fitting import fit
-from load import load_model, read_json
+from load import load_in, open_model
 from lora import add_adapters, save_adapters
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
@@ -117,9 +121,9 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
     parser.add_argument("data", type=pathlib.Path, help="a text, or a .jsonl file")
-    parser.add_argument("--format", choices=FORMATS, default="nf4")
+    parser.add_argument("--format", choices=FORMATS, help="nf4 by default")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--alpha", type=float, help="twice the rank by default")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -142,16 +146,16 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def run(options) -> list[float]:
-    text = Text(options.folder)
+    source = open_model(options.model)
+    text = Text(source)
     texts = read_texts(options.data)
     rows = pack([text.encode_document(x) for x in texts], options.length)
-    model = load_model(options.folder, FORMATS[options.format], stacked=True)
+    model = load_in(source, options.format, FORMATS, stacked=True)
     print(f"{len(texts)} texts in {len(rows.tokens)} rows of {options.length} tokens")
     if options.fresh:
         (options.output / "training.eqx").unlink(missing_ok=True)
     model, history = train(model, rows, options)
-    kind = read_json(options.folder / "config.json")["model_type"]
-    save_adapters(options.output, model, kind)
+    save_adapters(options.output, model, source.kind)
     trained = eqquant.trees.nbytes(eqx.filter(model, eqquant.trainable_mask(model)))
     few = max(1, min(10, len(history) // 2))
     first, last = (sum(x) / few for x in (history[:few], history[-few:]))

@@ -23,10 +23,14 @@ class Folder:
     - `context_length`: the number of tokens that the model was made for, or `None`.
     - `names`: the names of tensors for the arrays of a model.
     - `ignore`: patterns for tensors that a model does not need.
-    - `inexact`: the types of tensors that eqquant must decode and quantize again.
+    - `types`: the types of quantized tensors.
+    - `inexact`: the types that no format of eqquant stores exactly.
+    - `default`: the name of the format for floats and for the types in `inexact`.
     """
 
+    types: tuple[str, ...] = ()
     inexact: tuple[str, ...] = ()
+    default: str | None = "nf4"
 
     def __init__(self, path: pathlib.Path):
         self.path = path

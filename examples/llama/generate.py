@@ -1,8 +1,11 @@
-"""Generate text with a model from a folder, quantized while it loads.
+"""Generate text with a model from a folder or a GGUF file, quantized while it loads.
 
 python examples/llama/generate.py FOLDER "Once upon a time" --format nf4 --kv int8
 python examples/llama/generate.py FOLDER "Who are you?" --chat --temperature 0
 python examples/llama/generate.py FOLDER "A tale" --adapters ADAPTERS
+python examples/llama/generate.py MODEL.gguf "Who are you?" --chat
+
+Without `--format`, the weights of a GGUF file keep their formats.
 """
 
 import argparse
@@ -17,7 +20,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from load import load_model, read_json
+from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Decoder, empty_cache
 from sampling import Sampling
@@ -167,9 +170,9 @@ def generate(generator: Generator, text: Text, prompt: list[int], longest: int) 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=pathlib.Path)
+    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
     parser.add_argument("prompt")
-    parser.add_argument("--format", choices=FORMATS, default="nf4")
+    parser.add_argument("--format", choices=FORMATS, help="nf4 by default")
     parser.add_argument(
         "--kv", choices=["float", "int8", "int4", "nf4"], default="int8"
     )
@@ -192,20 +195,19 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def load(options) -> Decoder:
-    is_float = options.format in ("float32", "bfloat16")
+def load(model: Model, options) -> Decoder:
     dtype = jnp.bfloat16 if options.format == "bfloat16" else jnp.float32
-    format = None if is_float else options.format
-    model = load_model(options.folder, format, dtype=dtype)
+    formats = {name: None if "float" in name else name for name in FORMATS}
+    loaded = load_in(model, options.format, formats, dtype=dtype)
     if options.adapters is not None:
-        kind = read_json(options.folder / "config.json")["model_type"]
-        model = load_adapters(options.adapters, model, kind)
-    return model
+        loaded = load_adapters(options.adapters, loaded, model.kind)
+    return loaded
 
 
 def run(options) -> None:
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    text = Text(options.folder, options.stop)
+    source = open_model(options.model)
+    text = Text(source, options.stop)
     if options.chat:
         system = [{"role": "system", "content": options.system}]
         messages = [*(system if options.system else []), {"role": "user"}]
@@ -213,11 +215,11 @@ def run(options) -> None:
         prompt = text.encode_chat(messages)
     else:
         prompt = text.encode(options.prompt)
-    longest = read_json(options.folder / "config.json").get("max_position_embeddings")
+    longest = source.context_length
     if longest and len(prompt) + options.tokens > longest:
         print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
     begin = time.perf_counter()
-    model = load(options)
+    model = load(source, options)
     kv = None if options.kv == "float" else options.kv
     capacity = len(prompt) + options.tokens
     generator = Generator(model, capacity, kv, sampling, options.seed)

@@ -17,6 +17,7 @@ from names import gguf_names, Names
 from vocabulary import Vocabulary
 
 
+_plain = {"F32", "F16", "BF16", "F64"}
 _frequencies = "rope_freqs.weight"
 # Architectures whose queries and keys have another order of rows than in Hugging Face's
 # files.
@@ -24,7 +25,7 @@ _interleaved = ("llama", "mistral3")
 
 
 class GGUF:
-    """A GGUF file. The fields are like those of `Folder`."""
+    """A GGUF file, with the fields of `Folder`."""
 
     def __init__(self, path: pathlib.Path):
         found = eqquant.checkpoints.describe_checkpoint(path)
@@ -46,8 +47,10 @@ class GGUF:
             self.config = dataclasses.replace(self.config, rope_scaling=factors)
         self.ignore = [_frequencies]
         self._is_interleaved = architecture in _interleaved
-        inexact = {t.type for t in found.tensors.values() if not t.is_exact}
-        self.inexact = tuple(sorted(inexact))
+        kinds = {(t.type, t.is_exact) for t in found.tensors.values()}
+        self.types = tuple(sorted({name for name, _ in kinds} - _plain))
+        self.inexact = tuple(sorted(name for name, is_exact in kinds if not is_exact))
+        self.default = "int8" if self.inexact else None
 
     @property
     def names(self) -> Names:

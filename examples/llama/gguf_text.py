@@ -1,6 +1,6 @@
 """The tokenizer of a GGUF file, made from its metadata.
 
-Tokens equal those of llama.cpp. The file names its pre-tokenizer, but does not contain
+Tokens equal the tokens of llama.cpp. The file names its pre-tokenizer, but does not contain
 its regular expressions.
 """
 

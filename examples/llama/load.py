@@ -8,6 +8,7 @@ fit into memory.
 """
 
 import pathlib
+import sys
 from collections.abc import Mapping
 from typing import Literal
 
@@ -72,3 +73,34 @@ def load_model(
         progress=progress,
     )
     return source.arrange(loaded)
+
+
+def load_in(
+    model: Model,
+    name: str | None,
+    formats: Mapping[str, eqquant.formats.Format | str | None],
+    **options,
+) -> Decoder:
+    """Load a model in `formats[name]`, and print a message if that rounds quantized
+    weights again.
+
+    Without a name, quantized weights of the file keep their format. Other weights get
+    the format of `model.default`.
+    """
+    if name is not None:
+        if model.types:
+            print(
+                f"(The weights in {', '.join(model.types)} are decoded, and stored in "
+                f"{name}.)",
+                file=sys.stderr,
+            )
+        decode = "all" if model.types else False
+        return load_model(model, formats[name], decode=decode, **options)
+    if model.inexact:
+        print(
+            f"(No format stores {', '.join(model.inexact)} exactly: weights in these "
+            f"types are quantized again, in {model.default}.)",
+            file=sys.stderr,
+        )
+    format = model.default and formats[model.default]
+    return load_model(model, format, decode=bool(model.inexact), **options)

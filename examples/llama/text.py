@@ -16,7 +16,7 @@ class Text:
 
     - `model`: a GGUF file; or a folder that contains `tokenizer.json`, and optionally
         `tokenizer_config.json`, `generation_config.json` and `chat_template.jinja`.
-    - `stop`: stop tokens in addition to those of the model.
+    - `stop`: additional stop tokens.
     """
 
     def __init__(self, model: pathlib.Path | Model, stop: Sequence[str] = ()):
