@@ -1,7 +1,7 @@
 """The tokenizer of a GGUF file, made from its metadata.
 
-Tokens equal the tokens of llama.cpp. The file names its pre-tokenizer, but does not contain
-its regular expressions.
+Tokens equal the tokens of llama.cpp. The file names its pre-tokenizer, but does not
+contain its regular expressions.
 """
 
 import pathlib
