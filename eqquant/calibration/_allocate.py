@@ -9,7 +9,7 @@ import numpy as np
 
 from .._jax import typed, wrong
 from ..formats import as_format, Format
-from ..trees import base_of, choose, Method, nbytes, sites
+from ..trees import as_text, base_of, choose, Method, nbytes, sites
 from ._options import gain, Option, Options, options_of
 from ._statistics import Statistics
 
@@ -132,16 +132,8 @@ class Allocation(Mapping):
             share = f"{row.loss / total:.1%}"
             name = repr(row.format)
             table.append((row.path, name, f"{bits:.2f}", f"{row.nbytes:,}", share))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            )
-            for line in table
-        ]
         end = f"the whole model: {self.nbytes:,} bytes, of {self.budget:,}"
-        return "\n".join([*lines, end])
+        return "\n".join([*as_text(table), end])
 
     __repr__ = __str__
 

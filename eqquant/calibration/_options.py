@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from ..arrays import MatrixAxes, quantize, rotated
 from ..formats import Format
 from ..trees import base_of, Choice, nbytes
 from ._gptq import has_nearest
-from ._statistics import matrix_axes_of, Statistics, WeightStatistics
+from ._statistics import matrix_axes_of, Statistics
 
 
 # The number of outputs of a weight, or rows of a table, for the estimate of the error.
@@ -61,7 +61,8 @@ def options_of(
     known = stats.weights.get(choice.path)
     loss_of = lambda error, by_gptq: 0.0
     if known is not None and known.is_reached and known.axes == axes:
-        loss_of = _losses(known, block)
+        squared = known.expected_errors(block)
+        loss_of = lambda error, by_gptq: known.loss(squared(error, by_gptq), error)
     found = []
     for format in formats:
         rounded = ft.partial(quantize, format=format, axis=choice.axis)
@@ -87,26 +88,3 @@ def _some_outputs(array: Float[Array, "..."], axes: MatrixAxes) -> Float[Array, 
     last = array.shape[axes.outputs[0]] - 1
     indices = np.linspace(0, last, _outputs).round().astype(np.int32)
     return jnp.take(array, indices, axis=axes.outputs[0])
-
-
-def _losses(
-    known: WeightStatistics, rotation: int
-) -> Callable[[Float[Array, "..."], bool], float]:
-    """Return the expected squared change of the results for errors of plain rounding.
-
-    Errors of products are weighted by the mean squared gradient with respect to the
-    products. For a table, `gram` already contains products of the gradients of its
-    rows.
-    """
-    rows = np.asarray(known.rows, np.float64).reshape(-1)
-    power = np.asarray(known.power, np.float64).reshape(-1)
-    errors_of = known.expected_errors(rotation)
-
-    def loss(error, by_gptq):
-        errors = errors_of(error, by_gptq)
-        outputs = known.axes.as_matrices(error).shape[1]
-        if known.is_table:
-            return float(np.sum(errors) / outputs)
-        return float(np.sum(power / np.maximum(rows * outputs, 1) * errors))
-
-    return loss

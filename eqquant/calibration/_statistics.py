@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from .._jax import is_traced, warn
 from ..arrays import (
@@ -76,6 +76,22 @@ class WeightStatistics(eqx.Module):
         e = self.axes.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
         return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
+
+    def loss(self, squared: ArrayLike, error: Float[Array, "..."]) -> float:
+        """Return the expected squared change of the results for an error.
+
+        Squared errors of products, per matrix, are weighted by the mean squared
+        gradient with respect to the products. For a table, `gram` already contains
+        products of the gradients of its rows.
+        """
+        outputs = self.axes.as_matrices(error).shape[1]
+        squared = np.asarray(squared, np.float64)
+        if self.is_table:
+            return float(np.sum(squared) / outputs)
+        rows, power = (
+            np.asarray(x, np.float64).ravel() for x in (self.rows, self.power)
+        )
+        return float(np.sum(power / np.maximum(rows * outputs, 1) * squared))
 
     def expected_errors(
         self, rotation: int
@@ -187,7 +203,7 @@ class Statistics(AbstractCalibration):
 
     def output_errors(
         self, path: str, array: Any, source: Any
-    ) -> tuple[float, float] | None:
+    ) -> tuple[float, float, float] | None:
         known = self.weights.get(path)
         q, source = base_of(array), base_of(source)
         if known is None or not known.is_reached or is_implicit(source):
@@ -199,8 +215,10 @@ class Statistics(AbstractCalibration):
         plain = quantize(source, stored.format, axis=stored.axes, check_finite=False)
         squared = lambda x: max(float(jnp.sum(known.output_errors(x))), 0.0)
         norm = squared(source)
-        relative = lambda x: math.sqrt(squared(x - source) / norm) if norm else 0.0
-        return relative(q.dequantize()), relative(plain.dequantize())
+        relative = lambda x: math.sqrt(squared(x) / norm) if norm else 0.0
+        error = q.dequantize() - source
+        loss = known.loss(known.output_errors(error), error)
+        return relative(error), relative(plain.dequantize() - source), loss
 
 
 def _uses_data(format: Format) -> bool:

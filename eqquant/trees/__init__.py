@@ -40,6 +40,7 @@ from ._roles import weight_of as weight_of
 from ._rules import QuantizationRule as QuantizationRule, Rules as Rules
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._size import too_small as too_small
+from ._table import as_text as as_text
 from ._trainable import trainable_mask as trainable_mask
 from ._with_compute import with_compute as with_compute
 

@@ -30,6 +30,7 @@ class AbstractCalibration(eqx.Module):
     @abc.abstractmethod
     def output_errors(
         self, path: str, array: Any, source: Any
-    ) -> tuple[float, float] | None:
+    ) -> tuple[float, float, float] | None:
         """Return the relative error of products with the data, for a quantized array
-        and for rounding to nearest. Return None without statistics for it."""
+        and for rounding to nearest, and the expected squared change of the results.
+        Return None without statistics for it."""

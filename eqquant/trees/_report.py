@@ -20,6 +20,7 @@ from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
 from ._size import stored_bytes, too_small
+from ._table import as_html, as_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,9 @@ class ReportRow:
     - `output_error`, `rounded_output_error`: the relative error of products with the
         calibration data, and the same for rounding to nearest without rotation; `None`
         without data for this weight.
+    - `loss`: the expected contribution of this weight to the squared change of the
+        model's results, as in [`eqquant.allocate`][]; `None` without data for this
+        weight. The printed table has its share of the sum.
     - `reason`: why the array is not quantized, or why it takes unusually many bits.
     """
 
@@ -65,11 +69,14 @@ class ReportRow:
     reason: str
     output_error: float | None = None
     rounded_output_error: float | None = None
+    loss: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A table, one row per array: print it, or use its `rows`.
+
+    Notebooks show it as HTML, and sort it by the column that you click.
 
     !!! Example
 
@@ -103,62 +110,71 @@ class Report:
     def bytes_after(self) -> int:
         return sum(row.bytes_after for row in self.rows)
 
+    @property
+    def loss(self) -> float:
+        return sum(row.loss or 0.0 for row in self.rows)
+
     def __str__(self) -> str:
-        calibrated = any(row.output_error is not None for row in self.rows)
-        header = ("path", "shape", "format", "bits", "before", "after", "SQNR")
-        error_names = ("output error", "if rounded") if calibrated else ()
-        table: list[tuple[str, ...]] = [(*header, *error_names, "")]
-        for row in self.rows:
-            table.append(
-                (
-                    row.path,
-                    "x".join(map(str, row.shape)) or "scalar",
-                    "-" if row.format is None else row.format.name,
-                    f"{row.bits:.2f}",
-                    f"{row.bytes_before:,}",
-                    f"{row.bytes_after:,}",
-                    "" if row.sqnr is None else f"{row.sqnr:.2f} dB",
-                    *(_output_errors(row) if calibrated else ()),
-                    row.reason,
-                )
-            )
-        elements = sum(int(np.prod(row.shape)) for row in self.rows)
-        bits = 8 * self.bytes_after / elements if elements else 0.0
-        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
-        table.append(
-            (
-                "total",
-                f"{elements:,}",
-                "",
-                f"{bits:.2f}",
-                f"{self.bytes_before:,}",
-                f"{self.bytes_after:,}",
-                "",
-                *("" for _ in error_names),
-                f"{ratio:.2f}x smaller",
-            )
-        )
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        left_aligned = (0, 1, 2, len(header) + len(error_names))
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i in left_aligned else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-            ).rstrip()
-            for line in table
-        ]
-        rule = "-" * max(map(len, lines))
-        if self.results_error is not None:
-            lines[-1] += f"\nrelative error of the results: {self.results_error:.4f}"
-        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+        first, *lines = as_text([*self._table(), self._total()])
+        rule = "-" * max(map(len, [first, *lines]))
+        end = (self._caption(),) if self._caption() else ()
+        return "\n".join([first, rule, *lines[:-1], rule, lines[-1], *end])
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        """Return a table that notebooks show. A click on a column sorts by it."""
+        return as_html(self._table(), self._total(), self._caption())
 
-def _output_errors(row: ReportRow) -> tuple[str, str]:
-    errors = (row.output_error, row.rounded_output_error)
-    first, second = ("" if error is None else f"{error:.4f}" for error in errors)
-    return first, second
+    def _is_calibrated(self) -> bool:
+        return any(row.output_error is not None for row in self.rows)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        errors = ("output error", "if rounded", "share of loss")
+        names = ("path", "shape", "format", "bits", "before", "after", "SQNR")
+        header = (*names, *(errors if self._is_calibrated() else ()), "")
+        table: list[tuple[str, ...]] = [header]
+        for row in self.rows:
+            cells = (
+                row.path,
+                "x".join(map(str, row.shape)) or "scalar",
+                "-" if row.format is None else row.format.name,
+                f"{row.bits:.2f}",
+                f"{row.bytes_before:,}",
+                f"{row.bytes_after:,}",
+                "" if row.sqnr is None else f"{row.sqnr:.2f} dB",
+                *(self._errors(row) if self._is_calibrated() else ()),
+                row.reason,
+            )
+            table.append(cells)
+        return table
+
+    def _errors(self, row: ReportRow) -> tuple[str, ...]:
+        if row.output_error is None or row.loss is None:
+            return "", "", ""
+        share = row.loss / self.loss if self.loss else 0.0
+        errors = (row.output_error, row.rounded_output_error)
+        return *(f"{error:.4f}" for error in errors), f"{share:.1%}"
+
+    def _total(self) -> tuple[str, ...]:
+        elements = sum(int(np.prod(row.shape)) for row in self.rows)
+        bits = 8 * self.bytes_after / elements if elements else 0.0
+        ratio = self.bytes_before / self.bytes_after if self.bytes_after else 1.0
+        return (
+            "total",
+            f"{elements:,}",
+            "",
+            f"{bits:.2f}",
+            f"{self.bytes_before:,}",
+            f"{self.bytes_after:,}",
+            "",
+            *(("", "", "") if self._is_calibrated() else ()),
+            f"{ratio:.2f}x smaller",
+        )
+
+    def _caption(self) -> str:
+        error = self.results_error
+        return "" if error is None else f"relative error of the results: {error:.4f}"
 
 
 @typed
@@ -192,7 +208,8 @@ def report(
     - `model`: any pytree.
     - `original`: the model before quantization, to measure the error of each array.
     - `calibration`: the result of [`eqquant.calibrate`][], to also measure the errors
-        of products and compare them with rounding to nearest. Requires `original`.
+        of products, compare them with rounding to nearest, and estimate the share of
+        each weight in the loss. Requires `original`.
     - `fn`, `batches`: also measure the error of `fn(model, batch)` against
         `fn(original, batch)` over all batches, because errors of single arrays do not
         determine the error of the model. Use data that was not used for calibration.
@@ -288,7 +305,7 @@ def row_of(
         error,
         sqnr,
         reason,
-        *(errors or (None, None)),
+        *(errors or ()),
     )
 
 
