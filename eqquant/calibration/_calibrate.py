@@ -1,7 +1,7 @@
 """The calibration pass."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -13,11 +13,11 @@ from ..trees import (
     check_forward,
     Choice,
     choose,
+    each_batch,
     float_arrays,
     replace_base,
     replace_chosen,
     sites,
-    with_progress,
 )
 from ._statistics import matrix_axes_of, Statistics, WeightStatistics
 from .observed import Observed, ObservedArray
@@ -126,22 +126,17 @@ def calibrate(
         is_finite = {path: _is_finite(x) for path, x in sums.items()}
         return jax.tree.map(jnp.add, total, sums), is_finite
 
-    work = sum(x.gram.size for x in zeros.values())
-    work *= len(batches) if isinstance(batches, Sized) else 1
-    total, count = zeros, 0
-    shown = with_progress(
-        batches, work, progress, caller=_caller, what=("calibrating", "batch")
-    )
-    for count, batch in enumerate(shown, 1):
-        key = jax.random.fold_in(jax.random.key(0), count)
+    total, elements = zeros, sum(x.gram.size for x in zeros.values())
+    for i, batch in each_batch(
+        batches, elements, progress, caller=_caller, title="calibrating"
+    ):
+        key = jax.random.fold_in(jax.random.key(0), i + 1)
         total, is_finite = step(total, model, batch, key)
         if wrong := [path for path, ok in is_finite.items() if not ok]:
             raise ValueError(
-                f"{_caller}: activations must be finite, but batch {count - 1} has "
+                f"{_caller}: activations must be finite, but batch {i} has "
                 f"inputs of {wrong[:5]} that are not."
             )
-    if not count:
-        raise ValueError(f"{_caller}: batches must have at least one batch, got none.")
     stats = {}
     for choice in choices:
         sums, shape = total[choice.path], tuple(leaves[choice.index].shape)

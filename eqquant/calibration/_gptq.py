@@ -21,6 +21,13 @@ _damping, _damping_of_heavy_tails = 0.01, 0.1
 _columns = 128
 
 
+def row_losses(
+    error: Float[Array, "*stack rows size"], gram: Float[Array, "*stack size size"]
+) -> Float[Array, "*stack rows"]:
+    """Return the sum of squared products of each row with the calibration data."""
+    return jnp.sum(jnp.matmul(error, gram, precision="highest") * error, -1)
+
+
 def has_nearest(format: Format) -> bool:
     """Return whether GPTQ supports a format: it needs `nearest`, and no offsets."""
     return type(format).nearest is not Format.nearest and not format.has_offsets
@@ -114,10 +121,7 @@ def _invert_lower(lower: np.ndarray) -> np.ndarray:
 def _round_better(weights, rounded, scales, gram, factor, format: Format, limit: float):
     values, new = _round(weights, scales, factor, format, limit)
 
-    def loss(values):
-        error = values - weights
-        return jnp.sum(jnp.matmul(error, gram, precision="highest") * error, -1)
-
+    loss = lambda values: row_losses(values - weights, gram)
     better = (loss(values) < loss(rounded))[:, None]
     old = float_scales(scales).astype(jnp.float32)
     return jnp.where(better, values, rounded), jnp.where(better, new, old)

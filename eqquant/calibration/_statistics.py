@@ -20,7 +20,7 @@ from ..arrays import (
 )
 from ..formats import Format
 from ..trees import AbstractCalibration, base_of, Choice
-from ._gptq import conditional_variances, gptq, has_nearest
+from ._gptq import conditional_variances, gptq, has_nearest, row_losses
 from ._weighted import can_weigh, weighted
 
 
@@ -75,7 +75,7 @@ class WeightStatistics(eqx.Module):
         """Return the sum of squared products of an array with the rows, per matrix."""
         e = self.axes.as_matrices(jnp.asarray(error).astype(jnp.float32))
         gram = self.gram.reshape(-1, *self.gram.shape[-2:])
-        return jnp.sum(jnp.matmul(e, gram, precision="highest") * e, (-1, -2))
+        return jnp.sum(row_losses(e, gram), -1)
 
     def loss(self, squared: ArrayLike, error: Float[Array, "..."]) -> float:
         """Return the expected squared change of the results for an error.

@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from ..arrays import encode, in_blocks, MatrixAxes, QuantizedArray
 from ..formats import FittedFormat, Format
+from ._gptq import row_losses
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
@@ -42,8 +43,8 @@ def weighted(
         return jax.tree.map(lambda p: axes.scales_from_matrices(p, shape), parts)
 
     def loss(q: QuantizedArray):
-        error = axes.as_matrices(q.dequantize().astype(jnp.float32)) - weights
-        return jnp.sum(jnp.matmul(error, grams, precision="highest") * error, -1)
+        decoded = axes.as_matrices(q.dequantize().astype(jnp.float32))
+        return row_losses(decoded - weights, grams)
 
     new, _ = encode(array, format, plain.axes, stored(fitted))
     better = (loss(new) < loss(plain))[..., None]

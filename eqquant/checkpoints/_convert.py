@@ -16,6 +16,7 @@ from ..formats import as_format, Format
 from ..trees import (
     Choice,
     choose,
+    errors_at,
     Site,
     sites,
     too_small,
@@ -23,7 +24,6 @@ from ..trees import (
     WeightAxes,
     with_progress,
 )
-from ._errors import with_place
 from ._load import nested
 from ._pieces import quantize_in_pieces
 from ._save import check_names, check_shard_size
@@ -214,11 +214,9 @@ def _leaf(
     format, axis = choice.format, choice.axis
 
     def make():
-        try:
+        with errors_at(f"{_caller}: at {name}"):
             array = contents.read(name)
             return quantize_in_pieces(array, format, axis, check_finite=check_finite)
-        except (TypeError, ValueError) as error:
-            raise with_place(error, f"{_caller}: at {name}") from error
 
     described = jax.eval_shape(lambda x: quantize(x, format, axis=axis), found)
     return describe_later(name, described, make)

@@ -14,13 +14,13 @@ from ..kernels import as_compute, Compute
 from ..trees import (
     Choice,
     choose,
+    errors_at,
     match_layers,
     sites,
     Tree,
     warn_of_left_out,
     with_progress,
 )
-from ._errors import with_place
 from ._load import is_array
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
@@ -167,7 +167,7 @@ def _load(
         # Add an axis of size 1 for each stacked axis.
         return jax.tree.map(lambda x: x.reshape((1,) * names.ndim + x.shape), array)
 
-    try:
+    with errors_at(f"{CALLER}: at {plan.site.path}"):
         if choice is not None and not is_quantized:
             out = _quantize(names, read, leaf, choice, check_finite)
         else:
@@ -176,8 +176,6 @@ def _load(
             out = jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
             return out.with_static(compute=plan.compute or compute)
         return out if isinstance(leaf, np.ndarray) else to_jax(out)
-    except (TypeError, ValueError) as error:
-        raise with_place(error, f"{CALLER}: at {plan.site.path}") from error
 
 
 def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_finite):

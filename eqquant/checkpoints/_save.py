@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .._jax import typed
-from ..trees import sites
-from ._errors import with_place
+from ..trees import errors_at, sites
 from .files import KEY, Path
 from .leaves import (
     Alone,
@@ -86,10 +85,8 @@ def save(
 def _leaves(tree: Any, processes: Alone) -> list[Leaf]:
     leaves: list[Leaf] = []
     for site in sites(tree):
-        try:
+        with errors_at(f"{_caller}: at {site.path}"):
             leaf = describe(site.path, site.leaf, processes)
-        except (TypeError, ValueError) as error:
-            raise with_place(error, f"{_caller}: at {site.path}") from error
         if leaf is not None:
             leaves.append(leaf)
     check_names(leaves, _caller)

@@ -4,9 +4,9 @@ import dataclasses
 
 import numpy as np
 
-from ._fitted import Fit, FittedFormat
-from ._format import divide_blocks
-from ._table import count_below, midpoints
+from ._codebook import TableFormat
+from ._fitted import Fit
+from ._table import midpoints
 
 
 # The published table (QLoRA, arXiv 2305.14314, appendix E), as float32 holds it.
@@ -31,7 +31,7 @@ _table = (
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class NF4(FittedFormat):
+class NF4(TableFormat):
     """4-bit NormalFloat: 16 levels at the quantiles of a normal distribution, times the
     largest magnitude of the block.
 
@@ -71,7 +71,7 @@ class NF4(FittedFormat):
 
     name = "nf4"
     bits = 4
-    codebook = _table
+    table = codebook = _table
     padding_code = 7
 
     @property
@@ -79,11 +79,3 @@ class NF4(FittedFormat):
         if self.fit == "least_squares":  # No native encoder refines scales.
             return None
         return tuple(float(x) for x in midpoints(_table, np.dtype("float32")))
-
-    @property
-    def table(self):
-        return _table
-
-    def nearest(self, blocks, scales):
-        relative = divide_blocks(blocks, scales)
-        return count_below(relative, midpoints(_table, np.dtype(relative.dtype)))

@@ -1,6 +1,6 @@
 """Distillation: training a quantized model against its float model."""
 
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
 import equinox as eqx
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from .._jax import typed, wide_dtype
-from ..trees import check_forward, float_arrays, with_progress
+from ..trees import check_forward, each_batch, float_arrays
 from ._fake_quantize import FakeQuantized
 
 
@@ -222,21 +222,16 @@ def distill(
         )
     loss = relative_error if loss is None else loss
     elements = sum(x.size for x in jax.tree.leaves(now.trained))
-    work = elements * len(batches) if isinstance(batches, Sized) else elements
-    shown = with_progress(
-        batches, work, progress, caller=_caller, what=("distilling", "batch")
-    )
-    count = 0
-    for count, batch in enumerate(shown, 1):
+    for i, batch in each_batch(
+        batches, elements, progress, caller=_caller, title="distilling"
+    ):
         now, is_finite = _step(now, student, teacher, fn, loss, optimiser, batch)
         if not is_finite:
             raise ValueError(
                 f"{_caller}: the loss and the trained arrays must stay finite, but "
-                f"batch {count - 1} has the loss {float(now.loss)}. Check that the "
+                f"batch {i} has the loss {float(now.loss)}. Check that the "
                 "batch is finite, or lower the learning rate."
             )
-    if not count:
-        raise ValueError(f"{_caller}: batches must have at least one batch, got none.")
     return now.model(student), now
 
 

@@ -19,7 +19,8 @@ from ._conventions import (
     register_weights as register_weights,
     WeightAxes as WeightAxes,
 )
-from ._forward import check_forward as check_forward
+from ._errors import errors_at as errors_at
+from ._forward import check_forward as check_forward, each_batch as each_batch
 from ._layers import match_layers as match_layers
 from ._left_out import warn_of_left_out as warn_of_left_out
 from ._nbytes import nbytes as nbytes

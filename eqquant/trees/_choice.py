@@ -13,6 +13,7 @@ from ..formats import as_format, Format
 from ..kernels import Compute
 from ._choice_warnings import warn_of_larger, warn_of_quantized
 from ._conventions import Axis, WeightAxes
+from ._errors import errors_at
 from ._layers import match_layers
 from ._roles import weight_of
 from ._rules import format_rule, Rules
@@ -193,8 +194,6 @@ def replace_chosen(
     """Replace each chosen leaf by `fn(leaf, choice)`. Errors name its path."""
     leaves, treedef = jax.tree.flatten(model, is_leaf=is_implicit)
     for choice in choices:
-        try:
+        with errors_at(f"{caller}: at {choice.path}"):
             leaves[choice.index] = fn(leaves[choice.index], choice)
-        except (TypeError, ValueError) as error:
-            raise type(error)(f"{caller}: at {choice.path}: {error}") from error
     return match_layers(jax.tree.unflatten(treedef, leaves))

@@ -1,12 +1,13 @@
-"""Checks of a forward pass and its batches."""
+"""A forward pass and its batches: checks, and a loop."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from .._jax import given, wrong
+from ._progress import with_progress
 
 
 def check_forward(
@@ -24,6 +25,29 @@ def check_forward(
         if hasattr(batches, "shape"):
             advice += " For a batch per index of the first axis pass `list(array)`."
         raise TypeError(wrong(caller, "batches", batches, accepted, advice))
+
+
+def each_batch(
+    batches: Iterable,
+    elements: int,
+    progress: bool | None,
+    *,
+    caller: str,
+    title: str,
+) -> Iterator[tuple[int, Any]]:
+    """Yield each batch with its index, and show a progress bar.
+
+    `elements` is the number of elements to process for each batch. Raises `ValueError`
+    if there is no batch.
+    """
+    work = elements * (len(batches) if isinstance(batches, Sized) else 1)
+    what = title, "batch"
+    index = -1
+    shown = with_progress(batches, work, progress, caller=caller, what=what)
+    for index, batch in enumerate(shown):
+        yield index, batch
+    if index < 0:
+        raise ValueError(f"{caller}: batches must have at least one batch, got none.")
 
 
 def _has_arrays(tree: Any) -> bool:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from .._jax import wide_dtype
+from ._forward import each_batch
 
 
 def results_error(
@@ -27,9 +28,10 @@ def results_error(
         error = sum(square(a - b) for a, b in zip(*results, strict=True))
         return jnp.asarray(error), jnp.asarray(sum(map(square, results[1])))
 
-    squares = [measure(model, original, batch) for batch in batches]
-    if not squares:
-        raise ValueError(f"{caller}: batches must have at least one batch, got none.")
+    squares = [
+        measure(model, original, batch)
+        for _, batch in each_batch(batches, 0, False, caller=caller, title="measuring")
+    ]
     error, norm = (sum(map(float, column)) for column in zip(*squares, strict=True))
     return math.sqrt(error / norm) if norm else (math.inf if error else 0.0)
 

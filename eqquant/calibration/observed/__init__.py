@@ -1,4 +1,3 @@
 """A weight that records statistics of its inputs."""
 
-from ._array import ObservedArray as ObservedArray
-from ._structure import Observed as Observed
+from ._array import Observed as Observed, ObservedArray as ObservedArray

@@ -6,24 +6,58 @@ and `checkpoint`.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import has_explicit_axes
-from ...arrays import contract, inverse_order, other_axes
+from ...arrays import (
+    ArrayOperators,
+    contract,
+    Cut,
+    Gather,
+    inverse_order,
+    MatrixAxes,
+    Operation,
+    other_axes,
+    Role,
+    scaled,
+)
 from ...partition import split_by_type
 from ...primitives import observe_rows
-from ._structure import AbstractObservedArray
 from ._ties import tie_lookup, tie_product
 
 
-class ObservedArray(AbstractObservedArray):
+class Observed(eqx.Module):
+    """Statistics of the inputs of a weight: sums over the rows of its activations.
+
+    **Fields:**
+
+    - `gram`: `(*stack, size, size)`: the sum of outer products of the rows, `X^T X`.
+        For a lookup of rows of the weight, `X` contains the gradients with respect to
+        the rows.
+    - `rows`: `(*stack)`: the number of rows.
+    - `power`: `(*stack)`: the sum of squared gradients with respect to the outputs.
+    """
+
+    gram: Float[Array, "*stack size size"]
+    rows: Float[Array, "*stack"]
+    power: Float[Array, "*stack"]
+
+    @classmethod
+    def zeros(cls, stack: Sequence[int], size: int, dtype) -> "Observed":
+        zeros = lambda *shape: jnp.zeros((*stack, *shape), dtype)
+        return cls(zeros(size, size), zeros(), zeros())
+
+
+class ObservedArray(ArrayOperators):
     """A weight whose gradient contains statistics of its inputs.
 
     Values and derivatives equal those of `base`. The gradient with respect to `sums` is
@@ -40,6 +74,37 @@ class ObservedArray(AbstractObservedArray):
     - `looked_up`: whether this array consists of rows from a lookup.
     """
 
+    roles: ClassVar[Mapping[str, Role]] = {"inputs": "whole", "stack": "kept"}
+
+    base: Float[Array, "..."]
+    sums: Observed
+    inputs: tuple[int, ...] = eqx.field(static=True)
+    stack: tuple[int, ...] = eqx.field(static=True)
+    every_row: bool = eqx.field(static=True, default=False)
+    looked_up: bool = eqx.field(static=True, default=False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    @property
+    def dtype(self) -> np.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.base.dtype
+
+    @property
+    def is_whole(self) -> bool:
+        return all(hasattr(x, "shape") for x in (self.base, self.sums.gram))
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The axes that are neither inputs nor of the stack, counted from the end."""
+        others = other_axes(self.ndim, self.inputs, self.stack)
+        return tuple(axis - self.ndim for axis in others)
+
+    @property
+    def matrix_axes(self) -> MatrixAxes:
+        return MatrixAxes(self.inputs, self.outputs, self.stack)
+
     def dequantize(self) -> Float[Array, "..."]:
         """Return the weight. For rows from a lookup, also observe their gradient."""
         if not self.looked_up:
@@ -52,6 +117,48 @@ class ObservedArray(AbstractObservedArray):
         tie = tie_lookup if has_explicit_axes() else observe_rows
         rows = tie(rows, sums.gram, sums.rows, sums.power)
         return jnp.transpose(rows.reshape(transposed.shape), inverse_order(order))
+
+    #
+    # Structure
+    #
+
+    def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
+        return {"base": tuple(range(ndim)), "sums": (*groups["stack"], ...)}
+
+    @property
+    def blocked_axes(self) -> tuple[int, ...]:
+        return tuple(axis + self.ndim for axis in self.inputs)
+
+    @property
+    def whole_axes(self) -> int | None:
+        # A lookup selects rows of a matrix, or matrices of a stack.
+        whole = (*self.inputs, *self.outputs) if self.stack else self.inputs
+        n = len(whole)
+        return n if sorted(whole) == list(range(-n, 0)) else None
+
+    def move(self, operation: Operation) -> Any:
+        out = super().move(operation)
+        if out is NotImplemented:
+            return NotImplemented
+        takes_rows = False
+        if isinstance(operation, Cut):
+            takes_rows = any(out.shape[i] != self.shape[i] for i in self.outputs)
+        elif isinstance(operation, Gather):
+            takes_rows = not self.stack
+        return out.replace(looked_up=True) if takes_rows else out
+
+    def with_dtype(self, dtype) -> "ObservedArray":
+        return self.replace(base=self.base.astype(dtype))
+
+    def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
+        return self.replace(base=scaled(self.base, factor, fn))
+
+    def split_specs(self, spec, mesh) -> Any:
+        return NotImplemented
+
+    #
+    # Products
+    #
 
     def _ties(self, x: Shaped[Array, "*batch rows size"], batch: int):
         """Return zeros for each row of `x`, computed from the parts of `sums`.

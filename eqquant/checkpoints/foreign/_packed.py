@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int8
+from ...trees import errors_at
 from ..files import Source
 from ._config import PackingConfig
 from ._entry import Entry, from_codes, from_levels, NotExact
@@ -189,10 +190,8 @@ class PackedWeight:
     def entry(self) -> Entry:
         if self.has_order:
             self.parts.look_up(self.packing.order, ("int32",), (self.shape[1],))
-        try:
+        with errors_at(self.parts.where):
             kind = f"{self.packing.library}, {self._format(not self.symmetric)!r}"
-        except ValueError as error:
-            raise ValueError(f"{self.parts.where}: {error}") from error
         is_exact = self.symmetric or self.bits < 8
         readers = self._decode, self._quantized
         return self.parts.entry(self.shape, self.dtype, *readers, (kind, is_exact))

@@ -10,6 +10,7 @@ import numpy as np
 
 from ...arrays import is_implicit, QuantizedArray
 from ...formats import Format
+from ...trees import errors_at
 from ..files import Source
 from ._check import check_codes
 from ._formats import known_formats
@@ -33,15 +34,13 @@ class Contents:
     def __init__(self, source: Source, formats: Sequence[type[Format]], caller: str):
         self.source = source
         known = known_formats(formats, caller)
-        try:
+        with errors_at(str(source.path)):
             self._rebuilder = Rebuilder(source.records, source.tensors, known)
             self.described = {
                 path: self._rebuilder.build(path, self._describe)
                 for path in self._rebuilder.roots()
             }
             self._rebuilder.check_all_used()
-        except ValueError as error:
-            raise ValueError(f"{source.path}: {error}") from error
 
     def read(self, path: str, shardings: Sequence[Any] = ()) -> Any:
         """Read and check a leaf. Its arrays are NumPy arrays, except where `shardings`
@@ -58,10 +57,8 @@ class Contents:
 
         leaf = self._rebuilder.build(path, get)
         if is_implicit(leaf):
-            try:
+            with errors_at(f"{self.source.path}: {path}"):
                 check_codes(leaf)
-            except ValueError as error:
-                raise ValueError(f"{self.source.path}: {path}: {error}") from error
         return leaf
 
     @property
