@@ -71,8 +71,7 @@ class NF4(TableFormat):
 
     name = "nf4"
     bits = 4
-    table = codebook = _table
-    padding_code = 7
+    table = _table
 
     @property
     def boundaries(self):

@@ -153,7 +153,7 @@ class _State:
         """Return why no format stores this weight exactly, or `None`."""
         if self.kind == "fp4":
             return "is FP4, for which eqquant has no exact format."
-        if self.table.tobytes() != np.array(NF4.codebook, np.float32).tobytes():
+        if self.table.tobytes() != np.array(NF4.table, np.float32).tobytes():
             return "has a quant_map other than the table of NF4."
         block = self.row_block
         if block % 2 or block < min(_smallest_block, self.block):

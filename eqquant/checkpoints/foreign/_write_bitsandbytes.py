@@ -77,7 +77,7 @@ def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
     return {
         "": (codes[0::2] << np.uint8(4) | codes[1::2]).reshape(-1, 1),
         ".absmax": np.asarray(float_scales(q.scales), np.float32).reshape(-1),
-        ".quant_map": np.array(NF4.codebook, np.float32),
+        ".quant_map": np.array(NF4.table, np.float32),
         f"{STATE}nf4": np.frombuffer(to_json(state), np.uint8),
     }
 
