@@ -65,8 +65,8 @@ def save(
     - `max_shard_size`: the number of bytes above which the checkpoint is split into
         several files with an index, like checkpoints on Hugging Face. `None` always
         writes one file.
-    - `metadata`: strings to store in the file:
-        see [`eqquant.checkpoints.load_metadata`][].
+    - `metadata`: strings to store in the file, for
+        [`eqquant.checkpoints.load_metadata`][].
 
     **Raises:**
 

@@ -221,9 +221,9 @@ class FakeQuantized(QuantizesLater):
         return self.fake_quantized()(*args, **kwargs)
 
     def fake_quantized(self) -> Any:
-        """Return the model with straight-through weights: see
-        [`eqquant.training.fake_quantize_tree`][]. Use it to call another method than
-        `__call__`."""
+        """Return the model with straight-through weights, like
+        [`eqquant.training.fake_quantize_tree`][], for example to call a method other
+        than `__call__`."""
 
         settings = _Settings(
             self.clip, self.quantized_products, self.check_finite, self.compute

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 def errors_at(place: str) -> Iterator[None]:
     """Prefix a `TypeError` or `ValueError` with a place.
 
-    The new error is of exactly one of these classes, because subclasses, such as errors
-    of JAX, may take other arguments.
+    The new error has exactly this class, because subclasses, such as errors of JAX, may
+    take other arguments.
     """
     try:
         yield

@@ -24,7 +24,7 @@ class Site:
     leaf: Any
     owner: Any
     field: str
-    # Whether a layer that computes its weight in each call contains the leaf.
+    # Whether the leaf is inside of a layer that computes its weight in each call.
     reparameterised: bool
 
 

@@ -47,7 +47,7 @@ def contract_adapter(
 ) -> Float[Array, "..."]:
     """Contract with the adapter alone, without forming `scale * b @ a`."""
     x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
-    of_w = dict((*over, *batch))
+    x_axis_of = dict((*over, *batch))
     contracted = [axis for axis, _ in over]
     if w.key is not None:
         key, axes = _key_for(w, batch)
@@ -56,17 +56,19 @@ def contract_adapter(
     # Multiply `x` first by the factor that has the contracted axes.
     ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
     forwards = bool(set(ins) & set(contracted))
-    left = ins if forwards else outs
+    factor_axes = ins if forwards else outs
     explicit = has_explicit_axes()  # Sharded axes are not merged.
-    if not (w.lead_axes or batch or explicit) and set(contracted) == set(left):
-        return _multiply_rows(w, x, [of_w[i] for i in left], forwards, precision)
+    if not (w.lead_axes or batch or explicit) and set(contracted) == set(factor_axes):
+        return _multiply_rows(
+            w, x, [x_axis_of[i] for i in factor_axes], forwards, precision
+        )
     axes = w.factors
     first, second = ("a", "b") if forwards else ("b", "a")
-    w_of = {i: axis for axis, i in of_w.items()}
+    w_axis_of = {i: axis for axis, i in x_axis_of.items()}
     free = iter(range(w.ndim, w.ndim + x.ndim))
-    x_axes = [w_of[i] if i in w_of else next(free) for i in range(x.ndim)]
+    x_axes = [w_axis_of[i] if i in w_axis_of else next(free) for i in range(x.ndim)]
     x_free = [i for i in x_axes if i >= w.ndim]
-    rest = [i for i in range(w.ndim) if i not in of_w]
+    rest = [i for i in range(w.ndim) if i not in x_axis_of]
     out = [*(axis for axis, _ in batch), *x_free, *rest]
     met = [*x_axes, *(i for i in axes[first] if i not in x_axes)]
     between = [i for i in met if i in {*out, *axes[second], None}]
@@ -81,22 +83,22 @@ def contract_adapter(
     y = multiply(x, x_axes, first, between) * w.scale
     # Arrays with the rank as an axis are small, so reshard these.
     if out_sharding is not None:
-        asked = dict(zip(out, out_sharding, strict=False))
+        requested = dict(zip(out, out_sharding, strict=False))
         now = dict(zip(between, spec_of(y), strict=True))
-        kept = (asked.get(i) if i in x_free else now[i] for i in between)
+        kept = (requested.get(i) if i in x_free else now[i] for i in between)
         y = reshard_to(y, PartitionSpec(*kept))
     return reshard_to(multiply(y, between, second, out), out_sharding)
 
 
 def _dense_dot(x, x_axes, part, axes, out_axes, precision):
     """Return an `einsum` of two arrays, on a mesh with explicit axes."""
-    both = [i for i in x_axes if i in axes]
-    pairs = [(x_axes.index(i), axes.index(i)) for i in both if i not in out_axes]
-    batch = [(x_axes.index(i), axes.index(i)) for i in both if i in out_axes]
+    shared = [i for i in x_axes if i in axes]
+    pairs = [(x_axes.index(i), axes.index(i)) for i in shared if i not in out_axes]
+    batch = [(x_axes.index(i), axes.index(i)) for i in shared if i in out_axes]
     numbers: Any = [tuple(zip(*of, strict=True)) or ((), ()) for of in (pairs, batch)]
     out = dense_dot(x, part, numbers, precision=precision)
-    order = [i for i in both if i in out_axes]
-    order += [i for i in (*x_axes, *axes) if i not in both]
+    order = [i for i in shared if i in out_axes]
+    order += [i for i in (*x_axes, *axes) if i not in shared]
     return jnp.transpose(out, [order.index(i) for i in out_axes])
 
 
@@ -121,9 +123,9 @@ def _key_for(
 
     Matrices of a stack that multiply the same activation share its mask.
     """
-    of_x = dict(batch)
-    if all(axis in of_x for axis in w.lead_axes):
-        return w.key, [of_x[axis] for axis in w.lead_axes]
+    x_axis_of = dict(batch)
+    if all(axis in x_axis_of for axis in w.lead_axes):
+        return w.key, [x_axis_of[axis] for axis in w.lead_axes]
     assert w.key is not None
     return w.key.reshape(-1)[0], []
 

@@ -235,8 +235,8 @@ class AbstractQuantizedArray(ArrayOperators):
             return NotImplemented
         # Per-row scales are replicated; codes are split.
         others = jax.tree.leaves((self.scales, self.offsets))
-        whole = [False, *(a.shape[-1] == 1 for a in others)]
-        specs = [PartitionSpec(*lead, None if one else first) for one in whole]
+        per_row = [False, *(part.shape[-1] == 1 for part in others)]
+        specs = [PartitionSpec(*lead, None if n else first) for n in per_row]
         return jax.tree.unflatten(jax.tree.structure(self), specs)
 
     def unflatten(self):

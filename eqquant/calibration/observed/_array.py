@@ -60,7 +60,7 @@ class Observed(eqx.Module):
 class ObservedArray(ArrayOperators):
     """A weight whose gradient contains statistics of its inputs.
 
-    Values and derivatives equal those of `base`. The gradient with respect to `sums` is
+    The value and the derivatives equal the base. The gradient with respect to `sums` is
     an [`Observed`][], for every differentiated function. Rows without influence on the
     function, such as padding, are left out.
 
@@ -228,7 +228,7 @@ class ObservedArray(ArrayOperators):
         products = jnp.transpose(out, order)
         shape = products.shape
         products = products.reshape(*stack, rows.shape[-2], -1)
-        # Sort the axes of the stack like those of the weight.
+        # Sort the axes of the stack like the axes of the weight.
         last = len(stack), len(stack) + 1
         sort = (*inverse_order([*batched, *sharing]), *last)
         rows, products = jnp.transpose(rows, sort), jnp.transpose(products, sort)

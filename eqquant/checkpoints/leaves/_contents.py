@@ -66,7 +66,7 @@ class Contents:
         return self.source.path
 
     def are_quantized(self, names: Sequence[str]) -> bool:
-        """Return whether any of these tensors is a quantized array."""
+        """Return whether one of the named tensors is a quantized array."""
         return any(isinstance(self.described[n], QuantizedArray) for n in names)
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
