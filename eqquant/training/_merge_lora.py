@@ -62,7 +62,7 @@ def merge_lora(model: Any, format: Format | str | None = None) -> Any:
     `ValueError` if the model contains no adapter, for example after a merge.
     """
     choices = [
-        Choice(i, site.path, None, site.leaf.in_axes, site.leaf.in_axes, None)
+        Choice(i, site.path, None, site.leaf.in_axes)
         for i, site in enumerate(sites(model))
         if isinstance(site.leaf, LoraArray)
     ]

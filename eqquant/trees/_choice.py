@@ -31,9 +31,8 @@ class Choice:
     - `path`: its path.
     - `what`: its format, or the value of another kind of rule.
     - `axis`: the axis along which it is quantized.
-    - `contracted`, `out`: the contracted axes and the output axis of its layer, as in
-        [`WeightAxes`][].
-    - `is_table`: whether its layer looks up rows.
+    - `out`, `is_table`: the output axis of its layer, and whether the layer looks up
+        rows, as in [`WeightAxes`][].
     - `compute`: the settings of its products, if a rule specifies them.
     """
 
@@ -41,8 +40,7 @@ class Choice:
     path: str
     what: Any
     axis: Axis
-    contracted: Axis
-    out: int | None
+    out: int | None = None
     is_table: bool = False
     compute: Compute | None = None
 
@@ -118,26 +116,20 @@ def choose_among(
         if not is_candidate(site.leaf):
             continue
         kind = weight_of(site)
-        natural = kind if isinstance(kind, WeightAxes) else WeightAxes(-1)
-        contracted = natural.axis
-        rule, compute = rules.find(site), None
-        if rule is not None:
-            chosen, axis, compute = rule
-            if axis is not None and axis != natural.axis:
-                natural = WeightAxes(axis)
+        is_known = isinstance(kind, WeightAxes)
+        axes = kind if is_known else WeightAxes(-1)
+        axis, out, compute = axes.axis, axes.out, None
+        if (rule := rules.find(site)) is not None:
+            chosen, rule_axis, compute = rule
+            if rule_axis is not None and rule_axis != axis:
+                axis, out = rule_axis, None
         elif mask is not None:
             chosen = what if mask[i] else None
         else:
-            worth_it = (
-                what is not None
-                and isinstance(kind, WeightAxes)
-                and is_worth_it(site, kind, what)
-            )
-            chosen = what if worth_it else None
+            is_chosen = what is not None and is_known and is_worth_it(site, kind, what)
+            chosen = what if is_chosen else None
         if chosen is not None:
-            axis, out = natural.axis, natural.out
-            table = isinstance(kind, WeightAxes) and kind.is_table
-            fields = i, site.path, chosen, axis, contracted, out, table, compute
+            fields = i, site.path, chosen, axis, out, axes.is_table, compute
             choices.append(Choice(*fields))
     rules.warn_of_unused()
     return choices
