@@ -6,6 +6,7 @@ import pickle
 
 import eqquant
 import pytest
+from eqquant.formats import _contract
 from public import public_names
 
 
@@ -32,3 +33,14 @@ def test_exceptions_and_warnings_are_public():
     }
     assert "MaterialiseError" in classes
     assert classes <= {path.rpartition(".")[2] for path in NAMES}
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_formats_of_eqquant_need_no_contract_check(name, monkeypatch):
+    """The check recognises them by their module, and takes longer than quantization."""
+    monkeypatch.setattr(_contract, "problem_of", lambda format: "It was checked.")
+    check_contract = _contract.check_contract.__wrapped__
+    check_contract(eqquant.formats.as_format(name))
+    own = type("Own", (eqquant.NF4,), {"__module__": "elsewhere"})
+    with pytest.raises(TypeError, match="It was checked"):
+        check_contract(own())

@@ -25,7 +25,7 @@ def check_contract(format: Format) -> None:
 
     The formats of eqquant have tests instead.
     """
-    if type(format).__module__.startswith("eqquant.formats."):
+    if type(format).__module__.partition(".")[0] == "eqquant":
         return
     with jax.ensure_compile_time_eval():
         if problem := problem_of(format):
