@@ -4,7 +4,9 @@ import ast
 import inspect
 import pathlib
 import re
+import tokenize
 from graphlib import CycleError, TopologicalSorter
+from token import STRING
 
 import pytest
 from public import public_names
@@ -154,6 +156,22 @@ def test_formats_use_no_primitives(file):
     for node in ast.walk(parse(file)):
         name = getattr(node, "attr", getattr(node, "id", None))
         assert not (isinstance(name, str) and name.endswith("_p")), name
+
+
+# The hook of arrays, and the rule of the primitive of JAX.
+USES_MESHES = {"arrays/_partition.py", "dispatch/control/_shard_map.py"}
+MESHES = r"plan|mesh|partition_?spec|(spec|names|parts)_of|manual_axes|\bshard_map"
+
+
+@pytest.mark.parametrize(
+    "file", [file for file in FILES if folder_of(file) in ("arrays", "dispatch")]
+)
+def test_arrays_and_rules_do_not_mention_meshes(file):
+    """Docstrings and texts of errors may mention them."""
+    with (PACKAGE / file).open("rb") as source:
+        tokens = [t for t in tokenize.tokenize(source.readline) if t.type != STRING]
+    found = {t.string for t in tokens if re.search(MESHES, t.string, re.IGNORECASE)}
+    assert bool(found) == (file in USES_MESHES), found
 
 
 FUNCTIONS = {

@@ -39,6 +39,7 @@ from ._compat import (
     spec_of as spec_of,
     split_scan as split_scan,
     subjaxprs as subjaxprs,
+    type_of_first as type_of_first,
     zero_of as zero_of,
     zero_tangent as zero_tangent,
 )

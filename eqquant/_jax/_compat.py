@@ -108,6 +108,13 @@ def spec_of(x) -> tuple:
     return spec + (None,) * (aval.ndim - len(spec))
 
 
+def type_of_first(x):
+    """Return the type of `x[0]`, even if `x` is empty."""
+    aval: Any = jax.typeof(x)
+    spec = jax.sharding.PartitionSpec(*spec_of(x)[1:])
+    return aval.update(shape=x.shape[1:], sharding=aval.sharding.update(spec=spec))
+
+
 def explicit_mesh_of(x):
     """Return the mesh of `x` if that has an explicit axis; otherwise None."""
     mesh = _type_of(x).sharding.mesh

@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from ..formats import gather_scales, ShortScales
-from ..partition import aligned, Plan
+from ..partition import aligned
 
 
 # The axes of a part. An integer is a logical axis, counted from the front. Any other
@@ -75,12 +75,11 @@ class Operation(abc.ABC):
             lambda x: self.on_array(x, *_expanded(x.ndim, axes, new)), part
         )
 
-    def on_plan(self, plan: Plan, axes: Axes, new: Axes) -> Plan:
-        """Return the plan after the operation: from `axes` to `new`."""
+    def places(self, axes: Axes, new: Axes) -> list[int | None]:
+        """Return the position in `axes` of each axis in `new`, before the operation.
+        None is a new axis."""
         sources = [self._source(axis) for axis in new]
-        places = [axes.index(i) if i in axes else None for i in sources]
-        same = places == list(range(len(axes)))
-        return plan if same else plan.picked(len(axes), places)
+        return [axes.index(i) if i in axes else None for i in sources]
 
     def _source(self, axis: Any) -> Any:
         return self.source(axis) if isinstance(axis, int) else axis

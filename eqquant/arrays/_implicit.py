@@ -12,9 +12,9 @@ from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from ..partition import Request
 from ._materialise import materialise
 from ._parts import ArrayInParts
 
@@ -113,7 +113,7 @@ class ImplicitArray(ArrayInParts):
         *,
         precision: Any = None,
         out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
+        out_sharding: Request = None,
     ) -> Any:
         """Contract this array with `x`.
 

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import explicit_mesh_of, spec_of
-from ..partition import names_of
+from ..partition import has_explicit_split, look_up, split_by_type
 from ._implicit import ImplicitArray
 from ._materialise import materialise
 
@@ -181,24 +180,17 @@ def _axes_of_result(entries: list, places: Sequence[int]) -> list:
 def _is_looked_up(q: ImplicitArray, entry: Any) -> bool:
     """Return whether a mesh with explicit axes splits the first axis or the indices."""
     codes = jax.tree.leaves(q)[0]
-    if isinstance(entry, slice) or explicit_mesh_of(codes) is None:
+    if isinstance(entry, slice) or not has_explicit_split(codes):
         return False
     is_row = q.ndim == 2 and isinstance(entry, jax.Array)
-    return is_row or spec_of(codes)[0] is not None
+    return is_row or bool(split_by_type(codes)[0])
 
 
 def _look_up(a, index: tuple):
-    """Return `a[index]`, even if a mesh with explicit axes splits rows or indices.
-
-    The result is split like the first index and like the other axes of the table.
-    """
     rows, *others = index
-    if explicit_mesh_of(a) is None or not all(map(_takes_all, others)):
+    if not has_explicit_split(a) or not all(map(_takes_all, others)):
         return a[index]
-    used = {name for entry in spec_of(rows) for name in names_of(entry)}
-    others = [None if used & {*names_of(entry)} else entry for entry in spec_of(a)[1:]]
-    spec = jax.sharding.PartitionSpec(*spec_of(rows), *others)
-    return a.at[index].get(out_sharding=spec)
+    return look_up(a, rows)
 
 
 def _with_new_axes(entries: list, by_axis: list) -> tuple:

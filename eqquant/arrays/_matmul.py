@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
-from .._jax import manual_axes_in_context
 from ._implicit import ImplicitArray
+from ._partition import hint_for_parts
 
 
 def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
@@ -17,12 +17,7 @@ def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
     q_axis = q.ndim - 1 if not reflected else max(q.ndim - 2, 0)
     x_axis = x.ndim - 1 if reflected else max(x.ndim - 2, 0)
     if q.shape[q_axis] != x.shape[x_axis]:
-        hint = ""
-        if manual_axes_in_context():
-            hint = (
-                " Inside of shard_map the contracted axis can be in parts only if they "
-                "are equal, and have whole blocks: eqquant.shard_tree says what fits."
-            )
+        hint = hint_for_parts()
         raise ValueError(f"matmul: contracted axes differ in size: {name}.{hint}")
     out_dtype = jnp.promote_types(q.dtype, x.dtype)
 

@@ -5,11 +5,9 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array
 
 from ._axes import (
@@ -25,9 +23,10 @@ from ._axes import (
     Squeeze,
 )
 from ._matrices import other_axes
+from ._partition import Partitioned
 
 
-class ArrayInParts(eqx.Module):
+class ArrayInParts(Partitioned):
     """The structure of an array in parts, and the operations that only move elements.
 
     A subclass declares which logical axes each part has, in [`axes_of_parts`][], and
@@ -189,21 +188,3 @@ class ArrayInParts(eqx.Module):
                 return NotImplemented
             parts[name] = part
         return self.replace(**parts)
-
-    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Return a tree of the same structure with a `PartitionSpec` for each part,
-        which split the parts over the mesh as `spec` splits the array."""
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        entry = lambda axis: entries[axis] if isinstance(axis, int) else None
-        axes = self.axes_of_parts(self.ndim, self.groups)
-        specs = []
-        for field in dataclasses.fields(self):
-            part = getattr(self, field.name)
-            if isinstance(part, ArrayInParts):
-                part = part.split_specs(spec, mesh)
-                if part is NotImplemented:
-                    return NotImplemented
-                specs += jax.tree.leaves(part)
-            elif part is not None and field.name in axes:
-                specs.append(PartitionSpec(*map(entry, axes[field.name])))
-        return jax.tree.unflatten(jax.tree.structure(self), specs)

@@ -7,11 +7,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 import wadler_lindig as wl
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from .._jax import parts_of, typed
-from ..partition import reshard_to
+from .._jax import typed
+from ..partition import Request, reshard_to
 from ._axes import Operation, Slice
 from ._hadamard import hadamard
 from ._implicit import stored
@@ -134,13 +133,10 @@ class RotatedArray(ArrayOperators):
         base = self.base.put(rows, fn)
         return base if base is NotImplemented else self.replace(base=base)
 
-    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Return the specs of the parts, if each device gets whole blocks."""
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        parts = parts_of(mesh, entries[self.axis])
-        if self.shape[self.axis] % (parts * self.block):
-            return NotImplemented
-        return super().split_specs(spec, mesh)
+    def can_split(self, axis: int, parts: int) -> bool:
+        """Return whether each part of the rotated axis has whole blocks."""
+        rotated = axis == self.axis + self.ndim
+        return not rotated or self.shape[axis] % (parts * self.block) == 0
 
     #
     # Products
@@ -158,7 +154,7 @@ class RotatedArray(ArrayOperators):
         *,
         precision: Any = None,
         out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
+        out_sharding: Request = None,
     ) -> Any:
         axis, x_axis_of = self.axis + self.ndim, dict(over)
         contracts = axis in x_axis_of

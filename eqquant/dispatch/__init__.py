@@ -2,7 +2,7 @@
 
 Exports `quaxify`, `register` for custom rules, and `substitute`, which replaces
 implicit arrays inside of callables. `rules/` has a rule for each JAX primitive, and
-`control/` handles primitives that contain jaxprs. Imports `arrays`,
+`control/` handles primitives that contain jaxprs. Imports `arrays`, `partition`,
 `primitives` and `_jax`.
 """
 

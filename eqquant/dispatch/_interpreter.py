@@ -49,7 +49,7 @@ class Interpreter:
             out["static"] = [None if _is_traced(x) else x for x in results]
             return [x for x in results if _is_traced(x)]
 
-        jaxpr = jax.make_jaxpr(flat)([stand_in_for(q) for q in found], dynamic)
+        jaxpr = jax.make_jaxpr(flat)([q.struct() for q in found], dynamic)
         results = iter(self.function(jaxpr)(*found, *dynamic))
         filled = [next(results) if x is None else x for x in out["static"]]
         return jax.tree.unflatten(out["treedef"], filled)
@@ -76,7 +76,7 @@ class Interpreter:
         for eqn in _used(jaxpr):
             values = [read(var) for var in eqn.invars]
             if any(isinstance(x, ImplicitArray) for x in values):
-                # The mesh of the equation, because `auto_axes` changes the mesh.
+                # The context of the equation, because `auto_axes` changes it.
                 with eqn.ctx.manager:
                     results = self.apply(eqn, values)
             else:
@@ -131,15 +131,6 @@ def _used(jaxpr) -> list:
             equations.append(eqn)
             needed.update(variables(eqn.invars))
     return equations[::-1]
-
-
-def stand_in_for(q: ImplicitArray) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of the array that `q` represents."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty:
-        return jax.ShapeDtypeStruct(q.shape, q.dtype)
-    # The varying axes and the sharding follow from the components.
-    return jax.eval_shape(lambda q: q.dequantize(), q)
 
 
 def _is_traced(x: Any) -> bool:

@@ -9,6 +9,15 @@ keep arrays split on a mesh with explicit axes: `dense_dot`, `merge`, `split`,
 
 from ._all_gather_scales import all_gather_scales as all_gather_scales
 from ._dense_dot import dense_dot as dense_dot
+from ._explicit import (
+    has_explicit_split as has_explicit_split,
+    look_up as look_up,
+    Request as Request,
+    request_in_order as request_in_order,
+    reshard_to as reshard_to,
+    spec_like as spec_like,
+    split_by_compiler as split_by_compiler,
+)
 from ._find import (
     plan_for as plan_for,
     plan_from_types as plan_from_types,
@@ -27,7 +36,7 @@ from ._plan import (
     names_of as names_of,
     Plan as Plan,
 )
-from ._request import request as request, reshard_to as reshard_to
+from ._request import ContractedAxes as ContractedAxes, request as request
 from ._rule import (
     DOT as DOT,
     DOT_OVER_ROWS as DOT_OVER_ROWS,

@@ -66,6 +66,8 @@ class Plan:
     def picked(self, ndim: int, axes: Sequence[int | None]) -> "Plan":
         """Return the plan of codes that keep these of their `ndim` axes; None is a new
         axis."""
+        if list(axes) == list(range(ndim)):
+            return self
         old = self.of(ndim)
         return self._with(ndim, [() if i is None else old[i] for i in axes])
 

@@ -1,19 +1,13 @@
 """Requested shardings of the result of a product, on a mesh with explicit axes."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-import jax
 from jax.sharding import AbstractMesh, PartitionSpec
 
 from .._jax import parts_of
 from ._merge import Parts
 from ._plan import Names, names_of, Plan
-
-
-def reshard_to(x: Any, spec: PartitionSpec | None) -> Any:
-    """Reshard `x` if a sharding is requested."""
-    return x if spec is None else jax.sharding.reshard(x, spec)
 
 
 def names_in_product(
@@ -32,13 +26,19 @@ def names_in_product(
 
 
 @runtime_checkable
-class FreeAxes(Protocol):
-    """The properties of the geometry of a contraction that `request` reads."""
+class ContractedAxes(Protocol):
+    """The geometry of a contraction: the properties that decide how it is split."""
 
     @property
     def stack(self) -> Sequence[int]: ...
     @property
     def tokens(self) -> Sequence[int]: ...
+    @property
+    def columns(self) -> Sequence[int]: ...
+    @property
+    def num_lead(self) -> int: ...
+    @property
+    def weight_order(self) -> Sequence[int]: ...
     @property
     def free(self) -> Sequence[int]: ...
     @property
@@ -50,7 +50,11 @@ class FreeAxes(Protocol):
 
 
 def request(
-    mesh: AbstractMesh, spec: PartitionSpec, g: FreeAxes, lead: Parts, weight: Parts
+    mesh: AbstractMesh,
+    spec: PartitionSpec,
+    g: ContractedAxes,
+    lead: Parts,
+    weight: Parts,
 ) -> tuple[Plan, Parts, Parts]:
     """Return the plan of a product whose result is requested to be split by `spec`.
 

@@ -8,11 +8,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Key, Shaped
 
-from ..._jax import has_explicit_axes, spec_of
-from ...partition import dense_dot, reshard_to
+from ..._jax import has_explicit_axes
+from ...partition import dense_dot, Request, reshard_to
 from ...primitives import rows_dot
 from ._structure import AbstractLoraArray
 
@@ -43,7 +42,7 @@ def contract_adapter(
     over: tuple[tuple[int, int], ...],
     batch: tuple[tuple[int, int], ...],
     precision: Any,
-    out_sharding: PartitionSpec | None = None,
+    out_sharding: Request = None,
 ) -> Float[Array, "..."]:
     """Contract with the adapter alone, without forming `scale * b @ a`."""
     x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
@@ -82,11 +81,8 @@ def contract_adapter(
 
     y = multiply(x, x_axes, first, between) * w.scale
     # Arrays with the rank as an axis are small, so reshard these.
-    if out_sharding is not None:
-        requested = dict(zip(out, out_sharding, strict=False))
-        now = dict(zip(between, spec_of(y), strict=True))
-        kept = (requested.get(i) if i in x_free else now[i] for i in between)
-        y = reshard_to(y, PartitionSpec(*kept))
+    tokens = [out.index(i) if i in x_free else None for i in between]
+    y = reshard_to(y, out_sharding, tokens)
     return reshard_to(multiply(y, between, second, out), out_sharding)
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import wadler_lindig as wl
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
+from ...partition import Request
 from .. import _plain as plain
 from .._implicit import is_implicit, stored
 from ._adapter import add_adapter, contract_adapter
@@ -69,7 +69,7 @@ class LoraArray(AbstractLoraArray):
         *,
         precision: Any = None,
         out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
+        out_sharding: Request = None,
     ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)

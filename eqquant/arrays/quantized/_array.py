@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import wadler_lindig as wl
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import by_compiler, explicit_mesh_of, parts_of, spec_of, wide_dtype
+from ..._jax import wide_dtype
 from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
+from ...partition import Request, spec_like, split_by_compiler
 from .._implicit import stored
 from .._matrices import inverse_order
 from ._contraction import contract
@@ -121,7 +121,7 @@ class QuantizedArray(AbstractQuantizedArray):
         *,
         precision: Any = None,
         out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
+        out_sharding: Request = None,
     ) -> Any:
         self.check_whole()
         return contract(
@@ -147,17 +147,11 @@ class QuantizedArray(AbstractQuantizedArray):
 # Compiled as one program, even in eager calls, so that no intermediate array is stored.
 @ft.partial(jax.jit, inline=True)
 def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
-    mesh = explicit_mesh_of(q.codes)
-    if mesh is None:
-        return _decode(q)
     # Sharded like the codes, if all devices get equal parts.
-    *lead, last = spec_of(q.codes)
-    first, *_ = q.blocked_axes
-    even = q.shape[first] % parts_of(mesh, last) == 0
-    entries = dict(zip(q.lead_axes, lead, strict=True))
-    entries[first] = last if even else None
-    spec = PartitionSpec(*(entries.get(axis) for axis in range(q.ndim)))
-    return by_compiler(_decode, mesh, spec)(q)
+    stored = [*q.lead_axes, q.blocked_axes[0]]
+    axes = [stored.index(i) if i in stored else None for i in range(q.ndim)]
+    spec = spec_like(q.codes, q.shape, axes)
+    return split_by_compiler(_decode, q.codes, spec)(q)
 
 
 def _decode(q: QuantizedArray) -> Float[Array, "..."]:

@@ -10,23 +10,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import config, explicit_mesh_of, parts_of, spec_of
+from ..._jax import config
 from ...formats import float_scales, ShortScales
 from ...kernels import Precision
-from ...partition import (
-    all_gather_scales,
-    dense_dot,
-    merge,
-    Parts,
-    parts_by_type,
-    request,
-    reshard_to,
-    split,
-)
-from ...primitives import quantized_dot, straight_rounded
+from ...partition import dense_dot, merge, Parts, Request, reshard_to, spec_like, split
+from ...primitives import straight_rounded
+from .._partition import SplitProduct
 from ._geometry import Geometry, geometry
 from ._structure import AbstractQuantizedArray
 
@@ -57,7 +48,7 @@ def contract(
     *,
     precision: Any = None,
     out_dtype=None,
-    out_sharding: PartitionSpec | None = None,
+    out_sharding: Request = None,
 ):
     """Contract a quantized array with an activation, as `ImplicitArray.contract` does.
 
@@ -108,58 +99,48 @@ def _contract(
     batch: tuple[tuple[int, int], ...],
     precision: Precision | None,
     out_dtype,
-    out_sharding: PartitionSpec | None,
+    out_sharding: Request,
 ) -> Float[Array, "..."]:
     g = geometry(q.shape, x.shape, q.blocked_axes, over, batch, q.padding)
     codes = jnp.transpose(q.codes, g.weight_order)
     x = jnp.transpose(x, g.x_order)
-    weight, x_parts = parts_by_type(codes), parts_by_type(x)
-    if g.columns:
-        weight = weight.with_whole_blocks(jax.tree.leaves(q.scales)[0].shape[-1])
-    num_stack = len(g.stack)
-    lead = weight[:num_stack] + x_parts[num_stack : g.num_lead]
-    plan, mesh = q.plan, explicit_mesh_of(q.codes) or explicit_mesh_of(x)
-    if out_sharding is not None and mesh is not None:
-        plan, lead, weight = request(mesh, out_sharding, g, lead, weight)
+    product = q.split_product(g, codes, x, out_sharding)
 
     def component(a):
-        return merge(jnp.transpose(a, g.weight_order), g.weight_counts, weight)
+        return merge(jnp.transpose(a, g.weight_order), g.weight_counts, product.weight)
 
-    x = _merge_activation(x, g, lead, weight)
+    x = _merge_activation(x, g, product)
     scales, offsets = q.scales, q.offsets
     if isinstance(scales, ShortScales):
         stack = 1 if batch else 0
-        (scales, offsets), plan = all_gather_scales((scales, offsets), plan, x, stack)
-    merged = component(q.codes)
-    if plan is not None and mesh is None:
-        plan = plan.permuted(g.weight_order).reshaped(codes.shape, merged.shape)
+        (scales, offsets), product = product.gather((scales, offsets), x, stack)
 
     affine = offsets is not None
     dtype = jnp.promote_types(out_dtype, jnp.float32) if affine else out_dtype
-    out = quantized_dot(
+    out = product.dot(
+        g,
         x,
-        merged,
+        component(q.codes),
         component(float_scales(scales)),
         format=q.format,
         contract_rows=g.contract_rows,
         compute=q.compute.updated(precision=precision),
         weight_dtype=q.dtype,
         out_dtype=dtype,
-        plan=plan,
     )
     if affine:
         if q.rounds_activations:
             x = straight_rounded(x, (x.ndim - 1,))
         term = _offset_term(x.astype(dtype), component(float_scales(offsets)), g, out)
         out = (out + term).astype(out_dtype)
-    return reshard_to(_split_result(out, g, lead, weight), out_sharding)
+    return reshard_to(_split_result(out, g, product), out_sharding)
 
 
 def _merge_activation(
-    x: Float[Array, "..."], g: Geometry, lead: Parts, weight: Parts
+    x: Float[Array, "..."], g: Geometry, product: SplitProduct
 ) -> Float[Array, "*stack m size"]:
     """Merge the axes of a permuted activation, and pad it to whole blocks."""
-    parts = lead + weight[g.contracted_axes]
+    parts = product.lead + product.weight[g.contracted_axes]
     if not g.contract_rows:
         x = merge(x, g.blocked_counts, parts + Parts.whole(len(g.blocked) - 1))
         if g.padding:
@@ -168,10 +149,10 @@ def _merge_activation(
 
 
 def _split_result(
-    out: Float[Array, "*stack m out"], g: Geometry, lead: Parts, weight: Parts
+    out: Float[Array, "*stack m out"], g: Geometry, product: SplitProduct
 ) -> Float[Array, "..."]:
     """Split the axes of a product again, in the order of the array."""
-    parts = lead + weight[g.free_axes]
+    parts = product.lead + product.weight[g.free_axes]
     out = split(out, g.out_shapes, parts)
     if g.contract_rows:
         if g.padding:
@@ -197,14 +178,11 @@ def _offset_term(
         x = jnp.sum(x.reshape(*x.shape[:-1], blocks, x.shape[-1] // max(blocks, 1)), -1)
     stack, last = tuple(range(x.ndim - 2)), x.ndim - 1
     numbers = ((last,), (last - contract_rows,)), (stack, stack)
-    kwargs: dict[str, Any] = {"precision": lax.Precision.HIGHEST}
-    spec = None if (mesh := explicit_mesh_of(out)) is None else spec_of(out)
-    if spec is not None:
-        even = not contract_rows or blocks % parts_of(mesh, spec[-1]) == 0
-        kwargs["out_sharding"] = PartitionSpec(*spec[:-1], spec[-1] if even else None)
-    term = dense_dot(x, offsets, numbers, **kwargs)
+    shape = (*out.shape[:-1], blocks) if contract_rows else out.shape
+    spec, precision = spec_like(out, shape), lax.Precision.HIGHEST
+    term = dense_dot(x, offsets, numbers, precision=precision, out_sharding=spec)
     if contract_rows:
         block = out.shape[-1] // max(blocks, 1)
         term = jnp.broadcast_to(term[..., None], (*term.shape, block))
         term = term.reshape(out.shape)
-    return term if spec is None else reshard_to(term, PartitionSpec(*spec))
+    return reshard_to(term, spec_like(out, out.shape))

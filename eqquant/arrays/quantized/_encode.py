@@ -9,22 +9,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Shaped
 
 from ..._jax import (
-    by_compiler,
-    explicit_mesh_of,
     match_varying,
-    parts_of,
     pipeline,
     platform_of,
     rowwise,
-    spec_of,
     wide_dtype,
 )
 from ...formats import Format, max_blocks, num_bytes, pack, scales_and_offsets
 from ...kernels import cpu
+from ...partition import has_explicit_split, spec_like, split_by_compiler
 from .._matrices import other_axes
 
 
@@ -103,9 +99,8 @@ def has_encoder(
     array: Float[Array, "..."], format: Format, axes: tuple[int, ...]
 ) -> bool:
     """Return whether CPUs have a native encoder."""
-    return (
-        axes == (-1,) and explicit_mesh_of(array) is None and cpu.encodes(array, format)
-    )
+    whole = not has_explicit_split(array)
+    return axes == (-1,) and whole and cpu.encodes(array, format)
 
 
 def _by_rows(array, format: Format, at_once: int | None):
@@ -144,15 +139,10 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
     compiler chooses the intermediate shardings.
     """
     rows, _ = inputs
-    mesh = explicit_mesh_of(rows)
-    if mesh is None:
+    if not has_explicit_split(rows):
         return encode(inputs)
-    *lead, last = spec_of(rows)
     *shape, size = rows.shape
-
-    def spec(length: int) -> PartitionSpec:
-        even = length % parts_of(mesh, last) == 0
-        return PartitionSpec(*lead, last if even else None)
+    spec = lambda length: spec_like(rows, (*shape, length))
 
     def flat(inputs):
         codes, scales, problem = encode(inputs)
@@ -162,8 +152,8 @@ def _keep_split(encode: Callable, inputs: tuple, format: Format):
     packed = num_bytes(format.padded(size), format.bits)
     scales = jax.eval_shape(lambda: format.no_scales((), size))
     scales = jax.tree.map(lambda a: spec(a.shape[-1]), scales)
-    out = (spec(packed), scales, PartitionSpec(*lead))
-    return by_compiler(flat, mesh, out)(inputs)
+    out = (spec(packed), scales, spec_like(rows, shape))
+    return split_by_compiler(flat, rows, out)(inputs)
 
 
 def _map_chunks(fn: Callable, inputs: tuple, height: int):

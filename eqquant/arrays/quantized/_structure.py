@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int8, Shaped, UInt8
 
-from ..._jax import parts_of, wide_dtype
+from ..._jax import wide_dtype
 from ...formats import (
     float_scales,
     Format,
@@ -26,13 +25,13 @@ from ...formats import (
     slice_scales,
 )
 from ...kernels import Compute
-from ...partition import Plan
 from .._axes import Operation, Role, Slice
 from .._matrices import inverse_order, other_axes, problems_of_axes
 from .._operators import ArrayOperators
+from .._partition import PartitionedCodes
 
 
-class AbstractQuantizedArray(ArrayOperators):
+class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
@@ -49,7 +48,6 @@ class AbstractQuantizedArray(ArrayOperators):
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
     offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None
-    plan: Plan | None = eqx.field(static=True, default=None, metadata={"saved": False})
     compute: Compute = eqx.field(
         static=True, default=Compute(), metadata={"saved": False}
     )
@@ -129,9 +127,6 @@ class AbstractQuantizedArray(ArrayOperators):
             object.__setattr__(new, field.name, value)
         return new
 
-    def with_plan(self, plan: Plan | None) -> Any:
-        return self.with_static(plan=plan)
-
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
         axes = (*other_axes(ndim, groups["axes"]), ...)
         return {name: axes for name in ("codes", "scales", "offsets")}
@@ -150,11 +145,7 @@ class AbstractQuantizedArray(ArrayOperators):
                     if sliced is NotImplemented:
                         return NotImplemented
                     return sliced.move(operation.after(axis))
-        out = super().move(operation)
-        if self.plan is None or out is NotImplemented:
-            return out
-        axes = (q.axes_of_parts(q.ndim, q.groups)["codes"] for q in (self, out))
-        return out.with_plan(operation.on_plan(self.plan, *axes))
+        return super().move(operation)
 
     def _slice_blocks(self, cut: Slice, axis: int):
         """Slice the only blocked axis from the start of a block to the end of one."""
@@ -217,27 +208,15 @@ class AbstractQuantizedArray(ArrayOperators):
         scales = float_scales(self.scales).astype(self.dtype)
         return self.replace(scales=lax.integer_pow(scales, exponent).astype(wide))
 
-    def split_specs(self, spec: PartitionSpec, mesh) -> Any:
-        """Return the specs of the parts, if each device gets whole groups and
-        blocks."""
-        entries = [*spec, *[None] * (self.ndim - len(spec))]
-        lead = [entries[axis] for axis in self.lead_axes]
-        first, *others = (entries[axis] for axis in self.blocked_axes)
-        if any(entry is not None for entry in others):
-            return NotImplemented
-        if first is not None and (self.padding or self.inner):
-            return NotImplemented
-        parts = parts_of(mesh, first)
+    def can_split(self, axis: int, parts: int) -> bool:
+        """Return whether each part of an axis has whole groups and blocks."""
+        if parts == 1 or axis not in self.blocked_axes:
+            return True
+        if self.padding or self.inner:
+            return False
         group_bytes = num_bytes(self.format.group, self.format.bits)
-        if self.codes.shape[-1] % (parts * group_bytes):
-            return NotImplemented
-        if not scales_split(self.scales, parts):
-            return NotImplemented
-        # Per-row scales are replicated; codes are split.
-        others = jax.tree.leaves((self.scales, self.offsets))
-        per_row = [False, *(part.shape[-1] == 1 for part in others)]
-        specs = [PartitionSpec(*lead, None if n else first) for n in per_row]
-        return jax.tree.unflatten(jax.tree.structure(self), specs)
+        even = self.codes.shape[-1] % (parts * group_bytes) == 0
+        return even and scales_split(self.scales, parts)
 
     def unflatten(self):
         """Return the same array with only the last of several blocked axes blocked.
@@ -277,7 +256,4 @@ class AbstractQuantizedArray(ArrayOperators):
             axes=self.axes[-1:],
             inner=(),
         )
-        if self.plan is None:
-            return out
-        plan = self.plan.reshaped(self.codes.shape, codes.shape).permuted(order)
-        return out.with_plan(plan)
+        return out.split_like(self, codes.shape, order)

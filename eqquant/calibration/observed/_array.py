@@ -153,8 +153,8 @@ class ObservedArray(ArrayOperators):
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
         return self.replace(base=scaled(self.base, factor, fn))
 
-    def split_specs(self, spec, mesh) -> Any:
-        return NotImplemented
+    def can_split(self, axis: int, parts: int) -> bool:
+        return False
 
     #
     # Products

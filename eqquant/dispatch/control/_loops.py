@@ -8,9 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import jaxpr_as_fun
-from jax.sharding import PartitionSpec
 
-from ..._jax import Literal, open_jaxpr, spec_of, split_scan
+from ..._jax import Literal, open_jaxpr, split_scan, type_of_first
 from ...arrays import ImplicitArray, is_implicit
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
@@ -68,13 +67,6 @@ def _settle(interpreter: Interpreter, eqn, body: Callable, carry: list, *xs):
     return carry, agreeing
 
 
-def _type_of_first(x):
-    """Return the type of `x[0]`, even if `x` is empty."""
-    aval = jax.typeof(x)
-    sharding = aval.sharding.update(spec=PartitionSpec(*spec_of(x)[1:]))
-    return aval.update(shape=x.shape[1:], sharding=sharding)
-
-
 @control_rule_for("scan")
 def _scan(interpreter: Interpreter, eqn, args):
     params = eqn.params
@@ -86,7 +78,7 @@ def _scan(interpreter: Interpreter, eqn, args):
         out = fn(*consts, *carry, *xs)
         return out[:n], out[n:]
 
-    first = jax.tree.map(_type_of_first, xs)
+    first = jax.tree.map(type_of_first, xs)
     carry, step = _settle(interpreter, eqn, body, carry, first)
     carry, ys = lax.scan(
         step,

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 
 from ...arrays import ImplicitArray
+from ...partition import request_in_order
 from ...primitives import straight_rounded
 from ._registry import Decoded, register_names, rule_for
 
@@ -32,14 +32,10 @@ def _dot_general(
     # `contract` returns the free axes of `x` first. `dot_general` returns the free
     # axes of its left operand first.
     first, free = len(batch), q.ndim - len(over) - len(batch)
-    num_axes = x.ndim - len(over) + free
-    spec = None
-    if out_sharding is not None:
-        given = out_sharding.spec
-        entries = [*given, *[None] * (num_axes - len(given))]
-        if quantized_lhs:
-            entries[first:] = entries[first + free :] + entries[first : first + free]
-        spec = PartitionSpec(*entries)
+    order = list(range(x.ndim - len(over) + free))
+    if quantized_lhs:
+        order[first:] = order[first + free :] + order[first : first + free]
+    spec = request_in_order(out_sharding, order)
     out = q.contract(
         x, over, batch, precision=precision, out_dtype=out_dtype, out_sharding=spec
     )

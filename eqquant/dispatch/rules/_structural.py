@@ -3,7 +3,6 @@
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding
 
 from ...arrays import ImplicitArray
 from ._registry import register_names, rule_for
@@ -133,19 +132,9 @@ def _optimization_barrier(*operands):
 #
 
 
-def _shardings(q: ImplicitArray, sharding):
-    """Return a tree with the sharding of each component."""
-    if not isinstance(sharding, NamedSharding):
-        return jax.tree.map(lambda _: sharding, q)
-    specs = q.split_specs(sharding.spec, sharding.mesh)
-    if specs is NotImplemented:
-        return NotImplemented
-    return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
-
-
 @register_names("sharding_constraint")
 def _sharding_constraint(q, *, sharding):
-    shardings = _shardings(q, sharding)
+    shardings = q.shardings(sharding)
     if shardings is NotImplemented:
         return NotImplemented
     return jax.tree.map(lax.with_sharding_constraint, q, shardings)
@@ -153,7 +142,7 @@ def _sharding_constraint(q, *, sharding):
 
 @register_names("reshard")
 def _reshard(q, *, dst_sharding):
-    shardings = _shardings(q, dst_sharding)
+    shardings = q.shardings(dst_sharding)
     if shardings is NotImplemented:
         return NotImplemented
     return jax.tree.map(jax.sharding.reshard, q, shardings)
@@ -163,7 +152,7 @@ def _reshard(q, *, dst_sharding):
 def _device_put(*operands, devices):
     out = []
     for x, where in zip(operands, devices, strict=True):
-        shardings = _shardings(x, where) if isinstance(x, ImplicitArray) else where
+        shardings = x.shardings(where) if isinstance(x, ImplicitArray) else where
         if shardings is NotImplemented:
             return NotImplemented
         out.append(jax.device_put(x, shardings))

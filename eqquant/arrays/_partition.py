@@ -1,0 +1,164 @@
+"""How a mesh splits arrays in parts, and their products.
+
+This is the only file in this folder that uses plans and meshes.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import equinox as eqx
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from .._jax import explicit_mesh_of, manual_axes_in_context, parts_of
+from ..partition import (
+    all_gather_scales,
+    ContractedAxes,
+    Parts,
+    parts_by_type,
+    Plan,
+    request,
+)
+from ..primitives import quantized_dot
+from ._axes import Operation
+
+
+def hint_for_parts() -> str:
+    """Return a hint for an error about sizes: inside of `shard_map`, arrays are
+    parts."""
+    if not manual_axes_in_context():
+        return ""
+    return (
+        " Inside of shard_map the contracted axis can be in parts only if they are "
+        "equal, and have whole blocks: eqquant.shard_tree says what fits."
+    )
+
+
+class Partitioned(eqx.Module):
+    """The split of an array in parts over a mesh."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Any: ...
+
+    def can_split(self, axis: int, parts: int) -> bool:
+        """Return whether an axis can be cut into `parts` equal parts. The parts of the
+        array that are implicit arrays are checked separately."""
+        del axis, parts
+        return True
+
+    def split_specs(self: Any, spec: PartitionSpec, mesh) -> Any:
+        """Return a tree of the same structure with a `PartitionSpec` for each part,
+        which split the parts over the mesh as `spec` splits the array. Return
+        `NotImplemented` if the parts cannot be split like this."""
+        entries = [*spec, *[None] * (self.ndim - len(spec))]
+        if not all(self.can_split(i, parts_of(mesh, n)) for i, n in enumerate(entries)):
+            return NotImplemented
+        axes, specs = self.axes_of_parts(self.ndim, self.groups), []
+
+        def spec_of_leaf(axes, leaf) -> PartitionSpec:
+            # Storage is split like the first blocked axis, but not the scales of rows.
+            storage = entries[self.blocked_axes[0]] if leaf.shape[-1:] != (1,) else None
+            entry = lambda axis: entries[axis] if isinstance(axis, int) else None
+            return PartitionSpec(*(storage if i is ... else entry(i) for i in axes))
+
+        for field in dataclasses.fields(self):
+            part = getattr(self, field.name)
+            if isinstance(part, Partitioned):
+                part = part.split_specs(spec, mesh)
+                if part is NotImplemented:
+                    return NotImplemented
+                specs += jax.tree.leaves(part)
+            elif part is not None and field.name in axes:
+                for leaf in jax.tree.leaves(part):
+                    specs.append(spec_of_leaf(axes[field.name], leaf))
+        return jax.tree.unflatten(jax.tree.structure(self), specs)
+
+    def shardings(self, sharding: Any) -> Any:
+        """Return a tree with the sharding of each part, or `NotImplemented`."""
+        if not isinstance(sharding, NamedSharding):
+            return jax.tree.map(lambda _: sharding, self)
+        specs = self.split_specs(sharding.spec, sharding.mesh)
+        if specs is NotImplemented:
+            return NotImplemented
+        return jax.tree.map(lambda spec: sharding.update(spec=spec), specs)
+
+    def struct(self: Any) -> jax.ShapeDtypeStruct:
+        """Return the shape, dtype and sharding of the dequantized array."""
+        if jax.sharding.get_abstract_mesh().empty:
+            return jax.ShapeDtypeStruct(self.shape, self.dtype)
+        # The varying axes and the sharding follow from the components.
+        return jax.eval_shape(lambda q: q.dequantize(), self)
+
+
+class PartitionedCodes(Partitioned):
+    """An array of codes with a plan, which structural operations move with the
+    codes."""
+
+    plan: Plan | None = eqx.field(
+        static=True, default=None, kw_only=True, metadata={"saved": False}
+    )
+
+    def with_plan(self: Any, plan: Plan | None) -> Any:
+        return self.with_static(plan=plan)
+
+    def move(self: Any, operation: Operation) -> Any:
+        out = super().move(operation)  # pyright: ignore
+        if self.plan is None or out is NotImplemented:
+            return out
+        old, new = (q.axes_of_parts(q.ndim, q.groups)["codes"] for q in (self, out))
+        places = operation.places(old, new)
+        return out.with_plan(self.plan.picked(len(old), places))
+
+    def split_like(self: Any, other: "PartitionedCodes", shape, order) -> Any:
+        """Return this array, whose codes are the codes of `other`, reshaped to `shape`
+        and permuted by `order`."""
+        if other.plan is None:
+            return self
+        plan = other.plan.reshaped(other.codes.shape, shape)  # pyright: ignore
+        return self.with_plan(plan.permuted(order))
+
+    def split_product(
+        self: Any, g: ContractedAxes, codes, x, out_sharding: PartitionSpec | None
+    ) -> "SplitProduct":
+        """Return the split of a product of permuted codes and a permuted activation."""
+        weight, of_x = parts_by_type(codes), parts_by_type(x)
+        if g.columns:
+            blocks = jax.tree.leaves(self.scales)[0].shape[-1]
+            weight = weight.with_whole_blocks(blocks)
+        stack = len(g.stack)
+        plan, lead = self.plan, weight[:stack] + of_x[stack : g.num_lead]
+        mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)
+        if out_sharding is not None and mesh is not None:
+            plan, lead, weight = request(mesh, out_sharding, g, lead, weight)
+        return SplitProduct(plan, lead, weight, codes.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class SplitProduct:
+    """The split of one product.
+
+    **Fields:**
+
+    - `plan`: the plan of the codes, before they are permuted.
+    - `lead`: the parts of the stack and the tokens.
+    - `weight`: the parts of the permuted axes of the codes.
+    - `shape`: the shape of the permuted codes.
+    """
+
+    plan: Plan | None
+    lead: Parts
+    weight: Parts
+    shape: tuple[int, ...]
+
+    def gather(self, scales: Any, x, stack: int) -> tuple[Any, "SplitProduct"]:
+        """Gather quantized scales while they are small."""
+        scales, plan = all_gather_scales(scales, self.plan, x, stack)
+        return scales, dataclasses.replace(self, plan=plan)
+
+    def dot(self, g: ContractedAxes, x, codes, scales, **kwargs):
+        """Multiply the merged operands."""
+        plan = self.plan
+        if plan is not None:
+            plan = plan.permuted(g.weight_order).reshaped(self.shape, codes.shape)
+        return quantized_dot(x, codes, scales, plan=plan, **kwargs)
