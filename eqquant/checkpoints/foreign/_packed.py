@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._jax import warn
 from ...formats import Format, Int2, Int3, Int4, Int8
 from ...trees import errors_at
 from ..files import Source
@@ -236,7 +237,18 @@ class PackedWeight:
         name, rows = self.packing.zeros, self.shape[0]
         if name not in self.parts:
             return np.full((rows, 1), 2 ** (self.bits - 1), np.int32)
-        zeros = self._unpack(name, 0)[:rows].astype(np.int32) + self.shift
+        zeros = self._unpack(name, 0)[:rows].astype(np.int32)
+        if self.shift and self.symmetric and np.all(zeros == 2 ** (self.bits - 1)):
+            # A symmetric weight in the layout `gptq` stores the middle minus one.
+            warn(
+                f"{self.parts.path}: the zero points of symmetric weights are "
+                f"{2 ** (self.bits - 1)}, which only the layout gptq_v2 stores, but "
+                "checkpoint_format is gptq. They are read as gptq_v2.",
+                UserWarning,
+                once=True,
+            )
+            return zeros
+        zeros += self.shift
         if np.any(zeros == 2**self.bits):
             # Libraries disagree whether this value wraps to 0 or exceeds the codes.
             raise ValueError(

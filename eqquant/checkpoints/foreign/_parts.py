@@ -1,5 +1,6 @@
 """Look up and check the tensors that make up a weight."""
 
+import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -18,11 +19,13 @@ class Parts:
     **Fields:**
 
     - `weight`: the name of the weight.
-    - `where`: the file and the name of the weight, for errors.
+    - `path`: the file or the folder.
+    - `where`: the same with the name of the weight, for errors.
     - `names`: the names of the tensors that were looked up.
     """
 
     weight: str
+    path: pathlib.Path
     where: str
     names: list[str]
 
@@ -31,6 +34,7 @@ class Parts:
     ):
         self._source, self._prefix = source, prefix
         self.weight = f"{prefix}{weight}"
+        self.path = source.path
         self.where = f"{source.path}: {self.weight!r} of {library}"
         self.names = []
 

@@ -63,6 +63,15 @@ def test_zero_points_of_gptq_v2(tmp_path):
     assert_exact(read(tmp_path), expected)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_zero_points_of_gptq_v2_with_the_label_of_gptq(bits, tmp_path):
+    _, zeros, *_ = parts(bits, symmetric=True)
+    stored = pack_int32(zeros, bits, 1)
+    expected = gptq(tmp_path, bits, symmetric=True, qzeros=stored)
+    with pytest.warns(UserWarning, match="read as gptq_v2"):
+        assert_exact(read(tmp_path), expected)
+
+
 def test_awq_keeps_codes_and_values(tmp_path):
     expected = awq(tmp_path)
     q = read(tmp_path)
