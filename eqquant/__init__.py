@@ -55,6 +55,7 @@ from .training import (
     straight_through as straight_through,
 )
 from .trees import (
+    cast_tree as cast_tree,
     dequantize_tree as dequantize_tree,
     quantize_tree as quantize_tree,
     report as report,

@@ -6,6 +6,7 @@ and `_jax`.
 """
 
 from ._calibration import AbstractCalibration as AbstractCalibration
+from ._cast_tree import cast_tree as cast_tree
 from ._choice import (
     base_of as base_of,
     Choice as Choice,
@@ -47,6 +48,7 @@ from ._with_compute import with_compute as with_compute
 
 
 __all__ = [
+    "cast_tree",
     "dequantize_tree",
     "quantize_tree",
     "register_weights",

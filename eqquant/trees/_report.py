@@ -282,6 +282,8 @@ def row_of(
 ) -> ReportRow:
     """Return the row of a leaf. `source` is the original leaf, or None."""
     leaf = site.leaf
+    if is_implicit(leaf):
+        leaf.check_whole()
     before = int(leaf.size) * np.dtype(leaf.dtype).itemsize
     bits = 8 * leaf.nbytes / leaf.size if leaf.size else 0.0
     # A weight with an adapter: the format of the base, and the bytes of both.

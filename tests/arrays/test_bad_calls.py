@@ -112,3 +112,29 @@ def test_quantized_scales_are_like_an_array(normal):
     floats = scales.astype(jnp.float32)
     assert (scales.shape, scales.ndim, scales.size) == (floats.shape, 3, floats.size)
     assert scales.nbytes == 2 * 4 * 5  # A code, and an exponent per 256 codes.
+
+
+USES = {
+    "product": lambda q: jnp.ones((2, q.shape[1])) @ q.T,
+    "dequantize": lambda q: q.dequantize(),
+    "report": lambda q: eqquant.report(q),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("factor", [1e-9, 1e6])
+def test_scales_that_a_cast_has_lost(use, factor, normal):
+    w = jnp.array([[factor], [1.0], [0.0]]) * normal(3, 128)
+    q = eqquant.quantize(w, "nf4")
+    broken = q.replace(scales=q.scales.astype("float16"))
+    with pytest.raises(ValueError, match="float16, in which 2 of 6 .*cast_tree"):
+        USES[use](broken)
+    # A block of zeros has a scale of zero.
+    USES[use](broken[1:])
+
+
+@pytest.mark.parametrize("use", USES)
+def test_codes_that_an_average_has_changed(use, q):
+    mean = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, q, q)
+    with pytest.raises(TypeError, match="an average has changed them.*dequantized"):
+        USES[use](mean)

@@ -417,6 +417,26 @@ def test_report_of_something_else(model):
 
 
 #
+# Other dtypes
+#
+
+
+@pytest.mark.parametrize("format", ["nf4", "int8", NF4(double_quantization=True)])
+def test_a_cast_keeps_codes_and_scales(format):
+    mlp = eqx.nn.MLP(64, 64, 64, 1, key=KEY)
+    mlp = jax.tree.map(lambda a: 1e-9 * a if eqx.is_array(a) else a, mlp)
+    quantized = eqquant.quantize_tree({"mlp": mlp, "steps": jnp.arange(3)}, format)
+    half = eqquant.cast_tree(quantized, jnp.float16)
+    weight = half["mlp"].layers[0].weight
+    assert weight.dtype == half["mlp"].layers[0].bias.dtype == jnp.float16
+    assert half["steps"].dtype == jnp.int32
+    back = eqquant.cast_tree(half, "float32")["mlp"].layers[0].weight
+    assert_identical(back, quantized["mlp"].layers[0].weight)
+    with pytest.raises(TypeError, match="cast_tree: dtype is 'int8', but must be a fl"):
+        eqquant.cast_tree(quantized, "int8")
+
+
+#
 # The progress bar
 #
 

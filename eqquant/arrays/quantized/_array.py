@@ -15,6 +15,7 @@ from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
 from ...partition import Request, spec_like, split_by_compiler
 from .._implicit import stored
 from .._matrices import inverse_order
+from ._checks import check_cast_scales, check_codes
 from ._contraction import contract
 from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
@@ -75,15 +76,8 @@ class QuantizedArray(AbstractQuantizedArray):
 
     def check_whole(self) -> None:
         super().check_whole()
-        expected, actual = jnp.dtype(self.format.code_dtype), self.codes.dtype
-        if actual != expected:
-            raise TypeError(
-                f"codes of {self.format!r} must be {expected}, got {actual}: an "
-                "optimiser has added to them. Codes cannot be trained. Give it the "
-                "first half of `eqx.partition(model, eqquant.trainable_mask(model))`. "
-                "To train adapters beside quantized weights use `eqquant.lora_tree`; "
-                "to train the weights themselves use `eqquant.FakeQuantized`."
-            )
+        check_codes(self)
+        check_cast_scales(self)
 
     def dequantize(self) -> Float[Array, "..."]:
         """Return the dequantized array."""

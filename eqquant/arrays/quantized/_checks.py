@@ -1,0 +1,65 @@
+"""Checks of parts that code outside of eqquant has changed."""
+
+import functools as ft
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._jax import is_traced
+from ...formats import Format, unpack
+from ._structure import AbstractQuantizedArray
+
+
+def check_codes(q: AbstractQuantizedArray) -> None:
+    """Raise an error if arithmetic has changed the dtype of codes."""
+    expected, actual = jnp.dtype(q.format.code_dtype), q.codes.dtype
+    if actual != expected:
+        raise TypeError(
+            f"codes of {q.format!r} must be {expected}, got {actual}: an optimiser or "
+            "an average has changed them. Codes cannot be trained or averaged. Give an "
+            "optimiser the first half of `eqx.partition(model, "
+            "eqquant.trainable_mask(model))`. To average models, average their "
+            "dequantized weights and quantize the result. To train adapters beside "
+            "quantized weights use `eqquant.lora_tree`; to train the weights "
+            "themselves use `eqquant.FakeQuantized`."
+        )
+
+
+def check_cast_scales(q: AbstractQuantizedArray) -> None:
+    """Raise an error if scales were cast to a dtype that cannot hold them.
+
+    Values are only read if a dtype differs from the dtype of the format, outside of
+    `jit`.
+    """
+    parts = jax.tree.leaves((q.scales, q.offsets))
+    expected = _dtypes_of_scales(q.format)
+    if [part.dtype for part in parts] == expected or not all(map(_has_values, parts)):
+        return
+    scales, _ = q.float_parts
+    lost = ~jnp.isfinite(scales)
+    if jnp.any(scales == 0):
+        # The codes of a block of zeros are equal.
+        *lead, blocks = scales.shape
+        codes = unpack(q.codes, q.format.bits, q.format.group)
+        levels = q.format.levels(codes, jnp.float32).reshape(*lead, blocks, -1)
+        differ = jnp.max(levels, -1) != jnp.min(levels, -1)
+        lost |= (scales == 0) & differ
+    if count := int(jnp.sum(lost)):
+        raise ValueError(
+            f"scales of {q.format!r} must be {expected[0]}, got {parts[0].dtype}, in "
+            f"which {count} of {scales.size} scales are zero or infinite. Cast the "
+            "original model with `eqquant.cast_tree`, which keeps scales, instead of "
+            "casting every array."
+        )
+
+
+def _has_values(part: Any) -> bool:
+    return isinstance(part, jax.Array | np.ndarray) and not is_traced(part)
+
+
+@ft.cache
+def _dtypes_of_scales(format: Format) -> list:
+    parts = jax.eval_shape(lambda: format.no_scales((), 1))
+    return [part.dtype for part in jax.tree.leaves(parts)]
