@@ -54,7 +54,8 @@ def cast_tree(model: Tree, dtype: Any) -> Tree:
         raise TypeError(wrong("cast_tree", "dtype", dtype, accepted))
 
     def cast(leaf: Any) -> Any:
-        is_float = jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating)
+        old = getattr(leaf, "dtype", None)
+        is_float = old is not None and jnp.issubdtype(old, jnp.floating)
         return leaf.astype(new) if is_float else leaf
 
     return jax.tree.map(cast, model, is_leaf=is_implicit)
