@@ -1,19 +1,16 @@
 """The command line: `eqquant`, or `python -m eqquant`."""
 
 import argparse
-import dataclasses
 import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
 
-from ..arrays import is_quantized
 from ..formats import as_format, Format, formats
-from ..trees import Report, report
 from ._convert import quantize_checkpoint
-from ._load import nested
-from .files import Source, with_abstract_arrays
-from .leaves import Contents, format_from_json, MAX_SHARD_SIZE
+from ._describe import describe_checkpoint
+from ._open import open_contents
+from .leaves import format_from_json, MAX_SHARD_SIZE
 
 
 _formats = f"{', '.join(formats)}; options: nf4:block_size=32,fit=search"
@@ -39,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="eqquant", description="Quantize and inspect safetensors checkpoints."
+        prog="eqquant", description="Quantize and inspect checkpoints."
     )
     version = importlib.metadata.version("eqquant")
     parser.add_argument("--version", action="version", version=f"eqquant {version}")
@@ -52,7 +49,7 @@ def _parser() -> argparse.ArgumentParser:
         return add
 
     add = command("quantize", _quantize, "quantize a checkpoint")
-    add.add_argument("src", help="a .safetensors file, an index, or a folder")
+    add.add_argument("src", help="a .safetensors or GGUF file, an index, or a folder")
     add.add_argument("dst", help="a .safetensors file, or a folder")
     add.add_argument(
         "--format",
@@ -85,10 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add = command("inspect", _inspect, "list the tensors of a checkpoint")
-    add.add_argument("file", help="a .safetensors file, an index, or a folder")
+    add.add_argument("file", help="a .safetensors or GGUF file, an index, or a folder")
 
     add = command("verify", _verify, "read and check all tensors of a checkpoint")
-    add.add_argument("file", help="a .safetensors file, an index, or a folder")
+    add.add_argument("file", help="a .safetensors or GGUF file, an index, or a folder")
     return parser
 
 
@@ -100,7 +97,7 @@ def _quantize(options: argparse.Namespace) -> int:
         if not equals or not pattern:
             raise ValueError(f"--rule must have the form PATTERN=FORMAT, got {rule!r}.")
         rules[pattern] = parse_format(format)
-    replaced = _described(options.dst)
+    replaced = _replaced(options.dst)
     quantize_checkpoint(
         options.src,
         options.dst,
@@ -112,22 +109,20 @@ def _quantize(options: argparse.Namespace) -> int:
     )
     if replaced:
         print(f"eqquant: replaced {replaced}", file=sys.stderr)
-    with Source(options.src) as before, Source(options.dst) as after:
-        print(f"before: {_summary(before)}")
-        print(f"after:  {_summary(after)}: {_size(before) / _size(after):.2f}x smaller")
+    before, after = map(describe_checkpoint, (options.src, options.dst))
+    print(f"before: {before.summary}")
+    print(f"after:  {after.summary}: {before.nbytes / after.nbytes:.2f}x smaller")
     return 0
 
 
-def _described(path: str) -> str | None:
+def _replaced(path: str) -> str | None:
     """Return a summary with the formats of a complete checkpoint, or None."""
     try:
-        with Source(path) as source:
-            described = Contents(source, (), "quantize").described.values()
-            summary = _summary(source)
+        found = describe_checkpoint(path)
     except (ValueError, OSError):
         return None  # Nothing is there, or a part of an interrupted call.
-    formats = sorted({repr(x.format) for x in described if is_quantized(x)})
-    return f"{summary}, with {', '.join(formats) or 'no quantized tensors'}"
+    formats = ", ".join(found.formats) or "no quantized tensors"
+    return f"{found.summary}, with {formats}"
 
 
 def parse_format(text: str) -> Format | None:
@@ -148,38 +143,15 @@ def parse_format(text: str) -> Format | None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    with Source(options.file) as source:
-        contents = Contents(source, (), "inspect")
-        table = with_abstract_arrays(report, nested(contents.described))
-        print(_summary(source))
-        for key, value in source.metadata.items():
-            print(f"{key}: {value}")
-    # The reason for an unquantized array depends on its layer, which a file does not
-    # describe.
-    rows = [
-        row if row.format else dataclasses.replace(row, reason="") for row in table.rows
-    ]
-    print()
-    print(Report(tuple(rows)))
+    print(describe_checkpoint(options.file))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
-    with Source(options.file) as source:
-        contents = Contents(source, (), "verify")
-        for path in contents.described:
-            contents.read(path)
-        checked = "checksums match" if source.is_ours else "no checksums"
-        print(f"{_summary(source)}; complete; {checked}")
+    found = describe_checkpoint(options.file)
+    with open_contents(options.file, (), "verify", decode=True) as contents:
+        for name in contents.described:
+            contents.read(name)
+    checked = "checksums match" if found.kind == "eqquant" else "no checksums"
+    print(f"{found.summary}; complete; {checked}")
     return 0
-
-
-def _summary(source: Source) -> str:
-    files = len(source.files)
-    in_files = "1 file" if files == 1 else f"{files} files"
-    tensors = f"{len(source.tensors)} tensors"
-    return f"{source.path}: {tensors}, {_size(source):,} bytes in {in_files}"
-
-
-def _size(source: Source) -> int:
-    return sum(file.file_size for file in source.files)

@@ -24,7 +24,9 @@ from ..trees import (
     WeightAxes,
     with_progress,
 )
+from ._describe import describe_checkpoint, Description
 from ._load import nested
+from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
 from ._save import check_names, check_shard_size
 from .files import (
@@ -35,13 +37,11 @@ from .files import (
     read_manifest,
     replacing,
     Shard,
-    Source,
     TensorFile,
     to_json,
     VERSION,
     with_abstract_arrays,
 )
-from .foreign import check_plain
 from .leaves import (
     Alone,
     Contents,
@@ -103,7 +103,9 @@ def quantize_checkpoint(
 
     **Arguments:**
 
-    - `src`: as `path` in [`eqquant.load`][].
+    - `src`: as `path` in [`eqquant.load`][], or a file of another library. If that
+        library quantized it, a warning names the formats, and the weights are decoded
+        and quantized again.
     - `dst`: as `path` in [`eqquant.save`][]. If `src` is a folder, its configuration
         and tokenizer are also copied.
     - `format`, `rules`, `min_size`, `check_finite`, `progress`: as in
@@ -115,15 +117,21 @@ def quantize_checkpoint(
     **Raises:**
 
     The errors of [`eqquant.load`][] and [`eqquant.quantize_tree`][], and `ValueError`
-    if `src` is already quantized or equals `dst`.
+    if eqquant already quantized `src`, or if `src` equals `dst`.
     """
     source_path, path = (pathlib.Path(os.fspath(x)) for x in (src, dst))
     target = target_of(path, _caller)
     check_shard_size(max_shard_size, _caller)
-    with Source(source_path) as source:
-        _check_apart(source, target)
-        check_plain(source, _caller)
-        contents = Contents(source, (), _caller)
+    src_description = describe_checkpoint(source_path)
+    _check_apart(src_description, target)
+    with open_contents(source_path, (), _caller, decode="all") as contents:
+        if isinstance(contents, ForeignContents) and src_description.formats:
+            warn(
+                f"{_caller}: {source_path} is already quantized, in "
+                f"{', '.join(src_description.formats)}. The weights are decoded and "
+                "quantized again.",
+                UserWarning,
+            )
         for name, found in contents.described.items():
             if is_implicit(found):
                 raise ValueError(
@@ -142,26 +150,34 @@ def quantize_checkpoint(
         write_checkpoint(
             target,
             leaves,
-            {k: v for k, v in source.metadata.items() if not k.startswith(KEY)},
+            _strings(src_description.metadata),
             max_shard_size,
-            saved=_task(source, choices, max_shard_size),
+            saved=_task(src_description, choices, max_shard_size),
             is_done=_is_done,
             show=lambda shown: with_progress(shown, elements, progress, caller=_caller),
         )
 
 
-def _check_apart(source: Source, target: pathlib.Path) -> None:
+def _check_apart(source: Description, target: pathlib.Path) -> None:
     ours = {target.resolve(), index_of(target).resolve()}
-    if ours & {
-        path.resolve() for path in (source.path, *(f.path for f in source.files))
-    }:
+    if ours & {path.resolve() for path in (source.path, *source.files)}:
         raise ValueError(
             f"{_caller}: src and dst must be different, got {target} for both."
         )
 
 
+def _strings(metadata: dict[str, Any]) -> dict[str, str]:
+    """Return the metadata that safetensors can store: no arrays, such as the tokens of
+    a GGUF file."""
+    scalars = {k: v for k, v in metadata.items() if isinstance(v, str | int | float)}
+    return {k: str(v) for k, v in scalars.items() if not k.startswith(KEY)}
+
+
 def _choose(
-    contents: Contents, format: Any, rules: Mapping | None, min_size: int
+    contents: Contents | ForeignContents,
+    format: Any,
+    rules: Mapping | None,
+    min_size: int,
 ) -> dict[str, Choice]:
     tree = nested(contents.described)
     if unknown := {site.path for site in sites(tree)} ^ contents.described.keys():
@@ -200,7 +216,10 @@ def _is_weight(site: Site, format: Format, min_size: int) -> bool:
 
 
 def _leaf(
-    name: str, contents: Contents, choice: Choice | None, check_finite: bool
+    name: str,
+    contents: Contents | ForeignContents,
+    choice: Choice | None,
+    check_finite: bool,
 ) -> Leaf:
     found = contents.described[name]
     if not isinstance(found, jax.ShapeDtypeStruct):
@@ -209,14 +228,14 @@ def _leaf(
         return leaf
     if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):
         raise ValueError(f"{_caller}: {name} is a random key: use `load` and `save`.")
+    read = lambda: contents.read_array(name, found.dtype)
     if choice is None:
-        return describe_later(name, found, lambda: contents.read(name))
+        return describe_later(name, found, read)
     format, axis = choice.format, choice.axis
 
     def make():
         with errors_at(f"{_caller}: at {name}"):
-            array = contents.read(name)
-            return quantize_in_pieces(array, format, axis, check_finite=check_finite)
+            return quantize_in_pieces(read(), format, axis, check_finite=check_finite)
 
     described = jax.eval_shape(lambda x: quantize(x, format, axis=axis), found)
     return describe_later(name, described, make)
@@ -238,15 +257,14 @@ def _copy_others(source: pathlib.Path, folder: pathlib.Path) -> None:
 
 
 def _task(
-    source: Source, choices: dict[str, Choice], max_shard_size: int | None
+    source: Description, choices: dict[str, Choice], max_shard_size: int | None
 ) -> str:
     """Return a token of 16 letters for the work of a call. Finished shards are reused
     if they have the same token."""
     digest = hashlib.sha256()
-    for file in source.files:
-        changed = file.path.stat().st_mtime_ns
-        digest.update(f"{file.file_size} {changed} {len(file.header)} ".encode())
-        digest.update(file.header)
+    for path, size in source.files.items():
+        digest.update(f"{size} {path.stat().st_mtime_ns} ".encode())
+    digest.update(f"{source.tensors} {source.metadata}".encode())
     chosen = {
         name: [format_to_json(choice.format), choice.axis]
         for name, choice in choices.items()

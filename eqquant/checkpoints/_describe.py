@@ -1,14 +1,18 @@
 """Describe a checkpoint of any kind without reading its tensors."""
 
 import dataclasses
+import math
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from .._jax import typed
-from ..arrays import QuantizedArray
+from ..arrays import is_implicit, is_quantized
+from ..trees import as_text
 from .files import Path, Source, Tensor
 from .foreign import GGUFFile, is_gguf, safetensors_entries
 from .leaves import Contents
@@ -22,8 +26,9 @@ class StoredTensor:
 
     - `type`: a dtype, a type of GGUF such as `"Q4_K"`, or the format of a quantized
         array.
-    - `shape`: the shape of the decoded array.
+    - `shape`, `size`: the shape and the number of elements of the decoded array.
     - `nbytes`: its bytes in the file.
+    - `is_quantized`: whether it is a quantized array.
     - `is_exact`: whether a format of eqquant stores it without rounding, as far as the
         header of the file determines it.
     """
@@ -31,7 +36,12 @@ class StoredTensor:
     type: str
     shape: tuple[int, ...]
     nbytes: int
+    is_quantized: bool
     is_exact: bool
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +62,85 @@ class Description:
     files: dict[pathlib.Path, int]
     metadata: dict[str, Any]
     tensors: dict[str, StoredTensor]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all files."""
+        return sum(self.files.values())
+
+    @property
+    def summary(self) -> str:
+        """One line: the path, the number of tensors and the size."""
+        in_files = "1 file" if len(self.files) == 1 else f"{len(self.files)} files"
+        tensors = f"{len(self.tensors)} tensors"
+        return f"{self.path}: {tensors}, {self.nbytes:,} bytes in {in_files}"
+
+    @property
+    def formats(self) -> list[str]:
+        """The types of quantized tensors."""
+        return sorted({t.type for t in self.tensors.values() if t.is_quantized})
+
+    def __str__(self) -> str:
+        metadata = [f"{key}: {_short(value)}" for key, value in self.metadata.items()]
+        by_type: dict[str, list[StoredTensor]] = {}
+        for tensor in self.tensors.values():
+            by_type.setdefault(tensor.type, []).append(tensor)
+        types = [
+            (type, f"{len(tensors):,}", *_sizes(tensors), _held(tensors))
+            for type, tensors in sorted(by_type.items())
+        ]
+        everything = list(self.tensors.values())
+        total = ("total", f"{len(everything):,}", *_sizes(everything), "")
+        header = ("type", "tensors", "parameters", "bytes", "bits", "in eqquant")
+        columns = ("path", "shape", "type", "bytes", "bits")
+        each = [
+            (name, "x".join(map(str, t.shape)) or "scalar", t.type, *_sizes([t])[1:])
+            for name, t in self.tensors.items()
+        ]
+        return "\n\n".join(
+            [
+                "\n".join([self.summary, *metadata]),
+                _with_rules([header, *types, total]),
+                _with_rules([columns, *each, ("total", "", "", *total[3:5])]),
+            ]
+        )
+
+    __repr__ = __str__
+
+
+def _short(value: Any) -> str:
+    """Return a value in one line. Vocabularies have 100,000s of tokens."""
+    if isinstance(value, str):
+        line = " ".join(value.split())
+        return line if len(line) <= 100 else f"{line[:100]}... ({len(value):,} letters)"
+    if isinstance(value, list | np.ndarray):
+        return f"{len(value):,} values" if len(value) > 8 else str(list(value))
+    return str(value)
+
+
+def _with_rules(rows: Sequence[tuple[str, ...]]) -> str:
+    first, *lines = as_text(rows)
+    rule = "-" * max(map(len, [first, *lines]))
+    return "\n".join([first, rule, *lines[:-1], rule, lines[-1]])
+
+
+_counts = "size", "nbytes"
+
+
+def _sizes(tensors: Sequence[StoredTensor]) -> tuple[str, str, str]:
+    size, nbytes = (
+        sum(x)
+        for x in zip(*[(0, 0), *((t.size, t.nbytes) for t in tensors)], strict=True)
+    )
+    return f"{size:,}", f"{nbytes:,}", f"{8 * nbytes / size:.2f}" if size else "-"
+
+
+def _held(tensors: Sequence[StoredTensor]) -> str:
+    inexact = sum(not t.is_exact for t in tensors)
+    if not inexact:
+        return "exact"
+    some = "" if inexact == len(tensors) else f"{inexact} of these "
+    return f"{some}decoded to floats, with decode=True"
 
 
 @typed
@@ -106,6 +195,7 @@ def _describe_gguf(path: pathlib.Path) -> Description:
                 stored.type.name,
                 stored.shape,
                 stored.stop - stored.start,
+                stored.type.dtype is None,
                 stored.type.dtype is not None or stored.type.format is not None,
             )
             for name, stored in file.tensors.items()
@@ -121,12 +211,14 @@ def _nbytes(tensor: Tensor | jax.ShapeDtypeStruct) -> int:
 
 def _describe_ours(source: Source) -> dict[str, StoredTensor]:
     def describe(leaf: Any) -> StoredTensor:
-        is_array = isinstance(leaf, QuantizedArray | jax.ShapeDtypeStruct)
-        type = repr(leaf.format) if isinstance(leaf, QuantizedArray) else ""
-        if not type:
-            type = str(leaf.dtype) if is_array else "record"
-        nbytes = sum(map(_nbytes, jax.tree.leaves(leaf)))
-        return StoredTensor(type, getattr(leaf, "shape", ()), nbytes, True)
+        arrays = jax.tree.leaves(leaf)
+        nbytes = sum(_nbytes(x) for x in arrays if isinstance(x, jax.ShapeDtypeStruct))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return StoredTensor(str(leaf.dtype), leaf.shape, nbytes, False, True)
+        format = getattr(leaf, "format", None)
+        name = type(leaf).__name__ if format is None else repr(format)
+        shape = leaf.shape if is_implicit(leaf) else ()
+        return StoredTensor(name, shape, nbytes, is_quantized(leaf), True)
 
     contents = Contents(source, (), "describe_checkpoint")
     return {path: describe(leaf) for path, leaf in contents.described.items()}
@@ -138,6 +230,7 @@ def _describe_safetensors(source: Source) -> dict[str, StoredTensor]:
             entry.dtype.name if entry.quantized is None else entry.kind[0],
             entry.shape,
             sum(_nbytes(source.tensors[part]) for part in entry.parts),
+            entry.quantized is not None,
             entry.quantized is None or entry.kind[1],
         )
         for name, entry in safetensors_entries(source).items()

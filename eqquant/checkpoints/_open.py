@@ -44,7 +44,7 @@ class ForeignContents:
         return alike and first.quantized is not None and first.kind[1]
 
     def read(self, name: str) -> Any:
-        return self._entries[name].read(decode=False)
+        return self._entries[name].read(decode=bool(self._decode))
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
         entry = self._entries[name]

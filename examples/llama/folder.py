@@ -3,6 +3,7 @@
 import functools as ft
 import json
 import pathlib
+from collections.abc import Sequence
 
 from architectures import config_of
 from config import Config
@@ -28,8 +29,8 @@ class Folder:
     - `default`: the name of the format for floats and for the types in `inexact`.
     """
 
-    types: tuple[str, ...] = ()
-    inexact: tuple[str, ...] = ()
+    types: Sequence[str] = ()
+    inexact: Sequence[str] = ()
     default: str | None = "nf4"
 
     def __init__(self, path: pathlib.Path):

@@ -17,7 +17,6 @@ from names import gguf_names, Names
 from vocabulary import Vocabulary
 
 
-_plain = {"F32", "F16", "BF16", "F64"}
 _frequencies = "rope_freqs.weight"
 # Architectures whose queries and keys have another order of rows than in Hugging Face's
 # files.
@@ -47,9 +46,8 @@ class GGUF:
             self.config = dataclasses.replace(self.config, rope_scaling=factors)
         self.ignore = [_frequencies]
         self._is_interleaved = architecture in _interleaved
-        kinds = {(t.type, t.is_exact) for t in found.tensors.values()}
-        self.types = tuple(sorted({name for name, _ in kinds} - _plain))
-        self.inexact = tuple(sorted(name for name, is_exact in kinds if not is_exact))
+        inexact = {t.type for t in found.tensors.values() if not t.is_exact}
+        self.types, self.inexact = found.formats, sorted(inexact)
         self.default = "int8" if self.inexact else None
 
     @property

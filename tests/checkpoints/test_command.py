@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from eqquant.checkpoints import main
 from helpers import assert_identical
+from safetensors.numpy import load_file
 
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,12 +50,13 @@ def test_quantize_inspect_verify(src, tmp_path, capsys):
 
     assert main(["inspect", str(dst)]) == 0
     out = capsys.readouterr().out
-    assert "5 tensors" in out and "by: a test" in out and "total" in out
-    assert [line.split()[2] for line in out.splitlines() if ".weight" in line] == [
-        "-",
-        "int8",
-        "nf4",
-    ]
+    assert "3 tensors" in out and "by: a test" in out and "total" in out
+    lines = [line.split() for line in out.splitlines() if ".weight" in line]
+    assert {line[0]: line[2] for line in lines} == {
+        "down.weight": "float32",
+        "head.weight": "Int8(block_size=None)",
+        "up.weight": "NF4(block_size=32,",
+    }
 
     assert main(["verify", str(dst)]) == 0
     assert "checksums match" in capsys.readouterr().out
@@ -73,7 +75,7 @@ def test_a_replaced_checkpoint_is_printed(src, tmp_path, capsys):
     assert capsys.readouterr().err == ""
     assert main(["quantize", str(src[0]), dst, "--format", "nf4"]) == 0
     err = capsys.readouterr().err
-    assert err.startswith(f"eqquant: replaced {dst}: 6 tensors")
+    assert err.startswith(f"eqquant: replaced {dst}: 3 tensors")
     assert err.endswith("with Int8(block_size=None)\n")
 
 
@@ -121,3 +123,45 @@ def test_python_dash_m(src, monkeypatch, capsys):
         runpy.run_module("eqquant", run_name="__main__")
     assert stopped.value.code == 0
     assert "3 tensors" in capsys.readouterr().out
+
+
+GGUF = pathlib.Path(__file__).parent / "foreign" / "data" / "gguf.gguf"
+
+
+def test_gguf(tmp_path, capsys):
+    assert main(["inspect", str(GGUF)]) == 0
+    out = capsys.readouterr().out
+    assert "general.architecture: llama\n" in out and "tokens: ['a', 'b', " in out
+    for type, expected in (
+        ("Q4_0", ["2", "1,216", "684", "4.50", "exact"]),
+        ("Q4_K", ["1", "1,024", "576", "4.50", "decoded to floats, with decode=True"]),
+    ):
+        (line,) = (x for x in out.splitlines() if x.startswith(f"{type} ") and "," in x)
+        assert line.split(maxsplit=5)[1:] == expected
+    assert main(["verify", str(GGUF)]) == 0
+    assert "complete; no checksums" in capsys.readouterr().out
+
+    dst = tmp_path / "small.safetensors"
+    rules = ["--rule", "Q4_*=int8", "--format", "none"]
+    with pytest.warns(UserWarning, match="gguf.gguf is already quantized, in IQ4_NL,"):
+        assert main(["quantize", str(GGUF), str(dst), *rules]) == 0
+    found = eqquant.load(dst)
+    decoded = load_file(GGUF.with_name("gguf_expected.safetensors"))
+    for name in ("Q4_0", "Q4_K"):
+        assert_identical(found[name], eqquant.quantize(decoded[name], "int8"))
+    assert np.asarray(found["Q8_0"]).tobytes() == decoded["Q8_0"].tobytes()
+    metadata = eqquant.checkpoints.load_metadata(dst)
+    assert metadata["llama.block_count"] == "1" and "tokens" not in metadata
+
+
+def test_other_kinds(tmp_path, capsys):
+    path = str(GGUF.with_name("bitsandbytes_4bit.safetensors"))
+    for command in ("inspect", "verify"):
+        assert main([command, path]) == 0
+    assert "nf4 in blocks of 64" in capsys.readouterr().out
+    assert eqquant.checkpoints.describe_checkpoint(path).kind == "safetensors"
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(GGUF.read_bytes()[:-100])
+    for command in ("inspect", "verify"):
+        assert main([command, str(damaged)]) == 1
+        assert "damaged.gguf: 'BF16' of the shape" in capsys.readouterr().err

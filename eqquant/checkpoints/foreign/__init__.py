@@ -5,7 +5,6 @@ in a checkpoint and describes how to read them. `_read.py` tries all of them. Im
 from ._entry import Entry as Entry
 from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf
 from ._read import (
-    check_plain as check_plain,
     open_entries as open_entries,
     read_checkpoint as read_checkpoint,
     safetensors_entries as safetensors_entries,

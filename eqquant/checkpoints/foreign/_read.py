@@ -139,17 +139,6 @@ _finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
 )
 
 
-def check_plain(source: Source, caller: str) -> None:
-    """Raise a `ValueError` if another library quantized the checkpoint."""
-    entries = {} if source.is_ours else safetensors_entries(source)
-    for entry in entries.values():
-        if entry.quantized is not None:
-            raise ValueError(
-                f"{caller}: {entry.where} is already quantized by another library. "
-                "Read it with eqquant.checkpoints.read_checkpoint."
-            )
-
-
 def _plain(source: Source, stored: Tensor) -> Entry:
     where = f"{source.path}: {stored.name!r}"
     read = lambda: source.read(stored.name)

@@ -87,10 +87,11 @@ def test_stacks(shape):
         assert eqx.tree_equal(mixed, eqquant.quantize(stacked, "nf4"))
 
 
-def test_quantize_checkpoint_rejects_quantized_files(tmp_path):
+def test_quantize_checkpoint_quantizes_again(tmp_path):
     path = DATA / "bitsandbytes_int8.safetensors"
-    with pytest.raises(ValueError, match="'int8.weight' of bitsandbytes"):
-        eqquant.checkpoints.quantize_checkpoint(
-            path, tmp_path / "out.safetensors", "nf4"
-        )
-    assert not list(tmp_path.iterdir())
+    out = tmp_path / "out.safetensors"
+    with pytest.warns(UserWarning, match="already quantized, in LLM.int8"):
+        eqquant.checkpoints.quantize_checkpoint(path, out, "nf4")
+    decoded = eqquant.checkpoints.read_checkpoint(path)["int8.weight"].dequantize()
+    got = eqquant.load(out)["int8"]["weight"]
+    assert eqx.tree_equal(got, eqquant.quantize(decoded, "nf4"))
