@@ -1,8 +1,9 @@
-"""Products as values, and the protocol of the kernels that compute them."""
+"""Products as values, and the interface of the kernels that compute them."""
 
+import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from jaxtyping import Array, Float, Int8
 
 from ..formats import Format, num_codes
 from ._compute import Compute, Precision
+from ._int8 import round_int8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,11 +146,10 @@ class Product:
         return None
 
 
-@runtime_checkable
-class Kernel(Protocol):
+class Kernel(abc.ABC):
     """A way to compute products.
 
-    **Fields:**
+    **Attributes:**
 
     - `name`: the name in `explain` and in tables.
     - `when`: a short description of the products that it serves.
@@ -156,22 +157,16 @@ class Kernel(Protocol):
     - `error`: the relative error (Frobenius norm), for normal operands.
     """
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    when: str
+    rounding: str
+    error: str
 
-    @property
-    def when(self) -> str: ...
-
-    @property
-    def rounding(self) -> str: ...
-
-    @property
-    def error(self) -> str: ...
-
+    @abc.abstractmethod
     def why_not(self, product: Product) -> str | None:
         """Return why it does not serve a product, or None if it does."""
-        ...
 
+    @abc.abstractmethod
     def lower(
         self,
         product: Product,
@@ -182,18 +177,17 @@ class Kernel(Protocol):
         interpret: bool = False,
     ) -> Float[Array, "*batch m out"]:
         """Compute a product. An int8 activation stands for its integers times
-        `x_unit`."""
-        ...
+        `x_unit`. `interpret` is for kernels of Pallas."""
 
+    @abc.abstractmethod
     def describe(self, product: Product) -> str:
         """Return the name, the options, and the rounding of the activation."""
-        ...
 
     def round_int8(
         self, x: Float[Array, "*m size"], over: tuple[str, ...]
     ) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
         """Round the activation, whose rows are split over the mesh axes `over`."""
-        ...
+        return round_int8(x, over)
 
 
 def choose(kernels: Sequence[Kernel], product: Product) -> Kernel | str:

@@ -7,33 +7,50 @@ import abc
 import dataclasses
 import math
 
-from .._int8 import round_int8, rounding
-from .._product import Product
+from .._int8 import rounding
+from .._product import Kernel, Product
 from ..xla import longest_int8_sum
 from ._call import call, row_bytes, run_of
-from ._library import Library, load
+from ._library import INT8_SETS, Library, load
+
+
+# The rounding of each arithmetic, and the bits of an activation that it keeps, or None
+# for all bits.
+_ARITHMETIC: dict[str, tuple[str, int | None]] = {
+    "float": ("nothing", None),
+    "bfloat16": ("both operands to bfloat16", None),
+    "int8": ("activations to int8, and weights that int8 does not hold", 8),
+    "int8x2": (
+        "activations, and weights that int8 does not hold, to 15 bits",
+        15,
+    ),
+    "int16": ("activations to 16 bits, levels to 15 bits", 16),
+}
+# Instruction sets that are printed in another way.
+_LABELS = {name: name.upper() for name in ("amx", "vnni", "avx2", "neon")}
+_LABELS["avx512"] = "AVX-512"
 
 
 @dataclasses.dataclass(frozen=True)
-class NativeKernel(abc.ABC):
-    """A native kernel.
-
-    `arithmetic` names the numbers that it multiplies, and `instructions` the set of
-    instructions that it needs, printed as `label`. It keeps `bits` of an activation, or
-    all of them if that is None.
-    """
+class NativeKernel(Kernel):
+    """A native kernel. `arithmetic` names the numbers that it multiplies, and
+    `instructions` the set of instructions that it needs."""
 
     arithmetic: str
     instructions: str
-    label: str
     error: str
-    bits: int | None = None
 
-    round_int8 = staticmethod(round_int8)
+    @property
+    def label(self) -> str:
+        return _LABELS.get(self.instructions, self.instructions)
 
     @property
     def name(self) -> str:
         return f"{self.arithmetic}, {self.label}"
+
+    @property
+    def rounding(self) -> str:
+        return _ARITHMETIC[self.arithmetic][0]
 
     def why_not(self, product):
         library = load()
@@ -49,11 +66,11 @@ class NativeKernel(abc.ABC):
         """Return why another kernel is faster, or None."""
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        del interpret
         return call(self.name, product, x, codes, scales, x_unit)
 
     def describe(self, product):
-        return f"native kernel {self.name!r} {rounding(product.x, self.bits)}"
+        _, bits = _ARITHMETIC[self.arithmetic]
+        return f"native kernel {self.name!r} {rounding(product.x, bits)}"
 
 
 def _unsupported(product: Product) -> str | None:
@@ -93,13 +110,9 @@ class TileKernel(NativeKernel):
     weight for every row, and tiles once for all rows.
     """
 
-    least: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    least: dict[str, tuple[int, int]]
 
     when = 'enough rows for tiles; not with `"highest"`'
-
-    @property
-    def rounding(self) -> str:
-        return _ROUNDING[self.arithmetic]
 
     def why_slower(self, product, library):
         if not _may_use_tiles(product, library):
@@ -152,10 +165,6 @@ class Int8Kernel(NativeKernel):
             return f'{exact}, `"high"`'
         return f'`"default"` or int8 activations: {exact}; `"default"`: many rows'
 
-    @property
-    def rounding(self) -> str:
-        return _ROUNDING[self.arithmetic]
-
     def why_slower(self, product, library):
         if product.precision == "highest" or product.format.float8:
             return "int8 is not exact enough"
@@ -197,13 +206,9 @@ class Int16Kernel(NativeKernel):
     a code.
     """
 
-    least: dict[int, int] = dataclasses.field(default_factory=dict)
+    least: dict[int, int]
 
     when = "blocked weights and codebooks; `x @ w`"
-
-    @property
-    def rounding(self) -> str:
-        return _ROUNDING[self.arithmetic]
 
     def why_slower(self, product, library):
         if product.precision == "highest" or product.format.float8:
@@ -258,14 +263,12 @@ class FloatKernel(NativeKernel):
     """A kernel for float32, which rounds nothing."""
 
     when = "everything else, unless XLA is faster"
-    rounding = "nothing"
 
     def why_slower(self, product, library):
-        has_int8 = not _INT8_SETS.isdisjoint(library.instructions)
         most_of = _most_contracted if product.contract_rows else _most_floats
-        most = most_of(product, library, has_int8)
+        most = most_of(product, library)
         rounds = _rounds_to_int8(product) and product.precision != "highest"
-        if _is_exact_int8(product) and rounds and not has_int8:
+        if _is_exact_int8(product) and rounds and not library.multiplies_int8:
             # XLA multiplies int8 codes without decoding them.
             most = min(most, 32) if product.format.bits == 8 else most
         if product.m <= most:
@@ -273,21 +276,18 @@ class FloatKernel(NativeKernel):
         return f"for {product.m} rows XLA is faster than the native kernels"
 
 
-_INT8_SETS = {"vnni", "i8mm", "dotprod"}
-
-
-def _most_floats(product: Product, library: Library, has_int8: bool) -> int | float:
+def _most_floats(product: Product, library: Library) -> int | float:
     """Return the number of rows up to which floats are faster than XLA in `x @ w.T`."""
-    del has_int8
     if not _fits_vectors(product) or product.format.group > 1024:
         return 128 if "avx512" in library.instructions else 64
     return 128 if product.precision == "default" and library.bfloat16 else math.inf
 
 
-def _most_contracted(product: Product, library: Library, has_int8: bool) -> int | float:
+def _most_contracted(product: Product, library: Library) -> int | float:
     """Return the number of rows up to which floats are faster than XLA in `x @ w`."""
-    multiplies_int8 = _is_exact_int8(product) and product.precision != "highest"
-    if multiplies_int8 and has_int8 and "vnni" not in library.instructions:
+    holds_int8 = _is_exact_int8(product) and product.precision != "highest"
+    without_int16 = library.multiplies_int8 and "vnni" not in library.instructions
+    if holds_int8 and without_int16:
         return 8
     if not _fits_panels(product):
         return 64 if "avx512" in library.instructions else 16
@@ -305,53 +305,31 @@ def _is_bound_by_writes(product: Product) -> bool:
     return narrow or (m * rows >= 2**23 and columns < 512)
 
 
-_ROUNDING = {
-    "int8": "activations to int8, and weights that int8 does not hold",
-    "int8x2": "activations, and weights that int8 does not hold, to 15 bits",
-    "int16": "activations to 16 bits, levels to 15 bits",
-    "bfloat16": "both operands to bfloat16",
+_AMX_ROWS = {
+    "bfloat16": {"tables": (8, 8), "values": (12, 12)},
+    "int8": {
+        "bytes": (6, 4),
+        "exact": (9, 3),
+        "tables": (4, 4),
+        "floats": (2, 3),
+        "values": (9, 8),
+    },
+    "int8x2": {
+        "bytes": (4, 4),
+        "exact": (7, 3),
+        "tables": (8, 6),
+        "floats": (5, 5),
+        "values": (13, 11),
+    },
 }
+_INT16_ROWS = {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}
 # The first kernel that serves a product computes it.
 KERNELS = (
-    TileKernel(
-        "bfloat16", "amx", "AMX", "3e-3", None, {"tables": (8, 8), "values": (12, 12)}
-    ),
-    TileKernel(
-        "int8",
-        "amx",
-        "AMX",
-        "1.3e-2",
-        8,
-        {
-            "bytes": (6, 4),
-            "exact": (9, 3),
-            "tables": (4, 4),
-            "floats": (2, 3),
-            "values": (9, 8),
-        },
-    ),
-    TileKernel(
-        "int8x2",
-        "amx",
-        "AMX",
-        "8e-5",
-        15,
-        {
-            "bytes": (4, 4),
-            "exact": (7, 3),
-            "tables": (8, 6),
-            "floats": (5, 5),
-            "values": (13, 11),
-        },
-    ),
-    Int8Kernel("int8", "vnni", "VNNI", "1e-2", 8),
-    Int8Kernel("int8", "i8mm", "i8mm", "1e-2", 8),
-    Int8Kernel("int8", "dotprod", "dotprod", "1e-2", 8),
-    Int8Kernel("int8x2", "vnni", "VNNI", "4e-5", 15),
-    Int8Kernel("int8x2", "i8mm", "i8mm", "4e-5", 15),
-    Int8Kernel("int8x2", "dotprod", "dotprod", "4e-5", 15),
-    Int16Kernel("int16", "vnni", "VNNI", "5e-5", 16, {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}),
-    FloatKernel("float", "avx512", "AVX-512", "1e-6"),
-    FloatKernel("float", "avx2", "AVX2", "1e-6"),
-    FloatKernel("float", "neon", "NEON", "1e-6"),
+    TileKernel("bfloat16", "amx", "3e-3", _AMX_ROWS["bfloat16"]),
+    TileKernel("int8", "amx", "1.3e-2", _AMX_ROWS["int8"]),
+    TileKernel("int8x2", "amx", "8e-5", _AMX_ROWS["int8x2"]),
+    *(Int8Kernel("int8", name, "1e-2") for name in INT8_SETS),
+    *(Int8Kernel("int8x2", name, "4e-5") for name in INT8_SETS),
+    Int16Kernel("int16", "vnni", "5e-5", _INT16_ROWS),
+    *(FloatKernel("float", name, "1e-6") for name in ("avx512", "avx2", "neon")),
 )

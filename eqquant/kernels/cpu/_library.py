@@ -16,6 +16,8 @@ from ._build import architecture, fingerprint, library
 # The instruction sets of CPUs. Each includes all previous ones.
 _sets = {"x86": ("avx2", "avx512", "vnni", "amx"), "arm": ("neon", "dotprod", "i8mm")}
 instruction_sets = _sets.get(architecture() or "", ())
+# The sets that multiply int8.
+INT8_SETS = "vnni", "i8mm", "dotprod"
 
 
 class Library(NamedTuple):
@@ -29,6 +31,10 @@ class Library(NamedTuple):
     instructions: tuple[str, ...]
     scratch: Callable[..., int]
     bfloat16: bool = False
+
+    @property
+    def multiplies_int8(self) -> bool:
+        return not set(INT8_SETS).isdisjoint(self.instructions)
 
 
 @ft.cache

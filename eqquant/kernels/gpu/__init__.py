@@ -9,8 +9,8 @@ other products, and exported ones, in the ways of `PORTABLE`.
 import dataclasses
 from typing import Literal
 
-from .._int8 import round_int8, rounding
-from .._product import Product
+from .._int8 import rounding
+from .._product import Kernel, Product
 from ._choose import bits_kept, choose
 from ._kernel import TensorCoreKernel
 from ._lookup import decoding_of
@@ -18,15 +18,13 @@ from ._portable import KERNELS as _PORTABLE, why_nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasKernel:
+class PallasKernel(Kernel):
     """A kernel of Pallas for NVIDIA GPUs, by the name of its compiler."""
 
     name: Literal["Mosaic", "Triton"]
     when: str
     rounding: str = "like the variants of XLA for GPUs"
     error: str = "5e-6 to 3e-3"
-
-    round_int8 = staticmethod(round_int8)
 
     def why_not(self, product):
         if reason := why_nothing(product):

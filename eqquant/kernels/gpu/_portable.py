@@ -13,23 +13,21 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from .._int8 import round_int8, rounding
-from .._product import Product
+from .._int8 import rounding
+from .._product import Kernel, Product
 from ..xla import longest_int8_sum
 from . import _fused, _reduce, _tiles
 from ._parts import num_parts
 
 
 @dataclasses.dataclass(frozen=True)
-class PortableKernel:
+class PortableKernel(Kernel):
     """A way to multiply in XLA for GPUs."""
 
     name: Literal["reduce", "fused", "tiles"]
     when: str
     rounding: str
     error: str
-
-    round_int8 = staticmethod(round_int8)
 
     def why_not(self, product):
         if reason := why_nothing(product):
@@ -44,7 +42,6 @@ class PortableKernel:
         return None
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        del interpret
         out_dtype = jnp.float32 if x_unit is not None else product.out_dtype
         if self.name == "reduce":
             one = ft.partial(_reduce.dot, format=product.format, out_dtype=out_dtype)

@@ -15,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from .._int8 import rounding
-from .._product import Product
+from .._product import Kernel, Product
 from . import _decode, _general, _tile_sizes
 from ._chips import chip
 from ._operands import choose_operands, kind_of
@@ -24,7 +24,7 @@ from ._weights import can_become, is_exact
 
 
 @dataclasses.dataclass(frozen=True)
-class TPUVariant:
+class TPUVariant(Kernel):
     """A kernel for TPUs with options.
 
     `exact_table` is whether a codebook keeps more than 8 bits.
@@ -36,7 +36,8 @@ class TPUVariant:
     error: str
     exact_table: bool = True
 
-    round_int8 = staticmethod(round_rows)
+    def round_int8(self, x, over):
+        return round_rows(x, over)
 
     def why_not(self, product):
         if reason := _unsupported(product):

@@ -6,8 +6,8 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from .._int8 import round_int8, rounding
-from .._product import Product
+from .._int8 import rounding
+from .._product import Kernel, Product
 from ._dot import dot
 
 
@@ -17,7 +17,7 @@ longest_int8_sum = (2**31 - 1) // 127**2
 
 
 @dataclasses.dataclass(frozen=True)
-class XLAKernel:
+class XLAKernel(Kernel):
     """A way to multiply in plain XLA, for any platform.
 
     `bits` is the number of bits of an activation that it keeps; None for all of them.
@@ -30,13 +30,10 @@ class XLAKernel:
     serves: Callable[[Product], bool]
     bits: int | None = None
 
-    round_int8 = staticmethod(round_int8)
-
     def why_not(self, product):
         return None if self.serves(product) else f"{self.name!r} is for {self.when}"
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        del interpret
         return dot(self.name, product, x, codes, scales, x_unit)
 
     def describe(self, product):
