@@ -3,29 +3,27 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, Shaped
 
-from ...formats import Format
-from ._parts import multiply, split
+from .._product import Product
+from ._parts import multiply, num_parts, split
 
 
 def dot(
+    product: Product,
+    operand: str,
     x: Shaped[Array, "m size"],
     codes: Int8[Array, "rows columns"],
     scales: Float[Array, "rows 1"],
-    *,
-    format: Format,
-    contract_rows: bool,
-    operand: str,
-    parts: tuple[int, int],
-    out_dtype,
 ) -> Float[Array, "m out"]:
-    del format
+    """Compute a product, by operands of dtype `operand`."""
+    contract_rows = product.contract_rows
     row_scales = scales[:, 0].astype(jnp.float32)
     if operand == "int8":
         out = multiply([x], [codes], contract_rows, jnp.int32).astype(jnp.float32)
-        return (out * row_scales).astype(out_dtype)
+        return (out * row_scales).astype(product.out_dtype)
     dtype = jnp.dtype(operand)
     if contract_rows:
         x = x.astype(jnp.float32) * row_scales
-    xs = split(x, dtype, parts[0] if dtype == jnp.bfloat16 else 1)
+    parts, _ = num_parts(product) if dtype == jnp.bfloat16 else (1, 1)
+    xs = split(x, dtype, parts)
     out = multiply(xs, [codes.astype(dtype)], contract_rows, jnp.float32)
-    return (out if contract_rows else out * row_scales).astype(out_dtype)
+    return (out if contract_rows else out * row_scales).astype(product.out_dtype)

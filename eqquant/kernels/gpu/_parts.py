@@ -4,30 +4,19 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Shaped
 
-from ...formats import Format
-from .._compute import Precision
+from .._product import Product
 
 
-def is_exact(blocks: int, format: Format) -> bool:
-    """Return whether codes are integers with one scale per row. 16 bits hold them."""
-    return format.integer_levels and blocks == 1
-
-
-def num_parts(
-    x_dtype,
-    weight_dtype,
-    *,
-    exact: bool,
-    contract_rows: bool,
-    precision: Precision,
-) -> tuple[int, int]:
-    """Return the bfloat16 parts of the activation and of the weight. If the weight is
-    `exact` and `contract_rows`, scales multiply the activation instead."""
-    narrow = all(jnp.dtype(d) == jnp.bfloat16 for d in (x_dtype, weight_dtype))
-    if precision == "default" or narrow:
+def num_parts(product: Product) -> tuple[int, int]:
+    """Return the bfloat16 parts of the activation and of the weight. 16 bits hold
+    integers with one scale per row. For `x @ w`, these scales multiply the activation
+    instead."""
+    if product.precision == "default" or product.is_all("bfloat16"):
         return 1, 1
-    holds = jnp.dtype(x_dtype) in (jnp.bfloat16, jnp.int8)
-    return 1 if holds and not (exact and contract_rows) else 2, 1 if exact else 2
+    exact = product.has_integer_rows
+    holds = product.x.dtype == jnp.bfloat16 or product.is_int8
+    holds = holds and not (exact and product.contract_rows)
+    return 1 if holds else 2, 1 if exact else 2
 
 
 def split(x: Shaped[Array, "m size"], dtype, parts: int) -> list[Array]:

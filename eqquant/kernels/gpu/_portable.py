@@ -7,6 +7,7 @@ launch for each.
 
 import dataclasses
 import functools as ft
+import math
 import os
 from typing import Literal
 
@@ -42,35 +43,26 @@ class PortableKernel(Kernel):
         return None
 
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        out_dtype = jnp.float32 if x_unit is not None else product.out_dtype
-        if self.name == "reduce":
-            one = ft.partial(_reduce.dot, format=product.format, out_dtype=out_dtype)
-        else:
-            _, operand = _variant_of(product)
-            one = ft.partial(
-                _fused.dot if self.name == "fused" else _tiles.dot,
-                format=product.format,
-                contract_rows=product.contract_rows,
-                operand=operand,
-                parts=_parts_of(product),
-                out_dtype=out_dtype,
-            )
-        out = self._for_each(one, x, codes, scales)
-        return (out if x_unit is None else out * x_unit).astype(product.out_dtype)
+        _, operand = _variant_of(product)
+        if x_unit is None:
+            return self._for_each(product, operand, x, codes, scales)
+        wide = dataclasses.replace(product, out_dtype=jnp.dtype("float32"))
+        out = self._for_each(wide, operand, x, codes, scales)
+        return (out * x_unit).astype(product.out_dtype)
 
-    def _for_each(self, one, x, codes, scales):
-        *batch, _, _ = codes.shape
-        if not batch:
-            return one(x, codes, scales)
-        flat = [a.reshape(-1, *a.shape[-2:]) for a in (x, codes, scales)]
-        if len(flat[1]) == 1:
-            out = one(*(a[0] for a in flat))
+    def _for_each(self, product: Product, operand: str, *arrays):
+        dot = ft.partial(_DOTS[self.name], product, operand)
+        if not product.batch:
+            return dot(*arrays)
+        flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
+        if math.prod(product.batch) == 1:
+            out = dot(*(a[0] for a in flat))
         elif self.name == "tiles":
             # In turn, so that only one tile of one weight is decoded at a time.
-            out = jax.lax.map(lambda args: one(*args), tuple(flat))
+            out = jax.lax.map(lambda args: dot(*args), tuple(flat))
         else:
-            out = jax.vmap(one)(*flat)
-        return out.reshape(*batch, *out.shape[-2:])
+            out = jax.vmap(dot)(*flat)
+        return out.reshape(*product.batch, *out.shape[-2:])
 
     def describe(self, product):
         _, operand = _variant_of(product)
@@ -78,7 +70,7 @@ class PortableKernel(Kernel):
         scaled = product.contract_rows and product.has_integer_rows
         holds = product.x.dtype == jnp.bfloat16 or product.is_int8
         if operand == "bfloat16" and (scaled or not holds):
-            bits = 8 * _parts_of(product)[0]
+            bits = 8 * num_parts(product)[0]
         name = f"{self.name}, {operand}"
         return f"XLA for GPUs, variant {name!r} {rounding(product.x, bits)}"
 
@@ -105,16 +97,6 @@ def _variant_of(product: Product) -> tuple[str, str]:
     return name, "bfloat16"
 
 
-def _parts_of(product: Product) -> tuple[int, int]:
-    return num_parts(
-        product.x.dtype,
-        product.weight_dtype,
-        exact=product.has_integer_rows,
-        contract_rows=product.contract_rows,
-        precision=product.precision,
-    )
-
-
 def why_nothing(product: Product) -> str | None:
     """Return why no kernel for GPUs computes a product."""
     if os.environ.get("EQQUANT_GPU") == "off":
@@ -124,6 +106,7 @@ def why_nothing(product: Product) -> str | None:
     return "there is nothing to multiply" if product.is_empty else None
 
 
+_DOTS = {"reduce": _reduce.dot, "fused": _fused.dot, "tiles": _tiles.dot}
 _OPERANDS = "activations and weights to the dtype of the operands"
 KERNELS = (
     PortableKernel(

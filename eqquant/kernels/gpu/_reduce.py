@@ -9,23 +9,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ...formats import Format, planes_of, to_plane_order
+from ...formats import planes_of, to_plane_order
+from .._product import Product
 from ._levels import levels, per_code
 
 
 def dot(
+    product: Product,
+    operand: str,
     x: Shaped[Array, "m columns"],
     codes: Shaped[Array, "rows packed"],
     scales: Float[Array, "rows blocks"],
-    *,
-    format: Format,
-    out_dtype,
 ) -> Float[Array, "m rows"]:
-    """Return `x @ w.T`."""
-    m, _ = x.shape
-    _, packed = codes.shape
-    planes = planes_of(format.bits)
-    blocked = scales.shape[1] > 1
+    """Compute a product `x @ w.T`, in float32."""
+    format, m, packed = product.format, product.m, product.packed
+    planes, blocked = planes_of(format.bits), product.blocks > 1
     scales = scales.astype(jnp.float32)
     x = to_plane_order(x.astype(jnp.float32), format.bits, format.group)
     x = x.reshape(m, planes, packed)
@@ -51,4 +49,4 @@ def dot(
 
     zeros = (jnp.float32(0),) * m
     out = jnp.stack(lax.reduce(tuple(terms), zeros, add, (1,)))
-    return (out if blocked else out * scales[:, 0]).astype(out_dtype)
+    return (out if blocked else out * scales[:, 0]).astype(product.out_dtype)

@@ -9,15 +9,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ...formats import (
-    Format,
-    from_plane_order,
-    num_bytes,
-    num_codes,
-    unpack_planes,
-)
+from ...formats import Format, from_plane_order, num_bytes, unpack_planes
+from .._product import Product
 from ._levels import levels, per_code
-from ._parts import is_exact, multiply, split
+from ._parts import multiply, num_parts, split
 
 
 # Bytes of a decoded tile. Large GPUs have L2 caches of at least 40 MB, from which the
@@ -51,29 +46,27 @@ def tile_size(size: int, each: int, multiple: int, room: int = 0) -> int:
 
 
 def dot(
+    product: Product,
+    operand: str,
     x: Shaped[Array, "m size"],
     codes: Shaped[Array, "rows packed"],
     scales: Float[Array, "rows blocks"],
-    *,
-    format: Format,
-    contract_rows: bool,
-    operand: str,
-    parts: tuple[int, int],
-    out_dtype,
 ) -> Float[Array, "m out"]:
-    """Return `x @ w` if `contract_rows`, otherwise `x @ w.T`."""
-    bits = format.bits
-    rows, packed = codes.shape
-    columns, blocks = num_codes(packed, bits), scales.shape[1]
-    dtype = jnp.dtype(operand)
-    x_parts, w_parts = parts if dtype == jnp.bfloat16 else (1, 1)
+    """Compute a product, by operands of dtype `operand`."""
+    format, contract_rows = product.format, product.contract_rows
+    rows, columns, blocks = product.rows, product.columns, product.blocks
+    dtype, out_dtype = jnp.dtype(operand), product.out_dtype
+    x_parts, w_parts = parts = num_parts(product)
+    if dtype != jnp.bfloat16:
+        x_parts, w_parts = 1, 1
     sums = jnp.int32 if dtype == jnp.int8 else jnp.float32
     scales = scales.astype(jnp.float32)
     # Integers are exact unscaled; scales multiply the activation or the result. For a
     # 16-bit result, scaling the weight instead saves a pass over the result.
-    is_same_dtype = jnp.dtype(out_dtype) == dtype
-    exact = is_exact(blocks, format)
-    late = exact and not (is_same_dtype and parts == (1, 1) and dtype != jnp.int8)
+    is_same_dtype = out_dtype == dtype
+    late = product.has_integer_rows and not (
+        is_same_dtype and parts == (1, 1) and dtype != jnp.int8
+    )
     each, room = dtype.itemsize * w_parts, 0
     if is_same_dtype and not late and (x_parts, w_parts) == (1, 1):
         sums, room = dtype, x.shape[0] * dtype.itemsize
@@ -100,12 +93,10 @@ def dot(
             last, xs, codes = lax.optimization_barrier((last, xs, codes))
             out[-1] = last
         if contract_rows:
-            span = slice(num_bytes(start, bits), num_bytes(end, bits))
-            part = (
-                slice(None)
-                if blocks == 1
-                else slice(start * blocks // columns, end * blocks // columns)
-            )
+            span = slice(*(num_bytes(i, format.bits) for i in (start, end)))
+            part = slice(None)
+            if blocks > 1:
+                part = slice(*(i * blocks // columns for i in (start, end)))
             tile = codes[:, span], scales[:, part]
         else:
             tile = codes[start:end], scales[start:end]
