@@ -64,9 +64,9 @@ def dot(
     # Integers are exact unscaled; scales multiply the activation or the result. For a
     # 16-bit result, scaling the weight instead saves a pass over the result.
     is_same_dtype = out_dtype == dtype
-    late = product.has_integer_rows and not (
-        is_same_dtype and parts == (1, 1) and dtype != jnp.int8
-    )
+    late = product.has_integer_rows
+    if is_same_dtype and parts == (1, 1) and dtype != jnp.int8:
+        late = False
     each, room = dtype.itemsize * w_parts, 0
     if is_same_dtype and not late and (x_parts, w_parts) == (1, 1):
         sums, room = dtype, x.shape[0] * dtype.itemsize
