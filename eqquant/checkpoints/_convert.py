@@ -12,14 +12,13 @@ import jax.numpy as jnp
 
 from .._jax import typed, warn
 from ..arrays import is_implicit, quantize
-from ..formats import as_format, Format
+from ..formats import Format
 from ..trees import (
     Choice,
     choose,
     errors_at,
     Site,
     sites,
-    too_small,
     weight_of,
     WeightAxes,
     with_progress,
@@ -183,17 +182,13 @@ def _choose(
     if unknown := {site.path for site in sites(tree)} ^ contents.described.keys():
         raise ValueError(f"{_caller}: {min(unknown)!r} cannot name a tensor.")
 
-    def choose_among_arrays(tree):
-        all_sites = list(sites(tree))
-        flags = [
-            format is not None and _is_weight(site, as_format(format), min_size)
-            for site in all_sites
-        ]
-        where = jax.tree.unflatten(jax.tree.structure(tree), flags)
-        options = {"where": where, "rules": rules, "min_size": min_size}
-        return choose(tree, format, caller=_caller, **options)
-
-    choices = with_abstract_arrays(choose_among_arrays, tree)
+    options = {"where": None, "rules": rules, "min_size": min_size}
+    choices = with_abstract_arrays(
+        lambda tree: choose(
+            tree, format, weight_of=_weight_of, caller=_caller, **options
+        ),
+        tree,
+    )
     if not choices and format is not None:
         warn(
             f"{_caller}: found no weights to quantize. Select tensors with rules.",
@@ -202,17 +197,13 @@ def _choose(
     return {choice.path: choice for choice in choices}
 
 
-def _is_weight(site: Site, format: Format, min_size: int) -> bool:
-    leaf = site.leaf
-    if getattr(getattr(leaf, "dtype", None), "name", None) not in _floats:
-        return False
-    kind = weight_of(site)
-    is_torch = leaf.ndim == 2 and site.path.rsplit(".", 1)[-1] == "weight"
-    if is_torch and not isinstance(kind, WeightAxes):
-        kind = WeightAxes(-1)
-    return isinstance(kind, WeightAxes) and not too_small(
-        leaf, format, kind.axis, min_size
-    )
+def _weight_of(site: Site) -> WeightAxes | str:
+    """Like `weight_of`, but a matrix of PyTorch is also a weight."""
+    if site.leaf.dtype.name not in _floats:
+        return "not floats of 16 bits or more"
+    is_torch = site.leaf.ndim == 2 and site.path.rsplit(".", 1)[-1] == "weight"
+    found = weight_of(site)
+    return WeightAxes(-1) if is_torch and isinstance(found, str) else found
 
 
 def _leaf(

@@ -12,8 +12,8 @@ import numpy as np
 
 from .._jax import typed
 from ..arrays import is_implicit, is_quantized
-from ..trees import as_text
-from .files import Path, Source, Tensor
+from ..trees import as_text, nbytes
+from .files import Path, Source
 from .foreign import GGUFFile, is_gguf, safetensors_entries
 from .leaves import Contents
 
@@ -205,20 +205,15 @@ def _describe_gguf(path: pathlib.Path) -> Description:
         )
 
 
-def _nbytes(tensor: Tensor | jax.ShapeDtypeStruct) -> int:
-    return tensor.dtype.itemsize * tensor.size
-
-
 def _describe_ours(source: Source) -> dict[str, StoredTensor]:
     def describe(leaf: Any) -> StoredTensor:
-        arrays = jax.tree.leaves(leaf)
-        nbytes = sum(_nbytes(x) for x in arrays if isinstance(x, jax.ShapeDtypeStruct))
+        size = nbytes(leaf)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return StoredTensor(str(leaf.dtype), leaf.shape, nbytes, False, True)
+            return StoredTensor(str(leaf.dtype), leaf.shape, size, False, True)
         format = getattr(leaf, "format", None)
         name = type(leaf).__name__ if format is None else repr(format)
         shape = leaf.shape if is_implicit(leaf) else ()
-        return StoredTensor(name, shape, nbytes, is_quantized(leaf), True)
+        return StoredTensor(name, shape, size, is_quantized(leaf), True)
 
     contents = Contents(source, (), "describe_checkpoint")
     return {path: describe(leaf) for path, leaf in contents.described.items()}
@@ -229,7 +224,7 @@ def _describe_safetensors(source: Source) -> dict[str, StoredTensor]:
         name: StoredTensor(
             entry.dtype.name if entry.quantized is None else entry.kind[0],
             entry.shape,
-            sum(_nbytes(source.tensors[part]) for part in entry.parts),
+            sum(source.tensors[part].nbytes for part in entry.parts),
             entry.quantized is not None,
             entry.quantized is None or entry.kind[1],
         )

@@ -57,10 +57,12 @@ def choose(
     rules: Mapping | None,
     min_size: int,
     caller: str,
+    weight_of: Callable[[Site], WeightAxes | str] = weight_of,
     may_be_quantized: bool = False,
 ) -> list[Choice]:
     """Return the weights that [`eqquant.quantize_tree`][] quantizes.
 
+    `weight_of` returns the axes of a weight, or the reason why an array is not one.
     Errors start with the name `caller`. Unless some weights may be quantized already, a
     warning names them.
     """
@@ -80,6 +82,7 @@ def choose(
         is_worth_it=is_worth_it,
         where=where,
         rules=Rules(rules, format_rule, caller),
+        weight_of=weight_of,
         caller=caller,
     )
     leaves = [base_of(leaf) for leaf in leaves_of(model)]
@@ -99,6 +102,7 @@ def choose_among(
     is_worth_it: Callable[[Site, WeightAxes, Any], bool],
     where: Any,
     rules: Rules,
+    weight_of: Callable[[Site], WeightAxes | str] = weight_of,
     caller: str,
 ) -> list[Choice]:
     """Choose among the candidates.
