@@ -17,7 +17,13 @@ from ._format import (
 from ._fp4 import MXFP4 as MXFP4, NVFP4 as NVFP4
 from ._fp8 import FP8 as FP8
 from ._int8 import Int8 as Int8
-from ._integers import Int2 as Int2, Int3 as Int3, Int4 as Int4
+from ._integers import (
+    Int2 as Int2,
+    Int3 as Int3,
+    Int4 as Int4,
+    Int5 as Int5,
+    Int6 as Int6,
+)
 from ._nf4 import NF4 as NF4
 from ._pack import (
     from_plane_order as from_plane_order,
@@ -42,6 +48,7 @@ from ._scales import (
     Float8Scales as Float8Scales,
     float_scales as float_scales,
     gather_scales as gather_scales,
+    GROUP as GROUP,
     num_groups as num_groups,
     PowerOfTwoScales as PowerOfTwoScales,
     QuantizedOffsets as QuantizedOffsets,
@@ -63,6 +70,8 @@ __all__ = [
     "Int2",
     "Int3",
     "Int4",
+    "Int5",
+    "Int6",
     "Int8",
     "MXFP4",
     "NF2",

@@ -11,7 +11,7 @@ from ._format import Format
 from ._scales import float_scales, scales_and_offsets
 
 
-_bits = (1, 2, 3, 4, 8)
+_bits = (1, 2, 3, 4, 5, 6, 8)
 _contract = (
     "`encode` returns a pair (codes, scales): codes are integers, one per value, and "
     "scales have the dtype `scale_dtype`, one per block (a tuple with offsets for an "

@@ -121,7 +121,9 @@ class FittedFormat(Format):
         clip more of the largest values."""
         if self.fit == "absmax":
             return ()
-        low, count = {4: (0.8, 21), 3: (0.5, 23)}.get(self.bits, (0.2, 35))
+        low, count = {
+            **{6: (0.9, 21), 5: (0.85, 21), 4: (0.8, 21), 3: (0.5, 23)},
+        }.get(self.bits, (0.2, 35))
         return _linspace(low, 1.05, count if self.fit == "search" else 8)
 
     def encode(self, blocks, absmax, counts, limit, importance=None):

@@ -18,7 +18,7 @@ from ._pack import group_multiple, planes_of
 Float8: TypeAlias = Literal["e4m3fn", "e5m2"]
 # Fields of `eqquant.kernels.Compute` that were fields of formats.
 _compute_fields = {"precision", "activations", "tpu", "gpu"}
-SCALE_DTYPES = ("bfloat16", "float32", "float64")
+SCALE_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Format(abc.ABC):
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
         scale along the whole blocked axis (per channel).
-    - `scale_dtype`: the dtype of scales: bfloat16, float32 or float64.
+    - `scale_dtype`: the dtype of scales: float16, bfloat16, float32 or float64.
     """
 
     block_size: int | None = None

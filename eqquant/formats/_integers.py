@@ -1,4 +1,4 @@
-"""Integers of 4, 3 and 2 bits."""
+"""Integers of 6, 5, 4, 3 and 2 bits."""
 
 import dataclasses
 from typing import Any
@@ -56,7 +56,8 @@ class Int4(_Integers):
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
         scale per channel.
-    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16,
+        float16 or float64.
     - `fit`: the algorithm that chooses scales. `"absmax"` uses the largest magnitude of
         a block. `"search"` tries several candidates relative to it, and takes the one
         with the least squared error. `"least_squares"` alternates twice between the
@@ -79,6 +80,61 @@ class Int4(_Integers):
 
     name = "int4"
     bits = 4
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int6(_Integers):
+    """6-bit integers in [-32, 31], times a scale. Ties round to even.
+
+    Everything is as in [`eqquant.Int4`][], except for the default block size. Q6_K in
+    GGUF files has such codes.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int6(scale_dtype="float16"))
+        assert 8 * q.nbytes / q.size == 6.25
+        ```
+    """
+
+    block_size: int | None = 64
+    fit: Fit = "absmax"
+    affine: bool = False
+    double_quantization: bool = False
+
+    name = "int6"
+    bits = 6
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Int5(_Integers):
+    """5-bit integers in [-16, 15], times a scale. Ties round to even.
+
+    Everything is as in [`eqquant.Int4`][]. Q5_0 and Q5_1 in GGUF files have such codes.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.Int5(scale_dtype="float16"))
+        assert 8 * q.nbytes / q.size == 5.5
+        ```
+    """
+
+    block_size: int | None = 32
+    fit: Fit = "absmax"
+    affine: bool = False
+    double_quantization: bool = False
+
+    name = "int5"
+    bits = 5
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -6,13 +6,14 @@ first) contains the `p`-th run of `group * bits / 8` consecutive codes. For NF4 
 groups of 64, the low nibbles contain codes 0-31 of the group, and the high nibbles
 codes 32-63.
 
-Three-bit codes have two parts in each group: first their low two bits, then their high
-bit. A group of 64 has 16 bytes of the first part and 8 bytes of the second.
+Codes of 3, 5 and 6 bits have two parts in each group: first their low 2, 4 or 4 bits,
+then their high 1, 1 or 2 bits. A group of 64 three-bit codes has 16 bytes of the first
+part and 8 bytes of the second.
 
 So a decoder never interleaves. It shifts whole bytes, and gets the codes in *plane
 order* `(plane, group, byte)` rather than in logical order `(group, plane, byte)`. A
-product permutes its small operand, the activation, to match. Three-bit codes have the
-planes of their low two bits.
+product permutes its small operand, the activation, to match. Codes with two parts have
+the planes of their low part.
 """
 
 from typing import Any
@@ -22,14 +23,18 @@ import numpy as np
 from jaxtyping import Array, Integer, Shaped
 
 
+# The bits of the low and the high part of codes with two parts.
+_parts_of = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
+
+
 def planes_of(bits: int) -> int:
-    """Return the number of codes in a byte."""
-    return 8 // (2 if bits == 3 else bits)
+    """Return the number of codes in a byte, or in a byte of the low part."""
+    return 8 // (_parts_of[bits][0] if bits in _parts_of else bits)
 
 
 def group_multiple(bits: int) -> int:
     """Return the divisor of group sizes that fill whole bytes."""
-    return 8 if bits == 3 else planes_of(bits)
+    return 8 // _parts_of[bits][1] if bits in _parts_of else planes_of(bits)
 
 
 def num_codes(size: int, bits: int) -> int:
@@ -47,8 +52,10 @@ def pack(
     bits: int,
 ) -> Any:
     """Pack groups of codes below `2**bits`, for JAX or NumPy arrays."""
-    if bits == 3:
-        low, high = pack(codes & np.uint8(3), 2), pack(codes >> np.uint8(2), 1)
+    if bits in _parts_of:
+        low_bits, high_bits = _parts_of[bits]
+        low = pack(codes & np.uint8(2**low_bits - 1), low_bits)
+        high = pack(codes >> np.uint8(low_bits), high_bits)
         xp = np if isinstance(codes, np.ndarray) else jnp
         return xp.concatenate([low, high], -1)
     planes = planes_of(bits)
@@ -64,8 +71,8 @@ def unpack_planes(
     packed: Integer[Array, "*lead packed"], bits: int, group: int
 ) -> Integer[Array, "*lead planes bytes"]:
     """Unpack codes in plane order, with one shift and one mask per plane."""
-    if bits == 3:
-        return _unpack_three(packed, group)
+    if bits in _parts_of:
+        return _unpack_parts(packed, bits, group)
     planes = planes_of(bits)
     if planes == 1:
         return packed[..., None, :]
@@ -73,18 +80,22 @@ def unpack_planes(
     return (packed[..., None, :] >> shifts[:, None]) & jnp.uint8(2**bits - 1)
 
 
-def _unpack_three(packed, group: int):
+def _unpack_parts(packed, bits: int, group: int):
     *lead, size = packed.shape
-    groups, half = num_codes(size, 3) // group, group // 8
-    parts = packed.reshape(*lead, groups, 3 * half)
-    flat = lambda x: x.reshape(*lead, groups * 2 * half)
-    low = unpack_planes(flat(parts[..., : 2 * half]), 2, group)
-    # A plane of two-bit codes is as long as two planes of single bits.
-    high = flat(jnp.concatenate([parts[..., 2 * half :]] * 2, -1))
-    second = jnp.arange(2 * half, dtype=jnp.uint8) >= jnp.uint8(half)
-    planes = jnp.arange(4, dtype=jnp.uint8)
-    shifts = 2 * planes[:, None] + jnp.tile(second.astype(jnp.uint8), groups)
-    return low | (((high[..., None, :] >> shifts) & jnp.uint8(1)) << jnp.uint8(2))
+    low_bits, high_bits = _parts_of[bits]
+    groups = num_codes(size, bits) // group
+    low_bytes, high_bytes = num_bytes(group, low_bits), num_bytes(group, high_bits)
+    parts = packed.reshape(*lead, groups, low_bytes + high_bytes)
+    flat = lambda x: x.reshape(*lead, groups * low_bytes)
+    low = unpack_planes(flat(parts[..., :low_bytes]), low_bits, group)
+    # A plane of the low part is as long as `copies` planes of the high part.
+    copies = low_bytes // high_bytes
+    high = flat(jnp.concatenate([parts[..., low_bytes:]] * copies, -1))
+    plane = np.repeat(np.arange(copies), high_bytes) * high_bits
+    shifts = np.arange(planes_of(bits))[:, None] * copies * high_bits
+    shifts = jnp.asarray(shifts + np.tile(plane, groups), jnp.uint8)
+    high = (high[..., None, :] >> shifts) & jnp.uint8(2**high_bits - 1)
+    return low | (high << jnp.uint8(low_bits))
 
 
 def unpack(

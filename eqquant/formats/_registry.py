@@ -11,7 +11,7 @@ from ._format import Format
 from ._fp4 import MXFP4, NVFP4
 from ._fp8 import FP8
 from ._int8 import Int8
-from ._integers import Int2, Int3, Int4
+from ._integers import Int2, Int3, Int4, Int5, Int6
 from ._nf4 import NF4
 from ._ternary import Ternary
 
@@ -21,7 +21,7 @@ formats: dict[str, type[Format]] = {
     format.name: format
     for format in (
         *(NF4, NF3, NF2, FP8, MXFP4, NVFP4),
-        *(Int8, Int4, Int3, Int2, Ternary, Binary),
+        *(Int8, Int6, Int5, Int4, Int3, Int2, Ternary, Binary),
     )
 }
 every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}

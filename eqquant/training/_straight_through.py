@@ -225,7 +225,7 @@ def _check_learnable(format: Format, caller: str) -> None:
     if not format.integer_levels:
         raise ValueError(
             f"{caller}: scales are learned for formats with integer levels: Int8, "
-            f"Int4, Int3, Int2, Ternary and Binary; got {format!r}."
+            f"Int6, Int5, Int4, Int3, Int2, Ternary and Binary; got {format!r}."
         )
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from eqquant.formats._pack import (
     from_plane_order,
+    group_multiple,
     num_bytes,
     num_codes,
     pack,
@@ -18,7 +19,7 @@ from eqquant.formats._pack import (
 
 
 BITS = [1, 2, 4]
-EVERY = [*BITS, 3]
+EVERY = [*BITS, 3, 5, 6]
 
 
 def codes_of(bits: int, *shape: int) -> np.ndarray:
@@ -48,13 +49,15 @@ def test_plane_p_holds_the_pth_run_of_a_group(bits):
         assert (packed >> (plane * bits) & (2**bits - 1) == runs[:, plane]).all()
 
 
-def test_three_bits_are_a_plane_of_two_and_one_of_one():
-    codes = codes_of(3, 5, 64)
-    packed = np.asarray(pack(jnp.asarray(codes), 3))
-    assert packed.shape == (5, 24)
-    assert (packed[:, :16] == np.asarray(pack(jnp.asarray(codes & 3), 2))).all()
-    assert (packed[:, 16:] == np.asarray(pack(jnp.asarray(codes >> 2), 1))).all()
-    assert (pack(codes, 3) == packed).all()  # NumPy only.
+@pytest.mark.parametrize("bits, low", [(3, 2), (5, 4), (6, 4)])
+def test_codes_with_two_parts(bits, low):
+    """The low bits of all codes of a group are before the high bits."""
+    codes = codes_of(bits, 5, 64)
+    packed = np.asarray(pack(jnp.asarray(codes), bits))
+    assert packed.shape == (5, 8 * bits)
+    parts = pack(codes % 2**low, low), pack(codes >> low, bits - low)
+    assert (packed == np.concatenate(parts, -1)).all()
+    assert (pack(codes, bits) == packed).all()  # NumPy only.
 
 
 @hypothesis.settings(max_examples=8)
@@ -65,7 +68,7 @@ def test_three_bits_are_a_plane_of_two_and_one_of_one():
     bytes_per_group=st.sampled_from([1, 3, 8]),
 )
 def test_unpack_inverts_pack(bits, lead, groups, bytes_per_group):
-    group = bytes_per_group * (8 if bits == 3 else planes_of(bits))
+    group = bytes_per_group * group_multiple(bits)
     size = num_bytes(group, bits)
     assert num_codes(size, bits) == group
     codes = codes_of(bits, *lead, groups, group)

@@ -1,5 +1,6 @@
 // Compares the routines of the native kernels with plain loops, without XLA. `make sanitize` runs this under
 // AddressSanitizer and UndefinedBehaviorSanitizer, so every operand is a heap block of its exact size.
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <memory>
@@ -11,6 +12,7 @@
 
 using eqquant::Product;
 using eqquant::Routine;
+using eqquant::ScaleType;
 
 namespace {
 
@@ -35,11 +37,50 @@ double tolerance_of(const std::string& name) {
 std::mt19937 generator(0);
 int below(int n) { return static_cast<int>(generator() % n); }
 
-// Returns code `i` of a group. See decode/unpack.h.
-int three_bits(const uint8_t* group, int64_t run, int64_t i) {
-  const int64_t lows = run / 2, highs = run / 4;
-  const int low = group[i % lows] >> (2 * (i / lows)) & 3;
-  return low + 4 * (group[lows + i % highs] >> (i / highs) & 1);
+// Returns code `i` of a group of `size` codes with two parts. See decode/unpack.h.
+int code_of(const uint8_t* group, int64_t size, int bits, int64_t i) {
+  const int low_bits = bits == 3 ? 2 : 4, high_bits = bits - low_bits;
+  const int64_t lows = size * low_bits / 8, highs = size * high_bits / 8;
+  const int low = group[i % lows] >> (low_bits * (i / lows)) & ((1 << low_bits) - 1);
+  const int high = group[lows + i % highs] >> (high_bits * (i / highs)) & ((1 << high_bits) - 1);
+  return low | high << low_bits;
+}
+
+// Random scales of a type between about 0.5 and 2, or integers that differ by as much, and their values.
+void make_scale(ScaleType type, uint8_t* to) {
+  std::normal_distribution<float> normal;
+  const float x = 0.5f + std::abs(normal(generator));
+  const uint16_t half = static_cast<uint16_t>(0x3800 + below(0x400));
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  const uint16_t upper = static_cast<uint16_t>(bits >> 16);
+  switch (type) {
+    case ScaleType::float32: std::memcpy(to, &x, 4); break;
+    case ScaleType::bfloat16: std::memcpy(to, &upper, 2); break;
+    case ScaleType::float16: std::memcpy(to, &half, 2); break;
+    case ScaleType::uint8: *to = static_cast<uint8_t>(100 + below(156)); break;
+    case ScaleType::int8: *to = static_cast<uint8_t>(64 + below(64)); break;
+    case ScaleType::low_nibble: *to = static_cast<uint8_t>(8 + below(8) + 16 * below(16)); break;
+    case ScaleType::high_nibble: *to = static_cast<uint8_t>(16 * (8 + below(8)) + below(16)); break;
+    case ScaleType::exponent: *to = static_cast<uint8_t>(126 + below(3)); break;
+    case ScaleType::float8: *to = static_cast<uint8_t>(0x30 + below(16)); break;
+  }
+}
+double scale_at(ScaleType type, const void* scales, int64_t i) {
+  const uint8_t* at = static_cast<const uint8_t*>(scales) + i * eqquant::size_of(type);
+  float x;
+  uint16_t half;
+  switch (type) {
+    case ScaleType::float32: std::memcpy(&x, at, 4); return x;
+    case ScaleType::bfloat16: std::memcpy(&half, at, 2); return eqquant::from_bfloat16(half);
+    case ScaleType::float16: std::memcpy(&half, at, 2); return (1 + (half & 1023) / 1024.0) / 2;
+    case ScaleType::int8: return static_cast<int8_t>(*at);
+    case ScaleType::low_nibble: return *at & 15;
+    case ScaleType::high_nibble: return *at >> 4;
+    case ScaleType::exponent: return std::ldexp(1, *at - 127);
+    case ScaleType::float8: return (1 + (*at & 7) / 8.0) * std::ldexp(1, (*at >> 3) - 7);
+    default: return *at;
+  }
 }
 
 double float_of_8_bits(uint8_t code, int exponent_bits) {
@@ -52,9 +93,10 @@ double float_of_8_bits(uint8_t code, int exponent_bits) {
 
 // Returns the level of the code at byte j of a row, in one plane. See runtime/product.h.
 double level_of(const Product& p, int64_t row, int64_t j, int plane) {
-  if (p.three_bits) {
-    const uint8_t* group = p.stored(row) + j / p.run * (p.run / 4 * 3);
-    return p.levels[three_bits(group, p.run, plane * p.run + j % p.run)];
+  if (p.is_unpacked()) {
+    const uint8_t* group = p.stored(row) + j / p.run * (p.run * p.stored_bits / p.bits);
+    const int code = code_of(group, p.run * p.planes(), p.stored_bits, plane * p.run + j % p.run);
+    return p.bits == 8 ? code - p.largest_integer() : p.levels[code];
   }
   const uint8_t byte = p.codes[row * p.packed + j];
   // The scales contain the factor that a routine leaves to them.
@@ -76,11 +118,11 @@ std::unique_ptr<double[]> decode(const Product& p) {
     for (int64_t j = 0; j < p.packed; j++)
       for (int plane = 0; plane < p.planes(); plane++) {
         const double level = level_of(p, row, j, plane);
-        const int64_t at = row * p.blocks + j / p.block_bytes();
-        const double scale =
-            p.bfloat16_scales
-                ? eqquant::from_bfloat16(static_cast<const uint16_t*>(p.scales)[at])
-                : static_cast<const float*>(p.scales)[at];
+        const int64_t block = j / p.block_bytes();
+        double scale = scale_at(p.scale_type, p.scales, row * p.blocks + block);
+        if (p.outer_blocks)
+          scale *= scale_at(p.outer_type, p.outer_scales,
+                            row * p.outer_count() + block / p.outer_blocks);
         const int64_t logical = (j / p.run * p.planes() + plane) * p.run + j % p.run;
         w[row * p.columns() + logical] = level * scale;
       }
@@ -101,19 +143,19 @@ void run(const Routine& routine, const Product& p, char* scratch) {
 bool check(const Case& c) {
   std::normal_distribution<float> normal;
   Product p{};
-  // Kinds: 1, 2, 4 or 8 bits, three bits, and float8.
   const bool floats = !c.routine->why_not;
-  const int kind = below(c.float8 ? 7 : 5);
-  p.bits = kind == 4 ? 4 : 1 << std::min(kind, 3);
-  p.three_bits = kind == 4;
-  p.exponent = kind > 4 ? kind - 1 : 0;
+  // The last two kinds are float8.
+  const int kind = below(c.float8 ? 9 : 7);
+  p.stored_bits = std::array<int, 9>{1, 2, 3, 4, 5, 6, 8, 8, 8}[kind];
+  p.bits = p.stored_bits == 3 ? 4 : p.stored_bits > 4 ? 8 : p.stored_bits;
+  p.exponent = kind > 6 ? kind - 3 : 0;
   p.parts = c.parts;
   p.contract_rows = c.contract_rows;
   p.m = 1 + below(40);
   if (floats && p.m > 30) p.m *= 3;  // Enough for panels, whatever the vectors.
   p.rows = 1 + below(90);
   // Blocks of whole runs. Some routines require one scale per row.
-  p.run = p.three_bits && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
+  p.run = p.stored_bits == 3 && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
   // Often one run of eight bytes, the shortest possible block. Sometimes more blocks than a vector has scales.
   const int64_t runs = 1 + below(2) * below(6), most = runs == 1 && p.run <= 32 ? 40 : 5,
                 blocks = 1 + below(below(2) ? most : 5);
@@ -121,18 +163,20 @@ bool check(const Case& c) {
   p.packed = runs * p.run * blocks;
   p.blocks = one_scale ? 1 : blocks;
   if (!floats && c.routine->why_not(p)) p.blocks = 1;
-  if (p.bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
+  if (p.stored_bits == 8 && p.blocks == 1) p.packed = p.run = 1 + below(300);
   // Or rows of whole vectors.
   for (; !floats && c.routine->why_not(p); p.packed *= 2) p.blocks = 1;
   if (p.columns() < 512 && !below(8)) p.rows += below(1500);  // More rows than are decoded at once.
-  p.bfloat16_scales = below(2);
+  p.scale_type = static_cast<ScaleType>(below(2) ? 0 : below(9));
+  p.outer_type = ScaleType::float16;
+  p.outer_blocks = below(2) ? 0 : 1 << below(5);
   p.bfloat16_x = below(2);
 
   const bool integers = c.integers && (c.exact || below(2));
   const int least = c.exact || below(4) ? -2 : 150;  // Levels beyond int8.
   std::unique_ptr<float[]> levels(new float[16]);
   for (int i = 0; i < 16; i++) {
-    const int code = i & ((1 << std::min(p.three_bits ? 3 : p.bits, 4)) - 1);
+    const int code = i & ((1 << std::min(p.stored_bits, 4)) - 1);
     levels[i] = integers ? static_cast<float>(code % 5 + least) : code * 0.3f - 1;
   }
   const int64_t in = p.contract_rows ? p.rows : p.columns();
@@ -150,15 +194,16 @@ bool check(const Case& c) {
     // Avoid infinities and NaN.
     if (p.exponent && (codes[i] & 127) > (p.exponent == 4 ? 126 : 123)) codes[i] = 1;
   }
-  std::unique_ptr<float[]> scales(new float[p.rows * p.blocks]);
-  std::unique_ptr<uint16_t[]> narrow(new uint16_t[p.rows * p.blocks]);
-  for (int64_t i = 0; i < p.rows * p.blocks; i++) {
-    scales[i] = 0.5f + std::abs(normal(generator));
-    narrow[i] = rounded_down(scales[i]);
-  }
+  const auto make_scales = [](ScaleType type, int64_t count) {
+    std::unique_ptr<uint8_t[]> out(new uint8_t[count * eqquant::size_of(type)]);
+    for (int64_t i = 0; i < count; i++) make_scale(type, out.get() + i * eqquant::size_of(type));
+    return out;
+  };
+  const auto scales = make_scales(p.scale_type, p.rows * p.blocks);
+  const auto outer = make_scales(p.outer_type, p.rows * p.outer_count());
   p.x = p.bfloat16_x ? static_cast<void*>(narrow_x.get()) : x.get();
   p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
-  p.scales = p.bfloat16_scales ? static_cast<void*>(narrow.get()) : scales.get();
+  p.scales = scales.get(), p.outer_scales = outer.get();
   const int64_t size = c.routine->scratch(p);
   // XLA aligns its buffers in the same way.
   std::unique_ptr<char, void (*)(void*)> scratch(
@@ -180,7 +225,7 @@ bool check(const Case& c) {
   const double relative = std::sqrt(error / norm);
   if (relative <= c.tolerance) return true;
   std::printf("%s%s: error %.1e; m %ld rows %ld packed %ld blocks %ld bits %d exponent %d run %ld\n",
-              c.name, c.contract_rows ? ", x @ w" : "", relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.three_bits ? 3 : p.bits, p.exponent, long(p.run));
+              c.name, c.contract_rows ? ", x @ w" : "", relative, long(p.m), long(p.rows), long(p.packed), long(p.blocks), p.stored_bits, p.exponent, long(p.run));
   return false;
 }
 

@@ -67,11 +67,11 @@ def _check_codes(codes: np.ndarray, format: Format) -> None:
     unused = {code & mask for code in format.unused_codes}
     flat = codes.reshape(-1).view(np.uint8)
     step = _chunk
-    if bits == 3:  # Each code spans two bytes.
-        group = num_bytes(format.group, 3)
+    if 8 % bits:  # Each code spans two bytes.
+        group = num_bytes(format.group, bits)
         step = max(step // group, 1) * group
-        table = np.array([code in unused for code in range(8)])
-        read = lambda part: np.asarray(unpack(jnp.asarray(part), 3, format.group))
+        table = np.array([code in unused for code in range(2**bits)])
+        read = lambda part: np.asarray(unpack(jnp.asarray(part), bits, format.group))
     else:  # The table covers all bytes that contain an unused code.
         shifts = range(0, planes_of(bits) * bits, bits)
         is_invalid = lambda byte: any(byte >> s & mask in unused for s in shifts)

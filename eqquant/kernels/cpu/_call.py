@@ -1,17 +1,21 @@
 """Calls of the native kernels through the foreign function interface of XLA."""
 
 import functools as ft
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...formats import Format
+from ...formats import Float8Scales, Format, GROUP, PowerOfTwoScales, QuantizedScales
 from .._product import Product
 from ._library import load
 
 
+# The numbers of `ScaleType` in `src/runtime/product.h`.
+_scale_types = {"float32": 0, "bfloat16": 1, "float16": 2}
+_uint8, _int8, _exponent, _float8 = 3, 4, 7, 8
 # The bits of the exponent of each float8 kind.
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 
@@ -42,16 +46,21 @@ def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
     )
     # The kernels decode floats with four exponent bits too small by 2**8.
     if format.float8 == "e4m3fn":
-        scales = scales * jnp.asarray(2**8, scales.dtype)
+        scales = scales.astype(jnp.float32) * jnp.float32(2**8)
+    stored, levels = _stored(scales), _levels(format)
     out, _ = jax.ffi.ffi_call("eqquant_dot", results)(
         x,
         codes,
-        scales,
-        _levels(format),
+        stored.scales,
+        levels if stored.outer is None else stored.outer,
+        levels,
         kernel=kernel,
         bits=np.int64(format.bits),
         exponent=np.int64(_exponent_bits[format.float8]),
         run=np.int64(run),
+        scale_type=np.int64(stored.type),
+        outer_type=np.int64(stored.outer_type),
+        outer_blocks=np.int64(stored.outer_blocks),
         level_unit=np.float32(_level_unit(format)),
         contract_rows=product.contract_rows,
     )
@@ -60,27 +69,50 @@ def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
     return out.astype(product.out_dtype)
 
 
+class _Stored(NamedTuple):
+    """Scales as the kernels read them: `scales` times, for each `outer_blocks` blocks,
+    one of `outer`."""
+
+    scales: Array
+    type: int
+    outer: Array | None = None
+    outer_type: int = 0
+    outer_blocks: int = 0
+
+
+def _stored(scales: Any) -> _Stored:
+    if isinstance(scales, PowerOfTwoScales):
+        return _Stored(scales.exponents, _exponent)
+    if isinstance(scales, Float8Scales):
+        return _Stored(scales.codes, _float8, scales.units, 0, scales.shape[-1])
+    if isinstance(scales, QuantizedScales):
+        type = _int8 if scales.codes.dtype == jnp.int8 else _uint8
+        return _Stored(scales.codes, type, scales.exponents, _exponent, GROUP)
+    return _Stored(scales, _scale_types[scales.dtype.name])
+
+
 def run_of(product: Product) -> int:
     """Return how many consecutive bytes of a row hold the codes of one plane."""
     format = product.format
     if format.bits == 8:
         return product.packed
-    return format.group * _unpacked_bits(format) // 8
+    return format.group * unpacked_bits(format) // 8
 
 
 def row_bytes(product: Product) -> int:
     """Return the bytes of a row in the kernels."""
-    return product.packed * _unpacked_bits(product.format) // product.format.bits
+    return product.packed * unpacked_bits(product.format) // product.format.bits
 
 
-def _unpacked_bits(format: Format) -> int:
-    # The kernels unpack three bits to four.
-    return 4 if format.bits == 3 else format.bits
+def unpacked_bits(format: Format) -> int:
+    """Return the bits of a code as the kernels read it. They unpack three bits to four,
+    and five and six bits to eight."""
+    return {3: 4, 5: 8, 6: 8}.get(format.bits, format.bits)
 
 
 def _levels(format: Format) -> Float[Array, "16"]:
     """Return the level of each 4-bit value. A narrower code is the lowest bits."""
-    if format.bits == 8:
+    if unpacked_bits(format) == 8:
         # Such codes need no table. Its values differ, because XLA would compile a
         # kernel that fills a constant one.
         return jnp.asarray(np.eye(1, 16, dtype=np.float32)[0])

@@ -10,7 +10,7 @@ import math
 from .._int8 import rounding
 from .._product import Kernel, Product
 from ..xla import longest_int8_sum
-from ._call import call, row_bytes, run_of
+from ._call import call, row_bytes, run_of, unpacked_bits
 from ._library import INT8_SETS, Library, load
 
 
@@ -80,7 +80,7 @@ def _unsupported(product: Product) -> str | None:
         return reason
     if product.is_empty:
         return "there is nothing to multiply"
-    if format.bits == 8 and not (format.integer_levels or format.float8):
+    if format.bits > 4 and not (format.integer_levels or format.float8):
         return f"there are no native kernels for codes like those of {format.name}"
     if product.blocks > 1 and _block(product) < 8:
         return f"blocks of {format.block_size} are shorter than a register"
@@ -130,7 +130,7 @@ def _may_use_tiles(product: Product, library: Library) -> bool:
     if product.blocks == 1:
         return True
     block = _block(product)
-    return block % 16 == 0 or (block == 8 and product.format.bits < 8)
+    return block % 16 == 0 or (block == 8 and unpacked_bits(product.format) < 8)
 
 
 def _tile_arithmetic(product: Product) -> str:
@@ -148,7 +148,7 @@ def _tile_decoding(product: Product) -> str:
     format = product.format
     if _is_exact_int8(product):
         return "bytes" if format.bits == 8 else "exact"
-    if format.bits == 8 and product.blocks > 1:
+    if unpacked_bits(format) == 8 and product.blocks > 1:
         return "values"
     return "floats" if format.float8 else "tables"
 
@@ -188,6 +188,12 @@ class Int8Kernel(NativeKernel):
         return None
 
 
+def _bits_of(product: Product) -> int:
+    """Return the bits of a code for thresholds."""
+    bits = product.format.bits
+    return 8 if unpacked_bits(product.format) == 8 else bits
+
+
 def _is_thin(product: Product) -> bool:
     return product.rows <= 256
 
@@ -216,7 +222,7 @@ class Int16Kernel(NativeKernel):
         if product.contract_rows:
             if _may_use_tiles(product, library):
                 return "tiles or floats are faster"
-            least = self.least[product.format.bits]
+            least = self.least[_bits_of(product)]
             if product.format.bits > 3 and product.rows * product.packed >= 2**22:
                 least = 12
             if product.m < least or not _fits_panels(product):
@@ -243,7 +249,7 @@ def _fits_int16(product: Product) -> bool:
     """Return whether 64 bytes hold whole blocks, or a part of one."""
     block, blocks = _block(product), product.blocks
     in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
-    return in_lanes and (product.format.bits == 8 or run_of(product) % 2 == 0)
+    return in_lanes and (unpacked_bits(product.format) == 8 or run_of(product) % 2 == 0)
 
 
 def _fits_vectors(product: Product) -> bool:
@@ -291,7 +297,7 @@ def _most_contracted(product: Product, library: Library) -> int | float:
         return 8
     if not _fits_panels(product):
         return 64 if "avx512" in library.instructions else 16
-    bits, is_float8 = product.format.bits, product.format.float8 is not None
+    bits, is_float8 = _bits_of(product), product.format.float8 is not None
     rounds = product.precision == "default" and library.bfloat16
     if not rounds or _is_bound_by_writes(product) or (bits == 8 and not is_float8):
         return math.inf

@@ -25,13 +25,13 @@ struct Pieces {
         begin(begin),
         first(begin / p.run),
         groups((end + p.run - 1) / p.run - first),
-        row_bytes(p.three_bits ? groups * p.run : p.packed),
-        unpacked(p.three_bits ? at_once * row_bytes : 0) {}
+        row_bytes(p.is_unpacked() ? groups * p.run : p.packed),
+        unpacked(p.is_unpacked() ? at_once * row_bytes : 0) {}
 
   const uint8_t* of(int64_t row, int rows) {
-    if (!p.three_bits) return p.codes + row * p.packed + begin;
+    if (!p.is_unpacked()) return p.codes + row * p.packed + begin;
     for (int r = 0; r < rows; r++)
-      unpack(p.stored(row + r) + first * p.run / 4 * 3, groups, p.run,
+      unpack(p, p.stored(row + r) + first * p.run * p.stored_bits / p.bits, groups,
              unpacked.data() + r * row_bytes);
     return unpacked.data() + begin - first * p.run;
   }

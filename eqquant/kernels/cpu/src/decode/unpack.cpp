@@ -24,9 +24,10 @@ constexpr int64_t few_bytes = 1 << 14, many_bytes = 1 << 18, few = 8;
 // Two codes per byte: their low two bits, and the high bit.
 constexpr uint8_t low = 0x33, high = 0x44;
 
-// One machine word of bytes. Bits that shifts move in from other bytes are masked.
+// Three-bit codes, one machine word of bytes at a time. Bits that shifts move in from other bytes are masked.
 template <class Word>
-void unpack_words(const uint8_t* from, int64_t part, uint8_t* to) {
+void unpack_three(const uint8_t* from, int64_t run, uint8_t* to) {
+  const int64_t part = run / 4;
   const Word lows = static_cast<Word>(low * (~0ull / 255));
   const Word highs = static_cast<Word>(high * (~0ull / 255));
   for (int64_t i = 0; i < part; i += sizeof(Word)) {
@@ -45,7 +46,7 @@ void unpack_words(const uint8_t* from, int64_t part, uint8_t* to) {
 }
 
 // The same for groups of 64 codes, which most formats have.
-EQQUANT_INLINE void unpack_64(const uint8_t* from, uint8_t* to) {
+void unpack_three_64(const uint8_t* from, int64_t run, uint8_t* to) {
 #if defined(__x86_64__)
   const __m256i lows = _mm256_broadcastsi128_si256(
       _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -59,31 +60,112 @@ EQQUANT_INLINE void unpack_64(const uint8_t* from, uint8_t* to) {
       _mm256_or_si256(_mm256_and_si256(shifted, _mm256_set1_epi8(low)),
                       _mm256_and_si256(highs, _mm256_set1_epi8(high))));
 #else
-  unpack_words<uint64_t>(from, 8, to);
+  unpack_three<uint64_t>(from, run, to);
 #endif
+}
+
+// Codes of 5 and 6 bits, one machine word of bytes at a time.
+template <int bits, class Word>
+void unpack_to_int8(const uint8_t* from, int64_t run, uint8_t* to) {
+  constexpr int high_bits = bits - 4, planes = 8 / high_bits;
+  constexpr Word ones = static_cast<Word>(~0ull / 255);
+  const int64_t half = run / 2, part = run / planes;
+  for (int plane = 0; plane < planes; plane++)
+    for (int64_t i = 0; i < part; i += sizeof(Word)) {
+      const int64_t j = plane * part + i;
+      Word low, high;
+      std::memcpy(&low, from + j % half, sizeof low);
+      std::memcpy(&high, from + half + i, sizeof high);
+      low = static_cast<Word>(low >> (j < half ? 0 : 4)) & static_cast<Word>(15 * ones);
+      high = static_cast<Word>(high >> plane * high_bits) & static_cast<Word>(((1 << high_bits) - 1) * ones);
+      // Subtract half of the range from each byte. The highest bit prevents a borrow from the next byte.
+      Word code = static_cast<Word>(low | high << 4 | 128 * ones);
+      code = static_cast<Word>(code - (1 << (bits - 1)) * ones) ^ static_cast<Word>(128 * ones);
+      std::memcpy(to + j, &code, sizeof code);
+    }
+}
+
+#if defined(__x86_64__)
+EQQUANT_INLINE __m256i load(const uint8_t* at) {
+  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+EQQUANT_INLINE __m256i twice(const uint8_t* at) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(at)));
+}
+
+// The same for groups of `run` codes, 32 at a time.
+template <int bits, int run>
+void unpack_32(const uint8_t* from, int64_t, uint8_t* to) {
+  constexpr int high_bits = bits - 4, half = run / 2, part = run * high_bits / 8;
+  for (int j = 0; j < run; j += 32) {
+    // The low bits are in one plane, or in both if the group has 32 codes.
+    __m256i low = half == 16 ? _mm256_srlv_epi64(twice(from), _mm256_setr_epi64x(0, 0, 4, 4))
+                             : _mm256_srli_epi16(load(from + j % half), j < half ? 0 : 4);
+    __m256i high;
+    const uint8_t* const highs = from + half;
+    const auto shift = [&](int i) { return (j / part + i) * high_bits; };
+    if constexpr (part == 4) {
+      int32_t four;
+      std::memcpy(&four, highs, sizeof four);
+      high = _mm256_srlv_epi32(_mm256_set1_epi32(four), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+    } else if constexpr (part == 8) {
+      int64_t eight;
+      std::memcpy(&eight, highs, sizeof eight);
+      high = _mm256_srlv_epi64(_mm256_set1_epi64x(eight),
+                               _mm256_setr_epi64x(shift(0), shift(1), shift(2), shift(3)));
+    } else if constexpr (part == 16) {
+      high = _mm256_srlv_epi64(twice(highs),
+                               _mm256_setr_epi64x(shift(0), shift(0), shift(1), shift(1)));
+    } else {
+      high = _mm256_srl_epi16(load(highs + j % part), _mm_cvtsi32_si128(shift(0)));
+    }
+    low = _mm256_and_si256(low, _mm256_set1_epi8(15));
+    high = _mm256_and_si256(high, _mm256_set1_epi8((1 << high_bits) - 1));
+    const __m256i code = _mm256_or_si256(low, _mm256_slli_epi16(high, 4));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + j),
+                        _mm256_sub_epi8(code, _mm256_set1_epi8(1 << (bits - 1))));
+  }
+}
+#endif
+
+using Unpacker = void(const uint8_t* from, int64_t run, uint8_t* to);
+
+template <int bits>
+Unpacker* unpacker_to_int8(int64_t run) {
+#if defined(__x86_64__)
+  if (run == 32) return unpack_32<bits, 32>;
+  if (run == 64) return unpack_32<bits, 64>;
+  if (run == 128) return unpack_32<bits, 128>;
+#endif
+  const int64_t part = run * (bits - 4) / 8;
+  if (part % 8 == 0) return unpack_to_int8<bits, uint64_t>;
+  return part % 4 == 0 ? unpack_to_int8<bits, uint32_t> : unpack_to_int8<bits, uint8_t>;
+}
+
+Unpacker* unpacker(const Product& p) {
+  if (p.stored_bits == 5) return unpacker_to_int8<5>(p.run);
+  if (p.stored_bits == 6) return unpacker_to_int8<6>(p.run);
+  const int64_t part = p.run / 4;
+  if (part == 8) return unpack_three_64;
+  if (part % 8 == 0) return unpack_three<uint64_t>;
+  return part % 4 == 0 ? unpack_three<uint32_t> : unpack_three<uint8_t>;
 }
 
 }  // namespace
 
-void unpack(const uint8_t* from, int64_t groups, int64_t run, uint8_t* to) {
-  const int64_t part = run / 4;
-  for (int64_t i = 0; i < groups; i++, from += 3 * part, to += run) {
+void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
+  const int64_t bytes = p.run * p.stored_bits / p.bits;
+  const auto unpack_group = unpacker(p);
+  for (int64_t i = 0; i < groups; i++, from += bytes, to += p.run) {
     prefetch(from);
-    if (part == 8)
-      unpack_64(from, to);
-    else if (part % 8 == 0)
-      unpack_words<uint64_t>(from, part, to);
-    else if (part % 4 == 0)
-      unpack_words<uint32_t>(from, part, to);
-    else
-      unpack_words<uint8_t>(from, part, to);
+    unpack_group(from, p.run, to);
   }
 }
 
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,
                int64_t end) {
   // In x @ w a routine processes parts of all rows: unpack these parts.
-  if (!p.three_bits || p.contract_rows) return routine.run(p, scratch, begin, end);
+  if (!p.is_unpacked() || p.contract_rows) return routine.run(p, scratch, begin, end);
   const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =
       std::min(end - begin, std::max<int64_t>(1, bytes / p.packed / grain) * grain);
@@ -92,8 +174,11 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
   some.codes = unpacked.get();
   for (int64_t row = begin; row < end; row += at_once) {
     const int64_t rows = std::min(at_once, end - row);
-    unpack(p.stored(row), rows * (p.packed / p.run), p.run, unpacked.get());
-    some.scales = static_cast<const char*>(p.scales) + row * p.blocks * p.scale_size();
+    unpack(p, p.stored(row), rows * (p.packed / p.run), unpacked.get());
+    some.scales = static_cast<const char*>(p.scales) + row * p.blocks * size_of(p.scale_type);
+    if (p.outer_blocks)
+      some.outer_scales = static_cast<const char*>(p.outer_scales) +
+                          row * p.outer_count() * size_of(p.outer_type);
     some.y = p.y + row;
     routine.run(some, scratch, 0, rows);
   }

@@ -1,4 +1,5 @@
-// Three-bit codes. Routines receive them as four-bit codes: rows are unpacked into a cache right before use.
+// Codes of 3, 5 and 6 bits. Routines receive codes of 4 bits or int8: rows are unpacked into a cache right before
+// use.
 #pragma once
 
 #include <cstdint>
@@ -7,10 +8,11 @@
 
 namespace eqquant {
 
-// Unpacks `groups` groups of codes, with runs of `run` bytes in four bits. A three-bit group has `run / 2`
-// bytes with the low two bits of each code, in four planes, and then `run / 4` bytes with the high bits, in
-// eight planes.
-void unpack(const uint8_t* from, int64_t groups, int64_t run, uint8_t* to);
+// Unpacks `groups` groups of codes to groups of `p.run` bytes. A group of `n` codes consists of two parts. The first
+// has the low bits of each code: two in 4 planes (three-bit codes), or four in 2 planes. The second has the high
+// bits: one in 8 planes, or two in 4 planes (six-bit codes). Codes of 5 and 6 bits are the integers `level + 16` and
+// `level + 32`, and become the int8 levels.
+void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to);
 
 // `routine.run`, for codes of any number of bits.
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "decode/row_pieces.h"
+#include "decode/scales.h"
 #include "products/float_x_w_panels.h"
 #include "runtime/target.h"
 
@@ -177,7 +178,7 @@ void run_x_w_bits(const Product& p, const float* x, int64_t begin, int64_t end) 
   constexpr int planes = planes_of(bits), most = std::clamp(Vector::sums / planes, 1, Vector::most_of_rows);
   const int64_t stride = end - begin, ld = planes * stride, columns = p.columns();
   const int at_once = p.m < 4 ? rows_at_once : most_rows_at_once;
-  std::vector<float> out(p.m * ld), buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
+  std::vector<float> out(p.m * ld), buffer(p.scale_buffer(at_once));
   const Groups groups(p.m, most);
   Pieces pieces(p, begin, end, at_once);
   for (int64_t row = 0; row < p.rows; row += at_once) {

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "decode/scales.h"
 #include "products/x_w_panels.h"
 #include "runtime/target.h"
 
@@ -30,7 +31,7 @@ struct FloatRowPanel {
   FloatRowPanel(const Product& p, const float* x)
       : p(p),
         x(x),
-        buffer(p.bfloat16_scales ? rows_at_once * p.blocks : 0),
+        buffer(p.scale_buffer(rows_at_once)),
         decoded(most_columns * std::min(most_rows, p.rows)) {}
 
   template <int plane = 0>
@@ -45,7 +46,7 @@ struct FloatRowPanel {
   void decode(Pieces& pieces, int64_t row, int64_t rows, int64_t bytes) {
     const auto levels = Decoder<bits>::levels(p);
     const int64_t stride = rows * side_by_side * size, block = p.block_bytes() * scales_at_once(scaling);
-    const int64_t ahead = p.three_bits ? 0 : rows_at_once * p.packed;
+    const int64_t ahead = p.is_unpacked() ? 0 : rows_at_once * p.packed;
     const bool halves = in_halves(p);
     float* to = decoded.data();
     for (int64_t done = 0; done < rows; done += rows_at_once) {

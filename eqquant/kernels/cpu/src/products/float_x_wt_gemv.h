@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "decode/scales.h"
 #include "products/float_activation.h"
 #include "products/float_x_wt_tiles.h"
 #include "runtime/target.h"
@@ -89,7 +90,7 @@ static_assert(rows_with(few_at_once) == 4 || Vector::few <= few_at_once);
 template <int bits, int rows>
 void gemv_rows(const Product& p, const Groups& groups, const float* x, int64_t row) {
   const int64_t block = bytes_at_once(p), stride = row_stride(p);
-  std::vector<float> buffer(p.bfloat16_scales ? rows * p.blocks : 0);
+  std::vector<float> buffer(p.scale_buffer(rows));
   const float* scales = scales_of(p, row, rows, buffer.data());
   for (int64_t g = 0; g < groups.count; g++) {
     const float* from = x + groups.first(g) * stride;

@@ -6,6 +6,7 @@
 #include <numeric>
 #include <vector>
 
+#include "decode/scales.h"
 #include "products/panel_product.h"
 #include "runtime/target.h"
 
@@ -45,7 +46,7 @@ struct TransposedPanels {
       : p(p),
         x(x),
         panel(panel_rows * std::min(p.columns(), columns_of_panel)),
-        buffer(p.bfloat16_scales ? panel_rows * p.blocks : 0) {}
+        buffer(p.scale_buffer(panel_rows)) {}
 
   template <int plane = 0>
   static EQQUANT_INLINE void write(const BlockDecoder<bits, scaling>& decoder,

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <vector>
 
+#include "decode/scales.h"
 #include "products/float_activation.h"
 #include "runtime/target.h"
 
@@ -188,7 +189,7 @@ void all_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
   const int64_t bytes_of_group = (groups.rows + 1) * tiles.stride * 4;
   const int64_t in_turn = std::clamp<int64_t>(cached_bytes / bytes_of_group, 1, groups.count);
   std::vector<Line> sums(of_tile * in_turn * (groups.rows + 1));
-  std::vector<float> buffer(p.bfloat16_scales ? of_tile * p.blocks : 0);
+  std::vector<float> buffer(p.scale_buffer(of_tile));
   for (int64_t group = 0; group < groups.count; group += in_turn)
     for (int64_t row = begin; row < end; row += of_tile) {
       const int rows = static_cast<int>(std::min(of_tile, end - row));

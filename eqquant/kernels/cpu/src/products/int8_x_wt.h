@@ -12,6 +12,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "decode/scales.h"
 #include "microkernels/decoded_rows.h"
 #include "microkernels/int8_panel.h"
 #include "microkernels/int8_vector.h"
@@ -294,7 +295,7 @@ void run_decoded(const Product& p, const Layout& layout, char* scratch, int64_t 
                  int64_t end) {
   constexpr int lanes = Decoded::lanes, most_at_once = Decoded::most_at_once;
   ByteLevels levels{Bytes{}, Int8Vector::middle};
-  float largest = bits == 8 ? 127 : 0;
+  float largest = bits == 8 ? std::min(127.0f, static_cast<float>(p.largest_integer())) : 0;
   const bool exact = is_exact(p);
   if (exact) levels = byte_levels(p);
   for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
@@ -308,7 +309,7 @@ void run_decoded(const Product& p, const Layout& layout, char* scratch, int64_t 
   // Includes space for writes beyond the last row.
   std::vector<Register> decoded(lanes * length / Int8Vector::size + 1);
   Decoded weights(at_once * length);
-  std::vector<float> buffer(p.bfloat16_scales ? at_once * p.blocks : 0);
+  std::vector<float> buffer(p.scale_buffer(at_once));
   for (int64_t first = 0; first < count; first += in_turn)
     for (int64_t row = begin; row < end; row += at_once) {
       const int rows = static_cast<int>(std::min<int64_t>(at_once, end - row));

@@ -34,9 +34,20 @@ const Kernel* find(std::string_view name) {
 
 // Sets the fields that describe rows of `bytes` bytes.
 void set_codes(Product& p, int64_t bits, int64_t bytes) {
-  p.three_bits = bits == 3;
-  p.bits = p.three_bits ? 4 : static_cast<int>(bits);
-  p.packed = p.three_bits ? bytes / 3 * 4 : bytes;
+  p.stored_bits = static_cast<int>(bits);
+  p.bits = bits == 3 ? 4 : bits == 5 || bits == 6 ? 8 : p.stored_bits;
+  p.packed = bytes * p.bits / p.stored_bits;
+}
+
+// The element type of scales of a type.
+ffi::DataType element_of(ScaleType type) {
+  switch (type) {
+    case ScaleType::float32: return ffi::F32;
+    case ScaleType::bfloat16: return ffi::BF16;
+    case ScaleType::float16: return ffi::F16;
+    case ScaleType::int8: return ffi::S8;
+    default: return ffi::U8;
+  }
 }
 
 template <class Dimensions>
@@ -47,17 +58,18 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
 }
 
 ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
-               ffi::AnyBuffer scales, ffi::Buffer<ffi::F32> levels,
+               ffi::AnyBuffer scales, ffi::AnyBuffer outer_scales, ffi::Buffer<ffi::F32> levels,
                ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
-               int64_t exponent, int64_t run, float level_unit, bool contract_rows) {
+               int64_t exponent, int64_t run, int64_t scale_type, int64_t outer_type,
+               int64_t outer_blocks, float level_unit, bool contract_rows) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
     return invalid("this CPU cannot run '" + std::string(kernel) + "'");
   const Routine* routine = contract_rows ? found->x_w : found->x_wt;
   if (!routine) return invalid("'" + std::string(kernel) + "' does not contract rows");
-  if (bits < 1 || bits > 8 || (8 % bits && bits != 3)) return invalid("bits must be 1, 2, 3, 4, 8");
+  if (bits < 1 || bits > 8 || bits == 7) return invalid("bits must be 1 to 6, or 8");
   if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
     return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
   if (levels.element_count() != 16) return invalid("there must be 16 levels");
@@ -69,9 +81,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     return invalid("operands must have the same number of axes, two or more");
   if (codes.element_type() != (bits == 8 && !exponent ? ffi::S8 : ffi::U8))
     return invalid("codes must be int8 if they are integers of 8 bits, and otherwise uint8");
-  for (const ffi::AnyBuffer& of : {x, scales})
-    if (of.element_type() != ffi::F32 && of.element_type() != ffi::BF16)
-      return invalid("x and scales must be float32 or bfloat16");
+  if (x.element_type() != ffi::F32 && x.element_type() != ffi::BF16)
+    return invalid("x must be float32 or bfloat16");
   const size_t last = rank - 1, second = rank - 2;
   const int64_t batch = product_of(of_x, second);
   for (size_t i = 0; i < second; i++)
@@ -85,9 +96,21 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   p.run = run;
   p.exponent = static_cast<int>(exponent);
   set_codes(p, bits, of_codes[last]);
-  if (p.stored_bytes() != of_codes[last]) return invalid("three bits must fill their bytes");
+  if (p.stored_bytes() != of_codes[last]) return invalid("codes must fill their bytes");
   p.bfloat16_x = x.element_type() == ffi::BF16;
-  p.bfloat16_scales = scales.element_type() == ffi::BF16;
+  constexpr int64_t last_type = static_cast<int64_t>(ScaleType::float8);
+  if (scale_type < 0 || scale_type > last_type || outer_type < 0 || outer_type > last_type)
+    return invalid("types of scales must be numbers of ScaleType");
+  p.scale_type = static_cast<ScaleType>(scale_type);
+  p.outer_type = static_cast<ScaleType>(outer_type);
+  p.outer_blocks = outer_blocks;
+  p.outer_scales = outer_blocks ? outer_scales.untyped_data() : nullptr;
+  if (scales.element_type() != element_of(p.scale_type) ||
+      outer_scales.element_type() != element_of(p.outer_type))
+    return invalid("scales must have the elements of their type");
+  if (outer_blocks < 0 || (outer_blocks && int64_t(outer_scales.element_count()) !=
+                                               batch * p.rows * p.outer_count()))
+    return invalid("there must be an outer scale for each `outer_blocks` blocks");
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
   p.parts = found->parts;
@@ -98,7 +121,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     return invalid("shapes of operands do not fit");
   if (!x.element_count() || !codes.element_count() || !batch)
     return invalid("operands must not be empty");
-  if (run < 1 || p.packed % run || (p.three_bits && run % 4))
+  if (run < 1 || p.packed % run || (bits == 3 && run % 4) || (p.bits > bits && bits > 3 && run % 8))
     return invalid("run must divide the bytes of a row");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (routine->why_not)
@@ -111,6 +134,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   char* space = reinterpret_cast<char*>(scratch->typed_data());
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const char* all_scales = static_cast<const char*>(scales.untyped_data());
+  const char* all_outer = static_cast<const char*>(p.outer_scales);
   const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
   int64_t grain = routine->grain(p);
@@ -122,7 +146,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   for (int64_t i = 0; i < batch; i++) {
     p.x = all_x + i * p.m * in * p.x_size();
     p.codes = all_codes + i * p.rows * p.stored_bytes();
-    p.scales = all_scales + i * p.rows * p.blocks * p.scale_size();
+    p.scales = all_scales + i * p.rows * p.blocks * size_of(p.scale_type);
+    if (all_outer) p.outer_scales = all_outer + i * p.rows * p.outer_count() * size_of(p.outer_type);
     p.y = y->typed_data() + i * p.m * out;
     if (alone) {
       routine->prepare(p, space, 0, p.m);
@@ -222,6 +247,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
@@ -229,6 +255,9 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("exponent")
                                   .Attr<int64_t>("run")
+                                  .Attr<int64_t>("scale_type")
+                                  .Attr<int64_t>("outer_type")
+                                  .Attr<int64_t>("outer_blocks")
                                   .Attr<float>("level_unit")
                                   .Attr<bool>("contract_rows"));
 

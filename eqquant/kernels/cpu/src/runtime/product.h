@@ -9,6 +9,15 @@
 
 namespace eqquant {
 
+// The type of stored scales. `low_nibble` and `high_nibble` are half a byte, as GGUF's Q2_K stores scales and
+// minima; `exponent` is a biased power of two (E8M0), and `float8` is E4M3.
+enum class ScaleType : int {
+  float32, bfloat16, float16, uint8, int8, low_nibble, high_nibble, exponent, float8
+};
+inline int64_t size_of(ScaleType type) {
+  return type == ScaleType::float32 ? 4 : type <= ScaleType::float16 ? 2 : 1;
+}
+
 // `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
 //
 // A row of `codes` has `packed` bytes. Byte j holds one code of each of `planes` planes, lowest bits first.
@@ -17,16 +26,21 @@ namespace eqquant {
 // of one plane is followed by the same run of the next plane.
 struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
-  const uint8_t* codes;   // (rows, packed), or of `three_bits`
+  const uint8_t* codes;   // (rows, stored_bytes)
   const void* scales;     // (rows, blocks)
+  const void* outer_scales;  // (rows, outer_count), or null
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
   int bits;               // of a code: 1, 2, 4 or 8
   int64_t run;
-  // True if `codes` are three-bit codes. All other fields then describe the unpacked four-bit codes. See
-  // decode/unpack.h.
-  bool three_bits;
-  bool bfloat16_x, bfloat16_scales;
+  // The bits of a stored code. Codes of 3 bits are unpacked to 4 bits, and codes of 5 and 6 bits to int8
+  // (decode/unpack.h). All other fields describe the unpacked codes.
+  int stored_bits;
+  bool bfloat16_x;
+  // A scale is the product of one of `scales` and, for each `outer_blocks` blocks, one of `outer_scales`.
+  // decode/scales.h decodes them.
+  ScaleType scale_type, outer_type;
+  int64_t outer_blocks;
   bool contract_rows;
   // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats
   // with this number of exponent bits.
@@ -42,9 +56,16 @@ struct Product {
   // Values per row of the activation.
   int64_t contracted() const { return contract_rows ? rows : columns(); }
   int64_t x_size() const { return bfloat16_x ? 2 : 4; }
-  int64_t scale_size() const { return bfloat16_scales ? 2 : 4; }
-  // The stored codes of a row, and their number of bytes.
-  int64_t stored_bytes() const { return three_bits ? packed / 4 * 3 : packed; }
+  int64_t outer_count() const { return outer_blocks ? (blocks + outer_blocks - 1) / outer_blocks : 0; }
+  // The number of floats that decoded scales of `count` rows take; 0 if scales are floats already.
+  int64_t scale_buffer(int64_t count) const {
+    return scale_type == ScaleType::float32 && !outer_blocks ? 0 : count * blocks;
+  }
+  bool is_unpacked() const { return stored_bits != bits; }
+  // The largest magnitude of integer levels.
+  int largest_integer() const { return 1 << (stored_bits - 1); }
+  int64_t stored_bytes() const { return packed * stored_bits / bits; }
+  // The stored codes of a row.
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
   // True if the codes may be in a cache. From memory, sequential reads of one row at a time are fastest; from
   // a cache, several rows at once.
@@ -117,13 +138,6 @@ inline void with_constant(int n, const Use& use) {
 inline void from_bfloat16(const void* from, int64_t begin, int64_t size, float* to) {
   const uint16_t* bits = static_cast<const uint16_t*>(from) + begin;
   for (int64_t i = 0; i < size; i++) to[i] = from_bfloat16(bits[i]);
-}
-
-// The scales of some rows as floats: in place, or converted into `buffer`.
-inline const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
-  if (!p.bfloat16_scales) return static_cast<const float*>(p.scales) + row * p.blocks;
-  from_bfloat16(p.scales, row * p.blocks, rows * p.blocks, buffer);
-  return buffer;
 }
 
 // Rows of the activation as floats: in place, or converted.

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "decode/scales.h"
 #include "microkernels/amx/x_wt.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
@@ -40,7 +41,7 @@ class Bfloat16Element {
 
   Decoded<uint16_t> decode(const Span& span, int64_t row, int rows,
                            const Decoded<uint16_t>& to) {
-    scales.resize(p.bfloat16_scales ? rows * p.blocks : 0);
+    scales.resize(p.scale_buffer(rows));
     const float* of = scales_of(p, row, rows, scales.data());
     with_bits(p, [&](auto bits) {
       for (int r = 0; r < rows; r++)

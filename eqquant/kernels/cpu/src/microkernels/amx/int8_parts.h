@@ -53,10 +53,11 @@ EQQUANT_INLINE __m512 sum_of(const int32_t* high, const int32_t* low, int parts)
 
 // The largest magnitude of the levels, without scales.
 struct Levels {
-  float largest = 128;
+  float largest;
   bool exact;  // True if levels are bytes and each row has one scale, so that nothing is rounded.
 
-  explicit Levels(const Product& p) : exact(p.blocks == 1 && !p.exponent) {
+  explicit Levels(const Product& p)
+      : largest(static_cast<float>(p.largest_integer())), exact(p.blocks == 1 && !p.exponent) {
     if (p.exponent) largest = p.exponent == 4 ? 448 / 256.0f : 57344;
     if (p.bits == 8) return;
     largest = 0;

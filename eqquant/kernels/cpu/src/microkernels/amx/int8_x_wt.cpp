@@ -10,6 +10,7 @@
 #include <cmath>
 #include <vector>
 
+#include "decode/scales.h"
 #include "microkernels/amx/int8_parts.h"
 #include "microkernels/amx/x_wt.h"
 #include "runtime/product.h"
@@ -84,7 +85,7 @@ class Int8Element {
   }
 
   Decoded<int8_t> decode(const Span& span, int64_t row, int rows, const Decoded<int8_t>& to) {
-    scales.resize(p.bfloat16_scales ? rows * p.blocks : 0);
+    scales.resize(p.scale_buffer(rows));
     const float* of = scales_of(p, row, rows, scales.data());
     // int8 codes are tiles already.
     if (levels.exact && p.bits == 8 && rows == weight_rows && span.bytes % tile_bytes == 0) {

@@ -106,7 +106,7 @@ class Panel {
     std::fill_n(units[0], tiles * lanes, unit);
     const __m512 share = in_blocks ? share_of_largest(row, rows, begin, bytes, some)
                                    : _mm512_setzero_ps();
-    const int64_t ahead = p.three_bits ? 0 : rows_ahead * p.packed;
+    const int64_t ahead = p.is_unpacked() ? 0 : rows_ahead * p.packed;
     const uint8_t* codes = nullptr;
     alignas(64) int16_t int16_scales[lanes][4];
     std::fill_n(int16_scales[0], 4, static_cast<int16_t>(largest_split));

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "decode/scales.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -12,12 +13,11 @@ EQQUANT_BEGIN
 
 // Loads the scales of up to sixteen blocks, from block `b` of a row on.
 EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmask16 some) {
-  const int64_t at = row * p.blocks + b;
-  if (!p.bfloat16_scales)
-    return _mm512_maskz_loadu_ps(some, static_cast<const float*>(p.scales) + at);
-  const __m256i narrow =
-      _mm256_maskz_loadu_epi16(some, static_cast<const uint16_t*>(p.scales) + at);
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
+  if (!p.scale_buffer(1))
+    return _mm512_maskz_loadu_ps(some, static_cast<const float*>(p.scales) + row * p.blocks + b);
+  alignas(64) float scales[16];
+  decode_scales(p, row, b, __builtin_popcount(some), scales);
+  return _mm512_maskz_load_ps(some, scales);
 }
 
 // Returns the larger magnitudes. NaN is the largest.
@@ -39,7 +39,7 @@ class ScaledActivation {
       : activation(p),
         one_scale(p.blocks == 1),
         rows(p.rows),
-        buffer(one_scale && p.bfloat16_scales ? rows : 0),
+        buffer(one_scale ? p.scale_buffer(rows) : 0),
         scaled(one_scale ? rows : 0),
         scales(one_scale ? scales_of(p, 0, rows, buffer.data()) : nullptr) {}
 

@@ -24,14 +24,14 @@ struct Levels {
 
 // Returns the largest magnitude of the levels.
 inline float largest_of_levels(const Product& p) {
-  if (p.bits == 8) return 128;
+  if (p.bits == 8) return static_cast<float>(p.largest_integer());
   float most = 0;
   for (int i = 0; i < 16; i++) most = std::max(most, std::fabs(p.levels[i]));
   return most;
 }
 
 inline Levels levels_of(const Product& p) {
-  if (p.bits == 8) return {{}, 1, 128};
+  if (p.bits == 8) return {{}, 1, p.largest_integer()};
   const float most = largest_of_levels(p);
   Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_level, 1};
   if (!(out.unit > 0) || !std::isfinite(1 / out.unit)) return out;  // All levels are zero.

@@ -250,7 +250,7 @@ struct Int16Panel {
   void decode(Pieces& pieces, int64_t row, int64_t rows, int64_t bytes) {
     const int64_t begin = pieces.begin, stride = (rows + 1) / 2 * side_by_side * size;
     const int64_t block = p.block_bytes() * scales_at_once(scaling), first_block = begin / block;
-    const int64_t ahead = p.three_bits ? 0 : rows_at_once * p.packed;
+    const int64_t ahead = p.is_unpacked() ? 0 : rows_at_once * p.packed;
     const bool halves = in_halves(p);
     Tables tables;
     if constexpr (scaling == Scaling::row)

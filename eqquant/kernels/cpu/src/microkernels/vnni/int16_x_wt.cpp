@@ -19,6 +19,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "decode/scales.h"
 #include "microkernels/avx512/absmax.h"
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/int16_levels.h"
@@ -380,7 +381,7 @@ struct Rows {
         units(units_in(p, row_size(p), scratch)),
         levels(levels_of(p)),
         blocks(p),
-        buffer(p.bfloat16_scales ? 4 * p.blocks : 0),
+        buffer(p.scale_buffer(4)),
         decoded(p.m >= many(p) ? 4 * panel_size / (chunk / 2) : 0) {}
 
   // Multiplies `rows` rows of the weight by rows `begin` to `end` of the activation: `chunks` chunks from `c` on.

@@ -1,0 +1,145 @@
+// All machines with kernels have these instructions.
+#if defined(__x86_64__)
+#define EQQUANT_TARGET_AVX2
+#include <immintrin.h>
+#else
+#define EQQUANT_TARGET_NEON
+#include <arm_neon.h>
+#endif
+
+#include <algorithm>
+#include <cstring>
+
+#include "decode/scales.h"
+#include "runtime/target.h"
+
+EQQUANT_TARGET_BEGIN(EQQUANT_FEATURES)
+namespace eqquant {
+namespace {
+
+EQQUANT_INLINE float as_float(uint32_t bits) {
+  float out;
+  std::memcpy(&out, &bits, sizeof out);
+  return out;
+}
+
+// Eight float16 numbers as floats, times a factor.
+EQQUANT_INLINE void decode_halves(const uint16_t* from, float factor, float* to) {
+#if defined(__x86_64__)
+  const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtph_ps(halves), _mm256_set1_ps(factor)));
+#else
+  const float16x8_t halves = vreinterpretq_f16_u16(vld1q_u16(from));
+  vst1q_f32(to, vmulq_n_f32(vcvt_f32_f16(vget_low_f16(halves)), factor));
+  vst1q_f32(to + 4, vmulq_n_f32(vcvt_high_f32_f16(halves), factor));
+#endif
+}
+
+void decode_halves(const uint16_t* from, int64_t count, float factor, float* to) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) decode_halves(from + i, factor, to + i);
+  if (i == count) return;
+  uint16_t last[8] = {};
+  float floats[8];
+  std::memcpy(last, from + i, (count - i) * sizeof *from);
+  decode_halves(last, factor, floats);
+  std::memcpy(to + i, floats, (count - i) * sizeof *to);
+}
+
+// E4M3 numbers become float16 numbers, whose exponent is larger by 8. 127 is NaN.
+void decode_float8(const uint8_t* __restrict from, int64_t count, float factor, float* to) {
+  constexpr int64_t at_once = 64;
+  for (int64_t i = 0; i < count; i += at_once) {
+    const int64_t some = std::min(at_once, count - i);
+    uint16_t halves[at_once] = {};
+    for (int64_t k = 0; k < some; k++) {
+      const int code = from[i + k], magnitude = code & 127;
+      halves[k] = static_cast<uint16_t>((code & 128) << 8 | (magnitude == 127 ? 0x7E00 : magnitude << 7));
+    }
+    decode_halves(halves, some, 256, to + i);
+    for (int64_t k = i; k < i + some; k++) to[k] *= factor;
+  }
+}
+
+template <class Number, class Value>
+EQQUANT_INLINE void decode_each(const void* from, int64_t count, float factor, float* __restrict to,
+                                const Value& value) {
+  const Number* __restrict numbers = static_cast<const Number*>(from);
+  for (int64_t i = 0; i < count; i++) to[i] = value(numbers[i]) * factor;
+}
+
+// Decodes numbers, times a factor.
+void decode(ScaleType type, const void* all, int64_t begin, int64_t count, float factor, float* to) {
+  const char* const from = static_cast<const char*>(all) + begin * size_of(type);
+  // The scales are a stream of their own, which is read in short pieces.
+  for (int64_t i = 0; i < count * size_of(type); i += 64) __builtin_prefetch(from + i + 2048);
+  switch (type) {
+    case ScaleType::float32:
+      return decode_each<float>(from, count, factor, to, [](float x) { return x; });
+    case ScaleType::bfloat16:
+      return decode_each<uint16_t>(from, count, factor, to,
+                                   [](uint16_t x) { return as_float(uint32_t{x} << 16); });
+    case ScaleType::float16:
+      return decode_halves(reinterpret_cast<const uint16_t*>(from), count, factor, to);
+    case ScaleType::uint8:
+      return decode_each<uint8_t>(from, count, factor, to, [](int x) { return float(x); });
+    case ScaleType::int8:
+      return decode_each<int8_t>(from, count, factor, to, [](int x) { return float(x); });
+    case ScaleType::low_nibble:
+      return decode_each<uint8_t>(from, count, factor, to, [](int x) { return float(x & 15); });
+    case ScaleType::high_nibble:
+      return decode_each<uint8_t>(from, count, factor, to, [](int x) { return float(x >> 4); });
+    case ScaleType::exponent:  // 255 is NaN.
+      return decode_each<uint8_t>(from, count, factor, to, [](uint32_t x) {
+        return as_float(x == 255 ? 0x7FC00000 : x << 23);
+      });
+    case ScaleType::float8:
+      return decode_float8(reinterpret_cast<const uint8_t*>(from), count, factor, to);
+  }
+}
+
+// Multiplies each `size` scales by a factor.
+template <int size>
+void multiply(float* __restrict scales, int64_t count, const float* __restrict factors) {
+  for (int64_t i = 0; i < count; i += size, factors++) {
+    const float factor = *factors;
+    for (int k = 0; k < size; k++) scales[i + k] *= factor;
+  }
+}
+
+}  // namespace
+
+void decode_scales(const Product& p, int64_t row, int64_t begin, int64_t count, float* to) {
+  const int64_t first = row * p.blocks, size = p.outer_blocks, end = begin + count;
+  if (!size) return decode(p.scale_type, p.scales, first + begin, count, 1, to);
+  constexpr int64_t at_once = 32;
+  float factors[at_once];
+  for (int64_t b = begin; b < end;) {
+    const int64_t group = b / size, groups = std::min(at_once, (end - 1) / size + 1 - group);
+    decode(p.outer_type, p.outer_scales, row * p.outer_count() + group, groups, 1, factors);
+    const int64_t stop = std::min(end, (group + groups) * size);
+    const bool whole = b % size == 0 && stop % size == 0;
+    if (whole && (size == 8 || size == 16)) {
+      decode(p.scale_type, p.scales, first + b, stop - b, 1, to + b - begin);
+      (size == 8 ? multiply<8> : multiply<16>)(to + b - begin, stop - b, factors);
+      b = stop;
+    }
+    for (int64_t until; b < stop; b = until) {
+      until = std::min(stop, (b / size + 1) * size);
+      decode(p.scale_type, p.scales, first + b, until - b, factors[b / size - group], to + b - begin);
+    }
+  }
+}
+
+const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
+  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales) + row * p.blocks;
+  if (!p.outer_blocks)
+    decode(p.scale_type, p.scales, row * p.blocks, rows * p.blocks, 1, buffer);
+  else
+    for (int64_t r = 0; r < rows; r++)
+      decode_scales(p, row + r, 0, p.blocks, buffer + r * p.blocks);
+  return buffer;
+}
+
+}  // namespace eqquant
+EQQUANT_TARGET_END
