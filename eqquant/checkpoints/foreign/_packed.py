@@ -82,9 +82,7 @@ def gptq_entries(source: Source, config: PackingConfig) -> dict[str, Entry]:
     for parts in find_parts(source, GPTQ.codes, GPTQ.library):
         weight = _columns(parts, GPTQ, bits, block, symmetric, shift)
         if needs_order and not weight.has_order:
-            raise ValueError(
-                f"{parts.where} needs 'g_idx', which is missing: desc_act is true."
-            )
+            parts.fail("needs 'g_idx', which is missing: desc_act is true.")
         entries[parts.weight] = weight.entry()
     return entries
 
@@ -124,9 +122,9 @@ def _columns(
         outputs = count_codes(outputs, bits)
     packed_outputs = outputs * bits // 32
     if not inputs or not outputs or count_codes(packed_outputs, bits) != outputs:
-        raise ValueError(
-            f"{parts.where}: {packing.codes!r} has the shape {stored}, which does not "
-            f"unpack to a matrix of {bits} bits."
+        parts.fail(
+            f"has {packing.codes!r} of the shape {stored}, which does not unpack to a "
+            f"matrix of {bits} bits."
         )
     blocks = 1 if block is None else -(-inputs // block)
     parts.look_up(packing.scales, SCALE_DTYPES, (blocks, outputs))
@@ -145,18 +143,14 @@ def _rows(parts: Parts, packing: Packing) -> "PackedWeight":
     fits = lambda bits: packed and packed == _packed_size(columns, bits)
     candidates = [bits for bits in _bits_of_compressed_tensors if fits(bits)]
     if shape[0] != rows or not rows or columns < 1 or len(candidates) != 1:
-        raise ValueError(
-            f"{parts.where}: {packing.codes!r} has the shape {stored} and "
-            f"'weight_shape' is {shape}, which fits no packing in "
-            f"{_bits_of_compressed_tensors} bits."
+        parts.fail(
+            f"has {packing.codes!r} of the shape {stored} and the 'weight_shape' "
+            f"{shape}, which fit no packing in {_bits_of_compressed_tensors} bits."
         )
     (bits,) = candidates
     blocks = parts.look_up(packing.scales, SCALE_DTYPES, (rows, None)).shape[1]
     if not blocks or columns % blocks:
-        raise ValueError(
-            f"{parts.where} has {columns} columns, which do not divide into {blocks} "
-            "groups."
-        )
+        parts.fail(f"has {columns} columns, which do not divide into {blocks} groups.")
     if has_zeros := packing.zeros in parts:
         parts.look_up(packing.zeros, ("int32",), (_packed_size(rows, bits), blocks))
     block, symmetric = columns // blocks, not has_zeros
