@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ._fitted import Fit, FittedFormat
+from ._fitted import Fit, FittedFormat, LowBitFormat
 from ._format import divide_blocks
 from ._table import count_below, midpoints
 
@@ -40,16 +40,7 @@ class TableFormat(FittedFormat):
         return count_below(relative, midpoints(self.table, np.dtype(relative.dtype)))
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class _Lloyd(TableFormat):
-    block_size: int | None = 64
-    scale_dtype: Any = "bfloat16"
-    fit: Fit = "search"
-    affine: bool = False
-    double_quantization: bool = False
-
-
-class NF3(_Lloyd):
+class NF3(LowBitFormat, TableFormat):
     """3 bits: eight levels for normal weights, times a scale.
 
     The levels minimise the mean squared error for normally distributed values (Lloyd
@@ -90,7 +81,7 @@ class NF3(_Lloyd):
     )
 
 
-class NF2(_Lloyd):
+class NF2(LowBitFormat, TableFormat):
     """2 bits: four levels for normal weights, times a scale.
 
     Everything else is as in [`eqquant.NF3`][].

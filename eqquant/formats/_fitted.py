@@ -189,6 +189,17 @@ class FittedFormat(Format):
         return _Parts(scales, None if offsets is None else offsets.astype(scales.dtype))
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class LowBitFormat(FittedFormat):
+    """The fields and defaults of formats of two and three bits."""
+
+    block_size: int | None = 64
+    scale_dtype: Any = "bfloat16"
+    fit: Fit = "search"
+    affine: bool = False
+    double_quantization: bool = False
+
+
 @dataclasses.dataclass(frozen=True)
 class _FitProblem:
     """The least-squares problem of each block. Values are relative to the largest

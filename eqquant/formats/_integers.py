@@ -1,11 +1,10 @@
 """Integers of 6, 5, 4, 3 and 2 bits."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 
-from ._fitted import Fit, FittedFormat
+from ._fitted import Fit, FittedFormat, LowBitFormat
 from ._format import divide_blocks
 
 
@@ -137,8 +136,7 @@ class Int5(_Integers):
     bits = 5
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Int3(_Integers):
+class Int3(LowBitFormat, _Integers):
     """3-bit integers in [-4, 3], times a scale. Ties round to even.
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
@@ -156,18 +154,11 @@ class Int3(_Integers):
         ```
     """
 
-    block_size: int | None = 64
-    scale_dtype: Any = "bfloat16"
-    fit: Fit = "search"
-    affine: bool = False
-    double_quantization: bool = False
-
     name = "int3"
     bits = 3
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Int2(_Integers):
+class Int2(LowBitFormat, _Integers):
     """2-bit integers in [-2, 1], times a scale. Ties round to even.
 
     Everything is as in [`eqquant.Int4`][], except for the defaults: blocks of 64,
@@ -184,12 +175,6 @@ class Int2(_Integers):
         assert 8 * q.nbytes / q.size == 2.5
         ```
     """
-
-    block_size: int | None = 64
-    scale_dtype: Any = "bfloat16"
-    fit: Fit = "search"
-    affine: bool = False
-    double_quantization: bool = False
 
     name = "int2"
     bits = 2
