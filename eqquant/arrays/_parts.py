@@ -166,6 +166,18 @@ class ArrayInParts(Partitioned):
         order = (*other_axes(self.ndim, blocked), *blocked)
         return self.permute(order), order
 
+    @property
+    def is_scannable(self) -> bool:
+        """True if the first axis of every part is the first axis of the array, so that
+        a loop over the parts is a loop over the array."""
+        for name, axes in self.axes_of_parts(self.ndim, self.groups).items():
+            part = getattr(self, name)
+            if isinstance(part, ArrayInParts) and not part.is_scannable:
+                return False
+            if part is not None and axes[:1] != (0,):
+                return False
+        return True
+
     def concatenate(self, others: Sequence[Any], dimension: int) -> Any:
         """As `lax.concatenate`: append arrays of the same structure to this one."""
         groups = self.groups

@@ -20,22 +20,32 @@ _FilterJit: type = type(eqx.filter_jit(lambda: None))
 
 
 def _is_leaf(x: Any) -> bool:
-    return is_implicit(x) or isinstance(x, _FilterJit)
+    return is_implicit(x) or isinstance(x, _FilterJit) or _is_hollow(x)
 
 
-def substitute(value: Any, fn: Callable[[ImplicitArray], Any]) -> Any:
+def _is_hollow(x: Any) -> bool:
+    """Return whether `eqx.partition` took all parts of an implicit array."""
+    return isinstance(x, ImplicitArray) and not jax.tree.leaves(x)
+
+
+def substitute(
+    value: Any, fn: Callable[[ImplicitArray], Any], *, plain: bool = False
+) -> Any:
     """Replace every implicit array `q` in `value` by `fn(q)`.
 
     `value` is a pytree whose leaves may be functions. Subtrees without an implicit
     array are returned as the same objects. The order of the calls of `fn` depends only
     on the structure of `value`.
+
+    If `fn` returns `plain` arrays, arrays without any part become None. Otherwise
+    `eqx.combine` would not accept the plain array in the other half of a model.
     """
-    return _Substitution(fn)(value)
+    return _Substitution(fn, plain)(value)
 
 
 class _Substitution:
-    def __init__(self, fn):
-        self.fn = fn
+    def __init__(self, fn, plain):
+        self.fn, self.plain = fn, plain
         self.done = {}
 
     def __call__(self, value):
@@ -53,6 +63,8 @@ class _Substitution:
         if is_implicit(leaf):
             return self.fn(leaf)
         rebuild = None
+        if _is_hollow(leaf):
+            return None if self.plain else leaf
         if isinstance(leaf, types.FunctionType):
             rebuild = self.function
         elif isinstance(leaf, types.MethodType):

@@ -42,7 +42,9 @@ class Interpreter:
             stand_in, array = iter(stand_ins), iter(arrays)
             filled = [next(array) if eqx.is_array(x) else x for x in leaves]
             fn, args, kwargs = substitute(
-                jax.tree.unflatten(treedef, filled), lambda _: next(stand_in)
+                jax.tree.unflatten(treedef, filled),
+                lambda _: next(stand_in),
+                plain=True,
             )
             results, out["treedef"] = jax.tree.flatten(fn(*args, **kwargs))
             finish([*stand_ins, *arrays])

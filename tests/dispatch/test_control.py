@@ -5,10 +5,11 @@ import equinox as eqx
 import jax
 import jax.custom_batching
 import jax.numpy as jnp
+import jax.scipy.sparse.linalg
 import pytest
 from eqquant import Int8, NF4
 from eqquant.dispatch._interpreter import Interpreter
-from helpers import fast, KINDS, pairs, relative, strict
+from helpers import assert_identical, fast, KINDS, pairs, relative, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from test_dispatch import check, check_exact
@@ -298,3 +299,69 @@ def test_no_tracer_leaks(normal):
     with jax.checking_leaks():
         for program in programs:
             jax.jit(jax.grad(lambda x: jnp.sum(program(x)))).lower(x)  # noqa: B023
+
+
+LOOPS = {
+    "scan": lambda w: lax.scan(lambda c, row: (c + row.sum(), 2 * row), 0.0, w),
+    "map": lambda w: lax.map(lambda row: 2 * row, w),
+}
+
+
+@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("shape", [(64, 64), (64, 4), (64, 64, 4)])
+def test_loops_over_a_blocked_axis_decode(name, shape, normal):
+    q, loop = eqquant.quantize(normal(*shape), "int8", axis=0), LOOPS[name]
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(loop)(q)
+    got = eqquant.quaxify(loop, on_materialise="allow")(q)
+    assert_identical(got, loop(q.dequantize()))
+
+
+def test_loops_over_the_rows_of_an_adapter_decode(normal):
+    """The first axis of `a` is the rank, not the rows."""
+    q = eqquant.lora_tree(
+        {"w": eqquant.quantize(normal(64, 64), "int8")}, 64, key=jax.random.key(0)
+    )["w"]
+    loop = eqquant.quaxify(LOOPS["map"], on_materialise="allow")
+    assert_identical(loop(q), LOOPS["map"](q.dequantize()))
+
+
+def test_a_loop_that_drops_the_blocked_axis_raises(normal):
+    q = eqquant.quantize(normal(64, 64), "int8", axis=0)
+    with pytest.raises(ValueError, match="eqquant.quaxify"):
+        lax.map(lambda row: row.dequantize(), q)
+
+
+@pytest.mark.parametrize("solver", ["cg", "gmres", "bicgstab"])
+def test_linear_solves(solver, normal):
+    w, b = normal(64, 64), normal(64)
+    q = eqquant.quantize(w @ w.T / 64 + jnp.eye(64), "int8", precision="highest")
+    solve = getattr(jax.scipy.sparse.linalg, solver)
+    fn = lambda w, b: solve(lambda x: jnp.matmul(w, x, precision="highest"), b)[0]
+    slope = lambda fn: jax.grad(lambda b: jnp.sum(fn(b) ** 2))(b)
+    assert relative(strict(fn)(q, b), fn(q.dequantize(), b)) < 1e-3
+    got = slope(lambda b: strict(fn)(q, b))
+    assert relative(got, slope(lambda b: fn(q.dequantize(), b))) < 1e-3
+    of_scales = jax.grad(lambda q: jnp.sum(strict(fn)(q, b)), allow_int=True)(q).scales
+    by_hand = lambda s: jnp.sum(fn(q.replace(scales=s).dequantize(), b))
+    assert relative(of_scales, jax.grad(by_hand)(q.scales)) < 1e-3
+
+
+def test_linear_solves_with_auxiliary_results(normal):
+    q, b = eqquant.quantize(jnp.eye(64) + 0.01 * normal(64, 64), "int8"), normal(64)
+
+    def solve(multiply, b):
+        step = lambda _, x: x - 0.5 * (multiply(x) - b)
+        x = lax.fori_loop(0, 20, step, jnp.zeros_like(b))
+        return x, jnp.sum(x)
+
+    def fn(w, b):
+        multiply = lambda x: w @ x
+        return lax.custom_linear_solve(multiply, b, solve, solve, has_aux=True)
+
+    dense = q.dequantize()
+    for a, c in zip(strict(fn)(q, b), fn(dense, b), strict=True):
+        assert relative(a, c) < 1e-3
+    slope = lambda fn: jax.grad(lambda b: jnp.sum(fn(b)[0] ** 2))(b)
+    got = slope(lambda b: strict(fn)(q, b))
+    assert relative(got, slope(lambda b: fn(dense, b))) < 1e-3

@@ -5,7 +5,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import assert_close, dense, KINDS, pairs, quantize_weights
+from helpers import (
+    assert_close,
+    assert_identical,
+    dense,
+    KINDS,
+    pairs,
+    quantize_weights,
+    strict,
+)
 
 
 KEY = jax.random.key(0)
@@ -132,3 +140,19 @@ def test_the_walk_catches_a_materialisation(default_format, normal):
         eqquant.debug.assert_not_materialised(
             lambda layer, x: dense(layer)(x), layer, x
         )
+
+
+@pytest.mark.parametrize("half", ["trainable", "arrays"])
+def test_halves_of_a_model_are_combined_inside(half, normal):
+    """Training loops partition a model, and combine it inside of the loss."""
+    layer = eqx.nn.Conv1d(16, 16, 3, key=KEY)
+    layer, x = eqquant.quantize_tree(layer, "int8"), normal(16, 8)
+    mask = eqx.is_array if half == "arrays" else eqquant.trainable_mask(layer)
+    dynamic, static = eqx.partition(layer, mask)
+    combined = lambda dynamic, static: eqx.combine(dynamic, static)(x)
+    got = strict(combined)(dynamic, static)
+    assert_identical(got, strict(layer)(x))
+    if half == "trainable":
+        loss = lambda dynamic: jnp.sum(strict(combined)(dynamic, static) ** 2)
+        gradient = jax.jit(jax.grad(loss))(dynamic).bias
+        assert_close(gradient, 2 * jnp.sum(got, 1, keepdims=True), 1e-5)

@@ -70,3 +70,10 @@ def test_infinities_stay_in_their_window(normal):
     out = np.asarray(strict(fn)(kernel, x))
     assert np.isfinite(out[..., :3]).all() and np.isfinite(out[..., 6:]).all()
     assert not np.isfinite(out[..., 3:6]).any()
+
+
+def test_gradient_of_a_mapped_convolution_with_an_empty_result(normal):
+    kernel = eqquant.quantize(normal(4, 2, 3), "int8", axis=(1, 2))
+    fn = strict(lambda w, x: lax.conv_general_dilated(x, w, (1,), "VALID"))
+    total = lambda x: jnp.sum(jax.vmap(lambda x: fn(kernel, x))(x))
+    np.testing.assert_array_equal(jax.grad(total)(normal(3, 1, 2, 2)), 0)

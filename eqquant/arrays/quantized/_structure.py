@@ -75,6 +75,13 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
     def shape(self) -> tuple[int, ...]:
         stored = num_codes(self.codes.shape[-1], self.format.bits)
         inner = math.prod(self.inner)
+        if min(self.axes) < -self.ndim:
+            raise ValueError(
+                f"the codes have {self.codes.ndim} axes, too few for a quantized array "
+                f"with axes={self.axes}. `jax.vmap` and `lax.scan` map axes of codes "
+                "and scales, in which the blocked axis is last. To map the axes of the "
+                "array, wrap the mapped function: `eqquant.quaxify(jax.vmap(fn))`."
+            )
         outer = (stored - self.padding) // inner if inner else 0
         shape: list[Any] = [None] * self.ndim
         for axis, size in zip(self.axes, (outer, *self.inner), strict=True):

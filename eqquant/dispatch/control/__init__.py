@@ -10,4 +10,5 @@ from . import (
     _custom as _custom,
     _loops as _loops,
     _shard_map as _shard_map,
+    _solve as _solve,
 )

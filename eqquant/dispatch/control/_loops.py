@@ -72,6 +72,8 @@ def _scan(interpreter: Interpreter, eqn, args):
     params = eqn.params
     fn = interpreter.function(params["jaxpr"])
     consts, carry, xs = split_scan(params, args)
+    slices = lambda x: not isinstance(x, ImplicitArray) or x.is_scannable
+    xs = [x if slices(x) else interpreter.dense(eqn, x) for x in xs]
     n = len(carry)
 
     def body(carry, xs):

@@ -18,6 +18,9 @@ def patches_of(
 ) -> Shaped[Array, "batch features *both"]:
     """Return the patches of `x`, `(batch, features, *window, *positions)`."""
     how = tuple(tuple(map(int, numbers)) for numbers in (window, strides, dilation))
+    places = [_places(n, *axis) for n, *axis in zip(x.shape[2:], *how, strict=True)]
+    if 0 in places:  # JAX cannot batch the gradient of an empty lookup.
+        return jnp.zeros((*x.shape[:2], *how[0], *places), x.dtype)
     if all(k == s and d == 1 for k, s, d in zip(*how, strict=True)):
         return _tiles(x, how[0])
     return lax.platform_dependent(
