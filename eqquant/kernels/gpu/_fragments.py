@@ -7,26 +7,29 @@ arrays from its results. Interpret mode runs `_emulate.py` instead.
 
 from typing import Any
 
+import jax.experimental.mosaic.gpu as mgpu
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
 from ...formats import Format, planes_of
 from . import _fragment_ptx as ptx, _table
 from ._lookup import Decoder
 
 
+# The decorator removes the first parameter, which type checkers do not see.
+_inlined: Any = plgpu.inline_mgpu
+
+
 def fill(decoder: Decoder, table) -> None:
     """Fill the table of `_table.py`. Each warpgroup writes all of it, and every
     warpgroup must run this because the PTX contains a barrier."""
-    import jax.experimental.mosaic.gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import arith
-
     (levels,) = decoder.tables
-    constant = lambda i: mgpu.utils.c(int(i), ir.IntegerType.get_signless(32))
+    constant = lambda i: mgpu.utils.c(int(i), _int(32))
 
-    @_inlined((plgpu.RefType(),), return_type=_words(1)[0])
+    @_inlined(arg_types=(plgpu.RefType(),), return_type=_words(1)[0])
     def fill(_, table):
         at, entry = _asm(ptx.place_of_entry, "=&r,=&r", [], 2)
         word = constant(0)
@@ -49,10 +52,6 @@ def decode(
     `codes` has 128 rows of `width` bytes; a warpgroup has 64 of them. `scales` is None
     if a row has one scale, and `table` is None if no format is looked up.
     """
-    import jax.experimental.mosaic.gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-
     blocks = 0 if scales is None else scales.shape[-1]
     refs = tuple(ref for ref in (codes, scales, table) if ref is not None)
     types = (plgpu.RefType(transforms), *(plgpu.RefType() for _ in refs[1:]))
@@ -95,18 +94,12 @@ def decode(
 
 def finish(levels, scales, blocks: int):
     """Return the operand: levels times the `blocks` scales of each row in a step."""
-    import jax.experimental.mosaic.gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
     _, layout = _words(scales.shape[0] // 128)
 
     @_inlined(
         arg_types=(plgpu.Layout.WGMMA, layout), return_type=_operand(levels.dtype)
     )
     def finish(_, levels, scales):
-        i32 = ir.IntegerType.get_signless(32)
         (word,) = scales.registers.reshape(-1)
         extract = lambda i: vector.extract(
             word, dynamic_position=[], static_position=[i]
@@ -115,7 +108,7 @@ def finish(levels, scales, blocks: int):
         for at in np.ndindex(out.shape):
             column, half = at[1], at[4]
             scale = extract(column * blocks // 8 * 2 + half if blocks else 0)
-            numbers = mgpu.utils.bitcast(levels.registers[at], i32)
+            numbers = mgpu.utils.bitcast(levels.registers[at], _int(32))
             text = ptx.scaled if blocks else ptx.unscaled
             (numbers,) = _asm(text, "=r,r,r", [numbers, scale])
             out[at] = mgpu.utils.bitcast(numbers, levels.registers[at].type)
@@ -128,21 +121,17 @@ def finish(levels, scales, blocks: int):
 
 def store(part, out, transforms) -> None:
     """Store a part of a result with 64 rows of the weight to `out`, transposed."""
-    import jax.experimental.mosaic.gpu as mgpu
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-    from jaxlib.mlir import ir
 
     @_inlined(
         arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)),
         return_type=_words(1)[0],
     )
     def store(_, part, out):
-        i32 = ir.IntegerType.get_signless(32)
         (at,) = _asm(ptx.place_of_result(), "=r,r", [_address(out)], pure=True)
         for c in range(0, part.registers.shape[1], 2):
             four = [
                 mgpu.utils.bitcast(
-                    part.registers[0, c + i, 0, 0, half, 0, 0, 0, 0], i32
+                    part.registers[0, c + i, 0, 0, half, 0, 0, 0, 0], _int(32)
                 )
                 for i in range(2)
                 for half in range(2)
@@ -152,13 +141,6 @@ def store(part, out, transforms) -> None:
         return _array_of([at])
 
     store(part, out)
-
-
-def _inlined(arg_types: tuple = (), *, return_type) -> Any:
-    """Return a decorator for a function that emits MLIR, from arrays and references."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.inline_mgpu(arg_types=arg_types, return_type=return_type)
 
 
 def _asm(
@@ -171,10 +153,7 @@ def _asm(
     pure: bool = False,
 ) -> list:
     """Return the `count` results of PTX. It is never moved or dropped unless `pure`."""
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
-
-    word: Any = ir.IntegerType.get_signless(bits)
+    word: Any = _int(bits)
     kind: Any = word if count == 1 else None
     if count > 1:
         kind = ir.Type.parse(f"!llvm.struct<({', '.join([str(word)] * count)})>")
@@ -186,41 +165,31 @@ def _asm(
 
 def _address(ref):
     """Return the address of a reference in shared memory."""
-    import jax.experimental.mosaic.gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import llvm
+    return llvm.ptrtoint(_int(32), mgpu.utils.memref_ptr(ref))
 
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), mgpu.utils.memref_ptr(ref))
+
+def _int(bits: int) -> Any:
+    return ir.IntegerType.get_signless(bits)
 
 
 def _number(dtype):
-    from jaxlib.mlir import ir
-
     narrow = jnp.dtype(dtype) == jnp.float16
     return ir.F16Type.get() if narrow else ir.BF16Type.get()
 
 
 def _operand(dtype):
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     return plgpu.ShapeDtypeStruct((64, 64), dtype, layout=plgpu.Layout.WGMMA)
 
 
 def _words(count: int) -> tuple[Any, Any]:
     """Return the type and layout of `count` words per thread, as a loop carry."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     shape = (128 * count,)
     layout = plgpu.Layout.WG_STRIDED(shape, count)
     return plgpu.ShapeDtypeStruct(shape, jnp.int32, layout=layout), layout
 
 
 def _array_of(words: list):
-    import jax.experimental.mosaic.gpu as mgpu
-    from jaxlib.mlir import ir
-    from jaxlib.mlir.dialects import vector
-
-    kind = ir.VectorType.get((len(words),), ir.IntegerType.get_signless(32))
+    kind = ir.VectorType.get((len(words),), _int(32))
     registers = np.empty((1,), object)
     registers[0] = vector.from_elements(kind, words)
     layout = mgpu.WGStridedFragLayout((128 * len(words),), len(words))
