@@ -51,7 +51,12 @@ from ._gpu import (
     gpus as gpus,
     has_gpu_compiler as has_gpu_compiler,
 )
-from ._messages import given as given, is_class_of as is_class_of, wrong as wrong
+from ._messages import (
+    given as given,
+    is_class_of as is_class_of,
+    not_accepted as not_accepted,
+    wrong as wrong,
+)
 from ._pipeline import pipeline as pipeline
 from ._rowwise import rowwise as rowwise
 from ._typing import typed as typed

@@ -1,7 +1,11 @@
 """How products are computed: precision, rounding of activations, choice of kernels."""
 
 import dataclasses
-from typing import Any, get_args, Literal, TypeAlias
+from typing import Any, get_type_hints, Literal, TypeAlias
+
+from beartype.door import is_bearable
+
+from .._jax import not_accepted, wrong
 
 
 Precision: TypeAlias = Literal["highest", "high", "default"]
@@ -55,18 +59,12 @@ class TPUKernel:
     tile_k: int | None = None
 
     def __post_init__(self):
-        _check_choice(self, "kernel", (*get_args(_TPUName), None))
-        _check_choice(self, "lookup", (True, False))
-        _check_choice(self, "exact_table", (True, False, None))
+        _check_fields(self)
         for name in ("tile_m", "tile_n", "tile_k"):
             size = getattr(self, name)
-            if size is None:
-                continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(
-                    f"TPUKernel: {name} must be a positive integer or None, got "
-                    f"{size!r}."
-                )
+            if size is not None and (isinstance(size, bool) or size < 1):
+                accepted = "a positive integer or None"
+                raise ValueError(wrong("TPUKernel", name, size, accepted))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,8 +101,7 @@ class GPUKernel:
     check: bool = True
 
     def __post_init__(self):
-        _check_choice(self, "kernel", (*get_args(_GPUName), None))
-        _check_choice(self, "check", (True, False))
+        _check_fields(self)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,15 +142,7 @@ class Compute:
     gpu: GPUKernel | None = None
 
     def __post_init__(self):
-        _check_choice(self, "precision", get_args(Precision))
-        _check_choice(self, "activations", get_args(Activations))
-        for name, cls in (("tpu", TPUKernel), ("gpu", GPUKernel)):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, cls):
-                raise TypeError(
-                    f"Compute: {name} must be an eqquant.{cls.__name__} or None, got "
-                    f"{value!r}."
-                )
+        _check_fields(self)
 
     def __repr__(self):
         shown = [
@@ -178,9 +167,11 @@ def as_compute(
     return compute.updated(precision=precision, activations=activations)
 
 
-def _check_choice(owner: Any, name: str, accepted: tuple) -> None:
-    value = getattr(owner, name)
-    if not any(type(value) is type(a) and value == a for a in accepted):
-        raise ValueError(
-            f"{type(owner).__name__}: {name} must be one of {accepted}, got {value!r}."
-        )
+def _check_fields(config: Any) -> None:
+    """Check the values of all fields by their annotations."""
+    hints = get_type_hints(type(config))
+    for field in dataclasses.fields(config):
+        value, hint = getattr(config, field.name), hints[field.name]
+        if not is_bearable(value, hint):
+            error = ValueError if isinstance(value, str) else TypeError
+            raise error(not_accepted(type(config).__name__, field.name, value, hint))

@@ -75,12 +75,14 @@ def test_the_primitive_multiplies_floats(q):
 
 
 def test_bad_kernels_and_primitives(untyped):
-    with pytest.raises(ValueError, match="kernel must be one of .*, got 'fast'"):
+    with pytest.raises(ValueError, match="kernel is 'fast'.*'decode', 'general'"):
         TPUKernel(kernel="fast")
-    with pytest.raises(ValueError, match="kernel must be one of .*, got 'cuda'"):
+    with pytest.raises(ValueError, match="kernel is 'cuda'.*'triton'"):
         eqquant.kernels.GPUKernel(kernel="cuda")
-    with pytest.raises(ValueError, match="check must be one of .*, got 1"):
+    with pytest.raises(TypeError, match="check is 1.*bool"):
         eqquant.kernels.GPUKernel(check=1)
+    with pytest.raises(TypeError, match="tpu is GPUKernel.*TPUKernel or None"):
+        eqquant.kernels.Compute(tpu=eqquant.kernels.GPUKernel())
     with pytest.raises(TypeError, match="expected JAX primitives, got 'dot_general'"):
         eqquant.register("dot_general")
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from ...formats import Format
+from ...formats import Format, from_plane_order, to_plane_order
 
 
 # Lanes of a register.
@@ -70,26 +70,17 @@ def to_tiles(
     x: Shaped[Array, "batch m columns"], tile: int, format: Format
 ) -> Shaped[Array, "batch m padded"]:
     """Permute columns to plane order within each tile of `tile` bytes."""
-    planes = planes_of(format)
-    x = pad_to(x, -1, tile * planes)
-    if planes == 1:
-        return x
-    batch, m, columns = x.shape
-    width = format.group // planes
-    x = x.reshape(batch, m, columns // (tile * planes), tile // width, planes, width)
-    return jnp.swapaxes(x, -3, -2).reshape(batch, m, columns)
+    x = pad_to(x, -1, tile * planes_of(format))
+    tiles = x.reshape(*x.shape[:-1], -1, tile * planes_of(format))
+    return to_plane_order(tiles, bits_of(format), format.group).reshape(x.shape)
 
 
 def from_tiles(
     x: Float[Array, "batch m padded"], tile: int, columns: int, format: Format
 ) -> Float[Array, "batch m columns"]:
     """Invert [`to_tiles`][] and drop the padding."""
-    planes = planes_of(format)
-    if planes > 1:
-        batch, m, padded = x.shape
-        width = format.group // planes
-        x = x.reshape(batch, m, padded // (tile * planes), planes, tile // width, width)
-        x = jnp.swapaxes(x, -3, -2).reshape(batch, m, padded)
+    tiles = x.reshape(*x.shape[:-1], -1, tile * planes_of(format))
+    x = from_plane_order(tiles, bits_of(format), format.group).reshape(x.shape)
     return x[..., :columns]
 
 
