@@ -42,13 +42,13 @@ from .files import (
     with_abstract_arrays,
 )
 from .leaves import (
-    Alone,
     Contents,
     describe,
     describe_later,
     format_to_json,
     Leaf,
     MAX_SHARD_SIZE,
+    SingleProcess,
     target_of,
     write_checkpoint,
 )
@@ -214,7 +214,7 @@ def _leaf(
 ) -> Leaf:
     found = contents.described[name]
     if not isinstance(found, jax.ShapeDtypeStruct):
-        leaf = describe(name, found, Alone())
+        leaf = describe(name, found, SingleProcess())
         assert leaf is not None
         return leaf
     if jnp.issubdtype(found.dtype, jax.dtypes.prng_key):

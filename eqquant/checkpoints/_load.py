@@ -67,7 +67,7 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
     `ValueError` if the file is damaged, incomplete, of another version, or does not
     match `like`.
     """
-    return processes_of(like, _caller).together(lambda: _load(path, like, formats))
+    return processes_of(like, _caller).run_in_all(lambda: _load(path, like, formats))
 
 
 def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:

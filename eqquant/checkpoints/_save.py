@@ -9,11 +9,11 @@ from .._jax import typed
 from ..trees import errors_at, sites
 from .files import KEY, Path
 from .leaves import (
-    Alone,
     describe,
     Leaf,
     MAX_SHARD_SIZE,
     processes_of,
+    SingleProcess,
     target_of,
     write_checkpoint,
 )
@@ -78,11 +78,11 @@ def save(
     metadata = check_metadata(metadata, _caller)
     target = target_of(pathlib.Path(os.fspath(path)), _caller)
     processes = processes_of(tree, _caller)
-    leaves = processes.together(lambda: _leaves(tree, processes))
+    leaves = processes.run_in_all(lambda: _leaves(tree, processes))
     write_checkpoint(target, leaves, metadata, max_shard_size, processes=processes)
 
 
-def _leaves(tree: Any, processes: Alone) -> list[Leaf]:
+def _leaves(tree: Any, processes: SingleProcess) -> list[Leaf]:
     leaves: list[Leaf] = []
     for site in sites(tree):
         with errors_at(f"{_caller}: at {site.path}"):

@@ -18,7 +18,7 @@ import time
 import numpy as np
 from eqquant import load, save
 from eqquant.checkpoints import _save
-from eqquant.checkpoints.leaves._processes import Alone, Share
+from eqquant.checkpoints.leaves._processes import Share, SingleProcess
 
 
 # 64-bit arrays stay in NumPy, so loading starts no threads.
@@ -29,13 +29,13 @@ def tree(i: int) -> dict:
 SIZES = {"one file": None, "shards": 16_000, "other shards": 8_000}
 
 
-class OneOfTwo(Alone):
+class OneOfTwo(SingleProcess):
     """One of two processes that each hold half of each array."""
 
     def __init__(self, index: int, other: socket.socket, token: str):
         self.index, self._other, self._token = index, other, token
 
-    def together(self, step):
+    def run_in_all(self, step):
         out = step()
         with contextlib.suppress(ConnectionError):
             self._other.send(b".")
@@ -43,7 +43,7 @@ class OneOfTwo(Alone):
                 return out
         os._exit(1)  # The other process was stopped.
 
-    def agree(self, token):
+    def share_token(self, token):
         return self._token
 
     def shares(self, array):

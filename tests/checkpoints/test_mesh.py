@@ -15,7 +15,7 @@ import pytest
 from eqquant.checkpoints import _save
 from eqquant.checkpoints.files import _safetensors, Piece, Source
 from eqquant.checkpoints.leaves._leaf import Leaf, Part
-from eqquant.checkpoints.leaves._processes import Everyone
+from eqquant.checkpoints.leaves._processes import AllProcesses
 from eqquant.checkpoints.leaves._write import write_leaves
 from helpers import slow
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -26,14 +26,14 @@ def mesh_of(*shape):
     return jax.make_mesh(shape, ("d", "m")[-len(shape) :], axis_types=kinds)
 
 
-class OneOfTwo(Everyone):
+class OneOfTwo(AllProcesses):
     def __init__(self, index):
         self.index = index
 
-    def together(self, step):
+    def run_in_all(self, step):
         return step()
 
-    def agree(self, token):
+    def share_token(self, token):
         return "0123456789abcdef"
 
     def spans(self, array):

@@ -15,7 +15,7 @@ from ._formats import (
     format_to_json as format_to_json,
 )
 from ._leaf import Leaf as Leaf
-from ._processes import Alone as Alone, processes_of as processes_of
+from ._processes import processes_of as processes_of, SingleProcess as SingleProcess
 from ._shards import (
     MAX_SHARD_SIZE as MAX_SHARD_SIZE,
     target_of as target_of,

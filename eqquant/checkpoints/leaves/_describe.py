@@ -16,11 +16,11 @@ from ..files import DTYPES, to_numpy
 from ._check import check_codes, check_fit, CLASSES
 from ._formats import format_to_json
 from ._leaf import below, Leaf, Part, saved_fields, UNNAMED_DTYPES
-from ._processes import Alone, Share
+from ._processes import Share, SingleProcess
 from ._rebuild import Rebuilder
 
 
-def describe(path: str, leaf: Any, processes: Alone) -> Leaf | None:
+def describe(path: str, leaf: Any, processes: SingleProcess) -> Leaf | None:
     """Describe a leaf; return `None` if it holds no data."""
     parts = jax.tree.leaves(leaf)
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in parts):
@@ -69,12 +69,14 @@ def describe_later(path: str, leaf: Any, make: Callable[[], Any]) -> Leaf:
     records: dict[str, dict[str, Any]] = {}
     parts = [
         dataclasses.replace(p, make=ft.partial(part, i))
-        for i, p in enumerate(_describe(path, leaf, records, Alone()))
+        for i, p in enumerate(_describe(path, leaf, records, SingleProcess()))
     ]
     return Leaf(path, records, tuple(parts))
 
 
-def _describe(path: str, leaf: Any, records: dict, processes: Alone) -> Iterator[Part]:
+def _describe(
+    path: str, leaf: Any, records: dict, processes: SingleProcess
+) -> Iterator[Part]:
     cls = type(leaf)
     if CLASSES.get(cls.__name__) is cls:
         yield from _describe_parts(path, leaf, records, processes)
@@ -89,7 +91,7 @@ def _describe(path: str, leaf: Any, records: dict, processes: Alone) -> Iterator
 
 
 def _describe_parts(
-    path: str, node: Any, records: dict, processes: Alone
+    path: str, node: Any, records: dict, processes: SingleProcess
 ) -> Iterator[Part]:
     check_fit(node)
     static = {}
@@ -108,7 +110,7 @@ def _describe_parts(
 
 
 def _describe_array(
-    path: str, array: Any, records: dict, processes: Alone
+    path: str, array: Any, records: dict, processes: SingleProcess
 ) -> Iterator[Part]:
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         records[path] = {"is": "key", "impl": str(jax.random.key_impl(array))}

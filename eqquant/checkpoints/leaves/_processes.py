@@ -29,17 +29,17 @@ class Share:
         return None if self.start is None else Piece(of, shape, self.start)
 
 
-class Alone:
+class SingleProcess:
     """A single process. Its index is 0."""
 
     index = 0
 
-    def together(self, step: Callable[[], T]) -> T:
+    def run_in_all(self, step: Callable[[], T]) -> T:
         """Run a step in every process and wait for all. An error in one process raises
         in all."""
         return step()
 
-    def agree(self, token: str) -> str:
+    def share_token(self, token: str) -> str:
         """Return the token of the first process, in every process."""
         return token
 
@@ -48,14 +48,14 @@ class Alone:
         yield Share(0, tuple(array.shape), None, lambda: to_numpy(array))
 
 
-class Everyone(Alone):
+class AllProcesses(SingleProcess):
     """All processes of a program on several hosts."""
 
     def __init__(self, caller: str):
         self.index = jax.process_index()
         self._caller = caller
 
-    def together(self, step):
+    def run_in_all(self, step):
         out: Any = None
         error = None
         try:
@@ -72,7 +72,7 @@ class Everyone(Alone):
             )
         return out
 
-    def agree(self, token):
+    def share_token(self, token):
         raw = np.frombuffer(token.encode(), np.uint8)
         return bytes(np.asarray(multihost_utils.broadcast_one_to_all(raw))).decode()
 
@@ -106,10 +106,10 @@ def spans_processes(x: Any) -> bool:
     return sharding is not None and not sharding.is_fully_addressable
 
 
-def processes_of(tree: Any, caller: str) -> Alone:
+def processes_of(tree: Any, caller: str) -> SingleProcess:
     """Return the processes that hold parts of a tree, or will hold them."""
     is_wide = any(map(spans_processes, jax.tree.leaves(tree)))
-    return Everyone(caller) if is_wide else Alone()
+    return AllProcesses(caller) if is_wide else SingleProcess()
 
 
 def local_parts(array: Any) -> Iterator[np.ndarray]:

@@ -28,7 +28,7 @@ from ..files import (
     sync_folder,
 )
 from ._leaf import Leaf
-from ._processes import Alone
+from ._processes import SingleProcess
 from ._write import write_leaves
 
 
@@ -55,7 +55,7 @@ def write_checkpoint(
     saved: str | None = None,
     is_done: Callable[[pathlib.Path, Shard, Sequence[Leaf]], bool] = lambda *_: False,
     show: Callable[[Sequence[Leaf]], Iterable[Leaf]] = lambda leaves: leaves,
-    processes: Alone | None = None,
+    processes: SingleProcess | None = None,
 ) -> None:
     """Write leaves to `path`, or to shards beside it.
 
@@ -63,8 +63,8 @@ def write_checkpoint(
     whether a finished shard already exists. `show` wraps leaves in a progress bar. Each
     process in `processes` writes shards of its own part.
     """
-    processes = processes or Alone()
-    saved = processes.agree(saved or secrets.token_hex(8))
+    processes = processes or SingleProcess()
+    saved = processes.share_token(saved or secrets.token_hex(8))
     files = _files(path, leaves, max_shard_size, saved)
     is_first, index = processes.index == 0, index_of(path)
 
@@ -97,8 +97,8 @@ def write_checkpoint(
             path.unlink(missing_ok=True)
         _clean(path, {file.path.name for file in files})
 
-    ours_before = processes.together(write)
-    processes.together(finish)
+    ours_before = processes.run_in_all(write)
+    processes.run_in_all(finish)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.checkpoints.leaves import _processes
-from eqquant.checkpoints.leaves._processes import Alone, Everyone
+from eqquant.checkpoints.leaves._processes import AllProcesses, SingleProcess
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -34,32 +34,32 @@ def fail():
 
 
 def test_an_error_in_one_process_raises_in_all(others):
-    everyone = Everyone("save")
+    processes = AllProcesses("save")
     others(False, False)
-    assert everyone.together(lambda: "done") == "done"
+    assert processes.run_in_all(lambda: "done") == "done"
     others(False, True)
     with pytest.raises(RuntimeError, match="save: process 2"):
-        everyone.together(lambda: "done")
+        processes.run_in_all(lambda: "done")
     # A process that failed raises its own error.
     with pytest.raises(OSError, match="no space left"):
-        everyone.together(fail)
+        processes.run_in_all(fail)
 
 
 def test_a_single_process():
-    for processes in (Alone(), Everyone("save")):
+    for processes in (SingleProcess(), AllProcesses("save")):
         assert processes.index == 0
-        assert processes.together(lambda: 3) == 3
-        assert processes.agree("0123456789abcdef") == "0123456789abcdef"
+        assert processes.run_in_all(lambda: 3) == 3
+        assert processes.share_token("0123456789abcdef") == "0123456789abcdef"
         with pytest.raises(OSError, match="no space left"):
-            processes.together(fail)
+            processes.run_in_all(fail)
 
 
 def test_the_first_process_writes_replicated_arrays(normal):
     """A single process also writes arrays that no other process shares."""
     w = split(normal(4, 8), "d", "m")
-    assert type(_processes.processes_of({"w": w}, "save")) is Alone
+    assert type(_processes.processes_of({"w": w}, "save")) is SingleProcess
     empty = jnp.zeros((0, 4), jnp.bfloat16)
-    for processes in (Alone(), Everyone("save")):
+    for processes in (SingleProcess(), AllProcesses("save")):
         for array in (w, empty):
             (share,) = processes.shares(array)
             assert (share.owner, share.shape, share.start) == (0, array.shape, None)
@@ -88,12 +88,12 @@ class Wide:
 def test_arrays_over_several_processes_are_written_in_pieces(normal):
     x = normal(4, 8)
 
-    class Shared(Everyone):
+    class Shared(AllProcesses):
         def spans(self, array):
             return True
 
-    everyone = Shared("save")
-    shares = list(everyone.shares(split(x, None, "m")))
+    processes = Shared("save")
+    shares = list(processes.shares(split(x, None, "m")))
     assert len(shares) == 4  # Each shard once, although there are two copies.
     out = np.full((4, 8), np.nan, np.float32)
     for share in shares:
@@ -103,7 +103,7 @@ def test_arrays_over_several_processes_are_written_in_pieces(normal):
         out[tuple(slice(at, at + n) for at, n in where)] = share.make()
     np.testing.assert_array_equal(out, x)
     # A replicated array is a single share.
-    (whole,) = everyone.shares(split(x))
+    (whole,) = processes.shares(split(x))
     assert whole.start is None
     np.testing.assert_array_equal(whole.make(), x)
 
@@ -112,7 +112,7 @@ def test_local_parts_are_distinct(normal):
     x = normal(4, 8)
     wide = Wide(split(x, None, "m"))
     assert _processes.spans_processes(wide)
-    assert type(_processes.processes_of([wide], "save")) is Everyone
+    assert type(_processes.processes_of([wide], "save")) is AllProcesses
     parts = list(_processes.local_parts(wide))
     np.testing.assert_array_equal(np.concatenate(parts, 1), x)
     (whole,) = _processes.local_parts(split(x, None, "m"))
