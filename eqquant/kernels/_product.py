@@ -189,6 +189,11 @@ class Kernel(abc.ABC):
         """Round the activation, whose rows are split over the mesh axes `over`."""
         return round_int8(x, over)
 
+    def rounds_to_int8(self, product: Product) -> bool:
+        """Return whether the kernel itself rounds each row of the activation to
+        int8."""
+        return False
+
 
 def choose(kernels: Sequence[Kernel], product: Product) -> Kernel | str:
     """Return the first kernel that serves a product, or the reason of the last one."""

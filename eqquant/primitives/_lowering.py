@@ -70,7 +70,8 @@ def dot_by(tiers: Tiers) -> Callable:
     def dot(x, codes, scales, *, matmul: Matmul, over: tuple[str, ...] = ()):
         kernel, product, _ = choose_kernel(tiers, matmul, x, codes, scales, over)
         x_unit = None
-        if matmul.compute.activations == "int8":
+        rounded = not over and kernel.rounds_to_int8(product)
+        if matmul.compute.activations == "int8" and not rounded:
             x, x_unit = kernel.round_int8(x, over)
         return kernel.lower(product, x, codes, scales, x_unit)
 

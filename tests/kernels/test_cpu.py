@@ -21,7 +21,7 @@ from eqquant import (
     NVFP4,
     Ternary,
 )
-from eqquant.kernels import Compute, cpu, Matmul, xla
+from eqquant.kernels import Compute, cpu, Matmul, round_int8, xla
 from eqquant.kernels.cpu._call import call, unpacked_bits
 from helpers import pairs, relative
 
@@ -400,6 +400,18 @@ def test_an_activation_in_bfloat16_is_read_as_it_is(contract_rows, normal):
     # The operands are exact in float32, so the result is equal.
     wide = product(narrow.astype("float32"))
     assert relative(product(narrow), wide) < 3e-3
+
+
+@pytest.mark.skipif(not runs("VNNI"), reason="no int8 kernel")
+def test_int8_activations_are_rounded_once(normal):
+    """The int8 kernel rounds the activation, so XLA does not."""
+    q = eqquant.quantize(normal(64, 128), Int8(), activations="int8")
+    x = normal(5, 128)
+    product = jax.jit(lambda x: x @ q.T)
+    assert "round" not in product.lower(x).as_text()
+    codes, unit = round_int8(x)
+    expected = (codes.astype(jnp.float32) @ q.dequantize().T) * unit
+    assert relative(product(x), expected) < 1e-3
 
 
 @needs_library

@@ -65,6 +65,10 @@ class NativeKernel(Kernel):
     def why_slower(self, product: Product, library: Library) -> str | None:
         """Return why another kernel is faster, or None."""
 
+    def rounds_to_int8(self, product):
+        # In `x @ w`, kernels multiply the activation by scales before they round it.
+        return self.arithmetic == "int8" and not product.contract_rows
+
     def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
         return call(self.name, product, x, codes, scales, x_unit)
 

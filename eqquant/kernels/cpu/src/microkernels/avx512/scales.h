@@ -3,21 +3,86 @@
 
 #include <immintrin.h>
 
+#include <cstdint>
 #include <vector>
 
 #include "decode/scales.h"
+#include "microkernels/avx512/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
 
-// Loads the scales of up to sixteen blocks, from block `b` of a row on.
+// Decodes sixteen float8 numbers (E4M3) by float16, whose exponent is larger by 8. 127 is NaN.
+EQQUANT_INLINE __m512 decode_float8(__m128i bytes) {
+  const __m256i codes = _mm256_cvtepu8_epi16(bytes);
+  const __m256i magnitude = _mm256_and_si256(codes, _mm256_set1_epi16(127));
+  const __mmask16 nan = _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(127));
+  const __m256i halves = _mm256_mask_mov_epi16(_mm256_slli_epi16(magnitude, 7), nan,
+                                               _mm256_set1_epi16(0x7E00));
+  const __m256i sign = _mm256_slli_epi16(_mm256_sub_epi16(codes, magnitude), 8);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(halves, sign)), _mm512_set1_ps(256));
+}
+
+// Decodes sixteen numbers of a type, under a mask.
+EQQUANT_INLINE __m512 numbers_at(ScaleType type, const void* from, int64_t i, __mmask16 some) {
+  if (type == ScaleType::float32)
+    return _mm512_maskz_loadu_ps(some, static_cast<const float*>(from) + i);
+  if (size_of(type) == 2) {
+    const __m256i halves =
+        _mm256_maskz_loadu_epi16(some, static_cast<const uint16_t*>(from) + i);
+    if (type == ScaleType::float16) return _mm512_cvtph_ps(halves);
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+  const __m128i bytes = _mm_maskz_loadu_epi8(some, static_cast<const uint8_t*>(from) + i);
+  if (type == ScaleType::float8) return decode_float8(bytes);
+  __m512i x = type == ScaleType::int8 ? _mm512_cvtepi8_epi32(bytes) : _mm512_cvtepu8_epi32(bytes);
+  if (type == ScaleType::exponent) {
+    const __mmask16 nan = _mm512_cmpeq_epi32_mask(x, _mm512_set1_epi32(255));
+    x = _mm512_mask_mov_epi32(_mm512_slli_epi32(x, 23), nan, _mm512_set1_epi32(0x7FC00000));
+    return _mm512_castsi512_ps(x);
+  }
+  if (type == ScaleType::low_nibble) x = _mm512_and_si512(x, _mm512_set1_epi32(15));
+  if (type == ScaleType::high_nibble) x = _mm512_srli_epi32(x, 4);
+  return _mm512_cvtepi32_ps(x);
+}
+
+// Decodes the scales of up to sixteen blocks, from block `b` of a row on.
 EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmask16 some) {
-  if (!p.scale_buffer(1))
-    return _mm512_maskz_loadu_ps(some, static_cast<const float*>(p.scales) + row * p.blocks + b);
+  const int64_t size = p.outer_blocks;
+  const __m512 x = numbers_at(p.scale_type, p.scales, row * p.blocks + b, some);
+  if (!size) return x;
+  const int64_t outer = row * p.outer_count() + b / size;
+  if (size % 16 == 0 && b % 16 == 0) {
+    const __m512 factor = numbers_at(p.outer_type, p.outer_scales, outer, 1);
+    return _mm512_mul_ps(x, _mm512_broadcastss_ps(_mm512_castps512_ps128(factor)));
+  }
+  if (16 % size == 0 && b % size == 0) {
+    const int64_t factors = (__builtin_popcount(some) + size - 1) / size;
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i index = _mm512_srl_epi32(lanes, _mm_cvtsi64_si128(__builtin_ctzll(size)));
+    const __m512 all = numbers_at(p.outer_type, p.outer_scales, outer, first(factors));
+    return _mm512_mul_ps(x, _mm512_permutexvar_ps(index, all));
+  }
   alignas(64) float scales[16];
   decode_scales(p, row, b, __builtin_popcount(some), scales);
   return _mm512_maskz_load_ps(some, scales);
+}
+
+// `scales_of` for this instruction set. Not inlined, so that it is compiled once.
+__attribute__((noinline)) inline const float* wide_scales_of(const Product& p, int64_t row, int rows,
+                                                             float* buffer) {
+  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales) + row * p.blocks;
+  const char* stored = static_cast<const char*>(p.scales);
+  for (int r = 0; r < rows; r++)
+    for (int64_t b = 0; b < p.blocks; b += 16) {
+      const __mmask16 some = first(p.blocks - b);
+      const int64_t at = (row + r) * p.blocks + b;
+      // The scales are a stream of their own, which is read in short pieces.
+      __builtin_prefetch(stored + at * size_of(p.scale_type) + 2048);
+      _mm512_mask_storeu_ps(buffer + r * p.blocks + b, some, scales_at(p, row + r, b, some));
+    }
+  return buffer;
 }
 
 // Returns the larger magnitudes. NaN is the largest.

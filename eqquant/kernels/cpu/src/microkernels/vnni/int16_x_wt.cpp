@@ -21,6 +21,7 @@
 
 #include "decode/scales.h"
 #include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/scales.h"
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/int16_levels.h"
 #include "runtime/product.h"
@@ -404,7 +405,7 @@ struct Rows {
 
   template <int rows>
   void few(int64_t row) {
-    const float* scales = scales_of(p, row, rows, buffer.data());
+    const float* scales = wide_scales_of(p, row, rows, buffer.data());
     const InRegisters<bits, rows> weights(p, levels, blocks, scales, row);
     multiply<rows>(weights, row, 0, p.m, 0, chunks_of(p));
   }
