@@ -39,8 +39,6 @@ from .formats import (
     Int2 as Int2,
     Int3 as Int3,
     Int4 as Int4,
-    Int5 as Int5,
-    Int6 as Int6,
     Int8 as Int8,
     MXFP4 as MXFP4,
     NF2 as NF2,

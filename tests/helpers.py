@@ -23,13 +23,19 @@ from jax import export
 # Formats that share a code path: with NF4 (blocked), or with ternary (per channel).
 # Their distinct properties, such as three-bit codes, have separate tests.
 SAME_PATH = (eqquant.Int4, eqquant.Int3, eqquant.Int2, eqquant.NF2, eqquant.NF3)
-SAME_PATH += (eqquant.Int6, eqquant.Int5, eqquant.FP8, eqquant.MXFP4, eqquant.NVFP4)
+SAME_PATH += (
+    eqquant.formats.Int6,
+    eqquant.formats.Int5,
+    eqquant.FP8,
+    eqquant.MXFP4,
+    eqquant.NVFP4,
+)
 
 
 # New formats are added automatically. Blocked and per-channel formats use different
 # code paths. The excluded formats differ from others by numbers only, and have
 # separate tests.
-ALIKE = (eqquant.NF2, eqquant.Int5, eqquant.Int3, eqquant.Int2, eqquant.MXFP4)
+ALIKE = (eqquant.NF2, eqquant.formats.Int5, eqquant.Int3, eqquant.Int2, eqquant.MXFP4)
 MAKERS = [make for make in formats.values() if make not in ALIKE]
 DEFAULT_FORMATS = [make() for make in MAKERS]
 # One format for each packing: three-bit codes are stored in two pieces.

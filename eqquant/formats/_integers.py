@@ -95,7 +95,7 @@ class Int6(_Integers):
         import jax
 
         weight = jax.random.normal(jax.random.key(0), (64, 256))
-        q = eqquant.quantize(weight, eqquant.Int6(scale_dtype="float16"))
+        q = eqquant.quantize(weight, eqquant.formats.Int6(scale_dtype="float16"))
         assert 8 * q.nbytes / q.size == 6.25
         ```
     """
@@ -122,7 +122,7 @@ class Int5(_Integers):
         import jax
 
         weight = jax.random.normal(jax.random.key(0), (64, 256))
-        q = eqquant.quantize(weight, eqquant.Int5(scale_dtype="float16"))
+        q = eqquant.quantize(weight, eqquant.formats.Int5(scale_dtype="float16"))
         assert 8 * q.nbytes / q.size == 5.5
         ```
     """

@@ -12,8 +12,6 @@ from eqquant import (
     FP8,
     Int3,
     Int4,
-    Int5,
-    Int6,
     Int8,
     MXFP4,
     NF3,
@@ -21,6 +19,7 @@ from eqquant import (
     NVFP4,
     Ternary,
 )
+from eqquant.formats import Int5, Int6
 from eqquant.kernels import Compute, cpu, Matmul, round_int8, xla
 from eqquant.kernels.cpu._call import call, unpacked_bits
 from helpers import pairs, relative
