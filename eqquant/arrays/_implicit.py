@@ -110,7 +110,6 @@ class ImplicitArray(ArrayInParts):
         x: Shaped[Array, "..."],
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: Request = None,

@@ -24,18 +24,11 @@ def with_shape(x, shape: Sequence[int]) -> Any:
 
 
 def contract(
-    w, x, over, batch=(), *, precision: Any = None, out_dtype=None, out_sharding=None
+    w, x, over, batch=(), precision: Any = None, out_dtype=None, out_sharding=None
 ) -> Any:
     """Return `ImplicitArray.contract`, for implicit and plain arrays."""
     if is_implicit(w):
-        return w.contract(
-            x,
-            over,
-            batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding,
-        )
+        return w.contract(x, over, batch, precision, out_dtype, out_sharding)
     dtype = jnp.promote_types(w.dtype, x.dtype)
     w, x = w.astype(dtype), x.astype(dtype)
     swapped: Any = [

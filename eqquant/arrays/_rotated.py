@@ -151,7 +151,6 @@ class RotatedArray(ArrayOperators):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: Request = None,
@@ -162,14 +161,8 @@ class RotatedArray(ArrayOperators):
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 x = x.astype(jnp.promote_types(x.dtype, self.dtype))
             x = hadamard(x, x_axis_of[axis], self.block)
-        out = self.base.contract(
-            x,
-            over,
-            batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding if contracts else None,
-        )
+        sharding = out_sharding if contracts else None
+        out = self.base.contract(x, over, batch, precision, out_dtype, sharding)
         if contracts:
             return out
         if out is NotImplemented or axis in dict(batch):

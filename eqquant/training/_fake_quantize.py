@@ -99,8 +99,8 @@ def fake_quantize_tree(
         model, format, where=where, rules=rules, min_size=min_size, caller=caller
     )
     _check_some(choices, caller)
-    settings = _Settings(clip, quantized_products, check_finite, compute)
-    fake = lambda leaf, choice: _fake(leaf, choice, settings)
+    settings = clip, quantized_products, check_finite, compute
+    fake = lambda leaf, choice: _fake(leaf, choice, None, None, *settings)
     return replace_chosen(fake, model, choices, caller=caller)
 
 
@@ -225,15 +225,13 @@ class FakeQuantized(QuantizesLater):
         [`eqquant.training.fake_quantize_tree`][], for example to call a method other
         than `__call__`."""
 
-        settings = _Settings(
-            self.clip, self.quantized_products, self.check_finite, self.compute
-        )
+        settings = self.clip, self.quantized_products, self.check_finite, self.compute
 
         def fake(leaf, choice, scales, offsets):
             is_learned = scales is not None
             if not isinstance(leaf, QuantizedArray | RotatedArray):
                 weight, to_original = self._in_basis(leaf, choice)
-                out = to_original(_fake(weight, choice, settings, scales, offsets))
+                out = to_original(_fake(weight, choice, scales, offsets, *settings))
                 if weight is leaf or self.clip or is_learned:
                     return out
                 # Rotating there and back is also the identity for gradients.
@@ -342,25 +340,24 @@ def _check_some(choices, caller: str) -> None:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    """Arguments of [`fake_quantize_tree`][] for all weights."""
-
-    clip: bool
-    quantized_products: bool
-    check_finite: bool
-    compute: Compute
-
-
-def _fake(leaf, choice: Choice, settings: _Settings, scales=None, offsets=None):
-    compute = choice.compute or settings.compute
+def _fake(
+    leaf,
+    choice: Choice,
+    scales,
+    offsets,
+    clip: bool,
+    quantized_products: bool,
+    check_finite: bool,
+    compute: Compute,
+):
+    compute = choice.compute or compute
     options = {
         "axis": choice.axis,
         "scales": scales,
         "offsets": offsets,
-        "clip": settings.clip,
-        "check_finite": settings.check_finite,
+        "clip": clip,
+        "check_finite": check_finite,
     }
-    if settings.quantized_products or compute.activations != "float":
+    if quantized_products or compute.activations != "float":
         return make_trainable(leaf, choice.format, compute=compute, **options)
     return straight_through(leaf, choice.format, **options)

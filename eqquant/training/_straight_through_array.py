@@ -94,21 +94,14 @@ class StraightThroughArray(ArrayOperators):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: PartitionSpec | None = None,
     ) -> Any:
         if out_dtype is None:
             out_dtype = jnp.promote_types(x.dtype, self.dtype)
-        multiply = ft.partial(
-            contract,
-            over=over,
-            batch=batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding,
-        )
+        options = over, batch, precision, out_dtype, out_sharding
+        multiply = lambda weight, x: contract(weight, x, *options)
         out = multiply(self.q, lax.stop_gradient(x))
         if out is NotImplemented:
             return NotImplemented

@@ -66,7 +66,6 @@ class LoraArray(AbstractLoraArray):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: Request = None,
@@ -76,13 +75,7 @@ class LoraArray(AbstractLoraArray):
         if not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
         out = plain.contract(
-            self.base,
-            x,
-            over,
-            batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding,
+            self.base, x, over, batch, precision, out_dtype, out_sharding
         )
         if out is NotImplemented:
             return NotImplemented

@@ -112,21 +112,12 @@ class QuantizedArray(AbstractQuantizedArray):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: Request = None,
     ) -> Any:
         self.check_whole()
-        return contract(
-            self,
-            x,
-            over,
-            batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding,
-        )
+        return contract(self, x, over, batch, precision, out_dtype, out_sharding)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree with other leaves, such as specs.

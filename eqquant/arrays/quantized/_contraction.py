@@ -45,7 +45,6 @@ def contract(
     x: Shaped[Array, "..."],
     over: Sequence[tuple[int, int]],
     batch: Sequence[tuple[int, int]] = (),
-    *,
     precision: Any = None,
     out_dtype=None,
     out_sharding: Request = None,
@@ -71,8 +70,7 @@ def contract(
         q = q.unflatten()
         if q is NotImplemented:
             return NotImplemented
-        kwargs = {"precision": precision, "out_sharding": out_sharding}
-        return contract(q, x, over, batch, out_dtype=out_dtype, **kwargs)
+        return contract(q, x, over, batch, precision, out_dtype, out_sharding)
 
     return _contract(
         q,

@@ -183,20 +183,11 @@ class ObservedArray(ArrayOperators):
         x,
         over: Sequence[tuple[int, int]],
         batch: Sequence[tuple[int, int]] = (),
-        *,
         precision: Any = None,
         out_dtype=None,
         out_sharding: PartitionSpec | None = None,
     ) -> Any:
-        out = contract(
-            self.base,
-            x,
-            over,
-            batch,
-            precision=precision,
-            out_dtype=out_dtype,
-            out_sharding=out_sharding,
-        )
+        out = contract(self.base, x, over, batch, precision, out_dtype, out_sharding)
         x_axis_of = {axis - self.ndim: i for axis, i in (*over, *batch)}
         batched = [axis - self.ndim for axis, _ in batch]
         contracted = {axis - self.ndim for axis, _ in over}
