@@ -1,26 +1,14 @@
 """The calibration pass."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-import equinox as eqx
-import jax
-import jax.numpy as jnp
+import numpy as np
 
-from .._jax import typed, warn, wide_dtype
-from ..trees import (
-    check_forward,
-    Choice,
-    choose,
-    each_batch,
-    float_arrays,
-    replace_base,
-    replace_chosen,
-    sites,
-)
-from ._statistics import matrix_axes_of, Statistics, WeightStatistics
-from .observed import Observed, ObservedArray
+from .._jax import typed, warn
+from ..trees import check_forward, choose
+from ._collect import collect
+from ._statistics import Statistics, WeightStatistics
 
 
 _caller = "calibrate"
@@ -98,81 +86,38 @@ def calibrate(
             f"{_caller}: no weight is chosen, so there are no inputs to observe. See "
             "where, rules and min_size."
         )
-    leaves = [site.leaf for site in sites(model)]
-    all_axes, zeros = {}, {}
-    for choice in choices:
-        leaf = leaves[choice.index]
-        axes = matrix_axes_of(choice, leaf.ndim)
-        stack = [leaf.shape[a] for a in axes.stack]
-        size = math.prod(leaf.shape[a] for a in axes.inputs)
-        dtype = wide_dtype(leaf.dtype)
-        all_axes[choice.path] = axes
-        zeros[choice.path] = Observed.zeros(stack, size, dtype)
+    observed = collect(fn, model, batches, choices, every_row, progress, caller=_caller)
+    stats = {one.path: one.statistics() for one in observed}
+    _warn_of_data(stats)
+    return Statistics(stats)
 
-    def observed(model, sums):
-        def observe(leaf, choice: Choice):
-            axes, weight_sums = all_axes[choice.path], sums[choice.path]
-            args = weight_sums, axes.inputs, axes.stack, every_row
-            return replace_base(lambda w: ObservedArray(jnp.asarray(w), *args), leaf)
 
-        return replace_chosen(observe, model, choices, caller=_caller)
-
-    @eqx.filter_jit
-    def step(total, model, batch, key):
-        def project(zeros):
-            return _project(fn(observed(model, zeros), batch), key)
-
-        sums = jax.grad(project)(zeros)
-        is_finite = {path: _is_finite(x) for path, x in sums.items()}
-        return jax.tree.map(jnp.add, total, sums), is_finite
-
-    total, elements = zeros, sum(x.gram.size for x in zeros.values())
-    for i, batch in each_batch(
-        batches, elements, progress, caller=_caller, title="calibrating"
-    ):
-        key = jax.random.fold_in(jax.random.key(0), i + 1)
-        total, is_finite = step(total, model, batch, key)
-        if wrong := [path for path, ok in is_finite.items() if not ok]:
-            raise ValueError(
-                f"{_caller}: activations must be finite, but batch {i} has "
-                f"inputs of {wrong[:5]} that are not."
-            )
-    stats = {}
-    for choice in choices:
-        sums, shape = total[choice.path], tuple(leaves[choice.index].shape)
-        stats[choice.path] = WeightStatistics(
-            sums.gram,
-            sums.rows,
-            sums.power,
-            shape,
-            all_axes[choice.path],
-            choice.is_table,
-        )
+def _warn_of_data(stats: Mapping[str, WeightStatistics]) -> None:
+    """Warn about weights, and matrices of stacks, with no data or little data."""
     if missing := [path for path, known in stats.items() if not known.is_reached]:
         warn(
             f"{_caller}: the data never reached {missing}. They will be rounded "
             "plainly, to the nearest level.",
             UserWarning,
         )
-    return Statistics(stats)
-
-
-def _is_finite(sums: Observed) -> Any:
-    return jnp.all(jnp.isfinite(sums.gram)) & jnp.all(jnp.isfinite(sums.power))
-
-
-def _project(results: Any, key) -> Any:
-    """Return the sum of the results with random signs.
-
-    Its gradient depends on all results, which do not cancel.
-    """
-    arrays = float_arrays(results)
-    if not arrays:
-        raise ValueError(
-            f"{_caller}: fn must return floating-point arrays, got {results!r}."
+    parts, few = [], []
+    for path, known in stats.items():
+        rows, size = np.asarray(known.rows), known.gram.shape[-1]
+        if known.is_reached and (unreached := np.sum(rows == 0)):
+            parts.append(f"{unreached} of {rows.size} matrices of {path}")
+        least = min(rows[rows > 0], default=size)
+        if least < size and not known.is_table:
+            few.append(f"{path} ({least:,.0f} rows of {size:,} inputs)")
+    if parts:
+        warn(
+            f"{_caller}: the data never reached {', '.join(parts[:5])}. They will be "
+            "rounded plainly, to the nearest level.",
+            UserWarning,
         )
-    total = jnp.zeros(())
-    for i, array in enumerate(arrays):
-        signs = jax.random.rademacher(jax.random.fold_in(key, i), array.shape)
-        total += jnp.sum(jnp.real(array) * signs).astype(total.dtype)
-    return total
+    if few:
+        warn(
+            f"{_caller}: {len(few)} weights have fewer rows than inputs, such as "
+            f"{few[0]}. GPTQ then fits the data rather than its distribution. Use more "
+            "batches.",
+            UserWarning,
+        )

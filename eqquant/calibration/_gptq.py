@@ -28,6 +28,13 @@ def row_losses(
     return jnp.sum(jnp.matmul(error, gram, precision="highest") * error, -1)
 
 
+def largest_magnitude(weights: Float[Array, "..."]) -> Float[Array, ""]:
+    """Return the largest magnitude of an array, or 1. Squares of errors divided by it
+    do not underflow."""
+    largest = jnp.max(jnp.abs(weights), initial=0).astype(jnp.float32)
+    return jnp.where(largest > 0, largest, 1)
+
+
 def has_nearest(format: Format) -> bool:
     """Return whether GPTQ supports a format: it needs `nearest`, and no offsets."""
     return type(format).nearest is not Format.nearest and not format.has_offsets
@@ -121,7 +128,8 @@ def _invert_lower(lower: np.ndarray) -> np.ndarray:
 def _round_better(weights, rounded, scales, gram, factor, format: Format, limit: float):
     values, new = _round(weights, scales, factor, format, limit)
 
-    loss = lambda values: row_losses(values - weights, gram)
+    largest = largest_magnitude(weights)
+    loss = lambda values: row_losses((values - weights) / largest, gram)
     better = (loss(values) < loss(rounded))[:, None]
     old = float_scales(scales).astype(jnp.float32)
     return jnp.where(better, values, rounded), jnp.where(better, new, old)
@@ -175,7 +183,7 @@ def _round(
             value = level[:, 0, 0] * scale[:, 0]
             error = (column - value) / within[j, j]
             after = jnp.where(jnp.arange(width) > j, within[j], 0)
-            block = block - after[:, None] * error
+            block = block - after[:, None] * error[None]
             return block, values.at[j].set(value), errors.at[j].set(error)
 
         empty = jnp.zeros_like(block)

@@ -20,7 +20,13 @@ from ..arrays import (
 )
 from ..formats import Format
 from ..trees import AbstractCalibration, base_of, Choice
-from ._gptq import conditional_variances, gptq, has_nearest, row_losses
+from ._gptq import (
+    conditional_variances,
+    gptq,
+    has_nearest,
+    largest_magnitude,
+    row_losses,
+)
 from ._weighted import can_weigh, weighted
 
 
@@ -44,15 +50,18 @@ class WeightStatistics(eqx.Module):
     **Fields:**
 
     - `gram`: `(*stack, size, size)`, float32: the sum of outer products of the input
-        rows of each matrix, `X^T X`. For a table, `X` contains the gradients with
-        respect to the looked-up rows.
+        rows of each matrix, `X^T X`, times `unit**2`. For a table, `X` contains the
+        gradients with respect to the looked-up rows. For an array with lookups and
+        products, it contains both: each input of a product is multiplied by the root
+        mean square of the gradients with respect to the products.
     - `rows`: `(*stack)`: the number of rows.
     - `power`: `(*stack)`: the sum of squared gradients with respect to the products,
         or to the rows of a table. The differentiated function is the sum of the model's
         results with random signs.
     - `shape`: the shape of the weight.
     - `axes`: the input axes, output axes and stacked axes of the weight.
-    - `is_table`: whether the layer looks up rows.
+    - `is_table`: whether the function looks up rows.
+    - `unit`: a power of two. It is 1 unless inputs are very small or very large.
     """
 
     gram: Float[Array, "*stack size size"]
@@ -61,6 +70,7 @@ class WeightStatistics(eqx.Module):
     shape: tuple[int, ...] = eqx.field(static=True)
     axes: MatrixAxes = eqx.field(static=True)
     is_table: bool = eqx.field(static=True)
+    unit: float = eqx.field(static=True, default=1.0)
 
     @property
     def is_reached(self) -> bool:
@@ -85,7 +95,7 @@ class WeightStatistics(eqx.Module):
         products of the gradients of its rows.
         """
         outputs = self.axes.as_matrices(error).shape[1]
-        squared = np.asarray(squared, np.float64)
+        squared = np.asarray(squared, np.float64) / self.unit**2
         if self.is_table:
             return float(np.sum(squared) / outputs)
         rows, power = (
@@ -213,11 +223,13 @@ class Statistics(AbstractCalibration):
         if not isinstance(stored, QuantizedArray) or stored.shape != source.shape:
             return None
         plain = quantize(source, stored.format, axis=stored.axes, check_finite=False)
-        squared = lambda x: max(float(jnp.sum(known.output_errors(x))), 0.0)
+        largest = largest_magnitude(source)
+        squared = lambda x: max(float(jnp.sum(known.output_errors(x / largest))), 0.0)
         norm = squared(source)
         relative = lambda x: math.sqrt(squared(x) / norm) if norm else 0.0
         error = q.dequantize() - source
-        loss = known.loss(known.output_errors(error), error)
+        errors = np.asarray(known.output_errors(error / largest), np.float64)
+        loss = known.loss(errors * float(largest) ** 2, error)
         return relative(error), relative(plain.dequantize() - source), loss
 
 

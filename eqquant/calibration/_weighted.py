@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from ..arrays import encode, in_blocks, MatrixAxes, QuantizedArray
 from ..formats import FittedFormat, Format
-from ._gptq import row_losses
+from ._gptq import largest_magnitude, row_losses
 
 
 def can_weigh(format: Format) -> TypeGuard[FittedFormat]:
@@ -33,6 +33,7 @@ def weighted(
     shape, format = array.shape, plain.format
     assert can_weigh(format)
     weights = axes.as_matrices(jnp.asarray(array).astype(jnp.float32))
+    largest = largest_magnitude(weights)
     grams = gram.reshape(-1, *gram.shape[-2:])
     squares = jnp.diagonal(grams, axis1=-2, axis2=-1)
     limit = float(jnp.finfo(array.dtype).max)
@@ -44,7 +45,7 @@ def weighted(
 
     def loss(q: QuantizedArray):
         decoded = axes.as_matrices(q.dequantize().astype(jnp.float32))
-        return row_losses(decoded - weights, grams)
+        return row_losses((decoded - weights) / largest, grams)
 
     new, _ = encode(array, format, plain.axes, stored(fitted))
     better = (loss(new) < loss(plain))[..., None]

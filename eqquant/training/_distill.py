@@ -56,7 +56,7 @@ class DistillationState(eqx.Module):
         because bfloat16 cannot represent small steps.
     - `optimiser_state`: the state of the optimiser.
     - `steps`: the number of processed batches.
-    - `loss`: the loss of the last batch before its step; NaN initially.
+    - `loss`: the loss of the last batch before its step; zero initially.
     """
 
     trained: Any
@@ -73,7 +73,7 @@ class DistillationState(eqx.Module):
         self.trained = jax.tree.map(_wide, chosen)
         self.optimiser_state = optimiser.init(self.trained)
         self.steps = jnp.zeros((), jnp.int32)
-        self.loss = jnp.full((), jnp.nan, jnp.float32)
+        self.loss = jnp.zeros((), jnp.float32)
 
     def model(self, student: Any) -> Any:
         """Return the quantized model in its current state.

@@ -205,3 +205,118 @@ def test_axes_may_move_before_a_product(product, normal):
     rules = {"w": eqquant.trees.QuantizationRule("nf4", axis=-1)}
     stats = eqquant.calibrate(fn, {"w": normal(12, 16)}, [x], rules=rules)
     assert_exact(stats.weights["w"].gram, gram(x))
+
+
+@pytest.mark.parametrize("inputs", [1e-30, 1e-19, 1e18, 1e30])
+@pytest.mark.parametrize("weights", [1, 1e-20])
+def test_the_magnitude_of_the_data_does_not_matter(inputs, weights, normal):
+    """Rounding, errors and losses scale with powers of two exactly."""
+    inputs, weights = (2.0 ** round(np.log2(x)) for x in (inputs, weights))
+    layer, x = (
+        eqx.nn.Linear(64, 16, use_bias=False, key=jax.random.key(0)),
+        normal(256, 64),
+    )
+    x = x @ normal(64, 64)
+
+    def rounded(inputs, weights):
+        model = eqx.tree_at(lambda m: m.weight, layer, layer.weight * weights)
+        stats = eqquant.calibrate(rows_of, model, [x * inputs, x[:100] * inputs])
+        q = eqquant.quantize_tree(model, "nf4", calibration=stats)
+        (row,) = eqquant.report(q, model, calibration=stats).rows
+        return q.weight, row
+
+    (q, row), (expected, like) = rounded(inputs, weights), rounded(1, 1)
+    assert (q.codes == expected.codes).mean() > 0.999
+    assert row.output_error == pytest.approx(like.output_error, rel=1e-3)
+    assert row.output_error < 0.9 * row.rounded_output_error
+    assert row.loss / inputs**2 / weights**2 == pytest.approx(like.loss, rel=1e-3)
+
+
+def test_batches_of_different_magnitudes(normal):
+    layer, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(8, 16)
+    stats = eqquant.calibrate(rows_of, layer, [x * 1e-19, x * 1e15, x * 1e-19])
+    known = stats.weights["weight"]
+    np.testing.assert_allclose(
+        np.asarray(known.gram, float) / known.unit**2, gram(x * 1e15), rtol=1e-3
+    )
+    assert known.rows == 24
+
+
+def tied(table, ids):
+    rows = jnp.tanh(jax.vmap(table)(ids))
+    return (rows + jnp.roll(rows, 1, 0)) @ table.weight.T
+
+
+def test_a_tied_embedding_observes_both_uses(normal):
+    table = eqx.nn.Embedding(weight=normal(128, 16) @ normal(16, 16) / 4)
+    ids = np.arange(256) % 128
+    stats = eqquant.calibrate(tied, table, [ids])
+    known = stats.weights["weight"]
+    assert known.is_table and known.rows == 256 + 256
+    # Perturb the weight: the expected loss is the squared change of the results.
+    error = 1e-3 * normal(128, 16)
+    moved = eqx.tree_at(lambda t: t.weight, table, table.weight + error)
+    actual = jnp.sum(jnp.square(tied(moved, ids) - tied(table, ids)))
+    assert known.loss(known.output_errors(error), error) == pytest.approx(
+        float(actual), rel=0.3
+    )
+    losses = {}
+    for method in ("gptq", "nearest"):
+        q = eqquant.quantize_tree(table, "nf3", calibration=stats, method=method)
+        losses[method] = jnp.sum(jnp.square(tied(q, ids) - tied(table, ids)))
+    assert losses["gptq"] < 0.95 * losses["nearest"]
+
+
+def test_an_array_that_is_multiplied_and_looked_up(normal):
+    layer, x = (
+        eqx.nn.Linear(16, 64, use_bias=False, key=jax.random.key(0)),
+        normal(99, 16),
+    )
+    product = eqquant.calibrate(rows_of, layer, [x]).weights["weight"]
+    lookup = lambda layer, x: layer.weight[jnp.array([3, 5, 3])]
+    looked_up = eqquant.calibrate(lookup, layer, [x]).weights["weight"]
+    both = lambda layer, x: (rows_of(layer, x), lookup(layer, x))
+    known = eqquant.calibrate(both, layer, [x]).weights["weight"]
+    assert not product.is_table and looked_up.is_table and known.is_table
+    assert (looked_up.rows, known.rows) == (3, 99 + 3)
+    # Each of 64 outputs has the gradient 1 or -1.
+    expected = looked_up.gram + 64 * product.gram
+    np.testing.assert_allclose(
+        jnp.diagonal(known.gram), jnp.diagonal(expected), rtol=1e-5
+    )
+
+
+def test_warnings_about_little_data(normal):
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(
+        jax.random.split(jax.random.key(0), 4)
+    )
+
+    def experts(stack, x):
+        return x @ stack.weight[1].T, x @ stack.weight[3].T
+
+    with pytest.warns(UserWarning) as caught:
+        eqquant.calibrate(experts, stack, [normal(8, 16)])
+    messages = [str(warning.message) for warning in caught]
+    assert any("never reached 2 of 4 matrices of weight." in m for m in messages)
+    assert any("weight (8 rows of 16 inputs)" in m for m in messages)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        lambda: jax.debug_nans(True),
+        lambda: jax.numpy_rank_promotion("raise"),
+        lambda: jax.numpy_dtype_promotion("strict"),
+    ],
+)
+def test_strict_modes_of_jax(mode, normal):
+    layer, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(32, 16)
+    with mode():
+        stats = eqquant.calibrate(rows_of, layer, [x])
+    assert_exact(stats.weights["weight"].gram, gram(x))
+
+
+def test_imaginary_results_reach_the_data(normal):
+    layer, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(32, 16)
+    known = eqquant.calibrate(lambda m, x: 1j * rows_of(m, x), layer, [x])
+    assert_exact(known.weights["weight"].gram, gram(x))

@@ -21,18 +21,20 @@ STACK, OUT, SIZE, ROWS = 3, 4, 8, 5
 def observed(w, inputs=(-1,), stack=(), **options) -> ObservedArray:
     size = math.prod(w.shape[axis] for axis in inputs)
     sums = Observed.zeros([w.shape[axis] for axis in stack], size, jnp.float32)
-    return ObservedArray(w, sums, inputs, stack, **options)
+    return ObservedArray(w, sums, sums, inputs, stack, **options)
 
 
 def seen_by(fn, q):
-    """Return the result of a function, and the statistics for a cotangent of ones."""
+    """Return the result of a function, and the statistics of products and lookups for a
+    cotangent of ones."""
+    sums_of = lambda q: (q.products, q.lookups)
 
-    def total(seen):
-        out = fn(eqx.tree_at(lambda q: q.sums, q, seen))
+    def total(sums):
+        out = fn(eqx.tree_at(sums_of, q, sums))
         return jnp.sum(out), out
 
-    seen, out = jax.jit(jax.grad(total, has_aux=True))(q.sums)
-    return out, seen
+    sums, out = jax.jit(jax.grad(total, has_aux=True))(sums_of(q))
+    return out, jax.tree.map(jnp.add, *sums)
 
 
 def product(w, x):

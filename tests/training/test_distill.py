@@ -127,7 +127,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(student, stored, tmp_path):
     state = stored(state, like, path)
     assert state.steps == 3
     assert_identical(distilled(student, iter(BATCHES[3:]), state=state), whole)
-    assert like.steps == 0 and jnp.isnan(like.loss)
+    assert like.steps == 0 and like.loss == 0  # A NaN would stop `debug_nans`.
 
 
 def test_steps_smaller_than_bfloat16_resolves_add_up():

@@ -45,43 +45,60 @@ class Observed(eqx.Module):
         the rows.
     - `rows`: `(*stack)`: the number of rows.
     - `power`: `(*stack)`: the sum of squared gradients with respect to the outputs.
+    - `peak`: `(*stack)`: the sum of the largest magnitude of each row. Zero for
+        lookups.
     """
 
     gram: Float[Array, "*stack size size"]
     rows: Float[Array, "*stack"]
     power: Float[Array, "*stack"]
+    peak: Float[Array, "*stack"]
 
     @classmethod
     def zeros(cls, stack: Sequence[int], size: int, dtype) -> "Observed":
         zeros = lambda *shape: jnp.zeros((*stack, *shape), dtype)
-        return cls(zeros(size, size), zeros(), zeros())
+        return cls(zeros(size, size), zeros(), zeros(), zeros())
+
+
+class Uses:
+    """A record of how a weight was used while a function was traced. Compared by
+    identity."""
+
+    def __init__(self):
+        self.has_products = self.has_lookups = False
 
 
 class ObservedArray(ArrayOperators):
     """A weight whose gradient contains statistics of its inputs.
 
-    The value and the derivatives equal the base. The gradient with respect to `sums` is
-    an [`Observed`][], for every differentiated function. Rows without influence on the
-    function, such as padding, are left out.
+    The value and the derivatives equal the base. The gradients with respect to
+    `products` and `lookups` are an [`Observed`][], for every differentiated function.
+    Rows without influence on the function, such as padding, are left out.
 
     **Fields:**
 
     - `base`: the weight.
-    - `sums`: zeros.
+    - `products`, `lookups`: zeros for the statistics of products, and of lookups of
+        rows. None if the statistics are not recorded.
     - `inputs`: the contracted axes, counted from the end.
     - `stack`: the axes of a stack of matrices, counted from the end.
     - `every_row`: whether to also count rows without influence.
     - `looked_up`: whether this array consists of rows from a lookup.
+    - `unit`: a factor of the rows of `products`, a power of two.
+    - `uses`: a record of the uses while the function is traced, or None.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"inputs": "whole", "stack": "kept"}
 
     base: Float[Array, "..."]
-    sums: Observed
+    products: Observed | None
+    lookups: Observed | None
     inputs: tuple[int, ...] = eqx.field(static=True)
     stack: tuple[int, ...] = eqx.field(static=True)
     every_row: bool = eqx.field(static=True, default=False)
     looked_up: bool = eqx.field(static=True, default=False)
+    unit: float = eqx.field(static=True, default=1.0)
+    uses: Uses | None = eqx.field(static=True, default=None)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,7 +110,8 @@ class ObservedArray(ArrayOperators):
 
     @property
     def is_whole(self) -> bool:
-        return all(hasattr(x, "shape") for x in (self.base, self.sums.gram))
+        sums = [x.gram for x in (self.products, self.lookups) if x is not None]
+        return all(hasattr(x, "shape") for x in (self.base, *sums))
 
     @property
     def outputs(self) -> tuple[int, ...]:
@@ -107,9 +125,11 @@ class ObservedArray(ArrayOperators):
 
     def dequantize(self) -> Float[Array, "..."]:
         """Return the weight. For rows from a lookup, also observe their gradient."""
-        if not self.looked_up:
+        if self.looked_up and self.uses is not None:
+            self.uses.has_lookups = True
+        if not self.looked_up or self.lookups is None:
             return self.base
-        sums, order = self.sums, self.matrix_axes.order
+        sums, order = self.lookups, self.matrix_axes.order
         transposed = jnp.transpose(self.base, order)
         stack = transposed.shape[: len(self.stack)]
         rows = transposed.reshape(*stack, -1, sums.gram.shape[-1])
@@ -123,7 +143,8 @@ class ObservedArray(ArrayOperators):
     #
 
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
-        return {"base": tuple(range(ndim)), "sums": (*groups["stack"], ...)}
+        sums = (*groups["stack"], ...)
+        return {"base": tuple(range(ndim)), "products": sums, "lookups": sums}
 
     @property
     def blocked_axes(self) -> tuple[int, ...]:
@@ -160,7 +181,9 @@ class ObservedArray(ArrayOperators):
     # Products
     #
 
-    def _ties(self, x: Shaped[Array, "*batch rows size"], batch: int):
+    def _ties(
+        self, sums: Observed, x: Shaped[Array, "*batch rows size"], batch: int
+    ) -> tuple[Array, ...]:
         """Return zeros for each row of `x`, computed from the parts of `sums`.
 
         The first is `x @ gram`. If its cotangent is `x`, the cotangent of `gram` is
@@ -168,11 +191,11 @@ class ObservedArray(ArrayOperators):
         """
         axes = tuple(range(batch))
         numbers = (((x.ndim - 1,), (batch,)), (axes, axes))
-        x = lax.stop_gradient(x).astype(self.sums.gram.dtype)
-        product = lax.dot_general(x, self.sums.gram, numbers, precision="highest")
+        x = lax.stop_gradient(x).astype(sums.gram.dtype)
+        product = lax.dot_general(x, sums.gram, numbers, precision="highest")
         shape = x.shape[:-1]
         spread = lambda part: lax.broadcast_in_dim(part, shape, axes)
-        return product, spread(self.sums.rows), spread(self.sums.power)
+        return product, spread(sums.rows), spread(sums.power), spread(sums.peak)
 
     @property
     def rounds_activations(self) -> bool:
@@ -193,6 +216,10 @@ class ObservedArray(ArrayOperators):
         contracted = {axis - self.ndim for axis, _ in over}
         if contracted != set(self.inputs) or not set(batched) <= set(self.stack):
             return out  # An unsupported kind of product.
+        if self.uses is not None:
+            self.uses.has_products = True
+        if self.products is None:
+            return out
 
         # Bring both to the axes (batch, axes that share `x`, rows, size or outputs).
         x_batch = [x_axis_of[axis] for axis in batched]
@@ -223,7 +250,9 @@ class ObservedArray(ArrayOperators):
         last = len(stack), len(stack) + 1
         sort = (*inverse_order([*batched, *sharing]), *last)
         rows, products = jnp.transpose(rows, sort), jnp.transpose(products, sort)
-        ties = self._ties(rows, len(stack))
+        if self.unit != 1:
+            rows = rows.astype(self.products.gram.dtype) * self.unit
+        ties = self._ties(self.products, rows, len(stack))
         products = tie_product[self.every_row](products, *ties, rows)
         products = jnp.transpose(products, inverse_order(sort)).reshape(shape)
         return jnp.transpose(products, inverse_order(order))

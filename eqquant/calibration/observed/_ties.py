@@ -14,7 +14,7 @@ def _pass(out, *_):
     return out
 
 
-def _forward_product(out, gram, rows, power, x):
+def _forward_product(out, gram, rows, power, peak, x):
     return out, (x, jnp.zeros((), gram.dtype))
 
 
@@ -23,15 +23,16 @@ def _backward_product(every_row: bool, residuals, ct):
     live = jnp.ones(ct.shape[:-1], bool) if every_row else jnp.any(ct != 0, -1)
     rows = jnp.where(live[..., None], x, 0).astype(like.dtype)
     power = jnp.sum(jnp.square(ct.astype(like.dtype)), -1)
-    return ct, rows, live.astype(like.dtype), power, jnp.zeros_like(x)
+    peak = jnp.max(jnp.abs(rows), -1)
+    return ct, rows, live.astype(like.dtype), power, peak, jnp.zeros_like(x)
 
 
 def _tie(every_row: bool) -> Callable:
     """Return `out`.
 
     For each row of `out` with a nonzero cotangent, the cotangent of `gram` is `x`, the
-    cotangent of `rows` is 1, and the cotangent of `power` is the squared norm of the
-    cotangent of `out`.
+    cotangent of `rows` is 1, the cotangent of `power` is the squared norm of the
+    cotangent of `out`, and the cotangent of `peak` is the largest magnitude of `x`.
     """
     tie = jax.custom_vjp(_pass)
     tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))

@@ -1,0 +1,236 @@
+"""Collect statistics of the inputs of weights while a model runs on data."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._jax import wide_dtype
+from ..arrays import MatrixAxes
+from ..trees import (
+    base_of,
+    Choice,
+    each_batch,
+    float_arrays,
+    replace_base,
+    replace_chosen,
+    sites,
+)
+from ._statistics import matrix_axes_of, WeightStatistics
+from .observed import Observed, ObservedArray, Uses
+
+
+# Inputs are scaled if the mean of the largest magnitude of each row is outside of these
+# bounds: squares in float32 would lose precision or overflow.
+_smallest, _largest = 2.0**-20, 2.0**30
+# Statistics of products and lookups, by the path of the weight.
+_Sums = Mapping[str, tuple[Observed | None, Observed | None]]
+
+
+@dataclasses.dataclass
+class ObservedWeight:
+    """A weight that is being observed.
+
+    **Fields:**
+
+    - `choice`, `shape`, `axes`, `zeros`: the weight, its shape, its axes, and the
+        initial statistics.
+    - `unit`: a power of two, by which inputs are multiplied.
+    - `products`, `lookups`: statistics of both uses, or None.
+    """
+
+    choice: Choice
+    shape: tuple[int, ...]
+    axes: MatrixAxes
+    zeros: Callable[[], Observed]
+    unit: float = 1.0
+    products: Observed | None = None
+    lookups: Observed | None = None
+
+    @classmethod
+    def of(cls, choice: Choice, leaf: Any) -> "ObservedWeight":
+        axes = matrix_axes_of(choice, leaf.ndim)
+        stack = [leaf.shape[a] for a in axes.stack]
+        size = math.prod(leaf.shape[a] for a in axes.inputs)
+        zeros = lambda: Observed.zeros(stack, size, wide_dtype(leaf.dtype))
+        return cls(choice, tuple(leaf.shape), axes, zeros)
+
+    @property
+    def path(self) -> str:
+        return self.choice.path
+
+    def rescale(self, unit: float) -> None:
+        """Change the unit of the inputs that were observed."""
+        if self.products is not None:
+            factor = unit / self.unit
+            gram, peak = self.products.gram * factor * factor, self.products.peak
+            products = (gram, self.products.rows, self.products.power, peak * factor)
+            self.products = Observed(*products)
+        self.unit = unit
+
+    def better_unit(self, peak: float, rows: float) -> float:
+        """Return the unit for a batch with a sum of peaks, in the current unit."""
+        if not math.isfinite(peak):
+            return 1.0
+        mean = peak / rows if rows else 0.0
+        assert self.products is not None
+        is_new = not np.any(np.asarray(self.products.rows))
+        if mean > _largest or (is_new and 0 < mean < _smallest):
+            return 2.0 ** round(math.log2(self.unit / mean))
+        return self.unit
+
+    def statistics(self) -> WeightStatistics:
+        """Return the statistics of both uses.
+
+        With both, rows of `X` are the gradients of the lookups, and the inputs of
+        products times the root mean square of their gradients. So a row of the weight
+        has the same expected loss in both.
+        """
+        products, lookups = self.products, self.lookups
+        own = self.shape, self.axes
+        if lookups is None:
+            assert products is not None
+            sums = products.gram, products.rows, products.power
+            return WeightStatistics(*sums, *own, self.choice.is_table, self.unit)
+        if products is None:
+            sums = lookups.gram, lookups.rows, lookups.power
+            return WeightStatistics(*sums, *own, True)
+        gain = products.power / jnp.maximum(products.rows, 1)
+        factor = jnp.sqrt(gain)[..., None, None] / self.unit
+        gram = lookups.gram + products.gram * factor * factor
+        sums = gram, lookups.rows + products.rows, lookups.power + products.power
+        return WeightStatistics(*sums, *own, True)
+
+
+def collect(
+    fn: Callable,
+    model: Any,
+    batches: Iterable,
+    choices: Sequence[Choice],
+    every_row: bool,
+    progress: bool | None,
+    *,
+    caller: str,
+) -> list[ObservedWeight]:
+    """Run `fn(model, batch)` for each batch, and observe the chosen weights."""
+    leaves = [site.leaf for site in sites(model)]
+    weights = {c.path: ObservedWeight.of(c, base_of(leaves[c.index])) for c in choices}
+
+    def observed(model, sums: _Sums, uses: dict[str, Uses]):
+        def observe(leaf, choice: Choice):
+            weight = weights[choice.path]
+            axes = weight.axes.inputs, weight.axes.stack
+            options = {"unit": weight.unit, "uses": uses.get(choice.path)}
+            args = *sums[choice.path], *axes, every_row
+            return replace_base(
+                lambda w: ObservedArray(jnp.asarray(w), *args, **options), leaf
+            )
+
+        return replace_chosen(observe, model, choices, caller=caller)
+
+    def project(sums: _Sums, model, batch, key, uses):
+        return _project(fn(observed(model, sums, uses), batch), key, caller)
+
+    def find_uses(batch, key) -> None:
+        """Allocate statistics for the uses of each weight, by tracing `fn` once."""
+        uses = {path: Uses() for path in weights}
+        dynamic, static = eqx.partition((model, batch), eqx.is_array)
+
+        def traced(dynamic):
+            sums = {path: (w.zeros(), w.zeros()) for path, w in weights.items()}
+            model, batch = eqx.combine(dynamic, static)
+            return project(sums, model, batch, key, uses)
+
+        jax.make_jaxpr(traced)(dynamic)
+        for path, weight in weights.items():
+            if uses[path].has_lookups:
+                weight.lookups = weight.zeros()
+            if uses[path].has_products or not uses[path].has_lookups:
+                weight.products = weight.zeros()
+
+    def new_step():
+        @eqx.filter_jit
+        def step(total: _Sums, model, batch, key):
+            zeros = jax.tree.map(jnp.zeros_like, total)
+            sums = jax.grad(project)(zeros, model, batch, key, {})
+            checks = {path: _checks(*of_path) for path, of_path in sums.items()}
+            return jax.tree.map(jnp.add, total, sums), checks
+
+        return step
+
+    step = new_step()
+    size = sum(math.prod(jax.eval_shape(w.zeros).gram.shape) for w in weights.values())
+    for i, batch in each_batch(
+        batches, size, progress, caller=caller, title="calibrating"
+    ):
+        key = jax.random.fold_in(jax.random.key(0), i + 1)
+        if i == 0:
+            find_uses(batch, key)
+        while True:
+            total = {path: (w.products, w.lookups) for path, w in weights.items()}
+            total, checks = step(total, model, batch, key)
+            checks = jax.device_get(checks)
+            if not _rescale(weights, checks):
+                break
+            step = new_step()
+        if wrong := [path for path, (is_finite, *_) in checks.items() if not is_finite]:
+            raise ValueError(
+                f"{caller}: activations must be finite, but batch {i} has "
+                f"inputs of {wrong[:5]} that are not."
+            )
+        for path, (products, lookups) in total.items():
+            weights[path].products, weights[path].lookups = products, lookups
+    return list(weights.values())
+
+
+def _rescale(weights: dict[str, ObservedWeight], checks: dict[str, tuple]) -> bool:
+    """Change units for a batch. Return whether the batch must be repeated."""
+    changed = False
+    for path, (_, peak, rows) in checks.items():
+        weight = weights[path]
+        if weight.products is None:
+            continue
+        unit = weight.better_unit(float(peak), float(rows))
+        if unit != weight.unit:
+            weight.rescale(unit)
+            changed = True
+    return changed
+
+
+def _checks(products: Observed | None, lookups: Observed | None) -> tuple:
+    """Return whether all sums are finite, the sum of peaks, and the number of rows."""
+    sums = [x for x in (products, lookups) if x is not None]
+    finite = [jnp.all(jnp.isfinite(a)) for x in sums for a in (x.gram, x.power)]
+    is_finite = jnp.all(jnp.stack(finite))
+    if products is None:
+        return is_finite, jnp.zeros(()), jnp.zeros(())
+    return is_finite, jnp.sum(products.peak), jnp.sum(products.rows)
+
+
+def _project(results: Any, key, caller: str) -> Any:
+    """Return the sum of the results with random signs.
+
+    Its gradient depends on all results, which do not cancel.
+    """
+    arrays = float_arrays(results)
+    if not arrays:
+        raise ValueError(
+            f"{caller}: fn must return floating-point arrays, got {results!r}."
+        )
+    parts = [part for x in arrays for part in _real_parts(x)]
+    total = jnp.zeros(())
+    for i, array in enumerate(parts):
+        signs = jax.random.rademacher(
+            jax.random.fold_in(key, i), array.shape, array.dtype
+        )
+        total += jnp.sum(array * signs).astype(total.dtype)
+    return total
+
+
+def _real_parts(x: Any) -> list:
+    return [x.real, x.imag] if jnp.iscomplexobj(x) else [x]
