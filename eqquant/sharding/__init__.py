@@ -5,10 +5,9 @@ quantize their arrays in each call. Imports `trees`,
 `arrays`, `partition` and `_jax`.
 """
 
-from ._quantizes_later import QuantizesLater as QuantizesLater
 from ._shard_tree import shard_tree as shard_tree
 from ._specs import check_spec as check_spec
-from ._split import Split as Split
+from ._split import QuantizesLater as QuantizesLater, Split as Split
 
 
 __all__ = [

@@ -9,9 +9,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from .._jax import typed
 from ..arrays import is_implicit
 from ..partition import names_of
-from ._quantizes_later import QuantizesLater
 from ._specs import check_spec, specs_of
-from ._split import is_array, Split
+from ._split import is_array, QuantizesLater, Split
 
 
 Tree = TypeVar("Tree")
@@ -83,9 +82,9 @@ def shard_tree(
         mesh axes split an axis, the axes of `batch` come last.
     - `scatter`: the axis of results to scatter over the mesh axes of their sum
         (reduce-scatter): -2 for the rows of activations (sequence parallelism), or -1
-        for the outputs of a weight. By default, and for sizes that are not divisible,
-        every device has the sum (all-reduce). This argument is for meshes with
-        automatic axes. On meshes with explicit axes, use `out_sharding` of a product.
+        for the outputs of a weight. Every device has the sum (all-reduce) with None,
+        and for sizes that are not divisible. This argument is for meshes with automatic
+        axes. On meshes with explicit axes, use `out_sharding` of a product.
 
     **Returns:**
 

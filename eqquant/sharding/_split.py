@@ -1,7 +1,8 @@
 """The sharding of one array: its placement, and the plan of its products."""
 
+import abc
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import equinox as eqx
 import jax
@@ -13,6 +14,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from .._jax import is_traced
 from ..arrays import is_implicit, QuantizedArray
 from ..partition import names_of, Plan
+
+
+Self = TypeVar("Self", bound="QuantizesLater")
 
 
 def is_array(x: Any) -> bool:
@@ -74,6 +78,21 @@ class Split:
                 for entry in self.spec
             )
         )
+
+
+class QuantizesLater(eqx.Module):
+    """A module that quantizes its arrays later.
+
+    It stores the sharding of each array, and applies it to the quantized arrays.
+    """
+
+    @abc.abstractmethod
+    def with_splits(self: Self, splits: Any) -> Self:
+        """Return the module with a sharding for each array.
+
+        `splits` is a tree of the same structure with a [`Split`][] for each array.
+        Raises `ValueError` if a sharding does not fit.
+        """
 
 
 def _put(x: Any, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> Any:

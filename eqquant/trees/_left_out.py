@@ -42,16 +42,16 @@ def warn_of_left_out(
         return
     chosen = {choice.path for choice in choices}
     known_rules = Rules(rules, format_rule, caller)
-    left = [
+    left_out = [
         site
         for site in found
         if site.path not in chosen
         and site.leaf.size >= min_size
         and known_rules.find(site) is None
     ]
-    share = sum(map(_nbytes, left)) / max(sum(map(_nbytes, found)), 1)
+    share = sum(map(_nbytes, left_out)) / max(sum(map(_nbytes, found)), 1)
     if share > _share:
-        largest = max(left, key=_nbytes)
+        largest = max(left_out, key=_nbytes)
         warn(
             f"{caller}: {share:.0%} of the bytes stay in floating point. The largest "
             f"array is {largest.path} of shape {tuple(largest.leaf.shape)}: "

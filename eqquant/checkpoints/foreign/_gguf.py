@@ -109,14 +109,14 @@ class _Reader:
 
     def strings(self, count: int, name: str) -> list[str]:
         """Read strings in one loop, because vocabularies have 100,000s of them."""
-        read, left, raws = self._file.read, self.size - self.position, []
+        read, remaining, raws = self._file.read, self.size - self.position, []
         for _ in range(count):
             length = int.from_bytes(read(8), "little")
-            left -= 8 + length
-            if left < 0:
+            remaining -= 8 + length
+            if remaining < 0:
                 self._fail_truncated(name)
             raws.append(read(length))
-        self.position = self.size - left
+        self.position = self.size - remaining
         try:
             return [raw.decode() for raw in raws]
         except UnicodeDecodeError:
