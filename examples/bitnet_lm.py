@@ -238,9 +238,24 @@ def plot(curves: dict, path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--rate", type=float, default=3e-3)
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=500,
+        help="Train each model for this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=3e-3,
+        help="Use this learning rate (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE / "output",
+        help="Write checkpoints and the plot to this folder.",
+    )
     options = parser.parse_args()
     if options.steps < STEPS_PER_CALL:
         parser.error(f"--steps must be {STEPS_PER_CALL} or more")

@@ -122,10 +122,32 @@ def plot(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sentences", type=int, default=480)
-    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--bits", type=float, nargs="*", default=BITS)
-    parser.add_argument("--output", type=pathlib.Path, default=minilm.HERE / "output")
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=480,
+        help="Calibrate on this many sentences (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rows",
+        nargs="*",
+        choices=ROWS,
+        default=list(ROWS),
+        help="Measure these formats and methods. By default, all.",
+    )
+    parser.add_argument(
+        "--bits",
+        type=float,
+        nargs="*",
+        default=BITS,
+        help="Allocate these budgets, in bits per weight. By default, all.",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=minilm.HERE / "output",
+        help="Write the plot to this folder (default: %(default)s).",
+    )
     options = parser.parse_args()
 
     model = minilm.load_model()

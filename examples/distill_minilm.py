@@ -356,15 +356,59 @@ COLUMNS = COLUMNS | {"seconds": ("seconds of CPU", "{:.0f}")}
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
-    parser.add_argument("--steps", type=int, help="by default those of the row")
-    parser.add_argument("--rate", type=float, help="of learning")
-    parser.add_argument("--sentences", type=int, default=480, help="to calibrate on")
-    parser.add_argument("--tokens", type=int, default=480, help="of a batch")
-    parser.add_argument("--layers", type=int, default=6, help="of the encoder to use")
-    parser.add_argument("--save-every", type=int, default=100, help="steps")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    parser.add_argument(
+        "--rows",
+        nargs="+",
+        choices=ROWS,
+        default=list(ROWS),
+        help="Train for these budgets, in bits per weight. By default, all.",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        help="Train for this many steps. By default, each budget has its own number.",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        help="Use this learning rate. By default, each budget has its own rate.",
+    )
+    parser.add_argument(
+        "--sentences",
+        type=int,
+        default=480,
+        help="Calibrate on this many sentences (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=480,
+        help="Put this many tokens into a batch (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        help="Use only the first layers of the encoder, this many (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=100,
+        help="Save the state after this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="Start again instead of resuming an interrupted run.",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE / "output",
+        help="Write checkpoints to this folder.",
+    )
     options = parser.parse_args(arguments)
 
     model = minilm.load_model()

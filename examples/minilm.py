@@ -343,8 +343,19 @@ def summarise(row: dict) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="Quantize to these formats. By default, all.",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE / "output",
+        help="Write the plot to this folder.",
+    )
     options = parser.parse_args()
 
     texts = read_sentences()

@@ -63,16 +63,59 @@ def plan(options) -> float:
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=ahead.MODELS, help="the size of Llama 3.1")
-    parser.add_argument("topology", help="such as v5e:4x4, v6e:16x16, v5p:2x2x2")
-    parser.add_argument("--data", type=int, default=1, help="parts of the batch")
-    parser.add_argument("--heads", type=int, default=8, help="parts of a layer")
-    parser.add_argument("--group", type=int, default=1, help="parts of each of these")
-    parser.add_argument("--weights", default="nf4", help="a format, or bfloat16")
-    parser.add_argument("--batch", type=int, default=32, help="sequences")
-    parser.add_argument("--length", type=int, default=4096, help="tokens of each")
-    parser.add_argument("--layers", type=int, help="fewer or more than the model has")
-    parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("model", choices=ahead.MODELS, help="The size of Llama 3.1.")
+    parser.add_argument(
+        "topology", help="The chips, for example v5e:4x4, v6e:16x16 or v5p:2x2x2."
+    )
+    parser.add_argument(
+        "--data",
+        type=int,
+        default=1,
+        help="Split the batch into this many parts (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--heads",
+        type=int,
+        default=8,
+        help="Split heads and hidden units of each layer into this many parts "
+        "(default: %(default)s).",
+    )
+    parser.add_argument(
+        "--group",
+        type=int,
+        default=1,
+        help="Split each of these parts again, into this many parts (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--weights",
+        default="nf4",
+        help="Store weights in this format, or in bfloat16 (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=32,
+        help="Serve this many sequences at once (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=4096,
+        help="Reserve this many tokens for each sequence (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        help="Plan for this number of layers. By default, the model has its own "
+        "number.",
+    )
+    parser.add_argument(
+        "--vocabulary",
+        type=int,
+        default=128_256,
+        help="Plan for a vocabulary of this size (default: %(default)s).",
+    )
     return plan(parser.parse_args(arguments))
 
 

@@ -187,10 +187,32 @@ def plot(results: list[dict], path: pathlib.Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--epochs", type=int, default=30)
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=FORMATS,
+        default=list(FORMATS),
+        help="Train with weights in these formats. By default, all.",
+    )
+    parser.add_argument(
+        "--seeds",
+        nargs="+",
+        type=int,
+        default=[0, 1, 2],
+        help="Repeat the experiment with these seeds.",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=int,
+        default=30,
+        help="Train for this many epochs (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE / "output",
+        help="Write checkpoints and the plot to this folder.",
+    )
     options = parser.parse_args()
     folder = options.output / "qat_digits"
     results = [

@@ -288,16 +288,67 @@ def plot(rows: dict[str, dict], path: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--held-out", type=int, default=1000, help="pairs")
-    parser.add_argument("--layers", type=int, default=6, help="of the encoder to use")
-    parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
-    parser.add_argument("--output", type=pathlib.Path, default=HERE / "output")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=60,
+        help="Train for this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=32,
+        help="Put this many pairs into a batch (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=8,
+        help="Use adapters of this rank (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=1e-3,
+        help="Use this learning rate (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Initialise the adapters and shuffle the data with this seed (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--held-out",
+        type=int,
+        default=1000,
+        help="Hold out this many pairs for the evaluation (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--layers",
+        type=int,
+        default=6,
+        help="Use only the first layers of the encoder, this many (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=20,
+        help="Save the state after this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="Start again instead of resuming an interrupted run.",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE / "output",
+        help="Write checkpoints and the plot to this folder.",
+    )
     options = parser.parse_args(arguments)
 
     data, held_out = load_data(options.held_out, options.seed)

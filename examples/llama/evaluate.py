@@ -126,15 +126,48 @@ def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
 
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
+    parser.add_argument(
+        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
+    )
     names = [*FORMATS, *BITS]
-    parser.add_argument("--formats", nargs="+", choices=[AS_IT_IS, *names])
-    parser.add_argument("--length", type=int, default=256, help="tokens of context")
-    parser.add_argument("--rows", type=int, help="number of rows of the text")
-    parser.add_argument("--prompt", default="class pathlib.Path\n")
-    parser.add_argument("--tokens", type=int, default=100, help="of the sample")
-    parser.add_argument("--batches", type=int, default=32, help="to calibrate on")
-    parser.add_argument("--output", type=pathlib.Path, default=OUTPUT)
+    parser.add_argument(
+        "--formats",
+        nargs="+",
+        choices=[AS_IT_IS, *names],
+        help="Measure these formats and budgets. By default, all.",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=256,
+        help="Use this many tokens of context (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rows", type=int, help="Evaluate this many rows of the text. By default, all."
+    )
+    parser.add_argument(
+        "--prompt",
+        default="class pathlib.Path\n",
+        help="Begin the sample with this text (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=100,
+        help="Generate this many tokens for the sample (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=32,
+        help="Calibrate on this many batches (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=OUTPUT,
+        help="Write the plot to this folder (default: %(default)s).",
+    )
     options = parser.parse_args(arguments)
     if options.tokens < 2:
         parser.error(f"--tokens must be 2 or more, got {options.tokens}")

@@ -121,21 +121,82 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
-    parser.add_argument("data", type=pathlib.Path, help="a text, or a .jsonl file")
-    parser.add_argument("--format", choices=FORMATS, help="nf4 by default")
-    parser.add_argument("--rank", type=int, default=8)
-    parser.add_argument("--alpha", type=float, help="twice the rank by default")
-    parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--batch", type=int, default=4, help="rows")
-    parser.add_argument("--length", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of learning")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--save-every", type=int, default=20, help="steps")
-    parser.add_argument("--fresh", action="store_true", help="do not resume")
     parser.add_argument(
-        "--output", type=pathlib.Path, default=HERE.parent / "output" / "adapters"
+        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
+    )
+    parser.add_argument(
+        "data", type=pathlib.Path, help="A text, or a .jsonl file of texts and chats."
+    )
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="Quantize the weights to this format. The default is nf4 for folders, "
+        "and the format of the file for GGUF.",
+    )
+    parser.add_argument(
+        "--rank",
+        type=int,
+        default=8,
+        help="Use adapters of this rank (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--alpha",
+        type=float,
+        help="Multiply adapters by alpha / rank. The default is twice the rank.",
+    )
+    parser.add_argument(
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="Drop this share of the inputs of adapters (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        help="Train for this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=4,
+        help="Put this many rows into a batch (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--length",
+        type=int,
+        default=256,
+        help="Put this many tokens into a row (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--rate",
+        type=float,
+        default=1e-3,
+        help="Use this learning rate (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Initialise the adapters and shuffle the data with this seed (default: "
+        "%(default)s).",
+    )
+    parser.add_argument(
+        "--save-every",
+        type=int,
+        default=20,
+        help="Save the state after this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--fresh",
+        action="store_true",
+        help="Start again instead of resuming an interrupted run.",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE.parent / "output" / "adapters",
+        help="Write the adapters to this folder.",
     )
     options = parser.parse_args(arguments)
     for name in ("rank", "steps", "batch", "length", "save_every"):

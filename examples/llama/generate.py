@@ -185,26 +185,77 @@ def generate(generator: Generator, text: Text, prompt: list[int], longest: int) 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=pathlib.Path, help="a folder or a GGUF file")
-    parser.add_argument("prompt", nargs="?", help="not needed with --chat")
-    parser.add_argument("--format", choices=FORMATS, help="nf4 by default")
     parser.add_argument(
-        "--kv", choices=["float", "int8", "int4", "nf4"], default="int8"
+        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
     )
-    parser.add_argument("--tokens", type=int, default=200, help="at most")
-    parser.add_argument("--temperature", type=float, default=0.7)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=0.95)
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--stop", nargs="+", default=[], help="tokens that end the text"
+        "prompt",
+        nargs="?",
+        help="The beginning of the text, or a message with --chat. Without it, "
+        "--chat starts a chat.",
     )
-    parser.add_argument("--chat", action="store_true", help="use the chat template")
-    parser.add_argument("--system", help="the system message of a chat")
     parser.add_argument(
-        "--context", type=int, default=1024, help="tokens of an interactive chat"
+        "--format",
+        choices=FORMATS,
+        help="Quantize the weights to this format. The default is nf4 for folders, "
+        "and the format of the file for GGUF.",
     )
-    parser.add_argument("--adapters", type=pathlib.Path, help="made by finetune.py")
+    parser.add_argument(
+        "--kv",
+        choices=["float", "int8", "int4", "nf4"],
+        default="int8",
+        help="Store keys and values in this format (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=200,
+        help="Generate at most this many tokens (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.7,
+        help="Sample at this temperature. With 0, take the most probable token "
+        "(default: %(default)s).",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=0,
+        help="Sample from this many tokens. With 0, from all (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        help="Sample from the most probable tokens with this total probability "
+        "(default: %(default)s).",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="Sample with this seed (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--stop", nargs="+", default=[], help="End the text at these tokens."
+    )
+    parser.add_argument(
+        "--chat", action="store_true", help="Use the chat template of the model."
+    )
+    parser.add_argument("--system", help="Begin a chat with this system message.")
+    parser.add_argument(
+        "--context",
+        type=int,
+        default=1024,
+        help="Keep this many tokens of an interactive chat (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--adapters",
+        type=pathlib.Path,
+        help="Add the adapters in this folder, which finetune.py wrote.",
+    )
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         parser.error(f"--tokens must be 1 or more, got {options.tokens}")

@@ -170,9 +170,17 @@ def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument(
-        "--output", type=pathlib.Path, default=HERE.parent / "output" / "small"
+        "--steps",
+        type=int,
+        default=1500,
+        help="Train for this many steps (default: %(default)s).",
+    )
+    parser.add_argument(
+        "--output",
+        type=pathlib.Path,
+        default=HERE.parent / "output" / "small",
+        help="Write the model, checkpoints and the plot to this folder.",
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:

@@ -1,0 +1,29 @@
+"""The `--help` of each example: whole sentences, with the defaults."""
+
+import ast
+import pathlib
+
+import pytest
+
+
+EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
+PROGRAMS = [
+    path for path in sorted(EXAMPLES.rglob("*.py")) if "add_argument" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_options_have_sentences_and_defaults(path):
+    calls = [
+        {keyword.arg: keyword.value for keyword in node.keywords}
+        | {"name": node.args[0]}
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "attr", None) == "add_argument"
+    ]
+    assert calls
+    for call in calls:
+        name, text = ast.literal_eval(call["name"]), ast.literal_eval(call["help"])
+        assert text[0].isupper() and text.endswith("."), name
+        if isinstance(call.get("default"), ast.Constant):
+            assert "%(default)s" in text, name
