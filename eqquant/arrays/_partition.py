@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from .._jax import explicit_mesh_of, manual_axes_in_context, parts_of
 from ..partition import (
     all_gather_scales,
-    ContractedAxes,
     Parts,
     parts_by_type,
     Plan,
@@ -119,7 +118,7 @@ class PartitionedCodes(Partitioned):
         return self.with_plan(plan.permuted(order))
 
     def split_product(
-        self: Any, g: ContractedAxes, codes, x, out_sharding: PartitionSpec | None
+        self: Any, g: Any, codes, x, out_sharding: PartitionSpec | None
     ) -> "SplitProduct":
         """Return the split of a product of permuted codes and a permuted activation."""
         weight, of_x = parts_by_type(codes), parts_by_type(x)
@@ -156,7 +155,7 @@ class SplitProduct:
         scales, plan = all_gather_scales(scales, self.plan, x, stack)
         return scales, dataclasses.replace(self, plan=plan)
 
-    def dot(self, g: ContractedAxes, x, codes, scales, **kwargs):
+    def dot(self, g: Any, x, codes, scales, **kwargs):
         """Multiply the merged operands."""
         plan = self.plan
         if plan is not None:

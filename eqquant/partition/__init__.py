@@ -36,7 +36,7 @@ from ._plan import (
     names_of as names_of,
     Plan as Plan,
 )
-from ._request import ContractedAxes as ContractedAxes, request as request
+from ._request import request as request
 from ._rule import (
     DOT as DOT,
     DOT_OVER_ROWS as DOT_OVER_ROWS,

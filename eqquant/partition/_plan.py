@@ -60,8 +60,7 @@ class Plan:
 
     def permuted(self, order: Sequence[int]) -> "Plan":
         """Return the plan after a transpose of the codes by `order`."""
-        axes = self.of(len(order))
-        return self._with(len(order), [axes[i] for i in order])
+        return self.picked(len(order), order)
 
     def picked(self, ndim: int, axes: Sequence[int | None]) -> "Plan":
         """Return the plan of codes that keep these of their `ndim` axes; None is a new

@@ -1,7 +1,7 @@
 """Requested shardings of the result of a product, on a mesh with explicit axes."""
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any
 
 from jax.sharding import AbstractMesh, PartitionSpec
 
@@ -25,36 +25,8 @@ def names_in_product(
     ]
 
 
-@runtime_checkable
-class ContractedAxes(Protocol):
-    """The geometry of a contraction: the properties that decide how it is split."""
-
-    @property
-    def stack(self) -> Sequence[int]: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def columns(self) -> Sequence[int]: ...
-    @property
-    def num_lead(self) -> int: ...
-    @property
-    def weight_order(self) -> Sequence[int]: ...
-    @property
-    def free(self) -> Sequence[int]: ...
-    @property
-    def first_free(self) -> int | None: ...
-    @property
-    def free_axes(self) -> slice: ...
-    @property
-    def contracted_axes(self) -> slice: ...
-
-
 def request(
-    mesh: AbstractMesh,
-    spec: PartitionSpec,
-    g: ContractedAxes,
-    lead: Parts,
-    weight: Parts,
+    mesh: AbstractMesh, spec: PartitionSpec, g: Any, lead: Parts, weight: Parts
 ) -> tuple[Plan, Parts, Parts]:
     """Return the plan of a product whose result is requested to be split by `spec`.
 
@@ -63,7 +35,7 @@ def request(
 
     **Arguments:**
 
-    - `g`: the geometry of the contraction.
+    - `g`: the `Geometry` of the contraction.
     - `lead`: the parts of the stack and the tokens.
     - `weight`: the parts of the permuted axes of the codes.
 
