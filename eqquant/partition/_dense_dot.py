@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from .._jax import has_explicit_axes, mapped_mesh_axes, spec_of
 from ._plan import Names, names_of
 from ._request import names_in_product
-from ._rule import Partition, Role, Rule
+from ._rule import derive, Role, Rule
 
 
 def dense_dot(
@@ -67,8 +67,9 @@ def _aligned(
         names |= zip(free, names_in_product(now, wanted, weight_names), strict=True)
     rule = dataclasses.replace(rule, leading=(*rule.leading, "mapped"))
     names["mapped"] = tuple(mapped_mesh_axes())
-    partition = Partition(jax.sharding.get_abstract_mesh(), rule, names)
-    x, w = map(jax.sharding.reshard, (x, w), map(partition.whole_spec, rule.operands))
+    mesh = jax.sharding.get_abstract_mesh()
+    partition = derive(rule, mesh, names, (1,) * len(rule.out), {})
+    x, w = map(jax.sharding.reshard, (x, w), partition.whole_specs)
     return x, w, partition.out_spec if requested is None else requested
 
 

@@ -6,9 +6,9 @@ the mesh axes that split them.
 """
 
 import dataclasses
-import functools as ft
 import math
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,117 +67,47 @@ class Partition:
 
     **Fields:**
 
-    - `names`: the mesh axes that split each role.
-    - `requested`: the mesh axes over which to scatter each axis of the result, if the
-        result is summed over them and the parts are equal.
-    - `ready`: the operands that arrive gathered.
+    - `in_specs`: the spec of each operand before it is gathered.
+    - `gathers`: the mesh axes over which each axis of each operand is gathered.
+    - `whole_specs`: the spec of each gathered operand.
+    - `over`: the mesh axes over which the product is summed.
+    - `scatter`: the mesh axes of the sum that split each axis of the result.
+    - `out_spec`: the spec of the result.
     """
 
     mesh: AbstractMesh
-    rule: Rule
-    names: Mapping[Role, Names]
-    shapes: Sequence[Sequence[int]] = ()
-    out_shape: Sequence[int] = ()
-    requested: Mapping[Role, Names] = dataclasses.field(default_factory=dict)
-    ready: frozenset[int] = frozenset()
-
-    @ft.cached_property
-    def leading(self) -> frozenset[str]:
-        """The mesh axes that split a leading role."""
-        return frozenset(n for role in self.rule.leading for n in self.names[role])
-
-    def kept(self, role: Role) -> Names:
-        """Return the mesh axes that split a role during the product."""
-        if role in self.rule.leading:
-            return self.names[role]
-        names = self.names.get(role, ())
-        return tuple(name for name in names if name not in self.leading)
-
-    def gathered(self, role: Role) -> Names:
-        """Return the mesh axes over which operands are gathered before the product."""
-        names, kept = self.names.get(role, ()), self.kept(role)
-        return tuple(name for name in names if name not in kept)
-
-    def _gathers(self, operand: int) -> list[Names]:
-        """Return the mesh axes over which each axis of an operand is gathered."""
-        roles = self.rule.operands[operand]
-        whole = operand in self.ready or "tokens" in roles
-        return [() if whole else self.gathered(role) for role in roles]
-
-    @property
-    def in_specs(self) -> tuple[PartitionSpec, ...]:
-        """The spec of each operand before it is gathered."""
-        # Gathered mesh axes are last, so that neighbours stay together.
-        return tuple(
-            spec_by(
-                (*self.kept(role), *names)
-                for role, names in zip(roles, self._gathers(i), strict=True)
-            )
-            for i, roles in enumerate(self.rule.operands)
-        )
-
-    def whole_spec(self, roles: Roles) -> PartitionSpec:
-        """Return the spec of an operand during the product."""
-        return spec_by(map(self.kept, roles))
-
-    @property
-    def over(self) -> Names:
-        """The mesh axes over which the product is summed."""
-        roles = dict.fromkeys(role for roles in self.rule.operands for role in roles)
-        summed = (self.kept(role) for role in roles if role not in self.rule.out)
-        return tuple(dict.fromkeys(sum(summed, ())))
-
-    @ft.cached_property
-    def scatter(self) -> dict[Role, Names]:
-        """The mesh axes over which the sum is scattered along each role of the
-        result."""
-        remaining, found = self.over, {}
-        for role, size in zip(self.rule.out, self.out_shape, strict=False):
-            names = self.requested.get(role, ())
-            names = tuple(name for name in names if name in remaining)
-            while names and size % parts_of(self.mesh, (*self.kept(role), *names)):
-                names = names[:-1]
-            found[role] = names
-            remaining = tuple(name for name in remaining if name not in names)
-        return found
+    in_specs: tuple[PartitionSpec, ...]
+    gathers: tuple[tuple[Names, ...], ...]
+    whole_specs: tuple[PartitionSpec, ...]
+    over: Names
+    scatter: tuple[Names, ...]
+    out_spec: PartitionSpec
 
     @property
     def all_reduced(self) -> Names:
         """The mesh axes over which every device has the sum."""
-        scattered = {name for names in self.scatter.values() for name in names}
-        return tuple(name for name in self.over if name not in scattered)
+        return _without(self.over, sum(self.scatter, ()))
 
-    @property
-    def out_spec(self) -> PartitionSpec:
-        """The spec of the result."""
-        return spec_by(
-            (*self.kept(role), *self.scatter.get(role, ())) for role in self.rule.out
-        )
+    def parts(self, *operands: Any) -> list[jax.ShapeDtypeStruct]:
+        """Return the shapes and dtypes of the gathered operands on each device."""
 
-    def _part(self, shape: Sequence[int], roles: Roles) -> tuple[int, ...]:
-        parts = (parts_of(self.mesh, self.kept(role)) for role in roles)
-        return tuple(n // k for n, k in zip(shape, parts, strict=True))
+        def part(x, spec):
+            counts = (parts_of(self.mesh, entry) for entry in spec)
+            shape = tuple(map(operator.floordiv, x.shape, counts))
+            return jax.ShapeDtypeStruct(shape, x.dtype)
 
-    @property
-    def parts(self) -> list[tuple[int, ...]]:
-        """The shapes of the gathered operands on each device."""
-        return list(map(self._part, self.shapes, self.rule.operands))
-
-    @property
-    def out_part(self) -> tuple[int, ...]:
-        """The shape of the result on each device, before it is scattered."""
-        return self._part(self.out_shape, self.rule.out)
+        return list(map(part, operands, self.whole_specs))
 
     def describe(self) -> str:
         """Describe the collectives."""
         text = f", on each of {self.mesh.size} devices"
-        gathered = (self.gathered(role) for role in CODES)
-        if names := sum(gathered, ()):
-            text += f", codes and scales gathered over {', '.join(names)} before"
-        if names := sum(self.scatter.values(), ()):
-            text += f", results summed and scattered over {', '.join(names)} after"
-        if names := self.all_reduced:
-            text += f", results summed over {', '.join(names)} after"
+        gathered = (name for axes in self.gathers for name in sum(axes, ()))
+        for names, what in (
+            (dict.fromkeys(gathered), "codes and scales gathered over {} before"),
+            (sum(self.scatter, ()), "results summed and scattered over {} after"),
+            (self.all_reduced, "results summed over {} after"),
+        ):
+            text += f", {what.format(', '.join(names))}" if names else ""
         return text
 
     def sharded(self, fn: Callable, out_dtype: Any) -> Callable:
@@ -185,28 +115,79 @@ class Partition:
         results in at least float32."""
         dtype = jnp.promote_types(out_dtype, jnp.float32) if self.over else out_dtype
 
-        def local(*operands):
-            parts = []
-            for i, part in enumerate(operands):
-                for axis, names in enumerate(self._gathers(i)):
-                    if names:
-                        part = lax.all_gather(part, names, axis=axis, tiled=True)
-                parts.append(part)
-            out = fn(*parts, dtype)
-            for axis, names in enumerate(self.scatter.values()):
+        def gather(part, gathers):
+            for axis, names in enumerate(gathers):
                 if names:
-                    out = lax.psum_scatter(
-                        out, names, scatter_dimension=axis, tiled=True
-                    )
+                    part = lax.all_gather(part, names, axis=axis, tiled=True)
+            return part
+
+        def local(*operands):
+            out = fn(*map(gather, operands, self.gathers), dtype)
+            for i, names in enumerate(self.scatter):
+                if names:
+                    out = lax.psum_scatter(out, names, scatter_dimension=i, tiled=True)
             out = lax.psum(out, self.all_reduced) if self.all_reduced else out
             return out.astype(out_dtype)
 
         return on_shards(local, self.mesh, self.in_specs, self.out_spec)
 
 
-def spec_by(axes) -> PartitionSpec:
-    """Return the spec of an array, from the mesh axes of each of its axes."""
-    return PartitionSpec(*(tuple(names) or None for names in axes))
+def _without(names: Names, others: Collection[str]) -> Names:
+    return tuple(name for name in names if name not in others)
+
+
+def _spec(axes: Iterable[Names]) -> PartitionSpec:
+    return PartitionSpec(*(names or None for names in axes))
+
+
+def derive(
+    rule: Rule,
+    mesh: AbstractMesh,
+    names: Mapping[Role, Names],
+    out_shape: Sequence[int],
+    requested: Mapping[Role, Names] | None = None,
+    ready: Collection[int] = (),
+) -> Partition:
+    """Return the partition of a product.
+
+    **Arguments:**
+
+    - `names`: the mesh axes that split each role.
+    - `out_shape`: the shape of the result.
+    - `requested`: the mesh axes over which to scatter each role of the result, if the
+        result is summed over them and the parts are equal. By default, a result without
+        leading role is stored like the operands.
+    - `ready`: the operands that arrive gathered.
+    """
+    leading = {name for role in rule.leading for name in names[role]}
+    kept = {
+        role: axes if role in rule.leading else _without(axes, leading)
+        for role, axes in names.items()
+    }
+    gathered = {role: _without(axes, kept[role]) for role, axes in names.items()}
+    gathers = tuple(
+        tuple(() if i in ready or "tokens" in roles else gathered[r] for r in roles)
+        for i, roles in enumerate(rule.operands)
+    )
+    wholes = [[kept[role] for role in roles] for roles in rule.operands]
+    # Gathered mesh axes are last, so that neighbours stay together.
+    ins = (map(operator.add, *axes) for axes in zip(wholes, gathers, strict=True))
+
+    summed = (role for roles in rule.operands for role in roles if role not in rule.out)
+    over = tuple(dict.fromkeys(name for role in summed for name in kept[role]))
+    scatter, remaining = [], over
+    for role, size in zip(rule.out, out_shape, strict=True):
+        wanted = (gathered if requested is None else requested).get(role, ())
+        found = tuple(name for name in wanted if name in remaining)
+        while found and size % parts_of(mesh, (*kept[role], *found)):
+            found = found[:-1]
+        scatter.append(found)
+        remaining = _without(remaining, found)
+    out = map(operator.add, (kept[role] for role in rule.out), scatter)
+    in_specs, whole_specs = tuple(map(_spec, ins)), tuple(map(_spec, wholes))
+    return Partition(
+        mesh, in_specs, gathers, whole_specs, over, tuple(scatter), _spec(out)
+    )
 
 
 def partition_product(
@@ -230,36 +211,37 @@ def partition_product(
     arrays = zip((*rule.operands, rule.out), (*shapes, out_shape), strict=True)
     for roles, shape in arrays:
         sizes.update(zip(roles, shape[-2:], strict=True))
-    ready = {i for i, roles in enumerate(rule.operands) if roles == SCALES}
-    rule = rule.stacked(len(stack), blocks := sizes["blocks"])
-    groups = packed // group if packed % group == 0 else 1
+    groups, blocks = packed // group if packed % group == 0 else 1, sizes["blocks"]
     # A role can be split into any divisor of these numbers.
     sizes |= {**dict(enumerate(stack)), "rows": rows}
     sizes["columns"] = groups if blocks == 1 else math.gcd(groups, blocks)
 
     used = set(manual_axes_in_context())
+    names: dict[Role, Names] = {"blocks": ()}
 
-    def fitting(role: Role, names: Sequence[str]) -> Names:
-        names = [name for name in names if name not in used]
-        while names and sizes[role] % parts_of(plan.mesh, tuple(names)):
-            names.pop()
-        used.update(names)
-        return tuple(names)
+    def assign(role: Role, wanted: Names) -> None:
+        found = _without(wanted, used)
+        while found and sizes[role] % parts_of(plan.mesh, found):
+            found = found[:-1]
+        used.update(found)
+        names[role] = found
 
-    roles = [*range(len(stack)), *CODES]
-    planned = dict(zip(roles, plan.of(len(roles)), strict=True))
-    names = {role: fitting(role, planned[role]) for role in range(len(stack))}
-    in_stack = frozenset(used)
-    names |= {role: fitting(role, planned[role]) for role in CODES}
-    used = set(in_stack)
-    names["tokens"] = fitting("tokens", plan.batch)
+    *of_stack, of_rows, of_columns = plan.of(len(stack) + 2)
+    for i, wanted in enumerate(of_stack):
+        assign(i, wanted)
+    in_stack = set(used)
+    assign("rows", of_rows)
+    assign("columns", of_columns)
+    used = in_stack
+    assign("tokens", plan.batch)
 
-    partition = Partition(plan.mesh, rule, names, shapes, out_shape)
-    requested = {role: partition.gathered(role) for role in CODES}
+    requested = None
     if "tokens" in rule.out:
-        requested = dict(zip(rule.out[-2:], plan.scatter, strict=True))
-    ready = frozenset(ready if plan.whole_scales else ())
-    return dataclasses.replace(partition, requested=requested, ready=ready)
+        requested = dict(zip(rule.out, plan.scatter, strict=True))
+    scales = [i for i, roles in enumerate(rule.operands) if roles == SCALES]
+    ready = scales if plan.whole_scales else ()
+    rule = rule.stacked(len(stack), blocks)
+    return derive(rule, plan.mesh, names, out_shape, requested, ready)
 
 
 def on_shards(local: Callable, mesh: Any, in_specs: tuple, out_specs) -> Callable:

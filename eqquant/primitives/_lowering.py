@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 
-import jax
 from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
@@ -147,10 +146,7 @@ def lowering_of(
     if plan is not None and devices > 1:
         partition = partition_of(matmul, plan, x, codes, scales)
         over, text = partition.over, partition.describe()
-        x, codes, scales = (
-            jax.ShapeDtypeStruct(shape, a.dtype)
-            for shape, a in zip(partition.parts, (x, codes, scales), strict=True)
-        )
+        x, codes, scales = partition.parts(x, codes, scales)
     elif devices > 1:
         tiers = PORTABLE
         text = (

@@ -99,10 +99,13 @@ def _partition(gradient: ScaleGradient, plan: Plan, *args) -> Partition:
 def _sharded(gradient: ScaleGradient, plan: Plan) -> Callable:
     def call(*args):
         partition = _partition(gradient, plan, *args)
+        whole = args[-1].shape[-1]
 
         def local(*args):
             *args, dtype = args
-            blocks = partition.out_part[-1]
+            blocks = gradient.blocks
+            if blocks > 1:
+                blocks = blocks * args[-1].shape[-1] // whole
             return dataclasses.replace(gradient, blocks=blocks, dtype=dtype)(*args)
 
         return partition.sharded(local, gradient.dtype)(*args)

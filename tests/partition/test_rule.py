@@ -1,5 +1,6 @@
 """Specs and collectives of products, derived from rules and plans without arrays."""
 
+import jax
 import pytest
 from eqquant.partition import (
     DOT,
@@ -49,7 +50,8 @@ def spell(spec):
 def test_scales_of_whole_rows_are_replicated_along_the_row():
     found = partition(DOT, ((), ("m",)), (X, CODES, (256, 1)), OUT)
     assert list(map(spell, found.in_specs)) == ["d,m", ",m", ","]
-    assert found.parts == [(4, 64), (256, 32), (256, 1)]
+    arrays = (jax.ShapeDtypeStruct(s, "f4") for s in (X, CODES, (256, 1)))
+    assert [a.shape for a in found.parts(*arrays)] == [(4, 64), (256, 32), (256, 1)]
 
 
 def test_a_requested_sum_is_scattered_if_parts_are_equal():
