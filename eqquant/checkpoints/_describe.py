@@ -196,7 +196,7 @@ def _describe_gguf(path: pathlib.Path) -> Description:
                 stored.shape,
                 stored.stop - stored.start,
                 stored.type.dtype is None,
-                stored.type.dtype is not None or stored.type.format is not None,
+                stored.is_exact,
             )
             for name, stored in file.tensors.items()
         }

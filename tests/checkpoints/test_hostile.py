@@ -56,6 +56,11 @@ def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
     return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
 
 
+def test_metadata_may_be_null(folder):
+    header = {"__metadata__": None, "a": entry()}
+    assert load(folder, join_file(header, bytes(8)))["a"].tolist() == [0, 0]
+
+
 @settings(max_examples=50)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_changed_bit_is_detected(folder, saved, at, bit):

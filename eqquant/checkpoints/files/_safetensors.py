@@ -236,7 +236,8 @@ def parse_header(
     """Return the metadata and the tensors of a header. Raise a `ValueError` if they do
     not fit a file of `file_size` bytes."""
     parsed = parse_object(header, f"{where}: the header")
-    metadata = parsed.pop("__metadata__", {})
+    metadata = parsed.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # Some libraries write null.
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):

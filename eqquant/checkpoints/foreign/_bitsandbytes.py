@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...formats import Int8, NF4
-from ..files import parse_object, Source
+from ..files import parse_object, Source, Tensor
 from ._entry import Entry, from_levels, NotExact
 from ._parts import find_parts, Parts
 
@@ -29,6 +29,7 @@ DTYPES = {
 # Smaller blocks would take more scales than weights.
 _smallest_block = 8
 _longest_state = 2**16
+_storage_dtypes = ("uint8", "int8", "float16", "bfloat16", "float32")
 
 
 def bitsandbytes_entries(source: Source) -> dict[str, Entry]:
@@ -77,9 +78,7 @@ class _State:
         self.dtype = DTYPES[self._setting("dtype", tuple(DTYPES))]
         self.size = math.prod(self.shape)
         self.blocks = -(-self.size // self.block)
-        stored = parts.look_up_flat(weight, "uint8")
-        if stored.size != -(-self.size // 2):
-            parts.fail(f"has {stored.size} bytes for {self.size} 4-bit values.")
+        self._check_packed(parts.tensor(weight))
         self.table = self._tensor("quant_map", "float32", 16)
         self.is_nested = f"{weight}.nested_absmax" in parts
         if self.is_nested != ("nested_blocksize" in self.state):
@@ -88,6 +87,17 @@ class _State:
         parts.look_up_flat(f"{weight}.absmax", dtype, self.blocks)
         if self.is_nested:
             self._read_nested()
+
+    def _check_packed(self, stored: Tensor) -> None:
+        """Check the tensor of codes. Its dtype is the `quant_storage` of bitsandbytes,
+        and does not matter."""
+        itemsize, dtype = stored.dtype.itemsize, stored.dtype.name
+        nbytes = itemsize * stored.size
+        if dtype not in _storage_dtypes:
+            self.parts.fail(f"must be {' or '.join(_storage_dtypes)}, got {dtype}.")
+        if -(-self.size // (2 * itemsize)) != stored.size:
+            self.parts.fail(f"has {nbytes} bytes for {self.size} 4-bit values.")
+        self.parts.names.append(stored.name)
 
     def _read_nested(self) -> None:
         """Read the settings and tensors of absmax that is quantized itself."""
@@ -133,7 +143,7 @@ class _State:
             return self.nested_table[absmax] * nested + np.float32(self.offset)
 
     def codes(self) -> np.ndarray:
-        packed = self.parts.read(self.weight).reshape(-1)
+        packed = self.parts.read(self.weight).reshape(-1).view(np.uint8)
         codes = np.empty((packed.size, 2), np.uint8)
         codes[:, 0], codes[:, 1] = packed >> np.uint8(4), packed & np.uint8(15)
         return codes.reshape(-1)[: self.size]

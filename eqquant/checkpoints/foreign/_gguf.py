@@ -25,6 +25,7 @@ VERSIONS = (2, 3)
 _default_alignment = 32
 _max_axes = 4
 _max_depth = 4
+_shapes = "comfy.gguf.orig_shape."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,14 @@ class Tensor:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether arrays of eqquant store it exactly: its type has a format, and blocks
+        do not cross rows."""
+        if self.type.dtype is not None:
+            return True
+        return self.type.format is not None and self.shape[-1] % self.type.block == 0
 
 
 class GGUFFile(contextlib.AbstractContextManager):
@@ -176,7 +185,28 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"the file is one of {count} parts. Merge them first, for example with "
             "`llama-gguf-split --merge`."
         )
-    return metadata, _place(reader, described, alignment)
+    return metadata, _reshaped(reader, metadata, _place(reader, described, alignment))
+
+
+def _reshaped(
+    reader: _Reader, metadata: dict[str, Any], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """Give tensors the shapes in the metadata. If blocks do not divide the rows of a
+    tensor, ComfyUI stores rows of one block, and the shape separately."""
+    shapes = {key: value for key, value in metadata.items() if key.startswith(_shapes)}
+    for key, shape in shapes.items():
+        name = key.removeprefix(_shapes)
+        if name not in tensors:
+            continue
+        is_integers = isinstance(shape, np.ndarray) and shape.dtype.kind in "iu"
+        sizes = tuple(shape.tolist()) if is_integers else ()
+        expected = math.prod(tensors[name].shape)
+        if not sizes or min(sizes) < 0 or math.prod(sizes) != expected:
+            reader.fail(
+                f"{key!r} must be a shape of {expected} elements, got {shape!r:.80}."
+            )
+        tensors[name] = dataclasses.replace(tensors[name], shape=sizes)
+    return tensors
 
 
 def _value(reader: _Reader, kind: int, key: str, depth: int = 0) -> Any:
@@ -217,8 +247,8 @@ def _describe(reader: _Reader) -> tuple[str, Type, tuple[int, ...], int]:
     if code not in TYPES:
         reader.fail(f"{name!r} has the unknown type {code}.")
     kind = TYPES[code]
-    if not 0 < math.prod(shape) < 2**63:
-        reader.fail(f"{name!r} has the shape {shape}, which is empty or too large.")
+    if not math.prod(shape) < 2**63:
+        reader.fail(f"{name!r} has the shape {shape}, which is too large.")
     last = shape[-1] if shape else 1
     if last % kind.block:
         reader.fail(

@@ -25,17 +25,26 @@ def _entry(file: GGUFFile, tensor: Tensor) -> Entry:
         tensor.type.dtype if is_plain else np.dtype("float32"),
         ft.partial(_plain if is_plain else _decode, file, tensor, where),
         None if is_plain else ft.partial(_quantized, file, tensor),
-        (tensor.type.name, tensor.type.format is not None),
+        (tensor.type.name, tensor.is_exact),
     )
 
 
 def _plain(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     del where
-    return file.read(tensor).view(tensor.type.dtype).reshape(tensor.shape)
+    return _raw(file, tensor).view(tensor.type.dtype).reshape(tensor.shape)
 
 
 def _blocks(file: GGUFFile, tensor: Tensor) -> np.ndarray:
-    return file.read(tensor).reshape(-1, tensor.type.nbytes)
+    return _raw(file, tensor).reshape(-1, tensor.type.nbytes)
+
+
+def _raw(file: GGUFFile, tensor: Tensor) -> np.ndarray:
+    if 0 in tensor.shape:
+        raise ValueError(
+            f"{file.path}: {tensor.name!r} has the shape {tensor.shape}, which has no "
+            "elements."
+        )
+    return file.read(tensor)
 
 
 def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
@@ -59,6 +68,10 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     if kind.format is None:
         raise NotExact(
             "has an offset per block that no format of eqquant stores exactly."
+        )
+    if not tensor.is_exact:
+        raise NotExact(
+            f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
         )
     raw = _blocks(file, tensor)
     step = _chunk // kind.block

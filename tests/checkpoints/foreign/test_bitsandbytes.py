@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int8, NF4
-from eqquant.checkpoints.files import Source
-from helpers import relative, TOLERANCE, unpacked
+from eqquant.checkpoints.files import Source, write_plain
+from helpers import assert_identical, relative, TOLERANCE, unpacked
 from safetensors.numpy import save_file
 
 
@@ -57,6 +57,27 @@ def test_nf4_equals_bitsandbytes(name, found, expected):
 
 def test_names_match(found, expected):
     assert set(found) == {name for name in expected if not name.startswith("int8")}
+
+
+@pytest.mark.parametrize("storage", ["float32", "float16", "bfloat16", "int8"])
+def test_codes_in_another_dtype(storage, found, tmp_path):
+    """`quant_storage` of bitsandbytes, which FSDP needs."""
+    parts = {
+        name: value
+        for name, value in tensors("bitsandbytes_4bit.safetensors").items()
+        if name.startswith("nf4.weight")
+    }
+    codes = parts["nf4.weight"].reshape(-1).view(jnp.dtype(storage))
+    path = tmp_path / "model.safetensors"
+    write_plain(path, {**parts, "nf4.weight": codes}, {})
+    got = eqquant.checkpoints.read_checkpoint(path)["nf4.weight"]
+    assert_identical(got, found["nf4.weight"])
+    write_plain(path, {**parts, "nf4.weight": codes[:-1]}, {})
+    with pytest.raises(ValueError, match="'nf4.weight' .* bytes for 3072 4-bit values"):
+        eqquant.checkpoints.read_checkpoint(path)
+    write_plain(path, {**parts, "nf4.weight": np.zeros(384, np.int32)}, {})
+    with pytest.raises(ValueError, match="'nf4.weight' .* must be uint8 .*got int32"):
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_codes_and_scales_equal_the_file(found):
@@ -198,7 +219,7 @@ def test_blocks_longer_than_the_weight(found, tmp_path):
         ),
         ({"weight.absmax": np.zeros(48, np.float64)}, "48 of float32 in .*absmax"),
         ({"weight": None}, "needs 'nf4.weight'"),
-        ({"weight": np.zeros((1536, 1), np.int8)}, "'nf4.weight' .*uint8"),
+        ({"weight": np.zeros((1536, 1), np.int32)}, "'nf4.weight' .*uint8"),
         ({"weight": np.zeros((1535, 1), np.uint8)}, "has 1535 bytes"),
         (
             {"weight.quant_state.bitsandbytes__nf4": np.zeros(9, np.uint8)},

@@ -209,3 +209,53 @@ def test_metadata():
 def test_codes_in_planar_order(found):
     # Codes are planar within a block, as in every format of eqquant.
     assert unpacked(found["Q4_0"]).shape == found["Q4_0"].shape
+
+
+def test_shapes_of_comfyui(tmp_path):
+    """Rows of 320 are no multiple of 256, so the file has rows of 256."""
+    sizes = lambda *shape: (
+        (5).to_bytes(4, "little")
+        + len(shape).to_bytes(8, "little")
+        + np.array(shape, "<i4").tobytes()
+    )
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        tensors = [
+            (name, name, shape, file.read(file.tensors[name]))
+            for name, shape in (("Q4_0", (2, 512)), ("Q6_K", (4, 256)))
+        ]
+    shapes = {"Q4_0": (8, 2, 64), "Q6_K": (8, 128)}
+    metadata = [
+        (f"comfy.gguf.orig_shape.{name}", 9, sizes(*shape))
+        for name, shape in shapes.items()
+    ]
+    path = write(tmp_path, tensors, metadata)
+    plain = write(tmp_path / "..", tensors)
+    with pytest.raises(
+        ValueError, match="Q6_K.* blocks of 256, which cross its rows of 128"
+    ):
+        eqquant.checkpoints.read_checkpoint(path)
+    got = eqquant.checkpoints.read_checkpoint(path, decode=True)
+    expected = eqquant.checkpoints.read_checkpoint(plain, decode=True)
+    assert eqquant.is_quantized(got["Q4_0"]) and not eqquant.is_quantized(got["Q6_K"])
+    for name, shape in shapes.items():
+        assert got[name].shape == shape
+        value, whole = (
+            np.asarray(x.dequantize() if eqquant.is_quantized(x) else x)
+            for x in (got[name], expected[name])
+        )
+        assert value.tobytes() == whole.tobytes()
+    described = eqquant.checkpoints.describe_checkpoint(path).tensors
+    assert [described[name].is_exact for name in shapes] == [True, False]
+
+
+def test_tensors_without_elements_raise_only_when_used(tmp_path):
+    block = np.ones(4, np.float32).tobytes()
+    path = write(
+        tmp_path, [("empty", "F32", (0, 4), b""), ("full", "F32", (4,), block)]
+    )
+    assert eqquant.checkpoints.describe_checkpoint(path).tensors["empty"].size == 0
+    like = {"full": jax.ShapeDtypeStruct((4,), np.float32)}
+    found = eqquant.load_quantized(path, like, None, ignore="empty")
+    assert found["full"].tolist() == [1] * 4
+    with pytest.raises(ValueError, match="'empty' has the shape .*no elements"):
+        eqquant.checkpoints.read_checkpoint(path)

@@ -40,6 +40,7 @@ def pair(key="k", kind=4, value=bytes(4)):
 
 
 ALIGN = "general.alignment"
+SHAPE = "comfy.gguf.orig_shape."
 F32 = 0
 BYTES = bytes(128)  # 32 float32 numbers.
 
@@ -106,7 +107,16 @@ CASES = {
     "an unknown type": (gguf(tensors=[tensor(kind=4)]), "unknown type 4"),
     "a huge shape": (gguf(tensors=[tensor(sizes=(2**40, 2**40))]), "has the shape"),
     "a large shape": (gguf(tensors=[tensor(sizes=(2**40,))]), "would end at byte"),
-    "an empty axis": (gguf(tensors=[tensor(sizes=(0, huge))]), "has the shape"),
+    "an empty axis": (gguf(tensors=[tensor(sizes=(0, huge))]), "'w' .* no elements"),
+    "a shape of other elements": (
+        gguf([pair(f"{SHAPE}w", 9, u32(5) + u64(2) + u32(4) + u32(9))]),
+        "orig_shape.w' must be a shape of 32 elements, got array",
+    ),
+    "a negative shape": (
+        gguf([pair(f"{SHAPE}w", 9, u32(5) + u64(2) + u32(2**32 - 4) * 2)]),
+        "orig_shape.w' must",
+    ),
+    "a shape of text": (gguf([pair(f"{SHAPE}w", 8, text("8"))]), "orig_shape.w' must"),
     "rows that blocks do not divide": (
         gguf(tensors=[tensor(sizes=(33,), kind=8)]),
         " 33 .* 32 in Q8_0",
