@@ -8,8 +8,14 @@ from ._fitted import Fit, FittedFormat, LowBitFormat
 from ._format import divide_blocks
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class _Integers(FittedFormat):
     """Integers of `bits` bits. A code is the integer plus `2 ** (bits - 1)`."""
+
+    block_size: int | None = 32
+    fit: Fit = "absmax"
+    affine: bool = False
+    double_quantization: bool = False
 
     integer_levels = True
 
@@ -30,7 +36,6 @@ class _Integers(FittedFormat):
         return (codes - self.largest_level).astype(dtype)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class Int4(_Integers):
     """4-bit integers in [-8, 7], times a scale. Ties round to even.
 
@@ -72,11 +77,6 @@ class Int4(_Integers):
         [`eqquant.NF4`][]. It requires `affine`, because other scales may be negative.
     """
 
-    block_size: int | None = 32
-    fit: Fit = "absmax"
-    affine: bool = False
-    double_quantization: bool = False
-
     name = "int4"
     bits = 4
 
@@ -101,15 +101,11 @@ class Int6(_Integers):
     """
 
     block_size: int | None = 64
-    fit: Fit = "absmax"
-    affine: bool = False
-    double_quantization: bool = False
 
     name = "int6"
     bits = 6
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
 class Int5(_Integers):
     """5-bit integers in [-16, 15], times a scale. Ties round to even.
 
@@ -126,11 +122,6 @@ class Int5(_Integers):
         assert 8 * q.nbytes / q.size == 5.5
         ```
     """
-
-    block_size: int | None = 32
-    fit: Fit = "absmax"
-    affine: bool = False
-    double_quantization: bool = False
 
     name = "int5"
     bits = 5
