@@ -1,13 +1,15 @@
 """Inspection: proofs and reports about compiled programs.
 
-Exports assertions, `explain`, `compile_for_tpu` and `compile_for_gpu`. Imports
-`dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
+Exports assertions, `explain`, `collectives`, `compile_for_tpu` and `compile_for_gpu`.
+Imports `dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
 """
 
+from ._collectives import Collective as Collective, collectives as collectives
 from ._compile import (
     compile_for_gpu as compile_for_gpu,
     compile_for_tpu as compile_for_tpu,
 )
+from ._explain import explain as explain
 from ._gpu_program import (
     GPUKernel as GPUKernel,
     GPUProgram as GPUProgram,
@@ -15,13 +17,14 @@ from ._gpu_program import (
 from ._inspect import (
     assert_not_materialised as assert_not_materialised,
     assert_trainable as assert_trainable,
-    explain as explain,
 )
 
 
 __all__ = [
     "assert_not_materialised",
     "assert_trainable",
+    "Collective",
+    "collectives",
     "compile_for_gpu",
     "compile_for_tpu",
     "explain",

@@ -114,7 +114,7 @@ class _Program:
         operation = target if is_known(target) else operation
         outs = [
             after(operation, inputs, math.prod(dims), window)
-            for _, dims in _arrays_in(instruction.shape)
+            for _, dims in arrays_in(instruction.shape)
         ]
         return outs if instruction.shape.startswith("(") else outs[0]
 
@@ -132,7 +132,7 @@ class _Program:
     def check(self, instruction: _Instruction, value: _Value):
         if instruction.operation in ("get-tuple-element", "tuple", "bitcast"):
             return
-        arrays = list(_arrays_in(instruction.shape))
+        arrays = list(arrays_in(instruction.shape))
         flows = _flows_in(value)
         if len(flows) != len(arrays):
             return  # A token or nested tuples.
@@ -165,23 +165,31 @@ _floating = re.compile(r"bf16|f\d\w*")
 _activation = re.compile(r"bf16|f\d\w*|[su]8")
 
 
-def _arrays_in(shape: str) -> Iterator[tuple[str, list[int]]]:
+def arrays_in(shape: str) -> Iterator[tuple[str, list[int]]]:
     """Yield the dtype and the dimensions of each array of a shape."""
     for dtype, dims in _array.findall(shape):
         yield dtype, [int(n) for n in re.findall(r"\d+", dims)]
 
 
 def _size(shape: str) -> int:
-    return sum(math.prod(dims) for _, dims in _arrays_in(shape))
+    return sum(math.prod(dims) for _, dims in arrays_in(shape))
 
 
 def _can_be_activation(shape: str) -> bool:
-    return any(_activation.fullmatch(dtype) for dtype, _ in _arrays_in(shape))
+    return any(_activation.fullmatch(dtype) for dtype, _ in arrays_in(shape))
 
 
 #
 # Parsing
 #
+
+
+def instructions_of(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the operation and the shape of each instruction of a program."""
+    for instructions in _parse(text)[0].values():
+        for instruction in instructions:
+            yield instruction.operation, instruction.shape
+
 
 _header = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _name = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")

@@ -7,12 +7,10 @@ from typing import Any
 import equinox as eqx
 import jax
 
-from .._jax import is_manual, num_devices_of, open_jaxpr, subjaxprs, typed
+from .._jax import typed
 from ..arrays import ImplicitArray, MaterialiseError, QuantizedArray
 from ..dispatch import substitute
 from ..formats import num_codes, planes_of
-from ..kernels import Compute
-from ..primitives import lowering_of, quantized_dot_p
 from ._flow import Flow, TrackedWeight
 from ._in_hlo import decoded_in_hlo
 from ._in_jaxpr import decoded_in_jaxpr
@@ -170,77 +168,13 @@ def _arrays(out: Any) -> list:
     return jax.tree.leaves(eqx.filter(out, eqx.is_array))
 
 
-def _on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
+def on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
     """Return `fn` as a function from the arrays in its arguments to result arrays."""
-    dynamic, static = eqx.partition((args, kwargs), eqx.is_array)
+    is_array = lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct)
+    dynamic, static = eqx.partition((args, kwargs), is_array)
 
     def call(dynamic):
         args, kwargs = eqx.combine(dynamic, static)
         return _arrays(fn(*args, **kwargs))
 
     return call, dynamic
-
-
-@typed
-def explain(
-    fn: Callable, *args: Any, platform: str | None = None, **kwargs: Any
-) -> str:
-    """Describe the kernel of each product with a quantized weight in a function.
-
-    !!! Example
-
-        ```python
-        import eqquant
-        import jax
-        import jax.numpy as jnp
-
-        w = eqquant.quantize(jax.random.normal(jax.random.key(0), (256, 128)), "int8")
-        x = jnp.ones((5, 128))
-        print(eqquant.debug.explain(lambda x, w: x @ w.T, x, w, platform="tpu"))
-        ```
-
-    **Arguments:**
-
-    - `fn`: a function. It is traced, not run.
-    - `*args`, `**kwargs`: its arguments.
-    - `platform`: `"cpu"`, `"gpu"` or `"tpu"`. The default is the platform of this
-        process. For arguments on several devices, the result describes one device.
-
-    **Returns:**
-
-    A line for each product: the shapes, the format, the kernel and its variant, the
-    reason for the choice, and the bits of rounded activations. A product that rounds
-    activations is not exactly linear. `docs/internals/kernels.md` lists the kernels.
-    """
-    platform = jax.default_backend() if platform is None else platform
-    call, dynamic = _on_arrays(fn, args, kwargs)
-    devices = max(map(num_devices_of, jax.tree.leaves(dynamic)), default=1)
-    lines = []
-    for eqn in _equations(jax.make_jaxpr(call)(dynamic)):
-        if eqn.primitive is quantized_dot_p:
-            x, codes, scales = (var.aval for var in eqn.invars)
-            out = eqn.outvars[0].aval
-            matmul = eqn.params["matmul"]
-            weight = repr(matmul.format)
-            if matmul.compute != Compute():
-                weight += f", {matmul.compute!r},"
-            lines.append(
-                f"{x.str_short()} by {weight} gives {out.str_short()}: "
-                + lowering_of(
-                    x,
-                    codes,
-                    scales,
-                    platform=platform,
-                    devices=1 if is_manual(x) else devices,
-                    **eqn.params,
-                )
-            )
-    return "\n".join(lines) if lines else "no product with a quantized weight"
-
-
-def _equations(jaxpr: Any):
-    jaxpr, _ = open_jaxpr(jaxpr)
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in subjaxprs(eqn.params):
-            yield from _equations(inner)
