@@ -22,6 +22,16 @@ _with_operands = ("all-gather-start", "collective-permute-start")
 class Collective(NamedTuple):
     """An array that a collective moves between devices.
 
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax.numpy as jnp
+
+        moved = eqquant.debug.collectives(jnp.sin, jnp.ones(8))
+        assert sum(collective.nbytes for collective in moved) == 0
+        ```
+
     **Fields:**
 
     - `kind`: `"all-gather"`, `"all-reduce"`, `"reduce-scatter"`, `"all-to-all"`,
