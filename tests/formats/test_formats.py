@@ -65,7 +65,7 @@ def test_the_defaults_of_the_issue():
         (NF4, TypeError, "block_size", "64", "positive integer or None"),
         (Int8, TypeError, "block_size", True, "positive integer or None"),
         (NF4, ValueError, "scale_dtype", "int8", "bfloat16', 'float32', 'float64"),
-        (Int8, ValueError, "scale_dtype", "float16", "bfloat16', 'float32', 'float64"),
+        (Int8, ValueError, "scale_dtype", "int16", "bfloat16', 'float32', 'float64"),
         (Int8, ValueError, "scale_dtype", "floaty", "bfloat16', 'float32', 'float64"),
         (Ternary, ValueError, "rule", "best", "absmean', 'threshold"),
     ],
