@@ -85,7 +85,7 @@ def test_errors_are_one_line(src, tmp_path, capsys):
     for arguments, message in (
         (["verify", dst], "no such file"),
         (["quantize", path, dst, "--rule", "x"], "PATTERN=FORMAT"),
-        (["quantize", path, dst, "--format", "int5"], "int5"),
+        (["quantize", path, dst, "--format", "int7"], "int7"),
         (["quantize", path, dst, "--format", "nf4:block=3"], "'block'"),
         (["quantize", path, path], "src and dst"),
         (["quantize", path, dst, "--max-shard-size", "0"], "max_shard_size"),

@@ -10,7 +10,23 @@ from jaxtyping import Array
 
 from ..._jax import config
 from ...arrays import from_components, QuantizedArray
-from ...formats import Format, FP8, Int2, Int3, Int4, Int8, NF4, pack, Ternary
+from ...formats import (
+    Codebook,
+    Format,
+    FP8,
+    Int2,
+    Int3,
+    Int4,
+    Int5,
+    Int6,
+    Int8,
+    MXFP4,
+    NF4,
+    pack,
+    scales_and_offsets,
+    ShortScales,
+    Ternary,
+)
 
 
 class NotExact(ValueError):
@@ -87,7 +103,9 @@ _narrower = {
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
-    NF4: (lambda codes: codes.astype(np.uint8), 0, 15),
+    **dict.fromkeys(
+        (NF4, MXFP4, Codebook), (lambda codes: codes.astype(np.uint8), 0, 15)
+    ),
     FP8: (lambda codes: codes, 0, 255),
     **{
         format: (
@@ -95,7 +113,7 @@ _levels: dict[type[Format], tuple[Callable, int, int]] = {
             -half,
             half - 1,
         )
-        for format, half in ((Int4, 8), (Int3, 4), (Int2, 2))
+        for format, half in ((Int6, 32), (Int5, 16), (Int4, 8), (Int3, 4), (Int2, 2))
     },
 }
 # Low float32 mantissa bits that are zero in 16-bit scales. Zeros there make products
@@ -111,8 +129,8 @@ def from_levels(
     offsets: np.ndarray | None = None,
 ) -> QuantizedArray:
     """Build a quantized array from integer levels `(*lead, size)` and scales `(*lead,
-    blocks)`, exactly, or raise [`NotExact`][]. For NF4 and FP8, `levels` are codes.
-    Affine formats have offsets of the same shape as scales."""
+    blocks)`, exactly, or raise [`NotExact`][]. For formats with a table of levels,
+    `levels` are codes. Affine formats have offsets of the same shape as scales."""
     to_codes, lowest, highest = _levels[type(format)]
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
@@ -121,7 +139,8 @@ def from_levels(
                 f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
-    scales, shifts = _float32(scales), None
+    table = [abs(level) for level in format.codebook or () if level]
+    scales, shifts = _float32(scales, min([1.0, *table])), None
     if offsets is not None:
         shifts = _float32(offsets)
         if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
@@ -137,7 +156,7 @@ def from_levels(
         codes = pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
     return from_components(
         jnp.asarray(codes),
-        jnp.asarray(scales),
+        _stored(scales, format),
         format,
         dtype=dtype,
         size=size,
@@ -162,10 +181,26 @@ def from_codes(
     )
 
 
-def _float32(scales: np.ndarray) -> np.ndarray:
+def _float32(scales: np.ndarray, smallest: float = 1.0) -> np.ndarray:
+    """Convert to float32, or raise [`NotExact`][] if products with the smallest level
+    are subnormal."""
     scales = np.ascontiguousarray(scales, np.float32)
-    if np.any((np.abs(scales) < np.finfo(np.float32).tiny) & (scales != 0)):
+    tiny = np.finfo(np.float32).tiny / smallest
+    if np.any((np.abs(scales) < tiny) & (scales != 0)):
         raise NotExact(
-            "has scales that are subnormal in float32, which XLA flushes to 0."
+            "has values that are subnormal in float32, which XLA flushes to 0."
         )
     return scales
+
+
+def _stored(scales: np.ndarray, format: Format) -> Any:
+    """Return scales as the format stores them, or raise [`NotExact`][]."""
+    kind, _ = scales_and_offsets(format.no_scales((), 1), format)
+    if isinstance(kind, ShortScales):
+        stored = kind.nearest(jnp.asarray(scales))
+    else:
+        with np.errstate(over="ignore"):
+            stored = jnp.asarray(scales.astype(format.scale_dtype))
+    if not np.array_equal(np.asarray(stored.astype("float32")), scales, equal_nan=True):
+        raise NotExact(f"has scales that {format!r} cannot represent.")
+    return stored

@@ -12,7 +12,17 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats import Format, Int4, Int8, Ternary
+from ...formats import (
+    Codebook,
+    Format,
+    Int3,
+    Int4,
+    Int5,
+    Int6,
+    Int8,
+    MXFP4,
+    Ternary,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,15 +31,17 @@ class Blocks:
 
     **Fields:**
 
-    - `levels`: `(count, block)`, int8.
+    - `levels`: `(count, block)`, int8, or float32 for FP4.
     - `scales`: `(count, scales)`, float32. Each scale covers an equal part of the
         block.
     - `offsets`: like `scales`, for types with offsets.
+    - `codes`: like `levels`, for types with a table of levels: the index of each level.
     """
 
     levels: np.ndarray
     scales: np.ndarray
     offsets: np.ndarray | None = None
+    codes: np.ndarray | None = None
 
     def decode(self) -> np.ndarray:
         count, parts = self.scales.shape
@@ -182,57 +194,59 @@ def _tq2_0(raw):
     return Blocks(_fields(q, 2, 32).astype(np.int8) - np.int8(1), _halves(d))
 
 
-# The levels of IQ4_NL and IQ4_XS, and the doubled levels of FP4 (e2m1).
+# The levels of IQ4_NL and IQ4_XS, and of FP4 (e2m1).
 _iq4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_fp4 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
-_iq4_levels, _fp4_levels = (np.array(table, np.int8) for table in (_iq4, _fp4))
+_iq4_levels = np.array(_iq4, np.int8)
+_fp4_levels = np.array(MXFP4.codebook, np.float32)
 
 
 def _iq4_nl(raw):
     d, q = _split(raw, 2)
-    return Blocks(_iq4_levels[_fields(q, 4, 16)], _halves(d))
+    codes = _fields(q, 4, 16)
+    return Blocks(_iq4_levels[codes], _halves(d), codes=codes)
 
 
 def _iq4_xs(raw):
     d, high, low, q = _split(raw, 2, 2, 4)
     scales = _fields(low, 4, 1) | _fields(high, 2, 1) << np.uint8(4)
     scales = scales.astype(np.float32) - np.float32(32)
-    return Blocks(_iq4_levels[_fields(q, 4, 16)], _halves(d) * scales)
+    codes = _fields(q, 4, 16)
+    return Blocks(_iq4_levels[codes], _halves(d) * scales, codes=codes)
 
 
 def _mxfp4(raw):
     exponents, q = _split(raw, 1)
-    # Halve the scales because the levels are doubled.
-    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 128)
-    return Blocks(_fp4_levels[_fields(q, 4, 16)], scales.astype(np.float32))
+    scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - 127)
+    codes = _fields(q, 4, 16)
+    codes[codes == 8] = 0  # ggml decodes -0 to 0.
+    return Blocks(_fp4_levels[codes], scales.astype(np.float32), codes=codes)
 
 
-_int4, _int8 = Int4(block_size=32), Int8(block_size=32)
-_affine = Int4(block_size=32, affine=True)
-_ternary = Ternary(block_size=256)
+_ternary = Ternary(block_size=256, scale_dtype="float16")
+_iq4_nl_format = Codebook(_iq4, block_size=32, scale_dtype="float16")
 
 # The types by their number in files.
 TYPES: dict[int, Type] = {
     0: Type("F32", nbytes=4, dtype=np.dtype("<f4")),
     1: Type("F16", nbytes=2, dtype=np.dtype("<f2")),
-    2: Type("Q4_0", 32, 18, unpack=_q4_0, format=_int4),
-    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=_affine),
-    6: Type("Q5_0", 32, 22, unpack=_q5_0, format=_int8),
-    7: Type("Q5_1", 32, 24, unpack=_q5_1),
-    8: Type("Q8_0", 32, 34, unpack=_q8_0, format=_int8),
+    2: Type("Q4_0", 32, 18, unpack=_q4_0, format=Int4(32, "float16")),
+    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=Int4(32, affine=True)),
+    6: Type("Q5_0", 32, 22, unpack=_q5_0, format=Int5(32, "float16")),
+    7: Type("Q5_1", 32, 24, unpack=_q5_1, format=Int5(32, affine=True)),
+    8: Type("Q8_0", 32, 34, unpack=_q8_0, format=Int8(32, "float16")),
     10: Type("Q2_K", 256, 84, unpack=_q2_k),
-    11: Type("Q3_K", 256, 110, unpack=_q3_k, format=Int4(block_size=16)),
+    11: Type("Q3_K", 256, 110, unpack=_q3_k, format=Int3(16, "float32")),
     12: Type("Q4_K", 256, 144, unpack=_q4_k),
     13: Type("Q5_K", 256, 176, unpack=_q5_k),
-    14: Type("Q6_K", 256, 210, unpack=_q6_k, format=Int8(block_size=16)),
+    14: Type("Q6_K", 256, 210, unpack=_q6_k, format=Int6(16)),
     16: Type("IQ2_XXS", 256, 66),
     17: Type("IQ2_XS", 256, 74),
     18: Type("IQ3_XXS", 256, 98),
     19: Type("IQ1_S", 256, 50),
-    20: Type("IQ4_NL", 32, 18, unpack=_iq4_nl, format=_int8),
+    20: Type("IQ4_NL", 32, 18, unpack=_iq4_nl, format=_iq4_nl_format),
     21: Type("IQ3_S", 256, 110),
     22: Type("IQ2_S", 256, 82),
-    23: Type("IQ4_XS", 256, 136, unpack=_iq4_xs, format=_int8),
+    23: Type("IQ4_XS", 256, 136, unpack=_iq4_xs, format=Codebook(_iq4, 32)),
     24: Type("I8", nbytes=1, dtype=np.dtype("i1")),
     25: Type("I16", nbytes=2, dtype=np.dtype("<i2")),
     26: Type("I32", nbytes=4, dtype=np.dtype("<i4")),
@@ -242,7 +256,7 @@ TYPES: dict[int, Type] = {
     30: Type("BF16", nbytes=2, dtype=np.dtype(jnp.bfloat16)),
     34: Type("TQ1_0", 256, 54, unpack=_tq1_0, format=_ternary),
     35: Type("TQ2_0", 256, 66, unpack=_tq2_0, format=_ternary),
-    39: Type("MXFP4", 32, 17, unpack=_mxfp4, format=_int8),
+    39: Type("MXFP4", 32, 17, unpack=_mxfp4, format=MXFP4()),
     40: Type("NVFP4", 64, 36),
     41: Type("Q1_0", 128, 18),
 }

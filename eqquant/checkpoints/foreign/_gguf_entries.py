@@ -81,7 +81,8 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     def joined(name: str) -> np.ndarray:
         return np.concatenate([getattr(p, name) for p in parts]).reshape(*lead, -1)
 
-    levels, scales = joined("levels"), joined("scales")
+    has_codes = parts[0].codes is not None
+    levels, scales = joined("codes" if has_codes else "levels"), joined("scales")
     assert levels.shape == (*lead, size)
     if kind.format.has_offsets:
         return from_codes(levels, scales, joined("offsets"), kind.format)

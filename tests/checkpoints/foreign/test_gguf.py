@@ -6,28 +6,37 @@ import eqquant
 import jax
 import numpy as np
 import pytest
-from eqquant import Int4, Int8, Ternary
+from eqquant import Int3, Int4, Int8, MXFP4, Ternary
+from eqquant.checkpoints.foreign._ggml import _iq4
 from eqquant.checkpoints.foreign._gguf import GGUFFile
+from eqquant.formats import Codebook, Int5, Int6
 from helpers import relative, TOLERANCE, unpacked
 from safetensors.numpy import load_file
 
 
 DATA = pathlib.Path(__file__).parent / "data"
 EXACT = {
-    "Q4_0": Int4(block_size=32),
+    "Q4_0": Int4(block_size=32, scale_dtype="float16"),
     "Q4_1": Int4(block_size=32, affine=True),
-    "Q3_K": Int4(block_size=16),
-    "Q8_0": Int8(block_size=32),
-    "Q5_0": Int8(block_size=32),
-    "Q6_K": Int8(block_size=16),
-    "IQ4_NL": Int8(block_size=32),
-    "IQ4_XS": Int8(block_size=32),
-    "MXFP4": Int8(block_size=32),
-    "TQ1_0": Ternary(block_size=256),
-    "TQ2_0": Ternary(block_size=256),
-    "stack": Int4(block_size=32),
+    "Q3_K": Int3(block_size=16, scale_dtype="float32"),
+    "Q8_0": Int8(block_size=32, scale_dtype="float16"),
+    "Q5_0": Int5(block_size=32, scale_dtype="float16"),
+    "Q5_1": Int5(block_size=32, affine=True),
+    "Q6_K": Int6(block_size=16),
+    "IQ4_NL": Codebook(_iq4, block_size=32, scale_dtype="float16"),
+    "IQ4_XS": Codebook(_iq4, block_size=32),
+    "MXFP4": MXFP4(),
+    "TQ1_0": Ternary(block_size=256, scale_dtype="float16"),
+    "TQ2_0": Ternary(block_size=256, scale_dtype="float16"),
+    "stack": Int4(block_size=32, scale_dtype="float16"),
 }
-WITH_OFFSETS = ("Q5_1", "Q2_K", "Q4_K", "Q5_K")
+# Bits per weight.
+BITS = {
+    **{"Q4_0": 4.5, "Q4_1": 6, "Q3_K": 5, "Q8_0": 8.5, "Q5_0": 5.5, "Q5_1": 7},
+    **{"Q6_K": 8, "IQ4_NL": 4.5, "IQ4_XS": 5, "MXFP4": 4.25, "TQ1_0": 2.0625},
+    **{"TQ2_0": 2.0625, "stack": 4.5},
+}
+WITH_OFFSETS = ("Q2_K", "Q4_K", "Q5_K")
 PLAIN = ("F32", "F16", "BF16")
 
 
@@ -70,17 +79,15 @@ def test_codes_equal_the_file(found):
         assert np.asarray(found["Q4_0"].codes).tobytes() == raw[:, 2:].tobytes()
         raw = file.read(file.tensors["Q8_0"]).reshape(-1, 34)
         assert np.asarray(found["Q8_0"].codes).tobytes() == raw[:, 2:].tobytes()
-        scales = raw[:, :2].copy().view("<f2").astype(np.float32)
-        assert np.asarray(found["Q8_0"].scales).tobytes() == scales.tobytes()
+        assert np.asarray(found["Q8_0"].scales).tobytes() == raw[:, :2].tobytes()
     assert (found["Q4_0"].scales < 0).any() and (found["Q4_0"].scales > 0).any()
 
 
 def test_bits_per_weight(found):
-    bits = {name: 8 * found[name].nbytes / found[name].size for name in EXACT}
-    assert bits["Q4_0"] == 5 and bits["Q8_0"] == 9 and bits["TQ2_0"] == 2.125
+    assert {name: 8 * found[name].nbytes / found[name].size for name in EXACT} == BITS
 
 
-@pytest.mark.parametrize("name", ["Q4_0", "Q6_K", "TQ2_0"])
+@pytest.mark.parametrize("name", [name for name in EXACT if name != "stack"])
 def test_products(name, found, expected, normal):
     q, dense = found[name], expected[name].astype(np.float64)
     x = normal(5, dense.shape[1])

@@ -75,7 +75,7 @@ def test_stacks(shape):
     )["layers"].weight  # fmt: skip
     values = load_file(DATA / "gguf_expected.safetensors")
     uniform = load("IQ4_NL", "IQ4_NL")
-    assert uniform.shape == shape and uniform.format.name == "int8"
+    assert uniform.shape == shape and uniform.format.name == "codebook"
     np.testing.assert_array_equal(uniform.dequantize()[1], values["IQ4_NL"])
     # llama.cpp mixes types in a file.
     for names in (("Q8_0", "Q6_K"), ("Q4_0", "F32"), ("F32", "Q4_0")):
