@@ -31,8 +31,7 @@ def spec_like(
     """Return the spec of an array that is split like `x`.
 
     `axes` has the axis of `x` for each axis of the array, or None if it is not split.
-    By default, these are the first axes of `x`. An axis without equal parts is not
-    split either.
+    The default is the first axes of `x`. An axis without equal parts is not split.
     """
     mesh = explicit_mesh_of(x)
     if mesh is None:
@@ -55,7 +54,7 @@ def reshard_to(x: Any, spec: Request, axes: Sequence[int | None] | None = None) 
     """Reshard `x` if a sharding is requested.
 
     `axes` has the entry of `spec` for each axis of `x`, or None if the axis keeps its
-    split. By default, these are all entries in order.
+    split. The default is all entries in order.
     """
     if spec is None:
         return x

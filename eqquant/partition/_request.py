@@ -31,7 +31,7 @@ def request(
     """Return the plan of a product whose result is requested to be split by `spec`.
 
     A mesh axis of the sum that `spec` names scatters the sum, if the parts are equal.
-    Of the free axes of the weight, only the first in storage can be split.
+    Only the first free axis of the weight in storage can be split.
 
     **Arguments:**
 

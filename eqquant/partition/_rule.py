@@ -212,7 +212,7 @@ def partition_product(
     for roles, shape in arrays:
         sizes.update(zip(roles, shape[-2:], strict=True))
     groups, blocks = packed // group if packed % group == 0 else 1, sizes["blocks"]
-    # A role can be split into any divisor of these numbers.
+    # A role can be split into any number of parts that divides its size.
     sizes |= {**dict(enumerate(stack)), "rows": rows}
     sizes["columns"] = groups if blocks == 1 else math.gcd(groups, blocks)
 
