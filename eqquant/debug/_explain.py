@@ -51,7 +51,8 @@ def explain(
     paths = [_path(keys) for keys, _ in jax.tree.leaves_with_path(dynamic)]
     lines: dict[str, list[str]] = {}
     for eqn, path in _products(jax.make_jaxpr(call)(dynamic), paths):
-        x, codes, scales = (var.aval for var in eqn.invars)
+        x, codes, *parts = (var.aval for var in eqn.invars)
+        scales = eqn.params["stored"].unflatten(parts)
         out = eqn.outvars[0].aval
         matmul = eqn.params["matmul"]
         weight = repr(matmul.format)
@@ -63,7 +64,8 @@ def explain(
             scales,
             platform=platform,
             devices=1 if is_manual(x) else devices,
-            **eqn.params,
+            matmul=matmul,
+            plan=eqn.params["plan"],
         )
         lines.setdefault(line, []).append(path)
     if not lines:

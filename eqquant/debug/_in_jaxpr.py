@@ -79,8 +79,8 @@ class _Walk:
         for jaxpr in inner:
             self.run(jaxpr, _by_type(jaxpr, eqn.invars, flows), path)
         if eqn.primitive is quantized_dot_p:
-            x, codes, scales = (_abstract(var) for var in eqn.invars)
-            for found in self.product(x, codes, scales, **eqn.params):
+            operands = (_abstract(var) for var in eqn.invars)
+            for found in self.product(*operands, **eqn.params):
                 self.found[f"{path}{found}"] = None
         operands = [
             Operand(flow, _size(var), _can_be_activation(var))
@@ -156,13 +156,16 @@ def _by_type(jaxpr, outer: Sequence, flows: Sequence[Flow]) -> list[Flow]:
     return out
 
 
-def _decoded_in_product(x, codes, scales, *, platform: str, matmul, plan) -> list[str]:
+def _decoded_in_product(
+    x, codes, *parts, platform: str, matmul, plan, stored
+) -> list[str]:
     """Search the lowering of a product on a platform, as if it were inlined."""
     del plan
     bits = matmul.format.bits
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
     weight = TrackedWeight(size, size, planes_of(bits), frozenset({size, matrix}))
     dot = ft.partial(implementation_on(platform), matmul=matmul)
-    jaxpr = jax.make_jaxpr(dot)(x, codes, scales)
-    flows = [Flow(data=True), Flow({weight: size}), Flow()]
+    run = lambda x, codes, *parts: dot(x, codes, stored.unflatten(parts))
+    jaxpr = jax.make_jaxpr(run)(x, codes, *parts)
+    flows = [Flow(data=True), Flow({weight: size}), *[Flow() for _ in parts]]
     return decoded_in_jaxpr(jaxpr, flows, lambda const: Flow(), platform)

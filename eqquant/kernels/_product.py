@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -188,6 +188,9 @@ class Kernel(abc.ABC):
     ) -> tuple[Int8[Array, "*m size"], Float[Array, "*m 1"]]:
         """Round the activation, whose rows are split over the mesh axes `over`."""
         return round_int8(x, over)
+
+    # True if `lower` accepts scales as they are stored, rather than decoded.
+    reads_short_scales: ClassVar[bool] = False
 
     def rounds_to_int8(self, product: Product) -> bool:
         """Return whether the kernel itself rounds each row of the activation to

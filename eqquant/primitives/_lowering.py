@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from jax.interpreters import mlir
 
 from .._jax import is_automatically_partitioned, is_exported
-from ..formats import num_bytes, num_codes
+from ..formats import float_scales, num_bytes, num_codes
 from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, xla
 from ..partition import (
     DOT,
@@ -72,6 +72,8 @@ def dot_by(tiers: Tiers) -> Callable:
         rounded = not over and kernel.rounds_to_int8(product)
         if matmul.compute.activations == "int8" and not rounded:
             x, x_unit = kernel.round_int8(x, over)
+        if not kernel.reads_short_scales:
+            scales = float_scales(scales)
         return kernel.lower(product, x, codes, scales, x_unit)
 
     return dot
@@ -90,7 +92,8 @@ def partition_of(matmul: Matmul, plan: Plan, x, codes, scales) -> Partition:
 def _sharded(dot: Callable, plan: Plan) -> Callable:
     """Run a product on each device, by a plan."""
 
-    def call(*args, matmul: Matmul):
+    def call(x, codes, scales, *, matmul: Matmul):
+        args = x, codes, float_scales(scales)
         partition = partition_of(matmul, plan, *args)
 
         def local(*args):
@@ -106,13 +109,17 @@ def _sharded(dot: Callable, plan: Plan) -> Callable:
 def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
     """Return the lowering for a platform, and for programs exported for it."""
 
-    def lower(ctx, *args, matmul: Matmul, plan: Plan | None):
+    def lower(ctx, *args, matmul: Matmul, plan: Plan | None, stored):
         dot = dot_by(exported if is_exported(ctx) else tiers)
         if is_automatically_partitioned(ctx):
-            plan = plan_for(ctx, plan, *ctx.avals_in)
+            plan = plan_for(ctx, plan, *ctx.avals_in[:3])
             # The compiler can split programs of XLA over devices, but not a kernel.
             dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan)
-        return mlir.lower_fun(dot, multiple_results=False)(ctx, *args, matmul=matmul)
+
+        def run(x, codes, *parts):
+            return dot(x, codes, stored.unflatten(parts), matmul=matmul)
+
+        return mlir.lower_fun(run, multiple_results=False)(ctx, *args)
 
     return lower
 

@@ -11,6 +11,8 @@ import operator
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.dtypes import float0
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Int8, UInt8
@@ -23,7 +25,7 @@ from .._jax import (
     typed,
     zero_tangent,
 )
-from ..formats import Format, num_codes, problems_of
+from ..formats import float_scales, Format, num_codes, problems_of, ShortScales
 from ..kernels import Compute, Matmul
 from ..partition import (
     merge,
@@ -46,7 +48,7 @@ quantized_dot_p = Primitive("quantized_dot")
 def quantized_dot(
     x: Float[Array, "*batch m size"],
     codes: UInt8[Array, "*batch rows packed"] | Int8[Array, "*batch rows packed"],
-    scales: Float[Array, "*batch rows blocks"],
+    scales: Float[Array, "*batch rows blocks"] | ShortScales,
     *,
     format: Format,
     contract_rows: bool = False,
@@ -79,7 +81,8 @@ def quantized_dot(
 
     - `x`: the activation, `(*batch, m, columns)`, or `(*batch, m, rows)` when
         contracting rows.
-    - `codes`, `scales`: the components of the weight.
+    - `codes`, `scales`: the components of the weight. Native kernels read
+        [`eqquant.formats.QuantizedScales`][] and other short scales as they are stored.
     - `format`: the format of both.
     - `contract_rows`: compute `x @ w` rather than `x @ w.T`.
     - `compute`: an [`eqquant.kernels.Compute`][].
@@ -97,24 +100,31 @@ def quantized_dot(
         out_dtype = jnp.promote_types(x.dtype, weight_dtype)
     compute = Compute() if compute is None else compute
     matmul = Matmul(format, contract_rows, compute, weight_dtype, out_dtype)
+    if plan is not None or explicit_mesh_of(codes) is not None:
+        # A plan splits scales with one number per block.
+        scales = float_scales(scales)
     return _bind(x, codes, scales, matmul, plan)
 
 
 def _bind(x, codes, scales, matmul: Matmul, plan: Plan | None):
-    args = match_varying(x, codes, scales)
-    return quantized_dot_p.bind(*args, matmul=matmul, plan=plan)
+    parts, stored = jax.tree.flatten(scales)
+    args = match_varying(x, codes, *parts)
+    return quantized_dot_p.bind(*args, matmul=matmul, plan=plan, stored=stored)
 
 
-def _uncompiled(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+def _uncompiled(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
     del plan
-    return dot_by(PORTABLE)(x, codes, scales, matmul=matmul)
+    return dot_by(PORTABLE)(x, codes, stored.unflatten(parts), matmul=matmul)
 
 
 define_impl(quantized_dot_p, _uncompiled)
 
 
 @quantized_dot_p.def_abstract_eval
-def _abstract_eval(x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+def _abstract_eval(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
+    scales = stored.unflatten(parts)
+    if isinstance(scales, ShortScales):
+        scales = jax.ShapeDtypeStruct(scales.shape, scales.dtype)
     format, contract_rows = matmul.format, matmul.contract_rows
     *batch, rows, packed = codes.shape
     columns = num_codes(packed, format.bits)
@@ -142,36 +152,54 @@ for _platform, _rule in lowerings.items():
     mlir.register_lowering(quantized_dot_p, _rule, platform=_platform)
 
 
-def _jvp(primals, tangents, *, matmul: Matmul, plan: Plan | None):
-    x, codes, scales = primals
-    x_dot, _, scales_dot = tangents
-    out = quantized_dot_p.bind(*primals, matmul=matmul, plan=plan)
+def _jvp(primals, tangents, *, matmul: Matmul, plan: Plan | None, stored):
+    x, codes, *parts = primals
+    x_dot, _, *parts_dot = tangents
+    scales = stored.unflatten(parts)
+    out = _bind(x, codes, scales, matmul, plan)
     terms = []
     if type(x_dot) is not ad.Zero:
         # The derivative of rounding activations is the identity.
         unrounded = matmul.with_compute(activations="float")
         terms.append(_bind(x_dot, codes, scales, unrounded, plan))
-    if type(scales_dot) is not ad.Zero:
+    if not all(map(_is_zero, parts_dot)):
+        decoded = lambda *parts: float_scales(stored.unflatten(parts))
+        parts_dot = tuple(map(_instantiated, parts, parts_dot))
+        _, scales_dot = jax.jvp(decoded, tuple(parts), parts_dot)
         terms.append(_bind(x, codes, scales_dot, matmul, plan))
     if not terms:
         return out, zero_tangent(out)
     return out, ft.reduce(operator.add, terms)
 
 
+def _is_zero(tangent) -> bool:
+    return type(tangent) is ad.Zero or tangent.dtype == float0
+
+
+def _instantiated(part, tangent):
+    if not _is_zero(tangent):
+        return tangent
+    is_float = jnp.issubdtype(part.dtype, jnp.floating)
+    return np.zeros(part.shape, part.dtype if is_float else float0)
+
+
 ad.primitive_jvps[quantized_dot_p] = _jvp
 
 
-def _transpose(ct, x, codes, scales, *, matmul: Matmul, plan: Plan | None):
+def _transpose(ct, x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
     if ad.is_undefined_primal(x):
+        nothing = [None] * (1 + len(parts))
         if type(ct) is ad.Zero:
-            return ad.Zero(x.aval), None, None
+            return ad.Zero(x.aval), *nothing
         back = dataclasses.replace(
             matmul.with_compute(activations="float"),
             contract_rows=not matmul.contract_rows,
             out_dtype=x.aval.dtype,
         )
+        scales = stored.unflatten(parts)
         out = _bind(ct, codes, scales, back, _plan_back(x.aval, codes, plan))
-        return _typed_as(out, x.aval), None, None
+        return _typed_as(out, x.aval), *nothing
+    (scales,) = parts  # The product is linear in floats only.
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
     if matmul.compute.activations == "int8":
@@ -223,10 +251,11 @@ def _typed_as(x, aval):
 ad.primitive_transposes[quantized_dot_p] = _transpose
 
 
-def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
-    x, codes, scales = args
-    x_dim, codes_dim, scales_dim = dims
-    if codes_dim is None and scales_dim is None:
+def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
+    x, codes, *parts = args
+    x_dim, codes_dim, *parts_dims = dims
+    if codes_dim is None and set(parts_dims) == {None}:
+        scales = stored.unflatten(parts)
         # Several activations for one weight are more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
@@ -251,7 +280,8 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
             return jnp.broadcast_to(a, (size, *a.shape))
         return jnp.moveaxis(a, dim, 0)
 
-    codes, scales = to_front(codes, codes_dim), to_front(scales, scales_dim)
+    codes = to_front(codes, codes_dim)
+    scales = stored.unflatten(map(to_front, parts, parts_dims))
     if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
         # Several weights for one activation are more rows of one weight.
         batch = x.ndim - 2
@@ -265,7 +295,8 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None):
             moved = [codes.shape[i] for i in order]
             merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
             plan = plan.permuted(order).reshaped(moved, merged)
-        out = _bind(x, to_rows(codes), to_rows(scales), matmul, plan)
+        scales = jax.tree.map(to_rows, scales)
+        out = _bind(x, to_rows(codes), scales, matmul, plan)
         return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
     return _bind(to_front(x, x_dim), codes, scales, matmul, plan), 0
 

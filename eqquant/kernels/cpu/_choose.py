@@ -65,6 +65,8 @@ class NativeKernel(Kernel):
     def why_slower(self, product: Product, library: Library) -> str | None:
         """Return why another kernel is faster, or None."""
 
+    reads_short_scales = True
+
     def rounds_to_int8(self, product):
         # In `x @ w`, kernels multiply the activation by scales before they round it.
         return self.arithmetic == "int8" and not product.contract_rows
