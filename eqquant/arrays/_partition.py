@@ -12,6 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import explicit_mesh_of, manual_axes_in_context, parts_of
+from ..formats import float_scales
 from ..partition import (
     all_gather_scales,
     Parts,
@@ -153,6 +154,10 @@ class SplitProduct:
     def gather(self, scales: Any, x, stack: int) -> tuple[Any, "SplitProduct"]:
         """Gather quantized scales while they are small."""
         scales, plan = all_gather_scales(scales, self.plan, x, stack)
+        parts = x, *jax.tree.leaves(scales)
+        if plan is not None or any(explicit_mesh_of(part) for part in parts):
+            # Scales with one number per block can be split.
+            scales = tuple(s if s is None else float_scales(s) for s in scales)
         return scales, dataclasses.replace(self, plan=plan)
 
     def dot(self, g: Any, x, codes, scales, **kwargs):

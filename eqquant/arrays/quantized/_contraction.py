@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import config, explicit_mesh_of
+from ..._jax import config
 from ...formats import float_scales, ShortScales
 from ...kernels import Precision
 from ...partition import dense_dot, merge, Parts, Request, reshard_to, spec_like, split
@@ -113,9 +113,6 @@ def _contract(
         stack = 1 if batch else 0
         (scales, offsets), product = product.gather((scales, offsets), x, stack)
 
-    mesh = explicit_mesh_of(q.codes) or explicit_mesh_of(x)
-    if product.plan is not None or mesh is not None:
-        scales = float_scales(scales)  # Plans split one number per block.
     affine = offsets is not None
     dtype = jnp.promote_types(out_dtype, jnp.float32) if affine else out_dtype
     out = product.dot(
