@@ -58,7 +58,7 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    shape: tuple[int, ...]
+    shape: tuple[Any, ...]  # A size may be symbolic.
     dtype: np.dtype
 
 
@@ -81,14 +81,24 @@ class Product:
         return self.compute.precision
 
     @property
-    def batch(self) -> tuple[int, ...]:
+    def batch(self) -> tuple[Any, ...]:
         """The axes of a stack of weights."""
         return self.codes.shape[:-2]
 
     @property
-    def m(self) -> int:
+    def m(self) -> Any:
         """The number of rows of the activation."""
         return self.x.shape[-2]
+
+    @property
+    def is_symbolic(self) -> bool:
+        """Whether a size is a symbol, as in `jax.export` with any batch size."""
+        sizes = (*self.x.shape, *self.codes.shape)
+        return not all(isinstance(n, int) for n in sizes)
+
+    def has_at_most(self, rows: int) -> bool:
+        """Return whether the activation has at most `rows` rows, for certain."""
+        return isinstance(self.m, int) and self.m <= rows
 
     @property
     def size(self) -> int:

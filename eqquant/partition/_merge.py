@@ -112,7 +112,7 @@ def merge(
 
 
 def split(
-    x: Shaped[Array, "..."], shapes: Sequence[Sequence[int]], parts: Parts
+    x: Shaped[Array, "..."], shapes: Sequence[Sequence[Any]], parts: Parts
 ) -> Shaped[Array, "..."]:
     """Split each axis that `merge` made into axes of the sizes in `shapes`.
 
@@ -144,11 +144,12 @@ def _runs(counts: Sequence[int]) -> list[list[int]]:
     return [[next(axes) for _ in range(count)] for count in counts]
 
 
-def _in_order(runs: list[list[int]], sizes: Sequence[int], parts: list[int]) -> bool:
+def _in_order(runs: list[list[int]], sizes: Sequence[Any], parts: list[int]) -> bool:
     """Return whether a plain reshape already places the parts first."""
 
     def run_in_order(run):
-        inner = [i for i in run if sizes[i] > parts[i]]
+        # Sizes may be symbolic, and `>` of symbols raises.
+        inner = [i for i in run if sizes[i] != parts[i]]
         return all(parts[i] == 1 for i in run if inner and i > inner[0])
 
     return all(map(run_in_order, runs))
@@ -159,7 +160,7 @@ def _parts_first(runs: list[list[int]]) -> list[int]:
     return [2 * i + inner for run in runs for inner in (0, 1) for i in run]
 
 
-def _reshape(x: Any, shape: Sequence[int], names: Sequence[Names]) -> Any:
+def _reshape(x: Any, shape: Sequence[Any], names: Sequence[Names]) -> Any:
     mesh = explicit_mesh_of(x)
     if mesh is None:
         return x.reshape(shape)

@@ -45,6 +45,10 @@ def choose_kernel(
     reason = ""
     for kernels in tiers:
         product = _for_parts(matmul, kernels, over).of(x, codes, scales)
+        if product.is_symbolic and kernels is not xla.KERNELS:
+            # Only the lowerings to XLA serve any size.
+            reason = ", because the number of rows is a symbol"
+            continue
         kernel = choose(kernels, product)
         if not isinstance(kernel, str):
             return kernel, product, reason

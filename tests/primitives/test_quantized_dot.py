@@ -4,6 +4,7 @@ import eqquant
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -307,6 +308,26 @@ def test_export(default_format, normal):
     # Exported programs use XLA's lowering on every platform.
     (out,) = exported(lambda x, q: x @ q.T, x, q)
     assert relative(out, x @ q.T) < TOLERANCE["high"]
+
+
+@pairs(
+    "format, precision, axis, activations",
+    FORMATS,
+    TOLERANCE,
+    [-1, 0],
+    [None, "int8"],
+)
+def test_export_for_any_number_of_rows(format, precision, axis, activations, normal):
+    """Kernels are not chosen by a comparison of symbols."""
+    how = {"axis": axis, "precision": precision, "activations": activations}
+    q, w = make(normal, format, 24, 100, **how)
+    product = jax.jit(lambda x: x @ q.T)
+    rows = jax.ShapeDtypeStruct((*jax.export.symbolic_shape("b"), 100), "float32")
+    program = jax.export.export(product, platforms=["cpu", "tpu", "cuda"])(rows)
+    bound = 0.02 if activations else TOLERANCE[precision]
+    for m in (1, 300):
+        x = normal(m, 100)
+        assert relative(program.call(x), x @ w.T) < bound
 
 
 def test_no_weight_is_materialised(format, normal):

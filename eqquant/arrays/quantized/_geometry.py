@@ -8,9 +8,11 @@ axes. It then contracts either the columns and the blocked axes, or the rows.
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 
-Sizes = tuple[int, ...]
+# A size may be symbolic, in an exported program for any batch size.
+Sizes = tuple[Any, ...]
 Pairs = Sequence[tuple[int, int]]
 
 
@@ -134,7 +136,7 @@ class Geometry:
 
 def geometry(
     shape: Sequence[int],
-    x_shape: Sequence[int],
+    x_shape: Sequence[Any],
     blocked: Sequence[int],
     over: Pairs,
     batch: Pairs = (),

@@ -63,14 +63,14 @@ def _splits(product: Product) -> bool:
     # Above 2048 rows, splitting takes longer than the product gains.
     is_high = product.precision == "high" and _may_round(product)
     integers = product.has_integer_rows and _sums_fit(product)
-    return is_high and integers and product.m <= 2048
+    return is_high and integers and product.has_at_most(2048)
 
 
 def _rounds(product: Product) -> bool:
     # Above 128 rows, bfloat16 is as fast and more accurate, unless the codes are int8.
     is_default = product.precision == "default" and _may_round(product)
     codes_are_int8 = product.has_integer_rows and product.format.bits == 8
-    faster = product.m <= 128 or codes_are_int8
+    faster = product.has_at_most(128) or codes_are_int8
     return is_default and _sums_fit(product) and faster
 
 

@@ -43,6 +43,7 @@ def tiled(
     height = rows if is_small else tile_rows(rows, columns * whole.dtype.itemsize)
     count, rest = divmod(rows, height)
     m = x.shape[0]
+    is_thin = isinstance(m, int) and m <= 8  # Otherwise `m` may be symbolic.
 
     def rows_of(a, i, axis=0, size=height):
         return lax.dynamic_slice_in_dim(a, i * height, size, axis)
@@ -56,17 +57,17 @@ def tiled(
             return out + use(rows_of(x, i, axis=1, size=size), tile)
         # The result is transposed while it is assembled, so that the results of a tile
         # are contiguous. For large m, the transposition would cost more.
-        if m <= 8:
+        if is_thin:
             return lax.dynamic_update_slice_in_dim(out, use(x, tile).T, i * height, 0)
         return lax.dynamic_update_slice_in_dim(out, use(x, tile), i * height, 1)
 
-    shape = (m, columns) if contract_rows else (rows, m) if m <= 8 else (m, rows)
+    shape = (m, columns) if contract_rows else (rows, m) if is_thin else (m, rows)
     out, _, _, _ = match_varying(jnp.zeros(shape, dtype), x, codes, scales)
 
     out = pipeline(count, decoded, add, out)
     if rest:
         out = add(count, decoded(count, size=rest), out, size=rest)
-    return out.T if not contract_rows and m <= 8 else out
+    return out.T if not contract_rows and is_thin else out
 
 
 def decode_tile(
