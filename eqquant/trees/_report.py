@@ -1,7 +1,7 @@
 """Reports about quantized models."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -16,6 +16,7 @@ from ._calibration import AbstractCalibration
 from ._choice import base_of
 from ._conventions import WeightAxes
 from ._forward import check_forward
+from ._grouped import grouped
 from ._results import results_error
 from ._roles import classify
 from ._sites import Site, sites
@@ -56,6 +57,9 @@ class ReportRow:
         model's results, as in [`eqquant.allocate`][]; `None` without data for this
         weight. The printed table has its share of the sum.
     - `reason`: why the array is not quantized, or why it takes unusually many bits.
+    - `axes`: the axes along which blocks run or that share a scale, counted from the
+        front; empty if the array is not quantized. They should be the contracted axes
+        of products: the last for `w @ x`, and the first for `x @ w`.
     """
 
     path: str
@@ -70,13 +74,17 @@ class ReportRow:
     output_error: float | None = None
     rounded_output_error: float | None = None
     loss: float | None = None
+    axes: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
     """A table, one row per array: print it, or use its `rows`.
 
-    Notebooks show it as HTML, and sort it by the column that you click.
+    The printed table starts with the largest array. Arrays that differ only in numbers
+    in their paths are one line, with the sum of their bytes, the smallest SQNR and the
+    largest errors. So are all vectors that are not quantized for one reason. Notebooks
+    show all rows as HTML, and sort them by the column that you click.
 
     !!! Example
 
@@ -115,7 +123,8 @@ class Report:
         return sum(row.loss or 0.0 for row in self.rows)
 
     def __str__(self) -> str:
-        first, *lines = as_text([*self._table(), self._total()])
+        rows = grouped(self.rows)
+        first, *lines = as_text([*self._table(rows), self._total()])
         rule = "-" * max(map(len, [first, *lines]))
         end = (self._caption(),) if self._caption() else ()
         return "\n".join([first, rule, *lines[:-1], rule, lines[-1], *end])
@@ -124,20 +133,21 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return a table that notebooks show. A click on a column sorts by it."""
-        return as_html(self._table(), self._total(), self._caption())
+        return as_html(self._table(self.rows), self._total(), self._caption())
 
     def _is_calibrated(self) -> bool:
         return any(row.output_error is not None for row in self.rows)
 
-    def _table(self) -> list[tuple[str, ...]]:
+    def _table(self, rows: Sequence[ReportRow]) -> list[tuple[str, ...]]:
         errors = ("output error", "if rounded", "share of loss")
-        names = ("path", "shape", "format", "bits", "before", "after", "SQNR")
+        names = ("path", "shape", "axis", "format", "bits", "before", "after", "SQNR")
         header = (*names, *(errors if self._is_calibrated() else ()), "")
         table: list[tuple[str, ...]] = [header]
-        for row in self.rows:
+        for row in rows:
             cells = (
                 row.path,
                 "x".join(map(str, row.shape)) or "scalar",
+                ",".join(map(str, row.axes)),
                 "-" if row.format is None else row.format.name,
                 f"{row.bits:.2f}",
                 f"{row.bytes_before:,}",
@@ -163,6 +173,7 @@ class Report:
         return (
             "total",
             f"{elements:,}",
+            "",
             "",
             f"{bits:.2f}",
             f"{self.bytes_before:,}",
@@ -307,7 +318,8 @@ def row_of(
         error,
         sqnr,
         reason,
-        *(errors or ()),
+        *(errors or (None, None, None)),
+        axes=stored.blocked_axes if is_quantized(stored) else (),
     )
 
 
