@@ -272,6 +272,26 @@ def test_vmap_over_weights(default_format, reflected, x_axis, normal):
     assert_close(pulled(q, x), pulled(w, x), 1e-5)
 
 
+def test_vmap_over_activations_adds_rows_to_one_product(normal):
+    q = eqquant.quantize(normal(24, 64), "nf4")
+    product = jax.vmap(lambda x: x @ q.T)
+    jaxpr = jax.make_jaxpr(product)(normal(5, 3, 64))
+    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "quantized_dot"]
+    assert [var.aval.shape[-2:] for var in eqn.invars[:2]] == [(15, 64), (24, 32)]
+    assert eqn.invars[1].aval.ndim == 2
+
+
+def test_vmap_over_scales(normal):
+    q = eqquant.quantize(normal(24, 64), "nf4")
+    x, factors = normal(3, 64), jnp.arange(1.0, 6.0)
+    with_scales = lambda scales: eqquant.arrays.from_components(
+        q.codes, scales, q.format
+    )
+    got = jax.vmap(lambda factor: x @ with_scales(q.scales * factor).T)(factors)
+    expected = jnp.stack([x @ q.T * factor for factor in factors])
+    assert_close(got, expected)
+
+
 def test_the_gradient_with_respect_to_scales(format, normal):
     if format.quantized_scales:
         pytest.skip("scales in 8 bits have no gradient")
