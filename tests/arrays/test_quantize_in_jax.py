@@ -1,5 +1,7 @@
 """`eqquant.quantize` under transformations, and over several devices."""
 
+import functools as ft
+
 import eqquant
 import equinox as eqx
 import jax
@@ -106,3 +108,10 @@ def test_temporaries_are_small(default_format):
     temporary = lowered.compile().memory_analysis().temp_size_in_bytes
     searches = getattr(default_format, "fit", "absmax") != "absmax"
     assert temporary < (20e6 if searches else 10e6)
+
+
+def test_rows_longer_than_a_step_are_encoded_one_at_a_time(normal):
+    w = normal(3, 128)
+    encode = ft.partial(encode_rows, w, format=eqquant.NF4(), axes=(-1,))
+
+    assert_identical(encode(at_once=64), encode(at_once=None))
