@@ -1,5 +1,7 @@
 """Formats with offsets: `value = level * scale + offset`."""
 
+import functools
+
 import eqquant
 import equinox as eqx
 import jax
@@ -200,3 +202,15 @@ def test_least_squares_gain(normal):
             format = cls(affine=True, fit=fit, block_size=32, scale_dtype="float32")
             values = eqquant.quantize(w, format).dequantize()
             assert sqnr(values, w) == pytest.approx(expected, abs=0.15)
+
+
+def test_equal_importance_of_all_values_changes_nothing(normal):
+    format = Int4(affine=True, fit="least_squares", scale_dtype="float32")
+    blocks = normal(6, 2, 32) + 0.5
+    absmax, limit = jnp.max(jnp.abs(blocks), -1), float(np.finfo(np.float32).max)
+    encode = functools.partial(format.encode, blocks, absmax, 32, limit)
+    codes, (scales, offsets) = encode(jnp.full_like(blocks, 0.25))
+    expected_codes, (expected_scales, expected_offsets) = encode()
+    assert np.array_equal(codes, expected_codes)
+    np.testing.assert_allclose(scales, expected_scales, rtol=1e-5)
+    np.testing.assert_allclose(offsets, expected_offsets, rtol=1e-4, atol=1e-6)

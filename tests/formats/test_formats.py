@@ -296,3 +296,15 @@ def test_what_scales_take_is_known_before(format, normal):
     q = eqquant.quantize(normal(4, 200), format)
     taken = sum(part.nbytes for part in jax.tree.leaves(q.scales))
     assert 4 * format.scale_bytes(200) == taken
+
+
+def test_a_block_with_one_nonzero_value_is_exact():
+    w = jnp.zeros((2, 32)).at[0, 3].set(3.0).at[1, 30].set(-0.5)
+    format = eqquant.Ternary(block_size=32, rule="threshold", least_squares=True)
+    assert np.array_equal(eqquant.quantize(w, format).dequantize(), w)
+
+
+def test_a_format_keeps_the_unused_codes_that_it_lists():
+    cls = type("Listed", (eqquant.formats.Format,), {"unused_codes": (3,)})
+    assert cls.unused_codes == (3,)
+    assert type("Derived", (cls,), {}).unused_codes == ()
