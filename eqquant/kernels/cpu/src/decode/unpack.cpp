@@ -128,38 +128,41 @@ void unpack_32(const uint8_t* from, int64_t, uint8_t* to) {
 }
 #endif
 
-using Unpacker = void(const uint8_t* from, int64_t run, uint8_t* to);
+// Unpacks groups by a function that is inlined.
+using Unpacker = void(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to);
+template <void (*unpack_group)(const uint8_t*, int64_t, uint8_t*)>
+void unpack_all(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to) {
+  for (int64_t i = 0; i < groups; i++, from += bytes, to += run) {
+    prefetch(from);
+    unpack_group(from, run, to);
+  }
+}
 
 template <int bits>
 Unpacker* unpacker_to_int8(int64_t run) {
 #if defined(__x86_64__)
-  if (run == 32) return unpack_32<bits, 32>;
-  if (run == 64) return unpack_32<bits, 64>;
-  if (run == 128) return unpack_32<bits, 128>;
+  if (run == 32) return unpack_all<unpack_32<bits, 32>>;
+  if (run == 64) return unpack_all<unpack_32<bits, 64>>;
+  if (run == 128) return unpack_all<unpack_32<bits, 128>>;
 #endif
   const int64_t part = run * (bits - 4) / 8;
-  if (part % 8 == 0) return unpack_to_int8<bits, uint64_t>;
-  return part % 4 == 0 ? unpack_to_int8<bits, uint32_t> : unpack_to_int8<bits, uint8_t>;
+  if (part % 8 == 0) return unpack_all<unpack_to_int8<bits, uint64_t>>;
+  return part % 4 == 0 ? unpack_all<unpack_to_int8<bits, uint32_t>> : unpack_all<unpack_to_int8<bits, uint8_t>>;
 }
 
 Unpacker* unpacker(const Product& p) {
   if (p.stored_bits == 5) return unpacker_to_int8<5>(p.run);
   if (p.stored_bits == 6) return unpacker_to_int8<6>(p.run);
   const int64_t part = p.run / 4;
-  if (part == 8) return unpack_three_64;
-  if (part % 8 == 0) return unpack_three<uint64_t>;
-  return part % 4 == 0 ? unpack_three<uint32_t> : unpack_three<uint8_t>;
+  if (part == 8) return unpack_all<unpack_three_64>;
+  if (part % 8 == 0) return unpack_all<unpack_three<uint64_t>>;
+  return part % 4 == 0 ? unpack_all<unpack_three<uint32_t>> : unpack_all<unpack_three<uint8_t>>;
 }
 
 }  // namespace
 
 void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
-  const int64_t bytes = p.run * p.stored_bits / p.bits;
-  const auto unpack_group = unpacker(p);
-  for (int64_t i = 0; i < groups; i++, from += bytes, to += p.run) {
-    prefetch(from);
-    unpack_group(from, p.run, to);
-  }
+  unpacker(p)(from, groups, p.run * p.stored_bits / p.bits, p.run, to);
 }
 
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,
