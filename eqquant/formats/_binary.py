@@ -30,7 +30,7 @@ class Binary(Format):
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the
         default) for one scale per channel.
-    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16, float16 or float64.
     """
 
     name = "binary"

@@ -62,7 +62,8 @@ class NF3(LowBitFormat, TableFormat):
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
         scale per channel.
-    - `scale_dtype`: the dtype of scales and offsets: bfloat16, float32 or float64.
+    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16, float16
+        or float64.
     - `fit`, `affine`: the algorithm that chooses scales, as in [`eqquant.Int4`][].
     - `double_quantization`: store scales in 8 bits, as in [`eqquant.NF4`][].
     """
@@ -129,7 +130,8 @@ class Codebook(TableFormat):
         up to four take 2 bits, up to eight take 3 bits, and more take 4 bits.
     - `block_size`: the number of consecutive values that share a scale; `None` for one
         scale per channel.
-    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16, float16
+        or float64.
     - `fit`, `affine`: the algorithm that chooses scales, as in [`eqquant.Int4`][].
 
     **Raises:**

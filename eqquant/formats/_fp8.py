@@ -37,7 +37,7 @@ class FP8(Format):
 
     - `block_size`: the number of consecutive values that share a scale; `None` (the
         default) for one scale per channel.
-    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16, float16 or float64.
     - `kind`: `"e4m3fn"` has 4 exponent and 3 mantissa bits, up to 448. `"e5m2"` has 5
         exponent and 2 mantissa bits, up to 57344.
     """

@@ -29,7 +29,7 @@ class Int8(Format):
     - `block_size`: the number of consecutive values that share a scale; `None` (the
         default) for one scale per channel.
     - `scale_dtype`: the dtype of scales: float32 (whatever the dtype of the weight),
-        bfloat16 or float64.
+        bfloat16, float16 or float64.
     """
 
     name = "int8"

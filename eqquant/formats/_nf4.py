@@ -54,7 +54,7 @@ class NF4(TableFormat):
 
     - `block_size`: the number of consecutive values that share a scale; `None` for one
         scale per channel.
-    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16, float16 or float64.
     - `fit`: the algorithm that chooses scales, as in [`eqquant.Int4`][]. `"search"` is
         0.6 dB better on normal weights, with candidates of 0.80 to 1.05 times the
         largest magnitude of a block. Quantizing a dequantized array then gives the same

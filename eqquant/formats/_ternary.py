@@ -40,7 +40,7 @@ class Ternary(Format):
     - `block_size`: the number of consecutive values that share a scale; `None` (the
         default) for one scale per channel. Quantize over all axes for one scale per
         tensor.
-    - `scale_dtype`: the dtype of scales: float32, bfloat16 or float64.
+    - `scale_dtype`: the dtype of scales: float32, bfloat16, float16 or float64.
     - `rule`: selects the values that become nonzero. `"threshold"`: magnitudes above
         half a standard deviation. `"absmean"`: values that do not round to zero when
         they are divided by the mean magnitude, as in BitNet b1.58 (arXiv 2402.17764).
