@@ -224,7 +224,12 @@ class _FitProblem:
 
     @classmethod
     def make(cls, format, blocks, absmax, counts, limit, importance) -> "_FitProblem":
-        is_real = jnp.arange(blocks.shape[-1]) < jnp.asarray(counts)[..., None]
+        # JAX can be configured to refuse operands of different ranks and dtypes.
+        counts = jnp.asarray(counts, absmax.dtype)
+        counts = counts.reshape(*[1] * (absmax.ndim - counts.ndim), *counts.shape)
+        shape = (*[1] * absmax.ndim, blocks.shape[-1])
+        places = lax.broadcasted_iota(counts.dtype, shape, absmax.ndim)
+        is_real = places < counts[..., None]
         target, divisor = (
             divide_blocks(blocks, absmax),
             jnp.where(absmax > 0, absmax, 1),

@@ -20,6 +20,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Integer, Shaped
 
 
@@ -76,8 +77,9 @@ def unpack_planes(
     planes = planes_of(bits)
     if planes == 1:
         return packed[..., None, :]
-    shifts = jnp.arange(planes, dtype=jnp.uint8) * jnp.uint8(bits)
-    return (packed[..., None, :] >> shifts[:, None]) & jnp.uint8(2**bits - 1)
+    shape = (*[1] * (packed.ndim - 1), planes, 1)
+    shifts = lax.broadcasted_iota(jnp.uint8, shape, packed.ndim - 1) * jnp.uint8(bits)
+    return (packed[..., None, :] >> shifts) & jnp.uint8(2**bits - 1)
 
 
 def _unpack_parts(packed, bits: int, group: int):
@@ -93,7 +95,8 @@ def _unpack_parts(packed, bits: int, group: int):
     high = flat(jnp.concatenate([parts[..., low_bytes:]] * copies, -1))
     plane = np.repeat(np.arange(copies), high_bytes) * high_bits
     shifts = np.arange(planes_of(bits))[:, None] * copies * high_bits
-    shifts = jnp.asarray(shifts + np.tile(plane, groups), jnp.uint8)
+    shifts = np.asarray(shifts + np.tile(plane, groups), np.uint8)
+    shifts = shifts.reshape(*[1] * len(lead), *shifts.shape)
     high = (high[..., None, :] >> shifts) & jnp.uint8(2**high_bits - 1)
     return low | (high << jnp.uint8(low_bits))
 

@@ -299,7 +299,8 @@ def _exponents(largest: Float[Array, "*shape"]) -> UInt8[Array, "*shape"]:
     bits = lax.bitcast_convert_type(largest, jnp.uint32)
     exponent = (bits >> 23).astype(jnp.int32) - 7
     # 255 is 1.9921875 * 2**7, and 0x7F0000 are the bits of that mantissa.
-    exponent += (bits & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x7F0000)
+    is_larger = (bits & jnp.uint32(0x7FFFFF)) > jnp.uint32(0x7F0000)
+    exponent += is_larger.astype(jnp.int32)
     exponent = jnp.where(jnp.isfinite(largest), jnp.maximum(exponent, 1), 255)
     return jnp.where(largest == 0, 0, exponent).astype(jnp.uint8)
 

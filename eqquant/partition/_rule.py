@@ -12,11 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from .._jax import manual_axes_in_context, parts_of, spec_of
+from .._jax import manual_axes_in_context, parts_of, spec_of, wide_dtype
 from ._plan import Names, Plan
 
 
@@ -113,7 +112,7 @@ class Partition:
     def sharded(self, fn: Callable, out_dtype: Any) -> Callable:
         """Run `fn(*operands, dtype)` on the gathered parts of each device, and sum the
         results in at least float32."""
-        dtype = jnp.promote_types(out_dtype, jnp.float32) if self.over else out_dtype
+        dtype = wide_dtype(out_dtype) if self.over else out_dtype
 
         def gather(part, gathers):
             for axis, names in enumerate(gathers):

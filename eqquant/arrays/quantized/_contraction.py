@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import config
+from ..._jax import config, wide_dtype
 from ...formats import float_scales, ShortScales
 from ...kernels import Precision
 from ...partition import dense_dot, merge, Parts, Request, reshard_to, spec_like, split
@@ -114,7 +114,7 @@ def _contract(
         (scales, offsets), product = product.gather((scales, offsets), x, stack)
 
     affine = offsets is not None
-    dtype = jnp.promote_types(out_dtype, jnp.float32) if affine else out_dtype
+    dtype = wide_dtype(out_dtype) if affine else out_dtype
     out = product.dot(
         g,
         x,

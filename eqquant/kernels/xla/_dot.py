@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int8, UInt8
 
+from ..._jax import wide_dtype
 from ...formats import (
     Format,
     from_plane_order,
@@ -41,7 +42,7 @@ def dot(
         return jnp.zeros((*x.shape[:-1], product.free), product.out_dtype)
     out_dtype = product.out_dtype
     if x_unit is not None:
-        out_dtype = jnp.promote_types(out_dtype, jnp.float32)
+        out_dtype = wide_dtype(out_dtype)
     dot = ft.partial(_dot, recipe, product, out_dtype)
     for size in reversed(product.batch):
         dot = _over_one(dot) if size == 1 else _in_turn(dot)
@@ -65,8 +66,9 @@ def _dot(recipe, product, out_dtype, x, codes, scales):
     if recipe in ("split", "round", "int8"):
         out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
     else:
-        wide = jnp.promote_types(x.dtype, product.weight_dtype)
-        wide = jnp.promote_types(wide, jnp.float32)
+        wide = wide_dtype(product.weight_dtype)
+        if x.dtype != jnp.int8:
+            wide = jnp.promote_types(x.dtype, wide)
         operand = jnp.bfloat16 if recipe == "bfloat16" else wide
         out = _float_dot(x, codes, scales, format, contract_rows, wide, operand)
     if contract_rows:
@@ -100,6 +102,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     row_scale = scales[:, 0]
     if not exact:
         row_scale = jnp.max(jnp.abs(scales), 1) / _int8_max(format)
+    row_scale = row_scale[None]
 
     def decode(codes, scales):
         if exact:

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
+from ..._jax import wide_dtype
 from ...formats import Format, to_plane_order, unpack_planes
 from ._tiles import tile_rows
 
@@ -26,7 +27,7 @@ def scale_gradient(
         options = dict(blocks=blocks, format=format, dtype=dtype)
         return lax.map(lambda args: scale_gradient(*args, **options), (ct, x, codes))
     rows, _ = codes.shape
-    compute = jnp.promote_types(dtype, jnp.float32)
+    compute = wide_dtype(dtype)
     if 0 in (*codes.shape, *x.shape):
         return jnp.zeros((rows, blocks), dtype)
     x = to_plane_order(x, format.bits, format.group).astype(compute)
