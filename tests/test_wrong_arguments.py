@@ -192,7 +192,7 @@ def two_bits(self, *args):
 
 # The fields of a format of two levels, and the texts in the error.
 FORMATS = {
-    "bits": ({"bits": 5}, "bits is 5, but must be one of"),
+    "bits": ({"bits": 7}, "bits is 7, but must be one of"),
     "table": ({"codebook": (0.5, 1.0, 2.0)}, "codebook has 3 levels, but must have 2"),
     "largest level": (
         {"codebook": (0.5, 3.0)},

@@ -9,7 +9,7 @@ import math
 import re
 from typing import NamedTuple
 
-from eqquant.debug._in_hlo import _arrays_in, _attribute, _parse, _reference
+from eqquant.debug._in_hlo import _attribute, _parse, _reference, arrays_in
 
 
 _free = {
@@ -103,12 +103,12 @@ def steps(text: str) -> list[Step]:
             if instruction.operation != "dot":
                 continue
             operands = [body[x] for x in _reference.findall(instruction.operands)]
-            ((dtype, dims),) = _arrays_in(operands[0].shape)
+            ((dtype, dims),) = arrays_in(operands[0].shape)
             contracted = _attribute(instruction.attributes, "lhs_contracting_dims")
             contracted_size = math.prod(
                 dims[int(i)] for i in re.findall(r"\d+", contracted)
             )
-            ((_, out),) = _arrays_in(instruction.shape)
+            ((_, out),) = arrays_in(instruction.shape)
             converted = 0
             for operand in operands:
                 if operand.operation == "convert":
@@ -150,7 +150,7 @@ def steps(text: str) -> list[Step]:
 
 def _bytes_of(shape: str) -> int:
     total = 0
-    for dtype, dims in _arrays_in(shape):
+    for dtype, dims in arrays_in(shape):
         digits = re.search(r"\d+", dtype)
         size = _sizes.get(dtype) or max(int(digits[0]) // 8 if digits else 1, 1)
         total += size * math.prod(dims)

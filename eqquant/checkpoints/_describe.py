@@ -22,6 +22,20 @@ from .leaves import Contents
 class StoredTensor:
     """A tensor in a file.
 
+    !!! Example
+
+        ```python
+        import tempfile
+
+        import eqquant
+        import jax.numpy as jnp
+
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        eqquant.save(path, {"weight": jnp.ones((8, 64))})
+        tensor = eqquant.checkpoints.describe_checkpoint(path).tensors["weight"]
+        assert tensor.shape == (8, 64) and not tensor.is_quantized
+        ```
+
     **Fields:**
 
     - `type`: a dtype, a type of GGUF such as `"Q4_K"`, or the format of a quantized
@@ -47,6 +61,20 @@ class StoredTensor:
 @dataclasses.dataclass(frozen=True)
 class Description:
     """The contents of a checkpoint.
+
+    !!! Example
+
+        ```python
+        import tempfile
+
+        import eqquant
+        import jax.numpy as jnp
+
+        path = f"{tempfile.mkdtemp()}/model.safetensors"
+        eqquant.save(path, {"weight": jnp.ones((8, 64))})
+        description = eqquant.checkpoints.describe_checkpoint(path)
+        assert list(description.tensors) == ["weight"]
+        ```
 
     **Fields:**
 

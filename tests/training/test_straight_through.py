@@ -282,11 +282,11 @@ def test_bad_arguments(normal):
     with pytest.raises(ValueError, match="axis must be between"):
         eqquant.straight_through(normal(4, 64), axis=2)
     with pytest.raises(
-        ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
+        ValueError, match=r"Int8, .*Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
         eqquant.training.initial_scales(normal(4, 64), "nf4")
     with pytest.raises(
-        ValueError, match=r"Int8, Int4, Int3, Int2, Ternary and Binary; got NF4"
+        ValueError, match=r"Int8, .*Int4, Int3, Int2, Ternary and Binary; got NF4"
     ):
         eqquant.straight_through(normal(4, 64), "nf4", scales=jnp.ones((4, 1)))
     with pytest.raises(ValueError, match=r"shape \(4, 1\).*got \(4, 2\)"):
