@@ -58,7 +58,8 @@ class Partitioned(eqx.Module):
 
         def spec_of_leaf(axes, leaf) -> PartitionSpec:
             # Storage is split like the first blocked axis, but not the scales of rows.
-            storage = entries[self.blocked_axes[0]] if leaf.shape[-1:] != (1,) else None
+            whole = not self.blocked_axes or leaf.shape[-1:] == (1,)
+            storage = None if whole else entries[self.blocked_axes[0]]
             entry = lambda axis: entries[axis] if isinstance(axis, int) else None
             return PartitionSpec(*(storage if i is ... else entry(i) for i in axes))
 

@@ -4,9 +4,10 @@ JAX converts arrays in closures into constants, but an implicit array is not a J
 array. So a function that closes over one is rebuilt with a placeholder.
 """
 
+import collections
 import functools as ft
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -29,7 +30,9 @@ def _is_hollow(x: Any) -> bool:
 
 
 def substitute(
-    value: Any, fn: Callable[[ImplicitArray], Any], *, plain: bool = False
+    value: Any,
+    fn: Callable[[ImplicitArray], Any],
+    hollow: Callable[[Any], Any] = lambda q: q,
 ) -> Any:
     """Replace every implicit array `q` in `value` by `fn(q)`.
 
@@ -37,15 +40,30 @@ def substitute(
     array are returned as the same objects. The order of the calls of `fn` depends only
     on the structure of `value`.
 
-    If `fn` returns `plain` arrays, arrays without any part become None. Otherwise
-    `eqx.combine` would not accept the plain array in the other half of a model.
+    Replace every array `q` without any part by `hollow(q)`.
     """
-    return _Substitution(fn, plain)(value)
+    return _Substitution(fn, hollow)(value)
+
+
+def remove_partners(
+    found: Sequence[ImplicitArray], hollow: Sequence[Any]
+) -> Callable[[Any], Any]:
+    """Return a function that replaces hollow arrays by None if their other halves are
+    in `found`.
+
+    The other halves become plain arrays, which `eqx.combine` does not accept beside a
+    hollow array. If the parts of a hollow array are arguments of their own, it stays.
+    """
+    empty = lambda q: jax.tree.structure(jax.tree.map(lambda _: None, q))
+    whole = collections.Counter(map(empty, found))
+    halves = collections.Counter(map(jax.tree.structure, hollow))
+    partners = {half for half, count in halves.items() if whole[half] >= count}
+    return lambda q: None if jax.tree.structure(q) in partners else q
 
 
 class _Substitution:
-    def __init__(self, fn, plain):
-        self.fn, self.plain = fn, plain
+    def __init__(self, fn, hollow):
+        self.fn, self.hollow = fn, hollow
         self.done = {}
 
     def __call__(self, value):
@@ -64,7 +82,7 @@ class _Substitution:
             return self.fn(leaf)
         rebuild = None
         if _is_hollow(leaf):
-            return None if self.plain else leaf
+            return self.hollow(leaf)
         if isinstance(leaf, types.FunctionType):
             rebuild = self.function
         elif isinstance(leaf, types.MethodType):

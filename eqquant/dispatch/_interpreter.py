@@ -10,7 +10,7 @@ import jax
 
 from .._jax import bind_equation, finish, is_stale, Literal, open_jaxpr, source_of
 from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
-from ._callables import substitute
+from ._callables import remove_partners, substitute
 from .rules import control_rule_of, Decoded, rules_of
 
 
@@ -30,9 +30,11 @@ class Interpreter:
             # A different object, so that the containers of `q` count as changed.
             return jax.tree.leaves(q)[0]
 
-        substitute(everything, collect)
+        hollow: list[Any] = []
+        substitute(everything, collect, lambda q: hollow.append(q) or q)
         if not found:
             return fn(*args, **kwargs)
+        without_partner = remove_partners(found, hollow)
 
         leaves, treedef = jax.tree.flatten(everything, is_leaf=is_implicit)
         dynamic = [x for x in leaves if eqx.is_array(x)]
@@ -44,7 +46,7 @@ class Interpreter:
             fn, args, kwargs = substitute(
                 jax.tree.unflatten(treedef, filled),
                 lambda _: next(stand_in),
-                plain=True,
+                without_partner,
             )
             results, out["treedef"] = jax.tree.flatten(fn(*args, **kwargs))
             finish([*stand_ins, *arrays])

@@ -156,3 +156,20 @@ def test_halves_of_a_model_are_combined_inside(half, normal):
         loss = lambda dynamic: jnp.sum(strict(combined)(dynamic, static) ** 2)
         gradient = jax.jit(jax.grad(loss))(dynamic).bias
         assert_close(gradient, 2 * jnp.sum(got, 1, keepdims=True), 1e-5)
+
+
+def test_parts_of_a_model_and_a_quantized_array_are_arguments():
+    model = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+    quantized = eqquant.quantize_tree({"a": model, "b": model}, "int8")
+    arrays, static = eqx.partition(quantized, eqx.is_array)
+    leaves, treedef = jax.tree.flatten(arrays)
+    x = jax.random.normal(jax.random.key(1), (64,))
+
+    def fn(leaves, other):
+        layers = eqx.combine(jax.tree.unflatten(treedef, leaves), static)
+        return layers["a"](x) + layers["b"](x) + jnp.einsum("i,oi->o", x, other)
+
+    other = quantized["a"].weight
+    out = eqquant.quaxify(fn, on_materialise="error")(leaves, other)
+    expected = 2 * quantized["a"](x) + other @ x
+    assert_close(out, expected, 1e-5)

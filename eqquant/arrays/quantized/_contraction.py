@@ -109,6 +109,10 @@ def _contract(
 
     x = _merge_activation(x, g, product)
     scales, offsets = q.scales, q.offsets
+    if (
+        g.weight_counts[-1] > 1
+    ):  # Joined rows have several outer scales of short scales.
+        scales = float_scales(scales)
     if isinstance(scales, ShortScales):
         stack = 1 if batch else 0
         (scales, offsets), product = product.gather((scales, offsets), x, stack)

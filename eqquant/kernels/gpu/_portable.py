@@ -82,8 +82,10 @@ def _variant_of(product: Product) -> tuple[str, str]:
     With precision `"default"`, or if both operands are bfloat16, it is one number.
     """
     whole, contract_rows = product.has_integer_rows, product.contract_rows
-    # Up to four rows, the arithmetic of a sum costs less than a decoded weight.
-    if product.m <= 4 and not contract_rows and product.format.bits != 3:
+    # Up to four rows, the arithmetic of a sum costs less than a decoded weight. The sum
+    # reads whole codes from a byte.
+    in_one_byte = product.format.bits not in (3, 5, 6)
+    if product.m <= 4 and not contract_rows and in_one_byte:
         return "reduce", "float32"
     name = "fused" if whole and product.format.bits == 8 else "tiles"
     fits = product.size <= longest_int8_sum
