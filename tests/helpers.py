@@ -183,6 +183,17 @@ needs_gpu_compiler = pytest.mark.skipif(
 )
 
 
+def equations_of(jaxpr, name: str):
+    """Yield the equations of a primitive, also inside of other equations."""
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if eqn.primitive.name == name:
+            yield eqn
+        for param in eqn.params.values():
+            for inner in param if isinstance(param, (tuple, list)) else [param]:
+                if hasattr(getattr(inner, "jaxpr", inner), "eqns"):
+                    yield from equations_of(inner, name)
+
+
 def kernels_in(compiled) -> list[str]:
     """Return the names of the matmul kernels in a program, in order."""
     text = compiled.as_text()

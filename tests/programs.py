@@ -59,6 +59,12 @@ def share_contexts() -> None:
         return
 
     def shared():
+        try:
+            mlir.ir.InsertionPoint.current  # noqa: B018
+        except ValueError:
+            pass
+        else:  # A program that is compiled while another one is lowered.
+            return make()
         if not _contexts:
             _contexts.append(make())
         return _contexts[0]

@@ -12,6 +12,7 @@ from eqquant import Int8, NF4
 from helpers import (
     assert_close,
     DEFAULT_FORMATS,
+    equations_of,
     exported,
     FORMATS,
     KINDS,
@@ -276,7 +277,7 @@ def test_vmap_over_activations_adds_rows_to_one_product(normal):
     q = eqquant.quantize(normal(24, 64), "nf4")
     product = jax.vmap(lambda x: x @ q.T)
     jaxpr = jax.make_jaxpr(product)(normal(5, 3, 64))
-    (eqn,) = [e for e in jaxpr.eqns if e.primitive.name == "quantized_dot"]
+    (eqn,) = equations_of(jaxpr, "quantized_dot")
     assert [var.aval.shape[-2:] for var in eqn.invars[:2]] == [(15, 64), (24, 32)]
     assert eqn.invars[1].aval.ndim == 2
 
