@@ -113,18 +113,18 @@ def _words(option: Any) -> str:
 
 def _advice(value: Any, options: Sequence) -> str:
     classes = [option for option in options if isinstance(option, type)]
-    wants_array = any(issubclass(cls, AbstractArray) for cls in classes)
+    accepts_array = any(issubclass(cls, AbstractArray) for cls in classes)
     if is_class_of(value, *classes):
         return f"Did you mean `{value.__name__}()`?"
     if misplaced := getattr(value, "_misplaced", None):
         return misplaced
-    if wants_array and isinstance(value, list | tuple):
+    if accepts_array and isinstance(value, list | tuple):
         return "Convert it with `jnp.asarray`."
-    if wants_array and isinstance(value, jax.ShapeDtypeStruct):
+    if accepts_array and isinstance(value, jax.ShapeDtypeStruct):
         return "Wrap the call in `jax.eval_shape`."
     if int in classes and isinstance(value, float) and value.is_integer():
         return f"Did you mean {int(value)}?"
-    if wants_array and not jax.tree_util.all_leaves([value]):
+    if accepts_array and not jax.tree_util.all_leaves([value]):
         return "Functions with names that end in `_tree` accept whole models."
     if [get_origin(option) for option in options] == [Sequence]:
         return "Pass a list, also for one item."

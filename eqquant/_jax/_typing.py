@@ -58,8 +58,8 @@ def _arguments(
     for name, value in signature.bind(*args, **kwargs).arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
-            yield from ((name, one) for one in value)
+            yield from ((name, item) for item in value)
         elif kind is inspect.Parameter.VAR_KEYWORD:
-            yield from ((name, one) for one in value.values())
+            yield from ((name, item) for item in value.values())
         else:
             yield name, value
