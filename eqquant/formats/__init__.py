@@ -27,6 +27,7 @@ from ._integers import (
 from ._nf4 import NF4 as NF4
 from ._pack import (
     from_plane_order as from_plane_order,
+    is_in_two_parts as is_in_two_parts,
     num_bytes as num_bytes,
     num_codes as num_codes,
     pack as pack,

@@ -28,6 +28,11 @@ from jaxtyping import Array, Integer, Shaped
 _parts_of = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 
 
+def is_in_two_parts(bits: int) -> bool:
+    """Return whether the bits of a code are in two bytes: its low and its high part."""
+    return bits in _parts_of
+
+
 def planes_of(bits: int) -> int:
     """Return the number of codes in a byte, or in a byte of the low part."""
     return 8 // (_parts_of[bits][0] if bits in _parts_of else bits)

@@ -14,6 +14,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
+from ...formats import is_in_two_parts
 from .._int8 import rounding
 from .._product import Kernel, Product
 from ..xla import longest_int8_sum
@@ -84,7 +85,7 @@ def _variant_of(product: Product) -> tuple[str, str]:
     whole, contract_rows = product.has_integer_rows, product.contract_rows
     # Up to four rows, the arithmetic of a sum costs less than a decoded weight. The sum
     # reads whole codes from a byte.
-    in_one_byte = product.format.bits not in (3, 5, 6)
+    in_one_byte = not is_in_two_parts(product.format.bits)
     if product.m <= 4 and not contract_rows and in_one_byte:
         return "reduce", "float32"
     name = "fused" if whole and product.format.bits == 8 else "tiles"
