@@ -121,17 +121,19 @@ def unpacked(q: eqquant.QuantizedArray) -> np.ndarray:
         return codes
     *lead, packed = codes.shape
     group = q.format.block_size or 64
-    if bits == 3:  # The low two bits of each group, then its high bits.
-        groups = codes.reshape(*lead, -1, group * 3 // 8)
+    if bits in (3, 5, 6):  # The low bits of each group, then its high bits.
+        low_bits = 2 if bits == 3 else 4
+        groups = codes.reshape(*lead, -1, group * bits // 8)
+        end = group * low_bits // 8
         planes = lambda x, bits: (
             (x[..., None, :] >> np.arange(0, 8, bits)[:, None]) % 2**bits
         )
         low, high = (
-            planes(groups[..., : group // 4], 2),
-            planes(groups[..., group // 4 :], 1),
+            planes(groups[..., :end], low_bits),
+            planes(groups[..., end:], bits - low_bits),
         )
-        flat = lambda x: x.reshape(*lead, packed * 8 // 3)
-        return flat(low) + 4 * flat(high)
+        flat = lambda x: x.reshape(*lead, packed * 8 // bits)
+        return flat(low) + 2**low_bits * flat(high)
     planes = 8 // bits
     size = group // planes
     groups = codes.reshape(*lead, packed // size, 1, size)

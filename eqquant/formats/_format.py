@@ -168,6 +168,18 @@ class Format(abc.ABC):
         return False
 
     @property
+    def lowest_level(self) -> int | float:
+        """The smallest level."""
+        return -self.largest_level
+
+    @property
+    def centred(self) -> tuple["Format", int]:
+        """A format with the same codes, and a number to add to its levels. Kernels
+        multiply the levels of that format, which include negative numbers. Offsets
+        provide the difference."""
+        return self, 0
+
+    @property
     def code_dtype(self):
         return jnp.int8 if self.bits == 8 else jnp.uint8
 

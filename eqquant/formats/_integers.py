@@ -10,30 +10,60 @@ from ._format import divide_blocks
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _Integers(FittedFormat):
-    """Integers of `bits` bits. A code is the integer plus `2 ** (bits - 1)`."""
+    """Integers of `bits` bits. A code is the integer minus the lowest integer: `-2 **
+    (bits - 1)`, or 0 if `unsigned`."""
 
     block_size: int | None = 32
     fit: Fit = "absmax"
     affine: bool = False
     double_quantization: bool = False
+    unsigned: bool = False
 
     integer_levels = True
 
-    def __init_subclass__(cls, **kwargs):
-        half = 2 ** (cls.bits - 1)
-        cls.largest_level, cls.highest_level, cls.padding_code = half, half - 1, half
-        cls.table = tuple(range(-half, half))
-        super().__init_subclass__(**kwargs)
+    def __post_init__(self):
+        super().__post_init__()
+        if self.unsigned and not self.affine:
+            raise ValueError(
+                f"{type(self).__name__}: affine must be True with unsigned, got False: "
+                "levels from 0 to the highest one need an offset."
+            )
+
+    @property
+    def lowest_level(self):
+        return 0 if self.unsigned else -(2 ** (self.bits - 1))
+
+    @property
+    def highest_level(self):
+        return 2**self.bits - 1 + self.lowest_level
+
+    @property
+    def largest_level(self):
+        return max(self.highest_level, -self.lowest_level)
+
+    @property
+    def padding_code(self):
+        return -self.lowest_level
+
+    @property
+    def table(self):
+        return range(self.lowest_level, self.highest_level + 1)
+
+    @property
+    def centred(self):
+        if not self.unsigned:
+            return self, 0
+        return dataclasses.replace(self, unsigned=False), 2 ** (self.bits - 1)
 
     def nearest(self, blocks, scales):
-        half = self.largest_level
+        lowest, highest = self.lowest_level, self.highest_level
         levels = jnp.round(divide_blocks(blocks, scales))
-        return (jnp.clip(levels, -half, half - 1) + half).astype(jnp.uint8)
+        return (jnp.clip(levels, lowest, highest) - lowest).astype(jnp.uint8)
 
     def levels(self, codes, dtype):
         if codes.dtype == jnp.uint8:
             codes = codes.astype(jnp.int8)
-        return (codes - self.largest_level).astype(dtype)
+        return (codes + self.lowest_level).astype(dtype)
 
 
 class Int4(_Integers):
@@ -75,6 +105,8 @@ class Int4(_Integers):
         offset times the sum of the activation.
     - `double_quantization`: store scales and offsets in 8 bits, as in
         [`eqquant.NF4`][]. It requires `affine`, because other scales may be negative.
+    - `unsigned`: use the integers [0, 15] instead. It requires `affine`. Then the
+        offset of a block is its smallest value, as in Q4_1 in GGUF files.
     """
 
     name = "int4"
@@ -127,6 +159,7 @@ class Int5(_Integers):
     bits = 5
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Int3(LowBitFormat, _Integers):
     """3-bit integers in [-4, 3], times a scale. Ties round to even.
 
@@ -149,6 +182,7 @@ class Int3(LowBitFormat, _Integers):
     bits = 3
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Int2(LowBitFormat, _Integers):
     """2-bit integers in [-2, 1], times a scale. Ties round to even.
 

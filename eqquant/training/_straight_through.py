@@ -242,7 +242,7 @@ def _(primals, tangents):
     each = _spread(q, float_scales(q.scales))
     # The scale is rounded, so the value that determined it is in range.
     rounding = 1 + 4 * float(jnp.finfo(q.format.scale_dtype).eps)
-    lowest, highest = -q.format.largest_level, _highest(q.format)
+    lowest, highest = q.format.lowest_level, _highest(q.format)
     # Scales can be negative.
     ends = each * (lowest * rounding), each * (highest * rounding)
     if q.offsets is not None:
@@ -266,7 +266,7 @@ def _(primals, tangents):
     array, scales, offsets, q = primals
     array_dot, scales_dot, offsets_dot, _ = tangents
     each = _spread(q, scales)
-    lowest, highest = -q.format.largest_level, _highest(q.format)
+    lowest, highest = q.format.lowest_level, _highest(q.format)
     ratio = array.astype(each.dtype)
     ratio = (ratio if offsets is None else ratio - _spread(q, offsets)) / each
     inside = (ratio > lowest) & (ratio < highest)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int2, Int3, Int4, NF3
-from eqquant.formats import Codebook
+from eqquant.formats import Codebook, Int5, Int6
 from helpers import assert_identical, relative, slow, sqnr, strict, unpacked
 
 
@@ -18,6 +18,9 @@ TWICE = Int4(affine=True, double_quantization=True)
 AFFINE = [
     INT4,
     TWICE,
+    Int5(scale_dtype="float16", affine=True, unsigned=True),
+    slow(Int4(affine=True, unsigned=True, fit="search")),
+    slow(Int3(affine=True, unsigned=True, double_quantization=True)),
     slow(NF3(affine=True, block_size=32, double_quantization=True)),
     slow(Int4(affine=True, block_size=None)),
     slow(Int4(affine=True, block_size=64, scale_dtype="bfloat16", fit="search")),
@@ -68,6 +71,28 @@ def test_products(q, normal):
     out = jax.grad(lambda x: jnp.sum(jnp.sin(x @ q.T)))(x)
     expected = np.cos(np.float64(x @ q.T)) @ dense
     assert relative(out, expected) < 1e-4
+
+
+@pytest.mark.parametrize("make", [Int6, Int4, Int2])
+def test_unsigned_levels(make, normal):
+    """The offset of a block is its smallest value. Gradients and products are those of
+    the dequantized array."""
+    format = make(32, "float16", "absmax", affine=True, unsigned=True)
+    assert (format.table[0], format.table[-1]) == (0, 2**format.bits - 1)
+    w, x = normal(24, 64) - 3, normal(5, 64)
+    q = eqquant.quantize(w, format)
+    smallest = np.asarray(w).reshape(24, 2, 32).min(-1)
+    assert_identical(q.offsets, smallest.astype(np.float16))
+    assert (unpacked(q).reshape(24, 2, 32).min(-1) == 0).all()
+    by_scale = lambda fn: jax.grad(lambda s: fn(q.replace(scales=s)))(q.scales)
+    actual = by_scale(lambda q: jnp.sum(jnp.sin(strict(lambda q: x @ q.T)(q))))
+    expected = by_scale(lambda q: jnp.sum(jnp.sin(x @ q.dequantize().T)))
+    assert relative(actual, expected) < 3e-3  # float16 gradients.
+    direct = eqquant.primitives.quantized_dot(x, q.codes, q.scales, format=format)
+    levels = np.float64(q.replace(offsets=jnp.zeros_like(q.offsets)).dequantize())
+    assert relative(direct, np.float64(x) @ levels.T) < 1e-4
+    with pytest.raises(ValueError, match="affine must be True with unsigned"):
+        make(unsigned=True)
 
 
 def test_activations_are_rounded_for_offsets_too(normal):

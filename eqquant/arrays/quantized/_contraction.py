@@ -119,12 +119,13 @@ def _contract(
 
     affine = offsets is not None
     dtype = wide_dtype(out_dtype) if affine else out_dtype
+    format, shift = q.format.centred
     out = product.dot(
         g,
         x,
         component(q.codes),
         jax.tree.map(component, scales),
-        format=q.format,
+        format=format,
         contract_rows=g.contract_rows,
         compute=q.compute.updated(precision=precision),
         weight_dtype=q.dtype,
@@ -133,7 +134,10 @@ def _contract(
     if affine:
         if q.rounds_activations:
             x = straight_rounded(x, (x.ndim - 1,))
-        term = _offset_term(x.astype(dtype), component(float_scales(offsets)), g, out)
+        offsets = float_scales(offsets).astype(dtype)
+        if shift:
+            offsets += shift * float_scales(scales).astype(dtype)
+        term = _offset_term(x.astype(dtype), component(offsets), g, out)
         out = (out + term).astype(out_dtype)
     return reshard_to(_split_result(out, g, product), out_sharding)
 
@@ -174,8 +178,7 @@ def _offset_term(
     All values of a block share one offset, so only the sum of the activation over each
     block is needed.
     """
-    blocks = offsets.shape[-1]
-    offsets, contract_rows = offsets.astype(x.dtype), g.contract_rows
+    blocks, contract_rows = offsets.shape[-1], g.contract_rows
     if not contract_rows:
         x = jnp.sum(x.reshape(*x.shape[:-1], blocks, x.shape[-1] // max(blocks, 1)), -1)
     stack, last = tuple(range(x.ndim - 2)), x.ndim - 1

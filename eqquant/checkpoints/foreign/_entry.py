@@ -14,11 +14,6 @@ from ...formats import (
     Codebook,
     Format,
     FP8,
-    Int2,
-    Int3,
-    Int4,
-    Int5,
-    Int6,
     Int8,
     MXFP4,
     NF4,
@@ -98,8 +93,8 @@ _narrower = {
 }
 
 
-# For each format: a function from levels to codes, the lowest level and the highest
-# level.
+# A function from levels to codes, the lowest level and the highest level. Codes of other
+# formats are levels minus the lowest level.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
@@ -107,14 +102,6 @@ _levels: dict[type[Format], tuple[Callable, int, int]] = {
         (NF4, MXFP4, Codebook), (lambda codes: codes.astype(np.uint8), 0, 15)
     ),
     FP8: (lambda codes: codes, 0, 255),
-    **{
-        format: (
-            lambda levels, half=half: (levels + half).astype(np.uint8),
-            -half,
-            half - 1,
-        )
-        for format, half in ((Int6, 32), (Int5, 16), (Int4, 8), (Int3, 4), (Int2, 2))
-    },
 }
 # Low float32 mantissa bits that are zero in 16-bit scales. Zeros there make products
 # with levels exact.
@@ -131,7 +118,14 @@ def from_levels(
     """Build a quantized array from integer levels `(*lead, size)` and scales `(*lead,
     blocks)`, exactly, or raise [`NotExact`][]. For formats with a table of levels,
     `levels` are codes. Affine formats have offsets of the same shape as scales."""
-    to_codes, lowest, highest = _levels[type(format)]
+    to_codes, lowest, highest = _levels.get(
+        type(format),
+        (
+            lambda levels: (levels - lowest).astype(np.uint8),
+            int(format.lowest_level),
+            int(format.lowest_level) + 2**format.bits - 1,
+        ),
+    )
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
         if low < lowest or high > highest:
@@ -142,7 +136,8 @@ def from_levels(
     table = [abs(level) for level in format.codebook or () if level]
     scales, shifts = _float32(scales, min([1.0, *table])), None
     if offsets is not None:
-        shifts = _float32(offsets)
+        with np.errstate(over="ignore"):
+            shifts = _float32(offsets).astype(format.scale_dtype)
         if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
             raise NotExact(
                 "has scales and offsets whose float32 sums would be rounded."
@@ -172,12 +167,12 @@ def from_codes(
     dtype: Any = "float32",
 ) -> QuantizedArray:
     """Build a quantized array of `code * scale + offset`, like [`from_levels`][]. Codes
-    start at 0, and the levels of the format are centred on 0."""
-    shift = format.largest_level
+    start at 0, and the levels of the format at its lowest level."""
+    lowest = format.lowest_level
     # The sum of 16-bit values is exact in float64.
-    centred = offsets.astype(np.float64) + shift * scales.astype(np.float64)
+    shifted = offsets.astype(np.float64) - lowest * scales.astype(np.float64)
     return from_levels(
-        codes.astype(np.int8) - np.int8(shift), scales, format, dtype, centred
+        codes.astype(np.int8) + np.int8(lowest), scales, format, dtype, shifted
     )
 
 

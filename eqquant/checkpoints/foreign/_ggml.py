@@ -222,6 +222,8 @@ def _mxfp4(raw):
     return Blocks(_fp4_levels[codes], scales.astype(np.float32), codes=codes)
 
 
+_affine: Any = {"scale_dtype": "float16", "affine": True, "unsigned": True}
+_q4_1_format, _q5_1_format = Int4(32, **_affine), Int5(32, **_affine)
 _ternary = Ternary(block_size=256, scale_dtype="float16")
 _iq4_nl_format = Codebook(_iq4, block_size=32, scale_dtype="float16")
 
@@ -230,9 +232,9 @@ TYPES: dict[int, Type] = {
     0: Type("F32", nbytes=4, dtype=np.dtype("<f4")),
     1: Type("F16", nbytes=2, dtype=np.dtype("<f2")),
     2: Type("Q4_0", 32, 18, unpack=_q4_0, format=Int4(32, "float16")),
-    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=Int4(32, affine=True)),
+    3: Type("Q4_1", 32, 20, unpack=_q4_1, format=_q4_1_format),
     6: Type("Q5_0", 32, 22, unpack=_q5_0, format=Int5(32, "float16")),
-    7: Type("Q5_1", 32, 24, unpack=_q5_1, format=Int5(32, affine=True)),
+    7: Type("Q5_1", 32, 24, unpack=_q5_1, format=_q5_1_format),
     8: Type("Q8_0", 32, 34, unpack=_q8_0, format=Int8(32, "float16")),
     10: Type("Q2_K", 256, 84, unpack=_q2_k),
     11: Type("Q3_K", 256, 110, unpack=_q3_k, format=Int3(16, "float32")),

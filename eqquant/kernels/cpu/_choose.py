@@ -88,6 +88,8 @@ def _unsupported(product: Product) -> str | None:
         return "there is nothing to multiply"
     if format.bits > 4 and not (format.integer_levels or format.float8):
         return f"there are no native kernels for codes like those of {format.name}"
+    if unpacked_bits(format) > 4 and format.centred[1]:
+        return "the levels are not centred"
     if product.blocks > 1 and _block(product) < 8:
         return f"blocks of {format.block_size} are shorter than a register"
     return None

@@ -138,6 +138,8 @@ def _unsupported(product: Product) -> str | None:
         return "there is nothing to multiply"
     if format.bits == 8 and not (format.integer_levels or format.float8):
         return f"there are no kernels for TPU for codes like those of {format.name}"
+    if format.centred[1]:
+        return "the levels are not centred"
     if format.bits in (5, 6):
         return f"there are no kernels for TPU for codes of {format.bits} bits"
     if format.bits == 3 and format.group % 32:

@@ -17,11 +17,11 @@ from safetensors.numpy import load_file
 DATA = pathlib.Path(__file__).parent / "data"
 EXACT = {
     "Q4_0": Int4(block_size=32, scale_dtype="float16"),
-    "Q4_1": Int4(block_size=32, affine=True),
+    "Q4_1": Int4(32, "float16", affine=True, unsigned=True),
     "Q3_K": Int3(block_size=16, scale_dtype="float32"),
     "Q8_0": Int8(block_size=32, scale_dtype="float16"),
     "Q5_0": Int5(block_size=32, scale_dtype="float16"),
-    "Q5_1": Int5(block_size=32, affine=True),
+    "Q5_1": Int5(32, "float16", affine=True, unsigned=True),
     "Q6_K": Int6(block_size=16),
     "IQ4_NL": Codebook(_iq4, block_size=32, scale_dtype="float16"),
     "IQ4_XS": Codebook(_iq4, block_size=32),
@@ -32,7 +32,7 @@ EXACT = {
 }
 # Bits per weight.
 BITS = {
-    **{"Q4_0": 4.5, "Q4_1": 6, "Q3_K": 5, "Q8_0": 8.5, "Q5_0": 5.5, "Q5_1": 7},
+    **{"Q4_0": 4.5, "Q4_1": 5, "Q3_K": 5, "Q8_0": 8.5, "Q5_0": 5.5, "Q5_1": 6},
     **{"Q6_K": 8, "IQ4_NL": 4.5, "IQ4_XS": 5, "MXFP4": 4.25, "TQ1_0": 2.0625},
     **{"TQ2_0": 2.0625, "stack": 4.5},
 }
@@ -148,17 +148,15 @@ def test_integers_out_of_range(tmp_path):
     ].tolist() == [-128, 3]
 
 
-def test_offsets_that_float32_would_round(tmp_path):
+def test_offsets_much_larger_than_scales(tmp_path):
     block = np.full(20, 0x21, np.uint8)
-    for offset, held in ((-0.75, True), (8192.0, False)):
-        block[:4] = np.array([2.0**-12 + 2.0**-22, offset], "<f2").view(np.uint8)
-        path = write(tmp_path, [("w", "Q4_1", (32,), block)])
-        if held:
-            assert eqquant.is_quantized(eqquant.checkpoints.read_checkpoint(path)["w"])
-            continue
-        with pytest.raises(ValueError, match="offsets.*float32"):
-            eqquant.checkpoints.read_checkpoint(path)
-        assert eqquant.checkpoints.read_checkpoint(path, decode=True)["w"][0] == offset
+    scale, offset = 2.0**-12 + 2.0**-22, 8192.0
+    block[:4] = np.array([scale, offset], "<f2").view(np.uint8)
+    path = write(tmp_path, [("w", "Q4_1", (32,), block)])
+    q = eqquant.checkpoints.read_checkpoint(path)["w"]
+    assert np.asarray(q.offsets).tobytes() == block[2:4].tobytes()
+    expected = np.float32(offset) + np.float32(scale) * np.repeat([1, 2], 16)
+    assert q.dequantize().tolist() == expected.astype(np.float32).tolist()
 
 
 def test_invalid_ternary_codes(tmp_path):
