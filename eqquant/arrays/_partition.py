@@ -125,8 +125,7 @@ class PartitionedCodes(Partitioned):
         """Return the split of a product of permuted codes and a permuted activation."""
         weight, of_x = parts_by_type(codes), parts_by_type(x)
         if g.columns:
-            blocks = jax.tree.leaves(self.scales)[0].shape[-1]
-            weight = weight.with_whole_blocks(blocks)
+            weight = weight.with_whole_blocks(self.scales.shape[-1])
         stack = len(g.stack)
         plan, lead = self.plan, weight[:stack] + of_x[stack : g.num_lead]
         mesh = explicit_mesh_of(codes) or explicit_mesh_of(x)

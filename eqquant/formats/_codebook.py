@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ._fitted import Fit, FittedFormat, LowBitFormat
+from ._fitted import DoubleQuantization, Fit, FittedFormat, LowBitFormat
 from ._format import divide_blocks
 from ._table import count_below, midpoints
 
@@ -133,6 +133,7 @@ class Codebook(TableFormat):
     - `scale_dtype`: the dtype of scales and offsets: float32, bfloat16, float16
         or float64.
     - `fit`, `affine`: the algorithm that chooses scales, as in [`eqquant.Int4`][].
+    - `double_quantization`: store scales in fewer bits, as in [`eqquant.Int4`][].
 
     **Raises:**
 
@@ -142,6 +143,7 @@ class Codebook(TableFormat):
     values: tuple[float, ...]
     fit: Fit
     affine: bool
+    double_quantization: DoubleQuantization = False
 
     name = "codebook"
 
@@ -152,9 +154,11 @@ class Codebook(TableFormat):
         scale_dtype: Any = "float32",
         fit: Fit = "absmax",
         affine: bool = False,
+        double_quantization: DoubleQuantization = False,
     ):
         fields = {"values": _checked(values), "block_size": block_size}
         fields |= {"scale_dtype": scale_dtype, "fit": fit, "affine": affine}
+        fields["double_quantization"] = double_quantization
         for field, value in fields.items():
             object.__setattr__(self, field, value)
         self.__post_init__()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, get_args, Literal, NamedTuple, TypeAlias
 
@@ -20,17 +21,24 @@ from ._format import (
     sum_blocks,
     true_divide,
 )
-from ._scales import num_groups, quantize_offsets, quantize_scales, QuantizedOffsets
+from ._scales import (
+    integer_scales,
+    num_groups,
+    quantize_offsets,
+    quantize_scales,
+    SUPERBLOCK,
+)
 
 
 Fit: TypeAlias = Literal["absmax", "search", "least_squares"]
+DoubleQuantization: TypeAlias = bool | Literal["k"]
 
 
 class _Parts(NamedTuple):
     """The scale and the offset of each block."""
 
     scales: Float[Array, "*lead blocks"]
-    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None
+    offsets: Any
 
 
 @ft.cache
@@ -42,13 +50,14 @@ class FittedFormat(Format):
     """A format that scales a table of levels to each block.
 
     A subclass defines `table`, the levels in ascending order, and `nearest`. It may
-    have the fields `fit`, `affine` and `double_quantization`. Double quantization needs
-    positive scales.
+    have the fields `fit`, `affine`, `double_quantization` and `unsigned`. Double
+    quantization to 8 bits needs positive scales.
     """
 
     fit: Fit = "absmax"
     affine: bool = False
-    double_quantization: bool = False
+    double_quantization: DoubleQuantization = False
+    unsigned: bool = False
 
     # The levels, in ascending order.
     table: ClassVar[Sequence[float]]
@@ -77,30 +86,67 @@ class FittedFormat(Format):
                 f"{name}: scale_dtype must be float32 with double_quantization, got "
                 f"{self.scale_dtype.name!r}."
             )
-        if not self._has_positive_scales:
+        choices = get_args(get_args(DoubleQuantization)[1])
+        if self.double_quantization not in (True, *choices):
+            raise ValueError(
+                f"{name}: double_quantization must be one of {(False, True, *choices)},"
+                f" got {self.double_quantization!r}."
+            )
+        if self.is_k_quant:
+            self._check_k_quant(name)
+        elif not self._has_positive_scales:
             raise ValueError(
                 f"{name}: affine must be True with double_quantization, got False. "
                 "8-bit scales are positive, but scales without offsets have signs."
             )
 
+    def _check_k_quant(self, name: str) -> None:
+        sizes = [SUPERBLOCK // 2**i for i in range(6)]
+        if self.block_size not in sizes:
+            raise ValueError(
+                f"{name}: block_size must be one of {sizes} with "
+                f"double_quantization='k', got {self.block_size}."
+            )
+
+    @property
+    def is_k_quant(self) -> bool:
+        return self.double_quantization == "k"
+
+    @property
+    def block_multiple(self):
+        # A byte holds the four-bit scales of two blocks.
+        is_short = self.is_k_quant and self._integer_bits == 4
+        return 2 if is_short else 1
+
+    @property
+    def range_dtype(self):
+        return np.dtype("float16") if self.is_k_quant else self.scale_dtype
+
+    @property
+    def _integer_bits(self) -> int:
+        """The bits of the integers in [`eqquant.formats.IntegerScales`][]."""
+        return {2: 4 if self.affine else 6, 6: 8}.get(self.bits, 6)
+
     @property
     def quantized_scales(self):
-        return self.double_quantization
+        return bool(self.double_quantization)
 
     def no_scales(self, lead, size):
         parts = super().no_scales(lead, size)
-        if not self.double_quantization:
-            return parts
         if not self.affine:
-            return quantize_scales(parts, 0.0)
+            return self.stored_scales(parts, 0.0)
         scales, offsets = parts
-        return quantize_scales(scales, 0.0), quantize_offsets(offsets)
+        return self.stored_scales(scales, 0.0), self._stored_offsets(offsets)
 
     def scale_bytes(self, size):
         if not self.double_quantization:
             return super().scale_bytes(size)
         blocks = self.num_blocks(size)
-        return (2 if self.affine else 1) * (blocks + num_groups(blocks))
+        each = blocks + num_groups(blocks)
+        if self.is_k_quant:
+            halves = 2 * math.ceil(blocks * (self.block_size or 1) / SUPERBLOCK)
+            each = blocks // (2 if self._integer_bits == 4 else 1) + halves
+        return (2 if self.affine else 1) * each
 
     @property
     def signed_scales(self):
@@ -129,6 +175,13 @@ class FittedFormat(Format):
     def encode(self, blocks, absmax, counts, limit, importance=None):
         """Encode blocks as `Format.encode` does. `importance`, of the shape of
         `blocks`, weights the squared errors of a fit."""
+        if self.is_k_quant and self.affine and not self.unsigned:
+            # A product has such a format, see `centred`.
+            raise ValueError(
+                f"{type(self).__name__}: unsigned must be True with affine=True and "
+                "double_quantization='k', got False: the integers of offsets have no "
+                "sign."
+            )
         start = self._covering_range if self.affine else self._covering_largest
         parts = start(blocks, absmax, limit)
         if self.fit != "absmax":
@@ -141,11 +194,21 @@ class FittedFormat(Format):
 
     def stored_scales(self, scales: Float[Array, "*lead blocks"], limit: float) -> Any:
         """Return scales as the quantized array stores them."""
+        if self.is_k_quant:
+            return self._in_integers(scales)
         return quantize_scales(scales, limit) if self.double_quantization else scales
 
     def _stored_offsets(self, offsets: Any) -> Any:
-        quantizes = self.affine and self.double_quantization
-        return quantize_offsets(offsets) if quantizes else offsets
+        if offsets is None or not self.double_quantization:
+            return offsets
+        return (
+            self._in_integers(offsets) if self.is_k_quant else quantize_offsets(offsets)
+        )
+
+    def _in_integers(self, scales: Any) -> Any:
+        assert self.block_size is not None
+        is_signed = not self.affine
+        return integer_scales(scales, self.block_size, self._integer_bits, is_signed)
 
     def codes_of(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
         """Return the codes of the nearest levels."""
@@ -172,6 +235,8 @@ class FittedFormat(Format):
         # Relative to the largest magnitude, so that the range cannot overflow.
         relative = divide_blocks(blocks, absmax)
         top, bottom = max_blocks(relative), -max_blocks(-relative)
+        if self.is_k_quant:
+            bottom = jnp.minimum(bottom, 0)
         scales = true_divide(top - bottom, highest - lowest)
         middle = (top + bottom) / 2 - scales * ((highest + lowest) / 2)
         return self.bounded(_Parts(scales * absmax, middle * absmax), absmax, limit)
@@ -186,6 +251,9 @@ class FittedFormat(Format):
             size, magnitude, self.scale_dtype, limit, largest=largest
         )
         scales = jnp.where(scales < 0, -bounded, bounded)
+        if self.is_k_quant and offsets is not None:
+            # The integers of offsets have no sign, and their unit is negative.
+            offsets = jnp.minimum(offsets, 0)
         return _Parts(scales, None if offsets is None else offsets.astype(scales.dtype))
 
 
@@ -197,7 +265,7 @@ class LowBitFormat(FittedFormat):
     scale_dtype: Any = "bfloat16"
     fit: Fit = "search"
     affine: bool = False
-    double_quantization: bool = False
+    double_quantization: DoubleQuantization = False
 
 
 @dataclasses.dataclass(frozen=True)

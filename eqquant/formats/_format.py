@@ -185,12 +185,22 @@ class Format(abc.ABC):
 
     def padded(self, size: int) -> int:
         """Return the stored length of a blocked axis of logical length `size`."""
-        multiple = self.block_size or self.group
+        multiple = (self.block_size or self.group) * self.block_multiple
         return math.ceil(size / multiple) * multiple
 
     def num_blocks(self, size: int) -> int:
         """Return the number of scales along a blocked axis of logical length `size`."""
-        return math.ceil(size / self.block_size) if self.block_size else 1
+        return self.padded(size) // self.block_size if self.block_size else 1
+
+    @property
+    def block_multiple(self) -> int:
+        """A divisor of the number of blocks in a row."""
+        return 1
+
+    @property
+    def range_dtype(self) -> np.dtype:
+        """The dtype that limits the magnitudes of weights."""
+        return self.scale_dtype
 
     def no_scales(self, lead: Sequence[int], size: int) -> Any:
         """Return zeros with the structure of the scales and offsets of `encode`, for

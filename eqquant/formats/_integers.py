@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ._fitted import Fit, FittedFormat, LowBitFormat
+from ._fitted import DoubleQuantization, Fit, FittedFormat, LowBitFormat
 from ._format import divide_blocks
 
 
@@ -16,7 +16,7 @@ class _Integers(FittedFormat):
     block_size: int | None = 32
     fit: Fit = "absmax"
     affine: bool = False
-    double_quantization: bool = False
+    double_quantization: DoubleQuantization = False
     unsigned: bool = False
 
     integer_levels = True
@@ -105,6 +105,10 @@ class Int4(_Integers):
         offset times the sum of the activation.
     - `double_quantization`: store scales and offsets in 8 bits, as in
         [`eqquant.NF4`][]. It requires `affine`, because other scales may be negative.
+        `"k"` stores integers times a float16 for each 256 values, like K-quants in GGUF
+        files. The integers have 8 bits for 6-bit codes, and otherwise 6 bits, in a
+        byte. Affine 2-bit codes have integers of 4 bits. Quantizing a dequantized array
+        does not always give the same codes and scales.
     - `unsigned`: use the integers [0, 15] instead. It requires `affine`. Then the
         offset of a block is its smallest value, as in Q4_1 in GGUF files.
     """

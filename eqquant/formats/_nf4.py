@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from ._codebook import TableFormat
-from ._fitted import Fit
+from ._fitted import DoubleQuantization, Fit
 from ._table import midpoints
 
 
@@ -67,7 +67,7 @@ class NF4(TableFormat):
 
     block_size: int | None = 64
     fit: Fit = "absmax"
-    double_quantization: bool = False
+    double_quantization: DoubleQuantization = False
 
     name = "nf4"
     bits = 4

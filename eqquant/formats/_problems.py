@@ -11,6 +11,8 @@ from ._format import Format, SCALE_DTYPES
 from ._pack import num_codes
 from ._scales import (
     Float8Scales,
+    FourBitScales,
+    IntegerScales,
     num_groups,
     QuantizedOffsets,
     QuantizedScales,
@@ -97,6 +99,11 @@ def _problems_of_kinds(
             )
         elif is_short:
             yield from problems_of_scales(part)
+            dtypes, needed = (
+                [a.dtype for a in jax.tree.leaves(x)] for x in (part, kind)
+            )
+            if dtypes != needed:
+                yield TypeError(f"parts of {name} must be {needed}, got {dtypes}.")
         elif part.dtype.name not in ([kind.dtype.name] if exact else SCALE_DTYPES):
             dtypes = kind.dtype if exact else f"one of {SCALE_DTYPES}"
             yield TypeError(f"{name} must be {dtypes} in {format!r}, got {part.dtype}.")
@@ -132,6 +139,11 @@ def _parts_of(scales: ShortScales) -> dict[str, tuple[str, tuple[int, ...]]]:
         dtype = "int8" if isinstance(scales, QuantizedOffsets) else "uint8"
         exponents = "uint8", (*lead, num_groups(shape[-1]))
         return {"codes": (dtype, shape), "exponents": exponents}
+    if isinstance(scales, IntegerScales):
+        is_short = isinstance(scales, FourBitScales)
+        dtype = "uint8" if is_short else scales.codes.dtype.name
+        units = "float16", (*lead, -(-shape[-1] // scales.group))
+        return {"codes": (dtype, scales.codes.shape), "units": units}
     if isinstance(scales, Float8Scales):
         return {"codes": ("uint8", shape), "units": ("float32", (*lead, 1))}
     return {"exponents": ("uint8", shape)}

@@ -2,14 +2,14 @@
 
 import abc
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, Int8, UInt8
+from jaxtyping import Array, Float, Float16, Int8, Integer, UInt8
 
 from ._format import true_divide
 from ._fp8 import from_float8, to_float8
@@ -72,7 +72,67 @@ class ShortScales(eqx.Module):
         return blocks == 1 or blocks % parts == 0
 
 
-class QuantizedScales(ShortScales):
+class _TwoLevelScales(ShortScales):
+    """Codes times one outer number for each `group` blocks. The last group of a row may
+    be partial."""
+
+    codes: Array
+
+    # The name of the field of outer numbers.
+    outer_name: ClassVar[str] = "units"
+
+    @property
+    def codes_of_blocks(self):
+        return self.codes
+
+    @property
+    def outer(self) -> Any:
+        return getattr(self, self.outer_name)
+
+    @property
+    def group(self) -> int:
+        """The number of blocks that share an outer number: a power of two."""
+        groups = max(self.outer.shape[-1], 1)
+        return 1 << (-(-self.shape[-1] // groups) - 1).bit_length()
+
+    def _each(self, outer: Float[Array, "*lead groups"]) -> Float[Array, "..."]:
+        """Repeat each outer number for the blocks of its group."""
+        *lead, groups = outer.shape
+        if groups <= 1:
+            return outer
+        # `jnp.repeat` raises an error on meshes with explicit axes.
+        outer = jnp.broadcast_to(outer[..., None], (*lead, groups, self.group))
+        return outer.reshape(*lead, -1)[..., : self.shape[-1]]
+
+    def gather(self, fn, fill):
+        in_outer = fill
+        if not jnp.issubdtype(self.outer.dtype, jnp.floating):
+            in_outer = fill if fill is None or fill == 0 else 255
+        return self._with(fn(self.codes, None), fn(self.outer, in_outer))
+
+    def _with(self, codes: Array, outer: Array) -> Any:
+        kind: Any = type(self)
+        return kind(codes, outer)
+
+    def _codes_of(self, start: int, stop: int) -> Any:
+        return self.codes[..., start:stop]
+
+    def slice(self, start, stop):
+        outer, group = self.outer, self.group
+        if outer.shape[-1] > 1:
+            if start % group:
+                return NotImplemented
+            outer = outer[..., start // group : -(-stop // group)]
+        codes = self._codes_of(start, stop)
+        return codes if codes is NotImplemented else self._with(codes, outer)
+
+    def split(self, parts):
+        if self.outer.shape[-1] > 1:
+            return self.shape[-1] % (parts * self.group) == 0
+        return super().split(parts)
+
+
+class QuantizedScales(_TwoLevelScales):
     """Positive scales in 8 bits: `code * 2 ** (exponent - 127)`.
 
     This is the double quantization of QLoRA (arXiv 2305.14314, section 3), in which 256
@@ -104,9 +164,11 @@ class QuantizedScales(ShortScales):
     codes: UInt8[Array, "*lead blocks"]
     exponents: UInt8[Array, "*lead groups"]
 
+    outer_name = "exponents"
+
     @property
-    def codes_of_blocks(self):
-        return self.codes
+    def group(self):
+        return GROUP
 
     def astype(self, dtype) -> Float[Array, "*lead blocks"]:
         """Decode the scales."""
@@ -114,37 +176,13 @@ class QuantizedScales(ShortScales):
 
     @property
     def _units(self) -> Float[Array, "*lead #blocks"]:
-        units = _power_of_two(self.exponents)
-        if self.exponents.shape[-1] > 1:
-            # `jnp.repeat` raises an error on meshes with explicit axes.
-            *lead, groups = units.shape
-            units = jnp.broadcast_to(units[..., None], (*lead, groups, GROUP))
-            units = units.reshape(*lead, -1)[..., : self.codes.shape[-1]]
-        return units
+        return self._each(_power_of_two(self.exponents))
 
     def nearest(self, scales):
         units = self._units
         codes = jnp.round(scales / jnp.where(units > 0, units, 1))
         codes = jnp.clip(codes, jnp.where(scales > 0, 1, 0), 255)
         return QuantizedScales(codes.astype(jnp.uint8), self.exponents)
-
-    def gather(self, fn, fill):
-        in_exponents = fill if fill is None or fill == 0 else 255
-        exponents = fn(self.exponents, in_exponents)
-        return type(self)(fn(self.codes, None), exponents)
-
-    def slice(self, start, stop):
-        if self.exponents.shape[-1] == 1:
-            return type(self)(self.codes[..., start:stop], self.exponents)
-        if start % GROUP:
-            return NotImplemented
-        exponents = self.exponents[..., start // GROUP : num_groups(stop)]
-        return type(self)(self.codes[..., start:stop], exponents)
-
-    def split(self, parts):
-        if self.exponents.shape[-1] > 1:
-            return self.shape[-1] % (parts * GROUP) == 0
-        return super().split(parts)
 
 
 class QuantizedOffsets(QuantizedScales):
@@ -216,7 +254,118 @@ class PowerOfTwoScales(ShortScales):
         return PowerOfTwoScales(fn(self.exponents, fill))
 
 
-class Float8Scales(ShortScales):
+class IntegerScales(_TwoLevelScales):
+    """Scales or offsets in integers of 8 bits, times one float16 for each 256 weights,
+    as in K-quants of GGUF files.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 512))
+        format = eqquant.formats.Int6(16, double_quantization="k")
+        scales = eqquant.quantize(weight, format).scales
+        assert isinstance(scales, eqquant.formats.IntegerScales)
+        assert scales.codes.shape == (64, 512 // 16)
+        assert scales.units.shape == (64, 512 // 256)
+        ```
+
+    **Fields:**
+
+    - `codes`: `(*lead, blocks)`: uint8 in affine formats, and otherwise int8.
+    - `units`: `(*lead, groups)`.
+    """
+
+    codes: UInt8[Array, "*lead blocks"] | Int8[Array, "*lead blocks"]
+    units: Float16[Array, "*lead groups"]
+
+    @property
+    def integers(self) -> Integer[Array, "*lead blocks"]:
+        """The code of each block."""
+        return self.codes
+
+    def astype(self, dtype):
+        # The products of 11 and 8 bits are exact.
+        return (self.integers.astype(jnp.float32) * self._units).astype(dtype)
+
+    @property
+    def _units(self) -> Float[Array, "*lead #blocks"]:
+        return self._each(self.units.astype(jnp.float32))
+
+    def nearest(self, scales):
+        info = jnp.iinfo(self.codes.dtype)
+        return self.rounded(scales, info.min, info.max)
+
+    def rounded(self, scales: Float[Array, "*lead blocks"], low: Any, high: Any) -> Any:
+        """Return the nearest scales with codes from `low` to `high`."""
+        units = self._units
+        codes = jnp.round(scales / jnp.where(units != 0, units, 1))
+        return type(self)(
+            self._pack(jnp.clip(codes, low, high).astype(self.codes.dtype)), self.units
+        )
+
+    def _pack(self, codes: Array) -> Array:
+        return codes
+
+
+class FourBitScales(IntegerScales):
+    """Scales or offsets in integers of 4 bits, as in Q2_K of GGUF files. Everything
+    else is as in [`eqquant.formats.IntegerScales`][].
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 512))
+        format = eqquant.Int2(16, affine=True, unsigned=True, double_quantization="k")
+        scales = eqquant.quantize(weight, format).scales
+        assert isinstance(scales, eqquant.formats.FourBitScales)
+        assert scales.shape == (64, 512 // 16) and scales.codes.shape == (64, 16)
+        ```
+
+    **Fields:**
+
+    - `codes`: `(*lead, blocks / 2)`. The low half of a byte is the code of the first of
+        two blocks.
+    - `units`: `(*lead, groups)`.
+    """
+
+    codes: UInt8[Array, "*lead pairs"]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def shape(self):
+        *lead, pairs = self.codes.shape
+        return (*lead, 2 * pairs)
+
+    @property
+    def size(self):
+        return 2 * self.codes.size
+
+    @property
+    def integers(self):
+        pairs = jnp.stack([self.codes & 15, self.codes >> 4], -1)
+        return pairs.reshape(self.shape)
+
+    def _codes_of(self, start, stop):
+        if start % 2 or stop % 2:
+            return NotImplemented
+        return self.codes[..., start // 2 : stop // 2]
+
+    def split(self, parts):
+        return super().split(parts) and self.codes.shape[-1] % parts == 0
+
+    def nearest(self, scales):
+        return self.rounded(scales, 0, 15)
+
+    def _pack(self, codes):
+        return codes[..., ::2] | codes[..., 1::2] << 4
+
+
+class Float8Scales(_TwoLevelScales):
     """8-bit float scales (E4M3), times one float32 per row.
 
     !!! Example
@@ -240,10 +389,6 @@ class Float8Scales(ShortScales):
     codes: UInt8[Array, "*lead blocks"]
     units: Float[Array, "*lead 1"]
 
-    @property
-    def codes_of_blocks(self):
-        return self.codes
-
     def astype(self, dtype):
         return (from_float8(self.codes, "e4m3fn") * self.units).astype(dtype)
 
@@ -252,12 +397,6 @@ class Float8Scales(ShortScales):
         codes = to_float8(jnp.minimum(share, 448), "e4m3fn")
         codes = jnp.maximum(codes, (scales > 0).astype(jnp.uint8))
         return Float8Scales(codes, self.units)
-
-    def gather(self, fn, fill):
-        return Float8Scales(fn(self.codes, None), fn(self.units, fill))
-
-    def slice(self, start, stop):
-        return Float8Scales(self.codes[..., start:stop], self.units)
 
 
 def quantize_scales(scales: Float[Array, "*lead blocks"], limit: float):
@@ -288,6 +427,38 @@ def quantize_offsets(offsets: Float[Array, "*lead blocks"]) -> QuantizedOffsets:
     exponents = jnp.where((exponents > 0) & (exponents < 254), exponents + 1, exponents)
     zeros = jnp.zeros(offsets.shape, jnp.int8)
     return QuantizedOffsets(zeros, exponents).nearest(offsets)
+
+
+# The number of weights that share an outer number in `IntegerScales`.
+SUPERBLOCK = 256
+
+
+def integer_scales(
+    scales: Float[Array, "*lead blocks"], block_size: int, bits: int, signed: bool
+) -> IntegerScales:
+    """Quantize scales to [`IntegerScales`][] of `bits` bits, or to [`FourBitScales`][].
+
+    The scale of the largest magnitude in a group gets the outermost integer. The unit
+    has the sign that this requires. Scales that are not signed must have equal signs.
+    """
+    *lead, blocks = scales.shape
+    group = SUPERBLOCK // block_size
+    groups = -(-blocks // group)
+    kind, dtype = IntegerScales, jnp.int8 if signed else jnp.uint8
+    if bits == 4:
+        kind, blocks = FourBitScales, blocks // 2
+    low, high = (
+        (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    )
+    scales = scales.astype(jnp.float32)
+    filled = [(0, 0)] * len(lead) + [(0, groups * group - scales.shape[-1])]
+    grouped = jnp.pad(scales, filled).reshape(*lead, groups, group)
+    most, least = jnp.max(grouped, -1), jnp.min(grouped, -1)
+    units = jnp.where(most >= -least, most, least) / (low if signed else high)
+    # NaN may be lost in a maximum, but not in a sum.
+    units = jnp.where(jnp.isfinite(jnp.sum(grouped, -1)), units, jnp.nan)
+    empty = kind(jnp.zeros((*lead, blocks), dtype), units.astype(jnp.float16))
+    return empty.rounded(scales, low, high)
 
 
 def num_groups(blocks: int) -> int:

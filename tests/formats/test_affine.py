@@ -75,8 +75,8 @@ def test_products(q, normal):
 
 @pytest.mark.parametrize("make", [Int6, Int4, Int2])
 def test_unsigned_levels(make, normal):
-    """The offset of a block is its smallest value. Gradients and products are those of
-    the dequantized array."""
+    """The smallest value of a block becomes its offset. Products and gradients equal
+    those of the dequantized array."""
     format = make(32, "float16", "absmax", affine=True, unsigned=True)
     assert (format.table[0], format.table[-1]) == (0, 2**format.bits - 1)
     w, x = normal(24, 64) - 3, normal(5, 64)

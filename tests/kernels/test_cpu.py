@@ -216,6 +216,7 @@ def test_panels_of_any_rows(kernel, format, rng):
         NF4(double_quantization=True),
         Int4(affine=True, double_quantization=True),
         Int6(affine=True, double_quantization=True),
+        Int6(16, double_quantization="k"),
         MXFP4(),
         NVFP4(),
     ],

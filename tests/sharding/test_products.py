@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives, largest_float
-from eqquant import Binary, Int4, NF4
+from eqquant import Binary, Int2, Int4, NF4
+from eqquant.formats import Int6
 from eqquant.kernels.cpu import _choose, _library
 from helpers import pairs, relative, slow, strict, TOLERANCE
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -175,12 +176,23 @@ TWICE = {"double_quantization": True}
 
 
 @pytest.mark.parametrize("kind", [AxisType.Explicit, slow(AxisType.Auto)])
-@pytest.mark.parametrize("format", [Int4(affine=True, **TWICE), slow(NF4(**TWICE))])
-def test_several_groups_of_scales_in_eight_bits(kind, format, normal):
-    mesh, size = mesh_of(kind), 4 * 256 * format.block_size
+@pytest.mark.parametrize(
+    "format",
+    [
+        Int4(affine=True, **TWICE),
+        Int2(16, affine=True, unsigned=True, double_quantization="k"),
+        slow(NF4(**TWICE)),
+        slow(Int6(16, double_quantization="k")),
+    ],
+    ids=repr,
+)
+def test_several_groups_of_scales_in_a_few_bits(kind, format, normal):
+    mesh = mesh_of(kind)
+    size = 4 * 256 * (2 if format.is_k_quant else format.block_size)
     q, x = quantized(normal, format, 4, size), normal(M, size)
     split = eqquant.shard_tree(q, mesh, P(None, "m"), batch="d")
-    assert split.scales.exponents.sharding.spec == P(None, "m")
+    for part in jax.tree.leaves(split.scales):
+        assert part.sharding.spec == P(None, "m")
     with jax.set_mesh(mesh):
         got = jax.jit(lambda x, q: x @ q.T)(put(x, mesh, "d"), split)
     assert relative(got, np.float64(x) @ np.float64(q.dequantize()).T) < 4 * SUMS

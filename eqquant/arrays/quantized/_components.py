@@ -13,7 +13,6 @@ from ...formats import (
     Format,
     num_codes,
     problems_of,
-    QuantizedOffsets,
     ShortScales,
 )
 from ...kernels import as_compute, Compute
@@ -30,7 +29,7 @@ def from_components(
     dtype: Any = "float32",
     axis: int | Sequence[int] = -1,
     size: int | Sequence[int] | None = None,
-    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None,
+    offsets: Float[Array, "*lead blocks"] | ShortScales | None = None,
     precision: str | None = None,
     activations: str | None = None,
     compute: Compute | None = None,
@@ -55,14 +54,15 @@ def from_components(
     - `scales`: `(*lead, blocks)`, of the `scale_dtype` of the format. Double
         quantization needs an [`eqquant.formats.QuantizedScales`][], MXFP4 an
         [`eqquant.formats.PowerOfTwoScales`][], and NVFP4 an
-        [`eqquant.formats.Float8Scales`][].
+        [`eqquant.formats.Float8Scales`][]. `double_quantization="k"` needs an
+        [`eqquant.formats.IntegerScales`][] or [`eqquant.formats.FourBitScales`][].
     - `format`: a format, or the name of one.
     - `dtype`: the dtype of the dequantized array.
     - `axis`: the blocked axis (or axes) of the dequantized array.
     - `size`: the length of the blocked axis, or a tuple of lengths. The default, for
         one axis, is the number of codes.
     - `offsets`: like `scales`, for an affine format. Double quantization needs an
-        [`eqquant.formats.QuantizedOffsets`][].
+        [`eqquant.formats.QuantizedOffsets`][], or the class of `scales` for `"k"`.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][].
 
     **Returns:**

@@ -211,8 +211,7 @@ def in_blocks(
     (size,) = row.shape
     blocks, block = format.num_blocks(size), format.block_size or size
     filled = blocks * block - size
-    counts = np.full(blocks, block, np.float32)
-    counts[-1] -= filled
+    counts = np.clip(size - block * np.arange(blocks, dtype=np.float32), 0, block)
     return jnp.pad(row, (0, filled)).reshape(blocks, block), counts
 
 
@@ -247,7 +246,7 @@ def _out_of_range(absmax: Float[Array, "*lead"], format: Format) -> Bool[Array, 
     fits = jnp.isfinite(absmax)
     if format.has_offsets:  # Both a scaled level and an offset can have this magnitude.
         fits &= absmax <= float(jnp.finfo(format.scale_dtype).max) / 4
-    scales = jnp.finfo(format.scale_dtype)
+    scales = jnp.finfo(format.range_dtype)
     if jnp.finfo(absmax.dtype).maxexp > scales.maxexp:
         largest, smallest = float(scales.max), float(scales.tiny)
         fits &= (absmax <= largest) & ((absmax >= smallest) | (absmax == 0))

@@ -19,7 +19,6 @@ from ...formats import (
     num_bytes,
     num_codes,
     problems_of,
-    QuantizedOffsets,
     scales_split,
     ShortScales,
     slice_scales,
@@ -37,7 +36,7 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
     part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
         "scales": (ShortScales,),
-        "offsets": (type(None), QuantizedOffsets),
+        "offsets": (type(None), ShortScales),
     }
 
     codes: UInt8[Array, "*lead packed"] | Int8[Array, "*lead packed"]
@@ -47,7 +46,7 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
     axes: tuple[int, ...] = eqx.field(static=True)
     inner: tuple[int, ...] = eqx.field(static=True)
     padding: int = eqx.field(static=True)
-    offsets: Float[Array, "*lead blocks"] | QuantizedOffsets | None = None
+    offsets: Float[Array, "*lead blocks"] | ShortScales | None = None
     compute: Compute = eqx.field(
         static=True, default=Compute(), metadata={"saved": False}
     )

@@ -93,8 +93,8 @@ _narrower = {
 }
 
 
-# A function from levels to codes, the lowest level and the highest level. Codes of other
-# formats are levels minus the lowest level.
+# A function from levels to codes, the lowest level and the highest level. In other
+# formats, a code is a level minus the lowest level.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),

@@ -15,6 +15,8 @@ from ...arrays import ImplicitArray, quantized_arrays, stored_classes
 from ...formats import (
     Float8Scales,
     Format,
+    FourBitScales,
+    IntegerScales,
     num_bytes,
     planes_of,
     PowerOfTwoScales,
@@ -27,6 +29,7 @@ from ._processes import local_parts
 
 
 _scales = (QuantizedScales, QuantizedOffsets, PowerOfTwoScales, Float8Scales)
+_scales += (IntegerScales, FourBitScales)
 # Classes that a file may contain, by name.
 CLASSES: collections.ChainMap[str, type] = collections.ChainMap(
     stored_classes, {cls.__name__: cls for cls in _scales}

@@ -8,14 +8,24 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from ...formats import Float8Scales, Format, GROUP, PowerOfTwoScales, QuantizedScales
+from ...formats import (
+    Float8Scales,
+    float_scales,
+    Format,
+    FourBitScales,
+    GROUP,
+    IntegerScales,
+    PowerOfTwoScales,
+    QuantizedScales,
+)
 from .._product import Product
 from ._library import load
 
 
 # The numbers of `ScaleType` in `src/runtime/product.h`.
 _scale_types = {"float32": 0, "bfloat16": 1, "float16": 2}
-_uint8, _int8, _exponent, _float8 = 3, 4, 7, 8
+_integer_types = {"uint8": 3, "int8": 4}
+_exponent, _float8 = 7, 8
 # The bits of the exponent of each float8 kind.
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 
@@ -86,8 +96,15 @@ def _stored(scales: Any) -> _Stored:
     if isinstance(scales, Float8Scales):
         return _Stored(scales.codes, _float8, scales.units, 0, scales.shape[-1])
     if isinstance(scales, QuantizedScales):
-        type = _int8 if scales.codes.dtype == jnp.int8 else _uint8
+        type = _integer_types[scales.codes.dtype.name]
         return _Stored(scales.codes, type, scales.exponents, _exponent, GROUP)
+    if isinstance(scales, IntegerScales) and not isinstance(scales, FourBitScales):
+        type, outer_type = (
+            _integer_types[scales.codes.dtype.name],
+            _scale_types["float16"],
+        )
+        return _Stored(scales.codes, type, scales.units, outer_type, scales.group)
+    scales = float_scales(scales)
     return _Stored(scales, _scale_types[scales.dtype.name])
 
 
