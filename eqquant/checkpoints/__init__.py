@@ -1,12 +1,12 @@
 """Save trees to files, and load them.
 
 Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint` and
-`describe_checkpoint`; `read_checkpoint` and `write_bitsandbytes` for files of other
-libraries; and `main`, the command line. Imports `trees`, `arrays`, `kernels`, `formats`
+`describe_checkpoint`; `read_checkpoint` and writers for files of other libraries; and
+`main`, the command line. Imports `trees`, `arrays`, `kernels`, `formats`
 and `_jax`.
 
-Public functions are in this folder. They import `foreign/` and `leaves/`, which are
-independent of each other and import `files/`.
+Public functions are in this folder and in `writers/`, which imports `foreign/` and
+`leaves/`. These two are independent of each other and import `files/`.
 """
 
 from ._command import main as main
@@ -19,9 +19,13 @@ from ._describe import (
 from ._load import load as load, load_metadata as load_metadata
 from ._load_quantized import load_quantized as load_quantized
 from ._save import save as save
-from .foreign import (
-    read_checkpoint as read_checkpoint,
+from .foreign import read_checkpoint as read_checkpoint
+from .writers import (
+    quantize_with_zero_points as quantize_with_zero_points,
     write_bitsandbytes as write_bitsandbytes,
+    write_compressed_tensors as write_compressed_tensors,
+    write_gptq as write_gptq,
+    write_mlx as write_mlx,
 )
 
 
@@ -32,8 +36,12 @@ __all__ = [
     "load_metadata",
     "load_quantized",
     "quantize_checkpoint",
+    "quantize_with_zero_points",
     "read_checkpoint",
     "save",
     "StoredTensor",
     "write_bitsandbytes",
+    "write_compressed_tensors",
+    "write_gptq",
+    "write_mlx",
 ]

@@ -3,7 +3,6 @@
 import hashlib
 import os
 import pathlib
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,12 +28,11 @@ from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
 from ._save import check_names, check_shard_size
 from .files import (
-    INDEX,
+    copy_others,
     index_of,
     KEY,
     Path,
     read_manifest,
-    replacing,
     Shard,
     TensorFile,
     to_json,
@@ -55,9 +53,6 @@ from .leaves import (
 
 
 _caller = "quantize_checkpoint"
-# Files of a Hugging Face folder that are not weights: configuration, tokenizer and
-# license.
-_copied = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".md")
 # 8-bit floats are excluded because they need the scales in other tensors.
 _floats = ("float16", "bfloat16", "float32", "float64")
 
@@ -144,7 +139,7 @@ def quantize_checkpoint(
         check_names(leaves, _caller)
         target.parent.mkdir(parents=True, exist_ok=True)
         if source_path.is_dir():
-            _copy_others(source_path, target.parent)
+            copy_others(source_path, target.parent)
         elements = sum(contents.described[name].size for name in choices)
         write_checkpoint(
             target,
@@ -230,16 +225,6 @@ def _leaf(
 
     described = jax.eval_shape(lambda x: quantize(x, format, axis=axis), found)
     return describe_later(name, described, make)
-
-
-def _copy_others(source: pathlib.Path, folder: pathlib.Path) -> None:
-    for file in sorted(source.iterdir()):
-        is_copied = file.suffix in _copied and not file.name.endswith(INDEX)
-        target = folder / file.name
-        is_same = target.exists() and target.samefile(file)
-        if is_copied and file.is_file() and not is_same:
-            with file.open("rb") as original, replacing(target) as copy:
-                shutil.copyfileobj(original, copy)
 
 
 #

@@ -5,6 +5,7 @@ file; checkpoints of several files, and tensors split over them; atomic replacem
 files; JSON; and memory. It imports no other folder of `checkpoints`.
 """
 
+from ._beside import copy_others as copy_others
 from ._json import parse_object as parse_object, to_json as to_json
 from ._manifest import (
     KEY as KEY,
@@ -35,7 +36,9 @@ from ._safetensors import (
 from ._source import (
     INDEX as INDEX,
     index_of as index_of,
+    MemorySource as MemorySource,
     read_index as read_index,
     Source as Source,
     SUFFIX as SUFFIX,
 )
+from ._stream import ShardWriter as ShardWriter

@@ -88,6 +88,14 @@ class Source(contextlib.AbstractContextManager):
             self._file_of[name].read_slices(name, slices)
         return out
 
+    def config(self) -> dict[str, Any] | None:
+        """Return the contents of the `config.json` beside the checkpoint, or `None` if
+        there is no such file."""
+        path = self.path.parent / "config.json"
+        if not path.is_file() or path.stat().st_size > MAX_HEADER:
+            return None
+        return parse_object(path.read_bytes(), str(path))
+
     def _add(self, path: pathlib.Path) -> Manifest | None:
         file = self._open.enter_context(TensorFile(path))
         manifest = read_manifest(file)
@@ -152,6 +160,24 @@ class Source(contextlib.AbstractContextManager):
                     f"{self.path}: {name!r} is stored both whole and in pieces."
                 )
             self.tensors[name] = assemble(name, pieces)
+
+
+class MemorySource(Source):
+    """Arrays in memory and a `config.json`, with the interface of a [`Source`][]."""
+
+    def __init__(self, arrays: dict[str, np.ndarray], config: dict[str, Any]):
+        self.path, self.files = pathlib.Path("memory"), []
+        self.records, self.metadata, self.is_ours = {}, {}, False
+        self.tensors = {k: Tensor(k, a.dtype, a.shape) for k, a in arrays.items()}
+        self._arrays, self._config = arrays, config
+        self._open = contextlib.ExitStack()
+
+    def read(self, name, dtype=None):
+        array = self._arrays[name]
+        return array if dtype is None else array.astype(dtype)
+
+    def config(self):
+        return self._config
 
 
 def find(path: Path) -> pathlib.Path:

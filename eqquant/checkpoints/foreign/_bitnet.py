@@ -19,7 +19,9 @@ def bitnet_entries(source: Source) -> dict[str, Entry]:
     weights = [
         parts
         for parts in find_parts(source, "weight_scale", "BitNet")
-        if "weight" in parts and parts.tensor("weight").dtype == np.uint8
+        if "weight" in parts
+        and parts.tensor("weight").dtype == np.uint8
+        and "weight_scale_2" not in parts  # NVFP4 of ModelOpt.
     ]
     divides = _divides(source) if weights else False
     return {parts.weight: _entry(parts, divides) for parts in weights}

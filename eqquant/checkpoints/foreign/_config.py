@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ..files import MAX_HEADER, parse_object, Source
+from ..files import Source
 
 
 class PackingConfig:
@@ -21,12 +21,13 @@ class PackingConfig:
     def __init__(self, source: Source, weights: str, setting: str):
         path = source.path.parent / "config.json"
         self.where = str(path)
-        if not path.is_file() or path.stat().st_size > MAX_HEADER:
+        config = source.config()
+        if config is None:
             raise ValueError(
                 f"{source.path}: has {weights}, but no {path.name} beside it. That "
                 f"file specifies {setting}."
             )
-        found = parse_object(path.read_bytes(), self.where).get("quantization_config")
+        found = config.get("quantization_config")
         self._values = found if isinstance(found, dict) else {}
         self.method = self._values.get("quant_method")
         if not isinstance(self.method, str):

@@ -8,12 +8,13 @@ row for each output, and the shapes of the tensors determine the settings.
 
 import dataclasses
 import functools as ft
+import math
 from typing import Any
 
 import numpy as np
 
 from ..._jax import warn
-from ...formats import Format, Int2, Int3, Int4, Int8
+from ...formats import Format, Int2, Int3, Int4, Int5, Int6, Int8
 from ...trees import errors_at
 from ..files import Source
 from ._config import PackingConfig
@@ -59,9 +60,11 @@ COMPRESSED_TENSORS = Packing(
     is_transposed=False,
     packs_inputs=True,
 )
-_formats: dict[int, type[Format]] = {2: Int2, 3: Int3, 4: Int4, 8: Int8}
-# 3 bits are excluded: versions of the library packed them in different ways.
-_bits_of_compressed_tensors = (2, 4, 8)
+# Formats that contain the integers of each number of bits.
+_formats: dict[int, type[Format]] = {
+    **{1: Int2, 2: Int2, 3: Int3, 4: Int4, 5: Int5, 6: Int6, 7: Int8, 8: Int8}
+}
+_bits_of_gptq = (2, 3, 4, 8)
 
 
 #
@@ -70,7 +73,7 @@ _bits_of_compressed_tensors = (2, 4, 8)
 
 
 def gptq_entries(source: Source, config: PackingConfig) -> dict[str, Entry]:
-    bits = config.one_of("bits", tuple(_formats))
+    bits = config.one_of("bits", _bits_of_gptq)
     block = config.block_size()
     symmetric = config.one_of("sym", (True, False), True)
     needs_order = config.one_of("desc_act", (True, False), False)
@@ -99,9 +102,11 @@ def awq_entries(source: Source, config: PackingConfig) -> dict[str, Entry]:
 
 def compressed_tensors_entries(source: Source) -> dict[str, Entry]:
     packing = COMPRESSED_TENSORS
+    declared = _declared_bits(source)
     return {
-        parts.weight: _rows(parts, packing).entry()
+        parts.weight: _rows(parts, packing, declared).entry()
         for parts in find_parts(source, packing.codes, packing.library)
+        if parts.tensor(packing.codes).dtype == np.int32
     }
 
 
@@ -133,19 +138,31 @@ def _columns(
     return PackedWeight(parts, packing, shape, bits, block, symmetric, shift)
 
 
-def _rows(parts: Parts, packing: Packing) -> "PackedWeight":
+def _declared_bits(source: Source) -> set[int]:
+    """Return the numbers of bits that `config.json` declares, if there is one."""
+    config = (source.config() or {}).get("quantization_config")
+    groups = config.get("config_groups") if isinstance(config, dict) else None
+    groups = groups.values() if isinstance(groups, dict) else ()
+    weights = [group.get("weights") for group in groups if isinstance(group, dict)]
+    bits = {w.get("num_bits") for w in weights if isinstance(w, dict)}
+    return {n for n in bits if type(n) is int} or set(_formats)
+
+
+def _rows(parts: Parts, packing: Packing, declared: set[int]) -> "PackedWeight":
     """Describe a weight of compressed-tensors. `weight_shape` contains the number of
-    inputs, because the last int32 of a row may be partial."""
+    inputs, because the last int32 of a row may be partial. Versions before 0.13 padded
+    each int32 of 3, 5, 6 or 7 bits; other sizes of rows reveal them."""
     rows, packed = stored = parts.look_up(packing.codes, ("int32",), (None, None)).shape
     parts.look_up("weight_shape", ("int64", "int32"), (2,))
     shape = tuple(map(int, parts.read("weight_shape")))
     columns = shape[1]
     fits = lambda bits: packed and packed == _packed_size(columns, bits)
-    candidates = [bits for bits in _bits_of_compressed_tensors if fits(bits)]
+    candidates = [bits for bits in sorted(declared & _formats.keys()) if fits(bits)]
     if shape[0] != rows or not rows or columns < 1 or len(candidates) != 1:
         parts.fail(
             f"has {packing.codes!r} of the shape {stored} and the 'weight_shape' "
-            f"{shape}, which fit no packing in {_bits_of_compressed_tensors} bits."
+            f"{shape}, which fit {len(candidates)} packings in {sorted(declared)} "
+            "bits. Put the config.json of the model beside the file."
         )
     (bits,) = candidates
     blocks = parts.look_up(packing.scales, SCALE_DTYPES, (rows, None)).shape[1]
@@ -187,7 +204,7 @@ class PackedWeight:
             self.parts.look_up(self.packing.order, ("int32",), (self.shape[1],))
         with errors_at(self.parts.where):
             kind = f"{self.packing.library}, {self._format(not self.symmetric)!r}"
-        is_exact = self.symmetric or self.bits < 8
+        is_exact = self.symmetric or self.bits < 7
         readers = self._decode, self._quantized
         return self.parts.entry(self.shape, self.dtype, *readers, (kind, is_exact))
 
@@ -202,7 +219,7 @@ class PackedWeight:
     def _format(self, affine: bool) -> Format:
         block = self.block if (self.block or 0) < self.shape[1] else None
         options: dict[str, Any] = {"block_size": block, "scale_dtype": "float32"}
-        if self.bits < 8:
+        if self.bits < 7:
             options |= {"fit": "absmax", "affine": affine}
         return _formats[self.bits](**options)
 
@@ -282,9 +299,11 @@ class PackedWeight:
             zeros = np.broadcast_to(zeros, scales.shape)[:, order]
             scales = scales[:, order]
         middle = 2 ** (self.bits - 1)
-        if self.bits == 8 or (self.symmetric and np.all(zeros == middle)):
+        if self.bits > 6 or (self.symmetric and np.all(zeros == middle)):
             if np.any(zeros != middle):
-                raise NotExact("has 8-bit codes with zero points, which Int8 lacks.")
+                raise NotExact(
+                    f"has {self.bits}-bit codes with zero points, which Int8 lacks."
+                )
             levels = self._codes().astype(np.int16) - np.int16(middle)
             return from_levels(levels, scales, self._format(False), self.dtype)
         offsets = -zeros * scales.astype(np.float64)
@@ -317,19 +336,21 @@ def count_codes(packed: int, bits: int) -> int:
 
 
 def _packed_size(codes: int, bits: int) -> int:
-    return -(-codes // count_codes(1, bits))
+    return -(-codes * bits // 32)
 
 
 def _period(bits: int) -> int:
     """Return the smallest number of int32 values that hold whole codes."""
-    return 3 if bits == 3 else 1
+    return bits // math.gcd(bits, 32)
 
 
 def unpack_int32(packed: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """Unpack int32 values to uint8 codes along an axis. 3-bit codes may cross from one
-    int32 to the next, so three int32 hold 32 codes."""
+    """Unpack int32 values to uint8 codes along an axis. Codes of 3, 5, 6 and 7 bits may
+    cross from one int32 to the next."""
     period = _period(bits)
     packed = np.moveaxis(packed.view(np.uint32), axis, 0)
+    missing = -len(packed) % period
+    packed = np.pad(packed, [(0, missing)] + [(0, 0)] * (packed.ndim - 1))
     packed = packed.reshape(len(packed) // period, period, *packed.shape[1:])
     count, mask = count_codes(period, bits), np.uint32(2**bits - 1)
     out = np.empty((len(packed), count, *packed.shape[2:]), np.uint8)

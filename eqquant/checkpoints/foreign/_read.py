@@ -13,8 +13,10 @@ from ._bitnet import bitnet_entries
 from ._bitsandbytes import bitsandbytes_entries
 from ._config import PackingConfig
 from ._entry import Entry
+from ._fp4 import fp4_entries
 from ._gguf import GGUFFile, is_gguf
 from ._gguf_entries import gguf_entries
+from ._mlx import mlx_entries
 from ._packed import awq_entries, compressed_tensors_entries, gptq_entries
 from ._parts import find_parts
 from ._scaled_bytes import scaled_byte_entries
@@ -135,6 +137,8 @@ _finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
     bitnet_entries,
     _int32_entries,
     compressed_tensors_entries,
+    fp4_entries,
+    mlx_entries,
     scaled_byte_entries,
 )
 
@@ -158,7 +162,7 @@ def _reject_unknown(source: Source, plain: list[Tensor]) -> None:
         if last == "qweight":
             kind = "a variant of GPTQ"
         elif last == "weight" and stored.dtype.name == "uint32" and beside("scales"):
-            kind = "MLX, with offsets" if beside("biases") else "MLX"
+            kind = "a variant of MLX"
         if kind is not None:
             raise ValueError(
                 f"{source.path}: {name!r} is packed by {kind}, which eqquant cannot "

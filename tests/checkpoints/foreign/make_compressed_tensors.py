@@ -9,7 +9,9 @@ import sys
 
 import torch
 from compressed_tensors.compressors import (
+    MXFP4PackedCompressor,
     NaiveQuantizationCompressor,
+    NVFP4PackedCompressor,
     PackedQuantizationCompressor,
 )
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -30,6 +32,16 @@ BYTES = {
     "fp8_whole": ("float", "tensor", "float32"),
     "int8_rows": ("int", "channel", "bfloat16"),
 }
+# Packed without padding, so codes cross from one int32 to the next.
+DENSE = {
+    "one_bit": (1, 64, 32, True, "bfloat16"),
+    "three_bits": (3, 72, 24, False, "bfloat16"),
+    "five_bits": (5, 96, 32, True, "float16"),
+    "six_bits": (6, 64, 64, False, "bfloat16"),
+    "seven_bits": (7, 40, None, True, "bfloat16"),
+}
+# The group of 4-bit floats, the dtype of scales.
+FLOATS = {"mxfp4": (32, "uint8"), "nvfp4": (16, "float8_e4m3fn")}
 ROWS = 12  # 12 codes do not fill an int32.
 
 
@@ -74,6 +86,34 @@ def layer_of_bytes(kind: str, strategy: str, dtype):
     return packed_and_back(NaiveQuantizationCompressor, state, scheme)
 
 
+def layer_of_fp4(group: int, scale_dtype):
+    """Make a layer of 4-bit floats. NVFP4 also has a scale of the whole tensor."""
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.5, -1, -1.5, -2, -3, -4, -6])
+    levels = values[torch.randint(0, 15, (ROWS, 64))]
+    levels[:, ::group] = 6
+    state, strategy = {}, "group"
+    if group == 16:
+        scales = torch.randint(1, 127, (ROWS, 4), dtype=torch.uint8)
+        scales = scales.view(scale_dtype).float()
+        divisor = torch.tensor([1234.5])
+        state, strategy = {"weight_global_scale": divisor}, "tensor_group"
+        repeated = (scales / divisor).repeat_interleave(group, 1)
+    else:
+        scales = 2.0 ** torch.randint(-12, 3, (ROWS, 2))
+        repeated = scales.repeat_interleave(group, 1)
+    state |= {"weight": levels * repeated, "weight_scale": scales}
+    weights = QuantizationArgs(
+        num_bits=4,
+        type="float",
+        strategy=strategy,
+        group_size=group,
+        scale_dtype=scale_dtype,
+    )
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    compressor = NVFP4PackedCompressor if group == 16 else MXFP4PackedCompressor
+    return packed_and_back(compressor, state, scheme)
+
+
 def packed_and_back(compressor, state: dict, scheme: QuantizationScheme):
     packed = compressor.compress(state, scheme)
     return packed, compressor.decompress(packed, scheme)["weight"]
@@ -83,7 +123,8 @@ def write(folder: pathlib.Path) -> None:
     torch.manual_seed(0)
     found, expected = {}, {}
     makers = dict.fromkeys(LAYERS, layer) | dict.fromkeys(BYTES, layer_of_bytes)
-    for name, (*options, dtype) in (LAYERS | BYTES).items():
+    makers |= dict.fromkeys(DENSE, layer) | dict.fromkeys(FLOATS, layer_of_fp4)
+    for name, (*options, dtype) in (LAYERS | BYTES | DENSE | FLOATS).items():
         packed, weight = makers[name](*options, getattr(torch, dtype))
         found |= {f"{name}.{key}": value.contiguous() for key, value in packed.items()}
         expected[f"{name}.weight"] = weight.contiguous()

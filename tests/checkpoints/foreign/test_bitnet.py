@@ -95,17 +95,6 @@ def test_invalid_weights(packed, scale, message, folder):
             read(folder, decode=decode)
 
 
-@pytest.mark.parametrize("with_offsets", [False, True])
-def test_mlx_is_rejected(with_offsets, tmp_path):
-    path = tmp_path / "model.safetensors"
-    tensors = {"a.weight": np.ones((4, 8), np.uint32), "a.scales": np.ones((4, 1))}
-    if with_offsets:
-        tensors["a.biases"] = np.ones((4, 1))
-    save_file(tensors, path)
-    with pytest.raises(ValueError, match="'a.weight' .*MLX"):
-        eqquant.checkpoints.read_checkpoint(path)
-
-
 def test_plain_safetensors(tmp_path):
     path = tmp_path / "model.safetensors"
     tensors = {

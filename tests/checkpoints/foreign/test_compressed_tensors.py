@@ -6,8 +6,9 @@ import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import FP8, Int2, Int4, Int8
+from eqquant import FP8, Int2, Int3, Int4, Int8, MXFP4, NVFP4
 from eqquant.checkpoints.files import Source, write_plain
+from eqquant.formats import Int5, Int6
 from safetensors.numpy import load_file, save_file
 
 
@@ -22,6 +23,13 @@ FORMATS = {
     "fp8_rows": FP8(),
     "fp8_whole": FP8(),
     "int8_rows": Int8(),
+    "one_bit": Int2(block_size=32, **FULL),
+    "three_bits": Int3(block_size=24, affine=True, **FULL),
+    "five_bits": Int5(block_size=32),
+    "six_bits": Int6(block_size=None, affine=True),
+    "seven_bits": Int8(),
+    "mxfp4": MXFP4(),
+    "nvfp4": NVFP4(),
 }
 
 
@@ -52,8 +60,8 @@ INVALID = {
     "more columns": (dict(weight_shape=np.array([12, 97])), r"\(12, 97\)"),
     "three axes": (dict(weight_shape=np.array([12, 8, 8])), r"\(2,\), got .*\(3,\)"),
     "codes of bytes": (
-        dict(weight_packed=np.zeros((12, 12), np.uint8)),
-        "int32.*uint8",
+        dict(weight_packed=np.zeros((12, 48), np.uint8)),
+        r"'weight_scale' must be uint8 of the shape \(12, 3\)",
     ),
     "groups of no columns": (
         dict(weight_scale=np.ones((12, 0), np.float16)),

@@ -13,7 +13,7 @@ from ..._jax import typed
 from ...arrays import QuantizedArray
 from ...formats import float_scales, NF4, unpack
 from ..files import Path, to_json, write_plain
-from ._bitsandbytes import BLOCK_SIZES, DTYPES, STATE
+from ..foreign import BLOCK_SIZES, DTYPES, STATE
 
 
 @typed
