@@ -13,6 +13,7 @@ from ...arrays import from_components, QuantizedArray
 from ...formats import (
     Codebook,
     Format,
+    FourBitScales,
     FP8,
     Int8,
     MXFP4,
@@ -110,10 +111,10 @@ _low_bits = np.uint32(0xFF)
 
 def from_levels(
     levels: np.ndarray,
-    scales: np.ndarray,
+    scales: np.ndarray | ShortScales,
     format: Format,
     dtype: Any = "float32",
-    offsets: np.ndarray | None = None,
+    offsets: np.ndarray | ShortScales | None = None,
 ) -> QuantizedArray:
     """Build a quantized array from integer levels `(*lead, size)` and scales `(*lead,
     blocks)`, exactly, or raise [`NotExact`][]. For formats with a table of levels,
@@ -133,15 +134,9 @@ def from_levels(
                 f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
-    table = [abs(level) for level in format.codebook or () if level]
-    scales, shifts = _float32(scales, min([1.0, *table])), None
-    if offsets is not None:
-        with np.errstate(over="ignore"):
-            shifts = _float32(offsets).astype(format.scale_dtype)
-        if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
-            raise NotExact(
-                "has scales and offsets whose float32 sums would be rounded."
-            )
+    parts: Any = scales, offsets
+    if isinstance(scales, np.ndarray):
+        parts = _stored(scales, offsets, format)
     codes, size = to_codes(levels), levels.shape[-1]
     if padding := format.padded(size) - size:
         widths = [(0, 0)] * (codes.ndim - 1) + [(0, padding)]
@@ -150,12 +145,7 @@ def from_levels(
         groups = codes.reshape(*codes.shape[:-1], -1, format.group)
         codes = pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
     return from_components(
-        jnp.asarray(codes),
-        _stored(scales, format),
-        format,
-        dtype=dtype,
-        size=size,
-        offsets=None if shifts is None else jnp.asarray(shifts),
+        jnp.asarray(codes), parts[0], format, dtype=dtype, size=size, offsets=parts[1]
     )
 
 
@@ -188,9 +178,35 @@ def _float32(scales: np.ndarray, smallest: float = 1.0) -> np.ndarray:
     return scales
 
 
-def _stored(scales: np.ndarray, format: Format) -> Any:
-    """Return scales as the format stores them, or raise [`NotExact`][]."""
-    kind, _ = scales_and_offsets(format.no_scales((), 1), format)
+def integers_times(
+    units: np.ndarray, integers: np.ndarray, format: Format
+) -> ShortScales:
+    """Return scales or offsets of a K-quant, in which `units` multiply `integers`."""
+    kind = type(_kind_of_scales(format))
+    if kind is FourBitScales:
+        integers = integers[..., ::2] | integers[..., 1::2] << np.uint8(4)
+    return kind(jnp.asarray(integers), jnp.asarray(units))
+
+
+def _kind_of_scales(format: Format) -> Any:
+    return scales_and_offsets(format.no_scales((), 1), format)[0]
+
+
+def _stored(scales: np.ndarray, offsets: Any, format: Format) -> tuple[Any, Any]:
+    """Return scales and offsets as the format stores them, or raise [`NotExact`][]."""
+    table = [abs(level) for level in format.codebook or () if level]
+    scales = _float32(scales, min([1.0, *table]))
+    if offsets is None:
+        return _stored_scales(scales, format), None
+    with np.errstate(over="ignore"):
+        shifts = _float32(offsets).astype(format.scale_dtype)
+    if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
+        raise NotExact("has scales and offsets whose float32 sums would be rounded.")
+    return _stored_scales(scales, format), jnp.asarray(shifts)
+
+
+def _stored_scales(scales: np.ndarray, format: Format) -> Any:
+    kind = _kind_of_scales(format)
     if isinstance(kind, ShortScales):
         stored = kind.nearest(jnp.asarray(scales))
     else:

@@ -1,10 +1,12 @@
 """Read the tensors of a GGUF file as quantized, plain or decoded arrays."""
 
 import functools as ft
+from typing import Any
 
 import numpy as np
 
-from ._entry import Entry, from_codes, from_levels, NotExact
+from ...formats import FittedFormat
+from ._entry import Entry, from_levels, integers_times, NotExact
 from ._gguf import GGUFFile, Tensor
 
 
@@ -54,21 +56,21 @@ def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     raw = _blocks(file, tensor)
     out, step = np.empty((len(raw), block), np.float32), _chunk // block
     for start in range(0, len(raw), step):
-        out[start : start + step] = unpack(raw[start : start + step]).decode()
+        out[start : start + step] = tensor.type.decode(
+            unpack(raw[start : start + step])
+        )
     return out.reshape(tensor.shape)
 
 
 def _quantized(file: GGUFFile, tensor: Tensor):
     kind = tensor.type
+    format: Any = kind.format
     if kind.unpack is None:
         raise ValueError(
             f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant can "
             "neither store nor decode."
         )
-    if kind.format is None:
-        raise NotExact(
-            "has an offset per block that no format of eqquant stores exactly."
-        )
+    assert kind.format is not None and kind.levels is not None
     if not tensor.is_exact:
         raise NotExact(
             f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
@@ -77,13 +79,19 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     step = _chunk // kind.block
     parts = [kind.unpack(raw[i : i + step]) for i in range(0, len(raw), step)]
     *lead, size = tensor.shape
+    whole = lambda get: np.concatenate([get(p) for p in parts]).reshape(*lead, -1)
+    codes = whole(lambda p: p.codes)
+    assert codes.shape == (*lead, size)
+    # Formats with tables have the codes of the file.
+    levels = codes if format.codebook else kind.levels[codes]
+    is_k = isinstance(format, FittedFormat) and format.is_k_quant
 
-    def joined(name: str) -> np.ndarray:
-        return np.concatenate([getattr(p, name) for p in parts]).reshape(*lead, -1)
+    def numbers(name: str) -> Any:
+        if not is_k:
+            return whole(lambda p: getattr(p, name).decode())
+        units = whole(lambda p: getattr(p, name).units)
+        integers = whole(lambda p: getattr(p, name).integers)
+        return integers_times(units, integers, format)
 
-    has_codes = parts[0].codes is not None
-    levels, scales = joined("codes" if has_codes else "levels"), joined("scales")
-    assert levels.shape == (*lead, size)
-    if kind.format.has_offsets:
-        return from_codes(levels, scales, joined("offsets"), kind.format)
-    return from_levels(levels, scales, kind.format)
+    offsets = None if parts[0].offsets is None else numbers("offsets")
+    return from_levels(levels, numbers("scales"), format, offsets=offsets)

@@ -43,9 +43,10 @@ def read_checkpoint(
 
     The contents of the file determine its kind:
 
-    - GGUF: `Q8_0`, `Q5_0`, `Q6_K` and other integer types become [`eqquant.Int8`][].
-        `Q4_0`, `Q4_1` and `Q3_K` become [`eqquant.Int4`][]. `TQ1_0` and `TQ2_0` become
-        [`eqquant.Ternary`][].
+    - GGUF: integer types such as `Q4_0`, `Q4_1`, `Q4_K` and `Q6_K` become integers of
+        the same bits, such as [`eqquant.Int4`][] and [`eqquant.formats.Int6`][].
+        `IQ4_NL` and `IQ4_XS` become [`eqquant.formats.Codebook`][]. `TQ1_0` and `TQ2_0`
+        become [`eqquant.Ternary`][].
     - bitsandbytes in safetensors: NF4 becomes [`eqquant.NF4`][], and LLM.int8() becomes
         [`eqquant.Int8`][].
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].
@@ -65,7 +66,7 @@ def read_checkpoint(
     - `path`: a GGUF or safetensors file, the index of several safetensors files
         (`.safetensors.index.json`), or a folder with safetensors.
     - `decode`: decode a tensor to floating point if no format stores it exactly, for
-        example `Q4_K` or bitsandbytes FP4. You can then quantize it again.
+        example bitsandbytes FP4. You can then quantize it again.
 
     **Returns:**
 

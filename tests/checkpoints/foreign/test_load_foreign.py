@@ -8,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqquant.checkpoints.foreign._gguf import GGUFFile
 from helpers import relative, TOLERANCE
 from safetensors.numpy import load_file
+from test_gguf import write
 
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -50,15 +52,22 @@ def test_gguf_into_a_layer(name, format, normal):
     assert relative(layer(x), value @ np.float64(x)) < TOLERANCE["high"]
 
 
-def test_decode_quantizes_inexact_weights_again():
-    like = linear(2, 512, use_bias=False)
-    options = dict(names=lambda _: "Q4_K", ignore=EVERYTHING)
-    with pytest.raises(ValueError, match="at weight: .*'Q4_K' in Q4_K.*decode=True"):
-        eqquant.load_quantized(GGUF, like, "nf4", **options)
-    value = load_file(DATA / "gguf_expected.safetensors")["Q4_K"]
-    layer = eqquant.load_quantized(GGUF, like, "nf4", decode=True, **options)
+def test_decode_quantizes_inexact_weights_again(tmp_path):
+    """Rows of 128 are in rows of 256, with a shape from ComfyUI."""
+    like = linear(8, 128, use_bias=False)
+    with GGUFFile(GGUF) as file:
+        tensor = file.tensors["Q6_K"]
+        stored = ("w", "Q6_K", tensor.shape, file.read(tensor))
+    head = (5).to_bytes(4, "little") + (2).to_bytes(8, "little")
+    shape = "comfy.gguf.orig_shape.w", 9, head + np.array([8, 128], "<i4").tobytes()
+    path = write(tmp_path, [stored], [shape])
+    options = dict(names=lambda _: "w")
+    with pytest.raises(ValueError, match="at weight: .*'w' in Q6_K.*decode=True"):
+        eqquant.load_quantized(path, like, "nf4", **options)
+    value = load_file(DATA / "gguf_expected.safetensors")["Q6_K"].reshape(8, 128)
+    layer = eqquant.load_quantized(path, like, "nf4", decode=True, **options)
     assert eqx.tree_equal(layer.weight, eqquant.quantize(jnp.asarray(value), "nf4"))
-    layer = eqquant.load_quantized(GGUF, like, None, decode=True, **options)
+    layer = eqquant.load_quantized(path, like, None, decode=True, **options)
     assert np.asarray(layer.weight).tobytes() == value.tobytes()
 
 
