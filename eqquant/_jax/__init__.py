@@ -40,6 +40,7 @@ from ._compat import (
     split_scan as split_scan,
     subjaxprs as subjaxprs,
     type_of_first as type_of_first,
+    vmapped_axes as vmapped_axes,
     zero_of as zero_of,
     zero_tangent as zero_tangent,
 )

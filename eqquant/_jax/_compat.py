@@ -6,6 +6,7 @@ tried on JAX 0.10.2, 0.11.2 and 0.12.0, unless a comment gives other versions.
 
 import inspect
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -46,6 +47,57 @@ def is_stale(x) -> bool:
 def zero_tangent(x):
     """Return the symbolic zero tangent of a value."""
     return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+#
+# Batching
+#
+
+
+def vmapped_axes(parts: Callable[[], list]) -> tuple[str, list] | None:
+    """Return the axis that `vmap` maps of each part of an array, or None for a part
+    that is not mapped, and the name of the argument of `vmap` with these axes.
+
+    Return None unless `vmap` is rebuilding an argument or a result of its function, and
+    the array in it has called this function.
+    """
+    # Equinox generates `unflatten`. Checks of types add frames below it.
+    frame = sys._getframe(1)
+    for _ in range(6):
+        if frame.f_code.co_name == "unflatten" or frame.f_back is None:
+            break
+        frame = frame.f_back
+    for name in ("unflatten", "tree_unflatten"):
+        if frame.f_code.co_name != name or frame.f_back is None:
+            return None
+        frame = frame.f_back
+    caller = frame.f_code.co_name
+    if caller == "flatten_fun_for_vmap":
+        return "in_axes", _axes_of_arguments(parts())
+    if caller == "vmap_f":
+        return "out_axes", _axes_of_results(parts(), frame.f_locals)
+    return None
+
+
+def _axes_of_arguments(parts: list) -> list:
+    from jax._src import core
+    from jax._src.interpreters.batching import BatchTracer
+
+    trace = core.trace_ctx.trace  # Of this `vmap`, not of an outer one.
+    is_mapped = lambda x: isinstance(x, BatchTracer) and x._trace is trace
+    return [x.batch_dim if is_mapped(x) else None for x in parts]
+
+
+def _axes_of_results(parts: list, found: dict) -> list:
+    from jax._src.api_util import flatten_axes
+
+    results = [id(x) for x in found.get("out_flat", ())]
+    if any(id(x) not in results for x in parts):
+        return []
+    axes = flatten_axes("vmap out_axes", found["out_tree"](), found["out_axes"])
+    axes = [axes[results.index(id(x))] for x in parts]
+    both = zip(axes, parts, strict=True)
+    return [axis % x.ndim if isinstance(axis, int) else None for axis, x in both]
 
 
 #

@@ -15,7 +15,7 @@ from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
 from ...partition import Request, spec_like, split_by_compiler
 from .._implicit import stored
 from .._matrices import inverse_order
-from ._checks import check_cast_scales, check_codes
+from ._checks import check_cast_scales, check_codes, check_lead
 from ._contraction import contract
 from ._encode import encode_rows
 from ._structure import AbstractQuantizedArray
@@ -77,6 +77,7 @@ class QuantizedArray(AbstractQuantizedArray):
     def check_whole(self) -> None:
         super().check_whole()
         check_codes(self)
+        check_lead(self)
         check_cast_scales(self)
 
     def dequantize(self) -> Float[Array, "..."]:

@@ -27,6 +27,16 @@ def check_codes(q: AbstractQuantizedArray) -> None:
         )
 
 
+def check_lead(q: AbstractQuantizedArray) -> None:
+    """Raise an error if codes and scales were sliced or mapped apart."""
+    lead = q.codes.shape[:-1], q.scales.shape[:-1]
+    if lead[0] != lead[1]:
+        raise ValueError(
+            f"scales of a quantized array must have the leading axes {lead[0]} of its "
+            f"codes, got {lead[1]}. Slice, stack and map all parts in the same way."
+        )
+
+
 def check_cast_scales(q: AbstractQuantizedArray) -> None:
     """Raise an error if scales were cast to a dtype that cannot hold them.
 

@@ -28,6 +28,7 @@ from .._axes import Operation, Role, Slice
 from .._matrices import inverse_order, other_axes, problems_of_axes
 from .._operators import ArrayOperators
 from .._partition import PartitionedCodes
+from ._mapped import CheckedAxes
 
 
 class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
@@ -77,9 +78,9 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
         if min(self.axes) < -self.ndim:
             raise ValueError(
                 f"the codes have {self.codes.ndim} axes, too few for a quantized array "
-                f"with axes={self.axes}. `jax.vmap` and `lax.scan` map axes of codes "
-                "and scales, in which the blocked axis is last. To map the axes of the "
-                "array, wrap the mapped function: `eqquant.quaxify(jax.vmap(fn))`."
+                f"with axes={self.axes}. `lax.scan` maps the first axis of codes and "
+                "scales, in which the blocked axis is last. To map the first axis of "
+                "the array, wrap the function that scans: `eqquant.quaxify(fn)`."
             )
         outer = (stored - self.padding) // inner if inner else 0
         shape: list[Any] = [None] * self.ndim
@@ -263,3 +264,6 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
             inner=(),
         )
         return out.split_like(self, codes.shape, order)
+
+
+setattr(AbstractQuantizedArray, "axes", CheckedAxes())  # noqa: B010
