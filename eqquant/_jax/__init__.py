@@ -35,6 +35,7 @@ from ._compat import (
     open_jaxpr as open_jaxpr,
     parts_of as parts_of,
     platform_of as platform_of,
+    register_product as register_product,
     shard_map_manual_axes as shard_map_manual_axes,
     spec_of as spec_of,
     split_scan as split_scan,

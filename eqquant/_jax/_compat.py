@@ -259,6 +259,67 @@ Literal = jex_core.Literal
 
 
 #
+# Policies of `jax.checkpoint`
+#
+
+
+def register_product(primitive, dimension_numbers: Callable[[Any], tuple]) -> None:
+    """Let policies decide about a product as about a dense product of its first two
+    operands, and as about an array with the name of the primitive.
+
+    `dimension_numbers(eqn)` returns this parameter of `lax.dot_general_p`.
+    """
+    from jax._src.ad_checkpoint import name_p
+    from jax._src.interpreters import partial_eval as pe
+
+    def rule(policy, unknown, available, eqn):
+        """Return the equations before the gradient and in it, whether the result is
+        unknown before and available in it, and the variables to save."""
+        both = zip(eqn.invars, available, strict=True)
+        needed = [x for x, has in both if not has and not isinstance(x, Literal)]
+        if any(unknown):
+            return None, eqn, [True], [True], needed
+        avals = [x.aval for x in eqn.invars[:2]]
+        params = {
+            "dimension_numbers": dimension_numbers(eqn),
+            "precision": None,
+            "preferred_element_type": None,
+            "out_sharding": None,
+        }
+        answers = [
+            policy(lax.dot_general_p, *avals, **params),
+            policy(name_p, eqn.outvars[0].aval, name=primitive.name),
+        ]
+        if any(x is True or isinstance(x, pe.SaveableType) for x in answers):
+            return eqn, None, [False], [False], []
+        for x in answers:
+            if isinstance(x, pe.Offloadable):
+                before, after, saved = _offloaded(eqn, x.src, x.dst)
+                return before, after, [False], [True], [saved]
+        return eqn, eqn, [False], [True], needed
+
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
+
+
+def _offloaded(eqn, source: str, target: str) -> tuple:
+    """Return an equation that also copies the result to another memory, an equation
+    that copies it back, and the variable of the copy."""
+    space = {"pinned_host": jax.memory.Space.Host}
+    place = [space.get(kind, jax.memory.Space.Device) for kind in (target, source)]
+
+    def evaluate(*args):
+        (out,) = bind_equation(eqn, args)
+        return out, jax.device_put(out, place[0])
+
+    traced = jax.make_jaxpr(jax.jit(evaluate))(*(x.aval for x in eqn.invars))
+    before = traced.eqns[0]
+    _, copy = before.outvars
+    traced = jax.make_jaxpr(lambda x: jax.device_put(x, place[1]))(copy.aval)
+    before = before.replace(invars=eqn.invars, outvars=[*eqn.outvars, copy])
+    return before, traced.eqns[0].replace(invars=[copy], outvars=eqn.outvars), copy
+
+
+#
 # Parameters of the control-flow primitives
 #
 

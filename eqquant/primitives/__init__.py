@@ -5,6 +5,7 @@ on raw arrays; and `implementation_on` and `lowering_of`, the kernel of a produc
 function and in words. Imports `partition`, `kernels`, `formats` and `_jax`.
 """
 
+from . import _checkpoint as _checkpoint
 from ._activations import straight_rounded as straight_rounded
 from ._lowering import (
     dot_by as dot_by,

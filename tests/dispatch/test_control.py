@@ -9,7 +9,7 @@ import jax.scipy.sparse.linalg
 import pytest
 from eqquant import Int8, NF4
 from eqquant.dispatch._interpreter import Interpreter
-from helpers import assert_identical, equations_of, fast, KINDS, pairs, relative, strict
+from helpers import assert_identical, fast, KINDS, pairs, relative, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from test_dispatch import check, check_exact
@@ -365,16 +365,3 @@ def test_linear_solves_with_auxiliary_results(normal):
     slope = lambda fn: jax.grad(lambda b: jnp.sum(fn(b)[0] ** 2))(b)
     got = slope(lambda b: strict(fn)(q, b))
     assert relative(got, slope(lambda b: fn(dense, b))) < 1e-3
-
-
-@pytest.mark.parametrize("policy, count", [("dots_saveable", 4), (None, 6)])
-def test_checkpoint_policies_see_quantized_products(policy, count, normal):
-    q, x = eqquant.quantize(normal(64, 64), "int8"), normal(4, 64)
-    policy = policy and getattr(jax.checkpoint_policies, policy)
-
-    def loss(w, x):
-        block = lambda x: jnp.sin(jnp.sin(x @ w) @ w)
-        return jnp.sum(jax.checkpoint(block, policy=policy)(x))
-
-    slope = jax.make_jaxpr(jax.grad(strict(loss), 1))(q, x)
-    assert len(list(equations_of(slope, "quantized_dot"))) == count
