@@ -223,6 +223,11 @@ def allocate(
         raise ValueError(f"{_caller}: no weight is chosen. See where and rules.")
     leaves = {site.path: site.leaf for site in sites(model)}
     stats.check(leaves, choices, _caller)
+    if any(np.any(np.isnan(known.power)) for known in stats.weights.values()):
+        raise ValueError(
+            f"{_caller}: stats must contain gradients, but `calibrate` ran with "
+            "gradients_every=None. Pass an integer."
+        )
 
     before = sum(nbytes(base_of(leaves[choice.path])) for choice in choices)
     others = nbytes(model) - before

@@ -24,6 +24,7 @@ def calibrate(
     rules: Mapping | None = None,
     min_size: int = 256,
     every_row: bool = False,
+    gradients_every: int | None = 1,
     progress: bool | None = None,
 ) -> Statistics:
     """Run a model on data, and collect statistics of the inputs of each weight.
@@ -61,7 +62,12 @@ def calibrate(
         If memory is short, calibrate a part of the weights at a time.
     - `every_row`: also count rows without influence on the results. The default leaves
         them out, because they are padding, or rows that a router sent to other experts.
-        Set it if the products of some weights are still multiplied by zero.
+        Set it if the products of some weights are still multiplied by zero, or for text
+        without padding, to save time.
+    - `gradients_every`: with `every_row`, run the backward pass only for every n-th
+        batch, for example `4`; `None` for none. GPTQ of products needs no gradients.
+        [`eqquant.allocate`][], the losses of [`eqquant.report`][] and statistics of
+        lookups need them.
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.
 
@@ -74,10 +80,18 @@ def calibrate(
     **Raises:**
 
     - `ValueError` if there are no batches, if no weight is chosen, if a result or an
-        input of a weight is not finite, or if `fn` returns no floating-point array.
+        input of a weight is not finite, if `fn` returns no floating-point array, or if
+        `gradients_every` is not positive, or not 1 without `every_row`.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     check_forward(fn, model, batches, _caller)
+    is_valid = gradients_every is None or gradients_every > 0
+    if gradients_every != 1 and not (every_row and is_valid):
+        raise ValueError(
+            f"{_caller}: gradients_every must be a positive integer or None, and 1 "
+            f"without every_row, got {gradients_every}. Only gradients show which rows "
+            "are padding: pass every_row=True if there is none."
+        )
     choices = choose(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
     )
@@ -86,7 +100,8 @@ def calibrate(
             f"{_caller}: no weight is chosen, so there are no inputs to observe. See "
             "where, rules and min_size."
         )
-    observed = collect(fn, model, batches, choices, every_row, progress, caller=_caller)
+    how = every_row, gradients_every, progress
+    observed = collect(fn, model, batches, choices, *how, caller=_caller)
     stats = {one.path: one.statistics() for one in observed}
     _warn_of_data(stats)
     return Statistics(stats)

@@ -1,6 +1,7 @@
 """Collect statistics of the inputs of weights while a model runs on data."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ from ..trees import (
     sites,
 )
 from ._statistics import matrix_axes_of, WeightStatistics
-from .observed import Observed, ObservedArray, Uses
+from .observed import Observed, ObservedArray, symmetric, Uses
 
 
 # Inputs are scaled if the mean of the largest magnitude of each row is outside of these
@@ -73,6 +74,17 @@ class ObservedWeight:
             self.products = Observed(*products)
         self.unit = unit
 
+    def scale_gradients(self, factor: float) -> None:
+        """Multiply the sums that depend on gradients."""
+        if factor == 1:
+            return
+        if (seen := self.products) is not None:
+            self.products = Observed(
+                seen.gram, seen.rows, seen.power * factor, seen.peak
+            )
+        if math.isfinite(factor):
+            self.lookups = jax.tree.map(lambda part: part * factor, self.lookups)
+
     def better_unit(self, peak: float, rows: float) -> float:
         """Return the unit for a batch with a sum of peaks, in the current unit."""
         if not math.isfinite(peak):
@@ -95,14 +107,14 @@ class ObservedWeight:
         own = self.shape, self.axes
         if lookups is None:
             assert products is not None
-            sums = products.gram, products.rows, products.power
+            sums = symmetric(products.gram), products.rows, products.power
             return WeightStatistics(*sums, *own, self.choice.is_table, self.unit)
         if products is None:
-            sums = lookups.gram, lookups.rows, lookups.power
+            sums = symmetric(lookups.gram), lookups.rows, lookups.power
             return WeightStatistics(*sums, *own, True)
         gain = products.power / jnp.maximum(products.rows, 1)
         factor = jnp.sqrt(gain)[..., None, None] / self.unit
-        gram = lookups.gram + products.gram * factor * factor
+        gram = symmetric(lookups.gram + products.gram * factor * factor)
         sums = gram, lookups.rows + products.rows, lookups.power + products.power
         return WeightStatistics(*sums, *own, True)
 
@@ -113,11 +125,16 @@ def collect(
     batches: Iterable,
     choices: Sequence[Choice],
     every_row: bool,
+    gradients_every: int | None,
     progress: bool | None,
     *,
     caller: str,
 ) -> list[ObservedWeight]:
-    """Run `fn(model, batch)` for each batch, and observe the chosen weights."""
+    """Run `fn(model, batch)` for each batch, and observe the chosen weights.
+
+    Sums that depend on gradients are measured on every `gradients_every`-th batch, and
+    scaled to all batches. With None, the power is NaN.
+    """
     leaves = [site.leaf for site in sites(model)]
     weights = {c.path: ObservedWeight.of(c, base_of(leaves[c.index])) for c in choices}
 
@@ -148,22 +165,28 @@ def collect(
 
         jax.make_jaxpr(traced)(dynamic)
         for path, weight in weights.items():
-            if uses[path].has_lookups:
+            # Statistics of lookups are gradients.
+            is_looked_up = uses[path].has_lookups and (
+                gradients_every or not uses[path].has_products
+            )
+            if is_looked_up:
                 weight.lookups = weight.zeros()
             if uses[path].has_products or not uses[path].has_lookups:
                 weight.products = weight.zeros()
 
     def new_step():
         @eqx.filter_jit
-        def step(total: _Sums, model, batch, key):
+        def step(total: _Sums, model, batch, key, with_gradients: bool):
             zeros = jax.tree.map(jnp.zeros_like, total)
             sums = jax.grad(project)(zeros, model, batch, key, {})
+            if not with_gradients:
+                sums = {path: _without_gradients(*x) for path, x in sums.items()}
             checks = {path: _checks(*of_path) for path, of_path in sums.items()}
-            return jax.tree.map(jnp.add, total, sums), checks
+            return sums, checks
 
         return step
 
-    step = new_step()
+    step, count, measured = new_step(), 0, 0
     size = sum(math.prod(jax.eval_shape(w.zeros).gram.shape) for w in weights.values())
     for i, batch in each_batch(
         batches, size, progress, caller=caller, title="calibrating"
@@ -171,21 +194,42 @@ def collect(
         key = jax.random.fold_in(jax.random.key(0), i + 1)
         if i == 0:
             find_uses(batch, key)
+        total = {path: (w.products, w.lookups) for path, w in weights.items()}
         while True:
-            total = {path: (w.products, w.lookups) for path, w in weights.items()}
-            total, checks = step(total, model, batch, key)
+            has_gradients = bool(gradients_every) and i % gradients_every == 0
+            sums, checks = step(total, model, batch, key, has_gradients)
             checks = jax.device_get(checks)
             if not _rescale(weights, checks):
                 break
             step = new_step()
+            total = {path: (w.products, w.lookups) for path, w in weights.items()}
+        count, measured = count + 1, measured + has_gradients
         if wrong := [path for path, (is_finite, *_) in checks.items() if not is_finite]:
             raise ValueError(
                 f"{caller}: activations must be finite, but batch {i} has "
                 f"inputs of {wrong[:5]} that are not."
             )
-        for path, (products, lookups) in total.items():
+        for path, (products, lookups) in _add(total, sums).items():
             weights[path].products, weights[path].lookups = products, lookups
+    for weight in weights.values():
+        weight.scale_gradients(count / measured if measured else math.nan)
     return list(weights.values())
+
+
+# In place, because the sums are the largest arrays of a calibration.
+@ft.partial(jax.jit, donate_argnums=0)
+def _add(total: _Sums, sums: _Sums) -> _Sums:
+    return jax.tree.map(jnp.add, total, sums)
+
+
+def _without_gradients(products: Observed | None, lookups: Observed | None) -> tuple:
+    """Leave out the sums that depend on gradients, so that the compiler removes the
+    backward pass."""
+    zeros = lambda x: jax.tree.map(jnp.zeros_like, x)
+    if products is not None:
+        counts = jnp.zeros_like(products.rows)
+        products = Observed(products.gram, products.rows, counts, products.peak)
+    return products, zeros(lookups)
 
 
 def _rescale(weights: dict[str, ObservedWeight], checks: dict[str, tuple]) -> bool:

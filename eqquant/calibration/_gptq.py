@@ -3,6 +3,7 @@
 import functools as ft
 import math
 import operator
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,12 +45,14 @@ def gptq(
     array: Float[Array, "..."],
     plain: QuantizedArray,
     gram: Float[Array, "*lead size size"],
+    factors: Sequence[Float[Array, "size size"]],
     axes: MatrixAxes,
 ) -> QuantizedArray:
     """Quantize `array` to the format of `plain` by GPTQ.
 
     `plain` is the array rounded to nearest. Each row of the result is the better of
-    both on the calibration data, whose Gram matrix is `gram`.
+    both on the calibration data, whose Gram matrix is `gram`. `factors` are the results
+    of [`inverse_factor`][] for each matrix.
     """
     shape, format = array.shape, plain.format
     weights = axes.as_matrices(jnp.asarray(array).astype(jnp.float32))
@@ -61,10 +64,9 @@ def gptq(
     limit = float(jnp.finfo(array.dtype).max)
     values, new = [], []
     for i in range(weights.shape[0]):  # One at a time, to save memory.
-        factor = jnp.asarray(inverse_factor(np.asarray(grams[i])), jnp.float32)
         own = jax.tree.map(operator.itemgetter(i), scales)
         value, scale = _round_better(
-            weights[i], rounded[i], own, grams[i], factor, format, limit
+            weights[i], rounded[i], own, grams[i], factors[i], format, limit
         )
         values.append(value)
         new.append(scale)
@@ -79,22 +81,55 @@ def gptq(
     return plain.replace(codes=q.codes, scales=stored)
 
 
+class Factors:
+    """The factors of Gram matrices. The last ones are kept, because weights with the
+    same inputs, such as query, key and value, have equal matrices."""
+
+    def __init__(self):
+        self._gram: np.ndarray | None = None
+        self._rotation = 1
+        self._factors: list[Float[Array, "size size"]] = []
+
+    def __call__(
+        self,
+        gram: Float[Array, "*lead size size"],
+        rotation: int,
+        rotated: Float[Array, "*lead size size"],
+    ) -> list[Float[Array, "size size"]]:
+        """Return the factor of each matrix in `rotated`, which is `gram` after a
+        rotation by blocks of `rotation` values."""
+        new = np.asarray(gram)
+        is_last = self._gram is not None and np.array_equal(new, self._gram)
+        if not is_last or rotation != self._rotation:
+            matrices = np.asarray(rotated).reshape(-1, *new.shape[-2:])
+            factors = map(inverse_factor, matrices)
+            self._factors = [jnp.asarray(factor, jnp.float32) for factor in factors]
+            self._gram, self._rotation = new, rotation
+        return self._factors
+
+
 def inverse_factor(gram: Float[np.ndarray, "size size"]) -> np.ndarray:
     """Return the upper triangular `U` whose `U^T U` is the inverse of the damped
     matrix.
 
-    The computation is in float64. Columns without input are treated as independent.
+    The computation is in float64. Columns without input are treated as independent. The
+    damping grows tenfold until the matrix is positive definite.
     """
     gram = np.array(gram, np.float64)
-    diagonal = np.diagonal(gram).copy()
+    diagonal = np.maximum(np.diagonal(gram), 0)
     dead = diagonal <= 0
     mean = diagonal.mean() or 1.0
     median = np.median(diagonal[~dead]) if not dead.all() else 1.0
     is_heavy = diagonal.max() > _heavy_tail * median
     damping = _damping_of_heavy_tails if is_heavy else _damping
-    gram[np.diag_indices_from(gram)] += np.where(dead, mean, 0) + damping * mean
     # The reversed Cholesky factor gives the factor of the inverse without the inverse.
-    lower = np.linalg.cholesky(gram[::-1, ::-1])
+    while True:
+        np.fill_diagonal(gram, np.where(dead, mean, diagonal) + damping * mean)
+        try:
+            lower = np.linalg.cholesky(gram[::-1, ::-1])
+            break
+        except np.linalg.LinAlgError:
+            damping *= 10
     inverse = _invert_lower(lower)
     return np.ascontiguousarray(inverse[::-1, ::-1])
 

@@ -19,9 +19,10 @@ from ..arrays import (
     RotatedArray,
 )
 from ..formats import Format
-from ..trees import AbstractCalibration, base_of, Choice
+from ..trees import AbstractCalibration, base_of, Choice, Rounder
 from ._gptq import (
     conditional_variances,
+    Factors,
     gptq,
     has_nearest,
     largest_magnitude,
@@ -172,6 +173,11 @@ class Statistics(AbstractCalibration):
                     f"{caller}: calibration must be statistics of this model, but for "
                     f"{path!r} it has the shape {known.shape}, and the model {shape}."
                 )
+            if not bool(jnp.all(jnp.isfinite(known.gram))):
+                raise ValueError(
+                    f"{caller}: calibration must be finite, but the Gram matrix of "
+                    f"{path!r} is not. Calibrate again."
+                )
         plain = [c for c in choices if not self._serves(c, leaves[c.path].ndim)]
         unknown = [c.path for c in plain if not c.is_table]
         if unknown:
@@ -198,18 +204,23 @@ class Statistics(AbstractCalibration):
             return False
         return matrix_axes_of(choice, ndim) == known.axes
 
-    def quantize(
-        self, array: Any, choice: Choice, rotation: int, check_finite: bool
-    ) -> QuantizedArray | None:
-        if not self._serves(choice, array.ndim) or not _uses_data(choice.format):
-            return None
-        known = self.weights[choice.path]
-        gram = known.gram_rotated(rotation)
-        plain = quantize(
-            array, choice.format, axis=choice.axis, check_finite=check_finite
-        )
-        method = gptq if has_nearest(choice.format) else weighted
-        return method(array, plain, gram, known.axes)
+    def rounder(self) -> Rounder:
+        factors = Factors()
+
+        def rounded(array, choice: Choice, rotation: int, check_finite: bool):
+            if not self._serves(choice, array.ndim) or not _uses_data(choice.format):
+                return None
+            known = self.weights[choice.path]
+            plain = quantize(
+                array, choice.format, axis=choice.axis, check_finite=check_finite
+            )
+            gram = known.gram_rotated(rotation)
+            if not has_nearest(choice.format):
+                return weighted(array, plain, gram, known.axes)
+            own = factors(known.gram, rotation, gram)
+            return gptq(array, plain, gram, own, known.axes)
+
+        return rounded
 
     def output_errors(
         self, path: str, array: Any, source: Any

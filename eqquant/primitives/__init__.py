@@ -1,8 +1,9 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
-Exports `quantized_dot`, `rows_dot`, `observe_rows` and `straight_rounded`, which work
-on raw arrays; and `implementation_on` and `lowering_of`, the kernel of a product as a
-function and in words. Imports `partition`, `kernels`, `formats` and `_jax`.
+Exports `quantized_dot`, `rows_dot`, `observe_rows`, `observe_product` and
+`straight_rounded`, which work on raw arrays; and `implementation_on` and `lowering_of`,
+the kernel of a product as a function and in words. Imports `partition`, `kernels`,
+`formats` and `_jax`.
 """
 
 from . import _checkpoint as _checkpoint
@@ -12,7 +13,11 @@ from ._lowering import (
     implementation_on as implementation_on,
     lowering_of as lowering_of,
 )
-from ._observe_rows import observe_rows as observe_rows, sums_of_rows as sums_of_rows
+from ._observe_rows import (
+    observe_product as observe_product,
+    observe_rows as observe_rows,
+    sums_of_rows as sums_of_rows,
+)
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,

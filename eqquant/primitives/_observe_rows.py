@@ -1,9 +1,12 @@
-"""The identity of rows, whose gradients contain statistics of the cotangent of the
-rows.
+"""Identities whose gradients contain statistics of rows.
 
 A `custom_vjp` has the same derivatives. But under `jax.vmap`, its backward rule
-computes a separate outer product per row. This primitive keeps one product of matrices.
+computes a separate outer product per row. These primitives keep one product of
+matrices, and store the rows only once for the backward pass.
 """
+
+import functools as ft
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -15,6 +18,12 @@ from .._jax import match_varying
 
 
 observe_rows_p = Primitive("observe_rows")
+observe_product_p = Primitive("observe_product")
+# The tangent of `observe_product` with `every_row`: its arguments after the first are
+# the sums, and the tangents of `gram`, `count`, `power` and `peak`.
+observed_product_p = Primitive("observed_product")
+# The columns per block of a Gram matrix. Blocks below the diagonal are left out.
+_block = 512
 
 
 def observe_rows(
@@ -25,61 +34,182 @@ def observe_rows(
 ) -> Float[Array, "*lead rows size"]:
     """Return `x`.
 
-    If `g` is the cotangent of the result, the cotangents are `g^T g` for `gram`, the
-    number of nonzero rows of `g` for `count`, and the sum of squares for `power`.
+    If `g` is the cotangent of the result, the cotangents are the upper triangle of
+    `g^T g` for `gram`, the number of nonzero rows of `g` for `count`, and the sum of
+    squares for `power`.
     """
     return observe_rows_p.bind(*match_varying(x, gram, count, power))
 
 
-def _first(x, *_):
+def observe_product(
+    out: Float[Array, "*lead rows outputs"],
+    x: Float[Array, "*lead rows size"],
+    gram: Float[Array, "*lead size size"],
+    count: Float[Array, "*lead"],
+    power: Float[Array, "*lead"],
+    peak: Float[Array, "*lead"],
+    *,
+    every_row: bool,
+) -> Float[Array, "*lead rows outputs"]:
+    """Return `out`, the product of a weight with the rows of `x`.
+
+    If `g` is the cotangent of the result, a row is counted if it is not zero in `g`, or
+    always with `every_row`. The cotangents are the upper triangle of `x^T x` of the
+    counted rows for `gram`, their number for `count`, the sum of squares of `g` for
+    `power`, and the sum of the largest magnitude of each counted row for `peak`.
+    """
+    args = match_varying(out, x, gram, count, power, peak)
+    return observe_product_p.bind(*args, every_row=every_row)
+
+
+def _first(x, *_, **__):
     return x
 
 
-observe_rows_p.def_impl(_first)
-observe_rows_p.def_abstract_eval(_first)
-mlir.register_lowering(observe_rows_p, mlir.lower_fun(_first, multiple_results=False))
+def _summed(ndim: int, lead: int) -> tuple[int, ...]:
+    """Return the axes of rows, and the mapped axes before the `lead` axes."""
+    return (*range(ndim - 2 - lead), ndim - 2)
 
 
-def _transpose(ct, x, gram, count, power):
+def _upper_gram(x: Float[Array, "..."], lead: int) -> Float[Array, "..."]:
+    """Return the upper triangle of `x^T x`, for each index of the `lead` axes."""
+    summed = _summed(x.ndim, lead)
+    stack = tuple(range(x.ndim - 2 - lead, x.ndim - 2))
+    product = ft.partial(
+        lax.dot_general,
+        dimension_numbers=((summed, summed), (stack, stack)),
+        precision="highest",
+    )
+    blocks = jnp.array_split(x, max(1, x.shape[-1] // _block), -1)
+    if len(blocks) == 1:
+        return product(x, x)
+    rows, below = [], 0
+    for i, block in enumerate(blocks):
+        row = [product(block, other) for other in blocks[i:]]
+        row = jnp.concatenate(row, -1)
+        rows.append(jnp.pad(row, [(0, 0)] * (lead + 1) + [(below, 0)]))
+        below += block.shape[-1]
+    return jnp.concatenate(rows, -2)
+
+
+def sums_of_rows(g: Float[Array, "..."], lead: int, dtype):
+    """Return the upper triangle of `g^T g`, the number of nonzero rows, and the sum of
+    squares, for each index of the `lead` axes before the last two. Axes before these
+    were mapped."""
+    summed, wide = _summed(g.ndim, lead), g.astype(dtype)
+    live = jnp.sum(jnp.any(g != 0, -1).astype(dtype), summed)
+    return _upper_gram(wide, lead), live, _power(g, lead, dtype)
+
+
+def _power(ct, lead: int, dtype):
+    return jnp.sum(jnp.square(ct.astype(dtype)), (*_summed(ct.ndim, lead), ct.ndim - 1))
+
+
+def _sums_of_inputs(x, live, lead: int, dtype):
+    """Return the upper triangle of `x^T x`, the number of rows, and the sum of their
+    largest magnitudes."""
+    summed = _summed(x.ndim, lead)
+    live = jnp.broadcast_to(live, x.shape[:-1])
+    x = jnp.where(live[..., None], x, 0).astype(dtype)
+    peak = jnp.sum(jnp.max(jnp.abs(x), -1), summed)
+    return _upper_gram(x, lead), jnp.sum(live.astype(dtype), summed), peak
+
+
+def _transpose_rows(ct, x, gram, *_):
     x_ct = ct if ad.is_undefined_primal(x) else None
     if not ad.is_undefined_primal(gram):
         return x_ct, None, None, None
     return x_ct, *sums_of_rows(ct, gram.aval.ndim - 2, gram.aval.dtype)
 
 
-def sums_of_rows(g: Float[Array, "..."], lead: int, dtype):
-    """Return `g^T g`, the number of nonzero rows, and the sum of squares, for each
-    index of the `lead` axes before the last two. Axes before these were mapped."""
-    mapped = g.ndim - 2 - lead
-    summed = (*range(mapped), g.ndim - 2)
-    stack = tuple(range(mapped, mapped + lead))
-    wide = g.astype(dtype)
-    numbers = ((summed, summed), (stack, stack))
-    outer = lax.dot_general(wide, wide, numbers, precision="highest")
-    live = jnp.sum(jnp.any(g != 0, -1).astype(dtype), summed)
-    return outer, live, jnp.sum(jnp.square(wide), (*summed, g.ndim - 1))
+def _transpose_product(ct, out, x, gram, *_, every_row: bool):
+    if type(ct) is ad.Zero:
+        return [None] * 6
+    out_ct = ct if ad.is_undefined_primal(out) else None
+    if not ad.is_undefined_primal(gram):
+        return [out_ct, *[None] * 5]
+    lead, dtype = gram.aval.ndim - 2, gram.aval.dtype
+    live = True if every_row else jnp.any(ct != 0, -1)
+    total, count, peak = _sums_of_inputs(x, live, lead, dtype)
+    return [out_ct, None, total, count, _power(ct, lead, dtype), peak]
 
 
-ad.deflinear2(observe_rows_p, _transpose)
+def _product_jvp(primals, tangents, *, every_row: bool):
+    out, x, *sums = primals
+    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[2:]))
+    value = observe_product_p.bind(out, x, *sums, every_row=every_row)
+    if not every_row:
+        return value, observe_product_p.bind(out_t, x, *sums_t, every_row=False)
+    # The sums of all rows are known now, so the backward pass does not store the rows.
+    known = _sums_of_inputs(x, True, sums[0].ndim - 2, sums[0].dtype)
+    return value, observed_product_p.bind(out_t, *known, *sums_t)
 
 
-def _batch(args, dims):
-    x, *sums = args
-    x_dim, *sums_dims = dims
-    if all(dim is None for dim in sums_dims):
-        return observe_rows_p.bind(jnp.moveaxis(x, x_dim, 0), *sums), 0
+def _observed_jvp(primals, tangents):
+    out_t, *sums_t = map(ad.instantiate_zeros, (tangents[0], *tangents[4:]))
+    value = observed_product_p.bind(*primals)
+    return value, observed_product_p.bind(out_t, *primals[1:4], *sums_t)
+
+
+def _transpose_observed(ct, out, gram, count, peak, gram_t, *_):
+    if type(ct) is ad.Zero:
+        return [None] * 8
+    out_ct = ct if ad.is_undefined_primal(out) else None
+    if not ad.is_undefined_primal(gram_t):
+        return [out_ct, *[None] * 7]
+    power = _power(ct, gram.ndim - 2, gram.dtype)
+    return [out_ct, None, None, None, gram, count, power, peak]
+
+
+def _batch(primitive: Primitive, num_rows: int, args, dims, **params) -> Any:
+    """Map the first `num_rows` arguments, which have rows, and sums."""
     size = next(
         part.shape[dim] for part, dim in zip(args, dims, strict=True) if dim is not None
     )
-    at = x.ndim - (x_dim is not None) - sums[0].ndim + (sums_dims[0] is not None)
 
     def moved(part, dim, to):
         if dim is None:
             part, dim = jnp.broadcast_to(part, (size, *part.shape)), 0
         return jnp.moveaxis(part, dim, to)
 
-    sums = [moved(part, dim, 0) for part, dim in zip(sums, sums_dims, strict=True)]
-    return observe_rows_p.bind(moved(x, x_dim, at), *sums), at
+    rows, sums = args[:num_rows], args[num_rows:]
+    rows_dims, sums_dims = dims[:num_rows], dims[num_rows:]
+    at = 0
+    if any(dim is not None for dim in sums_dims):
+        at = rows[0].ndim - (rows_dims[0] is not None)
+        at -= sums[0].ndim - (sums_dims[0] is not None)
+        sums = [moved(part, dim, 0) for part, dim in zip(sums, sums_dims, strict=True)]
+    rows = [moved(part, dim, at) for part, dim in zip(rows, rows_dims, strict=True)]
+    return primitive.bind(*rows, *sums, **params), at
 
 
-batching.primitive_batchers[observe_rows_p] = _batch
+def _batch_observed(args, dims):
+    out, *known = args[:4]
+    size = next(
+        part.shape[dim] for part, dim in zip(args, dims, strict=True) if dim is not None
+    )
+    moved = [
+        batching.bdim_at_front(part, dim, size)
+        for part, dim in zip(args, dims, strict=True)
+    ]
+    if any(dim is not None for dim in dims[4:]):
+        at = out.ndim - (dims[0] is not None)
+        at -= known[0].ndim - (dims[1] is not None)
+        moved[0] = jnp.moveaxis(moved[0], 0, at)
+        return observed_product_p.bind(*moved), at
+    sums = [jnp.sum(part, 0) for part in moved[1:4]]
+    return observed_product_p.bind(moved[0], *sums, *args[4:]), 0
+
+
+for _primitive in (observe_rows_p, observe_product_p, observed_product_p):
+    _primitive.def_impl(_first)
+    _primitive.def_abstract_eval(_first)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_first, multiple_results=False))
+for _primitive, _num_rows in ((observe_rows_p, 1), (observe_product_p, 2)):
+    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive, _num_rows)
+ad.deflinear2(observe_rows_p, _transpose_rows)
+ad.primitive_jvps[observe_product_p] = _product_jvp
+batching.primitive_batchers[observed_product_p] = _batch_observed
+ad.primitive_jvps[observed_product_p] = _observed_jvp
+ad.primitive_transposes[observe_product_p] = _transpose_product
+ad.primitive_transposes[observed_product_p] = _transpose_observed

@@ -5,7 +5,10 @@ of weights, which training shares. Imports `dispatch`, `arrays`, `kernels`, `for
 and `_jax`.
 """
 
-from ._calibration import AbstractCalibration as AbstractCalibration
+from ._calibration import (
+    AbstractCalibration as AbstractCalibration,
+    Rounder as Rounder,
+)
 from ._cast_tree import cast_tree as cast_tree
 from ._choice import (
     base_of as base_of,

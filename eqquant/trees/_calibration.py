@@ -1,13 +1,17 @@
 """The interface of calibration statistics, which `calibration/` implements."""
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import equinox as eqx
 
 from ..arrays import QuantizedArray
 from ._choice import Choice
+
+
+# `rounder(array, choice, rotation, check_finite)`.
+Rounder = Callable[[Any, Choice, int, bool], QuantizedArray | None]
 
 
 class AbstractCalibration(eqx.Module):
@@ -22,10 +26,10 @@ class AbstractCalibration(eqx.Module):
         """Raise an error for another model, and warn about weights without data."""
 
     @abc.abstractmethod
-    def quantize(
-        self, array: Any, choice: Choice, rotation: int, check_finite: bool
-    ) -> QuantizedArray | None:
-        """Quantize a rotated array by GPTQ. Return None without statistics for it."""
+    def rounder(self) -> Rounder:
+        """Return a function that quantizes a rotated array by GPTQ, or returns None
+        without statistics for it. Call it for the weights of a model in their order:
+        it remembers the last factorisation, because neighbours often share inputs."""
 
     @abc.abstractmethod
     def output_errors(

@@ -98,7 +98,8 @@ def quantize_tree(
     - `method`: the rounding with `calibration`. `"gptq"` rounds column by column, and
         later columns compensate for the errors of earlier ones (GPTQ, arXiv
         2210.17323). Scales of blocks are chosen on the way. The damping is 0.01 of the
-        mean of the diagonal, or 0.1 if the largest input is 100 times the median. No
+        mean of the diagonal, or 0.1 if the largest input is 100 times the median; it
+        grows tenfold until the matrix is positive definite. No
         row gets a larger error on the data than by rounding to nearest. `"nearest"`
         rounds to nearest, like weights without data. GPTQ does not support offsets:
         formats with offsets fit scales and offsets to the data, unless `fit="absmax"`.
@@ -134,16 +135,17 @@ def quantize_tree(
         raise ValueError(
             f"{caller}: method must be one of {get_args(Method)}, got {method!r}."
         )
-    leaves = leaves_of(model)
+    leaves, round_by_data = leaves_of(model), None
     if calibration is not None:
         by_path = {site.path: site.leaf for site in sites(model)}
         by_data = choices if method == "gptq" else []
         calibration.check(by_path, by_data, caller)
+        round_by_data = calibration.rounder() if method == "gptq" else None
 
     def rounded(array, choice: Choice, rotation: int):
         q = None
-        if calibration is not None and method == "gptq":
-            q = calibration.quantize(array, choice, rotation, check_finite)
+        if round_by_data is not None:
+            q = round_by_data(array, choice, rotation, check_finite)
         if q is not None:
             return q.with_static(compute=choice.compute or compute)
         return quantize(

@@ -108,6 +108,44 @@ def test_padding_is_left_out(normal):
     assert known.rows == 5
 
 
+@pytest.mark.parametrize("every", [1, 2, None])
+def test_every_row_of_a_vmapped_scan_counts_and_gradients_are_optional(every, normal):
+    stack, xs = linears(2), [normal(3, 4, 16) for _ in range(2)]
+
+    def run(stack, x):
+        arrays, static = eqx.partition(stack, eqx.is_array)
+
+        def body(h, arrays):
+            layer = eqx.combine(arrays, static)
+            return jnp.tanh(jax.vmap(jax.vmap(layer))(h)), None
+
+        return lax.scan(body, x, arrays)[0]
+
+    options = {"every_row": True, "gradients_every": every}
+    (known,) = eqquant.calibrate(run, stack, xs, **options).weights.values()
+    assert_exact(known.gram[0], gram(np.concatenate(xs)))
+    assert known.rows.tolist() == [24, 24]
+    assert np.isfinite(known.power).tolist() == [every is not None] * 2
+    if every is None:
+        stats = eqquant.calibrate(run, stack, xs, **options)
+        with pytest.raises(ValueError, match="must contain gradients"):
+            eqquant.allocate(stack, 4000, ["nf4"], stats)
+
+
+def test_gram_matrices_in_blocks_are_symmetric(normal):
+    model, x = eqx.nn.Linear(1100, 2, key=jax.random.key(0)), normal(1200, 1100)
+    for every_row in (False, True):
+        stats = eqquant.calibrate(rows_of, model, [x], every_row=every_row)
+        assert_exact(stats.weights["weight"].gram, gram(x))
+
+
+def test_gradients_are_needed_to_find_padding(normal):
+    model = eqx.nn.Linear(16, 16, key=jax.random.key(0))
+    for options in ({"gradients_every": 2}, {"gradients_every": 0, "every_row": True}):
+        with pytest.raises(ValueError, match="gradients_every must be"):
+            eqquant.calibrate(rows_of, model, [normal(8, 16)], **options)
+
+
 def test_a_weight_whose_first_axis_is_contracted(normal):
     w, x = normal(16, 4), normal(8, 16)
     rules = {"w": ("nf4", 0)}

@@ -6,8 +6,10 @@ import operator
 import eqquant
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqquant.calibration import _gptq
 from eqquant.calibration._gptq import inverse_factor
 from helpers import assert_identical, DEFAULT_FORMATS, slow, unpacked
 
@@ -87,6 +89,42 @@ def test_the_factor_is_that_of_the_inverse():
     product = factor.T @ factor @ (gram + damping * np.eye(200))
     np.testing.assert_allclose(product, np.eye(200), atol=1e-8)
     np.testing.assert_array_equal(factor, np.triu(factor))
+
+
+def with_gram(stats, gram):
+    return eqx.tree_at(lambda s: s.weights["weight"].gram, stats, jnp.asarray(gram))
+
+
+def test_grams_that_are_not_positive_definite():
+    """For example, from statistics that were rounded or merged by other code."""
+    rng = np.random.default_rng(0)
+    gram = rng.normal(size=(64, 64)).astype(np.float32)
+    gram += gram.T
+    gram[3] = gram[:, 3] = 0
+    factor = inverse_factor(gram)
+    assert np.all(np.isfinite(factor)) and np.all(np.diagonal(factor) > 0)
+    model, x = linear(16, 64), correlated(128, 64)
+    stats, _ = calibrated(model, x, "nf4")
+    q = eqquant.quantize_tree(model, "nf4", calibration=with_gram(stats, gram))
+    assert np.all(np.isfinite(q.weight.dequantize()))
+    for wrong in (np.nan, np.inf):
+        gram[0, 1] = wrong
+        with pytest.raises(ValueError, match="Gram matrix of 'weight' is not"):
+            eqquant.quantize_tree(model, "nf4", calibration=with_gram(stats, gram))
+
+
+def test_weights_with_equal_inputs_share_a_factorisation(monkeypatch):
+    count = []
+    once = lambda gram: count.append(1) or inverse_factor(gram)
+    monkeypatch.setattr(_gptq, "inverse_factor", once)
+    model, x = {"q": linear(16, 64), "v": linear(8, 64)}, correlated(128, 64)
+    run = lambda m, x: (jax.vmap(m["q"])(x), jax.vmap(m["v"])(x))
+    stats = eqquant.calibrate(run, model, [x])
+    both = eqquant.quantize_tree(model, "nf4", calibration=stats)
+    assert len(count) == 1
+    alone = eqquant.quantize_tree(model, None, rules={"v.*": "nf4"}, calibration=stats)
+    assert len(count) == 2
+    assert_identical(both["v"].weight, alone["v"].weight)
 
 
 @pytest.mark.parametrize("format", ["int8", slow("nf4"), slow("int4")])

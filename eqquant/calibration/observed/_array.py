@@ -31,7 +31,7 @@ from ...arrays import (
     scaled,
 )
 from ...partition import split_by_type
-from ...primitives import observe_rows
+from ...primitives import observe_product, observe_rows
 from ._ties import tie_lookup, tie_product
 
 
@@ -40,9 +40,9 @@ class Observed(eqx.Module):
 
     **Fields:**
 
-    - `gram`: `(*stack, size, size)`: the sum of outer products of the rows, `X^T X`.
-        For a lookup of rows of the weight, `X` contains the gradients with respect to
-        the rows.
+    - `gram`: `(*stack, size, size)`: the upper triangle of the sum of outer products
+        of the rows, `X^T X`. Values below may be zeros. For a lookup of rows of the
+        weight, `X` contains the gradients with respect to the rows.
     - `rows`: `(*stack)`: the number of rows.
     - `power`: `(*stack)`: the sum of squared gradients with respect to the outputs.
     - `peak`: `(*stack)`: the sum of the largest magnitude of each row. Zero for
@@ -58,6 +58,12 @@ class Observed(eqx.Module):
     def zeros(cls, stack: Sequence[int], size: int, dtype) -> "Observed":
         zeros = lambda *shape: jnp.zeros((*stack, *shape), dtype)
         return cls(zeros(size, size), zeros(), zeros(), zeros())
+
+
+@jax.jit
+def symmetric(gram: Float[Array, "*stack size size"]):
+    """Mirror the upper triangle of Gram matrices."""
+    return jnp.triu(gram) + jnp.swapaxes(jnp.triu(gram, 1), -1, -2)
 
 
 class Uses:
@@ -181,21 +187,26 @@ class ObservedArray(ArrayOperators):
     # Products
     #
 
-    def _ties(
-        self, sums: Observed, x: Shaped[Array, "*batch rows size"], batch: int
-    ) -> tuple[Array, ...]:
-        """Return zeros for each row of `x`, computed from the parts of `sums`.
-
-        The first is `x @ gram`. If its cotangent is `x`, the cotangent of `gram` is
-        `x^T x`.
-        """
-        axes = tuple(range(batch))
-        numbers = (((x.ndim - 1,), (batch,)), (axes, axes))
-        x = lax.stop_gradient(x).astype(sums.gram.dtype)
-        product = lax.dot_general(x, sums.gram, numbers, precision="highest")
-        shape = x.shape[:-1]
-        spread = lambda part: lax.broadcast_in_dim(part, shape, axes)
-        return product, spread(sums.rows), spread(sums.power), spread(sums.peak)
+    def _observe(
+        self,
+        products: Shaped[Array, "*stack rows outputs"],
+        x: Shaped[Array, "*stack rows size"],
+        sums: Observed,
+    ) -> Shaped[Array, "*stack rows outputs"]:
+        """Return the products with the rows of `x`, and tie statistics to them."""
+        x = lax.stop_gradient(x)
+        if not has_explicit_axes():
+            parts = sums.gram, sums.rows, sums.power, sums.peak
+            return observe_product(products, x, *parts, every_row=self.every_row)
+        # For sharded arrays, JAX sums over mapped axes. If the cotangent of `x @ gram`
+        # is `x`, the cotangent of `gram` is `x^T x`.
+        axes = tuple(range(x.ndim - 2))
+        numbers = (((x.ndim - 1,), (x.ndim - 2,)), (axes, axes))
+        wide = x.astype(sums.gram.dtype)
+        gram = lax.dot_general(wide, sums.gram, numbers, precision="highest")
+        spread = lambda part: lax.broadcast_in_dim(part, x.shape[:-1], axes)
+        ties = gram, *map(spread, (sums.rows, sums.power, sums.peak))
+        return tie_product[self.every_row](products, *ties, x)
 
     @property
     def rounds_activations(self) -> bool:
@@ -252,8 +263,7 @@ class ObservedArray(ArrayOperators):
         rows, products = jnp.transpose(rows, sort), jnp.transpose(products, sort)
         if self.unit != 1:
             rows = rows.astype(self.products.gram.dtype) * self.unit
-        ties = self._ties(self.products, rows, len(stack))
-        products = tie_product[self.every_row](products, *ties, rows)
+        products = self._observe(products, rows, self.products)
         products = jnp.transpose(products, inverse_order(sort)).reshape(shape)
         return jnp.transpose(products, inverse_order(order))
 

@@ -20,7 +20,8 @@ def _forward_product(out, gram, rows, power, peak, x):
 
 def _backward_product(every_row: bool, residuals, ct):
     x, like = residuals
-    live = jnp.ones(ct.shape[:-1], bool) if every_row else jnp.any(ct != 0, -1)
+    # Depends on `x`, because `jax.vmap` sums the cotangents of mapped values only.
+    live = (x[..., 0] == x[..., 0]) | True if every_row else jnp.any(ct != 0, -1)
     rows = jnp.where(live[..., None], x, 0).astype(like.dtype)
     power = jnp.sum(jnp.square(ct.astype(like.dtype)), -1)
     peak = jnp.max(jnp.abs(rows), -1)
