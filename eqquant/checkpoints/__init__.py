@@ -24,6 +24,7 @@ from .writers import (
     quantize_with_zero_points as quantize_with_zero_points,
     write_bitsandbytes as write_bitsandbytes,
     write_compressed_tensors as write_compressed_tensors,
+    write_gguf as write_gguf,
     write_gptq as write_gptq,
     write_mlx as write_mlx,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "StoredTensor",
     "write_bitsandbytes",
     "write_compressed_tensors",
+    "write_gguf",
     "write_gptq",
     "write_mlx",
 ]

@@ -107,3 +107,48 @@ def test_bitsandbytes_reads_written_files(block, dtype, tmp_path):
         # bitsandbytes multiplies in the dtype of the activation, or in bfloat16.
         assert np.linalg.norm(y - reference) < 2e-2 * np.linalg.norm(reference)
     assert torch.equal(tensors["a.bias"].float(), torch.tensor(np.float32(w[:, 0])))
+
+
+def test_gguf_reads_written_files(tmp_path):
+    """The gguf library decodes random blocks of each type like eqquant, and reads the
+    written file like the file that llama.cpp wrote."""
+    path, source = tmp_path / "made.gguf", DATA / "gguf.gguf"
+    arrays = eqquant.checkpoints.read_checkpoint(source)
+    del arrays["TQ1_0"]
+    w = jax.random.normal(jax.random.key(0), (8, 512))
+    k = {"affine": True, "unsigned": True, "double_quantization": "k"}
+    formats = {
+        "Q2_K": eqquant.Int2(16, **k),
+        "Q4_K": eqquant.Int4(32, fit="search", **k),
+        "Q5_K": eqquant.formats.Int5(32, **k),
+        "Q6_K": eqquant.formats.Int6(16, double_quantization="k"),
+        "Q3_K": eqquant.Int3(16, double_quantization="k"),
+    }
+    ours = {f"new {name}": eqquant.quantize(w, f) for name, f in formats.items()}
+    metadata = {"general.architecture": "llama", "words": ["a", "b"], "x": 0.5}
+    eqquant.checkpoints.write_gguf(path, arrays | ours, metadata=metadata)
+    reader = gguf.GGUFReader(path)
+    assert reader.get_field("general.architecture").contents() == "llama"
+    assert reader.get_field("words").contents() == ["a", "b"]
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    assert found.keys() == arrays.keys() | ours.keys()
+    for tensor in gguf.GGUFReader(source).tensors:
+        if tensor.name != "TQ1_0":
+            other = found[tensor.name]
+            assert other.tensor_type == tensor.tensor_type
+            np.testing.assert_array_equal(other.data, tensor.data)
+    for name, q in ours.items():
+        assert found[name].tensor_type.name == name.removeprefix("new ")
+        values = gguf.dequantize(found[name].data, found[name].tensor_type)
+        np.testing.assert_array_equal(values, q.dequantize())
+
+
+@pytest.mark.parametrize(
+    "kind", [t for t in TYPES.values() if t.unpack is not None], ids=lambda t: t.name
+)
+def test_random_blocks_decode_like_gguf(kind, rng):
+    raw = rng.integers(0, 256, (64, kind.nbytes)).astype(np.uint8)
+    known = gguf.GGMLQuantizationType[kind.name]
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, known)
+        np.testing.assert_array_equal(kind.decode(kind.unpack(raw)), expected)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqquant.checkpoints.foreign import GGUFFile
 
 
 HERE = pathlib.Path(__file__).parent
@@ -97,3 +98,29 @@ def test_logits_equal_llama_cpp(model, tokens_and_logits):
     mean, same = divergence(expected, np.array(llama.scores[: len(tokens)]))
     # llama.cpp rounds activations to 8 bits. Measured: 0.004 and 0.006.
     assert mean < 1e-2 and same > 0.9
+
+
+def test_written_files_are_the_same_to_llama_cpp(model, tmp_path):
+    """Every tensor and key is written again, bit for bit, and llama.cpp computes the
+    same logits."""
+    _, source = model
+    path = tmp_path / "written.gguf"
+    arrays = eqquant.checkpoints.read_checkpoint(source)
+    eqquant.checkpoints.write_gguf(path, arrays, source=source)
+    with GGUFFile(path) as written, GGUFFile(source) as original:
+        assert written.metadata.keys() == original.metadata.keys()
+        for key in original.metadata:
+            assert written.raw_pair(key) == original.raw_pair(key)
+        assert list(written.tensors) == list(original.tensors)
+        for name, tensor in original.tensors.items():
+            found = written.tensors[name]
+            assert (found.type, found.shape) == (tensor.type, tensor.shape)
+            assert (written.read(found) == original.read(tensor)).all()
+    llama_cpp = pytest.importorskip("llama_cpp")
+    tokens = Text(source).encode(PROMPT)
+    logits = []
+    for file in (source, path):
+        llama = llama_cpp.Llama(str(file), n_ctx=512, logits_all=True, verbose=False)
+        llama.eval(tokens)
+        logits.append(np.array(llama.scores[: len(tokens)]))
+    np.testing.assert_array_equal(*logits)

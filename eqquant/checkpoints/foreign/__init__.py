@@ -8,7 +8,8 @@ from ._bitsandbytes import (
     STATE as STATE,
 )
 from ._entry import Entry as Entry, from_codes as from_codes, NotExact as NotExact
-from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf
+from ._ggml import Blocks as Blocks, Numbers as Numbers, Type as Type, TYPES as TYPES
+from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf, MAGIC as MAGIC
 from ._read import (
     open_entries as open_entries,
     read_checkpoint as read_checkpoint,

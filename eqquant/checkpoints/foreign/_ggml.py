@@ -34,24 +34,42 @@ class Numbers:
     **Fields:**
 
     - `units`: `(count, 1)`, float16, or uint8 exponents of two with a bias of 127.
-    - `integers`: `(count, parts)`, factors of `units`. Each belongs to an equal part of
-        the block.
+    - `integers`: `(count, parts)`. They and `lowest` add up to factors of `units`. Each
+        belongs to an equal part of the block.
+    - `sign`: 1, or -1 for minima, which ggml subtracts.
     """
 
     units: np.ndarray
     integers: np.ndarray | None = None
+    lowest: int = 0
+    sign: int = 1
+
+    def rows(self, start: int, stop: int) -> "Numbers":
+        integers = None if self.integers is None else self.integers[start:stop]
+        return dataclasses.replace(
+            self, units=self.units[start:stop], integers=integers
+        )
+
+    @property
+    def factors(self) -> np.ndarray:
+        assert self.integers is not None
+        return self.integers + self.integers.dtype.type(self.lowest)
+
+    @property
+    def signed_units(self) -> np.ndarray:
+        return self.units if self.sign > 0 else -self.units
 
     def decode(self) -> np.ndarray:
         """Return `(count, parts)`, float32."""
         if self.units.dtype == np.uint8:
             exponents = self.units.astype(np.int32) - 127
             return np.ldexp(np.float32(1), exponents).astype(np.float32)
-        units = self.units.astype(np.float32)
+        units = self.signed_units.astype(np.float32)
         if self.integers is None:
             return units
         # Units may be infinite or NaN, which is not an error here.
         with np.errstate(invalid="ignore"):
-            return units * self.integers.astype(np.float32)
+            return units * self.factors.astype(np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +174,7 @@ def _q8_0(raw):
 def _q2_k(raw):
     packed, q, d, dmin = _split(raw, 16, 64, 2)
     scales = Numbers(_halves(d), packed & np.uint8(15))
-    offsets = Numbers(-_halves(dmin), packed >> np.uint8(4))
+    offsets = Numbers(_halves(dmin), packed >> np.uint8(4), sign=-1)
     return Blocks(_fields(q, 2, 32), scales, offsets)
 
 
@@ -164,11 +182,7 @@ def _q3_k(raw):
     high, low, scales, d = _split(raw, 32, 64, 12)
     scales = _fields(scales[:, :8], 4, 8) | _fields(scales[:, 8:], 2, 4) << np.uint8(4)
     codes = _fields(low, 2, 32) | _fields(high, 1, 32) << np.uint8(2)
-    return Blocks(codes, Numbers(_halves(d), _six_bits(scales)))
-
-
-def _six_bits(integers: np.ndarray) -> np.ndarray:
-    return integers.astype(np.int8) - np.int8(32)
+    return Blocks(codes, Numbers(_halves(d), scales.view(np.int8), -32))
 
 
 def _k_scales_and_offsets(d, dmin, packed):
@@ -182,7 +196,7 @@ def _k_scales_and_offsets(d, dmin, packed):
         return np.concatenate([first_four & np.uint8(63), low_bits | high_bits], 1)
 
     scales = Numbers(_halves(d), join(first, rest & np.uint8(15)))
-    return scales, Numbers(-_halves(dmin), join(second, rest >> np.uint8(4)))
+    return scales, Numbers(_halves(dmin), join(second, rest >> np.uint8(4)), sign=-1)
 
 
 def _q4_k(raw):
@@ -225,20 +239,18 @@ def _tq2_0(raw):
 def _iq4_xs(raw):
     d, high, low, q = _split(raw, 2, 2, 4)
     scales = _fields(low, 4, 1) | _fields(high, 2, 1) << np.uint8(4)
-    return Blocks(_fields(q, 4, 16), Numbers(_halves(d), _six_bits(scales)))
+    return Blocks(_fields(q, 4, 16), Numbers(_halves(d), scales.view(np.int8), -32))
 
 
 def _mxfp4(raw):
     exponents, q = _split(raw, 1)
-    codes = _fields(q, 4, 16)
-    codes[codes == 8] = 0  # ggml decodes -0 to 0.
-    return Blocks(codes, Numbers(exponents))
+    return Blocks(_fields(q, 4, 16), Numbers(exponents))
 
 
 # The levels of IQ4_NL and IQ4_XS, and of FP4 (e2m1).
 _iq4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 _iq4_levels = np.array(_iq4, np.int8)
-_fp4_levels = np.array(MXFP4.codebook, np.float32)
+_fp4_levels = np.array(MXFP4.codebook, np.float32) + 0  # ggml decodes -0 to 0.
 _bytes = np.arange(256, dtype=np.uint8).view(np.int8)
 
 

@@ -55,6 +55,7 @@ class GGUFFile(contextlib.AbstractContextManager):
 
     - `path`: the path of the file.
     - `metadata`: the key-value pairs.
+    - `pairs`: the first byte of each key-value pair, and the byte after it.
     - `tensors`: the tensors by name.
     """
 
@@ -63,7 +64,7 @@ class GGUFFile(contextlib.AbstractContextManager):
         self._file = open(self.path, "rb")  # noqa: SIM115
         try:
             reader = _Reader(self._file, str(self.path))
-            self.metadata, self.tensors = _parse(reader)
+            self.metadata, self.pairs, self.tensors = _parse(reader)
         except BaseException:
             self._file.close()
             raise
@@ -73,13 +74,18 @@ class GGUFFile(contextlib.AbstractContextManager):
 
     def read(self, tensor: Tensor) -> np.ndarray:
         """Read the bytes of a tensor."""
-        self._file.seek(tensor.start)
-        count = tensor.stop - tensor.start
-        raw = np.fromfile(self._file, np.uint8, count)
-        if raw.size != count:
+        return self._bytes(tensor.start, tensor.stop, tensor.name)
+
+    def raw_pair(self, key: str) -> bytes:
+        """Read the bytes of a key-value pair."""
+        return self._bytes(*self.pairs[key], key).tobytes()
+
+    def _bytes(self, start: int, stop: int, name: str) -> np.ndarray:
+        self._file.seek(start)
+        raw = np.fromfile(self._file, np.uint8, stop - start)
+        if raw.size != stop - start:
             raise ValueError(
-                f"{self.path}: the file ends inside of {tensor.name!r}: it is "
-                "truncated."
+                f"{self.path}: the file ends inside of {name!r}: it is truncated."
             )
         return raw
 
@@ -154,7 +160,9 @@ _numbers = {
 _bool, _string, _array = 7, 8, 9
 
 
-def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def _parse(
+    reader: _Reader,
+) -> tuple[dict[str, Any], dict[str, tuple[int, int]], dict[str, Tensor]]:
     if reader.take(4, "the magic number") != MAGIC:
         reader.fail("not a GGUF file.")
     version = reader.number("I", "the version")
@@ -166,11 +174,14 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
         )
     num_tensors = reader.count(24, "tensors")
     metadata: dict[str, Any] = {}
+    pairs: dict[str, tuple[int, int]] = {}
     for _ in range(reader.count(13, "key-value pairs")):
+        start = reader.position
         key = reader.string("a key")
         if key in metadata:
             reader.fail(f"the key {key!r} occurs more than once.")
         metadata[key] = _value(reader, reader.number("I", key), key)
+        pairs[key] = start, reader.position
     described = [_describe(reader) for _ in range(num_tensors)]
     alignment = metadata.get("general.alignment", _default_alignment)
     powers_of_two = [2**i for i in range(3, 17)]
@@ -185,7 +196,8 @@ def _parse(reader: _Reader) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"the file is one of {count} parts. Merge them first, for example with "
             "`llama-gguf-split --merge`."
         )
-    return metadata, _reshaped(reader, metadata, _place(reader, described, alignment))
+    tensors = _place(reader, described, alignment)
+    return metadata, pairs, _reshaped(reader, metadata, tensors)
 
 
 def _reshaped(

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ...formats import FittedFormat
+from ...formats import FittedFormat, MXFP4
 from ._entry import Entry, from_levels, integers_times, NotExact
 from ._gguf import GGUFFile, Tensor
 
@@ -84,13 +84,15 @@ def _quantized(file: GGUFFile, tensor: Tensor):
     assert codes.shape == (*lead, size)
     # Formats with tables have the codes of the file.
     levels = codes if format.codebook else kind.levels[codes]
+    if isinstance(format, MXFP4):
+        levels[levels == 8] = 0  # ggml decodes -0 to 0.
     is_k = isinstance(format, FittedFormat) and format.is_k_quant
 
     def numbers(name: str) -> Any:
         if not is_k:
             return whole(lambda p: getattr(p, name).decode())
-        units = whole(lambda p: getattr(p, name).units)
-        integers = whole(lambda p: getattr(p, name).integers)
+        units = whole(lambda p: getattr(p, name).signed_units)
+        integers = whole(lambda p: getattr(p, name).factors)
         return integers_times(units, integers, format)
 
     offsets = None if parts[0].offsets is None else numbers("offsets")
