@@ -98,7 +98,7 @@ test: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 
 test-slow: $(VENV)/.has-test $(VENV)/.has-examples $(VENV)/.has-weights
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m slow --ignore tests/clients
 
 # Test the code paths of other CPUs on this machine. Formats that repeat the path of another
 # format are left out.

@@ -97,7 +97,7 @@ MODELS = {
 }
 
 
-@pytest.mark.slow  # `make test-clients` runs all of these.
+@pytest.mark.slow  # `make test-clients` runs these tests.
 @pytest.mark.parametrize("name", MODELS)
 def test_model_runs_unchanged(name):
     make, make_input = MODELS[name]
