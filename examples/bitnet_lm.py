@@ -254,7 +254,8 @@ def main() -> None:
         "--output",
         type=pathlib.Path,
         default=HERE / "output",
-        help="Write checkpoints and the plot to this folder.",
+        help="Write checkpoints and the plot to this folder (default: "
+        "examples/output).",
     )
     options = parser.parse_args()
     if options.steps < STEPS_PER_CALL:

@@ -133,20 +133,20 @@ def main() -> None:
         nargs="*",
         choices=ROWS,
         default=list(ROWS),
-        help="Measure these formats and methods. By default, all.",
+        help="Measure these formats and methods. The default is all of them.",
     )
     parser.add_argument(
         "--bits",
         type=float,
         nargs="*",
         default=BITS,
-        help="Allocate these budgets, in bits per weight. By default, all.",
+        help="Allocate these budgets, in bits per weight. The default is all of them.",
     )
     parser.add_argument(
         "--output",
         type=pathlib.Path,
         default=minilm.HERE / "output",
-        help="Write the plot to this folder (default: %(default)s).",
+        help="Write the plot to this folder (default: examples/output).",
     )
     options = parser.parse_args()
 

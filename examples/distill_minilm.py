@@ -361,7 +361,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         nargs="+",
         choices=ROWS,
         default=list(ROWS),
-        help="Train for these budgets, in bits per weight. By default, all.",
+        help="Train for these budgets, in bits per weight. The default is all of them.",
     )
     parser.add_argument(
         "--steps",
@@ -389,7 +389,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--layers",
         type=int,
         default=6,
-        help="Use only the first layers of the encoder, this many (default: "
+        help="Use this number of layers, from the first layer on (default: "
         "%(default)s).",
     )
     parser.add_argument(
@@ -407,7 +407,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--output",
         type=pathlib.Path,
         default=HERE / "output",
-        help="Write checkpoints to this folder.",
+        help="Write checkpoints to this folder (default: examples/output).",
     )
     options = parser.parse_args(arguments)
 

@@ -348,13 +348,13 @@ def main() -> None:
         nargs="+",
         choices=FORMATS,
         default=list(FORMATS),
-        help="Quantize to these formats. By default, all.",
+        help="Quantize to these formats. The default is all of them.",
     )
     parser.add_argument(
         "--output",
         type=pathlib.Path,
         default=HERE / "output",
-        help="Write the plot to this folder.",
+        help="Write the plot to this folder (default: examples/output).",
     )
     options = parser.parse_args()
 

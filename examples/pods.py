@@ -63,9 +63,12 @@ def plan(options) -> float:
 
 def main(arguments: list[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", choices=ahead.MODELS, help="The size of Llama 3.1.")
     parser.add_argument(
-        "topology", help="The chips, for example v5e:4x4, v6e:16x16 or v5p:2x2x2."
+        "model", choices=ahead.MODELS, help="Plan for this size of Llama 3.1."
+    )
+    parser.add_argument(
+        "topology",
+        help="Plan for these chips, for example v5e:4x4, v6e:16x16 or v5p:2x2x2.",
     )
     parser.add_argument(
         "--data",

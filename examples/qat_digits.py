@@ -192,14 +192,14 @@ def main() -> None:
         nargs="+",
         choices=FORMATS,
         default=list(FORMATS),
-        help="Train with weights in these formats. By default, all.",
+        help="Train with weights in these formats. The default is all of them.",
     )
     parser.add_argument(
         "--seeds",
         nargs="+",
         type=int,
         default=[0, 1, 2],
-        help="Repeat the experiment with these seeds.",
+        help="Repeat the experiment with these seeds (default: 0 1 2).",
     )
     parser.add_argument(
         "--epochs",
@@ -211,7 +211,8 @@ def main() -> None:
         "--output",
         type=pathlib.Path,
         default=HERE / "output",
-        help="Write checkpoints and the plot to this folder.",
+        help="Write checkpoints and the plot to this folder (default: "
+        "examples/output).",
     )
     options = parser.parse_args()
     folder = options.output / "qat_digits"

@@ -329,7 +329,7 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         "--layers",
         type=int,
         default=6,
-        help="Use only the first layers of the encoder, this many (default: "
+        help="Use this number of layers, from the first layer on (default: "
         "%(default)s).",
     )
     parser.add_argument(
@@ -347,7 +347,8 @@ def main(arguments: list[str] | None = None) -> dict[str, dict]:
         "--output",
         type=pathlib.Path,
         default=HERE / "output",
-        help="Write checkpoints and the plot to this folder.",
+        help="Write checkpoints and the plot to this folder (default: "
+        "examples/output).",
     )
     options = parser.parse_args(arguments)
 

@@ -127,14 +127,14 @@ def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
 def main(arguments: list[str] | None = None) -> list[dict]:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
+        "model", type=pathlib.Path, help="Read a Hugging Face folder, or a GGUF file."
     )
     names = [*FORMATS, *BITS]
     parser.add_argument(
         "--formats",
         nargs="+",
         choices=[AS_IT_IS, *names],
-        help="Measure these formats and budgets. By default, all.",
+        help="Measure these formats and budgets. The default is all of them.",
     )
     parser.add_argument(
         "--length",
@@ -143,7 +143,9 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         help="Use this many tokens of context (default: %(default)s).",
     )
     parser.add_argument(
-        "--rows", type=int, help="Evaluate this many rows of the text. By default, all."
+        "--rows",
+        type=int,
+        help="Evaluate this many rows of the text. The default is all of them.",
     )
     parser.add_argument(
         "--prompt",
@@ -166,7 +168,7 @@ def main(arguments: list[str] | None = None) -> list[dict]:
         "--output",
         type=pathlib.Path,
         default=OUTPUT,
-        help="Write the plot to this folder (default: %(default)s).",
+        help="Write the plot to this folder (default: examples/output).",
     )
     options = parser.parse_args(arguments)
     if options.tokens < 2:

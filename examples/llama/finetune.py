@@ -1,5 +1,4 @@
-"""Fine-tune a model from a folder or a GGUF file: adapters beside its quantized
-weights (QLoRA).
+"""Fine-tune a quantized model from a folder or a GGUF file with adapters (QLoRA).
 
     python examples/llama/finetune.py FOLDER notes.txt --output ADAPTERS
     python examples/llama/finetune.py FOLDER chats.jsonl --format nf4 --rank 16
@@ -122,10 +121,12 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
+        "model", type=pathlib.Path, help="Read a Hugging Face folder, or a GGUF file."
     )
     parser.add_argument(
-        "data", type=pathlib.Path, help="A text, or a .jsonl file of texts and chats."
+        "data",
+        type=pathlib.Path,
+        help="Train on a text, or on a .jsonl file of texts and chats.",
     )
     parser.add_argument(
         "--format",
@@ -196,7 +197,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "--output",
         type=pathlib.Path,
         default=HERE.parent / "output" / "adapters",
-        help="Write the adapters to this folder.",
+        help="Write the adapters to this folder (default: examples/output/adapters).",
     )
     options = parser.parse_args(arguments)
     for name in ("rank", "steps", "batch", "length", "save_every"):

@@ -186,12 +186,12 @@ def generate(generator: Generator, text: Text, prompt: list[int], longest: int) 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "model", type=pathlib.Path, help="A Hugging Face folder, or a GGUF file."
+        "model", type=pathlib.Path, help="Read a Hugging Face folder, or a GGUF file."
     )
     parser.add_argument(
         "prompt",
         nargs="?",
-        help="The beginning of the text, or a message with --chat. Without it, "
+        help="Continue this text or, with --chat, answer this message. Without it, "
         "--chat starts a chat.",
     )
     parser.add_argument(
@@ -239,12 +239,18 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Sample with this seed (default: %(default)s).",
     )
     parser.add_argument(
-        "--stop", nargs="+", default=[], help="End the text at these tokens."
+        "--stop",
+        nargs="+",
+        default=[],
+        help="End the text at these tokens. By default, the model ends it.",
     )
     parser.add_argument(
         "--chat", action="store_true", help="Use the chat template of the model."
     )
-    parser.add_argument("--system", help="Begin a chat with this system message.")
+    parser.add_argument(
+        "--system",
+        help="Begin a chat with this system message. By default, there is none.",
+    )
     parser.add_argument(
         "--context",
         type=int,
@@ -254,7 +260,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--adapters",
         type=pathlib.Path,
-        help="Add the adapters in this folder, which finetune.py wrote.",
+        help="Add the adapters in this folder, which finetune.py wrote. By default, "
+        "add none.",
     )
     options = parser.parse_args(arguments)
     if options.tokens < 1:

@@ -180,7 +180,8 @@ def main(arguments: list[str] | None = None) -> None:
         "--output",
         type=pathlib.Path,
         default=HERE.parent / "output" / "small",
-        help="Write the model, checkpoints and the plot to this folder.",
+        help="Write the model, checkpoints and the plot to this folder (default: "
+        "examples/output/small).",
     )
     options = parser.parse_args(arguments)
     if options.steps < 1:
