@@ -50,7 +50,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("quantize", _quantize, "quantize a checkpoint")
     add.add_argument("src", help="a .safetensors or GGUF file, an index, or a folder")
-    add.add_argument("dst", help="a .safetensors file, or a folder")
+    add.add_argument(
+        "dst", help="a .safetensors file, a folder, or a GGUF file if src is one"
+    )
     add.add_argument(
         "--format",
         default="nf4",

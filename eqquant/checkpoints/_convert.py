@@ -1,16 +1,17 @@
 """Quantize a checkpoint on disk, without a model."""
 
+import functools as ft
 import hashlib
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._jax import typed, warn
-from ..arrays import is_implicit, quantize
+from ..arrays import is_implicit
 from ..formats import Format
 from ..trees import (
     Choice,
@@ -22,6 +23,7 @@ from ..trees import (
     WeightAxes,
     with_progress,
 )
+from ._convert_gguf import as_described, GGUF, write_metadata, write_quantized
 from ._describe import describe_checkpoint, Description
 from ._load import nested
 from ._open import ForeignContents, open_contents
@@ -39,6 +41,7 @@ from .files import (
     VERSION,
     with_abstract_arrays,
 )
+from .foreign import is_gguf
 from .leaves import (
     Contents,
     describe,
@@ -101,7 +104,11 @@ def quantize_checkpoint(
         library quantized it, a warning names the formats, and the weights are decoded
         and quantized again.
     - `dst`: as `path` in [`eqquant.save`][]. If `src` is a folder, its configuration
-        and tokenizer are also copied.
+        and tokenizer are also copied. If `src` is a GGUF file, `dst` may also be one.
+        Then metadata, tokenizer and all tensors without a format are copied, and the
+        formats must be formats of [`eqquant.checkpoints.write_gguf`][]. Otherwise a
+        file that ends in `.metadata.gguf` beside `dst` contains metadata and tokenizer,
+        and can be the `source` of `write_gguf`.
     - `format`, `rules`, `min_size`, `check_finite`, `progress`: as in
         [`eqquant.quantize_tree`][]. Rules match the names of tensors.
     - `max_shard_size`: as in [`eqquant.save`][].
@@ -114,7 +121,13 @@ def quantize_checkpoint(
     if eqquant already quantized `src`, or if `src` equals `dst`.
     """
     source_path, path = (pathlib.Path(os.fspath(x)) for x in (src, dst))
-    target = target_of(path, _caller)
+    to_gguf = path.suffix == GGUF
+    if to_gguf and not is_gguf(source_path):
+        raise ValueError(
+            f"{_caller}: src must be a GGUF file if dst is one, because its metadata "
+            f"and its tokenizer are copied; got {src}. Write a folder instead."
+        )
+    target = path if to_gguf else target_of(path, _caller)
     check_shard_size(max_shard_size, _caller)
     src_description = describe_checkpoint(source_path)
     _check_apart(src_description, target)
@@ -132,12 +145,18 @@ def quantize_checkpoint(
                     f"{_caller}: src is already quantized: {name} in {src}."
                 )
         choices = _choose(contents, format, rules, min_size)
+        make = ft.partial(_quantized, contents, choices, check_finite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if to_gguf:
+            write_quantized(source_path, target, choices, make, _caller)
+            return
         leaves = [
-            _leaf(name, contents, choices.get(name), check_finite)
+            _leaf(name, contents, choices.get(name), make)
             for name in contents.described
         ]
         check_names(leaves, _caller)
-        target.parent.mkdir(parents=True, exist_ok=True)
+        if src_description.kind == "GGUF":
+            write_metadata(source_path, target.with_suffix(f".metadata{GGUF}"), _caller)
         if source_path.is_dir():
             copy_others(source_path, target.parent)
         elements = sum(contents.described[name].size for name in choices)
@@ -205,7 +224,7 @@ def _leaf(
     name: str,
     contents: Contents | ForeignContents,
     choice: Choice | None,
-    check_finite: bool,
+    make: Callable[[str], Any],
 ) -> Leaf:
     found = contents.described[name]
     if not isinstance(found, jax.ShapeDtypeStruct):
@@ -217,14 +236,22 @@ def _leaf(
     read = lambda: contents.read_array(name, found.dtype)
     if choice is None:
         return describe_later(name, found, read)
-    format, axis = choice.format, choice.axis
+    return describe_later(name, as_described(choice, found), ft.partial(make, name))
 
-    def make():
-        with errors_at(f"{_caller}: at {name}"):
-            return quantize_in_pieces(read(), format, axis, check_finite=check_finite)
 
-    described = jax.eval_shape(lambda x: quantize(x, format, axis=axis), found)
-    return describe_later(name, described, make)
+def _quantized(
+    contents: Contents | ForeignContents,
+    choices: dict[str, Choice],
+    check_finite: bool,
+    name: str,
+) -> Any:
+    """Read and quantize a tensor."""
+    choice = choices[name]
+    array = contents.read_array(name, contents.described[name].dtype)
+    with errors_at(f"{_caller}: at {name}"):
+        return quantize_in_pieces(
+            array, choice.format, choice.axis, check_finite=check_finite
+        )
 
 
 #

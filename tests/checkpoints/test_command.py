@@ -9,7 +9,7 @@ import tomllib
 import eqquant
 import numpy as np
 import pytest
-from eqquant.checkpoints import main
+from eqquant.checkpoints import describe_checkpoint, main, read_checkpoint
 from helpers import assert_identical
 from safetensors.numpy import load_file
 
@@ -152,6 +152,35 @@ def test_gguf(tmp_path, capsys):
     assert np.asarray(found["Q8_0"]).tobytes() == decoded["Q8_0"].tobytes()
     metadata = eqquant.checkpoints.load_metadata(dst)
     assert metadata["llama.block_count"] == "1" and "tokens" not in metadata
+    kept = dst.with_name("small.metadata.gguf")
+    assert metadata_of(kept) == metadata_of(GGUF)
+
+
+def metadata_of(path):
+    found = eqquant.checkpoints.describe_checkpoint(path).metadata
+    return repr({k: v for k, v in found.items() if k != "general.quantization_version"})
+
+
+def test_from_gguf_to_gguf(tmp_path, capsys):
+    dst = tmp_path / "small.gguf"
+    k = "affine=true,unsigned=true,double_quantization=k"
+    rules = [f"--rule=F32=int4:{k}", "--rule=F16=int8:scale_dtype=float16"]
+    command = ["quantize", str(GGUF), str(dst), "--format", "none"]
+    with pytest.warns(UserWarning, match="already quantized"):
+        assert main([*command, *rules, "--min-size", "1"]) == 0
+    assert metadata_of(dst) == metadata_of(GGUF)
+    before, after = (read_checkpoint(path) for path in (GGUF, dst))
+    assert before.keys() == after.keys()
+    for name in before.keys() - {"F32", "F16"}:
+        assert_identical(after[name], before[name])
+    types = {n: t.type for n, t in describe_checkpoint(dst).tensors.items()}
+    assert (types["F32"], types["F16"]) == ("Q4_K", "Q8_0")
+    assert after["F32"].format.is_k_quant
+    # The default format is no type of GGUF.
+    assert main(["quantize", str(GGUF), str(dst), "--rule=*=nf4"]) == 1
+    assert "NF4(block_size=64), which no type of GGUF" in capsys.readouterr().err
+    assert main(["quantize", str(GGUF.with_name("bitnet_bitlinear")), str(dst)]) == 1
+    assert "src must be a GGUF file if dst is one" in capsys.readouterr().err
 
 
 def test_other_kinds(tmp_path, capsys):
