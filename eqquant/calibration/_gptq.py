@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 
 from ..arrays import encode, MatrixAxes, QuantizedArray
 from ..formats import float_scales, Format, ShortScales
+from ._search import is_searchable, searched
 
 
 # With large outliers among the inputs, small damping would fit noise.
@@ -47,12 +48,14 @@ def gptq(
     gram: Float[Array, "*lead size size"],
     factors: Sequence[Float[Array, "size size"]],
     axes: MatrixAxes,
+    search: int = 1,
 ) -> QuantizedArray:
     """Quantize `array` to the format of `plain` by GPTQ.
 
     `plain` is the array rounded to nearest. Each row of the result is the better of
     both on the calibration data, whose Gram matrix is `gram`. `factors` are the results
-    of [`inverse_factor`][] for each matrix.
+    of [`inverse_factor`][] for each matrix. `search` is the number of roundings of
+    a row that are kept in a block.
     """
     shape, format = array.shape, plain.format
     weights = axes.as_matrices(jnp.asarray(array).astype(jnp.float32))
@@ -66,7 +69,7 @@ def gptq(
     for i in range(weights.shape[0]):  # One at a time, to save memory.
         own = jax.tree.map(operator.itemgetter(i), scales)
         value, scale = _round_better(
-            weights[i], rounded[i], own, grams[i], factors[i], format, limit
+            weights[i], rounded[i], own, grams[i], factors[i], format, limit, search
         )
         values.append(value)
         new.append(scale)
@@ -159,9 +162,11 @@ def _invert_lower(lower: np.ndarray) -> np.ndarray:
     return out
 
 
-@ft.partial(jax.jit, static_argnames=("format", "limit"))
-def _round_better(weights, rounded, scales, gram, factor, format: Format, limit: float):
-    values, new = _round(weights, scales, factor, format, limit)
+@ft.partial(jax.jit, static_argnames=("format", "limit", "search"))
+def _round_better(
+    weights, rounded, scales, gram, factor, format: Format, limit: float, search: int
+):
+    values, new = _round(weights, scales, factor, format, limit, search)
 
     largest = largest_magnitude(weights)
     loss = lambda values: row_losses((values - weights) / largest, gram)
@@ -176,6 +181,7 @@ def _round(
     factor: Float[Array, "size size"],
     format: Format,
     limit: float,
+    search: int,
 ):
     """Return decoded values and their scales.
 
@@ -221,8 +227,13 @@ def _round(
             block = block - after[:, None] * error[None]
             return block, values.at[j].set(value), errors.at[j].set(error)
 
-        empty = jnp.zeros_like(block)
-        _, values, errors = lax.fori_loop(0, width, round_column, (block, empty, empty))
+        if search > 1 and is_searchable(format):
+            own = searched(block, scale[:, 0], within, format, search)
+            values, errors = own
+        else:
+            empty = jnp.zeros_like(block)
+            start_of = block, empty, empty
+            _, values, errors = lax.fori_loop(0, width, round_column, start_of)
         after = jnp.where(jnp.arange(padded) >= start + width, across, 0)
         spread = jnp.matmul(after.T, errors, precision="highest")
         return columns - spread, (values, scale[:, 0])

@@ -204,7 +204,7 @@ class Statistics(AbstractCalibration):
             return False
         return matrix_axes_of(choice, ndim) == known.axes
 
-    def rounder(self) -> Rounder:
+    def rounder(self, search: int) -> Rounder:
         factors = Factors()
 
         def rounded(array, choice: Choice, rotation: int, check_finite: bool):
@@ -218,7 +218,7 @@ class Statistics(AbstractCalibration):
             if not has_nearest(choice.format):
                 return weighted(array, plain, gram, known.axes)
             own = factors(known.gram, rotation, gram)
-            return gptq(array, plain, gram, own, known.axes)
+            return gptq(array, plain, gram, own, known.axes, search)
 
         return rounded
 

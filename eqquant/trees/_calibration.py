@@ -26,10 +26,13 @@ class AbstractCalibration(eqx.Module):
         """Raise an error for another model, and warn about weights without data."""
 
     @abc.abstractmethod
-    def rounder(self) -> Rounder:
+    def rounder(self, search: int) -> Rounder:
         """Return a function that quantizes a rotated array by GPTQ, or returns None
-        without statistics for it. Call it for the weights of a model in their order:
-        it remembers the last factorisation, because neighbours often share inputs."""
+        without statistics for it. `search` is as in [`eqquant.quantize_tree`][].
+
+        Call the function for the weights of a model in their order: it keeps the last
+        factorisation, because neighbours often share inputs.
+        """
 
     @abc.abstractmethod
     def output_errors(

@@ -39,6 +39,7 @@ def quantize_tree(
     calibration: AbstractCalibration | None = None,
     method: str = "gptq",
     rotate: bool = False,
+    search: int = 1,
     check_finite: bool = True,
     progress: bool | None = None,
     precision: str | None = None,
@@ -108,6 +109,9 @@ def quantize_tree(
         spreads outliers. Products rotate the activation. The block is the largest power
         of two that divides the axis. This is most accurate with `calibration`; without
         it, the gain may be small.
+    - `search`: the number of roundings of each row that GPTQ keeps while it rounds a
+        block (the M-algorithm), for example 16. Each has its own error feedback. The
+        time grows with the number. Formats of eight bits are not searched.
     - `check_finite`: as in [`eqquant.quantize`][].
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.
@@ -135,12 +139,14 @@ def quantize_tree(
         raise ValueError(
             f"{caller}: method must be one of {get_args(Method)}, got {method!r}."
         )
+    if not 1 <= search <= 1024:
+        raise ValueError(f"{caller}: search must be from 1 to 1024, got {search}.")
     leaves, round_by_data = leaves_of(model), None
     if calibration is not None:
         by_path = {site.path: site.leaf for site in sites(model)}
         by_data = choices if method == "gptq" else []
         calibration.check(by_path, by_data, caller)
-        round_by_data = calibration.rounder() if method == "gptq" else None
+        round_by_data = calibration.rounder(search) if method == "gptq" else None
 
     def rounded(array, choice: Choice, rotation: int):
         q = None

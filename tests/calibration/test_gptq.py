@@ -1,6 +1,7 @@
 """GPTQ against a reference, and against rounding to nearest."""
 
 import dataclasses
+import itertools
 import operator
 
 import eqquant
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from eqquant.calibration import _gptq
 from eqquant.calibration._gptq import inverse_factor
+from eqquant.calibration._search import searched
 from helpers import assert_identical, DEFAULT_FORMATS, slow, unpacked
 
 
@@ -125,6 +127,39 @@ def test_weights_with_equal_inputs_share_a_factorisation(monkeypatch):
     alone = eqquant.quantize_tree(model, None, rules={"v.*": "nf4"}, calibration=stats)
     assert len(count) == 2
     assert_identical(both["v"].weight, alone["v"].weight)
+
+
+def test_a_wide_search_finds_the_best_rounding():
+    """Compare with all combinations of levels, in float64."""
+    rng, width, format = np.random.default_rng(0), 5, eqquant.NF2()
+    columns = rng.normal(size=(width, 6)).astype(np.float32)
+    scales = rng.uniform(1, 2, 6).astype(np.float32)
+    scales[0] = -scales[0]
+    x = rng.normal(size=(64, width)) + rng.normal(size=(64, 1))
+    factor = inverse_factor(x.T @ x)
+    inverse = np.linalg.inv(factor)  # Errors are weighted by `inverse @ inverse.T`.
+    args = map(jnp.asarray, (columns, scales, factor.astype(np.float32)))
+    values, errors = searched(*args, format, 2**width)
+    levels = np.array(list(itertools.product(format.codebook, repeat=width)))
+    for i in range(6):
+        every = np.sum(((columns[:, i] - levels * scales[i]) @ inverse) ** 2, -1)
+        found = np.sum(((columns[:, i] - values[:, i]) @ inverse) ** 2)
+        assert found <= min(every) * (1 + 1e-5)  # The values are float32.
+        np.testing.assert_allclose(np.sum(errors[:, i] ** 2), found, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "format", ["nf3", slow("int4"), slow(eqquant.NF4(double_quantization=True))]
+)
+def test_a_search_reduces_the_objective(format):
+    model, x = linear(32, 72), correlated(256, 72)
+    stats, greedy = calibrated(model, x, format)
+    q = eqquant.quantize_tree(model, format, calibration=stats, search=8)
+    before, after = (loss(m.weight, model.weight, x).sum() for m in (greedy, q))
+    assert after < 0.95 * before
+    assert jax.tree.structure(q) == jax.tree.structure(greedy)
+    with pytest.raises(ValueError, match="search must be from 1"):
+        eqquant.quantize_tree(model, format, calibration=stats, search=0)
 
 
 @pytest.mark.parametrize("format", ["int8", slow("nf4"), slow("int4")])
