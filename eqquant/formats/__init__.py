@@ -37,6 +37,7 @@ from ._pack import (
     unpack_planes as unpack_planes,
 )
 from ._problems import (
+    abstract_scales as abstract_scales,
     problems_of as problems_of,
     problems_of_scales as problems_of_scales,
 )

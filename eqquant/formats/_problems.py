@@ -1,6 +1,7 @@
 """Check that codes, scales and offsets fit a format and each other."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Iterator
 from typing import Any
 
@@ -78,15 +79,21 @@ def problems_of(
         )
 
 
+@ft.cache
+def abstract_scales(format: Format) -> tuple[Any, Any]:
+    """Return abstract scales, and abstract offsets or None, of one block."""
+    # Arrays are abstract here, because this also runs while JAX traces a product.
+    parts = jax.eval_shape(lambda: format.no_scales((), 1))
+    return scales_and_offsets(parts, format)
+
+
 def _problems_of_kinds(
     format: Format, scales: Any, offsets: Any, exact: bool
 ) -> Iterator[TypeError | ValueError]:
     given = {"scales": scales, "offsets": offsets}
-    # Arrays are abstract here, because this also runs while JAX traces a product.
     expected = (None, None)
     if exact or any(isinstance(part, ShortScales) for part in given.values()):
-        parts = jax.eval_shape(lambda: format.no_scales((), 1))
-        expected = scales_and_offsets(parts, format)
+        expected = abstract_scales(format)
     part: Any
     kind: Any
     for (name, part), kind in zip(given.items(), expected, strict=True):

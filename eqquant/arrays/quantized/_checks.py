@@ -1,6 +1,5 @@
 """Checks of parts that code outside of eqquant has changed."""
 
-import functools as ft
 from typing import Any
 
 import jax
@@ -8,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import is_traced
-from ...formats import Format, unpack
+from ...formats import abstract_scales, unpack
 from ._structure import AbstractQuantizedArray
 
 
@@ -44,7 +43,7 @@ def check_cast_scales(q: AbstractQuantizedArray) -> None:
     `jit`.
     """
     parts = jax.tree.leaves((q.scales, q.offsets))
-    expected = _dtypes_of_scales(q.format)
+    expected = [part.dtype for part in jax.tree.leaves(abstract_scales(q.format))]
     if [part.dtype for part in parts] == expected or not all(map(_has_values, parts)):
         return
     scales, _ = q.float_parts
@@ -67,9 +66,3 @@ def check_cast_scales(q: AbstractQuantizedArray) -> None:
 
 def _has_values(part: Any) -> bool:
     return isinstance(part, jax.Array | np.ndarray) and not is_traced(part)
-
-
-@ft.cache
-def _dtypes_of_scales(format: Format) -> list:
-    parts = jax.eval_shape(lambda: format.no_scales((), 1))
-    return [part.dtype for part in jax.tree.leaves(parts)]

@@ -11,6 +11,7 @@ from jaxtyping import Array
 from ..._jax import config
 from ...arrays import from_components, QuantizedArray
 from ...formats import (
+    abstract_scales,
     Codebook,
     Format,
     FourBitScales,
@@ -182,14 +183,10 @@ def integers_times(
     units: np.ndarray, integers: np.ndarray, format: Format
 ) -> ShortScales:
     """Return scales or offsets of a K-quant, in which `units` multiply `integers`."""
-    kind = type(_kind_of_scales(format))
+    kind = type(abstract_scales(format)[0])
     if kind is FourBitScales:
         integers = integers[..., ::2] | integers[..., 1::2] << np.uint8(4)
     return kind(jnp.asarray(integers), jnp.asarray(units))
-
-
-def _kind_of_scales(format: Format) -> Any:
-    return scales_and_offsets(format.no_scales((), 1), format)[0]
 
 
 def _stored(scales: np.ndarray, offsets: Any, format: Format) -> tuple[Any, Any]:
@@ -206,7 +203,7 @@ def _stored(scales: np.ndarray, offsets: Any, format: Format) -> tuple[Any, Any]
 
 
 def _stored_scales(scales: np.ndarray, format: Format) -> Any:
-    kind = _kind_of_scales(format)
+    kind, _ = scales_and_offsets(format.no_scales((), 1), format)
     if isinstance(kind, ShortScales):
         stored = kind.nearest(jnp.asarray(scales))
     else:

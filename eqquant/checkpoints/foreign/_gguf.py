@@ -191,6 +191,8 @@ def _parse(
             f"{alignment!r}."
         )
     count = metadata.get("split.count", 1)
+    if type(count) is not int:
+        reader.fail(f"split.count must be an integer, got {count!r:.80}.")
     if count not in (0, 1):
         reader.fail(
             f"the file is one of {count} parts. Merge them first, for example with "

@@ -195,6 +195,89 @@ def test_flipped_bits_in_a_gguf_header(tmp_path_factory, data):
         assert sum(map(len, parts)) <= 8 * len(BYTES)
 
 
+NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?"}
+NUMBERS |= {10: "Q", 11: "q", 12: "d"}
+TENSORS = {"F32": (0, 32, 128), "Q8_0": (8, 64, 68), "Q4_K": (12, 256, 144)}
+TENSORS |= {"Q6_K": (14, 256, 210), "MXFP4": (39, 64, 34), "TQ1_0": (34, 256, 54)}
+
+
+def with_everything(rng):
+    """Return a small valid file with all kinds of values and several types, and the
+    length of its header."""
+    values = {kind: struct.pack(f"<{code}", 1) for kind, code in NUMBERS.items()}
+    pairs = [pair(f"number {kind}", kind, value) for kind, value in values.items()]
+    pairs += [
+        pair(f"array {kind}", 9, u32(kind) + u64(3) + value * 3)
+        for kind, value in values.items()
+    ]
+    strings = u32(8) + u64(2) + text("a") + text("\N{GREEK SMALL LETTER ALPHA}")
+    pairs += [pair("strings", 9, strings), pair("text", 8, text("word"))]
+    pairs += [pair("nested", 9, u32(9) + u64(1) + strings)]
+    pairs += [pair(ALIGN, 4, u32(32)), pair("split.count", 2, b"\x01\x00")]
+    pairs += [pair(f"{SHAPE}F32", 9, u32(5) + u64(2) + u32(4) + u32(8))]
+    tensors, data = [], b""
+    for name, (kind, size, nbytes) in TENSORS.items():
+        tensors.append(tensor(name, (size,), kind, len(data)))
+        values = rng.integers(0, 100, nbytes).astype(np.uint8).tobytes()
+        data += values + bytes(-nbytes % 32)
+    whole = gguf(pairs, tensors, data)
+    return whole, len(whole) - len(data)
+
+
+def damage(raw: bytearray, header: int, rng) -> None:
+    """Damage a file in one of six ways."""
+    at = int(rng.integers(header))
+    extremes = [0, 1, 7, 9, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
+    match rng.integers(6):
+        case 0:
+            del raw[int(rng.integers(len(raw))) :]
+        case 1:
+            for bit in rng.integers(0, 8 * header, rng.integers(1, 9)):
+                raw[bit // 8] ^= 1 << bit % 8
+        case 2:
+            for bit in rng.integers(0, 8 * len(raw), rng.integers(1, 9)):
+                raw[bit // 8] ^= 1 << bit % 8
+        case 3:
+            size = int(rng.choice([4, 8]))
+            value = int(rng.choice(np.array(extremes, np.uint64))) % 256**size
+            raw[at : at + size] = value.to_bytes(
+                size, str(rng.choice(["little", "big"]))
+            )
+        case 4:
+            del raw[at : at + int(rng.integers(1, 64))]
+        case 5:
+            raw[at:at] = raw[at : at + int(rng.integers(1, 64))]
+
+
+@pytest.mark.parametrize("count", [300, slow(10_000)])
+def test_damaged_gguf(count, tmp_path, rng):
+    """A damaged file loads completely, within the size of the file, or raises a
+    `ValueError` that starts with its path."""
+    whole, header = with_everything(rng)
+    path = tmp_path / "damaged.gguf"
+    path.write_bytes(whole)
+    assert outcome(path).keys() == TENSORS.keys()
+    errors = 0
+    for _ in range(count):
+        raw = bytearray(whole)
+        damage(raw, header, rng)
+        path.write_bytes(raw)
+        if not raw.startswith(b"GGUF"):
+            continue
+        found = outcome(path)
+        errors += found is None
+        for parts in (found or {}).values():
+            assert sum(map(len, parts)) <= 8 * len(whole)
+    assert errors > count / 3  # Flipped bits of a weight are no error.
+
+
+@pytest.mark.parametrize("value", [(9, u32(4) + u64(2) + bytes(8)), (8, text("x"))])
+@pytest.mark.parametrize("key", [ALIGN, "split.count"])
+def test_metadata_of_another_type(key, value, tmp_path):
+    with pytest.raises(ValueError, match=rf"file.gguf: .*{key}"):
+        read(tmp_path, gguf([pair(key, *value)]))
+
+
 @pytest.mark.slow
 @hypothesis.settings(max_examples=300)
 @hypothesis.given(data=st.data())
