@@ -1,9 +1,9 @@
 """Save trees to files, and load them.
 
-Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint` and
-`describe_checkpoint`; `read_checkpoint` and writers for files of other libraries; and
-`main`, the command line. Imports `trees`, `arrays`, `kernels`, `formats`
-and `_jax`.
+Exports `save`, `load`, `load_metadata`, `load_quantized`, `quantize_checkpoint`,
+`convert_checkpoint` and `describe_checkpoint`; `read_checkpoint` and writers for files
+of other libraries; and `main`, the command line. Imports `trees`, `arrays`, `kernels`,
+`formats` and `_jax`.
 
 Public functions are in this folder and in `writers/`, which imports `foreign/` and
 `leaves/`. These two are independent of each other and import `files/`.
@@ -11,6 +11,11 @@ Public functions are in this folder and in `writers/`, which imports `foreign/` 
 
 from ._command import main as main
 from ._convert import quantize_checkpoint as quantize_checkpoint
+from ._convert_to import (
+    Conversion as Conversion,
+    convert_checkpoint as convert_checkpoint,
+    Converted as Converted,
+)
 from ._describe import (
     describe_checkpoint as describe_checkpoint,
     Description as Description,
@@ -31,6 +36,9 @@ from .writers import (
 
 
 __all__ = [
+    "Conversion",
+    "convert_checkpoint",
+    "Converted",
     "describe_checkpoint",
     "Description",
     "load",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..formats import as_format, Format, formats
 from ._convert import quantize_checkpoint
+from ._convert_to import convert_checkpoint, LIBRARIES
 from ._describe import describe_checkpoint
 from ._open import open_contents
 from .leaves import format_from_json, MAX_SHARD_SIZE
@@ -83,6 +84,19 @@ def _parser() -> argparse.ArgumentParser:
         "--no-check-finite", action="store_true", help="allow NaN and infinity"
     )
 
+    add = command("convert", _convert, "convert a checkpoint for another library")
+    add.add_argument("src", help="a .safetensors or GGUF file, an index, or a folder")
+    add.add_argument("dst", help="a folder")
+    add.add_argument(
+        "--to", required=True, choices=list(LIBRARIES), help="the library that reads it"
+    )
+    add.add_argument(
+        "--requantize",
+        metavar="FORMAT",
+        help="the format of weights that the library cannot store exactly: they are "
+        "decoded and quantized again. Without it they are an error",
+    )
+
     add = command("inspect", _inspect, "list the tensors of a checkpoint")
     add.add_argument("file", help="a .safetensors or GGUF file, an index, or a folder")
 
@@ -114,6 +128,16 @@ def _quantize(options: argparse.Namespace) -> int:
     before, after = map(describe_checkpoint, (options.src, options.dst))
     print(f"before: {before.summary}")
     print(f"after:  {after.summary}: {before.nbytes / after.nbytes:.2f}x smaller")
+    return 0
+
+
+def _convert(options: argparse.Namespace) -> int:
+    format = options.requantize and parse_format(options.requantize)
+    report = convert_checkpoint(options.src, options.dst, options.to, requantize=format)
+    before, after = map(describe_checkpoint, (options.src, options.dst))
+    print(report)
+    print(f"before: {before.summary}")
+    print(f"after:  {after.summary}")
     return 0
 
 

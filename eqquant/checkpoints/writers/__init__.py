@@ -2,13 +2,22 @@
 [`Library`][], which packs one weight. `_write.py` walks through a model, reads every
 packed weight back, and writes the files. Imports `files` and `foreign`."""
 
-from ._bitsandbytes import write_bitsandbytes as write_bitsandbytes
-from ._compressed_tensors import write_compressed_tensors as write_compressed_tensors
+from ._bitsandbytes import (
+    BitsAndBytes as BitsAndBytes,
+    write_bitsandbytes as write_bitsandbytes,
+)
+from ._compressed_tensors import (
+    CompressedTensors as CompressedTensors,
+    write_compressed_tensors as write_compressed_tensors,
+)
+from ._floats import Floats as Floats
 from ._gguf import write_gguf as write_gguf
 from ._gguf_file import (
     GGUFTensor as GGUFTensor,
     write_gguf_tensors as write_gguf_tensors,
 )
-from ._gptq import write_gptq as write_gptq
-from ._mlx import write_mlx as write_mlx
+from ._gptq import GPTQ as GPTQ, write_gptq as write_gptq
+from ._library import Library as Library, NotHeld as NotHeld, Packed as Packed
+from ._mlx import MLX as MLX, write_mlx as write_mlx
+from ._write import write_arrays as write_arrays
 from ._zero_points import quantize_with_zero_points as quantize_with_zero_points

@@ -12,8 +12,33 @@ from jaxtyping import Array
 from ..._jax import typed
 from ...arrays import QuantizedArray
 from ...formats import float_scales, NF4, unpack
+from ...trees import errors_at
 from ..files import Path, to_json, write_plain
 from ..foreign import BLOCK_SIZES, DTYPES, STATE
+from ._library import Library, NotHeld, Packed
+
+
+class BitsAndBytes(Library):
+    """NF4 of bitsandbytes."""
+
+    name = "bitsandbytes"
+
+    def pack(self, name, q):
+        tensors = {name + end: np.asarray(part) for end, part in _parts(q).items()}
+        return Packed(tensors, f"NF4 in blocks of {_block(q)}")
+
+    def config(self, packed, plain):
+        if not packed:
+            return {}
+        kept = sorted(name.removesuffix(".weight") for name in plain)
+        config = {
+            "quant_method": "bitsandbytes",
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": False,
+            "llm_int8_skip_modules": kept,
+        }
+        return {"quantization_config": config}
 
 
 @typed
@@ -54,7 +79,8 @@ def write_bitsandbytes(
     for name, array in arrays.items():
         parts = {name: array}
         if isinstance(array, QuantizedArray):
-            parts = {name + end: part for end, part in _parts(name, array).items()}
+            with errors_at(f"write_bitsandbytes: {name!r}"):
+                parts = BitsAndBytes().pack(name, array).tensors
         if duplicates := tensors.keys() & parts.keys():
             raise ValueError(
                 f"write_bitsandbytes: arrays: {min(duplicates)!r} would name two "
@@ -64,9 +90,9 @@ def write_bitsandbytes(
     write_plain(target, tensors, {"format": "pt"})
 
 
-def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
+def _parts(q: QuantizedArray) -> dict[str, Any]:
     """Return the tensors of a weight, by the suffixes of their names."""
-    block = _block(name, q)
+    block = _block(q)
     codes = np.asarray(unpack(q.codes, q.format.bits, q.format.group)).reshape(-1)
     state = {
         "quant_type": "nf4",
@@ -82,12 +108,12 @@ def _parts(name: str, q: QuantizedArray) -> dict[str, Any]:
     }
 
 
-def _block(name: str, q: QuantizedArray) -> int:
-    """Return the block size of a weight. Raise a `ValueError` if bitsandbytes cannot
+def _block(q: QuantizedArray) -> int:
+    """Return the block size of a weight. Raise [`NotHeld`][] if bitsandbytes cannot
     represent the weight."""
 
     def fail(problem: str):
-        raise ValueError(f"write_bitsandbytes: {name!r} {problem}")
+        raise NotHeld(problem)
 
     q.check_whole()
     if type(q.format) is not NF4:

@@ -122,6 +122,7 @@ def write_gptq(
 
     **Raises:**
 
-    As there, and if the weights have different bits or group sizes.
+    `ValueError` for an array that the library cannot store exactly, and for weights
+    with different bits or group sizes.
     """
     write_model(GPTQ(), folder, model, names, source, max_shard_size, "write_gptq")

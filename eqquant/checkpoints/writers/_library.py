@@ -26,7 +26,7 @@ class Packed:
 
     - `tensors`: the tensors by their names in the file.
     - `layout`: the layout in words, such as `"int4 by groups of 128"`.
-    - `settings`: hashable; what the configuration of the library states about it.
+    - `settings`: hashable; the values for the configuration of the library.
     """
 
     tensors: dict[str, np.ndarray]
@@ -112,7 +112,7 @@ class Matrix:
         without offsets."""
         if self.offsets is None:
             return None
-        middle = float(self.q.format.largest_level)
+        middle = -float(self.q.format.lowest_level)
         with np.errstate(divide="ignore", invalid="ignore"):
             zeros = middle - self.offsets.astype(np.float64) / self.scales
         zeros = np.where(self.scales == 0, middle, zeros)

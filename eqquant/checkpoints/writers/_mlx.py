@@ -84,8 +84,9 @@ def _affine(matrix: Matrix) -> tuple[dict[str, np.ndarray], str]:
             f"has groups of {matrix.block}; MLX has groups of {_groups}. Quantize it "
             "with block_size=64."
         )
-    half = 2 ** (matrix.q.format.bits - 1)
-    biases = -half * matrix.scales.astype(np.float64)
+    format = matrix.q.format
+    lowest = -128 if format.bits == 8 else format.lowest_level
+    biases = lowest * matrix.scales.astype(np.float64)
     if matrix.offsets is not None:
         biases += matrix.offsets
     for dtype in (matrix.q.dtype, np.dtype(np.float32)):
@@ -161,6 +162,6 @@ def write_mlx(
 
     **Raises:**
 
-    As there.
+    `ValueError` for an array that the library cannot store exactly.
     """
     write_model(MLX(), folder, model, names, source, max_shard_size, "write_mlx")

@@ -1,4 +1,4 @@
-"""Files for other libraries: their layouts, and what they refuse.
+"""Files for other libraries: their layouts, and errors.
 
 `tests/imports/test_written_files.py` reads such files with the libraries themselves.
 MLX does not install on x86-64 machines, so a decoder of its documented layout stands in
@@ -63,6 +63,7 @@ ARRAYS = {
         *packed(Int6(block_size=128, **SHORT), Int8(block_size=32, **SHORT), "mxfp4"),
         eqquant.quantize(weight(), Int4(affine=True, **SHORT)),
         quantize_with_zero_points(weight(), 6),
+        eqquant.quantize(weight(), Int4(affine=True, unsigned=True, **SHORT)),
     ],
 }
 CASES = [(writer, q) for writer, arrays in ARRAYS.items() for q in arrays]

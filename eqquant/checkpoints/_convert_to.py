@@ -1,0 +1,224 @@
+"""Convert a checkpoint to the layout of another library, without a model."""
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._jax import typed
+from ..arrays import dequantize, is_implicit, quantize, QuantizedArray
+from ..formats import as_format, Format
+from ..trees import as_text, errors_at, with_progress
+from ._describe import describe_checkpoint
+from ._open import ForeignContents, open_contents
+from .files import Path, to_jax
+from .foreign import NotExact
+from .leaves import Contents, MAX_SHARD_SIZE
+from .writers import (
+    BitsAndBytes,
+    CompressedTensors,
+    Floats,
+    GPTQ,
+    Library,
+    MLX,
+    NotHeld,
+    Packed,
+    write_arrays,
+)
+
+
+_caller = "convert_checkpoint"
+LIBRARIES: dict[str, type[Library]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": GPTQ,
+    "mlx": MLX,
+    "bitsandbytes": BitsAndBytes,
+    "safetensors": Floats,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """A tensor that [`eqquant.checkpoints.convert_checkpoint`][] wrote.
+
+    !!! Example
+
+        ```python
+        import tempfile
+
+        import eqquant
+        import jax.numpy as jnp
+
+        folder = tempfile.mkdtemp()
+        eqquant.save(f"{folder}/a", {"weight": jnp.ones((8, 64))})
+        report = eqquant.checkpoints.convert_checkpoint(
+            f"{folder}/a", f"{folder}/b", "safetensors"
+        )
+        assert report["weight"].is_exact
+        ```
+
+    **Fields:**
+
+    - `before`, `after`: its format or dtype in the source and in the result.
+    - `is_exact`: whether its values did not change. `False` if it was requantized.
+    """
+
+    before: str
+    after: str
+    is_exact: bool
+
+
+class Conversion(dict[str, Converted]):
+    """The tensors of a conversion by name. `print` shows them as a table."""
+
+    def __str__(self) -> str:
+        rows = [("path", "from", "to", "values")]
+        for name, found in self.items():
+            values = "exact" if found.is_exact else "requantized"
+            rows.append((name, found.before, found.after, values))
+        exact = sum(found.is_exact for found in self.values())
+        rows.append(("total", "", "", f"{exact} of {len(self)} exact"))
+        return "\n".join(as_text(rows))
+
+
+@typed
+def convert_checkpoint(
+    src: Path,
+    dst: Path,
+    to: str,
+    *,
+    requantize: Format | str | None = None,
+    max_shard_size: int | None = MAX_SHARD_SIZE,
+    progress: bool | None = None,
+) -> Conversion:
+    """Convert a quantized checkpoint to the layout of another library, without a model.
+
+    Tensors are read, converted and written one at a time. Codes and scales are kept.
+    Float tensors are copied: quantize them first with
+    [`eqquant.checkpoints.quantize_checkpoint`][].
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+        import tempfile
+
+        folder = tempfile.mkdtemp()
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        model = {"head": {"weight": weight}}
+        format = eqquant.Int4(block_size=64, scale_dtype="bfloat16")
+        model = eqquant.quantize_tree(model, format, rules={"*": format})
+        eqquant.save(f"{folder}/ours", model)
+        convert = eqquant.checkpoints.convert_checkpoint
+        report = convert(f"{folder}/ours", f"{folder}/mlx", "mlx")
+        assert report["head.weight"].is_exact
+        print(report)
+        ```
+
+    **Arguments:**
+
+    - `src`: a checkpoint of eqquant or another library, as `path` in
+        [`eqquant.load_quantized`][].
+    - `dst`: a folder, as in [`eqquant.checkpoints.write_compressed_tensors`][]. The
+        other files of the folder `src` are copied.
+    - `to`: `"compressed-tensors"`, `"gptq"`, `"mlx"`, `"bitsandbytes"`, or
+        `"safetensors"` for floats.
+    - `requantize`: the format for weights that the library cannot store exactly. They
+        are decoded and quantized again. `None` raises an error instead.
+    - `max_shard_size`: as in [`eqquant.save`][].
+    - `progress`: as in [`eqquant.quantize_tree`][].
+
+    **Returns:**
+
+    A dictionary from names to [`eqquant.checkpoints.Converted`][], which prints as a
+    table.
+
+    **Raises:**
+
+    `ValueError` if a weight cannot be stored exactly and `requantize` is `None`, with
+    its name and the reason. `dst` then keeps its contents.
+    """
+    if to not in LIBRARIES:
+        raise ValueError(
+            f"{_caller}: to must be one of {', '.join(LIBRARIES)}, got {to!r}."
+        )
+    format = None if requantize is None else as_format(requantize)
+    source, target = (pathlib.Path(os.fspath(path)) for path in (src, dst))
+    description = describe_checkpoint(source)
+    library = _Requantizing(LIBRARIES[to](), format)
+    with open_contents(source, (), _caller, decode=False) as contents:
+        elements = sum(tensor.size for tensor in description.tensors.values())
+        shown = with_progress(
+            list(contents.described),
+            elements,
+            progress,
+            caller=_caller,
+            what=("converting", "tensor"),
+        )
+        arrays = _read(shown, contents, library)
+        folder = source if source.is_dir() else None
+        layouts = write_arrays(library, target, arrays, folder, max_shard_size, _caller)
+    report = Conversion()
+    for name, tensor in description.tensors.items():
+        after = layouts.get(name, tensor.type)
+        report[name] = Converted(tensor.type, after, name not in library.changed)
+    return report
+
+
+class _Requantizing(Library):
+    """A library, and a format for weights that it cannot store exactly."""
+
+    name = "any library"
+
+    def __init__(self, library: Library, format: Format | None):
+        self._library, self.format = library, format
+        self.changed: set[str] = set()
+
+    def pack(self, name: str, q: QuantizedArray) -> Packed:
+        return self._library.pack(name, q)
+
+    def config(self, packed, plain):
+        return self._library.config(packed, plain)
+
+    def packed(self, name, q):
+        try:
+            return self._library.packed(name, q)
+        except NotHeld as error:
+            again = self.requantized(name, q.dequantize(), error)
+        return self._library.packed(name, again)
+
+    def requantized(self, name: str, array: Any, reason: Exception) -> QuantizedArray:
+        if self.format is None:
+            raise NotHeld(
+                f"{reason} Or pass requantize (--requantize FORMAT), which rounds it "
+                "again."
+            )
+        self.changed.add(name)
+        # Other libraries have one float32 factor of NVFP4 per tensor, not per row.
+        axis = tuple(range(array.ndim)) if self.format.name == "nvfp4" else -1
+        return quantize(array, self.format, axis=axis)
+
+
+def _read(
+    names: Any, contents: Contents | ForeignContents, library: _Requantizing
+) -> Iterator[tuple[str, Any]]:
+    for name in names:
+        with errors_at(f"{_caller}: {name!r}"):
+            found = contents.described[name]
+            try:
+                leaf = contents.read(name)
+                leaf = jax.tree.map(to_jax, leaf) if is_implicit(leaf) else leaf
+            except NotExact as error:
+                floats = np.empty(found.shape, found.dtype)
+                floats[...] = contents.read_array(name, found.dtype)
+                leaf = library.requantized(name, to_jax(floats), error)
+            if is_implicit(leaf) and not isinstance(leaf, QuantizedArray):
+                problem = NotHeld(f"is a {type(leaf).__name__}.")
+                leaf = library.requantized(name, dequantize(leaf), problem)
+        if hasattr(leaf, "dtype"):
+            yield name, leaf

@@ -1,0 +1,105 @@
+"""Conversion of checkpoints for other libraries."""
+
+import pathlib
+
+import eqquant
+import jax
+import numpy as np
+import pytest
+from eqquant import Int4
+from eqquant.checkpoints import convert_checkpoint, main, read_checkpoint
+
+
+DATA = pathlib.Path(__file__).parent / "foreign/data"
+
+
+def weight(dtype="float32"):
+    return jax.random.normal(jax.random.key(0), (32, 128)).astype(dtype)
+
+
+def values(q):
+    if not eqquant.is_quantized(q):
+        return np.asarray(q)
+    return np.asarray(q.with_dtype("float32").dequantize())
+
+
+@pytest.mark.parametrize("source", ["gptq_zeros", "gptq_awq"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "mlx", "gptq"])
+def test_codes_and_scales_are_kept(source, to, tmp_path):
+    report = convert_checkpoint(DATA / source, tmp_path, to)
+    assert all(found.is_exact for found in report.values())
+    assert (tmp_path / "config.json").exists()
+    before, after = read_checkpoint(DATA / source), read_checkpoint(tmp_path)
+    assert before.keys() == after.keys() == report.keys()
+    assert sum(map(eqquant.is_quantized, after.values())) == 7
+    for name, array in before.items():
+        np.testing.assert_array_equal(values(after[name]), values(array), name)
+
+
+def test_floats_equal_the_decoded_values(tmp_path):
+    convert_checkpoint(DATA / "gptq_zeros", tmp_path, "safetensors")
+    expected = read_checkpoint(DATA / "gptq_zeros")
+    for name, array in read_checkpoint(tmp_path).items():
+        assert not eqquant.is_quantized(array)
+        np.testing.assert_array_equal(array, eqquant.dequantize(expected[name]))
+
+
+@pytest.fixture
+def ours(tmp_path):
+    """A checkpoint with a weight that GPTQ holds, and one that it does not."""
+    model = {
+        "a": {"weight": eqquant.quantize(weight(), Int4(scale_dtype="float16"))},
+        "b": {"weight": eqquant.quantize(weight(), "nf4"), "bias": weight()[0]},
+    }
+    eqquant.save(tmp_path / "ours", model)
+    return tmp_path / "ours", model
+
+
+def test_requantized_weights_are_reported(ours, tmp_path, capsys):
+    path, model = ours
+    to = str(tmp_path / "gptq")
+    assert main(["convert", str(path), to, "--to", "gptq"]) == 1
+    error = capsys.readouterr().err
+    assert "'b.weight'" in error and "NF4" in error and "--requantize" in error
+    assert not list((tmp_path / "gptq").glob("*"))
+
+    options = ["--requantize", "int4:scale_dtype=float16"]
+    assert main(["convert", str(path), to, "--to", "gptq", *options]) == 0
+    out = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[-1] for line in out.splitlines()}
+    assert lines["a.weight"] == lines["b.bias"] == "exact"
+    assert lines["b.weight"] == "requantized" and "2 of 3 exact" in out
+    found = read_checkpoint(to)
+    np.testing.assert_array_equal(found["a.weight"].codes, model["a"]["weight"].codes)
+    again = eqquant.quantize(
+        model["b"]["weight"].dequantize(), found["a.weight"].format
+    )
+    np.testing.assert_array_equal(found["b.weight"].codes, again.codes)
+
+
+def test_weights_that_eqquant_cannot_hold(tmp_path):
+    """A file of GPTQ in the order of activations is decoded, and quantized again."""
+    with pytest.raises(ValueError, match="desc_act.*--requantize"):
+        convert_checkpoint(DATA / "gptq_ordered", tmp_path, "mlx")
+    format = Int4(scale_dtype="bfloat16")
+    report = convert_checkpoint(
+        DATA / "gptq_ordered", tmp_path, "mlx", requantize=format
+    )
+    assert sum(not found.is_exact for found in report.values()) == 7
+
+
+def test_rotated_weights_are_requantized(tmp_path):
+    rules = {"a.*": "int8"}
+    model = {"a": {"weight": weight()}}
+    model = eqquant.quantize_tree(model, None, rules=rules, rotate=True)
+    eqquant.save(tmp_path / "ours", model)
+    with pytest.raises(ValueError, match="'a.weight'.*RotatedArray.*--requantize"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "ct", "compressed-tensors")
+
+
+def test_wrong_arguments(ours, tmp_path):
+    path, _ = ours
+    with pytest.raises(ValueError, match="to must be one of .*gptq.*got 'vllm'"):
+        convert_checkpoint(path, tmp_path / "x", "vllm")
+    with pytest.raises(ValueError, match="must be different"):
+        convert_checkpoint(path, path, "mlx")
