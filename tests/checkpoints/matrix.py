@@ -1,4 +1,4 @@
-"""The table of formats and libraries in docs/foreign-files.md.
+"""The table of formats and libraries in docs/serving-elsewhere.md.
 
     python tests/checkpoints/matrix.py
 

@@ -6,7 +6,7 @@ import pytest
 from matrix import table
 
 
-DOCS = pathlib.Path(__file__).parents[2] / "docs/foreign-files.md"
+DOCS = pathlib.Path(__file__).parents[2] / "docs/serving-elsewhere.md"
 
 
 @pytest.mark.slow
