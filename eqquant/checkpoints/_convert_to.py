@@ -73,7 +73,24 @@ class Converted:
 
 
 class Conversion(dict[str, Converted]):
-    """The tensors of a conversion by name. `print` shows them as a table."""
+    """The tensors of a conversion by name. `print` shows them as a table.
+
+    !!! Example
+
+        ```python
+        import tempfile
+
+        import eqquant
+        import jax.numpy as jnp
+
+        folder = tempfile.mkdtemp()
+        eqquant.save(f"{folder}/a", {"weight": jnp.ones((8, 64))})
+        report = eqquant.checkpoints.convert_checkpoint(
+            f"{folder}/a", f"{folder}/b", "safetensors"
+        )
+        assert "1 of 1 exact" in str(report)
+        ```
+    """
 
     def __str__(self) -> str:
         rows = [("path", "from", "to", "values")]
