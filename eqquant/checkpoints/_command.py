@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ..formats import as_format, Format, formats
 from ._convert import quantize_checkpoint
-from ._convert_to import convert_checkpoint, LIBRARIES
+from ._convert_to import convert_checkpoint, TARGETS
 from ._describe import describe_checkpoint
 from ._open import open_contents
 from .leaves import format_from_json, MAX_SHARD_SIZE
@@ -86,9 +86,9 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("convert", _convert, "convert a checkpoint for another library")
     add.add_argument("src", help="a .safetensors or GGUF file, an index, or a folder")
-    add.add_argument("dst", help="a folder")
+    add.add_argument("dst", help="a folder, or a GGUF file")
     add.add_argument(
-        "--to", required=True, choices=list(LIBRARIES), help="the library that reads it"
+        "--to", required=True, choices=TARGETS, help="the library that reads it"
     )
     add.add_argument(
         "--requantize",

@@ -16,7 +16,7 @@ from ..trees import as_text, errors_at, with_progress
 from ._describe import describe_checkpoint
 from ._open import ForeignContents, open_contents
 from .files import Path, to_jax
-from .foreign import NotExact
+from .foreign import is_gguf, NotExact
 from .leaves import Contents, MAX_SHARD_SIZE
 from .writers import (
     BitsAndBytes,
@@ -27,7 +27,9 @@ from .writers import (
     MLX,
     NotHeld,
     Packed,
+    type_of,
     write_arrays,
+    write_gguf,
 )
 
 
@@ -39,6 +41,7 @@ LIBRARIES: dict[str, type[Library]] = {
     "bitsandbytes": BitsAndBytes,
     "safetensors": Floats,
 }
+TARGETS = (*LIBRARIES, "gguf")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +117,8 @@ def convert_checkpoint(
 ) -> Conversion:
     """Convert a quantized checkpoint to the layout of another library, without a model.
 
-    Tensors are read, converted and written one at a time. Codes and scales are kept.
+    Tensors are read, converted and written one at a time, except for GGUF, for which
+    all quantized tensors are in memory. Codes and scales are kept.
     Float tensors are copied: quantize them first with
     [`eqquant.checkpoints.quantize_checkpoint`][].
 
@@ -142,9 +146,10 @@ def convert_checkpoint(
     - `src`: a checkpoint of eqquant or another library, as `path` in
         [`eqquant.load_quantized`][].
     - `dst`: a folder, as in [`eqquant.checkpoints.write_compressed_tensors`][]. The
-        other files of the folder `src` are copied.
-    - `to`: `"compressed-tensors"`, `"gptq"`, `"mlx"`, `"bitsandbytes"`, or
-        `"safetensors"` for floats.
+        other files of the folder `src` are copied. For GGUF, a file.
+    - `to`: `"compressed-tensors"`, `"gptq"`, `"mlx"`, `"gguf"`, `"bitsandbytes"`, or
+        `"safetensors"` for floats. Names are kept; llama.cpp has other names than
+        Hugging Face.
     - `requantize`: the format for weights that the library cannot store exactly. They
         are decoded and quantized again. `None` raises an error instead.
     - `max_shard_size`: as in [`eqquant.save`][].
@@ -160,14 +165,14 @@ def convert_checkpoint(
     `ValueError` if a weight cannot be stored exactly and `requantize` is `None`, with
     its name and the reason. `dst` then keeps its contents.
     """
-    if to not in LIBRARIES:
+    if to not in TARGETS:
         raise ValueError(
-            f"{_caller}: to must be one of {', '.join(LIBRARIES)}, got {to!r}."
+            f"{_caller}: to must be one of {', '.join(TARGETS)}, got {to!r}."
         )
     format = None if requantize is None else as_format(requantize)
     source, target = (pathlib.Path(os.fspath(path)) for path in (src, dst))
     description = describe_checkpoint(source)
-    library = _Requantizing(LIBRARIES[to](), format)
+    library = _Requantizing(LIBRARIES.get(to, _GGUF)(), format)
     with open_contents(source, (), _caller, decode=False) as contents:
         elements = sum(tensor.size for tensor in description.tensors.values())
         shown = with_progress(
@@ -178,13 +183,49 @@ def convert_checkpoint(
             what=("converting", "tensor"),
         )
         arrays = _read(shown, contents, library)
-        folder = source if source.is_dir() else None
-        layouts = write_arrays(library, target, arrays, folder, max_shard_size, _caller)
+        if to == "gguf":
+            layouts = _write_gguf(library, target, arrays, source)
+        else:
+            others = source if source.is_dir() else None
+            options = others, max_shard_size, _caller
+            layouts = write_arrays(library, target, arrays, *options)
     report = Conversion()
     for name, tensor in description.tensors.items():
         after = layouts.get(name, tensor.type)
         report[name] = Converted(tensor.type, after, name not in library.changed)
     return report
+
+
+class _GGUF(Library):
+    """GGUF, whose writer packs weights itself."""
+
+    name = "GGUF"
+
+    def pack(self, name, q):
+        try:
+            return Packed({}, type_of(q).name, q)
+        except ValueError as error:
+            raise NotHeld(str(error)) from error
+
+    def packed(self, name, q):
+        return self.pack(name, q)
+
+
+def _write_gguf(
+    library: "_Requantizing",
+    path: pathlib.Path,
+    arrays: Iterator[tuple[str, Any]],
+    source: pathlib.Path,
+) -> dict[str, str]:
+    model, layouts = {}, {}
+    for name, array in arrays:
+        model[name] = array
+        if isinstance(array, QuantizedArray):
+            with errors_at(f"{_caller}: {name!r}"):
+                packed = library.packed(name, array)
+            model[name], layouts[name] = packed.settings, packed.layout
+    write_gguf(path, model, source=source if is_gguf(source) else None)
+    return layouts
 
 
 class _Requantizing(Library):

@@ -12,7 +12,11 @@ import tempfile
 import eqquant
 import jax
 from eqquant import formats
-from eqquant.checkpoints import quantize_with_zero_points, read_checkpoint
+from eqquant.checkpoints import (
+    quantize_with_zero_points,
+    read_checkpoint,
+    write_gguf,
+)
 from eqquant.checkpoints._convert_to import LIBRARIES
 from eqquant.checkpoints.writers import NotHeld, write_arrays
 
@@ -42,12 +46,13 @@ def arrays():
     weight = jax.random.normal(jax.random.key(0), (64, 256))
     integers = {8: eqquant.Int8, 6: formats.Int6, 5: formats.Int5}
     integers |= {4: eqquant.Int4, 3: eqquant.Int3, 2: eqquant.Int2}
-    short = {"block_size": 64, "scale_dtype": "bfloat16"}
+    short = {"block_size": 64, "scale_dtype": "float16"}
+    affine = {"block_size": 64, "scale_dtype": "bfloat16", "affine": True}
     for bits, format in integers.items():
         yield f"`Int{bits}`", eqquant.quantize(weight, format(**short))
     for bits, format in integers.items():
         if bits < 8:
-            q = eqquant.quantize(weight, format(**short, affine=True))
+            q = eqquant.quantize(weight, format(**affine))
             yield f"`Int{bits}(affine=True)`, any offsets", q
             q = quantize_with_zero_points(weight, bits, block_size=64)
             yield f"`Int{bits}` with zero points", q
@@ -55,7 +60,7 @@ def arrays():
     yield "`FP8`", eqquant.quantize(weight, "fp8")
     yield "`MXFP4`", eqquant.quantize(weight, "mxfp4")
     yield "`NVFP4` with one factor", eqquant.quantize(weight, "nvfp4", axis=(0, 1))
-    yield "`Ternary`", eqquant.quantize(weight, "ternary")
+    yield "`Ternary`", eqquant.quantize(weight, eqquant.Ternary(256, "float16"))
 
 
 def kind(q) -> tuple[str, bool]:
@@ -73,6 +78,8 @@ def kinds_read(library: str) -> set[tuple[str, bool]]:
 
 def writes(library: str, q) -> bool:
     """Return whether a library stores an array, and reads the same values back."""
+    if library == "gguf":
+        return writes_gguf(q)
     make = LIBRARIES.get(library)
     if make is None:
         return False
@@ -90,6 +97,18 @@ def writes(library: str, q) -> bool:
         same = read.with_dtype("float32").dequantize().astype(read.dtype)
         expected = q.with_dtype("float32").dequantize().astype(read.dtype)
         assert eqquant.is_quantized(read) and (same == expected).all()
+    return True
+
+
+def writes_gguf(q) -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.gguf"
+        try:
+            write_gguf(path, {"a.weight": q})
+        except ValueError:
+            return False
+        read = read_checkpoint(path)["a.weight"]
+    assert eqquant.is_quantized(read) and (read.dequantize() == q.dequantize()).all()
     return True
 
 

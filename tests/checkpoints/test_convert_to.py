@@ -102,3 +102,22 @@ def test_wrong_arguments(ours, tmp_path):
         convert_checkpoint(path, tmp_path / "x", "vllm")
     with pytest.raises(ValueError, match="must be different"):
         convert_checkpoint(path, path, "mlx")
+
+
+def test_gguf(tmp_path):
+    model = {"a": eqquant.quantize(weight(), Int4(scale_dtype="float16"))}
+    model["b"] = eqquant.quantize(weight(), "nf4")
+    eqquant.save(tmp_path / "ours", model)
+    with pytest.raises(ValueError, match="'b'.*--requantize"):
+        convert_checkpoint(tmp_path / "ours", tmp_path / "a.gguf", "gguf")
+    report = convert_checkpoint(
+        tmp_path / "ours", tmp_path / "a.gguf", "gguf", requantize=model["a"].format
+    )
+    assert report["a"].after == "Q4_0" and not report["b"].is_exact
+    found = read_checkpoint(tmp_path / "a.gguf")
+    np.testing.assert_array_equal(values(found["a"]), values(model["a"]))
+    again = tmp_path / "again.gguf"
+    assert main(["convert", str(tmp_path / "a.gguf"), str(again), "--to", "gguf"]) == 0
+    np.testing.assert_array_equal(
+        values(read_checkpoint(again)["b"]), values(found["b"])
+    )

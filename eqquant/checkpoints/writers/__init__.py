@@ -11,6 +11,7 @@ from ._compressed_tensors import (
     write_compressed_tensors as write_compressed_tensors,
 )
 from ._floats import Floats as Floats
+from ._ggml import type_of as type_of
 from ._gguf import write_gguf as write_gguf
 from ._gguf_file import (
     GGUFTensor as GGUFTensor,
