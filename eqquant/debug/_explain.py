@@ -52,7 +52,7 @@ def explain(
     lines: dict[str, list[str]] = {}
     for eqn, path in _products(jax.make_jaxpr(call)(dynamic), paths):
         x, codes, *parts = (var.aval for var in eqn.invars)
-        scales = eqn.params["stored"].unflatten(parts)
+        scales, _ = eqn.params["stored"].unflatten(parts)
         out = eqn.outvars[0].aval
         matmul = eqn.params["matmul"]
         weight = repr(matmul.format)

@@ -165,7 +165,7 @@ def _decoded_in_product(
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
     weight = TrackedWeight(size, size, planes_of(bits), frozenset({size, matrix}))
     dot = ft.partial(implementation_on(platform), matmul=matmul)
-    run = lambda x, codes, *parts: dot(x, codes, stored.unflatten(parts))
+    run = lambda x, codes, *parts: dot(x, codes, *stored.unflatten(parts))
     jaxpr = jax.make_jaxpr(run)(x, codes, *parts)
     flows = [Flow(data=True), Flow({weight: size}), *[Flow() for _ in parts]]
     return decoded_in_jaxpr(jaxpr, flows, lambda const: Flow(), platform)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int8
 
+from .._jax import wide_dtype
 from ..formats import Format, num_codes
 from ._compute import Compute, Precision
 from ._int8 import round_int8
@@ -25,6 +26,7 @@ class Matmul:
     - `compute`: precision, rounding of activations, and choices of kernels.
     - `weight_dtype`: the dtype of the dequantized weight.
     - `out_dtype`: the dtype of the result.
+    - `shift`: a number whose multiple by a scale is added to the offset of a block.
     """
 
     format: Format
@@ -32,10 +34,16 @@ class Matmul:
     compute: Compute = dataclasses.field(default_factory=Compute)
     weight_dtype: Any = "float32"
     out_dtype: Any = "float32"
+    shift: int = 0
 
     def __post_init__(self):
         for name in ("weight_dtype", "out_dtype"):
             object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
+
+    @property
+    def wide(self) -> "Matmul":
+        """The same product with a result of at least float32, to add offsets to."""
+        return dataclasses.replace(self, out_dtype=wide_dtype(self.out_dtype))
 
     def with_compute(self, **fields: Any) -> "Matmul":
         return dataclasses.replace(self, compute=self.compute.updated(**fields))
@@ -75,6 +83,7 @@ class Product:
     compute: Compute
     weight_dtype: np.dtype
     out_dtype: np.dtype
+    shift: int
 
     @property
     def precision(self) -> Precision:
@@ -201,6 +210,9 @@ class Kernel(abc.ABC):
 
     # True if `lower` accepts scales as they are stored, rather than decoded.
     reads_short_scales: ClassVar[bool] = False
+
+    # True if `lower` accepts the offsets of an affine weight as a keyword argument.
+    reads_offsets: ClassVar[bool] = False
 
     def rounds_to_int8(self, product: Product) -> bool:
         """Return whether the kernel itself rounds each row of the activation to

@@ -17,6 +17,7 @@ from ..partition import (
     plan_for,
     plan_from_types,
 )
+from ._offsets import add_offsets
 
 
 # The kernels of each platform, in the order in which they are tried. The kernels of XLA
@@ -70,15 +71,21 @@ def _for_parts(
 def dot_by(tiers: Tiers) -> Callable:
     """Return the product as a function of raw arrays, for a device."""
 
-    def dot(x, codes, scales, *, matmul: Matmul, over: tuple[str, ...] = ()):
+    def dot(
+        x, codes, scales, offsets=None, *, matmul: Matmul, over: tuple[str, ...] = ()
+    ):
         kernel, product, _ = choose_kernel(tiers, matmul, x, codes, scales, over)
+        if offsets is not None and not kernel.reads_offsets:
+            out = dot(x, codes, scales, matmul=matmul.wide, over=over)
+            return add_offsets(out, x, scales, offsets, matmul)
         x_unit = None
         rounded = not over and kernel.rounds_to_int8(product)
         if matmul.compute.activations == "int8" and not rounded:
             x, x_unit = kernel.round_int8(x, over)
         if not kernel.reads_short_scales:
             scales = float_scales(scales)
-        return kernel.lower(product, x, codes, scales, x_unit)
+        added = {} if offsets is None else {"offsets": offsets}
+        return kernel.lower(product, x, codes, scales, x_unit, **added)
 
     return dot
 
@@ -96,7 +103,10 @@ def partition_of(matmul: Matmul, plan: Plan, x, codes, scales) -> Partition:
 def _sharded(dot: Callable, plan: Plan) -> Callable:
     """Run a product on each device, by a plan."""
 
-    def call(x, codes, scales, *, matmul: Matmul):
+    def call(x, codes, scales, offsets=None, *, matmul: Matmul):
+        if offsets is not None:
+            out = call(x, codes, scales, matmul=matmul.wide)
+            return add_offsets(out, x, scales, offsets, matmul)
         args = x, codes, float_scales(scales)
         partition = partition_of(matmul, plan, *args)
 
@@ -121,7 +131,7 @@ def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
             dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan)
 
         def run(x, codes, *parts):
-            return dot(x, codes, stored.unflatten(parts), matmul=matmul)
+            return dot(x, codes, *stored.unflatten(parts), matmul=matmul)
 
         return mlir.lower_fun(run, multiple_results=False)(ctx, *args)
 

@@ -38,6 +38,7 @@ from ..partition import (
 )
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings, partition_of, PORTABLE
+from ._offsets import add_offsets
 from ._scale_gradient import scale_gradient, scale_gradient_p, ScaleGradient
 
 
@@ -56,6 +57,7 @@ def quantized_dot(
     weight_dtype=jnp.float32,
     out_dtype=None,
     plan: Plan | None = None,
+    offsets: Float[Array, "*batch rows blocks"] | ShortScales | None = None,
 ) -> Float[Array, "*batch m out"]:
     """Multiply an activation by a quantized weight, with a JAX primitive.
 
@@ -91,6 +93,8 @@ def quantized_dot(
         operands.
     - `plan`: the split of the weight over a mesh, from [`eqquant.shard_tree`][]. On a
         mesh with explicit axes, only its request for the result is used.
+    - `offsets`: like `scales`, for an affine format. Without them, the result has no
+        part of the offsets.
 
     **Returns:**
 
@@ -99,22 +103,28 @@ def quantized_dot(
     if out_dtype is None:
         out_dtype = jnp.promote_types(x.dtype, weight_dtype)
     compute = Compute() if compute is None else compute
-    matmul = Matmul(format, contract_rows, compute, weight_dtype, out_dtype)
-    if plan is not None or explicit_mesh_of(codes) is not None:
-        # A plan splits scales with one number per block.
-        scales = float_scales(scales)
-    return _bind(x, codes, scales, matmul, plan)
+    format, shift = (format, 0) if offsets is None else format.centred
+    matmul = Matmul(format, contract_rows, compute, weight_dtype, out_dtype, shift)
+    if plan is None and not (explicit_mesh_of(codes) or explicit_mesh_of(x)):
+        return _bind(x, codes, (scales, offsets), matmul, plan)
+    # A plan splits scales with one number per block.
+    scales = float_scales(scales)
+    if offsets is None:
+        return _bind(x, codes, (scales, None), matmul, plan)
+    out = _bind(x, codes, (scales, None), matmul.wide, plan)
+    return add_offsets(out, x, scales, offsets, matmul)
 
 
-def _bind(x, codes, scales, matmul: Matmul, plan: Plan | None):
-    parts, stored = jax.tree.flatten(scales)
+def _bind(x, codes, numbers: tuple, matmul: Matmul, plan: Plan | None):
+    """Bind the primitive. `numbers` are scales, and offsets or None."""
+    parts, stored = jax.tree.flatten(numbers)
     args = match_varying(x, codes, *parts)
     return quantized_dot_p.bind(*args, matmul=matmul, plan=plan, stored=stored)
 
 
 def _uncompiled(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
     del plan
-    return dot_by(PORTABLE)(x, codes, stored.unflatten(parts), matmul=matmul)
+    return dot_by(PORTABLE)(x, codes, *stored.unflatten(parts), matmul=matmul)
 
 
 define_impl(quantized_dot_p, _uncompiled)
@@ -122,7 +132,12 @@ define_impl(quantized_dot_p, _uncompiled)
 
 @quantized_dot_p.def_abstract_eval
 def _abstract_eval(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
-    scales = stored.unflatten(parts)
+    scales, given = stored.unflatten(parts)
+    if given is not None and given.shape != scales.shape:
+        raise TypeError(
+            f"quantized_dot: offsets must have the shape {scales.shape} of scales, "
+            f"got {given.shape}."
+        )
     if isinstance(scales, ShortScales):
         scales = jax.ShapeDtypeStruct(scales.shape, scales.dtype)
     format, contract_rows = matmul.format, matmul.contract_rows
@@ -135,7 +150,7 @@ def _abstract_eval(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
             f"codes of shape {codes.shape} in {format!r} with "
             f"contract_rows={contract_rows}, got {x.shape}."
         )
-    # The caller adds offsets, so scales are checked in their place.
+    # Offsets may be left to the caller, so scales are checked in their place.
     offsets = scales if format.has_offsets else None
     for problem in problems_of(
         format, codes, scales, offsets, exact=False, joined=True
@@ -155,18 +170,25 @@ for _platform, _rule in lowerings.items():
 def _jvp(primals, tangents, *, matmul: Matmul, plan: Plan | None, stored):
     x, codes, *parts = primals
     x_dot, _, *parts_dot = tangents
-    scales = stored.unflatten(parts)
-    out = _bind(x, codes, scales, matmul, plan)
+    numbers = stored.unflatten(parts)
+    out = _bind(x, codes, numbers, matmul, plan)
     terms = []
     if type(x_dot) is not ad.Zero:
         # The derivative of rounding activations is the identity.
         unrounded = matmul.with_compute(activations="float")
-        terms.append(_bind(x_dot, codes, scales, unrounded, plan))
+        terms.append(_bind(x_dot, codes, numbers, unrounded, plan))
     if not all(map(_is_zero, parts_dot)):
-        decoded = lambda *parts: float_scales(stored.unflatten(parts))
+        is_short = lambda a: isinstance(a, ShortScales)
+        decoded = lambda *parts: jax.tree.map(
+            float_scales, stored.unflatten(parts), is_leaf=is_short
+        )
         parts_dot = tuple(map(_instantiated, parts, parts_dot))
-        _, scales_dot = jax.jvp(decoded, tuple(parts), parts_dot)
-        terms.append(_bind(x, codes, scales_dot, matmul, plan))
+        _, (scales_dot, offsets_dot) = jax.jvp(decoded, tuple(parts), parts_dot)
+        if offsets_dot is None:
+            terms.append(_bind(x, codes, (scales_dot, None), matmul, plan))
+        else:
+            term = _bind(x, codes, (scales_dot, None), matmul.wide, plan)
+            terms.append(add_offsets(term, x, scales_dot, offsets_dot, matmul))
     if not terms:
         return out, zero_tangent(out)
     return out, ft.reduce(operator.add, terms)
@@ -179,8 +201,9 @@ def _is_zero(tangent) -> bool:
 def _instantiated(part, tangent):
     if not _is_zero(tangent):
         return tangent
-    is_float = jnp.issubdtype(part.dtype, jnp.floating)
-    return np.zeros(part.shape, part.dtype if is_float else float0)
+    if jnp.issubdtype(part.dtype, jnp.floating):
+        return jnp.zeros(part.shape, part.dtype)
+    return np.zeros(part.shape, float0)
 
 
 ad.primitive_jvps[quantized_dot_p] = _jvp
@@ -196,10 +219,10 @@ def _transpose(ct, x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
             contract_rows=not matmul.contract_rows,
             out_dtype=x.aval.dtype,
         )
-        scales = stored.unflatten(parts)
-        out = _bind(ct, codes, scales, back, _plan_back(x.aval, codes, plan))
+        numbers = stored.unflatten(parts)
+        out = _bind(ct, codes, numbers, back, _plan_back(x.aval, codes, plan))
         return _typed_as(out, x.aval), *nothing
-    (scales,) = parts  # The product is linear in floats only.
+    (scales,) = parts  # The derivative for scales binds floats without offsets.
     if type(ct) is ad.Zero:
         return None, None, ad.Zero(scales.aval)
     if matmul.compute.activations == "int8":
@@ -223,7 +246,7 @@ def _transpose_scale_gradient(
             gradient.format, by_rows, Compute("highest"), out_dtype=aval.dtype
         )
         x = rows if by_rows else columns
-        out = _bind(x, codes, ct, matmul, _plan_back(aval, codes, plan))
+        out = _bind(x, codes, (ct, None), matmul, _plan_back(aval, codes, plan))
         out = _typed_as(out, aval)
     return (None, out, None) if by_rows else (out, None, None)
 
@@ -255,7 +278,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
     x, codes, *parts = args
     x_dim, codes_dim, *parts_dims = dims
     if codes_dim is None and set(parts_dims) == {None}:
-        scales = stored.unflatten(parts)
+        numbers = stored.unflatten(parts)
         # Several activations for one weight are more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
@@ -268,7 +291,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
             if x.shape[-2] % scattered.counts[-2] == 0:
                 parts = scattered
         rows = merge(x, [*ones, 2, 1], parts)
-        out = _bind(rows, codes, scales, matmul, plan)
+        out = _bind(rows, codes, numbers, matmul, plan)
         shapes = [[size] for size in out.shape]
         shapes[-2] = list(x.shape[-3:-1])
         return split(out, shapes, parts), len(ones)
@@ -281,7 +304,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
         return jnp.moveaxis(a, dim, 0)
 
     codes = to_front(codes, codes_dim)
-    scales = stored.unflatten(map(to_front, parts, parts_dims))
+    numbers = stored.unflatten(map(to_front, parts, parts_dims))
     if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
         # Several weights for one activation are more rows of one weight.
         batch = x.ndim - 2
@@ -295,10 +318,10 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
             moved = [codes.shape[i] for i in order]
             merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
             plan = plan.permuted(order).reshaped(moved, merged)
-        scales = jax.tree.map(to_rows, scales)
-        out = _bind(x, to_rows(codes), scales, matmul, plan)
+        numbers = jax.tree.map(to_rows, numbers)
+        out = _bind(x, to_rows(codes), numbers, matmul, plan)
         return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
-    return _bind(to_front(x, x_dim), codes, scales, matmul, plan), 0
+    return _bind(to_front(x, x_dim), codes, numbers, matmul, plan), 0
 
 
 def _merges(plan: Plan | None, codes) -> bool:

@@ -6,6 +6,7 @@
 #include <memory>
 #include <random>
 #include <string>
+#include <vector>
 
 #include "decode/unpack.h"
 #include "runtime/machine.h"
@@ -20,7 +21,7 @@ struct Case {
   const char* name;
   const Routine* routine;
   bool contract_rows;
-  int parts;
+  int parts, needs;
   bool integers;  // Activations are rounded to integers.
   bool exact;     // Weights must be integers with a scale for each row.
   bool float8;    // Codes may be float8.
@@ -111,6 +112,13 @@ uint16_t rounded_down(float x) {
   return static_cast<uint16_t>(bits >> 16);
 }
 
+// Returns the number of a block.
+double number_of(const eqquant::Scales& s, int64_t blocks, int64_t row, int64_t block) {
+  const double inner = scale_at(s.type, s.inner, row * blocks + block);
+  if (!s.outer_blocks) return inner;
+  return inner * scale_at(s.outer_type, s.outer, row * s.outer_count(blocks) + block / s.outer_blocks);
+}
+
 // Returns the decoded weight.
 std::unique_ptr<double[]> decode(const Product& p) {
   std::unique_ptr<double[]> w(new double[p.rows * p.columns()]);
@@ -119,25 +127,28 @@ std::unique_ptr<double[]> decode(const Product& p) {
       for (int plane = 0; plane < p.planes(); plane++) {
         const double level = level_of(p, row, j, plane);
         const int64_t block = j / p.block_bytes();
-        double scale = scale_at(p.scale_type, p.scales, row * p.blocks + block);
-        if (p.outer_blocks)
-          scale *= scale_at(p.outer_type, p.outer_scales,
-                            row * p.outer_count() + block / p.outer_blocks);
+        const double scale = number_of(p.scales, p.blocks, row, block);
+        const double offset = p.offsets.inner ? number_of(p.offsets, p.blocks, row, block) : 0;
         const int64_t logical = (j / p.run * p.planes() + plane) * p.run + j % p.run;
-        w[row * p.columns() + logical] = level * scale;
+        w[row * p.columns() + logical] = (level + p.shift) * scale + offset;
       }
   return w;
 }
 
 // Runs a routine in two pieces, like two threads.
-void run(const Routine& routine, const Product& p, char* scratch) {
+void run(const Routine& routine, const Routine& of_offsets, const Product& p, char* scratch, char* sums) {
   const int64_t units = p.contract_rows ? p.packed : p.rows;
   const int64_t grain = routine.grain(p);
   const int64_t cut = std::min(units, (units / 2 + grain - 1) / grain * grain);
   routine.prepare(p, scratch, 0, p.m / 2);
   routine.prepare(p, scratch, p.m / 2, p.m);
-  eqquant::run_units(routine, p, scratch, 0, cut);
-  if (cut < units) eqquant::run_units(routine, p, scratch, cut, units);
+  if (p.offsets.inner) of_offsets.prepare(p, sums, 0, p.m);
+  const auto part = [&](int64_t begin, int64_t end) {
+    eqquant::run_units(routine, p, scratch, begin, end);
+    if (p.offsets.inner) of_offsets.run(p, sums, begin, end);
+  };
+  part(0, cut);
+  if (cut < units) part(cut, units);
 }
 
 bool check(const Case& c) {
@@ -167,9 +178,13 @@ bool check(const Case& c) {
   // Or rows of whole vectors.
   for (; !floats && c.routine->why_not(p); p.packed *= 2) p.blocks = 1;
   if (p.columns() < 512 && !below(8)) p.rows += below(1500);  // More rows than are decoded at once.
-  p.scale_type = static_cast<ScaleType>(below(2) ? 0 : below(9));
-  p.outer_type = ScaleType::float16;
-  p.outer_blocks = below(2) ? 0 : 1 << below(5);
+  for (eqquant::Scales* s : {&p.scales, &p.offsets}) {
+    s->type = static_cast<ScaleType>(below(2) ? 0 : below(9));
+    s->outer_type = ScaleType::float16;
+    s->outer_blocks = below(2) ? 0 : 1 << below(5);
+  }
+  const bool has_offsets = below(2);
+  p.shift = has_offsets ? static_cast<float>(below(3)) : 0;
   p.bfloat16_x = below(2);
 
   const bool integers = c.integers && (c.exact || below(2));
@@ -199,16 +214,25 @@ bool check(const Case& c) {
     for (int64_t i = 0; i < count; i++) make_scale(type, out.get() + i * eqquant::size_of(type));
     return out;
   };
-  const auto scales = make_scales(p.scale_type, p.rows * p.blocks);
-  const auto outer = make_scales(p.outer_type, p.rows * p.outer_count());
+  std::vector<std::unique_ptr<uint8_t[]>> numbers;
+  for (eqquant::Scales* s : {&p.scales, &p.offsets}) {
+    if (s == &p.offsets && !has_offsets) continue;
+    numbers.push_back(make_scales(s->type, p.rows * p.blocks));
+    s->inner = numbers.back().get();
+    numbers.push_back(make_scales(s->outer_type, p.rows * s->outer_count(p.blocks)));
+    s->outer = numbers.back().get();
+  }
   p.x = p.bfloat16_x ? static_cast<void*>(narrow_x.get()) : x.get();
   p.codes = codes.get(), p.y = y.get(), p.levels = levels.get();
-  p.scales = scales.get(), p.outer_scales = outer.get();
-  const int64_t size = c.routine->scratch(p);
-  // XLA aligns its buffers in the same way.
-  std::unique_ptr<char, void (*)(void*)> scratch(
-      static_cast<char*>(std::aligned_alloc(64, (size + 64) / 64 * 64)), std::free);
-  run(*c.routine, p, scratch.get());
+  const Routine& of_offsets = eqquant::offsets_routine(c.needs);
+  const auto scratch_of = [&](const Routine& routine) {
+    // XLA aligns its buffers in the same way.
+    const int64_t size = routine.scratch(p);
+    return std::unique_ptr<char, void (*)(void*)>(
+        static_cast<char*>(std::aligned_alloc(64, (size + 64) / 64 * 64)), std::free);
+  };
+  const auto scratch = scratch_of(*c.routine), sums = scratch_of(of_offsets);
+  run(*c.routine, of_offsets, p, scratch.get(), sums.get());
 
   const auto w = decode(p);
   double error = 0, norm = 0;
@@ -275,7 +299,7 @@ int main(int argc, char** argv) {
       const bool integers = name.find("int8") != std::string::npos;
       const bool tiles = name.find("AMX") != std::string::npos;
       const bool exact = integers && k->parts == 2 && !tiles;
-      const Case c{k->name,   routine,  routine == k->x_w,   k->parts,
+      const Case c{k->name,   routine,  routine == k->x_w,   k->parts, k->needs,
                    integers, exact,    !routine->why_not || (tiles && integers),
                    tolerance_of(k->name)};
       if (k->needs > best) {

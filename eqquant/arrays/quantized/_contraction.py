@@ -12,11 +12,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ..._jax import config, wide_dtype
-from ...formats import float_scales, ShortScales
+from ..._jax import config
+from ...formats import ShortScales
 from ...kernels import Precision
-from ...partition import dense_dot, merge, Parts, Request, reshard_to, spec_like, split
-from ...primitives import straight_rounded
+from ...partition import merge, Parts, Request, reshard_to, split
 from .._partition import SplitProduct
 from ._geometry import Geometry, geometry
 from ._structure import AbstractQuantizedArray
@@ -109,36 +108,24 @@ def _contract(
 
     x = _merge_activation(x, g, product)
     scales, offsets = q.scales, q.offsets
-    if (
-        g.weight_counts[-1] > 1
-    ):  # Joined rows have several outer scales of short scales.
-        scales = float_scales(scales)
+    if g.weight_counts[-1] > 1:  # Joined rows have several outer scales.
+        scales, offsets = q.float_parts
     if isinstance(scales, ShortScales):
         stack = 1 if batch else 0
         (scales, offsets), product = product.gather((scales, offsets), x, stack)
 
-    affine = offsets is not None
-    dtype = wide_dtype(out_dtype) if affine else out_dtype
-    format, shift = q.format.centred
     out = product.dot(
         g,
         x,
         component(q.codes),
         jax.tree.map(component, scales),
-        format=format,
+        offsets=jax.tree.map(component, offsets),
+        format=q.format,
         contract_rows=g.contract_rows,
         compute=q.compute.updated(precision=precision),
         weight_dtype=q.dtype,
-        out_dtype=dtype,
+        out_dtype=out_dtype,
     )
-    if affine:
-        if q.rounds_activations:
-            x = straight_rounded(x, (x.ndim - 1,))
-        offsets = float_scales(offsets).astype(dtype)
-        if shift:
-            offsets += shift * float_scales(scales).astype(dtype)
-        term = _offset_term(x.astype(dtype), component(offsets), g, out)
-        out = (out + term).astype(out_dtype)
     return reshard_to(_split_result(out, g, product), out_sharding)
 
 
@@ -165,29 +152,3 @@ def _split_result(
             out = out[..., : g.size]
         out = split(out, g.blocked_shapes, parts + Parts.whole(len(g.blocked) - 1))
     return jnp.transpose(out, g.out_order)
-
-
-def _offset_term(
-    x: Float[Array, "*batch m size"],
-    offsets: Float[Array, "*batch rows blocks"],
-    g: Geometry,
-    out: Float[Array, "*batch m out"],
-) -> Float[Array, "*batch m out"]:
-    """Return the contribution of the offsets of a weight to the product `out`.
-
-    All values of a block share one offset, so only the sum of the activation over each
-    block is needed.
-    """
-    blocks, contract_rows = offsets.shape[-1], g.contract_rows
-    if not contract_rows:
-        x = jnp.sum(x.reshape(*x.shape[:-1], blocks, x.shape[-1] // max(blocks, 1)), -1)
-    stack, last = tuple(range(x.ndim - 2)), x.ndim - 1
-    numbers = ((last,), (last - contract_rows,)), (stack, stack)
-    shape = (*out.shape[:-1], blocks) if contract_rows else out.shape
-    spec, precision = spec_like(out, shape), lax.Precision.HIGHEST
-    term = dense_dot(x, offsets, numbers, precision=precision, out_sharding=spec)
-    if contract_rows:
-        block = out.shape[-1] // max(blocks, 1)
-        term = jnp.broadcast_to(term[..., None], (*term.shape, block))
-        term = term.reshape(out.shape)
-    return reshard_to(term, spec_like(out, out.shape))

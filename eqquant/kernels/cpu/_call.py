@@ -30,8 +30,18 @@ _exponent, _float8 = 7, 8
 _exponent_bits = {None: 0, "e4m3fn": 4, "e5m2": 5}
 
 
-def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
-    """Compute a product by the native kernel of a name."""
+def call(
+    kernel: str,
+    product: Product,
+    x,
+    codes,
+    scales,
+    x_unit=None,
+    offsets=None,
+    rounds: bool = False,
+) -> Array:
+    """Compute a product by the native kernel of a name. With `rounds`, the kernel
+    multiplies offsets by the activation that it rounds to int8."""
     library = load()
     assert not isinstance(library, str), library
     format = product.format
@@ -48,6 +58,7 @@ def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
         product.blocks,
         run,
         format.bits,
+        offsets is not None,
     )
     results = (
         jax.ShapeDtypeStruct((*product.batch, product.m, product.free), jnp.float32),
@@ -57,12 +68,17 @@ def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
     # The kernels decode floats with four exponent bits too small by 2**8.
     if format.float8 == "e4m3fn":
         scales = scales.astype(jnp.float32) * jnp.float32(2**8)
-    stored, levels = _stored(scales), _levels(format)
+    levels = _levels(format)
+    stored, added = _stored(scales), _Stored(levels, 0)
+    if offsets is not None:
+        added = _stored(offsets)
     out, _ = jax.ffi.ffi_call("eqquant_dot", results)(
         x,
         codes,
         stored.scales,
         levels if stored.outer is None else stored.outer,
+        added.scales,
+        levels if added.outer is None else added.outer,
         levels,
         kernel=kernel,
         bits=np.int64(format.bits),
@@ -71,6 +87,12 @@ def call(kernel: str, product: Product, x, codes, scales, x_unit=None) -> Array:
         scale_type=np.int64(stored.type),
         outer_type=np.int64(stored.outer_type),
         outer_blocks=np.int64(stored.outer_blocks),
+        has_offsets=offsets is not None,
+        offset_type=np.int64(added.type),
+        outer_offset_type=np.int64(added.outer_type),
+        outer_offset_blocks=np.int64(added.outer_blocks),
+        shift=np.float32(product.shift),
+        rounds_x=rounds,
         level_unit=np.float32(_level_unit(format)),
         contract_rows=product.contract_rows,
     )

@@ -66,13 +66,17 @@ class NativeKernel(Kernel):
         """Return why another kernel is faster, or None."""
 
     reads_short_scales = True
+    reads_offsets = True
 
     def rounds_to_int8(self, product):
         # In `x @ w`, kernels multiply the activation by scales before they round it.
         return self.arithmetic == "int8" and not product.contract_rows
 
-    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
-        return call(self.name, product, x, codes, scales, x_unit)
+    def lower(
+        self, product, x, codes, scales, x_unit=None, interpret=False, offsets=None
+    ):
+        rounds = product.is_int8 and x_unit is None
+        return call(self.name, product, x, codes, scales, x_unit, offsets, rounds)
 
     def describe(self, product):
         _, bits = _ARITHMETIC[self.arithmetic]

@@ -107,34 +107,49 @@ void multiply(float* __restrict scales, int64_t count, const float* __restrict f
   }
 }
 
-}  // namespace
-
-void decode_scales(const Product& p, int64_t row, int64_t begin, int64_t count, float* to) {
-  const int64_t first = row * p.blocks, size = p.outer_blocks, end = begin + count;
-  if (!size) return decode(p.scale_type, p.scales, first + begin, count, 1, to);
+void decode(const Scales& s, int64_t blocks, int64_t row, int64_t begin, int64_t count, float* to) {
+  const int64_t first = row * blocks, size = s.outer_blocks, end = begin + count;
+  if (!size) return decode(s.type, s.inner, first + begin, count, 1, to);
   constexpr int64_t at_once = 32;
   float factors[at_once];
   for (int64_t b = begin; b < end;) {
     const int64_t group = b / size, groups = std::min(at_once, (end - 1) / size + 1 - group);
-    decode(p.outer_type, p.outer_scales, row * p.outer_count() + group, groups, 1, factors);
+    decode(s.outer_type, s.outer, row * s.outer_count(blocks) + group, groups, 1, factors);
     const int64_t stop = std::min(end, (group + groups) * size);
     const bool whole = b % size == 0 && stop % size == 0;
     if (whole && (size == 8 || size == 16)) {
-      decode(p.scale_type, p.scales, first + b, stop - b, 1, to + b - begin);
+      decode(s.type, s.inner, first + b, stop - b, 1, to + b - begin);
       (size == 8 ? multiply<8> : multiply<16>)(to + b - begin, stop - b, factors);
       b = stop;
     }
     for (int64_t until; b < stop; b = until) {
       until = std::min(stop, (b / size + 1) * size);
-      decode(p.scale_type, p.scales, first + b, until - b, factors[b / size - group], to + b - begin);
+      decode(s.type, s.inner, first + b, until - b, factors[b / size - group], to + b - begin);
     }
   }
 }
 
+}  // namespace
+
+void decode_scales(const Product& p, int64_t row, int64_t begin, int64_t count, float* to) {
+  decode(p.scales, p.blocks, row, begin, count, to);
+}
+
+void decode_offsets(const Product& p, int64_t row, int64_t begin, int64_t count, float* __restrict to) {
+  decode(p.offsets, p.blocks, row, begin, count, to);
+  constexpr int64_t at_once = 256;
+  float scales[at_once];
+  for (int64_t i = 0; p.shift && i < count; i += at_once) {
+    const int64_t some = std::min(at_once, count - i);
+    decode_scales(p, row, begin + i, some, scales);
+    for (int64_t k = 0; k < some; k++) to[i + k] += p.shift * scales[k];
+  }
+}
+
 const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
-  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales) + row * p.blocks;
-  if (!p.outer_blocks)
-    decode(p.scale_type, p.scales, row * p.blocks, rows * p.blocks, 1, buffer);
+  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales.inner) + row * p.blocks;
+  if (!p.scales.outer_blocks)
+    decode(p.scales.type, p.scales.inner, row * p.blocks, rows * p.blocks, 1, buffer);
   else
     for (int64_t r = 0; r < rows; r++)
       decode_scales(p, row + r, 0, p.blocks, buffer + r * p.blocks);

@@ -178,10 +178,7 @@ void run_units(const Routine& routine, const Product& p, const char* scratch, in
   for (int64_t row = begin; row < end; row += at_once) {
     const int64_t rows = std::min(at_once, end - row);
     unpack(p, p.stored(row), rows * (p.packed / p.run), unpacked.get());
-    some.scales = static_cast<const char*>(p.scales) + row * p.blocks * size_of(p.scale_type);
-    if (p.outer_blocks)
-      some.outer_scales = static_cast<const char*>(p.outer_scales) +
-                          row * p.outer_count() * size_of(p.outer_type);
+    some.scales = p.scales.from(row, p.blocks);
     some.y = p.y + row;
     routine.run(some, scratch, 0, rows);
   }

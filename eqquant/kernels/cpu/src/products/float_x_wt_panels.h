@@ -133,17 +133,7 @@ struct TransposedPanels {
   void multiply(int64_t row, int rows, int64_t m, int count, int64_t begin, int64_t end) const {
     const float* const from = x + m * p.columns() + begin * planes;
     float* const y = p.y + m * p.rows + row;
-    const int vectors = static_cast<int>((rows + size - 1) / size);
-    const bool whole = rows == vectors * size, adds = begin > 0;
-    float edge[panel_rows * Vector::most_at_once];
-    float* to[side_by_side];
-    for (int v = 0; v < vectors; v++) to[v] = (whole ? y : edge) + v * size;
-    multiply_panel<Vector::most_at_once>(OfFloats(), vectors, count, panel.data(), from,
-                                         p.columns(), (end - begin) * planes, to,
-                                         whole ? p.rows : vectors * size, whole && adds);
-    for (int i = 0; i < count && !whole; i++)
-      for (int r = 0; r < rows; r++)
-        y[i * p.rows + r] = edge[i * vectors * size + r] + (adds ? y[i * p.rows + r] : 0);
+    multiply_rows_of_panel(panel.data(), from, p.columns(), (end - begin) * planes, rows, count, y, p.rows, begin > 0);
   }
 };
 

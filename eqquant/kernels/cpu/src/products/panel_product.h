@@ -123,4 +123,20 @@ __attribute__((noinline)) void multiply_panel(const Of& of, int vectors, int cou
   });
 }
 
+// Multiplies `count` rows of the activation by a panel of `rows` rows of the weight, at most `side_by_side` vectors.
+inline void multiply_rows_of_panel(const float* w, const float* x, int64_t x_stride, int64_t steps, int rows,
+                                   int count, float* y, int64_t y_stride, bool adds) {
+  constexpr int size = Vector::size;
+  const int vectors = (rows + size - 1) / size;
+  const bool whole = rows == vectors * size;
+  float edge[side_by_side * size * Vector::most_at_once];
+  float* to[side_by_side];
+  for (int v = 0; v < vectors; v++) to[v] = (whole ? y : edge) + v * size;
+  multiply_panel<Vector::most_at_once>(OfFloats(), vectors, count, w, x, x_stride, steps, to,
+                                       whole ? y_stride : vectors * size, whole && adds);
+  for (int i = 0; i < count && !whole; i++)
+    for (int r = 0; r < rows; r++)
+      y[i * y_stride + r] = edge[i * vectors * size + r] + (adds ? y[i * y_stride + r] : 0);
+}
+
 EQQUANT_END

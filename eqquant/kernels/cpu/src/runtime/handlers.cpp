@@ -57,12 +57,42 @@ int64_t product_of(const Dimensions& dimensions, size_t count) {
   return out;
 }
 
+// Sets stored numbers, and returns a reason against them, or null.
+const char* set_scales(Scales& s, const ffi::AnyBuffer& inner, const ffi::AnyBuffer& outer, int64_t type,
+                       int64_t outer_type, int64_t outer_blocks, int64_t rows, int64_t blocks) {
+  constexpr int64_t last = static_cast<int64_t>(ScaleType::float8);
+  if (type < 0 || type > last || outer_type < 0 || outer_type > last)
+    return "types of scales must be numbers of ScaleType";
+  s.type = static_cast<ScaleType>(type);
+  s.outer_type = static_cast<ScaleType>(outer_type);
+  s.outer_blocks = outer_blocks;
+  s.inner = inner.untyped_data();
+  s.outer = outer_blocks ? outer.untyped_data() : nullptr;
+  if (inner.element_type() != element_of(s.type) || outer.element_type() != element_of(s.outer_type))
+    return "scales must have the elements of their type";
+  if (int64_t(inner.element_count()) != rows * blocks) return "there must be a scale for each block";
+  if (outer_blocks < 0 || (outer_blocks && int64_t(outer.element_count()) != rows * s.outer_count(blocks)))
+    return "there must be an outer scale for each `outer_blocks` blocks";
+  return nullptr;
+}
+
+int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+// Bytes of scratch of a routine, before the scratch of offsets.
+int64_t scratch_of(const Routine& routine, const Product& p, int needs, bool has_offsets) {
+  const int64_t bytes = routine.scratch(p);
+  return has_offsets ? in_lines(bytes) + offsets_routine(needs).scratch(p) : bytes;
+}
+
 ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
-               ffi::AnyBuffer scales, ffi::AnyBuffer outer_scales, ffi::Buffer<ffi::F32> levels,
+               ffi::AnyBuffer scales, ffi::AnyBuffer outer_scales, ffi::AnyBuffer offsets,
+               ffi::AnyBuffer outer_offsets, ffi::Buffer<ffi::F32> levels,
                ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
                int64_t exponent, int64_t run, int64_t scale_type, int64_t outer_type,
-               int64_t outer_blocks, float level_unit, bool contract_rows) {
+               int64_t outer_blocks, bool has_offsets, int64_t offset_type, int64_t outer_offset_type,
+               int64_t outer_offset_blocks, float shift, bool rounds_x, float level_unit,
+               bool contract_rows) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
@@ -98,19 +128,15 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   set_codes(p, bits, of_codes[last]);
   if (p.stored_bytes() != of_codes[last]) return invalid("codes must fill their bytes");
   p.bfloat16_x = x.element_type() == ffi::BF16;
-  constexpr int64_t last_type = static_cast<int64_t>(ScaleType::float8);
-  if (scale_type < 0 || scale_type > last_type || outer_type < 0 || outer_type > last_type)
-    return invalid("types of scales must be numbers of ScaleType");
-  p.scale_type = static_cast<ScaleType>(scale_type);
-  p.outer_type = static_cast<ScaleType>(outer_type);
-  p.outer_blocks = outer_blocks;
-  p.outer_scales = outer_blocks ? outer_scales.untyped_data() : nullptr;
-  if (scales.element_type() != element_of(p.scale_type) ||
-      outer_scales.element_type() != element_of(p.outer_type))
-    return invalid("scales must have the elements of their type");
-  if (outer_blocks < 0 || (outer_blocks && int64_t(outer_scales.element_count()) !=
-                                               batch * p.rows * p.outer_count()))
-    return invalid("there must be an outer scale for each `outer_blocks` blocks");
+  const int64_t all_rows = batch * p.rows;
+  const char* problem =
+      set_scales(p.scales, scales, outer_scales, scale_type, outer_type, outer_blocks, all_rows, p.blocks);
+  if (!problem && has_offsets)
+    problem = set_scales(p.offsets, offsets, outer_offsets, offset_type, outer_offset_type, outer_offset_blocks,
+                         all_rows, p.blocks);
+  if (problem) return invalid(problem);
+  p.shift = shift;
+  p.rounds_x = rounds_x;
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
   p.parts = found->parts;
@@ -126,15 +152,24 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (routine->why_not)
     if (const char* reason = routine->why_not(p)) return invalid(reason);
-  if (static_cast<int64_t>(scratch->element_count()) < routine->scratch(p))
+  if (static_cast<int64_t>(scratch->element_count()) < scratch_of(*routine, p, found->needs, has_offsets))
     return invalid("scratch is too small");
 
   ask_for_huge_pages(y->untyped_data(), y->size_bytes());
   ask_for_huge_pages(scratch->untyped_data(), scratch->size_bytes());
   char* space = reinterpret_cast<char*>(scratch->typed_data());
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
-  const char* all_scales = static_cast<const char*>(scales.untyped_data());
-  const char* all_outer = static_cast<const char*>(p.outer_scales);
+  const Scales all_scales = p.scales, all_offsets = p.offsets;
+  const Routine& of_offsets = offsets_routine(found->needs);
+  char* const sums = space + in_lines(routine->scratch(p));
+  const auto prepare = [&](int64_t begin, int64_t end) {
+    routine->prepare(p, space, begin, end);
+    if (has_offsets) of_offsets.prepare(p, sums, begin, end);
+  };
+  const auto run_both = [&](int64_t begin, int64_t end) {
+    run_units(*routine, p, space, begin, end);
+    if (has_offsets) of_offsets.run(p, sums, begin, end);
+  };
   const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
   int64_t grain = routine->grain(p);
@@ -146,20 +181,16 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   for (int64_t i = 0; i < batch; i++) {
     p.x = all_x + i * p.m * in * p.x_size();
     p.codes = all_codes + i * p.rows * p.stored_bytes();
-    p.scales = all_scales + i * p.rows * p.blocks * size_of(p.scale_type);
-    if (all_outer) p.outer_scales = all_outer + i * p.rows * p.outer_count() * size_of(p.outer_type);
+    p.scales = all_scales.from(i * p.rows, p.blocks);
+    if (has_offsets) p.offsets = all_offsets.from(i * p.rows, p.blocks);
     p.y = y->typed_data() + i * p.m * out;
     if (alone) {
-      routine->prepare(p, space, 0, p.m);
-      run_units(*routine, p, space, 0, units);
+      prepare(0, p.m);
+      run_both(0, units);
       continue;
     }
-    parallel_for(pool, p.m, 16, [&](int64_t begin, int64_t end) {
-      routine->prepare(p, space, begin, end);
-    });
-    parallel_for(pool, units, grain, [&](int64_t begin, int64_t end) {
-      run_units(*routine, p, space, begin, end);
-    });
+    parallel_for(pool, p.m, 16, prepare);
+    parallel_for(pool, units, grain, run_both);
   }
   return ffi::Error::Success();
 }
@@ -248,6 +279,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
@@ -258,6 +291,12 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<int64_t>("scale_type")
                                   .Attr<int64_t>("outer_type")
                                   .Attr<int64_t>("outer_blocks")
+                                  .Attr<bool>("has_offsets")
+                                  .Attr<int64_t>("offset_type")
+                                  .Attr<int64_t>("outer_offset_type")
+                                  .Attr<int64_t>("outer_offset_blocks")
+                                  .Attr<float>("shift")
+                                  .Attr<bool>("rounds_x")
                                   .Attr<float>("level_unit")
                                   .Attr<bool>("contract_rows"));
 
@@ -301,7 +340,7 @@ EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
 // Returns the scratch bytes of a product; -1 if the kernel does not exist.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
                                        int64_t m, int64_t rows, int64_t packed,
-                                       int64_t blocks, int64_t run, int bits) {
+                                       int64_t blocks, int64_t run, int bits, int has_offsets) {
   const eqquant::Kernel* found = eqquant::find(kernel);
   const eqquant::Routine* routine =
       !found ? nullptr : contract_rows ? found->x_w : found->x_wt;
@@ -311,7 +350,7 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   eqquant::set_codes(p, bits, packed);
   p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
   p.parts = found->parts;
-  return routine->scratch(p);
+  return eqquant::scratch_of(*routine, p, found->needs, has_offsets);
 }
 
 // The XLA interface of this build. XLA supports older interfaces, but not newer ones.

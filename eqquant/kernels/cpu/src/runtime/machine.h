@@ -26,6 +26,9 @@ struct Kernel {
 // The last entry has no name.
 extern const Kernel kernels[];
 
+// The routine that adds offsets to the result of a kernel that needs an instruction set.
+const Routine& offsets_routine(int instructions);
+
 // Indexed by the instruction set, at least 1. Null without an encoder.
 using Rounder = void(const Rounding&, int64_t begin, int64_t end);
 using Encoder = void(const Encoding&, int64_t begin, int64_t end);

@@ -18,6 +18,29 @@ inline int64_t size_of(ScaleType type) {
   return type == ScaleType::float32 ? 4 : type <= ScaleType::float16 ? 2 : 1;
 }
 
+// Numbers of blocks as they are stored, one for each block of each row. If `outer_blocks` is not 0, a number is the
+// product of one of `inner` and, for each `outer_blocks` blocks of a row, one of `outer`. decode/scales.h decodes
+// them.
+struct Scales {
+  const void* inner;  // (rows, blocks)
+  const void* outer;  // (rows, outer_count), or null
+  ScaleType type, outer_type;
+  int64_t outer_blocks;
+
+  int64_t outer_count(int64_t blocks) const {
+    return outer_blocks ? (blocks + outer_blocks - 1) / outer_blocks : 0;
+  }
+  bool are_floats() const { return type == ScaleType::float32 && !outer_blocks; }
+  // The numbers from a row on.
+  Scales from(int64_t row, int64_t blocks) const {
+    Scales some = *this;
+    some.inner = static_cast<const char*>(inner) + row * blocks * size_of(type);
+    if (outer_blocks)
+      some.outer = static_cast<const char*>(outer) + row * outer_count(blocks) * size_of(outer_type);
+    return some;
+  }
+};
+
 // `y = x @ w.T` for a quantized `w` of `rows` x `columns`, or `y = x @ w`.
 //
 // A row of `codes` has `packed` bytes. Byte j holds one code of each of `planes` planes, lowest bits first.
@@ -27,8 +50,12 @@ inline int64_t size_of(ScaleType type) {
 struct Product {
   const void* x;          // (m, columns), or (m, rows) where rows are contracted
   const uint8_t* codes;   // (rows, stored_bytes)
-  const void* scales;     // (rows, blocks)
-  const void* outer_scales;  // (rows, outer_count), or null
+  Scales scales;
+  // Numbers that are added to the values of a block, and a multiple of its scale that is added as well. Routines
+  // ignore them: products/offsets.h adds their part of the product. `offsets.inner` is null if there are none.
+  Scales offsets;
+  float shift;
+  bool rounds_x;  // The part of the offsets is computed with an activation that is rounded to int8.
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
   int bits;               // of a code: 1, 2, 4 or 8
@@ -37,10 +64,6 @@ struct Product {
   // (decode/unpack.h). All other fields describe the unpacked codes.
   int stored_bits;
   bool bfloat16_x;
-  // A scale is the product of one of `scales` and, for each `outer_blocks` blocks, one of `outer_scales`.
-  // decode/scales.h decodes them.
-  ScaleType scale_type, outer_type;
-  int64_t outer_blocks;
   bool contract_rows;
   // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats
   // with this number of exponent bits.
@@ -56,10 +79,9 @@ struct Product {
   // Values per row of the activation.
   int64_t contracted() const { return contract_rows ? rows : columns(); }
   int64_t x_size() const { return bfloat16_x ? 2 : 4; }
-  int64_t outer_count() const { return outer_blocks ? (blocks + outer_blocks - 1) / outer_blocks : 0; }
   // The number of floats that decoded scales of `count` rows take; 0 if scales are floats already.
   int64_t scale_buffer(int64_t count) const {
-    return scale_type == ScaleType::float32 && !outer_blocks ? 0 : count * blocks;
+    return scales.are_floats() ? 0 : count * blocks;
   }
   bool is_unpacked() const { return stored_bits != bits; }
   // The largest magnitude of integer levels.

@@ -49,19 +49,20 @@ EQQUANT_INLINE __m512 numbers_at(ScaleType type, const void* from, int64_t i, __
 
 // Decodes the scales of up to sixteen blocks, from block `b` of a row on.
 EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmask16 some) {
-  const int64_t size = p.outer_blocks;
-  const __m512 x = numbers_at(p.scale_type, p.scales, row * p.blocks + b, some);
+  const Scales& s = p.scales;
+  const int64_t size = s.outer_blocks;
+  const __m512 x = numbers_at(s.type, s.inner, row * p.blocks + b, some);
   if (!size) return x;
-  const int64_t outer = row * p.outer_count() + b / size;
+  const int64_t outer = row * s.outer_count(p.blocks) + b / size;
   if (size % 16 == 0 && b % 16 == 0) {
-    const __m512 factor = numbers_at(p.outer_type, p.outer_scales, outer, 1);
+    const __m512 factor = numbers_at(s.outer_type, s.outer, outer, 1);
     return _mm512_mul_ps(x, _mm512_broadcastss_ps(_mm512_castps512_ps128(factor)));
   }
   if (16 % size == 0 && b % size == 0) {
     const int64_t factors = (__builtin_popcount(some) + size - 1) / size;
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i index = _mm512_srl_epi32(lanes, _mm_cvtsi64_si128(__builtin_ctzll(size)));
-    const __m512 all = numbers_at(p.outer_type, p.outer_scales, outer, first(factors));
+    const __m512 all = numbers_at(s.outer_type, s.outer, outer, first(factors));
     return _mm512_mul_ps(x, _mm512_permutexvar_ps(index, all));
   }
   alignas(64) float scales[16];
@@ -72,14 +73,14 @@ EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmas
 // `scales_of` for this instruction set. Not inlined, so that it is compiled once.
 __attribute__((noinline)) inline const float* wide_scales_of(const Product& p, int64_t row, int rows,
                                                              float* buffer) {
-  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales) + row * p.blocks;
-  const char* stored = static_cast<const char*>(p.scales);
+  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales.inner) + row * p.blocks;
+  const char* stored = static_cast<const char*>(p.scales.inner);
   for (int r = 0; r < rows; r++)
     for (int64_t b = 0; b < p.blocks; b += 16) {
       const __mmask16 some = first(p.blocks - b);
       const int64_t at = (row + r) * p.blocks + b;
       // The scales are a stream of their own, which is read in short pieces.
-      __builtin_prefetch(stored + at * size_of(p.scale_type) + 2048);
+      __builtin_prefetch(stored + at * size_of(p.scales.type) + 2048);
       _mm512_mask_storeu_ps(buffer + r * p.blocks + b, some, scales_at(p, row + r, b, some));
     }
   return buffer;

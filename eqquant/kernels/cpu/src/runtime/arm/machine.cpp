@@ -44,6 +44,9 @@ const Kernel kernels[] = {
     {},
 };
 
+extern const Routine offsets_neon;
+const Routine& offsets_routine(int) { return offsets_neon; }
+
 Rounder round_neon;
 Rounder* rounder(int) { return round_neon; }
 

@@ -76,6 +76,9 @@ const Kernel kernels[] = {
     {},
 };
 
+extern const Routine offsets_avx2, offsets_avx512;
+const Routine& offsets_routine(int instructions) { return instructions < avx512 ? offsets_avx2 : offsets_avx512; }
+
 Rounder round_avx2, round_avx512;
 Rounder* rounder(int instructions) { return instructions < avx512 ? round_avx2 : round_avx512; }
 
