@@ -18,8 +18,8 @@ from eqquant.kernels import xla
 from helpers import (
     assert_close,
     assert_identical,
-    DEFAULT_FORMATS,
     FORMATS,
+    KINDS,
     pairs,
     relative,
     sqnr,
@@ -47,7 +47,7 @@ def matrix(default_format, normal):
 @pairs(
     "equation, default_format",
     ["bn,kn->bk", "bn,kn->kb", "nb,kn->bk", "bk,kn->nb"],
-    DEFAULT_FORMATS,
+    KINDS,
 )
 def test_1_products_use_their_dimension_numbers(equation, matrix, normal):
     operand, *_ = equation.split(",")
@@ -180,7 +180,7 @@ def test_7_array_operations_work(fn, matrix):
     )  # XLA fuses them differently, so rounding differs.
 
 
-@pairs("other, default_format", DEFAULT_FORMATS, DEFAULT_FORMATS)
+@pairs("other, default_format", KINDS, KINDS)
 def test_9_formats_can_be_mixed(other, matrix, normal):
     q = eqquant.quantize(normal(80, 24), other, axis=0)
     multiply = eqquant.quaxify(

@@ -14,6 +14,7 @@ from helpers import (
     assert_identical,
     DEFAULT_FORMATS,
     dense,
+    KINDS,
     pairs,
     slow,
     strict,
@@ -183,7 +184,7 @@ def test_metadata_is_kept():
         ("k,bk->b", (64,), (5, 64)),
     ],
     [False, True],
-    DEFAULT_FORMATS,
+    KINDS,
 )
 def test_dot_general(case, swap, default_format, normal):
     spec, q_shape, x_shape = case
@@ -204,7 +205,7 @@ def test_dot_general_over_part_of_the_blocked_axes(axis, normal):
 @pairs(
     "sizes, default_format",
     [[100, 0, 150, 50], [300, 0, 0, 0], [0, 0, 0, 7], [128, 128, 1, 43]],
-    DEFAULT_FORMATS,
+    KINDS,
 )
 def test_ragged_dot(default_format, sizes, normal):
     q = eqquant.quantize(normal(4, 64, 32), default_format, axis=1)
@@ -225,7 +226,7 @@ CONVOLUTIONS = {
 }
 
 
-@pairs("how, default_format", CONVOLUTIONS, DEFAULT_FORMATS)
+@pairs("how, default_format", CONVOLUTIONS, KINDS)
 def test_convolutions(how, default_format, normal):
     kwargs = CONVOLUTIONS[how]
     q = eqquant.quantize(normal(8, 6, 3, 2), default_format, axis=(1, 2, 3))

@@ -333,7 +333,7 @@ def test_export(default_format, normal):
 
 @pairs(
     "format, precision, axis, activations",
-    FORMATS,
+    KINDS,
     TOLERANCE,
     [-1, 0],
     [None, "int8"],
