@@ -242,15 +242,6 @@ def test_one_of_several_blocked_axes_of_a_stack(format, normal):
     check(fn, q, normal(3, 2, 16))
 
 
-def test_a_convolution_has_the_dtype_that_is_asked_for(normal):
-    q = eqquant.quantize(normal(8, 6, 3, dtype=jnp.bfloat16), "int8", axis=(1, 2))
-    x = normal(2, 6, 9, dtype=jnp.bfloat16)
-    convolve = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="SAME")
-    for dtype in (jnp.float32, None):
-        out = strict(ft.partial(convolve, preferred_element_type=dtype))(x, q)
-        assert out.dtype == (dtype or jnp.bfloat16)
-
-
 def test_grouped_and_channels_last_convolutions(default_format, normal):
     q = eqquant.quantize(normal(8, 3, 3, 3), default_format, axis=(1, 2, 3))
     grouped = lambda q, x: lax.conv_general_dilated(

@@ -39,7 +39,8 @@ def _conv_general_dilated(
         feature_group_count,
         batch_group_count,
         precision,
-        preferred_element_type,
+        # Never None, which NumPy and a cache of programs take for float64.
+        preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype),
     )
     try:
         return _convolution_program(lhs, rhs, convolution)
@@ -62,7 +63,7 @@ def _convolution_program(lhs, rhs, convolution):
 
 @dataclasses.dataclass(frozen=True)
 class _Convolution:
-    """The parameters of `lax.conv_general_dilated_p`."""
+    """The parameters of `lax.conv_general_dilated_p`, and the dtype of the result."""
 
     window_strides: Any
     padding: Any
@@ -72,7 +73,7 @@ class _Convolution:
     feature_group_count: int
     batch_group_count: int
     precision: Any
-    preferred_element_type: Any
+    out_dtype: Any
 
     def __call__(self, lhs, rhs):
         """Compute a convolution as a product with the patches of its input."""
@@ -82,7 +83,6 @@ class _Convolution:
         x = jnp.transpose(lhs, numbers.lhs_spec)  # (batch, in, *space)
         shape = [rhs.shape[axis] for axis in numbers.rhs_spec]
         out_features, _, *window = shape  # (out, in / groups, *window)
-        out_dtype = self.preferred_element_type or jnp.promote_types(x.dtype, rhs.dtype)
         if len(window) > 6 or 0 in shape or 0 in x.shape:
             return NotImplemented
         groups = self.feature_group_count
@@ -101,9 +101,8 @@ class _Convolution:
 
         def multiply(w, patches):
             w = w.transpose(numbers.rhs_spec)
-            product = ft.partial(
-                contract, precision=self.precision, out_dtype=out_dtype
-            )
+            options = {"precision": self.precision, "out_dtype": self.out_dtype}
+            product = ft.partial(contract, **options)
             if groups == 1:
                 pairs = [(i - 1, j - 1) for i, j in over]
                 out = product(w, patches[0], pairs)

@@ -99,7 +99,7 @@ def _ragged_dot_general(
         or lhs.ndim != 2
     ):
         return NotImplemented
-    out_dtype = preferred_element_type or jnp.promote_types(lhs.dtype, rhs.dtype)
+    out_dtype = preferred_element_type or _dot_dtype(lhs.dtype, rhs.dtype)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         return NotImplemented
     m, _ = lhs.shape
