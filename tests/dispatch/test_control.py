@@ -332,6 +332,27 @@ def test_a_loop_that_drops_the_blocked_axis_raises(normal):
         lax.map(lambda row: row.dequantize(), q)
 
 
+@pytest.mark.parametrize("axis", [1, 2])
+def test_loops_of_different_lengths_carry_arrays(axis, normal):
+    """`vmap` of a loop makes one loop with a predicate for each element."""
+    caches = eqquant.quantize(normal(3, 4, 4), "int8", axis=axis)
+    lengths, rows = jnp.array([0, 3, 1]), normal(4, 4)
+
+    def fill(cache, length):
+        step = lambda state: (state[0] + 1, state[1].at[state[0]].set(rows[state[0]]))
+        return lax.while_loop(lambda state: state[0] < length, step, (0, cache))[1]
+
+    def fill_all(caches, lengths):
+        return jax.vmap(fill)(caches, lengths)
+
+    run = eqquant.quaxify(fill_all, on_materialise="error" if axis == 2 else "allow")
+    got = eqquant.dequantize_tree(run(caches, lengths))
+    expected = fill_all(caches.dequantize(), lengths)
+    # The rows are rounded to int8 if the cache stays quantized.
+    assert relative(got, expected) < (1e-2 if axis == 2 else 1e-7)
+    assert_identical(got[0], caches[0].dequantize())
+
+
 @pytest.mark.parametrize("solver", ["cg", "gmres", "bicgstab"])
 def test_linear_solves(solver, normal):
     w, b = normal(64, 64), normal(64)
@@ -345,6 +366,18 @@ def test_linear_solves(solver, normal):
     of_scales = jax.grad(lambda q: jnp.sum(strict(fn)(q, b)), allow_int=True)(q).scales
     by_hand = lambda s: jnp.sum(fn(q.replace(scales=s).dequantize(), b))
     assert relative(of_scales, jax.grad(by_hand)(q.scales)) < 1e-3
+
+
+def test_a_linear_solve_for_each_right_hand_side(normal):
+    """Each takes another number of steps."""
+    q = eqquant.quantize(jnp.eye(64) + 0.01 * jnp.ones((64, 64)), "int8")
+    b = jnp.stack([normal(64), jnp.ones(64), jnp.zeros(64)])
+    solve = lambda w, b: jax.scipy.sparse.linalg.cg(lambda x: w @ x, b)[0]
+    expected = jax.vmap(solve, (None, 0))(q.dequantize(), b)
+    inside = strict(lambda w, b: jax.vmap(lambda b: solve(w, b))(b))
+    assert relative(inside(q, b), expected) < 1e-3
+    outside = jax.vmap(lambda b: strict(solve)(q, b))
+    assert relative(outside(b), expected) < 1e-3
 
 
 def test_linear_solves_with_auxiliary_results(normal):

@@ -104,12 +104,29 @@ def _while(interpreter: Interpreter, eqn, args):
     def body(carry):
         return step(*step_consts, *carry), None
 
+    # `vmap` of a loop makes one loop with a predicate for each element.
+    ndim = open_jaxpr(params["cond_jaxpr"])[0].outvars[0].aval.ndim
+    if ndim:
+        first = lambda x: not is_implicit(x) or (ndim == 1 and x.is_scannable)
+        carry = [x if first(x) else interpreter.dense(eqn, x) for x in carry]
     carry, agreeing = _settle(interpreter, eqn, body, carry)
-    return lax.while_loop(
-        lambda carry: condition(*condition_consts, *carry)[0],
-        lambda carry: agreeing(carry)[0],
-        carry,
-    )
+    goes_on = lambda carry: condition(*condition_consts, *carry)[0]
+
+    def advance(carry):
+        new = agreeing(carry)[0]
+        if not ndim:
+            return new
+        going = goes_on(carry)
+        return jax.tree.map(lambda *both: _where_first(going, *both), new, carry)
+
+    one = (lambda carry: jnp.any(goes_on(carry))) if ndim else goes_on
+    return lax.while_loop(one, advance, carry)
+
+
+def _where_first(which, x, y):
+    """Select by the first axes of two arrays."""
+    axes = range(which.ndim)
+    return lax.select(lax.broadcast_in_dim(which, x.shape, axes), x, y)
 
 
 @control_rule_for("cond")
