@@ -9,6 +9,7 @@ optimizer is optax's Adam. "ratio" is the time over the time of the row in the c
 
 import argparse
 import dataclasses
+import functools as ft
 from collections.abc import Callable
 
 import eqquant
@@ -81,6 +82,9 @@ ROWS = {
     ),
     "binary": qat("binary"),
 }
+for name in ("int8", "fp8", "mxfp8"):
+    make = ft.partial(eqquant.training.low_precision, recipe=name)
+    ROWS[f"{name}, low-precision products"] = Row(make)
 for format in ("int8", "nf4", "ternary", "binary"):
     ROWS[f"{format}, quantized matmuls"] = qat(format, quantized_products=True)
 ROWS['int8 "default", quantized matmuls'] = qat(

@@ -8,6 +8,7 @@ the kernel of a product as a function and in words. Imports `partition`, `kernel
 
 from . import _checkpoint as _checkpoint
 from ._activations import straight_rounded as straight_rounded
+from ._codes_dot import codes_dot as codes_dot
 from ._lowering import (
     dot_by as dot_by,
     implementation_on as implementation_on,

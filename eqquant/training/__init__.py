@@ -1,8 +1,8 @@
-"""Training: straight-through estimators, quantization-aware training, distillation and
-adapters.
+"""Training: straight-through estimators, quantization-aware and low-precision training,
+distillation and adapters.
 
 Exports the training functions for users. Imports `sharding`, `trees`, `arrays`,
-`primitives`, `kernels`, `formats` and `_jax`.
+`primitives`, `partition`, `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import round_activations as round_activations
@@ -14,11 +14,24 @@ from ._fake_quantize import (
 )
 from ._lora_tree import lora_tree as lora_tree
 from ._merge_lora import merge_lora as merge_lora
+from ._quantized_state import (
+    quantized_state as quantized_state,
+    QuantizedMoment as QuantizedMoment,
+    QuantizedState as QuantizedState,
+)
 from ._straight_through import (
     initial_scales as initial_scales,
     straight_through as straight_through,
 )
 from ._straight_through_array import StraightThroughArray as StraightThroughArray
+from .rounded import (
+    low_precision as low_precision,
+    LowPrecisionArray as LowPrecisionArray,
+    master_weights as master_weights,
+    Recipe as Recipe,
+    save_quantized as save_quantized,
+    with_rounding_key as with_rounding_key,
+)
 
 
 __all__ = [
@@ -28,8 +41,14 @@ __all__ = [
     "FakeQuantized",
     "initial_scales",
     "lora_tree",
+    "low_precision",
+    "master_weights",
     "merge_lora",
+    "quantized_state",
+    "Recipe",
     "round_activations",
+    "save_quantized",
     "straight_through",
     "with_dropout_key",
+    "with_rounding_key",
 ]

@@ -1,18 +1,11 @@
 """Dropout in adapters."""
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 from jaxtyping import PRNGKeyArray
 
 from .._jax import typed
 from ..arrays import LoraArray
 from ..trees import Tree
-
-
-def split_key(key, shape):
-    return jax.random.split(key, tuple(shape)) if shape else key
+from ._keys import renew_keys, split_key
 
 
 @typed
@@ -67,28 +60,16 @@ def with_dropout_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
 
     `ValueError` if a key is given, and no adapter has dropout.
     """
-    if key is not None and jnp.issubdtype(key.dtype, jnp.uint32):
-        key = jax.random.wrap_key_data(key)
-    count = 0
 
-    def renew(x):
-        nonlocal count
+    def renew(x, key_of):
         if not isinstance(x, LoraArray) or not x.dropout:
             return x
-        count += 1
-        if key is None:
-            return x.replace(key=None)
         lead = x.a.shape[: x.a.ndim - 1 - len(x.in_axes)]
-        return x.replace(key=split_key(jax.random.fold_in(key, count), lead))
+        return x.replace(key=split_key(key_of(), lead))
 
-    out = jax.tree.map(renew, model, is_leaf=_is_lora)
-    if not count and key is not None:
-        raise ValueError(
-            "with_dropout_key: no adapter in model has dropout: pass dropout to "
-            "lora_tree."
-        )
-    return out
-
-
-def _is_lora(x: Any) -> bool:
-    return isinstance(x, LoraArray)
+    return renew_keys(
+        renew,
+        model,
+        key,
+        "with_dropout_key: no adapter in model has dropout: pass dropout to lora_tree.",
+    )

@@ -23,7 +23,7 @@ from ..trees import (
     Tree,
     WeightAxes,
 )
-from ._dropout import split_key
+from ._keys import split_key
 
 
 @typed

@@ -46,6 +46,10 @@ def trainable_mask(model: Any) -> Any:
         if _is_lora(x):
             nothing = jax.tree.map(lambda _: False, x)
             return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
+        if is_implicit(x) and not is_quantized(x):
+            return jax.tree.map(
+                mask, x, is_leaf=lambda y: y is not x and is_implicit(y)
+            )
         return not adapters and not is_quantized(x) and eqx.is_inexact_array(x)
 
     return jax.tree.map(mask, model, is_leaf=is_implicit)

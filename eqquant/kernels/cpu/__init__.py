@@ -11,3 +11,4 @@ from ._choose import KERNELS as KERNELS
 from ._encode import encode as encode, encodes as encodes
 from ._library import load as load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
+from ._transpose import transposed as transposed

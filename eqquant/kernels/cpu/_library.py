@@ -61,9 +61,9 @@ def load() -> Library | str:
             return "the native kernels are older than their sources (reinstall eqquant)"
         if native.eqquant_interface() > _interface_of_xla():
             return "the native kernels were built for a later JAX (reinstall eqquant)"
-        for name in ("eqquant_dot", "eqquant_encode", "eqquant_round"):
-            handler = jax.ffi.pycapsule(getattr(native, name))
-            jax.ffi.register_ffi_target(name, handler, platform="cpu")
+        for name in ("dot", "encode", "round", "transpose"):
+            handler = jax.ffi.pycapsule(getattr(native, f"eqquant_{name}"))
+            jax.ffi.register_ffi_target(f"eqquant_{name}", handler, platform="cpu")
     except Exception as error:  # XLA computes the products.
         return f"the native kernels cannot be loaded ({error})"
     most = min(native.eqquant_instructions(), 1 + instruction_sets.index(last))

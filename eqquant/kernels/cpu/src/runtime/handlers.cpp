@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "decode/unpack.h"
+#include "encode/transpose.h"
 #include "runtime/huge_pages.h"
 #include "runtime/machine.h"
 #include "runtime/parallel.h"
@@ -266,6 +267,24 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
   return ffi::Error::Success();
 }
 
+ffi::Error transpose(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> x, ffi::ResultBuffer<ffi::S8> y) {
+  const auto of_x = x.dimensions(), of_y = y->dimensions();
+  if (of_x.size() != 3 || of_y.size() != 3 || of_y[0] != of_x[0] || of_y[1] != of_x[2] ||
+      of_y[2] != of_x[1])
+    return invalid("x must have three axes, and y must have the last two of them swapped");
+  const int64_t rows = of_x[1], columns = of_x[2], size = rows * columns;
+  const auto* from = reinterpret_cast<const uint8_t*>(x.typed_data());
+  auto* to = reinterpret_cast<uint8_t*>(y->typed_data());
+  for (int64_t i = 0; i < of_x[0]; i++) {
+    const auto work = [&](int64_t begin, int64_t end) {
+      transpose_bytes(from + i * size, to + i * size, rows, columns, begin, end);
+    };
+    if (size < worth_a_thread) work(0, columns);
+    else parallel_for(pool, columns, transpose_tile, work);
+  }
+  return ffi::Error::Success();
+}
+
 }  // namespace
 }  // namespace eqquant
 
@@ -330,6 +349,13 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
                                   .Attr<bool>("by_deviation")
                                   .Attr<bool>("least_squares")
                                   .Attr<int64_t>("instructions"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_transpose(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_transpose, eqquant::transpose,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S8>>()
+                                  .Ret<ffi::Buffer<ffi::S8>>());
 
 // See instructions() in machine.h.
 EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }

@@ -1,0 +1,130 @@
+"""The three products with a weight: forward, and for both gradients.
+
+All are products of two matrices, which are rounded along the contracted axis.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, UInt32
+
+from ...primitives import codes_dot
+from ._specs import BFloat16, Coded, NVFP4, Recipe
+
+
+# The name of the codes that the backward pass needs, for checkpoint policies.
+NAME = "eqquant.low_precision"
+
+
+def flat(x: Float[Array, "..."], stack: int) -> Float[Array, "*stack tokens size"]:
+    """Merge the tokens, in float32."""
+    shape = x.shape[:stack], math.prod(x.shape[stack:-1]), x.shape[-1]
+    return x.reshape(*shape[0], *shape[1:]).astype(jnp.float32)
+
+
+def encode(
+    x: Float[Array, "*stack tokens size"],
+    w: Float[Array, "*stack rows size"],
+    recipe: Recipe,
+    keep: bool,
+) -> tuple[Coded, Coded, Coded | None, Coded | None]:
+    """Return the codes of both operands of the forward product.
+
+    With `keep`, also return codes for the backward products, or None where these use
+    the codes of the forward product.
+    """
+    numbers = recipe.numbers("forward")
+    of_x, of_w = numbers.encode(x, -1), numbers.encode_weight(w.astype(jnp.float32))
+    if not keep:
+        return of_x, of_w, None, None
+    kept_x = kept_w = None
+    if not keeps_forward(recipe, "wgrad"):
+        wgrad = recipe.numbers("wgrad")
+        kept_x = wgrad.other.encode(wgrad.spread(x, -2), -2)
+    if not keeps_forward(recipe, "dgrad"):
+        kept_w = recipe.numbers("dgrad").other.encode(w.astype(jnp.float32), -2)
+    return of_x, of_w, kept_x, kept_w
+
+
+def keeps_forward(recipe: Recipe, product: str) -> bool:
+    """Return whether a backward product uses the codes of the forward product."""
+    forward, back = recipe.numbers("forward"), recipe.numbers(product)
+    if isinstance(forward, NVFP4):
+        return product == "dgrad" and isinstance(back, NVFP4)
+    if isinstance(back, BFloat16):
+        return forward.has_row_scales or isinstance(forward, BFloat16)
+    is_int8 = recipe.forward == "int8", getattr(recipe, product) == "int8"
+    both = forward.has_row_scales and back.has_row_scales
+    return both and is_int8[0] == is_int8[1]
+
+
+def named(codes: Coded | None) -> Coded | None:
+    """Name codes and scales for checkpoint policies."""
+    return jax.tree.map(_named, codes)
+
+
+def _named(x: Array) -> Array:
+    if x.dtype.itemsize > 1 or x.dtype == jnp.int8:
+        return checkpoint_name(x, NAME)
+    # `jax.checkpoint` rounds floats that it saves by `lax.reduce_precision`, which has
+    # no largest values of E4M3: these would become NaN.
+    bits = checkpoint_name(lax.bitcast_convert_type(x, jnp.uint8), NAME)
+    return lax.bitcast_convert_type(bits, x.dtype)
+
+
+def forward(of_x: Coded, of_w: Coded, recipe: Recipe):
+    """Return `x @ w.T` in float32."""
+    numbers = recipe.numbers("forward")
+    x, x_unit = numbers.operand(of_x, -1)
+    w, w_unit = numbers.operand(of_w, -1)
+    out = codes_dot(x, w, (-1, -1))
+    out = out if x_unit is None else out * x_unit
+    return out if w_unit is None else out * jnp.swapaxes(w_unit, -1, -2)
+
+
+def backward(
+    g: Float[Array, "*stack tokens rows"],
+    kept: Coded,
+    recipe: Recipe,
+    product: str,
+    seed: UInt32[Array, "*stack 2"] | None,
+) -> Float[Array, "*stack free size"]:
+    """Return `g @ w` ("dgrad") or `g.T @ x` ("wgrad") in float32."""
+    axis = -1 if product == "dgrad" else -2
+    numbers, unit = recipe.numbers(product), None
+    first = recipe.numbers("forward")
+    if not keeps_forward(recipe, product):
+        if product == "wgrad":
+            g = numbers.spread(g, axis)
+        values, unit = numbers.other.operand(kept, -2)
+    elif numbers.has_row_scales:
+        # The scales are along the contracted axis: the gradient takes them.
+        scales = kept.scales
+        assert scales is not None
+        g = g * (scales if product == "wgrad" else jnp.swapaxes(scales, -1, -2))
+        values = kept.codes
+    elif isinstance(numbers, BFloat16):
+        values = first.decode(kept, -1).astype(jnp.bfloat16)
+    else:
+        values, unit = first.operand(kept, -1)
+    if isinstance(numbers, BFloat16):
+        seed = None
+    coded = numbers.encode(g, axis, seed)
+    g_values, g_unit = numbers.operand(coded, axis)
+    out = codes_dot(g_values, values, (axis, -2))
+    if g_unit is not None:
+        out = out * (g_unit if axis == -1 else jnp.swapaxes(g_unit, -1, -2))
+    return out if unit is None else out * unit
+
+
+def decoded(kept: Coded, recipe: Recipe, product: str, size: int):
+    """Return the kept operand of a backward product in float32. `size` is the length of
+    the contracted axis."""
+    if keeps_forward(recipe, product):
+        return recipe.numbers("forward").decode(kept, -1)
+    numbers = recipe.numbers(product)
+    values = numbers.other.decode(kept, -2)
+    return numbers.gathered(values, -2, size) if product == "wgrad" else values
