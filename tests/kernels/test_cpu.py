@@ -300,16 +300,42 @@ def test_weights_that_are_not_finite_stay_in_their_block(kernel, contract_rows, 
         assert jnp.isfinite(rest).all()
 
 
+# Smaller numbers are subnormal.
+MAGNITUDES = [(0, 1), (1e-35, 1), (1e34, 1), (1, 1e-34), (1, 1e34), (1e-30, 1e30)]
+
+
 @pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
-def test_extreme_activations(kernel, contract_rows, normal):
-    for format in (NF4(), Int8()):
-        q = eqquant.quantize(normal(128, 128), format)
-        if not serves(kernel, format, q.scales.shape[-1], 128, contract_rows):
-            continue
-        for factor in (0.0, 1e-30, 1e30):
-            x = factor * normal(4, 128)
-            got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
-            assert relative(got, expected) < TOLERANCE[kernel]
+@pytest.mark.parametrize("format", [NF4(), Int8()], ids=repr)
+def test_extreme_magnitudes(kernel, contract_rows, format, normal):
+    q = eqquant.quantize(normal(96, 128), format)
+    if not serves(kernel, format, q.scales.shape[-1], 128, contract_rows):
+        pytest.skip("the kernel does not serve this format")
+    x, matmul = normal(4, 96 if contract_rows else 128), Matmul(format, contract_rows)
+    product = jax.jit(lambda *args: call(kernel, matmul.of(*args), *args))
+    weight = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (weight if contract_rows else weight.T)
+    for of_x, of_w in MAGNITUDES:
+        got = product(of_x * x, q.codes, of_w * q.scales)
+        assert relative(got, of_x * of_w * expected) < TOLERANCE[kernel]
+
+
+@needs_library
+@pytest.mark.parametrize("contract_rows", [False, True])
+def test_magnitudes_that_differ_between_rows(contract_rows, normal):
+    q = eqquant.quantize(normal(96, 128), NF4())
+    of_w = np.where(np.arange(96) % 2, 1e-25, 1e25)[:, None]
+    of_x = np.array([1e-8, 1, 0, 1e8])[:, None]
+    x = normal(4, 96 if contract_rows else 128) * of_x.astype(np.float32)
+    q = q.replace(scales=q.scales * of_w.astype(np.float32))
+    got = x @ q if contract_rows else x @ q.T
+    weight = np.asarray(q.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (weight if contract_rows else weight.T)
+    # Results of one magnitude.
+    halves = [slice(None)] if contract_rows else [slice(0, None, 2), slice(1, None, 2)]
+    for row in (0, 1, 3):
+        for half in halves:
+            assert relative(got[row, half], expected[row, half]) < 1e-2
+    assert (got[2] == 0).all()
 
 
 @pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
@@ -345,11 +371,18 @@ def test_bad_calls_are_errors(normal):
         scale_type=np.int64(0),
         outer_type=np.int64(0),
         outer_blocks=np.int64(0),
+        has_offsets=False,
+        offset_type=np.int64(0),
+        outer_offset_type=np.int64(0),
+        outer_offset_blocks=np.int64(0),
+        shift=np.float32(0),
+        rounds_x=False,
         level_unit=np.float32(0),
         contract_rows=False,
     )
     operands = dict(x=normal(4, 128), codes=q.codes, scales=q.scales)
-    operands |= dict(outer=normal(40, 2), levels=normal(16))
+    operands |= dict(outer=normal(40, 2), offsets=normal(40, 2))
+    operands |= dict(outer_offsets=normal(40, 2), levels=normal(16))
 
     def call(y=(4, 40), scratch=4 * 128 * 4, **changed):
         attributes = {k: changed.get(k, v) for k, v in good.items()}
@@ -368,13 +401,14 @@ def test_bad_calls_are_errors(normal):
         (dict(bits=np.int64(5)), "codes must fill"),
         (dict(scale_type=np.int64(9)), "numbers of ScaleType"),
         (dict(outer_type=np.int64(1)), "elements of their type"),
+        (dict(has_offsets=True, offsets=normal(40, 3)), "a scale for each block"),
         (dict(outer_blocks=np.int64(2)), "an outer scale for each"),
         (dict(exponent=np.int64(4)), "must have 8 bits"),
         (dict(levels=normal(4)), "16 levels"),
         (dict(x=normal(4, 64)), "do not fit"),
         (dict(y=(4, 41)), "do not fit"),
         (dict(y=(3, 40)), "do not fit"),
-        (dict(scales=normal(39, 2)), "do not fit"),
+        (dict(scales=normal(39, 2)), "a scale for each block"),
         (dict(scales=normal(40, 3)), "blocks must divide"),
         (dict(scales=normal(40, 2).astype(jnp.float16)), "elements of their type"),
         (dict(x=normal(4, 128).astype(jnp.float16)), "float32 or bfloat16"),

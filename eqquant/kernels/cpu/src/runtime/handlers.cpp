@@ -3,12 +3,14 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "decode/unpack.h"
 #include "encode/transpose.h"
 #include "runtime/huge_pages.h"
 #include "runtime/machine.h"
 #include "runtime/parallel.h"
+#include "runtime/range.h"
 
 namespace ffi = xla::ffi;
 
@@ -162,14 +164,21 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
   const Scales all_scales = p.scales, all_offsets = p.offsets;
   const Routine& of_offsets = offsets_routine(found->needs);
+  RowFlags unusual;
   char* const sums = space + in_lines(routine->scratch(p));
+  // Rows with unusual results are found before offsets are added.
   const auto prepare = [&](int64_t begin, int64_t end) {
     routine->prepare(p, space, begin, end);
     if (has_offsets) of_offsets.prepare(p, sums, begin, end);
+    if (!checks_results(p)) find_unusual_rows(p, begin, end, unusual);
   };
-  const auto run_both = [&](int64_t begin, int64_t end) {
-    run_units(*routine, p, space, begin, end);
+  const auto add_offsets = [&](int64_t begin, int64_t end) {
     if (has_offsets) of_offsets.run(p, sums, begin, end);
+  };
+  const auto multiply = [&](int64_t begin, int64_t end) {
+    run_units(*routine, p, space, begin, end);
+    if (checks_results(p)) find_unusual_results(p, begin, end, unusual);
+    add_offsets(begin, end);
   };
   const char* all_x = static_cast<const char*>(x.untyped_data());
   const int64_t units = contract_rows ? p.packed : p.rows;
@@ -185,13 +194,18 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     p.scales = all_scales.from(i * p.rows, p.blocks);
     if (has_offsets) p.offsets = all_offsets.from(i * p.rows, p.blocks);
     p.y = y->typed_data() + i * p.m * out;
+    unusual = RowFlags(p.m);
     if (alone) {
       prepare(0, p.m);
-      run_both(0, units);
-      continue;
+      multiply(0, units);
+    } else {
+      parallel_for(pool, p.m, 16, prepare);
+      parallel_for(pool, units, grain, multiply);
     }
-    parallel_for(pool, p.m, 16, prepare);
-    parallel_for(pool, units, grain, run_both);
+    const InRange again(p, unusual);
+    if (!again.is_needed()) continue;
+    again.run(*routine);
+    add_offsets(0, units);
   }
   return ffi::Error::Success();
 }

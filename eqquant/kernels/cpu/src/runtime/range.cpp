@@ -1,0 +1,132 @@
+// All machines with kernels have these instructions.
+#if defined(__x86_64__)
+#define EQQUANT_TARGET_AVX2
+#else
+#define EQQUANT_TARGET_NEON
+#endif
+
+#include "runtime/range.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "decode/scales.h"
+#include "decode/unpack.h"
+#include "runtime/target.h"
+
+EQQUANT_TARGET_BEGIN(EQQUANT_FEATURES)
+namespace eqquant {
+namespace {
+
+// Kernels are accurate for rows with a largest value between 2^-64 and 2^64.
+constexpr int most = 64;
+constexpr uint32_t least_usual = (127 - most) << 23, infinity = 255u << 23;
+
+// The bits of a magnitude. Their order equals the order of magnitudes, and NaN is the largest. Loops over bits become
+// vector instructions.
+uint32_t magnitude(const float* value) {
+  uint32_t bits;
+  std::memcpy(&bits, value, sizeof bits);
+  return bits & 0x7FFFFFFF;
+}
+
+bool is_any_unusual(const float* y, int64_t size) {
+  uint32_t largest = 0;  // Differences of tiny values wrap around.
+  for (int64_t i = 0; i < size; i++) largest = std::max(largest, magnitude(y + i) - least_usual);
+  return largest >= infinity - least_usual;
+}
+
+// Returns the exponent of the largest magnitude; 0 if all values are 0, or one is not finite.
+int exponent_of(const float* values, int64_t size) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < size; i++) largest = std::max(largest, magnitude(values + i));
+  return largest && largest < infinity ? static_cast<int>(largest >> 23) - 127 : 0;
+}
+
+bool is_large(int exponent) { return std::abs(exponent) > most; }
+
+}  // namespace
+
+void find_unusual_results(const Product& p, int64_t begin, int64_t end, RowFlags& rows) {
+  const int64_t row = p.contract_rows ? p.columns() : p.rows;
+  for (int64_t i = 0; i < p.m; i++) {
+    const float* y = p.y + i * row;
+    bool found = false;
+    if (!p.contract_rows)
+      found = is_any_unusual(y + begin, end - begin);
+    else
+      for_each_run(p, begin, end, [&](int64_t logical, int64_t, int64_t length) {
+        found |= is_any_unusual(y + logical, length);
+      });
+    if (found) rows[i].store(true, std::memory_order_relaxed);
+  }
+}
+
+void find_unusual_rows(const Product& p, int64_t begin, int64_t end, RowFlags& rows) {
+  Activation activation(p);
+  for (int64_t i = begin; i < end; i++)
+    if (is_large(exponent_of(activation.row(i), p.contracted())))
+      rows[i].store(true, std::memory_order_relaxed);
+}
+
+InRange::InRange(const Product& p, const RowFlags& unusual) : scaled(p) {
+  const auto is_set = [](const auto& flag) { return flag.load(std::memory_order_relaxed); };
+  if (checks_results(p) && std::none_of(unusual.begin(), unusual.end(), is_set)) return;
+  const int64_t size = p.contracted();
+  Activation activation(p);
+  std::vector<float> buffer(p.scale_buffer(1));
+  bool needed = false;
+  of_w.resize(p.rows);
+  for (int64_t j = 0; j < p.rows; j++) {
+    of_w[j] = exponent_of(scales_of(p, j, 1, buffer.data()), p.blocks);
+    needed |= is_large(of_w[j]);
+  }
+  // Integer kernels return zeros for ordinary rows too, so read only the unusual rows.
+  for (int64_t i = 0; i < p.m && !needed; i++)
+    needed = is_set(unusual[i]) && is_large(exponent_of(activation.row(i), size));
+  if (!needed) return;
+  of_x.resize(p.m);
+  for (int64_t i = 0; i < p.m; i++) of_x[i] = exponent_of(activation.row(i), size);
+  x.resize(p.m * size);
+  scales.resize(p.rows * p.blocks);
+  for (int64_t j = 0; j < p.rows; j++) {
+    const float* from = scales_of(p, j, 1, buffer.data());
+    for (int64_t b = 0; b < p.blocks; b++)
+      scales[j * p.blocks + b] = std::ldexp(from[b], -of_w[j]);
+  }
+  for (int64_t i = 0; i < p.m; i++) {
+    const float* from = activation.row(i);
+    // The contracted rows of a weight move their exponents to the activation.
+    const auto exponent = [&](int64_t k) { return p.contract_rows ? of_w[k] : 0; };
+    if (p.contract_rows) {
+      bool is_zero = true;
+      for (int64_t k = 0; k < size; k++) {
+        if (from[k] == 0 || !std::isfinite(from[k])) continue;
+        const int of = std::ilogb(from[k]) + exponent(k);
+        of_x[i] = is_zero ? of : std::max(of_x[i], of);
+        is_zero = false;
+      }
+    }
+    for (int64_t k = 0; k < size; k++)
+      x[i * size + k] = std::ldexp(from[k], exponent(k) - of_x[i]);
+  }
+  scaled.x = x.data();
+  scaled.bfloat16_x = false;
+  scaled.scales = {scales.data(), nullptr, ScaleType::float32, ScaleType::float32, 0};
+}
+
+void InRange::run(const Routine& routine) const {
+  std::vector<char> scratch(routine.scratch(scaled));
+  routine.prepare(scaled, scratch.data(), 0, scaled.m);
+  run_units(routine, scaled, scratch.data(), 0, scaled.contract_rows ? scaled.packed : scaled.rows);
+  const int64_t row = scaled.contract_rows ? scaled.columns() : scaled.rows;
+  for (int64_t i = 0; i < scaled.m; i++)
+    for (int64_t j = 0; j < row; j++) {
+      float& y = scaled.y[i * row + j];
+      y = std::ldexp(y, of_x[i] + (scaled.contract_rows ? 0 : of_w[j]));
+    }
+}
+
+}  // namespace eqquant
+EQQUANT_TARGET_END
