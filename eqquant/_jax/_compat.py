@@ -8,7 +8,7 @@ import inspect
 import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def _axes_of_arguments(parts: list) -> list:
     return [x.batch_dim if is_mapped(x) else None for x in parts]
 
 
-def _axes_of_results(parts: list, found: dict) -> list:
+def _axes_of_results(parts: list, found: Mapping) -> list:
     from jax._src.api_util import flatten_axes
 
     results = [id(x) for x in found.get("out_flat", ())]
