@@ -5,6 +5,7 @@ of weights, which training shares. Imports `dispatch`, `arrays`, `kernels`, `for
 and `_jax`.
 """
 
+from ._average_trees import average_trees as average_trees
 from ._calibration import (
     AbstractCalibration as AbstractCalibration,
     Rounder as Rounder,
@@ -51,6 +52,7 @@ from ._with_compute import with_compute as with_compute
 
 
 __all__ = [
+    "average_trees",
     "cast_tree",
     "dequantize_tree",
     "quantize_tree",
