@@ -9,6 +9,7 @@ from ._compile import (
     compile_for_gpu as compile_for_gpu,
     compile_for_tpu as compile_for_tpu,
 )
+from ._environment import environment as environment
 from ._explain import explain as explain
 from ._gpu_program import (
     GPUKernel as GPUKernel,
@@ -27,6 +28,7 @@ __all__ = [
     "collectives",
     "compile_for_gpu",
     "compile_for_tpu",
+    "environment",
     "explain",
     "GPUKernel",
     "GPUProgram",

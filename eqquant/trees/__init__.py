@@ -6,6 +6,7 @@ and `_jax`.
 """
 
 from ._average_trees import average_trees as average_trees
+from ._cache import quantize_cache as quantize_cache
 from ._calibration import (
     AbstractCalibration as AbstractCalibration,
     Rounder as Rounder,
@@ -55,6 +56,7 @@ __all__ = [
     "average_trees",
     "cast_tree",
     "dequantize_tree",
+    "quantize_cache",
     "quantize_tree",
     "register_weights",
     "Report",

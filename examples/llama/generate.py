@@ -40,14 +40,15 @@ PIECES = (512, 128, 32)
 
 
 def quantize_cache(
-    cache: Cache | tuple[Cache, ...], format: eqquant.formats.Format | str
+    cache: Cache | tuple[Cache, ...],
+    format: eqquant.formats.Format | str,
+    rotate: bool = False,
 ) -> Cache | tuple[Cache, ...]:
     """Quantize a cache with separate scales for each token, so that tokens can be
     appended."""
-    if isinstance(cache, tuple):
-        return tuple(quantize_cache(part, format) for part in cache)
-    keys = eqquant.quantize(cache.keys, format, axis=-2)
-    return Cache(keys, eqquant.quantize(cache.values, format))
+    axes = Cache(-2, -1)  # Keys are columns.
+    axis = tuple(axes for _ in cache) if isinstance(cache, tuple) else axes
+    return eqquant.quantize_cache(cache, format, axis=axis, rotate=rotate)
 
 
 class Generator:
@@ -58,6 +59,7 @@ class Generator:
     - `model`: as `load_model` returns it, quantized or not.
     - `capacity`: the largest number of tokens, including the prompt.
     - `kv`: the format of the cache; `None` for the dtype of activations.
+    - `rotate`: whether to rotate a quantized cache.
     """
 
     def __init__(
@@ -67,9 +69,10 @@ class Generator:
         kv: eqquant.formats.Format | str | None = None,
         sampling: Sampling | None = None,
         seed: int = 0,
+        rotate: bool = False,
     ):
         self.capacity = -(-capacity // PIECES[-1]) * PIECES[-1]
-        self._kv = kv
+        self._kv, self._rotate = kv, rotate
         choose = sampling or Sampling()
         self._key = jax.random.key(seed)
         # JAX flattens a list fastest, and this happens for each token.
@@ -93,7 +96,9 @@ class Generator:
 
     def _empty(self):
         cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
-        return cache if self._kv is None else quantize_cache(cache, self._kv)
+        if self._kv is None:
+            return cache
+        return quantize_cache(cache, self._kv, self._rotate)
 
     def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
         """Append tokens. Tokens after position `start + last` are padding."""
@@ -202,7 +207,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--kv",
-        choices=["float", "int8", "int4", "nf4"],
+        choices=["float", "int8", "int4", "int4-rotated", "nf4", "nf4-rotated"],
         default="int8",
         help="Store keys and values in this format (default: %(default)s).",
     )
@@ -306,9 +311,10 @@ def run(options) -> None:
         print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
     begin = time.perf_counter()
     model = load(source, options)
-    kv = None if options.kv == "float" else options.kv
+    kv, _, rotated = options.kv.partition("-")
+    kv = None if kv == "float" else kv
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    generator = Generator(model, capacity, kv, sampling, options.seed)
+    generator = Generator(model, capacity, kv, sampling, options.seed, bool(rotated))
     if prompt is None:
         generator.compile(1)
         chat(generator, text, options.tokens, options.system)
