@@ -7,6 +7,7 @@ import sys
 
 import jax
 
+from .._jax import typed
 from ..kernels import cpu
 
 
@@ -14,6 +15,7 @@ _packages = ("eqquant", "jax", "jaxlib", "equinox", "jaxtyping", "beartype", "nu
 _features = ("avx2", "avx512f", "avx512_vnni", "amx_int8", "asimddp", "i8mm", "neon")
 
 
+@typed
 def environment() -> str:
     """Describe the versions, the processor, the kernels and the devices, for the report
     of a bug.
