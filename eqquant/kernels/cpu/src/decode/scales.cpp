@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "decode/offsets.h"
 #include "decode/scales.h"
 #include "runtime/target.h"
 
@@ -129,6 +130,12 @@ void decode(const Scales& s, int64_t blocks, int64_t row, int64_t begin, int64_t
   }
 }
 
+// Decodes whole rows, in one piece if there are no outer numbers.
+void decode_rows(const Scales& s, int64_t blocks, int64_t row, int64_t rows, float* to) {
+  if (!s.outer_blocks) return decode(s.type, s.inner, row * blocks, rows * blocks, 1, to);
+  for (int64_t r = 0; r < rows; r++) decode(s, blocks, row + r, 0, blocks, to + r * blocks);
+}
+
 }  // namespace
 
 void decode_scales(const Product& p, int64_t row, int64_t begin, int64_t count, float* to) {
@@ -146,13 +153,18 @@ void decode_offsets(const Product& p, int64_t row, int64_t begin, int64_t count,
   }
 }
 
+void decode_offsets_of_rows(const Product& p, int64_t row, int64_t rows, float* __restrict to) {
+  const int64_t count = rows * p.blocks;
+  decode_rows(p.offsets, p.blocks, row, rows, to);
+  if (!p.shift) return;
+  float* const scales = to + count;
+  decode_rows(p.scales, p.blocks, row, rows, scales);
+  for (int64_t i = 0; i < count; i++) to[i] += p.shift * scales[i];
+}
+
 const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer) {
   if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales.inner) + row * p.blocks;
-  if (!p.scales.outer_blocks)
-    decode(p.scales.type, p.scales.inner, row * p.blocks, rows * p.blocks, 1, buffer);
-  else
-    for (int64_t r = 0; r < rows; r++)
-      decode_scales(p, row + r, 0, p.blocks, buffer + r * p.blocks);
+  decode_rows(p.scales, p.blocks, row, rows, buffer);
   return buffer;
 }
 

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <vector>
 
+#include "decode/offsets.h"
 #include "decode/scales.h"
 #include "products/panel_product.h"
 #include "runtime/product.h"
@@ -72,21 +73,33 @@ inline void prepare_offsets(const Product& p, char* scratch, int64_t begin, int6
 
 // x @ w.T for few rows of the activation.
 inline void add_unturned(const Product& p, const float* sums, int64_t begin, int64_t end) {
-  const int64_t stride = whole_vectors(p.blocks);
-  std::vector<float> offsets(4 * stride);
-  for (int64_t row = begin; row < end; row += 4) {
-    const int64_t rows = std::min<int64_t>(4, end - row);
-    for (int64_t r = 0; r < rows; r++) decode_offsets(p, row + r, 0, p.blocks, offsets.data() + r * stride);
-    for (int64_t m = 0; m < p.m; m++) {
-      Vector::Floats of[4] = {Vector::zero(), Vector::zero(), Vector::zero(), Vector::zero()};
-      for (int64_t b = 0; b < stride; b += Vector::size) {
-        const Vector::Floats some = Vector::load(sums + m * stride + b);
-        for (int r = 0; r < 4; r++)
-          of[r] = Vector::multiply_add(Vector::load(offsets.data() + r * stride + b), some, of[r]);
+  constexpr int64_t size = Vector::size, at_once = 16;
+  const int64_t stride = whole_vectors(p.blocks), whole = p.blocks / size * size;
+  const int rest = static_cast<int>(p.blocks - whole);
+  std::vector<float> offsets(2 * at_once * p.blocks);
+  for (int64_t first = begin; first < end; first += at_once) {
+    const int64_t some = std::min(at_once, end - first);
+    decode_offsets_of_rows(p, first, some, offsets.data());
+    for (int64_t i = 0; i < some; i += 4) {
+      const int64_t rows = std::min<int64_t>(4, some - i);
+      const float* of_row[4];
+      for (int64_t r = 0; r < 4; r++) of_row[r] = offsets.data() + (i + std::min(r, rows - 1)) * p.blocks;
+      for (int64_t m = 0; m < p.m; m++) {
+        const float* const x = sums + m * stride;
+        Vector::Floats of[4] = {Vector::zero(), Vector::zero(), Vector::zero(), Vector::zero()};
+        for (int64_t b = 0; b < whole; b += size) {
+          const Vector::Floats sum = Vector::load(x + b);
+          for (int r = 0; r < 4; r++) of[r] = Vector::multiply_add(Vector::load(of_row[r] + b), sum, of[r]);
+        }
+        if (rest) {
+          const Vector::Floats sum = Vector::load(x + whole);
+          for (int r = 0; r < 4; r++)
+            of[r] = Vector::multiply_add(Vector::load(of_row[r] + whole, rest), sum, of[r]);
+        }
+        float four[4], *const y = p.y + m * p.rows + first + i;
+        Vector::store(four, Vector::sum_four(of[0], of[1], of[2], of[3]));
+        for (int64_t r = 0; r < rows; r++) y[r] += four[r];
       }
-      float four[4], *const y = p.y + m * p.rows + row;
-      Vector::store(four, Vector::sum_four(of[0], of[1], of[2], of[3]));
-      for (int64_t r = 0; r < rows; r++) y[r] += four[r];
     }
   }
 }
@@ -95,17 +108,16 @@ inline void add_unturned(const Product& p, const float* sums, int64_t begin, int
 inline void add_turned(const Product& p, const float* sums, int64_t begin, int64_t end) {
   constexpr int64_t size = Vector::size;
   const int64_t stride = whole_vectors(p.blocks);
-  std::vector<float> offsets(size * stride);
+  std::vector<float> offsets(2 * size * p.blocks + size);  // Whole vectors are read.
   Space panel(offsets_at_once * stride);
   const Groups groups(p.m, Vector::most_at_once);
   for (int64_t row = begin; row < end; row += offsets_at_once) {
     const int rows = static_cast<int>(std::min(offsets_at_once, end - row));
     for (int64_t first = 0; first < rows; first += size) {
-      for (int64_t r = 0; r < std::min(size, rows - first); r++)
-        decode_offsets(p, row + first + r, 0, p.blocks, offsets.data() + r * stride);
+      decode_offsets_of_rows(p, row + first, std::min(size, rows - first), offsets.data());
       for (int64_t b = 0; b < stride; b += size) {
         Vector::Floats x[size];
-        for (int r = 0; r < size; r++) x[r] = Vector::load(offsets.data() + r * stride + b);
+        for (int r = 0; r < size; r++) x[r] = Vector::load(offsets.data() + r * p.blocks + b);
         Vector::transpose(x);
         for (int i = 0; i < size; i++) Vector::store(panel.data() + (b + i) * offsets_at_once + first, x[i]);
       }

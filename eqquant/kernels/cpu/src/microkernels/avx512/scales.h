@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -70,19 +71,45 @@ EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmas
   return _mm512_maskz_load_ps(some, scales);
 }
 
+// Decodes the scales of a row, of a type that is known at compile time. An outer scale is loaded once.
+template <ScaleType type>
+EQQUANT_INLINE void decode_row(const Scales& s, int64_t blocks, int64_t row, float* to) {
+  const int64_t size = s.outer_blocks ? s.outer_blocks : blocks;
+  for (int64_t begin = 0, outer = row * s.outer_count(blocks); begin < blocks; begin += size, outer++) {
+    const __m512 factor =
+        !s.outer_blocks ? _mm512_set1_ps(1)
+                        : _mm512_broadcastss_ps(_mm512_castps512_ps128(numbers_at(s.outer_type, s.outer, outer, 1)));
+    const int64_t end = std::min(blocks, begin + size);
+    for (int64_t b = begin; b < end; b += 16) {
+      const __mmask16 some = first(end - b);
+      const __m512 x = numbers_at(type, s.inner, row * blocks + b, some);
+      _mm512_mask_storeu_ps(to + b, some, _mm512_mul_ps(x, factor));
+    }
+  }
+}
+
 // `scales_of` for this instruction set. Not inlined, so that it is compiled once.
 __attribute__((noinline)) inline const float* wide_scales_of(const Product& p, int64_t row, int rows,
                                                              float* buffer) {
-  if (!p.scale_buffer(1)) return static_cast<const float*>(p.scales.inner) + row * p.blocks;
-  const char* stored = static_cast<const char*>(p.scales.inner);
-  for (int r = 0; r < rows; r++)
-    for (int64_t b = 0; b < p.blocks; b += 16) {
-      const __mmask16 some = first(p.blocks - b);
-      const int64_t at = (row + r) * p.blocks + b;
-      // The scales are a stream of their own, which is read in short pieces.
-      __builtin_prefetch(stored + at * size_of(p.scales.type) + 2048);
-      _mm512_mask_storeu_ps(buffer + r * p.blocks + b, some, scales_at(p, row + r, b, some));
-    }
+  const Scales& s = p.scales;
+  if (s.are_floats()) return static_cast<const float*>(s.inner) + row * p.blocks;
+  // The scales are a stream of their own, which is read in short pieces.
+  const int64_t bytes = p.blocks * size_of(s.type);
+  const char* const stored = static_cast<const char*>(s.inner) + row * bytes;
+  for (int64_t i = 0; i < rows * bytes; i += 64) __builtin_prefetch(stored + i + 2048);
+  const bool in_registers = s.outer_blocks % 16 == 0;
+  for (int r = 0; r < rows; r++) {
+    float* const to = buffer + r * p.blocks;
+    if (in_registers && s.type == ScaleType::uint8)
+      decode_row<ScaleType::uint8>(s, p.blocks, row + r, to);
+    else if (in_registers && s.type == ScaleType::float16)
+      decode_row<ScaleType::float16>(s, p.blocks, row + r, to);
+    else
+      for (int64_t b = 0; b < p.blocks; b += 16) {
+        const __mmask16 some = first(p.blocks - b);
+        _mm512_mask_storeu_ps(to + b, some, scales_at(p, row + r, b, some));
+      }
+  }
   return buffer;
 }
 
