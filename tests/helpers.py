@@ -63,12 +63,15 @@ TOLERANCE = {"highest": 3e-6, "high": 1e-4, "default": 2.5e-2}
 strict = ft.partial(eqquant.quaxify, on_materialise="error")
 
 
-def multiply_by(kernels, matmul, x, codes, scales, x_unit=None, interpret=False):
+def multiply_by(
+    kernels, matmul, x, codes, scales, x_unit=None, interpret=False, view=None
+):
     """The product by the first of some kernels that serves it."""
     product = matmul.of(x, codes, scales)
     kernel = choose(kernels, product)
     assert not isinstance(kernel, str), kernel
-    return kernel.lower(product, x, codes, scales, x_unit, interpret)
+    views = {} if view is None else {"view": view}
+    return kernel.lower(product, x, codes, scales, x_unit, interpret, **views)
 
 
 def relative(actual, expected) -> float:
@@ -202,6 +205,23 @@ def kernels_in(compiled) -> list[str]:
     calls = re.findall(r"%([^\s.]+)\S* = .*custom_call_target=\"tpu_custom", text)
     around = ("spread", "split_planes", "join_planes", "round_rows")
     return [call for call in calls if call not in around]
+
+
+def large_copies(text: str, limit: int = 2**16) -> list[str]:
+    """Return the instructions of a program that copy more than `limit` bytes."""
+    bits = {"pred": 8, "bf16": 16}
+    found = []
+    for line in text.splitlines():
+        match = re.match(
+            r"\s*(?:ROOT )?\S+ = (\w+)\[([\d,]*)\]\S* (copy|dynamic-slice|transpose)\(",
+            line,
+        )
+        if match is None:
+            continue
+        kind = bits.get(match[1]) or int(re.sub(r"\D", "", match[1][:3]))
+        if np.prod([int(n) for n in match[2].split(",") if n]) * kind // 8 > limit:
+            found.append(line.strip())
+    return found
 
 
 class Interrupted(Exception):

@@ -252,6 +252,8 @@ class Slice(Cut):
         return bounds != (0, self.old[axis], 1)
 
     def on_array(self, x, axes, new):
+        if not any(self.cuts(axis) for axis in axes if isinstance(axis, int)):
+            return x
         limit = _sizes(x, axes, self.limit)
         start, strides = _entries(axes, self.start, 0), _entries(axes, self.strides, 1)
         return lax.slice(x, start, limit, strides)

@@ -1,14 +1,22 @@
 """The kernel of each product of a function."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._jax import is_manual, Literal, num_devices_of, open_jaxpr, subjaxprs, typed
+from .._jax import (
+    is_manual,
+    Literal,
+    num_devices_of,
+    open_jaxpr,
+    split_scan,
+    subjaxprs,
+    typed,
+)
 from ..kernels import Compute
-from ..primitives import lowering_of, quantized_dot_p
+from ..primitives import lowering_of, quantized_dot_p, unflatten
 from ._inspect import on_arrays
 
 
@@ -50,15 +58,16 @@ def explain(
     devices = max(map(num_devices_of, jax.tree.leaves(dynamic)), default=1)
     paths = [_path(keys) for keys, _ in jax.tree.leaves_with_path(dynamic)]
     lines: dict[str, list[str]] = {}
-    for eqn, path in _products(jax.make_jaxpr(call)(dynamic), paths):
+    weights = [_Codes(path) for path in paths]
+    for eqn, weight in _products(jax.make_jaxpr(call)(dynamic), weights):
         x, codes, *parts = (var.aval for var in eqn.invars)
-        scales, _ = eqn.params["stored"].unflatten(parts)
+        (scales, _), view = unflatten(codes, parts, eqn.params["stored"])
         out = eqn.outvars[0].aval
         matmul = eqn.params["matmul"]
-        weight = repr(matmul.format)
+        by = repr(matmul.format)
         if matmul.compute != Compute():
-            weight += f", {matmul.compute!r},"
-        line = f"{x.str_short()} by {weight} gives {out.str_short()}: " + lowering_of(
+            by += f", {matmul.compute!r},"
+        line = f"{x.str_short()} by {by} gives {out.str_short()}: " + lowering_of(
             x,
             codes,
             scales,
@@ -66,8 +75,11 @@ def explain(
             devices=1 if is_manual(x) else devices,
             matmul=matmul,
             plan=eqn.params["plan"],
+            view=view,
         )
-        lines.setdefault(line, []).append(path)
+        if view is None and weight.is_slice:
+            line += ", copies its weight out of a stack (see eqquant.trees.scan_layers)"
+        lines.setdefault(line, []).append(weight.path)
     if not lines:
         return "no product with a quantized weight"
     return "\n".join(line + _weights(paths) for line, paths in lines.items())
@@ -93,24 +105,38 @@ def _path(keys: Sequence[Any]) -> str:
     return ".".join(names[2:-1]) or f"argument {names[1]}"
 
 
-def _products(jaxpr: Any, paths: Sequence[str]) -> Iterator[tuple[Any, str]]:
-    """Yield each product with the path of its weight. `paths` has the path of each
-    input whose elements are codes, or an empty string."""
+class _Codes(NamedTuple):
+    """An array whose elements are codes: the path of its weight, and whether it was
+    sliced out of a stack inside of a program. Other arrays have no path."""
+
+    path: str = ""
+    is_slice: bool = False
+
+
+def _products(jaxpr: Any, inputs: Sequence[_Codes]) -> Iterator[tuple[Any, _Codes]]:
+    """Yield each product with its codes."""
     jaxpr, _ = open_jaxpr(jaxpr)
-    known = dict(zip(jaxpr.invars, paths, strict=True))
-    path_of = lambda var: "" if isinstance(var, Literal) else known.get(var, "")
+    known = dict(zip(jaxpr.invars, inputs, strict=True))
+    none = _Codes()
+    read = lambda var: none if isinstance(var, Literal) else known.get(var, none)
     for eqn in jaxpr.eqns:
-        inputs = list(map(path_of, eqn.invars))
+        operands, name = list(map(read, eqn.invars)), eqn.primitive.name
         if eqn.primitive is quantized_dot_p:
-            yield eqn, inputs[1]
+            yield eqn, operands[1]
             continue
         # Slices and reshapes of codes have 8 bits. Results of products do not.
-        moved = next(filter(None, inputs), "")
+        moved = next((codes for codes in operands if codes.path), none)
+        if name in ("dynamic_slice", "slice", "gather"):
+            moved = moved._replace(is_slice=True)
         for var in eqn.outvars:
             is_codes = getattr(var.aval, "dtype", None) in (jnp.uint8, jnp.int8)
-            known[var] = moved if is_codes else ""
+            known[var] = moved if is_codes else none
+        if name == "scan":
+            first = len(operands) - len(split_scan(eqn.params, operands)[2])
+            sliced = (codes._replace(is_slice=True) for codes in operands[first:])
+            operands[first:] = sliced
         for inner in subjaxprs(eqn.params):
             # Inputs of loops and branches come last.
             count = len(open_jaxpr(inner)[0].invars)
-            last = [*[""] * count, *inputs][-count:] if count else []
+            last = [*[none] * count, *operands][-count:] if count else []
             yield from _products(inner, last)

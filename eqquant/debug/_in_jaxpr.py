@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._jax import Literal, open_jaxpr, split_scan, subjaxprs
 from ..formats import num_codes, planes_of
-from ..primitives import implementation_on, quantized_dot_p
+from ..primitives import implementation_on, quantized_dot_p, unflatten
 from ._flow import (
     after,
     at_most,
@@ -165,7 +165,11 @@ def _decoded_in_product(
     size, matrix = (num_codes(math.prod(codes.shape[i:]), bits) for i in (0, -2))
     weight = TrackedWeight(size, size, planes_of(bits), frozenset({size, matrix}))
     dot = ft.partial(implementation_on(platform), matmul=matmul)
-    run = lambda x, codes, *parts: dot(x, codes, *stored.unflatten(parts))
+
+    def run(x, codes, *parts):
+        numbers, view = unflatten(codes, parts, stored)
+        return dot(x, codes, *numbers, view)
+
     jaxpr = jax.make_jaxpr(run)(x, codes, *parts)
     flows = [Flow(data=True), Flow({weight: size}), *[Flow() for _ in parts]]
     return decoded_in_jaxpr(jaxpr, flows, lambda const: Flow(), platform)

@@ -23,6 +23,7 @@ from ._product import (
     Matmul as Matmul,
     Product as Product,
     table as table,
+    View as View,
 )
 
 

@@ -2,12 +2,16 @@
 
 import abc
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import equinox as eqx
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int8
+from jax import lax
+from jaxtyping import Array, Float, Int, Int8
 
 from .._jax import wide_dtype
 from ..formats import Format, num_codes
@@ -62,6 +66,43 @@ class Matmul:
             operand(scales, scales.dtype),
             **fields,
         )
+
+
+class View(eqx.Module):
+    """The matrices of a product, as entries of a stack, where a kernel can read them.
+
+    **Fields:**
+
+    - `index`: `(*first)`, the position of each matrix. An index out of bounds is
+        clamped.
+    - `codes`: `(stack, *others, rows, packed)`. The batch axes of the product are
+        `(*first, *others)`.
+    - `scales`, `offsets`: `(stack, *others, rows, blocks)`. If scales are None, the
+        scales and offsets of the product are not entries of a stack. Offsets are also
+        None for a product without offsets.
+    """
+
+    index: Any  # These may be types of arrays.
+    codes: Any
+    scales: Any = None
+    offsets: Any = None
+
+    def take(self, part: Any) -> Any:
+        """Return the entries of a stack, as copies."""
+        take = lambda a: jnp.take(a, self.index, axis=0, mode="clip")
+        if not self.index.ndim:
+            # XLA fuses a slice, unlike a gather.
+            take = lambda a: lax.dynamic_index_in_dim(a, self.index, keepdims=False)
+        return jax.tree.map(take, part)
+
+    @property
+    def flat_index(self) -> Int[Array, " batch"]:
+        """The positions of all matrices of the product, if `others` are merged into
+        the first axis of the stack."""
+        stack, *others, _, _ = self.codes.shape
+        count = math.prod(others)
+        index = jnp.clip(self.index, 0, stack - 1).astype(jnp.int32).reshape(-1, 1)
+        return (index * count + jnp.arange(count, dtype=jnp.int32)).reshape(-1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,9 +235,11 @@ class Kernel(abc.ABC):
         scales: Float[Array, "*batch rows blocks"],
         x_unit: Float[Array, "*batch m 1"] | None = None,
         interpret: bool = False,
+        view: View | None = None,
     ) -> Float[Array, "*batch m out"]:
         """Compute a product. An int8 activation stands for its integers times
-        `x_unit`. `interpret` is for kernels of Pallas."""
+        `x_unit`. `interpret` is for kernels of Pallas. A kernel that `reads_views`
+        reads codes and scales from the stacks of `view`, and `codes` is its stack."""
 
     @abc.abstractmethod
     def describe(self, product: Product) -> str:
@@ -210,6 +253,8 @@ class Kernel(abc.ABC):
 
     # True if `lower` accepts scales as they are stored, rather than decoded.
     reads_short_scales: ClassVar[bool] = False
+    # True if `lower` accepts a view.
+    reads_views: ClassVar[bool] = False
 
     # True if `lower` accepts the offsets of an affine weight as a keyword argument.
     reads_offsets: ClassVar[bool] = False

@@ -1,9 +1,9 @@
 """JAX primitives: how products batch, differentiate and transpose, and their kernels.
 
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, `observe_product` and
-`straight_rounded`, which work on raw arrays; and `implementation_on` and `lowering_of`,
-the kernel of a product as a function and in words. Imports `partition`, `kernels`,
-`formats` and `_jax`.
+`straight_rounded`, which work on raw arrays; `implementation_on` and `lowering_of`, the
+kernel of a product as a function and in words; and `unflatten`, which reads the
+operands of `quantized_dot`. Imports `partition`, `kernels`, `formats` and `_jax`.
 """
 
 from . import _checkpoint as _checkpoint
@@ -19,6 +19,7 @@ from ._observe_rows import (
     observe_rows as observe_rows,
     sums_of_rows as sums_of_rows,
 )
+from ._operands import unflatten as unflatten
 from ._quantized_dot import (
     quantized_dot as quantized_dot,
     quantized_dot_p as quantized_dot_p,

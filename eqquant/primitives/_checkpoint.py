@@ -10,8 +10,8 @@ from ._rows_dot import rows_dot_p
 
 def _contracted(eqn) -> tuple:
     """Return the axes of a quantized product, as for `lax.dot_general_p`."""
-    x, codes, *_ = (var.aval for var in eqn.invars)
-    batch = tuple(range(codes.ndim - 2))
+    x = eqn.invars[0].aval
+    batch = tuple(range(x.ndim - 2))  # The codes may be a stack.
     last = x.ndim - 1
     over = (last,), (last - eqn.params["matmul"].contract_rows,)
     return over, (batch, batch)

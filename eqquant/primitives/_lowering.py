@@ -4,10 +4,11 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 from jax.interpreters import mlir
+from jax.sharding import PartitionSpec
 
 from .._jax import is_automatically_partitioned, is_exported
-from ..formats import float_scales, num_bytes, num_codes
-from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, xla
+from ..formats import float_scales, num_bytes, num_codes, ShortScales
+from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, View, xla
 from ..partition import (
     DOT,
     DOT_OVER_ROWS,
@@ -18,6 +19,7 @@ from ..partition import (
     plan_from_types,
 )
 from ._offsets import add_offsets
+from ._operands import codes_of, flatten, unflatten, without_offsets
 
 
 # The kernels of each platform, in the order in which they are tried. The kernels of XLA
@@ -69,14 +71,24 @@ def _for_parts(
 
 
 def dot_by(tiers: Tiers) -> Callable:
-    """Return the product as a function of raw arrays, for a device."""
+    """Return the product as a function of raw arrays, for a device. With a view,
+    `codes` is its stack."""
 
     def dot(
-        x, codes, scales, offsets=None, *, matmul: Matmul, over: tuple[str, ...] = ()
+        x,
+        codes,
+        scales,
+        offsets=None,
+        view: View | None = None,
+        *,
+        matmul: Matmul,
+        over: tuple[str, ...] = (),
     ):
-        kernel, product, _ = choose_kernel(tiers, matmul, x, codes, scales, over)
+        taken = codes_of(codes, view)
+        kernel, product, _ = choose_kernel(tiers, matmul, x, taken, scales, over)
         if offsets is not None and not kernel.reads_offsets:
-            out = dot(x, codes, scales, matmul=matmul.wide, over=over)
+            view = without_offsets(view)
+            out = dot(x, codes, scales, None, view, matmul=matmul.wide, over=over)
             return add_offsets(out, x, scales, offsets, matmul)
         x_unit = None
         rounded = not over and kernel.rounds_to_int8(product)
@@ -85,7 +97,13 @@ def dot_by(tiers: Tiers) -> Callable:
         if not kernel.reads_short_scales:
             scales = float_scales(scales)
         added = {} if offsets is None else {"offsets": offsets}
-        return kernel.lower(product, x, codes, scales, x_unit, **added)
+        if view is not None and not kernel.reads_views:
+            codes, view = view.take(codes), None
+        if view is None:
+            return kernel.lower(product, x, codes, scales, x_unit, **added)
+        if not kernel.reads_short_scales and isinstance(view.scales, ShortScales):
+            view = View(view.index, view.codes)  # Do not decode the scales of a stack.
+        return kernel.lower(product, x, codes, scales, x_unit, view=view, **added)
 
     return dot
 
@@ -103,21 +121,48 @@ def partition_of(matmul: Matmul, plan: Plan, x, codes, scales) -> Partition:
 def _sharded(dot: Callable, plan: Plan) -> Callable:
     """Run a product on each device, by a plan."""
 
-    def call(x, codes, scales, offsets=None, *, matmul: Matmul):
+    def call(x, codes, scales, offsets=None, view=None, *, matmul: Matmul):
+        view = without_offsets(view)
         if offsets is not None:
-            out = call(x, codes, scales, matmul=matmul.wide)
+            out = call(x, codes, scales, None, view, matmul=matmul.wide)
             return add_offsets(out, x, scales, offsets, matmul)
-        args = x, codes, float_scales(scales)
-        partition = partition_of(matmul, plan, *args)
+        scales = float_scales(scales)
+        partition = partition_of(matmul, plan, x, codes_of(codes, view), scales)
+        if view is not None and not _reads_stacks(partition, view):
+            codes, view = view.take(codes), None
+        if view is not None and isinstance(view.scales, ShortScales):
+            view = View(view.index, view.codes)  # They are not split.
+        operands, stored = flatten(codes, (scales, None), view)
+        if view is not None:
+            partition = _over_stacks(partition, view)
 
         def local(*args):
-            *args, dtype = args
+            x, codes, *parts, dtype = args
             part = dataclasses.replace(matmul, out_dtype=dtype)
-            return dot(*args, matmul=part, over=partition.over)
+            numbers, view = unflatten(codes, parts, stored)
+            return dot(x, codes, *numbers, view, matmul=part, over=partition.over)
 
-        return partition.sharded(local, matmul.out_dtype)(*args)
+        return partition.sharded(local, matmul.out_dtype)(x, *operands)
 
     return call
+
+
+def _reads_stacks(partition: Partition, view: View) -> bool:
+    """Return whether each device reads its part of a stack in place: a weight that is
+    gathered is sliced before."""
+    _, *of_weight = partition.gathers
+    return not any(map(any, of_weight)) and not view.index.ndim
+
+
+def _over_stacks(partition: Partition, view: View) -> Partition:
+    """Return the partition for the operands of a product with a view."""
+    of_x, of_codes, of_scales = partition.in_specs
+    stacked = lambda spec: PartitionSpec(None, *spec)
+    specs = [of_x, stacked(of_codes), of_scales, PartitionSpec()]
+    if view.scales is not None:
+        specs.append(stacked(of_scales))
+    gathers = ((),) * len(specs)
+    return dataclasses.replace(partition, in_specs=tuple(specs), gathers=gathers)
 
 
 def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
@@ -131,7 +176,8 @@ def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
             dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan)
 
         def run(x, codes, *parts):
-            return dot(x, codes, *stored.unflatten(parts), matmul=matmul)
+            numbers, view = unflatten(codes, parts, stored)
+            return dot(x, codes, *numbers, view, matmul=matmul)
 
         return mlir.lower_fun(run, multiple_results=False)(ctx, *args)
 
@@ -156,17 +202,22 @@ def lowering_of(
     plan: Plan | None = None,
     platform: str,
     devices: int = 1,
+    view: View | None = None,
 ) -> str:
     """Describe the kernel of a product on a platform, and how it rounds activations.
 
     Only shapes and dtypes are read. With several `devices`, the plan describes the
-    split, unless the mesh of the operands has explicit axes.
+    split, unless the mesh of the operands has explicit axes. With a view, `codes` is
+    its stack.
     """
     tiers, over, text = TIERS.get(platform, PORTABLE), (), ""
+    stack, codes = codes, codes_of(codes, view)
     plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:
         partition = partition_of(matmul, plan, x, codes, scales)
         over, text = partition.over, partition.describe()
+        if view is not None and not _reads_stacks(partition, view):
+            view = None
         x, codes, scales = partition.parts(x, codes, scales)
     elif devices > 1:
         tiers = PORTABLE
@@ -174,4 +225,6 @@ def lowering_of(
             f", because it has no plan for {devices} devices: call eqquant.shard_tree"
         )
     kernel, product, reason = choose_kernel(tiers, matmul, x, codes, scales, over)
+    if view is not None and kernel.reads_views:
+        text += f", reads a stack of {stack.shape[0]} in place"
     return kernel.describe(product) + reason + text

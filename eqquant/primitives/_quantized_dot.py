@@ -26,7 +26,7 @@ from .._jax import (
     zero_tangent,
 )
 from ..formats import float_scales, Format, num_codes, problems_of, ShortScales
-from ..kernels import Compute, Matmul
+from ..kernels import Compute, Matmul, View
 from ..partition import (
     merge,
     names_of,
@@ -39,6 +39,7 @@ from ..partition import (
 from ._activations import straight_rounded
 from ._lowering import dot_by, lowerings, partition_of, PORTABLE
 from ._offsets import add_offsets
+from ._operands import codes_of, flatten, map_first, map_view, unflatten
 from ._scale_gradient import scale_gradient, scale_gradient_p, ScaleGradient
 
 
@@ -58,6 +59,7 @@ def quantized_dot(
     out_dtype=None,
     plan: Plan | None = None,
     offsets: Float[Array, "*batch rows blocks"] | ShortScales | None = None,
+    view: View | None = None,
 ) -> Float[Array, "*batch m out"]:
     """Multiply an activation by a quantized weight, with a JAX primitive.
 
@@ -95,6 +97,8 @@ def quantized_dot(
         mesh with explicit axes, only its request for the result is used.
     - `offsets`: like `scales`, for an affine format. Without them, the result has no
         part of the offsets.
+    - `view`: the stack from which the components were sliced. Kernels then read the
+        stack in place, and the compiler drops the slices.
 
     **Returns:**
 
@@ -106,25 +110,28 @@ def quantized_dot(
     format, shift = (format, 0) if offsets is None else format.centred
     matmul = Matmul(format, contract_rows, compute, weight_dtype, out_dtype, shift)
     if plan is None and not (explicit_mesh_of(codes) or explicit_mesh_of(x)):
-        return _bind(x, codes, (scales, offsets), matmul, plan)
+        return _bind(x, codes, (scales, offsets), view, matmul, plan)
     # A plan splits scales with one number per block.
     scales = float_scales(scales)
     if offsets is None:
-        return _bind(x, codes, (scales, None), matmul, plan)
-    out = _bind(x, codes, (scales, None), matmul.wide, plan)
+        return _bind(x, codes, (scales, None), view, matmul, plan)
+    out = _bind(x, codes, (scales, None), view, matmul.wide, plan)
     return add_offsets(out, x, scales, offsets, matmul)
 
 
-def _bind(x, codes, numbers: tuple, matmul: Matmul, plan: Plan | None):
+def _bind(
+    x, codes, numbers: tuple, view: View | None, matmul: Matmul, plan: Plan | None
+):
     """Bind the primitive. `numbers` are scales, and offsets or None."""
-    parts, stored = jax.tree.flatten(numbers)
-    args = match_varying(x, codes, *parts)
+    operands, stored = flatten(codes, numbers, view)
+    args = match_varying(x, *operands)
     return quantized_dot_p.bind(*args, matmul=matmul, plan=plan, stored=stored)
 
 
 def _uncompiled(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
     del plan
-    return dot_by(PORTABLE)(x, codes, *stored.unflatten(parts), matmul=matmul)
+    numbers, view = unflatten(codes, parts, stored)
+    return dot_by(PORTABLE)(x, codes, *numbers, view, matmul=matmul)
 
 
 define_impl(quantized_dot_p, _uncompiled)
@@ -132,7 +139,8 @@ define_impl(quantized_dot_p, _uncompiled)
 
 @quantized_dot_p.def_abstract_eval
 def _abstract_eval(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
-    scales, given = stored.unflatten(parts)
+    (scales, given), view = unflatten(codes, parts, stored)
+    stack, codes = codes, codes_of(codes, view)
     if given is not None and given.shape != scales.shape:
         raise TypeError(
             f"quantized_dot: offsets must have the shape {scales.shape} of scales, "
@@ -158,7 +166,7 @@ def _abstract_eval(x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
         raise TypeError(f"quantized_dot: {problem}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"quantized_dot: x must be floating point, got {x.dtype}.")
-    plan = plan_from_types(x, codes, asked=plan)
+    plan = plan_from_types(x, stack, asked=plan)
     partition = plan and partition_of(matmul, plan, x, codes, scales)
     return result_type(x, codes, (*x.shape[:-1], free), matmul.out_dtype, partition)
 
@@ -170,24 +178,28 @@ for _platform, _rule in lowerings.items():
 def _jvp(primals, tangents, *, matmul: Matmul, plan: Plan | None, stored):
     x, codes, *parts = primals
     x_dot, _, *parts_dot = tangents
-    numbers = stored.unflatten(parts)
-    out = _bind(x, codes, numbers, matmul, plan)
+    numbers, view = unflatten(codes, parts, stored)
+    out = _bind(x, codes, numbers, view, matmul, plan)
     terms = []
     if type(x_dot) is not ad.Zero:
         # The derivative of rounding activations is the identity.
         unrounded = matmul.with_compute(activations="float")
-        terms.append(_bind(x_dot, codes, numbers, unrounded, plan))
+        terms.append(_bind(x_dot, codes, numbers, view, unrounded, plan))
+    # Tangents of the numbers of a stack are zero: those of its slices are not.
+    own, of_own = jax.tree.flatten(numbers)
+    parts_dot = parts_dot[: len(own)]
     if not all(map(_is_zero, parts_dot)):
         is_short = lambda a: isinstance(a, ShortScales)
         decoded = lambda *parts: jax.tree.map(
-            float_scales, stored.unflatten(parts), is_leaf=is_short
+            float_scales, of_own.unflatten(parts), is_leaf=is_short
         )
-        parts_dot = tuple(map(_instantiated, parts, parts_dot))
-        _, (scales_dot, offsets_dot) = jax.jvp(decoded, tuple(parts), parts_dot)
+        parts_dot = tuple(map(_instantiated, own, parts_dot))
+        _, (scales_dot, offsets_dot) = jax.jvp(decoded, tuple(own), parts_dot)
+        view = None if view is None else View(view.index, view.codes)
         if offsets_dot is None:
-            terms.append(_bind(x, codes, (scales_dot, None), matmul, plan))
+            terms.append(_bind(x, codes, (scales_dot, None), view, matmul, plan))
         else:
-            term = _bind(x, codes, (scales_dot, None), matmul.wide, plan)
+            term = _bind(x, codes, (scales_dot, None), view, matmul.wide, plan)
             terms.append(add_offsets(term, x, scales_dot, offsets_dot, matmul))
     if not terms:
         return out, zero_tangent(out)
@@ -219,19 +231,24 @@ def _transpose(ct, x, codes, *parts, matmul: Matmul, plan: Plan | None, stored):
             contract_rows=not matmul.contract_rows,
             out_dtype=x.aval.dtype,
         )
-        numbers = stored.unflatten(parts)
-        out = _bind(ct, codes, numbers, back, _plan_back(x.aval, codes, plan))
+        numbers, view = unflatten(codes, parts, stored)
+        plan = _plan_back(x.aval, codes, plan)
+        out = _bind(ct, codes, numbers, view, back, plan)
         return _typed_as(out, x.aval), *nothing
-    (scales,) = parts  # The derivative for scales binds floats without offsets.
+    # The derivative for scales binds floats without offsets.
+    scales, *index = parts
+    nothing = [None] * len(index)
     if type(ct) is ad.Zero:
-        return None, None, ad.Zero(scales.aval)
+        return None, None, ad.Zero(scales.aval), *nothing
+    if index:
+        codes = View(index[0], codes).take(codes)
     if matmul.compute.activations == "int8":
         x = straight_rounded(x, (x.ndim - 1,))
     over_rows, over_columns = (x, ct) if matmul.contract_rows else (ct, x)
     scales = scales.aval
     gradient = ScaleGradient(matmul.format, scales.shape[-1], scales.dtype)
     out = scale_gradient(over_rows, over_columns, codes, gradient, plan)
-    return None, None, _typed_as(out, scales)
+    return None, None, _typed_as(out, scales), *nothing
 
 
 def _transpose_scale_gradient(
@@ -246,8 +263,8 @@ def _transpose_scale_gradient(
             gradient.format, by_rows, Compute("highest"), out_dtype=aval.dtype
         )
         x = rows if by_rows else columns
-        out = _bind(x, codes, (ct, None), matmul, _plan_back(aval, codes, plan))
-        out = _typed_as(out, aval)
+        plan = _plan_back(aval, codes, plan)
+        out = _typed_as(_bind(x, codes, (ct, None), None, matmul, plan), aval)
     return (None, out, None) if by_rows else (out, None, None)
 
 
@@ -278,7 +295,7 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
     x, codes, *parts = args
     x_dim, codes_dim, *parts_dims = dims
     if codes_dim is None and set(parts_dims) == {None}:
-        numbers = stored.unflatten(parts)
+        numbers, view = unflatten(codes, parts, stored)
         # Several activations for one weight are more rows of one product.
         x = jnp.moveaxis(x, x_dim, -3)
         ones = [1] * (x.ndim - 3)
@@ -291,20 +308,26 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
             if x.shape[-2] % scattered.counts[-2] == 0:
                 parts = scattered
         rows = merge(x, [*ones, 2, 1], parts)
-        out = _bind(rows, codes, numbers, matmul, plan)
+        out = _bind(rows, codes, numbers, view, matmul, plan)
         shapes = [[size] for size in out.shape]
         shapes[-2] = list(x.shape[-3:-1])
         return split(out, shapes, parts), len(ones)
 
     size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
 
-    def to_front(a, dim):
-        if dim is None:
-            return jnp.broadcast_to(a, (size, *a.shape))
-        return jnp.moveaxis(a, dim, 0)
-
+    numbers, view = unflatten(codes, parts, stored)
+    parts, of_numbers = jax.tree.flatten(numbers)
+    to_front = ft.partial(map_first, size)
+    numbers = of_numbers.unflatten(map(to_front, parts, parts_dims))
+    if view is not None:
+        of_index, *of_stack = parts_dims[len(parts) :]
+        joined = map_view(size, view, (of_index, codes_dim, *of_stack))
+        if joined is not None:
+            return _bind(to_front(x, x_dim), codes, numbers, joined, matmul, plan), 0
+        index, codes = to_front(view.index, of_index), to_front(codes, codes_dim)
+        codes = jax.vmap(lambda i, a: View(i, a).take(a))(index, codes)
+        codes_dim = 0
     codes = to_front(codes, codes_dim)
-    numbers = stored.unflatten(map(to_front, parts, parts_dims))
     if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
         # Several weights for one activation are more rows of one weight.
         batch = x.ndim - 2
@@ -319,9 +342,9 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
             merged = *moved[:batch], moved[-3] * moved[-2], moved[-1]
             plan = plan.permuted(order).reshaped(moved, merged)
         numbers = jax.tree.map(to_rows, numbers)
-        out = _bind(x, to_rows(codes), numbers, matmul, plan)
+        out = _bind(x, to_rows(codes), numbers, None, matmul, plan)
         return out.reshape(*out.shape[:-1], size, -1), out.ndim - 1
-    return _bind(to_front(x, x_dim), codes, numbers, matmul, plan), 0
+    return _bind(to_front(x, x_dim), codes, numbers, None, matmul, plan), 0
 
 
 def _merges(plan: Plan | None, codes) -> bool:

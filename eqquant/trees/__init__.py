@@ -45,6 +45,7 @@ from ._report import (
 from ._results import float_arrays as float_arrays
 from ._roles import weight_of as weight_of
 from ._rules import QuantizationRule as QuantizationRule, Rules as Rules
+from ._scan_layers import scan_layers as scan_layers
 from ._sites import Site as Site, sites as sites, Tree as Tree
 from ._size import too_small as too_small
 from ._table import as_text as as_text
@@ -65,6 +66,7 @@ __all__ = [
     "QuantizationRule",
     "trainable_mask",
     "nbytes",
+    "scan_layers",
     "WeightAxes",
     "with_compute",
 ]

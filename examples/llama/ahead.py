@@ -106,6 +106,7 @@ def serving(model: Decoder, layout: Layout, batch: int, length: int, new: int = 
     cache = _placed(cache, layout.cache())
     tokens = _tokens(layout, batch, new)
 
+    @eqquant.quaxify  # Kernels read layers in the stack.
     def extend(cache, model, tokens, start):
         hidden, cache = model.extend(tokens, cache, start, layout=layout)
         return cache, model.logits(hidden[:, -1:])

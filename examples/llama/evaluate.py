@@ -69,7 +69,8 @@ def quantized(
     def whole() -> tuple[
         Decoder, eqquant.calibration.Statistics, eqquant.calibration.Allocation
     ]:
-        model = load_model(source, decode="all", progress=False)
+        # Apart, so that each layer can have its own formats.
+        model = load_model(source, decode="all", stacked=False, progress=False)
         loss = lambda model, batch: losses(model, batch)[0]
         stats = eqquant.calibrate(loss, model, batches())
         size = eqquant.trees.nbytes(model)

@@ -11,6 +11,7 @@ Without `--format`, the weights of a GGUF file keep their formats.
 """
 
 import argparse
+import functools as ft
 import itertools
 import pathlib
 import resource
@@ -81,15 +82,20 @@ class Generator:
         self._skeleton = eqx.filter_eval_shape(lambda: model)
         self._dtype = model.norm.weight.dtype
 
-        def step(arrays, cache, tokens, start, last, key):
+        @ft.partial(eqquant.quaxify, on_materialise="error")
+        def extend(model, cache, tokens, start, last, key):
             """Append tokens, and return the token that follows position `last`."""
-            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
             hidden, cache = model.extend(tokens, cache, start)
             hidden = jax.lax.dynamic_slice_in_dim(hidden, last, 1, 1)
             logits = model.logits(hidden)[:, 0]
             return choose(logits, jax.random.fold_in(key, start + last)), cache
 
-        step = eqquant.quaxify(step, on_materialise="error")
+        def step(arrays, *args):
+            # `quaxify` needs quantized arrays, rather than their parts.
+            return extend(
+                eqx.combine(jax.tree.unflatten(treedef, arrays), static), *args
+            )
+
         self._step = jax.jit(step, donate_argnums=1)
         self.cache = self._empty()
         self._cached: list[int] = []  # The tokens whose keys and values are cached.

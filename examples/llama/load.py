@@ -8,6 +8,7 @@ fit into memory.
 """
 
 import pathlib
+import re
 import sys
 from collections.abc import Mapping
 from typing import Literal
@@ -41,7 +42,7 @@ def load_model(
     *,
     rules: Mapping | None = None,
     dtype=jnp.float32,
-    stacked: bool = False,
+    stacked: bool | None = None,
     decode: bool | Literal["all"] = False,
     progress: bool | None = None,
 ) -> Decoder:
@@ -52,11 +53,13 @@ def load_model(
     - `model`: a folder, a GGUF file, or a result of `open_model`.
     - `format`, `rules`, `decode`, `progress`: as in [`eqquant.load_quantized`][].
     - `dtype`: of all other arrays and of activations.
-    - `stacked`: stack the layers, which is better for training. The default is better
-        for generating text.
+    - `stacked`: stack the layers, so that only one layer is compiled. By default, they
+        are stacked unless the file stores them in different formats.
     """
     source = open_model(model)
     config = source.config
+    if stacked is None:
+        stacked = can_stack(source, decode)
 
     def make(key):
         model = Decoder(config, dtype, key=key)
@@ -73,6 +76,20 @@ def load_model(
         progress=progress,
     )
     return source.arrange(loaded)
+
+
+def can_stack(source: Model, decode: bool | Literal["all"]) -> bool:
+    """Return whether the arrays of all layers have the same formats."""
+    if decode == "all":
+        return True
+    formats: dict[str, set[str]] = {}
+    tensors = eqquant.checkpoints.describe_checkpoint(source.path).tensors
+    for name, tensor in tensors.items():
+        is_decoded = not tensor.is_quantized or (decode and not tensor.is_exact)
+        in_any_layer = re.sub(r"\.\d+\.", ".*.", name, count=1)
+        found = formats.setdefault(in_any_layer, set())
+        found.add("float" if is_decoded else tensor.type)
+    return all(len(found) == 1 for found in formats.values())
 
 
 def load_in(

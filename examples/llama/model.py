@@ -13,8 +13,8 @@ Text generation keeps the keys and values of earlier tokens in a cache:
     logits = model.logits(hidden[:, -1:])
 
 The layers are stacked and run under `lax.scan`, so that only one layer is compiled.
-`unstack` separates them: XLA copies a layer out of the stack before a product, which is
-slow for one token, and negligible for many.
+Under `eqquant.quaxify`, products read quantized weights of a layer in the stack.
+`unstack` separates layers, for a file that stores them in different formats.
 """
 
 import functools as ft

@@ -71,7 +71,7 @@ def test_the_primitive_multiplies_floats(q):
             q.scales,
             matmul=eqquant.kernels.Matmul(NF4()),
             plan=None,
-            stored=jax.tree.structure((q.scales, None)),
+            stored=jax.tree.structure(((q.scales, None), None)),
         )
 
 

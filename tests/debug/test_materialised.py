@@ -305,10 +305,10 @@ def test_kernels(w, normal):
 
 def test_lowerings_that_decode(w, normal, monkeypatch):
 
-    def decodes(x, codes, scales, offsets, *, matmul):
+    def decodes(x, codes, scales, offsets, view, *, matmul):
         return x @ w.replace(codes=codes, scales=scales).dequantize().T
 
-    def slices(x, codes, scales, offsets, *, matmul):
+    def slices(x, codes, scales, offsets, view, *, matmul):
         return x[:, :COLUMNS] @ jnp.ones((COLUMNS, codes.shape[0]))
 
     x = normal(ROWS, COLUMNS)

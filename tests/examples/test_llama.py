@@ -190,7 +190,7 @@ def test_folder_quantized_by_another_library(name):
     values = load_file(QUANTIZED / name / "expected.safetensors")
     tokens = jnp.asarray(values["tokens"], jnp.int32)
     model = load_model(QUANTIZED / name, progress=False)
-    query = model.layers[0].attention.query.weight
+    query = model.layers.attention.query.weight
     assert query.format == eqquant.Int4(block_size=32, affine=True)
     expected = forward(eqquant.dequantize_tree(model), tokens)
     # Like the float models above, but with 15-bit activations in products.

@@ -6,6 +6,7 @@ import json
 import pathlib
 import shutil
 import sys
+import types
 
 import eqquant
 import equinox as eqx
@@ -25,7 +26,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 from architectures import config_of  # noqa: E402
 from config import Llama3Scaling, rope_frequencies  # noqa: E402
-from load import load_model  # noqa: E402
+from load import can_stack, load_model  # noqa: E402
 from lora import add_adapters, load_adapters, save_adapters  # noqa: E402
 from model import unstack  # noqa: E402
 from packing import batch_at, pack  # noqa: E402
@@ -168,16 +169,27 @@ def test_incomplete_folder_raises(folder):
 
 def test_stacked_and_separate_layers_have_equal_weights():
     for name in ("llama2", "qwen3_moe"):  # The first folder has sharded weights.
-        apart, stacked = load(DATA / name), load(DATA / name, stacked=True)
+        apart, stacked = load(DATA / name, stacked=False), load(DATA / name)
         assert_identical(
             eqx.filter(apart, eqx.is_array), eqx.filter(unstack(stacked), eqx.is_array)
         )
     assert load(DATA / "qwen2", dtype=jnp.bfloat16).norm.weight.dtype == jnp.bfloat16
 
 
+def test_layers_of_different_formats_stay_apart(tmp_path):
+    weight = jnp.ones((64, 64))
+    for formats, expected in ((["nf4", "nf4"], True), (["nf4", "int8"], False)):
+        layers = [{"w": eqquant.quantize(weight, format)} for format in formats]
+        eqquant.save(tmp_path / "model.safetensors", {"layers": layers})
+        source = types.SimpleNamespace(path=tmp_path / "model.safetensors")
+        assert can_stack(source, False) == expected
+        assert can_stack(source, "all")
+
+
 @pytest.mark.parametrize("name", ["llama3", slow("mixtral")])
 def test_adapters_in_files(name, tmp_path):
-    stacked, apart = load(DATA / name, stacked=True), load(DATA / name)
+    stacked = load(DATA / name)
+    apart = load(DATA / name, stacked=False)
     adapted = add_adapters(stacked, 2, alpha=3.0, key=jax.random.key(0))
     kind = values_of(name)["model_type"]
     save_adapters(tmp_path, adapted, kind)

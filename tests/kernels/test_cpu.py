@@ -22,7 +22,7 @@ from eqquant import (
 from eqquant.formats import Int5, Int6
 from eqquant.kernels import Compute, cpu, Matmul, round_int8, xla
 from eqquant.kernels.cpu._call import call, unpacked_bits
-from helpers import pairs, relative
+from helpers import assert_identical, pairs, relative
 
 
 # The documented error of each kernel, with a margin for small shapes.
@@ -379,6 +379,7 @@ def test_bad_calls_are_errors(normal):
         rounds_x=False,
         level_unit=np.float32(0),
         contract_rows=False,
+        own_scales=False,
     )
     operands = dict(x=normal(4, 128), codes=q.codes, scales=q.scales)
     operands |= dict(outer=normal(40, 2), offsets=normal(40, 2))
@@ -387,6 +388,7 @@ def test_bad_calls_are_errors(normal):
     def call(y=(4, 40), scratch=4 * 128 * 4, **changed):
         attributes = {k: changed.get(k, v) for k, v in good.items()}
         args = [changed.get(k, v) for k, v in operands.items()]
+        args += [changed["index"]] if "index" in changed else []
         out = (
             jax.ShapeDtypeStruct(y, jnp.float32),
             jax.ShapeDtypeStruct((scratch,), jnp.uint8),
@@ -394,6 +396,12 @@ def test_bad_calls_are_errors(normal):
         return jax.ffi.ffi_call("eqquant_dot", out)(*args, **attributes)[0]
 
     assert call().shape == (4, 40)
+    # With an index, codes and scales are stacks. The index is clamped.
+    index = jnp.int32(7)
+    stacks = {name: operands[name][None] for name in ("codes", "scales")}
+    assert_identical(call(index=index, **stacks), call())
+    codes = stacks["codes"]
+    assert_identical(call(index=index, codes=codes, own_scales=True), call())
     for changed, message in (
         (dict(kernel="none"), "no kernel"),
         (dict(bits=np.int64(7)), "bits must be"),
@@ -417,6 +425,13 @@ def test_bad_calls_are_errors(normal):
         (dict(run=np.int64(0)), "run must divide"),
         (dict(scratch=100), "scratch is too small"),
         (dict(x=normal(1, 4, 128)), "same number of axes"),
+        (dict(index=index), "same number of axes"),
+        (dict(index=index, codes=codes), "same number of axes"),
+        (stacks | dict(index=index, own_scales=True), "same number of axes"),
+        (dict(outer_blocks=np.int64(2), index=index, **stacks), "outer scale"),
+        (dict(index=jnp.float32(7), **stacks), "same number of axes"),
+        (dict(index=index[None], **stacks), "same number of axes"),
+        (stacks | dict(index=index, codes=q.codes[None, None]), "number of axes"),
     ):
         with pytest.raises(Exception, match=message):
             jax.block_until_ready(call(**changed))

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import choose, Compute, gpu, GPUKernel, Matmul
+from eqquant.kernels import choose, Compute, gpu, GPUKernel, Matmul, View
 from eqquant.kernels.gpu import _check, _chips, _triton
-from helpers import multiply_by, pairs, relative, slow
+from helpers import assert_identical, multiply_by, pairs, relative, slow
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary(), Int4(), Int8(block_size=64)]
@@ -95,6 +95,27 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
     # Operands have 16, 11 or 8 significant bits.
     bound = {"float32": 1e-5, "float16": 5e-4, "bfloat16": 4e-3}[dtype]
     assert relative(out, expected) < (6e-3 if precision == "default" else bound)
+
+
+@pairs(
+    "format, contract_rows, stacked_scales, split",
+    [NF4(), Int8()],
+    [False, True],
+    [True, False],
+    [1, 2],
+)
+def test_layers_of_a_stack_are_read_in_place(
+    format, contract_rows, stacked_scales, split, on, normal, monkeypatch
+):
+    """Results equal the results for slices, bit for bit."""
+    monkeypatch.setattr(_chips, "tiles_for", small(3, contract_rows, split))
+    q = eqquant.quantize(normal(3, 2, 64, 256), format)
+    x = normal(2, 3, 64 if contract_rows else 256)
+    matmul = Matmul(format, contract_rows)
+    view = View(jnp.int32(1), q.codes, q.scales if stacked_scales else None)
+    own = view.take((q.codes, q.scales))
+    out = multiply_by(gpu.KERNELS, matmul, x, *own, interpret=True, view=view)
+    assert_identical(out, multiply_by(gpu.KERNELS, matmul, x, *own, interpret=True))
 
 
 MANY = [NF4(), Int4(block_size=64), Int8(block_size=64), Ternary(block_size=128)]

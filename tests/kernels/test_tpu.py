@@ -10,11 +10,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
-from eqquant.kernels import choose, Compute, Matmul, tpu, TPUKernel
+from eqquant.kernels import choose, Compute, Matmul, tpu, TPUKernel, View
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
 from eqquant.primitives import _lowering
-from helpers import FORMATS as EVERY_FORMAT, multiply_by, pairs, relative, slow
+from helpers import (
+    assert_identical,
+    FORMATS as EVERY_FORMAT,
+    multiply_by,
+    pairs,
+    relative,
+    slow,
+)
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary()]
@@ -70,6 +77,32 @@ def check(
     if variant == "decode" and dtype == "bfloat16":
         tolerance = 2.5e-4  # NF4 in two float8 digits.
     assert relative(out, expected) < tolerance
+
+
+@pairs(
+    "format, m, contract_rows, stacked_scales",
+    [NF4(), Int8(), Ternary(), slow(Int3()), slow(Binary())],
+    [8, 40],
+    [False, True],
+    [True, False],
+)
+def test_layers_of_a_stack_are_read_in_place(
+    format, m, contract_rows, stacked_scales, normal
+):
+    """Results equal the results for slices, bit for bit."""
+    q = eqquant.quantize(normal(3, 2, 256, 512), format)
+    x = normal(2, m, 256 if contract_rows else 512)
+    matmul = Matmul(format, contract_rows)
+    multiply = ft.partial(multiply_by, tpu.KERNELS, matmul, interpret=True)
+    for i in (1, 7):  # An index out of bounds is clamped.
+        scales = q.scales if stacked_scales else None
+        view = View(jnp.int32(i), q.codes, scales)
+        own = view.take((q.codes, q.scales))
+        assert_identical(multiply(x, *own, view=view), multiply(x, *own))
+    index = jnp.array([2, 0])  # A matrix for each product.
+    view = View(index, q.codes[:, 0], q.scales[:, 0] if stacked_scales else None)
+    own = view.take((q.codes[:, 0], q.scales[:, 0]))
+    assert_identical(multiply(x, *own, view=view), multiply(x, *own))
 
 
 @pairs(

@@ -12,6 +12,7 @@ from eqquant.debug import compile_for_tpu
 from eqquant.kernels import Compute, TPUKernel
 from helpers import (
     kernels_in,
+    large_copies,
     needs_compiler,
     pairs,
     slow,
@@ -194,3 +195,34 @@ def test_explain(normal):
         lambda x: x @ long.T, jnp.ones((2, 2**19)), platform="tpu"
     )
     assert "XLA" in why and "too long" in why
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "chip, format, m",
+    [
+        ("v5e", NF4(), 8),
+        ("v6e", NF4(), 8),
+        *(pytest.param("v5e", f, 8, marks=pytest.mark.slow) for f in FORMATS[1:]),
+        *(pytest.param("v6e", f, 256, marks=pytest.mark.slow) for f in FORMATS),
+        pytest.param("v5p", NF4(), 8, marks=pytest.mark.slow),
+        pytest.param("TPU7x", NF4(), 8, marks=pytest.mark.slow),
+    ],
+)
+def test_a_scan_over_layers_copies_no_codes(chip, format, m):
+    """Both directions of a product read each layer in the stack."""
+    stack = jax.eval_shape(
+        ft.partial(eqquant.quantize, format=format, check_finite=False),
+        jax.ShapeDtypeStruct((4, 2048, 2048), jnp.bfloat16),
+    )
+    x = jax.ShapeDtypeStruct((m, 2048), jnp.bfloat16)
+    step = lambda x, w: (jnp.tanh(jnp.tanh(x @ w.T) @ w), None)
+    by_slices = lambda x, stack: jax.lax.scan(step, x, stack)[0]
+    in_place = lambda x, stack: eqquant.trees.scan_layers(step, x, stack)[0]
+    limit = 2048 * 2048 * format.bits // 8 // 2
+    copies = {}
+    for fn in (by_slices, in_place):
+        compiled = compile_for_tpu(fn, x, stack, chip=chip)
+        assert len(kernels_in(compiled)) == 2
+        copies[fn] = large_copies(compiled.as_text(), limit)
+    assert copies[by_slices] and not copies[in_place]

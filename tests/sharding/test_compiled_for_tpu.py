@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from collectives import collectives, largest_float
 from eqquant.debug._compile import _libtpu_environment
-from helpers import kernels_in, needs_compiler, slow
+from helpers import kernels_in, large_copies, needs_compiler, slow
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
@@ -95,3 +95,26 @@ def test_rows_of_a_vocabulary_are_looked_up_where_they_are():
     program = compiled(lambda tokens, q: q[tokens], mesh, tokens, table)
     assert {op for op, _ in collectives(program)} == {"all-reduce"}
     assert largest_float(program) <= 32 * SIZE
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v5e:2x4", slow("v6e:2x4")])
+def test_layers_are_read_in_the_part_of_each_device(chip):
+    """Only a weight that is gathered (the last) is copied out of its stack."""
+    mesh = mesh_of(chip, AxisType.Auto)
+    make = lambda: eqquant.quantize(jnp.ones((4, SIZE, SIZE), jnp.bfloat16), "nf4")
+    q = eqx.filter_eval_shape(make)
+    shard = lambda *spec: eqquant.shard_tree(q, mesh, P(None, *spec), batch="d")
+
+    def run(x, *stacks):
+        step = lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0].T) @ w[1].T), None)
+        return eqquant.trees.scan_layers(step, x, stacks)[0]
+
+    args = activation(mesh), shard("m"), shard(None, "m")
+    program = compiled(run, mesh, *args)
+    assert kernels_in(program) == ["nf4_decode"] * 2
+    part = SIZE * SIZE // 2 // 4  # Bytes.
+    assert not large_copies(program.as_text(), part - 1)
+    gathered = compiled(run, mesh, activation(mesh), shard(("m", "d")), args[2])
+    assert large_copies(gathered.as_text(), part // 2 - 1)
+    assert ("all-gather", "u8") in collectives(gathered)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import config
 from ...formats import ShortScales
-from ...kernels import Precision
+from ...kernels import Precision, View
 from ...partition import merge, Parts, Request, reshard_to, split
 from .._partition import SplitProduct
 from ._geometry import Geometry, geometry
@@ -73,6 +73,7 @@ def contract(
 
     return _contract(
         q,
+        q.stack_view,
         x,
         over=tuple(over),
         batch=tuple(batch),
@@ -80,6 +81,20 @@ def contract(
         out_dtype=jnp.dtype(out_dtype),
         out_sharding=out_sharding,
     )
+
+
+def _merged(view: View | None, g: Geometry, codes) -> View | None:
+    """Return a view whose matrices have the axes of the merged codes; None if that
+    would move elements of the stack."""
+    in_order = list(g.weight_order) == sorted(g.weight_order)
+    if view is None or g.columns or not in_order:
+        return None
+
+    def merged(a):
+        return a.reshape(a.shape[0], *codes.shape[:-1], a.shape[-1])
+
+    stacks = view.codes, view.scales, view.offsets
+    return View(view.index, *jax.tree.map(merged, stacks))
 
 
 # One program, also if it is called eagerly.
@@ -90,6 +105,7 @@ def contract(
 )
 def _contract(
     q: AbstractQuantizedArray,
+    view: View | None,
     x: Float[Array, "..."],
     *,
     over: tuple[tuple[int, int], ...],
@@ -114,10 +130,11 @@ def _contract(
         stack = 1 if batch else 0
         (scales, offsets), product = product.gather((scales, offsets), x, stack)
 
+    codes = component(q.codes)
     out = product.dot(
         g,
         x,
-        component(q.codes),
+        codes,
         jax.tree.map(component, scales),
         offsets=jax.tree.map(component, offsets),
         format=q.format,
@@ -125,6 +142,7 @@ def _contract(
         compute=q.compute.updated(precision=precision),
         weight_dtype=q.dtype,
         out_dtype=out_dtype,
+        view=_merged(view, g, codes),
     )
     return reshard_to(_split_result(out, g, product), out_sharding)
 

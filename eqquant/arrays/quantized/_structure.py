@@ -28,10 +28,11 @@ from .._axes import Operation, Role, Slice
 from .._matrices import inverse_order, other_axes, problems_of_axes
 from .._operators import ArrayOperators
 from .._partition import PartitionedCodes
+from .._views import Viewable
 from ._mapped import CheckedAxes
 
 
-class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
+class AbstractQuantizedArray(Viewable, PartitionedCodes, ArrayOperators):
     """The fields of a [`eqquant.QuantizedArray`][], and their axes."""
 
     roles: ClassVar[Mapping[str, Role]] = {"axes": "whole"}
@@ -132,7 +133,12 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
         for field in dataclasses.fields(self):
             value = static.get(field.name, getattr(self, field.name))
             object.__setattr__(new, field.name, value)
+        object.__setattr__(new, "_slot", self._note)
         return new
+
+    @property
+    def stacked_parts(self) -> tuple[Any, Any, Any]:
+        return self.codes, self.scales, self.offsets
 
     def axes_of_parts(self, ndim: int, groups: Mapping[str, Sequence[int]]) -> Any:
         axes = (*other_axes(ndim, groups["axes"]), ...)
@@ -184,7 +190,7 @@ class AbstractQuantizedArray(PartitionedCodes, ArrayOperators):
         )
 
     def with_dtype(self, dtype) -> "AbstractQuantizedArray":
-        return self.replace(dtype=jnp.dtype(dtype))
+        return self.with_static(dtype=jnp.dtype(dtype))
 
     def scale_parts(self, factor: Shaped[Array, "..."], fn: Callable) -> Any:
         """Scale the scales and offsets, in at least float32 to avoid overflow."""

@@ -4,7 +4,8 @@ import weakref
 
 import jax
 
-from ..._jax import called_jaxpr
+from ..._jax import called_jaxpr, is_traced
+from ...arrays import exposed, restored
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
@@ -16,17 +17,21 @@ _compiled: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 @control_rule_for("jit", "pjit")
 def _jit(interpreter: Interpreter, eqn, args):
     jaxpr = eqn.params["jaxpr"]
-    by_interpreter = _compiled.setdefault(jaxpr, {})
-    if interpreter not in by_interpreter:
+    compiled = _compiled.setdefault(jaxpr, {})
+    # In a traced function, results may be views. The index is then a result as well.
+    is_inner = any(map(is_traced, jax.tree.leaves(args)))
+    if (interpreter, is_inner) not in compiled:
         # A reference to the jaxpr in its own entry would keep it alive forever.
         reference = weakref.ref(jaxpr)
 
         def call(*args):
-            return interpreter.function(reference())(*args)
+            out = interpreter.function(reference())(*restored(args))
+            return exposed(out) if is_inner else out
 
         call.__name__ = eqn.params["name"]
-        by_interpreter[interpreter] = jax.jit(call, inline=eqn.params["inline"])
-    return by_interpreter[interpreter](*args)
+        jitted = jax.jit(call, inline=eqn.params["inline"])
+        compiled[interpreter, is_inner] = jitted
+    return restored(compiled[interpreter, is_inner](*exposed(args)))
 
 
 # Since JAX 0.11, the derivative of a checkpointed function is an `eval_jaxpr`.
@@ -37,6 +42,7 @@ def _call(interpreter: Interpreter, eqn, args):
 
 @control_rule_for("remat2", "remat", "checkpoint")
 def _remat(interpreter: Interpreter, eqn, args):
-    fn = interpreter.function(eqn.params["jaxpr"])
+    inner = interpreter.function(eqn.params["jaxpr"])
+    fn = lambda *args: inner(*restored(args))
     prevent_cse, policy = eqn.params["prevent_cse"], eqn.params["policy"]
-    return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=policy)(*args)
+    return jax.checkpoint(fn, prevent_cse=prevent_cse, policy=policy)(*exposed(args))

@@ -10,7 +10,7 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from ..._jax import Literal, open_jaxpr, split_scan, type_of_first
-from ...arrays import ImplicitArray, is_implicit
+from ...arrays import as_views, exposed, ImplicitArray, is_implicit, restored
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
@@ -74,18 +74,19 @@ def _scan(interpreter: Interpreter, eqn, args):
     consts, carry, xs = split_scan(params, args)
     slices = lambda x: not isinstance(x, ImplicitArray) or x.is_scannable
     xs = [x if slices(x) else interpreter.dense(eqn, x) for x in xs]
-    n = len(carry)
+    n, indices = len(carry), jnp.arange(params["length"], dtype=jnp.int32)
 
-    def body(carry, xs):
-        out = fn(*consts, *carry, *xs)
+    def body(carry, inputs):
+        index, parts = inputs
+        out = fn(*consts, *carry, *as_views(parts, xs, index))
         return out[:n], out[n:]
 
-    first = jax.tree.map(type_of_first, xs)
+    first = jax.tree.map(type_of_first, (indices, xs))
     carry, step = _settle(interpreter, eqn, body, carry, first)
     carry, ys = lax.scan(
         step,
         carry,
-        xs,
+        (indices, xs),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],
@@ -134,7 +135,9 @@ def _cond(interpreter: Interpreter, eqn, args):
     index, *operands = args
     jaxprs = eqn.params["branches"]
     zeros = [_zeros_among(jaxpr) for jaxpr in jaxprs]
-    traced = [_traced(interpreter.function(jaxpr), *operands) for jaxpr in jaxprs]
+    operands = exposed(operands)
+    inner = lambda jaxpr: lambda *args: interpreter.evaluate(jaxpr, *restored(args))
+    traced = [_traced(inner(jaxpr), *operands) for jaxpr in jaxprs]
     branches, outs = zip(*traced, strict=True)
     columns = zip(zip(*outs, strict=True), zip(*zeros, strict=True), strict=True)
     common = [_common(outs, zero) for outs, zero in columns]

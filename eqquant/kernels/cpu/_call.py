@@ -18,7 +18,7 @@ from ...formats import (
     PowerOfTwoScales,
     QuantizedScales,
 )
-from .._product import Product
+from .._product import Product, View
 from ._library import load
 
 
@@ -39,6 +39,7 @@ def call(
     x_unit=None,
     offsets=None,
     rounds: bool = False,
+    view: View | None = None,
 ) -> Array:
     """Compute a product by the native kernel of a name. With `rounds`, the kernel
     multiplies offsets by the activation that it rounds to int8."""
@@ -67,7 +68,14 @@ def call(
     )
     # The kernels decode floats with four exponent bits too small by 2**8.
     if format.float8 == "e4m3fn":
-        scales = scales.astype(jnp.float32) * jnp.float32(2**8)
+        x_unit = 2.0**8 * (1 if x_unit is None else x_unit)
+    index, own_scales = (), True
+    if view is not None:
+        index, codes = (view.index.astype(jnp.int32),), view.codes
+        numbers = view.scales, view.offsets
+        # Do not decode the scales of a stack.
+        if view.scales is not None and not any(map(_is_decoded, numbers)):
+            own_scales, (scales, offsets) = False, numbers
     levels = _levels(format)
     stored, added = _stored(scales), _Stored(levels, 0)
     if offsets is not None:
@@ -80,6 +88,7 @@ def call(
         added.scales,
         levels if added.outer is None else added.outer,
         levels,
+        *index,
         kernel=kernel,
         bits=np.int64(format.bits),
         exponent=np.int64(_exponent_bits[format.float8]),
@@ -95,6 +104,7 @@ def call(
         rounds_x=rounds,
         level_unit=np.float32(_level_unit(format)),
         contract_rows=product.contract_rows,
+        own_scales=own_scales,
     )
     if x_unit is not None:
         out = out * x_unit
@@ -112,6 +122,10 @@ class _Stored(NamedTuple):
     outer_blocks: int = 0
 
 
+def _is_decoded(scales: Any) -> bool:
+    return isinstance(scales, FourBitScales)
+
+
 def _stored(scales: Any) -> _Stored:
     if isinstance(scales, PowerOfTwoScales):
         return _Stored(scales.exponents, _exponent)
@@ -120,7 +134,7 @@ def _stored(scales: Any) -> _Stored:
     if isinstance(scales, QuantizedScales):
         type = _integer_types[scales.codes.dtype.name]
         return _Stored(scales.codes, type, scales.exponents, _exponent, GROUP)
-    if isinstance(scales, IntegerScales) and not isinstance(scales, FourBitScales):
+    if isinstance(scales, IntegerScales) and not _is_decoded(scales):
         type, outer_type = (
             _integer_types[scales.codes.dtype.name],
             _scale_types["float16"],

@@ -67,16 +67,26 @@ class NativeKernel(Kernel):
 
     reads_short_scales = True
     reads_offsets = True
+    reads_views = True
 
     def rounds_to_int8(self, product):
         # In `x @ w`, kernels multiply the activation by scales before they round it.
         return self.arithmetic == "int8" and not product.contract_rows
 
     def lower(
-        self, product, x, codes, scales, x_unit=None, interpret=False, offsets=None
+        self,
+        product,
+        x,
+        codes,
+        scales,
+        x_unit=None,
+        interpret=False,
+        view=None,
+        offsets=None,
     ):
         rounds = product.is_int8 and x_unit is None
-        return call(self.name, product, x, codes, scales, x_unit, offsets, rounds)
+        numbers = scales, x_unit, offsets
+        return call(self.name, product, x, codes, *numbers, rounds, view)
 
     def describe(self, product):
         _, bits = _ARITHMETIC[self.arithmetic]

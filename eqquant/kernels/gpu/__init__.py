@@ -34,10 +34,19 @@ class PallasKernel(Kernel):
             return kernel
         return None if kernel.by == self.name else f"{kernel.by} is faster"
 
-    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
+    @property
+    def reads_views(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.name == "Triton"  # Copies cost little beside many rows.
+
+    def lower(self, product, x, codes, scales, x_unit=None, interpret=False, view=None):
+        stacks = {}
+        if view is not None:
+            stacks["index"] = view.flat_index
+            stacks["stacked_scales"] = view.scales is not None
+            codes, scales = view.codes, scales if view.scales is None else view.scales
         arrays = (x, codes, scales) if x_unit is None else (x, codes, scales, x_unit)
         flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
-        out = _chosen(product).dot(product, *flat, interpret=interpret)
+        out = _chosen(product).dot(product, *flat, interpret=interpret, **stacks)
         return out.reshape(*x.shape[:-1], out.shape[-1])
 
     def describe(self, product):

@@ -69,7 +69,9 @@ class TensorCoreKernel:
         )
         return dataclasses.replace(self, tiles=tiles), sample
 
-    def dot(self, product: Product, *arrays: Any, interpret: bool) -> Any:
+    def dot(
+        self, product: Product, *arrays: Any, interpret: bool, **stacks: Any
+    ) -> Any:
         """Run [`_mosaic.dot`][] or [`_triton.dot`][]."""
         if isinstance(self.tiles, Pipeline):
             return _mosaic.dot(
@@ -86,4 +88,5 @@ class TensorCoreKernel:
             parts=self.parts,
             tiles=self.tiles,
             interpret=interpret,
+            **stacks,
         )

@@ -5,7 +5,7 @@ import functools as ft
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int8, Int32, Shaped
 
 from .._product import Product
 from ._triton_plan import subtile_bytes as subtile_bytes, Tiles as Tiles, TritonPlan
@@ -14,20 +14,23 @@ from ._triton_plan import subtile_bytes as subtile_bytes, Tiles as Tiles, Triton
 def dot(
     product: Product,
     x: Float[Array, "batch m size"] | Int8[Array, "batch m size"],
-    codes: Shaped[Array, "batch rows packed"],
-    scales: Float[Array, "batch rows blocks"],
+    codes: Shaped[Array, "stack rows packed"],
+    scales: Float[Array, "some rows blocks"],
     x_unit: Float[Array, "batch m 1"] | None = None,
+    index: Int32[Array, " batch"] | None = None,
     *,
     operand: str,
     parts: tuple[int, int],
     tiles: Tiles,
     interpret: bool = False,
+    stacked_scales: bool = False,
 ) -> Float[Array, "batch m out"]:
     """Compute a product.
 
     The activation and the weight are sums of `parts` operands of dtype `operand`. If
     that is int8, the activation and the codes are int8, `x_unit` has the scale of each
-    row of the activation, and each row of the weight has one scale.
+    row of the activation, and each row of the weight has one scale. With an index,
+    codes are a stack, and scales as well if `stacked_scales`.
     """
     # Some versions of jaxlib have no Triton.
     from jax.experimental.pallas import triton as plgpu
@@ -45,9 +48,11 @@ def dot(
         whole = tiles.split * plan.batch, *shape[1:]
         return jnp.broadcast_to(x[:1, :1, :1].astype(dtype), whole)
 
-    x_scales = () if x_unit is None else (x_unit.astype(jnp.float32),)
+    others = () if x_unit is None else (x_unit.astype(jnp.float32),)
+    others = others if index is None else (*others, index)
+    stacked = index is not None, stacked_scales
     out = pl.pallas_call(
-        ft.partial(_triton_kernel.kernel, plan),
+        ft.partial(_triton_kernel.kernel, plan, stacked),
         grid=plan.grid,
         out_shape=jax.eval_shape(like, x),
         compiler_params=plgpu.CompilerParams(
@@ -55,7 +60,7 @@ def dot(
         ),
         interpret=interpret,
         name=f"{product.format.name}_{'rows' if product.contract_rows else 'columns'}",
-    )(x, codes, scales, *x_scales)
+    )(x, codes, scales, *others)
     if tiles.split > 1:
         out = jnp.sum(out.reshape(tiles.split, *shape), 0)
     return out.astype(product.out_dtype)

@@ -34,6 +34,7 @@ class _Program:
 
     - `part`: the part of the contracted axis that it sums.
     - `index`: the index in the batch.
+    - `codes_index`, `scales_index`: the positions of the matrix among codes and scales.
     - `start`: the first row of the weight, or byte of a row, of its tile.
     - `m`: the rows of the activation in its tile.
     - `ready`: a zero that depends on the lookup table.
@@ -45,12 +46,18 @@ class _Program:
     out: Any
     part: Any
     index: Any
+    codes_index: Any
+    scales_index: Any
     start: Any
     m: Any
     ready: Any
 
 
-def kernel(plan: TritonPlan, x, codes, scales, *refs) -> None:
+def kernel(
+    plan: TritonPlan, stacked: tuple[bool, bool], x, codes, scales, *refs
+) -> None:
+    """Compute a tile. `stacked` is whether codes and scales are stacks, in which the
+    last operand has the positions of matrices."""
     *x_scales, out = refs
     tile, part, index = (pl.program_id(i) for i in range(3))
     start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
@@ -59,7 +66,12 @@ def kernel(plan: TritonPlan, x, codes, scales, *refs) -> None:
     if plan.decoder is not None:
         ready = plan.decoder.prepare(32 * plan.tiles.warps)
     m = start_m + iota(plan.tiles.m)
-    program = _Program(x, codes, scales, out, part, index, start, m, ready)
+    position = index
+    if any(stacked):
+        *x_scales, positions = x_scales
+        position = positions[index]
+    places = (position if is_stack else index for is_stack in stacked)
+    program = _Program(x, codes, scales, out, part, index, *places, start, m, ready)
     if plan.product.contract_rows:
         _contract_rows(plan, program)
     else:
@@ -78,11 +90,13 @@ def _contract_columns(plan: TritonPlan, program: _Program, x_scales: list) -> No
     total = total.astype(jnp.float32) * plan.scale
     row = program.start + iota(plan.tiles.rows)
     if not plan.blocked:
-        scale = _load_scale(program, program.scales, row, plan.product.rows)
+        scale = _load_scale(
+            program.scales, program.scales_index, row, plan.product.rows
+        )
         scale = scale.astype(jnp.float32)
         total = total * lax.broadcast_in_dim(scale, total.shape, (0,))
     for ref in x_scales:
-        scale = _load_scale(program, ref, program.m, plan.product.m)
+        scale = _load_scale(ref, program.index, program.m, plan.product.m)
         total = total * lax.broadcast_in_dim(scale, total.shape, (1,))
     column, m = _grid(row, program.m)
     _store(plan, program, total, m, column)
@@ -164,7 +178,9 @@ def _rows_step(plan: TritonPlan, program: _Program, i, totals):
     x = _load(program.x, program.index, m, column, mask).astype(jnp.float32)
     xs = []
     if not plan.blocked:
-        scale = _load_scale(program, program.scales, row, plan.product.rows)
+        scale = _load_scale(
+            program.scales, program.scales_index, row, plan.product.rows
+        )
         xs = _split(plan, _scale_columns(x, scale, mask))
     products = []
     for subtile in range(plan.tiles.subtiles):
@@ -203,10 +219,10 @@ def _load(ref, index, row, column, mask=None):
     return plgpu.load(ref.at[index, row, column], mask=mask, other=other)
 
 
-def _load_scale(program: _Program, ref, row, rows: int):
+def _load_scale(ref, index, row, rows: int):
     """Load the first scale of each row. Out-of-bounds rows repeat the last one."""
     row = jnp.minimum(row, rows - 1)
-    return plgpu.load(ref.at[program.index, row, jnp.zeros_like(row)])
+    return plgpu.load(ref.at[index, row, jnp.zeros_like(row)])
 
 
 def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, list]:
@@ -223,7 +239,7 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
     mask = None
     if product.packed % plan.tiles.step_bytes or not plan.whole:
         mask = c < product.packed
-    codes = _load(program.codes, program.index, r, c, mask)
+    codes = _load(program.codes, program.codes_index, r, c, mask)
     if not plan.blocked:
         return codes, [None]
     scales = []
@@ -231,7 +247,7 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
         block = lax.div(byte, jnp.int32(plan.block_bytes)) + i
         block = jnp.minimum(block, product.blocks - 1)
         block = lax.broadcast(block, (plan.tiles.rows,))
-        scale = plgpu.load(program.scales.at[program.index, row, block])
+        scale = plgpu.load(program.scales.at[program.scales_index, row, block])
         scales.append(scale.astype(jnp.float32))
     return codes, scales
 

@@ -15,7 +15,7 @@ import dataclasses
 import jax.numpy as jnp
 
 from .._int8 import rounding
-from .._product import Kernel, Product
+from .._product import Kernel, Product, View
 from . import _decode, _general, _tile_sizes
 from ._chips import chip
 from ._operands import choose_operands, kind_of
@@ -36,6 +36,8 @@ class TPUVariant(Kernel):
     error: str
     exact_table: bool = True
 
+    reads_views = True
+
     def round_int8(self, x, over):
         return round_rows(x, over)
 
@@ -53,10 +55,11 @@ class DecodeKernel(TPUVariant):
 
     exact: bool = True
 
-    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
+    def lower(self, product, x, codes, scales, x_unit=None, interpret=False, view=None):
         out = _decode.dot(
             product,
-            *map(_flat, (x, codes, scales)),
+            *_operands(x, codes, scales, view),
+            stacked=_has_stacked_scales(view),
             out_dtype=product.out_dtype if x_unit is None else jnp.float32,
             exact=self.exact,
             exact_table=self.exact_table,
@@ -79,10 +82,11 @@ class GeneralKernel(TPUVariant):
 
     operand: str = "float32"
 
-    def lower(self, product, x, codes, scales, x_unit=None, interpret=False):
+    def lower(self, product, x, codes, scales, x_unit=None, interpret=False, view=None):
         out = _general.dot(
             product,
-            *map(_flat, (x, codes, scales)),
+            *_operands(x, codes, scales, view),
+            stacked=_has_stacked_scales(view),
             x_unit=None if x_unit is None else _flat(x_unit),
             operand=jnp.dtype(self.operand),
             exact_table=self.exact_table,
@@ -99,6 +103,19 @@ class GeneralKernel(TPUVariant):
 
 def _flat(a):
     return a.reshape(-1, *a.shape[-2:])
+
+
+def _operands(x, codes, scales, view: View | None) -> tuple:
+    """Return the activation, codes, scales and index, each with one axis of matrices
+    in front."""
+    if view is None:
+        return *map(_flat, (x, codes, scales)), None
+    scales = view.scales if _has_stacked_scales(view) else scales
+    return *map(_flat, (x, view.codes, scales)), view.flat_index
+
+
+def _has_stacked_scales(view: View | None) -> bool:
+    return view is not None and view.scales is not None
 
 
 def _variant_of(product: Product) -> str:

@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int8, Shaped
+from jaxtyping import Array, Float, Int8, Int32, Shaped
 
 from .._product import Product
 from ._arrange import is_simple
+from ._call import call
 from ._chips import Chip, chip, Kind
 from ._decode_plan import blocks_in_register, DecodePlan
 from ._loop import loop, part_of
@@ -40,26 +41,31 @@ def fits(product: Product, chip: Chip) -> bool:
 def dot(
     product: Product,
     x: Float[Array, "batch m columns"] | Int8[Array, "batch m columns"],
-    codes: Shaped[Array, "batch rows packed"],
-    scales: Float[Array, "batch rows blocks"],
+    codes: Shaped[Array, "stack rows packed"],
+    scales: Float[Array, "some rows blocks"],
+    index: Int32[Array, " batch"] | None = None,
     *,
     out_dtype,
     exact: bool,
     exact_table: bool,
     interpret: bool,
+    stacked: bool = False,
 ) -> Float[Array, "batch m rows"]:
     """Compute a product, in `out_dtype`.
 
     The activation keeps 15 bits per entry if `exact`, otherwise 7. The entries of a
-    codebook keep 15 bits if `exact_table`, otherwise 7.
+    codebook keep 15 bits if `exact_table`, otherwise 7. With an index, codes are a
+    stack, and scales as well if `stacked`.
     """
     batch, m, _ = x.shape
     for axis, size in enumerate(padded_shape(product), 1):
         x = pad_to(x, axis, size)
     here = chip(product.compute.tpu)
     plan = DecodePlan.make(product, here, exact, exact_table, interpret)
-    out = pl.pallas_call(
+    out = call(
         ft.partial(_kernel, plan),
+        index,
+        (False, True, stacked),
         grid=(batch, plan.cores, pl.cdiv(plan.steps, plan.cores)),
         in_specs=plan.in_specs,
         out_specs=plan.out_specs,

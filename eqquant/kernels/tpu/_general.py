@@ -16,11 +16,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Int, Int8, Shaped
+from jaxtyping import Array, Float, Int, Int8, Int32, Shaped
 
 from ...formats import Format
 from .._product import Product
 from ._arrange import arrange, from_planes, is_simple, to_planes
+from ._call import call
 from ._chips import Chip, chip
 from ._loop import loop, part_of
 from ._three_bits import read, stored_bytes, used_bytes
@@ -280,18 +281,21 @@ def _accumulate(plan: _GeneralPlan, x, codes, scales, total, step):
 def dot(
     product: Product,
     x: Float[Array, "batch m size"] | Int8[Array, "batch m size"],
-    codes: Shaped[Array, "batch rows packed"],
-    scales: Float[Array, "batch rows blocks"],
+    codes: Shaped[Array, "stack rows packed"],
+    scales: Float[Array, "some rows blocks"],
+    index: Int32[Array, " batch"] | None = None,
     x_unit: Float[Array, "batch m 1"] | None = None,
     *,
     operand,
     exact_table: bool,
     interpret: bool,
+    stacked: bool = False,
 ) -> Float[Array, "batch m out"]:
     """Compute a product.
 
     Both operands are multiplied in the dtype `operand`. The entries of a codebook keep
-    15 bits if `exact_table`, otherwise 7. The result is multiplied by `x_unit`.
+    15 bits if `exact_table`, otherwise 7. The result is multiplied by `x_unit`. With an
+    index, codes are a stack, and scales as well if `stacked`.
     """
     batch, m, _ = x.shape
     format, contract_rows = product.format, product.contract_rows
@@ -305,7 +309,8 @@ def dot(
     # The columns of the weight are in plane order. The activation is permuted to it, or
     # the result from it. Scales of rows likewise multiply the activation or the result.
     if contract_rows and not plan.blocked:
-        x = x * scales[..., 0][:, None, :]
+        own = scales[index] if stacked else scales
+        x = x * own[..., 0][:, None, :]
     x = x.astype(operand)
     if not contract_rows and not plan.arranges:
         x = to_planes(x, format, interpret)
@@ -325,8 +330,10 @@ def dot(
     stored, tile_scales = stored_bytes(tiles.bytes, format), plan.tile_scales[::-1]
     scales_at = at(0, column if plan.blocked else None, row)
     arranged = "arbitrary" if plan.arranges else "parallel"
-    out = pl.pallas_call(
+    out = call(
         ft.partial(_kernel, plan),
+        index,
+        (False, True, stacked, False),
         grid=(batch, x.shape[1] // bm, free, plan.counts[plan.contracted]),
         in_specs=[
             pl.BlockSpec((1, bm, size), at(0, 1, 3)),

@@ -87,15 +87,66 @@ int64_t scratch_of(const Routine& routine, const Product& p, int needs, bool has
   return has_offsets ? in_lines(bytes) + offsets_routine(needs).scratch(p) : bytes;
 }
 
+// The position of each matrix of a product in an operand. With an index, the operand is a stack: the
+// first axes of the product are the axes of the index, whose elements are positions in the first axis of the
+// stacks. The other batch axes are the next axes of the stacks.
+class Matrices {
+ public:
+  explicit Matrices(ffi::RemainingArgs rest, bool uses_index = true) {
+    if (!rest.size() || !uses_index) return;
+    const auto found = rest.get<ffi::Buffer<ffi::S32>>(0);
+    has_index_ = true, is_valid_ = rest.size() == 1 && found.has_value();
+    if (!is_valid_) return;
+    index_ = found->typed_data();
+    axes_.assign(found->dimensions().begin(), found->dimensions().end());
+  }
+
+  // Returns whether the operand, which has these axes, has a matrix for each product of x.
+  template <class Dimensions>
+  bool fits(const Dimensions& of_operand, const Dimensions& of_x) {
+    if (!has_index_) return of_operand.size() == of_x.size() && same(of_operand, of_x, 0, 0);
+    const size_t first = axes_.size();
+    if (!is_valid_ || of_x.size() < first + 2 || of_operand.size() != of_x.size() - first + 1)
+      return false;
+    for (size_t i = 0; i < first; i++)
+      if (axes_[i] != of_x[i]) return false;
+    stack_ = of_operand[0], others_ = 1;
+    for (size_t i = 1; i + 2 < of_operand.size(); i++) others_ *= of_operand[i];
+    return stack_ > 0 && same(of_operand, of_x, 1, first);
+  }
+
+  // Returns the number of matrices of the operand, for a product of a batch.
+  int64_t count(int64_t batch) const { return has_index_ ? stack_ * others_ : batch; }
+
+  int64_t position(int64_t i) const {
+    if (!has_index_) return i;
+    const int64_t entry = std::clamp<int64_t>(index_[i / others_], 0, stack_ - 1);
+    return entry * others_ + i % others_;
+  }
+
+ private:
+  template <class Dimensions>
+  static bool same(const Dimensions& a, const Dimensions& b, size_t i, size_t j) {
+    for (; i + 2 < a.size(); i++, j++)
+      if (a[i] != b[j]) return false;
+    return true;
+  }
+
+  bool has_index_ = false, is_valid_ = true;
+  const int32_t* index_ = nullptr;
+  std::vector<int64_t> axes_;
+  int64_t stack_ = 0, others_ = 1;
+};
+
 ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
                ffi::AnyBuffer scales, ffi::AnyBuffer outer_scales, ffi::AnyBuffer offsets,
                ffi::AnyBuffer outer_offsets, ffi::Buffer<ffi::F32> levels,
-               ffi::ResultBuffer<ffi::F32> y,
+               ffi::RemainingArgs rest, ffi::ResultBuffer<ffi::F32> y,
                ffi::ResultBuffer<ffi::U8> scratch, std::string_view kernel, int64_t bits,
                int64_t exponent, int64_t run, int64_t scale_type, int64_t outer_type,
                int64_t outer_blocks, bool has_offsets, int64_t offset_type, int64_t outer_offset_type,
                int64_t outer_offset_blocks, float shift, bool rounds_x, float level_unit,
-               bool contract_rows) {
+               bool contract_rows, bool own_scales) {
   const Kernel* found = find(kernel);
   if (!found) return invalid("there is no kernel '" + std::string(kernel) + "'");
   if (found->needs > instructions())
@@ -110,7 +161,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
              of_y = y->dimensions();
   const size_t rank = of_x.size();
-  if (rank < 2 || of_codes.size() != rank || of_scales.size() != rank || of_y.size() != rank)
+  if (rank < 2 || of_codes.size() < 2 || of_scales.size() < 2 || of_y.size() != rank)
     return invalid("operands must have the same number of axes, two or more");
   if (codes.element_type() != (bits == 8 && !exponent ? ffi::S8 : ffi::U8))
     return invalid("codes must be int8 if they are integers of 8 bits, and otherwise uint8");
@@ -118,20 +169,22 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     return invalid("x must be float32 or bfloat16");
   const size_t last = rank - 1, second = rank - 2;
   const int64_t batch = product_of(of_x, second);
-  for (size_t i = 0; i < second; i++)
-    if (of_codes[i] != of_x[i] || of_scales[i] != of_x[i] || of_y[i] != of_x[i])
-      return invalid("operands must have the same batch axes");
+  Matrices code_matrices(rest), scale_matrices(rest, !own_scales);
+  if (!code_matrices.fits(of_codes, of_x) || !scale_matrices.fits(of_scales, of_x) ||
+      !std::equal(of_x.begin(), of_x.end() - 2, of_y.begin()))
+    return invalid("operands must have the same number of axes, and the same batch axes");
 
   Product p{};
   p.m = of_x[second];
-  p.rows = of_codes[second];
-  p.blocks = of_scales[last];
+  p.rows = of_codes[of_codes.size() - 2];
+  p.blocks = of_scales[of_scales.size() - 1];
   p.run = run;
   p.exponent = static_cast<int>(exponent);
-  set_codes(p, bits, of_codes[last]);
-  if (p.stored_bytes() != of_codes[last]) return invalid("codes must fill their bytes");
+  const int64_t stored = of_codes[of_codes.size() - 1];
+  set_codes(p, bits, stored);
+  if (p.stored_bytes() != stored) return invalid("codes must fill their bytes");
   p.bfloat16_x = x.element_type() == ffi::BF16;
-  const int64_t all_rows = batch * p.rows;
+  const int64_t all_rows = scale_matrices.count(batch) * p.rows;
   const char* problem =
       set_scales(p.scales, scales, outer_scales, scale_type, outer_type, outer_blocks, all_rows, p.blocks);
   if (!problem && has_offsets)
@@ -146,7 +199,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   p.level_unit = level_unit;
   const int64_t in = p.contracted();
   const int64_t out = contract_rows ? p.columns() : p.rows;
-  if (of_x[last] != in || of_scales[second] != p.rows || of_y[second] != p.m || of_y[last] != out)
+  if (of_x[last] != in || of_scales[of_scales.size() - 2] != p.rows || of_y[second] != p.m || of_y[last] != out)
     return invalid("shapes of operands do not fit");
   if (!x.element_count() || !codes.element_count() || !batch)
     return invalid("operands must not be empty");
@@ -190,9 +243,12 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
       (p.m + rows_worth_decoding) * p.rows * p.columns() < multiplications_worth_a_thread;
   for (int64_t i = 0; i < batch; i++) {
     p.x = all_x + i * p.m * in * p.x_size();
-    p.codes = all_codes + i * p.rows * p.stored_bytes();
-    p.scales = all_scales.from(i * p.rows, p.blocks);
-    if (has_offsets) p.offsets = all_offsets.from(i * p.rows, p.blocks);
+    // Rows of all matrices before this one.
+    const int64_t codes_before = code_matrices.position(i) * p.rows;
+    const int64_t scales_before = scale_matrices.position(i) * p.rows;
+    p.codes = all_codes + codes_before * p.stored_bytes();
+    p.scales = all_scales.from(scales_before, p.blocks);
+    if (has_offsets) p.offsets = all_offsets.from(scales_before, p.blocks);
     p.y = y->typed_data() + i * p.m * out;
     unusual = RowFlags(p.m);
     if (alone) {
@@ -315,6 +371,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::AnyBuffer>()
                                   .Arg<ffi::Buffer<ffi::F32>>()
+                                  .RemainingArgs()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<std::string_view>("kernel")
@@ -331,7 +388,8 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_dot, eqquant::dot,
                                   .Attr<float>("shift")
                                   .Attr<bool>("rounds_x")
                                   .Attr<float>("level_unit")
-                                  .Attr<bool>("contract_rows"));
+                                  .Attr<bool>("contract_rows")
+                                  .Attr<bool>("own_scales"));
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_encode(XLA_FFI_CallFrame*);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_encode, eqquant::encode,

@@ -1,0 +1,153 @@
+"""Views: arrays that were sliced from a stack, and remember where.
+
+The parts of a view are ordinary slices. A product reads the stack in place instead, and
+if nothing else uses the slices, the compiler drops them.
+
+JAX transformations flatten arrays, and flattening drops the note. So a view never
+leaves the function in which its index lives. The dispatcher carries views through the
+calls and branches that it rebuilds, by [`exposed`][] and
+[`restored`][].
+"""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from .._jax import is_traced
+from ..kernels import View
+from ..partition import has_explicit_split
+from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
+
+
+class _Note(eqx.Module):
+    """Where an array was sliced from. With `keeps_axis`, the array is still a stack, of
+    one matrix."""
+
+    view: View
+    keeps_axis: bool = eqx.field(static=True, default=False)
+
+
+class Viewable(eqx.Module):
+    """An array that can be a view of a stack of arrays of its class.
+
+    A subclass inherits from this class before the class that implements `move`.
+    """
+
+    # Not a field, so that flattening drops it, and not in `__dict__`, because Equinox
+    # puts the size of that into the structure of a pytree.
+    __slots__ = ("_slot",)
+
+    @property
+    @abc.abstractmethod
+    def stacked_parts(self) -> tuple[Any, Any, Any]:
+        """The codes, scales, and offsets or None. Their first axis is the first axis of
+        the array, unless that is blocked."""
+
+    @property
+    def stack_view(self) -> View | None:
+        """The stack of the codes and scales, or None."""
+        note = self._note
+        return None if note is None or note.keeps_axis else note.view
+
+    @property
+    def _note(self) -> _Note | None:
+        return getattr(self, "_slot", None)
+
+    def __getstate__(self):
+        return self.__dict__  # Copies and pickles drop the note.
+
+    def _with_note(self: Any, note: _Note | None) -> Any:
+        """Return a copy with another note."""
+        new = self.with_static()
+        object.__setattr__(new, "_slot", note)
+        return new
+
+    def move(self: Any, operation: Operation) -> Any:
+        """Apply a structural operation. A slice of one matrix is a view, and an
+        operation that moves no element keeps a view."""
+        out = super().move(operation)  # pyright: ignore
+        if out is NotImplemented or out is self:
+            return out
+        is_one = out.shape == (1, *self.shape[1:]) and self.shape[0] > 1
+        if isinstance(operation, Slice | DynamicSlice) and is_one:
+            return noted(out, self, operation.start[0], keeps_axis=True)
+        note = self._note
+        if note is None:
+            return out
+        before, after = map(jax.tree.leaves, (self, out))
+        if all(a is b for a, b in zip(before, after, strict=True)):
+            return out._with_note(note)
+        drops_axis = note.keeps_axis and self.shape == (1, *out.shape)
+        if drops_axis and isinstance(operation, Squeeze | Reshape):
+            return out._with_note(_Note(note.view))
+        return out
+
+
+def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
+    """Return `part`, which is `stack[index]`, as a view if that can be one.
+
+    Outside of a traced function it cannot, because it would keep the stack alive.
+    """
+    codes, *numbers = stack.stacked_parts
+    if part.ndim - keeps_axis < 2 or 0 in stack.blocked_axes:
+        return part
+    if not (is_traced(index) or is_traced(codes)):
+        return part
+    if has_explicit_split(codes):
+        return part
+    # Derivatives are with respect to the slices.
+    numbers = jax.tree.map(lax.stop_gradient, numbers)
+    size = codes.shape[0]
+    place: Any = jnp.clip(jnp.asarray(index, jnp.int32), 0, size - 1)
+    outer = stack.stack_view
+    if outer is not None:  # A view of a view is a view of all matrices.
+        place = outer.index * size + place
+        merge = lambda a: a.reshape(-1, *a.shape[2:])
+        stacks = outer.codes, outer.scales, outer.offsets
+        codes, *numbers = jax.tree.map(merge, stacks)
+    return part._with_note(_Note(View(place, codes, *numbers), keeps_axis))
+
+
+def as_views(parts: Any, stacks: Any, index: Int[Array, ""]) -> Any:
+    """Return a pytree that is `stacks[index]`, leaf by leaf, with its arrays as
+    views."""
+
+    def note(part, stack):
+        return noted(part, stack, index) if _is_viewable(part) else part
+
+    return jax.tree.map(note, parts, stacks, is_leaf=_is_viewable)
+
+
+class _Exposed(eqx.Module):
+    """A view as a pytree."""
+
+    array: Any
+    note: _Note
+
+
+def exposed(tree: Any) -> Any:
+    """Replace views by pytrees that contain their stacks."""
+
+    def expose(x):
+        note = x._note if _is_viewable(x) else None
+        return x if note is None else _Exposed(x._with_note(None), note)
+
+    return jax.tree.map(expose, tree, is_leaf=_is_viewable)
+
+
+def restored(tree: Any) -> Any:
+    """Invert [`exposed`][]."""
+    is_leaf = lambda x: isinstance(x, _Exposed)
+    restore = lambda x: x.array._with_note(x.note) if is_leaf(x) else x
+    return jax.tree.map(restore, tree, is_leaf=is_leaf)
+
+
+def _is_viewable(x: Any) -> bool:
+    return isinstance(x, Viewable) and all(
+        hasattr(part, "shape") for part in x.stacked_parts[:2]
+    )

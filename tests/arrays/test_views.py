@@ -1,0 +1,438 @@
+"""Views: layers of a stack that products read in place."""
+
+import functools as ft
+
+import eqquant
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import pytest
+from eqquant import Int4, NF4
+from eqquant.primitives import unflatten
+from eqquant.training import StraightThroughArray
+from eqquant.trees import scan_layers
+from helpers import (
+    assert_identical,
+    equations_of,
+    large_copies,
+    relative,
+    slow,
+    strict,
+)
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+
+LAYERS, SIZE = 4, 128
+
+
+def views_in(fn, *args) -> list[bool]:
+    """Return whether each product of a function reads a stack in place."""
+    found = []
+    for eqn in equations_of(jax.make_jaxpr(fn)(*args), "quantized_dot"):
+        _, codes, *parts = eqn.invars
+        found.append(unflatten(codes, parts, eqn.params["stored"])[1] is not None)
+    return found
+
+
+def with_adapter(w):
+    layer = eqx.tree_at(lambda x: x.weight, eqx.nn.Linear(2, 2, key=KEY), w)
+    layer = eqx.tree_at(lambda x: x.bias, layer, None, is_leaf=lambda x: x is None)
+    layer = eqquant.quantize_tree(layer, "nf4", progress=False)
+    adapted = eqquant.lora_tree(layer, 4, key=KEY)
+    return adapted.weight.replace(b=jnp.ones_like(adapted.weight.b))
+
+
+def rotated(w):
+    return eqquant.arrays.RotatedArray(eqquant.quantize(w, "nf4"), 64)
+
+
+KEY = jax.random.key(0)
+to = lambda format: ft.partial(eqquant.quantize, format=format)
+KINDS = {
+    "nf4": to("nf4"),
+    "int8": to("int8"),
+    "double": to(NF4(double_quantization=True)),
+    "nvfp4": to("nvfp4"),
+    "affine": to(Int4(affine=True, double_quantization=True)),
+    "rotated": rotated,
+    "lora": with_adapter,
+    "straight through": lambda w: StraightThroughArray(w, eqquant.quantize(w, "nf4")),
+}
+SLOW_KINDS = {
+    "fp8": to("fp8"),
+    "mxfp4": to("mxfp4"),
+    "int3": to("int3"),
+    "ternary": to("ternary"),
+    "int8 activations": lambda w: eqquant.quantize(w, "nf4", activations="int8"),
+}
+
+
+@pytest.fixture
+def weight(normal):
+    return normal(LAYERS, SIZE, SIZE) / 8
+
+
+@pytest.fixture
+def stack(weight):
+    return eqquant.quantize(weight, "nf4")
+
+
+@pytest.fixture
+def x(normal):
+    return normal(3, SIZE)
+
+
+def step(x, w):
+    return jnp.tanh(x @ w.T), None
+
+
+def by_slices(stack, x):
+    """The layers one after the other. Outside of `quaxify`, `lax.scan` slices them."""
+    return lax.scan(step, x, stack)[0]
+
+
+def in_place(stack, x):
+    return scan_layers(step, x, stack)[0]
+
+
+dispatched = strict(lambda stack, x: lax.scan(step, x, stack)[0])
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *map(slow, SLOW_KINDS)])
+def test_every_kind_of_array_is_read_in_place(kind, weight, x):
+    """Results equal the results of slices, bit for bit."""
+    stack = {**KINDS, **SLOW_KINDS}[kind](weight)
+    expected = jax.jit(by_slices)(stack, x)
+    for fn in (in_place, dispatched):
+        assert_identical(jax.jit(fn)(stack, x), expected)
+        assert views_in(fn, stack, x) == [True]
+    assert views_in(by_slices, stack, x) == [False]
+
+
+def test_layers_in_any_order(stack, x):
+    """An index that is wrong by one changes the result."""
+    expected = x
+    for i in (3, 2, 1, 0):
+        expected, _ = jax.jit(step)(expected, stack[i])
+    reverse = jax.jit(lambda *args: scan_layers(step, x, stack, reverse=True)[0])
+    assert relative(reverse(stack, x), expected) < 1e-6
+    assert relative(jax.jit(in_place)(stack, x), expected) > 0.1
+
+
+def by_index(stack, x):
+    return lax.fori_loop(0, LAYERS, lambda i, x: step(x, stack[i])[0], x)
+
+
+PROGRAMS = {
+    "jit": lambda stack, x: jax.jit(by_index)(stack, x),
+    "dynamic_index_in_dim": lambda stack, x: (
+        x @ lax.dynamic_index_in_dim(stack, 2, keepdims=False).T
+    ),
+    "nested jit": lambda stack, x: lax.fori_loop(
+        0, LAYERS, lambda i, x: jax.jit(step)(x, stack[i])[0], x
+    ),
+    "checkpoint": lambda stack, x: lax.fori_loop(
+        0, LAYERS, lambda i, x: jax.checkpoint(step)(x, stack[i])[0], x
+    ),
+    "cond": lambda stack, x: lax.cond(
+        x[0, 0] > 9, lambda w, x: x, lambda w, x: step(x, w)[0], stack[1], x
+    ),
+    "transposed": lambda stack, x: x @ stack[1],
+    "einsum": lambda stack, x: jnp.einsum("ab,cb->ac", x, stack[1]),
+    "other dtype": lambda stack, x: x @ stack[1].astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_under_quaxify(name, stack, x):
+    fn = PROGRAMS[name]
+    program = jax.jit(strict(fn))
+    views = views_in(program, stack, x)
+    assert views and all(views)
+    assert relative(program(stack, x), fn(stack.dequantize(), x)) < 1e-2
+
+
+def test_indexing_needs_no_wrapper(stack, x):
+    fn = lambda stack, i, x: x @ stack[i].T
+    program = jax.jit(fn)
+    for i in (2, -1):
+        assert_identical(program(stack, i, x), jax.jit(fn)(stack[i][None], 0, x))
+    assert views_in(fn, stack, 2, x) == [True]
+    # Constant indices also copy a slice, for example in unrolled layers.
+    assert views_in(lambda stack, x: x @ stack[2].T, stack, x) == [True]
+
+
+CHANGES = {
+    "scaled": lambda w: 2 * w,
+    "rows": lambda w: w[8:40],
+    "reversed": lambda w: eqquant.quaxify(jnp.flip)(w, 0),
+    "columns": lambda w: w[:, 64:],
+    "reshaped": lambda w: w.reshape(16, 8, SIZE),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_a_layer_slices_it(name, stack):
+    fn = lambda stack, i: CHANGES[name](stack[i])
+    expected = CHANGES[name](stack[2])
+    assert_identical(jax.jit(fn)(stack, 2), expected)
+    y = jax.random.normal(KEY, (expected.shape[-1],))
+    product = lambda stack, i: fn(stack, i) @ y
+    assert views_in(product, stack, 2) == [False]
+
+
+def test_a_view_never_leaves_its_function(stack, x):
+    layer = jax.tree.map(lambda part: part[1], stack)
+    assert stack[1].stack_view is None  # It would keep the whole stack alive.
+    index = lambda stack, i: stack[i]
+    for fn in (index, eqquant.quaxify(index)):
+        assert jax.tree.structure(jax.eval_shape(fn, stack, 1)) == jax.tree.structure(
+            layer
+        )
+        assert_identical(jax.jit(fn)(stack, 1), layer)
+    body = lambda x, w: (step(x, w)[0], w)
+    for scan in (scan_layers, eqquant.quaxify(lax.scan)):
+        _, out = jax.jit(lambda stack, x: scan(body, x, stack))(stack, x)  # noqa: B023
+        assert_identical(out, stack)
+    carried = eqquant.quaxify(
+        lambda stack: lax.fori_loop(0, LAYERS, lambda i, w: stack[i], stack[0])
+    )
+    assert_identical(jax.jit(carried)(stack), stack[3])
+
+
+#
+# Transformations
+#
+
+
+def transformed(fn):
+    """Return a program for each transformation."""
+    loss = lambda x, stack: jnp.sum(fn(stack, x) ** 2)
+    both = lambda x: (x, jnp.ones_like(x))
+    return {
+        "grad": lambda stack, x: jax.grad(loss)(x, stack),
+        "jvp": lambda stack, x: jax.jvp(ft.partial(fn, stack), *zip(both(x))),
+        "vmap": lambda stack, x: jax.vmap(fn, (None, 0))(stack, jnp.stack([x, -x])),
+        "vmap of grad": lambda stack, x: jax.vmap(jax.grad(loss), (0, None))(
+            jnp.stack([x, -x]), stack
+        ),
+        "hessian times vector": lambda stack, x: jax.jvp(
+            lambda x: jax.grad(loss)(x, stack), *zip(both(x))
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", transformed(in_place))
+def test_transformations(name, stack, x):
+    expected = jax.jit(transformed(by_slices)[name])(stack, x)
+    for fn in (in_place, dispatched):
+        program = transformed(fn)[name]
+        assert_identical(jax.jit(program)(stack, x), expected)
+        assert all(views_in(program, stack, x))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_ensembles(axis, normal, x):
+    stacks = eqquant.quantize(normal(2, LAYERS, SIZE, SIZE) / 8, "nf4")
+    members = [jax.jit(by_slices)(stacks[i], x) for i in range(2)]
+    stacks = jax.tree.map(lambda part: jnp.moveaxis(part, 0, axis), stacks)
+    ensemble = lambda fn: jax.vmap(fn, (axis, None))
+    for fn in (in_place, dispatched):
+        assert_identical(jax.jit(ensemble(fn))(stacks, x), jnp.stack(members))
+        assert views_in(ensemble(fn), stacks, x) == [True]
+
+
+def test_a_layer_for_each_row(stack, x):
+    chosen = jnp.array([3, 0, 3])
+    by_row = lambda stack, chosen, x: jax.vmap(lambda i, x: stack[i] @ x)(chosen, x)
+    rows = [stack[int(i)] @ row for i, row in zip(chosen, x, strict=True)]
+    assert relative(jax.jit(by_row)(stack, chosen, x), jnp.stack(rows)) < 1e-6
+    assert views_in(by_row, stack, chosen, x) == [True]
+
+
+@pytest.mark.parametrize("kind", ["nf4", "affine scales", "lora"])
+def test_gradients_of_parts(kind, weight, x):
+    """The gradients of scales and adapters equal the gradients through slices."""
+    make = KINDS | {"affine scales": to(Int4(affine=True))}
+    stack = make[kind](weight)
+    trained, frozen = eqx.partition(stack, eqx.is_inexact_array)
+
+    def gradient(fn):
+        loss = lambda trained, x: jnp.sum(fn(eqx.combine(trained, frozen), x) ** 2)
+        return jax.jit(jax.grad(loss))(trained, x)
+
+    expected = gradient(by_slices)
+    for fn in (in_place, dispatched):
+        assert_identical(gradient(fn), expected)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_the_backward_pass_keeps_no_codes(remat, stack, x):
+    """Residuals hold the index of a layer, not its codes."""
+    fn = jax.checkpoint(step) if remat else step
+    loop = lambda stack, x: lax.scan(
+        lambda x, i: fn(x, stack[i]), x, jnp.arange(LAYERS)
+    )[0]
+    programs = [
+        strict(loop),
+        strict(lambda stack, x: lax.scan(fn, x, stack)[0]),
+        lambda stack, x: scan_layers(step, x, stack, remat=remat)[0],
+    ]
+    for program in programs:
+        loss = lambda x, stack: jnp.sum(program(stack, x))  # noqa: B023
+        gradient = jax.grad(loss)
+        assert all(views_in(gradient, x, stack))
+        jaxpr = jax.make_jaxpr(gradient)(x, stack)
+        saved = [
+            var.aval.dtype for eqn in equations_of(jaxpr, "scan") for var in eqn.outvars
+        ]
+        assert saved and jnp.uint8 not in saved
+        expected = jax.grad(lambda x: jnp.sum(by_slices(stack, x)))(x)
+        assert relative(jax.jit(gradient)(x, stack), expected) < 1e-6
+
+
+#
+# Views of views
+#
+
+
+def test_experts_of_a_layer(normal):
+    """`ragged_dot` reads the expert of a layer in place."""
+    stack = eqquant.quantize(normal(2, 3, SIZE, SIZE) / 8, "nf4")
+    x, sizes = normal(6, SIZE), jnp.array([1, 0, 5])
+    body = lambda x, w: (jnp.tanh(lax.ragged_dot(x, w.swapaxes(1, 2), sizes)), None)
+    run = lambda stack, x: lax.scan(body, x, stack)[0]
+    expected = run(stack.dequantize(), x)
+    assert relative(jax.jit(strict(run))(stack, x), expected) < 1e-4
+    jaxpr = jax.make_jaxpr(strict(run))(stack, x)
+    (product,) = equations_of(jaxpr, "quantized_dot")
+    assert product.invars[1].aval.shape == (6, SIZE, SIZE // 2)
+
+
+def test_a_scan_inside_of_a_scan(normal, x):
+    stack = eqquant.quantize(
+        normal(2, 3, SIZE, SIZE) / 8, NF4(double_quantization=True)
+    )
+    outer = lambda scan: lambda x, ws: (scan(step, x, ws)[0], None)
+    expected = jax.jit(lambda stack, x: lax.scan(outer(lax.scan), x, stack)[0])(
+        stack, x
+    )
+    nested = lambda stack, x: scan_layers(outer(scan_layers), x, stack)[0]
+    for fn in (nested, strict(lambda stack, x: lax.scan(outer(lax.scan), x, stack)[0])):
+        assert_identical(jax.jit(fn)(stack, x), expected)
+        jaxpr = jax.make_jaxpr(fn)(stack, x)
+        (product,) = equations_of(jaxpr, "quantized_dot")
+        assert product.invars[1].aval.shape == (6, SIZE, SIZE // 2)
+
+
+def test_heads_of_a_cache(normal):
+    """Batch axes after the layers stay batch axes."""
+    cache = eqquant.quantize(normal(LAYERS, 3, 16, SIZE), "int8")
+    queries = normal(3, SIZE)
+    fn = lambda cache, i, q: jnp.einsum("hd,htd->ht", q, cache[i])
+    got = jax.jit(strict(fn))(cache, 2, queries)
+    assert relative(got, fn(cache.dequantize(), 2, queries)) < 1e-3
+    assert views_in(strict(fn), cache, 2, queries) == [True]
+
+
+#
+# `scan_layers`
+#
+
+
+class Layer(eqx.Module):
+    linear: eqx.nn.Linear
+    activation: object = jnp.tanh
+
+    def __call__(self, x):
+        return self.activation(self.linear(x))
+
+
+def test_a_module_with_functions(x):
+    make = lambda key: Layer(eqx.nn.Linear(SIZE, SIZE, key=key))
+    layers = eqx.filter_vmap(make)(jax.random.split(KEY, LAYERS))
+    layers = eqquant.quantize_tree(layers, "int8", progress=False)
+    run = eqx.filter_jit(
+        lambda layers, x, **how: scan_layers(
+            lambda x, layer: (jax.vmap(layer)(x), x[0]), x, layers, **how
+        )
+    )
+    arrays, static = eqx.partition(layers, eqx.is_array)
+    body = lambda x, w: (jax.vmap(eqx.combine(w, static))(x), x[0])
+    assert_identical(
+        run(layers, x), jax.jit(lax.scan, static_argnums=0)(body, x, arrays)
+    )
+    assert_identical(run(layers, x, unroll=2), run(layers, x))
+
+
+def test_bad_layers(stack, weight):
+    with pytest.raises(ValueError, match=r"one length of their first axis.*\[3, 4\]"):
+        scan_layers(step, 0.0, {"a": stack, "b": jnp.ones(3)})
+    with pytest.raises(ValueError, match="no arrays"):
+        scan_layers(step, 0.0, ())
+    blocked = eqquant.quantize(weight, "int8", axis=0)
+    with pytest.raises(ValueError, match=r"layers\['w'\] is int8.*quantize another"):
+        scan_layers(step, 0.0, {"w": blocked})
+
+
+def test_explain_names_copies(stack, x):
+    explain = ft.partial(eqquant.debug.explain, platform="cpu")
+    if "native kernel '" not in explain(in_place, stack, x):
+        pytest.skip("NATIVE KERNELS NOT RUN")
+    assert "reads a stack of 4 in place" in explain(in_place, stack, x)
+    assert "copies its weight out of a stack" in explain(by_slices, stack, x)
+    assert "stack" not in explain(lambda w, x: x @ w.T, stack[0], x)
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("spec", [P(None, "m"), P(None, None, "m"), P(None, "d")])
+def test_meshes(kind, spec, normal):
+    """A mesh may split every axis of a stack except the layers. Devices read their part
+    in place, unless it is gathered, and slice it on a mesh with explicit axes."""
+    types = (getattr(AxisType, kind),) * 2
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=types)
+    stack = eqquant.quantize(normal(LAYERS, SIZE, 256) / 8, "nf4")
+    x = normal(4, 256)
+
+    def run(stack, x, split=lambda x: x):
+        body = lambda x, w: (split(jnp.tanh(jnp.tanh(x @ w.T) @ w)), None)
+        return scan_layers(body, x, stack)[0]
+
+    expected = run(stack, x)
+    with jax.sharding.set_mesh(mesh):
+        stack = eqquant.shard_tree(stack, mesh, spec, batch="d")
+        x = jax.device_put(x, NamedSharding(mesh, P("d")))
+        if kind == "Explicit":  # The carry keeps its type.
+            run = ft.partial(run, split=lambda x: jax.sharding.reshard(x, P("d")))
+        out = jax.jit(run)(stack, x)
+        views = views_in(run, stack, x)
+        explained = eqquant.debug.explain(run, stack, x, platform="tpu")
+    # Each device rounds activations relative to its own largest value.
+    assert relative(out, expected) < 2e-3
+    assert views == [kind == "Auto"] * 2
+    assert ("in place" in explained) == (kind == "Auto" and "d" not in spec)
+
+
+def test_nothing_is_decoded(stack, x):
+    for fn in (in_place, dispatched, by_slices):
+        eqquant.debug.assert_not_materialised(fn, stack, x)
+
+    def decodes(x, w):
+        return jnp.tanh(x @ w.dequantize().T), None
+
+    with pytest.raises(eqquant.MaterialiseError):
+        eqquant.debug.assert_not_materialised(
+            lambda stack, x: scan_layers(decodes, x, stack)[0], stack, x
+        )
+
+
+def test_the_compiled_program_has_no_copies(normal):
+    stack = eqquant.quantize(normal(3, 512, 512) / 8, "nf4")  # 128 kB a layer.
+    x = normal(1, 512)
+    text = lambda fn: jax.jit(fn).lower(stack, x).compile().as_text()
+    if "eqquant_dot" not in text(in_place):
+        pytest.skip("NATIVE KERNELS NOT RUN")
+    assert large_copies(text(by_slices))
+    assert not large_copies(text(in_place))
+    assert not large_copies(text(dispatched))
