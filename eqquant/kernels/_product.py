@@ -235,11 +235,9 @@ class Kernel(abc.ABC):
         scales: Float[Array, "*batch rows blocks"],
         x_unit: Float[Array, "*batch m 1"] | None = None,
         interpret: bool = False,
-        view: View | None = None,
     ) -> Float[Array, "*batch m out"]:
         """Compute a product. An int8 activation stands for its integers times
-        `x_unit`. `interpret` is for kernels of Pallas. A kernel that `reads_views`
-        reads codes and scales from the stacks of `view`, and `codes` is its stack."""
+        `x_unit`. `interpret` is for kernels of Pallas."""
 
     @abc.abstractmethod
     def describe(self, product: Product) -> str:
@@ -253,7 +251,8 @@ class Kernel(abc.ABC):
 
     # True if `lower` accepts scales as they are stored, rather than decoded.
     reads_short_scales: ClassVar[bool] = False
-    # True if `lower` accepts a view.
+    # True if `lower` accepts the keyword argument `view`, and reads codes and scales in
+    # its stacks. Then `codes` is the stack as well.
     reads_views: ClassVar[bool] = False
 
     # True if `lower` accepts the offsets of an affine weight as a keyword argument.

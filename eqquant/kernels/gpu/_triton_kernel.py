@@ -70,8 +70,10 @@ def kernel(
     if any(stacked):
         *x_scales, positions = x_scales
         position = positions[index]
-    places = (position if is_stack else index for is_stack in stacked)
-    program = _Program(x, codes, scales, out, part, index, *places, start, m, ready)
+    of_codes, of_scales = (position if is_stack else index for is_stack in stacked)
+    program = _Program(
+        x, codes, scales, out, part, index, of_codes, of_scales, start, m, ready
+    )
     if plan.product.contract_rows:
         _contract_rows(plan, program)
     else:

@@ -36,9 +36,11 @@ def call(
         )
 
     def with_index(spec: pl.BlockSpec, is_stacked: bool) -> pl.BlockSpec:
+        place: Any = spec.index_map
+
         def index_map(*args):
             *step, positions = args
-            first, *rest = spec.index_map(*step)
+            first, *rest = place(*step)
             return positions[first] if is_stacked else first, *rest
 
         return pl.BlockSpec(spec.block_shape, index_map)
