@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
@@ -96,14 +97,15 @@ def dot_by(tiers: Tiers) -> Callable:
             x, x_unit = kernel.round_int8(x, over)
         if not kernel.reads_short_scales:
             scales = float_scales(scales)
-        added = {} if offsets is None else {"offsets": offsets}
+        added: dict[str, Any] = {} if offsets is None else {"offsets": offsets}
         if view is not None and not kernel.reads_views:
             codes, view = view.take(codes), None
         if view is None:
             return kernel.lower(product, x, codes, scales, x_unit, **added)
         if not kernel.reads_short_scales and isinstance(view.scales, ShortScales):
             view = View(view.index, view.codes)  # Do not decode the scales of a stack.
-        return kernel.lower(product, x, codes, scales, x_unit, view=view, **added)
+        added["view"] = view
+        return kernel.lower(product, x, codes, scales, x_unit, **added)
 
     return dot
 
