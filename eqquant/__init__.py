@@ -57,7 +57,6 @@ from .training import (
 from .trees import (
     cast_tree as cast_tree,
     dequantize_tree as dequantize_tree,
-    quantize_cache as quantize_cache,
     quantize_tree as quantize_tree,
     report as report,
     trainable_mask as trainable_mask,

@@ -42,7 +42,7 @@ def quantize_cache(
 
         zeros = jnp.zeros((4, 512, 64))  # (heads, tokens, size)
         cache = {"keys": zeros, "values": zeros}
-        cache = eqquant.quantize_cache(cache, "int4", rotate=True)
+        cache = eqquant.trees.quantize_cache(cache, "int4", rotate=True)
 
         def step(cache, i, key, query):
             keys = jax.lax.dynamic_update_index_in_dim(cache["keys"], key, i, 1)

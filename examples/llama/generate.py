@@ -49,7 +49,7 @@ def quantize_cache(
     appended."""
     axes = Cache(-2, -1)  # Keys are columns.
     axis = tuple(axes for _ in cache) if isinstance(cache, tuple) else axes
-    return eqquant.quantize_cache(cache, format, axis=axis, rotate=rotate)
+    return eqquant.trees.quantize_cache(cache, format, axis=axis, rotate=rotate)
 
 
 class Generator:

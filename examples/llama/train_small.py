@@ -230,7 +230,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--low-precision",
         choices=["bf16", "int8", "fp8", "mxfp8", "nvfp4"],
-        help="Round the operands of products, forward and backward.",
+        help="Round the operands of products, forward and backward (default: float32).",
     )
     parser.add_argument(
         "--stochastic",
@@ -240,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--states",
         choices=["fp8", "int8", "fp4"],
-        help="Keep the moments of AdamW in 8 or 4 bits.",
+        help="Keep the moments of AdamW in 8 or 4 bits (default: float32).",
     )
     options = parser.parse_args(arguments)
     if options.stochastic and not options.low_precision:

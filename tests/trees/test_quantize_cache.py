@@ -54,13 +54,13 @@ AXES = {"k": -2, "v": -1}
 @pytest.mark.parametrize("rotate", [False, True])
 @pytest.mark.parametrize("format", ["int8", "fp8", "int4", "nf4"])
 def test_tokens_are_appended_without_decoding(format, rotate):
-    cache = eqquant.quantize_cache(empty(), format, axis=AXES, rotate=rotate)
+    cache = eqquant.trees.quantize_cache(empty(), format, axis=AXES, rotate=rotate)
     end, out = decode(cache)
     assert jax.tree.structure(end) == jax.tree.structure(cache)
     k, v, _ = tokens()
     # The same as quantizing all tokens at once, which rounds float sums differently.
     whole = {"k": jnp.moveaxis(k, 0, -1), "v": jnp.moveaxis(v, 0, 1)}
-    whole = eqquant.quantize_cache(whole, format, axis=AXES, rotate=rotate)
+    whole = eqquant.trees.quantize_cache(whole, format, axis=AXES, rotate=rotate)
     for name in AXES:
         assert type(end[name]) is (RotatedArray if rotate else eqquant.QuantizedArray)
         found, expected = end[name].dequantize(), whole[name].dequantize()
@@ -84,7 +84,9 @@ def test_rotation_reduces_the_error_of_large_channels():
     product = eqquant.quaxify(jnp.einsum, on_materialise="error")
     errors = [
         relative_error(
-            product("qhd,khd->hqk", q, eqquant.quantize_cache(k, format, rotate=r)),
+            product(
+                "qhd,khd->hqk", q, eqquant.trees.quantize_cache(k, format, rotate=r)
+            ),
             exact,
         )
         for r in (False, True)
@@ -95,22 +97,24 @@ def test_rotation_reduces_the_error_of_large_channels():
 def test_axes_and_other_leaves():
     cache = {"layers": [empty("bfloat16")], "length": jnp.int32(3), "name": "a"}
     axes = {"layers": -1, "length": -1, "name": -1}
-    found = eqquant.quantize_cache(cache, "int4", axis=axes, rotate=True)
+    found = eqquant.trees.quantize_cache(cache, "int4", axis=axes, rotate=True)
     assert found["name"] == "a" and found["length"] is cache["length"]
     keys = found["layers"][0]["k"]
     assert keys.dtype == jnp.bfloat16 and keys.axes == (-1,) and keys.block == 8
-    assert eqx.tree_equal(eqquant.quantize_cache(found, "int8"), found)
+    assert eqx.tree_equal(eqquant.trees.quantize_cache(found, "int8"), found)
     with pytest.raises(ValueError, match="axis must be .*pytree"):
-        eqquant.quantize_cache(cache, "int4", axis={"layers": -1})
+        eqquant.trees.quantize_cache(cache, "int4", axis={"layers": -1})
 
 
 def test_odd_sizes_cannot_be_rotated():
     with pytest.raises(ValueError, match="even head size.*63.*rotate=False"):
-        eqquant.quantize_cache({"k": jnp.zeros((2, 63))}, "int8", rotate=True)
+        eqquant.trees.quantize_cache({"k": jnp.zeros((2, 63))}, "int8", rotate=True)
 
 
 def test_every_row_has_its_own_scales():
-    q = eqquant.quantize_cache(jnp.zeros((HEADS, TOKENS, SIZE)), "int8", rotate=True)
+    q = eqquant.trees.quantize_cache(
+        jnp.zeros((HEADS, TOKENS, SIZE)), "int8", rotate=True
+    )
     assert q.base.scales.shape == (HEADS, TOKENS, 1)
     row = jnp.full((HEADS, SIZE), 2.0)
     update = eqquant.quaxify(lambda q, row: q.at[:, 5].set(row))
