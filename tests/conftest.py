@@ -9,9 +9,13 @@ import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Set once: workers inherit the variable, and the keys of JAX's cache contain the flags.
-flag = "--xla_force_host_platform_device_count=8"
-if flag not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
+# Programs of tests are small, and splitting them into parts takes time.
+for flag in (
+    "--xla_force_host_platform_device_count=8",
+    "--xla_cpu_parallel_codegen_split_count=1",
+):
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " " + flag
 
 
 def pytest_configure(config):

@@ -31,6 +31,7 @@ def run_killed(*arguments) -> list[int]:
 
 
 @needs_fork
+@pytest.mark.slow
 def test_kills(tmp_path):
     states, steps, pair_steps = run_killed(tmp_path, 20, "--steps")
     # Enough steps to include every kind of change, and more than one final state.

@@ -9,7 +9,7 @@ import jax.scipy.sparse.linalg
 import pytest
 from eqquant import Int8, NF4
 from eqquant.dispatch._interpreter import Interpreter
-from helpers import assert_identical, fast, KINDS, pairs, relative, strict
+from helpers import assert_identical, fast, KINDS, pairs, relative, slow, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 from test_dispatch import check, check_exact
@@ -286,6 +286,7 @@ def test_nested_bodies_are_interpreted_once(kind, normal, monkeypatch):
     assert eqquant.is_quantized(got) and count == 1
 
 
+@pytest.mark.slow
 def test_no_tracer_leaks(normal):
     q, x = eqquant.quantize(normal(4, 64), "int8"), normal(64)
     layer = eqx.nn.Conv1d(16, 16, 3, key=jax.random.key(0))
@@ -353,7 +354,7 @@ def test_loops_of_different_lengths_carry_arrays(axis, normal):
     assert_identical(got[0], caches[0].dequantize())
 
 
-@pytest.mark.parametrize("solver", ["cg", "gmres", "bicgstab"])
+@pytest.mark.parametrize("solver", ["cg", slow("gmres"), slow("bicgstab")])
 def test_linear_solves(solver, normal):
     w, b = normal(64, 64), normal(64)
     q = eqquant.quantize(w @ w.T / 64 + jnp.eye(64), "int8", precision="highest")

@@ -81,7 +81,7 @@ def check(
 
 @pairs(
     "format, m, contract_rows, stacked_scales",
-    [NF4(), Int8(), Ternary(), slow(Int3()), slow(Binary())],
+    [NF4(), Int8(), *map(slow, (Ternary(), Int3(), Binary()))],
     [8, 40],
     [False, True],
     [True, False],

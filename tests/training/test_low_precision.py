@@ -106,7 +106,7 @@ def vjp_of(recipe, x, w, key=None):
     return jax.vjp(product, x, w)
 
 
-@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("preset", ["int8", "fp8", slow("mxfp8"), slow("nvfp4")])
 def test_the_three_products_equal_float64(preset, normal):
     x, w, g = operands(normal)
     numbers = PRESETS_OF[preset]
@@ -169,6 +169,7 @@ def test_mapped_tokens_are_rows_of_one_product(preset, normal):
         assert_identical(got, want)
 
 
+@pytest.mark.slow
 def test_each_example_has_a_gradient_of_its_own(normal):
     model, x = low_precision(mlp(), "int8"), normal(3, 8, 64)
     gradient = eqx.filter_grad(loss)
