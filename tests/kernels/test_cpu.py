@@ -22,7 +22,7 @@ from eqquant import (
 from eqquant.formats import Int5, Int6
 from eqquant.kernels import Compute, cpu, Matmul, round_int8, xla
 from eqquant.kernels.cpu._call import call, unpacked_bits
-from helpers import assert_identical, pairs, relative
+from helpers import assert_identical, pairs, relative, slow
 
 
 # The documented error of each kernel, with a margin for small shapes.
@@ -152,7 +152,7 @@ def test_any_shape_against_xla(kernel, data):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
-@pairs("kernel, m", KERNELS, [3, 21, 150])
+@pairs("kernel, m", KERNELS, [3, slow(21), 150])
 def test_products_large_enough_for_several_threads(kernel, m, normal):
     # The last format has blocks of eight bytes, two per vector.
     short = Ternary(block_size=32)
@@ -176,13 +176,13 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
     [
         Binary(),  # Runs of half a vector.
         Ternary(block_size=32),  # Two blocks per vector.
-        Int3(block_size=None),
-        Int4(),
-        Int5(),
+        slow(Int3(block_size=None)),
+        slow(Int4()),
+        slow(Int5()),
         Int6(block_size=16),
-        Int8(block_size=128),
+        slow(Int8(block_size=128)),
         FP8(),
-        NF4(block_size=2048),  # No panel holds a whole run.
+        slow(NF4(block_size=2048)),  # No panel holds a whole run.
     ],
     ids=repr,
 )
