@@ -224,5 +224,9 @@ def test_a_scan_over_layers_copies_no_codes(chip, format, m):
     for fn in (by_slices, in_place):
         compiled = compile_for_tpu(fn, x, stack, chip=chip)
         assert len(kernels_in(compiled)) == 2
-        copies[fn] = large_copies(compiled.as_text(), limit)
+        copies[fn] = [
+            line
+            for line in large_copies(compiled.as_text(), limit)
+            if f"[{m},2048]" not in line  # An activation may be larger than codes.
+        ]
     assert copies[by_slices] and not copies[in_place]
