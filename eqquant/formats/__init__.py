@@ -47,22 +47,24 @@ from ._registry import (
     formats as formats,
 )
 from ._scales import (
-    Float8Scales as Float8Scales,
     float_scales as float_scales,
-    FourBitScales as FourBitScales,
     gather_scales as gather_scales,
-    GROUP as GROUP,
-    IntegerScales as IntegerScales,
-    num_groups as num_groups,
     PowerOfTwoScales as PowerOfTwoScales,
-    QuantizedOffsets as QuantizedOffsets,
-    QuantizedScales as QuantizedScales,
     scales_and_offsets as scales_and_offsets,
     scales_split as scales_split,
     ShortScales as ShortScales,
     slice_scales as slice_scales,
 )
 from ._ternary import Ternary as Ternary
+from ._two_level_scales import (
+    Float8Scales as Float8Scales,
+    FourBitScales as FourBitScales,
+    GROUP as GROUP,
+    IntegerScales as IntegerScales,
+    num_groups as num_groups,
+    QuantizedOffsets as QuantizedOffsets,
+    QuantizedScales as QuantizedScales,
+)
 
 
 __all__ = [

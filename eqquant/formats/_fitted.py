@@ -21,7 +21,7 @@ from ._format import (
     sum_blocks,
     true_divide,
 )
-from ._scales import (
+from ._two_level_scales import (
     integer_scales,
     num_groups,
     quantize_offsets,

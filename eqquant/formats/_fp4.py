@@ -8,8 +8,9 @@ from jax import lax
 
 from ._format import divide_blocks, Format, true_divide
 from ._fp8 import to_float8
-from ._scales import Float8Scales, PowerOfTwoScales
+from ._scales import PowerOfTwoScales
 from ._table import count_below
+from ._two_level_scales import Float8Scales
 
 
 _levels = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

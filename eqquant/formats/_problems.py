@@ -10,15 +10,14 @@ import jax.numpy as jnp
 
 from ._format import Format, SCALE_DTYPES
 from ._pack import num_codes
-from ._scales import (
+from ._scales import scales_and_offsets, ShortScales
+from ._two_level_scales import (
     Float8Scales,
     FourBitScales,
     IntegerScales,
     num_groups,
     QuantizedOffsets,
     QuantizedScales,
-    scales_and_offsets,
-    ShortScales,
 )
 
 
