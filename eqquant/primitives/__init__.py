@@ -2,12 +2,14 @@
 
 Exports `quantized_dot`, `rows_dot`, `observe_rows`, `observe_product` and
 `straight_rounded`, which work on raw arrays; `implementation_on` and `lowering_of`, the
-kernel of a product as a function and in words; and `unflatten`, which reads the
-operands of `quantized_dot`. Imports `partition`, `kernels`, `formats` and `_jax`.
+kernel of a product as a function and in words; `unflatten`, which reads the operands of
+`quantized_dot`; and `map_all_first`, for batching rules. Imports `partition`,
+`kernels`, `formats` and `_jax`.
 """
 
 from . import _checkpoint as _checkpoint
 from ._activations import straight_rounded as straight_rounded
+from ._batching import map_all_first as map_all_first
 from ._codes_dot import codes_dot as codes_dot
 from ._lowering import (
     dot_by as dot_by,

@@ -23,6 +23,7 @@ from .._jax import (
 )
 from ..formats import Int8
 from ..kernels import choose, Compute, cpu, Matmul, xla
+from ._batching import map_all_first
 
 
 codes_dot_p = Primitive("codes_dot")
@@ -130,14 +131,8 @@ def _batch(args, dims, *, over):
         rows = a.reshape(*a.shape[:-3], math.prod(a.shape[-3:-1]), a.shape[-1])
         out = codes_dot(rows, b, over)
         return out.reshape(*a.shape[:-1], out.shape[-1]), out.ndim - 2
-    size = next(x.shape[d] for x, d in zip(args, dims, strict=True) if d is not None)
-
-    def to_front(x, dim):
-        if dim is None:
-            return jnp.broadcast_to(x, (size, *x.shape))
-        return jnp.moveaxis(x, dim, 0)
-
-    return codes_dot(to_front(a, a_dim), to_front(b, b_dim), over), 0
+    a, b = map_all_first(args, dims)
+    return codes_dot(a, b, over), 0
 
 
 batching.primitive_batchers[codes_dot_p] = _batch

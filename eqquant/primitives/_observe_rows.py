@@ -15,6 +15,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float
 
 from .._jax import match_varying
+from ._batching import map_all_first
 
 
 observe_rows_p = Primitive("observe_rows")
@@ -185,13 +186,7 @@ def _batch(primitive: Primitive, num_rows: int, args, dims, **params) -> Any:
 
 def _batch_observed(args, dims):
     out, *known = args[:4]
-    size = next(
-        part.shape[dim] for part, dim in zip(args, dims, strict=True) if dim is not None
-    )
-    moved = [
-        batching.bdim_at_front(part, dim, size)
-        for part, dim in zip(args, dims, strict=True)
-    ]
+    moved = map_all_first(args, dims)
     if any(dim is not None for dim in dims[4:]):
         at = out.ndim - (dims[0] is not None)
         at -= known[0].ndim - (dims[1] is not None)

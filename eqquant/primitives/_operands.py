@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ..kernels import View
+from ._batching import map_first
 
 
 def flatten(codes: Any, numbers: tuple, view: View | None) -> tuple[list, Any]:
@@ -37,13 +38,6 @@ def codes_of(codes: Any, view: View | None) -> Any:
         return codes
     shape = *view.index.shape, *codes.shape[1:]
     return jax.ShapeDtypeStruct(shape, codes.dtype)
-
-
-def map_first(size: int, a: Any, dim: int | None) -> Any:
-    """Move the mapped axis of an array to the front. If there is none, repeat it."""
-    if dim is None:
-        return jnp.broadcast_to(a, (size, *a.shape))
-    return jnp.moveaxis(a, dim, 0)
 
 
 def map_view(size: int, view: View, dims: Sequence[int | None]) -> View | None:

@@ -37,9 +37,10 @@ from ..partition import (
     split,
 )
 from ._activations import straight_rounded
+from ._batching import map_first
 from ._lowering import dot_by, lowerings, partition_of, PORTABLE
 from ._offsets import add_offsets
-from ._operands import codes_of, flatten, map_first, map_view, unflatten
+from ._operands import codes_of, flatten, map_view, unflatten
 from ._scale_gradient import scale_gradient, scale_gradient_p, ScaleGradient
 
 

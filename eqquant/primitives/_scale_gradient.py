@@ -11,7 +11,6 @@ import operator
 from collections.abc import Callable
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -33,6 +32,7 @@ from ..partition import (
     result_type,
     SCALE_GRADIENT,
 )
+from ._batching import map_all_first
 
 
 scale_gradient_p = Primitive("quantized_scale_gradient")
@@ -138,16 +138,9 @@ def _jvp(primals, tangents, *, gradient: ScaleGradient, plan: Plan | None):
 
 
 def _batch(args, dims, *, gradient: ScaleGradient, plan: Plan | None):
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
     if dims[2] is None:  # The scales are mapped, but the codes are not.
         return jax.vmap(gradient, dims)(*args), 0
-
-    def to_front(a, dim):
-        if dim is None:
-            return jnp.broadcast_to(a, (size, *a.shape))
-        return jnp.moveaxis(a, dim, 0)
-
-    args = map(to_front, args, dims)
+    args = map_all_first(args, dims)
     return scale_gradient(*args, gradient=gradient, plan=plan), 0
 
 

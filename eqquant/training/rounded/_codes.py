@@ -88,8 +88,8 @@ def noise_for(
 
 def seed_of(key: Key[Array, "*stack"], salt: int) -> UInt32[Array, "*stack 2"]:
     """Return the seed of [`noise_for`][]. Different salts give independent noise."""
-    words = jax.random.key_data(key)[..., -2:]
-    return _mixed(words + jnp.uint32(salt))
+    bits = jax.random.key_data(key)[..., -2:]
+    return _mixed(bits + jnp.uint32(salt))
 
 
 def _mixed(h):

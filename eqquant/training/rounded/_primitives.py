@@ -20,6 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Key
 
 from ..._jax import define_impl, match_varying, spec_of, wide_dtype, zero_tangent
+from ...primitives import map_all_first
 from ._codes import seed_of
 from ._products import backward, decoded, encode, flat, forward, named
 from ._specs import Recipe
@@ -179,10 +180,7 @@ def _jvp(primals, tangents, *, recipe: Recipe, out_dtype):
         of_x, of_w, kept_x, kept_w = jax.eval_shape(
             encoded, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, w))
         )
-        like_x, like_w = (
-            ft.partial(specs_like, x, stack),
-            ft.partial(specs_like, w, stack),
-        )
+        like_x, like_w = (ft.partial(specs_like, a, stack) for a in (x, w))
         specs = like_x(of_x), like_w(of_w), like_x(kept_x), like_w(kept_w)
     run = lambda x, w: split(encoded, specs, x, w)
     of_x, of_w, kept_x, kept_w = map(named, _differentiable_once(run, x, w))
@@ -255,7 +253,7 @@ for _primitive, _product in ((dgrad_p, "dgrad"), (wgrad_p, "wgrad")):
 def _batch_dot(args, dims, **static):
     (x, w, *keys), (x_dim, w_dim, *key_dims) = args, dims
     if w_dim is not None:
-        return low_precision_dot_p.bind(*_stacked(args, dims), **static), 0
+        return low_precision_dot_p.bind(*map_all_first(args, dims), **static), 0
     # More tokens. Noise depends on the token, so one key serves all.
     keys = [
         k if d is None else lax.index_in_dim(k, 0, d, keepdims=False)
@@ -271,22 +269,13 @@ def _batch_dot(args, dims, **static):
 def _batch_dgrad(args, dims, **static):
     (x_dot, *kept), (x_dim, *kept_dims) = args, dims
     if set(kept_dims) - {None}:
-        return dgrad_p.bind(*_stacked(args, dims), **static), 0
+        return dgrad_p.bind(*map_all_first(args, dims), **static), 0
     stack = kept[0].ndim - 2
     return dgrad_p.bind(jnp.moveaxis(x_dot, x_dim, stack), *kept, **static), stack
 
 
 def _batch_wgrad(args, dims, **static):
-    return wgrad_p.bind(*_stacked(args, dims), **static), 0
-
-
-def _stacked(args, dims):
-    """Move the mapped axis to the front of every operand."""
-    size = next(a.shape[d] for a, d in zip(args, dims, strict=True) if d is not None)
-    return [
-        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(args, dims, strict=True)
-    ]
+    return wgrad_p.bind(*map_all_first(args, dims), **static), 0
 
 
 batching.primitive_batchers[low_precision_dot_p] = _batch_dot
