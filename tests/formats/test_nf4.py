@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from eqquant import NF4
 from eqquant.formats import scales_split
-from eqquant.formats._scales import quantize_scales
+from eqquant.formats._two_level_scales import quantize_scales
 from helpers import assert_identical, in_blocks, sqnr, unpacked
 
 
