@@ -75,7 +75,7 @@ def calibrate(
 
     [`eqquant.calibration.Statistics`][], in float32 (float64 for weights in float64).
 
-    A warning names the weights without data.
+    Warnings name the weights without data, and batches with tokens out of bounds.
 
     **Raises:**
 

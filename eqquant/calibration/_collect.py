@@ -22,6 +22,7 @@ from ..trees import (
     replace_chosen,
     sites,
 )
+from ._indices import index_check
 from ._statistics import matrix_axes_of, WeightStatistics
 from .observed import Observed, ObservedArray, symmetric, Uses
 
@@ -187,11 +188,13 @@ def collect(
         return step
 
     step, count, measured = new_step(), 0, 0
+    check_indices = index_check(fn, caller)
     size = sum(math.prod(jax.eval_shape(w.zeros).gram.shape) for w in weights.values())
     for i, batch in each_batch(
         batches, size, progress, caller=caller, title="calibrating"
     ):
         key = jax.random.fold_in(jax.random.key(0), i + 1)
+        check_indices(model, batch, i)
         if i == 0:
             find_uses(batch, key)
         total = {path: (w.products, w.lookups) for path, w in weights.items()}
@@ -204,11 +207,7 @@ def collect(
             step = new_step()
             total = {path: (w.products, w.lookups) for path, w in weights.items()}
         count, measured = count + 1, measured + has_gradients
-        if wrong := [path for path, (is_finite, *_) in checks.items() if not is_finite]:
-            raise ValueError(
-                f"{caller}: activations must be finite, but batch {i} has "
-                f"inputs of {wrong[:5]} that are not."
-            )
+        _require_finite(checks, i, caller)
         for path, (products, lookups) in _add(total, sums).items():
             weights[path].products, weights[path].lookups = products, lookups
     for weight in weights.values():
@@ -254,6 +253,14 @@ def _checks(products: Observed | None, lookups: Observed | None) -> tuple:
     if products is None:
         return is_finite, jnp.zeros(()), jnp.zeros(())
     return is_finite, jnp.sum(products.peak), jnp.sum(products.rows)
+
+
+def _require_finite(checks: dict[str, tuple], number: int, caller: str) -> None:
+    if wrong := [path for path, (is_finite, *_) in checks.items() if not is_finite]:
+        raise ValueError(
+            f"{caller}: activations must be finite, but batch {number} has "
+            f"inputs of {wrong[:5]} that are not."
+        )
 
 
 def _project(results: Any, key, caller: str) -> Any:

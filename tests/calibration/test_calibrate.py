@@ -1,5 +1,7 @@
 """`calibrate`: exact statistics of inputs, from unchanged model code."""
 
+import warnings
+
 import eqquant
 import equinox as eqx
 import jax
@@ -202,6 +204,27 @@ def test_bad_data(normal):
         eqquant.calibrate(lambda model, x: jnp.argmax(model(x[0])), model, [x])
     with pytest.raises(ValueError, match="no weight is chosen"):
         eqquant.calibrate(rows_of, model, [x], min_size=10**6)
+
+
+@pytest.mark.parametrize("token, mode", [(8, None), (-9, "clip")])
+@pytest.mark.filterwarnings("ignore:.*never reached:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*fewer rows than inputs:UserWarning")
+def test_a_token_out_of_bounds_is_reported(token, mode, normal):
+    model = {"table": normal(8, 16), "layer": linears(2)}
+
+    def run(model, tokens):
+        x = model["table"].at[tokens].get(mode=mode)
+        return lax.scan(lambda x, w: (x @ w, None), x, model["layer"].weight)[0]
+
+    rules = {"table": None}  # Reported even if the table is not observed.
+    good, bad = np.arange(8), np.array([0, token])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*in bounds")
+        eqquant.calibrate(run, model, [good, good - 8], rules=rules)
+    with pytest.warns(
+        UserWarning, match=r"calibrate: batches must .* batch 1: .*8, 16"
+    ):
+        eqquant.calibrate(run, model, [good, bad], rules=rules)
 
 
 def test_a_weight_that_is_not_reached_is_named(normal):
