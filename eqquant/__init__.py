@@ -5,13 +5,14 @@ The everyday names are here. Everything else is in a public module: `eqquant.for
 `eqquant.kernels`, `eqquant.arrays`, `eqquant.trees` and `eqquant.debug`.
 """
 
+import importlib as _importlib
 from types import ModuleType as _ModuleType
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import (
     arrays as arrays,
     calibration as calibration,
     checkpoints as checkpoints,
-    debug as debug,
     formats as formats,
     kernels as kernels,
     primitives as primitives,
@@ -64,7 +65,21 @@ from .trees import (
 )
 
 
+if _TYPE_CHECKING:
+    from . import debug as debug
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> _ModuleType:
+    """Import `debug` on first use, because few programs need it."""
+    if name == "debug":
+        return _importlib.import_module(".debug", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "debug"})
 
 
 def _set_public_modules() -> None:

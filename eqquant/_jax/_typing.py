@@ -1,7 +1,7 @@
 """Run-time checks of the public functions.
 
 `jaxtyping` turns them off: set the environment variable `JAXTYPING_DISABLE=1`, or call
-`jaxtyping.config.update("jaxtyping_disable", True)` before eqquant is imported.
+`jaxtyping.config.update("jaxtyping_disable", True)` before the first call.
 """
 
 import functools as ft
@@ -25,12 +25,15 @@ def typed(fn: _Function) -> _Function:
     The error about an argument has one line. It contains the argument, its value, the
     accepted types, and advice.
     """
-    checked = jaxtyped(typechecker=beartype)(fn)
+
+    @ft.cache  # On the first call, because it takes milliseconds.
+    def checked() -> Callable:
+        return jaxtyped(typechecker=beartype)(fn)
 
     @ft.wraps(fn)
     def call(*args, **kwargs):
         try:
-            return checked(*args, **kwargs)
+            return checked()(*args, **kwargs)
         except TypeCheckError:
             message = _first_problem(fn, args, kwargs)
             if message is None:  # The error is about a result.

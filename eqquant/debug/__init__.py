@@ -33,3 +33,7 @@ __all__ = [
     "GPUKernel",
     "GPUProgram",
 ]
+
+# As in the other public modules, which `eqquant` imports itself.
+for _name in __all__:
+    globals()[_name].__module__ = __name__

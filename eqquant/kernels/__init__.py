@@ -1,13 +1,15 @@
 """Numerics only, in a folder for each platform.
 
-Exports `xla`, `cpu`, `gpu` and `tpu`; `Compute`, the settings of a product, with its
-parts `TPUKernel` and `GPUKernel`; and `round_int8` for activations. Each platform has a
-`dot` of the same signature. The `dot` of `xla` is the reference, and serves products
-that no other kernel supports. Kernels use formats, but neither arrays nor derivatives.
-Imports `formats` and `_jax`.
+Exports `xla` and `cpu`; `Compute`, the settings of a product, with its parts
+`TPUKernel` and `GPUKernel`; and `round_int8` for activations. Each platform has a `dot`
+of the same signature. The `dot` of `xla` is the reference, and serves products that no
+other kernel supports. Kernels use formats, but neither arrays nor derivatives. Imports
+`formats` and `_jax`.
+
+`gpu` and `tpu` are imported on first use, because Pallas takes long to import.
 """
 
-from . import cpu as cpu, gpu as gpu, tpu as tpu, xla as xla
+from . import cpu as cpu, xla as xla
 from ._compute import (
     Activations as Activations,
     as_compute as as_compute,

@@ -257,6 +257,8 @@ class Kernel(abc.ABC):
 
     # True if `lower` accepts the offsets of an affine weight as a keyword argument.
     reads_offsets: ClassVar[bool] = False
+    # True if `round_int8` is the only rounding of an int8 activation.
+    rounds_once: ClassVar[bool] = False
 
     def rounds_to_int8(self, product: Product) -> bool:
         """Return whether the kernel itself rounds each row of the activation to

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 
 from .._jax import is_automatically_partitioned, is_exported
 from ..formats import float_scales, num_bytes, num_codes, ShortScales
-from ..kernels import choose, cpu, gpu, Kernel, Matmul, Product, tpu, View, xla
+from ..kernels import choose, cpu, Kernel, Matmul, Product, View, xla
 from ..partition import (
     DOT,
     DOT_OVER_ROWS,
@@ -27,17 +27,27 @@ from ._operands import codes_of, flatten, unflatten, without_offsets
 # serve every product.
 Tiers = Sequence[Sequence[Kernel]]
 PORTABLE: Tiers = (xla.KERNELS,)
-TIERS: dict[str, Tiers] = {
-    "cpu": (cpu.KERNELS, xla.KERNELS),
-    "gpu": (gpu.KERNELS, gpu.PORTABLE, xla.KERNELS),
-    "tpu": (tpu.KERNELS, xla.KERNELS),
-}
-# An exported program may run without the library of native kernels, or on another GPU.
-EXPORTED: dict[str, Tiers] = {
-    "cpu": PORTABLE,
-    "gpu": (gpu.PORTABLE, xla.KERNELS),
-    "tpu": TIERS["tpu"],
-}
+PLATFORMS = "cpu", "gpu", "tpu"
+
+
+def tiers_of(platform: str | None, exported: bool = False) -> Tiers:
+    """Return the kernels of a platform.
+
+    An exported program may run without the library of native kernels, or on another
+    GPU.
+    """
+    if platform == "cpu" and not exported:
+        return cpu.KERNELS, xla.KERNELS
+    if platform == "gpu":
+        from ..kernels import gpu
+
+        portable = gpu.PORTABLE, xla.KERNELS
+        return portable if exported else (gpu.KERNELS, *portable)
+    if platform == "tpu":
+        from ..kernels import tpu
+
+        return tpu.KERNELS, xla.KERNELS
+    return PORTABLE
 
 
 def choose_kernel(
@@ -66,7 +76,7 @@ def _for_parts(
     # If rows of int8 activations are split over devices, some kernels would round the
     # activation again, by the largest value of a part.
     is_int8 = matmul.compute.activations == "int8"
-    if over and is_int8 and kernels is not tpu.KERNELS:
+    if over and is_int8 and not all(kernel.rounds_once for kernel in kernels):
         return matmul.with_compute(precision="highest")
     return matmul
 
@@ -167,11 +177,11 @@ def _over_stacks(partition: Partition, view: View) -> Partition:
     return dataclasses.replace(partition, in_specs=tuple(specs), gathers=gathers)
 
 
-def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
+def _lower_on(platform: str | None) -> Callable:
     """Return the lowering for a platform, and for programs exported for it."""
 
     def lower(ctx, *args, matmul: Matmul, plan: Plan | None, stored):
-        dot = dot_by(exported if is_exported(ctx) else tiers)
+        dot = dot_by(tiers_of(platform, is_exported(ctx)))
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in[:3])
             # The compiler can split programs of XLA over devices, but not a kernel.
@@ -186,13 +196,12 @@ def _lower_on(tiers: Tiers, exported: Tiers) -> Callable:
     return lower
 
 
-lowerings = {None: _lower_on(PORTABLE, PORTABLE)}
-lowerings |= {name: _lower_on(TIERS[name], EXPORTED[name]) for name in TIERS}
+lowerings = {platform: _lower_on(platform) for platform in (None, *PLATFORMS)}
 
 
 def implementation_on(platform: str) -> Callable:
     """Return the lowering of a product on a platform as a function of raw arrays."""
-    return dot_by(TIERS.get(platform, PORTABLE))
+    return dot_by(tiers_of(platform))
 
 
 def lowering_of(
@@ -212,7 +221,7 @@ def lowering_of(
     split, unless the mesh of the operands has explicit axes. With a view, `codes` is
     its stack.
     """
-    tiers, over, text = TIERS.get(platform, PORTABLE), (), ""
+    tiers, over, text = tiers_of(platform), (), ""
     stack, codes = codes, codes_of(codes, view)
     plan = plan_from_types(x, codes, asked=plan) or plan
     if plan is not None and devices > 1:

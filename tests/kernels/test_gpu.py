@@ -16,11 +16,14 @@ from eqquant.debug._in_hlo import decoded_in_hlo
 from eqquant.debug._inspect import weight_of
 from eqquant.kernels import gpu, Matmul
 from eqquant.kernels.gpu import _tiles
-from eqquant.primitives._lowering import dot_by, PORTABLE, TIERS
+from eqquant.primitives._lowering import dot_by, PORTABLE, tiers_of
 from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
 
 
-def product(x, q, *, by=TIERS["gpu"], dtype="float32", precision="high", contract_rows):
+GPU = tiers_of("gpu")
+
+
+def product(x, q, *, by=GPU, dtype="float32", precision="high", contract_rows):
     compute = q.compute.updated(precision=precision)
     matmul = Matmul(q.format, contract_rows, compute, q.dtype, dtype)
     return jax.jit(ft.partial(dot_by(by), matmul=matmul))(x, q.codes, q.scales)

@@ -36,7 +36,7 @@ class TPUVariant(Kernel):
     error: str
     exact_table: bool = True
 
-    reads_views = True
+    reads_views = rounds_once = True
 
     def round_int8(self, x, over):
         return round_rows(x, over)
