@@ -1,17 +1,19 @@
 """Training: straight-through estimators, quantization-aware and low-precision training,
 distillation and adapters.
 
-Exports the training functions for users. Imports `sharding`, `trees`, `arrays`,
-`primitives`, `partition`, `kernels`, `formats` and `_jax`.
+Exports the training functions for users. Imports `checkpoints`, `sharding`, `trees`,
+`arrays`, `primitives`, `partition`, `kernels`, `formats` and `_jax`.
 """
 
 from ._activations import round_activations as round_activations
-from ._distill import distill as distill, DistillationState as DistillationState
+from ._distill import distill as distill
+from ._distillation_state import DistillationState as DistillationState
 from ._dropout import with_dropout_key as with_dropout_key
 from ._fake_quantize import (
     fake_quantize_tree as fake_quantize_tree,
     FakeQuantized as FakeQuantized,
 )
+from ._kl_divergence import kl_divergence as kl_divergence, TopLogits as TopLogits
 from ._lora_tree import lora_tree as lora_tree
 from ._merge_lora import merge_lora as merge_lora
 from ._quantized_state import (
@@ -19,6 +21,8 @@ from ._quantized_state import (
     QuantizedMoment as QuantizedMoment,
     QuantizedState as QuantizedState,
 )
+from ._store_logits import store_logits as store_logits
+from ._stored_logits import StoredLogits as StoredLogits
 from ._straight_through import (
     initial_scales as initial_scales,
     straight_through as straight_through,
@@ -40,6 +44,7 @@ __all__ = [
     "fake_quantize_tree",
     "FakeQuantized",
     "initial_scales",
+    "kl_divergence",
     "lora_tree",
     "low_precision",
     "master_weights",
@@ -48,7 +53,10 @@ __all__ = [
     "Recipe",
     "round_activations",
     "save_quantized",
+    "store_logits",
+    "StoredLogits",
     "straight_through",
+    "TopLogits",
     "with_dropout_key",
     "with_rounding_key",
 ]

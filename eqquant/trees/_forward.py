@@ -34,11 +34,12 @@ def each_batch(
     *,
     caller: str,
     title: str,
+    may_be_empty: bool = False,
 ) -> Iterator[tuple[int, Any]]:
     """Yield each batch with its index, and show a progress bar.
 
     `elements` is the number of elements to process for each batch. Raises `ValueError`
-    if there is no batch.
+    if there is no batch, unless `may_be_empty`.
     """
     work = elements * (len(batches) if isinstance(batches, Sized) else 1)
     what = title, "batch"
@@ -46,7 +47,7 @@ def each_batch(
     shown = with_progress(batches, work, progress, caller=caller, what=what)
     for index, batch in enumerate(shown):
         yield index, batch
-    if index < 0:
+    if index < 0 and not may_be_empty:
         raise ValueError(f"{caller}: batches must have at least one batch, got none.")
 
 
