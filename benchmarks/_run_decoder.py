@@ -1,11 +1,13 @@
 """Run a language model of one library in a separate process.
 
-    python benchmarks/_run_decoder.py KIND VARIANT FILE SHAPE_AS_JSON THREADS
+    python benchmarks/_run_decoder.py KIND VARIANT FILE SHAPE_AS_JSON THREADS [CLOCK]
 
 Without `--serve`, the script writes the file of the model. With `--serve`, it loads the
-file and executes commands from standard input, one per line: `prepare N`, `prefill`,
-`decode N STEPS` or `memory`. It answers each command with one line, which contains
-seconds or megabytes. The environment need not contain eqquant.
+file and executes commands from standard input, one per line: `prepare N CONTEXT`,
+`prefill`, `decode N CONTEXT STEPS`, `memory`, `peak` or `elapsed`. It answers each
+command with one line, which contains megabytes, or seconds of CLOCK: `perf_counter`
+(default) or `process_time`. `elapsed` returns the processor time since the start of the
+process. The environment need not contain eqquant.
 """
 
 import gc
@@ -15,24 +17,31 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Callable
 
 from _decoders import Decoder, Shape
 
 
-def resident() -> float:
-    """Return the resident memory of this process in MB."""
+# The lines of `/proc/self/status` with the memory of this process.
+_memory = {"memory": "VmRSS", "peak": "VmHWM"}
+
+
+def resident(line: str) -> float:
+    """Return the memory of this process in MB."""
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
-    return int(lines["VmRSS"].split()[0]) / 1e3
+    return int(lines[line].split()[0]) / 1e3
 
 
-def execute(decoder: Decoder, words: list[str]) -> float:
-    if words[0] == "memory":
+def execute(decoder: Decoder, words: list[str], clock: Callable[[], float]) -> float:
+    if words[0] in _memory:
         gc.collect()
-        return resident()
-    start = time.perf_counter()
+        return resident(_memory[words[0]])
+    if words[0] == "elapsed":
+        return time.process_time()
+    start = clock()
     getattr(decoder, words[0])(*map(int, words[1:]))
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def main() -> None:
@@ -48,12 +57,14 @@ def main() -> None:
         library.make(model_shape, variant, part)
         part.replace(path)
         return
-    start = time.perf_counter()
+    names = [word for word in sys.argv[6:] if word != "--serve"]
+    clock = getattr(time, names[0] if names else "perf_counter")
+    start = clock()
     decoder = library.load(model_shape, variant, path, int(threads))
-    load_seconds = time.perf_counter() - start
+    load_seconds = clock() - start
     print(json.dumps([load_seconds, decoder.version()]), file=answers, flush=True)
     for line in sys.stdin:
-        print(execute(decoder, line.split()), file=answers, flush=True)
+        print(execute(decoder, line.split(), clock), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -3,12 +3,14 @@
     python benchmarks/decode.py
     python benchmarks/decode.py --small --only float32 int8 q8_0
     python benchmarks/decode.py --markdown
+    python benchmarks/decode.py --gguf MODEL.gguf
 
 The model has the shape of TinyLlama (1.1 billion parameters) and random weights. The
 script runs `examples/llama` in float32 and bfloat16 and with INT8, NF4 and ternary
 weights. It runs llama.cpp with the same weights in q8_0, q4_0 and tq2_0; every matrix
 has that type. "default" is `precision="default"`, which rounds activations to 8 bits,
-as llama.cpp always does. If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX
+as llama.cpp always does. Dense layers are separate, and quantized layers are a stack
+that products read in place. If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX
 either.
 
 Each variant is a process on the same cores. Only one process computes at a time, and
@@ -23,29 +25,48 @@ the order changes from round to round. Columns:
 - "load s" is the time from a file in the page cache to a model, and "compile s" the
   time of the first calls.
 
+`--gguf` runs one file instead, at precision "high" and "default" and in llama.cpp. The
+columns:
+
+- "load s" is the time from the file to a model, and "first token s" the time from the
+  start of the process to the first token after a prompt of 512 tokens. It contains
+  imports and compilation.
+- "prefill" as above. "context N" is the number of tokens before the timed tokens.
+- "peak MB" is the peak memory of the process after prefill and decoding with one
+  sequence. It contains the pages of the file that llama.cpp maps.
+
+"x llama.cpp" is the ratio to the better row of llama.cpp: on CPUs, flash attention, its
+default, can be slower. Keys and values are in INT8 here, as in
+`examples/llama/generate.py`, and in float16 in llama.cpp.
+
 The files take 11 GB (1.1 GB with `--small`) on disk (`--folder`), and the processes
 need as much memory. Installing llama.cpp compiles it: 15 minutes on two cores.
 """
 
 import argparse
-import contextlib
 import dataclasses
 import json
-import os
 import pathlib
-import random
-import statistics
-import subprocess
 import sys
 import time
 
+import _decode_gguf
 from _decoders import Shape
 from _environments import CACHE, install, last_line, run
 from _peers import llama_cpp
+from _processes import (
+    best_and_median,
+    measure,
+    note,
+    Process,
+    ratio,
+    read_into_cache,
+    Result,
+    SCRIPT,
+)
 from _tables import add_output_options, output, print_table
 
 
-HERE = pathlib.Path(__file__).resolve().parent
 SEQUENCES = (1, 8)
 # Maps a variant to its library and the bytes per parameter in its file.
 VARIANTS = {
@@ -65,60 +86,6 @@ VARIANTS = {
 COUNTERPARTS = {"int8": "q8_0", "nf4": "q4_0", "ternary": "tq2_0"}
 
 
-class Process:
-    """A process that runs a model, executes commands and returns their times."""
-
-    def __init__(self, command: list[str], log: pathlib.Path):
-        self.log = log
-        with open(log, "w") as errors:
-            self.popen = subprocess.Popen(
-                [*command, "--serve"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                # Libraries of other platforms would count as memory.
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-        self.load, self.version = json.loads(self._answer())
-
-    def _answer(self) -> str:
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        if not line:
-            self.popen.wait()
-            raise RuntimeError(last_line(self.log.read_text()))
-        return line
-
-    def __call__(self, *words: object) -> float:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(" ".join(map(str, words)) + "\n")
-        self.popen.stdin.flush()
-        return float(self._answer())
-
-    def close(self) -> None:
-        assert self.popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self.popen.stdin.close()
-        try:
-            self.popen.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            self.popen.kill()
-
-
-@dataclasses.dataclass
-class Result:
-    process: Process
-    compile: float
-    memory: float
-    memory_with_all: float = 0.0
-    times: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-
-
-def note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def available_gb() -> float:
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":", 1) for line in file)
@@ -135,37 +102,29 @@ def start(variant: str, options: argparse.Namespace, shape: Shape) -> Process:
     name = variant.replace(", ", "-")
     suffix = ".gguf" if kind == "llama_cpp" else ".safetensors"
     about = "-".join(map(str, dataclasses.astuple(shape)[:6]))
-    path = options.folder / f"{name}-{about}{suffix}"
+    path = options.folder / f"{kind}-{name}-{about}{suffix}"
     described = json.dumps(dataclasses.asdict(shape))
-    script = str(HERE / "_run_decoder.py")
-    arguments = [script, kind, variant, str(path), described, str(options.threads)]
+    arguments = [SCRIPT, kind, variant, str(path), described, str(options.threads)]
     if not path.exists():
         note(f"writing {path}")
         options.folder.mkdir(parents=True, exist_ok=True)
         ran = run(python, *arguments, environment={}, capture_output=True)
         if ran.returncode:
             raise RuntimeError(f"cannot be written: {last_line(ran.stderr)}")
-    _read(path)
+    read_into_cache(path)
     return Process([python, *arguments], options.folder / f"{name}.log")
-
-
-def _read(path: pathlib.Path) -> None:
-    """Read a file into the page cache."""
-    with open(path, "rb") as file:
-        while file.read(1 << 24):
-            pass
 
 
 def prepare(variant: str, options: argparse.Namespace, shape: Shape) -> Result:
     process = start(variant, options, shape)
     try:
         begin = time.perf_counter()
-        process("prepare", SEQUENCES[0])
+        process("prepare", SEQUENCES[0], shape.prompt)
         process("prefill")
         compiled = time.perf_counter() - begin
         memory = process("memory")
         for sequences in SEQUENCES[1:]:
-            process("prepare", sequences)
+            process("prepare", sequences, shape.prompt)
     except BaseException:
         process.close()
         raise
@@ -173,48 +132,22 @@ def prepare(variant: str, options: argparse.Namespace, shape: Shape) -> Result:
     return Result(process, compiled, memory)
 
 
-def measure(results: dict[str, Result], options: argparse.Namespace) -> None:
-    tasks = {f"decode {n}": ("decode", n, options.steps) for n in SEQUENCES}
-    tasks["prefill"] = ("prefill",)
-    order = random.Random(0)
-    for turn in range(options.rounds):
-        for task, words in tasks.items():
-            for variant in order.sample(list(results), len(results)):
-                result = results[variant]
-                seconds = result.process(*words)
-                if words[0] == "decode":
-                    seconds /= options.steps
-                result.times.setdefault(task, []).append(seconds)
-        note(f"round {turn + 1} of {options.rounds}")
-    for result in results.values():
-        result.memory_with_all = result.process("memory")
-
-
-def rows(results: dict[str, Result], shape: Shape) -> list[list[str]]:
+def rows(results: dict[str, Result], shape: Shape, steps: int) -> list[list[str]]:
     """Format the results as a table."""
-    tokens = {f"decode {n}": n for n in SEQUENCES} | {"prefill": shape.prompt}
+    tokens = {f"decode {n}": n * steps for n in SEQUENCES} | {"prefill": shape.prompt}
     head = [""]
     for task in tokens:
         head += [f"{task}: tokens/s", "x float32", "x llama.cpp"]
     table = [[*head, "MB", "MB with all", "load s", "compile s"]]
-
-    def ratio(variant: str | None, result: Result, task: str) -> str:
-        if variant not in results:
-            return "-"
-        other = results[variant].times[task]
-        return f"{min(other) / min(result.times[task]):.2f}"
-
     for variant, result in results.items():
-        counterpart = COUNTERPARTS.get(variant.split(",")[0])
+        counterpart = COUNTERPARTS.get(variant.split(",")[0], "")
         row = [variant]
         for task, count in tokens.items():
-            times = result.times[task]
-            best, middle = count / min(times), count / statistics.median(times)
-            row.append(f"{best:.1f} ({middle:.1f})")
-            row.append(ratio("float32", result, task))
-            row.append(ratio(counterpart, result, task))
+            row.append(best_and_median(count, result.times[task]))
+            row.append(ratio(results.get("float32"), result, task))
+            row.append(ratio(results.get(counterpart), result, task))
         row += [f"{result.memory:.0f}", f"{result.memory_with_all:.0f}"]
-        row += [f"{result.process.load:.1f}", f"{result.compile:.1f}"]
+        row += [f"{result.process.load:.1f}", f"{result.first:.1f}"]
         table.append(row)
     return table
 
@@ -222,6 +155,17 @@ def rows(results: dict[str, Result], shape: Shape) -> list[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(VARIANTS), choices=VARIANTS)
+    parser.add_argument(
+        "--gguf",
+        type=pathlib.Path,
+        help="run this file instead of a random model, here and in llama.cpp",
+    )
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="with --gguf: measure the time of the processors, which other processes "
+        "change less; with --threads 1",
+    )
     parser.add_argument("--layers", type=int, default=Shape.layers)
     parser.add_argument(
         "--small", action="store_true", help="2 layers and a vocabulary of 4000"
@@ -238,6 +182,13 @@ def main() -> None:
         shape = Shape(layers=min(2, options.layers), vocabulary=4_000)
     if options.steps >= shape.room:
         parser.error(f"--steps: {options.steps}, but must be less than {shape.room}")
+
+    if options.gguf is not None:
+        if not options.gguf.is_file():
+            parser.error(f"--gguf: {options.gguf} is not a file")
+        with output(options):
+            _decode_gguf.compare(options)
+        return
 
     billions, overhead = shape.parameters / 1e9, 0.6  # GB of caches and libraries.
     need = sum(billions * VARIANTS[name][1] + overhead for name in options.only)
@@ -259,10 +210,17 @@ def compare(options: argparse.Namespace, shape: Shape) -> None:
             except RuntimeError as problem:
                 missing.append(f"{variant}: {problem}")
         if results:
-            measure(results, options)
+            tasks: dict[str, tuple] = {
+                f"decode {n}": ("decode", n, shape.prompt, options.steps)
+                for n in SEQUENCES
+            }
+            tasks["prefill"] = ("prefill",)
+            measure(results, tasks, options.rounds)
+            for result in results.values():
+                result.memory_with_all = result.process("memory")
             parameters = f"{shape.parameters / 1e6:.0f} million parameters"
             print(f"\n{shape.layers} layers, {parameters}, {options.threads} threads\n")
-            print_table(rows(results, shape), options.markdown)
+            print_table(rows(results, shape, options.steps), options.markdown)
             print()
     finally:
         for result in results.values():

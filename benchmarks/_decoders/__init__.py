@@ -70,19 +70,26 @@ def random_matrix(rng: np.random.Generator, rows: int, columns: int) -> np.ndarr
     return w
 
 
+def prompt(vocabulary: int, length: int) -> np.ndarray:
+    """Draw tokens of shape (1, length)."""
+    rng = np.random.default_rng(0)
+    return rng.integers(vocabulary, size=(1, length), dtype=np.int32)
+
+
 class Decoder(Protocol):
     """A loaded model."""
 
     def version(self) -> str: ...
 
-    def prepare(self, sequences: int) -> None:
-        """Compile, and fill the caches of `sequences` sequences with a prompt."""
+    def prepare(self, sequences: int, context: int) -> None:
+        """Compile, and fill the caches of `sequences` sequences with `context`
+        tokens."""
         ...
 
     def prefill(self) -> None:
         """Process a prompt, from an empty cache to the logits of its last token."""
         ...
 
-    def decode(self, sequences: int, steps: int) -> None:
-        """Generate `steps` tokens per sequence, after the prompt."""
+    def decode(self, sequences: int, context: int, steps: int) -> None:
+        """Generate `steps` tokens per sequence, after `context` tokens."""
         ...

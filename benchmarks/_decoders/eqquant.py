@@ -11,14 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import random_ends, random_layer, Shape
+from . import prompt, random_ends, random_layer, Shape
 
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 
 from config import Config  # noqa: E402
-from model import Cache, Decoder, empty_cache, Layer  # noqa: E402
+from generate import quantize_cache  # noqa: E402
+from load import load_in, open_model  # noqa: E402
+from model import Cache, Decoder, empty_cache, Layer, unstack  # noqa: E402
 
 
 # Maps a variant to the dtype of the model and the format of its weights.
@@ -48,100 +50,124 @@ def _config(shape: Shape) -> Config:
     )
 
 
-def _skeleton(shape: Shape, dtype) -> Decoder:
-    """Return the abstract model, with separate layers, as after `unstack`."""
-    config, key = _config(shape), jax.random.key(0)
-    model = eqx.filter_eval_shape(lambda: Decoder(config, dtype, key=key))
-    layer = eqx.filter_eval_shape(lambda: Layer(config, dtype, key=key))
-    layers = (layer,) * shape.layers
-    return eqx.tree_at(lambda model: model.layers, model, layers)
+def _skeleton(shape: Shape, dtype, is_stack: bool) -> Decoder:
+    """Return the abstract model, with a stack of layers or separate layers."""
+    make = lambda: Decoder(_config(shape), dtype, key=jax.random.key(0))
+    if is_stack:
+        return eqx.filter_eval_shape(make)
+    return eqx.filter_eval_shape(lambda: unstack(make()))
 
 
 def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
     """Write the file of a variant. Only one float32 weight is in memory at a time."""
     dtype, format = variants[variant]
 
-    def weight(w: np.ndarray):
-        w = jnp.asarray(w, dtype)
-        return w if format is None else eqquant.quantize(w, format)
+    def skeleton():
+        model = _skeleton(shape, dtype, format is not None)
+        model = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), model)
+        if format is None:
+            return model
+        return eqquant.quantize_tree(model, format, progress=False)
 
-    def ones(tree):
-        return jax.tree.map(
-            lambda a: jnp.ones(a.shape, a.dtype) if a.ndim == 1 else a, tree
-        )
+    model = jax.tree.map(
+        lambda x: np.ones(x.shape, x.dtype), eqx.filter_eval_shape(skeleton)
+    )
 
-    def filled(layer: Layer, index: int) -> Layer:
-        for name, w in random_layer(shape, index):
-            block = "mlp" if hasattr(layer.mlp, name) else "attention"
-            where = lambda layer, b=block, n=name: getattr(getattr(layer, b), n).weight
-            layer = eqx.tree_at(where, layer, weight(w))
-        return layer
+    def fill(linear, w: np.ndarray, at=...) -> None:
+        weight = jnp.asarray(w, dtype)
+        if format is not None:
+            weight = eqquant.quantize(weight, format)
+        parts = jax.tree.leaves(linear.weight), jax.tree.leaves(weight)
+        for whole, part in zip(*parts, strict=True):
+            whole[at] = part
 
-    model = ones(_skeleton(shape, dtype))
-    layers = tuple(filled(layer, i) for i, layer in enumerate(model.layers))
-    model = eqx.tree_at(lambda model: model.layers, model, layers)
+    for i in range(shape.layers):
+        is_stack = isinstance(model.layers, Layer)
+        layer, at = (model.layers, i) if is_stack else (model.layers[i], ...)
+        for name, w in random_layer(shape, i):
+            block = layer.mlp if hasattr(layer.mlp, name) else layer.attention
+            fill(getattr(block, name), w, at)
     for name, w in random_ends(shape):
-        where = lambda model, n=name: getattr(model, n).weight
-        model = eqx.tree_at(where, model, weight(w))
+        fill(getattr(model, name), w)
     eqquant.save(path, model, max_shard_size=None)
 
 
 class Runs:
-    def __init__(self, shape: Shape, variant: str, path: pathlib.Path):
-        self.shape = shape
-        self.dtype, _ = variants[variant]
-        model = eqquant.load(path, like=_skeleton(shape, self.dtype))
-        if variant.endswith(", default"):
-            model = eqquant.with_compute(model, precision="default")
+    def __init__(self, shape: Shape, model: Decoder, kv: str | None):
+        self.shape, self.kv = shape, kv
+        self.dtype = model.norm.weight.dtype
         arrays, static = eqx.partition(jax.block_until_ready(model), eqx.is_array)
         # JAX dispatches flat lists fastest, as in examples/llama/generate.py.
         self.arrays, treedef = jax.tree.flatten(arrays)
         self.like = eqx.filter_eval_shape(lambda: model)
-        self.caches: dict[int, Cache | tuple[Cache, ...]] = {}
+        self.caches: dict[tuple[int, int], Cache | tuple[Cache, ...]] = {}
 
-        def step(arrays, cache, tokens, start):
-            model = eqx.combine(jax.tree.unflatten(treedef, arrays), static)
-            hidden, cache = eqquant.quaxify(model.extend)(tokens, cache, start)
-            logits = eqquant.quaxify(model.logits)(hidden[:, -1:])
+        @eqquant.quaxify
+        def extend(model, cache, tokens, start):
+            hidden, cache = model.extend(tokens, cache, start)
+            logits = model.logits(hidden[:, -1:])
             return jnp.argmax(logits, -1).astype(jnp.int32), cache
+
+        def step(arrays, *args):
+            # `quaxify` needs quantized arrays, rather than their parts.
+            return extend(
+                eqx.combine(jax.tree.unflatten(treedef, arrays), static), *args
+            )
 
         self.step = jax.jit(step, donate_argnums=1)
 
     def version(self) -> str:
         return f"eqquant {importlib.metadata.version('eqquant')}, jax {jax.__version__}"
 
-    def _empty(self):
-        capacity = self.shape.prompt + self.shape.room
-        return empty_cache(self.like, 1, capacity, self.dtype)
+    def _empty(self, context: int):
+        capacity = self._padded(context) + self.shape.room
+        cache = empty_cache(self.like, 1, capacity, self.dtype)
+        return cache if self.kv is None else quantize_cache(cache, self.kv)
 
-    def _prompt(self, cache):
-        tokens = np.random.default_rng(0).integers(
-            self.shape.vocabulary, size=(1, self.shape.prompt), dtype=np.int32
-        )
-        return jax.block_until_ready(self.step(self.arrays, cache, tokens, np.int32(0)))
+    def _padded(self, length: int) -> int:
+        return -(-length // self.shape.prompt) * self.shape.prompt
 
-    def prepare(self, sequences: int) -> None:
-        _, cache = self._prompt(self._empty())
-        self.caches[sequences] = jax.block_until_ready(
-            jax.tree.map(lambda x: jnp.tile(x, (sequences, 1, 1)), cache)
-        )
-        self.caches.setdefault(0, self._empty())
-        self.decode(sequences, 1)
+    def _prompt(self, cache, length: int):
+        """Process a prompt in whole pieces. Entries after `length` are masked later."""
+        tokens = prompt(self.like.config.vocabulary, self._padded(length))
+        for start in range(0, length, self.shape.prompt):
+            piece = tokens[:, start : start + self.shape.prompt]
+            _, cache = self.step(self.arrays, cache, piece, np.int32(start))
+        return jax.block_until_ready(cache)
+
+    def prepare(self, sequences: int, context: int) -> None:
+        cache = self._prompt(self._empty(context), context)
+        if sequences > 1:  # The third axis from the end has the heads of all sequences.
+            cache = jax.tree.map(lambda x: jnp.concatenate([x] * sequences, -3), cache)
+        self.caches[sequences, context] = jax.block_until_ready(cache)
+        self.decode(sequences, context, 1)
 
     def prefill(self) -> None:
         # Old entries of the cache are overwritten or masked.
-        _, self.caches[0] = self._prompt(self.caches[0])
+        if (0, 0) not in self.caches:
+            self.caches[0, 0] = self._empty(self.shape.prompt)
+        self.caches[0, 0] = self._prompt(self.caches[0, 0], self.shape.prompt)
 
-    def decode(self, sequences: int, steps: int) -> None:
-        tokens, cache = jnp.ones((sequences, 1), jnp.int32), self.caches[sequences]
+    def decode(self, sequences: int, context: int, steps: int) -> None:
+        cache = self.caches.pop((sequences, context))  # The first step donates it.
+        tokens = jnp.ones((sequences, 1), jnp.int32)
         for i in range(steps):
-            start = np.int32(self.shape.prompt + i)
+            start = np.int32(context + i)
             tokens, cache = self.step(self.arrays, cache, tokens, start)
             tokens = jax.block_until_ready(tokens)  # A user would read each token.
-        self.caches[sequences] = cache
+        self.caches[sequences, context] = cache
 
 
 def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
+    """Load the file of a variant, or a GGUF file at the precision `variant`."""
     # XLA starts one thread for each core that the process can use.
     assert len(os.sched_getaffinity(0)) == threads
-    return Runs(shape, variant, path)
+    if path.suffix == ".gguf":
+        model = load_in(open_model(path), None, {"int8": "int8"})
+        model = eqquant.with_compute(model, precision=variant)
+        return Runs(shape, model, "int8")
+    dtype, format = variants[variant]
+    model = eqquant.load(path, like=_skeleton(shape, dtype, format is not None))
+    if variant.endswith(", default"):
+        model = eqquant.with_compute(model, precision="default")
+    return Runs(shape, model, None)

@@ -9,7 +9,7 @@ import _gguf
 import numpy as np
 from _peers.llama_cpp import about_amx, FLOAT32, ggml_of, quantized, row_bytes, TYPES
 
-from . import random_ends, random_layer, Shape
+from . import prompt, random_ends, random_layer, Shape
 
 
 variants = tuple(TYPES)
@@ -78,15 +78,18 @@ def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
 class Runs:
     """A model with one context per number of sequences. Contexts share the weights."""
 
-    def __init__(self, shape: Shape, path: pathlib.Path, threads: int):
+    def __init__(self, shape: Shape, variant: str, path: pathlib.Path, threads: int):
         import llama_cpp
 
         self.lib, self.shape, self.threads = llama_cpp, shape, threads
+        self.has_flash_attention = variant != "no flash attention"
         self.ggml = ggml_of(llama_cpp)
         llama_cpp.llama_backend_init()
         params = llama_cpp.llama_model_default_params()
         self.model = llama_cpp.llama_model_load_from_file(bytes(path), params)
         assert self.model, f"llama.cpp cannot load {path}"
+        vocabulary = llama_cpp.llama_model_get_vocab(self.model)
+        self.vocabulary = llama_cpp.llama_vocab_n_tokens(vocabulary)
         self.contexts = {}
 
     def version(self) -> str:
@@ -96,18 +99,20 @@ class Runs:
         amx = about_amx(self.ggml)
         return f"llama-cpp-python {version} ({', '.join(features)}), {amx}"
 
-    def _context(self, sequences: int):
-        if sequences not in self.contexts:
+    def _context(self, sequences: int, context: int):
+        if (sequences, context) not in self.contexts:
             lib, shape = self.lib, self.shape
             params = lib.llama_context_default_params()
-            params.n_ctx = sequences * (shape.prompt + shape.room)
+            params.n_ctx = sequences * (context + shape.room)
             params.n_batch = params.n_ubatch = shape.prompt
             params.n_seq_max = sequences
             params.n_threads = params.n_threads_batch = self.threads
-            context = lib.llama_init_from_model(self.model, params)
-            assert context, "llama.cpp cannot make a context"
-            self.contexts[sequences] = context
-        return self.contexts[sequences]
+            if not self.has_flash_attention:
+                params.flash_attn_type = lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
+            new = lib.llama_init_from_model(self.model, params)
+            assert new, "llama.cpp cannot make a context"
+            self.contexts[sequences, context] = new
+        return self.contexts[sequences, context]
 
     def _extend(self, context, tokens, start: int) -> np.ndarray:
         """Process tokens of shape (sequences, length), and return the next tokens."""
@@ -127,38 +132,37 @@ class Runs:
         def choose(sequence):
             at = sequence * length + length - 1
             logits = lib.llama_get_logits_ith(context, at)
-            return np.ctypeslib.as_array(logits, (self.shape.vocabulary,)).argmax()
+            return np.ctypeslib.as_array(logits, (self.vocabulary,)).argmax()
 
         return np.array([[choose(i)] for i in range(sequences)])
 
-    def _prompt(self, context) -> None:
+    def _prompt(self, context, length: int) -> None:
         lib = self.lib
         lib.llama_memory_clear(lib.llama_get_memory(context), False)
-        tokens = np.random.default_rng(0).integers(
-            self.shape.vocabulary, size=(1, self.shape.prompt), dtype=np.int32
-        )
-        self._extend(context, tokens, 0)
+        tokens = prompt(self.vocabulary, length)
+        for start in range(0, length, self.shape.prompt):
+            self._extend(context, tokens[:, start : start + self.shape.prompt], start)
 
-    def prepare(self, sequences: int) -> None:
-        context = self._context(sequences)
-        self._prompt(context)
-        memory = self.lib.llama_get_memory(context)
+    def prepare(self, sequences: int, context: int) -> None:
+        new = self._context(sequences, context)
+        self._prompt(new, context)
+        memory = self.lib.llama_get_memory(new)
         for i in range(1, sequences):
             self.lib.llama_memory_seq_cp(memory, 0, i, -1, -1)
-        self.decode(sequences, 1)
+        self.decode(sequences, context, 1)
 
     def prefill(self) -> None:
-        self._prompt(self._context(1))
+        self._prompt(self._context(1, self.shape.prompt), self.shape.prompt)
 
-    def decode(self, sequences: int, steps: int) -> None:
-        context, memory = self._context(sequences), None
-        memory = self.lib.llama_get_memory(context)
+    def decode(self, sequences: int, context: int, steps: int) -> None:
+        used = self._context(sequences, context)
+        memory = self.lib.llama_get_memory(used)
         for i in range(sequences):
-            self.lib.llama_memory_seq_rm(memory, i, self.shape.prompt, -1)
+            self.lib.llama_memory_seq_rm(memory, i, context, -1)
         tokens = np.ones((sequences, 1), np.int32)
         for i in range(steps):
-            tokens = self._extend(context, tokens, self.shape.prompt + i)
+            tokens = self._extend(used, tokens, context + i)
 
 
 def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
-    return Runs(shape, path, threads)
+    return Runs(shape, variant, path, threads)
