@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from ..formats import as_format, Format, formats
+from ..kernels import cpu
 from ._convert import quantize_checkpoint
 from ._convert_to import convert_checkpoint, TARGETS
 from ._describe import describe_checkpoint
@@ -37,7 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="eqquant", description="Quantize and inspect checkpoints."
+        prog="eqquant",
+        description="Quantize and inspect checkpoints, and describe kernels.",
     )
     version = importlib.metadata.version("eqquant")
     parser.add_argument("--version", action="version", version=f"eqquant {version}")
@@ -102,6 +104,13 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("verify", _verify, "read and check all tensors of a checkpoint")
     add.add_argument("file", help="a .safetensors or GGUF file, an index, or a folder")
+
+    add = command(
+        "kernels", _kernels, "print the rules that choose a native CPU kernel"
+    )
+    add.add_argument(
+        "--all", action="store_true", help="include rules for other CPUs than this one"
+    )
     return parser
 
 
@@ -180,4 +189,9 @@ def _verify(options: argparse.Namespace) -> int:
             contents.read(name)
     checked = "checksums match" if found.kind == "eqquant" else "no checksums"
     print(f"{found.summary}; complete; {checked}")
+    return 0
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    print(cpu.describe(everywhere=options.all))
     return 0

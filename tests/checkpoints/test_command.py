@@ -10,6 +10,7 @@ import eqquant
 import numpy as np
 import pytest
 from eqquant.checkpoints import describe_checkpoint, main, read_checkpoint
+from eqquant.kernels import cpu
 from helpers import assert_identical
 from safetensors.numpy import load_file
 
@@ -194,3 +195,12 @@ def test_other_kinds(tmp_path, capsys):
     for command in ("inspect", "verify"):
         assert main([command, str(damaged)]) == 1
         assert "damaged.gguf: 'BF16' of the shape" in capsys.readouterr().err
+
+
+def test_the_command_prints_the_rules_for_kernels(capsys):
+    assert main(["kernels", "--all"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(cpu.status()) and cpu.describe_rules() in out
+    assert main(["kernels"]) == 0
+    rules = capsys.readouterr().out.splitlines()[3:]
+    assert set(rules) <= set(cpu.describe_rules().splitlines())

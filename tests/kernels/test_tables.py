@@ -9,7 +9,8 @@ import re
 from eqquant.kernels import cpu, gpu, table, tpu, xla
 
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs/internals/kernels.md"
+FOLDER = pathlib.Path(__file__).parents[2] / "docs/internals"
+PAGE, RULES = FOLDER / "kernels.md", FOLDER / "cpu-kernels.md"
 KERNELS = {
     "cpu": cpu.KERNELS,
     "tpu": tpu.KERNELS,
@@ -31,6 +32,18 @@ def with_tables(text: str) -> str:
     )
 
 
+def with_rules(text: str) -> str:
+    start, found, rest = text.partition("<!-- rules: cpu -->\n")
+    assert found, "the page has no place for the rules"
+    rest = re.sub(r"\A\n```text\n.*?\n```\n", "", rest, flags=re.DOTALL)
+    return f"{start}{found}\n```text\n{cpu.describe_rules()}\n```\n{rest}"
+
+
+def test_the_page_of_rules_has_the_rules_of_the_code():
+    text = RULES.read_text()
+    assert with_rules(text) == text, "run python tests/kernels/test_tables.py"
+
+
 def test_the_page_has_the_tables_of_the_code():
     text = PAGE.read_text()
     assert set(re.findall(r"<!-- table: ([\w ]+) -->", text)) == KERNELS.keys()
@@ -46,3 +59,4 @@ def test_names_and_descriptions_are_complete():
 
 if __name__ == "__main__":
     PAGE.write_text(with_tables(PAGE.read_text()))
+    RULES.write_text(with_rules(RULES.read_text()))

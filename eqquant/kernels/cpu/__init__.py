@@ -7,8 +7,15 @@ formats.
 """
 
 from .._int8 import round_int8 as round_int8
-from ._choose import KERNELS as KERNELS
+from ._choose import (
+    cpu_of as cpu_of,
+    describe as describe,
+    KERNELS as KERNELS,
+    rule_of as rule_of,
+    why_unsupported as why_unsupported,
+)
 from ._encode import encode as encode, encodes as encodes
 from ._library import load as load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
+from ._rules import describe_rules as describe_rules, RULES as RULES
 from ._transpose import transposed as transposed

@@ -1,30 +1,36 @@
-"""The native kernels, and the products for which each of them is the fastest.
+"""The native kernels, and the facts by which the table in `_rules.py` chooses one."""
 
-Thresholds were measured on CPUs with AVX2, AVX-512, VNNI and AMX: docs/cpu.md.
-"""
-
-import abc
 import dataclasses
-import math
+import functools as ft
 
 from .._int8 import rounding
 from .._product import Kernel, Product
 from ..xla import longest_int8_sum
 from ._call import call, row_bytes, run_of, unpacked_bits
-from ._library import INT8_SETS, Library, load
+from ._library import INT8_SETS, Library, load, status
+from ._rules import describe_rules, Fact, first_rule, Rule
 
 
-# The rounding of each arithmetic, and the bits of an activation that it keeps, or None
-# for all bits.
-_ARITHMETIC: dict[str, tuple[str, int | None]] = {
-    "float": ("nothing", None),
-    "bfloat16": ("both operands to bfloat16", None),
-    "int8": ("activations to int8, and weights that int8 does not hold", 8),
+# The rounding of each arithmetic; the bits of an activation that it keeps, or None for
+# all bits; and the products that it serves.
+_ARITHMETIC: dict[str, tuple[str, int | None, str]] = {
+    "float": ("nothing", None, "everything else, unless XLA is faster"),
+    "bfloat16": ("both operands to bfloat16", None, "bfloat16 operands"),
+    "int8": (
+        "activations to int8, and weights that int8 does not hold",
+        8,
+        '`"default"`, or int8 activations',
+    ),
     "int8x2": (
         "activations, and weights that int8 does not hold, to 15 bits",
         15,
+        '`"high"`',
     ),
-    "int16": ("activations to 16 bits, levels to 15 bits", 16),
+    "int16": (
+        "activations to 16 bits, levels to 15 bits",
+        16,
+        "blocked weights and codebooks; `x @ w`",
+    ),
 }
 # Instruction sets that are printed in another way.
 _LABELS = {name: name.upper() for name in ("amx", "vnni", "avx2", "neon")}
@@ -52,18 +58,26 @@ class NativeKernel(Kernel):
     def rounding(self) -> str:
         return _ARITHMETIC[self.arithmetic][0]
 
+    @property
+    def when(self) -> str:
+        tiles = "; enough rows for tiles" if self.instructions == "amx" else ""
+        return _ARITHMETIC[self.arithmetic][2] + tiles
+
     def why_not(self, product):
         library = load()
         if isinstance(library, str):
             return library
-        reason = _unsupported(product) or self.why_slower(product, library)
-        if reason is None and self.instructions not in library.instructions:
-            return f"this CPU lacks {self.label}"
-        return reason
-
-    @abc.abstractmethod
-    def why_slower(self, product: Product, library: Library) -> str | None:
-        """Return why another kernel is faster, or None."""
+        if reason := why_unsupported(product):
+            return reason
+        cpu = cpu_of(library)
+        rule = rule_of(product, cpu)
+        if rule.kernel == "XLA":
+            faster = "XLA is faster than the native kernels"
+            return f"for {product.m} rows {faster} (rule {rule.number})"
+        chosen = rule.kernel, rule.instructions(cpu)
+        if chosen != (self.arithmetic, self.instructions):
+            return f"rule {rule.number} chooses another kernel"
+        return None
 
     reads_short_scales = True
     reads_offsets = True
@@ -89,11 +103,15 @@ class NativeKernel(Kernel):
         return call(self.name, product, x, codes, *numbers, rounds, view)
 
     def describe(self, product):
-        _, bits = _ARITHMETIC[self.arithmetic]
-        return f"native kernel {self.name!r} {rounding(product.x, bits)}"
+        bits = _ARITHMETIC[self.arithmetic][1]
+        library = load()
+        assert not isinstance(library, str), library
+        number = rule_of(product, cpu_of(library)).number
+        rounded = rounding(product.x, bits)
+        return f"native kernel {self.name!r} by rule {number} {rounded}"
 
 
-def _unsupported(product: Product) -> str | None:
+def why_unsupported(product: Product) -> str | None:
     """Return why no native kernel computes a product, whatever its speed."""
     format = product.format
     if reason := product.too_wide("native kernels compute"):
@@ -114,250 +132,95 @@ def _block(product: Product) -> int:
     return row_bytes(product) // product.blocks
 
 
-def _is_exact_int8(product: Product) -> bool:
-    """Return whether int8 holds the weight exactly, and int32 the sums."""
-    return product.has_integer_rows and product.size <= longest_int8_sum
+@ft.lru_cache(maxsize=256)  # `choose` tries all kernels in turn.
+def rule_of(product: Product, cpu: frozenset[str]) -> Rule:
+    """Return the rule that serves a product on a CPU."""
+    return first_rule(facts_of(product, cpu))
 
 
-def _rounds_to_int8(product: Product) -> bool:
-    return product.precision == "default" or product.is_int8
+def facts_of(product: Product, cpu: frozenset[str]) -> dict[str, Fact]:
+    """Return the facts that rules test; `_rules.py` describes them."""
+    m, k, rows, columns = product.m, product.size, product.rows, product.columns
+    int32 = k <= longest_int8_sum
+    is_exact = product.has_integer_rows and int32
+    rounds = is_exact and product.is_int8 and not product.contract_rows
+    activation = "int8" if product.precision == "default" or rounds else "int16"
+    dtype = "bfloat16" if product.is_all("bfloat16") else "float"
+    return {
+        "m": m,
+        "k": k,
+        "rows": rows,
+        "columns": columns,
+        "x": m * k,
+        "y": m * columns,
+        "bytes": rows * product.packed,
+        "product": "x@w" if product.contract_rows else "x@w.T",
+        "precision": product.precision,
+        "activation": "exact" if product.precision == "highest" else activation,
+        "operands": "int8" if product.is_int8 else dtype,
+        "weight": _weight(product, is_exact),
+        "sums": "int32" if int32 else "int64",
+        "bits": product.format.bits,
+        "run": run_of(product),
+        "fits": _fits(product),
+        "cpu": cpu,
+    }
 
 
-@dataclasses.dataclass(frozen=True)
-class TileKernel(NativeKernel):
-    """A kernel for AMX tiles.
-
-    `least` is the number of rows from which tiles beat registers, by the way in which
-    the weight is decoded: first for `x @ w.T`, then for `x @ w`. Registers decode the
-    weight for every row, and tiles once for all rows.
-    """
-
-    least: dict[str, tuple[int, int]]
-
-    when = 'enough rows for tiles; not with `"highest"`'
-
-    def why_slower(self, product, library):
-        if not _may_use_tiles(product, library):
-            return "tiles are for whole blocks, and not for precision 'highest'"
-        if _tile_arithmetic(product) != self.arithmetic:
-            return f"tiles multiply {_tile_arithmetic(product)} here"
-        least = self.least[_tile_decoding(product)][product.contract_rows]
-        return None if product.m >= least else f"tiles need {least} rows"
+def cpu_of(library: Library) -> frozenset[str]:
+    """Return the fact `cpu`."""
+    also = {"bfloat16"} if library.bfloat16 else set()
+    return frozenset(library.instructions) | also
 
 
-def _may_use_tiles(product: Product, library: Library) -> bool:
-    """Return whether sixteen bytes belong to one block, or to two with tables."""
-    if "amx" not in library.instructions or product.precision == "highest":
-        return False
-    if product.blocks == 1:
-        return True
-    block = _block(product)
-    return block % 16 == 0 or (block == 8 and unpacked_bits(product.format) < 8)
+def _weight(product: Product, is_exact: bool) -> str:
+    """Return how kernels decode a weight."""
+    format, blocked = product.format, product.blocks > 1
+    if is_exact:
+        return "int8" if format.bits == 8 else "integers"
+    if format.float8:
+        return "float8-blocks" if blocked else "float8"
+    return "values" if blocked and unpacked_bits(format) == 8 else "table"
 
 
-def _tile_arithmetic(product: Product) -> str:
-    exact = _is_exact_int8(product)
-    direction = product.contract_rows
-    if product.precision == "default" or (exact and product.is_int8 and not direction):
-        return "int8"
-    needs_int8 = exact or product.format.float8 or direction or _block(product) % 16
-    return "bfloat16" if product.is_all("bfloat16") and not needs_int8 else "int8x2"
+def _fits(product: Product) -> frozenset[str]:
+    """Return the registers and tiles that whole blocks, or parts of one, fill."""
+    block, blocks, row = _block(product), product.blocks, row_bytes(product)
+    bits, one = unpacked_bits(product.format), blocks == 1
+    sixteen = block % 16 == 0
+    tiles = one or sixteen or (block == 8 and bits < 8)
+    lanes = one or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
+    pairs = bits == 8 or run_of(product) % 2 == 0
+    vectors = one or sixteen or (block == 8 and blocks % 2 == 0)
+    short = product.format.group <= 1024
+    fits = {
+        "sixteen": sixteen,
+        "tiles": tiles,
+        "lanes": lanes and pairs,
+        "vectors": vectors and short,
+        "panels": vectors and row % 16 == 0,
+    }
+    return frozenset(name for name, holds in fits.items() if holds)
 
 
-def _tile_decoding(product: Product) -> str:
-    """Return how tiles decode the weight: not at all (`bytes`), to exact int8 levels,
-    by tables of floats or of int8 values, or value by value."""
-    format = product.format
-    if _is_exact_int8(product):
-        return "bytes" if format.bits == 8 else "exact"
-    if unpacked_bits(format) == 8 and product.blocks > 1:
-        return "values"
-    return "floats" if format.float8 else "tables"
+def describe(everywhere: bool = False) -> str:
+    """Describe the library, and the rules that choose a kernel: on this CPU, or on
+    every CPU."""
+    library = load()
+    cpu = None if everywhere or isinstance(library, str) else cpu_of(library)
+    head = f"{status()}\nThe first rule that holds serves a product:\n\n"
+    return head + describe_rules(cpu)
 
 
-@dataclasses.dataclass(frozen=True)
-class Int8Kernel(NativeKernel):
-    """A kernel for int8 instructions in registers: `int8` rounds activations to int8,
-    and `int8x2` splits them into two int8 numbers."""
-
-    @property
-    def when(self) -> str:
-        exact = "integer levels with one scale per row in `x @ w.T`"
-        if self.arithmetic != "int8":
-            return f'{exact}, `"high"`'
-        return f'`"default"` or int8 activations: {exact}; `"default"`: many rows'
-
-    def why_slower(self, product, library):
-        if product.precision == "highest" or product.format.float8:
-            return "int8 is not exact enough"
-        if product.contract_rows:
-            return "int8 registers add along rows of codes"
-        if _is_exact_int8(product):
-            if _rounds_to_int8(product) != (self.arithmetic == "int8"):
-                return f"{self.arithmetic} is for another precision"
-            # Rounding activations to int8x2 moves as many bytes as the product.
-            one_bit = _is_thin(product) and product.format.bits == 1
-            slow = _is_too_large(product) or (one_bit and product.m >= 2048)
-            if self.arithmetic == "int8x2" and slow:
-                return "a weight with few rows does not pay for rounding"
-            return None
-        if self.arithmetic != "int8" or product.precision != "default":
-            return "the weight does not fit int8 exactly"
-        # Decoding a row for all rows of the activation pays from this number on.
-        fits_int16 = "vnni" in library.instructions and _fits_int16(product)
-        if product.m < (16 if fits_int16 else 8) or product.size > longest_int8_sum:
-            return "the weight is not decoded often enough"
-        return None
-
-
-def _bits_of(product: Product) -> int:
-    """Return the bits of a code for thresholds."""
-    bits = product.format.bits
-    return 8 if unpacked_bits(product.format) == 8 else bits
-
-
-def _is_thin(product: Product) -> bool:
-    return product.rows <= 256
-
-
-def _is_too_large(product: Product) -> bool:
-    # The rounded activation is in fresh pages of memory, which the operating system
-    # clears first. That does not pay for few rows of the weight.
-    return _is_thin(product) and product.m * product.size >= 2**24
-
-
-@dataclasses.dataclass(frozen=True)
-class Int16Kernel(NativeKernel):
-    """A kernel that multiplies int16 numbers.
-
-    `least` is the number of rows from which it beats floats in `x @ w`, by the bits of
-    a code.
-    """
-
-    least: dict[int, int]
-
-    when = "blocked weights and codebooks; `x @ w`"
-
-    def why_slower(self, product, library):
-        if product.precision == "highest" or product.format.float8:
-            return "int16 is not exact enough"
-        if product.contract_rows:
-            if _may_use_tiles(product, library):
-                return "tiles or floats are faster"
-            least = self.least[_bits_of(product)]
-            if product.format.bits > 3 and product.rows * product.packed >= 2**22:
-                least = 12
-            if product.m < least or not _fits_panels(product):
-                return f"int16 needs {least} rows of whole registers"
-            return None
-        if _is_exact_int8(product):
-            return "int8 holds the weight"
-        if not _fits_int16(product):
-            return "blocks are not parts of 64 bytes"
-        return "floats are faster" if self._is_slow(product) else None
-
-    def _is_slow(self, product: Product) -> bool:
-        # Rounding the activation does not pay for few rows of the weight.
-        run = run_of(product)
-        if product.size <= 512:
-            most_rows, least = 384 if run <= 16 else 256, 48
-        else:
-            most_rows, least = 256, 256 if run <= 8 else 1024 if run <= 16 else math.inf
-        is_slow = product.rows <= most_rows and product.m >= least
-        return is_slow or _is_too_large(product)
-
-
-def _fits_int16(product: Product) -> bool:
-    """Return whether 64 bytes hold whole blocks, or a part of one."""
-    block, blocks = _block(product), product.blocks
-    in_lanes = blocks == 1 or block % 64 == 0 or (64 % block == 0 and block % 4 == 0)
-    return in_lanes and (unpacked_bits(product.format) == 8 or run_of(product) % 2 == 0)
-
-
-def _fits_vectors(product: Product) -> bool:
-    """Return whether registers of sixteen bytes hold parts of a block, or two
-    blocks."""
-    block, blocks = _block(product), product.blocks
-    return blocks == 1 or block % 16 == 0 or (block == 8 and blocks % 2 == 0)
-
-
-def _fits_panels(product: Product) -> bool:
-    """Return whether, in addition, rows are whole registers of sixteen bytes."""
-    return _fits_vectors(product) and row_bytes(product) % 16 == 0
-
-
-@dataclasses.dataclass(frozen=True)
-class FloatKernel(NativeKernel):
-    """A kernel for float32, which rounds nothing."""
-
-    when = "everything else, unless XLA is faster"
-
-    def why_slower(self, product, library):
-        most_of = _most_contracted if product.contract_rows else _most_floats
-        most = most_of(product, library)
-        rounds = _rounds_to_int8(product) and product.precision != "highest"
-        if _is_exact_int8(product) and rounds and not library.multiplies_int8:
-            # XLA multiplies int8 codes without decoding them.
-            most = min(most, 32) if product.format.bits == 8 else most
-        if product.m <= most:
-            return None
-        return f"for {product.m} rows XLA is faster than the native kernels"
-
-
-def _most_floats(product: Product, library: Library) -> int | float:
-    """Return the number of rows up to which floats are faster than XLA in `x @ w.T`."""
-    if not _fits_vectors(product) or product.format.group > 1024:
-        return 128 if "avx512" in library.instructions else 64
-    return 128 if product.precision == "default" and library.bfloat16 else math.inf
-
-
-def _most_contracted(product: Product, library: Library) -> int | float:
-    """Return the number of rows up to which floats are faster than XLA in `x @ w`."""
-    holds_int8 = _is_exact_int8(product) and product.precision != "highest"
-    without_int16 = library.multiplies_int8 and "vnni" not in library.instructions
-    if holds_int8 and without_int16:
-        return 8
-    if not _fits_panels(product):
-        return 64 if "avx512" in library.instructions else 16
-    bits, is_float8 = _bits_of(product), product.format.float8 is not None
-    rounds = product.precision == "default" and library.bfloat16
-    if not rounds or _is_bound_by_writes(product) or (bits == 8 and not is_float8):
-        return math.inf
-    # XLA rounds both operands to bfloat16, which pays for many rows.
-    return 512 if bits == 3 else 256
-
-
-def _is_bound_by_writes(product: Product) -> bool:
-    m, rows, columns = product.m, product.rows, product.columns
-    narrow = m * columns >= 2**22 and rows < 1024
-    return narrow or (m * rows >= 2**23 and columns < 512)
-
-
-_AMX_ROWS = {
-    "bfloat16": {"tables": (8, 8), "values": (12, 12)},
-    "int8": {
-        "bytes": (6, 4),
-        "exact": (9, 3),
-        "tables": (4, 4),
-        "floats": (2, 3),
-        "values": (9, 8),
-    },
-    "int8x2": {
-        "bytes": (4, 4),
-        "exact": (7, 3),
-        "tables": (8, 6),
-        "floats": (5, 5),
-        "values": (13, 11),
-    },
+_SETS = {
+    "bfloat16": {"amx": "3e-3"},
+    "int8": {"amx": "1.3e-2"} | dict.fromkeys(INT8_SETS, "1e-2"),
+    "int8x2": {"amx": "8e-5"} | dict.fromkeys(INT8_SETS, "4e-5"),
+    "int16": {"vnni": "5e-5"},
+    "float": dict.fromkeys(("avx512", "avx2", "neon"), "1e-6"),
 }
-_INT16_ROWS = {1: 3, 2: 3, 3: 16, 4: 8, 8: 8}
-# The first kernel that serves a product computes it.
-KERNELS = (
-    TileKernel("bfloat16", "amx", "3e-3", _AMX_ROWS["bfloat16"]),
-    TileKernel("int8", "amx", "1.3e-2", _AMX_ROWS["int8"]),
-    TileKernel("int8x2", "amx", "8e-5", _AMX_ROWS["int8x2"]),
-    *(Int8Kernel("int8", name, "1e-2") for name in INT8_SETS),
-    *(Int8Kernel("int8x2", name, "4e-5") for name in INT8_SETS),
-    Int16Kernel("int16", "vnni", "5e-5", _INT16_ROWS),
-    *(FloatKernel("float", name, "1e-6") for name in ("avx512", "avx2", "neon")),
+KERNELS = tuple(
+    NativeKernel(arithmetic, instructions, error)
+    for arithmetic, sets in _SETS.items()
+    for instructions, error in sets.items()
 )
