@@ -1,5 +1,6 @@
 """Quantize weights while loading, one tensor after the other."""
 
+import functools as ft
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -25,7 +26,7 @@ from ._load import is_array
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
 from ._plan import CALLER, check_all_used, Pattern, Plan, plan_leaf
-from .files import empty, Path, to_jax, with_abstract_arrays
+from .files import fill, Part, Path, to_jax, with_abstract_arrays
 from .leaves import Contents
 
 
@@ -153,22 +154,14 @@ def _load(
     is_quantized = contents.are_quantized(list(names.flat))
 
     def read(name: str) -> Any:
-        if is_quantized:
-            q = contents.read(name)
-            if not isinstance(q, QuantizedArray):
-                raise ValueError(
-                    f"{name!r} is not quantized, but other tensors of its stack are."
-                )
-            array = jax.tree.map(np.asarray, q)
-        elif jnp.issubdtype(contents.described[name].dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(contents.described[name].dtype, jax.dtypes.prng_key):
             raise ValueError(f"{name!r} is a random key: use `load`.")
-        else:
-            array = contents.read_array(name, leaf.dtype)
-        # Add an axis of size 1 for each stacked axis.
-        return jax.tree.map(lambda x: x.reshape((1,) * names.ndim + x.shape), array)
+        return contents.read_array(name, leaf.dtype)
 
     with errors_at(f"{CALLER}: at {plan.site.path}"):
-        if choice is not None and not is_quantized:
+        if is_quantized:
+            out = _read_quantized(names, contents)
+        elif choice is not None:
             out = _quantize(names, read, leaf, choice, check_finite)
         else:
             out = _stack(names, read)
@@ -188,28 +181,46 @@ def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
     if min(axes) + leaf.ndim < names.ndim:
         # A blocked axis is stacked: tensors share scales, so quantize all at once.
         return quantize(_stack(names, read))
-    return _stack(names, lambda name: quantize(read(name)))
+    if not names.ndim:
+        return quantize(read(names.item()))
+
+    def quantize_one(name: str) -> Any:
+        # With an axis of size 1 for each stacked axis.
+        q = quantize(np.expand_dims(read(name), tuple(range(names.ndim))))
+        return jax.tree.map(lambda part: np.asarray(part)[(0,) * names.ndim], q)
+
+    return _stack(names, quantize_one)
+
+
+def _read_quantized(names: np.ndarray, contents: Contents | ForeignContents) -> Any:
+    """Read a quantized array or a stack, unchanged."""
+
+    def read(name: str) -> Any:
+        q = contents.read(name)
+        if not isinstance(q, QuantizedArray):
+            raise ValueError(
+                f"{name!r} is not quantized, but other tensors of its stack are."
+            )
+        return q
+
+    if isinstance(contents, Contents):
+        return _stack(names, read)
+    readers = [contents.by_rows(str(name)) for name in names.flat]
+    known = [reader for reader in readers if reader is not None]
+    if len(known) < len(readers):
+        return _stack(names, read)
+    places = known[0].places
+    parts = [
+        Part(str(names[index]), (*index, rows), ft.partial(reader.read, rows))
+        for index, reader in zip(np.ndindex(names.shape), known, strict=True)
+        for rows in places
+    ]
+    return known[0].build(fill((*names.shape, places[-1].stop), parts))
 
 
 def _stack(names: np.ndarray, make: Callable[[str], Any]) -> Any:
-    """Stack `make(name)` of all names along the leading axes. Each result is copied to
-    its place at once, so that only one copy of the stack is in memory."""
+    """Stack `make(name)` of all names along the leading axes, one after the other."""
     if not names.ndim:
         return make(names.item())
-    stacks: list[np.ndarray] = []
-    expected: Any = None
-    for index in np.ndindex(names.shape):
-        parts, treedef = jax.tree.flatten(make(str(names[index])))
-        parts = [np.asarray(part)[(0,) * names.ndim] for part in parts]
-        kinds = treedef, [(part.shape, part.dtype) for part in parts]
-        if not stacks:
-            expected = kinds
-            stacks = [empty((*names.shape, *p.shape), p.dtype) for p in parts]
-        if kinds != expected:
-            raise ValueError(
-                f"{names[index]!r} and {names.flat[0]!r} have different formats, so "
-                "they cannot be stacked."
-            )
-        for stack, part in zip(stacks, parts, strict=True):
-            stack[(*index, ...)] = part
-    return jax.tree.unflatten(expected[0], stacks)
+    parts = [Part(name, i, ft.partial(make, name)) for i, name in np.ndenumerate(names)]
+    return fill(names.shape, parts, threads=1)

@@ -1,6 +1,7 @@
 """Open a checkpoint of eqquant or another library for `load_quantized`."""
 
 import contextlib
+import dataclasses
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -10,7 +11,14 @@ import numpy as np
 
 from ..formats import Format
 from .files import convert, empty, Path, Source
-from .foreign import Entry, is_gguf, open_entries, safetensors_entries
+from .foreign import (
+    ByRows,
+    Entry,
+    is_gguf,
+    NotExact,
+    open_entries,
+    safetensors_entries,
+)
 from .leaves import Contents
 
 
@@ -45,6 +53,22 @@ class ForeignContents:
 
     def read(self, name: str) -> Any:
         return self._entries[name].read(decode=bool(self._decode))
+
+    def by_rows(self, name: str) -> ByRows | None:
+        """Return a reader of some rows of a quantized tensor, or `None`."""
+        entry = self._entries[name]
+        by_rows = entry.by_rows
+        if by_rows is None:
+            return None
+
+        def read(rows: slice) -> Any:
+            try:
+                return by_rows.read(rows)
+            except NotExact as error:
+                way_out = 'decode="all"' if self._decode else "decode=True"
+                raise entry.not_exact(error, way_out) from None
+
+        return dataclasses.replace(by_rows, read=read)
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
         entry = self._entries[name]

@@ -5,6 +5,7 @@ import json
 import pathlib
 from collections.abc import Sequence
 
+import eqquant
 from architectures import config_of
 from config import Config
 from model import Decoder
@@ -24,6 +25,7 @@ class Folder:
     - `context_length`: the number of tokens that the model was made for, or `None`.
     - `names`: the names of tensors for the arrays of a model.
     - `ignore`: patterns for tensors that a model does not need.
+    - `tensors`: a description of each tensor.
     - `types`: the types of quantized tensors.
     - `inexact`: the types that no format of eqquant stores exactly.
     - `default`: the name of the format for floats and for the types in `inexact`.
@@ -51,6 +53,10 @@ class Folder:
     @property
     def context_length(self) -> int | None:
         return self._values.get("max_position_embeddings")
+
+    @ft.cached_property
+    def tensors(self) -> dict:
+        return eqquant.checkpoints.describe_checkpoint(self.path).tensors
 
     @property
     def names(self) -> Names:

@@ -33,6 +33,7 @@ class GGUF:
                 f"{path} is neither a GGUF file nor the folder of a model."
             )
         self.path, self._metadata = path, found.metadata
+        self.tensors = found.tensors
         whole = Values(path, found.metadata, "")
         architecture = whole.text("general.architecture")
         values = Values(path, found.metadata, f"{architecture}.")
@@ -63,17 +64,22 @@ class GGUF:
         if not self._is_interleaved:
             return model
 
-        def apart(rows, heads: int):
-            *lead, size, columns = rows.shape
-            pairs = rows.reshape(*lead, heads, size // heads // 2, 2, columns)
-            return pairs.swapaxes(-3, -2).reshape(*lead, size, columns)
+        def apart(part, heads: int, axis: int):
+            # In NumPy, because XLA would compile a program for each shape.
+            pairs = np.arange(part.shape[axis]).reshape(heads, -1, 2)
+            order = pairs.swapaxes(1, 2).reshape(-1)
+            return jax.device_put(np.take(np.asarray(part), order, axis))
 
         def rearrange(linear: eqx.nn.Linear, heads: int) -> eqx.nn.Linear:
-            new = eqx.tree_at(lambda x: x.weight, linear, apart(linear.weight, heads))
-            if linear.bias is None:
-                return new
-            bias = apart(linear.bias[..., None], heads)[..., 0]
-            return eqx.tree_at(lambda x: x.bias, new, bias)
+            # The rows of all parts of a quantized array have the same axis.
+            weight = jax.tree.map(lambda x: apart(x, heads, -2), linear.weight)
+            bias = jax.tree.map(lambda x: apart(x, heads, -1), linear.bias)
+            return eqx.tree_at(
+                lambda x: (x.weight, x.bias),
+                linear,
+                (weight, bias),
+                is_leaf=lambda x: x is None,
+            )
 
         def of_layer(layer: Layer) -> Layer:
             attention = layer.attention

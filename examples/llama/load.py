@@ -61,13 +61,13 @@ def load_model(
     if stacked is None:
         stacked = can_stack(source, decode)
 
-    def make(key):
-        model = Decoder(config, dtype, key=key)
+    def make():
+        model = Decoder(config, dtype, key=jax.random.key(0))
         return model if stacked else unstack(model)
 
     loaded = eqquant.load_quantized(
         source.path,
-        eqx.filter_eval_shape(make, jax.random.key(0)),
+        eqx.filter_eval_shape(make),
         format,
         rules={**(rules or {}), **(RULES if config.experts else {})},
         names=source.names,
@@ -83,8 +83,7 @@ def can_stack(source: Model, decode: bool | Literal["all"]) -> bool:
     if decode == "all":
         return True
     formats: dict[str, set[str]] = {}
-    tensors = eqquant.checkpoints.describe_checkpoint(source.path).tensors
-    for name, tensor in tensors.items():
+    for name, tensor in source.tensors.items():
         is_decoded = not tensor.is_quantized or (decode and not tensor.is_exact)
         in_any_layer = re.sub(r"\.\d+\.", ".*.", name, count=1)
         found = formats.setdefault(in_any_layer, set())

@@ -6,6 +6,7 @@ files; JSON; and memory. It imports no other folder of `checkpoints`.
 """
 
 from ._beside import copy_others as copy_others
+from ._fill import fill as fill, Part as Part
 from ._json import parse_object as parse_object, to_json as to_json
 from ._manifest import (
     KEY as KEY,

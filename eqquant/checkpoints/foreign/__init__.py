@@ -7,7 +7,12 @@ from ._bitsandbytes import (
     DTYPES as DTYPES,
     STATE as STATE,
 )
-from ._entry import Entry as Entry, from_codes as from_codes, NotExact as NotExact
+from ._entry import (
+    ByRows as ByRows,
+    Entry as Entry,
+    from_codes as from_codes,
+    NotExact as NotExact,
+)
 from ._ggml import Blocks as Blocks, Numbers as Numbers, Type as Type, TYPES as TYPES
 from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf, MAGIC as MAGIC
 from ._read import (

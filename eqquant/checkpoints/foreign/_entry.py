@@ -1,9 +1,11 @@
 """A tensor in a file of another library, and the functions that read it."""
 
 import dataclasses
-from collections.abc import Callable
+import functools as ft
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
@@ -20,14 +22,35 @@ from ...formats import (
     MXFP4,
     NF4,
     pack,
-    scales_and_offsets,
     ShortScales,
     Ternary,
 )
+from ..files import fill, Part, to_jax
 
 
 class NotExact(ValueError):
     """No format stores the tensor exactly. The message gives the reason."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ByRows:
+    """A quantized tensor whose rows, along the first axis, can be read separately.
+
+    **Fields:**
+
+    - `read`: reads some rows as codes, scales and offsets, in NumPy, or raises
+        [`NotExact`][].
+    - `build`: makes an array of the parts of all rows, which may be stacked.
+    - `places`: slices of rows. The parts of a slice stay in the cache of a core.
+    """
+
+    read: Callable[[slice], Any]
+    build: Callable[[Any], QuantizedArray]
+    places: Sequence[slice]
+
+    def read_all(self) -> QuantizedArray:
+        parts = [Part("", (rows,), ft.partial(self.read, rows)) for rows in self.places]
+        return self.build(fill((self.places[-1].stop,), parts))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +64,7 @@ class Entry:
     - `decode`: reads and decodes the array into new memory.
     - `quantized`: reads codes and scales unchanged, or raises [`NotExact`][]. `None`
         for an array that is not quantized.
-    - `kind`: how the array is quantized, and whether a format can store it exactly, as
-        far as the header of the file determines it.
-    - `parts`: the names of the tensors in the file.
+    - `by_rows`: reads some rows of codes and scales, if that is possible.
     """
 
     where: str
@@ -53,6 +74,7 @@ class Entry:
     quantized: Callable[[], QuantizedArray] | None = None
     kind: tuple[str, bool] = ("", False)
     parts: tuple[str, ...] = ()
+    by_rows: ByRows | None = None
 
     @property
     def size(self) -> int:
@@ -66,11 +88,13 @@ class Entry:
                 return self.quantized()
             except NotExact as error:
                 if not decode:
-                    raise NotExact(
-                        f"{self.where}: {error} Pass decode=True to decode it to "
-                        "floating point."
-                    ) from None
+                    raise self.not_exact(error, "decode=True") from None
         return _as_jax(self.decode(), decode, self.where)
+
+    def not_exact(self, error: NotExact, way_out: str) -> NotExact:
+        return NotExact(
+            f"{self.where}: {error} Pass {way_out} to decode it to floating point."
+        )
 
 
 def _as_jax(array: np.ndarray, decode: bool, where: str) -> Array:
@@ -95,8 +119,8 @@ _narrower = {
 }
 
 
-# A function from levels to codes, the lowest level and the highest level. In other
-# formats, a code is a level minus the lowest level.
+# The results of `codes_of_levels`. In other formats, a code is a level minus the lowest
+# level.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
@@ -110,6 +134,13 @@ _levels: dict[type[Format], tuple[Callable, int, int]] = {
 _low_bits = np.uint32(0xFF)
 
 
+def codes_of_levels(format: Format) -> tuple[Callable, int, int]:
+    """Return a function from levels to codes, the lowest and the highest level."""
+    lowest = int(format.lowest_level)
+    shift = lambda levels: (levels - lowest).astype(np.uint8)
+    return _levels.get(type(format), (shift, lowest, lowest + 2**format.bits - 1))
+
+
 def from_levels(
     levels: np.ndarray,
     scales: np.ndarray | ShortScales,
@@ -120,14 +151,24 @@ def from_levels(
     """Build a quantized array from integer levels `(*lead, size)` and scales `(*lead,
     blocks)`, exactly, or raise [`NotExact`][]. For formats with a table of levels,
     `levels` are codes. Affine formats have offsets of the same shape as scales."""
-    to_codes, lowest, highest = _levels.get(
-        type(format),
-        (
-            lambda levels: (levels - lowest).astype(np.uint8),
-            int(format.lowest_level),
-            int(format.lowest_level) + 2**format.bits - 1,
-        ),
+    codes = packed_levels(levels, format)
+    parts = codes, *stored_scales(scales, offsets, format)
+    return from_parts(parts, format, dtype, levels.shape[-1])
+
+
+def from_parts(
+    parts: Any, format: Format, dtype: Any = "float32", size: int | None = None
+) -> QuantizedArray:
+    """Build a quantized array from packed codes, scales and offsets."""
+    codes, scales, offsets = jax.tree.map(to_jax, parts)
+    return from_components(
+        codes, scales, format, dtype=dtype, size=size, offsets=offsets
     )
+
+
+def packed_levels(levels: np.ndarray, format: Format) -> np.ndarray:
+    """Return the codes of integer levels, or raise [`NotExact`][]."""
+    to_codes, lowest, highest = codes_of_levels(format)
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
         if low < lowest or high > highest:
@@ -135,19 +176,14 @@ def from_levels(
                 f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
-    parts: Any = scales, offsets
-    if isinstance(scales, np.ndarray):
-        parts = _stored(scales, offsets, format)
     codes, size = to_codes(levels), levels.shape[-1]
     if padding := format.padded(size) - size:
         widths = [(0, 0)] * (codes.ndim - 1) + [(0, padding)]
         codes = np.pad(codes, widths, constant_values=format.padding_code)
-    if format.group > 1:
-        groups = codes.reshape(*codes.shape[:-1], -1, format.group)
-        codes = pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
-    return from_components(
-        jnp.asarray(codes), parts[0], format, dtype=dtype, size=size, offsets=parts[1]
-    )
+    if format.group == 1:
+        return codes
+    groups = codes.reshape(*codes.shape[:-1], -1, format.group)
+    return pack(groups, format.bits).reshape(*codes.shape[:-1], -1)
 
 
 def from_codes(
@@ -182,15 +218,18 @@ def _float32(scales: np.ndarray, smallest: float = 1.0) -> np.ndarray:
 def integers_times(
     units: np.ndarray, integers: np.ndarray, format: Format
 ) -> ShortScales:
-    """Return scales or offsets of a K-quant, in which `units` multiply `integers`."""
-    kind = type(abstract_scales(format)[0])
-    if kind is FourBitScales:
+    """Return scales or offsets of a K-quant, in NumPy, in which `units` multiply
+    `integers`."""
+    kind, _ = abstract_scales(format)
+    if isinstance(kind, FourBitScales):
         integers = integers[..., ::2] | integers[..., 1::2] << np.uint8(4)
-    return kind(jnp.asarray(integers), jnp.asarray(units))
+    return jax.tree.unflatten(jax.tree.structure(kind), [integers, units])
 
 
-def _stored(scales: np.ndarray, offsets: Any, format: Format) -> tuple[Any, Any]:
+def stored_scales(scales: Any, offsets: Any, format: Format) -> tuple[Any, Any]:
     """Return scales and offsets as the format stores them, or raise [`NotExact`][]."""
+    if isinstance(scales, ShortScales):
+        return scales, offsets
     table = [abs(level) for level in format.codebook or () if level]
     scales = _float32(scales, min([1.0, *table]))
     if offsets is None:
@@ -199,16 +238,17 @@ def _stored(scales: np.ndarray, offsets: Any, format: Format) -> tuple[Any, Any]
         shifts = _float32(offsets).astype(format.scale_dtype)
     if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
         raise NotExact("has scales and offsets whose float32 sums would be rounded.")
-    return _stored_scales(scales, format), jnp.asarray(shifts)
+    return _stored_scales(scales, format), shifts
 
 
 def _stored_scales(scales: np.ndarray, format: Format) -> Any:
-    kind, _ = scales_and_offsets(format.no_scales((), 1), format)
+    kind, _ = abstract_scales(format)
     if isinstance(kind, ShortScales):
         stored = kind.nearest(jnp.asarray(scales))
     else:
+        # In NumPy, because XLA would compile the conversion for each shape.
         with np.errstate(over="ignore"):
-            stored = jnp.asarray(scales.astype(format.scale_dtype))
+            stored = scales.astype(format.scale_dtype)
     if not np.array_equal(np.asarray(stored.astype("float32")), scales, equal_nan=True):
         raise NotExact(f"has scales that {format!r} cannot represent.")
     return stored

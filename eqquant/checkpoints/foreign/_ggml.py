@@ -80,11 +80,19 @@ class Blocks:
 
     - `codes`: `(count, block)`, uint8.
     - `offsets`: like `scales`, for types with offsets.
+    - `bits`: if it is not 8, the codes are still packed, in the layout of
+        `formats/_pack.py` with one group per block.
     """
 
     codes: np.ndarray
     scales: Numbers
     offsets: Numbers | None = None
+    bits: int = 8
+
+    def unpacked(self) -> np.ndarray:
+        if self.bits == 8:
+            return self.codes
+        return _fields(self.codes, self.bits, self.codes.shape[-1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +121,7 @@ class Type:
         assert self.levels is not None
         scales = blocks.scales.decode()
         count, parts = scales.shape
-        values = self.levels.astype(np.float32)[blocks.codes]
+        values = self.levels.astype(np.float32)[blocks.unpacked()]
         values = values.reshape(count, parts, -1)
         with np.errstate(invalid="ignore", over="ignore"):
             values *= scales[..., None]
@@ -142,12 +150,12 @@ def _fields(raw: np.ndarray, bits: int, run: int) -> np.ndarray:
 
 def _q4_0(raw):
     d, q = _split(raw, 2)
-    return Blocks(_fields(q, 4, 16), Numbers(_halves(d)))
+    return Blocks(q, Numbers(_halves(d)), bits=4)
 
 
 def _q4_1(raw):
     d, m, q = _split(raw, 2, 2)
-    return Blocks(_fields(q, 4, 16), Numbers(_halves(d)), Numbers(_halves(m)))
+    return Blocks(q, Numbers(_halves(d)), Numbers(_halves(m)), bits=4)
 
 
 def _five_bits(high, low):
@@ -244,7 +252,7 @@ def _iq4_xs(raw):
 
 def _mxfp4(raw):
     exponents, q = _split(raw, 1)
-    return Blocks(_fields(q, 4, 16), Numbers(exponents))
+    return Blocks(q, Numbers(exponents), bits=4)
 
 
 # The levels of IQ4_NL and IQ4_XS, and of FP4 (e2m1).

@@ -8,9 +8,11 @@ the size of the file before any tensor is read.
 import contextlib
 import dataclasses
 import math
+import mmap
 import os
 import pathlib
 import struct
+import threading
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -62,6 +64,7 @@ class GGUFFile(contextlib.AbstractContextManager):
     def __init__(self, path: Path):
         self.path = pathlib.Path(path)
         self._file = open(self.path, "rb")  # noqa: SIM115
+        self._lock = threading.Lock()
         try:
             reader = _Reader(self._file, str(self.path))
             self.metadata, self.pairs, self.tensors = _parse(reader)
@@ -72,17 +75,23 @@ class GGUFFile(contextlib.AbstractContextManager):
     def __exit__(self, *_):
         self._file.close()
 
-    def read(self, tensor: Tensor) -> np.ndarray:
-        """Read the bytes of a tensor."""
-        return self._bytes(tensor.start, tensor.stop, tensor.name)
+    def read(self, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
+        """Read the bytes of a tensor, or of some rows along its first axis."""
+        start, stop = tensor.start, tensor.stop
+        if rows is not None:
+            rows_of_tensor = tensor.shape[0] if len(tensor.shape) > 1 else 1
+            nbytes = (stop - start) // rows_of_tensor
+            start, stop = start + rows.start * nbytes, start + rows.stop * nbytes
+        return self._bytes(start, stop, tensor.name)
 
     def raw_pair(self, key: str) -> bytes:
         """Read the bytes of a key-value pair."""
         return self._bytes(*self.pairs[key], key).tobytes()
 
     def _bytes(self, start: int, stop: int, name: str) -> np.ndarray:
-        self._file.seek(start)
-        raw = np.fromfile(self._file, np.uint8, stop - start)
+        with self._lock:  # Threads share the position in the file.
+            self._file.seek(start)
+            raw = np.fromfile(self._file, np.uint8, stop - start)
         if raw.size != stop - start:
             raise ValueError(
                 f"{self.path}: the file ends inside of {name!r}: it is truncated."
@@ -104,7 +113,10 @@ class _Reader:
         self.where = where
         self.size = os.fstat(file.fileno()).st_size
         self.position = 0
-        self._file = file
+        # An empty file cannot be mapped.
+        self._bytes: Any = b""
+        if self.size:
+            self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
     def fail(self, problem: str):
         raise ValueError(f"{self.where}: {problem}")
@@ -112,8 +124,8 @@ class _Reader:
     def take(self, count: int, name: str) -> bytes:
         if count > self.size - self.position:
             self._fail_truncated(name)
-        self.position += count
-        return self._file.read(count)
+        start, self.position = self.position, self.position + count
+        return self._bytes[start : self.position]
 
     def number(self, code: str, name: str) -> Any:
         (value,) = struct.unpack(f"<{code}", self.take(struct.calcsize(code), name))
@@ -124,14 +136,18 @@ class _Reader:
 
     def strings(self, count: int, name: str) -> list[str]:
         """Read strings in one loop, because vocabularies have 100,000s of them."""
-        read, remaining, raws = self._file.read, self.size - self.position, []
+        data, size, raws = self._bytes, self.size, []
+        read_length, position = struct.Struct("<Q").unpack_from, self.position
         for _ in range(count):
-            length = int.from_bytes(read(8), "little")
-            remaining -= 8 + length
-            if remaining < 0:
+            start = position + 8
+            if start > size:
                 self._fail_truncated(name)
-            raws.append(read(length))
-        self.position = self.size - remaining
+            (length,) = read_length(data, position)
+            position = start + length
+            if position > size:
+                self._fail_truncated(name)
+            raws.append(data[start:position])
+        self.position = position
         try:
             return [raw.decode() for raw in raws]
         except UnicodeDecodeError:

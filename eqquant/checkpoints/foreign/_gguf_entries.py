@@ -1,17 +1,30 @@
 """Read the tensors of a GGUF file as quantized, plain or decoded arrays."""
 
 import functools as ft
+import math
 from typing import Any
 
+import jax
 import numpy as np
 
 from ...formats import FittedFormat, MXFP4
-from ._entry import Entry, from_levels, integers_times, NotExact
+from ._entry import (
+    ByRows,
+    codes_of_levels,
+    Entry,
+    from_parts,
+    integers_times,
+    NotExact,
+    packed_levels,
+    stored_scales,
+)
+from ._ggml import Type
 from ._gguf import GGUFFile, Tensor
 
 
-# The number of values that are decoded at once.
-_chunk = 2**22
+# The number of values that are decoded at once, and that are repacked at once.
+_chunk, _part = 2**22, 2**19
+_bytes = np.arange(256, dtype=np.uint8).view(np.int8)
 
 
 def gguf_entries(file: GGUFFile) -> dict[str, Entry]:
@@ -21,14 +34,26 @@ def gguf_entries(file: GGUFFile) -> dict[str, Entry]:
 def _entry(file: GGUFFile, tensor: Tensor) -> Entry:
     where = f"{file.path}: {tensor.name!r} in {tensor.type.name}"
     is_plain = tensor.type.dtype is not None
+    by_rows = None
+    if not is_plain:
+        read = ft.partial(_read_rows, file, tensor)
+        by_rows = ByRows(read, ft.partial(_build, tensor), _places(tensor))
     return Entry(
         where,
         tensor.shape,
         tensor.type.dtype if is_plain else np.dtype("float32"),
         ft.partial(_plain if is_plain else _decode, file, tensor, where),
-        None if is_plain else ft.partial(_quantized, file, tensor),
+        None if by_rows is None else by_rows.read_all,
         (tensor.type.name, tensor.is_exact),
+        by_rows=by_rows,
     )
+
+
+def _places(tensor: Tensor) -> list[slice]:
+    """Return slices of rows of about `_part` values. One row may be longer."""
+    rows, *others = tensor.shape if len(tensor.shape) > 1 else (1, *tensor.shape)
+    step = max(1, _part // max(1, math.prod(others)))
+    return [slice(i, min(i + step, rows)) for i in range(0, max(1, rows), step)]
 
 
 def _plain(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
@@ -36,17 +61,17 @@ def _plain(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     return _raw(file, tensor).view(tensor.type.dtype).reshape(tensor.shape)
 
 
-def _blocks(file: GGUFFile, tensor: Tensor) -> np.ndarray:
-    return _raw(file, tensor).reshape(-1, tensor.type.nbytes)
+def _blocks(file: GGUFFile, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
+    return _raw(file, tensor, rows).reshape(-1, tensor.type.nbytes)
 
 
-def _raw(file: GGUFFile, tensor: Tensor) -> np.ndarray:
+def _raw(file: GGUFFile, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
     if 0 in tensor.shape:
         raise ValueError(
             f"{file.path}: {tensor.name!r} has the shape {tensor.shape}, which has no "
             "elements."
         )
-    return file.read(tensor)
+    return file.read(tensor, rows)
 
 
 def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
@@ -62,7 +87,9 @@ def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     return out.reshape(tensor.shape)
 
 
-def _quantized(file: GGUFFile, tensor: Tensor):
+def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
+    """Read the codes, scales and offsets of some rows. Codes are copied without
+    unpacking if the file packs them as the format does."""
     kind = tensor.type
     format: Any = kind.format
     if kind.unpack is None:
@@ -75,25 +102,40 @@ def _quantized(file: GGUFFile, tensor: Tensor):
         raise NotExact(
             f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
         )
-    raw = _blocks(file, tensor)
-    step = _chunk // kind.block
-    parts = [kind.unpack(raw[i : i + step]) for i in range(0, len(raw), step)]
-    *lead, size = tensor.shape
-    whole = lambda get: np.concatenate([get(p) for p in parts]).reshape(*lead, -1)
-    codes = whole(lambda p: p.codes)
-    assert codes.shape == (*lead, size)
-    # Formats with tables have the codes of the file.
-    levels = codes if format.codebook else kind.levels[codes]
-    if isinstance(format, MXFP4):
-        levels[levels == 8] = 0  # ggml decodes -0 to 0.
+    blocks = kind.unpack(_blocks(file, tensor, rows))
+    lead = (rows.stop - rows.start, *tensor.shape[1:-1])
+    whole = lambda array: array.reshape(*lead, -1)
     is_k = isinstance(format, FittedFormat) and format.is_k_quant
 
-    def numbers(name: str) -> Any:
-        if not is_k:
-            return whole(lambda p: getattr(p, name).decode())
-        units = whole(lambda p: getattr(p, name).signed_units)
-        integers = whole(lambda p: getattr(p, name).factors)
-        return integers_times(units, integers, format)
+    def numbers(given: Any) -> Any:
+        if given is None or not is_k:
+            return None if given is None else whole(given.decode())
+        return integers_times(whole(given.signed_units), whole(given.factors), format)
 
-    offsets = None if parts[0].offsets is None else numbers("offsets")
-    return from_levels(levels, numbers("scales"), format, offsets=offsets)
+    scales = stored_scales(numbers(blocks.scales), numbers(blocks.offsets), format)
+    if blocks.bits == format.bits < 8 and _has_codes_of_format(kind):
+        return whole(blocks.codes), *scales
+    codes = whole(blocks.unpacked())
+    if format.codebook or np.array_equal(kind.levels, _bytes[: len(kind.levels)]):
+        levels = codes if format.codebook else codes.view(np.int8)
+    else:
+        levels = kind.levels[codes]
+    if isinstance(format, MXFP4):
+        levels[levels == 8] = 0  # ggml decodes -0 to 0.
+    return packed_levels(levels, format), *scales
+
+
+def _has_codes_of_format(kind: Type) -> bool:
+    """Return whether each code of a type stands for the same level in its format."""
+    format: Any = kind.format
+    if format.codebook:
+        return not isinstance(format, MXFP4)
+    to_codes, *_ = codes_of_levels(format)
+    return np.array_equal(to_codes(kind.levels), np.arange(2**format.bits))
+
+
+def _build(tensor: Tensor, parts: Any):
+    if len(tensor.shape) == 1:
+        parts = jax.tree.map(lambda part: part[..., 0, :], parts)
+    assert tensor.type.format is not None
+    return from_parts(parts, tensor.type.format, size=tensor.shape[-1])

@@ -11,7 +11,7 @@ import pytest
 from eqquant.checkpoints.foreign._gguf import GGUFFile
 from helpers import relative, TOLERANCE
 from safetensors.numpy import load_file
-from test_gguf import write
+from test_gguf import EXACT, write
 
 
 DATA = pathlib.Path(__file__).parent / "data"
@@ -50,6 +50,20 @@ def test_gguf_into_a_layer(name, format, normal):
     assert eqx.tree_equal(load(decode=True), layer)
     x = normal(512)
     assert relative(layer(x), value @ np.float64(x)) < TOLERANCE["high"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_stacks_are_filled_row_by_row(name, monkeypatch):
+    whole = eqquant.checkpoints.read_checkpoint(GGUF, decode=True)[name]
+    monkeypatch.setattr("eqquant.checkpoints.foreign._gguf_entries._part", 1)
+    like = [jax.ShapeDtypeStruct((2, 3, *whole.shape), whole.dtype)]
+    names = [[name] * 3] * 2
+    (stack,) = eqquant.load_quantized(
+        GGUF, like, names=lambda _: names, ignore=EVERYTHING
+    )
+    expected = jax.tree.map(lambda x: np.broadcast_to(x, (2, 3, *x.shape)), whole)
+    assert stack.shape == like[0].shape and stack.format == EXACT[name]
+    assert jax.tree.all(jax.tree.map(np.array_equal, stack, expected))
 
 
 def test_decode_quantizes_inexact_weights_again(tmp_path):
