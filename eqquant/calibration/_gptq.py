@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 
 from ..arrays import encode, MatrixAxes, QuantizedArray
 from ..formats import float_scales, Format, ShortScales
-from ._search import is_searchable, searched
+from ._search import num_paths, searched
 
 
 # With large outliers among the inputs, small damping would fit noise.
@@ -189,6 +189,7 @@ def _round(
     compensated. `scales` are for formats whose blocks share a scale, or a part of it.
     """
     rows, size = weights.shape
+    paths = num_paths(format, search)
     width = format.block_size or min(_columns, size)
     count = math.ceil(size / width)
     padded = count * width
@@ -202,7 +203,7 @@ def _round(
             return float_scales(scales).astype(jnp.float32)
         absmax = jnp.max(jnp.abs(block), 0)[:, None]
         counts = np.full(1, width - filled, np.float32)
-        _, stored = format.encode(block.T[:, None, :], absmax, counts, limit)
+        stored = format.choose_scales(block.T[:, None, :], absmax, counts, limit)
         new = float_scales(stored).astype(jnp.float32)
         if not isinstance(scales, ShortScales):
             return new
@@ -227,8 +228,8 @@ def _round(
             block = block - after[:, None] * error[None]
             return block, values.at[j].set(value), errors.at[j].set(error)
 
-        if search > 1 and is_searchable(format):
-            own = searched(block, scale[:, 0], within, format, search)
+        if paths > 1:
+            own = searched(block, scale[:, 0], within, format, paths)
             values, errors = own
         else:
             empty = jnp.zeros_like(block)

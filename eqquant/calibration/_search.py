@@ -1,12 +1,14 @@
 """A search for the rounding of one block of GPTQ: the M-algorithm.
 
 GPTQ rounds each value to the nearest level, although the other neighbouring level can
-lead to smaller errors later. The M-algorithm (Anderson and Mohan, IEEE Transactions on
+lead to smaller errors later. If a level depends on earlier codes, there is no greedy
+rounding. The M-algorithm (Anderson and Mohan, IEEE Transactions on
 Communications 32, 1984) keeps several roundings of a row, each with its own error
 feedback.
 """
 
 import functools as ft
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +25,16 @@ _near = 2
 _at_once = 2**15
 
 
-def is_searchable(format: Format) -> bool:
-    """Return whether a search can pay. With eight bits, rounding errors are small."""
-    return format.bits < 8
+# The default number of roundings of a row, if a level depends on earlier codes.
+_paths = 32
+
+
+def num_paths(format: Format, search: int) -> int:
+    """Return the number of roundings of a row that a search keeps; 1 for none."""
+    if format.history:
+        return search if search > 1 else _paths
+    # With eight bits, rounding errors are small.
+    return search if format.bits < 8 else 1
 
 
 def searched(
@@ -41,41 +50,71 @@ def searched(
     The search keeps `count` roundings of a row. `factor` is the part of the factor of
     [`inverse_factor`][] for this block.
     """
-    with jax.ensure_compile_time_eval():
-        codes = np.setdiff1d(np.arange(2**format.bits), format.unused_codes)
-        levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
-        table = np.unique(np.asarray(levels))
-    search = ft.partial(_search_row, factor=factor, table=table, count=count)
+    branch = _after_history(format) if format.history else _near_levels(format)
+    search = ft.partial(_search_row, factor=factor, branch=branch, count=count)
     of_row = lambda inputs: search(*inputs)
     size = max(1, _at_once // count)
     values, errors = lax.map(of_row, (columns.T, scales), batch_size=size)
     return values.T, errors.T
 
 
+def _near_levels(format: Format) -> Callable:
+    """Return a function from states and values to the next states and their levels:
+    the levels of a table next to each value."""
+    with jax.ensure_compile_time_eval():
+        codes = np.setdiff1d(np.arange(2**format.bits), format.unused_codes)
+        levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
+        table = np.unique(np.asarray(levels))
+    levels, near = jnp.asarray(table), min(_near, len(table))
+
+    def branch(_, x):
+        above = jnp.sum(x[:, None] > levels, -1)
+        first = jnp.clip(above - near // 2, 0, len(table) - near)
+        states = first[:, None] + jnp.arange(near)
+        return states, levels[states]
+
+    return branch
+
+
+def _after_history(format: Format) -> Callable:
+    """Like [`_near_levels`][], for the levels that can follow each state."""
+    kept = format.bits * format.history
+    with jax.ensure_compile_time_eval():
+        every = jnp.arange(2 ** (kept + format.bits))
+        levels = np.asarray(format.levels(every, jnp.float32))
+    table = jnp.asarray(levels)
+
+    def branch(state, _):
+        states = (state >> format.bits)[:, None] | (jnp.arange(2**format.bits) << kept)
+        return states, table[states]
+
+    return branch
+
+
 def _search_row(
     row: Float[Array, " width"],
     scale: Float[Array, ""],
     factor: Float[Array, "width width"],
-    table: Float[np.ndarray, " levels"],
+    branch: Callable,
     count: int,
 ) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
-    width, levels, near = len(row), jnp.asarray(table), min(_near, len(table))
+    width = len(row)
     divisor = jnp.where(scale == 0, 1, scale)
 
     def step(carry, j):
-        residual, cost = carry
+        residual, cost, state = carry
         x = residual[j]
-        above = jnp.sum((x / divisor)[:, None] > levels, -1)
-        first = jnp.clip(above - near // 2, 0, len(table) - near)
-        values = levels[first[:, None] + jnp.arange(near)] * scale
+        states, levels = branch(state, x / divisor)
+        values = levels * scale
         errors = (x[:, None] - values) / factor[j, j]
         # Relative to the scale, so that squares neither overflow nor underflow.
         costs = cost[:, None] + jnp.square(errors / divisor)
         cost, chosen = lax.top_k(-costs.ravel(), count)
-        parents, error = chosen // near, errors.ravel()[chosen]
+        parents, error = chosen // levels.shape[-1], errors.ravel()[chosen]
         after = jnp.where(jnp.arange(width) > j, factor[j], 0)
         residual = residual[:, parents] - after[:, None] * error
-        return (residual, -cost), (parents, values.ravel()[chosen], error)
+        new = residual, -cost, states.ravel()[chosen]
+        return new, (parents, values.ravel()[chosen], error)
 
     def back(path, kept):
         parents, value, error = kept
@@ -83,7 +122,8 @@ def _search_row(
 
     # At first, all paths but one are copies, which cost more than every other path.
     cost = jnp.where(jnp.arange(count) == 0, 0.0, jnp.inf)
-    start = jnp.broadcast_to(row[:, None], (width, count)), cost
-    (_, cost), kept = lax.scan(step, start, jnp.arange(width))
+    state = jnp.zeros(count, jnp.int32)
+    start = jnp.broadcast_to(row[:, None], (width, count)), cost, state
+    (_, cost, _), kept = lax.scan(step, start, jnp.arange(width))
     _, best = lax.scan(back, jnp.argmin(cost), kept, reverse=True)
     return best

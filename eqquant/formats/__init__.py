@@ -56,6 +56,7 @@ from ._scales import (
     slice_scales as slice_scales,
 )
 from ._ternary import Ternary as Ternary
+from ._trellis import Trellis as Trellis
 from ._two_level_scales import (
     Float8Scales as Float8Scales,
     FourBitScales as FourBitScales,
@@ -90,4 +91,5 @@ __all__ = [
     "QuantizedOffsets",
     "QuantizedScales",
     "Ternary",
+    "Trellis",
 ]

@@ -12,7 +12,15 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from ._pack import group_multiple, planes_of
+from ._history import states_of
+from ._pack import (
+    from_plane_order,
+    group_multiple,
+    pack,
+    planes_of,
+    to_plane_order,
+    unpack_planes,
+)
 
 
 Float8: TypeAlias = Literal["e4m3fn", "e5m2"]
@@ -55,6 +63,9 @@ class Format(abc.ABC):
     _accepted_as: ClassVar[str] = "a format such as `eqquant.NF4()`"
     name: ClassVar[str]
     bits: ClassVar[int]
+    # The number of codes before a code, in its block, on which its level depends. A
+    # table of levels has no history.
+    history: ClassVar[int] = 0
     # The value of each code, for formats that decode through a table.
     codebook: ClassVar[tuple[float, ...] | None] = None
     # True if every level is an integer that fits into int8.
@@ -153,6 +164,12 @@ class Format(abc.ABC):
         return self.block_size or 64
 
     @property
+    def plane_group(self) -> int:
+        """The `group` for `to_plane_order`. Consecutive codes with a history share a
+        byte."""
+        return planes_of(self.bits) if self.history else self.group
+
+    @property
     def quantized_scales(self) -> bool:
         """True if scales are `ShortScales` rather than an array."""
         return False
@@ -239,6 +256,17 @@ class Format(abc.ABC):
             not exceed it; use `bound_scales`.
         """
 
+    def choose_scales(
+        self,
+        blocks: Float[Array, "*lead blocks size"],
+        absmax: Float[Array, "*lead blocks"],
+        counts: Float[np.ndarray, " blocks"],
+        limit: float,
+    ) -> Any:
+        """Return scales for blocks whose codes are chosen later, as by GPTQ. The
+        arguments are those of [`encode`][]."""
+        return self.encode(blocks, absmax, counts, limit)[1]
+
     def nearest(
         self,
         blocks: Float[Array, "*lead blocks size"],
@@ -248,8 +276,35 @@ class Format(abc.ABC):
         del blocks, scales
         raise ValueError(f"scales cannot be given to {self!r}: it computes its own.")
 
+    def pack(self, codes: Integer[Array, "*groups group"]) -> Integer[Array, "..."]:
+        """Pack groups of codes."""
+        if self.history:
+            codes = to_plane_order(codes, self.bits, self.plane_group)
+        return pack(codes, self.bits)
+
+    def states(
+        self, packed: Integer[Array, "*lead packed"]
+    ) -> Integer[Array, "*lead planes bytes"]:
+        """Return the states of packed codes, in plane order. A state is a code above
+        the `history` codes before it in its block, or zeros before the block."""
+        codes = unpack_planes(packed, self.bits, self.group)
+        if not self.history:
+            return codes
+        assert self.block_size is not None
+        return states_of(codes, self.bits, self.history, self.block_size)
+
+    def ordered_states(
+        self, packed: Integer[Array, "*lead packed"]
+    ) -> Integer[Array, "*lead size"]:
+        """Return the states of packed codes, in the order of the values."""
+        states = self.states(packed)
+        *lead, planes, size = states.shape
+        states = states.reshape(*lead, planes * size)
+        return from_plane_order(states, self.bits, self.plane_group)
+
     def levels(self, codes: Integer[Array, "*shape"], dtype) -> Shaped[Array, "*shape"]:
-        """Return the value of each code, before scaling.
+        """Return the value of each code, before scaling; of each state, for a format
+        with a `history`.
 
         Selection by the bits of the code is exact, and it vectorises on every platform,
         unlike a gather from a table.

@@ -14,6 +14,7 @@ from ._int8 import Int8
 from ._integers import Int2, Int3, Int4, Int5, Int6
 from ._nf4 import NF4
 from ._ternary import Ternary
+from ._trellis import Trellis
 
 
 # Formats with default arguments.
@@ -24,7 +25,12 @@ formats: dict[str, type[Format]] = {
         *(Int8, Int6, Int5, Int4, Int3, Int2, Ternary, Binary),
     )
 }
-every_format: dict[str, type[Format]] = {**formats, Codebook.name: Codebook}
+_others = (Codebook, Trellis)
+every_format: dict[str, type[Format]] = {
+    **formats,
+    **{format.name: format for format in _others},
+}
+_with_bits = {f"trellis{bits}": Trellis(bits=bits) for bits in (2, 3, 4)}
 
 
 def as_format(format: Any, caller: str = "") -> Format:
@@ -34,13 +40,16 @@ def as_format(format: Any, caller: str = "") -> Format:
         return format
     if isinstance(format, str) and format in formats:
         return formats[format]()
-    names = ", ".join(map(repr, sorted(formats)))
+    if isinstance(format, str) and format in _with_bits:
+        return _with_bits[format]
+    known = sorted((*formats, *_with_bits))
+    names = ", ".join(map(repr, known))
     accepted = f"a format such as `eqquant.NF4()`, or one of the names {names}"
     advice = ""
     if is_class_of(format, Format):
         advice = f"Did you mean `{format.__name__}()`?"
     elif isinstance(format, str):
-        close = difflib.get_close_matches(format.lower(), formats, 1)
+        close = difflib.get_close_matches(format.lower(), known, 1)
         advice = f"Did you mean {close[0]!r}?" if close else ""
     error = ValueError if isinstance(format, str) else TypeError
     raise error(wrong(caller, "format", format, accepted, advice))

@@ -198,6 +198,13 @@ class Product:
         """Return whether the activation and the weight both have this dtype."""
         return self.x.dtype == self.weight_dtype == jnp.dtype(dtype)
 
+    @property
+    def has_history(self) -> str | None:
+        """A reason if a level depends on several codes."""
+        if self.format.history:
+            return f"there are no kernels for codes like those of {self.format.name}"
+        return None
+
     def too_wide(self, computes: str) -> str | None:
         """Return a reason if an operand is wider than float32."""
         for dtype in (self.x.dtype, self.weight_dtype, self.scales.dtype):

@@ -11,7 +11,7 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import wide_dtype
-from ...formats import gather_scales, num_codes, scales_and_offsets, unpack
+from ...formats import gather_scales, num_codes, scales_and_offsets
 from ...partition import Request, spec_like, split_by_compiler
 from .._implicit import stored
 from .._matrices import inverse_order
@@ -141,14 +141,13 @@ def _dequantize(q: QuantizedArray) -> Float[Array, "..."]:
 
 
 def _decode(q: QuantizedArray) -> Float[Array, "..."]:
-    bits, group = q.format.bits, q.format.group
     compute = wide_dtype(q.dtype)
     if q.scales.dtype == jnp.float64:
         compute = jnp.promote_types(compute, jnp.float64)
     *lead, packed = q.codes.shape
     blocks = q.scales.shape[-1]
-    size = num_codes(packed, bits)
-    levels = q.format.levels(unpack(q.codes, bits, group), compute)
+    size = num_codes(packed, q.format.bits)
+    levels = q.format.levels(q.format.ordered_states(q.codes), compute)
     if size:
         levels = levels.reshape(*lead, blocks, size // blocks)
         levels = levels * q.scales.astype(compute)[..., None]

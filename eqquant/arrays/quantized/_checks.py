@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._jax import is_traced
-from ...formats import abstract_scales, unpack
+from ...formats import abstract_scales
 from ._structure import AbstractQuantizedArray
 
 
@@ -51,8 +51,8 @@ def check_cast_scales(q: AbstractQuantizedArray) -> None:
     if jnp.any(scales == 0):
         # The codes of a block of zeros are equal.
         *lead, blocks = scales.shape
-        codes = unpack(q.codes, q.format.bits, q.format.group)
-        levels = q.format.levels(codes, jnp.float32).reshape(*lead, blocks, -1)
+        states = q.format.ordered_states(q.codes)
+        levels = q.format.levels(states, jnp.float32).reshape(*lead, blocks, -1)
         differ = jnp.max(levels, -1) != jnp.min(levels, -1)
         lost |= (scales == 0) & differ
     if count := int(jnp.sum(lost)):

@@ -18,7 +18,7 @@ from ..._jax import (
     rowwise,
     wide_dtype,
 )
-from ...formats import Format, max_blocks, num_bytes, pack, scales_and_offsets
+from ...formats import Format, max_blocks, num_bytes, scales_and_offsets
 from ...kernels import cpu
 from ...partition import has_explicit_split, spec_like, split_by_compiler
 from .._matrices import other_axes
@@ -75,7 +75,7 @@ def encode_rows(
         if one_scale:
             codes = codes.reshape(array.shape)
         codes = _in_groups(codes, format)
-        return pack(codes, format.bits), scales, problem
+        return format.pack(codes), scales, problem
 
     if at_once is not None:
         inputs = rows.reshape(-1, size), _merge_lead(given)
@@ -192,13 +192,15 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
     return write(count, last, out) if rest else out
 
 
-def elements_at_once(array: Array) -> int:
-    """Return the number of elements per step.
+def elements_at_once(array: Array, format: Format) -> int:
+    """Return the number of elements per step. The encoder of codes with a history needs
+    a byte for each element and each state before it.
 
     On a CPU, 4 MB keep temporaries in cache. On a GPU, 256 MB make the launch overhead
     of kernels negligible.
     """
-    return 2**26 if platform_of(array) == "gpu" else 2**20
+    elements = 2**26 if platform_of(array) == "gpu" else 2**20
+    return elements >> format.bits * format.history
 
 
 def in_blocks(

@@ -59,7 +59,7 @@ def quantize(
     - `array`: a floating-point array with one axis or more.
     - `format`: a format, or the name of one: `"nf4"`, `"nf3"`, `"nf2"`, `"fp8"`,
         `"mxfp4"`, `"nvfp4"`, `"int8"`, `"int4"`, `"int3"`, `"int2"`, `"ternary"`,
-        `"binary"`.
+        `"binary"`, `"trellis2"`, `"trellis3"`, `"trellis4"`.
     - `axis`: the axis that shares a scale, or along which blocks run. Choose the
         contracted axis of products: the last axis for `w @ x`, as in `eqx.nn`, and the
         first axis for `x @ w`. Several axes share scales over all of them, for example
@@ -135,7 +135,7 @@ def encode(
 
     Also return whether some values cannot be quantized.
     """
-    at_once = elements_at_once(array) if _is_on_one_device(array) else None
+    at_once = elements_at_once(array, format) if _is_on_one_device(array) else None
     if given is None and has_encoder(array, format, axes):
         codes, stored, problems = encode_rowwise(array, format, at_once)
         problem = jnp.any(problems)

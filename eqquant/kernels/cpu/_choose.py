@@ -116,6 +116,8 @@ def why_unsupported(product: Product) -> str | None:
     format = product.format
     if reason := product.too_wide("native kernels compute"):
         return reason
+    if reason := product.has_history:
+        return reason
     if product.is_empty:
         return "there is nothing to multiply"
     if format.bits > 4 and not (format.integer_levels or format.float8):

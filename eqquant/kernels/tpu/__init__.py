@@ -151,6 +151,8 @@ def _unsupported(product: Product) -> str | None:
     format = product.format
     if reason := product.too_wide("kernels for TPU compute"):
         return reason
+    if reason := product.has_history:
+        return reason
     if product.is_empty:
         return "there is nothing to multiply"
     if format.bits == 8 and not (format.integer_levels or format.float8):

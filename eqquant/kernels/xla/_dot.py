@@ -21,7 +21,6 @@ from ...formats import (
     Format,
     from_plane_order,
     to_plane_order,
-    unpack_planes,
 )
 from .._int8 import round_int8, split_int8
 from .._product import Product
@@ -62,7 +61,7 @@ def _in_turn(dot: Callable) -> Callable:
 def _dot(recipe, product, out_dtype, x, codes, scales):
     format, contract_rows = product.format, product.contract_rows
     if not contract_rows:
-        x = to_plane_order(x, format.bits, format.group)
+        x = to_plane_order(x, format.bits, format.plane_group)
     if recipe in ("split", "round", "int8"):
         out = _integer_dot(x, codes, scales, format, contract_rows, recipe)
     else:
@@ -72,7 +71,7 @@ def _dot(recipe, product, out_dtype, x, codes, scales):
         operand = jnp.bfloat16 if recipe == "bfloat16" else wide
         out = _float_dot(x, codes, scales, format, contract_rows, wide, operand)
     if contract_rows:
-        out = from_plane_order(out, format.bits, format.group)
+        out = from_plane_order(out, format.bits, format.plane_group)
     return out.astype(out_dtype)
 
 
@@ -106,9 +105,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
 
     def decode(codes, scales):
         if exact:
-            return format.levels(
-                unpack_planes(codes, format.bits, format.group), jnp.int8
-            )
+            return format.levels(format.states(codes), jnp.int8)
         per_unit = _int8_max(format) / jnp.max(jnp.abs(scales), 1, keepdims=True)
         per_unit = jnp.where(jnp.isfinite(per_unit), per_unit, 0)
         return _round(decode_tile(codes, scales * per_unit, format, jnp.float32))

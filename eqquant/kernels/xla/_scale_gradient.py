@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import wide_dtype
-from ...formats import Format, to_plane_order, unpack_planes
+from ...formats import Format, to_plane_order
 from ._tiles import tile_rows
 
 
@@ -30,12 +30,12 @@ def scale_gradient(
     compute = wide_dtype(dtype)
     if 0 in (*codes.shape, *x.shape):
         return jnp.zeros((rows, blocks), dtype)
-    x = to_plane_order(x, format.bits, format.group).astype(compute)
+    x = to_plane_order(x, format.bits, format.plane_group).astype(compute)
     ct = ct.astype(compute)
     height = tile_rows(rows, x.shape[-1] * x.dtype.itemsize)
 
     def one_tile(codes, ct):
-        levels = format.levels(unpack_planes(codes, format.bits, format.group), compute)
+        levels = format.levels(format.states(codes), compute)
         height, planes, size = levels.shape
         weight_gradient = lax.dot_general(
             ct, x, (((0,), (0,)), ((), ())), precision=lax.Precision.HIGHEST

@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Shaped
 
 from ..._jax import match_varying, pipeline
-from ...formats import Format, unpack_planes
+from ...formats import Format
 
 
 # The size of a decoded tile. Larger tiles leave the caches, and smaller ones leave
@@ -79,7 +79,6 @@ def decode_tile(
     """Decode a tile in plane order. The result keeps its axes, because XLA would fuse a
     reshape into the decoding, and would not vectorise it."""
     blocks = scales.shape[-1]
-    planes = unpack_planes(codes, format.bits, format.group)
-    levels = format.levels(planes, dtype)
+    levels = format.levels(format.states(codes), dtype)
     levels = levels.reshape(*levels.shape[:2], blocks, levels.shape[2] // blocks)
     return levels * scales.astype(dtype)[:, None, :, None]
