@@ -18,6 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence, Set
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import eqquant
 import equinox as eqx
@@ -28,6 +29,7 @@ from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Decoder, empty_cache
+from program_cache import keep_programs
 from sampling import Sampling
 from text import Text
 from tokenizers.decoders import DecodeStream
@@ -75,7 +77,7 @@ class Generator:
         self.capacity = -(-capacity // PIECES[-1]) * PIECES[-1]
         self._kv, self._rotate = kv, rotate
         choose = sampling or Sampling()
-        self._key = jax.random.key(seed)
+        self._seed = np.uint32(seed % 2**32)
         # JAX flattens a list fastest, and this happens for each token.
         arrays, static = eqx.partition(model, eqx.is_array)
         self._arrays, treedef = jax.tree.flatten(arrays)
@@ -83,12 +85,13 @@ class Generator:
         self._dtype = model.norm.weight.dtype
 
         @ft.partial(eqquant.quaxify, on_materialise="error")
-        def extend(model, cache, tokens, start, last, key):
+        def extend(model, cache, tokens, start, last, seed):
             """Append tokens, and return the token that follows position `last`."""
             hidden, cache = model.extend(tokens, cache, start)
             hidden = jax.lax.dynamic_slice_in_dim(hidden, last, 1, 1)
             logits = model.logits(hidden)[:, 0]
-            return choose(logits, jax.random.fold_in(key, start + last)), cache
+            key = jax.random.fold_in(jax.random.key(seed), start + last)
+            return choose(logits, key), cache
 
         def step(arrays, *args):
             # `quaxify` needs quantized arrays, rather than their parts.
@@ -97,7 +100,12 @@ class Generator:
             )
 
         self._step = jax.jit(step, donate_argnums=1)
-        self.cache = self._empty()
+        self._programs: dict[int, Future] = {}  # By the number of tokens.
+        self._compilers = ThreadPoolExecutor()
+        self.seconds_compiling = 0.0  # Tracing, and waiting for compilers.
+        # XLA would compile a program that quantizes zeros.
+        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
+        self.cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
         self._cached: list[int] = []  # The tokens whose keys and values are cached.
 
     def _empty(self):
@@ -109,16 +117,38 @@ class Generator:
     def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
         """Append tokens. Tokens after position `start + last` are padding."""
         self._cached[start:] = tokens[: last + 1].tolist()
-        numbers = np.int32(start), np.int32(last)
-        token, self.cache = self._step(
-            self._arrays, self.cache, tokens[None], *numbers, self._key
-        )
+        program = self._program(len(tokens))
+        numbers = np.int32(start), np.int32(last), self._seed
+        token, self.cache = program(self._arrays, self.cache, tokens[None], *numbers)
         return token
 
-    def compile(self, prompt_length: int) -> None:
-        """Compile the programs for a prompt of this length and for each token."""
-        for length in {piece for _, piece, _ in self._pieces(prompt_length)} | {1}:
-            self._run(np.zeros(length, np.int32), 0, 0).block_until_ready()
+    def _program(self, length: int) -> jax.stages.Compiled:
+        """Return the program that appends `length` tokens, when it is compiled."""
+        begin = time.perf_counter()
+        self._start_compiling(length)
+        program = self._programs[length].result()
+        self.seconds_compiling += time.perf_counter() - begin
+        return program
+
+    def _start_compiling(self, length: int) -> None:
+        if length in self._programs:
+            return
+        tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+        numbers = np.int32(0), np.int32(0), self._seed
+        traced = self._step.trace(self._arrays, self.cache, tokens, *numbers)
+        self._programs[length] = self._compilers.submit(traced.lower().compile)
+
+    def compile(self, prompt_length: int, wait: bool = True) -> None:
+        """Compile the programs for a prompt of this length and for each token, side by
+        side."""
+        pieces = {piece for _, piece, _ in self._pieces(prompt_length)}
+        lengths = [*sorted(pieces, reverse=True), 1]
+        begin = time.perf_counter()
+        for length in lengths:
+            self._start_compiling(length)
+        self.seconds_compiling += time.perf_counter() - begin
+        for length in lengths if wait else ():
+            self._program(length)
 
     def _pieces(self, length: int, start: int = 0) -> list[tuple[int, int, int]]:
         """Return the start, the padded length and the length of each piece of a
@@ -179,16 +209,18 @@ class Generator:
 def generate(generator: Generator, text: Text, prompt: list[int], longest: int) -> dict:
     """Print text while it is generated. Return the durations in seconds."""
     stream = DecodeStream(skip_special_tokens=True)
-    begin = time.perf_counter()
+    # Without the durations of compilation.
+    clock = lambda: time.perf_counter() - generator.seconds_compiling
+    begin = clock()
     first, count = None, 0
     for token in generator(prompt, text.stop):
         count += 1
-        first = first or time.perf_counter()
+        first = first or clock()
         if piece := stream.step(text.tokenizer, token):
             print(piece, end="", flush=True)
         if count == longest:
             break
-    end = time.perf_counter()
+    end = clock()
     print()
     first = first or end
     return {"prefill": first - begin, "decode": end - first, "tokens": count}
@@ -274,6 +306,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="Add the adapters in this folder, which finetune.py wrote. By default, "
         "add none.",
     )
+    parser.add_argument(
+        "--no-program-cache",
+        action="store_true",
+        help="Compile all programs. By default, compiled programs are kept in the "
+        "user's cache folder.",
+    )
     options = parser.parse_args(arguments)
     if options.tokens < 1:
         parser.error(f"--tokens must be 1 or more, got {options.tokens}")
@@ -308,15 +346,19 @@ def encode(text: Text, options) -> list[int] | None:
 
 
 def run(options) -> None:
+    if not options.no_program_cache:
+        keep_programs()
     source = open_model(options.model)
+    # Weights are loaded while the tokenizer is made.
+    begin = time.perf_counter()
+    loading = ThreadPoolExecutor(1).submit(load, source, options)
     text = Text(source, options.stop)
     prompt = encode(text, options)
     capacity = len(prompt) + options.tokens if prompt else options.context
     longest = source.context_length
     if longest and capacity > longest:
         print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
-    begin = time.perf_counter()
-    model = load(source, options)
+    model = loading.result()
     kv, _, rotated = options.kv.partition("-")
     kv = None if kv == "float" else kv
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
@@ -326,15 +368,15 @@ def run(options) -> None:
         chat(generator, text, options.tokens, options.system)
         return
     loaded = time.perf_counter()
-    generator.compile(len(prompt))
-    compiled = time.perf_counter()
+    generator.compile(len(prompt), wait=False)
     times = generate(generator, text, prompt, options.tokens)
 
     decoded = times["tokens"] - 1  # Prefill returns the first token.
     rate = lambda count, seconds: f"{count / seconds:.1f}" if count > 0 else "-"
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(
-        f"\nloading {loaded - begin:.1f} s, compiling {compiled - loaded:.1f} s\n"
+        f"\nloading {loaded - begin:.1f} s, "
+        f"compiling {generator.seconds_compiling:.1f} s\n"
         f"prefill {rate(len(prompt), times['prefill'])} tokens/s of {len(prompt)}, "
         f"decode {rate(decoded, times['decode'])} tokens/s of {max(0, decoded)}\n"
         f"weights {eqquant.trees.nbytes(model) / 1e6:.1f} MB, cache for "

@@ -78,7 +78,7 @@ def test_generator_compiles_once_and_is_correct():
         got = take(generator(prompt), 6)
         assert got == by_hand(model, prompt, 6)
     # One program for prompt pieces of 32 tokens, and one for a single token.
-    assert generator._step._cache_size() == 2
+    assert len(generator._programs) == 2
     # Generation ends at a stop token, and at the capacity.
     first = take(generator(prompts[0]), 3)
     assert list(generator(prompts[0], {first[2]})) == first[: first.index(first[2])]

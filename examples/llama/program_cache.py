@@ -1,0 +1,44 @@
+"""A folder of compiled programs, so that a second start does not compile them again."""
+
+import hashlib
+import os
+import pathlib
+import platform
+import re
+
+import eqquant
+import jax
+import jaxlib
+
+
+def keep_programs() -> None:
+    """Keep compiled programs in a folder, and use the programs that are there.
+
+    The folder is in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` selects
+    another folder. It can be deleted at any time.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return
+    caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    folder = pathlib.Path(caches, "eqquant", "programs", _fingerprint())
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _fingerprint() -> str:
+    """Return a name for the versions and the CPU. The key that JAX computes for a
+    program includes neither the native kernels nor the instruction sets of the CPU."""
+    library = pathlib.Path(eqquant.__file__).parent / "kernels" / "cpu"
+    built = [(f.name, f.stat().st_mtime_ns) for f in sorted(library.glob("_native*"))]
+    versions = jax.__version__, jaxlib.__version__, eqquant.__version__
+    about = repr((versions, built, platform.machine(), _instructions()))
+    return hashlib.sha256(about.encode()).hexdigest()[:16]
+
+
+def _instructions() -> str:
+    try:
+        text = pathlib.Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return platform.processor()
+    found = re.search(r"^(flags|Features)\s*:(.*)$", text, re.MULTILINE)
+    return found[2] if found else platform.processor()

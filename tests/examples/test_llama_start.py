@@ -1,0 +1,72 @@
+"""The start of examples/llama/generate.py: compiled programs, and the empty cache."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import eqquant
+import jax
+import pytest
+from gguf_models import metadata_of, tensors_of, write_gguf
+from helpers import FORMATS
+
+
+EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "llama"
+sys.path.insert(0, str(EXAMPLE))
+
+from generate import Generator  # noqa: E402
+from load import load_model  # noqa: E402
+from program_cache import keep_programs  # noqa: E402
+
+
+def test_program_cache_is_in_the_folder_of_the_user(monkeypatch, tmp_path):
+    names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
+    before = {name: getattr(jax.config, name) for name in names}
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        jax.config.update(names[0], "chosen")
+        keep_programs()
+        assert jax.config.jax_compilation_cache_dir == "chosen"
+        jax.config.update(names[0], None)
+        keep_programs()
+        found = pathlib.Path(jax.config.jax_compilation_cache_dir)
+        assert found.is_relative_to(tmp_path / "eqquant")
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS, ids=repr)
+def test_a_cache_of_zeros_is_empty(format):
+    data = pathlib.Path(__file__).parent / "data" / "llama" / "llama3"
+    cache = Generator(load_model(data, progress=False), 32, format).cache
+    for part in (cache.keys, cache.values):
+        assert part.format == format and not eqquant.dequantize(part).any()
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_nothing(tmp_path):
+    model = tmp_path / "model.gguf"
+    write_gguf(model, metadata_of("llama3"), tensors_of("llama3"))
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    command = [sys.executable, str(EXAMPLE / "generate.py"), str(model), "a b"]
+
+    def start(*options: str) -> tuple[str, set[str]]:
+        ran = subprocess.run(
+            [*command, "--tokens", "4", "--temperature", "0", *options],
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert not ran.returncode, ran.stderr
+        text, _ = ran.stdout.split("\nloading")
+        return text, {f.name for f in tmp_path.rglob("*-cache")}
+
+    text, programs = start("--no-program-cache")
+    assert not programs
+    assert start()[0] == text
+    text, programs = start()
+    assert sum(name.startswith("jit_step") for name in programs) == 2
+    assert start() == (text, programs)
