@@ -76,12 +76,7 @@ def _parser() -> argparse.ArgumentParser:
         default=256,
         help="the smallest weight to quantize, in elements (default: %(default)s)",
     )
-    add.add_argument(
-        "--max-shard-size",
-        type=int,
-        default=MAX_SHARD_SIZE,
-        help="the largest size of a file, in bytes (default: %(default)s)",
-    )
+    _add_max_shard_size(add)
     add.add_argument(
         "--no-check-finite", action="store_true", help="allow NaN and infinity"
     )
@@ -98,6 +93,13 @@ def _parser() -> argparse.ArgumentParser:
         help="the format of weights that the library cannot store exactly: they are "
         "decoded and quantized again. Without it they are an error",
     )
+    _add_max_shard_size(add)
+    add.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep finished files if interrupted, and continue after them when the "
+        "same command runs again",
+    )
 
     add = command("inspect", _inspect, "list the tensors of a checkpoint")
     add.add_argument("file", help="a .safetensors or GGUF file, an index, or a folder")
@@ -112,6 +114,15 @@ def _parser() -> argparse.ArgumentParser:
         "--all", action="store_true", help="include rules for other CPUs than this one"
     )
     return parser
+
+
+def _add_max_shard_size(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--max-shard-size",
+        type=int,
+        default=MAX_SHARD_SIZE,
+        help="the largest size of a file, in bytes (default: %(default)s)",
+    )
 
 
 def _quantize(options: argparse.Namespace) -> int:
@@ -142,7 +153,14 @@ def _quantize(options: argparse.Namespace) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     format = options.requantize and parse_format(options.requantize)
-    report = convert_checkpoint(options.src, options.dst, options.to, requantize=format)
+    report = convert_checkpoint(
+        options.src,
+        options.dst,
+        options.to,
+        requantize=format,
+        max_shard_size=options.max_shard_size,
+        resume=options.resume,
+    )
     before, after = map(describe_checkpoint, (options.src, options.dst))
     print(report)
     print(f"before: {before.summary}")

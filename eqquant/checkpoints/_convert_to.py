@@ -1,9 +1,10 @@
 """Convert a checkpoint to the layout of another library, without a model."""
 
 import dataclasses
+import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
@@ -15,21 +16,24 @@ from ..formats import as_format, Format
 from ..trees import as_text, errors_at, with_progress
 from ._describe import describe_checkpoint
 from ._open import ForeignContents, open_contents
-from .files import Path, to_jax
+from .files import Path, ShardWriter, to_jax
 from .foreign import is_gguf, NotExact
 from .leaves import Contents, MAX_SHARD_SIZE
 from .writers import (
     BitsAndBytes,
+    check_apart,
     CompressedTensors,
     Floats,
     GPTQ,
     Library,
+    METADATA,
     MLX,
     NotHeld,
     Packed,
     type_of,
     write_arrays,
     write_gguf,
+    Written,
 )
 
 
@@ -113,6 +117,7 @@ def convert_checkpoint(
     *,
     requantize: Format | str | None = None,
     max_shard_size: int | None = MAX_SHARD_SIZE,
+    resume: bool = False,
     progress: bool | None = None,
 ) -> Conversion:
     """Convert a quantized checkpoint to the layout of another library, without a model.
@@ -153,6 +158,9 @@ def convert_checkpoint(
     - `requantize`: the format for weights that the library cannot store exactly. They
         are decoded and quantized again. `None` raises an error instead.
     - `max_shard_size`: as in [`eqquant.save`][].
+    - `resume`: keep the finished shards in a hidden folder of `dst` if the conversion
+        is interrupted, and continue after them in the next call with equal arguments.
+        Choose a small `max_shard_size`, such as `10**9`. Not for GGUF.
     - `progress`: as in [`eqquant.quantize_tree`][].
 
     **Returns:**
@@ -163,37 +171,55 @@ def convert_checkpoint(
     **Raises:**
 
     `ValueError` if a weight cannot be stored exactly and `requantize` is `None`, with
-    its name and the reason. `dst` then keeps its contents.
+    its name and the reason. `dst` then keeps its contents. `ValueError` if `resume` is
+    set for GGUF.
     """
     if to not in TARGETS:
         raise ValueError(
             f"{_caller}: to must be one of {', '.join(TARGETS)}, got {to!r}."
+        )
+    if resume and to == "gguf":
+        raise ValueError(
+            f"{_caller}: resume must be False for GGUF, which is one file that is "
+            "written at the end."
         )
     format = None if requantize is None else as_format(requantize)
     source, target = (pathlib.Path(os.fspath(path)) for path in (src, dst))
     description = describe_checkpoint(source)
     library = _Requantizing(LIBRARIES.get(to, _GGUF)(), format)
     with open_contents(source, (), _caller, decode=False) as contents:
-        elements = sum(tensor.size for tensor in description.tensors.values())
-        shown = with_progress(
-            list(contents.described),
-            elements,
-            progress,
-            caller=_caller,
-            what=("converting", "tensor"),
-        )
-        arrays = _read(shown, contents, library)
+
+        def arrays(done: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+            names = [name for name in contents.described if name not in done]
+            elements = sum(description.tensors[name].size for name in names)
+            what = {"caller": _caller, "what": ("converting", "tensor")}
+            shown = with_progress(names, elements, progress, **what)
+            return _read(shown, contents, library)
+
         if to == "gguf":
-            layouts = _write_gguf(library, target, arrays, source)
+            written = _write_gguf(library, target, arrays(), source)
         else:
             others = source if source.is_dir() else None
-            options = others, max_shard_size, _caller
-            layouts = write_arrays(library, target, arrays, *options)
+            check_apart(target, others, _caller)
+            key = _key(source, to, format, max_shard_size) if resume else None
+            with ShardWriter(target, max_shard_size, METADATA, key) as writer:
+                rest = arrays(frozenset(writer.notes))
+                written = write_arrays(library, writer, rest, others, _caller)
     report = Conversion()
     for name, tensor in description.tensors.items():
-        after = layouts.get(name, tensor.type)
-        report[name] = Converted(tensor.type, after, name not in library.changed)
+        after = written.get(name, Written(tensor.type, True))
+        report[name] = Converted(tensor.type, *after)
     return report
+
+
+def _key(
+    source: pathlib.Path, to: str, format: Format | None, max_shard_size: int | None
+) -> str:
+    """Return a hash of the arguments and the files of a conversion."""
+    files = sorted(source.iterdir()) if source.is_dir() else [source]
+    seen = [(x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in files]
+    parts = str(source.resolve()), seen, to, format, max_shard_size
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 class _GGUF(Library):
@@ -216,16 +242,17 @@ def _write_gguf(
     path: pathlib.Path,
     arrays: Iterator[tuple[str, Any]],
     source: pathlib.Path,
-) -> dict[str, str]:
-    model, layouts = {}, {}
+) -> dict[str, Written]:
+    model, written = {}, {}
     for name, array in arrays:
         model[name] = array
         if isinstance(array, QuantizedArray):
             with errors_at(f"{_caller}: {name!r}"):
                 packed = library.packed(name, array)
-            model[name], layouts[name] = packed.settings, packed.layout
+            model[name] = packed.settings
+            written[name] = Written(packed.layout, packed.is_exact)
     write_gguf(path, model, source=source if is_gguf(source) else None)
-    return layouts
+    return written
 
 
 class _Requantizing(Library):
@@ -235,7 +262,7 @@ class _Requantizing(Library):
 
     def __init__(self, library: Library, format: Format | None):
         self._library, self.format = library, format
-        self.changed: set[str] = set()
+        self._changed: set[str] = set()
 
     def pack(self, name: str, q: QuantizedArray) -> Packed:
         return self._library.pack(name, q)
@@ -245,10 +272,11 @@ class _Requantizing(Library):
 
     def packed(self, name, q):
         try:
-            return self._library.packed(name, q)
+            packed = self._library.packed(name, q)
         except NotHeld as error:
             again = self.requantized(name, q.dequantize(), error)
-        return self._library.packed(name, again)
+            packed = self._library.packed(name, again)
+        return dataclasses.replace(packed, is_exact=name not in self._changed)
 
     def requantized(self, name: str, array: Any, reason: Exception) -> QuantizedArray:
         if self.format is None:
@@ -256,7 +284,7 @@ class _Requantizing(Library):
                 f"{reason} Or pass requantize (--requantize FORMAT), which rounds it "
                 "again."
             )
-        self.changed.add(name)
+        self._changed.add(name)
         # Other libraries have one float32 factor of NVFP4 per tensor, not per row.
         axis = tuple(range(array.ndim)) if self.format.name == "nvfp4" else -1
         return quantize(array, self.format, axis=axis)

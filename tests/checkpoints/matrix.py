@@ -18,6 +18,7 @@ from eqquant.checkpoints import (
     write_gguf,
 )
 from eqquant.checkpoints._convert_to import LIBRARIES
+from eqquant.checkpoints.files import ShardWriter
 from eqquant.checkpoints.writers import NotHeld, write_arrays
 
 
@@ -86,7 +87,8 @@ def writes(library: str, q) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder)
         try:
-            write_arrays(make(), path, [("a.weight", q)], None, None, "matrix")
+            with ShardWriter(path, None, {}) as writer:
+                write_arrays(make(), writer, [("a.weight", q)], None, "matrix")
         except NotHeld:
             return False
         except ValueError as error:

@@ -1,13 +1,16 @@
 """Conversion of checkpoints for other libraries."""
 
 import pathlib
+from typing import Any
 
 import eqquant
 import jax
 import numpy as np
 import pytest
-from eqquant import Int4
+from eqquant import Int4, Int8
 from eqquant.checkpoints import convert_checkpoint, main, read_checkpoint
+from eqquant.checkpoints._convert_to import LIBRARIES
+from eqquant.checkpoints.files import ShardWriter
 
 
 DATA = pathlib.Path(__file__).parent / "foreign/data"
@@ -96,12 +99,63 @@ def test_rotated_weights_are_requantized(tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "ct", "compressed-tensors")
 
 
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("to", ["compressed-tensors", "gptq", "mlx", "safetensors"])
+def test_an_interrupted_conversion_continues(to, tmp_path, monkeypatch):
+    """The second call packs only the weights without a finished file. All files equal
+    the files of an uninterrupted call."""
+    options: dict[str, Any] = {"max_shard_size": 12_000}
+    whole = convert_checkpoint(DATA / "gptq_zeros", tmp_path / "whole", to, **options)
+    count = sum(x.before != x.after for x in whole.values())
+    options["resume"] = True
+    packed, at_most = [], 5
+    pack = LIBRARIES[to].pack
+
+    def interrupted(self, name, q):
+        if len(packed) == at_most:
+            raise KeyboardInterrupt
+        packed.append(name)
+        return pack(self, name, q)
+
+    monkeypatch.setattr(LIBRARIES[to], "pack", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert_checkpoint(DATA / "gptq_zeros", tmp_path / "parts", to, **options)
+    assert not list((tmp_path / "parts").glob("*.safetensors"))
+    at_most = 100
+    report = convert_checkpoint(DATA / "gptq_zeros", tmp_path / "parts", to, **options)
+    assert 5 < len(packed) < 5 + count
+    assert report == whole and list(report) == list(whole)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_other_arguments_do_not_continue(ours, tmp_path, monkeypatch):
+    """Weights in finished files of another conversion are not mixed with new ones."""
+    path, _ = ours
+    options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            format = Int4(scale_dtype="float16")
+            convert_checkpoint(path, tmp_path, "mlx", requantize=format, **options)
+    assert list(tmp_path.glob(".unfinished-*"))
+    format = Int8(block_size=64, scale_dtype="bfloat16")
+    convert_checkpoint(path, tmp_path, "mlx", requantize=format, **options)
+    found = read_checkpoint(tmp_path)["b.weight"]
+    assert isinstance(found, eqquant.QuantizedArray) and found.format.bits == 8
+    assert not list(tmp_path.glob(".*"))
+
+
 def test_wrong_arguments(ours, tmp_path):
     path, _ = ours
     with pytest.raises(ValueError, match="to must be one of .*gptq.*got 'vllm'"):
         convert_checkpoint(path, tmp_path / "x", "vllm")
     with pytest.raises(ValueError, match="must be different"):
         convert_checkpoint(path, path, "mlx")
+    with pytest.raises(ValueError, match="resume must be False for GGUF"):
+        convert_checkpoint(path, tmp_path / "x.gguf", "gguf", resume=True)
 
 
 def test_gguf(tmp_path):

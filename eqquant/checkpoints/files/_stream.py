@@ -3,82 +3,133 @@
 import contextlib
 import os
 import pathlib
+import shutil
 import tempfile
-from typing import BinaryIO
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from ._json import to_json
+from ._json import parse_object, to_json
 from ._manifest import padded, place, with_length
 from ._replacing import replacing
 from ._safetensors import DTYPES, Tensor
 from ._source import INDEX, SUFFIX
 
 
+_UNFINISHED = ".unfinished-"
+
+
 class ShardWriter(contextlib.AbstractContextManager):
     """Write `model.safetensors`, or several shards and their index, into a folder.
 
-    [`ShardWriter.add`][] appends a tensor to a temporary file, because the header of a
+    [`ShardWriter.add`][] appends tensors to a temporary file, because the header of a
     safetensors file precedes the data. [`ShardWriter.finish`][] names the shards. So
     the largest tensor determines the peak memory. If the block ends before `finish`,
     the folder contains nothing new.
+
+    With `key`, an interrupted block leaves its finished shards in a hidden folder. The
+    next writer with the same key continues after them.
+
+    **Fields:**
+
+    - `notes`: the notes of the tensors in finished shards, by the name of the note.
     """
 
     def __init__(
-        self, folder: pathlib.Path, max_size: int | None, metadata: dict[str, str]
+        self,
+        folder: pathlib.Path,
+        max_size: int | None,
+        metadata: dict[str, str],
+        key: str | None = None,
     ):
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._max_size, self._metadata = folder, max_size, metadata
+        self.notes: dict[str, Any] = {}
         self._places: dict[str, int] = {}
         self._shards: list[pathlib.Path] = []
-        self._open = contextlib.ExitStack()
-        self._temporary = pathlib.Path(
-            self._open.enter_context(
-                tempfile.TemporaryDirectory(prefix=".part-", dir=folder)
+        self._is_kept = key is not None
+        if key is None:
+            self._temporary = pathlib.Path(
+                tempfile.mkdtemp(prefix=".part-", dir=folder)
             )
-        )
+        else:
+            self._temporary = folder / f".unfinished-{key}"
+            self._temporary.mkdir(exist_ok=True)
+            self._adopt()
         self._start_shard()
 
-    def __exit__(self, *_):
+    def __exit__(self, kind, *_):
         self._data.close()
-        self._open.close()
+        is_interrupted = kind is not None and self._shards
+        if not (self._is_kept and is_interrupted):
+            shutil.rmtree(self._temporary)
+        if kind is None:
+            for path in self.folder.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(path)
+
+    def _adopt(self) -> None:
+        """Take over the finished shards of an interrupted writer."""
+        while True:
+            path = self._temporary / f"{len(self._shards)}{SUFFIX}"
+            notes = path.with_suffix(".json")
+            if not (path.exists() and notes.exists()):
+                break
+            for name in parse_object(notes.read_bytes(), str(notes))["tensors"]:
+                self._places[name] = len(self._shards)
+            self.notes |= parse_object(notes.read_bytes(), str(notes))["notes"]
+            self._shards.append(path)
+        adopted = {path.stem for path in self._shards}
+        for path in self._temporary.iterdir():
+            if path.stem not in adopted:
+                path.unlink()
 
     def _start_shard(self) -> None:
         self._data: BinaryIO = open(self._temporary / "data", "w+b")  # noqa: SIM115
         self._tensors: list[tuple[Tensor, int]] = []
+        self._new_notes: dict[str, Any] = {}
 
-    def add(self, name: str, array: np.ndarray) -> None:
-        if name == "__metadata__" or name in self._places:
-            kind = "is reserved" if name == "__metadata__" else "would name two tensors"
-            raise ValueError(f"{self.folder}: {name!r} {kind}. Rename the array.")
-        if array.dtype not in DTYPES.values():
-            raise ValueError(
-                f"{self.folder}: {name!r} is {array.dtype}, not one of "
-                f"{', '.join(DTYPES)}."
-            )
+    def add(self, tensors: Mapping[str, np.ndarray], note: str, value: Any = None):
+        """Append tensors to one shard, and a note about them, which is a JSON value."""
+        for name, array in tensors.items():
+            if name == "__metadata__" or name in self._places:
+                is_reserved = name == "__metadata__"
+                kind = "is reserved" if is_reserved else "would name two tensors"
+                raise ValueError(f"{self.folder}: {name!r} {kind}. Rename the array.")
+            if array.dtype not in DTYPES.values():
+                raise ValueError(
+                    f"{self.folder}: {name!r} is {array.dtype}, not one of "
+                    f"{', '.join(DTYPES)}."
+                )
         used = self._data.tell()
-        if self._max_size is not None and used and used + array.nbytes > self._max_size:
+        size = used + sum(array.nbytes for array in tensors.values())
+        if self._max_size is not None and used and size > self._max_size:
             self._finish_shard()
             self._start_shard()
-            used = 0
-        self._tensors.append((Tensor(name, array.dtype, array.shape), used))
-        raw = np.ascontiguousarray(array).reshape(-1)
-        self._data.write(raw.view(np.uint8).data)
-        self._places[name] = len(self._shards)
+        for name, array in tensors.items():
+            tensor = Tensor(name, array.dtype, array.shape)
+            self._tensors.append((tensor, self._data.tell()))
+            raw = np.ascontiguousarray(array).reshape(-1)
+            self._data.write(raw.view(np.uint8).data)
+            self._places[name] = len(self._shards)
+        self._new_notes[note] = value
 
     def _finish_shard(self) -> None:
         path = self._temporary / f"{len(self._shards)}{SUFFIX}"
         used = dict((tensor.name, start) for tensor, start in self._tensors)
         entries, starts = place([tensor for tensor, _ in self._tensors])
-        with open(path, "xb") as file:
+        with replacing(path) as file:
             header = {"__metadata__": self._metadata, **entries}
             file.write(with_length(padded(header)))
             sizes = {tensor.name: tensor.nbytes for tensor, _ in self._tensors}
             for name in starts:
                 self._data.seek(used[name])
                 _copy(self._data, file, sizes[name])
-            file.flush()
-            os.fsync(file.fileno())
         self._data.close()
+        if self._is_kept:
+            with replacing(path.with_suffix(".json")) as file:
+                notes = {"tensors": list(used), "notes": self._new_notes}
+                file.write(to_json(notes))
         self._shards.append(path)
 
     def finish(self) -> None:

@@ -20,5 +20,10 @@ from ._gguf_file import (
 from ._gptq import GPTQ as GPTQ, write_gptq as write_gptq
 from ._library import Library as Library, NotHeld as NotHeld, Packed as Packed
 from ._mlx import MLX as MLX, write_mlx as write_mlx
-from ._write import write_arrays as write_arrays
+from ._write import (
+    check_apart as check_apart,
+    METADATA as METADATA,
+    write_arrays as write_arrays,
+    Written as Written,
+)
 from ._zero_points import quantize_with_zero_points as quantize_with_zero_points

@@ -26,12 +26,15 @@ class Packed:
 
     - `tensors`: the tensors by their names in the file.
     - `layout`: the layout in words, such as `"int4 by groups of 128"`.
-    - `settings`: hashable; the values for the configuration of the library.
+    - `settings`: the values for the configuration of the library: `None`, numbers,
+        strings, or tuples of these.
+    - `is_exact`: whether the values are those of the source.
     """
 
     tensors: dict[str, np.ndarray]
     layout: str
     settings: Any = None
+    is_exact: bool = True
 
 
 class Library(abc.ABC):

@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -27,6 +27,7 @@ from ._library import Library
 
 
 Names = Callable[[str], Any]
+METADATA = {"format": "pt"}  # Transformers requires it.
 
 
 def write_model(
@@ -45,7 +46,9 @@ def write_model(
     if original is not None:
         arrays = _with_rest(arrays, original, caller)
     target = pathlib.Path(os.fspath(folder))
-    write_arrays(library, target, arrays, original, max_shard_size, caller)
+    check_apart(target, original, caller)
+    with ShardWriter(target, max_shard_size, METADATA) as writer:
+        write_arrays(library, writer, arrays, original, caller)
 
 
 def named_arrays(
@@ -83,50 +86,63 @@ def named_arrays(
             yield name, leaf[index] if index else leaf
 
 
+class Written(NamedTuple):
+    """A quantized weight in a file of a library."""
+
+    layout: str
+    is_exact: bool
+
+
 def write_arrays(
     library: Library,
-    folder: pathlib.Path,
+    writer: ShardWriter,
     arrays: Iterable[tuple[str, Any]],
     source: pathlib.Path | None,
-    max_shard_size: int | None,
     caller: str,
-) -> dict[str, str]:
-    """Write named arrays one at a time. Return the layout of each quantized array."""
+) -> dict[str, Written]:
+    """Write named arrays one at a time, and the configuration of the library. Return
+    how each quantized array is stored, including arrays in adopted shards."""
+    notes = writer.notes
+    for name, array in arrays:
+        with errors_at(f"{caller}: {name!r}"):
+            tensors, notes[name] = _packed(library, name, array)
+            writer.add(tensors, name, notes[name])
+    packed = {name: note for name, note in notes.items() if isinstance(note, list)}
+    settings = {name: _as_tuples(note[2]) for name, note in packed.items()}
+    with errors_at(caller):
+        config = library.config(settings, [n for n in notes if notes[n] == "matrix"])
+    writer.finish()
+    if source is not None and source.is_dir():
+        copy_others(source, writer.folder, without=["config.json"])
+    _write_config(writer.folder, source, config)
+    return {name: Written(*note[:2]) for name, note in packed.items()}
+
+
+def _packed(library: Library, name: str, array: Any) -> tuple[dict, Any]:
+    """Return the tensors of an array and a note for the configuration, as JSON."""
+    if any(map(is_traced, jax.tree.leaves(array))):
+        raise TypeError("is traced: call this outside of `jit`.")
+    if isinstance(array, QuantizedArray):
+        packed = library.packed(name, array)
+        return packed.tensors, [packed.layout, packed.is_exact, packed.settings]
+    if is_implicit(array):
+        raise TypeError(
+            f"is a {type(array).__name__}. Merge adapters and remove wrappers first."
+        )
+    is_matrix = array.ndim == 2 and name.endswith(".weight")
+    return {name: to_numpy(array)}, "matrix" if is_matrix else None
+
+
+def _as_tuples(x: Any) -> Any:
+    """Return settings that may have been stored as JSON."""
+    return tuple(map(_as_tuples, x)) if isinstance(x, (list, tuple)) else x
+
+
+def check_apart(folder: pathlib.Path, source: pathlib.Path | None, caller: str) -> None:
     if source is not None and source.resolve() == folder.resolve():
         raise ValueError(
             f"{caller}: folder and source must be different, got {folder} for both."
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    settings: dict[str, Any] = {}
-    layouts: dict[str, str] = {}
-    plain: list[str] = []
-    with ShardWriter(folder, max_shard_size, {"format": "pt"}) as writer:
-        for name, array in arrays:
-            with errors_at(f"{caller}: {name!r}"):
-                if any(map(is_traced, jax.tree.leaves(array))):
-                    raise TypeError("is traced: call this outside of `jit`.")
-                if isinstance(array, QuantizedArray):
-                    packed = library.packed(name, array)
-                    settings[name], layouts[name] = packed.settings, packed.layout
-                    tensors = packed.tensors
-                elif is_implicit(array):
-                    raise TypeError(
-                        f"is a {type(array).__name__}. Merge adapters and remove "
-                        "wrappers first."
-                    )
-                else:
-                    tensors = {name: to_numpy(array)}
-                    if array.ndim == 2 and name.endswith(".weight"):
-                        plain.append(name)
-                for part, tensor in tensors.items():
-                    writer.add(part, tensor)
-        with errors_at(caller):
-            config = library.config(settings, plain)
-        writer.finish()
-    if source is not None and source.is_dir():
-        copy_others(source, folder, without=["config.json"])
-    _write_config(folder, source, config)
-    return layouts
 
 
 def _write_config(

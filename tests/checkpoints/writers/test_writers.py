@@ -21,6 +21,8 @@ from eqquant.checkpoints import (
     write_gptq,
     write_mlx,
 )
+from eqquant.checkpoints.files import ShardWriter
+from eqquant.checkpoints.writers import MLX, write_arrays
 from eqquant.formats import Int5, Int6
 from safetensors.numpy import load_file
 
@@ -161,9 +163,8 @@ def test_shards_equal_one_file(tmp_path):
 def original(folder):
     folder.mkdir()
     tensors = {"a.weight": weight(), "b.weight": weight(4), "c.inv_freq": weight(1)[0]}
-    eqquant.checkpoints.writers._write.write_arrays(
-        eqquant.checkpoints.writers._mlx.MLX(), folder, tensors.items(), None, None, ""
-    )
+    with ShardWriter(folder, None, {}) as writer:
+        write_arrays(MLX(), writer, tensors.items(), None, "")
     (folder / "config.json").write_text('{"hidden_size": 256, "quantization": 1}')
     (folder / "tokenizer.json").write_text("{}")
     return folder
