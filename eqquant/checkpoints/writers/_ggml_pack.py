@@ -42,12 +42,15 @@ def pack_blocks(type: Type, blocks: Blocks) -> np.ndarray:
     for name, layer in layers:
         moved = numbers[name][:, layer.elements] & layer.masks
         raw[:, layer.bytes] |= (moved << layer.left >> layer.right).astype(np.uint8)
+    assert type.unpack is not None
+    read = _numbers(type.unpack(raw))
+    assert all(np.array_equal(read[name], numbers[name]) for name in numbers)
     return raw
 
 
 def _numbers(blocks: Blocks) -> dict[str, np.ndarray]:
     """Return the stored numbers of blocks as bits."""
-    found = {"codes": blocks.codes}
+    found = {"codes": blocks.unpacked()}
     for name in ("scales", "offsets"):
         if (part := getattr(blocks, name)) is None:
             continue
