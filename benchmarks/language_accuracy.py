@@ -9,15 +9,20 @@ same most probable next token. The float model has the decoded weights of the fi
 embedding is in INT8 in all rows.
 
 "calibrated" means GPTQ with statistics of the first text, and rotation; "not rotated"
-means GPTQ only. The second text must be another one.
+means GPTQ only. "distilled" then trains scales and norms with another part of the first
+text. The float model runs once, and its 64 most probable tokens per position are
+stored. "at most N bits" allocates N bits per weight of the whole model, including the
+embedding, to the matrices of each layer. The second text must be another one.
 """
 
 import argparse
+import dataclasses
 import importlib
 import math
 import pathlib
 import re
 import sys
+import tempfile
 import time
 import types
 from collections.abc import Iterator, Mapping
@@ -28,20 +33,25 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from _tables import add_output_options, format_row, output, print_head
 
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
 load = importlib.import_module("load")
 Text = importlib.import_module("text").Text
+unstack = importlib.import_module("model").unstack
 
 
 class Row(NamedTuple):
-    """The format of the matrices, and options of `quantize_tree`."""
+    """The format of the matrices, options of `quantize_tree`, and whether to distil; or
+    the number of bits to allocate."""
 
     format: eqquant.formats.Format | str | None
     is_calibrated: bool = False
     options: Mapping[str, Any] = types.MappingProxyType({})
+    is_distilled: bool = False
+    bits: float | None = None
 
 
 _rotated = {"rotate": True}
@@ -58,10 +68,18 @@ ROWS = {
     "nf3, calibrated": Row("nf3", True, _rotated),
     "nf3, calibrated, search 8": Row("nf3", True, _rotated | {"search": 8}),
     "nf2, calibrated": Row("nf2", True, _rotated),
+    "nf4, calibrated, distilled": Row(_nf4, True, _rotated, is_distilled=True),
+    "nf3, calibrated, distilled": Row("nf3", True, _rotated, is_distilled=True),
+    **{
+        f"at most {bits} bits": Row(None, True, _rotated, bits=bits)
+        for bits in (3.25, 4.25, 5.05)
+    },
 }
+FORMATS = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
+RATE = 2e-3  # The largest change of an array in a step, relative to its magnitude.
 
 
 def forward(model, tokens):
@@ -74,16 +92,60 @@ def log_probabilities(model, tokens):
     return jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
 
 
-def calibration(model, tokens: np.ndarray) -> eqquant.calibration.Statistics:
-    """Return statistics of the products of all layers, for rows without padding."""
+def calibration(
+    model, tokens: np.ndarray, with_gradients: bool
+) -> eqquant.calibration.Statistics:
+    """Return statistics of all layers, for rows without padding; with gradients, also
+    of the embedding, and of the sensitivity of the results."""
+    rows = 1 if with_gradients else 4  # The backward pass takes more memory.
     return eqquant.calibrate(
         forward,
         model,
-        np.array_split(tokens, math.ceil(len(tokens) / 4)),
-        rules={"embedding.*": None},
+        np.array_split(tokens, math.ceil(len(tokens) / rows)),
+        rules=None if with_gradients else {"embedding.*": None},
         every_row=True,
-        gradients_every=None,
+        gradients_every=6 if with_gradients else None,
     )
+
+
+def per_layer(
+    stats: eqquant.calibration.Statistics,
+) -> eqquant.calibration.Statistics:
+    """Return statistics for the result of `unstack`."""
+    weights = {}
+    for path, known in stats.weights.items():
+        if not path.startswith("layers."):
+            weights[path] = known
+            continue
+        shape, axes = known.shape[1:], dataclasses.replace(known.axes, stack=())
+        for i in range(known.shape[0]):
+            sums = known.gram[i], known.rows[i], known.power[i]
+            name = path.replace("layers.", f"layers.{i}.", 1)
+            weights[name] = type(known)(*sums, shape, axes, False, known.unit)
+    return eqquant.calibration.Statistics(weights)
+
+
+def allocated(model, bits: float, stats: eqquant.calibration.Statistics):
+    """Quantize each matrix of each layer to one of `FORMATS`, within a budget."""
+    model, stats = unstack(model), per_layer(stats)
+    size = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
+    rules = eqquant.allocate(model, int(bits * size / 8), FORMATS, stats, rotate=True)
+    print(rules, file=sys.stderr)
+    return eqquant.quantize_tree(model, rules=rules, calibration=stats, rotate=True)
+
+
+def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path):
+    """Train scales and norms for one pass over tokens `(rows, length)`."""
+    batches = list(tokens[:, None])
+    logits = eqquant.training.store_logits(folder, forward, model, batches, k=64)
+    rate = optax.warmup_cosine_decay_schedule(0, RATE, 5, len(batches))
+    optimiser = optax.chain(
+        optax.scale_by_adam(b2=0.99),
+        optax.scale_by_param_block_rms(),  # Scales and norms have other magnitudes.
+        optax.scale_by_learning_rate(rate),
+    )
+    fn = eqquant.quaxify(forward, on_materialise="error")
+    return eqquant.training.distill(student, logits, fn, batches, optimiser)[0]
 
 
 def measured(model, tokens: np.ndarray, expected: list) -> tuple[str, ...]:
@@ -106,29 +168,46 @@ def measured(model, tokens: np.ndarray, expected: list) -> tuple[str, ...]:
     )
 
 
+def quantized(model, row: Row, stats: Any) -> Any:
+    if row.bits is not None:
+        return allocated(model, row.bits, stats)
+    if row.format is None:
+        return model
+    if stats is not None:  # The embedding is rounded to nearest.
+        known = {p: w for p, w in stats.weights.items() if p.startswith("layers.")}
+        stats = eqquant.calibration.Statistics(known)
+    return eqquant.quantize_tree(
+        model,
+        row.format,
+        rules={"embedding.*": "int8"},
+        calibration=stats if row.is_calibrated else None,
+        **row.options,
+    )
+
+
 def rows_of(
-    model, names: list[str], tokens: np.ndarray, held_out: np.ndarray
+    model,
+    names: list[str],
+    tokens: np.ndarray,
+    held_out: np.ndarray,
+    training: np.ndarray,
+    folder: pathlib.Path,
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the cells of each row. `tokens` and `held_out` are `(rows, length)`."""
+    """Yield the cells of each row. `tokens`, `held_out` and `training` are `(rows,
+    length)`."""
     expected = [np.asarray(log_probabilities(model, row[None]))[0] for row in held_out]
-    stats = None
-    if any(ROWS[name].is_calibrated for name in names):
+    rows, stats = [ROWS[name] for name in names], None
+    if any(row.is_calibrated for row in rows):
         begin = time.process_time()
-        stats = calibration(model, tokens)
+        stats = calibration(model, tokens, any(row.bits for row in rows))
         print(f"statistics: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
-    for name in names:
-        row, quantized = ROWS[name], model
+    for name, row in zip(names, rows, strict=True):
         begin = time.process_time()
-        if row.format is not None:
-            quantized = eqquant.quantize_tree(
-                model,
-                row.format,
-                rules={"embedding.*": "int8"},
-                calibration=stats if row.is_calibrated else None,
-                **row.options,
-            )
+        result = quantized(model, row, stats)
+        if row.is_distilled:
+            result = distilled(result, model, training, folder)
         print(f"{name}: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
-        yield name, *measured(quantized, held_out, expected)
+        yield name, *measured(result, held_out, expected)
 
 
 def tokens_of(text: Any, path: pathlib.Path, skip: int, count: int) -> np.ndarray:
@@ -159,22 +238,34 @@ def main(arguments: list[str] | None = None) -> None:
         help="skip this many characters of each text",
     )
     parser.add_argument("--only", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument(
+        "--distillation-rows", type=int, default=60, help="train on this many rows"
+    )
+    parser.add_argument(
+        "--distillation-skip",
+        type=int,
+        default=2_000_000,
+        help="skip this many characters of the first text for training",
+    )
     add_output_options(parser)
     options = parser.parse_args(arguments)
 
     source = load.open_model(options.model)
     text = Text(source)
-    tokens, held_out = (
-        tokens_of(text, path, skip, LENGTH * rows)
-        for path, skip, rows in (
-            (options.calibration, options.skip[0], options.calibration_rows),
-            (options.held_out, options.skip[1], options.rows),
-        )
-    )
+    first, second = options.calibration, options.held_out
+    parts = [
+        (first, options.skip[0], options.calibration_rows),
+        (second, options.skip[1], options.rows),
+    ]
+    if any(ROWS[name].is_distilled for name in options.only):
+        parts.append((first, options.distillation_skip, options.distillation_rows))
+    texts = [tokens_of(text, path, skip, LENGTH * rows) for path, skip, rows in parts]
+    training = texts[2] if len(texts) > 2 else np.zeros((0, LENGTH), np.int32)
     model = load.load_model(source, stacked=True, decode="all", progress=False)
-    with output(options):
+    with output(options), tempfile.TemporaryDirectory() as folder:
         print_head(HEAD, WIDTHS, options.markdown)
-        for cells in rows_of(model, options.only, tokens, held_out):
+        how = *texts[:2], training, pathlib.Path(folder)
+        for cells in rows_of(model, options.only, *how):
             print(format_row(cells, WIDTHS, options.markdown), flush=True)
 
 
