@@ -5,7 +5,8 @@
 
 The script runs `examples/llama/generate.py`, without and with the compiled programs of
 an earlier start in the cache of compiled programs ("first start" and "second start"),
-and llama.cpp. Each start is a process of its own. The file is in the page cache.
+and llama.cpp. Each start is a process of its own. The file is in the page cache, and Python
+has the bytecode of all modules after the first round.
 
 Stages overlap: a model loads while its programs are compiled. Columns:
 
@@ -53,7 +54,8 @@ def start(python: str, library: str, folder: str, options) -> Start:
     script = str(HERE / "_start_once.py")
     begin = str(time.monotonic())
     arguments = [library, begin, str(options.model), PROMPT, str(options.threads)]
-    environment = {"XDG_CACHE_HOME": folder}
+    # Installed packages have bytecode.
+    environment = {"XDG_CACHE_HOME": folder, "PYTHONDONTWRITEBYTECODE": ""}
     ran = run(python, script, *arguments, environment=environment, capture_output=True)
     if ran.returncode:
         raise RuntimeError(f"{library}: {last_line(ran.stderr)}")

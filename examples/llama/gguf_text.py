@@ -135,11 +135,11 @@ def _byte_level(values: Values, ids: dict[str, int], pre: str) -> Tokenizer:
     for merge in values.texts("merges"):
         # The first token may begin with a space.
         at = merge.find(" ", 1)
-        merges.append((merge[:at], merge[at + 1 :]))
-        if at < 0 or not all(
-            part in ids for part in (*merges[-1], "".join(merges[-1]))
-        ):
+        first, second = merge[:at], merge[at + 1 :]
+        is_known = first in ids and second in ids and first + second in ids
+        if at < 0 or not is_known:
             values.fail("merges", f"has {merge!r}, whose parts are not in tokens.")
+        merges.append((first, second))
     model = models.BPE(ids, merges, ignore_merges=pre in _whole_words)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(

@@ -176,7 +176,12 @@ def packed_levels(levels: np.ndarray, format: Format) -> np.ndarray:
                 f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
-    codes, size = to_codes(levels), levels.shape[-1]
+    return packed_codes(to_codes(levels), format)
+
+
+def packed_codes(codes: np.ndarray, format: Format) -> np.ndarray:
+    """Pad the last axis of codes, and pack them."""
+    size = codes.shape[-1]
     if padding := format.padded(size) - size:
         widths = [(0, 0)] * (codes.ndim - 1) + [(0, padding)]
         codes = np.pad(codes, widths, constant_values=format.padding_code)
@@ -220,10 +225,15 @@ def integers_times(
 ) -> ShortScales:
     """Return scales or offsets of a K-quant, in NumPy, in which `units` multiply
     `integers`."""
-    kind, _ = abstract_scales(format)
+    kind = _abstract_scales(format)
     if isinstance(kind, FourBitScales):
         integers = integers[..., ::2] | integers[..., 1::2] << np.uint8(4)
     return jax.tree.unflatten(jax.tree.structure(kind), [integers, units])
+
+
+@ft.cache
+def _abstract_scales(format: Format) -> Any:
+    return abstract_scales(format)[0]
 
 
 def stored_scales(scales: Any, offsets: Any, format: Format) -> tuple[Any, Any]:
@@ -242,7 +252,7 @@ def stored_scales(scales: Any, offsets: Any, format: Format) -> tuple[Any, Any]:
 
 
 def _stored_scales(scales: np.ndarray, format: Format) -> Any:
-    kind, _ = abstract_scales(format)
+    kind = _abstract_scales(format)
     if isinstance(kind, ShortScales):
         stored = kind.nearest(jnp.asarray(scales))
     else:

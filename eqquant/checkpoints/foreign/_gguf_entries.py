@@ -15,6 +15,7 @@ from ._entry import (
     from_parts,
     integers_times,
     NotExact,
+    packed_codes,
     packed_levels,
     stored_scales,
 )
@@ -113,8 +114,10 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
         return integers_times(whole(given.signed_units), whole(given.factors), format)
 
     scales = stored_scales(numbers(blocks.scales), numbers(blocks.offsets), format)
-    if blocks.bits == format.bits < 8 and _has_codes_of_format(kind):
-        return whole(blocks.codes), *scales
+    if _has_codes_of_format(kind):
+        if blocks.bits == format.bits < 8:
+            return whole(blocks.codes), *scales
+        return packed_codes(whole(blocks.unpacked()), format), *scales
     codes = whole(blocks.unpacked())
     if format.codebook or np.array_equal(kind.levels, _bytes[: len(kind.levels)]):
         levels = codes if format.codebook else codes.view(np.int8)
