@@ -17,6 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from ..formats import Format
+from ..kernels import cpu
 
 
 # The number of neighbouring levels that a search tries for each value.
@@ -50,7 +51,36 @@ def searched(
     The search keeps `count` roundings of a row. `factor` is the part of the factor of
     [`inverse_factor`][] for this block.
     """
-    branch = _after_history(format) if format.history else _near_levels(format)
+    levels = _levels(format)
+    in_jax = ft.partial(_search, format=format, levels=levels, count=count)
+    if not cpu.searches(format.bits):
+        return in_jax(columns, scales, factor)
+
+    def natively(columns, scales, factor):
+        # No rounding reaches the levels that fill the table.
+        filled = np.full(2 ** (format.bits * (format.history + 1)), 1e30, np.float32)
+        filled[: len(levels)] = levels
+        args = columns.T, scales, factor, jnp.asarray(filled)
+        values, errors = cpu.search(*args, bits=format.bits, count=count)
+        return values.T, errors.T
+
+    return lax.platform_dependent(columns, scales, factor, cpu=natively, default=in_jax)
+
+
+def _levels(format: Format) -> np.ndarray:
+    """Return the level of each state, or without a history the levels in order."""
+    with jax.ensure_compile_time_eval():
+        if format.history:
+            states = jnp.arange(2 ** (format.bits * (format.history + 1)))
+            return np.asarray(format.levels(states, jnp.float32))
+        codes = np.setdiff1d(np.arange(2**format.bits), format.unused_codes)
+        levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
+        return np.unique(np.asarray(levels))
+
+
+def _search(columns, scales, factor, *, format: Format, levels, count: int):
+    """Implement [`searched`][] in JAX."""
+    branch = (_after_history if format.history else _near_levels)(format, levels)
     search = ft.partial(_search_row, factor=factor, branch=branch, count=count)
     of_row = lambda inputs: search(*inputs)
     size = max(1, _at_once // count)
@@ -58,13 +88,10 @@ def searched(
     return values.T, errors.T
 
 
-def _near_levels(format: Format) -> Callable:
+def _near_levels(format: Format, table: np.ndarray) -> Callable:
     """Return a function from states and values to the next states and their levels:
     the levels of a table next to each value."""
-    with jax.ensure_compile_time_eval():
-        codes = np.setdiff1d(np.arange(2**format.bits), format.unused_codes)
-        levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
-        table = np.unique(np.asarray(levels))
+    del format
     levels, near = jnp.asarray(table), min(_near, len(table))
 
     def branch(_, x):
@@ -76,13 +103,9 @@ def _near_levels(format: Format) -> Callable:
     return branch
 
 
-def _after_history(format: Format) -> Callable:
+def _after_history(format: Format, levels: np.ndarray) -> Callable:
     """Like [`_near_levels`][], for the levels that can follow each state."""
-    kept = format.bits * format.history
-    with jax.ensure_compile_time_eval():
-        every = jnp.arange(2 ** (kept + format.bits))
-        levels = np.asarray(format.levels(every, jnp.float32))
-    table = jnp.asarray(levels)
+    kept, table = format.bits * format.history, jnp.asarray(levels)
 
     def branch(state, _):
         states = (state >> format.bits)[:, None] | (jnp.arange(2**format.bits) << kept)

@@ -1,6 +1,7 @@
 """GPTQ against a reference, and against rounding to nearest."""
 
 import dataclasses
+import functools as ft
 import itertools
 import operator
 
@@ -10,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.calibration import _gptq
+from eqquant.calibration import _gptq, _search
 from eqquant.calibration._gptq import inverse_factor
 from eqquant.calibration._search import searched
+from eqquant.kernels import cpu
 from helpers import assert_identical, DEFAULT_FORMATS, slow, unpacked
 
 
@@ -229,6 +231,50 @@ def test_a_format_without_nearest_is_rounded_plainly():
         with pytest.warns(UserWarning, match="rounded plainly"):
             _, q = calibrated(model, correlated(64, 64), format)
         assert_identical(q.weight, eqquant.quantize(model.weight, format))
+
+
+@pytest.mark.skipif(not cpu.searches(4), reason="there is no native search here")
+@pytest.mark.parametrize(
+    "format",
+    [
+        *(eqquant.Trellis(bits=bits, block_size=40) for bits in (2, 3, 4)),
+        *(eqquant.NF4(), eqquant.Int3(), eqquant.Binary()),
+    ],
+    ids=repr,
+)
+def test_the_native_search_finds_what_the_search_of_jax_finds(format, rng):
+    columns = jnp.asarray(rng.standard_normal((40, 24)).astype(np.float32))
+    scales = rng.uniform(1, 2, 24).astype(np.float32) * 2 / format.largest_level
+    scales = jnp.asarray(scales)
+    x = correlated(128, 40).astype(np.float64)
+    factor = jnp.asarray(inverse_factor(x.T @ x), jnp.float32)
+    native, errors = jax.jit(ft.partial(searched, format=format, count=12))(
+        columns, scales, factor
+    )
+    levels = _search._levels(format)
+    in_jax = ft.partial(_search._search, format=format, levels=levels, count=12)
+    _, expected = jax.jit(in_jax)(columns, scales, factor)
+    # The errors are the feedback of the values: the factor maps one to the other.
+    difference = np.float64(columns) - np.float64(native)
+    residual = np.float64(factor).T @ np.float64(errors) - difference
+    assert np.abs(residual).max() < 1e-4 * np.abs(difference).max()
+    loss, least = (np.sum(np.float64(e) ** 2, 0) for e in (errors, expected))
+    if format.history:
+        # Sums are rounded differently, so some rows keep other roundings.
+        assert np.mean(np.isclose(loss, least, rtol=1e-4)) > 0.8
+    # Without a history, the search in JAX tries only two levels for each value.
+    assert loss.sum() < 1.05 * least.sum()
+
+
+def test_the_native_search_of_rows_of_zeros_and_of_zero_scales():
+    if not cpu.searches(2):
+        pytest.skip("there is no native search here")
+    format = eqquant.Trellis(bits=2, block_size=8)
+    columns = jnp.ones((8, 2)).at[:, 1].set(0)
+    values, errors = searched(columns, jnp.zeros(2), jnp.eye(8), format, 4)
+    assert (
+        (values == 0).all() and (errors[:, 0] == 1).all() and (errors[:, 1] == 0).all()
+    )
 
 
 @pytest.mark.parametrize("fit", ["search", "least_squares"])

@@ -18,4 +18,5 @@ from ._encode import encode as encode, encodes as encodes
 from ._library import load as load, status as status
 from ._round import round_trip as round_trip, rounds as rounds
 from ._rules import describe_rules as describe_rules, RULES as RULES
+from ._search import search as search, searches as searches
 from ._transpose import transposed as transposed

@@ -5,6 +5,7 @@
 
 #include "encode/encoding.h"
 #include "encode/rounding.h"
+#include "encode/searching.h"
 #include "runtime/product.h"
 
 namespace eqquant {
@@ -34,6 +35,9 @@ using Rounder = void(const Rounding&, int64_t begin, int64_t end);
 using Encoder = void(const Encoding&, int64_t begin, int64_t end);
 Rounder* rounder(int instructions);
 Encoder* encoder(int instructions);
+// Null without a search.
+using Searcher = void(const Searching&, int64_t begin, int64_t end);
+Searcher* searcher(int instructions);
 
 // A pause while another thread is awaited.
 void pause();

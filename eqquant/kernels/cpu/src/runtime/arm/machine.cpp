@@ -52,6 +52,8 @@ Rounder* rounder(int) { return round_neon; }
 
 Encoder* encoder(int) { return nullptr; }
 
+Searcher* searcher(int) { return nullptr; }
+
 void pause() { asm volatile("yield"); }
 
 }  // namespace eqquant

@@ -85,6 +85,9 @@ Rounder* rounder(int instructions) { return instructions < avx512 ? round_avx2 :
 Encoder encode_avx512;
 Encoder* encoder(int instructions) { return instructions < avx512 ? nullptr : encode_avx512; }
 
+Searcher search_avx512;
+Searcher* searcher(int instructions) { return instructions < avx512 ? nullptr : search_avx512; }
+
 void pause() { __builtin_ia32_pause(); }
 
 }  // namespace eqquant
