@@ -1,7 +1,7 @@
 """Calibration: input statistics of weights, and rounding that uses them.
 
 Exports `calibrate` and the statistics that it returns; and `allocate`. Imports `trees`,
-`arrays`, `primitives`, `partition`, `formats` and `_jax`.
+`arrays`, `primitives`, `partition`, `kernels`, `formats` and `_jax`.
 """
 
 from ._allocate import allocate as allocate, Allocation as Allocation

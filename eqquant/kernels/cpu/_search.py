@@ -28,8 +28,7 @@ def search(
     `factor`. The search keeps `count` roundings of a row. `levels` has the level of
     each state."""
     like = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-    return tuple(
-        jax.ffi.ffi_call("eqquant_search", (like, like))(
-            rows, scales, factor, levels, bits=np.int64(bits), count=np.int64(count)
-        )
+    values, errors = jax.ffi.ffi_call("eqquant_search", (like, like))(
+        rows, scales, factor, levels, bits=np.int64(bits), count=np.int64(count)
     )
+    return values, errors
