@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 from eqquant.training import distill, kl_divergence, store_logits, StoredLogits
-from helpers import assert_identical
+from helpers import assert_identical, slow
 
 
 VOCABULARY = 50
@@ -69,7 +69,7 @@ def grouped(log_p, order, k):
     return np.concatenate([p[:, :k], p[:, k:].sum(-1, keepdims=True)], -1)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
+@pytest.mark.parametrize("temperature", [slow(1.0), 2.5])
 def test_the_divergence_equals_its_definition(temperature, tmp_path):
     outputs, expected = forward(STUDENT, BATCHES[0]), forward(TEACHER, BATCHES[0])
     log_q, log_p = (log_softmax(x, temperature) for x in (outputs, expected))
@@ -150,7 +150,7 @@ def test_a_large_vocabulary_has_indices_of_32_bits(tmp_path):
     assert logits.of(BATCHES[0]).indices[0, 0] == 66_000
 
 
-@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("is_stored", [slow(False), True])
 def test_logits_in_pieces(is_stored, tmp_path, monkeypatch):
     monkeypatch.setattr("eqquant.training._pieces.AT_ONCE", 8)
     monkeypatch.setattr("eqquant.training._store_logits.AT_ONCE", 8)
@@ -215,9 +215,9 @@ def test_an_interrupted_run_resumes_from_its_checkpoint(tmp_path):
     "format",
     [
         eqquant.NF4(8, double_quantization=True),
-        eqquant.NF3(8, affine=True, double_quantization=True),
-        eqquant.Int4(16, affine=True, unsigned=True, double_quantization="k"),
-        eqquant.NVFP4(),
+        slow(eqquant.NF3(8, affine=True, double_quantization=True)),
+        slow(eqquant.Int4(16, affine=True, unsigned=True, double_quantization="k")),
+        slow(eqquant.NVFP4()),
     ],
     ids=lambda format: format.name,
 )
