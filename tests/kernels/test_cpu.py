@@ -1,5 +1,7 @@
 """The native kernels: their results, and their choice."""
 
+import concurrent.futures
+
 import eqquant
 import hypothesis
 import hypothesis.strategies as st
@@ -166,6 +168,22 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             x = normal(m, 523 if contract_rows else 1024)
             got, expected = both(kernel, x, q.codes, q.scales, format, contract_rows)
             assert relative(got, expected) < TOLERANCE[kernel]
+
+
+def test_products_of_several_threads_at_once(normal):
+    """Threads of the pool serve whichever product comes next."""
+    product = jax.jit(eqquant.quaxify(lambda q, x: x @ q.T))
+    qs = [eqquant.quantize(normal(n, 1024), NF4()) for n in (523, 768, 1024)]
+    x = normal(1, 1024)
+    expected = [np.asarray(product(q, x)) for q in qs]
+
+    def run(_):
+        return [np.asarray(product(q, x)) for q in 20 * qs]
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        for got in pool.map(run, range(3)):
+            for y, z in zip(got, 20 * expected, strict=True):
+                np.testing.assert_array_equal(y, z)
 
 
 @pytest.mark.parametrize(

@@ -2,14 +2,10 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
-#include <condition_variable>
 #include <cstdint>
 #include <memory>
-#include <mutex>
-#include <utility>
 
-#include "runtime/machine.h"
+#include "runtime/loop.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace eqquant {
@@ -17,7 +13,7 @@ namespace eqquant {
 // Calls `use(begin, end)` for pieces of [0, count). Each piece except the last is a multiple of `grain`.
 //
 // The calling thread also works, and waits only for pieces that a thread has started. So it finishes even if
-// all other threads are busy. A late task finds no piece, and touches nothing except the counters.
+// all other threads are busy.
 template <class Use>
 void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, const Use& use) {
   const int64_t threads = std::max<int64_t>(1, pool.num_threads());
@@ -27,32 +23,16 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   const int64_t pieces = (count + piece - 1) / piece;
   if (threads == 1 || pieces <= 1) return use(0, count);
 
-  struct Counters {
-    std::atomic<int64_t> next{0}, done{0};
-    std::mutex mutex;
-    std::condition_variable all_done;
+  auto loop = std::make_shared<Loop>();
+  loop->call = [](const void* use, int64_t begin, int64_t end) {
+    (*static_cast<const Use*>(use))(begin, end);
   };
-  auto counters = std::make_shared<Counters>();
-  const auto work = [counters, pieces, piece, count, &use] {
-    for (int64_t i; (i = counters->next.fetch_add(1)) < pieces;) {
-      use(i * piece, std::min(count, (i + 1) * piece));
-      if (counters->done.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) continue;
-      // Lock between the two, so that the waiting thread has seen the change or is waiting.
-      { std::lock_guard<std::mutex> lock(counters->mutex); }
-      counters->all_done.notify_one();
-    }
-  };
-  for (int64_t i = 1; i < std::min(threads, pieces); i++) {
-    auto task = work;
-    pool.Schedule(std::move(task));
-  }
-  work();
-  const auto is_done = [&] { return counters->done.load(std::memory_order_acquire) == pieces; };
-  for (int i = 0; i < 1000 && !is_done(); i++) pause();
-  if (is_done()) return;
-  // Rarely reached. The awaited thread may need this core, and yielding in a loop would not free it for long.
-  std::unique_lock<std::mutex> lock(counters->mutex);
-  counters->all_done.wait(lock, is_done);
+  loop->use = &use, loop->count = count, loop->piece = piece, loop->pieces = pieces;
+  // One thread of the pool remains for XLA's own work.
+  for (int64_t i = announce(loop); i < std::min(threads, pieces) - 1; i++)
+    pool.Schedule([loop, most = threads - 1] { help(loop, most); });
+  loop->work();
+  loop->wait();
 }
 
 }  // namespace eqquant

@@ -1,0 +1,36 @@
+// Loops that several threads share, independent of XLA.
+//
+// A thread that has finished a loop waits for the next one for a short time without sleeping, because waking a
+// thread takes as long as a small product.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace eqquant {
+
+// A loop over `pieces` pieces of [0, count). Each piece except the last has `piece` elements.
+struct Loop {
+  void (*call)(const void* use, int64_t begin, int64_t end);
+  const void* use;
+  int64_t count, piece, pieces;
+  std::atomic<int64_t> next{0}, done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+
+  bool is_done() const { return done.load(std::memory_order_acquire) == pieces; }
+  // Processes pieces until none is left. A late call finds no piece, and touches nothing except the counters.
+  void work();
+  // Waits for pieces that other threads have started.
+  void wait();
+};
+
+// Gives a loop to the threads that wait for one, and returns their number.
+int64_t announce(const std::shared_ptr<Loop>& loop);
+// Processes a loop and the loops that are announced soon after. At most `most` threads wait for a loop.
+void help(std::shared_ptr<Loop> loop, int64_t most);
+
+}  // namespace eqquant
