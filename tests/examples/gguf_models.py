@@ -51,11 +51,13 @@ KEYS = {
 
 
 def metadata_of(name):
-    """Return the metadata of a model, with a vocabulary of numbers."""
+    """Return the metadata of a model in `DATA` or in another folder, with a vocabulary
+    of numbers."""
     values = json.loads((DATA / name / "config.json").read_text())
     kind = ARCHITECTURES[values["model_type"]]
     found = {new: values.get(old) for old, new in KEYS.items()}
-    rope = values["rope_parameters"]
+    default = {"rope_theta": values.get("rope_theta"), "rope_type": "default"}
+    rope = values.get("rope_parameters", default)
     if kind == "gemma3":
         found["attention.sliding_window_pattern"] = 2
         found["rope.freq_base_swa"] = rope["sliding_attention"]["rope_theta"]

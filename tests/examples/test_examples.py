@@ -43,7 +43,7 @@ def test_float_model_is_correct(minilm, model, batch):
     assert minilm.cosines(minilm.embed(model, *batch), reference).min() > 0.9999
 
 
-# The table of `make demo` has 0.9990 and 0.9495 for all sentences.
+# The table of `examples/minilm.py` has 0.9990 and 0.9495 for all sentences.
 @pytest.mark.parametrize("format,least", [("int8", 0.999), ("nf4", 0.94)])
 @pytest.mark.slow
 def test_quantized_models_are_close(minilm, model, batch, format, least):

