@@ -101,8 +101,9 @@ class Generator:
 
         self._step = jax.jit(step, donate_argnums=1)
         self._programs: dict[int, Future] = {}  # By the number of tokens.
-        self._compilers = ThreadPoolExecutor()
-        self.seconds_compiling = 0.0  # Tracing, and waiting for compilers.
+        # Python traces programs one after the other. Then they compile side by side.
+        self._tracer, self._compilers = ThreadPoolExecutor(1), ThreadPoolExecutor()
+        self.seconds_compiling = 0.0  # Without the time in which other work was done.
         # XLA would compile a program that quantizes zeros.
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
         self.cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
@@ -133,20 +134,21 @@ class Generator:
     def _start_compiling(self, length: int) -> None:
         if length in self._programs:
             return
+        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
-        numbers = np.int32(0), np.int32(0), self._seed
-        traced = self._step.trace(self._arrays, self.cache, tokens, *numbers)
-        self._programs[length] = self._compilers.submit(traced.lower().compile)
+        args = self._arrays, self.cache, tokens, np.int32(0), np.int32(0), self._seed
+        lower = lambda args: self._step.trace(*args).lower()
+        lowered = self._tracer.submit(lower, jax.tree.map(abstract, args))
+        compile = lambda: lowered.result().compile()
+        self._programs[length] = self._compilers.submit(compile)
 
     def compile(self, prompt_length: int, wait: bool = True) -> None:
         """Compile the programs for a prompt of this length and for each token, side by
         side."""
         pieces = {piece for _, piece, _ in self._pieces(prompt_length)}
         lengths = [*sorted(pieces, reverse=True), 1]
-        begin = time.perf_counter()
         for length in lengths:
             self._start_compiling(length)
-        self.seconds_compiling += time.perf_counter() - begin
         for length in lengths if wait else ():
             self._program(length)
 
