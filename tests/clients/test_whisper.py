@@ -104,13 +104,44 @@ def test_size_and_words(quantized, model, speech, decoder, by_float):
         assert word_error_rate(texts) <= word_error_rate(by_float.texts) + 0.02
 
 
+# Other sentences than those of the comparison.
+FOR_CALIBRATION = [
+    "The birch canoe slid on the smooth planks.",
+    "Glue the sheet to the dark blue background.",
+    "These days a chicken leg is a rare dish.",
+    "Four hours of steady work faced us.",
+    "A large size in stockings is hard to sell.",
+    "The small pup gnawed a hole in the sock.",
+    "The fish twisted and turned on the bent hook.",
+    "Press the pants and sew a button on the vest.",
+]
+
+
+def text_logits(model, speech, tokens):
+    """Return the logits of the tokens that follow the start of the transcript."""
+    return whisper.logits(model, speech, tokens)[:, len(whisper.START) - 1 : -1]
+
+
+def agreement(tree, speech, tokens) -> float:
+    """Return how often the most probable next token is that of the float model, given
+    the tokens of the float model."""
+    best = jnp.argmax(eqx.filter_jit(text_logits)(tree, speech, tokens), -1)
+    first = len(whisper.START)
+    is_text = tokens[:, first - 1 : -1] != whisper.END
+    return float(np.mean((np.asarray(best) == tokens[:, first:])[is_text]))
+
+
 def test_next_tokens(model, speech, by_float):
-    """Compare the most probable tokens, given the tokens of the float model."""
-    tree = eqquant.quantize_tree(model, "nf4")
-    first = len(whisper.START) - 1
-    run = eqx.filter_jit(lambda tree: whisper.logits(tree, speech, by_float.tokens))
-    best = jnp.argmax(run(tree)[:, first:-1], -1)
-    expected = by_float.tokens[:, first + 1 :]
-    is_text = by_float.tokens[:, first:-1] != whisper.END
-    agreement = np.mean(np.asarray(best)[is_text] == expected[is_text])
-    assert agreement > 0.9
+    """Calibrated weights choose the token of the float model more often than weights
+    that are rounded to nearest."""
+    heard = np.stack([whisper.log_mel(whisper.speak(x)) for x in FOR_CALIBRATION])
+    tokens = np.asarray(whisper.transcribe(model, heard, LENGTH))
+    batches = [(heard[i : i + 2], tokens[i : i + 2]) for i in range(0, len(heard), 2)]
+    forward = lambda model, batch: text_logits(model, *batch)
+    stats = eqquant.calibrate(forward, model, batches)
+    calibrated = eqquant.quantize_tree(model, "nf4", calibration=stats)
+    rounded = eqquant.quantize_tree(model, "nf4")
+    by_nearest = agreement(rounded, speech, by_float.tokens)
+    by_data = agreement(calibrated, speech, by_float.tokens)
+    assert by_nearest > 0.85
+    assert by_data > by_nearest
