@@ -1,9 +1,7 @@
-// All machines with kernels have these instructions.
+#define EQQUANT_TARGET_ANY
 #if defined(__x86_64__)
-#define EQQUANT_TARGET_AVX2
 #include <immintrin.h>
 #else
-#define EQQUANT_TARGET_NEON
 #include <arm_neon.h>
 #endif
 

@@ -2,28 +2,14 @@
 #pragma once
 
 #include <cfloat>
-#include <cstring>
 #include <limits>
 #include <vector>
 
 #include "encode/rounding.h"
+#include "runtime/absmax.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
-
-inline float absmax_of(const float* x, int64_t size) {
-  // Compare bits: their order equals the order of magnitudes, and NaN is above infinity.
-  int32_t most = 0;
-  for (int64_t i = 0; i < size; i++) {
-    int32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    bits &= 0x7FFFFFFF;
-    most = bits > most ? bits : most;
-  }
-  float out;
-  std::memcpy(&out, &most, sizeof out);
-  return out <= FLT_MAX ? out : std::numeric_limits<float>::infinity();
-}
 
 // The sum of `of(u[i])` by halves: the second half is added to the first until one value remains.
 template <class Of>
@@ -126,8 +112,8 @@ inline void round_rows(const Rounding& r, int64_t begin, int64_t end) {
     for (int64_t at = row * r.size; at < (row + 1) * r.size; at += r.block) {
       const float* x = r.x + at;
       float* y = r.y + at;
-      const float absmax = absmax_of(x, r.block);
-      bad |= !(absmax <= FLT_MAX);
+      float absmax = absmax_of(x, r.block);
+      if (!(absmax <= FLT_MAX)) bad = true, absmax = std::numeric_limits<float>::infinity();
       switch (r.kind) {
         case Levels::int8:
           to_int8(x, r.block, bounded(r, absmax / 127, absmax), y);

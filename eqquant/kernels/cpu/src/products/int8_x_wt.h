@@ -12,10 +12,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "decode/levels.h"
 #include "decode/scales.h"
 #include "microkernels/decoded_rows.h"
 #include "microkernels/int8_panel.h"
 #include "microkernels/int8_vector.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -43,15 +45,6 @@ using Sums = Int8Vector::Sums;
 //   the activation, `stride` bytes apart; totals are (row of the activation, vector, lane)
 // - `cached_bytes`: bytes of the activation per pass
 
-// True if the levels of a row are bytes with a common step.
-inline bool is_exact(const Product& p) {
-  if (p.blocks > 1) return false;
-  for (int i = 0; p.bits < 8 && i < 16; i++) {
-    const float level = p.levels[i];
-    if (!(level >= -128 && level <= 127 && level == std::rint(level))) return false;
-  }
-  return true;
-}
 inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 // The layout of an int8 row of the activation. Each plane is padded with zeros, to whole registers if the weight is
@@ -64,7 +57,7 @@ struct Layout {
   int64_t length;      // Bytes per row, without padding.
 
   explicit Layout(const Product& p)
-      : few(p.m * p.parts <= Panel::most_in_registers && is_exact(p)),
+      : few(p.m * p.parts <= Panel::most_in_registers && is_exact_int8(p)),
         plane(round_up(p.packed, few ? Int8Vector::size : 4)),
         row(0),
         length(round_up(plane * p.planes(), Int8Vector::size)) {
@@ -92,11 +85,8 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
     const float* x = activation.row(i);
     int8_t* parts = int8_in(scratch) + i * p.parts * layout.row;
     RowUnit& row = units_in(p, layout, scratch)[i];
-    const float absmax = Int8Vector::absmax(x, columns);
-    row.unit = std::isfinite(absmax) ? absmax / 127 : NAN;
-    const float per_unit = 127 / absmax;
-    if (!std::isfinite(per_unit) && std::isfinite(absmax)) row.unit = 0;
-    const float factor = std::isfinite(per_unit) ? per_unit : 0;
+    const Units units(absmax_of(x, columns), 127);
+    row.unit = units.unit;
     for (int part = 0; part < p.parts; part++) {
       int8_t* const of = parts + part * layout.row;
       for (int plane = 0; plane < p.planes(); plane++)
@@ -108,9 +98,9 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
     for_each_run(p, 0, p.packed, [&](int64_t logical, int64_t planar, int64_t length) {
       int8_t* high = parts + planar / p.packed * layout.plane + planar % p.packed;
       if (p.parts == 1)
-        Int8Vector::split<1>(x + logical, length, factor, high, nullptr, sums);
+        Int8Vector::split<1>(x + logical, length, units.per_unit, high, nullptr, sums);
       else
-        Int8Vector::split<2>(x + logical, length, factor, high, high + layout.row, sums);
+        Int8Vector::split<2>(x + logical, length, units.per_unit, high, high + layout.row, sums);
     });
     for (int part = 0; part < 2; part++) row.sums[part] = Int8Vector::total(sums[part]);
   }
@@ -295,10 +285,10 @@ void run_decoded(const Product& p, const Layout& layout, char* scratch, int64_t 
                  int64_t end) {
   constexpr int lanes = Decoded::lanes, most_at_once = Decoded::most_at_once;
   ByteLevels levels{Bytes{}, Int8Vector::middle};
-  float largest = bits == 8 ? std::min(127.0f, static_cast<float>(p.largest_integer())) : 0;
-  const bool exact = is_exact(p);
+  // int8 has no 128.
+  const float largest = std::min(bits == 8 ? 127.0f : INFINITY, largest_level(p));
+  const bool exact = is_exact_int8(p);
   if (exact) levels = byte_levels(p);
-  for (int i = 0; bits < 8 && i < 16; i++) largest = std::max(largest, std::fabs(p.levels[i]));
   const int8_t* x = int8_in(scratch);
   const RowUnit* of = units_in(p, layout, scratch);
   const int64_t stride = layout.row, length = layout.length, count = p.m * p.parts;

@@ -11,6 +11,7 @@
 #include "decode/offsets.h"
 #include "decode/scales.h"
 #include "products/panel_product.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -32,18 +33,8 @@ inline int64_t offset_scratch(const Product& p) {
 
 // Rounds a row of the activation like products/int8_x_wt.h.
 inline void round_like_int8(const float* __restrict x, int64_t size, float* __restrict to) {
-  uint32_t most = 0;
-  for (int64_t i = 0; i < size; i++) {
-    uint32_t bits;
-    std::memcpy(&bits, x + i, sizeof bits);
-    most = std::max(most, bits & 0x7FFFFFFF);
-  }
-  float absmax;
-  std::memcpy(&absmax, &most, sizeof absmax);
-  const float unit = std::isfinite(absmax) ? absmax / 127 : NAN, per_unit = 127 / absmax;
-  const bool usable = std::isfinite(per_unit);
-  for (int64_t i = 0; i < size; i++)
-    to[i] = usable ? std::rint(x[i] * per_unit) * unit : std::isfinite(absmax) ? 0 : NAN;
+  const Units units(absmax_of(x, size), 127);
+  for (int64_t i = 0; i < size; i++) to[i] = std::rint(x[i] * units.per_unit) * units.unit;
 }
 
 inline void prepare_offsets(const Product& p, char* scratch, int64_t begin, int64_t end) {

@@ -1,9 +1,4 @@
-// All machines with kernels have these instructions.
-#if defined(__x86_64__)
-#define EQQUANT_TARGET_AVX2
-#else
-#define EQQUANT_TARGET_NEON
-#endif
+#define EQQUANT_TARGET_ANY
 
 #include "runtime/range.h"
 

@@ -5,7 +5,15 @@
 // So the same header has one compilation per instruction set, and the rest of the library runs on every
 // machine of the architecture. Include other headers before `EQQUANT_BEGIN`, because the inline functions of
 // the C++ library must stay portable. Without a definition, headers are compiled for all instructions.
+//
+// `EQQUANT_TARGET_ANY` stands for the instructions of all machines with kernels. The code is in `eqquant` then.
 #pragma once
+
+#if defined(EQQUANT_TARGET_ANY) && defined(__aarch64__)
+#define EQQUANT_TARGET_NEON
+#elif defined(EQQUANT_TARGET_ANY)
+#define EQQUANT_TARGET_AVX2
+#endif
 
 #if defined(__aarch64__)
 #define EQQUANT_ARM 1

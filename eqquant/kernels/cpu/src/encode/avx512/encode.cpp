@@ -9,7 +9,8 @@
 #include <vector>
 
 #include "encode/encoding.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
+#include "runtime/absmax.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <cmath>
 
+#include "decode/levels.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -13,25 +15,12 @@ EQQUANT_BEGIN
 
 // The largest value of two parts, whose high part is at most 127.
 constexpr float largest_split = 127 * 256;
+inline float largest_of(int parts) { return parts > 1 ? largest_split : 127; }
 
 // Returns the high part of integers. The low part is their lowest byte, read as signed.
 EQQUANT_INLINE __m512i upper(__m512i x) {
   return _mm512_srai_epi32(_mm512_add_epi32(x, _mm512_set1_epi32(128)), 8);
 }
-
-// The unit of values, and its reciprocal.
-struct Units {
-  float per_unit, unit;
-
-  // For values up to `most` in `parts` parts. The unit is NaN if `most` is not finite, and zero if it underflows.
-  Units(float most, int parts) {
-    const float largest = parts > 1 ? largest_split : 127;
-    per_unit = largest / most;
-    const bool fits = std::isfinite(per_unit);
-    if (!fits) per_unit = 0;
-    unit = !std::isfinite(most) ? NAN : fits ? most / largest : 0;
-  }
-};
 
 // Writes the parts of sixteen values, under a mask.
 EQQUANT_INLINE void round_sixteen(__m512 x, __m512 per_unit, __mmask16 some, int parts,
@@ -50,24 +39,6 @@ EQQUANT_INLINE __m512 sum_of(const int32_t* high, const int32_t* low, int parts)
   if (parts == 1) return sum;
   return _mm512_fmadd_ps(sum, _mm512_set1_ps(256), _mm512_cvtepi32_ps(_mm512_load_si512(low)));
 }
-
-// The largest magnitude of the levels, without scales.
-struct Levels {
-  float largest;
-  bool exact;  // True if levels are bytes and each row has one scale, so that nothing is rounded.
-
-  explicit Levels(const Product& p)
-      : largest(static_cast<float>(p.largest_integer())), exact(p.blocks == 1 && !p.exponent) {
-    if (p.exponent) largest = p.exponent == 4 ? 448 / 256.0f : 57344;
-    if (p.bits == 8) return;
-    largest = 0;
-    for (int i = 0; i < 16; i++) {
-      const float level = p.levels[i];
-      largest = std::max(largest, std::fabs(level));
-      exact = exact && level >= -128 && level <= 127 && level == std::rint(level);
-    }
-  }
-};
 
 // Codes in tables may be in blocks of eight bytes. Sixteen 8-bit codes must share a scale.
 inline const char* why_not_blocks(const Product& p) {
@@ -134,7 +105,7 @@ struct Float8Tables {
   alignas(64) int8_t high[128], low[128];
 
   Float8Tables(int exponent, float largest) {
-    const float per_unit = Units(largest, 2).per_unit;
+    const float per_unit = Units(largest, largest_split).per_unit;
     for (int i = 0; i < 128; i += 16) {
       alignas(16) uint8_t codes[16];
       for (int k = 0; k < 16; k++) codes[k] = static_cast<uint8_t>(i + k);

@@ -13,8 +13,9 @@
 #include "microkernels/amx/int8_parts.h"
 #include "microkernels/amx/tiles.h"
 #include "microkernels/amx/x_w_panel.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -46,7 +47,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   ScaledActivation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* x = activation.row(i);
-    const Units units(absmax_of(x, p.rows), p.parts);
+    const Units units(absmax_of(x, p.rows), largest_of(p.parts));
     units_in(p, scratch)[i] = units.unit;
     const __m512 per_unit = _mm512_set1_ps(units.per_unit);
     int8_t* const to = reinterpret_cast<int8_t*>(scratch) + i * row_bytes(p);
@@ -54,48 +55,6 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
       const __m512 some = _mm512_maskz_loadu_ps(r < p.rows ? first(p.rows - r) : 0, x + r);
       round_sixteen(some, per_unit, 0xFFFF, p.parts, to + r, to + part_bytes(p) + r);
     }
-  }
-}
-
-// Sums of two tiles of the activation, or of the two parts of one tile, by two tiles of the weight.
-struct alignas(64) Sums {
-  int32_t of[2][2][tile_rows][lanes];
-};
-
-// Tiles 0 to 3 are sums, 4 and 5 the activation, 6 and 7 the weight. `second` is the distance to the second tile of
-// the activation.
-template <bool two, bool low>
-void multiply(const int8_t* w, int64_t tile_stride, int64_t part_stride, const int8_t* x,
-              int64_t x_stride, int64_t second, int64_t steps, Sums& sums) {
-  _tile_zero(0);
-  _tile_zero(1);
-  if constexpr (two) {
-    _tile_zero(2);
-    _tile_zero(3);
-  }
-  for (int64_t k = 0; k < steps; k++, w += tile_size, x += rows_of_step) {
-    _tile_loadd(4, x, x_stride);
-    _tile_loadd(6, w, tile_bytes);
-    _tile_dpbssd(0, 4, 6);
-    _tile_loadd(7, w + tile_stride, tile_bytes);
-    _tile_dpbssd(1, 4, 7);
-    if constexpr (two) {
-      _tile_loadd(5, x + second, x_stride);
-      _tile_dpbssd(2, 5, 6);
-      _tile_dpbssd(3, 5, 7);
-    }
-    if constexpr (low) {
-      _tile_loadd(6, w + part_stride, tile_bytes);
-      _tile_dpbssd(2, 4, 6);
-      _tile_loadd(7, w + tile_stride + part_stride, tile_bytes);
-      _tile_dpbssd(3, 4, 7);
-    }
-  }
-  _tile_stored(0, sums.of[0][0], tile_bytes);
-  _tile_stored(1, sums.of[0][1], tile_bytes);
-  if constexpr (two) {
-    _tile_stored(2, sums.of[1][0], tile_bytes);
-    _tile_stored(3, sums.of[1][1], tile_bytes);
   }
 }
 
@@ -136,16 +95,19 @@ void multiply_panel(const Product& p, const Panel<bits>& panel, const char* scra
   Sums sums;
   for (int64_t t = 0; t < panel.tiles; t += 2)
     for (int64_t i = begin; i < end; i += split ? tile_rows : 2 * tile_rows) {
-      const int8_t* x = reinterpret_cast<const int8_t*>(scratch) + i * stride + row;
+      const char* x = scratch + i * stride + row;
       const bool two = split || i + tile_rows < end;
-      const auto product = low ? multiply<true, true>
-                               : two ? multiply<true, false> : multiply<false, false>;
-      product(panel.tile(t), panel.tile_stride(), panel.part_stride(), x, stride, second,
-              Panel<bits>::steps_of(rows), sums);
+      const auto nothing = [] {};
+      using Nothing = decltype(nothing);
+      const auto product = low   ? multiply<int8_t, false, true, true, Nothing&>
+                           : two ? multiply<int8_t, false, true, false, Nothing&>
+                                 : multiply<int8_t, false, false, false, Nothing&>;
+      product({panel.tile(t), tile_bytes, tile_size, panel.tile_stride(), panel.part_stride()},
+              {x, stride, rows_of_step, second, 0}, Panel<bits>::steps_of(rows), nothing, sums);
       for (int64_t k = 0; k < std::min<int64_t>(2, panel.tiles - t); k++)
         for (int64_t x_tile = 0; x_tile < (two && !split ? 2 : 1); x_tile++) {
           const int64_t at = i + x_tile * tile_rows;
-          finish(p, sums.of[x_tile][k], sums.of[1][k], x_units + at, panel.units[t + k],
+          finish(p, sums.of[k][x_tile], sums.of[k][1], x_units + at, panel.units[t + k],
                  row > 0, results.at(t + k, at - begin));
         }
     }

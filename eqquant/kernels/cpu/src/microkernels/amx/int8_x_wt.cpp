@@ -13,15 +13,12 @@
 #include "decode/scales.h"
 #include "microkernels/amx/int8_parts.h"
 #include "microkernels/amx/x_wt.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
 namespace {
-
-EQQUANT_INLINE __mmask64 first_bytes(int64_t count) {
-  return count >= 64 ? ~0ull : (1ull << count) - 1;
-}
 
 // Looks up the bytes of codes. `tables` has a table of sixteen bytes for each quarter of the register.
 template <int bits, int plane>
@@ -31,20 +28,11 @@ EQQUANT_INLINE __m512i look_up(__m512i tables, __m512i codes) {
       tables, _mm512_and_si512(shifted, _mm512_set1_epi8((1 << bits) - 1)));
 }
 
-// Returns sixteen of 64 bytes, as integers.
-EQQUANT_INLINE __m512i sixteen(__m512i bytes, int64_t i) {
-  switch (i) {
-    case 0: return _mm512_cvtepi8_epi32(_mm512_castsi512_si128(bytes));
-    case 1: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 1));
-    case 2: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 2));
-    default: return _mm512_cvtepi8_epi32(_mm512_extracti32x4_epi32(bytes, 3));
-  }
-}
-
 class Int8Element {
   const Product& p;
   float* units;  // The unit of each row of the activation, in scratch.
-  const Levels levels;
+  const float largest;  // The largest level.
+  const bool exact;     // Nothing is rounded.
   const LevelTables level_tables;
   const Float8Tables float8_tables;
   float weight_units[weight_rows] = {};
@@ -63,15 +51,16 @@ class Int8Element {
   Int8Element(const Product& p, char* space)
       : p(p),
         units(reinterpret_cast<float*>(space)),
-        levels(p),
-        level_tables(p.levels, p.bits < 8 ? levels.largest : 1),
-        float8_tables(p.exponent ? p.exponent : 4, levels.largest) {}
+        largest(largest_level(p)),
+        exact(is_exact_int8(p)),
+        level_tables(p.levels, p.bits < 8 ? largest : 1),
+        float8_tables(p.exponent ? p.exponent : 4, largest) {}
 
-  bool low_parts() const { return !levels.exact && p.parts > 1; }
+  bool low_parts() const { return !exact && p.parts > 1; }
 
   void round(const Layout<int8_t>& layout, int64_t i, const float* x, int8_t* row,
              int64_t stride) {
-    const Units of(absmax_of(x, p.columns()), p.parts);
+    const Units of(absmax_of(x, p.columns()), largest_of(p.parts));
     units[i] = of.unit;
     const __m512 per_unit = _mm512_set1_ps(of.per_unit);
     layout.for_each_run([&](int64_t logical, int64_t place, int64_t length) {
@@ -88,7 +77,7 @@ class Int8Element {
     scales.resize(p.scale_buffer(rows));
     const float* of = scales_of(p, row, rows, scales.data());
     // int8 codes are tiles already.
-    if (levels.exact && p.bits == 8 && rows == weight_rows && span.bytes % tile_bytes == 0) {
+    if (exact && p.bits == 8 && rows == weight_rows && span.bytes % tile_bytes == 0) {
       std::copy(of, of + rows, weight_units);
       const uint8_t* codes = p.codes + row * p.packed + span.begin;
       return {const_cast<int8_t*>(reinterpret_cast<const int8_t*>(codes)), p.packed};
@@ -96,7 +85,7 @@ class Int8Element {
     with_bits(p, [&](auto bits) {
       for (int r = 0; r < rows; r++) {
         const uint8_t* codes = p.codes + (row + r) * p.packed + span.begin;
-        if (levels.exact) {
+        if (exact) {
           weight_units[r] = of[r];
           copy<bits>(span, codes, to.row(r));
         } else if (p.parts == 1) {
@@ -163,7 +152,7 @@ class Int8Element {
       look_up_row<bits, parts>(span, begin, codes, to);
       return level_tables.unit / largest_split * 256 * most;
     }
-    const Units of(levels.largest, 2);
+    const Units of(largest, largest_split);
     if (p.blocks > 1)
       round_codes<parts>(span, of_row, blocks, share * of.per_unit, codes, to);
     else

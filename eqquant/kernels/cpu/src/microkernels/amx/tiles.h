@@ -103,4 +103,65 @@ struct Configured {
 
 #endif
 
+// Sums of two tiles of the weight by two tiles of the activation, or by the two parts of one tile.
+struct alignas(64) Sums {
+  int32_t of[2][2][tile_rows][tile_bytes / 4];  // (tile of the weight, tile of the activation, row)
+};
+
+// The tiles of an operand: the distances between rows of a tile, from one step to the next, to the second tile, and to
+// the low parts.
+struct Operand {
+  const char* at;
+  int64_t stride, step, second, low;
+};
+
+// Multiplies tiles 4 and 5 of the weight by tiles 6 and 7 of the activation, and adds the products to tiles 0 to 3.
+// `two`: whether the activation has a second tile. `low`: whether the low parts of the weight are multiplied by the
+// first tile of the activation, and added to the sums of the second. The weight is the left operand in x @ w.T.
+// `ahead` is called for each step.
+template <class Number, bool is_left, bool two, bool low, class Ahead>
+void multiply(Operand w, Operand x, int64_t steps, Ahead&& ahead, Sums& sums) {
+// A macro, because instructions contain the numbers of their tiles.
+#define EQQUANT_MULTIPLY(sum, weight, x)                               \
+  if constexpr (sizeof(Number) == 2)                                   \
+    _tile_dpbf16ps(sum, weight, x); /* Always the left operand. */     \
+  else if constexpr (is_left)                                          \
+    _tile_dpbssd(sum, weight, x);                                      \
+  else                                                                 \
+    _tile_dpbssd(sum, x, weight)
+  static_assert(is_left || sizeof(Number) == 1);
+  _tile_zero(0);
+  _tile_zero(2);
+  if constexpr (two) {
+    _tile_zero(1);
+    _tile_zero(3);
+  }
+  for (; steps; steps--, w.at += w.step, x.at += x.step) {
+    ahead();
+    _tile_loadd(6, x.at, x.stride);
+    _tile_loadd(4, w.at, w.stride);
+    EQQUANT_MULTIPLY(0, 4, 6);
+    _tile_loadd(5, w.at + w.second, w.stride);
+    EQQUANT_MULTIPLY(2, 5, 6);
+    if constexpr (two) {
+      _tile_loadd(7, x.at + x.second, x.stride);
+      EQQUANT_MULTIPLY(1, 4, 7);
+      EQQUANT_MULTIPLY(3, 5, 7);
+    }
+    if constexpr (low) {
+      _tile_loadd(4, w.at + w.low, w.stride);
+      EQQUANT_MULTIPLY(1, 4, 6);
+      _tile_loadd(5, w.at + w.low + w.second, w.stride);
+      EQQUANT_MULTIPLY(3, 5, 6);
+    }
+  }
+#undef EQQUANT_MULTIPLY
+  _tile_stored(0, sums.of[0][0], tile_bytes);
+  _tile_stored(2, sums.of[1][0], tile_bytes);
+  if constexpr (two) {
+    _tile_stored(1, sums.of[0][1], tile_bytes);
+    _tile_stored(3, sums.of[1][1], tile_bytes);
+  }
+}
+
 EQQUANT_END

@@ -12,7 +12,7 @@
 #include "decode/row_pieces.h"
 #include "microkernels/amx/int8_parts.h"
 #include "microkernels/amx/tiles.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
 #include "runtime/target.h"
 
@@ -47,7 +47,8 @@ class Panel {
 
   const Product& p;
   const bool pairs = in_pairs(p);  // Sixteen bytes belong to two blocks.
-  const Levels levels;
+  const float largest;  // The largest level.
+  const bool exact;     // Nothing is rounded.
   const LevelTables level_tables;
   const Float8Tables float8_tables;
   const float unit;  // The unit of the int8 values of the weight, without scales.
@@ -55,7 +56,7 @@ class Panel {
   std::unique_ptr<Line[]> values;
 
  public:
-  const int parts = levels.exact ? 1 : p.parts;
+  const int parts = exact ? 1 : p.parts;
   // A register holds the scales of all blocks in `most_bytes`.
   const int64_t most_rows = values_at_once / parts,
                 most_bytes = most_tiles / planes * (pairs ? half : lanes);
@@ -67,12 +68,13 @@ class Panel {
   // `bytes` is the number of bytes of a row.
   Panel(const Product& p, int64_t bytes)
       : p(p),
-        levels(p),
-        level_tables(p.levels, bits < 8 ? levels.largest : 1),
-        float8_tables(p.exponent ? p.exponent : 4, levels.largest),
-        unit(levels.exact      ? 1
-             : bits < 8        ? 256 * level_tables.unit / largest_split
-                               : 256 * Units(levels.largest, 2).unit) {
+        largest(largest_level(p)),
+        exact(is_exact_int8(p)),
+        level_tables(p.levels, bits < 8 ? largest : 1),
+        float8_tables(p.exponent ? p.exponent : 4, largest),
+        unit(exact      ? 1
+             : bits < 8 ? 256 * level_tables.unit / largest_split
+                        : 256 * Units(largest, largest_split).unit) {
     steps = steps_of(std::min(most_rows, p.rows));
     values.reset(new Line[(tiles_of(std::min(bytes, most_bytes)) + 1) * tile_stride() / 64]);
   }
@@ -83,7 +85,9 @@ class Panel {
   // x_wt.h has the reason.
   int64_t part_stride() const { return steps * tile_size; }
   int64_t tile_stride() const { return parts * part_stride() + 64; }
-  const int8_t* tile(int64_t i) const { return values[0].bytes + i * tile_stride(); }
+  const char* tile(int64_t i) const {
+    return reinterpret_cast<const char*>(values[0].bytes) + i * tile_stride();
+  }
 
   void find_places(int64_t begin, int64_t bytes) {
     tiles = tiles_of(bytes);
@@ -112,7 +116,7 @@ class Panel {
     std::fill_n(int16_scales[0], 4, static_cast<int16_t>(largest_split));
     Tables tables;
     if (bits < 8) level_tables.of(int16_scales[0], tables.high[0], tables.low[0]);
-    if (bits < 8 && levels.exact) tables.high[0] = bytes_of_levels(p.levels);
+    if (bits < 8 && exact) tables.high[0] = bytes_of_levels(p.levels);
     for (int64_t r = 0; r < rows; r += 4) {
       if (r % rows_at_once == 0)
         codes = pieces.of(row + r, static_cast<int>(std::min<int64_t>(rows_at_once, rows - r)));
@@ -179,7 +183,7 @@ class Panel {
         const int64_t b = (begin + i / planes * lanes + k) / block - first_block;
         std::fill_n(units[i] + k, half, unit * of_block[std::min(b, lanes - 1)]);
       }
-    const float most_share = bits < 8 ? largest_split : Units(levels.largest, 2).per_unit;
+    const float most_share = bits < 8 ? largest_split : Units(largest, largest_split).per_unit;
     return _mm512_mul_ps(_mm512_load_ps(shares), _mm512_set1_ps(most_share));
   }
 

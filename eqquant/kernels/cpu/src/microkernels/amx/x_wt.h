@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "microkernels/amx/tiles.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/transpose.h"
 #include "runtime/target.h"
 
@@ -142,7 +142,7 @@ struct Ahead {
   const uint8_t* codes;
   int64_t packed, bytes, rows, j = 0;
 
-  EQQUANT_INLINE void prefetch_some() {
+  EQQUANT_INLINE void operator()() {
     for (int i = 0; i < 4; i++) {
       if (j >= bytes) j = 0, codes += packed, rows--;
       if (rows <= 0) return;
@@ -151,61 +151,6 @@ struct Ahead {
     }
   }
 };
-
-// Sums of two tiles of the weight by one or two tiles of the activation.
-struct alignas(64) Sums {
-  int32_t of[2][2][tile_rows][16];  // (tile of the weight, tile of the activation, row)
-};
-
-// A macro, because instructions contain the numbers of their tiles.
-#define EQQUANT_MULTIPLY(sum, weight, x)                                  \
-  if constexpr (sizeof(typename Element::Number) == 1)                    \
-    _tile_dpbssd(sum, weight, x);                                         \
-  else                                                                    \
-    _tile_dpbf16ps(sum, weight, x)
-
-// Tiles 0 to 3 are sums, 4 and 5 the weight, 6 and 7 the activation. `next` is the distance to the second tile of the
-// activation (its low part, or the next rows), and `step` the distance to the next step.
-template <class Element, bool two, bool low>
-void multiply(const Decoded<typename Element::Number>& decoded, int64_t steps, const char* x,
-              int64_t next, int64_t step, Ahead& ahead, Sums& sums) {
-  const int64_t stride = decoded.stride * sizeof(typename Element::Number);
-  const int64_t half = tile_rows * stride;
-  const char* w = reinterpret_cast<const char*>(decoded.numbers);
-  _tile_zero(0);
-  _tile_zero(2);
-  if constexpr (two) {
-    _tile_zero(1);
-    _tile_zero(3);
-  }
-  for (; steps; steps--, w += tile_bytes, x += step) {
-    ahead.prefetch_some();
-    _tile_loadd(6, x, tile_bytes);
-    _tile_loadd(4, w, stride);
-    EQQUANT_MULTIPLY(0, 4, 6);
-    _tile_loadd(5, w + half, stride);
-    EQQUANT_MULTIPLY(2, 5, 6);
-    if constexpr (two) {
-      _tile_loadd(7, x + next, tile_bytes);
-      EQQUANT_MULTIPLY(1, 4, 7);
-      EQQUANT_MULTIPLY(3, 5, 7);
-    }
-    if constexpr (low) {
-      _tile_loadd(4, w + 2 * half, stride);
-      EQQUANT_MULTIPLY(1, 4, 6);
-      _tile_loadd(5, w + 3 * half, stride);
-      EQQUANT_MULTIPLY(3, 5, 6);
-    }
-  }
-  _tile_stored(0, sums.of[0][0], tile_bytes);
-  _tile_stored(2, sums.of[1][0], tile_bytes);
-  if constexpr (two) {
-    _tile_stored(1, sums.of[0][1], tile_bytes);
-    _tile_stored(3, sums.of[1][1], tile_bytes);
-  }
-}
-
-#undef EQQUANT_MULTIPLY
 
 // Writes the results of sixteen rows of the weight by a tile of the activation to `p.y`, or adds them. The first
 // `rows` rows are used, and the tile starts at row `i` of the activation.
@@ -256,10 +201,12 @@ void run(const Product& p, const char* scratch, int64_t begin, int64_t end) {
           const char* x = scratch + t * layout.tiles() + span.first * step;
           const bool two = split || t + 1 < last;
           const int64_t next = split ? tile_rows * tile_bytes : layout.tiles();
-          const auto product = low   ? multiply<Element, true, true>
-                               : two ? multiply<Element, true, false>
-                                     : multiply<Element, false, false>;
-          product(decoded, span.steps, x, next, step, ahead, sums);
+          const auto product = low   ? multiply<Number, true, true, true, Ahead&>
+                               : two ? multiply<Number, true, true, false, Ahead&>
+                                     : multiply<Number, true, false, false, Ahead&>;
+          const int64_t stride = decoded.stride * layout.size, half = tile_rows * stride;
+          product({reinterpret_cast<const char*>(decoded.numbers), stride, tile_bytes, half, 2 * half},
+                  {x, tile_bytes, step, next, 0}, span.steps, ahead, sums);
           for (int half = 0; half < 2; half++)
             for (int tile = 0; tile < (two && !split ? 2 : 1); tile++)
               finish(p, element, sums, half, (t + tile) * tile_rows, tile,

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "decode/scales.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "microkernels/avx512/transpose.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -64,27 +65,11 @@ struct Vector {
     return _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
 
-  // Transposes sixteen vectors: first within quarters, then across them.
   static EQQUANT_INLINE void transpose(Floats (&x)[size]) {
-    Floats y[size];
-    for (int i = 0; i < 16; i += 2) {
-      y[i] = _mm512_unpacklo_ps(x[i], x[i + 1]);
-      y[i + 1] = _mm512_unpackhi_ps(x[i], x[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4)
-      for (int k = 0; k < 2; k++) {
-        x[i + 2 * k] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0x44);
-        x[i + 2 * k + 1] = _mm512_shuffle_ps(y[i + k], y[i + k + 2], 0xEE);
-      }
-    for (int i = 0; i < 4; i++)
-      for (int k = 0; k < 16; k += 8) {
-        y[k + i] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0x88);
-        y[k + i + 4] = _mm512_shuffle_f32x4(x[k + i], x[k + i + 4], 0xDD);
-      }
-    for (int i = 0; i < 8; i++) {
-      x[i] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0x88);
-      x[i + 8] = _mm512_shuffle_f32x4(y[i], y[i + 8], 0xDD);
-    }
+    __m512i bits[size];
+    for (int i = 0; i < size; i++) bits[i] = _mm512_castps_si512(x[i]);
+    EQQUANT_NAMESPACE::transpose(bits);
+    for (int i = 0; i < size; i++) x[i] = _mm512_castsi512_ps(bits[i]);
   }
 
   static EQQUANT_INLINE Bytes bytes(const uint8_t* p) {

@@ -60,18 +60,6 @@ struct Int8Vector {
   }
 
   // Compares bits: their order equals the order of magnitudes, and NaN is the largest.
-  static float absmax(const float* x, int64_t size) {
-    uint32_t most = 0;
-    for (int64_t i = 0; i < size; i++) {
-      uint32_t bits;
-      std::memcpy(&bits, x + i, sizeof bits);
-      most = std::max(most, bits & 0x7FFFFFFF);
-    }
-    float absmax;
-    std::memcpy(&absmax, &most, sizeof absmax);
-    return absmax;
-  }
-
   struct Sixteen {
     float32x4_t x[4];
   };

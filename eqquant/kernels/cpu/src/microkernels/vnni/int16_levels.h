@@ -7,12 +7,13 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "decode/levels.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
 
-constexpr int largest_int16 = 32767, largest_level = 16383;
+constexpr int largest_int16 = 32767, largest_int15 = 16383;
 
 // Levels as integers with a unit, and the largest magnitude. The table contains the 16 levels
 // twice, because a lookup reads five bits.
@@ -22,18 +23,10 @@ struct Levels {
   int largest;
 };
 
-// Returns the largest magnitude of the levels.
-inline float largest_of_levels(const Product& p) {
-  if (p.bits == 8) return static_cast<float>(p.largest_integer());
-  float most = 0;
-  for (int i = 0; i < 16; i++) most = std::max(most, std::fabs(p.levels[i]));
-  return most;
-}
-
 inline Levels levels_of(const Product& p) {
   if (p.bits == 8) return {{}, 1, p.largest_integer()};
-  const float most = largest_of_levels(p);
-  Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_level, 1};
+  const float most = largest_level(p);
+  Levels out{{}, p.level_unit > 0 ? p.level_unit : most / largest_int15, 1};
   if (!(out.unit > 0) || !std::isfinite(1 / out.unit)) return out;  // All levels are zero.
   for (int i = 0; i < 32; i++) {
     out.values[i] = static_cast<int16_t>(std::lrint(p.levels[i % 16] / out.unit));

@@ -17,11 +17,12 @@
 #include <iterator>
 #include <limits>
 
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/int16_levels.h"
 #include "products/x_w_panels.h"
+#include "runtime/absmax.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -117,7 +118,7 @@ struct Int16Panel {
         x_units(units_in(p, row_size(p), scratch)),
         x_stride(row_size(p) / 2),
         levels(levels_of(p)),
-        largest(largest_of_levels(p)),
+        largest(largest_level(p)),
         decoded(most_columns * most_rows / 2),
         scales(scaling == Scaling::row ? 1 : most_blocks * most_rows) {
     std::fill(std::begin(units), std::end(units), levels.unit);

@@ -20,10 +20,11 @@
 #include <vector>
 
 #include "decode/scales.h"
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/int16_levels.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -134,12 +135,12 @@ EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
 }
 
 // The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
-struct Scales {
+struct ChunkScales {
   int64_t blocks, of_chunk, chunks_of_block;
   // The index of the scale of each lane, and the number of scales per chunk.
   __m512i lanes, step;
 
-  explicit Scales(const Product& p)
+  explicit ChunkScales(const Product& p)
       : blocks(p.blocks),
         of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
         chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)) {
@@ -157,18 +158,15 @@ struct Scales {
 struct Place {
   int64_t block, chunks;
 
-  Place(const Scales& of, int64_t c)
+  Place(const ChunkScales& of, int64_t c)
       : block(c / of.chunks_of_block * of.of_chunk), chunks(c % of.chunks_of_block) {}
-  EQQUANT_INLINE void next(const Scales& of) {
+  EQQUANT_INLINE void next(const ChunkScales& of) {
     if (++chunks == of.chunks_of_block) block += of.of_chunk, chunks = 0;
   }
 };
 
 EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
-  const uint8_t* from = p.codes + row * p.packed + j;
-  const int64_t left = p.packed - j;
-  if (left >= chunk) return _mm512_loadu_si512(from);
-  return _mm512_maskz_loadu_epi8((1ull << left) - 1, from);
+  return _mm512_maskz_loadu_epi8(first_bytes(p.packed - j), p.codes + row * p.packed + j);
 }
 
 // Codes of `rows` rows, decoded in registers.
@@ -176,7 +174,7 @@ template <int bits, int rows>
 struct InRegisters {
   static constexpr int steps_of_sum = 16 / bits;
   static constexpr int64_t scales_at_once = 16;
-  const Scales& blocks;
+  const ChunkScales& blocks;
   const uint8_t* codes;
   int64_t packed, left;  // Bytes of a row, and remaining bytes.
   const float* scales;
@@ -185,7 +183,7 @@ struct InRegisters {
   __m512 some_scales[rows];
   float unit;
 
-  InRegisters(const Product& p, const Levels& levels, const Scales& blocks, const float* scales,
+  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const float* scales,
               int64_t row)
       : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
         scales(scales), place(blocks, 0), table(_mm512_load_si512(levels.values)),
@@ -324,7 +322,7 @@ EQQUANT_INLINE __m512 level(__m512 table, __m512i codes, int shift) {
 
 // Decodes chunks `begin` to `end` of a row of the weight to int16, times the scales. Returns the unit.
 template <int bits>
-float decode_row(const Product& p, const Scales& blocks, float largest, int64_t row,
+float decode_row(const Product& p, const ChunkScales& blocks, float largest, int64_t row,
                  const float* scales, int64_t begin, int64_t end, int16_t* to,
                  int64_t stride) {
   const __m512 levels = _mm512_loadu_ps(p.levels);
@@ -372,7 +370,7 @@ struct Rows {
   const int16_t* x;
   const float* units;
   const Levels levels;
-  const Scales blocks;
+  const ChunkScales blocks;
   std::vector<float> buffer;
   std::vector<Register> decoded;
 
@@ -413,7 +411,7 @@ struct Rows {
   template <int rows>
   void panel(int64_t row, int64_t begin, int64_t end, int64_t c, int64_t chunks) {
     const float* scales = scales_of(p, row, rows, buffer.data());
-    const float largest = largest_of_levels(p);
+    const float largest = largest_level(p);
     float of_weight[rows];
     for (int r = 0; r < rows; r++)
       of_weight[r] = decode_row<bits>(p, blocks, largest, row + r, scales + r * p.blocks, c,

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "microkernels/avx512/absmax.h"
+#include "microkernels/avx512/mask.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -19,8 +19,7 @@ struct Int8Vector {
 
   static EQQUANT_INLINE Bytes load(const void* p) { return _mm512_loadu_si512(p); }
   static EQQUANT_INLINE Bytes load(const void* p, int64_t count) {
-    const __mmask64 some = count >= 64 ? ~0ull : (1ull << count) - 1;
-    return _mm512_maskz_loadu_epi8(some, p);
+    return _mm512_maskz_loadu_epi8(first_bytes(count), p);
   }
   static EQQUANT_INLINE void store(void* p, Bytes x) { _mm512_storeu_si512(p, x); }
   static EQQUANT_INLINE Bytes table(const uint8_t* of_codes) {
@@ -57,8 +56,6 @@ struct Int8Vector {
                     _mm_add_epi32(_mm256_castsi256_si128(quarter),
                                   _mm256_extracti128_si256(quarter, 1)));
   }
-
-  static float absmax(const float* x, int64_t size) { return absmax_of(x, size); }
 
   // Splits a run of the activation into int8 parts, and adds them to the sums of the row.
   template <int parts>
