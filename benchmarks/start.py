@@ -5,8 +5,8 @@
 
 The script runs `examples/llama/generate.py`, without and with the compiled programs of
 an earlier start in the cache of compiled programs ("first start" and "second start"),
-and llama.cpp. Each start is a process of its own. The file is in the page cache, and Python
-has the bytecode of all modules after the first round.
+and llama.cpp. Each start is a process of its own. The file is in the page cache, and
+Python has the bytecode of all modules after the first round.
 
 Stages overlap: a model loads while its programs are compiled. Columns:
 

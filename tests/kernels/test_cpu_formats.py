@@ -4,7 +4,7 @@ import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import FP8, Int3, NF3
+from eqquant import FP8, Int2, Int3, NF3
 from eqquant.kernels import cpu, Matmul
 from eqquant.kernels.cpu._call import call
 from helpers import relative
@@ -66,4 +66,5 @@ def test_explain_names_their_kernels(normal):
     assert "native kernel 'float, " in explain(FP8())
     assert "native kernel" in explain(Int3())
     assert "native kernel" in explain(Int3(affine=True, block_size=None))
+    assert "native kernel" in explain(Int2(block_size=16))
     assert "shorter than a register" in explain(Int3(block_size=8))

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.formats import Int4, Int5, Int6
+from eqquant.formats import Int2, Int4, Int5, Int6
 from eqquant.kernels import Compute, cpu, Matmul
 from eqquant.kernels.cpu._call import call
 from helpers import relative
@@ -34,6 +34,7 @@ FORMATS = {
     "q4_1": Int4(32, "float16", "absmax", affine=True, unsigned=True),
     "q5_1": Int5(32, "float16", "absmax", affine=True, unsigned=True),
     "q4_k": Int4(32, affine=True, unsigned=True, double_quantization="k"),
+    "q2_k": Int2(16, affine=True, unsigned=True, double_quantization="k"),
     "int6": Int6(32, affine=True, double_quantization=True),
     "int6 rows": Int6(None, "bfloat16", affine=True),
     "int4": Int4(affine=True),

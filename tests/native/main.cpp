@@ -167,6 +167,7 @@ bool check(const Case& c) {
   p.rows = 1 + below(90);
   // Blocks of whole runs. Some routines require one scale per row.
   p.run = p.stored_bits == 3 && below(2) ? 4 * (2 + below(5)) : 8 << (below(8) ? below(3) : 6);
+  if (p.stored_bits == 2 && !below(4)) p.bits = 4, p.run = 8;  // Blocks of 16 codes, which are unpacked.
   // Often one run of eight bytes, the shortest possible block. Sometimes more blocks than a vector has scales.
   const int64_t runs = 1 + below(2) * below(6), most = runs == 1 && p.run <= 32 ? 40 : 5,
                 blocks = 1 + below(below(2) ? most : 5);

@@ -159,7 +159,10 @@ def row_bytes(product: Product) -> int:
 
 def unpacked_bits(format: Format) -> int:
     """Return the bits of a code as the kernels read it. They unpack three bits to four,
-    and five and six bits to eight."""
+    and five and six bits to eight. Two bits in blocks of 16 become four bits, because
+    four bytes are shorter than a register."""
+    if format.bits == 2 and format.group == 16:
+        return 4
     return {3: 4, 5: 8, 6: 8}.get(format.bits, format.bits)
 
 

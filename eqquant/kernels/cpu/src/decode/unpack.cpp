@@ -42,7 +42,16 @@ void unpack_three(const uint8_t* from, int64_t run, uint8_t* to) {
   }
 }
 
-// The same for groups of 64 codes, which most formats have.
+// Groups of 16 two-bit codes.
+void unpack_two(const uint8_t* from, int64_t, uint8_t* to) {
+  uint32_t all;
+  std::memcpy(&all, from, sizeof all);
+  const uint32_t first = all & 0x33333333u, second = all >> 2 & 0x33333333u;
+  std::memcpy(to, &first, sizeof first);
+  std::memcpy(to + sizeof first, &second, sizeof second);
+}
+
+// Three-bit codes in groups of 64, which most formats have.
 void unpack_three_64(const uint8_t* from, int64_t run, uint8_t* to) {
 #if defined(__x86_64__)
   const __m256i lows = _mm256_broadcastsi128_si256(
@@ -148,6 +157,7 @@ Unpacker* unpacker_to_int8(int64_t run) {
 }
 
 Unpacker* unpacker(const Product& p) {
+  if (p.stored_bits == 2) return unpack_all<unpack_two>;
   if (p.stored_bits == 5) return unpacker_to_int8<5>(p.run);
   if (p.stored_bits == 6) return unpacker_to_int8<6>(p.run);
   const int64_t part = p.run / 4;

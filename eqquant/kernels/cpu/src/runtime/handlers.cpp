@@ -35,10 +35,11 @@ const Kernel* find(std::string_view name) {
   return nullptr;
 }
 
-// Sets the fields that describe rows of `bytes` bytes.
+// Sets the fields that describe rows of `bytes` bytes and `p.blocks` blocks.
 void set_codes(Product& p, int64_t bits, int64_t bytes) {
   p.stored_bits = static_cast<int>(bits);
-  p.bits = bits == 3 ? 4 : bits == 5 || bits == 6 ? 8 : p.stored_bits;
+  const bool is_short = bits == 2 && bytes == 4 * p.blocks;  // Blocks of 16 codes.
+  p.bits = bits == 3 || is_short ? 4 : bits == 5 || bits == 6 ? 8 : p.stored_bits;
   p.packed = bytes * p.bits / p.stored_bits;
 }
 

@@ -61,7 +61,8 @@ struct Product {
   int bits;               // of a code: 1, 2, 4 or 8
   int64_t run;
   // The bits of a stored code. Codes of 3 bits are unpacked to 4 bits, and codes of 5 and 6 bits to int8
-  // (decode/unpack.h). All other fields describe the unpacked codes.
+  // (decode/unpack.h). So are codes of 2 bits in blocks of 16, which would be shorter than a register. All
+  // other fields describe the unpacked codes.
   int stored_bits;
   bool bfloat16_x;
   bool contract_rows;
