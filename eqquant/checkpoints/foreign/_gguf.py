@@ -56,17 +56,18 @@ class GGUFFile(contextlib.AbstractContextManager):
     **Fields:**
 
     - `path`: the path of the file.
-    - `metadata`: the key-value pairs.
+    - `metadata`: the key-value pairs. Without `vocabulary`, arrays of strings are
+        skipped, and empty.
     - `pairs`: the first byte of each key-value pair, and the byte after it.
     - `tensors`: the tensors by name.
     """
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, vocabulary: bool = True):
         self.path = pathlib.Path(path)
         self._file = open(self.path, "rb")  # noqa: SIM115
         self._lock = threading.Lock()
         try:
-            reader = _Reader(self._file, str(self.path))
+            reader = _Reader(self._file, str(self.path), vocabulary)
             self.metadata, self.pairs, self.tensors = _parse(reader)
         except BaseException:
             self._file.close()
@@ -109,8 +110,8 @@ def is_gguf(path: pathlib.Path) -> bool:
 class _Reader:
     """Read numbers and strings one after the other, within the bounds of the file."""
 
-    def __init__(self, file: BinaryIO, where: str):
-        self.where = where
+    def __init__(self, file: BinaryIO, where: str, vocabulary: bool):
+        self.where, self.vocabulary = where, vocabulary
         self.size = os.fstat(file.fileno()).st_size
         self.position = 0
         # An empty file cannot be mapped.
@@ -134,8 +135,9 @@ class _Reader:
     def string(self, name: str) -> str:
         return self.strings(1, name)[0]
 
-    def strings(self, count: int, name: str) -> list[str]:
-        """Read strings in one loop, because vocabularies have 100,000s of them."""
+    def strings(self, count: int, name: str, keep: bool = True) -> list[str]:
+        """Read or skip strings in one loop, because vocabularies have 100,000s of
+        them."""
         data, size, raws = self._bytes, self.size, []
         read_length, position = struct.Struct("<Q").unpack_from, self.position
         for _ in range(count):
@@ -146,7 +148,8 @@ class _Reader:
             position = start + length
             if position > size:
                 self._fail_truncated(name)
-            raws.append(data[start:position])
+            if keep:
+                raws.append(data[start:position])
         self.position = position
         try:
             return [raw.decode() for raw in raws]
@@ -262,7 +265,7 @@ def _value(reader: _Reader, kind: int, key: str, depth: int = 0) -> Any:
     min_bytes = {_bool: 1, _string: 8, _array: 12}.get(element_kind, 1)
     count = reader.count(min_bytes, f"values of {key!r}")
     if element_kind == _string:
-        return reader.strings(count, f"the strings {key!r}")
+        return reader.strings(count, f"the strings {key!r}", reader.vocabulary)
     return [_value(reader, element_kind, key, depth + 1) for _ in range(count)]
 
 

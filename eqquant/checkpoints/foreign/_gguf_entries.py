@@ -109,9 +109,13 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
     is_k = isinstance(format, FittedFormat) and format.is_k_quant
 
     def numbers(given: Any) -> Any:
-        if given is None or not is_k:
-            return None if given is None else whole(given.decode())
-        return integers_times(whole(given.signed_units), whole(given.factors), format)
+        if given is None:
+            return None
+        if is_k:
+            units, integers = whole(given.signed_units), whole(given.factors)
+            return integers_times(units, integers, format)
+        is_half = given.integers is None and given.units.dtype == np.float16
+        return whole(given.signed_units if is_half else given.decode())
 
     scales = stored_scales(numbers(blocks.scales), numbers(blocks.offsets), format)
     if _has_codes_of_format(kind):

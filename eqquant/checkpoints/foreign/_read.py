@@ -88,7 +88,7 @@ def open_entries(path: Path) -> Iterator[dict[str, Entry]]:
     """Open a checkpoint and yield its tensors by name. You can read them until the
     block ends."""
     if is_gguf(pathlib.Path(path)):
-        with GGUFFile(path) as file:
+        with GGUFFile(path, vocabulary=False) as file:
             yield gguf_entries(file)
     else:
         with Source(path) as source:
