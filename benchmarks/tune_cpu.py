@@ -165,13 +165,16 @@ def main() -> None:
             continue
         found = find_case(rule, bound.bound, options.shapes, have)
         if found is None:
-            print(f"{rule.number:2} {rule.kernel}: no product for it in this script")
+            print(
+                f"{rule.number:2} {rule.kernel}: no product of this script uses it on this CPU"
+            )
             continue
         case, other = found
         rows = {max(1, round(bound.bound * step)) for step in STEPS}
         points = sorted(m for m in rows if m <= MOST_ROWS)
         first, speed = measure(case, rule, other, points, options, have)
-        value = f"m{bound.relation}{points[first] if first < len(points) else 'more'}"
+        value = f"m{bound.relation}{points[min(first, len(points) - 1)]}"
+        value += " or more" * (first == len(points))
         now = speed(min(bound.bound, MOST_ROWS))
         print(f"{rule.number:2} {rule.kernel} over {other.kernel}: {bound} -> {value}")
         print(
