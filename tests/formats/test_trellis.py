@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 from eqquant import Trellis
 from eqquant.kernels import choose, cpu, gpu, Matmul, tpu
-from helpers import assert_identical, exported, pairs, relative, sqnr, strict, TOLERANCE
+from helpers import (
+    assert_identical,
+    exported,
+    multiply_by,
+    pairs,
+    relative,
+    sqnr,
+    strict,
+    TOLERANCE,
+)
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 
@@ -266,13 +275,26 @@ def test_kernels_for_single_codes_decline(kernels, normal):
     assert "codes like those of trellis" in str(choose(kernels, product))
 
 
+@pytest.mark.skipif(isinstance(cpu.load(), str), reason="no native kernels here")
+@pairs(
+    "bits, precision, m, block_size, blocks",
+    *([2, 3, 4], ["high", "highest", "default"], [1, 3, 40], [256, 24, 64], [2, 1]),
+)
 @pytest.mark.parametrize("contract_rows", [False, True])
-def test_native_kernels_serve_or_decline(contract_rows, normal):
-    q = eqquant.quantize(normal(16, 64), SMALL)
-    x = normal(1, 16 if contract_rows else 64)
-    product = Matmul(SMALL, contract_rows=contract_rows).of(x, q.codes, q.scales)
-    found = choose(cpu.KERNELS, product)
-    assert isinstance(found, str) and found
+def test_native_kernels(bits, precision, m, block_size, blocks, contract_rows, rng):
+    format, rows = Trellis(bits=bits, block_size=block_size), 40
+    packed = rng.integers(0, 256, (rows, blocks * block_size * bits // 8), np.uint8)
+    scales = jnp.asarray(rng.uniform(1, 2, (rows, blocks)), jnp.bfloat16)
+    q = eqquant.arrays.from_components(jnp.asarray(packed), scales, format)
+    x = rng.standard_normal((m, rows if contract_rows else blocks * block_size))
+    x = jnp.asarray(x, jnp.float32)
+    matmul = Matmul(format, contract_rows).with_compute(precision=precision)
+    out = jax.jit(lambda *args: multiply_by(cpu.KERNELS, matmul, *args))(
+        x, q.codes, scales
+    )
+    w = np.float64(q.dequantize())
+    expected = np.float64(x) @ (w if contract_rows else w.T)
+    assert relative(out, expected) < TOLERANCE[precision]
 
 
 #

@@ -60,6 +60,7 @@ def call(
         run,
         format.bits,
         offsets is not None,
+        format.history > 0,
     )
     results = (
         jax.ShapeDtypeStruct((*product.batch, product.m, product.free), jnp.float32),
@@ -159,15 +160,22 @@ def row_bytes(product: Product) -> int:
 
 def unpacked_bits(format: Format) -> int:
     """Return the bits of a code as the kernels read it. They unpack three bits to four,
-    and five and six bits to eight. Two bits in blocks of 16 become four bits, because
-    four bytes are shorter than a register."""
+    five and six bits to eight, and codes with a history to int8 levels. Two bits in
+    blocks of 16 become four bits, because four bytes are shorter than a register."""
+    if format.history:
+        return 8
     if format.bits == 2 and format.group == 16:
         return 4
     return {3: 4, 5: 8, 6: 8}.get(format.bits, format.bits)
 
 
-def _levels(format: Format) -> Float[Array, "16"]:
-    """Return the level of each 4-bit value. A narrower code is the lowest bits."""
+def _levels(format: Format) -> Float[Array, " levels"]:
+    """Return the level of each 4-bit value. A narrower code is the lowest bits. With a
+    history, return the level of each state."""
+    if format.history:
+        with jax.ensure_compile_time_eval():
+            states = jnp.arange(2 ** (format.bits * (format.history + 1)))
+            return jnp.asarray(np.asarray(format.levels(states, jnp.float32)))
     if unpacked_bits(format) == 8:
         # Such codes need no table. Its values differ, because XLA would compile a
         # kernel that fills a constant one.

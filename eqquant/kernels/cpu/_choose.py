@@ -3,6 +3,7 @@
 import dataclasses
 import functools as ft
 
+from ...formats import Format
 from .._int8 import rounding
 from .._product import Kernel, Product
 from ..xla import longest_int8_sum
@@ -116,8 +117,8 @@ def why_unsupported(product: Product) -> str | None:
     format = product.format
     if reason := product.too_wide("native kernels compute"):
         return reason
-    if reason := product.has_history:
-        return reason
+    if format.history and not _is_known(format):
+        return product.has_history
     if product.is_empty:
         return "there is nothing to multiply"
     if format.bits > 4 and not (format.integer_levels or format.float8):
@@ -127,6 +128,12 @@ def why_unsupported(product: Product) -> str | None:
     if product.blocks > 1 and _block(product) < 8:
         return f"blocks of {format.block_size} are shorter than a register"
     return None
+
+
+def _is_known(format: Format) -> bool:
+    """Return whether the kernels decode codes with this history to int8 levels."""
+    states = format.bits * (format.history + 1)
+    return format.bits in (2, 3, 4) and states == 12 and format.integer_levels
 
 
 def _block(product: Product) -> int:
@@ -162,7 +169,7 @@ def facts_of(product: Product, cpu: frozenset[str]) -> dict[str, Fact]:
         "operands": "int8" if product.is_int8 else dtype,
         "weight": _weight(product, is_exact),
         "sums": "int32" if int32 else "int64",
-        "bits": product.format.bits,
+        "bits": 8 if product.format.history else product.format.bits,
         "run": run_of(product),
         "fits": _fits(product),
         "cpu": cpu,

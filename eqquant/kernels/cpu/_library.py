@@ -76,8 +76,7 @@ def load() -> Library | str:
         ctypes.c_int,
         ctypes.c_int,
         *[ctypes.c_int64] * 5,
-        ctypes.c_int,
-        ctypes.c_int,
+        *[ctypes.c_int] * 3,
     ]
     usable = instruction_sets[:most]
     bfloat16 = "vnni" in usable and bool(native.eqquant_bfloat16())

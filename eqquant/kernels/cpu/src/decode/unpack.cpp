@@ -7,6 +7,7 @@
 #include <cstring>
 #include <memory>
 
+#include "decode/states.h"
 #include "decode/unpack.h"
 #include "runtime/target.h"
 
@@ -169,6 +170,7 @@ Unpacker* unpacker(const Product& p) {
 }  // namespace
 
 void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) {
+  if (p.has_history) return unpack_states(p, from, groups, to);
   unpacker(p)(from, groups, p.run * p.stored_bits / p.bits, p.run, to);
 }
 

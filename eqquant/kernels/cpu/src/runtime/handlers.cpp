@@ -1,10 +1,12 @@
 // The handlers that XLA calls: they check operands and distribute the work.
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "decode/states.h"
 #include "decode/unpack.h"
 #include "encode/transpose.h"
 #include "runtime/huge_pages.h"
@@ -36,10 +38,12 @@ const Kernel* find(std::string_view name) {
 }
 
 // Sets the fields that describe rows of `bytes` bytes and `p.blocks` blocks.
-void set_codes(Product& p, int64_t bits, int64_t bytes) {
+void set_codes(Product& p, int64_t bits, int64_t bytes, bool has_history) {
   p.stored_bits = static_cast<int>(bits);
+  p.has_history = has_history;
   const bool is_short = bits == 2 && bytes == 4 * p.blocks;  // Blocks of 16 codes.
   p.bits = bits == 3 || is_short ? 4 : bits == 5 || bits == 6 ? 8 : p.stored_bits;
+  if (has_history) p.bits = 8;
   p.packed = bytes * p.bits / p.stored_bits;
 }
 
@@ -157,7 +161,10 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (bits < 1 || bits > 8 || bits == 7) return invalid("bits must be 1 to 6, or 8");
   if (exponent && (bits != 8 || exponent < 4 || exponent > 5))
     return invalid("floats must have 8 bits, 4 or 5 of them of exponent");
-  if (levels.element_count() != 16) return invalid("there must be 16 levels");
+  const bool has_history = levels.element_count() == num_states;
+  if (levels.element_count() != 16 && !has_history)
+    return invalid("there must be 16 levels, or one for each state");
+  if (has_history && (bits < 2 || bits > 4)) return invalid("codes with a history must have 2 to 4 bits");
 
   const auto of_x = x.dimensions(), of_codes = codes.dimensions(), of_scales = scales.dimensions(),
              of_y = y->dimensions();
@@ -182,7 +189,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   p.run = run;
   p.exponent = static_cast<int>(exponent);
   const int64_t stored = of_codes[of_codes.size() - 1];
-  set_codes(p, bits, stored);
+  set_codes(p, bits, stored, has_history);
   if (p.stored_bytes() != stored) return invalid("codes must fill their bytes");
   p.bfloat16_x = x.element_type() == ffi::BF16;
   const int64_t all_rows = scale_matrices.count(batch) * p.rows;
@@ -196,6 +203,13 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   p.rounds_x = rounds_x;
   p.contract_rows = contract_rows;
   p.levels = levels.typed_data();
+  std::vector<uint8_t> level_of_state;
+  if (has_history) {
+    const float* const first = p.levels;
+    std::transform(first, first + num_states, std::back_inserter(level_of_state),
+                   [](float level) { return static_cast<uint8_t>(static_cast<int8_t>(level)); });
+    p.level_of_state = level_of_state.data();
+  }
   p.parts = found->parts;
   p.level_unit = level_unit;
   const int64_t in = p.contracted();
@@ -206,6 +220,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     return invalid("operands must not be empty");
   if (run < 1 || p.packed % run || (bits == 3 && run % 4) || (p.bits > bits && bits > 3 && run % 8))
     return invalid("run must divide the bytes of a row");
+  if (has_history && (run % 8 || p.blocks * run != p.packed)) return invalid("run must be a block");
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (routine->why_not)
     if (const char* reason = routine->why_not(p)) return invalid(reason);
@@ -439,14 +454,15 @@ EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
 // Returns the scratch bytes of a product; -1 if the kernel does not exist.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
                                        int64_t m, int64_t rows, int64_t packed,
-                                       int64_t blocks, int64_t run, int bits, int has_offsets) {
+                                       int64_t blocks, int64_t run, int bits, int has_offsets,
+                                       int has_history) {
   const eqquant::Kernel* found = eqquant::find(kernel);
   const eqquant::Routine* routine =
       !found ? nullptr : contract_rows ? found->x_w : found->x_wt;
   if (!routine) return -1;
   eqquant::Product p{};
   p.m = m, p.rows = rows, p.blocks = blocks, p.run = run;
-  eqquant::set_codes(p, bits, packed);
+  eqquant::set_codes(p, bits, packed, has_history);
   p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
   p.parts = found->parts;
   return eqquant::scratch_of(*routine, p, found->needs, has_offsets);

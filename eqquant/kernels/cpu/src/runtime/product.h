@@ -64,6 +64,10 @@ struct Product {
   // (decode/unpack.h). So are codes of 2 bits in blocks of 16, which would be shorter than a register. All
   // other fields describe the unpacked codes.
   int stored_bits;
+  // True if a level depends on the codes before (decode/states.h). These codes are unpacked to int8 levels:
+  // `level_of_state` has one for each state.
+  bool has_history;
+  const uint8_t* level_of_state;
   bool bfloat16_x;
   bool contract_rows;
   // The levels of all 16 four-bit codes; narrower codes repeat. 8-bit codes are signed integers, or floats
@@ -86,7 +90,7 @@ struct Product {
   }
   bool is_unpacked() const { return stored_bits != bits; }
   // The largest magnitude of integer levels.
-  int largest_integer() const { return 1 << (stored_bits - 1); }
+  int largest_integer() const { return has_history ? 127 : 1 << (stored_bits - 1); }
   int64_t stored_bytes() const { return packed * stored_bits / bits; }
   // The stored codes of a row.
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
