@@ -67,6 +67,13 @@ ROWS = {
     "nf3, calibrated": Row("nf3", True, _rotated),
     "nf3, calibrated, search 8": Row("nf3", True, _rotated | {"search": 8}),
     "nf2, calibrated": Row("nf2", True, _rotated),
+    # Blocks that divide the rows of SmolLM2: 576 and 1536 values.
+    **{
+        f"trellis{bits}, calibrated": Row(
+            eqquant.Trellis(bits=bits, block_size=192), True, _rotated
+        )
+        for bits in (4, 3, 2)
+    },
     "nf4, calibrated, distilled": Row(_nf4, True, _rotated, is_distilled=True),
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, is_distilled=True),
     **{
