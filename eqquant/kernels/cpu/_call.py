@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from ..._jax import apart
 from ...formats import (
     Float8Scales,
     float_scales,
@@ -173,9 +174,7 @@ def _levels(format: Format) -> Float[Array, " levels"]:
     """Return the level of each 4-bit value. A narrower code is the lowest bits. With a
     history, return the level of each state."""
     if format.history:
-        with jax.ensure_compile_time_eval():
-            states = jnp.arange(2 ** (format.bits * (format.history + 1)))
-            return jnp.asarray(np.asarray(format.levels(states, jnp.float32)))
+        return jnp.asarray(_level_of_states(format))
     if unpacked_bits(format) == 8:
         # Such codes need no table. Its values differ, because XLA would compile a
         # kernel that fills a constant one.
@@ -184,6 +183,15 @@ def _levels(format: Format) -> Float[Array, " levels"]:
         return jnp.asarray(np.resize(np.asarray(format.codebook, np.float32), 16))
     codes = jnp.arange(16, dtype=jnp.uint8) & jnp.uint8(2**format.bits - 1)
     return format.levels(codes, jnp.float32)
+
+
+@ft.cache
+def _level_of_states(format: Format) -> np.ndarray:
+    def table() -> np.ndarray:
+        states = jnp.arange(2 ** (format.bits * (format.history + 1)))
+        return np.asarray(format.levels(states, jnp.float32))
+
+    return apart(table)
 
 
 def _level_unit(format: Format) -> float:
