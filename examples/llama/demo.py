@@ -189,7 +189,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tokens",
         type=int,
-        default=64,
+        default=80,
         help="Generate at most this many tokens per answer (default: %(default)s).",
     )
     parser.add_argument(
