@@ -148,7 +148,7 @@ test-gpu-compiler:
 coverage: $(VENV)/.has-coverage $(VENV)/.has-examples $(VENV)/.has-weights
 	mkdir -p build/coverage
 	$(BIN)/python -m coverage erase
-	$(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
+	EQQUANT_ALL_CASES=1 $(BIN)/python -m coverage run -m pytest -n $(WORKERS) --dist worksteal -m 'not slow'
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report
 

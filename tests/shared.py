@@ -1,8 +1,10 @@
 """Setup of test workers, which conftest.py loads: eight CPU devices, run-time type
 checks for all of eqquant, and shared fixtures."""
 
+import collections
 import gc
 import os
+import zlib
 
 from jaxtyping import install_import_hook
 
@@ -48,7 +50,24 @@ OPTIMISED = {
 }
 
 
+# Of a test with at least this many fast cases, one in three stays fast. The others are
+# slow, so `make test-slow` runs them. `make coverage` keeps all of them.
+MANY_CASES = 4
+
+
+@pytest.hookimpl(tryfirst=True)  # Before `-m 'not slow'` selects.
 def pytest_collection_modifyitems(items):
+    cases = collections.defaultdict(list)
+    for item in items:
+        if hasattr(item, "callspec") and not item.get_closest_marker("slow"):
+            cases[item.path.name, item.originalname].append(item)
+    for (file, name), found in cases.items():
+        # Start anywhere, so that each format is fast in a third of the tests.
+        first = zlib.crc32(f"{file} {name}".encode()) % 3
+        for i, item in enumerate(found):
+            is_many = len(found) >= MANY_CASES and "EQQUANT_ALL_CASES" not in os.environ
+            if is_many and i % 3 != first:
+                item.add_marker("slow")
     # These run last, because each switch clears the compiled programs.
     items.sort(key=lambda item: item.path.name in OPTIMISED)
 
