@@ -70,7 +70,7 @@ ROWS = {
     # Blocks that divide the rows of SmolLM2: 576 and 1536 values.
     **{
         f"trellis{bits}, calibrated": Row(
-            eqquant.Trellis(bits=bits, block_size=192), True, _rotated
+            eqquant.formats.Trellis(bits=bits, block_size=192), True, _rotated
         )
         for bits in (4, 3, 2)
     },

@@ -47,7 +47,6 @@ from .formats import (
     NF4 as NF4,
     NVFP4 as NVFP4,
     Ternary as Ternary,
-    Trellis as Trellis,
 )
 from .sharding import shard_tree as shard_tree
 from .training import (

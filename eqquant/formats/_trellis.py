@@ -60,7 +60,7 @@ class Trellis(Format):
         import jax
 
         weight = jax.random.normal(jax.random.key(0), (64, 256))
-        q = eqquant.quantize(weight, eqquant.Trellis(bits=2))
+        q = eqquant.quantize(weight, eqquant.formats.Trellis(bits=2))
         assert 8 * q.nbytes / q.size == 2.0625
         ```
 

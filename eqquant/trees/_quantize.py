@@ -112,7 +112,7 @@ def quantize_tree(
     - `search`: the number of roundings of each row that GPTQ keeps while it rounds a
         block (the M-algorithm), for example 16. Each has its own error feedback. The
         time grows with the number. Formats of eight bits are not searched.
-        [`eqquant.Trellis`][] keeps 32 roundings by default.
+        [`eqquant.formats.Trellis`][] keeps 32 roundings by default.
     - `check_finite`: as in [`eqquant.quantize`][].
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.

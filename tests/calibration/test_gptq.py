@@ -237,7 +237,7 @@ def test_a_format_without_nearest_is_rounded_plainly():
 @pytest.mark.parametrize(
     "format",
     [
-        *(eqquant.Trellis(bits=bits, block_size=40) for bits in (2, 3, 4)),
+        *(eqquant.formats.Trellis(bits=bits, block_size=40) for bits in (2, 3, 4)),
         *(eqquant.NF4(), eqquant.Int3(), eqquant.Binary()),
     ],
     ids=repr,
@@ -269,7 +269,7 @@ def test_the_native_search_finds_what_the_search_of_jax_finds(format, rng):
 def test_the_native_search_of_rows_of_zeros_and_of_zero_scales():
     if not cpu.searches(2):
         pytest.skip("there is no native search here")
-    format = eqquant.Trellis(bits=2, block_size=8)
+    format = eqquant.formats.Trellis(bits=2, block_size=8)
     columns = jnp.ones((8, 2)).at[:, 1].set(0)
     values, errors = searched(columns, jnp.zeros(2), jnp.eye(8), format, 4)
     assert (

@@ -181,7 +181,8 @@ def test_layers_of_different_formats_stay_apart(tmp_path):
     for formats, expected in ((["nf4", "nf4"], True), (["nf4", "int8"], False)):
         layers = [{"w": eqquant.quantize(weight, format)} for format in formats]
         eqquant.save(tmp_path / "model.safetensors", {"layers": layers})
-        source = types.SimpleNamespace(path=tmp_path / "model.safetensors")
+        found = eqquant.checkpoints.describe_checkpoint(tmp_path / "model.safetensors")
+        source = types.SimpleNamespace(tensors=found.tensors)
         assert can_stack(source, False) == expected
         assert can_stack(source, "all")
 

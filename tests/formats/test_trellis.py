@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Trellis
+from eqquant.formats import Trellis
 from eqquant.kernels import choose, cpu, gpu, Matmul, tpu
 from helpers import (
     assert_identical,

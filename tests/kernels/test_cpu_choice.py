@@ -273,6 +273,7 @@ def test_why_there_is_none(on, monkeypatch):
     assert why_not(matmul.of(*args)) == "without native kernels: a reason"
 
 
+@pytest.mark.slow
 def test_every_rule_serves_a_product_on_some_cpu():
     """No rule is hidden by the rules before it."""
     formats = [*FORMATS, Int3(), Int4(block_size=None), FP8(block_size=64), NVFP4()]

@@ -126,7 +126,7 @@ def test_turned_off(monkeypatch, normal):
 @pytest.mark.parametrize("platform, loops", [("gpu", False), ("cpu", True)])
 def test_a_gpu_encodes_without_a_loop(platform, loops, monkeypatch):
     monkeypatch.setattr(_encode, "platform_of", lambda _: platform)
-    at_once = _encode.elements_at_once(jnp.zeros(8))
+    at_once = _encode.elements_at_once(jnp.zeros(8), NF4())
     weight = jax.ShapeDtypeStruct((3, 2**20), jnp.float32)
     lowered = _encode.encode_rows.lower(weight, NF4(), (-1,), at_once)
     assert ("stablehlo.while" in lowered.as_text()) == loops
