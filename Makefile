@@ -162,7 +162,7 @@ mutants: $(VENV)/.has-mutants $(VENV)/.has-examples $(VENV)/.has-weights
 SOURCES := eqquant/kernels/cpu/src
 FOLDERS_x86 := x86 avx2 avx512 vnni amx
 FOLDERS_arm := arm neon dotprod i8mm
-sanitized = tests/native/main.cpp $(filter-out %/handlers.cpp,$(wildcard $(SOURCES)/*/*.cpp \
+sanitized = tests/native/main.cpp $(filter-out %handlers.cpp %handler.cpp,$(wildcard $(SOURCES)/*/*.cpp \
 	$(foreach folder,$(FOLDERS_$(1)),$(SOURCES)/*/$(folder)/*.cpp)))
 # Arguments: output folder, architecture, compiler, flags.
 define SANITIZE

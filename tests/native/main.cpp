@@ -30,19 +30,21 @@ struct Case {
 
 double tolerance_of(const std::string& name) {
   const std::string how = name.substr(0, name.find(','));
-  if (how == "float") return 3e-6;  // Sums have up to 98,304 floats.
+  if (how == "float") return 5e-6;  // Sums have up to 122,880 floats.
   if (how == "int8") return 4e-2;
-  return how == "bfloat16" ? 1e-2 : 2e-4;
+  // Sums of int16 must fit into int32, which leaves activations 12 bits in blocks of 1,280 columns.
+  return how == "bfloat16" ? 1e-2 : 3e-4;
 }
 
 std::mt19937 generator(0);
 int below(int n) { return static_cast<int>(generator() % n); }
 
-// Returns code `i` of a group of `size` codes with two parts. See decode/unpack.h.
+// Returns code `i` of a group of `size` codes with one or two parts. See decode/unpack.h.
 int code_of(const uint8_t* group, int64_t size, int bits, int64_t i) {
-  const int low_bits = bits == 3 ? 2 : 4, high_bits = bits - low_bits;
+  const int low_bits = bits < 4 ? 2 : 4, high_bits = bits - low_bits;
   const int64_t lows = size * low_bits / 8, highs = size * high_bits / 8;
   const int low = group[i % lows] >> (low_bits * (i / lows)) & ((1 << low_bits) - 1);
+  if (!high_bits) return low;
   const int high = group[lows + i % highs] >> (high_bits * (i / highs)) & ((1 << high_bits) - 1);
   return low | high << low_bits;
 }
