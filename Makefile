@@ -164,12 +164,12 @@ FOLDERS_x86 := x86 avx2 avx512 vnni amx
 FOLDERS_arm := arm neon dotprod i8mm
 sanitized = tests/native/main.cpp $(filter-out %handlers.cpp %handler.cpp,$(wildcard $(SOURCES)/*/*.cpp \
 	$(foreach folder,$(FOLDERS_$(1)),$(SOURCES)/*/$(folder)/*.cpp)))
-# Arguments: output folder, architecture, compiler, flags.
+# Arguments: output folder, architecture, compiler, flags, libraries.
 define SANITIZE
 rm -rf $(1); mkdir -p $(1); printf '%s\n' $(call sanitized,$(2)) | xargs -P $(WORKERS) -I{} \
 	sh -c '$(3) -std=c++17 -O1 -g1 -ffp-contract=off -Wno-maybe-uninitialized $(4) \
 		-I$(SOURCES) -c {} -o $(1)/$$(echo {} | tr / _).o'; \
-$(3) $(4) $(1)/*.o -o $(1)/main
+$(3) $(4) $(1)/*.o $(5) -o $(1)/main
 endef
 
 # On a CPU without AMX, plain C++ emulates its tiles.
@@ -183,7 +183,7 @@ sanitize:
 
 # Build the ARM library as an installation does, and run its kernels in an emulator, for
 # three CPUs: with i8mm, with dotprod only, and with neither. AddressSanitizer does not work
-# in the emulator.
+# in the emulator. The static libubsan needs libstdc++ after it.
 ARM := aarch64-linux-gnu-g++
 QEMU := qemu-aarch64-static
 
@@ -194,7 +194,7 @@ test-arm: $(VENV)/.has-test
 	set -e; mkdir -p build/arm; \
 	$(BIN)/python eqquant/kernels/cpu/_build.py $(ARM) aarch64 build/arm/_native.so; \
 	$(call SANITIZE,build/arm/sanitize,arm,$(ARM),\
-		-static -fsanitize=undefined -fno-sanitize-recover=all); \
+		-static -fsanitize=undefined -fno-sanitize-recover=all,-lubsan -lstdc++); \
 	for cpu in max neoverse-n1 cortex-a72; do \
 		echo "==> $$cpu"; $(QEMU) -cpu $$cpu build/arm/sanitize/main 15; done
 
