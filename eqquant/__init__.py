@@ -28,11 +28,7 @@ from .arrays import (
     QuantizedArray as QuantizedArray,
 )
 from .calibration import allocate as allocate, calibrate as calibrate
-from .checkpoints import (
-    load as load,
-    load_quantized as load_quantized,
-    save as save,
-)
+from .checkpoints import load as load, load_quantized as load_quantized, save as save
 from .dispatch import quaxify as quaxify, register as register
 from .formats import (
     Binary as Binary,

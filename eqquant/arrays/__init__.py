@@ -46,11 +46,7 @@ from ._rotated import (
     is_quantized as is_quantized,
     RotatedArray as RotatedArray,
 )
-from ._views import (
-    as_views as as_views,
-    exposed as exposed,
-    restored as restored,
-)
+from ._views import as_views as as_views, exposed as exposed, restored as restored
 from .lora import LoraArray as LoraArray
 from .quantized import (
     encode as encode,

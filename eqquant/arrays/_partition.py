@@ -13,13 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from .._jax import explicit_mesh_of, manual_axes_in_context, parts_of
 from ..formats import float_scales
-from ..partition import (
-    all_gather_scales,
-    Parts,
-    parts_by_type,
-    Plan,
-    request,
-)
+from ..partition import all_gather_scales, Parts, parts_by_type, Plan, request
 from ..primitives import quantized_dot
 from ._axes import Operation
 

@@ -4,15 +4,9 @@ Exports `calibrate` and the statistics that it returns; and `allocate`. Imports 
 `arrays`, `primitives`, `partition`, `kernels`, `formats` and `_jax`.
 """
 
-from ._allocate import allocate as allocate, Allocation as Allocation
-from ._calibrate import calibrate as calibrate
-from ._statistics import Statistics as Statistics, WeightStatistics as WeightStatistics
+from ._allocate import allocate, Allocation
+from ._calibrate import calibrate
+from ._statistics import Statistics, WeightStatistics
 
 
-__all__ = [
-    "allocate",
-    "Allocation",
-    "calibrate",
-    "Statistics",
-    "WeightStatistics",
-]
+__all__ = ["allocate", "Allocation", "calibrate", "Statistics", "WeightStatistics"]

@@ -4,21 +4,12 @@ Exports assertions, `explain`, `collectives`, `compile_for_tpu` and `compile_for
 Imports `dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
 """
 
-from ._collectives import Collective as Collective, collectives as collectives
-from ._compile import (
-    compile_for_gpu as compile_for_gpu,
-    compile_for_tpu as compile_for_tpu,
-)
-from ._environment import environment as environment
-from ._explain import explain as explain
-from ._gpu_program import (
-    GPUKernel as GPUKernel,
-    GPUProgram as GPUProgram,
-)
-from ._inspect import (
-    assert_not_materialised as assert_not_materialised,
-    assert_trainable as assert_trainable,
-)
+from ._collectives import Collective, collectives
+from ._compile import compile_for_gpu, compile_for_tpu
+from ._environment import environment
+from ._explain import explain
+from ._gpu_program import GPUKernel, GPUProgram
+from ._inspect import assert_not_materialised, assert_trainable
 
 
 __all__ = [

@@ -6,7 +6,7 @@ implicit arrays inside of callables. `rules/` has a rule for each JAX primitive,
 `primitives` and `_jax`.
 """
 
-from . import control as control
-from ._callables import substitute as substitute
-from ._quaxify import quaxify as quaxify
-from .rules import register as register
+from . import control
+from ._callables import substitute
+from ._quaxify import quaxify
+from .rules import register

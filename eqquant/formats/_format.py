@@ -237,10 +237,7 @@ class Format(abc.ABC):
         absmax: Float[Array, "*lead blocks"],
         counts: Float[np.ndarray, " blocks"],
         limit: float,
-    ) -> tuple[
-        Shaped[Array, "*lead blocks size"],
-        Any,
-    ]:
+    ) -> tuple[Shaped[Array, "*lead blocks size"], Any]:
         """Encode blocks of values.
 
         Return codes (one per value, not packed) and scales: floats, or

@@ -9,28 +9,10 @@ other kernel supports. Kernels use formats, but neither arrays nor derivatives. 
 `gpu` and `tpu` are imported on first use, because Pallas takes long to import.
 """
 
-from . import cpu as cpu, xla as xla
-from ._compute import (
-    Activations as Activations,
-    as_compute as as_compute,
-    Compute as Compute,
-    GPUKernel as GPUKernel,
-    Precision as Precision,
-    TPUKernel as TPUKernel,
-)
-from ._int8 import round_int8 as round_int8
-from ._product import (
-    choose as choose,
-    Kernel as Kernel,
-    Matmul as Matmul,
-    Product as Product,
-    table as table,
-    View as View,
-)
+from . import cpu, xla
+from ._compute import Activations, as_compute, Compute, GPUKernel, Precision, TPUKernel
+from ._int8 import round_int8
+from ._product import choose, Kernel, Matmul, Product, table, View
 
 
-__all__ = [
-    "Compute",
-    "GPUKernel",
-    "TPUKernel",
-]
+__all__ = ["Compute", "GPUKernel", "TPUKernel"]

@@ -7,43 +7,28 @@ keep arrays split on a mesh with explicit axes: `dense_dot`, `merge`, `split`,
 `request`, `reshard_to` and `all_gather_scales`. Imports `_jax`.
 """
 
-from ._all_gather_scales import all_gather_scales as all_gather_scales
-from ._dense_dot import dense_dot as dense_dot
+from ._all_gather_scales import all_gather_scales
+from ._dense_dot import dense_dot
 from ._explicit import (
-    has_explicit_split as has_explicit_split,
-    look_up as look_up,
-    Request as Request,
-    request_in_order as request_in_order,
-    reshard_to as reshard_to,
-    spec_like as spec_like,
-    split_by_compiler as split_by_compiler,
+    has_explicit_split,
+    look_up,
+    Request,
+    request_in_order,
+    reshard_to,
+    spec_like,
+    split_by_compiler,
 )
-from ._find import (
-    plan_for as plan_for,
-    plan_from_types as plan_from_types,
-    result_type as result_type,
-)
-from ._merge import (
-    merge as merge,
-    Parts as Parts,
-    parts_by_type as parts_by_type,
-    split as split,
-    split_by_type as split_by_type,
-)
-from ._plan import (
-    aligned as aligned,
-    Names as Names,
-    names_of as names_of,
-    Plan as Plan,
-)
-from ._request import request as request
+from ._find import plan_for, plan_from_types, result_type
+from ._merge import merge, Parts, parts_by_type, split, split_by_type
+from ._plan import aligned, Names, names_of, Plan
+from ._request import request
 from ._rule import (
-    DOT as DOT,
-    DOT_OVER_ROWS as DOT_OVER_ROWS,
-    Partition as Partition,
-    partition_product as partition_product,
-    Rule as Rule,
-    SCALE_GRADIENT as SCALE_GRADIENT,
+    DOT,
+    DOT_OVER_ROWS,
+    Partition,
+    partition_product,
+    Rule,
+    SCALE_GRADIENT,
 )
 
 

@@ -7,29 +7,16 @@ kernel of a product as a function and in words; `unflatten`, which reads the ope
 `kernels`, `formats` and `_jax`.
 """
 
-from . import _checkpoint as _checkpoint
-from ._activations import straight_rounded as straight_rounded
-from ._batching import map_all_first as map_all_first
-from ._codes_dot import codes_dot as codes_dot
-from ._lowering import (
-    dot_by as dot_by,
-    implementation_on as implementation_on,
-    lowering_of as lowering_of,
-)
-from ._observe_rows import (
-    observe_product as observe_product,
-    observe_rows as observe_rows,
-    sums_of_rows as sums_of_rows,
-)
-from ._operands import unflatten as unflatten
-from ._quantized_dot import (
-    quantized_dot as quantized_dot,
-    quantized_dot_p as quantized_dot_p,
-)
-from ._rows_dot import rows_dot as rows_dot
-from ._scale_gradient import scale_gradient_p as scale_gradient_p
+from . import _checkpoint
+from ._activations import straight_rounded
+from ._batching import map_all_first
+from ._codes_dot import codes_dot
+from ._lowering import dot_by, implementation_on, lowering_of
+from ._observe_rows import observe_product, observe_rows, sums_of_rows
+from ._operands import unflatten
+from ._quantized_dot import quantized_dot, quantized_dot_p
+from ._rows_dot import rows_dot
+from ._scale_gradient import scale_gradient_p
 
 
-__all__ = [
-    "quantized_dot",
-]
+__all__ = ["quantized_dot"]

@@ -15,12 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Shaped
 
-from .._jax import (
-    define_impl,
-    is_automatically_partitioned,
-    is_exported,
-    match_varying,
-)
+from .._jax import define_impl, is_automatically_partitioned, is_exported, match_varying
 from ..formats import Int8
 from ..kernels import choose, Compute, cpu, Matmul, xla
 from ._batching import map_all_first

@@ -5,11 +5,9 @@ quantize their arrays in each call. Imports `trees`,
 `arrays`, `partition` and `_jax`.
 """
 
-from ._shard_tree import shard_tree as shard_tree
-from ._specs import check_spec as check_spec
-from ._split import QuantizesLater as QuantizesLater, Split as Split
+from ._shard_tree import shard_tree
+from ._specs import check_spec
+from ._split import QuantizesLater, Split
 
 
-__all__ = [
-    "shard_tree",
-]
+__all__ = ["shard_tree"]

@@ -1,3 +1,3 @@
 """A weight with a low-rank adapter: its structure and its products."""
 
-from ._array import LoraArray as LoraArray
+from ._array import LoraArray

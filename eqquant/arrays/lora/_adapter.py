@@ -32,9 +32,7 @@ def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array,
 
 
 @ft.partial(
-    jax.jit,
-    static_argnames=("over", "batch", "precision", "out_sharding"),
-    inline=True,
+    jax.jit, static_argnames=("over", "batch", "precision", "out_sharding"), inline=True
 )
 def contract_adapter(
     w: AbstractLoraArray,

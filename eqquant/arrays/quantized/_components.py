@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import typed
-from ...formats import (
-    as_format,
-    Format,
-    num_codes,
-    problems_of,
-    ShortScales,
-)
+from ...formats import as_format, Format, num_codes, problems_of, ShortScales
 from ...kernels import as_compute, Compute
 from .._matrices import canonical_axes
 from ._array import QuantizedArray

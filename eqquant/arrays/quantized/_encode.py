@@ -11,13 +11,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Shaped
 
-from ..._jax import (
-    match_varying,
-    pipeline,
-    platform_of,
-    rowwise,
-    wide_dtype,
-)
+from ..._jax import match_varying, pipeline, platform_of, rowwise, wide_dtype
 from ...formats import Format, max_blocks, num_bytes, scales_and_offsets
 from ...kernels import cpu
 from ...partition import has_explicit_split, spec_like, split_by_compiler

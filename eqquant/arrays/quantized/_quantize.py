@@ -126,10 +126,7 @@ def quantize(
 
 
 def encode(
-    array: Float[Array, "..."],
-    format: Format,
-    axes: tuple[int, ...],
-    given: Any = None,
+    array: Float[Array, "..."], format: Format, axes: tuple[int, ...], given: Any = None
 ) -> tuple[QuantizedArray, Bool[Array, ""]]:
     """Quantize an array after its arguments were checked.
 
@@ -206,11 +203,7 @@ def _check_scales(
         )
 
 
-def _raise_not_finite(
-    array: Num[Array, "..."],
-    given: Any,
-    format: Format,
-):
+def _raise_not_finite(array: Num[Array, "..."], given: Any, format: Format):
     given = None if given is None else scales_and_offsets(given, format)[0]
     kind = "nonzero" if format.signed_scales else "positive"
     nan = int(jnp.sum(jnp.isnan(array)))

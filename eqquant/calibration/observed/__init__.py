@@ -1,8 +1,3 @@
 """A weight that records statistics of its inputs."""
 
-from ._array import (
-    Observed as Observed,
-    ObservedArray as ObservedArray,
-    symmetric as symmetric,
-    Uses as Uses,
-)
+from ._array import Observed, ObservedArray, symmetric, Uses

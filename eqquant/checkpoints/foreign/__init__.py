@@ -2,21 +2,8 @@
 in a checkpoint and describes how to read them. `_read.py` tries all of them. Imports
 `files`."""
 
-from ._bitsandbytes import (
-    BLOCK_SIZES as BLOCK_SIZES,
-    DTYPES as DTYPES,
-    STATE as STATE,
-)
-from ._entry import (
-    ByRows as ByRows,
-    Entry as Entry,
-    from_codes as from_codes,
-    NotExact as NotExact,
-)
-from ._ggml import Blocks as Blocks, Numbers as Numbers, Type as Type, TYPES as TYPES
-from ._gguf import GGUFFile as GGUFFile, is_gguf as is_gguf, MAGIC as MAGIC
-from ._read import (
-    open_entries as open_entries,
-    read_checkpoint as read_checkpoint,
-    safetensors_entries as safetensors_entries,
-)
+from ._bitsandbytes import BLOCK_SIZES, DTYPES, STATE
+from ._entry import ByRows, Entry, from_codes, NotExact
+from ._ggml import Blocks, Numbers, Type, TYPES
+from ._gguf import GGUFFile, is_gguf, MAGIC
+from ._read import open_entries, read_checkpoint, safetensors_entries

@@ -4,20 +4,9 @@ Leaves from a file are checked before they are built. All processes that hold a 
 the tree write files. Imports `files`.
 """
 
-from ._contents import Contents as Contents
-from ._describe import (
-    describe as describe,
-    describe_later as describe_later,
-    is_no_data as is_no_data,
-)
-from ._formats import (
-    format_from_json as format_from_json,
-    format_to_json as format_to_json,
-)
-from ._leaf import Leaf as Leaf
-from ._processes import processes_of as processes_of, SingleProcess as SingleProcess
-from ._shards import (
-    MAX_SHARD_SIZE as MAX_SHARD_SIZE,
-    target_of as target_of,
-    write_checkpoint as write_checkpoint,
-)
+from ._contents import Contents
+from ._describe import describe, describe_later, is_no_data
+from ._formats import format_from_json, format_to_json
+from ._leaf import Leaf
+from ._processes import processes_of, SingleProcess
+from ._shards import MAX_SHARD_SIZE, target_of, write_checkpoint

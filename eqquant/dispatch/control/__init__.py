@@ -5,10 +5,4 @@ interpreted jaxpr. These functions accept pytrees, and therefore implicit arrays
 code here constructs private parameters of JAX.
 """
 
-from . import (
-    _calls as _calls,
-    _custom as _custom,
-    _loops as _loops,
-    _shard_map as _shard_map,
-    _solve as _solve,
-)
+from . import _calls, _custom, _loops, _shard_map, _solve

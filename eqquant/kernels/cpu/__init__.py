@@ -6,17 +6,11 @@ lends it its threads. It receives the levels of a format as a table, and contain
 formats.
 """
 
-from .._int8 import round_int8 as round_int8
-from ._choose import (
-    cpu_of as cpu_of,
-    describe as describe,
-    KERNELS as KERNELS,
-    rule_of as rule_of,
-    why_unsupported as why_unsupported,
-)
-from ._encode import encode as encode, encodes as encodes
-from ._library import load as load, status as status
-from ._round import round_trip as round_trip, rounds as rounds
-from ._rules import describe_rules as describe_rules, RULES as RULES
-from ._search import search as search, searches as searches
-from ._transpose import transposed as transposed
+from .._int8 import round_int8
+from ._choose import cpu_of, describe, KERNELS, rule_of, why_unsupported
+from ._encode import encode, encodes
+from ._library import load, status
+from ._round import round_trip, rounds
+from ._rules import describe_rules, RULES
+from ._search import search, searches
+from ._transpose import transposed

@@ -32,10 +32,6 @@ class Library(NamedTuple):
     scratch: Callable[..., int]
     bfloat16: bool = False
 
-    @property
-    def multiplies_int8(self) -> bool:
-        return not set(INT8_SETS).isdisjoint(self.instructions)
-
 
 @ft.cache
 def load() -> Library | str:

@@ -185,12 +185,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        format: Format,
-        chip: Chip,
-        kind: Kind,
-        digits: int,
-        logic: bool = False,
+        self, format: Format, chip: Chip, kind: Kind, digits: int, logic: bool = False
     ):
         self.format, self.chip = format, chip
         integers = {"int8": jnp.int8, "bits of int4": jnp.int4}

@@ -1,9 +1,9 @@
 """Products with quantized weights in plain XLA, for any platform."""
 
-from .._int8 import round_int8 as round_int8
+from .._int8 import round_int8
 from .._product import choose, Matmul
-from ._recipes import KERNELS as KERNELS, longest_int8_sum as longest_int8_sum
-from ._scale_gradient import scale_gradient as scale_gradient
+from ._recipes import KERNELS, longest_int8_sum
+from ._scale_gradient import scale_gradient
 
 
 def dot(x, codes, scales, matmul: Matmul, x_unit=None):

@@ -17,11 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import wide_dtype
-from ...formats import (
-    Format,
-    from_plane_order,
-    to_plane_order,
-)
+from ...formats import Format, from_plane_order, to_plane_order
 from .._int8 import round_int8, split_int8
 from .._product import Product
 from ._tiles import decode_tile, tiled
