@@ -27,6 +27,7 @@ from ._compat import (
     is_traced,
     Literal,
     manual_axes_in_context,
+    mapped_leaves,
     mapped_mesh_axes,
     match_varying,
     mosaic_gpu_kernel,

@@ -50,8 +50,29 @@ def zero_tangent(x):
 
 
 #
-# Batching
+# Calls that rebuild an array from its leaves
 #
+
+
+def _caller_of_unflatten() -> Any:
+    """Return the frame in which JAX rebuilds the array that calls the caller; None if
+    the array was made otherwise."""
+    # Equinox generates `unflatten`. Checks of types add frames below it.
+    frame = sys._getframe(1)
+    for _ in range(12):
+        if frame.f_code.co_name == "unflatten" or frame.f_back is None:
+            break
+        frame = frame.f_back
+    return frame.f_back if frame.f_code.co_name == "unflatten" else None
+
+
+def mapped_leaves() -> list[list]:
+    """Return the leaves of each argument of the `jax.tree.map` that is rebuilding the
+    array in it that calls this function. Otherwise return an empty list."""
+    frame = _caller_of_unflatten()
+    if frame is None or frame.f_code.co_name != "tree_map":
+        return []
+    return frame.f_locals.get("all_leaves", [])
 
 
 def vmapped_axes(parts: Callable[[], list]) -> tuple[str, list] | None:
@@ -61,16 +82,11 @@ def vmapped_axes(parts: Callable[[], list]) -> tuple[str, list] | None:
     Return None unless `vmap` is rebuilding an argument or a result of its function, and
     the array in it has called this function.
     """
-    # Equinox generates `unflatten`. Checks of types add frames below it.
-    frame = sys._getframe(1)
-    for _ in range(6):
-        if frame.f_code.co_name == "unflatten" or frame.f_back is None:
-            break
-        frame = frame.f_back
-    for name in ("unflatten", "tree_unflatten"):
-        if frame.f_code.co_name != name or frame.f_back is None:
-            return None
-        frame = frame.f_back
+    frame = _caller_of_unflatten()
+    if frame is None or frame.f_code.co_name != "tree_unflatten":
+        return None
+    frame = frame.f_back
+    assert frame is not None
     caller = frame.f_code.co_name
     if caller == "flatten_fun_for_vmap":
         return "in_axes", _axes_of_arguments(parts())

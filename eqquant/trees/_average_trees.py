@@ -20,8 +20,9 @@ def average_trees(
     step of a moving average.
 
     Quantized arrays are dequantized, averaged in at least float32, and quantized again.
-    Do not average or add quantized models by `jax.tree.map`: codes are not numbers, and
-    a sum of integer codes overflows without an error.
+    Do not average or add quantized models by `jax.tree.map`: codes are not numbers. It
+    raises an error outside of `jit`, but inside of `jit` a sum of integer codes
+    overflows without an error.
 
     !!! Example
 

@@ -1,15 +1,19 @@
-"""A check of the axes that `jax.vmap` maps.
+"""Checks of arrays that JAX rebuilds from their leaves.
 
-`vmap` counts the axes of codes and scales, in which the blocked axis is last. These are
-also the axes of the array, up to the first blocked axis. Behind it, `vmap` would map
-another axis without an error.
+`jax.vmap` counts the axes of codes and scales, in which the blocked axis is last. These
+are also the axes of the array, up to the first blocked axis. Behind it, `vmap` would
+map another axis without an error. `jax.tree.map` of two models may compute with codes.
 """
 
+import functools as ft
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
-from ..._jax import vmapped_axes
+from ..._jax import is_traced, mapped_leaves, vmapped_axes
 
 
 class CheckedAxes:
@@ -28,10 +32,12 @@ class CheckedAxes:
         q.__dict__["axes"] = axes
         parts = lambda: jax.tree.leaves((q.codes, q.scales, q.offsets))
         if vmapped := vmapped_axes(parts):
-            _check(q, *vmapped)
+            _check_axes(q, *vmapped)
+        if len(arguments := mapped_leaves()) > 1:
+            _check_codes(q, arguments)
 
 
-def _check(q: Any, argument: str, mapped: list[int | None]) -> None:
+def _check_axes(q: Any, argument: str, mapped: list[int | None]) -> None:
     """Raise an error unless `vmap` maps the same leading axis of every part."""
     if all(axis is None for axis in mapped):
         return
@@ -46,3 +52,63 @@ def _check(q: Any, argument: str, mapped: list[int | None]) -> None:
         "and scales, in which the blocked axis is last. To map another axis of the "
         "array, wrap the mapped function: `eqquant.quaxify(jax.vmap(fn, ...))`."
     )
+
+
+def _check_codes(q: Any, arguments: Sequence[list]) -> None:
+    """Raise an error if `jax.tree.map` of several models has computed new codes from
+    theirs, for example their sum. `arguments` contains the leaves of each model.
+
+    Codes may be chosen from the models, one by one or by rows. Traced codes are not
+    checked, because their values are unknown.
+    """
+    codes = q.codes
+    if not _is_local(codes) or not codes.size:
+        return
+    if any(codes is leaf for leaves in arguments for leaf in leaves):
+        return
+    is_like = lambda x: x.shape == codes.shape and x.dtype == codes.dtype
+    # The position of these codes among the leaves is unknown.
+    places = (
+        [x for x in leaves if _is_local(x) and is_like(x)]
+        for leaves in zip(*arguments, strict=True)
+    )
+    places = [inputs for inputs in places if len(inputs) > 1]
+    are_chosen = lambda by: any(by(codes, inputs) for inputs in places)
+    if not places or are_chosen(_by_element) or are_chosen(_by_row):
+        return
+    raise TypeError(
+        f"jax.tree.map: codes of {q.format!r} must be those of one of the "
+        f"{len(arguments)} models, got other codes, such as their sum. Codes are not "
+        "numbers. To add or average models, use `eqquant.trees.average_trees`. To make "
+        "an array of new codes, use `eqquant.arrays.from_components`."
+    )
+
+
+def _by_element(codes: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether each code equals the code of an input in the same place."""
+    is_any = lambda of: ft.reduce(operator.or_, (of(codes) == of(x) for x in inputs))
+    # Usually, the first row shows that the inputs are those of another array.
+    return bool(np.all(is_any(_first_row)) and np.all(is_any(np.asarray)))
+
+
+def _by_row(codes: Any, inputs: Sequence[Any]) -> bool:
+    """Return whether each row of codes is a row of an input."""
+    first = _first_row(codes)
+    if not any(np.any(np.all(np.asarray(x) == first, -1)) for x in inputs):
+        return False
+    rows = lambda x: {row.tobytes() for row in np.asarray(x).reshape(-1, x.shape[-1])}
+    return rows(codes) <= set().union(*map(rows, inputs))
+
+
+def _first_row(x: Any) -> np.ndarray:
+    first = (0,) * (x.ndim - 1)
+    is_remote = isinstance(x, jax.Array) and any(
+        d.platform != "cpu" for d in x.devices()
+    )
+    return np.asarray(x[first]) if is_remote else np.asarray(x)[first]
+
+
+def _is_local(part: Any) -> bool:
+    """Return whether the values of a part are known in this process."""
+    is_array = isinstance(part, jax.Array | np.ndarray) and not is_traced(part)
+    return is_array and getattr(part, "is_fully_addressable", True)
