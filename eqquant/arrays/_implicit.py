@@ -24,6 +24,9 @@ class ImplicitArray(ArrayInParts):
 
     # The classes, other than arrays, that a part may have.
     part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {}
+    # The part that checkpoints store in place of the array, if the other parts only
+    # describe its products.
+    stored_part: ClassVar[str | None] = None
     # Advice for an array that was passed instead of a plain array.
     _misplaced: ClassVar[str] = "Dequantize it first, with `eqquant.dequantize`."
 

@@ -11,6 +11,7 @@ from .._jax import typed
 from ..arrays import is_implicit, quantized_arrays, without_unsaved
 from ..formats import Format
 from ..trees import match_layers, Site, sites
+from ._wrapped import with_wrappers, without_wrappers
 from .files import Path, Source, to_jax
 from .leaves import Contents, is_no_data, processes_of
 
@@ -51,9 +52,11 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
         either.
     - `like`: a pytree with the saved structure, of arrays or `jax.ShapeDtypeStruct`s.
         Where it has a plain array, the file may have a quantized array of the same
-        shape and dtype. Arrays are split over devices like those in `like`, however
-        they were split when they were saved. If the devices belong to several
-        processes, all of them must call `load`.
+        shape and dtype. Where it has a weight in low precision
+        ([`eqquant.training.low_precision`][]), the file must have a float weight.
+        Arrays are split over devices like those in `like`, however they were split when
+        they were saved. If the devices belong to several processes, all of them must
+        call `load`.
     - `formats`: your own format classes that the file may name.
 
     **Returns:**
@@ -76,12 +79,13 @@ def _load(path: Path, like: Any, formats: Sequence[type[Format]]) -> Any:
         if like is None:
             read = {path: contents.read(path) for path in contents.described}
             return nested({path: _to_jax_or_numpy(x) for path, x in read.items()})
+        plain = without_wrappers(like)
         leaves = [
             site.leaf if path is None else _read(contents, path, site.leaf)
-            for site, path in _match(contents, like)
+            for site, path in _match(contents, plain)
         ]
-    old, treedef = jax.tree.flatten(like, is_leaf=is_implicit)
-    out = jax.tree.unflatten(treedef, leaves)
+    old, treedef = jax.tree.flatten(plain, is_leaf=is_implicit)
+    out = with_wrappers(like, jax.tree.unflatten(treedef, leaves), _caller)
     # Only match layers if a leaf became quantized: otherwise a partial layer of
     # `eqx.partition` would change its class.
     now_quantized = any(

@@ -7,6 +7,7 @@ from typing import Any
 
 from .._jax import typed
 from ..trees import errors_at, sites
+from ._wrapped import without_wrappers
 from .files import KEY, Path
 from .leaves import (
     describe,
@@ -61,7 +62,8 @@ def save(
     - `path`: a path that ends with `.safetensors`, or a folder. The file in a folder is
         `model.safetensors`.
     - `tree`: any pytree. Functions and static fields of modules are not saved:
-        [`eqquant.load`][] takes both from its `like`.
+        [`eqquant.load`][] takes both from its `like`. A weight in low precision
+        ([`eqquant.training.low_precision`][]) is saved as its float weight.
     - `max_shard_size`: the number of bytes above which the checkpoint is split into
         several files with an index, like checkpoints on Hugging Face. `None` always
         writes one file.
@@ -78,6 +80,7 @@ def save(
     metadata = check_metadata(metadata, _caller)
     target = target_of(pathlib.Path(os.fspath(path)), _caller)
     processes = processes_of(tree, _caller)
+    tree = without_wrappers(tree)
     leaves = processes.run_in_all(lambda: _leaves(tree, processes))
     write_checkpoint(target, leaves, metadata, max_shard_size, processes=processes)
 

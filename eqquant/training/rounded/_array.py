@@ -9,7 +9,7 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Key, Shaped
 
-from ...arrays import ArrayOperators, other_axes, Role, scaled
+from ...arrays import ArrayOperators, is_implicit, other_axes, Role, scaled
 from ...partition import Request, reshard_to
 from ._primitives import low_precision_dot
 from ._specs import Recipe
@@ -33,6 +33,7 @@ class LowPrecisionArray(ArrayOperators):
 
     roles: ClassVar[Mapping[str, Role]] = {"in_axes": "free", "out_axes": "free"}
     part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"key": (type(None),)}
+    stored_part = "master"
     _misplaced = "Take the float weights with `eqquant.training.master_weights`."
 
     master: Float[Array, "..."]
@@ -59,6 +60,12 @@ class LowPrecisionArray(ArrayOperators):
 
     def problems(self) -> Iterator[str | Exception]:
         yield from super().problems()
+        if is_implicit(self.master):
+            yield (
+                "a weight in low precision must be a float array, got "
+                f"{self.master!r}. `eqquant.training.master_weights` returns a model "
+                "without low precision."
+            )
         if not jnp.issubdtype(self.dtype, jnp.floating):
             yield f"master must be floating point, got {self.dtype}."
 
