@@ -1,0 +1,200 @@
+"""Train a small language model in low precision, and compare its final loss.
+
+    python benchmarks/low_precision.py --steps 1500 --folder runs --plot loss.png
+
+The model, the data and their order are those of `examples/llama/train_small.py`. A seed
+determines the first weights and the order of the rows, so all rows of the table start
+from the same weights for one seed. "bits per character" is the mean over seeds of the
+loss on held-out text, computed in float32 with the trained weights. "difference" is the
+mean difference to float32 with the same seed, and its range over seeds. Results are
+stored in `--folder`: a repeated command continues where an interrupted one stopped.
+`--table` prints the stored results only.
+"""
+
+import argparse
+import importlib
+import json
+import pathlib
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import jax
+import matplotlib
+import numpy as np
+from _tables import add_output_options, output, print_table
+from _timing import machine
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
+train_small = importlib.import_module("train_small")
+
+
+class Row(NamedTuple):
+    """The preset of products, whether gradients are rounded stochastically, and the
+    format of optimiser states; None for float32."""
+
+    preset: str | None = None
+    stochastic: bool = False
+    states: str | None = None
+
+
+PRODUCTS = {
+    "float32": Row(),
+    "int8": Row("int8"),
+    "int8, stochastic": Row("int8", True),
+    "fp8": Row("fp8"),
+    "mxfp8": Row("mxfp8"),
+    "nvfp4": Row("nvfp4", True),
+}
+STATES = {32: None, 8: "fp8", 4: "fp4"}
+ROWS = {
+    (name, bits): row._replace(states=states)
+    for bits, states in STATES.items()
+    for name, row in PRODUCTS.items()
+}
+BASELINE = "float32", 32
+
+
+class Result(NamedTuple):
+    """A finished run: the loss on held-out text in bits per character, seconds of CPU,
+    and the loss of each step in nats per token."""
+
+    bits: float
+    seconds: float
+    history: list[float]
+
+
+def path_of(folder: pathlib.Path, key: tuple[str, int], seed: int, steps: int):
+    name = f"{key[0].replace(', ', '-')}-states{key[1]}-seed{seed}-steps{steps}"
+    return folder / f"{name}.json"
+
+
+def data() -> tuple:
+    """Return rows to train on, held-out rows, and the characters of held-out text."""
+    texts, held_out = train_small.read_documents()
+    tokenizer = train_small.train_tokenizer(texts, train_small.CONFIG.vocabulary)
+    packed = lambda texts: train_small.pack(
+        train_small.encode(tokenizer, texts), train_small.LENGTH
+    )
+    return packed(texts), packed(held_out), sum(map(len, held_out))
+
+
+def run(row: Row, seed: int, steps: int, path: pathlib.Path, data: tuple) -> Result:
+    rows, held_out, characters = data
+    recipe = row.preset and train_small.recipe_of(row.preset, row.stochastic)
+    begin, checkpoint = time.process_time(), path.with_suffix(".eqx")
+    model, history = train_small.train(
+        rows, train_small.CONFIG, steps, checkpoint, recipe, row.states, seed
+    )
+    seconds = time.process_time() - begin
+    bits = train_small.bits(model, held_out) / characters
+    checkpoint.unlink(missing_ok=True)
+    return Result(bits, seconds, np.asarray(history).tolist())
+
+
+def train_all(options: argparse.Namespace, keys: list[tuple[str, int]]) -> None:
+    options.folder.mkdir(parents=True, exist_ok=True)
+    # Seeds share a program.
+    jax.config.update("jax_compilation_cache_dir", str(options.folder / "programs"))
+    known = None
+    for seed in options.seeds:
+        for key in keys:
+            path = path_of(options.folder, key, seed, options.steps)
+            if path.exists():
+                continue
+            known = data() if known is None else known
+            result = run(ROWS[key], seed, options.steps, path, known)
+            path.write_text(json.dumps(result._asdict()))
+            print(f"{path.stem}: {result.bits:.4f}", file=sys.stderr, flush=True)
+            jax.clear_caches()
+
+
+def stored(options: argparse.Namespace, key: tuple[str, int]) -> dict[int, Result]:
+    """Return the finished runs of a row, by seed."""
+    paths = {s: path_of(options.folder, key, s, options.steps) for s in options.seeds}
+    return {
+        seed: Result(**json.loads(path.read_text()))
+        for seed, path in paths.items()
+        if path.exists()
+    }
+
+
+def cells_of(key: tuple[str, int], runs: dict[int, Result], exact: dict[int, Result]):
+    head = (
+        key[0],
+        str(key[1]),
+        str(len(runs)),
+        f"{_mean(r.bits for r in runs.values()):.4f}",
+    )
+    losses = [
+        run.bits - exact[seed].bits for seed, run in runs.items() if seed in exact
+    ]
+    if key == BASELINE or not losses:
+        return *head, "", ""
+    return *head, f"{_mean(losses):+.4f}", f"{min(losses):+.4f} to {max(losses):+.4f}"
+
+
+def _mean(values) -> float:
+    return statistics.fmean(values)
+
+
+def plot(found: dict, path: pathlib.Path) -> None:
+    """Plot each row's smoothed loss of training minus that of float32."""
+    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    exact = found[BASELINE]
+    for key, runs in found.items():
+        shared = [seed for seed in runs if seed in exact]
+        if key == BASELINE or not shared:
+            continue
+        each = [np.subtract(runs[s].history, exact[s].history) for s in shared]
+        width = min(20, len(each[0]))
+        smooth = np.convolve(np.mean(each, 0), np.ones(width) / width, "valid")
+        style = {32: "-", 8: "--", 4: ":"}[key[1]]
+        label = f"{key[0]}, {key[1]}-bit states"
+        steps = np.arange(len(smooth)) + (width - 1) / 2
+        color = f"C{list(PRODUCTS).index(key[0])}"
+        axis.plot(steps, smooth, style, color=color, label=label, linewidth=1)
+    axis.axhline(0, color="k", linewidth=0.8)
+    axis.set(xlabel="Step", ylabel="Loss minus that of float32, nats per token")
+    axis.legend(frameon=False, fontsize=7, ncols=2)
+    axis.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--rows", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))
+    parser.add_argument(
+        "--states", type=int, nargs="+", choices=STATES, default=[*STATES]
+    )
+    parser.add_argument("--folder", type=pathlib.Path, default="low-precision-runs")
+    parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--plot", type=pathlib.Path, help="write a plot to this file")
+    add_output_options(parser)
+    options = parser.parse_args()
+    keys = [key for key in ROWS if key[0] in options.rows and key[1] in options.states]
+    if not options.table:
+        train_all(options, keys)
+    found = {key: runs for key in ROWS if (runs := stored(options, key))}
+    if BASELINE not in found:
+        parser.error("no run of float32 is stored: include float32 with 32-bit states")
+    with output(options):
+        print(f"{machine()}; {options.steps} steps\n")
+        head = "products", "bits of states", "seeds", "bits per character"
+        table = [[*head, "difference", "range"]]
+        table += [list(cells_of(k, runs, found[BASELINE])) for k, runs in found.items()]
+        print_table(table, options.markdown)
+    if options.plot:
+        plot(found, options.plot)
+
+
+if __name__ == "__main__":
+    main()
