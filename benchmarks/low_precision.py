@@ -18,7 +18,7 @@ import pathlib
 import statistics
 import sys
 import time
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import matplotlib
@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
     preset: str | None = None
     stochastic: bool = False
-    states: str | None = None
+    states: Literal["fp8", "fp4"] | None = None
 
 
 PRODUCTS = {
@@ -52,7 +52,7 @@ PRODUCTS = {
     "mxfp8": Row("mxfp8"),
     "nvfp4": Row("nvfp4", True),
 }
-STATES = {32: None, 8: "fp8", 4: "fp4"}
+STATES: dict[int, Literal["fp8", "fp4"] | None] = {32: None, 8: "fp8", 4: "fp4"}
 ROWS = {
     (name, bits): row._replace(states=states)
     for bits, states in STATES.items()
@@ -168,7 +168,7 @@ def plot(found: dict, path: pathlib.Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rows", nargs="+", choices=PRODUCTS, default=list(PRODUCTS))

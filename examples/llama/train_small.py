@@ -15,6 +15,7 @@ import pathlib
 import platform
 import time
 import zlib
+from typing import Literal
 
 import eqquant
 import equinox as eqx
@@ -73,6 +74,7 @@ def train_tokenizer(texts: list[str], vocabulary: int) -> Tokenizer:
 def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
     """Encode a text with its first and last special tokens."""
     end = tokenizer.token_to_id(END)
+    assert end is not None
     return [[*x.ids, end] for x in tokenizer.encode_batch(texts)]
 
 
@@ -141,7 +143,7 @@ def train(
     steps: int,
     path: pathlib.Path,
     recipe: eqquant.training.Recipe | None = None,
-    states: str | None = None,
+    states: Literal["fp8", "int8", "fp4"] | None = None,
     seed: int = 0,
 ):
     """Return the trained model, and the loss of each step in nats per token.
@@ -215,7 +217,7 @@ def plot(history: np.ndarray, vocabulary: int, path: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--steps",
         type=int,

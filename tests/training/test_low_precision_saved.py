@@ -1,5 +1,7 @@
 """Checkpoints of models in low precision, and of their optimisers."""
 
+from typing import Any
+
 import eqquant
 import equinox as eqx
 import jax
@@ -58,7 +60,7 @@ def test_the_key_of_a_step_is_not_saved(tmp_path):
     ]
     eqquant.save(path, keyed[0])
     loaded = eqquant.load(path, like=keyed[1])
-    weights = [m.layers[0].weight for m in (loaded, *keyed)]
+    weights: list[Any] = [m.layers[0].weight for m in (loaded, *keyed)]
     assert (weights[0].master == weights[1].master).all()
     assert weights[0].key == weights[2].key
 
