@@ -35,6 +35,7 @@ from .files import (
     KEY,
     Path,
     read_manifest,
+    release,
     Shard,
     TensorFile,
     to_json,
@@ -249,9 +250,11 @@ def _quantized(
     choice = choices[name]
     array = contents.read_array(name, contents.described[name].dtype)
     with errors_at(f"{_caller}: at {name}"):
-        return quantize_in_pieces(
+        q = quantize_in_pieces(
             array, choice.format, choice.axis, check_finite=check_finite
         )
+    release(array)
+    return q
 
 
 #

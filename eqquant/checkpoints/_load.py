@@ -12,7 +12,7 @@ from ..arrays import is_implicit, quantized_arrays, without_unsaved
 from ..formats import Format
 from ..trees import match_layers, Site, sites
 from ._wrapped import with_wrappers, without_wrappers
-from .files import Path, Source, to_jax
+from .files import kept, Path, Source, to_jax
 from .leaves import Contents, is_no_data, processes_of
 
 
@@ -25,6 +25,10 @@ def load(path: Path, like: Any = None, *, formats: Sequence[type[Format]] = ()) 
 
     The header is checked before any tensor is read. Loading never executes code from
     the file. Each tensor that eqquant wrote has a checksum.
+
+    On a CPU, large arrays stay in the memory of the mapped file if it aligns them, as
+    files of eqquant do. So replace the file, like `save`, rather than changing its
+    bytes while the arrays are in use.
 
     !!! Example
 
@@ -140,7 +144,7 @@ def _to_jax_or_numpy(leaf: Any) -> Any:
     if not isinstance(leaf, np.ndarray):
         return jax.tree.map(to_jax, leaf) if is_implicit(leaf) else leaf
     fits = jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
-    return to_jax(leaf) if fits else leaf
+    return to_jax(leaf) if fits else kept(leaf)
 
 
 def nested(leaves: dict[str, Any]) -> Any:
@@ -245,7 +249,7 @@ def _sharding(leaf: Any) -> jax.sharding.Sharding | None:
 
 def _place(array: Any, leaf: Any) -> Any:
     if isinstance(leaf, np.ndarray):
-        return array.astype(leaf.dtype, copy=False)
+        return kept(array).astype(leaf.dtype, copy=False)
     if isinstance(leaf, np.generic):
         return array[()]
     return array if isinstance(array, jax.Array) else to_jax(array)

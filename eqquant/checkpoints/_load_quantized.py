@@ -26,7 +26,15 @@ from ._load import is_array
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
 from ._plan import CALLER, check_all_used, Pattern, Plan, plan_leaf
-from .files import fill, Part, Path, to_jax, with_abstract_arrays
+from .files import (
+    fill,
+    kept,
+    Part,
+    Path,
+    release,
+    to_jax,
+    with_abstract_arrays,
+)
 from .leaves import Contents
 
 
@@ -53,7 +61,9 @@ def load_quantized(
 
     Tensors are read, quantized and freed one at a time. So the peak memory is the
     quantized model plus two tensors, however large the checkpoint is. The result equals
-    [`eqquant.quantize_tree`][] bit for bit.
+    [`eqquant.quantize_tree`][] bit for bit. Arrays that are not quantized anew may stay
+    in the memory of the file, as in [`eqquant.load`][]. Stacks are filled in place, on
+    all cores.
 
     !!! Example
 
@@ -164,11 +174,11 @@ def _load(
         elif choice is not None:
             out = _quantize(names, read, leaf, choice, check_finite)
         else:
-            out = _stack(names, read)
+            out = _stack(names, read, threads=0)
         if is_implicit(out):
             out = jax.tree.map(to_jax, out).with_dtype(leaf.dtype)
             return out.with_static(compute=plan.compute or compute)
-        return out if isinstance(leaf, np.ndarray) else to_jax(out)
+        return kept(out) if isinstance(leaf, np.ndarray) else to_jax(out)
 
 
 def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_finite):
@@ -176,7 +186,10 @@ def _quantize(names: np.ndarray, read: Callable, leaf, choice: Choice, check_fin
     axes = tuple(a if a < 0 else a - leaf.ndim for a in axes)
 
     def quantize(array):
-        return quantize_in_pieces(array, choice.format, axes, check_finite=check_finite)
+        options = {"check_finite": check_finite}
+        q = quantize_in_pieces(array, choice.format, axes, **options)
+        release(array)
+        return q
 
     if min(axes) + leaf.ndim < names.ndim:
         # A blocked axis is stacked: tensors share scales, so quantize all at once.
@@ -204,7 +217,7 @@ def _read_quantized(names: np.ndarray, contents: Contents | ForeignContents) -> 
         return q
 
     if isinstance(contents, Contents):
-        return _stack(names, read)
+        return _stack(names, read, threads=0)
     readers = [contents.by_rows(str(name)) for name in names.flat]
     known = [reader for reader in readers if reader is not None]
     if len(known) < len(readers):
@@ -218,9 +231,10 @@ def _read_quantized(names: np.ndarray, contents: Contents | ForeignContents) -> 
     return known[0].build(fill((*names.shape, places[-1].stop), parts))
 
 
-def _stack(names: np.ndarray, make: Callable[[str], Any]) -> Any:
-    """Stack `make(name)` of all names along the leading axes, one after the other."""
+def _stack(names: np.ndarray, make: Callable[[str], Any], threads: int = 1) -> Any:
+    """Stack `make(name)` of all names along the leading axes, one after the other or in
+    several threads."""
     if not names.ndim:
         return make(names.item())
     parts = [Part(name, i, ft.partial(make, name)) for i, name in np.ndenumerate(names)]
-    return fill(names.shape, parts, threads=1)
+    return fill(names.shape, parts, threads=threads)

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..formats import Format
-from .files import convert, empty, Path, Source
+from .files import convert, empty, Path, release, Source
 from .foreign import (
     ByRows,
     Entry,
@@ -72,8 +72,12 @@ class ForeignContents:
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
         entry = self._entries[name]
+        decoded = entry.decode()
+        if decoded.dtype == dtype:
+            return decoded
         out = empty(entry.shape, dtype)
-        convert(entry.decode(), out, entry.where)
+        convert(decoded, out, entry.where)
+        release(decoded)
         return out
 
 

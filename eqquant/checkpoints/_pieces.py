@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import quantize
 from ..formats import Format
 from ..trees import Axis
-from .files import empty, to_jax
+from .files import empty, release, to_jax
 
 
 # Elements per piece. XLA first converts shorter floats to float32, so large pieces take
@@ -44,6 +44,7 @@ def quantize_in_pieces(
         place = (*(slice(None),) * cut, slice(start, start + step))
         # Copy: JAX may release its input only after the next piece is read.
         parts, treedef = jax.tree.flatten(quantize_piece(array[place].copy()))
+        release(array[place])
         if not outs:
             rows = lengths[cut]
             shapes = [(*p.shape[:cut], rows, *p.shape[cut + 1 :]) for p in parts]

@@ -5,11 +5,18 @@ import pathlib
 import subprocess
 import sys
 
+import eqquant
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.checkpoints.files import empty, to_jax
+from eqquant.checkpoints.files import empty, Source, to_jax
 from measured import COLUMNS, ROWS
+
+
+needs_proc = pytest.mark.skipif(
+    not pathlib.Path("/proc/self/maps").exists(), reason="needs proc"
+)
 
 
 @pytest.mark.parametrize("rows", [1, 3000])  # 3000 rows use huge pages.
@@ -21,6 +28,95 @@ def test_jax_uses_the_memory_without_a_copy(rows):
     assert on_jax.unsafe_buffer_pointer() == array.ctypes.data
     del array
     assert (np.asarray(on_jax).sum(0, dtype=np.int64) == expected).all()
+
+
+def is_in_file(array, path) -> bool:
+    """Return whether a JAX array uses the memory of a file that is mapped."""
+    address = array.unsafe_buffer_pointer()
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        first, last = (int(end, 16) for end in line.split()[0].split("-"))
+        if first <= address < last:
+            return line.endswith(str(path))
+    raise AssertionError(f"{address:x} is not mapped.")
+
+
+@needs_proc
+def test_large_arrays_stay_in_the_memory_of_the_file(tmp_path, normal):
+    path = tmp_path / "model.safetensors"
+    model = {"w": normal(256, 1024), "bias": normal(33)}
+    quantized = eqquant.quantize_tree(model, rules={"w": "nf4"}, progress=False)
+    eqquant.save(path, quantized)
+    like = {"w": model["w"], "bias": model["bias"]}
+    for load in (
+        lambda: eqquant.load(path),
+        lambda: eqquant.load(path, like=quantized),
+        lambda: eqquant.load_quantized(path, like, None, progress=False),
+    ):
+        loaded = load()
+        assert is_in_file(loaded["w"].codes, path)
+        assert not is_in_file(loaded["bias"], path)  # It is small.
+        # Another checkpoint replaces the file, and the arrays keep their values.
+        eqquant.save(path, {"w": jnp.zeros(3)})
+        np.testing.assert_array_equal(loaded["w"].codes, quantized["w"].codes)
+        eqquant.save(path, quantized)
+    array = loaded["w"].codes
+    del loaded
+    donated = jax.jit(lambda codes: codes + 1, donate_argnums=0)(array)
+    np.testing.assert_array_equal(donated, quantized["w"].codes + 1)
+    again = eqquant.load(path)  # Programs never write to the file.
+    np.testing.assert_array_equal(again["w"].codes, quantized["w"].codes)
+
+
+@needs_proc
+@pytest.mark.parametrize("offset", [0, 1, 8, 32])
+def test_arrays_of_any_alignment(offset, tmp_path, normal):
+    path = tmp_path / "model.safetensors"
+    w = normal(128, 256)
+    nbytes = w.nbytes
+    described = {"dtype": "F32", "shape": [128, 256], "data_offsets": [0, nbytes]}
+    text = json.dumps({"w": described}).encode()
+    text += b" " * ((offset - 8 - len(text)) % 64)
+    path.write_bytes(len(text).to_bytes(8, "little") + text + np.asarray(w).tobytes())
+    loaded = eqquant.load_quantized(path, {"w": w}, None, progress=False)["w"]
+    np.testing.assert_array_equal(loaded, w)
+    assert is_in_file(loaded, path) == (offset == 0)
+    # A stack has memory of its own.
+    like, names = {"w": w[None]}, lambda path: ["w"]
+    stack = eqquant.load_quantized(path, like, None, names=names, progress=False)["w"]
+    np.testing.assert_array_equal(stack, w[None])
+    assert not is_in_file(stack, path)
+
+
+def test_a_file_that_shrinks_after_it_was_opened(tmp_path, normal):
+    path = tmp_path / "model.safetensors"
+    eqquant.save(path, {"w": normal(64, 64)})
+    with Source(path) as source:
+        with open(path, "r+b") as file:
+            file.truncate(path.stat().st_size - 1)
+        for read in (source.read, source.view):
+            with pytest.raises(ValueError, match="'w'.*truncated"):
+                read("w")
+
+
+@pytest.mark.slow
+@needs_proc
+def test_peak_memory_without_quantizing_is_the_model_and_64_megabytes(tmp_path):
+    """Files of .3 GB, as codes of other libraries, of eqquant, and as floats."""
+    program = pathlib.Path(__file__).parents[2] / "benchmarks" / "loading.py"
+    kinds = ["Q4_1", "Q4_K", "nf4", "bfloat16"]
+    options = ["--gigabytes", "0.3", "--rounds", "1", "--folder", tmp_path]
+    ran = subprocess.run(
+        [sys.executable, program, *options, "--markdown", "--only", *kinds],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [line.strip("| ").split(" | ") for line in ran.stdout.splitlines()[2:]]
+    assert [row[0] for row in rows] == kinds
+    for kind, file, model, *_, beyond in rows:
+        assert abs(int(file) - int(model)) < 20, kind
+        # A much lower value would mean that the model was not in memory.
+        assert -16 < int(beyond) <= 64, f"{kind}: {beyond} MB"
 
 
 def write(path, layers: int, rows: int, rng) -> int:
@@ -44,7 +140,7 @@ def write(path, layers: int, rows: int, rng) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="needs proc")
+@needs_proc
 @pytest.mark.parametrize("format, dtype", [("nf4", "bfloat16"), ("int8", "float32")])
 def test_peak_memory_is_the_quantized_model_and_two_tensors(
     tmp_path, rng, format, dtype

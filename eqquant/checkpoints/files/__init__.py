@@ -17,9 +17,11 @@ from ._manifest import (
     Shard as Shard,
     VERSION as VERSION,
 )
+from ._mapped import MappedFile as MappedFile, release as release
 from ._memory import (
     convert as convert,
     empty as empty,
+    kept as kept,
     to_jax as to_jax,
     to_numpy as to_numpy,
     with_abstract_arrays as with_abstract_arrays,

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from ._mapped import release
 from ._memory import empty
 
 
@@ -46,6 +47,7 @@ def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> A
     def put(part: Part, leaves: Sequence[Any]) -> None:
         for whole, leaf in zip(wholes, leaves, strict=True):
             whole[(*part.place, ...)] = leaf
+            release(leaf)
 
     def read(part: Part) -> None:
         leaves, found = jax.tree.flatten(part.read())

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._mapped import may_stay, release
+
 
 # The size of a huge page on most machines. Products with one row are limited by memory
 # bandwidth, and huge pages cost them fewer TLB misses.
@@ -60,10 +62,22 @@ def convert(source: np.ndarray, out: np.ndarray, where: str) -> None:
         raise ValueError(f"{where} has values that {out.dtype.name} cannot hold.")
 
 
+def kept(array: Any) -> Any:
+    """Return an array that may outlive its checkpoint. It is a copy if it uses the
+    memory of a file and cannot stay there."""
+    if may_stay(array):
+        return array
+    out = empty(array.shape, array.dtype)
+    out[...] = array
+    release(array)
+    return out
+
+
 def to_jax(array: Any) -> jax.Array:
     """Move a NumPy array or a random key to JAX, with the same values and dtype. On a
-    CPU the memory of [`empty`][] is not copied, so do not write to it afterwards."""
-    out = jax.device_put(array)
+    CPU the memory of [`empty`][] and of files is not copied, so do not write to it
+    afterwards."""
+    out = jax.device_put(kept(array))
     if out.dtype != array.dtype:
         raise ValueError(
             f"{array.dtype.name} needs jax_enable_x64, which is off: JAX would convert "

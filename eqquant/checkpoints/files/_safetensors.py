@@ -4,10 +4,10 @@ A file is the length of the header (eight bytes, little endian), the header (JSO
 the bytes of the tensors without gaps. The whole header is checked against the size of
 the file before any tensor is read, so no memory is allocated for invalid sizes.
 
-The library `safetensors` reads into its own memory and writes tensors that all exist at
-once. This module reads a tensor in chunks into memory that JAX uses directly. One pass
-converts the dtype and checks the checksum. (As of version 0.8, that library also lacks
-float8 for NumPy, and silently keeps one of two tensors with the same name.)
+The library `safetensors` writes tensors that all exist at once. This module uses the
+memory of the file, or reads a tensor in chunks into memory that JAX uses directly. One
+pass converts the dtype and checks the checksum. (As of version 0.8, that library also
+lacks float8 for NumPy, and silently keeps one of two tensors with the same name.)
 """
 
 import contextlib
@@ -15,14 +15,16 @@ import dataclasses
 import math
 import os
 import pathlib
+import threading
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
 from ._json import parse_object
+from ._mapped import MappedFile, release
 from ._memory import convert, empty
 
 
@@ -103,6 +105,7 @@ class TensorFile(contextlib.AbstractContextManager):
         if not self.path.is_file():
             raise ValueError(f"{self.path}: no such file.")
         self._file = self.path.open("rb")
+        self._mapped, self._lock = MappedFile(self._file, self.path), threading.Lock()
         try:
             self.file_size = os.fstat(self._file.fileno()).st_size
             self.header = self._read_header()
@@ -136,30 +139,50 @@ class TensorFile(contextlib.AbstractContextManager):
         stored = self.tensors[name]
         dtype = stored.dtype if dtype is None else np.dtype(dtype)
         out = empty(stored.shape, dtype)
-        flat = out.reshape(-1)
-        is_same = dtype == stored.dtype
-        itemsize = stored.dtype.itemsize
-        buffer = np.empty(
-            0 if is_same else min(CHUNK, stored.stop - stored.start), np.uint8
-        )
-        crc = 0
-        self._file.seek(stored.start)
-        for start in range(0, stored.size, CHUNK // itemsize):
-            chunk = flat[start : start + CHUNK // itemsize]
-            raw = chunk.view(np.uint8) if is_same else buffer[: chunk.size * itemsize]
-            crc = self._read_chunk(raw, stored, crc)
-            if not is_same:
+        flat, step = out.reshape(-1), CHUNK // stored.dtype.itemsize
+
+        def use(raw: np.ndarray, start: int) -> None:
+            chunk = flat[start * step : (start + 1) * step]
+            if dtype == stored.dtype:
+                chunk.view(np.uint8)[...] = raw
+            else:
                 convert(raw.view(stored.dtype), chunk, f"{self.path}: {name!r}")
-        self._check(crc, name)
+            release(raw)
+
+        self._check_all(stored, use)
         return out
+
+    def view(self, name: str) -> np.ndarray:
+        """Return a tensor that uses the memory of the file, in any alignment. Pass it
+        to [`kept`][], or to [`release`][] after use."""
+        stored = self.tensors[name]
+        raw = self._check_all(stored)
+        return raw.view(stored.dtype).reshape(stored.shape)
+
+    def _check_all(self, stored: Stored, use: Callable | None = None) -> np.ndarray:
+        """Return the checked bytes of a tensor, after `use(chunk, number)` of each
+        chunk."""
+        raw, crc = self._mapped.read(stored.start, stored.stop, stored.name), 0
+        for start in range(0, raw.size, CHUNK):
+            chunk = raw[start : start + CHUNK]
+            crc = self._check_chunk(chunk, stored, crc)
+            if use is not None:
+                use(chunk, start // CHUNK)
+        self._check(crc, stored.name)
+        return raw
 
     def read_slices(
         self, name: str, slices: Sequence[tuple[Slices, np.ndarray]]
     ) -> None:
         """Read slices of a tensor into arrays in one pass, one chunk at a time. Without
         a checksum, bytes outside of the slices are skipped."""
-        stored = self.tensors[name]
-        crc = 0
+        with self._lock:  # Threads share the position in the file.
+            self._read_slices(self.tensors[name], slices)
+
+    def _read_slices(
+        self, stored: Stored, slices: Sequence[tuple[Slices, np.ndarray]]
+    ) -> None:
+        name, crc = stored.name, 0
         self._file.seek(stored.start)
 
         def read(shape: tuple[int, ...], slices) -> None:
@@ -207,12 +230,16 @@ class TensorFile(contextlib.AbstractContextManager):
                     "truncated."
                 )
             done += count
+        return self._check_chunk(raw, stored, crc)
+
+    def _check_chunk(self, raw: np.ndarray, stored: Stored, crc: int) -> int:
+        """Check the next bytes of a tensor, and return the new CRC-32."""
         if stored.dtype == np.bool_ and raw.size and raw.max() > 1:
             raise ValueError(
                 f"{self.path}: {stored.name!r} has bools other than 0 and 1: the file "
                 "is damaged."
             )
-        return zlib.crc32(view, crc) if stored.name in self.checksums else crc
+        return zlib.crc32(raw.data, crc) if stored.name in self.checksums else crc
 
 
 def overlap(

@@ -75,6 +75,12 @@ class Source(contextlib.AbstractContextManager):
         convert(whole, out, f"{self.path}: {name!r}")
         return out
 
+    def view(self, name: str) -> np.ndarray:
+        """Return a tensor like `read`, if possible in the memory of its file. Pass it
+        to [`kept`][], or to [`release`][] after use."""
+        is_split = isinstance(self.tensors[name], SplitTensor)
+        return self.read(name) if is_split else self._file_of[name].view(name)
+
     def read_slices(self, name: str, places: Sequence[Slices]) -> list[np.ndarray]:
         """Read slices of a tensor. Bytes outside of the slices stay unread if the
         tensor has no checksum, or lie in another piece."""
@@ -175,6 +181,9 @@ class MemorySource(Source):
     def read(self, name, dtype=None):
         array = self._arrays[name]
         return array if dtype is None else array.astype(dtype)
+
+    def view(self, name):
+        return self.read(name)
 
     def config(self):
         return self._config

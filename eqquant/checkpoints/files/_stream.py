@@ -12,6 +12,7 @@ import numpy as np
 
 from ._json import parse_object, to_json
 from ._manifest import padded, place, with_length
+from ._mapped import release
 from ._replacing import replacing
 from ._safetensors import DTYPES, Tensor
 from ._source import INDEX, SUFFIX
@@ -111,6 +112,7 @@ class ShardWriter(contextlib.AbstractContextManager):
             self._tensors.append((tensor, self._data.tell()))
             raw = np.ascontiguousarray(array).reshape(-1)
             self._data.write(raw.view(np.uint8).data)
+            release(raw)
             self._places[name] = len(self._shards)
         self._new_notes[note] = value
 

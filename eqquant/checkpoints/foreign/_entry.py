@@ -25,7 +25,7 @@ from ...formats import (
     ShortScales,
     Ternary,
 )
-from ..files import fill, Part, to_jax
+from ..files import fill, kept, Part, to_jax
 
 
 class NotExact(ValueError):
@@ -61,7 +61,7 @@ class Entry:
 
     - `where`: the file and the name, for errors.
     - `shape`, `dtype`: of the decoded array.
-    - `decode`: reads and decodes the array into new memory.
+    - `decode`: reads and decodes the array. It may use the memory of the file.
     - `quantized`: reads codes and scales unchanged, or raises [`NotExact`][]. `None`
         for an array that is not quantized.
     - `by_rows`: reads some rows of codes and scales, if that is possible.
@@ -100,7 +100,7 @@ class Entry:
 def _as_jax(array: np.ndarray, decode: bool, where: str) -> Array:
     """Convert to a JAX array, which has no 64-bit dtypes without x64."""
     if array.dtype.itemsize < 8 or config("jax_enable_x64"):
-        return jnp.asarray(array)
+        return jnp.asarray(kept(array))
     narrow = array.astype(_narrower.get(array.dtype.name, array.dtype))
     is_equal = narrow.astype(array.dtype) == array
     if np.all(is_equal | (array != array)) or (decode and narrow.dtype.kind == "f"):

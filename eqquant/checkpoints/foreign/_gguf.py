@@ -12,12 +12,11 @@ import mmap
 import os
 import pathlib
 import struct
-import threading
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from ..files import Path
+from ..files import MappedFile, Path
 from ._ggml import Type, TYPES
 
 
@@ -65,7 +64,7 @@ class GGUFFile(contextlib.AbstractContextManager):
     def __init__(self, path: Path, *, vocabulary: bool = True):
         self.path = pathlib.Path(path)
         self._file = open(self.path, "rb")  # noqa: SIM115
-        self._lock = threading.Lock()
+        self._mapped = MappedFile(self._file, self.path)
         try:
             reader = _Reader(self._file, str(self.path), vocabulary)
             self.metadata, self.pairs, self.tensors = _parse(reader)
@@ -77,27 +76,18 @@ class GGUFFile(contextlib.AbstractContextManager):
         self._file.close()
 
     def read(self, tensor: Tensor, rows: slice | None = None) -> np.ndarray:
-        """Read the bytes of a tensor, or of some rows along its first axis."""
+        """Return the bytes of a tensor, or of some rows along its first axis, in the
+        memory of the file."""
         start, stop = tensor.start, tensor.stop
         if rows is not None:
             rows_of_tensor = tensor.shape[0] if len(tensor.shape) > 1 else 1
             nbytes = (stop - start) // rows_of_tensor
             start, stop = start + rows.start * nbytes, start + rows.stop * nbytes
-        return self._bytes(start, stop, tensor.name)
+        return self._mapped.read(start, stop, tensor.name)
 
     def raw_pair(self, key: str) -> bytes:
         """Read the bytes of a key-value pair."""
-        return self._bytes(*self.pairs[key], key).tobytes()
-
-    def _bytes(self, start: int, stop: int, name: str) -> np.ndarray:
-        with self._lock:  # Threads share the position in the file.
-            self._file.seek(start)
-            raw = np.fromfile(self._file, np.uint8, stop - start)
-        if raw.size != stop - start:
-            raise ValueError(
-                f"{self.path}: the file ends inside of {name!r}: it is truncated."
-            )
-        return raw
+        return self._mapped.read(*self.pairs[key], key).tobytes()
 
 
 def is_gguf(path: pathlib.Path) -> bool:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from ...formats import FittedFormat, MXFP4
+from ..files import release
 from ._entry import (
     ByRows,
     codes_of_levels,
@@ -19,7 +20,7 @@ from ._entry import (
     packed_levels,
     stored_scales,
 )
-from ._ggml import Type
+from ._ggml import Blocks, Type
 from ._gguf import GGUFFile, Tensor
 
 
@@ -85,6 +86,7 @@ def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
         out[start : start + step] = tensor.type.decode(
             unpack(raw[start : start + step])
         )
+        release(raw[start : start + step])
     return out.reshape(tensor.shape)
 
 
@@ -92,7 +94,6 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
     """Read the codes, scales and offsets of some rows. Codes are copied without
     unpacking if the file packs them as the format does."""
     kind = tensor.type
-    format: Any = kind.format
     if kind.unpack is None:
         raise ValueError(
             f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant can "
@@ -103,7 +104,17 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
         raise NotExact(
             f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
         )
-    blocks = kind.unpack(_blocks(file, tensor, rows))
+    raw = _blocks(file, tensor, rows)
+    parts = _repacked(tensor, kind.unpack(raw), rows)
+    release(raw)
+    return parts
+
+
+def _repacked(tensor: Tensor, blocks: Blocks, rows: slice) -> tuple:
+    """Return codes, scales and offsets as the format stores them."""
+    kind = tensor.type
+    format: Any = kind.format
+    assert kind.levels is not None
     lead = (rows.stop - rows.start, *tensor.shape[1:-1])
     whole = lambda array: array.reshape(*lead, -1)
     is_k = isinstance(format, FittedFormat) and format.is_k_quant

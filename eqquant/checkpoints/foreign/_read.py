@@ -146,7 +146,7 @@ _finders: tuple[Callable[[Source], dict[str, Entry]], ...] = (
 
 def _plain(source: Source, stored: Tensor) -> Entry:
     where = f"{source.path}: {stored.name!r}"
-    read = lambda: source.read(stored.name)
+    read = lambda: source.view(stored.name)
     return Entry(where, stored.shape, stored.dtype, read, parts=(stored.name,))
 
 

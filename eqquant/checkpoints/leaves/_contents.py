@@ -43,14 +43,15 @@ class Contents:
             self._rebuilder.check_all_used()
 
     def read(self, path: str, shardings: Sequence[Any] = ()) -> Any:
-        """Read and check a leaf. Its arrays are NumPy arrays, except where `shardings`
-        (in the order of `jax.tree.leaves`) has a sharding instead of `None`."""
+        """Read and check a leaf. Its arrays are NumPy arrays, possibly in the memory of
+        the file, except where `shardings` (in the order of `jax.tree.leaves`) has a
+        sharding instead of `None`."""
         remaining = iter(shardings)
 
         def get(name: str) -> Any:
             sharding = next(remaining, None)
             if sharding is None:
-                return self.source.read(name)
+                return self.source.view(name)
             tensor = self.source.tensors[name]
             slices = ft.partial(self.source.read_slices, name)
             return read_onto(sharding, tensor.shape, tensor.dtype, slices)
@@ -70,7 +71,10 @@ class Contents:
         return any(isinstance(self.described[n], QuantizedArray) for n in names)
 
     def read_array(self, name: str, dtype: Any) -> np.ndarray:
-        """Read a tensor and convert it to `dtype`."""
+        """Read a tensor and convert it to `dtype`. It may use the memory of the
+        file."""
+        if self.source.tensors[name].dtype == dtype:
+            return self.source.view(name)
         return self.source.read(name, dtype)
 
     def _describe(self, name: str) -> jax.ShapeDtypeStruct:

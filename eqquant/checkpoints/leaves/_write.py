@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..files import CHUNK, make_header, Manifest, replacing, Shard
+from ..files import CHUNK, make_header, Manifest, release, replacing, Shard
 from ._leaf import Leaf
 
 
@@ -47,4 +47,5 @@ def _write(file: BinaryIO, array: np.ndarray) -> int:
         chunk = raw[start : start + CHUNK]
         crc = zlib.crc32(chunk, crc)
         file.write(chunk)
+    release(array)
     return crc

@@ -13,7 +13,7 @@ import numpy as np
 from ..._jax import is_traced
 from ...arrays import is_implicit, QuantizedArray
 from ...trees import errors_at
-from ..files import replacing, to_numpy
+from ..files import release, replacing, to_numpy
 from ..foreign import GGUFFile, MAGIC, Type, TYPES
 from ._ggml import to_ggml, type_of
 
@@ -175,4 +175,5 @@ def _write(file: Any, pairs: list[bytes], tensors: Sequence[GGUFTensor]) -> None
         raw = tensor.make()
         assert raw.nbytes == tensor.nbytes, tensor
         file.write(raw.data)
+        release(raw)
     file.write(bytes(-file.tell() % _alignment))
