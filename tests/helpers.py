@@ -188,10 +188,10 @@ needs_gpu_compiler = pytest.mark.skipif(
 )
 
 
-def equations_of(jaxpr, name: str):
-    """Yield the equations of a primitive, also inside of other equations."""
+def equations_of(jaxpr, name: str | None):
+    """Yield the equations of a primitive, or of all, also inside of other equations."""
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        if eqn.primitive.name == name:
+        if name is None or eqn.primitive.name == name:
             yield eqn
         for param in eqn.params.values():
             for inner in param if isinstance(param, (tuple, list)) else [param]:

@@ -13,6 +13,7 @@ from ._axes import (
     Operation as Operation,
     Role as Role,
 )
+from ._cached import CachedArray as CachedArray
 from ._hadamard import (
     hadamard as hadamard,
     hadamard_block as hadamard_block,
@@ -46,6 +47,7 @@ from ._rotated import (
     is_quantized as is_quantized,
     RotatedArray as RotatedArray,
 )
+from ._slots import last_tokens as last_tokens
 from ._views import as_views as as_views, exposed as exposed, restored as restored
 from .lora import LoraArray as LoraArray
 from .quantized import (
@@ -62,6 +64,7 @@ from .quantized import (
 
 
 __all__ = [
+    "CachedArray",
     "dequantize",
     "from_components",
     "is_quantized",

@@ -5,6 +5,7 @@ Operators, indexing, rules and control flow use this interface and never the par
 """
 
 import abc
+import functools as ft
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TYPE_CHECKING, TypeGuard, TypeVar
@@ -96,6 +97,18 @@ class ImplicitArray(ArrayInParts):
         """Replace whole rows. `rows` has the blocked axes, counted from the end. It is
         split into the same parts, and `fn(part, new)` puts each of them in place."""
         return NotImplemented
+
+    def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
+        """As `lax.dynamic_update_slice` of whole rows. No start is negative."""
+        lead = [
+            start[axis] for axis in range(self.ndim) if axis not in self.blocked_axes
+        ]
+        dtype = jnp.result_type(*start)
+        first = [jnp.asarray(i, dtype) for i in (*lead, 0)]
+        update = ft.partial(
+            lax.dynamic_update_slice, start_indices=first, allow_negative_indices=False
+        )
+        return self.put(rows, update)
 
     #
     # Products

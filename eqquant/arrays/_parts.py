@@ -57,7 +57,7 @@ class ArrayInParts(Partitioned):
 
         `ndim` is the number of logical axes. `groups` has the axes that the fields in
         `roles` hold, counted from the front. An implicit array among the parts must
-        have all logical axes.
+        have all logical axes, or its leading axes and an ellipsis.
         """
 
     @property
@@ -94,7 +94,8 @@ class ArrayInParts(Partitioned):
         parts = {}
         for name, axes in before.items():
             part = getattr(self, name)
-            if isinstance(part, ArrayInParts):
+            # With other axes than the array, an array in parts is any other pytree.
+            if isinstance(part, ArrayInParts) and ... not in axes:
                 part = part.move(operation)
             elif part is not None:
                 part = operation.on_part(part, axes, after[name])
@@ -190,7 +191,7 @@ class ArrayInParts(Partitioned):
             first, *rest = (getattr(x, name) for x in (self, *others))
             if dimension not in axes:
                 return NotImplemented  # The parts of each array would need their own.
-            if isinstance(first, ArrayInParts):
+            if isinstance(first, ArrayInParts) and ... not in axes:
                 part = first.concatenate(rest, dimension)
             else:
                 place = axes.index(dimension)

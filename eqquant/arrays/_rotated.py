@@ -12,8 +12,9 @@ from jaxtyping import Array, Float, Shaped
 from .._jax import typed
 from ..partition import Request, reshard_to
 from ._axes import Operation, Slice
+from ._cached import CachedArray
 from ._hadamard import hadamard
-from ._implicit import stored
+from ._implicit import is_implicit, stored
 from ._matrices import other_axes
 from ._operators import ArrayOperators
 from .quantized import QuantizedArray
@@ -46,15 +47,17 @@ class RotatedArray(ArrayOperators):
 
     **Fields:**
 
-    - `base`: the rotated weight, quantized.
+    - `base`: the rotated weight, quantized, or the rotated cache.
     - `block`: the number of consecutive values that are rotated together, a power of
         two.
     """
 
-    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {"base": (QuantizedArray,)}
+    part_types: ClassVar[Mapping[str, tuple[type, ...]]] = {
+        "base": (QuantizedArray, CachedArray)
+    }
     _misplaced = QuantizedArray._misplaced
 
-    base: QuantizedArray
+    base: QuantizedArray | CachedArray
     block: int = eqx.field(static=True)
 
     @property
@@ -80,7 +83,7 @@ class RotatedArray(ArrayOperators):
 
     @property
     def is_whole(self) -> bool:
-        return isinstance(self.base, QuantizedArray) and self.base.is_whole
+        return is_implicit(self.base)
 
     def dequantize(self) -> Float[Array, "..."]:
         """Return the array in its original basis, in floating point."""
@@ -127,10 +130,15 @@ class RotatedArray(ArrayOperators):
     def put(
         self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
     ) -> Any:
+        return self._replaced(rows, lambda rows: self.base.put(rows, fn))
+
+    def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
+        return self._replaced(rows, lambda rows: self.base.update(rows, start))
+
+    def _replaced(self, rows: Shaped[Array, "..."], fn: Callable[[Array], Any]) -> Any:
         if rows.ndim < -self.axis or rows.shape[self.axis] != self.shape[self.axis]:
             return NotImplemented
-        rows = hadamard(rows.astype(self.dtype), self.axis, self.block)
-        base = self.base.put(rows, fn)
+        base = fn(hadamard(rows.astype(self.dtype), self.axis, self.block))
         return base if base is NotImplemented else self.replace(base=base)
 
     def can_split(self, axis: int, parts: int) -> bool:

@@ -3,9 +3,6 @@
 So a loop can carry a quantized array as a cache, and append to it.
 """
 
-import functools as ft
-
-import jax.numpy as jnp
 from jax import lax
 
 from ...arrays import ImplicitArray
@@ -16,11 +13,4 @@ from ._registry import rule_for
 def _dynamic_update_slice(q, rows, *start):
     if not isinstance(q, ImplicitArray) or isinstance(rows, ImplicitArray):
         return NotImplemented
-    lead = [start[axis] for axis in range(q.ndim) if axis not in q.blocked_axes]
-    dtype = jnp.result_type(*start)
-    first = [jnp.asarray(i, dtype) for i in (*lead, 0)]
-    # The equation has adjusted negative starts already.
-    update = ft.partial(
-        lax.dynamic_update_slice, start_indices=first, allow_negative_indices=False
-    )
-    return q.put(rows, update)
+    return q.update(rows, start)  # The equation has adjusted negative starts already.
