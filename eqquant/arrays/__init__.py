@@ -14,6 +14,7 @@ from ._axes import (
     Role as Role,
 )
 from ._cached import CachedArray as CachedArray
+from ._contraction import Contraction
 from ._hadamard import (
     hadamard as hadamard,
     hadamard_block as hadamard_block,

@@ -10,9 +10,9 @@ import wadler_lindig as wl
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from ..partition import Request
 from . import _plain as plain
 from ._axes import Role
+from ._contraction import Contraction
 from ._implicit import ImplicitArray, is_implicit
 from ._matrices import other_axes
 from ._operators import ArrayOperators
@@ -281,27 +281,19 @@ class CachedArray(ArrayOperators):
     def rounds_activations(self) -> bool:
         return self.base is not None and self.base.rounds_activations
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
+    def contract(self, x, contraction: Contraction) -> Any:
         self.check_whole()
-        if out_dtype is None:
-            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+        over, batch = contraction.over, contraction.batch
+        out_dtype = contraction.result_dtype(self, x)
         if not jnp.issubdtype(out_dtype, jnp.floating) or len(over) != 1:
             return NotImplemented
         (axis, x_axis) = over[0]
         if any(a in self.blocked_axes for a, _ in batch):
             return NotImplemented
-        how = precision, out_dtype, out_sharding
+        how = contraction.precision, out_dtype, contraction.out_sharding
         token, size = self.blocked_axes
         if axis == size:
-            return self._scores(x, over, tuple(batch), how)
+            return self._scores(x, over, batch, how)
         if axis == token and len(batch) == self.ndim - 2:
             x = jnp.moveaxis(x, x_axis, -1)
             batch = tuple((a, b - (b > x_axis)) for a, b in batch)
@@ -316,7 +308,8 @@ class CachedArray(ArrayOperators):
         """Multiply by all tokens, then by the tokens in other parts."""
         token, size = self.blocked_axes
         here = lambda pairs: [(self._place(a), b) for a, b in pairs]
-        slots = lambda part: plain.contract(part, x, here(over), here(batch), *how)
+        contraction = Contraction(here(over), here(batch), *how)
+        slots = lambda part: plain.contract(part, x, contraction)
         near = slots(self.recent)
         batched = [a for a, _ in batch]
         free = other_axes(self.ndim, batched, (size,))
@@ -324,7 +317,7 @@ class CachedArray(ArrayOperators):
         if self.base is None:
             far = jnp.zeros((*near.shape[:-1], self.capacity), near.dtype)
         else:
-            far = self.base.contract(x, over, batch, *how)
+            far = self.base.contract(x, Contraction(over, batch, *how))
             if far is NotImplemented:
                 return NotImplemented
             far = jnp.moveaxis(far, place, -1)
@@ -348,7 +341,7 @@ class CachedArray(ArrayOperators):
         here = [(self._place(a), b) for a, b in batch]
         lead = len(self.lead_axes)
         slots = lambda part, x: plain.contract(
-            part, x, [(lead, x.ndim - 1)], here, *how
+            part, x, Contraction([(lead, x.ndim - 1)], here, *how)
         )
         terms = []
         if self.first is not None:
@@ -363,7 +356,7 @@ class CachedArray(ArrayOperators):
         terms.append(slots(self.recent, near))
         if self.base is not None:
             over = [(self.blocked_axes[0], x.ndim - 1)]
-            out = self.base.contract(x, over, batch, *how)
+            out = self.base.contract(x, Contraction(over, batch, *how))
             if out is NotImplemented:
                 return NotImplemented
             terms.append(out)

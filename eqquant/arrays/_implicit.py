@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ..partition import Request
+from ._contraction import Contraction
 from ._materialise import materialise
 from ._parts import ArrayInParts
 
@@ -121,28 +121,9 @@ class ImplicitArray(ArrayInParts):
         serve, the product with the decoded array also rounds it."""
 
     @abc.abstractmethod
-    def contract(
-        self,
-        x: Shaped[Array, "..."],
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
-        """Contract this array with `x`.
-
-        **Arguments:**
-
-        - `over`: pairs of contracted axes, of this array and of `x`.
-        - `batch`: pairs of batch axes.
-        - `precision`, `out_dtype`: as in `lax.dot_general`.
-        - `out_sharding`: how the result is split on a mesh with explicit axes.
-
-        **Returns:**
-
-        An array with these axes: batch, free axes of `x`, free axes of this array.
-        """
+    def contract(self, x: Shaped[Array, "..."], contraction: Contraction) -> Any:
+        """Contract this array with `x`. The result has these axes: batch, free axes of
+        `x`, free axes of this array."""
 
     #
     # Methods of arrays, in terms of the above

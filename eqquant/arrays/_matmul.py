@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Shaped
 
+from ._contraction import Contraction
 from ._implicit import ImplicitArray
 from ._partition import hint_for_parts
 
@@ -23,7 +24,7 @@ def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
 
     q_batch, x_batch = q.shape[:-2], x.shape[:-2]
     if not q_batch:
-        out = q.contract(x, [(q_axis, x_axis)], out_dtype=out_dtype)
+        out = q.contract(x, Contraction([(q_axis, x_axis)], out_dtype=out_dtype))
         if out is NotImplemented or reflected or q.ndim == 1 or x.ndim == 1:
             return out
         return jnp.swapaxes(out, -1, -2)  # (..., columns of x, rows of q)
@@ -34,11 +35,11 @@ def matmul(q: ImplicitArray, x: Shaped[Array, "..."], *, reflected: bool):
         return NotImplemented
     q_axis = q.ndim - 2 if reflected else q.ndim - 1
     if x.ndim == 1:
-        return q.contract(x, [(q_axis, 0)], out_dtype=out_dtype)
+        return q.contract(x, Contraction([(q_axis, 0)], out_dtype=out_dtype))
     x = jnp.broadcast_to(x, (*shape, *x.shape[-2:]))
     x_axis = x.ndim - 1 if reflected else x.ndim - 2
     batch = [(i, i) for i in range(len(shape))]
-    out = q.contract(x, [(q_axis, x_axis)], batch, out_dtype=out_dtype)
+    out = q.contract(x, Contraction([(q_axis, x_axis)], batch, out_dtype=out_dtype))
     if out is NotImplemented or reflected:
         return out
     return jnp.swapaxes(out, -1, -2)

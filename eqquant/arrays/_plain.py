@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Shaped
 
 from ..partition import dense_dot
+from ._contraction import Contraction
 from ._implicit import is_implicit
 
 
@@ -23,17 +24,15 @@ def with_shape(x, shape: Sequence[int]) -> Any:
     return x.with_shape(shape) if is_implicit(x) else lax.reshape(x, shape)
 
 
-def contract(
-    w, x, over, batch=(), precision: Any = None, out_dtype=None, out_sharding=None
-) -> Any:
+def contract(w, x, contraction: Contraction) -> Any:
     """Return `ImplicitArray.contract`, for implicit and plain arrays."""
     if is_implicit(w):
-        return w.contract(x, over, batch, precision, out_dtype, out_sharding)
+        return w.contract(x, contraction)
     dtype = jnp.promote_types(w.dtype, x.dtype)
     w, x = w.astype(dtype), x.astype(dtype)
     swapped: Any = [
         tuple(zip(*((j, i) for i, j in pairs), strict=True)) or ((), ())
-        for pairs in (over, batch)
+        for pairs in (contraction.over, contraction.batch)
     ]
     # For a vector the order of results does not matter, and the vector goes on the
     # right: otherwise XLA:CPU transposes the matrix.
@@ -41,8 +40,8 @@ def contract(
         x,
         w,
         swapped,
-        weight_first=x.ndim == len(over) + len(batch),
-        precision=precision,
-        preferred_element_type=out_dtype,
-        out_sharding=out_sharding,
+        weight_first=x.ndim == len(contraction.over) + len(contraction.batch),
+        precision=contraction.precision,
+        preferred_element_type=contraction.out_dtype,
+        out_sharding=contraction.out_sharding,
     )

@@ -1,5 +1,6 @@
 """Arrays that are stored in a rotated basis."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, TypeGuard
 
@@ -10,9 +11,10 @@ import wadler_lindig as wl
 from jaxtyping import Array, Float, Shaped
 
 from .._jax import typed
-from ..partition import Request, reshard_to
+from ..partition import reshard_to
 from ._axes import Operation, Slice
 from ._cached import CachedArray
+from ._contraction import Contraction
 from ._hadamard import hadamard
 from ._implicit import is_implicit, stored
 from ._matrices import other_axes
@@ -154,30 +156,22 @@ class RotatedArray(ArrayOperators):
     def rounds_activations(self) -> bool:
         return self.base.rounds_activations
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
-        axis, x_axis_of = self.axis + self.ndim, dict(over)
+    def contract(self, x, contraction: Contraction) -> Any:
+        axis, x_axis_of = self.axis + self.ndim, dict(contraction.over)
         contracts = axis in x_axis_of
         if contracts:
             if not jnp.issubdtype(x.dtype, jnp.floating):
                 x = x.astype(jnp.promote_types(x.dtype, self.dtype))
             x = hadamard(x, x_axis_of[axis], self.block)
-        sharding = out_sharding if contracts else None
-        out = self.base.contract(x, over, batch, precision, out_dtype, sharding)
-        if contracts:
-            return out
-        if out is NotImplemented or axis in dict(batch):
+            return self.base.contract(x, contraction)
+        replicated = dataclasses.replace(contraction, out_sharding=None)
+        out = self.base.contract(x, replicated)
+        batch = dict(contraction.batch)
+        if out is NotImplemented or axis in batch:
             return NotImplemented
-        free = other_axes(self.ndim, [*x_axis_of], [*dict(batch)])
+        free = other_axes(self.ndim, [*x_axis_of], [*batch])
         out = hadamard(out, free.index(axis) - len(free), self.block)
-        return reshard_to(out, out_sharding)
+        return reshard_to(out, contraction.out_sharding)
 
     def __pdoc__(self, **kwargs):
         base = wl.pdoc(self.base, **kwargs)

@@ -1,5 +1,6 @@
 """Quantized arrays with straight-through gradients."""
 
+import dataclasses
 import functools as ft
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
@@ -9,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
-from ..arrays import ArrayOperators, contract, QuantizedArray, scaled, stored
+from ..arrays import (
+    ArrayOperators,
+    contract,
+    Contraction,
+    QuantizedArray,
+    scaled,
+    stored,
+)
 from ..primitives import straight_rounded
 
 
@@ -89,23 +96,14 @@ class StraightThroughArray(ArrayOperators):
     def rounds_activations(self) -> bool:
         return self.q.rounds_activations
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
-    ) -> Any:
-        if out_dtype is None:
-            out_dtype = jnp.promote_types(x.dtype, self.dtype)
-        options = over, batch, precision, out_dtype, out_sharding
-        multiply = lambda weight, x: contract(weight, x, *options)
+    def contract(self, x, contraction: Contraction) -> Any:
+        out_dtype = contraction.result_dtype(self, x)
+        contraction = dataclasses.replace(contraction, out_dtype=out_dtype)
+        multiply = lambda weight, x: contract(weight, x, contraction)
         out = multiply(self.q, lax.stop_gradient(x))
         if out is NotImplemented:
             return NotImplemented
-        axes = tuple(axis for _, axis in over)
+        axes = tuple(axis for _, axis in contraction.over)
         return _product(out, x, self.master, self.q, multiply, axes)
 
 

@@ -1,6 +1,7 @@
 """`LoraArray`: its value, and its use in JAX and Equinox."""
 
 import functools as ft
+from typing import Any
 
 import eqquant
 import equinox as eqx
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import adapted, array, check, is_lora, KEY, MLP, perturb, stacked
+from eqquant.arrays import Contraction
 from helpers import assert_close, pairs, relative, slow, strict
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -160,7 +162,7 @@ def test_indexing_and_transposing_keep_it(format, normal):
     w = array(format, normal(5, 7, 64))
     dense = w.dequantize()
     for index in (2, slice(1, 4), (slice(None), 3), (1, 2), jnp.array([3, 0]), None):
-        got = w[index]
+        got: Any = w[index]
         assert_close(
             eqquant.dequantize(got) if not is_lora(got) else got.dequantize(),
             dense[index],
@@ -295,8 +297,8 @@ def test_matrices_that_share_an_activation_share_its_mask(normal):
 
 def test_products_have_the_dtype_that_is_asked_for(normal):
     w, x = array("nf4", normal(24, 64)), normal(3, 64)
-    assert w.contract(x, [(1, 1)]).dtype == jnp.float32
-    narrow = w.contract(x, [(1, 1)], out_dtype=jnp.bfloat16)
+    assert w.contract(x, Contraction([(1, 1)])).dtype == jnp.float32
+    narrow = w.contract(x, Contraction([(1, 1)], out_dtype=jnp.bfloat16))
     assert narrow.dtype == jnp.bfloat16
 
 

@@ -1,12 +1,14 @@
 """Structural operations of weights with adapters, on all parts."""
 
+from typing import Any, cast
+
 import eqquant
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from adapters import is_lora
-from eqquant.arrays import LoraArray
+from eqquant.arrays import Contraction, LoraArray
 from helpers import relative, slow, strict
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
@@ -60,7 +62,9 @@ def test_moves(name, weight):
     assert relative(got.dequantize(), expected) < ROUNDING
     (axis,) = got.in_axes
     x = np.random.default_rng(1).standard_normal((2, SIZE)).astype(np.float32)
-    out = got.contract(jnp.asarray(x), [(axis + got.ndim, 1)], precision="highest")
+    out = got.contract(
+        jnp.asarray(x), Contraction([(axis + got.ndim, 1)], precision="highest")
+    )
     product = np.tensordot(np.float64(x), expected, (1, axis))
     assert relative(out, product) < 1e-4  # 15-bit activations.
 
@@ -71,7 +75,7 @@ def test_a_factor_for_each_input():
     scale = strict(lambda w: w * factor)
     with pytest.raises(eqquant.MaterialiseError):
         scale(make("nf4")[1])
-    matrix = make(None)[1]
+    matrix = cast(Any, make(None)[1])
     got = scale(matrix)
     expected = np.asarray(matrix.dequantize(), np.float64) * np.float64(factor)
     assert is_lora(got) and relative(got.dequantize(), expected) < ROUNDING
@@ -107,6 +111,8 @@ def test_what_cannot_be_kept_in_parts(weight, normal):
 
 def test_a_vector_times_integers_is_no_product(weight):
     matrix, x = weight[0], jnp.arange(SIZE)
-    assert matrix.contract(x, [(1, 0)], out_dtype=jnp.int32) is NotImplemented
+    assert (
+        matrix.contract(x, Contraction([(1, 0)], out_dtype=jnp.int32)) is NotImplemented
+    )
     expected = np.asarray(matrix.dequantize(), np.float64) @ np.arange(SIZE)
     assert relative(matrix @ x, expected) < 1e-4

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from eqquant.arrays import Contraction
 from eqquant.calibration.observed import Observed, ObservedArray
 from helpers import relative
 from jax.sharding import PartitionSpec as P
@@ -40,7 +41,7 @@ def seen_by(fn, q):
 def product(w, x):
     """Contract `x` with the contracted axis at its new position."""
     (axis,) = w.blocked_axes
-    return w.contract(x, [(axis, 1)])
+    return w.contract(x, Contraction([(axis, 1)]))
 
 
 #
@@ -76,7 +77,8 @@ def test_moves_before_a_product(name, normal):
     axis = 0 if name == "contracted first" else -1
     expected = np.tensordot(np.float64(x), dense, (1, axis))
     assert relative(out, expected) < EXACT
-    gram = np.float64(x).T @ np.float64(x)
+    rows = np.asarray(x, np.float64)
+    gram = rows.T @ rows
     for i, count in enumerate(counts):
         error = np.abs(np.asarray(seen.gram[i]) - count * gram).max()
         assert error <= EXACT * gram.max()
@@ -130,7 +132,7 @@ def test_the_gradient_of_looked_up_rows_is_seen(name, normal):
     look_up = lambda q: LOOKUPS[name](q, rows) * factors
     out, seen = seen_by(look_up, observed(w))
     np.testing.assert_array_equal(out, w[rows] * factors)
-    ct = np.float64(factors)
+    ct = np.asarray(factors, np.float64)
     assert relative(seen.gram, ct.T @ ct) < EXACT
     assert seen.rows == ROWS
     assert relative(seen.power, (ct**2).sum()) < EXACT
@@ -150,7 +152,8 @@ def test_rows_along_the_contracted_axis_are_not_observed(normal):
 def test_products_of_another_kind_are_not_seen(normal):
     w, y = normal(OUT, SIZE), normal(ROWS, OUT)
     out, seen = seen_by(lambda w: y @ w, observed(w))
-    assert relative(out, np.float64(y) @ np.float64(w)) < EXACT
+    expected = np.asarray(y, np.float64) @ np.asarray(w, np.float64)
+    assert relative(out, expected) < EXACT
     assert not jnp.any(seen.gram) and seen.rows == 0 and seen.power == 0
 
 
@@ -160,6 +163,6 @@ def test_rows_on_which_nothing_depends(every_row, normal):
     counts = np.array([1, 0, 1, 1, 0])
     fn = lambda w: (x @ w.T) * counts[:, None]
     _, seen = seen_by(fn, observed(w, every_row=every_row))
-    left = np.float64(x) if every_row else np.float64(x)[counts == 1]
+    left = np.asarray(x if every_row else x[counts == 1], np.float64)
     assert relative(seen.gram, left.T @ left) < EXACT
     assert seen.rows == len(left) and seen.power == 3 * OUT

@@ -4,6 +4,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 import pytest
+from eqquant.arrays import Contraction
 from eqquant.training import StraightThroughArray
 from helpers import assert_identical, strict
 from jax.sharding import AxisType, PartitionSpec as P
@@ -40,7 +41,8 @@ def test_it_rounds_activations_as_what_it_is_quantized_to_does(normal):
     rounds = make(normal(4, 64), "int8", activations="int8")
     assert rounds.rounds_activations
     x = normal(3, 64)
-    assert_identical(rounds.contract(x, [(1, 1)]), rounds.q.contract(x, [(1, 1)]))
+    contraction = Contraction([(1, 1)])
+    assert_identical(rounds.contract(x, contraction), rounds.q.contract(x, contraction))
 
 
 @pytest.mark.parametrize("fill", [None, 0.0, jnp.nan])
@@ -54,5 +56,7 @@ def test_what_is_out_of_bounds_is_filled_in_both_parts(fill, normal):
 
 def test_products_have_the_dtype_that_is_asked_for(normal):
     w, x = make(normal(4, 64, dtype=jnp.bfloat16)), normal(3, 64, dtype=jnp.bfloat16)
-    assert w.contract(x, [(1, 1)]).dtype == jnp.bfloat16
-    assert w.contract(x, [(1, 1)], out_dtype=jnp.float32).dtype == jnp.float32
+    assert w.contract(x, Contraction([(1, 1)])).dtype == jnp.bfloat16
+    assert (
+        w.contract(x, Contraction([(1, 1)], out_dtype=jnp.float32)).dtype == jnp.float32
+    )

@@ -11,8 +11,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Shaped
 
 from ..._jax import has_explicit_axes
-from ...partition import dense_dot, Request, reshard_to
+from ...partition import dense_dot, reshard_to
 from ...primitives import rows_dot
+from .._contraction import Contraction
 from ._structure import AbstractLoraArray
 
 
@@ -31,18 +32,13 @@ def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array,
     return (base.astype(wide) + w.scale * product).astype(w.dtype)
 
 
-@ft.partial(
-    jax.jit, static_argnames=("over", "batch", "precision", "out_sharding"), inline=True
-)
+@ft.partial(jax.jit, static_argnums=2, inline=True)
 def contract_adapter(
-    w: AbstractLoraArray,
-    x: Shaped[Array, "..."],
-    over: tuple[tuple[int, int], ...],
-    batch: tuple[tuple[int, int], ...],
-    precision: Any,
-    out_sharding: Request = None,
+    w: AbstractLoraArray, x: Shaped[Array, "..."], contraction: Contraction
 ) -> Float[Array, "..."]:
     """Contract with the adapter alone, without forming `scale * b @ a`."""
+    over, batch = contraction.over, contraction.batch
+    precision, out_sharding = contraction.precision, contraction.out_sharding
     x = x.astype(jnp.promote_types(x.dtype, w.b.dtype))
     x_axis_of = dict((*over, *batch))
     contracted = [axis for axis, _ in over]

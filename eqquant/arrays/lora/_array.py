@@ -1,14 +1,14 @@
 """The weight with an adapter."""
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax.numpy as jnp
 import wadler_lindig as wl
 from jaxtyping import Array, Float
 
-from ...partition import Request
 from .. import _plain as plain
+from .._contraction import Contraction
 from .._implicit import is_implicit, stored
 from ._adapter import add_adapter, contract_adapter
 from ._structure import AbstractLoraArray
@@ -61,27 +61,15 @@ class LoraArray(AbstractLoraArray):
     def rounds_activations(self) -> bool:
         return is_implicit(self.base) and self.base.rounds_activations
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
-        if out_dtype is None:
-            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+    def contract(self, x, contraction: Contraction) -> Any:
+        out_dtype = contraction.result_dtype(self, x)
         if not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
-        out = plain.contract(
-            self.base, x, over, batch, precision, out_dtype, out_sharding
-        )
+        contraction = dataclasses.replace(contraction, out_dtype=out_dtype)
+        out = plain.contract(self.base, x, contraction)
         if out is NotImplemented:
             return NotImplemented
-        over, batch = tuple(over), tuple(batch)
-        term = contract_adapter(self, x, over, batch, precision, out_sharding)
-        return out + term.astype(out_dtype)
+        return out + contract_adapter(self, x, contraction).astype(out_dtype)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree with other leaves, such as specs.

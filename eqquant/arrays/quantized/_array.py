@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools as ft
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,8 @@ from jaxtyping import Array, Float, Shaped
 
 from ..._jax import wide_dtype
 from ...formats import gather_scales, num_codes, scales_and_offsets
-from ...partition import Request, spec_like, split_by_compiler
+from ...partition import spec_like, split_by_compiler
+from .._contraction import Contraction
 from .._implicit import stored
 from .._matrices import inverse_order
 from ._checks import check_cast_scales, check_codes, check_lead
@@ -108,17 +109,9 @@ class QuantizedArray(AbstractQuantizedArray):
     def rounds_activations(self) -> bool:
         return self.compute.activations == "int8"
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
+    def contract(self, x, contraction: Contraction) -> Any:
         self.check_whole()
-        return contract(self, x, over, batch, precision, out_dtype, out_sharding)
+        return contract(self, x, contraction)
 
     def __pdoc__(self, **kwargs):
         if not self.is_whole:  # A pytree with other leaves, such as specs.

@@ -3,8 +3,8 @@
 `_geometry.py` describes the axes. This file applies it to arrays.
 """
 
+import dataclasses
 import functools as ft
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Shaped
 from ..._jax import config
 from ...formats import ShortScales
 from ...kernels import Precision, View
-from ...partition import merge, Parts, Request, reshard_to, split
+from ...partition import merge, Parts, reshard_to, split
+from .._contraction import Contraction
 from .._partition import SplitProduct
 from ._geometry import Geometry, geometry
 from ._structure import AbstractQuantizedArray
@@ -40,28 +41,21 @@ def as_precision(precision: Any) -> Precision | None:
 
 
 def contract(
-    q: AbstractQuantizedArray,
-    x: Shaped[Array, "..."],
-    over: Sequence[tuple[int, int]],
-    batch: Sequence[tuple[int, int]] = (),
-    precision: Any = None,
-    out_dtype=None,
-    out_sharding: Request = None,
+    q: AbstractQuantizedArray, x: Shaped[Array, "..."], contraction: Contraction
 ):
     """Contract a quantized array with an activation, as `ImplicitArray.contract` does.
 
     Return NotImplemented if that would decode all of `q`.
     """
-    if out_dtype is None:
-        out_dtype = jnp.promote_types(x.dtype, q.dtype)
+    out_dtype = contraction.result_dtype(q, x)
     if not jnp.issubdtype(out_dtype, jnp.floating):
         return NotImplemented
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(jnp.promote_types(x.dtype, q.dtype))
 
-    x_axis_of = dict(over)
+    x_axis_of = dict(contraction.over)
     blocked = q.blocked_axes
-    batch_axes = [axis for axis, _ in batch]
+    batch_axes = [axis for axis, _ in contraction.batch]
     contracted_blocked = [axis for axis in blocked if axis in x_axis_of]
     if any(axis in blocked for axis in batch_axes):
         return NotImplemented
@@ -69,18 +63,13 @@ def contract(
         q = q.unflatten()
         if q is NotImplemented:
             return NotImplemented
-        return contract(q, x, over, batch, precision, out_dtype, out_sharding)
+        return contract(q, x, contraction)
 
-    return _contract(
-        q,
-        q.stack_view,
-        x,
-        over=tuple(over),
-        batch=tuple(batch),
-        precision=as_precision(precision),
-        out_dtype=jnp.dtype(out_dtype),
-        out_sharding=out_sharding,
+    precision = as_precision(contraction.precision)
+    contraction = dataclasses.replace(
+        contraction, precision=precision, out_dtype=jnp.dtype(out_dtype)
     )
+    return _contract(q, q.stack_view, x, contraction)
 
 
 def _merged(view: View | None, g: Geometry, codes) -> View | None:
@@ -98,26 +87,18 @@ def _merged(view: View | None, g: Geometry, codes) -> View | None:
 
 
 # One program, also if it is called eagerly.
-@ft.partial(
-    jax.jit,
-    static_argnames=("over", "batch", "precision", "out_dtype", "out_sharding"),
-    inline=True,
-)
+@ft.partial(jax.jit, static_argnums=3, inline=True)
 def _contract(
     q: AbstractQuantizedArray,
     view: View | None,
     x: Float[Array, "..."],
-    *,
-    over: tuple[tuple[int, int], ...],
-    batch: tuple[tuple[int, int], ...],
-    precision: Precision | None,
-    out_dtype,
-    out_sharding: Request,
+    contraction: Contraction,
 ) -> Float[Array, "..."]:
+    over, batch = contraction.over, contraction.batch
     g = geometry(q.shape, x.shape, q.blocked_axes, over, batch, q.padding)
     codes = jnp.transpose(q.codes, g.weight_order)
     x = jnp.transpose(x, g.x_order)
-    product = q.split_product(g, codes, x, out_sharding)
+    product = q.split_product(g, codes, x, contraction.out_sharding)
 
     def component(a):
         return merge(jnp.transpose(a, g.weight_order), g.weight_counts, product.weight)
@@ -139,12 +120,12 @@ def _contract(
         offsets=jax.tree.map(component, offsets),
         format=q.format,
         contract_rows=g.contract_rows,
-        compute=q.compute.updated(precision=precision),
+        compute=q.compute.updated(precision=contraction.precision),
         weight_dtype=q.dtype,
-        out_dtype=out_dtype,
+        out_dtype=contraction.out_dtype,
         view=_merged(view, g, codes),
     )
-    return reshard_to(_split_result(out, g, product), out_sharding)
+    return reshard_to(_split_result(out, g, product), contraction.out_sharding)
 
 
 def _merge_activation(

@@ -21,6 +21,7 @@ from ..._jax import has_explicit_axes
 from ...arrays import (
     ArrayOperators,
     contract,
+    Contraction,
     Cut,
     Gather,
     inverse_order,
@@ -212,16 +213,9 @@ class ObservedArray(ArrayOperators):
     def rounds_activations(self) -> bool:
         return False
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: PartitionSpec | None = None,
-    ) -> Any:
-        out = contract(self.base, x, over, batch, precision, out_dtype, out_sharding)
+    def contract(self, x, contraction: Contraction) -> Any:
+        out = contract(self.base, x, contraction)
+        over, batch = contraction.over, contraction.batch
         x_axis_of = {axis - self.ndim: i for axis, i in (*over, *batch)}
         batched = [axis - self.ndim for axis, _ in batch]
         contracted = {axis - self.ndim for axis, _ in over}

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import contract, ImplicitArray, with_shape
+from ...arrays import contract, Contraction, ImplicitArray, with_shape
 from ._patches import patches_of
 from ._products import rounded
 from ._registry import Decoded, rule_for
@@ -101,16 +101,15 @@ class _Convolution:
 
         def multiply(w, patches):
             w = w.transpose(numbers.rhs_spec)
-            options = {"precision": self.precision, "out_dtype": self.out_dtype}
-            product = ft.partial(contract, **options)
+            options = self.precision, self.out_dtype
             if groups == 1:
                 pairs = [(i - 1, j - 1) for i, j in over]
-                out = product(w, patches[0], pairs)
+                out = contract(w, patches[0], Contraction(pairs, (), *options))
             else:
                 w = with_shape(w, (groups, out_features // groups, *shape[1:]))
                 if w is NotImplemented:
                     return NotImplemented
-                out = product(w, patches, over, [(0, 0)])
+                out = contract(w, patches, Contraction(over, [(0, 0)], *options))
             if out is NotImplemented:
                 return NotImplemented
             if groups > 1:  # (groups, batch, space, out / groups)

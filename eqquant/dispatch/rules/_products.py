@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import ImplicitArray
+from ...arrays import Contraction, ImplicitArray
 from ...partition import request_in_order
 from ...primitives import straight_rounded
 from ._registry import Decoded, register_names, rule_for
@@ -36,9 +36,7 @@ def _dot_general(
     if quantized_lhs:
         order[first:] = order[first + free :] + order[first : first + free]
     spec = request_in_order(out_sharding, order)
-    out = q.contract(
-        x, over, batch, precision=precision, out_dtype=out_dtype, out_sharding=spec
-    )
+    out = q.contract(x, Contraction(over, batch, precision, out_dtype, spec))
     if out is NotImplemented:
         x, is_rounded = rounded(q, x, [axis for _, axis in over])
         if not is_rounded:
@@ -117,12 +115,13 @@ def _ragged_dot_general(
     group = jnp.searchsorted(stop, begins, side="right")
     tile = jnp.minimum(begins // height, tiles - 1)
     rows = jnp.arange(height)
+    contraction = Contraction([(0, 1)], (), precision, out_dtype)
 
     def step(out, which):
         begin, end, tile, group = which
         inside = jnp.clip(group, 0, groups - 1)
         weight = rhs.dynamic_slice((inside, 0, 0), (1, *rhs.shape[1:])).squeeze((0,))
-        y = weight.contract(x[tile], [(0, 1)], precision=precision, out_dtype=out_dtype)
+        y = weight.contract(x[tile], contraction)
         row = tile * height + rows
         mine = (row >= begin) & (row < end) & (group < groups)
         return out.at[tile].add(jnp.where(mine[:, None], y, 0)), None

@@ -9,8 +9,15 @@ import numpy as np
 import wadler_lindig as wl
 from jaxtyping import Array, Float, Key, Shaped
 
-from ...arrays import ArrayOperators, is_implicit, other_axes, Role, scaled
-from ...partition import Request, reshard_to
+from ...arrays import (
+    ArrayOperators,
+    Contraction,
+    is_implicit,
+    other_axes,
+    Role,
+    scaled,
+)
+from ...partition import reshard_to
 from ._primitives import low_precision_dot
 from ._specs import Recipe
 
@@ -108,17 +115,9 @@ class LowPrecisionArray(ArrayOperators):
     def rounds_activations(self) -> bool:
         return False  # The product with the float weight rounds nothing.
 
-    def contract(
-        self,
-        x,
-        over: Sequence[tuple[int, int]],
-        batch: Sequence[tuple[int, int]] = (),
-        precision: Any = None,
-        out_dtype=None,
-        out_sharding: Request = None,
-    ) -> Any:
-        if out_dtype is None:
-            out_dtype = jnp.promote_types(x.dtype, self.dtype)
+    def contract(self, x, contraction: Contraction) -> Any:
+        over, batch = contraction.over, contraction.batch
+        out_dtype = contraction.result_dtype(self, x)
         is_float = jnp.issubdtype(x.dtype, jnp.floating)
         if not over or not is_float or not jnp.issubdtype(out_dtype, jnp.floating):
             return NotImplemented
@@ -135,7 +134,7 @@ class LowPrecisionArray(ArrayOperators):
         out = low_precision_dot(x, w, key, recipe=self.recipe, out_dtype=out_dtype)
         if len(w_free) != 1:
             out = out.reshape(*out.shape[:-1], *(self.shape[i] for i in w_free))
-        return reshard_to(out, out_sharding)
+        return reshard_to(out, contraction.out_sharding)
 
     def _key_of(self, w_batch: Sequence[int]) -> Any:
         """Return the keys of a stack of matrices, or one for a single matrix."""
