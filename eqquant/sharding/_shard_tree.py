@@ -77,8 +77,8 @@ def shard_tree(
     - `rules`: instead of `specs`, an ordered mapping `{pattern: PartitionSpec}`, with
         patterns like in [`eqquant.quantize_tree`][]. Arrays without a matching rule are
         replicated.
-    - `batch`: the mesh axes that split the rows of activations. The default are the
-        mesh axes that split no array of `tree`. FSDP requires this argument. If several
+    - `batch`: the mesh axes that split the rows of activations. By default, the mesh
+        axes that split no array of `tree`. FSDP requires this argument. If several
         mesh axes split an axis, the axes of `batch` come last.
     - `scatter`: the axis of results to scatter over the mesh axes of their sum
         (reduce-scatter): -2 for the rows of activations (sequence parallelism), or -1

@@ -134,7 +134,7 @@ def distill(
         error of each output array, averaged over arrays; for stored logits or with
         `head`, it is [`eqquant.training.kl_divergence`][].
     - `where`: the arrays to train, like a filter of `eqx.filter`: a function of an
-        array, or a pytree prefix of bools. The default are all floating-point arrays.
+        array, or a pytree prefix of bools. By default, all floating-point arrays.
     - `state`: the state to resume from, as another call returned it, for `batches` that
         follow. `student` must then be the argument of that call, not its result.
     - `checkpoint`: a path that ends with `.safetensors`, where the state is saved. If

@@ -89,10 +89,10 @@ def lora_tree(
     - `dropout`: the dropout rate of the activation at the input of an adapter. A key
         inside of the adapter determines the mask: see
         [`eqquant.training.with_dropout_key`][].
-    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. The default are the same
-        weights except embeddings, whose adapters would have a row for each word, and
-        weights that a rule has quantized. A weight that is smaller than the rank is
-        left out, with a warning.
+    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. Weights that a rule has
+        quantized are also chosen by default. Embeddings are not, because their
+        adapters would have a row for each word. A weight that is smaller than the rank
+        is left out, with a warning.
     - `rules`: as in [`eqquant.quantize_tree`][], but with ranks instead of formats:
         `None` (no adapter), a rank, or a pair `(rank, axis)`.
 

@@ -85,7 +85,7 @@ def quantize_tree(
     - `model`: any pytree.
     - `format`: a format, or the name of one; `None` to quantize only by rules.
     - `where`: the leaves to quantize, like a filter of `eqx.filter`: a function
-        `leaf -> bool`, or a pytree prefix of bools. The default are known weights.
+        `leaf -> bool`, or a pytree prefix of bools. By default, known weights.
     - `rules`: an ordered mapping `{pattern: what}` that precedes the default; the first
         pattern that matches the path of a leaf wins. A path is `layers.0.weight`, for
         example. A pattern is a string with the wildcards `*` and `?`, or a compiled

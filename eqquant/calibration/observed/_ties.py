@@ -31,9 +31,9 @@ def _backward_product(every_row: bool, residuals, ct):
 def _tie(every_row: bool) -> Callable:
     """Return `out`.
 
-    For each row of `out` with a nonzero cotangent, the cotangent of `gram` is `x`, the
-    cotangent of `rows` is 1, the cotangent of `power` is the squared norm of the
-    cotangent of `out`, and the cotangent of `peak` is the largest magnitude of `x`.
+    Each row of `out` with a nonzero cotangent determines these cotangents: `x` for
+    `gram`, 1 for `rows`, the squared norm of the cotangent for `power`, and the largest
+    magnitude of `x` for `peak`.
     """
     tie = jax.custom_vjp(_pass)
     tie.defvjp(_forward_product, ft.partial(_backward_product, every_row))

@@ -1,10 +1,11 @@
 """The manifest: the data that eqquant adds to the header of a safetensors file.
 
-The manifest is two strings of the metadata. `eqquant` is JSON with the version, a
-record of each leaf that is more than a tensor, the CRC-32 of each tensor, the number of
-the shard, and the position of each piece of a larger tensor. `eqquant.checksum` is the
-CRC-32 of the whole header, computed with zeros in place of the checksum. So every
-changed bit of a file is detected, and a file is read in one pass.
+The manifest is two strings of the metadata. `eqquant` is JSON. It has the version, the
+number of the shard, and the CRC-32 of each tensor. It also has a record of each leaf
+that is more than a tensor, and the position of each piece of a larger tensor.
+`eqquant.checksum` is the CRC-32 of the whole header, computed with zeros in place of
+the checksum. So every changed bit of a file is detected, and a file is read in one
+pass.
 """
 
 import dataclasses

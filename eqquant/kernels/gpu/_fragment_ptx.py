@@ -123,8 +123,8 @@ def columns_of(format: Format) -> list[list[int]]:
 
 
 def with_table_at(asm: str, place: str) -> str:
-    """Return PTX of `_table.py` for a table at an address in a register. All memory of
-    Mosaic is dynamic, so it cannot declare a static table."""
+    """Change PTX of `_table.py` to use a table whose address is in the register
+    `place`. All memory of Mosaic is dynamic, so it cannot declare a static table."""
     lines = asm.splitlines()
     declared = lines[0].startswith(".shared")
     return "\n".join(lines[declared:]).replace("levels", place)

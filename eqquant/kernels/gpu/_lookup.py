@@ -84,8 +84,8 @@ class Decoder:
         plane: int,
         scale: Shaped[Array, "rows bytes"] | None = None,
     ) -> list[Shaped[Array, "rows bytes"]]:
-        """Return the parts of a plane of a tile, the largest first. A `scale` in
-        `dtype` multiplies the part, which must be the only one."""
+        """Return the parts of a plane of a tile, the largest first. A plane with a
+        `scale`, of the dtype `dtype`, has one part, which the scale multiplies."""
         assert scale is None or len(self.tables) < 2
         if self.interpret:
             out = self._interpreted(codes, plane)

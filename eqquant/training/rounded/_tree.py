@@ -88,8 +88,8 @@ def low_precision(
     - `model`: any pytree.
     - `recipe`: a preset, or a [`eqquant.training.Recipe`][] with a spec for each
         product.
-    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. The default are the same
-        weights except embeddings. The weight below an adapter may also be chosen.
+    - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. Embeddings are not chosen
+        by default. The weight below an adapter may also be chosen.
     - `rules`: as in [`eqquant.quantize_tree`][], with recipes instead of formats.
 
     **Returns:**
