@@ -53,15 +53,17 @@ def searched(
     """
     levels = _levels(format)
     in_jax = ft.partial(_search, format=format, levels=levels, count=count)
-    if not cpu.searches(format.bits):
+    if not cpu.searches(format.code_bits):
         return in_jax(columns, scales, factor)
 
     def natively(columns, scales, factor):
         # No rounding reaches the levels that fill the table.
-        filled = np.full(2 ** (format.bits * (format.history + 1)), 1e30, np.float32)
+        filled = np.full(
+            2 ** (format.code_bits * (format.history + 1)), 1e30, np.float32
+        )
         filled[: len(levels)] = levels
         args = columns.T, scales, factor, jnp.asarray(filled)
-        values, errors = cpu.search(*args, bits=format.bits, count=count)
+        values, errors = cpu.search(*args, bits=format.code_bits, count=count)
         return values.T, errors.T
 
     return lax.platform_dependent(columns, scales, factor, cpu=natively, default=in_jax)
@@ -73,7 +75,7 @@ def _levels(format: Format) -> np.ndarray:
         if format.history:
             states = jnp.arange(2 ** (format.bits * (format.history + 1)))
             return np.asarray(format.levels(states, jnp.float32))
-        codes = np.setdiff1d(np.arange(2**format.bits), format.unused_codes)
+        codes = np.setdiff1d(np.arange(2**format.code_bits), format.unused_codes)
         levels = format.levels(jnp.asarray(codes, format.code_dtype), jnp.float32)
         return np.unique(np.asarray(levels))
 

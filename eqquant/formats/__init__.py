@@ -37,7 +37,7 @@ from ._scales import (
     ShortScales,
     slice_scales,
 )
-from ._ternary import Ternary
+from ._ternary import DenseTernary, Ternary
 from ._trellis import Trellis
 from ._two_level_scales import (
     Float8Scales,
@@ -53,6 +53,7 @@ from ._two_level_scales import (
 __all__ = [
     "Binary",
     "Codebook",
+    "DenseTernary",
     "Float8Scales",
     "Format",
     "FourBitScales",

@@ -62,7 +62,8 @@ class Format(abc.ABC):
 
     _accepted_as: ClassVar[str] = "a format such as `eqquant.NF4()`"
     name: ClassVar[str]
-    bits: ClassVar[int]
+    # The bits of a stored code. A fraction, for several codes that share their bits.
+    bits: ClassVar[Any]
     # The number of codes before a code, in its block, on which its level depends. A
     # table of levels has no history.
     history: ClassVar[int] = 0
@@ -155,6 +156,11 @@ class Format(abc.ABC):
             or _short(getattr(self, field.name)) != _short(field.default)
         ]
         return f"{type(self).__name__}({', '.join(shown)})"
+
+    @property
+    def code_bits(self) -> int:
+        """The bits of an unpacked code."""
+        return math.ceil(self.bits)
 
     @property
     def group(self) -> int:

@@ -13,7 +13,7 @@ from ._fp8 import FP8
 from ._int8 import Int8
 from ._integers import Int2, Int3, Int4, Int5, Int6
 from ._nf4 import NF4
-from ._ternary import Ternary
+from ._ternary import DenseTernary, Ternary
 from ._trellis import Trellis
 
 
@@ -25,7 +25,7 @@ formats: dict[str, type[Format]] = {
         *(Int8, Int6, Int5, Int4, Int3, Int2, Ternary, Binary),
     )
 }
-_others = (Codebook, Trellis)
+_others = (Codebook, DenseTernary, Trellis)
 every_format: dict[str, type[Format]] = {
     **formats,
     **{format.name: format for format in _others},

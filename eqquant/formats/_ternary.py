@@ -1,7 +1,7 @@
 """Ternary: {-1, 0, 1} times a scale."""
 
 import dataclasses
-from typing import get_args, Literal
+from typing import Any, get_args, Literal
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,6 +14,7 @@ from ._format import (
     sum_blocks,
     true_divide,
 )
+from ._pack import DIGIT
 
 
 _NonzeroRule = Literal["absmean", "threshold"]
@@ -113,3 +114,53 @@ def _codes(nonzero, negative):
     # Two's complement in two bits: 0b01 is 1, 0b11 is -1.
     sign = (nonzero & negative).astype(jnp.uint8)
     return nonzero.astype(jnp.uint8) | (sign << jnp.uint8(1))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DenseTernary(Ternary):
+    """{-1, 0, 1} times a scale, with five codes in a byte: 1.625 bits per code.
+
+    Everything is as in [`eqquant.Ternary`][], except for the packing and the defaults:
+    blocks of 256 and float16 scales, as in TQ1_0 of GGUF files. Block sizes are
+    multiples of 64.
+
+    !!! Example
+
+        ```python
+        import eqquant
+        import jax
+
+        weight = jax.random.normal(jax.random.key(0), (64, 256))
+        q = eqquant.quantize(weight, eqquant.formats.DenseTernary())
+        assert 8 * q.nbytes / q.size == 1.6875
+        assert (q.dequantize() == eqquant.quantize(
+            weight, eqquant.Ternary(256, "float16")
+        ).dequantize()).all()
+        ```
+    """
+
+    block_size: int | None = 256
+    scale_dtype: Any = "float16"
+
+    name = "dense_ternary"
+    bits = DIGIT
+    integer_levels = True
+    unused_codes = (3,)
+    unit_levels = True
+    padding_code = 1
+
+    def encode(self, blocks, absmax, counts, limit):
+        codes, scales = super().encode(blocks, absmax, counts, limit)
+        return _to_digits(codes), scales
+
+    def nearest(self, blocks, scales):
+        return _to_digits(super().nearest(blocks, scales))
+
+    def levels(self, codes, dtype):
+        if codes.dtype == jnp.uint8:
+            codes = codes.astype(jnp.int8)
+        return (codes - 1).astype(dtype)
+
+
+def _to_digits(codes):
+    return (codes + jnp.uint8(1)) & jnp.uint8(3)

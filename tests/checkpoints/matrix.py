@@ -8,6 +8,7 @@ the test files of the libraries are read. All cells are exact.
 
 import pathlib
 import tempfile
+from typing import Any
 
 import eqquant
 import jax
@@ -45,7 +46,7 @@ COLUMNS = {
 def arrays():
     """Return an array for each row of the table."""
     weight = jax.random.normal(jax.random.key(0), (64, 256))
-    integers = {8: eqquant.Int8, 6: formats.Int6, 5: formats.Int5}
+    integers: dict[Any, Any] = {8: eqquant.Int8, 6: formats.Int6, 5: formats.Int5}
     integers |= {4: eqquant.Int4, 3: eqquant.Int3, 2: eqquant.Int2}
     short = {"block_size": 64, "scale_dtype": "float16"}
     affine = {"block_size": 64, "scale_dtype": "bfloat16", "affine": True}
@@ -62,6 +63,7 @@ def arrays():
     yield "`MXFP4`", eqquant.quantize(weight, "mxfp4")
     yield "`NVFP4` with one factor", eqquant.quantize(weight, "nvfp4", axis=(0, 1))
     yield "`Ternary`", eqquant.quantize(weight, eqquant.Ternary(256, "float16"))
+    yield "`DenseTernary`", eqquant.quantize(weight, formats.DenseTernary())
 
 
 def kind(q) -> tuple[str, bool]:
@@ -95,7 +97,7 @@ def writes(library: str, q) -> bool:
             if isinstance(error.__cause__, NotHeld):
                 return False
             raise
-        read = read_checkpoint(path)["a.weight"]
+        read: Any = read_checkpoint(path)["a.weight"]
         same = read.with_dtype("float32").dequantize().astype(read.dtype)
         expected = q.with_dtype("float32").dequantize().astype(read.dtype)
         assert eqquant.is_quantized(read) and (same == expected).all()

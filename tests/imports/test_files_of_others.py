@@ -114,7 +114,6 @@ def test_gguf_reads_written_files(tmp_path):
     written file like the file that llama.cpp wrote."""
     path, source = tmp_path / "made.gguf", DATA / "gguf.gguf"
     arrays = eqquant.checkpoints.read_checkpoint(source)
-    del arrays["TQ1_0"]
     w = jax.random.normal(jax.random.key(0), (8, 512))
     k = {"affine": True, "unsigned": True, "double_quantization": "k"}
     formats = {
@@ -123,6 +122,7 @@ def test_gguf_reads_written_files(tmp_path):
         "Q5_K": eqquant.formats.Int5(32, **k),
         "Q6_K": eqquant.formats.Int6(16, double_quantization="k"),
         "Q3_K": eqquant.Int3(16, double_quantization="k"),
+        "TQ1_0": eqquant.formats.DenseTernary(),
     }
     ours = {f"new {name}": eqquant.quantize(w, f) for name, f in formats.items()}
     metadata = {"general.architecture": "llama", "words": ["a", "b"], "x": 0.5}
@@ -133,10 +133,9 @@ def test_gguf_reads_written_files(tmp_path):
     found = {tensor.name: tensor for tensor in reader.tensors}
     assert found.keys() == arrays.keys() | ours.keys()
     for tensor in gguf.GGUFReader(source).tensors:
-        if tensor.name != "TQ1_0":
-            other = found[tensor.name]
-            assert other.tensor_type == tensor.tensor_type
-            np.testing.assert_array_equal(other.data, tensor.data)
+        other = found[tensor.name]
+        assert other.tensor_type == tensor.tensor_type
+        np.testing.assert_array_equal(other.data, tensor.data)
     for name, q in ours.items():
         assert found[name].tensor_type.name == name.removeprefix("new ")
         values = gguf.dequantize(found[name].data, found[name].tensor_type)
@@ -152,3 +151,24 @@ def test_random_blocks_decode_like_gguf(kind, rng):
     with np.errstate(all="ignore"):
         expected = gguf.dequantize(raw, known)
         np.testing.assert_array_equal(kind.decode(kind.unpack(raw)), expected)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4"],
+)
+def test_types_without_a_format_are_decoded_on_request(name, tmp_path, rng):
+    kind = gguf.GGMLQuantizationType[name]
+    block, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = rng.integers(0, 256, (4, 3 * nbytes)).astype(np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "q.gguf", "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with np.errstate(all="ignore"):
+        expected = gguf.dequantize(raw, kind)
+        found = eqquant.checkpoints.read_checkpoint(tmp_path / "q.gguf", decode=True)
+    assert found["w"].shape == (4, 3 * block)
+    np.testing.assert_array_equal(found["w"], expected)

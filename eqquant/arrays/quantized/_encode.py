@@ -194,7 +194,7 @@ def elements_at_once(array: Array, format: Format) -> int:
     of kernels negligible.
     """
     elements = 2**26 if platform_of(array) == "gpu" else 2**20
-    return elements >> format.bits * format.history
+    return elements >> format.code_bits * format.history
 
 
 def in_blocks(

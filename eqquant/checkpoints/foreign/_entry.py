@@ -15,6 +15,7 @@ from ...arrays import from_components, QuantizedArray
 from ...formats import (
     abstract_scales,
     Codebook,
+    DenseTernary,
     Format,
     FourBitScales,
     FP8,
@@ -124,6 +125,7 @@ _narrower = {
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
     Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
+    DenseTernary: (lambda levels: (levels + 1).astype(np.uint8), -1, 1),
     **dict.fromkeys(
         (NF4, MXFP4, Codebook), (lambda codes: codes.astype(np.uint8), 0, 15)
     ),
@@ -138,7 +140,7 @@ def codes_of_levels(format: Format) -> tuple[Callable, int, int]:
     """Return a function from levels to codes, the lowest and the highest level."""
     lowest = int(format.lowest_level)
     shift = lambda levels: (levels - lowest).astype(np.uint8)
-    return _levels.get(type(format), (shift, lowest, lowest + 2**format.bits - 1))
+    return _levels.get(type(format), (shift, lowest, lowest + 2**format.code_bits - 1))
 
 
 def from_levels(

@@ -15,6 +15,7 @@ import numpy as np
 
 from ...formats import (
     Codebook,
+    DenseTernary,
     Format,
     Int2,
     Int3,
@@ -269,7 +270,6 @@ def _integers(count: int, lowest: int = 0) -> np.ndarray:
 _with_minimum: dict[str, Any] = {"affine": True, "unsigned": True}
 _k: dict[str, Any] = {"double_quantization": "k"}
 _k_with_minimum = {**_with_minimum, **_k}
-_ternary = Ternary(block_size=256, scale_dtype="float16")
 
 
 def _codebook(**options: Any) -> Codebook:
@@ -317,8 +317,10 @@ TYPES: dict[int, Type] = {
     28: _plain("F64", "<f8"),
     29: Type("IQ1_M", 256, 56),
     30: _plain("BF16", jnp.bfloat16),
-    34: Type("TQ1_0", 256, 54, None, _tq1_0, _integers(3, -1), _ternary),
-    35: Type("TQ2_0", 256, 66, None, _tq2_0, _integers(4, -1), _ternary),
+    34: Type("TQ1_0", 256, 54, None, _tq1_0, _integers(3, -1), DenseTernary()),
+    35: Type(
+        *("TQ2_0", 256, 66, None, _tq2_0, _integers(4, -1)), Ternary(256, "float16")
+    ),
     39: Type("MXFP4", 32, 17, None, _mxfp4, _fp4_levels, MXFP4()),
     40: Type("NVFP4", 64, 36),
     41: Type("Q1_0", 128, 18),

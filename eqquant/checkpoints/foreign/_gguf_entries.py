@@ -1,6 +1,7 @@
 """Read the tensors of a GGUF file as quantized, plain or decoded arrays."""
 
 import functools as ft
+import importlib
 import math
 from typing import Any
 
@@ -78,9 +79,9 @@ def _raw(file: GGUFFile, tensor: Tensor, rows: slice | None = None) -> np.ndarra
 
 def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     unpack, block = tensor.type.unpack, tensor.type.block
-    if unpack is None:
-        raise ValueError(f"{where}: eqquant cannot decode this type.")
     raw = _blocks(file, tensor)
+    if unpack is None:
+        return _decode_elsewhere(raw, tensor, where)
     out, step = np.empty((len(raw), block), np.float32), _chunk // block
     for start in range(0, len(raw), step):
         out[start : start + step] = tensor.type.decode(
@@ -90,15 +91,26 @@ def _decode(file: GGUFFile, tensor: Tensor, where: str) -> np.ndarray:
     return out.reshape(tensor.shape)
 
 
+def _decode_elsewhere(raw: np.ndarray, tensor: Tensor, where: str) -> np.ndarray:
+    """Decode by the tables of llama.cpp's own package, if it is installed."""
+    try:
+        quants = importlib.import_module("gguf.quants")
+        values = quants.dequantize(raw, quants.GGMLQuantizationType[tensor.type.name])
+    except (ImportError, KeyError, NotImplementedError) as problem:
+        raise ValueError(
+            f"{where}: eqquant cannot decode this type without the package gguf: "
+            f"`pip install gguf`, or write another type with `llama-quantize "
+            "--allow-requantize` of llama.cpp."
+        ) from problem
+    return values.reshape(tensor.shape)
+
+
 def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
     """Read the codes, scales and offsets of some rows. Codes are copied without
     unpacking if the file packs them as the format does."""
     kind = tensor.type
     if kind.unpack is None:
-        raise ValueError(
-            f"{file.path}: {tensor.name!r} is in {kind.name}, which eqquant can "
-            "neither store nor decode."
-        )
+        raise NotExact(f"is in {kind.name}, whose grids of levels have no format.")
     assert kind.format is not None and kind.levels is not None
     if not tensor.is_exact:
         raise NotExact(
@@ -149,7 +161,8 @@ def _has_codes_of_format(kind: Type) -> bool:
     if format.codebook:
         return not isinstance(format, MXFP4)
     to_codes, *_ = codes_of_levels(format)
-    return np.array_equal(to_codes(kind.levels), np.arange(2**format.bits))
+    assert kind.levels is not None
+    return np.array_equal(to_codes(kind.levels), np.arange(len(kind.levels)))
 
 
 def _build(tensor: Tensor, parts: Any):

@@ -45,8 +45,8 @@ def read_checkpoint(
 
     - GGUF: integer types such as `Q4_0`, `Q4_1`, `Q4_K` and `Q6_K` become integers of
         the same bits, such as [`eqquant.Int4`][] and [`eqquant.formats.Int6`][].
-        `IQ4_NL` and `IQ4_XS` become [`eqquant.formats.Codebook`][]. `TQ1_0` and `TQ2_0`
-        become [`eqquant.Ternary`][].
+        `IQ4_NL` and `IQ4_XS` become [`eqquant.formats.Codebook`][]. `TQ2_0` becomes
+        [`eqquant.Ternary`][], and `TQ1_0` [`eqquant.formats.DenseTernary`][].
     - bitsandbytes in safetensors: NF4 becomes [`eqquant.NF4`][], and LLM.int8() becomes
         [`eqquant.Int8`][].
     - BitNet in safetensors, as Hugging Face packs it: [`eqquant.Ternary`][].

@@ -66,14 +66,14 @@ def check_codes(array: Any) -> None:
 
 
 def _check_codes(codes: np.ndarray, format: Format) -> None:
-    bits, mask = format.bits, 2**format.bits - 1
+    bits, mask = format.bits, 2**format.code_bits - 1
     unused = {code & mask for code in format.unused_codes}
     flat = codes.reshape(-1).view(np.uint8)
     step = _chunk
     if 8 % bits:  # Each code spans two bytes.
         group = num_bytes(format.group, bits)
         step = max(step // group, 1) * group
-        table = np.array([code in unused for code in range(2**bits)])
+        table = np.array([code in unused for code in range(mask + 1)])
         read = lambda part: np.asarray(unpack(jnp.asarray(part), bits, format.group))
     else:  # The table covers all bytes that contain an unused code.
         shifts = range(0, planes_of(bits) * bits, bits)

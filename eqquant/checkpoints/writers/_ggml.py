@@ -13,7 +13,6 @@ from ...formats import (
     IntegerScales,
     MXFP4,
     PowerOfTwoScales,
-    Ternary,
     unpack,
 )
 from ..foreign import Blocks, Numbers, Type, TYPES
@@ -22,7 +21,7 @@ from ._ggml_pack import pack_blocks
 
 _chunk = 2**22  # Values that are packed at once.
 # The types whose blocks can be packed.
-_targets = [t for t in TYPES.values() if t.format is not None and t.name != "TQ1_0"]
+_targets = [t for t in TYPES.values() if t.format is not None]
 _plain = {t.dtype: t for t in TYPES.values() if t.dtype is not None}
 
 
@@ -85,7 +84,7 @@ def to_ggml(type: Type, q: QuantizedArray) -> np.ndarray:
     for i in range(0, len(packed), rows):
         codes = unpack(jnp.asarray(packed[i : i + rows]), format.bits, format.group)
         codes = np.asarray(codes)[:, :size].reshape(-1, type.block)
-        if isinstance(format, Ternary):  # The file has no two's complement.
+        if type.name == "TQ2_0":  # The file has no two's complement.
             codes = codes + np.uint8(1) & np.uint8(3)
         start, blocks = blocks, blocks + len(codes)
         some = offsets and offsets.rows(start, blocks)

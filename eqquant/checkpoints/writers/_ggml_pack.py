@@ -1,7 +1,7 @@
 """Pack codes and scales to blocks of ggml, the inverse of `foreign/_ggml.py`.
 
-Unpacking only moves bits. So the bits of a block are found by unpacking blocks in which
-a single bit is set.
+Unpacking only moves bits, except the ternary digits of TQ1_0. So the bits of a block
+are found by unpacking blocks in which a single bit is set.
 """
 
 import dataclasses
@@ -27,6 +27,8 @@ class _Layer:
 def pack_blocks(type: Type, blocks: Blocks) -> np.ndarray:
     """Return the bytes of blocks, `(count, nbytes)`. Raise a `ValueError` if a number
     needs more bits than the type has."""
+    if type.name == "TQ1_0":
+        return _tq1_0(blocks)
     numbers, layers = _numbers(blocks), _layers(type.name)
     for name, values in numbers.items():
         bits = np.uint16(0)
@@ -46,6 +48,19 @@ def pack_blocks(type: Type, blocks: Blocks) -> np.ndarray:
     read = _numbers(type.unpack(raw))
     assert all(np.array_equal(read[name], numbers[name]) for name in numbers)
     return raw
+
+
+def _tq1_0(blocks: Blocks) -> np.ndarray:
+    """Pack five ternary digits per byte, as 32 bytes, 16 bytes, and 4 bytes of four."""
+    parts, digits = [], blocks.unpacked()
+    for start, count, size in ((0, 5, 32), (160, 5, 16), (240, 4, 4)):
+        part = digits[:, start : start + count * size].reshape(-1, count, size)
+        powers = 3 ** np.arange(4, 4 - count, -1, dtype=np.uint16)[:, None]
+        # The first digit is the integer part of three times the byte / 256.
+        values = (part * powers).sum(1, dtype=np.uint16)
+        parts.append((values * np.uint16(256) + np.uint16(242)) // np.uint16(243))
+    units = blocks.scales.units.view(np.uint8).reshape(len(digits), -1)
+    return np.concatenate([*(part.astype(np.uint8) for part in parts), units], 1)
 
 
 def _numbers(blocks: Blocks) -> dict[str, np.ndarray]:

@@ -52,6 +52,7 @@ def write_gguf(
     | `formats.Int5(affine=True, unsigned=True, double_quantization="k")` | `Q5_K` |
     | `formats.Int6(16, double_quantization="k")` | `Q6_K` |
     | `formats.Codebook` with the levels of `IQ4_NL` | `IQ4_NL`, `IQ4_XS` |
+    | `formats.DenseTernary()` | `TQ1_0` |
     | `Ternary(256, "float16")`, `MXFP4()` | `TQ2_0`, `MXFP4` |
     | float32, float16, bfloat16 | `F32`, `F16`, `BF16` |
 

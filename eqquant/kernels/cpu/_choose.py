@@ -121,6 +121,8 @@ def why_unsupported(product: Product) -> str | None:
         return product.has_history
     if product.is_empty:
         return "there is nothing to multiply"
+    if format.bits != format.code_bits:
+        return "there are no native kernels for codes that share bits"
     if format.bits > 4 and not (format.integer_levels or format.float8):
         return f"there are no native kernels for codes like those of {format.name}"
     if unpacked_bits(format) > 4 and format.centred[1]:

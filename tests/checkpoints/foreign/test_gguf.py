@@ -1,22 +1,24 @@
 """GGUF files from the package of llama.cpp. `make_gguf.py` writes the file."""
 
 import pathlib
+import sys
+from typing import Any
 
 import eqquant
 import jax
 import numpy as np
 import pytest
 from eqquant import Int2, Int3, Int4, Int8, MXFP4, Ternary
-from eqquant.checkpoints.foreign._ggml import _iq4
+from eqquant.checkpoints.foreign._ggml import _iq4, TYPES
 from eqquant.checkpoints.foreign._gguf import GGUFFile
-from eqquant.formats import Codebook, Int5, Int6
+from eqquant.formats import Codebook, DenseTernary, Int5, Int6
 from eqquant.kernels.cpu import _choose
 from helpers import relative, TOLERANCE, unpacked
 from safetensors.numpy import load_file
 
 
 DATA = pathlib.Path(__file__).parent / "data"
-K = {"double_quantization": "k"}
+K: dict[str, Any] = {"double_quantization": "k"}
 EXACT = {
     "Q4_0": Int4(block_size=32, scale_dtype="float16"),
     "Q4_1": Int4(32, "float16", affine=True, unsigned=True),
@@ -31,15 +33,15 @@ EXACT = {
     "IQ4_NL": Codebook(_iq4, block_size=32, scale_dtype="float16"),
     "IQ4_XS": Codebook(_iq4, block_size=32, **K),
     "MXFP4": MXFP4(),
-    "TQ1_0": Ternary(block_size=256, scale_dtype="float16"),
+    "TQ1_0": DenseTernary(),
     "TQ2_0": Ternary(block_size=256, scale_dtype="float16"),
     "stack": Int4(block_size=32, scale_dtype="float16"),
 }
-# Bits per weight: at most 0.125 more than in the file, except for TQ1_0 (1.69).
+# Bits per weight: at most 0.125 more than in the file.
 BITS = {
     **{"Q4_0": 4.5, "Q4_1": 5, "Q3_K": 3.5625, "Q8_0": 8.5, "Q5_0": 5.5, "Q5_1": 6},
     **{"Q2_K": 2.625, "Q4_K": 4.625, "Q5_K": 5.625},
-    **{"Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "TQ1_0": 2.0625},
+    **{"Q6_K": 6.5625, "IQ4_NL": 4.5, "IQ4_XS": 4.3125, "MXFP4": 4.25, "TQ1_0": 1.6875},
     **{"TQ2_0": 2.0625, "stack": 4.5},
 }
 PLAIN = ("F32", "F16", "BF16")
@@ -90,6 +92,10 @@ def test_codes_equal_the_file(found):
 
 def test_bits_per_weight(found):
     assert {name: 8 * found[name].nbytes / found[name].size for name in EXACT} == BITS
+    with GGUFFile(DATA / "gguf.gguf") as file:
+        for name in EXACT:
+            kind = file.tensors[name].type
+            assert 0 <= BITS[name] - 8 * kind.nbytes / kind.block <= 0.15
 
 
 @pytest.mark.parametrize("name", [name for name in EXACT if name != "stack"])
@@ -107,8 +113,6 @@ def test_products(name, found, expected, normal, monkeypatch):
 
 def write(folder, tensors, metadata=(), version=3, alignment=32):
     """Write a GGUF file from its specification. Sizes and types may be invalid."""
-    from eqquant.checkpoints.foreign._ggml import TYPES
-
     codes = {kind.name: code for code, kind in TYPES.items()}
     number = lambda value, size: int(value).to_bytes(size, "little")
     text = lambda s: number(len(s.encode()), 8) + s.encode()
@@ -144,7 +148,7 @@ def test_offsets_much_larger_than_scales(tmp_path):
     scale, offset = 2.0**-12 + 2.0**-22, 8192.0
     block[:4] = np.array([scale, offset], "<f2").view(np.uint8)
     path = write(tmp_path, [("w", "Q4_1", (32,), block)])
-    q = eqquant.checkpoints.read_checkpoint(path)["w"]
+    q: Any = eqquant.checkpoints.read_checkpoint(path)["w"]
     assert np.asarray(q.offsets).tobytes() == block[2:4].tobytes()
     expected = np.float32(offset) + np.float32(scale) * np.repeat([1, 2], 16)
     assert q.dequantize().tolist() == expected.astype(np.float32).tolist()
@@ -166,12 +170,22 @@ def test_subnormal_scales_of_mxfp4(tmp_path):
         eqquant.checkpoints.read_checkpoint(path)
 
 
-def test_unsupported_types(tmp_path):
-    raw = np.zeros(66, np.uint8)
-    path = write(tmp_path, [("w", "IQ2_XXS", (1, 256), raw)])
-    for decode in (False, True):
-        with pytest.raises(ValueError, match="'w' .*IQ2_XXS"):
-            eqquant.checkpoints.read_checkpoint(path, decode=decode)
+GRIDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "NVFP4")
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_types_without_a_format(name, tmp_path, monkeypatch):
+    """The error names the tensor and the way out. tests/imports decodes them."""
+    (kind,) = (kind for kind in TYPES.values() if kind.name == name)
+    raw = np.zeros(kind.nbytes, np.uint8)
+    path = write(tmp_path, [("w", name, (1, kind.block), raw)])
+    described = eqquant.checkpoints.describe_checkpoint(path)
+    assert not described.tensors["w"].is_exact
+    with pytest.raises(ValueError, match=f"'w' in {name}: .* Pass decode=True to"):
+        eqquant.checkpoints.read_checkpoint(path)
+    monkeypatch.setitem(sys.modules, "gguf.quants", None)
+    with pytest.raises(ValueError, match=f"'w' in {name}: .* `pip install gguf`"):
+        eqquant.checkpoints.read_checkpoint(path, decode=True)
 
 
 def test_64_bit_numbers(tmp_path):
@@ -252,7 +266,7 @@ def test_tensors_without_elements_raise_only_when_used(tmp_path):
     )
     assert eqquant.checkpoints.describe_checkpoint(path).tensors["empty"].size == 0
     like = {"full": jax.ShapeDtypeStruct((4,), np.float32)}
-    found = eqquant.load_quantized(path, like, None, ignore="empty")
+    found: Any = eqquant.load_quantized(path, like, None, ignore="empty")
     assert found["full"].tolist() == [1] * 4
     with pytest.raises(ValueError, match="'empty' has the shape .*no elements"):
         eqquant.checkpoints.read_checkpoint(path)
