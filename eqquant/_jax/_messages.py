@@ -25,6 +25,13 @@ def wrong(caller: str, name: str, value: Any, accepted: str, advice: str = "") -
     return f"{text} {advice}" if advice else text
 
 
+def check_one_of(caller: str, name: str, value: Any, accepted: Iterable[Any]) -> None:
+    """Raise a `ValueError` if an argument is not one of the accepted values."""
+    if value not in (accepted := tuple(accepted)):
+        prefix = f"{caller}: " if caller else ""
+        raise ValueError(f"{prefix}{name} must be one of {accepted}, got {value!r}.")
+
+
 def not_accepted(caller: str, name: str, value: Any, hint: Any) -> str:
     """Return the text of an error about an argument that violates its annotation."""
     options = _options(hint)

@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from .._jax import typed, wrong
+from .._jax import check_one_of, typed, wrong
 from ..formats import as_format, Format
 from ..trees import as_text, base_of, choose, Method, nbytes, sites
 from ._options import gain, Option, Options, options_of
@@ -203,10 +203,7 @@ def allocate(
     `ValueError` if there are no formats, if the smallest formats exceed the budget, if
     no weight is chosen, if `method` is unknown, or if `stats` belong to another model.
     """
-    if method not in get_args(Method):
-        raise ValueError(
-            f"{_caller}: method must be one of {get_args(Method)}, got {method!r}."
-        )
+    check_one_of(_caller, "method", method, get_args(Method))
     budget = _whole_bytes(budget)
     if isinstance(formats, str):
         accepted = "a sequence of formats"

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from .._jax import gpu_device, gpus, has_gpu_compiler, typed
+from .._jax import check_one_of, gpu_device, gpus, has_gpu_compiler, typed
 from ._gpu_program import GPUProgram, kernels_in, without_repetition
 
 
@@ -81,10 +81,7 @@ def compile_for_tpu(
 
     `ValueError` for an unknown chip, `RuntimeError` without libtpu.
     """
-    if chip not in _topologies:
-        raise ValueError(
-            f"compile_for_tpu: chip must be one of {tuple(_topologies)}, got {chip!r}."
-        )
+    check_one_of("compile_for_tpu", "chip", chip, _topologies)
     if importlib.util.find_spec("libtpu") is None:
         raise RuntimeError(
             "compile_for_tpu needs libtpu, which is the compiler: pip install libtpu"
@@ -140,10 +137,7 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
     `ValueError` for an unknown chip. `RuntimeError` without the compiler, or if other
     code in this process compiled one of the Mosaic kernels before.
     """
-    if chip not in gpus:
-        raise ValueError(
-            f"compile_for_gpu: chip must be one of {tuple(gpus)}, got {chip!r}."
-        )
+    check_one_of("compile_for_gpu", "chip", chip, gpus)
     if not has_gpu_compiler():
         raise RuntimeError(
             "compile_for_gpu needs JAX's plugin for CUDA, which is the compiler: "

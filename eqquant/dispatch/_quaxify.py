@@ -4,7 +4,7 @@ import functools as ft
 from collections.abc import Callable
 from typing import get_args
 
-from .._jax import typed
+from .._jax import check_one_of, typed
 from ..arrays import OnMaterialise
 from ._interpreter import Interpreter
 
@@ -58,11 +58,7 @@ def quaxify(fn: Callable, *, on_materialise: OnMaterialise = "warn") -> Callable
     - [`eqquant.MaterialiseError`][] if the policy is `"error"` and an operation needs a
         whole array.
     """
-    if on_materialise not in get_args(OnMaterialise):
-        raise ValueError(
-            f"quaxify: on_materialise must be one of {get_args(OnMaterialise)}, got "
-            f"{on_materialise!r}."
-        )
+    check_one_of("quaxify", "on_materialise", on_materialise, get_args(OnMaterialise))
     interpreter = Interpreter(on_materialise)
 
     def quaxified(*args, **kwargs):

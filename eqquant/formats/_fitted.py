@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
+from .._jax import check_one_of
 from ._format import (
     bound_scales,
     divide_blocks,
@@ -68,14 +69,10 @@ class FittedFormat(Format):
         if self.double_quantization and self.scale_dtype == default:
             # 8-bit scales decode to float32.
             object.__setattr__(self, "scale_dtype", np.dtype("float32"))
-        if self.fit not in get_args(Fit):
-            raise ValueError(
-                f"{type(self).__name__}: fit must be one of {get_args(Fit)}, got "
-                f"{self.fit!r}."
-            )
+        name = type(self).__name__
+        check_one_of(name, "fit", self.fit, get_args(Fit))
         if not self.double_quantization:
             return
-        name = type(self).__name__
         if self.block_size is None:
             raise ValueError(
                 f"{name}: block_size must be an integer with double_quantization, got "
@@ -86,12 +83,9 @@ class FittedFormat(Format):
                 f"{name}: scale_dtype must be float32 with double_quantization, got "
                 f"{self.scale_dtype.name!r}."
             )
-        choices = get_args(get_args(DoubleQuantization)[1])
-        if self.double_quantization not in (True, *choices):
-            raise ValueError(
-                f"{name}: double_quantization must be one of {(False, True, *choices)},"
-                f" got {self.double_quantization!r}."
-            )
+        choices = False, True, *get_args(get_args(DoubleQuantization)[1])
+        given = self.double_quantization
+        check_one_of(name, "double_quantization", given, choices)
         if self.is_k_quant:
             self._check_k_quant(name)
         elif not self._has_positive_scales:

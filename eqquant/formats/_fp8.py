@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Integer, UInt8
 
+from .._jax import check_one_of
 from ._format import bound_scales, divide_blocks, Float8, Format, true_divide
 
 
@@ -49,10 +50,7 @@ class FP8(Format):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.kind not in get_args(Float8):
-            raise ValueError(
-                f"FP8: kind must be one of {get_args(Float8)}, got {self.kind!r}."
-            )
+        check_one_of("FP8", "kind", self.kind, get_args(Float8))
 
     @property
     def float8(self):

@@ -6,6 +6,7 @@ from typing import Any, get_args, Literal
 import jax.numpy as jnp
 from jax import lax
 
+from .._jax import check_one_of
 from ._format import (
     bound_scales,
     divide_blocks,
@@ -62,11 +63,7 @@ class Ternary(Format):
 
     def __post_init__(self):
         super().__post_init__()
-        rules = get_args(_NonzeroRule)
-        if self.rule not in rules:
-            raise ValueError(
-                f"Ternary: rule must be one of {rules}, got {self.rule!r}."
-            )
+        check_one_of("Ternary", "rule", self.rule, get_args(_NonzeroRule))
 
     def encode(self, blocks, absmax, counts, limit):
         # Relative to absmax, so that no sum overflows.

@@ -9,6 +9,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, UInt8
 
+from .._jax import check_one_of
 from ._format import bound_scales, divide_blocks, Format, sum_blocks, true_divide
 
 
@@ -98,10 +99,7 @@ class Trellis(Format):
     largest_level = 127
 
     def __post_init__(self):
-        if isinstance(self.bits, bool) or self.bits not in _masks:
-            raise ValueError(
-                f"Trellis: bits must be one of {tuple(_masks)}, got {self.bits!r}."
-            )
+        check_one_of("Trellis", "bits", self.bits, _masks)
         super().__post_init__()
         if self.block_size is None or self.block_size % 8:
             raise ValueError(

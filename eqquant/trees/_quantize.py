@@ -6,7 +6,7 @@ from typing import Any, get_args, Literal
 import jax
 import jax.numpy as jnp
 
-from .._jax import typed
+from .._jax import check_one_of, typed
 from ..arrays import (
     canonical_axes,
     dequantize,
@@ -136,10 +136,7 @@ def quantize_tree(
     options = {"where": where, "rules": rules, "min_size": min_size}
     choices = choose(model, format, caller=caller, **options)
     warn_of_left_out(model, choices, format, caller=caller, **options)
-    if method not in get_args(Method):
-        raise ValueError(
-            f"{caller}: method must be one of {get_args(Method)}, got {method!r}."
-        )
+    check_one_of(caller, "method", method, get_args(Method))
     if not 1 <= search <= 1024:
         raise ValueError(f"{caller}: search must be from 1 to 1024, got {search}.")
     leaves, round_by_data = leaves_of(model), None

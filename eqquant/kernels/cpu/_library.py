@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 
+from ..._jax import check_one_of
 from ._build import architecture, fingerprint, library
 
 
@@ -42,10 +43,7 @@ def load() -> Library | str:
     """
     best = instruction_sets[-1] if instruction_sets else "off"
     last = os.environ.get("EQQUANT_CPU", best)
-    if last not in ("off", *instruction_sets):
-        raise ValueError(
-            f"EQQUANT_CPU must be one of {('off', *instruction_sets)}, got {last!r}."
-        )
+    check_one_of("", "EQQUANT_CPU", last, ("off", *instruction_sets))
     if last == "off":
         return "native kernels are switched off (EQQUANT_CPU=off)"
     if not library.exists():
