@@ -5,36 +5,26 @@ Exports the training functions for users. Imports `checkpoints`, `sharding`, `tr
 `arrays`, `primitives`, `partition`, `kernels`, `formats` and `_jax`.
 """
 
-from ._activations import round_activations as round_activations
-from ._distill import distill as distill
-from ._distillation_state import DistillationState as DistillationState
-from ._dropout import with_dropout_key as with_dropout_key
-from ._fake_quantize import (
-    fake_quantize_tree as fake_quantize_tree,
-    FakeQuantized as FakeQuantized,
-)
-from ._kl_divergence import kl_divergence as kl_divergence, TopLogits as TopLogits
-from ._lora_tree import lora_tree as lora_tree
-from ._merge_lora import merge_lora as merge_lora
-from ._quantized_state import (
-    quantized_state as quantized_state,
-    QuantizedMoment as QuantizedMoment,
-    QuantizedState as QuantizedState,
-)
-from ._store_logits import store_logits as store_logits
-from ._stored_logits import StoredLogits as StoredLogits
-from ._straight_through import (
-    initial_scales as initial_scales,
-    straight_through as straight_through,
-)
-from ._straight_through_array import StraightThroughArray as StraightThroughArray
+from ._activations import round_activations
+from ._distill import distill
+from ._distillation_state import DistillationState
+from ._dropout import with_dropout_key
+from ._fake_quantize import fake_quantize_tree, FakeQuantized
+from ._kl_divergence import kl_divergence, TopLogits
+from ._lora_tree import lora_tree
+from ._merge_lora import merge_lora
+from ._quantized_state import quantized_state, QuantizedMoment, QuantizedState
+from ._store_logits import store_logits
+from ._stored_logits import StoredLogits
+from ._straight_through import initial_scales, straight_through
+from ._straight_through_array import StraightThroughArray
 from .rounded import (
-    low_precision as low_precision,
-    LowPrecisionArray as LowPrecisionArray,
-    master_weights as master_weights,
-    Recipe as Recipe,
-    save_quantized as save_quantized,
-    with_rounding_key as with_rounding_key,
+    low_precision,
+    LowPrecisionArray,
+    master_weights,
+    Recipe,
+    save_quantized,
+    with_rounding_key,
 )
 
 
