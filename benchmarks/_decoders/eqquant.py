@@ -1,9 +1,13 @@
 """The model of `examples/llama`, quantized by eqquant or dense."""
 
+# The path of `examples/llama` is only known at run time.
+# pyright: reportMissingImports=false
+
 import importlib.metadata
 import os
 import pathlib
 import sys
+from typing import Any
 
 import eqquant
 import equinox as eqx
@@ -21,6 +25,7 @@ from config import Config  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_in, open_model  # noqa: E402
 from model import Cache, Decoder, empty_cache, Layer, unstack  # noqa: E402
+from program_cache import release_freed  # noqa: E402
 
 
 # Maps a variant to the dtype of the model and the format of its weights.
@@ -73,7 +78,7 @@ def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
         lambda x: np.ones(x.shape, x.dtype), eqx.filter_eval_shape(skeleton)
     )
 
-    def fill(linear, w: np.ndarray, at=...) -> None:
+    def fill(linear, w: np.ndarray, at: Any = ...) -> None:
         weight = jnp.asarray(w, dtype)
         if format is not None:
             weight = eqquant.quantize(weight, format)
@@ -121,8 +126,14 @@ class Runs:
 
     def _empty(self, context: int):
         capacity = self._padded(context) + self.shape.room
-        cache = empty_cache(self.like, 1, capacity, self.dtype)
-        return cache if self.kv is None else quantize_cache(cache, self.kv)
+
+        def make():
+            cache = empty_cache(self.like, 1, capacity, self.dtype)
+            return cache if self.kv is None else quantize_cache(cache, self.kv)
+
+        # Filled, as in examples/llama/generate.py: no program quantizes float zeros.
+        zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
+        return jax.tree.map(zeros, eqx.filter_eval_shape(make))
 
     def _padded(self, length: int) -> int:
         return -(-length // self.shape.prompt) * self.shape.prompt
@@ -140,13 +151,17 @@ class Runs:
         if sequences > 1:  # The third axis from the end has the heads of all sequences.
             cache = jax.tree.map(lambda x: jnp.concatenate([x] * sequences, -3), cache)
         self.caches[sequences, context] = jax.block_until_ready(cache)
+        release_freed(None)
         self.decode(sequences, context, 1)
+        release_freed(None)
 
     def prefill(self) -> None:
         # Old entries of the cache are overwritten or masked.
-        if (0, 0) not in self.caches:
+        if is_first := (0, 0) not in self.caches:
             self.caches[0, 0] = self._empty(self.shape.prompt)
         self.caches[0, 0] = self._prompt(self.caches[0, 0], self.shape.prompt)
+        if is_first:  # This call compiled a program.
+            release_freed(None)
 
     def decode(self, sequences: int, context: int, steps: int) -> None:
         cache = self.caches.pop((sequences, context))  # The first step donates it.

@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, cast
 
 import eqquant
 import equinox as eqx
@@ -29,7 +30,7 @@ from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Decoder, empty_cache
-from program_cache import keep_programs
+from program_cache import keep_programs, release_freed
 from sampling import Sampling
 from text import Text
 from tokenizers.decoders import DecodeStream
@@ -49,7 +50,7 @@ def quantize_cache(
 ) -> Cache | tuple[Cache, ...]:
     """Quantize a cache with separate scales for each token, so that tokens can be
     appended."""
-    axes = Cache(-2, -1)  # Keys are columns.
+    axes = cast(Any, Cache)(-2, -1)  # Keys are columns.
     axis = tuple(axes for _ in cache) if isinstance(cache, tuple) else axes
     return eqquant.trees.quantize_cache(cache, format, axis=axis, rotate=rotate)
 
@@ -139,7 +140,7 @@ class Generator:
         args = self._arrays, self.cache, tokens, np.int32(0), np.int32(0), self._seed
         lower = lambda args: self._step.trace(*args).lower()
         lowered = self._tracer.submit(lower, jax.tree.map(abstract, args))
-        compile = lambda: lowered.result().compile()
+        compile = lambda: release_freed(lowered.result().compile())
         self._programs[length] = self._compilers.submit(compile)
 
     def compile(self, prompt_length: int, wait: bool = True) -> None:
@@ -181,6 +182,7 @@ class Generator:
                 f"The prompt has {len(prompt)} tokens, but the capacity is "
                 f"{self.capacity - 1}."
             )
+        token = np.zeros(1, np.int32)
         for start, padded, length in self._pieces(len(prompt), self._reused(prompt)):
             # Later tokens overwrite the entries of the padding.
             piece = np.zeros(padded, np.int32)
@@ -229,7 +231,7 @@ def generate(generator: Generator, text: Text, prompt: list[int], longest: int) 
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "model", type=pathlib.Path, help="Read a Hugging Face folder, or a GGUF file."
     )

@@ -90,7 +90,7 @@ def vocabulary_of_gguf(where: pathlib.Path, metadata: Mapping[str, Any]) -> Voca
 
     is_scored = kind == "llama"
     defaults = dict(bos=1, eos=2) if is_scored else dict(bos=11, eos=11)
-    special = {
+    special: dict[str, Any] = {
         name: _token(values, f"{name}_token_id", defaults.get(name), len(tokens))
         for name in ("bos", "eos", "eot", "eom")
     }
@@ -156,15 +156,16 @@ def _by_scores(values: Values, tokens: list[str], ids: dict[str, int]) -> Tokeni
     """Make a tokenizer that merges the pair with the best score, as SentencePiece
     does. Characters outside of the vocabulary become bytes."""
     scores = values.numbers("scores", len(tokens))
-    unknown = _token(values, "unknown_token_id", 0, len(tokens))
+    unknown: Any = _token(values, "unknown_token_id", 0, len(tokens))
     order = np.argsort(-scores, kind="stable")
     merges = []
     for i in order:
         token = tokens[i]
         for at in range(1, len(token)):
-            pair = token[:at], token[at:]
-            if pair[0] in ids and pair[1] in ids:
-                merges.append(pair)
+            first, second = ids.get(token[:at]), ids.get(token[at:])
+            if first is not None and second is not None:
+                # Gemma has 580,000 merges. The strings of tokens take no new memory.
+                merges.append((tokens[first], tokens[second]))
     model = models.BPE(
         ids, merges, unk_token=tokens[unknown], byte_fallback=True, fuse_unk=True
     )

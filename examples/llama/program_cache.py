@@ -1,14 +1,20 @@
 """A folder of compiled programs, so that a second start does not compile them again."""
 
+import ctypes
 import hashlib
 import os
 import pathlib
 import platform
 import re
+import sys
+from typing import TypeVar
 
 import eqquant
 import jax
-import jaxlib
+import jaxlib.version
+
+
+Program = TypeVar("Program")
 
 
 def keep_programs() -> None:
@@ -17,7 +23,7 @@ def keep_programs() -> None:
     The folder is in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` selects
     another folder. It can be deleted at any time.
     """
-    if jax.config.jax_compilation_cache_dir is not None:
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     folder = pathlib.Path(caches, "eqquant", "programs", _fingerprint())
@@ -30,7 +36,7 @@ def _fingerprint() -> str:
     program includes neither the native kernels nor the instruction sets of the CPU."""
     library = pathlib.Path(eqquant.__file__).parent / "kernels" / "cpu"
     built = [(f.name, f.stat().st_mtime_ns) for f in sorted(library.glob("_native*"))]
-    versions = jax.__version__, jaxlib.__version__, eqquant.__version__
+    versions = jax.__version__, jaxlib.version.__version__, eqquant.__version__
     about = repr((versions, built, platform.machine(), _instructions()))
     return hashlib.sha256(about.encode()).hexdigest()[:16]
 
@@ -42,3 +48,13 @@ def _instructions() -> str:
         return platform.processor()
     found = re.search(r"^(flags|Features)\s*:(.*)$", text, re.MULTILINE)
     return found[2] if found else platform.processor()
+
+
+def release_freed(program: Program) -> Program:
+    """Return `program`, after returning free memory to the system. The compiler
+    allocates and frees 50 MB for a program. The allocator of glibc keeps them."""
+    if sys.platform == "linux":
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+    return program
