@@ -169,7 +169,8 @@ def test_indexing_and_transposing_keep_it(format, normal):
             1e-6,
         )
     for axes in ((2, 0, 1), (1, 2, 0), (0, 2, 1)):
-        assert_close(w.transpose(axes).dequantize(), dense.transpose(axes), 0)
+        # The product of the factors is transposed as well, so sums may be reordered.
+        assert_close(w.transpose(axes).dequantize(), dense.transpose(axes), 1e-6)
 
 
 @pytest.mark.slow
