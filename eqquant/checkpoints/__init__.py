@@ -9,29 +9,21 @@ Public functions are in this folder and in `writers/`, which imports `foreign/` 
 `leaves/`. These two are independent of each other and import `files/`.
 """
 
-from ._command import main as main
-from ._convert import quantize_checkpoint as quantize_checkpoint
-from ._convert_to import (
-    Conversion as Conversion,
-    convert_checkpoint as convert_checkpoint,
-    Converted as Converted,
-)
-from ._describe import (
-    describe_checkpoint as describe_checkpoint,
-    Description as Description,
-    StoredTensor as StoredTensor,
-)
-from ._load import load as load, load_metadata as load_metadata
-from ._load_quantized import load_quantized as load_quantized
-from ._save import save as save
-from .foreign import read_checkpoint as read_checkpoint
+from ._command import main
+from ._convert import quantize_checkpoint
+from ._convert_to import Conversion, convert_checkpoint, Converted
+from ._describe import describe_checkpoint, Description, StoredTensor
+from ._load import load, load_metadata
+from ._load_quantized import load_quantized
+from ._save import save
+from .foreign import read_checkpoint
 from .writers import (
-    quantize_with_zero_points as quantize_with_zero_points,
-    write_bitsandbytes as write_bitsandbytes,
-    write_compressed_tensors as write_compressed_tensors,
-    write_gguf as write_gguf,
-    write_gptq as write_gptq,
-    write_mlx as write_mlx,
+    quantize_with_zero_points,
+    write_bitsandbytes,
+    write_compressed_tensors,
+    write_gguf,
+    write_gptq,
+    write_mlx,
 )
 
 
