@@ -80,6 +80,8 @@ def _replaced(parts, **fields):
 
 
 def test_problems_of_a_quantized_array():
+    stacked = eqquant.quantize(jnp.ones((2, 3, 70)), NF4())
+    assert stacked.padding == 58 and not list(stacked.problems())
     q = eqquant.quantize(jnp.ones((3, 64)), NF4())
     assert not list(q.problems())
 
