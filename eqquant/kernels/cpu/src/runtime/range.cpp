@@ -32,14 +32,33 @@ bool is_any_unusual(const float* y, int64_t size) {
   return largest >= infinity - least_usual;
 }
 
-// Returns the exponent of the largest magnitude; 0 if all values are 0, or one is not finite.
-int exponent_of(const float* values, int64_t size) {
+uint32_t largest_of(const float* values, int64_t size) {
   uint32_t largest = 0;
   for (int64_t i = 0; i < size; i++) largest = std::max(largest, magnitude(values + i));
-  return largest && largest < infinity ? static_cast<int>(largest >> 23) - 127 : 0;
+  return largest;
 }
 
+// Returns the exponent of the largest magnitude; 0 if all values are 0, or one is not finite.
+int exponent_of(uint32_t largest) {
+  return largest && largest < infinity ? static_cast<int>(largest >> 23) - 127 : 0;
+}
+int exponent_of(const float* values, int64_t size) { return exponent_of(largest_of(values, size)); }
+
 bool is_large(int exponent) { return std::abs(exponent) > most; }
+
+// True if all scales that are not 0 are in the range of the kernels. Reads float scales in one vectorized loop, which
+// takes less time than a loop for each row.
+bool are_usual(const Product& p) {
+  if (!p.scales.are_floats()) return false;
+  const float* scales = static_cast<const float*>(p.scales.inner);
+  uint32_t largest = 0, least = infinity;
+  for (int64_t i = 0; i < p.rows * p.blocks; i++) {
+    const uint32_t value = magnitude(scales + i);
+    largest = std::max(largest, value);
+    least = std::min(least, value - 1);  // 0 wraps around.
+  }
+  return least + 1 >= least_usual && largest <= (127u + most) << 23;
+}
 
 }  // namespace
 
@@ -66,20 +85,23 @@ void find_unusual_rows(const Product& p, int64_t begin, int64_t end, RowFlags& r
 }
 
 InRange::InRange(const Product& p, const RowFlags& unusual) : scaled(p) {
-  const auto is_set = [](const auto& flag) { return flag.load(std::memory_order_relaxed); };
-  if (checks_results(p) && std::none_of(unusual.begin(), unusual.end(), is_set)) return;
   const int64_t size = p.contracted();
   Activation activation(p);
+  bool any = !checks_results(p), needed = false;
+  for (int64_t i = 0; i < p.m; i++) {
+    if (!unusual[i].load(std::memory_order_relaxed)) continue;
+    // The results of zeros are zeros.
+    const uint32_t largest = largest_of(activation.row(i), size);
+    any |= largest > 0;
+    needed |= is_large(exponent_of(largest));
+  }
+  if (!any || (!needed && are_usual(p))) return;
   std::vector<float> buffer(p.scale_buffer(1));
-  bool needed = false;
   of_w.resize(p.rows);
   for (int64_t j = 0; j < p.rows; j++) {
     of_w[j] = exponent_of(scales_of(p, j, 1, buffer.data()), p.blocks);
     needed |= is_large(of_w[j]);
   }
-  // Integer kernels return zeros for ordinary rows too, so read only the unusual rows.
-  for (int64_t i = 0; i < p.m && !needed; i++)
-    needed = is_set(unusual[i]) && is_large(exponent_of(activation.row(i), size));
   if (!needed) return;
   of_x.resize(p.m);
   for (int64_t i = 0; i < p.m; i++) of_x[i] = exponent_of(activation.row(i), size);
