@@ -6,7 +6,7 @@ import os
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import equinox as eqx
@@ -95,7 +95,12 @@ def compile_for_tpu(
 
 
 @typed
-def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
+def compile_for_gpu(
+    fn: Callable,
+    *args: Any,
+    chip: str = "h100",
+    options: Mapping[str, Any] | None = None,
+) -> GPUProgram:
     """Compile a function for an NVIDIA GPU ahead of time, with the real compiler.
 
     !!! Example
@@ -127,6 +132,8 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
     - `fn`: a function.
     - `*args`: its arguments, or objects with a `shape` and a `dtype`.
     - `chip`: `"a100"`, `"rtx4090"`, `"h100"` or `"h200"`.
+    - `options`: options of XLA's compiler. `{"xla_gpu_enable_triton_gemm": False}`
+        compiles float products to calls of cuBLAS.
 
     **Returns:**
 
@@ -146,7 +153,11 @@ def compile_for_gpu(fn: Callable, *args: Any, chip: str = "h100") -> GPUProgram:
     with tempfile.TemporaryDirectory(prefix="eqquant-") as folder:
         with _in_environment("MOSAIC_GPU_DUMP_TO", folder):
             compiled = _compile(
-                fn, args, "cuda", [gpu_device(chip)], {"xla_dump_to": folder}
+                fn,
+                args,
+                "cuda",
+                [gpu_device(chip)],
+                {**(options or {}), "xla_dump_to": folder},
             )
         files = sorted(pathlib.Path(folder).iterdir())
         launches = [f.read_text() for f in files if "thunk_sequence" in f.name]

@@ -1,5 +1,9 @@
 """Tests of `compile_for_gpu`. Some need NVIDIA's compiler."""
 
+import re
+
+import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -49,3 +53,24 @@ def test_a_product_is_compiled(chip):
         assert kernel.registers > 0 and kernel.spilled == 0
     names_in = load_benchmark("_gpu_sass").names_in
     assert any("MMA" in name for k in program.kernels for name in names_in(k))
+
+
+@needs_gpu_compiler
+def test_the_products_of_a_training_step_in_fp8_are_compiled_to_cublas():
+    """XLA rewrites all three products to cuBLASLt, with 8-bit floats as operands."""
+    layer = eqx.nn.Linear(512, 1024, use_bias=False, key=jax.random.key(0))
+    w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+
+    def gradients(w, x):
+        model = eqx.tree_at(lambda m: m.weight, layer, w)
+        model = eqquant.training.low_precision(model, "fp8")
+        value = lambda m, x: jnp.mean(jax.vmap(m)(x) ** 2).astype(jnp.float32)
+        return jax.grad(value, (0, 1))(model, x)
+
+    options = {"xla_gpu_enable_triton_gemm": False}
+    text = compile_for_gpu(gradients, w, x, chip="h100", options=options).as_text()
+    assert text is not None
+    called = re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
+    assert called == ["__cublas$lt$matmul$f8"] * 3
+    assert " dot(" not in text
