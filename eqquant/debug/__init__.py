@@ -1,7 +1,8 @@
 """Inspection: proofs and reports about compiled programs.
 
-Exports assertions, `explain`, `collectives`, `compile_for_tpu` and `compile_for_gpu`.
-Imports `dispatch`, `arrays`, `primitives`, `kernels`, `formats` and `_jax`.
+Exports assertions, `explain`, `collectives`, `saturated`, `compile_for_tpu` and
+`compile_for_gpu`. Imports `training`, `trees`, `dispatch`, `arrays`, `primitives`,
+`kernels`, `formats` and `_jax`.
 """
 
 from ._collectives import Collective, collectives
@@ -10,6 +11,7 @@ from ._environment import environment
 from ._explain import explain
 from ._gpu_program import GPUKernel, GPUProgram
 from ._inspect import assert_not_materialised, assert_trainable
+from ._saturated import saturated as saturated, Saturation as Saturation
 
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "explain",
     "GPUKernel",
     "GPUProgram",
+    "Saturation",
+    "saturated",
 ]
 
 # As in the other public modules, which `eqquant` imports itself.

@@ -13,12 +13,21 @@ from jaxtyping import Array, Float, Int, Key, Shaped, UInt16, UInt32
 def absmax(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
     """Return the largest magnitude along an axis, which keeps one element. If a value
     is not finite, so is the result."""
+    # The float maximum of XLA:CPU may drop a NaN.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
-    # The float maximum of XLA:CPU may drop a NaN, and its integer maximum along the
-    # last axis is slow: halve the axis first.
-    while axis == -1 and bits.shape[-1] % 256 == 0:
-        bits = jnp.maximum(*jnp.split(bits, 2, -1))
-    most = jnp.max(bits, axis, keepdims=True, initial=0)
+    largest = lambda bits: jnp.max(bits, axis, keepdims=True, initial=0)
+
+    def by_halves(bits):
+        while bits.shape[-1] % 256 == 0:
+            bits = jnp.maximum(*jnp.split(bits, 2, -1))
+        return largest(bits)
+
+    # The maximum of XLA:CPU along the last axis is slow. The TPU compiler fuses one
+    # reduction into the program around it, but would store all halves.
+    if axis == -1 and bits.shape[-1] % 256 == 0:
+        most = lax.platform_dependent(bits, cpu=by_halves, default=largest)
+    else:
+        most = largest(bits)
     return lax.bitcast_convert_type(most, jnp.float32)
 
 

@@ -36,16 +36,25 @@ def encode(
     With `keep`, also return codes for the backward products, or None where these use
     the codes of the forward product.
     """
-    numbers = recipe.numbers("forward")
-    of_x, of_w = numbers.encode(x, -1), numbers.encode_weight(w.astype(jnp.float32))
+    numbers, w = recipe.numbers("forward"), w.astype(jnp.float32)
+    shape = w.shape[-2:]
+
+    def seen(product, operand, numbers, x, coded, axis):
+        return recipe.observe((shape, product, operand), numbers, x, coded, axis)
+
+    of_x = seen("forward", "activation", numbers, x, numbers.encode(x, -1), -1)
+    of_w = seen("forward", "weight", numbers, w, numbers.encode_weight(w), -1)
     if not keep:
         return of_x, of_w, None, None
     kept_x = kept_w = None
     if not keeps_forward(recipe, "wgrad"):
         wgrad = recipe.numbers("wgrad")
-        kept_x = wgrad.other.encode(wgrad.spread(x, -2), -2)
+        other, spread = wgrad.other, wgrad.spread(x, -2)
+        kept_x = other.encode(spread, -2)
+        kept_x = seen("wgrad", "activation", other, spread, kept_x, -2)
     if not keeps_forward(recipe, "dgrad"):
-        kept_w = recipe.numbers("dgrad").other.encode(w.astype(jnp.float32), -2)
+        other = recipe.numbers("dgrad").other
+        kept_w = seen("dgrad", "weight", other, w, other.encode(w, -2), -2)
     return of_x, of_w, kept_x, kept_w
 
 
@@ -93,7 +102,7 @@ def backward(
     seed: UInt32[Array, "*stack 2"] | None,
 ) -> Float[Array, "*stack free size"]:
     """Return `g @ w` ("dgrad") or `g.T @ x` ("wgrad") in float32."""
-    axis = -1 if product == "dgrad" else -2
+    axis, shape = -1 if product == "dgrad" else -2, (g.shape[-1], kept.codes.shape[-1])
     numbers, unit = recipe.numbers(product), None
     first = recipe.numbers("forward")
     if not keeps_forward(recipe, product):
@@ -113,6 +122,7 @@ def backward(
     if isinstance(numbers, BFloat16):
         seed = None
     coded = numbers.encode(g, axis, seed)
+    recipe.observe((shape, product, "gradient"), numbers, g, coded, axis)
     g_values, g_unit = numbers.operand(coded, axis)
     out = codes_dot(g_values, values, (axis, -2))
     if g_unit is not None:

@@ -2,12 +2,15 @@
 
 import abc
 import dataclasses
+import functools as ft
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt32
+from jaxtyping import Array, Float, Int, UInt32
 
 from ._codes import (
     absmax,
@@ -39,6 +42,8 @@ class Numbers(abc.ABC):
 
     # True if each row has one scale. Products apply these scales after the sum.
     has_row_scales: ClassVar[bool] = False
+    # The largest code.
+    largest: float
     # The numbers of the other operand in a backward product.
     other: "Numbers"
 
@@ -79,8 +84,24 @@ class Numbers(abc.ABC):
         values = values.astype(jnp.float32)
         return values if unit is None else values * unit
 
+    def counts(
+        self, x: Float[Array, "..."], coded: Coded, axis: int
+    ) -> Int[Array, "3"]:
+        """Count the values of `x` beyond the largest number that their scale
+        represents, those that became zero, and those that are not finite."""
+        most = self.decode(
+            coded._replace(codes=jnp.full_like(coded.codes, self.largest)), axis
+        )
+        is_finite = jnp.isfinite(x)
+        # Scales are rounded, so the largest value of a row can be above its number.
+        is_beyond = is_finite & (jnp.abs(x) > most * jnp.float32(1 + 2**-20))
+        is_lost = (x != 0) & (coded.codes.astype(jnp.float32) == 0)
+        return jnp.stack([jnp.sum(a) for a in (is_beyond, is_lost, ~is_finite)])
+
 
 class BFloat16(Numbers):
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+
     def encode(self, x, axis, seed=None):
         return Coded(lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16))
 
@@ -120,6 +141,7 @@ class MXFP8(Numbers):
     """E4M3 in blocks of 32 with power-of-two scales, rounded up (arXiv 2506.08027)."""
 
     block: ClassVar[int] = 32
+    largest = 448.0
 
     def encode(self, x, axis, seed=None):
         # Otherwise infinity would become the largest code.
@@ -144,6 +166,7 @@ class NVFP4(Numbers):
     (arXiv 2509.25149). Codes are twice the value, in int8."""
 
     block: ClassVar[int] = 16
+    largest = 12.0
 
     def encode(self, x, axis, seed=None):
         return self._encode(x, axis, seed, square=False)
@@ -219,6 +242,7 @@ class Recipe:
         and in the product for the weight. By default, the spec of the forward product.
     - `stochastic`: round gradients stochastically, by the key of
         [`eqquant.training.with_rounding_key`][].
+    - `observer`: set by [`eqquant.debug.saturated`][].
 
     **Raises:**
 
@@ -229,6 +253,7 @@ class Recipe:
     dgrad: str | None = None
     wgrad: str | None = None
     stochastic: bool = False
+    observer: Callable | None = dataclasses.field(default=None, repr=False)
 
     def __post_init__(self):
         for name in ("dgrad", "wgrad"):
@@ -247,6 +272,14 @@ class Recipe:
 
     def numbers(self, product: str) -> Numbers:
         return NUMBERS[getattr(self, product)]
+
+    def observe(self, label: tuple, numbers: Numbers, x, coded: Coded, axis: int):
+        """Return the codes. Report their counts to the observer, if there is one."""
+        if self.observer is not None:
+            spec = next(name for name, n in NUMBERS.items() if n is numbers)
+            observer = ft.partial(self.observer, (*label, spec), x.size)
+            jax.debug.callback(observer, numbers.counts(x, coded, axis))
+        return coded
 
 
 PRESETS: dict[str, Recipe] = {
