@@ -34,8 +34,8 @@ def test_no_finite_value_saturates(preset, normal):
     found = by_operand(saturated(gradient, model, x))
     activation = found["forward", "activation"]
     assert activation.shape == (32, 64) and activation.values == x.size
-    # A row with an outlier loses its other values.
-    assert activation.lost >= 60
+    # A row with an outlier, or a block of 32, loses its other values.
+    assert activation.lost >= (31 if preset == "mxfp8" else 60)
     assert all(c.saturated == c.not_finite == 0 for c in found.values())
     assert jnp.isfinite(gradient(model, x).weight.master).all()
     assert {key[0] for key in found} >= {"forward", "wgrad"}
