@@ -43,13 +43,14 @@ unstack = importlib.import_module("model").unstack
 
 
 class Row(NamedTuple):
-    """The format of the matrices, options of `quantize_tree`, and whether to distil; or
-    the number of bits to allocate."""
+    """The format of the matrices, options of `quantize_tree`, and the largest change of
+    an array in a step of distillation, relative to its magnitude; or the number of bits
+    to allocate."""
 
     format: eqquant.formats.Format | str | None
     is_calibrated: bool = False
     options: Mapping[str, Any] = types.MappingProxyType({})
-    is_distilled: bool = False
+    rate: float | None = None
     bits: float | None = None
 
 
@@ -74,8 +75,8 @@ ROWS = {
         )
         for bits in (4, 3, 2)
     },
-    "nf4, calibrated, distilled": Row(_nf4, True, _rotated, is_distilled=True),
-    "nf3, calibrated, distilled": Row("nf3", True, _rotated, is_distilled=True),
+    "nf4, calibrated, distilled": Row(_nf4, True, _rotated, rate=5e-4),
+    "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
     **{
         f"at most {bits} bits": Row(None, True, _rotated, bits=bits)
         for bits in (3.25, 4.25, 5.05)
@@ -85,7 +86,6 @@ FORMATS = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.I
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
-RATE = 3e-3  # The largest change of an array in a step, relative to its magnitude.
 
 
 def calibration(
@@ -125,17 +125,17 @@ def allocated(model, bits: float, stats: eqquant.calibration.Statistics):
     return eqquant.quantize_tree(model, rules=rules, calibration=stats, rotate=True)
 
 
-def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path):
+def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path, rate: float):
     """Train scales and norms for one pass over tokens `(rows, length)`."""
     batches = list(tokens[:, None])
     logits = eqquant.training.store_logits(
         folder, comparison.forward, model, batches, k=64
     )
-    rate = optax.warmup_cosine_decay_schedule(0, RATE, 5, len(batches))
+    schedule = optax.warmup_cosine_decay_schedule(0, rate, 5, len(batches))
     optimiser = optax.chain(
         optax.scale_by_adam(b2=0.99),
         optax.scale_by_param_block_rms(),  # Scales and norms have other magnitudes.
-        optax.scale_by_learning_rate(rate),
+        optax.scale_by_learning_rate(schedule),
     )
     fn = eqquant.quaxify(comparison.forward, on_materialise="error")
     return eqquant.training.distill(student, logits, fn, batches, optimiser)[0]
@@ -182,8 +182,8 @@ def rows_of(
     for name, row in zip(names, rows, strict=True):
         begin = time.process_time()
         result = quantized(model, row, stats)
-        if row.is_distilled:
-            result = distilled(result, model, training, folder)
+        if row.rate is not None:
+            result = distilled(result, model, training, folder, row.rate)
         print(f"{name}: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
         is_float = result is model
         found = comparison.compare(result, held_out, expected, is_float)
@@ -201,7 +201,7 @@ def tokens_of(text: Any, path: pathlib.Path, skip: int, count: int) -> np.ndarra
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model", type=pathlib.Path, help="a GGUF file or a folder")
     parser.add_argument("calibration", type=pathlib.Path, help="a text file")
     parser.add_argument("held_out", type=pathlib.Path, help="another text file")
@@ -238,7 +238,7 @@ def main(arguments: list[str] | None = None) -> None:
         (first, options.skip[0], options.calibration_rows),
         (second, options.skip[1], options.rows),
     ]
-    if any(ROWS[name].is_distilled for name in options.only):
+    if any(ROWS[name].rate is not None for name in options.only):
         parts.append((first, options.distillation_skip, options.distillation_rows))
     texts = [tokens_of(text, path, skip, rows) for path, skip, rows in parts]
     training = texts[2] if len(texts) > 2 else np.zeros((0, LENGTH), np.int32)

@@ -5,11 +5,16 @@
 The model is a transformer with 6 layers. Batches have 16 x 128 tokens, and the
 optimizer is optax's Adam. "ratio" is the time over the time of the row in the column
 "baseline".
+
+Rows such as "stack 2048" are four `eqx.nn.Linear` of this width without a nonlinearity
+between them, and 512 tokens: the forward pass and all gradients, without an optimizer.
+"stack 2048, int8" computes their products in int8, in both directions.
 """
 
 import argparse
 import dataclasses
 import functools as ft
+import re
 from collections.abc import Callable
 
 import eqquant
@@ -108,6 +113,29 @@ ROWS |= {
 }
 
 
+STACKS = (512, 1024, 2048, 4096)
+for width in STACKS:
+    ROWS |= {
+        f"stack {width}": Row(lambda model: model, baseline=f"stack {width}"),
+        f"stack {width}, int8": Row(
+            ft.partial(eqquant.training.low_precision, recipe="int8"),
+            baseline=f"stack {width}",
+        ),
+    }
+
+
+def make_stack(row: Row, width: int) -> Callable[[], object]:
+    """Return a function that computes the gradients of four layers and of 512 tokens.
+    The first call compiles."""
+    *keys, last = jax.random.split(jax.random.key(0), 5)
+    linear = lambda key: eqx.nn.Linear(width, width, use_bias=False, key=key)
+    model = row.make(eqx.nn.Sequential([linear(key) for key in keys]))
+    x = jax.random.normal(last, (512, width))
+    loss = lambda both: jnp.mean(jax.vmap(both[0])(both[1]) ** 2)
+    gradients = eqx.filter_jit(eqx.filter_value_and_grad(loss))
+    return lambda: gradients((model, x))
+
+
 def make_step(row: Row, size: int) -> Callable[[], object]:
     """Return a function that repeats one training step. The first call compiles."""
     model = row.make(Transformer(size, key=jax.random.key(0)))
@@ -131,7 +159,7 @@ def make_step(row: Row, size: int) -> Callable[[], object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--size", type=int, default=256)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS))
@@ -143,7 +171,12 @@ def main() -> None:
 
 def measure(options: argparse.Namespace) -> None:
     names = [*(ROWS[name].baseline for name in options.rows), *options.rows]
-    steps = {name: make_step(ROWS[name], options.size) for name in dict.fromkeys(names)}
+    steps = {
+        name: make_stack(ROWS[name], int(found[1]))
+        if (found := re.match(r"stack (\d+)", name))
+        else make_step(ROWS[name], options.size)
+        for name in dict.fromkeys(names)
+    }
     times = interleaved(steps, seconds=options.seconds)
     print(f"{machine()}; size {options.size}, batch {BATCH} x {TOKENS} tokens\n")
     table = [["model", "ms per step", "ratio", "baseline"]]
