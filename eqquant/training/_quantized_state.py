@@ -1,7 +1,6 @@
 """Optimiser states in 8 and 4 bits."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -211,7 +210,7 @@ def quantized_state(
     **Raises:**
 
     `ValueError` for a block size below 2. `update` raises a `ValueError` for a state
-    of another kind, or of another tree.
+    of another kind, tree, format or block size.
     """
     first_numbers, second_numbers = _FORMATS[format]
     block = block_size or (128 if format == "fp4" else 256)
@@ -239,7 +238,8 @@ def quantized_state(
         return QuantizedState(count, encode(optimiser.init(params), count))
 
     def update(updates, state, params=None, **extra):
-        _check_state(updates, state)
+        like = updates if params is None else params
+        _check_state(state, lambda: init(like))
         inner = jax.tree.map(
             lambda x: x.dequantize() if _is_moment(x) else x,
             state.inner,
@@ -256,17 +256,24 @@ def _is_moment(x: Any) -> bool:
     return isinstance(x, QuantizedMoment)
 
 
-def _check_state(updates: Any, state: Any) -> None:
+def _check_state(state: Any, expected: Callable[[], Any]) -> None:
+    """Raise a `ValueError` unless a state has the arrays that `init` returns."""
     if not isinstance(state, QuantizedState):
         raise ValueError(
             "quantized_state: state must be from `init` of this optimiser, got "
             f"{type(state).__name__}."
         )
-    leaves = jax.tree.leaves(state.inner, is_leaf=_is_moment)
-    moments = [x.shape for x in leaves if _is_moment(x)]
-    sizes = {math.prod(x.shape) for x in jax.tree.leaves(updates)}
-    if moments and not {math.prod(shape) for shape in moments} & sizes:
+    found, wanted = map(_shapes, (state, jax.eval_shape(expected)))
+    if found != wanted:
+        path = min(x[0] for x in found.items() ^ wanted.items())
         raise ValueError(
-            "quantized_state: state is of another tree than updates: its moments have "
-            f"the shapes {moments[:4]}. Call `init` with these parameters."
+            "quantized_state: state is of another tree, format or block size than "
+            f"`init` would return for these parameters: {path} has the shape "
+            f"{found.get(path)}, but must have {wanted.get(path)}. Call `init` with "
+            "these parameters."
         )
+
+
+def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in leaves}

@@ -173,6 +173,11 @@ def test_bad_arguments(normal):
         optimiser.update(w, optax.adam(1e-2).init(w))
     with pytest.raises(ValueError, match="another tree"):
         optimiser.update(normal(32, 32), optimiser.init(w))
+    # Two trees that share a shape, and another format.
+    with pytest.raises(ValueError, match=r"mu\['b'\].* has the shape None"):
+        optimiser.update({"a": w, "b": w}, optimiser.init({"a": w}))
+    with pytest.raises(ValueError, match=r"codes has the shape \(64, 64\)"):
+        optimiser.update(w, quantized_state(optax.adam(1e-2), "fp4").init(w))
     with pytest.raises(ValueError, match="block_size must be 2 or more, got 1"):
         quantized_state(optax.adam(1e-2), block_size=1)
     with pytest.raises(TypeError, match="format is 'int4'.*'fp8', 'int8', 'fp4'"):
