@@ -1,5 +1,7 @@
 """Optimiser states in 8 and 4 bits."""
 
+from typing import Any
+
 import eqquant
 import equinox as eqx
 import jax
@@ -127,7 +129,8 @@ def test_bytes_of_a_model_with_a_billion_weights():
     params = {name: jax.ShapeDtypeStruct(s, jnp.float32) for name, s in shapes.items()}
     weights = sum(x.size for x in jax.tree.leaves(params))
     assert weights > 1.1e9
-    for format, expected in (("fp8", 2.04), ("fp4", 1.07)):
+    expected_of: dict[Any, float] = {"fp8": 2.04, "fp4": 1.07}
+    for format, expected in expected_of.items():
         optimiser = quantized_state(optax.adamw(1e-3), format)
         state = jax.eval_shape(optimiser.init, params)
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
@@ -163,7 +166,8 @@ def test_states_are_split_like_the_weight(kind, normal):
     assert relative(updates, expected) < 1e-6
     for split, whole in zip(moments(state), moments(alone), strict=True):
         np.testing.assert_array_equal(split.codes, whole.codes)
-        assert split.codes.sharding.spec[0] == "d"
+        sharding: Any = split.codes.sharding
+        assert sharding.spec[0] == "d"
 
 
 def test_bad_arguments(normal):
@@ -181,4 +185,5 @@ def test_bad_arguments(normal):
     with pytest.raises(ValueError, match="block_size must be 2 or more, got 1"):
         quantized_state(optax.adam(1e-2), block_size=1)
     with pytest.raises(TypeError, match="format is 'int4'.*'fp8', 'int8', 'fp4'"):
-        eqquant.training.quantized_state(optax.adam(1e-2), "int4")
+        wrong: Any = "int4"
+        eqquant.training.quantized_state(optax.adam(1e-2), wrong)
