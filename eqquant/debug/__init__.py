@@ -11,7 +11,7 @@ from ._environment import environment
 from ._explain import explain
 from ._gpu_program import GPUKernel, GPUProgram
 from ._inspect import assert_not_materialised, assert_trainable
-from ._saturated import saturated as saturated, Saturation as Saturation
+from ._saturated import saturated, Saturation
 
 
 __all__ = [
