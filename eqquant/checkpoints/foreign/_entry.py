@@ -252,9 +252,20 @@ def stored_scales(scales: Any, offsets: Any, format: Format) -> tuple[Any, Any]:
         return _stored_scales(scales, format), None
     with np.errstate(over="ignore"):
         shifts = _float32(offsets).astype(format.scale_dtype)
-    if np.any(scales.view(np.uint32) & _low_bits) or np.any(shifts != offsets):
-        raise NotExact("has scales and offsets whose float32 sums would be rounded.")
+    check_exact_sums(scales)
+    if np.any(shifts != offsets):
+        raise NotExact(_rounded)
     return _stored_scales(scales, format), shifts
+
+
+_rounded = "has scales and offsets whose float32 sums would be rounded."
+
+
+def check_exact_sums(scales: np.ndarray) -> None:
+    """Raise [`NotExact`][] if float32 scales have more digits than 16-bit scales, so
+    that a library rounds `code * scale` before it adds an offset."""
+    if np.any(scales.view(np.uint32) & _low_bits):
+        raise NotExact(_rounded)
 
 
 def _stored_scales(scales: np.ndarray, format: Format) -> Any:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int5, Int6, Int8
 from ..files import Source
-from ._entry import Entry, from_codes, from_levels, NotExact
+from ._entry import check_exact_sums, Entry, from_codes, from_levels, NotExact
 from ._fp4 import mxfp4_entry, nvfp4_entry
 from ._packed import unpack_int32
 from ._parts import find_parts, Parts, SCALE_DTYPES
@@ -97,6 +97,7 @@ def _affine(
         options: dict[str, Any] = {"block_size": group, "scale_dtype": "float32"}
         options |= {"fit": "absmax"} if bits < 8 else {}
         if np.array_equal(biases, -half * scales):
+            check_exact_sums(scales)
             levels = codes.astype(np.int16) - np.int16(half)
             return from_levels(levels, scales, _formats[bits](**options), dtype)
         if bits == 8:

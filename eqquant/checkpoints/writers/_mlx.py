@@ -152,9 +152,8 @@ def write_mlx(
 
     MLX stores `code * scale + bias`. A symmetric weight has the bias `-2 ** (bits - 1)
     * scale`. Layers may have different settings. Each weight is read back in float32
-    before it is written, and compared in the dtype of its scales. MLX does not run on
-    the machines that test eqquant, so these tests compare with its documented layout.
-    Its own products may round differently.
+    before it is written, and compared in the dtype of its scales. `mx.dequantize` gives
+    the same values in float32; with 16-bit scales, it rounds the product and the sum.
 
     **Arguments:**
 

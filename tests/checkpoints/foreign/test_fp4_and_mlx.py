@@ -1,8 +1,8 @@
 """4-bit floats of ModelOpt and Hugging Face, and the layouts of MLX.
 
-Decoders of the documented layouts stand in for the libraries. ModelOpt multiplies
-codes, 8-bit scales and a factor. MLX computes `code * scale + bias`, and may round it
-differently in 16 bits.
+Decoders of the documented layouts stand in for the libraries, which `make test-imports`
+installs. ModelOpt multiplies codes, 8-bit scales and a factor. MLX computes `code *
+scale + bias`, and rounds the product and the sum in 16 bits.
 """
 
 import json

@@ -1,8 +1,7 @@
 """Files for other libraries: their layouts, and errors.
 
-`tests/imports/test_written_files.py` reads such files with the libraries themselves.
-MLX does not install on x86-64 machines, so a decoder of its documented layout stands in
-for it here.
+`test_written_files.py` and `test_mlx.py` in `tests/imports` read such files with the
+libraries themselves. A decoder of its documented layout stands in for MLX here.
 """
 
 import json
