@@ -1,6 +1,6 @@
-"""The table of formats and libraries in docs/serving-elsewhere.md.
+"""The table of formats and libraries in docs/checkpoints.md.
 
-    python tests/checkpoints/matrix.py
+    python tests/checkpoints/matrix.py > docs/tables/formats-by-library.md
 
 Cells are found by trying: each format is written for each library and read back, and
 the test files of the libraries are read. All cells are exact.
@@ -111,7 +111,7 @@ def writes_gguf(q) -> bool:
             write_gguf(path, {"a.weight": q})
         except ValueError:
             return False
-        read = read_checkpoint(path)["a.weight"]
+        read: Any = read_checkpoint(path)["a.weight"]
     assert eqquant.is_quantized(read) and (read.dequantize() == q.dequantize()).all()
     return True
 
