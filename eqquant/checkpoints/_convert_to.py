@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import jax
@@ -24,6 +24,7 @@ from .writers import (
     check_apart,
     CompressedTensors,
     Floats,
+    GGUFTensor,
     GPTQ,
     Library,
     METADATA,
@@ -32,7 +33,7 @@ from .writers import (
     Packed,
     type_of,
     write_arrays,
-    write_gguf,
+    write_gguf_like,
     Written,
 )
 
@@ -122,8 +123,8 @@ def convert_checkpoint(
 ) -> Conversion:
     """Convert a quantized checkpoint to the layout of another library, without a model.
 
-    Tensors are read, converted and written one at a time, except for GGUF, for which
-    all quantized tensors are in memory. Codes and scales are kept.
+    Tensors are read, converted and written one at a time. (GGUF files start with the
+    types of all tensors, so each tensor is read twice.) Codes and scales are kept.
     Float tensors are copied: quantize them first with
     [`eqquant.checkpoints.quantize_checkpoint`][].
 
@@ -197,7 +198,8 @@ def convert_checkpoint(
             return _read(shown, contents, library)
 
         if to == "gguf":
-            written = _write_gguf(library, target, arrays(), source)
+            again = lambda name: next(_read([name], contents, library))[1]
+            written = _write_gguf(library, target, arrays(), again, source)
         else:
             others = source if source.is_dir() else None
             check_apart(target, others, _caller)
@@ -241,17 +243,27 @@ def _write_gguf(
     library: "_Requantizing",
     path: pathlib.Path,
     arrays: Iterator[tuple[str, Any]],
+    again: Callable[[str], Any],
     source: pathlib.Path,
 ) -> dict[str, Written]:
-    model, written = {}, {}
+    """Find the types of all arrays, and read each array `again` when it is written."""
+    tensors, written = [], {}
+
+    def packed(name: str, array: Any) -> Any:
+        if not isinstance(array, QuantizedArray):
+            return array
+        with errors_at(f"{_caller}: {name!r}"):
+            packed = library.packed(name, array)
+        written[name] = Written(packed.layout, packed.is_exact)
+        return packed.settings
+
     for name, array in arrays:
-        model[name] = array
-        if isinstance(array, QuantizedArray):
-            with errors_at(f"{_caller}: {name!r}"):
-                packed = library.packed(name, array)
-            model[name] = packed.settings
-            written[name] = Written(packed.layout, packed.is_exact)
-    write_gguf(path, model, source=source if is_gguf(source) else None)
+        described = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed(name, array)
+        )
+        make = lambda name=name: packed(name, again(name))
+        tensors.append(GGUFTensor.of(name, described, make, _caller))
+    write_gguf_like(path, tensors, source if is_gguf(source) else None, {}, _caller)
     return written
 
 

@@ -12,7 +12,7 @@ from ._compressed_tensors import (
 )
 from ._floats import Floats as Floats
 from ._ggml import type_of as type_of
-from ._gguf import write_gguf as write_gguf
+from ._gguf import write_gguf as write_gguf, write_gguf_like as write_gguf_like
 from ._gguf_file import (
     GGUFTensor as GGUFTensor,
     write_gguf_tensors as write_gguf_tensors,

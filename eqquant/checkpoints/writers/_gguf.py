@@ -3,7 +3,8 @@
 import contextlib
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jaxtyping import PyTree
 
@@ -81,15 +82,27 @@ def write_gguf(
     """
     target, caller = pathlib.Path(os.fspath(path)), "write_gguf"
     arrays = dict(named_arrays(model, names, caller))
+    tensors = [
+        GGUFTensor.of(name, array, lambda array=array: array, caller)
+        for name, array in arrays.items()
+    ]
+    write_gguf_like(target, tensors, source, metadata or {}, caller)
+
+
+def write_gguf_like(
+    target: pathlib.Path,
+    tensors: Sequence[GGUFTensor],
+    source: Path | None,
+    metadata: Mapping[str, Any],
+    caller: str,
+) -> None:
+    """Write tensors one at a time, with the metadata, the order and the other tensors
+    of the GGUF file `source`."""
     with contextlib.ExitStack() as stack:
         original = None if source is None else stack.enter_context(GGUFFile(source))
-        tensors = [
-            GGUFTensor.of(name, array, lambda array=array: array, caller)
-            for name, array in arrays.items()
-        ]
         if original is not None and original.tensors:
             tensors = _like(original, {t.name: t for t in tensors}, caller)
-        write_gguf_tensors(target, tensors, original, metadata or {}, caller)
+        write_gguf_tensors(target, tensors, original, metadata, caller)
 
 
 def _like(
