@@ -16,6 +16,7 @@ the page cache, and each round is a process of its own. Columns:
 
 import argparse
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -128,7 +129,11 @@ def load_once(path: pathlib.Path, layers: int) -> list[float]:
 
 def start(path: pathlib.Path, layers: int) -> list[float]:
     command = [sys.executable, __file__, "--once", str(path), str(layers)]
-    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    # Libraries of other platforms would count as memory.
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    ran = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
     if ran.returncode:
         raise RuntimeError(ran.stderr.strip().splitlines()[-1])
     return json.loads(ran.stdout.splitlines()[-1])

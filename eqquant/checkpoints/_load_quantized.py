@@ -22,6 +22,7 @@ from ..trees import (
     warn_of_left_out,
     with_progress,
 )
+from ._abstract import abstract_leaf
 from ._load import is_array
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
@@ -51,6 +52,7 @@ def load_quantized(
     ignore: Pattern | Sequence[Pattern] = (),
     formats: Sequence[type[Format]] = (),
     decode: bool | Literal["all"] = False,
+    abstract: bool = False,
     check_finite: bool = True,
     progress: bool | None = None,
     precision: str | None = None,
@@ -103,6 +105,9 @@ def load_quantized(
         such as GGUF `Q4_K`, and stacks of tensors with different formats. `format` and
         `rules` then apply to the decoded tensors. `"all"` decodes every tensor that
         another library quantized, so that `format` quantizes it again.
+    - `abstract`: return a `jax.ShapeDtypeStruct` for each array, without reading
+        tensors, so that programs can be compiled while the arrays are loaded. Weights
+        that another library quantized must be in a GGUF file.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][], for all
         quantized arrays of the result.
 
@@ -133,8 +138,11 @@ def load_quantized(
         ]
         check_all_used(contents, plans, patterns)
         elements = sum(plan.size for plan in plans)
-        shown = with_progress(plans, elements, progress, caller=CALLER)
-        leaves = [_load(contents, plan, check_finite, compute) for plan in shown]
+        if abstract:
+            leaves = [abstract_leaf(contents, plan, compute) for plan in plans]
+        else:
+            shown = with_progress(plans, elements, progress, caller=CALLER)
+            leaves = [_load(contents, plan, check_finite, compute) for plan in shown]
     treedef = jax.tree.structure(like, is_leaf=is_implicit)
     return match_layers(jax.tree.unflatten(treedef, leaves))
 

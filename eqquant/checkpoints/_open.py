@@ -54,6 +54,16 @@ class ForeignContents:
     def read(self, name: str) -> Any:
         return self._entries[name].read(decode=bool(self._decode))
 
+    def abstract(self, name: str) -> Any:
+        """Return a quantized array of `jax.ShapeDtypeStruct`s."""
+        entry = self._entries[name]
+        if entry.abstract is None:
+            raise ValueError(
+                f"{entry.where}: its format is only known after reading, so "
+                "abstract=True is not possible."
+            )
+        return entry.abstract()
+
     def by_rows(self, name: str) -> ByRows | None:
         """Return a reader of some rows of a quantized tensor, or `None`."""
         entry = self._entries[name]

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "decode/unpack.h"
+#include "encode/relayout.h"
 #include "runtime/machine.h"
 
 using eqquant::Product;
@@ -288,6 +289,50 @@ bool check_rounding() {
   return fine;
 }
 
+// Compares moves of bits with a loop over bits.
+bool check_relayout() {
+  using eqquant::Layout;
+  using eqquant::Move;
+  const int64_t from_bytes = 1 + below(150), to_bytes = 1 + below(150), blocks = 1 + below(70);
+  std::unique_ptr<uint8_t[]> in(new uint8_t[blocks * from_bytes]), out(new uint8_t[blocks * to_bytes]),
+      start(new uint8_t[to_bytes]);
+  for (int64_t i = 0; i < blocks * from_bytes; i++) in[i] = static_cast<uint8_t>(below(256));
+  for (int64_t i = 0; i < to_bytes; i++) start[i] = static_cast<uint8_t>(below(256));
+  const int64_t num_moves = below(20);
+  std::unique_ptr<Move[]> moves(new Move[num_moves]);
+  for (int64_t i = 0; i < num_moves; i++) {
+    int count = 1 << below(7);
+    while (count > std::min(from_bytes, to_bytes)) count /= 2;
+    moves[i] = Move{below(static_cast<int>(from_bytes) - count + 1), below(static_cast<int>(to_bytes) - count + 1),
+                    count, below(15) - 7, below(256)};
+    const int shift = moves[i].shift;
+    moves[i].mask &= shift > 0 ? 255 << shift : 255 >> -shift;
+  }
+  const Layout layout{from_bytes, to_bytes, start.get(), moves.get(), num_moves};
+  bool fine = eqquant::is_valid(layout);
+  eqquant::relayout(layout, in.get(), blocks, out.get());
+  for (int64_t block = 0; block < blocks; block++) {
+    std::vector<uint8_t> expected(start.get(), start.get() + to_bytes);
+    for (int64_t i = 0; i < num_moves; i++)
+      for (int j = 0; j < moves[i].count; j++) {
+        const int byte = in[block * from_bytes + moves[i].from + j], shift = moves[i].shift;
+        const int shifted = shift > 0 ? byte << shift : byte >> -shift;
+        expected[moves[i].to + j] ^= static_cast<uint8_t>(shifted & moves[i].mask);
+      }
+    fine &= !std::memcmp(expected.data(), out.get() + block * to_bytes, to_bytes);
+  }
+  for (int64_t i = 0; i < num_moves; i++) {  // Moves that leave the block.
+    const Move move = moves[i];
+    for (int32_t Move::* field : {&Move::from, &Move::to, &Move::count, &Move::shift, &Move::mask}) {
+      moves[i].*field += 300;
+      fine &= !eqquant::is_valid(layout);
+      moves[i] = move;
+    }
+  }
+  if (!fine) std::printf("relayout: wrong; from %ld to %ld\n", long(from_bytes), long(to_bytes));
+  return fine;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -315,6 +360,10 @@ int main(int argc, char** argv) {
   int wrong = 0;
   for (int i = 0; i < 2 * times && best; i++) wrong += !check_rounding();
   std::printf("%d arrays rounded, %d wrong\n", 2 * times, wrong);
+  failed += wrong;
+  wrong = 0;
+  for (int i = 0; i < 2 * times; i++) wrong += !check_relayout();
+  std::printf("%d layouts, %d wrong\n", 2 * times, wrong);
   failed += wrong;
   return failed != 0;
 }

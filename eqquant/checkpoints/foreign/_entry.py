@@ -66,6 +66,8 @@ class Entry:
     - `quantized`: reads codes and scales unchanged, or raises [`NotExact`][]. `None`
         for an array that is not quantized.
     - `by_rows`: reads some rows of codes and scales, if that is possible.
+    - `abstract`: returns the result of `quantized` with `jax.ShapeDtypeStruct`s, if the
+        header determines it.
     """
 
     where: str
@@ -76,6 +78,7 @@ class Entry:
     kind: tuple[str, bool] = ("", False)
     parts: tuple[str, ...] = ()
     by_rows: ByRows | None = None
+    abstract: Callable[[], QuantizedArray] | None = None
 
     @property
     def size(self) -> int:
@@ -170,7 +173,14 @@ def from_parts(
 
 def packed_levels(levels: np.ndarray, format: Format) -> np.ndarray:
     """Return the codes of integer levels, or raise [`NotExact`][]."""
-    to_codes, lowest, highest = codes_of_levels(format)
+    check_levels(levels, format)
+    to_codes, *_ = codes_of_levels(format)
+    return packed_codes(to_codes(levels), format)
+
+
+def check_levels(levels: np.ndarray, format: Format) -> None:
+    """Raise [`NotExact`][] unless the format has all integer levels."""
+    _, lowest, highest = codes_of_levels(format)
     if levels.size:
         low, high = int(levels.min()), int(levels.max())
         if low < lowest or high > highest:
@@ -178,7 +188,6 @@ def packed_levels(levels: np.ndarray, format: Format) -> np.ndarray:
                 f"has integers from {low} to {high}; {format!r} stores {lowest} to "
                 f"{highest}."
             )
-    return packed_codes(to_codes(levels), format)
 
 
 def packed_codes(codes: np.ndarray, format: Format) -> np.ndarray:

@@ -8,26 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from ...formats import FittedFormat, MXFP4
 from ..files import release
-from ._entry import (
-    ByRows,
-    codes_of_levels,
-    Entry,
-    from_parts,
-    integers_times,
-    NotExact,
-    packed_codes,
-    packed_levels,
-    stored_scales,
-)
-from ._ggml import Blocks, Type
+from ._entry import ByRows, Entry, from_parts, NotExact
+from ._ggml_repack import parts_of_block, repacked
 from ._gguf import GGUFFile, Tensor
 
 
 # The number of values that are decoded at once, and that are repacked at once.
 _chunk, _part = 2**22, 2**19
-_bytes = np.arange(256, dtype=np.uint8).view(np.int8)
 
 
 def gguf_entries(file: GGUFFile) -> dict[str, Entry]:
@@ -49,6 +37,7 @@ def _entry(file: GGUFFile, tensor: Tensor) -> Entry:
         None if by_rows is None else by_rows.read_all,
         (tensor.type.name, tensor.is_exact),
         by_rows=by_rows,
+        abstract=ft.partial(_abstract, tensor) if tensor.is_exact else None,
     )
 
 
@@ -106,63 +95,31 @@ def _decode_elsewhere(raw: np.ndarray, tensor: Tensor, where: str) -> np.ndarray
 
 
 def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
-    """Read the codes, scales and offsets of some rows. Codes are copied without
-    unpacking if the file packs them as the format does."""
+    """Read the codes, scales and offsets of some rows."""
     kind = tensor.type
     if kind.unpack is None:
         raise NotExact(f"is in {kind.name}, whose grids of levels have no format.")
-    assert kind.format is not None and kind.levels is not None
     if not tensor.is_exact:
         raise NotExact(
             f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
         )
     raw = _blocks(file, tensor, rows)
-    parts = _repacked(tensor, kind.unpack(raw), rows)
+    parts = repacked(kind, raw)
     release(raw)
-    return parts
-
-
-def _repacked(tensor: Tensor, blocks: Blocks, rows: slice) -> tuple:
-    """Return codes, scales and offsets as the format stores them."""
-    kind = tensor.type
-    format: Any = kind.format
-    assert kind.levels is not None
     lead = (rows.stop - rows.start, *tensor.shape[1:-1])
-    whole = lambda array: array.reshape(*lead, -1)
-    is_k = isinstance(format, FittedFormat) and format.is_k_quant
-
-    def numbers(given: Any) -> Any:
-        if given is None:
-            return None
-        if is_k:
-            units, integers = whole(given.signed_units), whole(given.factors)
-            return integers_times(units, integers, format)
-        is_half = given.integers is None and given.units.dtype == np.float16
-        return whole(given.signed_units if is_half else given.decode())
-
-    scales = stored_scales(numbers(blocks.scales), numbers(blocks.offsets), format)
-    if _has_codes_of_format(kind):
-        if blocks.bits == format.bits < 8:
-            return whole(blocks.codes), *scales
-        return packed_codes(whole(blocks.unpacked()), format), *scales
-    codes = whole(blocks.unpacked())
-    if format.codebook or np.array_equal(kind.levels, _bytes[: len(kind.levels)]):
-        levels = codes if format.codebook else codes.view(np.int8)
-    else:
-        levels = kind.levels[codes]
-    if isinstance(format, MXFP4):
-        levels[levels == 8] = 0  # ggml decodes -0 to 0.
-    return packed_levels(levels, format), *scales
+    return jax.tree.map(lambda part: part.reshape(*lead, -1), parts)
 
 
-def _has_codes_of_format(kind: Type) -> bool:
-    """Return whether each code of a type stands for the same level in its format."""
-    format: Any = kind.format
-    if format.codebook:
-        return not isinstance(format, MXFP4)
-    to_codes, *_ = codes_of_levels(format)
-    assert kind.levels is not None
-    return np.array_equal(to_codes(kind.levels), np.arange(len(kind.levels)))
+def _abstract(tensor: Tensor) -> Any:
+    *lead, size = tensor.shape
+    assert tensor.type.format is not None
+    count = size // tensor.type.block
+
+    def whole(part: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((*lead, count * part.shape[-1]), part.dtype)
+
+    make = ft.partial(from_parts, format=tensor.type.format, size=size)
+    return jax.eval_shape(make, jax.tree.map(whole, parts_of_block(tensor.type.name)))
 
 
 def _build(tensor: Tensor, parts: Any):

@@ -66,6 +66,10 @@ class Contents:
     def path(self) -> pathlib.Path:
         return self.source.path
 
+    def abstract(self, path: str) -> Any:
+        """Return a leaf with a `jax.ShapeDtypeStruct` for each array."""
+        return self.described[path]
+
     def are_quantized(self, names: Sequence[str]) -> bool:
         """Return whether one of the named tensors is a quantized array."""
         return any(isinstance(self.described[n], QuantizedArray) for n in names)

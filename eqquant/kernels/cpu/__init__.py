@@ -10,6 +10,7 @@ from .._int8 import round_int8
 from ._choose import cpu_of, describe, KERNELS, rule_of, why_unsupported
 from ._encode import encode, encodes
 from ._library import load, status
+from ._relayout import find_layouts, Layout, relayout
 from ._round import round_trip, rounds
 from ._rules import describe_rules, RULES
 from ._search import search, searches

@@ -26,11 +26,13 @@ class Library(NamedTuple):
 
     - `instructions`: the first entries of `instruction_sets`, which kernels may use.
     - `scratch`: a function that returns the bytes of memory that a kernel needs.
+    - `relayout`: a function that moves bits: see `_relayout.py`.
     - `bfloat16`: whether XLA multiplies bfloat16 faster than float32.
     """
 
     instructions: tuple[str, ...]
     scratch: Callable[..., int]
+    relayout: Callable[..., int]
     bfloat16: bool = False
 
 
@@ -72,9 +74,12 @@ def load() -> Library | str:
         *[ctypes.c_int64] * 5,
         *[ctypes.c_int] * 3,
     ]
+    relayout = native.eqquant_relayout
+    array, number = ctypes.c_void_p, ctypes.c_int64
+    relayout.argtypes = [array, number, number, array, number, array, array, number]
     usable = instruction_sets[:most]
     bfloat16 = "vnni" in usable and bool(native.eqquant_bfloat16())
-    return Library(usable, scratch, bfloat16)
+    return Library(usable, scratch, relayout, bfloat16)
 
 
 def _interface_of_xla() -> int:
