@@ -60,7 +60,8 @@ class Generator:
 
     **Arguments:**
 
-    - `model`: as `load_model` returns it, quantized or not.
+    - `model`: as `load_model` returns it, quantized or not. If it is abstract, programs
+        can be compiled, and `put` provides the weights.
     - `capacity`: the largest number of tokens, including the prompt.
     - `kv`: the format of the cache; `None` for the dtype of activations.
     - `rotate`: whether to rotate a quantized cache.
@@ -79,10 +80,11 @@ class Generator:
         self._kv, self._rotate = kv, rotate
         choose = sampling or Sampling()
         self._seed = np.uint32(seed % 2**32)
+        arrays, static = eqx.partition(model, _is_array)
         # JAX flattens a list fastest, and this happens for each token.
-        arrays, static = eqx.partition(model, eqx.is_array)
         self._arrays, treedef = jax.tree.flatten(arrays)
-        self._skeleton = eqx.filter_eval_shape(lambda: model)
+        self._treedef = treedef
+        self._skeleton = eqx.combine(jax.tree.map(_abstract, arrays), static)
         self._dtype = model.norm.weight.dtype
 
         @ft.partial(eqquant.quaxify, on_materialise="error")
@@ -110,6 +112,15 @@ class Generator:
         self.cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
         self._cached: list[int] = []  # The tokens whose keys and values are cached.
 
+    def put(self, model: Decoder) -> None:
+        """Take the weights of a model instead of their shapes."""
+        arrays, treedef = jax.tree.flatten(eqx.filter(model, _is_array))
+        if treedef != self._treedef or [*map(_abstract, arrays)] != [
+            *map(_abstract, self._arrays)
+        ]:
+            raise ValueError("The model has other formats or shapes than expected.")
+        self._arrays = arrays
+
     def _empty(self):
         cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
         if self._kv is None:
@@ -135,11 +146,10 @@ class Generator:
     def _start_compiling(self, length: int) -> None:
         if length in self._programs:
             return
-        abstract = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
         args = self._arrays, self.cache, tokens, np.int32(0), np.int32(0), self._seed
         lower = lambda args: self._step.trace(*args).lower()
-        lowered = self._tracer.submit(lower, jax.tree.map(abstract, args))
+        lowered = self._tracer.submit(lower, jax.tree.map(_abstract, args))
         compile = lambda: release_freed(lowered.result().compile())
         self._programs[length] = self._compilers.submit(compile)
 
@@ -208,6 +218,14 @@ class Generator:
                 token = next(rest)
             except StopIteration:
                 return
+
+
+def _is_array(x) -> bool:
+    return isinstance(x, jax.ShapeDtypeStruct) or eqx.is_array(x)
+
+
+def _abstract(x) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def generate(generator: Generator, text: Text, prompt: list[int], longest: int) -> dict:
@@ -328,13 +346,25 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return options
 
 
-def load(model: Model, options) -> Decoder:
+def load(model: Model, options, abstract: bool = False) -> Decoder:
     dtype = jnp.bfloat16 if options.format == "bfloat16" else jnp.float32
     formats = {name: None if "float" in name else name for name in FORMATS}
-    loaded = load_in(model, options.format, formats, dtype=dtype)
+    how = {"dtype": dtype, "abstract": abstract}
+    loaded = load_in(model, options.format, formats, **how)
     if options.adapters is not None:
         loaded = load_adapters(options.adapters, loaded, model.kind)
     return loaded
+
+
+def describe(model: Model, options) -> Decoder | None:
+    """Return the shapes and formats of the weights, if the header of the file
+    determines them."""
+    if options.adapters is not None:
+        return None
+    try:
+        return load(model, options, abstract=True)
+    except ValueError:  # For a damaged file, `load` raises it again.
+        return None
 
 
 def encode(text: Text, options) -> list[int] | None:
@@ -353,26 +383,29 @@ def run(options) -> None:
     if not options.no_program_cache:
         keep_programs()
     source = open_model(options.model)
-    # Weights are loaded while the tokenizer is made.
+    # Weights are loaded while the tokenizer is made and programs are compiled.
     begin = time.perf_counter()
     loading = ThreadPoolExecutor(1).submit(load, source, options)
+    skeleton = describe(source, options)
     text = Text(source, options.stop)
     prompt = encode(text, options)
     capacity = len(prompt) + options.tokens if prompt else options.context
     longest = source.context_length
     if longest and capacity > longest:
         print(f"(The model was made for {longest} tokens.)", file=sys.stderr)
-    model = loading.result()
     kv, _, rotated = options.kv.partition("-")
     kv = None if kv == "float" else kv
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
-    generator = Generator(model, capacity, kv, sampling, options.seed, bool(rotated))
+    how = capacity, kv, sampling, options.seed, bool(rotated)
+    generator = Generator(skeleton or loading.result(), *how)
+    generator.compile(len(prompt or [0]), wait=False)
+    model = loading.result()
+    generator.put(model)
     if prompt is None:
         generator.compile(1)
         chat(generator, text, options.tokens, options.system)
         return
     loaded = time.perf_counter()
-    generator.compile(len(prompt), wait=False)
     times = generate(generator, text, prompt, options.tokens)
 
     decoded = times["tokens"] - 1  # Prefill returns the first token.

@@ -44,6 +44,7 @@ def load_model(
     dtype=jnp.float32,
     stacked: bool | None = None,
     decode: bool | Literal["all"] = False,
+    abstract: bool = False,
     progress: bool | None = None,
 ) -> Decoder:
     """Load a model, with its weights in `format`.
@@ -51,7 +52,8 @@ def load_model(
     **Arguments:**
 
     - `model`: a folder, a GGUF file, or a result of `open_model`.
-    - `format`, `rules`, `decode`, `progress`: as in [`eqquant.load_quantized`][].
+    - `format`, `rules`, `decode`, `abstract`, `progress`: as in
+        [`eqquant.load_quantized`][].
     - `dtype`: of all other arrays and of activations.
     - `stacked`: stack the layers, so that only one layer is compiled. By default, they
         are stacked unless the file stores them in different formats.
@@ -73,9 +75,10 @@ def load_model(
         names=source.names,
         ignore=source.ignore,
         decode=decode,
+        abstract=abstract,
         progress=progress,
     )
-    return source.arrange(loaded)
+    return loaded if abstract else source.arrange(loaded)
 
 
 def can_stack(source: Model, decode: bool | Literal["all"]) -> bool:
@@ -101,10 +104,11 @@ def load_in(
     weights again.
 
     Without a name, quantized weights of the file keep their format. Other weights get
-    the format of `model.default`.
+    the format of `model.default`. With `abstract`, no message is printed.
     """
+    is_shown = not options.get("abstract")
     if name is not None:
-        if model.types:
+        if model.types and is_shown:
             print(
                 f"(The weights in {', '.join(model.types)} are decoded, and stored in "
                 f"{name}.)",
@@ -112,7 +116,7 @@ def load_in(
             )
         decode = "all" if model.types else False
         return load_model(model, formats[name], decode=decode, **options)
-    if model.inexact:
+    if model.inexact and is_shown:
         print(
             f"(No format stores {', '.join(model.inexact)} exactly: weights in these "
             f"types are quantized again, in {model.default}.)",

@@ -1,5 +1,6 @@
 """A folder of compiled programs, so that a second start does not compile them again."""
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -17,18 +18,42 @@ import jaxlib.version
 Program = TypeVar("Program")
 
 
-def keep_programs() -> None:
+# The most bytes of all folders of programs. The programs of a model take a few MB.
+LIMIT = 2**29
+
+
+def keep_programs(limit: int = LIMIT) -> None:
     """Keep compiled programs in a folder, and use the programs that are there.
 
     The folder is in the user's cache folder. `JAX_COMPILATION_CACHE_DIR` selects
-    another folder. It can be deleted at any time.
+    another folder. It can be deleted at any time. If all programs take more than
+    `limit` bytes, the programs that were not used for the longest time are deleted.
     """
     if getattr(jax.config, "jax_compilation_cache_dir", None) is not None:
         return
     caches = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    folder = pathlib.Path(caches, "eqquant", "programs", _fingerprint())
+    programs = pathlib.Path(caches, "eqquant", "programs")
+    _prune(programs, limit)
+    folder = programs / _fingerprint()
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _prune(folder: pathlib.Path, limit: int) -> None:
+    """Delete old files below a folder. Another process may do the same."""
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(OSError):
+            about = path.stat()
+            if path.is_file():
+                used = max(about.st_atime, about.st_mtime)
+                files.append((used, about.st_size, path))
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > limit:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def _fingerprint() -> str:

@@ -1,5 +1,6 @@
 """The start of examples/llama/generate.py: compiled programs, and the empty cache."""
 
+import functools as ft
 import os
 import pathlib
 import subprocess
@@ -7,17 +8,22 @@ import sys
 
 import eqquant
 import jax
+import jax.numpy as jnp
 import pytest
 from gguf_models import metadata_of, tensors_of, write_gguf
-from helpers import FORMATS
+from helpers import FORMATS, slow
 
 
 EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
-from generate import Generator  # noqa: E402
-from load import load_model  # noqa: E402
-from program_cache import keep_programs  # noqa: E402
+from generate import Generator  # noqa: E402 # pyright: ignore
+from load import load_model  # noqa: E402 # pyright: ignore
+from program_cache import keep_programs  # noqa: E402 # pyright: ignore
+
+
+def folder_of_programs() -> str:
+    return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
 def test_program_cache_is_in_the_folder_of_the_user(monkeypatch, tmp_path):
@@ -27,14 +33,51 @@ def test_program_cache_is_in_the_folder_of_the_user(monkeypatch, tmp_path):
     try:
         jax.config.update(names[0], "chosen")
         keep_programs()
-        assert jax.config.jax_compilation_cache_dir == "chosen"
+        assert folder_of_programs() == "chosen"
         jax.config.update(names[0], None)
         keep_programs()
-        found = pathlib.Path(jax.config.jax_compilation_cache_dir)
+        found = pathlib.Path(folder_of_programs())
         assert found.is_relative_to(tmp_path / "eqquant")
     finally:
         for name, value in before.items():
             jax.config.update(name, value)
+
+
+def test_old_programs_are_deleted(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = folder_of_programs()
+    folder = tmp_path / "eqquant" / "programs"
+    for day in range(5):
+        path = folder / f"version{day % 2}" / f"{day}-cache"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(100))
+        os.utime(path, (day * 86400, day * 86400))
+    other = tmp_path / "other"
+    other.write_bytes(bytes(100))
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        keep_programs(limit=250)
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert {path.name for path in folder.rglob("*-cache")} == {"3-cache", "4-cache"}
+    assert other.exists()
+
+
+@pytest.mark.parametrize("format", [None, slow("int8")])
+def test_programs_are_compiled_before_weights_arrive(format, tmp_path):
+    path = tmp_path / "model.gguf"
+    write_gguf(path, metadata_of("llama3"), tensors_of("llama3"))
+    decode = "all" if format else False
+    load = ft.partial(load_model, path, format, decode=decode, progress=False)
+    model, skeleton = load(), load(abstract=True)
+    is_real = [isinstance(x, jax.Array) for x in jax.tree.leaves(skeleton)]
+    assert not any(is_real)
+    early = Generator(skeleton, 32)
+    early.compile(3)
+    early.put(model)
+    assert early.prefill([1, 2, 3]) == Generator(model, 32).prefill([1, 2, 3])
+    with pytest.raises(ValueError, match="other formats or shapes"):
+        early.put(load(dtype=jnp.bfloat16))
 
 
 @pytest.mark.slow

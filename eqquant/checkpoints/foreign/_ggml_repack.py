@@ -37,6 +37,7 @@ def repacked(kind: Type, raw: np.ndarray) -> tuple:
         ]
         parts = jax.tree.unflatten(jax.tree.structure(like), leaves)
     if _has_bytes(kind):
+        assert kind.format is not None
         check_levels(parts[0], kind.format)
     return parts
 
@@ -95,7 +96,7 @@ def _repacked(kind: Type, raw: np.ndarray) -> tuple:
 
 def _has_bytes(kind: Type) -> bool:
     """Return whether codes are levels of 8 bits."""
-    return np.array_equal(kind.levels, _bytes)
+    return kind.levels is not None and np.array_equal(kind.levels, _bytes)
 
 
 def _has_codes_of_format(kind: Type) -> bool:

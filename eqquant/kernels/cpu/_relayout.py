@@ -5,7 +5,7 @@ defines the new layout, so that no layout has two definitions.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, UInt8
@@ -55,7 +55,8 @@ def find_layouts(
 
 def _find(changed: np.ndarray, start: np.ndarray, from_bytes: int) -> Layout:
     """Return the layout for the results of changing each bit of a block of zeros."""
-    flipped = np.unpackbits(changed ^ start, axis=1, bitorder="little")
+    flips: Any = changed ^ start
+    flipped = np.unpackbits(flips, axis=1, bitorder="little")
     masks: dict[tuple[int, int, int], int] = {}
     for source, target in np.argwhere(flipped).tolist():
         place = source // 8, target // 8, target % 8 - source % 8
