@@ -67,6 +67,12 @@ def codes_of_an_optimiser():
     return jnp.ones((8, 64)) @ broken
 
 
+def sum_of_two():
+    keys = jax.random.split(jax.random.key(0))
+    models = [eqquant.quantize(jax.random.normal(key, (16, 64)), "nf4") for key in keys]
+    jax.tree.map(lambda a, b: a + b, *models)
+
+
 PREDICT = "import jax.numpy as jnp\n\n\ndef predict(q):\n    return jnp.exp(q)\n"
 
 
@@ -104,6 +110,7 @@ PROVOKED: dict[str, Callable] = {
     "grad": gradient_of_all,
     "optimiser": update_of_all,
     "codes": codes_of_an_optimiser,
+    "codes of two models": sum_of_two,
     "parts": lambda: jax.vmap(parted()[0])(X),
 }
 

@@ -31,7 +31,7 @@ def on(monkeypatch):
     def have(name):
         (names,) = (names for names in SETS if names[-1] == name)
         instructions = tuple((X86 | ARM)[n] for n in names)
-        library = Library(instructions, lambda *_: 0)
+        library = Library(instructions, lambda *_: 0, lambda *_: 0)
         monkeypatch.setattr(_choose, "load", lambda: library)
 
     return have

@@ -8,7 +8,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Int8, NF4
+from eqquant import debug, Int8, NF4
 from helpers import (
     assert_close,
     DEFAULT_FORMATS,
@@ -182,7 +182,10 @@ def test_precision_of_a_call_is_honoured(normal):
     # For fewer rows, some CPUs use an exact kernel at every precision.
     x = normal(600, 128)
     expected = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
-    assert 1e-6 < relative(x @ q.T, expected) < TOLERANCE["high"]
+    # CPUs without int8 instructions use an exact kernel for "high".
+    is_exact = "'float, " in str(debug.explain(lambda x, q: x @ q.T, x, q))
+    assert is_exact or relative(x @ q.T, expected) > 1e-6
+    assert relative(x @ q.T, expected) < TOLERANCE["high"]
     with jax.default_matmul_precision("float32"):
         assert relative(x @ q.T, expected) < TOLERANCE["highest"]
     for precision in (lax.Precision.HIGHEST, "highest", lax.Precision.DEFAULT):

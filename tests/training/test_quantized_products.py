@@ -46,9 +46,18 @@ def test_products_equal_the_quantized_model(normal, format, compute):
     """Equal bit for bit: single inputs and batches, eagerly and compiled."""
     wrapped, quantized = both(mlp(), format, **compute)
     batch = jax.vmap(lambda model, x: model(x), (None, 0))
-    for fn in (lambda model, x: model(x[0]), batch, eqx.filter_jit(batch)):
-        x = normal(40, 64)
+    x = normal(40, 64)
+    for fn in (lambda model, x: model(x[0]), batch):
         assert_identical(fn(wrapped, x), fn(quantized, x))
+    compiled = eqx.filter_jit(batch)
+    got, expected = compiled(wrapped, x), compiled(quantized, x)
+    kernels = str(eqquant.debug.explain(batch, quantized, x))
+    if "activations" in compute and "native kernel 'int8" not in kernels:
+        # Without int8 instructions, XLA rounds activations. It fuses this with other
+        # operations, which changes some results by a rounding of float32.
+        assert_close(got, expected, 1e-6)
+    else:
+        assert_identical(got, expected)
 
 
 @pytest.mark.parametrize(
