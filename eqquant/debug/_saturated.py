@@ -17,6 +17,21 @@ from ..trees import replace_base
 class Saturation:
     """The rounding of one operand of the products with all weights of one shape.
 
+    !!! Example
+
+        ```python
+        import equinox as eqx
+        import eqquant
+        import jax
+        import jax.numpy as jnp
+
+        model = eqx.nn.Linear(64, 32, key=jax.random.key(0))
+        model = eqquant.training.low_precision(model, "fp8")
+        counts = eqquant.debug.saturated(lambda m, x: m(x), model, jnp.ones(64))
+        assert {count.operand for count in counts} == {"activation", "weight"}
+        assert all(count.spec == "float8_e4m3fn" for count in counts)
+        ```
+
     **Fields:**
 
     - `shape`: `(outputs, inputs)` of the weights.

@@ -14,7 +14,7 @@ from ._sites import Tree
 
 @typed
 def average_trees(
-    models: Sequence[Tree], weights: Sequence[float] | None = None
+    models: Sequence[Tree], weights: Sequence[float | int] | None = None
 ) -> Tree:
     """Average models of the same structure, also quantized models: a model soup, or one
     step of a moving average.

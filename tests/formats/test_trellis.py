@@ -290,6 +290,9 @@ def test_native_kernels(bits, precision, m, block_size, blocks, contract_rows, r
     x = rng.standard_normal((m, rows if contract_rows else blocks * block_size))
     x = jnp.asarray(x, jnp.float32)
     matmul = Matmul(format, contract_rows).with_compute(precision=precision)
+    kernel = choose(cpu.KERNELS, matmul.of(x, q.codes, scales))
+    if isinstance(kernel, str) and "XLA is faster" in kernel:
+        pytest.skip(kernel)
     out = jax.jit(lambda *args: multiply_by(cpu.KERNELS, matmul, *args))(
         x, q.codes, scales
     )
