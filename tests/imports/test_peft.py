@@ -50,8 +50,8 @@ def _logits(model) -> np.ndarray:
 
 def _assert_close(ours, theirs):
     """Compare float32 results of eqquant with float64 results of PEFT. With float32 on
-    both sides, rounding in large adapters would exceed the tolerance. It differs between
-    CPUs, and reaches 1.04e-5 of the largest logit with AVX2."""
+    both sides, rounding in large adapters would exceed the tolerance. It depends on the
+    CPU: with AVX2 it is 1.04e-5 of the largest logit."""
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=2e-5 * np.abs(theirs).max())
 
 
