@@ -130,9 +130,8 @@ class DenseTernary(Ternary):
         weight = jax.random.normal(jax.random.key(0), (64, 256))
         q = eqquant.quantize(weight, eqquant.formats.DenseTernary())
         assert 8 * q.nbytes / q.size == 1.6875
-        assert (q.dequantize() == eqquant.quantize(
-            weight, eqquant.Ternary(256, "float16")
-        ).dequantize()).all()
+        ternary = eqquant.quantize(weight, eqquant.Ternary(256, "float16"))
+        assert (q.dequantize() == ternary.dequantize()).all()
         ```
     """
 

@@ -98,10 +98,10 @@ def quantize_cache(
 
     **Returns:**
 
-    The cache, with a [`eqquant.QuantizedArray`][] for each array, or with `rotate` an
-    [`eqquant.arrays.RotatedArray`][]. With `recent`, `sinks` or `window`, they contain,
-    or are, an [`eqquant.arrays.CachedArray`][]. It only supports writes by
-    `jax.lax.dynamic_update_slice`.
+    The cache, with a [`eqquant.QuantizedArray`][] for each array. With `recent`,
+    `sinks` or `window`, it is an [`eqquant.arrays.CachedArray`][] instead, which
+    supports writes by `jax.lax.dynamic_update_slice` only. With `rotate`, an
+    [`eqquant.arrays.RotatedArray`][] contains it.
 
     **Raises:**
 
@@ -111,10 +111,14 @@ def quantize_cache(
     """
     compute = as_compute(compute, precision, activations)
     format = as_format(format, "quantize_cache")
-    for name, least in {"recent": 0, "sinks": 0, "longest": 1}.items():
-        if locals()[name] < least:
+    for name, count, least in (
+        ("recent", recent, 0),
+        ("sinks", sinks, 0),
+        ("longest", longest, 1),
+    ):
+        if count < least:
             raise ValueError(
-                f"quantize_cache: {name} must be {least} or more, got {locals()[name]}."
+                f"quantize_cache: {name} must be {least} or more, got {count}."
             )
     varying = {"axis": axis, "per_channel": per_channel, "window": window}
     if tokens is not None:
@@ -163,12 +167,12 @@ class _Layout:
         (axis,) = canonical_axes(axis, array.ndim)
         if tokens is None:
             tokens = -1 if axis == -2 else -2
-        simple = not any(options.values())
-        if not simple:
-            (tokens,) = canonical_axes(tokens, array.ndim)
         layout = cls(format, axis, tokens, **options)
-        if not simple:
-            layout._check(array)
+        if layout.is_simple:  # It does not use `tokens`.
+            return layout
+        (tokens,) = canonical_axes(tokens, array.ndim)
+        layout = dataclasses.replace(layout, tokens=tokens)
+        layout._check(array)
         return layout
 
     @property

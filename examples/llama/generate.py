@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, cast
 
 import eqquant
 import equinox as eqx
@@ -50,7 +49,7 @@ def quantize_cache(
 ) -> Cache | tuple[Cache, ...]:
     """Quantize a cache with separate scales for each token, so that tokens can be
     appended."""
-    axes = cast(Any, Cache)(-2, -1)  # Keys are columns.
+    axes = Cache(-2, -1)  # Keys are columns.
     axis = tuple(axes for _ in cache) if isinstance(cache, tuple) else axes
     return eqquant.trees.quantize_cache(cache, format, axis=axis, rotate=rotate)
 

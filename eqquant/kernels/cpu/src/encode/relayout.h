@@ -5,8 +5,9 @@
 
 namespace eqquant {
 
-// Shifts each of `count` consecutive bytes of a block by `shift` bits, to the left, or to the right if that is
-// negative; keeps the bits of `mask`, all of which have bits of the same byte; and flips bits of the result where they are set.
+// Shifts each of `count` consecutive bytes of a block by `shift` bits to the left (a negative shift is to the right),
+// keeps the bits of `mask`, and flips the bits of the result that are set in them. The mask has no bits that the shift
+// takes from another byte.
 struct Move {
   int32_t from, to, count, shift, mask;
 };
