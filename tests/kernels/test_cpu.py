@@ -170,6 +170,30 @@ def test_products_large_enough_for_several_threads(kernel, m, normal):
             assert relative(got, expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
+def test_a_batch_is_split_between_threads(kernel, contract_rows, normal):
+    """Each thread computes whole products if their rows are short, as in a cache of
+    keys and values. Each product equals the product alone, bit for bit."""
+    rows, columns, batch = 4096, 64, 5
+    for format in (Int4(block_size=64, scale_dtype="float16"), NF4(block_size=32)):
+        q = eqquant.quantize(normal(batch, rows, columns), format)
+        blocks = q.scales.shape[-1]
+        if not serves(kernel, format, blocks, columns // 2, contract_rows):
+            continue
+        # The magnitudes of one product are out of the range of the kernels.
+        huge = np.where(np.arange(batch) == 2, 1e25, 1)[:, None, None]
+        if format.scale_dtype == "float32":
+            q = q.replace(scales=q.scales * huge.astype(np.float32))
+        x = normal(batch, 3, rows if contract_rows else columns)
+        x *= jnp.asarray(np.where(huge > 1, 1e-25, 1), x.dtype)
+        matmul = Matmul(format, contract_rows, Compute("highest"))
+        product = jax.jit(lambda *args, m=matmul: call(kernel, m.of(*args), *args))
+        got = product(x, q.codes, q.scales)
+        for i in range(batch):
+            alone = product(x[i], q.codes[i], q.scales[i])
+            np.testing.assert_array_equal(got[i], alone)
+
+
 def test_products_of_several_threads_at_once(normal):
     """Threads of the pool serve whichever product comes next."""
     product = jax.jit(eqquant.quaxify(lambda q, x: x @ q.T))
@@ -338,13 +362,14 @@ def test_extreme_magnitudes(kernel, contract_rows, format, normal):
 
 
 @needs_library
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("contract_rows", [False, True])
-def test_magnitudes_that_differ_between_rows(contract_rows, normal):
-    q = eqquant.quantize(normal(96, 128), NF4())
+def test_magnitudes_that_differ_between_rows(contract_rows, dtype, normal):
+    q = eqquant.quantize(normal(96, 128), NF4(scale_dtype=dtype))
     of_w = np.where(np.arange(96) % 2, 1e-25, 1e25)[:, None]
     of_x = np.array([1e-8, 1, 0, 1e8])[:, None]
     x = normal(4, 96 if contract_rows else 128) * of_x.astype(np.float32)
-    q = q.replace(scales=q.scales * of_w.astype(np.float32))
+    q = q.replace(scales=(q.scales * of_w.astype(np.float32)).astype(dtype))
     got = x @ q if contract_rows else x @ q.T
     weight = np.asarray(q.dequantize(), np.float64)
     expected = np.asarray(x, np.float64) @ (weight if contract_rows else weight.T)

@@ -1,6 +1,7 @@
 """Calls of the native kernels through the foreign function interface of XLA."""
 
 import functools as ft
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -54,6 +55,7 @@ def call(
         kernel.encode(),
         product.contract_rows,
         x.dtype == jnp.bfloat16,
+        math.prod(product.batch),
         product.m,
         product.rows,
         product.packed,

@@ -71,7 +71,7 @@ def load() -> Library | str:
         ctypes.c_char_p,
         ctypes.c_int,
         ctypes.c_int,
-        *[ctypes.c_int64] * 5,
+        *[ctypes.c_int64] * 6,
         *[ctypes.c_int] * 3,
     ]
     relayout = native.eqquant_relayout

@@ -38,11 +38,12 @@ void decode_halves(const uint16_t* from, int64_t count, float factor, float* to)
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) decode_halves(from + i, factor, to + i);
   if (i == count) return;
+  if (count >= 8) return decode_halves(from + count - 8, factor, to + count - 8);
   uint16_t last[8] = {};
   float floats[8];
-  std::memcpy(last, from + i, (count - i) * sizeof *from);
+  std::memcpy(last, from, count * sizeof *from);
   decode_halves(last, factor, floats);
-  std::memcpy(to + i, floats, (count - i) * sizeof *to);
+  std::memcpy(to, floats, count * sizeof *to);
 }
 
 // E4M3 numbers become float16 numbers, whose exponent is larger by 8. 127 is NaN.

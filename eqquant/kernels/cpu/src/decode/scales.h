@@ -1,7 +1,9 @@
 // Scales as floats. Routines receive them in this way, so no routine depends on their type.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "runtime/product.h"
 
@@ -16,5 +18,29 @@ void decode_offsets(const Product& p, int64_t row, int64_t begin, int64_t count,
 // Returns the scales of `rows` rows: in place if they are floats, or decoded into a buffer of
 // `p.scale_buffer(rows)` floats.
 const float* scales_of(const Product& p, int64_t row, int64_t rows, float* buffer);
+
+// The scales of rows that are read in order, up to row `end`. The scales of short rows are decoded for several steps at
+// once, because a call takes longer than some scales.
+class ScalesInOrder {
+  static constexpr int64_t most_rows = 8, at_once = 512;
+  const Product& p;
+  const int64_t end, step;
+  int64_t first = 0, stop = 0;
+  std::vector<float> buffer;
+  const float* scales = nullptr;
+
+ public:
+  ScalesInOrder(const Product& p, int64_t end)
+      : p(p), end(end), step(std::max(most_rows, at_once / p.blocks)), buffer(p.scale_buffer(step)) {}
+  // Returns the scales of at most `most_rows` rows.
+  const float* of(int64_t row, int64_t rows) {
+    if (row + rows > stop) {
+      first = row;
+      stop = std::min(end, row + step);
+      scales = scales_of(p, first, stop - first, buffer.data());
+    }
+    return scales + (row - first) * p.blocks;
+  }
+};
 
 }  // namespace eqquant

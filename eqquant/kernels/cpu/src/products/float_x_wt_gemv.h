@@ -2,8 +2,6 @@
 // vector of codes in registers and uses it at once. Only codes are read from memory.
 #pragma once
 
-#include <vector>
-
 #include "decode/scales.h"
 #include "products/float_activation.h"
 #include "products/float_x_wt_tiles.h"
@@ -88,10 +86,8 @@ constexpr int rows_with(int count) { return 4 * count <= Vector::sums ? 4 : 2; }
 static_assert(rows_with(few_at_once) == 4 || Vector::few <= few_at_once);
 
 template <int bits, int rows>
-void gemv_rows(const Product& p, const Groups& groups, const float* x, int64_t row) {
+void gemv_rows(const Product& p, const Groups& groups, const float* x, const float* scales, int64_t row) {
   const int64_t block = bytes_at_once(p), stride = row_stride(p);
-  std::vector<float> buffer(p.scale_buffer(rows));
-  const float* scales = scales_of(p, row, rows, buffer.data());
   for (int64_t g = 0; g < groups.count; g++) {
     const float* from = x + groups.first(g) * stride;
     float* y = p.y + groups.first(g) * p.rows;
@@ -107,11 +103,12 @@ void gemv_rows(const Product& p, const Groups& groups, const float* x, int64_t r
 template <int bits>
 void run_gemv(const Product& p, const float* x, int64_t begin, int64_t end) {
   const Groups groups(p);
+  ScalesInOrder scales(p, end);
   int64_t row = begin;
   if (rows_with(groups.size(0)) == 4)
-    for (; row + 4 <= end; row += 4) gemv_rows<bits, 4>(p, groups, x, row);
+    for (; row + 4 <= end; row += 4) gemv_rows<bits, 4>(p, groups, x, scales.of(row, 4), row);
   else if constexpr (rows_with(few_at_once) == 2)
-    for (; row + 2 <= end; row += 2) gemv_rows<bits, 2>(p, groups, x, row);
+    for (; row + 2 <= end; row += 2) gemv_rows<bits, 2>(p, groups, x, scales.of(row, 2), row);
   // One to three remaining rows.
   if (row < end) run_tiles<bits>(p, x, row, end);
 }

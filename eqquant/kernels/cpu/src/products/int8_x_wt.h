@@ -196,9 +196,7 @@ struct Tile {
 
 template <int bits, int rows, int partial = 1>
 void multiply_in_registers(const Product& p, const Layout& layout, const ByteLevels& levels, char* scratch,
-                int64_t row) {
-  float buffer[rows];
-  const float* scales = scales_of(p, row, rows, buffer);
+                           const float* scales, int64_t row) {
   const int8_t* x = int8_in(scratch);
   const RowUnit* of = units_in(p, layout, scratch);
   const int64_t count = p.m * p.parts, ld = layout.row, plane = layout.plane;
@@ -215,13 +213,16 @@ template <int bits>
 void run_in_registers(const Product& p, const Layout& layout, char* scratch, int64_t begin,
                int64_t end) {
   const ByteLevels levels = byte_levels(p);
+  ScalesInOrder scales(p, end);
   int64_t row = begin;
   // If codes need no decoding, one row of the activation is bound by memory, and a sequential read is fastest.
   if constexpr (bits == 8)
     if (p.m * p.parts == 1 && !p.is_small())
-      for (; row < end; row++) multiply_in_registers<bits, 1, 2>(p, layout, levels, scratch, row);
-  for (; row + 4 <= end; row += 4) multiply_in_registers<bits, 4>(p, layout, levels, scratch, row);
-  for (; row < end; row++) multiply_in_registers<bits, 1>(p, layout, levels, scratch, row);
+      for (; row < end; row++)
+        multiply_in_registers<bits, 1, 2>(p, layout, levels, scratch, scales.of(row, 1), row);
+  for (; row + 4 <= end; row += 4)
+    multiply_in_registers<bits, 4>(p, layout, levels, scratch, scales.of(row, 4), row);
+  for (; row < end; row++) multiply_in_registers<bits, 1>(p, layout, levels, scratch, scales.of(row, 1), row);
 }
 
 // For more rows of the activation, and for levels without a common step: some rows are decoded once.

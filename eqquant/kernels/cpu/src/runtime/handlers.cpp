@@ -86,10 +86,21 @@ const char* set_scales(Scales& s, const ffi::AnyBuffer& inner, const ffi::AnyBuf
 
 int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
-// Bytes of scratch of a routine, before the scratch of offsets.
+// The multiplications of a product, including what decoding costs.
+int64_t multiplications(const Product& p) { return (p.m + rows_worth_decoding) * p.rows * p.columns(); }
+int64_t units_of(const Product& p) { return p.contract_rows ? p.packed : p.rows; }
+
+// True if each thread computes whole products of a batch, because threads cannot share one, or it is too small.
+bool splits_batch(const Routine& routine, const Product& p, int64_t batch) {
+  const int64_t each = multiplications(p);
+  if (batch < 2 || batch * each < 2 * multiplications_worth_a_thread) return false;
+  return each < multiplications_worth_a_thread || units_of(p) <= routine.grain(p);
+}
+
+// Bytes of scratch of each product of a batch.
 int64_t scratch_of(const Routine& routine, const Product& p, int needs, bool has_offsets) {
-  const int64_t bytes = routine.scratch(p);
-  return has_offsets ? in_lines(bytes) + offsets_routine(needs).scratch(p) : bytes;
+  const int64_t bytes = in_lines(routine.scratch(p));
+  return has_offsets ? bytes + in_lines(offsets_routine(needs).scratch(p)) : bytes;
 }
 
 // The position of each matrix of a product in an operand. With an index, the operand is a stack: the
@@ -224,61 +235,68 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   if (!p.blocks || p.packed % p.blocks) return invalid("blocks must divide the bytes of a row");
   if (routine->why_not)
     if (const char* reason = routine->why_not(p)) return invalid(reason);
-  if (static_cast<int64_t>(scratch->element_count()) < scratch_of(*routine, p, found->needs, has_offsets))
+  const int64_t bytes = scratch_of(*routine, p, found->needs, has_offsets);
+  const bool splits = splits_batch(*routine, p, batch);
+  if (static_cast<int64_t>(scratch->element_count()) < bytes * (splits ? batch : 1))
     return invalid("scratch is too small");
 
   ask_for_huge_pages(y->untyped_data(), y->size_bytes());
   ask_for_huge_pages(scratch->untyped_data(), scratch->size_bytes());
-  char* space = reinterpret_cast<char*>(scratch->typed_data());
-  const uint8_t* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
-  const Scales all_scales = p.scales, all_offsets = p.offsets;
+  const auto* all_codes = static_cast<const uint8_t*>(codes.untyped_data());
+  const auto* all_x = static_cast<const char*>(x.untyped_data());
   const Routine& of_offsets = offsets_routine(found->needs);
-  RowFlags unusual;
-  char* const sums = space + in_lines(routine->scratch(p));
-  // Rows with unusual results are found before offsets are added.
-  const auto prepare = [&](int64_t begin, int64_t end) {
-    routine->prepare(p, space, begin, end);
-    if (has_offsets) of_offsets.prepare(p, sums, begin, end);
-    if (!checks_results(p)) find_unusual_rows(p, begin, end, unusual);
-  };
-  const auto add_offsets = [&](int64_t begin, int64_t end) {
-    if (has_offsets) of_offsets.run(p, sums, begin, end);
-  };
-  const auto multiply = [&](int64_t begin, int64_t end) {
-    run_units(*routine, p, space, begin, end);
-    if (checks_results(p)) find_unusual_results(p, begin, end, unusual);
-    add_offsets(begin, end);
-  };
-  const char* all_x = static_cast<const char*>(x.untyped_data());
-  const int64_t units = contract_rows ? p.packed : p.rows;
+  const int64_t units = units_of(p);
   int64_t grain = routine->grain(p);
   if (contract_rows && p.m < few)
     grain *= std::max<int64_t>(
         1, std::min(long_part, units / std::max<int64_t>(1, pool.num_threads())) / grain);
-  const bool alone =
-      (p.m + rows_worth_decoding) * p.rows * p.columns() < multiplications_worth_a_thread;
-  for (int64_t i = 0; i < batch; i++) {
-    p.x = all_x + i * p.m * in * p.x_size();
+  const bool alone = splits || multiplications(p) < multiplications_worth_a_thread;
+  const auto run_one = [&](int64_t i) {
+    Product q = p;
+    char* const space = reinterpret_cast<char*>(scratch->typed_data()) + (splits ? i * bytes : 0);
+    char* const sums = space + in_lines(routine->scratch(q));
+    q.x = all_x + i * q.m * in * q.x_size();
     // Rows of all matrices before this one.
-    const int64_t codes_before = code_matrices.position(i) * p.rows;
-    const int64_t scales_before = scale_matrices.position(i) * p.rows;
-    p.codes = all_codes + codes_before * p.stored_bytes();
-    p.scales = all_scales.from(scales_before, p.blocks);
-    if (has_offsets) p.offsets = all_offsets.from(scales_before, p.blocks);
-    p.y = y->typed_data() + i * p.m * out;
-    unusual = RowFlags(p.m);
+    const int64_t codes_before = code_matrices.position(i) * q.rows;
+    const int64_t scales_before = scale_matrices.position(i) * q.rows;
+    q.codes = all_codes + codes_before * q.stored_bytes();
+    q.scales = p.scales.from(scales_before, q.blocks);
+    if (has_offsets) q.offsets = p.offsets.from(scales_before, q.blocks);
+    q.y = y->typed_data() + i * q.m * out;
+    RowFlags unusual(q.m);
+    // Rows with unusual results are found before offsets are added.
+    const auto prepare = [&](int64_t begin, int64_t end) {
+      routine->prepare(q, space, begin, end);
+      if (has_offsets) of_offsets.prepare(q, sums, begin, end);
+      if (!checks_results(q)) find_unusual_rows(q, begin, end, unusual);
+    };
+    const auto add_offsets = [&](int64_t begin, int64_t end) {
+      if (has_offsets) of_offsets.run(q, sums, begin, end);
+    };
+    const auto multiply = [&](int64_t begin, int64_t end) {
+      run_units(*routine, q, space, begin, end);
+      if (checks_results(q)) find_unusual_results(q, begin, end, unusual);
+      add_offsets(begin, end);
+    };
     if (alone) {
-      prepare(0, p.m);
+      prepare(0, q.m);
       multiply(0, units);
     } else {
-      parallel_for(pool, p.m, 16, prepare);
+      parallel_for(pool, q.m, 16, prepare);
       parallel_for(pool, units, grain, multiply);
     }
-    const InRange again(p, unusual);
-    if (!again.is_needed()) continue;
+    const InRange again(q, unusual);
+    if (!again.is_needed()) return;
     again.run(*routine);
     add_offsets(0, units);
-  }
+  };
+  const auto run_some = [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) run_one(i);
+  };
+  if (splits)
+    parallel_for(pool, batch, 1 + multiplications_worth_a_thread / multiplications(p), run_some);
+  else
+    run_some(0, batch);
   return ffi::Error::Success();
 }
 
@@ -451,9 +469,9 @@ EQQUANT_EXPORT int eqquant_instructions() { return eqquant::instructions(); }
 // See has_bfloat16() in machine.h.
 EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
 
-// Returns the scratch bytes of a product; -1 if the kernel does not exist.
+// Returns the scratch bytes of a batch of products; -1 if the kernel does not exist.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
-                                       int64_t m, int64_t rows, int64_t packed,
+                                       int64_t batch, int64_t m, int64_t rows, int64_t packed,
                                        int64_t blocks, int64_t run, int bits, int has_offsets,
                                        int has_history) {
   const eqquant::Kernel* found = eqquant::find(kernel);
@@ -465,7 +483,8 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   eqquant::set_codes(p, bits, packed, has_history);
   p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
   p.parts = found->parts;
-  return eqquant::scratch_of(*routine, p, found->needs, has_offsets);
+  const int64_t bytes = eqquant::scratch_of(*routine, p, found->needs, has_offsets);
+  return bytes * (eqquant::splits_batch(*routine, p, batch) ? batch : 1);
 }
 
 // The XLA interface of this build. XLA supports older interfaces, but not newer ones.

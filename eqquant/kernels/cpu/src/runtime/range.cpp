@@ -46,16 +46,27 @@ int exponent_of(const float* values, int64_t size) { return exponent_of(largest_
 
 bool is_large(int exponent) { return std::abs(exponent) > most; }
 
-// True if all scales that are not 0 are in the range of the kernels. Reads float scales in one vectorized loop, which
-// takes less time than a loop for each row.
+// True if no value of the type is tiny or large: the products of two such values are in the range of the kernels.
+bool is_bounded(ScaleType type) {
+  return type != ScaleType::float32 && type != ScaleType::bfloat16 && type != ScaleType::exponent;
+}
+
+// True if all scales that are not 0 are in the range of the kernels. Vectorized loops over the scales of several rows
+// take less time than a loop for each row.
 bool are_usual(const Product& p) {
-  if (!p.scales.are_floats()) return false;
-  const float* scales = static_cast<const float*>(p.scales.inner);
+  if (is_bounded(p.scales.type) && (!p.scales.outer_blocks || is_bounded(p.scales.outer_type))) return true;
+  constexpr int64_t at_once = 1024;
+  const int64_t step = std::max<int64_t>(1, at_once / p.blocks);
+  std::vector<float> buffer(p.scale_buffer(step));
   uint32_t largest = 0, least = infinity;
-  for (int64_t i = 0; i < p.rows * p.blocks; i++) {
-    const uint32_t value = magnitude(scales + i);
-    largest = std::max(largest, value);
-    least = std::min(least, value - 1);  // 0 wraps around.
+  for (int64_t row = 0; row < p.rows; row += step) {
+    const int64_t rows = std::min(step, p.rows - row);
+    const float* const scales = scales_of(p, row, rows, buffer.data());
+    for (int64_t i = 0; i < rows * p.blocks; i++) {
+      const uint32_t value = magnitude(scales + i);
+      largest = std::max(largest, value);
+      least = std::min(least, value - 1);  // 0 wraps around.
+    }
   }
   return least + 1 >= least_usual && largest <= (127u + most) << 23;
 }
