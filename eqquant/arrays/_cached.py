@@ -331,8 +331,9 @@ class CachedArray(ArrayOperators):
         )
         out = from_slots(far, near, in_slots(positions, self.capacity))
         if self.first is not None:
-            sinks = slots(self.first)
-            out = jnp.concatenate([sinks, out[..., self.sinks :]], -1)
+            # In place. A concatenation would copy the scores, element by element.
+            start = (0,) * out.ndim
+            out = lax.dynamic_update_slice(out, slots(self.first), start)
         return jnp.moveaxis(out, -1, place)
 
     def _values(self, x, batch, how):

@@ -279,7 +279,7 @@ def test_every_rule_serves_a_product_on_some_cpu():
     formats = [*FORMATS, Int3(), Int4(block_size=None), FP8(block_size=64), NVFP4()]
     formats += [Int8(block_size=8), NF4(block_size=24), NF4(block_size=32), Ternary()]
     shapes = [(256, 256), (256, 4096), (4096, 256), (300, 512), (300, 528)]
-    shapes += [(1024, 4096)]
+    shapes += [(1024, 4096), (1024, 64)]
     cpus = [frozenset((X86 | ARM)[name] for name in names) for names in SETS]
     cpus += [cpus[1] | {"bfloat16"}]
     ways = [(name, F32, F32) for name in PRECISIONS]

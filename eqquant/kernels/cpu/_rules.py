@@ -64,7 +64,9 @@ int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bit
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8
-# Rounding the activation to int16 does not pay for few rows of the weight.
+# Rounding the activation to int16 does not pay for short rows, such as keys of a cache,
+# or for few rows of the weight.
+float|avx512|product=x@w.T activation=int8,int16 weight=table,values k<=64
 int16|vnni|product=x@w.T activation=int8,int16 weight=table,values fits=lanes rows>384
 int16|vnni|product=x@w.T activation=int8,int16 weight=table,values fits=lanes rows>256 k>512
 int16|vnni|product=x@w.T activation=int8,int16 weight=table,values fits=lanes rows>256 run>16

@@ -22,7 +22,7 @@ struct Vector {
   static constexpr int rows_for_panels = 16;
   // The same for x @ w.T. It is smaller for short rows, because their horizontal sums take more of the time.
   static int64_t rows_for_transposed_panels(int64_t columns) {
-    return std::clamp<int64_t>(columns / 8, 48, 96);
+    return columns <= 64 ? 5 : std::clamp<int64_t>(columns / 8, 48, 96);
   }
   using Floats = __m256;
   using Codes = __m256i;
