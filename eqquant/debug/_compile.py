@@ -157,7 +157,8 @@ def compile_for_gpu(
                 args,
                 "cuda",
                 [gpu_device(chip)],
-                {**(options or {}), "xla_dump_to": folder},
+                # Since JAX 0.11, PTX is written only for a selected emitter.
+                {**(options or {}), "xla_dump_to": folder, "xla_dump_emitter_re": ".*"},
             )
         files = sorted(pathlib.Path(folder).iterdir())
         launches = [f.read_text() for f in files if "thunk_sequence" in f.name]

@@ -32,7 +32,6 @@ MORE = [
     (Int4(), 1, False, "float32", "h100", 7.8),
     (Int4(), 16, False, "bfloat16", "rtx4090", 7.0),
     (Int4(), 64, False, "bfloat16", "h100", 8.4),
-    (Int4(), 128, False, "bfloat16", "h100", 10.8),
     (Int4(), 128, False, "bfloat16", "a100", 15.5),
     ((Int8(), W8A8), 16, False, "bfloat16", "h100", 1.6),
     ((Int8(), W8A8_TRITON), 2048, False, "bfloat16", "a100", 2.2),

@@ -32,7 +32,7 @@ def on(monkeypatch):
 def small(m: int, contract_rows: bool, split: int):
     """Return small tiles, so that ragged shapes have several."""
 
-    def tiles_for(chip, product, native):
+    def tiles_for(chip, product, native, parts):
         format = product.format
         return _triton.Tiles(
             m=16,
@@ -147,6 +147,27 @@ def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
     assert relative(out, expected) < (4e-3 if format.block_size else 2e-3)
 
 
+LONG = [NF4(), Int4(), Int8(block_size=64), Ternary(block_size=64), Int8(), Binary()]
+
+
+@pairs("format, m, width", LONG, [3, slow(21), slow(40)], [200, slow(1300)])
+def test_long_rows_with_several_blocks(format, m, width, on, normal, monkeypatch):
+    """Use the chosen tiles with partial tiles of both operands and a partial block."""
+    on(H100, "9.0")
+    monkeypatch.setattr(_check, "failure_of", lambda *_, **__: None)
+    q = eqquant.quantize(normal(77, width).astype("bfloat16"), format)
+    missing = q.codes.shape[1] * 8 // format.bits - width
+    x = jnp.pad(normal(m, width), ((0, 0), (0, missing))).astype("bfloat16")
+    matmul, args = Matmul(format, weight_dtype=q.dtype), (x, q.codes, q.scales)
+    chosen = gpu.choose(matmul.of(*args)).tiles
+    assert chosen.step_bytes >= 64 and chosen.scaled == bool(format.block_size)
+    out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
+    w = np.asarray(_exact(q), np.float64)
+    expected = np.asarray(x[:, :width], np.float64) @ w.T
+    # A level, a scale and their product are rounded to bfloat16.
+    assert relative(out, expected) < (4e-3 if format.block_size else 2e-3)
+
+
 @pytest.mark.parametrize("m, split", [(3, 1), (21, 2)])
 def test_integers_are_multiplied_exactly(m, split, on, monkeypatch):
     monkeypatch.setattr(_chips, "tiles_for", small(m, False, split))
@@ -190,9 +211,14 @@ def test_stacks_and_nonfinite_rows(on, normal, monkeypatch):
 
 
 def test_few_rows_have_several_short_blocks_in_a_subtile():
+    of = lambda m, format: tiles(chip, m, (4096, 2048), format=format)
     chip = _chips.known(H100)
     assert chip is not None
-    of = lambda m, format: tiles(chip, m, (4096, 2048), format=format)
+    spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
+    assert spanned == {1: 8, 16: 8, 64: 8, 65: 4}
+    assert of(1, Int4(block_size=96)).bytes == 16
+    chip = _chips.known("NVIDIA A100-SXM4-80GB")
+    assert chip is not None
     spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
     assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
     assert of(1, Int8(block_size=16)).bytes == 32
@@ -305,14 +331,18 @@ def test_tiles_fit_into_shared_memory():
         codes = 14336, 4096 * format.bits // 8
         return tiles(_chips.known("", capability), m, codes, dtype, format)
 
-    assert (of("9.0", 1).rows, of("9.0", 1).stages) == (256, 4)
+    assert (of("8.0", 1).rows, of("8.0", 1).stages) == (256, 4)
+    assert (of("9.0", 1).rows, of("9.0", 1).bytes) == (64, 256)
     assert [of("9.0", m).m for m in (16, 17, 64, 128, 500)] == [16, 32, 64, 128, 128]
     # Less shared memory means fewer stages, then fewer rows of the activation.
     assert (of("8.9", 32).stages, of("8.9", 32, "float32").stages) == (4, 3)
     assert of("8.9", 128).m == 64 and of("8.9", 128, "float32").m == 32
     # A program for part of a row needs several steps.
-    assert (of("9.0", 1).split, of("9.0", 1, format=Binary()).split) == (4, 2)
-    assert of("9.0", 17).split == 1
+    assert (of("8.0", 1).split, of("8.0", 1, format=Binary()).split) == (4, 2)
+    assert of("8.0", 17).split == 1
+    # Tiles with few rows of the weight fill the chip.
+    assert of("9.0", 1).split == 1
+    assert tiles(_chips.known("", "9.0"), 1, (8192, 4096)).split == 2
 
 
 #

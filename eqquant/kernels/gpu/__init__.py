@@ -66,6 +66,6 @@ def _chosen(product: Product) -> TensorCoreKernel:
 PORTABLE = _PORTABLE
 # The first kernel that serves a product computes it.
 KERNELS = (
-    PallasKernel("Mosaic", "more than 128 rows in `x @ w.T` on an H100 or H200"),
-    PallasKernel("Triton", "up to 128 rows; more rows on GeForce RTX 30 and 40"),
+    PallasKernel("Mosaic", "more than 64 rows in `x @ w.T` on an H100 or H200"),
+    PallasKernel("Triton", "up to 64 or 128 rows; more rows on GeForce RTX 30 and 40"),
 )

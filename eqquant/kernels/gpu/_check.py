@@ -1,6 +1,6 @@
 """The check that a kernel passes before its first product on a device.
 
-Not every GPU was available to test these kernels. So each kernel first multiplies small
+These kernels ran on one kind of GPU. So each kernel first multiplies small
 arrays, and the result is compared with XLA: once per process and compiled program.
 """
 

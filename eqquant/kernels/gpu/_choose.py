@@ -60,8 +60,10 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     hopper = "it is for many rows on Hopper, with activations of 8 or 16 bits"
     if native is not None and chip.large_products and requested != "triton":
         hopper = _pipeline.why_not(product, chip.shared)
-        if hopper is None and (product.m > _most_rows or requested == "mosaic"):
-            pipeline = _pipeline.pipeline_for(product.x.dtype, chip.cores)
+        # The tiles of this kernel have 256 rows, most of which may be empty.
+        few = _most_rows if native == "int8" else _most_rows // 2
+        if hopper is None and (product.m > few or requested == "mosaic"):
+            pipeline = _pipeline.pipeline_for(format, product.x.dtype, chip.cores)
             return TensorCoreKernel(chip.name, operand, parts, pipeline)
     if requested == "mosaic":
         return f"compute.gpu requests Mosaic: {hopper}"
@@ -74,7 +76,7 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     sizes = math.prod(product.x.shape), math.prod(product.codes.shape)
     if max(*sizes, count * product.m * product.free) >= 2**31 or count >= 2**16:
         return "the kernels count in 32 bits, and weights of a stack in 16"
-    tiles = _chips.tiles_for(chip, product, native)
+    tiles = _chips.tiles_for(chip, product, native, parts)
     if tiles is None:
         return f"blocks of {format.block_size} are too short for tensor cores"
     return TensorCoreKernel(chip.name, operand, parts, tiles)

@@ -45,7 +45,7 @@ class TensorCoreKernel:
         if isinstance(self.tiles, Pipeline):
             # One cluster computes two tiles, with more steps than stages.
             tiles = dataclasses.replace(self.tiles, cores=self.tiles.cluster)
-            rows, packed = tiles.rows * tiles.cluster + 8, 512 * format.bits // 8
+            rows, packed = tiles.rows * tiles.cluster + 64, 512 * format.bits // 8
             out_dtype = "bfloat16" if self.operand == "int8" else self.operand
         else:
             # A split in two covers larger splits.
@@ -56,7 +56,9 @@ class TensorCoreKernel:
         columns = packed * 8 // format.bits
         blocks = 1
         if format.block_size and product.blocks > 1:
-            blocks = columns // format.block_size
+            blocks = -(-columns // format.block_size)
+            columns = blocks * format.block_size
+            packed = columns * format.bits // 8
         x = max(tiles.m - 3, 1), rows if product.contract_rows else columns
         sample = dataclasses.replace(
             product,

@@ -273,7 +273,7 @@ def _multiply(plan: MosaicPlan, refs: _Refs, start, total, k, loaded) -> None:
         product = jnp.dot(w, x[...].T, preferred_element_type=plan.sum_dtype)
         total[...] = total[...] + product
     else:
-        plgpu.wgmma(total, w, plgpu.transpose_ref(x, (1, 0)))
+        plgpu.wgmma(total, w, x.transpose((1, 0)))
 
 
 def _scale(plan: MosaicPlan, levels, scales):

@@ -32,10 +32,14 @@ class Pipeline:
     cores: int = 132
 
 
-def pipeline_for(dtype, cores: int) -> Pipeline:
-    """Return the tiles for activations of a dtype. Steps of int8 have twice the codes,
-    so fewer fit in shared memory."""
-    return Pipeline(cores=cores, stages=3 if dtype == jnp.int8 else 4)
+def pipeline_for(format: Format, dtype, cores: int) -> Pipeline:
+    """Return the tiles for a format and activations of a dtype.
+
+    Steps of int8 have twice the codes, so fewer fit in shared memory. Programs that
+    decode by a table are slower, and share the activation.
+    """
+    stages, cluster = 3 if dtype == jnp.int8 else 4, 2 if in_table(format) else 1
+    return Pipeline(cores=cores, stages=stages, cluster=cluster)
 
 
 def why_not(product: Product, shared: int) -> str | None:
@@ -61,9 +65,12 @@ def why_not(product: Product, shared: int) -> str | None:
             return f"it does not support blocks of {format.block_size} of these codes"
         if blocks % 4:
             return "the scales of a row must be a multiple of 16 bytes"
-    if product.packed % 16 or product.rows % 8:
-        return "rows of codes and of the result must be multiples of 16 bytes"
-    pipeline = pipeline_for(dtype, 1)
+    if product.packed % 16:
+        return "rows of codes must be multiples of 16 bytes"
+    if product.rows % STEP or product.size % (LINE // dtype.itemsize):
+        # Since JAX 0.11, copies of swizzled tiles require whole lines.
+        return f"rows of `x` and of the result must be multiples of {LINE} bytes"
+    pipeline = pipeline_for(format, dtype, 1)
     if bytes_of(pipeline, format, blocks, dtype.itemsize) > shared:
         return "there is too little shared memory"
     return None

@@ -113,8 +113,14 @@ def _columns_step(plan: TritonPlan, program: _Program, i, total):
         codes, scales = _load_subtile(plan, program, row, byte)
         weight_scale = None
         if plan.tiles.scaled and plan.blocked:
-            weight_scale = scales[0].astype(plan.operand)
-            weight_scale = lax.broadcast_in_dim(weight_scale, codes.shape, (0,))
+            (weight_scale,) = scales
+            weight_scale = weight_scale.astype(plan.operand)
+            if plan.subtile_blocks > 1:
+                shape = *weight_scale.shape, plan.block_bytes
+                weight_scale = lax.broadcast_in_dim(weight_scale, shape, (0, 1))
+                weight_scale = weight_scale.reshape(codes.shape)
+            else:
+                weight_scale = lax.broadcast_in_dim(weight_scale, codes.shape, (0,))
         # A product that is scaled needs accumulators of its own.
         separate = plan.blocked and weight_scale is None
         products: list = [None if separate else total for _ in scales]
@@ -141,9 +147,10 @@ def _load_columns(plan: TritonPlan, program: _Program, byte, plane: int) -> list
     if m % plan.tiles.m or not plan.whole:
         in_bounds = (row < m) & (column < plan.product.columns)
     loaded = []
-    for block in range(plan.subtile_blocks):
+    copies = 1 if plan.tiles.scaled else plan.subtile_blocks
+    for block in range(copies):
         mask = in_bounds
-        if plan.subtile_blocks > 1:
+        if copies > 1:
             block_of = lax.div(iota(plan.tiles.bytes), jnp.int32(plan.block_bytes))
             mask = lax.broadcast_in_dim(block_of == block, row.shape, (1,))
             mask = mask if in_bounds is None else in_bounds & mask
@@ -245,6 +252,11 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
     if not plan.blocked:
         return codes, [None]
     scales = []
+    if plan.tiles.scaled and plan.subtile_blocks > 1:
+        block = lax.div(byte, jnp.int32(plan.block_bytes)) + iota(plan.subtile_blocks)
+        block = jnp.minimum(block, product.blocks - 1)
+        r, b = _grid(row, block)
+        return codes, [_load(program.scales, program.scales_index, r, b)]
     for i in range(plan.subtile_blocks):
         block = lax.div(byte, jnp.int32(plan.block_bytes)) + i
         block = jnp.minimum(block, product.blocks - 1)
