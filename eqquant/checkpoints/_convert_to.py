@@ -1,10 +1,11 @@
 """Convert a checkpoint to the layout of another library, without a model."""
 
 import dataclasses
+import functools as ft
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from ..formats import as_format, Format
 from ..trees import as_text, errors_at, with_progress
 from ._describe import describe_checkpoint
 from ._open import ForeignContents, open_contents
-from .files import Path, ShardWriter, to_jax
+from .files import Path, release, ShardWriter, to_jax
 from .foreign import is_gguf, NotExact
 from .leaves import Contents, MAX_SHARD_SIZE
 from .writers import (
@@ -198,7 +199,7 @@ def convert_checkpoint(
             return _read(shown, contents, library)
 
         if to == "gguf":
-            again = lambda name: next(_read([name], contents, library))[1]
+            again = _read(contents.described, contents, library)
             written = _write_gguf(library, target, arrays(), again, source)
         else:
             others = source if source.is_dir() else None
@@ -243,10 +244,11 @@ def _write_gguf(
     library: "_Requantizing",
     path: pathlib.Path,
     arrays: Iterator[tuple[str, Any]],
-    again: Callable[[str], Any],
+    again: Iterator[tuple[str, Any]],
     source: pathlib.Path,
 ) -> dict[str, Written]:
-    """Find the types of all arrays, and read each array `again` when it is written."""
+    """Find the types of all arrays. Take each array from `again` when it is written,
+    which is in the same order."""
     tensors, written = [], {}
 
     def packed(name: str, array: Any) -> Any:
@@ -257,12 +259,17 @@ def _write_gguf(
         written[name] = Written(packed.layout, packed.is_exact)
         return packed.settings
 
+    def make(name: str) -> Any:
+        found, array = next(again)
+        assert found == name, (found, name)
+        return packed(name, array)
+
     for name, array in arrays:
         described = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed(name, array)
         )
-        make = lambda name=name: packed(name, again(name))
-        tensors.append(GGUFTensor.of(name, described, make, _caller))
+        make_it = ft.partial(make, name)
+        tensors.append(GGUFTensor.of(name, described, make_it, _caller))
     write_gguf_like(path, tensors, source if is_gguf(source) else None, {}, _caller)
     return written
 
@@ -306,10 +313,12 @@ def _read(
     names: Any, contents: Contents | ForeignContents, library: _Requantizing
 ) -> Iterator[tuple[str, Any]]:
     for name in names:
+        stored: list[Any] = []
         with errors_at(f"{_caller}: {name!r}"):
             found = contents.described[name]
             try:
                 leaf = contents.read(name)
+                stored = jax.tree.leaves(leaf)
                 leaf = jax.tree.map(to_jax, leaf) if is_implicit(leaf) else leaf
             except NotExact as error:
                 floats = np.empty(found.shape, found.dtype)
@@ -320,3 +329,6 @@ def _read(
                 leaf = library.requantized(name, dequantize(leaf), problem)
         if hasattr(leaf, "dtype"):
             yield name, leaf
+        # The written pages of the source would count as memory of this process.
+        for part in stored:
+            release(part)

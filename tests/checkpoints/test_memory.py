@@ -1,6 +1,7 @@
 """Memory of loaded arrays, and peak memory of `load_quantized`."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -166,3 +167,25 @@ def test_peak_memory_is_the_quantized_model_and_two_tensors(
     assert after - before <= quantized + 2 * tensor
     # A lower value would mean that nothing was measured.
     assert after - before >= quantized
+
+
+@pytest.mark.slow
+@needs_proc
+@pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "safetensors"])
+def test_peak_memory_of_a_conversion_is_a_few_tensors(tmp_path, to):
+    """The conversion of a file with 64 tensors needs the memory of six float32 tensors,
+    and not the memory of the file."""
+    program = pathlib.Path(__file__).with_name("measured_conversion.py")
+    # Otherwise glibc keeps freed memory, more of it with more threads.
+    environment = {"MALLOC_TRIM_THRESHOLD_": "65536"}
+    ran = subprocess.run(
+        [sys.executable, program, tmp_path, to],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | environment,
+    )
+    assert ran.returncode == 0, ran.stderr
+    peak, tensor, file = json.loads(ran.stdout)
+    print(f"{to}: {peak:,} for tensors of {tensor:,} in a file of {file:,}")
+    assert tensor / 4 < peak <= 6 * tensor < file
