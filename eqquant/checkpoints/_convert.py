@@ -28,8 +28,9 @@ from ._describe import describe_checkpoint, Description
 from ._load import nested
 from ._open import ForeignContents, open_contents
 from ._pieces import quantize_in_pieces
-from ._save import check_names, check_shard_size
+from ._save import check_names
 from .files import (
+    check_shard_size,
     copy_others,
     index_of,
     KEY,

@@ -22,7 +22,7 @@ from .foreign import is_gguf, NotExact
 from .leaves import Contents, MAX_SHARD_SIZE
 from .writers import (
     BitsAndBytes,
-    check_apart,
+    check_target,
     CompressedTensors,
     Floats,
     GGUFTensor,
@@ -180,6 +180,11 @@ def convert_checkpoint(
         raise ValueError(
             f"{_caller}: to must be one of {', '.join(TARGETS)}, got {to!r}."
         )
+    if to == "gguf" and pathlib.Path(dst).is_dir():
+        raise ValueError(
+            f"{_caller}: GGUF is one file, but {os.fspath(dst)} is a folder. Pass a "
+            "path that ends in .gguf."
+        )
     if resume and to == "gguf":
         raise ValueError(
             f"{_caller}: resume must be False for GGUF, which is one file that is "
@@ -203,7 +208,7 @@ def convert_checkpoint(
             written = _write_gguf(library, target, arrays(), again, source)
         else:
             others = source if source.is_dir() else None
-            check_apart(target, others, _caller)
+            check_target(target, others, max_shard_size, _caller)
             key = _key(source, to, format, max_shard_size) if resume else None
             with ShardWriter(target, max_shard_size, METADATA, key) as writer:
                 rest = arrays(frozenset(writer.notes))
@@ -293,9 +298,17 @@ class _Requantizing(Library):
         try:
             packed = self._library.packed(name, q)
         except NotHeld as error:
-            again = self.requantized(name, q.dequantize(), error)
-            packed = self._library.packed(name, again)
+            packed = self._packed_again(name, q.dequantize(), error)
         return dataclasses.replace(packed, is_exact=name not in self._changed)
+
+    def _packed_again(self, name: str, array: Any, reason: Exception) -> Packed:
+        again = self.requantized(name, array, reason)
+        try:
+            return self._library.packed(name, again)
+        except NotHeld as error:
+            raise NotHeld(
+                f"was requantized, and then {error} Pass another format as requantize."
+            ) from error
 
     def requantized(self, name: str, array: Any, reason: Exception) -> QuantizedArray:
         if self.format is None:

@@ -8,7 +8,7 @@ from typing import Any
 from .._jax import typed
 from ..trees import errors_at, sites
 from ._wrapped import without_wrappers
-from .files import KEY, Path
+from .files import check_shard_size, KEY, Path
 from .leaves import (
     describe,
     Leaf,
@@ -94,13 +94,6 @@ def _leaves(tree: Any, processes: SingleProcess) -> list[Leaf]:
             leaves.append(leaf)
     check_names(leaves, _caller)
     return leaves
-
-
-def check_shard_size(size: int | None, caller: str) -> None:
-    if size is not None and size < 1:
-        raise ValueError(
-            f"{caller}: max_shard_size must be a positive integer or None, got {size}."
-        )
 
 
 def check_metadata(metadata: Mapping[str, str] | None, caller: str) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Conversion of checkpoints for other libraries."""
 
 import pathlib
+import re
 from typing import Any
 
 import eqquant
@@ -148,8 +149,49 @@ def test_other_arguments_do_not_continue(ours, tmp_path, monkeypatch):
     assert not list(tmp_path.glob(".*"))
 
 
+@pytest.mark.parametrize("damaged", ["0.json", "0.safetensors"])
+def test_damaged_files_are_written_again(damaged, ours, tmp_path, monkeypatch):
+    """A machine that loses power may leave short files."""
+    path, _ = ours
+    options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
+    options["requantize"] = Int8(block_size=64, scale_dtype="bfloat16")
+    with monkeypatch.context() as patch:
+        patch.setattr(ShardWriter, "finish", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            convert_checkpoint(path, tmp_path / "parts", "mlx", **options)
+    (found,) = tmp_path.glob(f"parts/.unfinished-*/{damaged}")
+    found.write_bytes(found.read_bytes()[:-5])
+    convert_checkpoint(path, tmp_path / "parts", "mlx", **options)
+    convert_checkpoint(path, tmp_path / "whole", "mlx", **options)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def test_shards_of_an_earlier_conversion_are_removed(ours, tmp_path):
+    """Some libraries read all shards in a folder."""
+    path, _ = ours
+    other = tmp_path / "model-of-mine.safetensors"
+    other.touch()
+    options: dict[str, Any] = {"requantize": Int4(32, "bfloat16")}
+    for size, count in ((100, 3), (1, 3), (10**9, 1)):
+        convert_checkpoint(path, tmp_path, "mlx", max_shard_size=size, **options)
+        shards = {*tmp_path.glob("*.safetensors")} - {other}
+        assert len(shards) >= count if size < 10**9 else len(shards) == 1
+        names = {re.sub(r".*-of-", "", shard.name) for shard in shards}
+        assert len(names) == 1
+    assert other.exists()
+
+
 def test_wrong_arguments(ours, tmp_path):
     path, _ = ours
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="expected a folder, but .*file is a file"):
+        convert_checkpoint(path, tmp_path / "file", "mlx")
+    with pytest.raises(ValueError, match="GGUF is one file, but .* is a folder"):
+        convert_checkpoint(path, tmp_path, "gguf")
+    with pytest.raises(ValueError, match="max_shard_size must be a positive integer"):
+        convert_checkpoint(path, tmp_path / "x", "mlx", max_shard_size=0)
+    with pytest.raises(ValueError, match="was requantized, and then has the format"):
+        convert_checkpoint(path, tmp_path / "x", "mlx", requantize="nf4")
     with pytest.raises(ValueError, match="to must be one of .*gptq.*got 'vllm'"):
         convert_checkpoint(path, tmp_path / "x", "vllm")
     with pytest.raises(ValueError, match="must be different"):

@@ -15,4 +15,4 @@ from ._plain import write_plain
 from ._replacing import PART, replacing, sync_folder
 from ._safetensors import CHUNK, DTYPES, MAX_HEADER, Path, Tensor, TensorFile
 from ._source import INDEX, index_of, MemorySource, read_index, Source, SUFFIX
-from ._stream import ShardWriter
+from ._stream import check_shard_size, ShardWriter

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -14,11 +15,19 @@ from ._json import parse_object, to_json
 from ._manifest import padded, place, with_length
 from ._mapped import release
 from ._replacing import replacing
-from ._safetensors import DTYPES, Tensor
+from ._safetensors import DTYPES, Tensor, TensorFile
 from ._source import INDEX, SUFFIX
 
 
 _UNFINISHED = ".unfinished-"
+_shard_name = re.compile(rf"model-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
+
+
+def check_shard_size(size: int | None, caller: str) -> None:
+    if size is not None and size < 1:
+        raise ValueError(
+            f"{caller}: max_shard_size must be a positive integer or None, got {size}."
+        )
 
 
 class ShardWriter(contextlib.AbstractContextManager):
@@ -73,12 +82,16 @@ class ShardWriter(contextlib.AbstractContextManager):
         """Take over the finished shards of an interrupted writer."""
         while True:
             path = self._temporary / f"{len(self._shards)}{SUFFIX}"
-            notes = path.with_suffix(".json")
-            if not (path.exists() and notes.exists()):
+            try:
+                notes = parse_object(path.with_suffix(".json").read_bytes(), str(path))
+                with TensorFile(path) as file:
+                    is_whole = set(notes["tensors"]) == set(file.tensors)
+            except (OSError, ValueError, KeyError):  # It is absent or damaged.
                 break
-            for name in parse_object(notes.read_bytes(), str(notes))["tensors"]:
-                self._places[name] = len(self._shards)
-            self.notes |= parse_object(notes.read_bytes(), str(notes))["notes"]
+            if not is_whole:
+                break
+            self._places |= dict.fromkeys(notes["tensors"], len(self._shards))
+            self.notes |= notes["notes"]
             self._shards.append(path)
         adopted = {path.stem for path in self._shards}
         for path in self._temporary.iterdir():
@@ -136,7 +149,8 @@ class ShardWriter(contextlib.AbstractContextManager):
 
     def finish(self) -> None:
         """Move the shards into place. The index, which makes several shards a
-        checkpoint, is written last."""
+        checkpoint, is written last. Then shards of an earlier checkpoint are removed,
+        because some libraries read all shards in a folder."""
         self._finish_shard()
         count = len(self._shards)
         names = [f"model-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
@@ -147,11 +161,14 @@ class ShardWriter(contextlib.AbstractContextManager):
         index = self.folder / f"model{INDEX}"
         if count == 1:
             index.unlink(missing_ok=True)
-            return
-        (self.folder / f"model{SUFFIX}").unlink(missing_ok=True)
-        weight_map = {name: names[i] for name, i in self._places.items()}
-        with replacing(index) as file:
-            file.write(to_json({"metadata": {}, "weight_map": weight_map}))
+        else:
+            (self.folder / f"model{SUFFIX}").unlink(missing_ok=True)
+            weight_map = {name: names[i] for name, i in self._places.items()}
+            with replacing(index) as file:
+                file.write(to_json({"metadata": {}, "weight_map": weight_map}))
+        for path in list(self.folder.iterdir()):
+            if _shard_name.fullmatch(path.name) and path.name not in names:
+                path.unlink()
 
 
 def _copy(source: BinaryIO, target: BinaryIO, nbytes: int) -> None:

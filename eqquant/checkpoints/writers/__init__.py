@@ -21,7 +21,7 @@ from ._gptq import GPTQ as GPTQ, write_gptq as write_gptq
 from ._library import Library as Library, NotHeld as NotHeld, Packed as Packed
 from ._mlx import MLX as MLX, write_mlx as write_mlx
 from ._write import (
-    check_apart as check_apart,
+    check_target as check_target,
     METADATA as METADATA,
     write_arrays as write_arrays,
     Written as Written,

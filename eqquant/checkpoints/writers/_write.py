@@ -13,6 +13,7 @@ from ..._jax import is_traced
 from ...arrays import is_implicit, QuantizedArray
 from ...trees import errors_at, sites
 from ..files import (
+    check_shard_size,
     copy_others,
     parse_object,
     Path,
@@ -46,7 +47,7 @@ def write_model(
     if original is not None:
         arrays = _with_rest(arrays, original, caller)
     target = pathlib.Path(os.fspath(folder))
-    check_apart(target, original, caller)
+    check_target(target, original, max_shard_size, caller)
     with ShardWriter(target, max_shard_size, METADATA) as writer:
         write_arrays(library, writer, arrays, original, caller)
 
@@ -138,7 +139,17 @@ def _as_tuples(x: Any) -> Any:
     return tuple(map(_as_tuples, x)) if isinstance(x, (list, tuple)) else x
 
 
-def check_apart(folder: pathlib.Path, source: pathlib.Path | None, caller: str) -> None:
+def check_target(
+    folder: pathlib.Path,
+    source: pathlib.Path | None,
+    max_shard_size: int | None,
+    caller: str,
+) -> None:
+    check_shard_size(max_shard_size, caller)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"{caller}: expected a folder, but {folder} is a file. Pass another path."
+        )
     if source is not None and source.resolve() == folder.resolve():
         raise ValueError(
             f"{caller}: folder and source must be different, got {folder} for both."
