@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from .._jax import is_traced
 from ..kernels import View
-from ..partition import has_explicit_split
+from ..partition import merge, split_by_type
 from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
 
 
@@ -98,7 +98,7 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
         return part
     if not (is_traced(index) or is_traced(codes)):
         return part
-    if has_explicit_split(codes):
+    if split_by_type(codes)[0]:  # Other devices have the matrix.
         return part
     # Derivatives are with respect to the slices.
     numbers = jax.tree.map(lax.stop_gradient, numbers)
@@ -107,9 +107,9 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
     outer = stack.stack_view
     if outer is not None:  # A view of a view is a view of all matrices.
         place = outer.index * size + place
-        merge = lambda a: a.reshape(-1, *a.shape[2:])
+        join = lambda a: merge(a, [2, *[1] * (a.ndim - 2)])
         stacks = outer.codes, outer.scales, outer.offsets
-        codes, *numbers = jax.tree.map(merge, stacks)
+        codes, *numbers = jax.tree.map(join, stacks)
     return part._with_note(_Note(View(place, codes, *numbers), keeps_axis))
 
 

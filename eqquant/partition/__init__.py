@@ -19,7 +19,7 @@ from ._explicit import (
     split_by_compiler,
 )
 from ._find import plan_for, plan_from_types, result_type
-from ._merge import merge, Parts, parts_by_type, split, split_by_type
+from ._merge import merge, merge_moves, Parts, parts_by_type, split, split_by_type
 from ._plan import aligned, Names, names_of, Plan
 from ._request import request
 from ._rule import (

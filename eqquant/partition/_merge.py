@@ -92,6 +92,28 @@ def merge(
     - `parts`: the parts that decide the order of values in a merged axis. By default
         the parts that `x` has. If a merged axis is split otherwise, gather it first.
     """
+    names, order, runs = _merged(x, counts, parts)
+    shape = [math.prod(x.shape[i] for i in run) for run in runs]
+    merged = [sum((names[i] for i in run), ()) for run in runs]
+    if not _in_order(runs, x.shape, order):
+        axes = zip(x.shape, order, strict=True)
+        shape_of_parts = [n for size, k in axes for n in (k, size // k)]
+        x = _reshape(x, shape_of_parts, [e for entry in names for e in (entry, ())])
+        x = jnp.transpose(x, _parts_first(runs))
+    return _reshape(x, shape, merged)
+
+
+def merge_moves(
+    x: Shaped[Array, "..."], counts: Sequence[int], parts: Parts | None = None
+) -> bool:
+    """Return whether `merge` permutes or gathers values of `x`."""
+    names, order, runs = _merged(x, counts, parts)
+    return names != split_by_type(x) or not _in_order(runs, x.shape, order)
+
+
+def _merged(x: Shaped[Array, "..."], counts: Sequence[int], parts: Parts | None):
+    """Return the names and the numbers of parts of all axes of `x` before a merge, and
+    the axes in each run."""
     by_type = parts_by_type(x)
     names, own = list(by_type.names), list(by_type.counts)
     order = list(own if parts is None else parts.counts)
@@ -101,14 +123,7 @@ def merge(
             order[axis] = own[axis]
         elif order[axis] % own[axis]:
             names[axis] = ()
-    shape = [math.prod(x.shape[i] for i in run) for run in runs]
-    merged = [sum((names[i] for i in run), ()) for run in runs]
-    if not _in_order(runs, x.shape, order):
-        axes = zip(x.shape, order, strict=True)
-        shape_of_parts = [n for size, k in axes for n in (k, size // k)]
-        x = _reshape(x, shape_of_parts, [e for entry in names for e in (entry, ())])
-        x = jnp.transpose(x, _parts_first(runs))
-    return _reshape(x, shape, merged)
+    return names, order, runs
 
 
 def split(

@@ -99,15 +99,19 @@ def test_rows_of_a_vocabulary_are_looked_up_where_they_are():
 
 @needs_compiler
 @pytest.mark.parametrize("chip", ["v5e:2x4", slow("v6e:2x4")])
-def test_layers_are_read_in_the_part_of_each_device(chip):
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_layers_are_read_in_the_part_of_each_device(chip, kind):
     """Only a weight that is gathered (the last) is copied out of its stack."""
-    mesh = mesh_of(chip, AxisType.Auto)
+    mesh = mesh_of(chip, kind)
+    split = lambda x: x
+    if kind is AxisType.Explicit:  # The carry keeps its type.
+        split = lambda x: jax.sharding.reshard(x, P("d"))
     make = lambda: eqquant.quantize(jnp.ones((4, SIZE, SIZE), jnp.bfloat16), "nf4")
     q = eqx.filter_eval_shape(make)
     shard = lambda *spec: eqquant.shard_tree(q, mesh, P(None, *spec), batch="d")
 
     def run(x, *stacks):
-        step = lambda x, w: (jnp.tanh(jnp.tanh(x @ w[0].T) @ w[1].T), None)
+        step = lambda x, w: (split(jnp.tanh(jnp.tanh(x @ w[0].T) @ w[1].T)), None)
         return eqquant.trees.scan_layers(step, x, stacks)[0]
 
     args = activation(mesh), shard("m"), shard(None, "m")

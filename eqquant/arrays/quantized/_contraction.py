@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from ..._jax import config
 from ...formats import ShortScales
 from ...kernels import Precision, View
-from ...partition import merge, Parts, reshard_to, split
+from ...partition import merge, merge_moves, Parts, reshard_to, split
 from .._contraction import Contraction
 from .._partition import SplitProduct
 from ._geometry import Geometry, geometry
@@ -72,18 +72,17 @@ def contract(
     return _contract(q, q.stack_view, x, contraction)
 
 
-def _merged(view: View | None, g: Geometry, codes) -> View | None:
+def _merged(view: View | None, g: Geometry, product: SplitProduct) -> View | None:
     """Return a view whose matrices have the axes of the merged codes; None if that
     would move elements of the stack."""
     in_order = list(g.weight_order) == sorted(g.weight_order)
     if view is None or g.columns or not in_order:
         return None
-
-    def merged(a):
-        return a.reshape(a.shape[0], *codes.shape[:-1], a.shape[-1])
-
+    axes = [1, *g.weight_counts], Parts.whole(1) + product.weight
+    if merge_moves(view.codes, *axes):
+        return None
     stacks = view.codes, view.scales, view.offsets
-    return View(view.index, *jax.tree.map(merged, stacks))
+    return View(view.index, *jax.tree.map(lambda a: merge(a, *axes), stacks))
 
 
 # One program, also if it is called eagerly.
@@ -123,7 +122,7 @@ def _contract(
         compute=q.compute.updated(precision=contraction.precision),
         weight_dtype=q.dtype,
         out_dtype=contraction.out_dtype,
-        view=_merged(view, g, codes),
+        view=_merged(view, g, product),
     )
     return reshard_to(_split_result(out, g, product), contraction.out_sharding)
 
