@@ -25,8 +25,8 @@ from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
 
 
 class _Note(eqx.Module):
-    """Where an array was sliced from. With `keeps_axis`, the array is still a stack, of
-    one matrix."""
+    """Where an array was sliced from. With `keeps_axis`, the array still has the axis
+    of the stack, of size 1, after the axes of the index."""
 
     view: View
     keeps_axis: bool = eqx.field(static=True, default=False)
@@ -82,7 +82,9 @@ class Viewable(eqx.Module):
         before, after = map(jax.tree.leaves, (self, out))
         if all(a is b for a, b in zip(before, after, strict=True)):
             return out._with_note(note)
-        drops_axis = note.keeps_axis and self.shape == (1, *out.shape)
+        n = note.view.index.ndim
+        with_axis = (*out.shape[:n], 1, *out.shape[n:])
+        drops_axis = note.keeps_axis and self.shape == with_axis
         if drops_axis and isinstance(operation, Squeeze | Reshape):
             return out._with_note(_Note(note.view))
         return out
@@ -94,7 +96,7 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
     Outside of a traced function it cannot, because it would keep the stack alive.
     """
     codes, *numbers = stack.stacked_parts
-    if part.ndim - keeps_axis < 2 or 0 in stack.blocked_axes:
+    if part.ndim - jnp.ndim(index) - keeps_axis < 2 or 0 in stack.blocked_axes:
         return part
     if not (is_traced(index) or is_traced(codes)):
         return part
@@ -105,7 +107,8 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
     size = codes.shape[0]
     place: Any = jnp.clip(jnp.asarray(index, jnp.int32), 0, size - 1)
     outer = stack.stack_view
-    if outer is not None:  # A view of a view is a view of all matrices.
+    # A view of a view is a view of all matrices.
+    if outer is not None and not outer.index.ndim:
         place = outer.index * size + place
         join = lambda a: merge(a, [2, *[1] * (a.ndim - 2)])
         stacks = outer.codes, outer.scales, outer.offsets
@@ -113,12 +116,16 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
     return part._with_note(_Note(View(place, codes, *numbers), keeps_axis))
 
 
-def as_views(parts: Any, stacks: Any, index: Int[Array, ""]) -> Any:
-    """Return a pytree that is `stacks[index]`, leaf by leaf, with its arrays as
-    views."""
+def as_views(
+    parts: Any, stacks: Any, index: Int[Array, "*first"], keeps_axis: bool = False
+) -> Any:
+    """Return a pytree that is `stacks[index]`, leaf by leaf, with its arrays as views.
+
+    With `keeps_axis`, each part has an axis of size 1 after the axes of the index.
+    """
 
     def note(part, stack):
-        return noted(part, stack, index) if _is_viewable(part) else part
+        return noted(part, stack, index, keeps_axis) if _is_viewable(part) else part
 
     return jax.tree.map(note, parts, stacks, is_leaf=_is_viewable)
 

@@ -223,7 +223,7 @@ def lowering_of(
     """
     tiers, over, text = tiers_of(platform), (), ""
     stack, codes = codes, codes_of(codes, view)
-    plan = plan_from_types(x, codes, asked=plan) or plan
+    plan = plan_from_types(x, stack, asked=plan) or plan
     if plan is not None and devices > 1:
         partition = partition_of(matmul, plan, x, codes, scales)
         over, text = partition.over, partition.describe()

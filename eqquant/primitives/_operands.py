@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._jax import spec_of
 from ..kernels import View
 from ._batching import map_first
 
@@ -48,7 +49,7 @@ def map_view(size: int, view: View, dims: Sequence[int | None]) -> View | None:
     """
     (index, *stacks), tree = jax.tree.flatten(view)
     index, of_stacks = map_first(size, index, dims[0]), set(dims[1:])
-    if of_stacks == {0}:
+    if of_stacks == {0} and not any(spec_of(stacks[0])[:2]):
         count = stacks[0].shape[1]
         first = jnp.arange(size, dtype=index.dtype) * count
         index = jnp.clip(index, 0, count - 1)

@@ -325,9 +325,11 @@ def _batch(args, dims, *, matmul: Matmul, plan: Plan | None, stored):
         joined = map_view(size, view, (of_index, codes_dim, *of_stack))
         if joined is not None:
             return _bind(to_front(x, x_dim), codes, numbers, joined, matmul, plan), 0
-        index, codes = to_front(view.index, of_index), to_front(codes, codes_dim)
-        codes = jax.vmap(lambda i, a: View(i, a).take(a))(index, codes)
-        codes_dim = 0
+        index = view.index
+        if codes_dim is None:
+            index, of_index = to_front(index, of_index), 0
+        take = lambda i, a: View(i, a).take(a)
+        codes, codes_dim = jax.vmap(take, (of_index, codes_dim))(index, codes), 0
     codes = to_front(codes, codes_dim)
     if x_dim is None and not matmul.contract_rows and _merges(plan, codes):
         # Several weights for one activation are more rows of one weight.

@@ -138,6 +138,16 @@ PROGRAMS = {
     "cond": lambda stack, x: lax.cond(
         x[0, 0] > 9, lambda w, x: x, lambda w, x: step(x, w)[0], stack[1], x
     ),
+    "vmap": lambda stack, x: jax.vmap(lambda i, x: stack[i] @ x)(
+        jnp.array([3, 0, 3]), x
+    ),
+    "frozen": lambda stack, x: x @ lax.stop_gradient(stack[1]).T,
+    "shard_map": lambda stack, x: jax.shard_map(
+        by_slices,
+        mesh=jax.make_mesh((3,), ("d",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P("d")),
+        out_specs=P("d"),
+    )(stack, x),
     "transposed": lambda stack, x: x @ stack[1],
     "einsum": lambda stack, x: jnp.einsum("ab,cb->ac", x, stack[1]),
     "other dtype": lambda stack, x: x @ stack[1].astype(jnp.bfloat16),
@@ -232,6 +242,17 @@ def test_transformations(name, stack, x):
         assert all(views_in(program, stack, x))
 
 
+def test_checkpoints_that_save_everything(stack, x):
+    policy = jax.checkpoint_policies.everything_saveable
+    saves = jax.checkpoint(step, policy=policy)
+
+    def gradient(fn):
+        loss = lambda stack, x: jnp.sum(lax.scan(fn, x, stack)[0])
+        return jax.jit(strict(jax.grad(loss, argnums=1)))(stack, x)
+
+    assert relative(gradient(saves), gradient(step)) < 1e-6
+
+
 @pytest.mark.parametrize("axis", [0, 1])
 def test_ensembles(axis, normal, x):
     stacks = eqquant.quantize(normal(2, LAYERS, SIZE, SIZE) / 8, "nf4")
@@ -304,11 +325,13 @@ def test_experts_of_a_layer(normal):
     x, sizes = normal(6, SIZE), jnp.array([1, 0, 5])
     body = lambda x, w: (jnp.tanh(lax.ragged_dot(x, w.swapaxes(1, 2), sizes)), None)
     run = lambda stack, x: lax.scan(body, x, stack)[0]
-    expected = run(stack.dequantize(), x)
-    assert relative(jax.jit(strict(run))(stack, x), expected) < 1e-4
-    jaxpr = jax.make_jaxpr(strict(run))(stack, x)
-    (product,) = equations_of(jaxpr, "quantized_dot")
-    assert product.invars[1].aval.shape == (6, SIZE, SIZE // 2)
+    gradient = lambda stack, x: jax.grad(lambda x: jnp.sum(run(stack, x)))(x)
+    for fn, products in ((run, 1), (gradient, 2)):
+        expected = fn(stack.dequantize(), x)
+        assert relative(jax.jit(strict(fn))(stack, x), expected) < 1e-4
+        found = equations_of(jax.make_jaxpr(strict(fn))(stack, x), "quantized_dot")
+        shapes = [product.invars[1].aval.shape for product in found]
+        assert shapes == [(6, SIZE, SIZE // 2)] * products
 
 
 def test_a_scan_inside_of_a_scan(normal, x):
@@ -413,6 +436,26 @@ def test_meshes(kind, spec, normal):
     assert relative(out, expected) < 2e-3
     assert views == [True] * 2
     assert ("in place" in explained) == ("d" not in spec)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_ensembles_on_meshes_with_explicit_axes(axis, normal):
+    """The mesh splits the members, or the rows of each member."""
+    mesh = jax.make_mesh((2,), ("d",), axis_types=(AxisType.Explicit,))
+    stack = eqquant.quantize(normal(2, LAYERS, SIZE, SIZE) / 8, "nf4")
+    x = normal(2, 4, SIZE)
+
+    def run(stack, x, split=lambda x: x):
+        return scan_layers(lambda x, w: (split(jnp.tanh(x @ w.T)), None), x, stack)[0]
+
+    expected = jax.vmap(run)(stack, x)
+    with jax.sharding.set_mesh(mesh):
+        spec = P("d") if axis == 0 else P(None, None, "d")
+        stack = eqquant.shard_tree(stack, mesh, spec)
+        x = jax.device_put(x, NamedSharding(mesh, P("d") if axis == 0 else P()))
+        split = lambda x: jax.sharding.reshard(x, P(None, None))
+        out = jax.jit(jax.vmap(ft.partial(run, split=split)))(stack, x)
+    assert relative(out, expected) < 2e-3
 
 
 def test_nothing_is_decoded(stack, x):

@@ -78,11 +78,16 @@ def _merged(view: View | None, g: Geometry, product: SplitProduct) -> View | Non
     in_order = list(g.weight_order) == sorted(g.weight_order)
     if view is None or g.columns or not in_order:
         return None
-    axes = [1, *g.weight_counts], Parts.whole(1) + product.weight
+    index, n, counts = view.index, view.index.ndim, g.weight_counts
+    if n:  # Each product of a batch has its own matrix.
+        if n != len(g.stack):
+            return None
+        index, counts = index.reshape(-1), counts[1:]
+    axes = [1, *counts], Parts.whole(1) + product.weight[n:]
     if merge_moves(view.codes, *axes):
         return None
     stacks = view.codes, view.scales, view.offsets
-    return View(view.index, *jax.tree.map(lambda a: merge(a, *axes), stacks))
+    return View(index, *jax.tree.map(lambda a: merge(a, *axes), stacks))
 
 
 # One program, also if it is called eagerly.

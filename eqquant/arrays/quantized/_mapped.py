@@ -39,7 +39,7 @@ class CheckedAxes:
 
 def _check_axes(q: Any, argument: str, mapped: list[int | None]) -> None:
     """Raise an error unless `vmap` maps the same leading axis of every part."""
-    if all(axis is None for axis in mapped):
+    if q.codes is None or all(axis is None for axis in mapped):
         return
     ndim = q.codes.ndim - 1 + len(q.axes) + (argument == "in_axes")
     leading = range(ndim + min(q.axes))

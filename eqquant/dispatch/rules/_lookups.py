@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...arrays import ImplicitArray, inverse_order
+from ...arrays import as_views, ImplicitArray, inverse_order
 from ._registry import register_names, rule_for
 
 
@@ -60,7 +60,19 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
     out = rows.array.gather(gather, ndim, fill)
     # Under `vmap` an index is a slice of one element, whose axis is squeezed next.
     out = out if sum(size > 1 for size in slice_sizes) >= 2 else out.dequantize()
-    return out.transpose(inverse_order(rows.order))
+    out = out.transpose(inverse_order(rows.order))
+    removed = tuple(dimension_numbers.collapsed_slice_dims)
+    takes_matrices = (
+        tuple(slice_sizes) == (1, *q.shape[1:])
+        and [*dimension_numbers.offset_dims] == [*range(indices.ndim - 1, ndim)]
+        and removed in ((), (0,))
+        and not dimension_numbers.operand_batching_dims
+    )
+    if not takes_matrices or mode == lax.GatherScatterMode.FILL_OR_DROP:
+        return out
+    # Starts on all other axes are clamped to 0.
+    index = indices[..., dimension_numbers.start_index_map.index(0)]
+    return as_views(out, q, index, keeps_axis=not removed)
 
 
 @register_names("scatter")

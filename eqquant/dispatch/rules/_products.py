@@ -88,6 +88,8 @@ def _ragged_dot_general(
     """
     numbers = ragged_dot_dimension_numbers
     dims = numbers.dot_dimension_numbers
+    if tuple(map(tuple, (*dims[0], *dims[1]))) == ((1,), (2,), (), ()):
+        rhs, dims = rhs.swapaxes(1, 2), (((1,), (1,)), ((), ()))  # The derivative.
     if (
         isinstance(lhs, ImplicitArray)
         or tuple(map(tuple, (*dims[0], *dims[1]))) != ((1,), (1,), (), ())

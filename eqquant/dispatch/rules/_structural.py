@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import ImplicitArray
+from ...arrays import exposed, ImplicitArray, restored
 from ._registry import register_names, rule_for
 
 
@@ -108,7 +108,15 @@ def _copy(q):
 
 @register_names("stop_gradient")
 def _stop_gradient(q):
-    return jax.tree.map(lax.stop_gradient, q)
+    return _with_stacks(lax.stop_gradient, q)
+
+
+@rule_for(lax.reduce_precision_p)
+def _reduce_precision(q, *, exponent_bits, mantissa_bits):
+    """`jax.checkpoint` rounds arrays that it saves to their own dtype."""
+    dtype = jnp.finfo(q.dtype)
+    is_same = (exponent_bits, mantissa_bits) == (dtype.nexp, dtype.nmant)
+    return q if is_same else NotImplemented
 
 
 @register_names("name")
@@ -118,7 +126,13 @@ def _identity(q):
 
 @register_names("pvary", "pcast")
 def _pcast(q, *, axes):
-    return jax.tree.map(lambda a: lax.pcast(a, axes, to="varying"), q)
+    return _with_stacks(lambda a: lax.pcast(a, axes, to="varying"), q)
+
+
+def _with_stacks(fn, q):
+    """Apply `fn` to each part of an array. A view stays a view, because `fn` is also
+    applied to its stack."""
+    return restored(jax.tree.map(fn, exposed(q)))
 
 
 @rule_for(lax.optimization_barrier_p)
