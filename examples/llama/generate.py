@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import eqquant
 import equinox as eqx
@@ -46,12 +47,27 @@ def quantize_cache(
     cache: Cache | tuple[Cache, ...],
     format: eqquant.formats.Format | str,
     rotate: bool = False,
+    window: int | tuple[int, ...] = 0,
+    longest: int = 1,
 ) -> Cache | tuple[Cache, ...]:
     """Quantize a cache with separate scales for each token, so that tokens can be
-    appended."""
+    appended, at most `longest` at once. Layers with a window get a ring buffer."""
     axes = Cache(-2, -1)  # Keys are columns.
     axis = tuple(axes for _ in cache) if isinstance(cache, tuple) else axes
-    return eqquant.trees.quantize_cache(cache, format, axis=axis, rotate=rotate)
+    options: dict[str, Any] = {"window": window, "longest": longest}
+    return eqquant.trees.quantize_cache(
+        cache, format, axis=axis, rotate=rotate, **options
+    )
+
+
+def windows_of(model: Decoder) -> int | tuple[int, ...]:
+    """Return the window of each layer, or 0 for layers that see all tokens. A stack of
+    layers has one cache, so its layers have a window only if all of them are local."""
+    config = model.config
+    windows = tuple((config.window or 0) * is_local for is_local in config.local)
+    if isinstance(model.layers, tuple):
+        return windows or (0,) * config.layers
+    return min(windows, default=0)
 
 
 class Generator:
@@ -85,6 +101,8 @@ class Generator:
         self._treedef = treedef
         self._skeleton = eqx.combine(jax.tree.map(_abstract, arrays), static)
         self._dtype = model.norm.weight.dtype
+        # The window of ring buffers, or 0 without them.
+        self._window = max(np.ravel(windows_of(model))) if kv else 0
 
         @ft.partial(eqquant.quaxify, on_materialise="error")
         def extend(model, cache, tokens, start, last, seed):
@@ -110,6 +128,7 @@ class Generator:
         zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype))
         self.cache = jax.tree.map(zeros, eqx.filter_eval_shape(self._empty))
         self._cached: list[int] = []  # The tokens whose keys and values are cached.
+        self._oldest = 0  # The position of the first token that ring buffers have.
 
     def put(self, model: Decoder) -> None:
         """Take the weights of a model instead of their shapes."""
@@ -124,11 +143,15 @@ class Generator:
         cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
         if self._kv is None:
             return cache
-        return quantize_cache(cache, self._kv, self._rotate)
+        windows = windows_of(self._skeleton)
+        return quantize_cache(cache, self._kv, self._rotate, windows, PIECES[0])
 
     def _run(self, tokens: np.ndarray, start: int, last: int) -> jax.Array:
         """Append tokens. Tokens after position `start + last` are padding."""
         self._cached[start:] = tokens[: last + 1].tolist()
+        kept = self._window + PIECES[0] - 1
+        overwritten = start + len(tokens) - kept if self._window else 0
+        self._oldest = max(self._oldest if start else 0, overwritten)
         program = self._program(len(tokens))
         numbers = np.int32(start), np.int32(last), self._seed
         token, self.cache = program(self._arrays, self.cache, tokens[None], *numbers)
@@ -176,10 +199,13 @@ class Generator:
 
     def _reused(self, prompt: Sequence[int]) -> int:
         """Return the number of tokens at the start of a prompt that are in the cache:
-        a multiple of the smallest piece, so that all pieces fit."""
+        a multiple of the smallest piece, so that all pieces fit. The next token needs
+        the tokens of its window."""
         pairs = zip(prompt[:-1], self._cached, strict=False)
         same = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
-        return len(list(same)) // PIECES[-1] * PIECES[-1]
+        reused = len(list(same)) // PIECES[-1] * PIECES[-1]
+        is_whole = not self._oldest or reused - self._window + 1 >= self._oldest
+        return reused if is_whole else 0
 
     def prefill(self, prompt: Sequence[int]) -> int:
         """Return the first token after a prompt. Tokens that are already in the cache,
@@ -328,6 +354,12 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         "add none.",
     )
     parser.add_argument(
+        "--apart",
+        action="store_true",
+        help="Keep layers apart, which takes longer to compile. A quantized cache then "
+        "has ring buffers for layers with a window.",
+    )
+    parser.add_argument(
         "--no-program-cache",
         action="store_true",
         help="Compile all programs. By default, compiled programs are kept in the "
@@ -340,6 +372,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         parser.error("a prompt is required without --chat")
     if options.context <= options.tokens:
         parser.error("--context must be more than --tokens")
+    if options.apart and options.adapters:
+        parser.error("--apart cannot be combined with --adapters")
     if options.system and not options.chat:
         parser.error("--system requires --chat")
     return options
@@ -348,7 +382,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def load(model: Model, options, abstract: bool = False) -> Decoder:
     dtype = jnp.bfloat16 if options.format == "bfloat16" else jnp.float32
     formats = {name: None if "float" in name else name for name in FORMATS}
-    how = {"dtype": dtype, "abstract": abstract}
+    how: dict[str, Any] = {"dtype": dtype, "abstract": abstract}
+    if options.apart:
+        how["stacked"] = False
     loaded = load_in(model, options.format, formats, **how)
     if options.adapters is not None:
         loaded = load_adapters(options.adapters, loaded, model.kind)

@@ -366,3 +366,42 @@ def test_bad_data(small, tmp_path, capsys):
             finetune.main([str(small), str(data), "--output", str(tmp_path / "out")])
     with pytest.raises(SystemExit, match="nowhere"):
         finetune.main([str(small), str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("name", ["gemma3", slow("gemma2"), slow("mistral")])
+def test_layers_with_a_window_have_ring_buffers(name, monkeypatch):
+    """Logits and tokens equal those of a cache of all tokens, and the cache is smaller:
+    the window has 6 tokens of 64."""
+    # A stack of layers has ring buffers if all layers have the same window.
+    model = load_model(DATA / name, stacked=name == "mistral", progress=False)
+    windows = generate.windows_of(model)
+    ring, whole = (
+        generate.quantize_cache(empty_cache(model, 1, 64), "int8", True, window, 8)
+        for window in (windows, 0)
+    )
+    assert eqquant.trees.nbytes(ring) < eqquant.trees.nbytes(whole)
+
+    @jax.jit
+    @strict
+    def extend(cache, tokens, start):
+        hidden, cache = model.extend(tokens, cache, start)
+        return model.logits(hidden), cache
+
+    start = 0
+    for length in [8] * 4 + [1] * 5 + [8]:
+        tokens = (np.arange(length) * 7 + start)[None] % 100
+        a, ring = extend(ring, tokens, np.int32(start))
+        b, whole = extend(whole, tokens, np.int32(start))
+        # The sums have another order.
+        np.testing.assert_allclose(a, b, atol=1e-4)
+        start += length
+
+    monkeypatch.setattr(generate, "PIECES", (8, 4))
+    make = lambda: generate.Generator(model, 64, "int8", GREEDY)
+    of_ring = make()
+    monkeypatch.setattr(generate, "windows_of", lambda model: 0)
+    of_whole = make()
+    prompt = [*range(1, 38)]
+    # The ring buffers lack the tokens that the third prompt needs, so it starts again.
+    for tokens in (prompt, [*prompt, 50, 51], prompt[:9], prompt[:30]):
+        assert take(of_ring(tokens), 6) == take(of_whole(tokens), 6)
