@@ -66,7 +66,7 @@ strict = ft.partial(eqquant.quaxify, on_materialise="error")
 def multiply_by(
     kernels, matmul, x, codes, scales, x_unit=None, interpret=False, view=None
 ):
-    """The product by the first of some kernels that serves it."""
+    """Multiply by the first of `kernels` that serves the product."""
     product = matmul.of(x, codes, scales)
     kernel = choose(kernels, product)
     assert not isinstance(kernel, str), kernel

@@ -116,7 +116,7 @@ def _disable_amx(ggml: ctypes.CDLL) -> None:
 
 
 def about_amx(ggml: ctypes.CDLL) -> str:
-    """Describe whether ggml uses its AMX kernels for the types that they support."""
+    """Return whether ggml uses AMX, as words for a table."""
     if b"AMX" in _memories(ggml):
         return "with AMX"
     limit = _instruction_limit()
