@@ -10,8 +10,8 @@ script runs `examples/llama` in float32 and bfloat16 and with INT8, NF4 and tern
 weights. It runs llama.cpp with the same weights in q8_0, q4_0 and tq2_0; every matrix
 has that type. "default" is `precision="default"`, which rounds activations to 8 bits,
 as llama.cpp always does. Dense layers are separate, and quantized layers are a stack
-that products read in place. If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX
-either.
+that products read in place, except in "apart". If `EQQUANT_CPU` excludes AMX, llama.cpp
+does not use AMX either.
 
 Each variant is a process on the same cores. Only one process computes at a time, and
 the order changes from round to round. Columns:
@@ -76,6 +76,7 @@ VARIANTS = {
     "int8, default": ("eqquant", 1.0),
     "q8_0": ("llama_cpp", 1.07),
     "nf4": ("eqquant", 0.57),
+    "nf4, apart": ("eqquant", 0.57),
     "nf4, default": ("eqquant", 0.57),
     "q4_0": ("llama_cpp", 0.57),
     "ternary": ("eqquant", 0.26),

@@ -34,6 +34,7 @@ variants = {
     "bfloat16": (jnp.bfloat16, None),
     "int8": (jnp.float32, eqquant.Int8()),
     "nf4": (jnp.float32, eqquant.NF4()),
+    "nf4, apart": (jnp.float32, eqquant.NF4()),
     "ternary": (jnp.float32, eqquant.Ternary()),
     # Activations are rounded to 8 bits, as in llama.cpp.
     "int8, default": (jnp.float32, eqquant.Int8()),
@@ -185,4 +186,6 @@ def load(shape: Shape, variant: str, path: pathlib.Path, threads: int) -> Runs:
     model = eqquant.load(path, like=_skeleton(shape, dtype, format is not None))
     if variant.endswith(", default"):
         model = eqquant.with_compute(model, precision="default")
+    if variant.endswith(", apart"):
+        model = jax.jit(unstack)(model)
     return Runs(shape, model, None)

@@ -30,7 +30,7 @@ from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Decoder, empty_cache
-from program_cache import keep_programs, release_freed
+from program_cache import keep_programs, release_freed, without_collections
 from sampling import Sampling
 from text import Text
 from tokenizers.decoders import DecodeStream
@@ -414,12 +414,13 @@ def encode(text: Text, options) -> list[int] | None:
     return prompt if options.prompt else None
 
 
-def run(options) -> None:
+@without_collections()
+def start(options) -> tuple[Generator, Decoder, Text, list[int] | None]:
+    """Return a generator whose programs are being compiled, its model, the text tools,
+    and the tokens of the prompt. Weights are loaded at the same time."""
     if not options.no_program_cache:
         keep_programs()
     source = open_model(options.model)
-    # Weights are loaded while the tokenizer is made and programs are compiled.
-    begin = time.perf_counter()
     loading = ThreadPoolExecutor(1).submit(load, source, options)
     skeleton = describe(source, options)
     text = Text(source, options.stop)
@@ -436,6 +437,12 @@ def run(options) -> None:
     generator.compile(len(prompt or [0]), wait=False)
     model = loading.result()
     generator.put(model)
+    return generator, model, text, prompt
+
+
+def run(options) -> None:
+    begin = time.perf_counter()
+    generator, model, text, prompt = start(options)
     if prompt is None:
         generator.compile(1)
         chat(generator, text, options.tokens, options.system)
