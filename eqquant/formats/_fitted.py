@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, Float, Integer
 
 from .._jax import check_one_of
 from ._format import (
@@ -204,7 +204,7 @@ class FittedFormat(Format):
         is_signed = not self.affine
         return integer_scales(scales, self.block_size, self._integer_bits, is_signed)
 
-    def codes_of(self, blocks, parts: _Parts) -> UInt8[Array, "*lead blocks size"]:
+    def codes_of(self, blocks, parts: _Parts) -> Integer[Array, "*lead blocks size"]:
         """Return the codes of the nearest levels."""
         if parts.offsets is not None:
             blocks = blocks - parts.offsets.astype(blocks.dtype)[..., None]

@@ -1,16 +1,19 @@
-"""INT8: symmetric 8-bit integers."""
+"""INT8: 8-bit integers."""
 
 import dataclasses
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, true_divide
+from ._fitted import FittedFormat
+from ._format import divide_blocks
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Int8(Format):
+class Int8(FittedFormat):
     """Symmetric 8-bit integers in [-127, 127], times `absmax / 127`. Ties round to
     even.
+
+    With `affine`, integers in [-128, 127], times a scale, plus an offset.
 
     !!! Example
 
@@ -30,23 +33,36 @@ class Int8(Format):
         default) for one scale per channel.
     - `scale_dtype`: the dtype of scales: float32 (whatever the dtype of the weight),
         bfloat16, float16 or float64.
+    - `affine`: add an offset to each block, as in [`eqquant.Int4`][].
     """
+
+    affine: bool = False
 
     name = "int8"
     bits = 8
     integer_levels = True
-    largest_level = 127
-    unused_codes = (-128,)
+    highest_level = 127
 
-    def encode(self, blocks, absmax, counts, limit):
-        del counts
-        scales = true_divide(absmax, 127)
-        scales = bound_scales(scales, absmax, self.scale_dtype, limit, largest=127)
-        return self.nearest(blocks, scales), scales
+    @property
+    def lowest_level(self):
+        return -128 if self.affine else -127
+
+    @property
+    def largest_level(self):
+        return -self.lowest_level
+
+    @property
+    def table(self):
+        return range(self.lowest_level, self.highest_level + 1)
+
+    @property
+    def unused_codes(self):
+        return () if self.affine else (-128,)
 
     def nearest(self, blocks, scales):
         codes = jnp.round(divide_blocks(blocks, scales))
-        return jnp.clip(codes, -127, 127).astype(jnp.int8)
+        codes = jnp.clip(codes, self.lowest_level, self.highest_level)
+        return codes.astype(jnp.int8)
 
     def levels(self, codes, dtype):
         return codes.astype(dtype)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Int2, Int3, Int4, NF3
+from eqquant import Int2, Int3, Int4, Int8, NF3
 from eqquant.formats import Codebook, Int5, Int6
 from helpers import assert_identical, relative, slow, sqnr, strict, unpacked
 
@@ -25,6 +25,7 @@ AFFINE = [
     slow(Int4(affine=True, block_size=None)),
     slow(Int4(affine=True, block_size=64, scale_dtype="bfloat16", fit="search")),
     slow(Int3(affine=True)),
+    Int8(block_size=32, affine=True),
     slow(Int2(affine=True, block_size=32, fit="least_squares")),
     slow(NF3(affine=True)),
     slow(Codebook((0, 1, 3), affine=True)),
@@ -39,7 +40,9 @@ def q(request, normal):
 def test_values_against_numpy(q):
     format = q.format
     blocks = unpacked(q).astype(int).reshape(*q.scales.shape, -1)
-    levels = np.asarray(format.table, np.float64)[blocks]
+    # Codes of 8 bits are levels. Other codes are places in the table.
+    first = format.lowest_level if format.bits == 8 else 0
+    levels = np.asarray(format.table, np.float64)[blocks - int(first)]
     part = lambda a: np.asarray(a.astype(jnp.float32), np.float64)[..., None]
     dense = (levels * part(q.scales) + part(q.offsets)).reshape(24, 192)
     np.testing.assert_allclose(q.dequantize(), dense, rtol=1e-6, atol=1e-6)

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant.formats import Int2, Int4, Int5, Int6
+from eqquant.formats import Int2, Int4, Int5, Int6, Int8
 from eqquant.kernels import Compute, cpu, Matmul
 from eqquant.kernels.cpu._call import call
 from helpers import relative
@@ -38,6 +38,8 @@ FORMATS = {
     "int6": Int6(32, affine=True, double_quantization=True),
     "int6 rows": Int6(None, "bfloat16", affine=True),
     "int4": Int4(affine=True),
+    "int8": Int8(64, affine=True),
+    "int8 rows": Int8(None, affine=True),
 }
 
 

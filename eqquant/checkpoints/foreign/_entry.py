@@ -126,7 +126,6 @@ _narrower = {
 # The results of `codes_of_levels`. In other formats, a code is a level minus the lowest
 # level.
 _levels: dict[type[Format], tuple[Callable, int, int]] = {
-    Int8: (lambda levels: levels.astype(np.int8), -127, 127),
     Ternary: (lambda levels: (levels & 3).astype(np.uint8), -1, 1),
     DenseTernary: (lambda levels: (levels + 1).astype(np.uint8), -1, 1),
     **dict.fromkeys(
@@ -142,6 +141,8 @@ _low_bits = np.uint32(0xFF)
 def codes_of_levels(format: Format) -> tuple[Callable, int, int]:
     """Return a function from levels to codes, the lowest and the highest level."""
     lowest = int(format.lowest_level)
+    if isinstance(format, Int8):
+        return lambda levels: levels.astype(np.int8), lowest, 127
     shift = lambda levels: (levels - lowest).astype(np.uint8)
     return _levels.get(type(format), (shift, lowest, lowest + 2**format.code_bits - 1))
 

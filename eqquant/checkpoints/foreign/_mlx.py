@@ -14,7 +14,7 @@ import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int5, Int6, Int8
 from ..files import Source
-from ._entry import check_exact_sums, Entry, from_codes, from_levels, NotExact
+from ._entry import check_exact_sums, Entry, from_codes, from_levels
 from ._fp4 import mxfp4_entry, nvfp4_entry
 from ._packed import unpack_int32
 from ._parts import find_parts, Parts, SCALE_DTYPES
@@ -99,11 +99,10 @@ def _affine(
         if np.array_equal(biases, -half * scales):
             check_exact_sums(scales)
             levels = codes.astype(np.int16) - np.int16(half)
-            return from_levels(levels, scales, _formats[bits](**options), dtype)
-        if bits == 8:
-            raise NotExact("has 8-bit codes with biases, which Int8 lacks.")
+            if levels.min(initial=0) > -128:  # Int8 without offsets has no -128.
+                return from_levels(levels, scales, _formats[bits](**options), dtype)
         format = _formats[bits](**options | {"affine": True})
         return from_codes(codes, scales, biases.astype(np.float64), format, dtype)
 
-    kind = f"MLX, {_formats[bits].__name__} in groups of {group}", bits < 8
+    kind = f"MLX, {_formats[bits].__name__} in groups of {group}", True
     return parts.entry(shape, dtype, decode, quantized, kind)

@@ -204,9 +204,8 @@ class PackedWeight:
             self.parts.look_up(self.packing.order, ("int32",), (self.shape[1],))
         with errors_at(self.parts.where):
             kind = f"{self.packing.library}, {self._format(not self.symmetric)!r}"
-        is_exact = self.symmetric or self.bits < 7
         readers = self._decode, self._quantized
-        return self.parts.entry(self.shape, self.dtype, *readers, (kind, is_exact))
+        return self.parts.entry(self.shape, self.dtype, *readers, (kind, True))
 
     @property
     def has_order(self) -> bool:
@@ -219,8 +218,9 @@ class PackedWeight:
     def _format(self, affine: bool) -> Format:
         block = self.block if (self.block or 0) < self.shape[1] else None
         options: dict[str, Any] = {"block_size": block, "scale_dtype": "float32"}
+        options["affine"] = affine
         if self.bits < 7:
-            options |= {"fit": "absmax", "affine": affine}
+            options["fit"] = "absmax"
         return _formats[self.bits](**options)
 
     def _read(self, name: str) -> np.ndarray:
@@ -299,13 +299,10 @@ class PackedWeight:
             zeros = np.broadcast_to(zeros, scales.shape)[:, order]
             scales = scales[:, order]
         middle = 2 ** (self.bits - 1)
-        if self.bits > 6 or (self.symmetric and np.all(zeros == middle)):
-            if np.any(zeros != middle):
-                raise NotExact(
-                    f"has {self.bits}-bit codes with zero points, which Int8 lacks."
-                )
+        if self.symmetric and np.all(zeros == middle):
             levels = self._codes().astype(np.int16) - np.int16(middle)
-            return from_levels(levels, scales, self._format(False), self.dtype)
+            if levels.min(initial=0) > -128:  # Int8 without offsets has no -128.
+                return from_levels(levels, scales, self._format(False), self.dtype)
         offsets = -zeros * scales.astype(np.float64)
         format = self._format(True)
         return from_codes(self._codes(), scales, offsets, format, self.dtype)

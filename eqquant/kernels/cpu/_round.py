@@ -24,7 +24,7 @@ def rounds(array: Float[Array, "..."], format: Format) -> bool:
     return (
         not isinstance(load(), str)
         and kind is not None
-        and not (format.shares or format.quantized_scales)
+        and not (format.shares or format.quantized_scales or format.has_offsets)
         and array.dtype == format.scale_dtype == np.float32
         and array.size > 0
         and array.shape[-1] % (format.block_size or 1) == 0

@@ -7,13 +7,13 @@ scale + bias`, and rounds the product and the sum in 16 bits.
 
 import json
 
-import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Int4, MXFP4, NVFP4
-from eqquant.checkpoints import read_checkpoint
+from eqquant import Int4, Int8, MXFP4, NVFP4
+from eqquant.checkpoints import read_checkpoint, write_mlx
 from eqquant.checkpoints.files import write_plain
+from helpers import assert_identical
 
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
@@ -169,11 +169,19 @@ def test_invalid_mlx(case, tmp_path):
         read_checkpoint(tmp_path)
 
 
-def test_8_bits_with_biases_are_not_exact(tmp_path):
+def test_8_bits_with_biases(tmp_path):
     parts = mlx(weight=random_bytes(4, 64).view(np.uint32))
     parts = {f"a.{name}": part for name, part in parts.items()}
     save(tmp_path, {"quantization": AFFINE | {"bits": 8}}, **parts)
-    with pytest.raises(ValueError, match="8-bit codes with biases.*decode=True"):
-        read_checkpoint(tmp_path)
-    found = read_checkpoint(tmp_path, decode=True)["a.weight"]
-    assert found.shape == (4, 64) and not eqquant.is_quantized(found)
+    found = read_checkpoint(tmp_path)["a.weight"]
+    assert found.format == Int8(block_size=32, affine=True)
+    codes = parts["a.weight"].view(np.uint8)
+    scales, biases = (
+        np.float32(parts[f"a.{name}"]).repeat(32, 1) for name in ("scales", "biases")
+    )
+    values = found.with_dtype("float32").dequantize()
+    np.testing.assert_array_equal(values, codes * scales + biases)
+    # The writer gives back the same files.
+    write_mlx(tmp_path / "again", {"a.weight": found}, names=lambda path: "a.weight")
+    again = read_checkpoint(tmp_path / "again")["a.weight"]
+    assert_identical(again, found)
