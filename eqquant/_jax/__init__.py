@@ -26,6 +26,7 @@ from ._compat import (
     is_stale,
     is_traced,
     Literal,
+    load_all,
     manual_axes_in_context,
     mapped_leaves,
     mapped_mesh_axes,

@@ -495,6 +495,18 @@ def mosaic_gpu_kernel(body, out, scratch, *, interpret: bool, **options):
     return plgpu.kernel(body, **options)
 
 
+def load_all(ref, **options):
+    """Call Mosaic's `plgpu.load` for a whole reference.
+
+    Before JAX 0.11, it required an index, and JAX 0.12 removed the index.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    index = inspect.signature(plgpu.load).parameters.get("idx")
+    needed = index is not None and index.default is index.empty
+    return plgpu.load(ref, *[()] * needed, **options)
+
+
 def is_automatically_partitioned(ctx: mlir.LoweringRuleContext) -> bool:
     """Return whether the compiler, not `shard_map`, partitions this program."""
     axes = ctx.module_context.axis_context
