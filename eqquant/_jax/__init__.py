@@ -8,6 +8,7 @@ Imports no other folder.
 
 from ._apart import apart
 from ._compat import (
+    arithmetic_of,
     bind_equation,
     by_compiler,
     called_jaxpr,
@@ -43,6 +44,7 @@ from ._compat import (
     split_scan,
     subjaxprs,
     type_of_first,
+    unmapped,
     vmapped_axes,
     zero_of,
     zero_tangent,

@@ -4,9 +4,11 @@ import operator
 from typing import Any
 
 import eqquant
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import assert_identical
 
@@ -37,10 +39,52 @@ def models(request, normal) -> Any:
     return make(), make()
 
 
+def with_paths(fn, *trees):
+    return jax.tree.map_with_path(lambda _, *leaves: fn(*leaves), *trees)
+
+
+def in_jit(fn, *trees):
+    return jax.jit(lambda *trees: jax.tree.map(fn, *trees))(*trees)
+
+
+def with_paths_in_jit(fn, *trees):
+    return jax.jit(lambda *trees: with_paths(fn, *trees))(*trees)
+
+
+def in_scan(fn, *trees):
+    def step(carry, _):
+        return jax.tree.map(fn, carry, *trees[1:]), None
+
+    return jax.lax.scan(step, trees[0], length=2)[0]
+
+
+def in_vmap(fn, *trees):
+    trees = [[a, b] for a, _, b in trees]  # Of 16 rows.
+    return jax.vmap(lambda *trees: jax.tree.map(fn, *trees))(*trees)
+
+
+MAPS = [jax.tree.map, with_paths, in_jit, with_paths_in_jit]
+IN_TRACES = {
+    "jnp.add": jnp.add,
+    "a function under jit": jax.jit(lambda a, b: a + b),
+    "a reshaped sum": lambda a, b: (a + b).ravel().reshape(a.shape),
+    "a sum over a stack": lambda a, b: jnp.stack([a, b]).sum(0).astype(a.dtype),
+    "a sum that is limited": lambda a, b: jnp.clip(a + b, 0, 15).astype(a.dtype),
+    "half a choice": lambda a, b: jnp.where(jnp.arange(a.shape[-1]) > 3, a, a - b),
+}
+
+
+@pytest.mark.parametrize("tree_map", [*MAPS, in_scan, in_vmap])
 @pytest.mark.parametrize("fn", ARITHMETIC.values(), ids=ARITHMETIC)
-def test_arithmetic_raises(fn, models):
+def test_arithmetic_raises(fn, tree_map, models):
     with pytest.raises(TypeError, match="average_trees"):
-        jax.tree.map(fn, *models)
+        tree_map(fn, *models)
+
+
+@pytest.mark.parametrize("fn", IN_TRACES.values(), ids=IN_TRACES)
+def test_traced_arithmetic_raises(fn, models):
+    with pytest.raises(TypeError, match="average_trees"):
+        in_jit(fn, *models)
 
 
 def test_three_models(models):
@@ -48,15 +92,69 @@ def test_three_models(models):
         jax.tree.map(lambda a, b, c: a + b - c, *models, models[0][::-1][:3])
 
 
+@pytest.mark.parametrize("tree_map", MAPS)
 @pytest.mark.parametrize("fn", CHOICES.values(), ids=CHOICES)
-def test_choices_are_kept(fn, models):
-    got = jax.tree.map(fn, *models)
+def test_choices_are_kept(fn, tree_map, models):
+    if tree_map in (in_jit, with_paths_in_jit) and fn is CHOICES["copy"]:
+        fn = lambda a, b: jnp.array(b)
+    got = tree_map(fn, *models)
     expected = [fn(*pair) for pair in zip(*map(jax.tree.leaves, models), strict=True)]
     for a, b in zip(jax.tree.leaves(got), expected, strict=True):
         assert_identical(a, b)
 
 
-def test_traced_codes_are_not_checked(models):
+def moment(a, b):
+    state = optax.EmaState(count=jnp.zeros((), jnp.int32), ema=b)
+    return optax.ema(0.9).update(a, state)[0]
+
+
+JIT = pytest.mark.parametrize("jit", [lambda fn: fn, jax.jit], ids=["eager", "jit"])
+SUMS = [eqx.apply_updates, optax.apply_updates, optax.tree.add, optax.tree.sub]
+AVERAGES = [moment, lambda a, b: optax.incremental_update(a, b, 0.1)]
+
+
+@JIT
+@pytest.mark.parametrize("fn", SUMS)
+def test_sums_by_optax_raise(fn, jit, models):
+    with pytest.raises(TypeError, match="average_trees"):
+        jit(fn)(*models)
+
+
+@JIT
+@pytest.mark.parametrize("fn", AVERAGES)
+def test_averages_by_optax_cannot_be_used(fn, jit, models):
+    """Their codes are floats. Until then, the tree may hold the moments of scales."""
+    got = jit(fn)(*models)
+    with pytest.raises(TypeError, match="Codes cannot be trained or averaged"):
+        _ = got[0] @ jnp.ones(64)
+
+
+@JIT
+def test_periodic_updates_choose(jit, models):
+    update = jit(lambda a, b, i: optax.periodic_update(a, b, i, 2))
+    for i, chosen in enumerate(models):
+        got = update(*models, jnp.asarray(i))
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(chosen), strict=True):
+            assert_identical(a, b)
+
+
+def test_choices_of_arrays_made_in_the_same_trace(normal):
+    weights = normal(16, 64), normal(16, 64)
+
+    @jax.jit
+    def run(*weights):
+        arrays = [eqquant.quantize(w, "int8") for w in weights]
+        choose = lambda a, b: jnp.where(jnp.sum(weights[0]) < jnp.inf, a, b)
+        return jax.tree.map(choose, *arrays)
+
+    expected = jax.jit(eqquant.quantize, static_argnums=1)(weights[0], "int8")
+    assert_identical(run(*weights).codes, expected.codes)
+
+
+def test_leaves_added_by_hand_are_not_checked(models):
     """A limit that docs/when-training-fails.md states."""
-    got = jax.jit(lambda *models: jax.tree.map(operator.add, *models))(*models)
-    assert jax.tree.structure(got) == jax.tree.structure(models[0])
+    leaves, tree = jax.tree.flatten(models[0])
+    got = jax.tree.unflatten(
+        tree, map(operator.add, leaves, jax.tree.leaves(models[1]))
+    )
+    assert jax.tree.structure(got) == tree

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._jax import is_traced, mapped_leaves, vmapped_axes
+from ..._jax import arithmetic_of, is_traced, mapped_leaves, unmapped, vmapped_axes
 
 
 class CheckedAxes:
@@ -58,15 +58,23 @@ def _check_codes(q: Any, arguments: Sequence[list]) -> None:
     """Raise an error if `jax.tree.map` of several models has computed new codes from
     theirs, for example their sum. `arguments` contains the leaves of each model.
 
-    Codes may be chosen from the models, one by one or by rows. Traced codes are not
-    checked, because their values are unknown.
+    Codes may be chosen from the models, one by one or by rows. The values of traced
+    codes are unknown: their last operations are checked.
     """
-    codes = q.codes
+    codes = unmapped(q.codes)
+    arguments = [[unmapped(leaf) for leaf in leaves] for leaves in arguments]
+    inputs = [leaf for leaves in arguments for leaf in leaves]
+    if any(codes is leaf for leaf in inputs):
+        return
+    kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))
+    is_like = lambda x: kind(x) == kind(codes)
+    if is_traced(codes):
+        if any(map(is_like, inputs)) and (name := arithmetic_of(codes, inputs)):
+            got = f"the results of `{name}`. To choose between models, use `jnp.where`"
+            raise _computed(q, arguments, got)
+        return
     if not _is_local(codes) or not codes.size:
         return
-    if any(codes is leaf for leaves in arguments for leaf in leaves):
-        return
-    is_like = lambda x: x.shape == codes.shape and x.dtype == codes.dtype
     # The position of these codes among the leaves is unknown.
     places = (
         [x for x in leaves if _is_local(x) and is_like(x)]
@@ -76,9 +84,13 @@ def _check_codes(q: Any, arguments: Sequence[list]) -> None:
     are_chosen = lambda by: any(by(codes, inputs) for inputs in places)
     if not places or are_chosen(_by_element) or are_chosen(_by_row):
         return
-    raise TypeError(
+    raise _computed(q, arguments, "other codes, such as their sum")
+
+
+def _computed(q: Any, arguments: Sequence[list], got: str) -> TypeError:
+    return TypeError(
         f"jax.tree.map: codes of {q.format!r} must be those of one of the "
-        f"{len(arguments)} models, got other codes, such as their sum. Codes are not "
+        f"{len(arguments)} models, got {got}. Codes are not "
         "numbers. To add or average models, use `eqquant.trees.average_trees`. To make "
         "an array of new codes, use `eqquant.arrays.from_components`."
     )
