@@ -136,14 +136,21 @@ EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
 
 // The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
 struct ChunkScales {
-  int64_t blocks, of_chunk, chunks_of_block;
+  // Double quantization has an exponent for 256 blocks.
+  static constexpr int64_t blocks_of_exponent = 256;
+  // `exponents` are the exponents of a row; 0 for other types of scales.
+  int64_t blocks, of_chunk, chunks_of_block, exponents;
   // The index of the scale of each lane, and the number of scales per chunk.
   __m512i lanes, step;
 
   explicit ChunkScales(const Product& p)
       : blocks(p.blocks),
         of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
-        chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)) {
+        chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)),
+        exponents(p.scales.type == ScaleType::uint8 && p.scales.outer_type == ScaleType::exponent &&
+                          p.scales.outer_blocks == blocks_of_exponent
+                      ? p.scales.outer_count(blocks)
+                      : 0) {
     alignas(64) int32_t of[16];
     for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
     lanes = _mm512_load_si512(of);
@@ -177,27 +184,40 @@ struct InRegisters {
   const ChunkScales& blocks;
   const uint8_t* codes;
   int64_t packed, left;  // Bytes of a row, and remaining bytes.
-  const float* scales;
+  const float* scales;      // Or null: `integers` times powers of two are read as they are stored.
+  const uint8_t *integers, *exponents;
   Place place;
   __m512i table, lanes, of[rows];
   __m512 some_scales[rows];
   float unit;
 
-  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const float* scales,
-              int64_t row)
+  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, float* buffer, int64_t row)
       : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
-        scales(scales), place(blocks, 0), table(_mm512_load_si512(levels.values)),
-        unit(levels.unit) {
+        scales(blocks.exponents ? nullptr : wide_scales_of(p, row, rows, buffer)),
+        integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
+        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0),
+        table(_mm512_load_si512(levels.values)), unit(levels.unit) {
     read_scales();
   }
-  // Reads sixteen scales of each row. A chunk has fewer, and looks them up.
+  // Reads sixteen scales of each row. A chunk has fewer, and looks them up. The scales of all rows are a stream of
+  // their own, which is prefetched step by step.
   EQQUANT_INLINE void read_scales() {
     lanes = blocks.lanes;
-    const int64_t from = place.block, some = std::min(scales_at_once, blocks.blocks - from);
+    const int64_t from = place.block;
+    const __mmask16 some = first(std::min(scales_at_once, blocks.blocks - from));
+    if (scales) {
+      for (int r = 0; r < rows; r++) {
+        some_scales[r] = _mm512_maskz_loadu_ps(some, scales + r * blocks.blocks + from);
+        __builtin_prefetch(scales + rows * from + r * scales_at_once + 2048, 0, 2);
+      }
+      return;
+    }
+    __builtin_prefetch(integers + rows * from + 2048, 0, 2);
     for (int r = 0; r < rows; r++) {
-      some_scales[r] = _mm512_maskz_loadu_ps(first(some), scales + r * blocks.blocks + from);
-      // Prefetch the scales of all rows step by step, because they are a stream of their own.
-      __builtin_prefetch(scales + rows * from + r * scales_at_once + 2048, 0, 2);
+      const __m128i bytes = _mm_maskz_loadu_epi8(some, integers + r * blocks.blocks + from);
+      const int exponent = exponents[r * blocks.exponents + from / ChunkScales::blocks_of_exponent];
+      const __m512i outer = _mm512_set1_epi32(exponent == 255 ? 0x7FC00000 : exponent << 23);  // 255 is NaN.
+      some_scales[r] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), _mm512_castsi512_ps(outer));
     }
   }
   EQQUANT_INLINE void read() {
@@ -280,8 +300,9 @@ struct Tile {
 
   // Multiplies by `count` rows of the activation `x`, which have `units`. Writes the results to `y`, or adds them.
   template <class Weights>
-  static void run(Weights weights, const int16_t* x, const float* units, int64_t chunks,
+  static void run(const Weights& first, const int16_t* x, const float* units, int64_t chunks,
                   bool adds, float* y, int64_t y_stride) {
+    Weights weights = first;  // A local copy, because compilers leave members of arguments in memory.
     Sums sums;
     for (int r = 0; r < rows; r++)
       for (int i = 0; i < count; i++) sums[r][i] = _mm512_setzero_ps();
@@ -403,8 +424,7 @@ struct Rows {
 
   template <int rows>
   void few(int64_t row) {
-    const float* scales = wide_scales_of(p, row, rows, buffer.data());
-    const InRegisters<bits, rows> weights(p, levels, blocks, scales, row);
+    const InRegisters<bits, rows> weights(p, levels, blocks, buffer.data(), row);
     multiply<rows>(weights, row, 0, p.m, 0, chunks_of(p));
   }
 
