@@ -129,10 +129,18 @@ void decode(const Scales& s, int64_t blocks, int64_t row, int64_t begin, int64_t
   }
 }
 
-// Decodes whole rows, in one piece if there are no outer numbers.
+// Decodes whole rows: in one piece, if a row has at most one outer number.
 void decode_rows(const Scales& s, int64_t blocks, int64_t row, int64_t rows, float* to) {
-  if (!s.outer_blocks) return decode(s.type, s.inner, row * blocks, rows * blocks, 1, to);
-  for (int64_t r = 0; r < rows; r++) decode(s, blocks, row + r, 0, blocks, to + r * blocks);
+  if (s.outer_blocks && s.outer_blocks < blocks) {
+    for (int64_t r = 0; r < rows; r++) decode(s, blocks, row + r, 0, blocks, to + r * blocks);
+    return;
+  }
+  decode(s.type, s.inner, row * blocks, rows * blocks, 1, to);
+  for (int64_t r = 0; s.outer_blocks && r < rows; r++) {
+    float factor;
+    decode(s.outer_type, s.outer, row + r, 1, 1, &factor);
+    for (int64_t b = 0; b < blocks; b++) to[r * blocks + b] *= factor;
+  }
 }
 
 }  // namespace

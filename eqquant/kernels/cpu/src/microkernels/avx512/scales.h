@@ -55,7 +55,7 @@ EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmas
   const __m512 x = numbers_at(s.type, s.inner, row * p.blocks + b, some);
   if (!size) return x;
   const int64_t outer = row * s.outer_count(p.blocks) + b / size;
-  if (size % 16 == 0 && b % 16 == 0) {
+  if (size >= p.blocks || (size % 16 == 0 && b % 16 == 0)) {
     const __m512 factor = numbers_at(s.outer_type, s.outer, outer, 1);
     return _mm512_mul_ps(x, _mm512_broadcastss_ps(_mm512_castps512_ps128(factor)));
   }
