@@ -71,6 +71,8 @@ struct Decoder<float8> {
 // table of levels. `pair`: two blocks share a vector. 8-bit codes have no table, so they and the codes of pairs are
 // multiplied by the scale one by one.
 enum class Scaling { row, block, pair };
+// A table of levels takes the scale of a row for free.
+constexpr bool scales_rows(int bits) { return bits >= 8; }
 constexpr int scales_at_once(Scaling scaling) { return scaling == Scaling::pair ? 2 : 1; }
 
 template <int bits, Scaling scaling>

@@ -39,10 +39,12 @@ inline bool in_pairs(const Product& p) {
 }
 inline int64_t bytes_at_once(const Product& p) { return p.block_bytes() * (in_pairs(p) ? 2 : 1); }
 
-// Calls `use` with a compile-time constant for the application of scales.
-template <class Use>
+// Calls `use` with a compile-time constant for the application of scales. Without `by_rows`, the scale of a row is
+// applied like the scale of a block.
+template <bool by_rows = true, class Use>
 void with_scaling(const Product& p, const Use& use) {
-  if (p.blocks == 1) return use(std::integral_constant<Scaling, Scaling::row>());
+  if constexpr (by_rows)
+    if (p.blocks == 1) return use(std::integral_constant<Scaling, Scaling::row>());
   if constexpr (2 * shortest_block == Vector::size)
     if (in_pairs(p)) return use(std::integral_constant<Scaling, Scaling::pair>());
   use(std::integral_constant<Scaling, Scaling::block>());

@@ -164,9 +164,8 @@ struct RowsOfGroup {
       alignas(64) float of_rows[most_rows_at_once] = {};
       for (int r = 0; r < rows; r++) of_rows[r] = scales[r * p.blocks + b];
       for (; j + wide <= stop; j += wide) take<vectors, 1>(j, of_rows, Whole{});
-      if constexpr (vectors > 1)
-        for (; j + Vector::size <= stop; j += Vector::size) take<1, 1>(j, of_rows, Whole{});
-      if (j < stop) take<1, 1>(j, of_rows, static_cast<int>(stop - j));
+      for (; j < stop; j += Vector::size)
+        take<1, 1>(j, of_rows, static_cast<int>(std::min<int64_t>(Vector::size, stop - j)));
       j = stop;
     }
   }

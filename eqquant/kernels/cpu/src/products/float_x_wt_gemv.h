@@ -93,7 +93,7 @@ void gemv_rows(const Product& p, const Groups& groups, const float* x, const flo
     float* y = p.y + groups.first(g) * p.rows;
     with_constant<few_at_once>(groups.size(g), [&](auto count) {
       if constexpr (rows == rows_with(count))
-        with_scaling(p, [&](auto scaling) {
+        with_scaling<scales_rows(bits)>(p, [&](auto scaling) {
           Gemv<bits, rows, count, scaling>::run(p, block, from, scales, row, y);
         });
     });

@@ -50,19 +50,15 @@ struct TransposedPanels {
 
   template <int plane = 0>
   static EQQUANT_INLINE void write(const BlockDecoder<bits, scaling>& decoder,
-                                   typename Decoder<bits>::Codes codes, Vector::Floats scale,
-                                   float* to) {
-    Vector::Floats out = decoder.template decode<plane>(codes);
-    if (scaling == Scaling::row) out = Vector::multiply(out, scale);
-    Vector::store(to + plane * size * size, out);
-    if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, scale, to);
+                                   typename Decoder<bits>::Codes codes, float* to) {
+    Vector::store(to + plane * size * size, decoder.template decode<plane>(codes));
+    if constexpr (plane + 1 < planes) write<plane + 1>(decoder, codes, to);
   }
 
   // Decodes a row from byte `begin` on, at most `steps` vectors.
   void decode(const uint8_t* codes, const float* scales, int64_t begin, int64_t end, float* to) {
     const auto levels = Decoder<bits>::levels(p);
     const int64_t block = p.block_bytes() * scales_at_once(scaling);
-    const Vector::Floats scale = Vector::all(*scales);
     BlockDecoder<bits, scaling> decoder;
     int64_t until = 0;
     for (int64_t j = begin; j < end; j += size, to += planes * size * size) {
@@ -74,7 +70,7 @@ struct TransposedPanels {
       const int64_t left = end - j;
       const Vector::Bytes bytes = left >= size ? Vector::bytes(codes + j)
                                                : Vector::bytes(codes + j, static_cast<int>(left));
-      write(decoder, Decoder<bits>::read(bytes), scale, to);
+      write(decoder, Decoder<bits>::read(bytes), to);
     }
   }
 
@@ -139,7 +135,7 @@ struct TransposedPanels {
 
 template <int bits>
 void run_panels(const Product& p, const float* x, int64_t begin, int64_t end) {
-  with_scaling(p, [&](auto scaling) {
+  with_scaling<false>(p, [&](auto scaling) {
     TransposedPanels<bits, scaling> panels(p, x);
     const Groups groups(p.m, Vector::most_at_once);
     for (int64_t row = begin; row < end; row += panel_rows)

@@ -200,7 +200,7 @@ void all_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
 
 template <int bits>
 void run_tiles(const Product& p, const float* x, int64_t begin, int64_t end) {
-  with_scaling(p, [&](auto scaling) { all_tiles<bits, scaling>(p, x, begin, end); });
+  with_scaling<scales_rows(bits)>(p, [&](auto scaling) { all_tiles<bits, scaling>(p, x, begin, end); });
 }
 
 EQQUANT_END
