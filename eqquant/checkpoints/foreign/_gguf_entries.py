@@ -104,10 +104,11 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
             f"has blocks of {kind.block}, which cross its rows of {tensor.shape[-1]}."
         )
     raw = _blocks(file, tensor, rows)
-    parts = repacked(kind, raw)
-    release(raw)
     lead = (rows.stop - rows.start, *tensor.shape[1:-1])
-    return jax.tree.map(lambda part: part.reshape(*lead, -1), parts)
+    # Fields of blocks are copied here.
+    parts = jax.tree.map(lambda part: part.reshape(*lead, -1), repacked(kind, raw))
+    release(raw)
+    return parts
 
 
 def _abstract(tensor: Tensor) -> Any:
