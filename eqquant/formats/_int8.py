@@ -53,7 +53,7 @@ class Int8(FittedFormat):
 
     @property
     def table(self):
-        return range(self.lowest_level, self.highest_level + 1)
+        return range(self.lowest_level, 128)
 
     @property
     def unused_codes(self):
