@@ -80,7 +80,7 @@ def _instructions() -> str:
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
     """Do not search for unused objects. Loading and tracing make many objects that
-    stay in use, and searching among them takes a tenth of a start."""
+    stay in use, and a second start takes 13% less time without searches."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
