@@ -22,7 +22,7 @@ def parts(bits=4, group=GROUP, symmetric=False, seed=0):
     group of each input."""
     rng = np.random.default_rng(seed)
     groups = INPUTS // group
-    # Avoid the 8-bit level -128, which Int8 lacks.
+    # Avoid the 8-bit level -128, which symmetric Int8 lacks.
     codes = rng.integers(bits == 8, 2**bits, (INPUTS, OUTPUTS))
     zeros = rng.integers(1, 2**bits, (groups, OUTPUTS))
     if symmetric:
