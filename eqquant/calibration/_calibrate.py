@@ -3,9 +3,11 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 
 from .._jax import typed, warn
+from ..arrays import is_quantized
 from ..trees import check_forward, choose
 from ._collect import collect
 from ._statistics import Statistics, WeightStatistics
@@ -96,9 +98,15 @@ def calibrate(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
     )
     if not choices:
+        leaves = jax.tree.leaves(model, is_leaf=is_quantized)
         raise ValueError(
-            f"{_caller}: no weight is chosen, so there are no inputs to observe. See "
-            "where, rules and min_size."
+            f"{_caller}: no weight is chosen, so there are no inputs to observe. "
+            + (
+                "The weights of model are quantized already: calibrate the model from "
+                "before `quantize_tree`."
+                if any(map(is_quantized, leaves))
+                else "See where, rules and min_size."
+            )
         )
     how = every_row, gradients_every, progress
     observed = collect(fn, model, batches, choices, *how, caller=_caller)

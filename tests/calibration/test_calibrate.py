@@ -204,6 +204,8 @@ def test_bad_data(normal):
         eqquant.calibrate(lambda model, x: jnp.argmax(model(x[0])), model, [x])
     with pytest.raises(ValueError, match="no weight is chosen"):
         eqquant.calibrate(rows_of, model, [x], min_size=10**6)
+    with pytest.raises(ValueError, match="quantized already"):
+        eqquant.calibrate(rows_of, eqquant.quantize_tree(model), [x])
 
 
 @pytest.mark.parametrize("token, mode", [(8, None), (-9, "clip")])
