@@ -7,8 +7,8 @@ Imports no other folder.
 """
 
 from ._apart import apart
+from ._arithmetic import arithmetic_of
 from ._compat import (
-    arithmetic_of,
     bind_equation,
     by_compiler,
     called_jaxpr,
@@ -27,12 +27,12 @@ from ._compat import (
     is_stale,
     is_traced,
     Literal,
-    load_all,
     manual_axes_in_context,
     mapped_leaves,
     mapped_mesh_axes,
     match_varying,
     mosaic_gpu_kernel,
+    mosaic_gpu_load,
     num_devices,
     num_devices_of,
     open_jaxpr,

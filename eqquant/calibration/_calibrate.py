@@ -98,15 +98,11 @@ def calibrate(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
     )
     if not choices:
-        leaves = jax.tree.leaves(model, is_leaf=is_quantized)
+        hint = "See where, rules and min_size."
+        if any(map(is_quantized, jax.tree.leaves(model, is_leaf=is_quantized))):
+            hint = "The model is quantized already: calibrate the float model."
         raise ValueError(
-            f"{_caller}: no weight is chosen, so there are no inputs to observe. "
-            + (
-                "The weights of model are quantized already: calibrate the model from "
-                "before `quantize_tree`."
-                if any(map(is_quantized, leaves))
-                else "See where, rules and min_size."
-            )
+            f"{_caller}: no weight is chosen, so there are no inputs to observe. {hint}"
         )
     how = every_row, gradients_every, progress
     observed = collect(fn, model, batches, choices, *how, caller=_caller)

@@ -264,7 +264,7 @@ def _write_gguf(
         written[name] = Written(packed.layout, packed.is_exact)
         return packed.settings
 
-    def make(name: str) -> Any:
+    def read_again(name: str) -> Any:
         found, array = next(again)
         assert found == name, (found, name)
         return packed(name, array)
@@ -273,8 +273,8 @@ def _write_gguf(
         described = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed(name, array)
         )
-        make_it = ft.partial(make, name)
-        tensors.append(GGUFTensor.of(name, described, make_it, _caller))
+        make = ft.partial(read_again, name)
+        tensors.append(GGUFTensor.of(name, described, make, _caller))
     write_gguf_like(path, tensors, source if is_gguf(source) else None, {}, _caller)
     return written
 

@@ -145,6 +145,7 @@ def check_target(
     max_shard_size: int | None,
     caller: str,
 ) -> None:
+    """Raise an error unless a checkpoint can be written to a folder."""
     check_shard_size(max_shard_size, caller)
     if folder.exists() and not folder.is_dir():
         raise ValueError(

@@ -144,17 +144,18 @@ def _split_of(tiles: Tiles, chip: Chip, product: Product) -> int:
     traffic in proportion to the rows of the activation, and a kernel that adds them.
     """
     contract_rows = product.contract_rows
-    long_rows = chip.large_products and not contract_rows and tiles.subtiles == 1
     if tiles.m > (64 if chip.large_products else 16):
         return 1
     axes = (product.rows, tiles.rows), (product.packed, tiles.step_bytes)
     (length, step), (free, tile) = axes if contract_rows else axes[::-1]
     tiles_m = -(-product.m // tiles.m)
     programs = -(-free // tile) * tiles_m * math.prod(product.batch)
-    target = chip.cores * (12 if product.m <= 4 else 8) // tiles.warps
-    least = 4 if product.format.bits < 4 and not contract_rows else 8
-    if long_rows:
-        target, least = chip.cores * 4 // tiles.warps, 4
+    if chip.large_products and not contract_rows and tiles.subtiles == 1:
+        each, least = 4, 4  # Loads of long rows need fewer programs.
+    else:
+        each = 12 if product.m <= 4 else 8
+        least = 4 if product.format.bits < 4 and not contract_rows else 8
+    target = chip.cores * each // tiles.warps
     split = 1
     while programs * split < target and length // step // (2 * split) >= least:
         if length % step == 0 and length // step % (2 * split):

@@ -9,7 +9,7 @@ import numpy as np
 from .._compute import Compute
 from .._product import Operand, Product
 from . import _mosaic, _triton
-from ._pipeline import Pipeline
+from ._pipeline import Pipeline, STEP
 from ._triton import Tiles
 
 
@@ -45,7 +45,7 @@ class TensorCoreKernel:
         if isinstance(self.tiles, Pipeline):
             # One cluster computes two tiles, with more steps than stages.
             tiles = dataclasses.replace(self.tiles, cores=self.tiles.cluster)
-            rows, packed = tiles.rows * tiles.cluster + 64, 512 * format.bits // 8
+            rows, packed = tiles.rows * tiles.cluster + STEP, 512 * format.bits // 8
             out_dtype = "bfloat16" if self.operand == "int8" else self.operand
         else:
             # A split in two covers larger splits.

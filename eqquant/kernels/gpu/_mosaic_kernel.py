@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..._jax import load_all
+from ..._jax import mosaic_gpu_load
 from . import _emulate, _fragments
 from ._mosaic_plan import MosaicPlan
 from ._pipeline import LINE
@@ -322,5 +322,5 @@ def _times(plan: MosaicPlan, part, scales, start, axis: int, factor: float = 1):
         scales = scales[...]
     else:
         layout = plgpu.Layout.WGMMA.reduce(1 - axis)
-        scales = load_all(scales, layout=layout, optimized=False)
+        scales = mosaic_gpu_load(scales, layout=layout, optimized=False)
     return part * lax.broadcast_in_dim(scales * factor, part.shape, (axis,))
