@@ -111,7 +111,7 @@ inline __attribute__((always_inline)) void prefetch(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 15), 0, 2);
 }
 
-// Prefetches into the first-level cache, for a single stream of codes.
+// Prefetches into the first-level cache.
 inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 12), 0, 3);
 }
