@@ -22,4 +22,16 @@ def pytest_configure(config):
     distributed = config.getoption("dist", "no") != "no"
     is_worker = hasattr(config, "workerinput")
     if is_worker or not distributed or config.option.collectonly:
+        check_types(config)
         config.pluginmanager.import_plugin("shared")
+
+
+def check_types(config):
+    """Check the types of all functions at run time, except in `make test`.
+
+    These checks take a quarter of the time. Public functions are checked in any case.
+    """
+    if config.option.markexpr != "not slow":
+        from jaxtyping import install_import_hook
+
+        install_import_hook("eqquant", "beartype.beartype")

@@ -1,17 +1,12 @@
-"""Setup of test workers, which conftest.py loads: eight CPU devices, run-time type
-checks for all of eqquant, and shared fixtures."""
+"""Setup of test workers, which conftest.py loads: eight CPU devices and shared
+fixtures."""
 
 import collections
 import gc
 import os
 import zlib
 
-from jaxtyping import install_import_hook
-
-
-with install_import_hook("eqquant", "beartype.beartype"):
-    import eqquant
-
+import eqquant
 import hypothesis
 import jax
 import jax.numpy as jnp

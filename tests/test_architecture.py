@@ -182,7 +182,7 @@ FUNCTIONS = {
 }
 
 
-# Under test, jaxtyping's import hook checks every function, so that no other test
+# In slow tests, jaxtyping's import hook checks every function, so that no other test
 # notices a missing decorator. `is_quantized` accepts any object.
 @pytest.mark.parametrize("path", sorted(FUNCTIONS.keys() - {"eqquant.is_quantized"}))
 def test_public_functions_check_their_arguments(path):
