@@ -251,6 +251,24 @@ def test_panels_of_any_rows(kernel, format, rng):
         assert relative(got[:, : expected.shape[1]], expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.parametrize("columns", [60, 64, 96, 128, 136])
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if "int8" in k.values[0]])
+@pytest.mark.parametrize("format", [Int4(block_size=None), Int8()], ids=repr)
+def test_few_rows_by_short_rows(kernel, columns, format, rng):
+    # Keys of a cache. 77 rows leave a part of a vector, and of four rows.
+    w = jnp.asarray(rng.standard_normal((77, columns)), jnp.float32)
+    q = eqquant.quantize(w, format)
+    exact = np.asarray(q.dequantize(), np.float64)
+    pad = q.codes.shape[-1] * 8 // format.bits - columns
+    matmul = Matmul(q.format, False)
+    for m in (1, 2, 3, 4, 5, 8, 9):
+        x = jnp.asarray(rng.standard_normal((m, columns)), jnp.float32)
+        args = jnp.pad(x, ((0, 0), (0, pad))), q.codes, q.scales
+        got = call(kernel, matmul.of(*args), *args)
+        expected = np.asarray(x, np.float64) @ exact.T
+        assert relative(got, expected) < TOLERANCE[kernel]
+
+
 @pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
 @pytest.mark.parametrize(
     "format",

@@ -18,7 +18,7 @@ EQQUANT_BEGIN
 // the sum of one result, so no horizontal sums are needed.
 struct Panel {
   static constexpr int lanes = 16, most_vectors = 4, most_at_once = 6;
-  static constexpr int64_t most_in_registers = 8;
+  static constexpr int64_t most_in_registers = 8, short_row = 128;
   // Bytes of the activation per pass. They are read rarely, so they may stay in a cache that cores share.
   static constexpr int64_t cached_bytes = 1 << 22;
   struct alignas(64) Vector {
