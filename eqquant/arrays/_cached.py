@@ -20,6 +20,7 @@ from ._slots import (
     blocks_of,
     from_slots,
     in_slots,
+    last_written,
     read_slots,
     to_slots,
     update_blocks,
@@ -38,8 +39,10 @@ class CachedArray(ArrayOperators):
     groups again, from the tokens in floating point.
 
     Make one with [`eqquant.trees.quantize_cache`][], not by calling the class. It
-    supports `lax.dynamic_update_slice`, products over the head size (scores) or over
-    tokens (values), and structural operations that keep all tokens.
+    supports `lax.dynamic_update_slice` and `.at[...].set(...)`, products over the head
+    size (scores) or over tokens (values), and structural operations that keep all
+    tokens. A ring buffer, and scales per channel, need the written tokens to be one
+    slice.
 
     !!! Example
 
@@ -228,6 +231,37 @@ class CachedArray(ArrayOperators):
         sinks = self.first if self.first is None else self._sinks(stored, lead, first)
         return self.replace(base=base, recent=recent, positions=positions, first=sinks)
 
+    def rows_to_put(self) -> tuple[Any, tuple[int, ...], int | None]:
+        return self.permute(self._stored), self._stored, 1
+
+    def put(
+        self, rows: Shaped[Array, "..."], fn: Callable[[Array, Array], Array]
+    ) -> Any:
+        """Replace any tokens. The axes must be those of `rows_to_put`."""
+        if self.base is None or self.group is not None:
+            return NotImplemented
+        if rows.shape[-1] != self.shape[-1] or not rows.size:
+            return NotImplemented
+        self.check_whole()
+        rows = rows.astype(self.dtype)
+        base = self.base.put(rows, fn)
+        if base is NotImplemented:
+            return NotImplemented
+        # `fn` puts the numbers of rows in their places. Slots and sinks read them.
+        numbers = jnp.arange(rows.size // rows.shape[-1], dtype=jnp.int32)
+        none = jnp.full((*self.shape[:-1], 1), -1, jnp.int32)
+        numbers = fn(none, numbers.reshape(*rows.shape[:-1], 1))[..., 0]
+        rows = rows.reshape(-1, rows.shape[-1])
+        swap = lambda old, n: jnp.where(n[..., None] < 0, old, rows[n])
+        found, at = last_written(numbers, self.positions.shape[-1])
+        first = self.first
+        return self.replace(
+            base=base,
+            recent=swap(self.recent, found),
+            positions=jnp.where(found < 0, self.positions, at),
+            first=first if first is None else swap(first, numbers[..., : self.sinks]),
+        )
+
     def _sinks(self, rows, lead, first):
         """Replace those first tokens that are written."""
         assert self.first is not None
@@ -288,10 +322,16 @@ class CachedArray(ArrayOperators):
         if not jnp.issubdtype(out_dtype, jnp.floating) or len(over) != 1:
             return NotImplemented
         (axis, x_axis) = over[0]
-        if any(a in self.blocked_axes for a, _ in batch):
+        token, size = self.blocked_axes
+        if token in [a for a, _ in batch]:
+            raise ValueError(
+                f"A product pairs axis {self.axes[0]} of a cache of shape {self.shape} "
+                "with an axis of its other operand, but this axis counts tokens. If "
+                "another axis does, pass `tokens` to quantize_cache."
+            )
+        if size in [a for a, _ in batch]:
             return NotImplemented
         how = contraction.precision, out_dtype, contraction.out_sharding
-        token, size = self.blocked_axes
         if axis == size:
             return self._scores(x, over, batch, how)
         if axis == token and len(batch) == self.ndim - 2:

@@ -98,6 +98,12 @@ class ImplicitArray(ArrayInParts):
         split into the same parts, and `fn(part, new)` puts each of them in place."""
         return NotImplemented
 
+    def rows_to_put(self) -> tuple[Any, tuple[int, ...], int | None]:
+        """Return this array with the axes of the rows of [`put`][] as its last axes,
+        the permutation, and the number of axes of a row."""
+        rows, axes = self.rows_last()
+        return rows, axes, rows.whole_axes
+
     def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
         """As `lax.dynamic_update_slice` of whole rows. No start is negative."""
         lead = [

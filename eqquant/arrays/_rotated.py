@@ -134,6 +134,10 @@ class RotatedArray(ArrayOperators):
     ) -> Any:
         return self._replaced(rows, lambda rows: self.base.put(rows, fn))
 
+    def rows_to_put(self) -> tuple[Any, tuple[int, ...], int | None]:
+        base, axes, count = self.base.rows_to_put()
+        return self.replace(base=base), axes, count
+
     def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
         return self._replaced(rows, lambda rows: self.base.update(rows, start))
 

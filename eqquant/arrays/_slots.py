@@ -111,20 +111,34 @@ def to_slots(
     """Split `x` into the values of tokens without slots, zero elsewhere, and the values
     in slots."""
     far = _in_rounds(x, has_slot, lambda x: jnp.where(has_slot, 0, x))
-    padded = _padded(x, has_slot)
+    padded = _rounds(x, has_slot.shape[-1])
     return far, jnp.sum(jnp.where(has_slot, padded, 0), -2)
 
 
-def _padded(x: Shaped[Array, "... tokens"], has_slot) -> Shaped[Array, "..."]:
+def last_written(
+    numbers: Int[Array, "... tokens"], slots: int
+) -> tuple[Int[Array, "... slots"], Int[Array, "... slots"]]:
+    """Return the number of the last written token of each slot, and its position.
+    `numbers` are -1 for tokens that are not written, and so are the results for slots
+    without a written token."""
+    rounds = _rounds(numbers + 1, slots) - 1
+    place = jnp.arange(rounds.shape[-2], dtype=jnp.int32)[:, None]
+    last = jnp.max(jnp.where(rounds < 0, -1, place), -2, keepdims=True)
+    found = jnp.take_along_axis(rounds, jnp.maximum(last, 0), -2)[..., 0, :]
+    position = last[..., 0, :] * slots + jnp.arange(slots, dtype=jnp.int32)
+    return found, jnp.where(found < 0, -1, position)
+
+
+def _rounds(x: Shaped[Array, "... tokens"], slots: int) -> Shaped[Array, "..."]:
+    """Reshape to `(..., rounds, slots)`, after padding with zeros."""
     *lead, tokens = x.shape
-    rounds, count = has_slot.shape[-2:]
-    if filled := rounds * count - tokens:
+    if filled := -tokens % slots:
         x = jnp.pad(x, [(0, 0)] * len(lead) + [(0, filled)])
-    return x.reshape(*lead, rounds, count)
+    return x.reshape(*lead, -1, slots)
 
 
 def _in_rounds(x, has_slot, fn: Callable) -> Any:
-    out = fn(_padded(x, has_slot))
+    out = fn(_rounds(x, has_slot.shape[-1]))
     return out.reshape(*out.shape[:-2], -1)[..., : x.shape[-1]]
 
 

@@ -44,6 +44,7 @@ def columns(x, axis):
 
 
 def cache_of(array, axis, **options):
+    options = {"recent": 0, "sinks": 0, **options}
     return eqquant.trees.quantize_cache(
         columns(array, axis), INT4, axis=axis, **options
     )
@@ -163,6 +164,55 @@ def test_layers_are_stacked_and_scanned(name):
     # Scores and values are rounded to a step of a seventh of the largest of eight.
     assert error < 0.15
     assert cache.dtype == jnp.bfloat16
+
+
+SETS = {
+    "a token": lambda c, x, i: c.at[:, i].set(x[:, 0]),
+    "a token in place": lambda c, x, i: c.at[:, -1].set(x[:, 0]),
+    "a slice": lambda c, x, i: c.at[:, 20:23].set(x[:, :3]),
+    "out of bounds": lambda c, x, i: c.at[:, i + TOKENS].set(x[:, 0]),
+    "clamped": lambda c, x, i: c.at[:, i + TOKENS].set(x[:, 0], mode="clip"),
+    "tokens": lambda c, x, i: c.at[:, jnp.array([40, 1, 70])].set(x[:, :3]),
+    "one for each head": lambda c, x, i: c.at[
+        jnp.arange(HEADS), jnp.array([2, 30, 63])
+    ].set(x[:, 0]),
+    "mapped": lambda c, x, i: jax.vmap(
+        lambda c, x, i: lax.dynamic_update_slice(c, x, (i, 0))
+    )(c, x[:, :3], jnp.array([0, 20, 62])),
+}
+ONE_SLICE = {"a token", "a token in place", "a slice", "out of bounds", "clamped"}
+
+
+@pytest.mark.parametrize("how", SETS)
+@pytest.mark.parametrize("name", OPTIONS)
+def test_sets(name, how):
+    """Written tokens are exact if they are in slots, and others are as before unless
+    they lose their slots."""
+    options, values = OPTIONS[name], tokens()
+    new = 1 + jax.random.normal(jax.random.key(3), (HEADS, 4, SIZE))
+    for axis, rotate in ((-1, False), (-2, True)):
+        cache = cache_of(values, axis, rotate=rotate, **options)
+        change = lambda c, axis=axis: columns(
+            SETS[how](columns(c, axis), new, jnp.int32(30)), axis
+        )
+        run = eqquant.quaxify(change, on_materialise="error")
+        if how not in ONE_SLICE and {"window", "per_channel"} & {*options}:
+            with pytest.raises(eqquant.MaterialiseError, match="`scatter`"):
+                run(cache)
+            continue
+        before, after = cache.dequantize(), jax.jit(run)(cache)
+        assert jax.tree.structure(after) == jax.tree.structure(cache)
+        found, expected = after.dequantize(), change(before)
+        error = np.abs(np.asarray(columns(found - expected, axis)))
+        touched = np.asarray(columns(change(0 * before) != 0, axis)).any(-1)
+        assert touched.any() == (how != "out of bounds")
+        is_exact = options.get("recent", 0) >= 3
+        # Values reach 5.5, so a step is 5.5 / 8. A rotation rounds in float32.
+        assert error[touched].max(initial=0) < (1e-5 if is_exact else 5.5 / 8)
+        if "window" not in options:  # In a ring buffer, they replace others.
+            assert error[~touched].max() < STEP
+        if how == "out of bounds":
+            assert error.max() == 0
 
 
 def test_no_float_array_of_all_tokens():

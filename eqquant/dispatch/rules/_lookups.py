@@ -12,7 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...arrays import as_views, ImplicitArray, inverse_order
+from ...arrays import (
+    as_views,
+    CachedArray,
+    ImplicitArray,
+    inverse_order,
+    RotatedArray,
+)
 from ._registry import register_names, rule_for
 
 
@@ -25,8 +31,9 @@ def _gather(q, indices, *, dimension_numbers, slice_sizes, mode, fill_value):
     if not isinstance(q, ImplicitArray):
         return NotImplemented
     ndim = len(dimension_numbers.offset_dims) + indices.ndim - 1
+    array, axes = q.rows_last()
     rows = _Rows.of(
-        q,
+        (array, axes, array.whole_axes),
         ndim,
         dimension_numbers.offset_dims,
         dimension_numbers.collapsed_slice_dims,
@@ -89,8 +96,11 @@ def _scatter(
     """Evaluate `q.at[indices].set(updates)` for whole rows."""
     if not isinstance(q, ImplicitArray) or isinstance(updates, ImplicitArray):
         return NotImplemented
+    base = q.base if isinstance(q, RotatedArray) else q
+    if isinstance(base, CachedArray) and indices.ndim == 1:
+        return _set_slice(q, indices, updates, dimension_numbers, mode)
     rows = _Rows.of(
-        q,
+        q.rows_to_put(),
         updates.ndim,
         dimension_numbers.update_window_dims,
         dimension_numbers.inserted_window_dims,
@@ -124,6 +134,23 @@ def _scatter(
     return out.permute(inverse_order(rows.axes))
 
 
+def _set_slice(q, indices, updates, numbers, mode):
+    """Replace one slice of tokens. If it is out of bounds, drop or clamp it."""
+    new = jnp.expand_dims(updates, numbers.inserted_window_dims)
+    size = q.blocked_axes[-1]
+    if new.shape[size] != q.shape[size] or not new.size:
+        return NotImplemented
+    start = [jnp.zeros((), indices.dtype)] * q.ndim
+    for i, axis in enumerate(numbers.scatter_dims_to_operand_dims):
+        start[axis] = indices[i]
+    most = [full - part for full, part in zip(q.shape, new.shape, strict=True)]
+    clamped = [jnp.clip(i, 0, n) for i, n in zip(start, most, strict=True)]
+    if mode != lax.GatherScatterMode.FILL_OR_DROP:
+        return q.update(new, clamped)
+    inside = jnp.all(jnp.stack([a == b for a, b in zip(start, clamped, strict=True)]))
+    return lax.cond(inside, lambda q: q.update(new, clamped), lambda q: q, q)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Rows:
     """The dimension numbers of a gather or scatter of whole rows, for its components.
@@ -137,6 +164,7 @@ class _Rows:
     - `window`, `removed`, `batching`, `starts`: the dimension numbers for parts of
         `array` in which the axes of a row are flattened into one.
     - `columns`: the columns of the indices that `starts` keeps; None for all.
+    - `count`: the number of axes of a row.
     """
 
     array: Any
@@ -147,11 +175,12 @@ class _Rows:
     batching: tuple[int, ...]
     starts: tuple[int, ...]
     columns: tuple[int, ...] | None
+    count: int
 
     @property
     def indexed(self) -> tuple[int, ...]:
         """The axes that are not part of a row."""
-        return self.axes[: len(self.axes) - self.array.whole_axes]
+        return self.axes[: len(self.axes) - self.count]
 
     @property
     def whole(self) -> tuple[int, ...]:
@@ -167,26 +196,28 @@ class _Rows:
     @classmethod
     def of(
         cls,
-        q: ImplicitArray,
+        found: tuple[ImplicitArray, tuple[int, ...], int | None],
         ndim: int,
         *dimensions: Sequence[Any],
         mode: lax.GatherScatterMode,
     ) -> "_Rows | None":
         """Return the dimension numbers for parts, or None if parts of rows are indexed.
 
-        The gathered rows, or the updates, have `ndim` axes. `dimensions` has `window`,
-        `removed`, `batching` and `starts` for the whole array.
+        `found` is an array with the axes of a row last, the permutation to it, and the
+        number of axes of a row. The gathered rows, or the updates, have `ndim` axes.
+        `dimensions` has `window`, `removed`, `batching` and `starts` for the whole
+        array.
         """
         # Batching makes some of them NumPy integers.
         window, removed, batching, starts = ([*map(int, d)] for d in dimensions)
-        array, axes = q.rows_last()
-        if array.whole_axes is None:
+        array, axes, count = found
+        if count is None:
             return None
-        indexed = axes[: len(axes) - array.whole_axes]
+        indexed = axes[: len(axes) - count]
         whole = axes[len(indexed) :]
         if {*removed, *batching} & {*whole}:
             return None
-        kept = [i for i in range(q.ndim) if i not in {*removed, *batching}]
+        kept = [i for i in range(array.ndim) if i not in {*removed, *batching}]
         place = dict(zip(kept, window, strict=True))
         last = [place[axis] for axis in whole]
         others = [i for i in range(ndim) if i not in last]
@@ -207,4 +238,5 @@ class _Rows:
             batching=tuple(map(indexed.index, batching)),
             starts=tuple(indexed.index(starts[i]) for i in columns),
             columns=None if has_all else columns,
+            count=count,
         )
