@@ -32,9 +32,7 @@ sys.path.insert(
 from cache import Cache  # pyright: ignore[reportMissingImports]
 
 
-KINDS = ("float32", "bfloat16", "int8", "int4", "nf4", "int4-recent")
-# The configuration that docs/benchmarks/kv-cache.md recommends.
-RECENT: dict = {"rotate": True, "sinks": 4, "recent": 64}
+KINDS = ("float32", "bfloat16", "int8", "int4", "nf4", "int4-rotated")
 
 
 def make(kind: str, heads: int, tokens: int, size: int) -> Cache:
@@ -43,10 +41,9 @@ def make(kind: str, heads: int, tokens: int, size: int) -> Cache:
     values = jax.random.normal(b, (heads, tokens, size))
     if kind in ("float32", "bfloat16"):
         return Cache(keys.astype(kind), values.astype(kind))
-    options = RECENT if kind == "int4-recent" else {}
-    format = eqquant.Int4(block_size=size, scale_dtype="float16") if options else kind
+    format, _, rotated = kind.partition("-")
     return eqquant.trees.quantize_cache(
-        Cache(keys, values), format, axis=Cache(-2, -1), **options
+        Cache(keys, values), format, axis=Cache(-2, -1), rotate=bool(rotated)
     )
 
 

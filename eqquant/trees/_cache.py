@@ -21,6 +21,11 @@ from ..kernels import as_compute, Compute
 from ._sites import Tree
 
 
+# Defaults with rotation in fewer than 8 bits. With them, int4 loses less than .01 nats
+# of SmolLM2-135M: docs/benchmarks/kv-cache.md.
+_RECENT, _SINKS = 64, 4
+
+
 @typed
 def quantize_cache(
     cache: Tree,
@@ -30,8 +35,8 @@ def quantize_cache(
     tokens: Any = None,
     rotate: bool = False,
     per_channel: Any = False,
-    recent: int = 0,
-    sinks: int = 0,
+    recent: int | None = None,
+    sinks: int | None = None,
     window: Any = 0,
     longest: int = 1,
     precision: str | None = None,
@@ -47,7 +52,8 @@ def quantize_cache(
     With `rotate`, keys and values are rotated by Hadamard matrices before they are
     rounded, which spreads the large channels of keys (QuaRot, arXiv 2404.00456). A
     product rotates the queries, and rotates its result back: `(q H) (k H) = q k`.
-    Quantize keys after their position embedding.
+    Quantize keys after their position embedding. In fewer than 8 bits, `rotate` also
+    keeps 4 sinks and 64 recent tokens in floating point by default.
 
     !!! Example
 
@@ -75,7 +81,9 @@ def quantize_cache(
     - `format`: as in [`eqquant.quantize`][].
     - `axis`: the axis of the head size, in every array. `-2` for keys that are stored
         as columns, `(..., size, tokens)`.
-    - `tokens`: the axis of tokens. By default, the other one of the last two axes.
+    - `tokens`: the axis of tokens. By default, the other one of the last two axes. If
+        tokens stay in floating point, it must be right: `-3` for an array `(tokens,
+        heads, size)`.
     - `rotate`: whether to rotate. The block is the largest power of two that divides
         the head size.
     - `per_channel`: whether scales run along tokens, in groups of the block size of the
@@ -83,9 +91,12 @@ def quantize_cache(
         `axis`, so each token and head has its own. The newest group stays in floating
         point, in `recent`.
     - `recent`: the number of last tokens that stay in floating point. With
-        `per_channel`, a multiple of the group, and at least one group.
+        `per_channel`, a multiple of the group, and at least one group. The default is
+        64, or the number of tokens if that is smaller, with `rotate` and a format of
+        fewer than 8 bits; 0 otherwise.
     - `sinks`: the number of first tokens that stay in floating point (attention sinks,
-        arXiv 2309.17453). Then `recent` is at least 1.
+        arXiv 2309.17453). Then `recent` is at least 1. The default is 4 in the same
+        case, and 0 otherwise.
     - `window`: the number of tokens that a query sees, including its own, or 0 for all
         tokens. With a window, a ring buffer replaces the array: it holds `window` +
         `longest` - 1 tokens, and all others read as zero. The model must mask them. It
@@ -99,9 +110,8 @@ def quantize_cache(
     **Returns:**
 
     The cache, with a [`eqquant.QuantizedArray`][] for each array. With `recent`,
-    `sinks` or `window`, it is an [`eqquant.arrays.CachedArray`][] instead, which
-    supports writes by `jax.lax.dynamic_update_slice` only. With `rotate`, an
-    [`eqquant.arrays.RotatedArray`][] contains it.
+    `sinks` or `window`, it is an [`eqquant.arrays.CachedArray`][] instead. With
+    `rotate`, an [`eqquant.arrays.RotatedArray`][] contains it.
 
     **Raises:**
 
@@ -116,7 +126,7 @@ def quantize_cache(
         ("sinks", sinks, 0),
         ("longest", longest, 1),
     ):
-        if count < least:
+        if count is not None and count < least:
             raise ValueError(
                 f"quantize_cache: {name} must be {least} or more, got {count}."
             )
@@ -132,8 +142,9 @@ def quantize_cache(
             found.append(array)
             continue
         own = {name: values[i] for name, values in options.items()}
-        layout = _Layout.of(array, format, recent=recent, sinks=sinks, **own)
-        found.append(_quantize_one(array, layout, rotate, longest, compute))
+        own |= {"recent": recent, "sinks": sinks, "rotate": rotate}
+        layout = _Layout.of(array, format, **own)
+        found.append(_quantize_one(array, layout, longest, compute))
     return jax.tree.unflatten(treedef, found)
 
 
@@ -158,16 +169,25 @@ class _Layout:
     tokens: int
     per_channel: bool
     window: int
+    rotate: bool
     recent: int
     sinks: int
 
     @classmethod
-    def of(cls, array, format: Format, axis, tokens=None, **options) -> "_Layout":
-        """Return a layout after checking that it suits the array."""
+    def of(
+        cls, array, format: Format, axis, tokens=None, *, recent, sinks, **options
+    ) -> "_Layout":
+        """Return a layout with the defaults of an array, after checking that it suits
+        the array."""
         (axis,) = canonical_axes(axis, array.ndim)
         if tokens is None:
             tokens = -1 if axis == -2 else -2
-        layout = cls(format, axis, tokens, **options)
+        room = 0
+        if options["rotate"] and format.bits < 8 and -array.ndim <= tokens < array.ndim:
+            room = min(array.shape[tokens], options["window"] or array.shape[tokens])
+        recent = min(_RECENT, room) if recent is None else recent
+        sinks = min(_SINKS, room) if sinks is None else sinks
+        layout = cls(format, axis, tokens, **options, recent=recent, sinks=sinks)
         if layout.is_simple:  # It does not use `tokens`.
             return layout
         (tokens,) = canonical_axes(tokens, array.ndim)
@@ -215,9 +235,8 @@ class _Layout:
         return None
 
 
-def _quantize_one(
-    array, layout: _Layout, rotate: bool, longest: int, compute: Compute
-) -> Any:
+def _quantize_one(array, layout: _Layout, longest: int, compute: Compute) -> Any:
+    rotate = layout.rotate
     stored, block = rotated(array, layout.axis) if rotate else (array, 1)
     if rotate and block == 1:
         raise ValueError(

@@ -1,5 +1,7 @@
 """Caches of keys and values, rotated or not."""
 
+from typing import Any
+
 import eqquant
 import equinox as eqx
 import jax
@@ -80,12 +82,14 @@ def test_rotation_reduces_the_error_of_large_channels():
     the largest of 64 sums of all channels."""
     k, _, q = tokens()
     exact = jnp.einsum("qhd,khd->hqk", q, k)
-    format = eqquant.Int4(block_size=SIZE)
+    format, floats = eqquant.Int4(block_size=SIZE), {"recent": 0, "sinks": 0}
     product = eqquant.quaxify(jnp.einsum, on_materialise="error")
     errors = [
         relative_error(
             product(
-                "qhd,khd->hqk", q, eqquant.trees.quantize_cache(k, format, rotate=r)
+                "qhd,khd->hqk",
+                q,
+                eqquant.trees.quantize_cache(k, format, rotate=r, **floats),
             ),
             exact,
         )
@@ -100,7 +104,11 @@ def test_axes_and_other_leaves():
     found = eqquant.trees.quantize_cache(cache, "int4", axis=axes, rotate=True)
     assert found["name"] == "a" and found["length"] is cache["length"]
     keys = found["layers"][0]["k"]
-    assert keys.dtype == jnp.bfloat16 and keys.axes == (-1,) and keys.block == 8
+    assert keys.dtype == jnp.bfloat16 and keys.axis == -1 and keys.block == 8
+    simple = eqquant.trees.quantize_cache(
+        cache, "int4", axis=axes, rotate=True, recent=0, sinks=0
+    )["layers"][0]["k"]
+    assert type(simple.base) is eqquant.QuantizedArray and simple.axes == (-1,)
     assert eqx.tree_equal(eqquant.trees.quantize_cache(found, "int8"), found)
     with pytest.raises(ValueError, match="axis must be .*pytree"):
         eqquant.trees.quantize_cache(cache, "int4", axis={"layers": -1})
@@ -121,3 +129,41 @@ def test_every_row_has_its_own_scales():
     changed = np.asarray(update(q, row).dequantize())
     assert np.allclose(changed[:, 5], 2, atol=0.02)
     assert not changed[:, :5].any() and not changed[:, 6:].any()
+
+
+@pytest.mark.parametrize(
+    "format, options, recent, sinks",
+    [
+        ("int4", {}, 64, 4),
+        ("nf3", {}, 64, 4),
+        ("int4", {"recent": 8}, 8, 4),
+        ("int4", {"sinks": 0}, 64, 0),
+        ("int4", {"window": 40}, 40, 0),
+    ],
+)
+def test_rotation_in_few_bits_keeps_some_tokens(format, options, recent, sinks):
+    cache: Any = eqquant.trees.quantize_cache(
+        jnp.zeros((HEADS, 100, SIZE)), format, rotate=True, **options
+    )
+    assert cache.base.recent.shape[-2] == recent and cache.base.sinks == sinks
+
+
+def test_other_caches_keep_no_tokens_by_default():
+    zeros = jnp.zeros((HEADS, 100, SIZE))
+    for format, rotate in (("int8", True), ("fp8", True), ("int4", False)):
+        cache: Any = eqquant.trees.quantize_cache(zeros, format, rotate=rotate)
+        assert type(cache.base if rotate else cache) is eqquant.QuantizedArray
+    short: Any = eqquant.trees.quantize_cache(zeros[:, :3], "int4", rotate=True)
+    assert short.base.recent.shape[-2] == short.base.sinks == 3
+
+
+def test_products_need_the_axis_of_tokens():
+    k, _, q = tokens()
+    scores = eqquant.quaxify(
+        lambda q, k: jnp.einsum("qhd,khd->hqk", q, k), on_materialise="error"
+    )
+    with pytest.raises(ValueError, match="this axis counts tokens.*pass `tokens`"):
+        scores(q, eqquant.trees.quantize_cache(k, "int4", rotate=True))
+    found = scores(q, eqquant.trees.quantize_cache(k, "int4", rotate=True, tokens=-3))
+    # All 24 tokens are in floating point.
+    assert relative_error(found, jnp.einsum("qhd,khd->hqk", q, k)) < 1e-5
