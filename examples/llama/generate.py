@@ -29,7 +29,7 @@ import numpy as np
 from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
-from model import Cache, Decoder, empty_cache
+from model import Cache, Caches, Decoder, empty_cache
 from program_cache import keep_programs, release_freed, without_collections
 from sampling import Sampling
 from text import Text
@@ -44,12 +44,12 @@ PIECES = (512, 128, 32)
 
 
 def quantize_cache(
-    cache: Cache | tuple[Cache, ...],
+    cache: Caches,
     format: eqquant.formats.Format | str,
     rotate: bool = False,
     window: int | tuple[int, ...] = 0,
     longest: int = 1,
-) -> Cache | tuple[Cache, ...]:
+) -> Caches:
     """Quantize a cache with separate scales for each token, so that tokens can be
     appended, at most `longest` at once. Layers with a window get a ring buffer."""
     axes = Cache(-2, -1)  # Keys are columns.
@@ -61,13 +61,14 @@ def quantize_cache(
 
 
 def windows_of(model: Decoder) -> int | tuple[int, ...]:
-    """Return the window of each layer, or 0 for layers that see all tokens. A stack of
-    layers has one cache, so its layers have a window only if all of them are local."""
+    """Return the window of each cache of `empty_cache`, or 0 if all tokens are seen."""
     config = model.config
     windows = tuple((config.window or 0) * is_local for is_local in config.local)
+    windows = windows or (0,) * config.layers
     if isinstance(model.layers, tuple):
-        return windows or (0,) * config.layers
-    return min(windows, default=0)
+        return windows
+    kinds = sorted({*windows})  # Global layers are first.
+    return kinds[0] if len(kinds) == 1 else tuple(kinds)
 
 
 class Generator:
@@ -356,8 +357,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--apart",
         action="store_true",
-        help="Keep layers apart, which takes longer to compile. A quantized cache then "
-        "has ring buffers for layers with a window.",
+        help="Keep layers apart, which takes longer to compile.",
     )
     parser.add_argument(
         "--no-program-cache",

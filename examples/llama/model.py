@@ -31,6 +31,11 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from layout import Layout
 
 
+# One cache; or one for each layer, or for each kind of layer of a stack.
+Caches = Cache | tuple[Cache, ...]
+# The index of a layer in a stack; with caches by kind, its kind and index in the kind.
+Place = Int[Array, ""] | tuple[Int[Array, ""], Int[Array, ""]]
+
 #
 # Layers
 #
@@ -85,11 +90,11 @@ class Attention(eqx.Module):
         self,
         x: Float[Array, "batch length size"],
         view: View,
-        cache: Cache | None,
-        layer: Int[Array, ""] | None,
+        cache: Caches | None,
+        layer: Place | None,
         start: Int[Array, ""] | int,
         layout: Layout | None,
-    ) -> tuple[Float[Array, "batch length size"], Cache | None]:
+    ) -> tuple[Float[Array, "batch length size"], Caches | None]:
         batch, length, _ = x.shape
 
         def heads_of(linear):
@@ -107,6 +112,18 @@ class Attention(eqx.Module):
     def _attend(self, q, k, v, view, cache, layer, start):
         """Compute attention for queries `(batch, heads, length, size)` of some
         heads."""
+        if isinstance(cache, tuple):
+            kind, index = layer
+
+            def run(y, cache):
+                del y
+                return self._attend(q, k, v, view, cache, index, start)
+
+            y, caches = jnp.zeros_like(q), []
+            for i, part in enumerate(cache):
+                y, part = lax.cond(kind == i, run, lambda *same: same, y, part)
+                caches.append(part)
+            return y, tuple(caches)
         config = self.config
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, x.shape[2], config.head_size) for x in (k, v))
@@ -270,11 +287,11 @@ class Decoder(eqx.Module):
     def extend(
         self,
         tokens: Int[Array, "batch length"],
-        cache: Cache | tuple[Cache, ...],
+        cache: Caches,
         start: Int[Array, ""] | int,
         *,
         layout: Layout | None = None,
-    ) -> tuple[Float[Array, "batch length size"], Cache | tuple[Cache, ...]]:
+    ) -> tuple[Float[Array, "batch length size"], Caches]:
         """Append tokens at positions `start`, `start + 1`, ...
 
         Returns the input of `logits`, and the new cache. The cache must have room for
@@ -335,15 +352,18 @@ class Decoder(eqx.Module):
             return apply(eqx.combine(arrays, static), *carry, index, kind), None
 
         step = jax.checkpoint(step) if remat else step
-        inputs = arrays, jnp.arange(config.layers), jnp.array(kinds)
+        layers = jnp.arange(config.layers)
+        if isinstance(cache, tuple):  # A layer has a place in the stack of its kind.
+            places = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
+            layers = jnp.array(kinds), jnp.array(places)
+        inputs = arrays, layers, jnp.array(kinds)
         (x, cache), _ = lax.scan(step, (x, cache), inputs)
         return x, cache
 
 
-def empty_cache(
-    model: Decoder, batch: int, capacity: int, dtype=jnp.float32
-) -> Cache | tuple[Cache, ...]:
-    """Return an empty cache for `capacity` tokens per sequence."""
+def empty_cache(model: Decoder, batch: int, capacity: int, dtype=jnp.float32) -> Caches:
+    """Return an empty cache for `capacity` tokens per sequence. A stack of global and
+    local layers has a cache for the global layers and one for the local layers."""
     config = model.config
 
     def make(*layers: int) -> Cache:
@@ -353,6 +373,9 @@ def empty_cache(
 
     if isinstance(model.layers, tuple):
         return tuple(make() for _ in range(config.layers))
+    local = sum(config.local)
+    if 0 < local < config.layers:
+        return make(config.layers - local), make(local)
     return make(config.layers)
 
 

@@ -104,10 +104,13 @@ def test_text_of_folder_quantized_by_another_library(name):
 
 @pytest.mark.parametrize("kv", [None, slow("int8")])
 @pytest.mark.parametrize("stacked", [False, slow(True)])
-def test_cache_is_updated_in_place(kv, stacked):
+@pytest.mark.parametrize("name", ["llama3", slow("gemma3")])
+def test_cache_is_updated_in_place(name, kv, stacked):
     """A step appends to the cache. XLA copies a layer of a stacked float cache."""
-    values = json.loads((DATA / "llama3" / "config.json").read_text())
+    values = json.loads((DATA / name / "config.json").read_text())
     config = dataclasses.replace(config_of(values), layers=8)
+    if config.local:
+        config = dataclasses.replace(config, local=(True, True, True, False) * 2)
     capacity = 4096
 
     def make(key):
@@ -368,12 +371,12 @@ def test_bad_data(small, tmp_path, capsys):
         finetune.main([str(small), str(tmp_path / "nowhere")])
 
 
+@pytest.mark.parametrize("stacked", [True, slow(False)])
 @pytest.mark.parametrize("name", ["gemma3", slow("gemma2"), slow("mistral")])
-def test_layers_with_a_window_have_ring_buffers(name, monkeypatch):
+def test_layers_with_a_window_have_ring_buffers(name, stacked, monkeypatch):
     """Logits and tokens equal those of a cache of all tokens, and the cache is smaller:
     the window has 6 tokens of 64."""
-    # A stack of layers has ring buffers if all layers have the same window.
-    model = load_model(DATA / name, stacked=name == "mistral", progress=False)
+    model = load_model(DATA / name, stacked=stacked, progress=False)
     windows = generate.windows_of(model)
     ring, whole = (
         generate.quantize_cache(empty_cache(model, 1, 64), "int8", True, window, 8)
