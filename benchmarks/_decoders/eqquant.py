@@ -26,6 +26,7 @@ from generate import quantize_cache  # noqa: E402
 from load import load_in, open_model  # noqa: E402
 from model import Cache, Decoder, empty_cache, Layer, unstack  # noqa: E402
 from program_cache import release_freed  # noqa: E402
+from sampling import most_likely  # noqa: E402
 
 
 # Maps a variant to the dtype of the model and the format of its weights.
@@ -112,7 +113,7 @@ class Runs:
         def extend(model, cache, tokens, start):
             hidden, cache = model.extend(tokens, cache, start)
             logits = model.logits(hidden[:, -1:])
-            return jnp.argmax(logits, -1).astype(jnp.int32), cache
+            return most_likely(logits[:, 0])[:, None], cache
 
         def step(arrays, *args):
             # `quaxify` needs quantized arrays, rather than their parts.

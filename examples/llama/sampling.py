@@ -8,6 +8,24 @@ from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 
+# Sorting 49,152 logits takes 20 ms on CPUs, and selecting this many of them .13 ms.
+_few = 512
+
+
+def most_likely(
+    logits: Float[Array, "batch vocabulary"],
+) -> Int[Array, " batch"]:
+    """Return the token with the largest logit, and the first of several.
+
+    On CPUs, XLA does not vectorize `argmax`: for 49,152 tokens it takes 220 us, and
+    these two reductions 30 us.
+    """
+    last = logits.shape[-1] - 1
+    tokens = jnp.arange(last + 1, dtype=jnp.int32)
+    is_largest = logits == logits.max(-1, keepdims=True)
+    return jnp.where(is_largest, tokens, last).min(-1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """A sampling method.
@@ -35,16 +53,33 @@ class Sampling:
         self, logits: Float[Array, "batch vocabulary"], key: PRNGKeyArray
     ) -> Int[Array, " batch"]:
         if self.temperature == 0:
-            return jnp.argmax(logits, -1)
+            return most_likely(logits)
         logits = logits / self.temperature
-        if not self.top_k and self.top_p == 1:
-            return jax.random.categorical(key, logits)
         vocabulary = logits.shape[-1]
-        logits, tokens = lax.top_k(logits, min(self.top_k or vocabulary, vocabulary))
-        if self.top_p < 1:
-            probabilities = jax.nn.softmax(logits)
-            likelier = jnp.cumsum(probabilities, -1) - probabilities
-            # The most likely token is always included.
-            logits = jnp.where(likelier < self.top_p, logits, -jnp.inf)
-        place = jax.random.categorical(key, logits)
-        return jnp.take_along_axis(tokens, place[:, None], -1)[:, 0]
+        count = min(self.top_k or vocabulary, vocabulary)
+        if count == vocabulary and self.top_p == 1:
+            return jax.random.categorical(key, logits)
+        uniform = jax.random.uniform(key, (*logits.shape[:-1], 1))
+        draw = lambda logits, tokens: self._draw(jnp.exp(logits), tokens, uniform)
+        if count < vocabulary:
+            logits, tokens = lax.top_k(logits, count)
+            return draw(jax.nn.log_softmax(logits), tokens)
+        logits = jax.nn.log_softmax(logits)
+        everything = lambda: draw(*lax.top_k(logits, vocabulary))
+        if vocabulary <= _few:
+            return everything()
+        # The tokens with the probability `top_p` are rarely more.
+        likely, tokens = lax.top_k(logits, _few)
+        is_enough = jnp.all(jnp.exp(likely).sum(-1) >= self.top_p)
+        return lax.cond(is_enough, lambda: draw(likely, tokens), everything)
+
+    def _draw(self, probabilities, tokens, uniform):
+        """Draw one of the most likely tokens, whose probabilities decrease, by a number
+        between 0 and 1."""
+        sums = jnp.cumsum(probabilities, -1)
+        # The most likely token is always included.
+        is_likely = sums - probabilities < self.top_p
+        total = jnp.where(is_likely, probabilities, 0).sum(-1, keepdims=True)
+        place = (sums <= uniform * total).sum(-1, keepdims=True)
+        place = jnp.minimum(place, is_likely.sum(-1, keepdims=True) - 1)
+        return jnp.take_along_axis(tokens, place, -1)[:, 0]

@@ -30,7 +30,7 @@ from load import can_stack, load_model  # noqa: E402
 from lora import add_adapters, load_adapters, save_adapters  # noqa: E402
 from model import unstack  # noqa: E402
 from packing import batch_at, pack  # noqa: E402
-from sampling import Sampling  # noqa: E402
+from sampling import most_likely, Sampling  # noqa: E402
 from text import Text  # noqa: E402
 from train_small import BEGIN, END, train_tokenizer  # noqa: E402
 
@@ -360,6 +360,31 @@ def test_sampled_tokens():
         assert np.abs(shares - expected / expected.sum()).max() < 4 * 0.5 / 2000**0.5
     counts = collections.Counter(draw(temperature=1e4, top_k=0, top_p=1.0))
     assert min(counts.values()) > 300
+
+
+def test_the_most_likely_token_is_the_first_of_the_largest(rng):
+    logits = rng.integers(-9, 10, (40, 100)).astype(np.float32)
+    logits[0], logits[1, 50:] = -np.inf, np.inf
+    assert_identical(most_likely(logits), np.argmax(logits, -1).astype(np.int32))
+
+
+@pytest.mark.parametrize("spread", [0.1, 3.0])
+def test_large_vocabularies_are_sampled_like_small_ones(rng, spread):
+    # The smaller spread needs more tokens than are selected without sorting.
+    logits = (spread * rng.normal(size=1_500)).astype(np.float32)
+    probabilities = np.exp(logits) / np.exp(logits).sum()
+    order = np.argsort(-logits)
+    before = np.cumsum(probabilities[order]) - probabilities[order]
+    allowed = order[before < 0.8]
+    assert (len(allowed) > 512) == (spread < 1)
+    sample = jax.jit(Sampling(temperature=1.0, top_p=0.8))
+    keys = jax.random.split(jax.random.key(0), 40)
+    drawn = [sample(jnp.tile(logits, (50, 1)), key) for key in keys]
+    assert np.isin(drawn, allowed).all()
+    # Four standard deviations of the share of the more likely half.
+    half = allowed[: len(allowed) // 2]
+    share = probabilities[half].sum() / probabilities[allowed].sum()
+    assert abs(np.isin(drawn, half).mean() - share) < 4 * 0.5 / 2000**0.5
 
 
 def test_bad_sampling():
