@@ -24,6 +24,7 @@ from ._compat import (
     is_automatically_partitioned,
     is_exported,
     is_manual,
+    is_psum,
     is_stale,
     is_traced,
     Literal,

@@ -80,13 +80,28 @@ def mapped_leaves() -> list[list]:
     return []
 
 
+def is_psum() -> bool:
+    """Return whether `lax.psum` is rebuilding the array in it that calls this
+    function."""
+    frame = _caller_of_unflatten()
+    caller = None if frame is None else frame.f_back
+    return caller is not None and "psum" in caller.f_code.co_name
+
+
 def unmapped(x: Any) -> Any:
-    """Return the value of all rows of a tracer of `vmap`. Return other values."""
+    """Return the value of all rows of a tracer of `vmap`. Return other values.
+
+    If it is known, mapped axes come first.
+    """
     from jax._src.interpreters.batching import BatchTracer
 
-    while isinstance(x, BatchTracer):
-        x = x.val
-    return x
+    if not isinstance(x, BatchTracer):
+        return x
+    value, axis = unmapped(x.val), x.batch_dim
+    if not isinstance(axis, int) or is_traced(value):
+        return value
+    outer = value.ndim - x.val.ndim
+    return jnp.moveaxis(value, axis + outer, outer) if axis else value
 
 
 def equation_of(x: Any) -> Any:

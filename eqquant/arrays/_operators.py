@@ -41,10 +41,14 @@ class UnsupportedError(TypeError, AttributeError):
 
 
 def _unsupported(q: ImplicitArray, what: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"{what} is not supported by {q!r}. Wrap the function that uses it in "
-        "`eqquant.quaxify`, or decode the array with `.dequantize()`."
+    advice = (
+        "Wrap the function that uses it in `eqquant.quaxify`, or decode the array with "
+        "`.dequantize()`."
+        if q.is_whole
+        else "It lacks some of its parts. If `eqx.partition` removed them, call "
+        "`eqx.combine` first."
     )
+    return UnsupportedError(f"{what} is not supported by {q!r}. {advice}")
 
 
 def _refuse(symbol: str) -> Any:

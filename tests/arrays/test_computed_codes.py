@@ -1,5 +1,6 @@
 """`jax.tree.map` over several quantized models must not compute with their codes."""
 
+import functools as ft
 import operator
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import optax
 import pytest
 from helpers import assert_identical
+from jax import lax
+from jax.sharding import PartitionSpec as P
 
 
 FORMATS = ["nf4", "int8", "ternary", "binary", "fp8", "nvfp4"]
@@ -71,6 +74,39 @@ IN_TRACES = {
     "a sum over a stack": lambda a, b: jnp.stack([a, b]).sum(0).astype(a.dtype),
     "a sum that is limited": lambda a, b: jnp.clip(a + b, 0, 15).astype(a.dtype),
     "half a choice": lambda a, b: jnp.where(jnp.arange(a.shape[-1]) > 3, a, a - b),
+    "an update": lambda a, b: a.at[:2].add(b[:2]),
+    "an update with a sum": lambda a, b: a.at[:2].set((a + b)[:2]),
+    "cumsum": lambda a, b: jnp.cumsum(jnp.stack([a, b]), 0)[1].astype(a.dtype),
+    "a branch": lambda a, b: lax.cond(a[0, 0] > 3, lambda: a + b, lambda: a),
+    "a carry": lambda a, b: lax.fori_loop(0, 2, lambda i, c: c + b, a),
+    "a carry that moves": lambda a, b: lax.scan(
+        lambda c, _: ((c[1], c[0] + b), None), (a, b), length=3
+    )[0][0],
+    "rows of a scan": lambda a, b: lax.scan(lambda c, x: (c, c + x), a[0], b)[1],
+    "a while loop": lambda a, b: lax.while_loop(
+        lambda c: c[0] < 2, lambda c: (c[0] + 1, c[1] + b), (0, a)
+    )[1],
+    "nested": lambda a, b: lax.cond(
+        a[0, 0] > 3, lambda: lax.map(sum, (a, b)), lambda: a
+    ),
+    "jax.checkpoint": jax.checkpoint(operator.add),
+    "a sum before a branch": lambda a, b: lax.cond(
+        a[0, 0] > 3, lambda x: x[::-1], lambda x: x, a + b
+    ),
+}
+CHOICES_IN_TRACES = {
+    "a branch": lambda p, a, b: lax.cond(p, lambda: a, lambda: b),
+    "a carry": lambda p, a, b: lax.fori_loop(0, 2, lambda i, c: jnp.where(p, a, c), b),
+    "rows of a loop": lambda p, a, b: lax.fori_loop(
+        0, len(a), lambda i, c: c.at[i].set(jnp.where(p, a, b)[i]), b
+    ),
+    "rows of a scan": lambda p, a, b: lax.scan(
+        lambda c, x: (c + 1, jnp.where(p, *x)), 0, (a, b)
+    )[1],
+    "a while loop": lambda p, a, b: lax.while_loop(
+        lambda c: (c[0] + 1) * 2 < 4, lambda c: (c[0] + 1, jnp.where(p, a, b)), (0, b)
+    )[1],
+    "jax.checkpoint": jax.checkpoint(jnp.where),
 }
 
 
@@ -81,6 +117,7 @@ def test_arithmetic_raises(fn, tree_map, models):
         tree_map(fn, *models)
 
 
+@pytest.mark.parametrize("models", ["nf4", "int8"], indirect=True)
 @pytest.mark.parametrize("fn", IN_TRACES.values(), ids=IN_TRACES)
 def test_traced_arithmetic_raises(fn, models):
     with pytest.raises(TypeError, match="average_trees"):
@@ -138,17 +175,51 @@ def test_periodic_updates_choose(jit, models):
             assert_identical(a, b)
 
 
-def test_choices_of_arrays_made_in_the_same_trace(normal):
+@pytest.mark.parametrize("fn", CHOICES_IN_TRACES.values(), ids=CHOICES_IN_TRACES)
+def test_choices_of_arrays_made_in_the_same_trace(fn, normal):
+    """The arithmetic that has encoded these arrays is not the last operation."""
     weights = normal(16, 64), normal(16, 64)
 
     @jax.jit
     def run(*weights):
         arrays = [eqquant.quantize(w, "int8") for w in weights]
-        choose = lambda a, b: jnp.where(jnp.sum(weights[0]) < jnp.inf, a, b)
+        choose = ft.partial(fn, jnp.sum(weights[0]) < jnp.inf)
         return jax.tree.map(choose, *arrays)
 
     expected = jax.jit(eqquant.quantize, static_argnums=1)(weights[0], "int8")
     assert_identical(run(*weights).codes, expected.codes)
+
+
+@pytest.mark.parametrize("fn", [lax.psum, lax.pmean])
+def test_sums_over_devices_raise(fn, models):
+    model = models[0][0]
+    mesh = jax.make_mesh((1,), ("i",))
+    total = lambda q: fn(q, "i")
+    with pytest.raises(TypeError, match="average_trees"):
+        jax.shard_map(total, mesh=mesh, in_specs=P(), out_specs=P())(model)
+    with pytest.raises(TypeError, match="average_trees"):
+        jax.vmap(total, axis_name="i")(jax.tree.map(lambda x: x[None], model))
+
+
+@pytest.mark.parametrize("models", ["nf4", "int8"], indirect=True)
+@pytest.mark.parametrize("nested", [1, 2])
+def test_mapped_axes_may_move(nested, models):
+    """The mapped axis of the result of a loop under `vmap` is not its first."""
+    fn = ft.partial(jax.tree.map, lambda a, b: lax.map(sum, (a, b)))
+    trees = [model[:1] for model in models]
+    for _ in range(nested):
+        fn = jax.vmap(fn)
+        trees = [jax.tree.map(lambda x: jnp.stack([x, x]), tree) for tree in trees]
+    for jit in lambda fn: fn, jax.jit:
+        with pytest.raises(TypeError, match="average_trees"):
+            jit(fn)(*trees)
+
+
+@pytest.mark.parametrize("get", [lambda q: q.T, lambda q: q.reshape(4, 4, 64)])
+def test_averages_cannot_be_moved(get, models):
+    average = moment(*models)[0]
+    with pytest.raises(TypeError, match="Codes cannot be trained or averaged"):
+        get(average)
 
 
 def test_leaves_added_by_hand_are_not_checked(models):
@@ -158,3 +229,11 @@ def test_leaves_added_by_hand_are_not_checked(models):
         tree, map(operator.add, leaves, jax.tree.leaves(models[1]))
     )
     assert jax.tree.structure(got) == tree
+
+
+def test_models_of_a_stack_added_by_hand_are_not_checked(models):
+    """A limit that docs/when-training-fails.md states."""
+    model = models[0]
+    stack = jax.tree.map(lambda a, b: jnp.stack([a, b]), *models)
+    got = jax.tree.map(lambda x: x.sum(0).astype(x.dtype), stack)
+    assert jax.tree.structure(got) == jax.tree.structure(model)

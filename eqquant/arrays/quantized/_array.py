@@ -81,6 +81,10 @@ class QuantizedArray(AbstractQuantizedArray):
         check_lead(self)
         check_cast_scales(self)
 
+    def replace(self, **fields):
+        self.check_whole()
+        return super().replace(**fields)
+
     def dequantize(self) -> Float[Array, "..."]:
         """Return the dequantized array."""
         self.check_whole()

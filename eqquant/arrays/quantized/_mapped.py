@@ -13,7 +13,21 @@ from typing import Any
 import jax
 import numpy as np
 
-from ..._jax import arithmetic_of, is_traced, mapped_leaves, unmapped, vmapped_axes
+from ..._jax import (
+    arithmetic_of,
+    is_psum,
+    is_traced,
+    mapped_leaves,
+    unmapped,
+    vmapped_axes,
+)
+
+
+_ADVICE = (
+    "Codes are not numbers. To add or average models, use "
+    "`eqquant.trees.average_trees`. To make an array of new codes, use "
+    "`eqquant.arrays.from_components`."
+)
 
 
 class CheckedAxes:
@@ -35,6 +49,8 @@ class CheckedAxes:
             _check_axes(q, *vmapped)
         if len(arguments := mapped_leaves()) > 1:
             _check_codes(q, arguments)
+        if is_psum() and getattr(q.codes, "dtype", None) == q.format.code_dtype:
+            raise TypeError(f"psum: codes of {q.format!r} cannot be added. {_ADVICE}")
 
 
 def _check_axes(q: Any, argument: str, mapped: list[int | None]) -> None:
@@ -64,15 +80,16 @@ def _check_codes(q: Any, arguments: Sequence[list]) -> None:
     codes = q.codes
     if any(codes is leaf for leaves in arguments for leaf in leaves):
         return
+    kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))
+    is_like = lambda x: kind(x) == kind(codes)
+    any_like = any(is_like(leaf) for leaves in arguments for leaf in leaves)
     codes = unmapped(codes)
     arguments = [[unmapped(leaf) for leaf in leaves] for leaves in arguments]
     inputs = [leaf for leaves in arguments for leaf in leaves]
     if any(codes is leaf for leaf in inputs):
         return
-    kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))
-    is_like = lambda x: kind(x) == kind(codes)
     if is_traced(codes):
-        if any(map(is_like, inputs)) and (name := arithmetic_of(codes, inputs)):
+        if any_like and (name := arithmetic_of(codes, inputs)):
             got = f"the results of `{name}`. To choose between models, use `jnp.where`"
             raise _computed(q, arguments, got)
         return
@@ -93,9 +110,7 @@ def _check_codes(q: Any, arguments: Sequence[list]) -> None:
 def _computed(q: Any, arguments: Sequence[list], got: str) -> TypeError:
     return TypeError(
         f"jax.tree.map: codes of {q.format!r} must be those of one of the "
-        f"{len(arguments)} models, got {got}. Codes are not "
-        "numbers. To add or average models, use `eqquant.trees.average_trees`. To make "
-        "an array of new codes, use `eqquant.arrays.from_components`."
+        f"{len(arguments)} models, got {got}. {_ADVICE}"
     )
 
 
