@@ -194,6 +194,14 @@ def two_bits(self, *args):
 FORMATS = {
     "bits": ({"bits": 7}, "bits is 7, but must be one of"),
     "table": ({"codebook": (0.5, 1.0, 2.0)}, "codebook has 3 levels, but must have 2"),
+    "no table": ({"codebook": None}, "neither a codebook nor a method levels"),
+    "text": ({"codebook": "ab"}, "codebook must be a tuple of numbers, got 'ab'"),
+    "name": ({"name": None}, "name is None, but must be a str"),
+    "padding": ({"padding_code": 2}, "padding_code is 2, but must be up to 1"),
+    "no levels": (
+        {"levels": lambda *args: None},
+        "levels is None, but must be an array",
+    ),
     "largest level": (
         {"codebook": (0.5, 3.0)},
         "magnitude 3.0, but largest_level is 1",
@@ -235,6 +243,12 @@ def format_with(**fields) -> eqquant.formats.Format:
     own = {"name": "halves", "bits": 1, "codebook": (0.5, 1.0), "encode": encode}
     cls = type("Halves", (eqquant.formats.Format,), {**own, **fields})
     return dataclasses.dataclass(frozen=True, repr=False)(cls)(32)
+
+
+@pytest.mark.parametrize("bits", [0, -1, 4.0, "4"])
+def test_bits_of_a_format_are_a_positive_integer(bits):
+    with pytest.raises(TypeError, match=f"Halves: bits must be .* got {bits!r}"):
+        format_with(bits=bits)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -36,9 +36,15 @@ def problem_of(format: Format) -> str | None:
     """Return a sentence about the first part of the contract that is violated."""
     if format.bits not in _bits:
         return f"bits is {format.bits}, but must be one of {_bits}."
-    count = 2**format.bits
-    if format.codebook is not None and len(format.codebook) != count:
-        return f"codebook has {len(format.codebook)} levels, but must have {count}."
+    if not isinstance(format.name, str):
+        return f"name is {format.name!r}, but must be a str."
+    count, codebook = 2**format.bits, format.codebook
+    if codebook is None and type(format).levels is Format.levels:
+        return "it has neither a codebook nor a method levels."
+    if codebook is not None and not all(isinstance(x, int | float) for x in codebook):
+        return f"codebook must be a tuple of numbers, got {codebook!r}."
+    if codebook is not None and len(codebook) != count:
+        return f"codebook has {len(codebook)} levels, but must have {count}."
     return _problem_of_shapes(format) or _problem_of_values(format)
 
 
@@ -106,6 +112,8 @@ def _problem_of_values(format: Format) -> str | None:
     levels, ranges = results()
     info = jnp.iinfo(format.code_dtype)
     last = 2**format.bits - 1 if info.min == 0 else info.max
+    if not info.min <= format.padding_code <= last:
+        return f"padding_code is {format.padding_code}, but must be up to {last}."
     for name, (lowest, highest) in ranges.items():
         if lowest < info.min or highest > last:
             return (
@@ -127,6 +135,8 @@ def _problem_of_values(format: Format) -> str | None:
 
 def _differs(name: str, x: Any, shape: tuple, dtype: Any = None) -> str | None:
     """Compare with a shape and a dtype, by default any integer."""
+    if not hasattr(x, "dtype"):
+        return f"{name} is {x!r}, but must be an array."
     is_right = (
         jnp.issubdtype(x.dtype, jnp.integer) if dtype is None else x.dtype == dtype
     )

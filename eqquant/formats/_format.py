@@ -5,6 +5,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax.numpy as jnp
@@ -121,6 +122,11 @@ class Format(abc.ABC):
         return super().__new__(cls)
 
     def __post_init__(self):
+        if not isinstance(self.bits, int | Fraction) or self.bits <= 0:
+            raise TypeError(
+                f"{type(self).__name__}: bits must be a positive integer, got "
+                f"{self.bits!r}."
+            )
         multiple = group_multiple(self.bits)
         block_size = self.block_size
         if block_size is not None:

@@ -121,6 +121,9 @@ USES = {
     "product": lambda q: q @ jnp.ones(128),
     "dequantize": lambda q: q.dequantize(),
     "report": lambda q: eqquant.report(q),
+    "a constant of a scan": lambda q: jax.lax.scan(
+        lambda carry, x: (carry, q @ x), 0, jnp.ones((2, 128))
+    ),
 }
 
 
@@ -133,7 +136,14 @@ def test_scales_that_a_cast_has_lost(use, factor, normal):
     with pytest.raises(ValueError, match="float16, in which 2 of 6 .*cast_tree"):
         USES[use](cast(q))
     # A block of zeros has a scale of zero.
-    cast(q[1:]).dequantize()
+    USES[use](cast(q[1:]))
+
+
+def test_the_scales_that_a_cast_has_lost_are_named(normal):
+    q = eqquant.quantize(1e-9 * normal(3, 128), "nvfp4")
+    cast = lambda a: a.astype("float16") if a.dtype == "float32" else a
+    with pytest.raises(ValueError, match="must be float32, got float16, in which 24"):
+        jax.tree.map(cast, q).dequantize()
 
 
 @pytest.mark.parametrize("use", USES)

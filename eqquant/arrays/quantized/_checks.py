@@ -43,9 +43,24 @@ def check_cast_scales(q: AbstractQuantizedArray) -> None:
     `jit`.
     """
     parts = jax.tree.leaves((q.scales, q.offsets))
-    expected = [part.dtype for part in jax.tree.leaves(abstract_scales(q.format))]
-    if [part.dtype for part in parts] == expected or not all(map(_has_values, parts)):
+    expected = jax.tree.leaves(abstract_scales(q.format))
+    pairs = [(a.dtype, b.dtype) for a, b in zip(expected, parts, strict=False)]
+    cast = [pair for pair in pairs if pair[0] != pair[1]]
+    if not cast or not all(map(_has_values, parts)):
         return
+    with jax.ensure_compile_time_eval():  # An array may be a constant of a `jit`.
+        if count := _count_lost(q):
+            raise ValueError(
+                f"scales of {q.format!r} must be {cast[0][0]}, got {cast[0][1]}, in "
+                f"which {count} of {q.scales.size} scales are zero or infinite. Cast "
+                "the original model with `eqquant.cast_tree`, which keeps scales, "
+                "instead of casting every array."
+            )
+
+
+def _count_lost(q: AbstractQuantizedArray) -> int:
+    """Return the number of scales that are infinite, or zero for a block that is not
+    zero."""
     scales, _ = q.float_parts
     lost = ~jnp.isfinite(scales)
     if jnp.any(scales == 0):
@@ -55,13 +70,7 @@ def check_cast_scales(q: AbstractQuantizedArray) -> None:
         levels = q.format.levels(states, jnp.float32).reshape(*lead, blocks, -1)
         differ = jnp.max(levels, -1) != jnp.min(levels, -1)
         lost |= (scales == 0) & differ
-    if count := int(jnp.sum(lost)):
-        raise ValueError(
-            f"scales of {q.format!r} must be {expected[0]}, got {parts[0].dtype}, in "
-            f"which {count} of {scales.size} scales are zero or infinite. Cast the "
-            "original model with `eqquant.cast_tree`, which keeps scales, instead of "
-            "casting every array."
-        )
+    return int(jnp.sum(lost))
 
 
 def _has_values(part: Any) -> bool:
