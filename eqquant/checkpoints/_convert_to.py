@@ -196,22 +196,24 @@ def convert_checkpoint(
     library = _Requantizing(LIBRARIES.get(to, _GGUF)(), format)
     with open_contents(source, (), _caller, decode=False) as contents:
 
-        def arrays(done: Container[str] = ()) -> Iterator[tuple[str, Any]]:
+        def arrays(
+            doing: str = "converting", done: Container[str] = ()
+        ) -> Iterator[tuple[str, Any]]:
             names = [name for name in contents.described if name not in done]
             elements = sum(description.tensors[name].size for name in names)
-            what = {"caller": _caller, "what": ("converting", "tensor")}
+            what = {"caller": _caller, "what": (doing, "tensor")}
             shown = with_progress(names, elements, progress, **what)
             return _read(shown, contents, library)
 
         if to == "gguf":
-            again = _read(contents.described, contents, library)
-            written = _write_gguf(library, target, arrays(), again, source)
+            again = arrays("writing")
+            written = _write_gguf(library, target, arrays("checking"), again, source)
         else:
             others = source if source.is_dir() else None
             check_target(target, others, max_shard_size, _caller)
             key = _key(source, to, format, max_shard_size) if resume else None
             with ShardWriter(target, max_shard_size, METADATA, key) as writer:
-                rest = arrays(frozenset(writer.notes))
+                rest = arrays(done=frozenset(writer.notes))
                 written = write_arrays(library, writer, rest, others, _caller)
     report = Conversion()
     for name, tensor in description.tensors.items():
@@ -276,6 +278,7 @@ def _write_gguf(
         make = ft.partial(read_again, name)
         tensors.append(GGUFTensor.of(name, described, make, _caller))
     write_gguf_like(path, tensors, source if is_gguf(source) else None, {}, _caller)
+    next(again, None)  # Ends the progress bar.
     return written
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from eqquant import Int4, Int8
 from eqquant.checkpoints import convert_checkpoint, main, read_checkpoint
-from eqquant.checkpoints._convert_to import LIBRARIES
+from eqquant.checkpoints._convert_to import LIBRARIES, TARGETS
 from eqquant.checkpoints.files import ShardWriter
 
 
+INT4 = Int4(scale_dtype="float16")
 DATA = pathlib.Path(__file__).parent / "foreign/data"
 
 
@@ -217,3 +218,14 @@ def test_gguf(tmp_path):
     np.testing.assert_array_equal(
         values(read_checkpoint(again)["b"]), values(found["b"])
     )
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_progress_is_shown(to, ours, tmp_path, capsys):
+    pytest.importorskip("tqdm")
+    how = {"requantize": "nf4" if to == "bitsandbytes" else INT4, "progress": True}
+    convert_checkpoint(ours[0], tmp_path / f"{to}.file", to, **how)
+    shown = capsys.readouterr().err
+    titles = ["checking", "writing"] if to == "gguf" else ["converting"]
+    for title in titles:
+        assert re.search(rf"{title}: 100%.*3/3", shown)

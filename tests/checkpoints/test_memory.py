@@ -171,10 +171,13 @@ def test_peak_memory_is_the_quantized_model_and_two_tensors(
 
 @pytest.mark.slow
 @needs_proc
-@pytest.mark.parametrize("to", ["compressed-tensors", "gguf", "safetensors"])
+@pytest.mark.parametrize(
+    "to",
+    ["compressed-tensors", "gptq", "mlx", "gguf", "bitsandbytes", "safetensors"],
+)
 def test_peak_memory_of_a_conversion_is_a_few_tensors(tmp_path, to):
-    """The conversion of a file with 64 tensors needs the memory of six float32 tensors,
-    and not the memory of the file."""
+    """The conversion of a file with 64 tensors needs the memory of a float32 tensor and
+    its conversion, and not the memory of the file."""
     program = pathlib.Path(__file__).with_name("measured_conversion.py")
     # Otherwise glibc keeps freed memory, more of it with more threads.
     environment = {"MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -188,4 +191,6 @@ def test_peak_memory_of_a_conversion_is_a_few_tensors(tmp_path, to):
     assert ran.returncode == 0, ran.stderr
     peak, tensor, file = json.loads(ran.stdout)
     print(f"{to}: {peak:,} for tensors of {tensor:,} in a file of {file:,}")
-    assert tensor / 4 < peak <= 6 * tensor < file
+    # The weight and its values when read back have 16 bits, and codes are unpacked to a
+    # byte, twice. The allocator keeps some freed memory.
+    assert tensor / 4 < peak <= 2 * tensor < file

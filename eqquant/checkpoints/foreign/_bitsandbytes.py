@@ -151,7 +151,10 @@ class _State:
     def decode(self) -> np.ndarray:
         values, absmax = self.table[self.codes()], self.absmax()
         with np.errstate(over="ignore", invalid="ignore"):
-            values *= _repeat(absmax, self.block, self.size)
+            whole = self.size // self.block * self.block
+            blocks = values[:whole].reshape(-1, self.block)
+            blocks *= absmax[: len(blocks), None]  # Changes `values`.
+            values[whole:] *= absmax[-1]
             return values.astype(self.dtype).reshape(self.shape)
 
     @property

@@ -87,9 +87,13 @@ def _affine(
 
     def decode() -> np.ndarray:
         codes, scales, biases = read()
+        out = np.empty((*grid, group), dtype)
         with np.errstate(over="ignore", invalid="ignore"):
-            values = codes.reshape(*grid, group) * scales[..., None]
-            return (values + biases[..., None]).reshape(shape).astype(dtype)
+            for i, row in enumerate(codes.reshape(out.shape)):
+                values = row * scales[i, :, None]
+                values += biases[i, :, None]
+                out[i] = values
+        return out.reshape(shape)
 
     def quantized():
         codes, scales, biases = read()

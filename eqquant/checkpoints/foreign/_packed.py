@@ -46,6 +46,7 @@ class Packing:
     is_interleaved: bool = False
 
 
+_at_once = 2**18  # Values that are decoded at once.
 _of_gptq = "qweight", "scales", "qzeros", "g_idx"
 GPTQ = Packing("GPTQ", *_of_gptq, is_transposed=True, packs_inputs=True)
 AWQ = Packing(
@@ -286,11 +287,17 @@ class PackedWeight:
     def _decode(self) -> np.ndarray:
         scales = self._scales()
         zeros = np.broadcast_to(self._zeros(), scales.shape)
-        levels = self._codes().astype(np.float32)
-        levels -= zeros[:, self._order]
-        with np.errstate(over="ignore", invalid="ignore"):
-            levels *= scales[:, self._order]
-            return levels.astype(self.dtype)
+        codes, order = self._codes(), self._order
+        out = np.empty(self.shape, self.dtype)
+        step = max(1, _at_once // self.shape[1])
+        for i in range(0, self.shape[0], step):
+            rows = slice(i, i + step)
+            levels = codes[rows].astype(np.float32)
+            levels -= zeros[rows, order]
+            with np.errstate(over="ignore", invalid="ignore"):
+                levels *= scales[rows, order]
+                out[rows] = levels
+        return out
 
     def _quantized(self):
         zeros, scales = self._zeros(), self._scales()

@@ -19,7 +19,7 @@ from ..foreign import Blocks, Numbers, Type, TYPES
 from ._ggml_pack import pack_blocks
 
 
-_chunk = 2**22  # Values that are packed at once.
+_chunk = 2**20  # Values that are packed at once.
 # The types whose blocks can be packed.
 _targets = [t for t in TYPES.values() if t.format is not None]
 _plain = {t.dtype: t for t in TYPES.values() if t.dtype is not None}
