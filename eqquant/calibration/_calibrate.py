@@ -115,22 +115,22 @@ def _warn_of_data(stats: Mapping[str, WeightStatistics]) -> None:
     """Warn about weights, and matrices of stacks, with no data or little data."""
     if missing := [path for path, known in stats.items() if not known.is_reached]:
         warn(
-            f"{_caller}: the data never reached {missing}. They will be rounded "
-            "plainly, to the nearest level.",
+            f"{_caller}: data (other than zeros) never reached {missing}. They will be "
+            "rounded plainly, to the nearest level.",
             UserWarning,
         )
     parts, few = [], []
     for path, known in stats.items():
         rows, size = np.asarray(known.rows), known.gram.shape[-1]
-        if known.is_reached and (unreached := np.sum(rows == 0)):
+        if known.is_reached and (unreached := np.sum(~known.reached)):
             parts.append(f"{unreached} of {rows.size} matrices of {path}")
         least = min(rows[rows > 0], default=size)
         if least < size and not known.is_table:
             few.append(f"{path} ({least:,.0f} rows of {size:,} inputs)")
     if parts:
         warn(
-            f"{_caller}: the data never reached {', '.join(parts[:5])}. They will be "
-            "rounded plainly, to the nearest level.",
+            f"{_caller}: data (other than zeros) never reached {', '.join(parts[:5])}. "
+            "They will be rounded plainly, to the nearest level.",
             UserWarning,
         )
     if few:

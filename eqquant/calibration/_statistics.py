@@ -7,7 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from .._jax import is_traced, warn
 from ..arrays import (
@@ -74,8 +74,14 @@ class WeightStatistics(eqx.Module):
     unit: float = eqx.field(static=True, default=1.0)
 
     @property
+    def reached(self) -> Bool[np.ndarray, "*stack"]:
+        """Which matrices of a stack had inputs other than zero."""
+        squares = jnp.diagonal(self.gram, axis1=-2, axis2=-1)
+        return np.asarray(jnp.any(squares != 0, -1))
+
+    @property
     def is_reached(self) -> bool:
-        return bool(np.any(np.asarray(self.rows) > 0))
+        return bool(np.any(self.reached))
 
     def gram_rotated(self, block: int) -> Float[Array, "*stack size size"]:
         if block == 1:

@@ -364,6 +364,23 @@ def test_warnings_about_little_data(normal):
     assert any("weight (8 rows of 16 inputs)" in m for m in messages)
 
 
+def test_inputs_of_zeros_are_reported(normal):
+    """Such as the empty slots of an expert that saw no tokens."""
+    stack = eqx.filter_vmap(lambda key: eqx.nn.Linear(16, 16, key=key))(
+        jax.random.split(jax.random.key(0), 3)
+    )
+    run = lambda stack, x: [v @ w.T for v, w in zip(x, stack.weight, strict=True)]
+    x = normal(3, 32, 16)
+    with pytest.warns(UserWarning, match=r"never reached 1 of 3 matrices of weight\."):
+        eqquant.calibrate(run, stack, [x.at[1].set(0)])
+    with pytest.warns(UserWarning, match=r"zeros\) never reached \['weight'\]"):
+        stats = eqquant.calibrate(run, stack, [0 * x])
+    with pytest.warns(UserWarning, match="rounded plainly"):
+        q = eqquant.quantize_tree(stack, "nf4", calibration=stats)
+    plain = eqquant.quantize_tree(stack, "nf4")
+    assert (q.weight.codes == plain.weight.codes).all()
+
+
 @pytest.mark.parametrize(
     "mode",
     [
