@@ -4,6 +4,11 @@
 by eSpeak NG, whose voice is harder to understand than a person's. The float model
 understands these sentences. Where it guesses, the logits of its first two tokens differ
 by less than INT8 rounding changes them (0.03 against 0.4), so the guess may change.
+
+Measured once on the first 40 Harvard sentences, without a selection: the float model
+transcribes 10 without an error. INT8 gives the same text in all 10, and in 26 of the
+other 30. The word error rates are 0.377 (float), 0.367 (INT8) and 0.307 (NF4). On the
+10 sentences without an error, the word error rate of NF4 is 0.125.
 """
 
 import re
