@@ -1,6 +1,7 @@
 """The contract of formats, checked once for each format of another package."""
 
 import functools as ft
+import numbers
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def problem_of(format: Format) -> str | None:
     count, codebook = 2**format.bits, format.codebook
     if codebook is None and type(format).levels is Format.levels:
         return "it has neither a codebook nor a method levels."
-    if codebook is not None and not all(isinstance(x, int | float) for x in codebook):
+    if codebook is not None and not all(isinstance(x, numbers.Real) for x in codebook):
         return f"codebook must be a tuple of numbers, got {codebook!r}."
     if codebook is not None and len(codebook) != count:
         return f"codebook has {len(codebook)} levels, but must have {count}."

@@ -99,8 +99,8 @@ def quantize_cache(
         case, and 0 otherwise.
     - `window`: the number of tokens that a query sees, including its own, or 0 for all
         tokens. With a window, a ring buffer replaces the array: it holds `window` +
-        `longest` - 1 tokens, and all others read as zero. The model must mask them. It
-        has no `sinks`.
+        `longest` - 1 tokens and the sinks, and all others read as zero. The model must
+        mask the tokens outside of the window.
     - `longest`: the largest number of tokens that one write has, with a window.
     - `precision`, `activations`, `compute`: as in [`eqquant.quantize`][].
 
@@ -269,13 +269,11 @@ def _cached(array, layout: _Layout, longest: int, compute: Compute) -> Any:
     if layout.window and size < count:
         values, positions = slots(size)
         values = quantize(values, format, compute=compute)
-        base, sinks = make(None, values, positions, None, longest), 0
-        if not kept:
-            return base
+        base = make(None, values, positions, None, longest)
     else:
         blocked = tokens if layout.per_channel else axis
         base = quantize(array, format, axis=blocked, compute=compute)
-        if not (kept or sinks):
-            return base  # The window has room for all tokens.
+    if not (kept or sinks):
+        return base  # A ring buffer, or the window has room for all tokens.
     first = moved[..., :sinks, :] if sinks else None
     return make(base, *slots(max(kept, 1)), first)

@@ -23,6 +23,7 @@ OPTIONS = {
     "per channel": {"recent": 16, "sinks": 2, "per_channel": True},
     "window": {"window": 12, "longest": 20},
     "window, recent": {"window": 12, "longest": 20, "recent": 3},
+    "window, sinks": {"window": 12, "longest": 20, "recent": 3, "sinks": 2},
 }
 # The axis of the head size, whether to rotate, and the lengths of writes: single
 # tokens, a prompt first, and a prompt that is longer than the slots.

@@ -138,7 +138,7 @@ def test_every_row_has_its_own_scales():
         ("nf3", {}, 64, 4),
         ("int4", {"recent": 8}, 8, 4),
         ("int4", {"sinks": 0}, 64, 0),
-        ("int4", {"window": 40}, 40, 0),
+        ("int4", {"window": 40}, 40, 4),
     ],
 )
 def test_rotation_in_few_bits_keeps_some_tokens(format, options, recent, sinks):
