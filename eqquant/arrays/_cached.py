@@ -231,6 +231,10 @@ class CachedArray(ArrayOperators):
         sinks = self.first if self.first is None else self._sinks(stored, lead, first)
         return self.replace(base=base, recent=recent, positions=positions, first=sinks)
 
+    @property
+    def updates_slices(self) -> bool:
+        return True
+
     def rows_to_put(self) -> tuple[Any, tuple[int, ...], int | None]:
         return self.permute(self._stored), self._stored, 1
 

@@ -104,6 +104,11 @@ class ImplicitArray(ArrayInParts):
         rows, axes = self.rows_last()
         return rows, axes, rows.whole_axes
 
+    @property
+    def updates_slices(self) -> bool:
+        """Whether [`update`][] replaces a slice of rows at less cost than [`put`][]."""
+        return False
+
     def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
         """As `lax.dynamic_update_slice` of whole rows. No start is negative."""
         lead = [

@@ -138,6 +138,10 @@ class RotatedArray(ArrayOperators):
         base, axes, count = self.base.rows_to_put()
         return self.replace(base=base), axes, count
 
+    @property
+    def updates_slices(self) -> bool:
+        return self.base.updates_slices
+
     def update(self, rows: Shaped[Array, "..."], start: Sequence[Any]) -> Any:
         return self._replaced(rows, lambda rows: self.base.update(rows, start))
 

@@ -12,13 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ...arrays import (
-    as_views,
-    CachedArray,
-    ImplicitArray,
-    inverse_order,
-    RotatedArray,
-)
+from ...arrays import as_views, ImplicitArray, inverse_order
 from ._registry import register_names, rule_for
 
 
@@ -96,8 +90,7 @@ def _scatter(
     """Evaluate `q.at[indices].set(updates)` for whole rows."""
     if not isinstance(q, ImplicitArray) or isinstance(updates, ImplicitArray):
         return NotImplemented
-    base = q.base if isinstance(q, RotatedArray) else q
-    if isinstance(base, CachedArray) and indices.ndim == 1:
+    if q.updates_slices and indices.ndim == 1:
         return _set_slice(q, indices, updates, dimension_numbers, mode)
     rows = _Rows.of(
         q.rows_to_put(),
