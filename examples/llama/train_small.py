@@ -15,6 +15,7 @@ import pathlib
 import platform
 import time
 import zlib
+from collections.abc import Callable
 from typing import Literal
 
 import eqquant
@@ -137,32 +138,34 @@ def recipe_of(name: str, stochastic: bool) -> eqquant.training.Recipe:
     return eqquant.training.Recipe(*specs[name], stochastic=stochastic)
 
 
-def train(
-    rows: Rows,
+def make_step(
     config: Config,
     steps: int,
-    path: pathlib.Path,
     recipe: eqquant.training.Recipe | None = None,
     states: Literal["fp8", "int8", "fp4"] | None = None,
-    seed: int = 0,
-):
-    """Return the trained model, and the loss of each step in nats per token.
+) -> tuple[Callable, Callable]:
+    """Return `init(key)`, which gives a model and the state of its optimiser, and
+    `step(batch, model, state)`, which also returns the loss in nats per token.
 
     `recipe` has the numbers of products, except with the table, and `states` the
-    format of the moments of AdamW; None for float32. `seed` determines the first
-    weights and the order of the rows.
+    format of the moments of AdamW; None for float32. A batch is a pair of rows and a
+    key for stochastic rounding.
     """
-    # Unstacked: with 6 layers or fewer, XLA's program for a stack takes 1.5 times as
-    # long.
-    model = unstack(Decoder(config, key=jax.random.key(seed)))
     optimiser = adamw(steps)
-    if recipe is not None:
-        model = eqquant.training.low_precision(model, recipe)
     if states is not None:
         optimiser = eqquant.training.quantized_state(optimiser, states)
     is_stochastic = recipe is not None and recipe.stochastic
 
-    @eqx.filter_jit(donate="all-except-first")
+    def init(key):
+        model = Decoder(config, key=key)
+        if jax.default_backend() == "cpu":
+            # With 6 layers or fewer, a program for a stack takes 1.5 times as long.
+            # GPUs start fewer kernels for a stack, and compile it sooner.
+            model = unstack(model)
+        if recipe is not None:
+            model = eqquant.training.low_precision(model, recipe)
+        return model, optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
     def step(batch, model, state):
         rows, key = batch
 
@@ -177,11 +180,32 @@ def train(
         updates, state = optimiser.update(gradients, state, params)
         return eqx.apply_updates(model, updates), state, loss
 
-    batch = lambda i: (batch_at(rows, i, BATCH, seed), jax.random.key(i))
+    return init, step
+
+
+def numbered_batch(rows: Rows, step: int, seed: int):
+    """Return the batch of a step, and its key."""
+    return batch_at(rows, step, BATCH, seed), jax.random.key(step)
+
+
+def train(
+    rows: Rows,
+    config: Config,
+    steps: int,
+    path: pathlib.Path,
+    recipe: eqquant.training.Recipe | None = None,
+    states: Literal["fp8", "int8", "fp4"] | None = None,
+    seed: int = 0,
+):
+    """Return the trained model, and the loss of each step in nats per token.
+
+    `seed` determines the first weights and the order of the rows.
+    """
+    init, step = make_step(config, steps, recipe, states)
+    step = eqx.filter_jit(step, donate="all-except-first")
     model, history = fit(
-        lambda i, model, state: step(batch(i), model, state),
-        model,
-        optimiser.init(eqx.filter(model, eqx.is_inexact_array)),
+        lambda i, model, state: step(numbered_batch(rows, i, seed), model, state),
+        *init(jax.random.key(seed)),
         path=path,
         steps=steps,
         save_every=SAVE_EVERY,
