@@ -81,7 +81,8 @@ def quantize_checkpoint(
     Flax and Haiku. All other tensors are copied.
 
     Tensors are read, quantized and written one at a time. If the call is interrupted,
-    repeat it to continue after the last finished shard.
+    repeat it to continue after the last finished shard. (A GGUF file is not split, but
+    its tensors wait in hidden shards until it is complete.)
 
     !!! Example
 
@@ -149,8 +150,12 @@ def quantize_checkpoint(
         choices = _choose(contents, format, rules, min_size)
         make = ft.partial(_quantized, contents, choices, check_finite)
         target.parent.mkdir(parents=True, exist_ok=True)
+        elements = sum(contents.described[name].size for name in choices)
+        show = lambda shown: with_progress(shown, elements, progress, caller=_caller)
+        task = _task(src_description, choices, max_shard_size)
         if to_gguf:
-            write_quantized(source_path, target, choices, make, _caller)
+            how = choices, make, max_shard_size, task, show, _caller
+            write_quantized(source_path, target, *how)
             return
         leaves = [
             _leaf(name, contents, choices.get(name), make)
@@ -161,15 +166,14 @@ def quantize_checkpoint(
             write_metadata(source_path, target.with_suffix(f".metadata{GGUF}"), _caller)
         if source_path.is_dir():
             copy_others(source_path, target.parent)
-        elements = sum(contents.described[name].size for name in choices)
         write_checkpoint(
             target,
             leaves,
             _strings(src_description.metadata),
             max_shard_size,
-            saved=_task(src_description, choices, max_shard_size),
+            saved=task,
             is_done=_is_done,
-            show=lambda shown: with_progress(shown, elements, progress, caller=_caller),
+            show=show,
         )
 
 

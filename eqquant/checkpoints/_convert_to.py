@@ -1,8 +1,8 @@
 """Convert a checkpoint to the layout of another library, without a model."""
 
 import dataclasses
-import functools as ft
 import hashlib
+import importlib.metadata
 import os
 import pathlib
 from collections.abc import Container, Iterator
@@ -15,26 +15,24 @@ from .._jax import typed
 from ..arrays import dequantize, is_implicit, quantize, QuantizedArray
 from ..formats import as_format, Format
 from ..trees import as_text, errors_at, with_progress
+from ._convert_gguf import GGUFLibrary, write_converted
 from ._describe import describe_checkpoint
 from ._open import ForeignContents, open_contents
-from .files import Path, release, ShardWriter, to_jax
-from .foreign import is_gguf, NotExact
+from .files import check_shard_size, Path, release, ShardWriter, to_jax
+from .foreign import NotExact
 from .leaves import Contents, MAX_SHARD_SIZE
 from .writers import (
     BitsAndBytes,
     check_target,
     CompressedTensors,
     Floats,
-    GGUFTensor,
     GPTQ,
     Library,
     METADATA,
     MLX,
     NotHeld,
     Packed,
-    type_of,
     write_arrays,
-    write_gguf_like,
     Written,
 )
 
@@ -124,8 +122,7 @@ def convert_checkpoint(
 ) -> Conversion:
     """Convert a quantized checkpoint to the layout of another library, without a model.
 
-    Tensors are read, converted and written one at a time. (GGUF files start with the
-    types of all tensors, so each tensor is read twice.) Codes and scales are kept.
+    Tensors are read, converted and written one at a time. Codes and scales are kept.
     Float tensors are copied: quantize them first with
     [`eqquant.checkpoints.quantize_checkpoint`][].
 
@@ -159,10 +156,11 @@ def convert_checkpoint(
         Hugging Face.
     - `requantize`: the format for weights that the library cannot store exactly. They
         are decoded and quantized again. `None` raises an error instead.
-    - `max_shard_size`: as in [`eqquant.save`][].
-    - `resume`: keep the finished shards in a hidden folder of `dst` if the conversion
-        is interrupted, and continue after them in the next call with equal arguments.
-        Choose a small `max_shard_size`, such as `10**9`. Not for GGUF.
+    - `max_shard_size`: as in [`eqquant.save`][]. A GGUF file is not split.
+    - `resume`: keep finished shards if the conversion is interrupted, in a hidden
+        folder in `dst`, or beside a GGUF file. The next call with equal arguments and
+        an unchanged `src` continues after them. Choose a small `max_shard_size`, such
+        as `10**9`.
     - `progress`: as in [`eqquant.quantize_tree`][].
 
     **Returns:**
@@ -173,8 +171,7 @@ def convert_checkpoint(
     **Raises:**
 
     `ValueError` if a weight cannot be stored exactly and `requantize` is `None`, with
-    its name and the reason. `dst` then keeps its contents. `ValueError` if `resume` is
-    set for GGUF.
+    its name and the reason. `dst` then keeps its contents.
     """
     if to not in TARGETS:
         raise ValueError(
@@ -185,40 +182,38 @@ def convert_checkpoint(
             f"{_caller}: GGUF is one file, but {os.fspath(dst)} is a folder. Pass a "
             "path that ends in .gguf."
         )
-    if resume and to == "gguf":
-        raise ValueError(
-            f"{_caller}: resume must be False for GGUF, which is one file that is "
-            "written at the end."
-        )
     format = None if requantize is None else as_format(requantize)
     source, target = (pathlib.Path(os.fspath(path)) for path in (src, dst))
     description = describe_checkpoint(source)
-    library = _Requantizing(LIBRARIES.get(to, _GGUF)(), format)
+    if source.resolve() == target.resolve():
+        raise ValueError(
+            f"{_caller}: src and dst must be different, got {source} for both."
+        )
+    check_shard_size(max_shard_size, _caller)
+    library = _Requantizing(LIBRARIES.get(to, GGUFLibrary)(), format)
+    key = _key(source, to, format, max_shard_size) if resume else None
     with open_contents(source, (), _caller, decode=False) as contents:
 
-        def arrays(
-            doing: str = "converting", done: Container[str] = ()
-        ) -> Iterator[tuple[str, Any]]:
+        def arrays(done: Container[str]) -> Iterator[tuple[str, Any]]:
             names = [name for name in contents.described if name not in done]
             elements = sum(description.tensors[name].size for name in names)
-            what = {"caller": _caller, "what": (doing, "tensor")}
+            what = {"caller": _caller, "what": ("converting", "tensor")}
             shown = with_progress(names, elements, progress, **what)
             return _read(shown, contents, library)
 
         if to == "gguf":
-            again = arrays("writing")
-            written = _write_gguf(library, target, arrays("checking"), again, source)
+            how = contents.described, arrays, library, max_shard_size, key, _caller
+            written = write_converted(target, source, *how)
         else:
             others = source if source.is_dir() else None
             check_target(target, others, max_shard_size, _caller)
-            key = _key(source, to, format, max_shard_size) if resume else None
             with ShardWriter(target, max_shard_size, METADATA, key) as writer:
-                rest = arrays(done=frozenset(writer.notes))
+                rest = arrays(frozenset(writer.notes))
                 written = write_arrays(library, writer, rest, others, _caller)
     report = Conversion()
     for name, tensor in description.tensors.items():
         after = written.get(name, Written(tensor.type, True))
-        report[name] = Converted(tensor.type, *after)
+        report[name] = Converted(tensor.type, after.layout, after.is_exact)
     return report
 
 
@@ -227,59 +222,14 @@ def _key(
 ) -> str:
     """Return a hash of the arguments and the files of a conversion."""
     files = sorted(source.iterdir()) if source.is_dir() else [source]
-    seen = [(x.name, x.stat().st_size, x.stat().st_mtime_ns) for x in files]
-    parts = str(source.resolve()), seen, to, format, max_shard_size
+    seen = [
+        (x.name, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns)
+        for x in files
+        for s in [x.stat()]
+    ]
+    version = importlib.metadata.version("eqquant")
+    parts = version, str(source.resolve()), seen, to, format, max_shard_size
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-
-
-class _GGUF(Library):
-    """GGUF, whose writer packs weights itself."""
-
-    name = "GGUF"
-
-    def pack(self, name, q):
-        try:
-            return Packed({}, type_of(q).name, q)
-        except ValueError as error:
-            raise NotHeld(str(error)) from error
-
-    def packed(self, name, q):
-        return self.pack(name, q)
-
-
-def _write_gguf(
-    library: "_Requantizing",
-    path: pathlib.Path,
-    arrays: Iterator[tuple[str, Any]],
-    again: Iterator[tuple[str, Any]],
-    source: pathlib.Path,
-) -> dict[str, Written]:
-    """Find the types of all arrays. Take each array from `again` when it is written,
-    which is in the same order."""
-    tensors, written = [], {}
-
-    def packed(name: str, array: Any) -> Any:
-        if not isinstance(array, QuantizedArray):
-            return array
-        with errors_at(f"{_caller}: {name!r}"):
-            packed = library.packed(name, array)
-        written[name] = Written(packed.layout, packed.is_exact)
-        return packed.settings
-
-    def read_again(name: str) -> Any:
-        found, array = next(again)
-        assert found == name, (found, name)
-        return packed(name, array)
-
-    for name, array in arrays:
-        described = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), packed(name, array)
-        )
-        make = ft.partial(read_again, name)
-        tensors.append(GGUFTensor.of(name, described, make, _caller))
-    write_gguf_like(path, tensors, source if is_gguf(source) else None, {}, _caller)
-    next(again, None)  # Ends the progress bar.
-    return written
 
 
 class _Requantizing(Library):

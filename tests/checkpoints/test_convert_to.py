@@ -1,7 +1,11 @@
 """Conversion of checkpoints for other libraries."""
 
+import os
 import pathlib
 import re
+import subprocess
+import sys
+import time
 from typing import Any
 
 import eqquant
@@ -10,8 +14,8 @@ import numpy as np
 import pytest
 from eqquant import Int4, Int8
 from eqquant.checkpoints import convert_checkpoint, main, read_checkpoint
+from eqquant.checkpoints._convert_gguf import GGUFLibrary
 from eqquant.checkpoints._convert_to import LIBRARIES, TARGETS
-from eqquant.checkpoints.files import ShardWriter
 
 
 INT4 = Int4(scale_dtype="float16")
@@ -101,70 +105,188 @@ def test_rotated_weights_are_requantized(tmp_path):
         convert_checkpoint(tmp_path / "ours", tmp_path / "ct", "compressed-tensors")
 
 
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+def contents(path):
+    if path.is_file():
+        return {"": path.read_bytes()}
+    return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-@pytest.mark.parametrize("to", ["compressed-tensors", "gptq", "mlx", "safetensors"])
+RESUMED = ["compressed-tensors", "gptq", "mlx", "safetensors", "gguf"]
+
+
+@pytest.mark.parametrize("to", RESUMED)
 def test_an_interrupted_conversion_continues(to, tmp_path, monkeypatch):
     """The second call packs only the weights without a finished file. All files equal
     the files of an uninterrupted call."""
     options: dict[str, Any] = {"max_shard_size": 12_000}
+    if to == "gguf":
+        options["requantize"] = INT4
     whole = convert_checkpoint(DATA / "gptq_zeros", tmp_path / "whole", to, **options)
     count = sum(x.before != x.after for x in whole.values())
     options["resume"] = True
-    packed, at_most = [], 5
-    pack = LIBRARIES[to].pack
+    packed, at_most = set(), 5
+    library = LIBRARIES.get(to, GGUFLibrary)
+    pack = library.pack
 
     def interrupted(self, name, q):
         if len(packed) == at_most:
             raise KeyboardInterrupt
-        packed.append(name)
+        packed.add(name)
         return pack(self, name, q)
 
-    monkeypatch.setattr(LIBRARIES[to], "pack", interrupted)
+    monkeypatch.setattr(library, "pack", interrupted)
     with pytest.raises(KeyboardInterrupt):
         convert_checkpoint(DATA / "gptq_zeros", tmp_path / "parts", to, **options)
+    hidden = tmp_path if to == "gguf" else tmp_path / "parts"
+    assert [x.name.split("-")[0] for x in hidden.glob(".*")] == [
+        ".parts.unfinished" if to == "gguf" else ".unfinished"
+    ]
     assert not list((tmp_path / "parts").glob("*.safetensors"))
-    at_most = 100
+    at_most, before = 100, set(packed)
+    packed.clear()
     report = convert_checkpoint(DATA / "gptq_zeros", tmp_path / "parts", to, **options)
-    assert 5 < len(packed) < 5 + count
+    assert len(before | packed) == count and len(before - packed) > 0
     assert report == whole and list(report) == list(whole)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert not list(hidden.glob(".*"))
 
 
-def test_other_arguments_do_not_continue(ours, tmp_path, monkeypatch):
+@pytest.mark.parametrize("to", RESUMED)
+def test_an_interruption_after_the_last_weight(to, ours, tmp_path):
+    """All shards are finished then: no empty shard follows."""
+    path, _ = ours
+    options: dict[str, Any] = {"requantize": INT4, "max_shard_size": 1000}
+    convert_checkpoint(path, tmp_path / "whole", to, **options)
+    options["resume"] = True
+    unfinished(path, tmp_path / "parts", to, **options)
+    convert_checkpoint(path, tmp_path / "parts", to, **options)
+    assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+
+
+def stop_at(replace, names):
+    """Return a function that raises an error instead of renaming a finished file."""
+
+    def stopped(source, target):
+        if pathlib.Path(target).name.split("-of-")[0] in names:
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    return stopped
+
+
+INT8 = {"mlx": Int8(64, "bfloat16"), "gguf": Int8(32, "float16")}
+
+
+def unfinished(path, target, to, **options) -> pathlib.Path:
+    """Stop a conversion after its last weight. Return the hidden folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", stop_at(os.replace, {target.name, "model-00001"}))
+        with pytest.raises(KeyboardInterrupt):
+            convert_checkpoint(path, target, to, **options)
+    (hidden,) = target.parent.rglob(".*unfinished-*")
+    assert len(list(hidden.glob("*.json"))) > 1
+    return hidden
+
+
+@pytest.mark.parametrize("to", ["mlx", "gguf"])
+def test_other_arguments_do_not_continue(to, ours, tmp_path):
     """Weights in finished files of another conversion are not mixed with new ones."""
     path, _ = ours
+    target = tmp_path / "new/target"
     options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "finish", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            format = Int4(scale_dtype="float16")
-            convert_checkpoint(path, tmp_path, "mlx", requantize=format, **options)
-    assert list(tmp_path.glob(".unfinished-*"))
-    format = Int8(block_size=64, scale_dtype="bfloat16")
-    convert_checkpoint(path, tmp_path, "mlx", requantize=format, **options)
-    found = read_checkpoint(tmp_path)["b.weight"]
+    unfinished(path, target, to, requantize=INT4, **options)
+    convert_checkpoint(path, target, to, requantize=INT8[to], **options)
+    found = read_checkpoint(target)["b.weight"]
     assert isinstance(found, eqquant.QuantizedArray) and found.format.bits == 8
-    assert not list(tmp_path.glob(".*"))
+    assert not list((tmp_path / "new").rglob(".*"))
 
 
-@pytest.mark.parametrize("damaged", ["0.json", "0.safetensors"])
-def test_damaged_files_are_written_again(damaged, ours, tmp_path, monkeypatch):
-    """A machine that loses power may leave short files."""
+@pytest.mark.parametrize("to", ["mlx", "gguf"])
+def test_another_source_does_not_continue(to, ours, tmp_path):
+    """The source has another file with the same size and the same times."""
+    path, model = ours
+    target = tmp_path / "new/target"
+    options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
+    options["requantize"] = INT8[to]
+    unfinished(path, target, to, **options)
+    (file,) = path.glob("*.safetensors")
+    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
+    model["b"]["bias"] = model["b"]["bias"] + 1
+    eqquant.save(path, model)
+    os.utime(file, ns=times)
+    convert_checkpoint(path, target, to, **options)
+    found = read_checkpoint(target)["b.bias"]
+    np.testing.assert_array_equal(found, model["b"]["bias"])
+
+
+@pytest.mark.parametrize("to", ["mlx", "gguf"])
+@pytest.mark.parametrize("damaged", ["0.json", "0.safetensors", "one byte"])
+def test_damaged_files_are_written_again(damaged, to, ours, tmp_path):
+    """A machine that loses power may leave short files, and a disk may be damaged."""
     path, _ = ours
     options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
-    options["requantize"] = Int8(block_size=64, scale_dtype="bfloat16")
-    with monkeypatch.context() as patch:
-        patch.setattr(ShardWriter, "finish", lambda self: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            convert_checkpoint(path, tmp_path / "parts", "mlx", **options)
-    (found,) = tmp_path.glob(f"parts/.unfinished-*/{damaged}")
-    found.write_bytes(found.read_bytes()[:-5])
-    convert_checkpoint(path, tmp_path / "parts", "mlx", **options)
-    convert_checkpoint(path, tmp_path / "whole", "mlx", **options)
+    options["requantize"] = INT8[to]
+    hidden = unfinished(path, tmp_path / "new/parts", to, **options)
+    file = hidden / ("0.safetensors" if damaged == "one byte" else damaged)
+    raw = bytearray(file.read_bytes())
+    if damaged == "one byte":
+        raw[-1] ^= 1
+    else:
+        del raw[-5:]
+    file.write_bytes(raw)
+    convert_checkpoint(path, tmp_path / "new/parts", to, **options)
+    convert_checkpoint(path, tmp_path / "whole", to, **options)
+    assert contents(tmp_path / "new/parts") == contents(tmp_path / "whole")
+
+
+def test_unfinished_gguf_files_in_one_folder(ours, tmp_path):
+    """A conversion leaves the unfinished files of other targets alone."""
+    path, _ = ours
+    options: dict[str, Any] = {"max_shard_size": 1000, "resume": True}
+    options["requantize"] = INT8["gguf"]
+    hidden = unfinished(path, tmp_path / "new/a.gguf", "gguf", **options)
+    for name in ("b.gguf", "a"):
+        convert_checkpoint(path, tmp_path / "new" / name, "gguf", **options)
+        assert hidden.exists()
+    convert_checkpoint(path, tmp_path / "new/a.gguf", "gguf", **options)
+    assert {file.name for file in hidden.parent.iterdir()} == {"a", "a.gguf", "b.gguf"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["gptq", "gguf"])
+def test_a_killed_conversion_continues(to, tmp_path):
+    """Kill the command after its second shard, then run it again."""
+    w = jax.random.normal(jax.random.key(0), (1024, 2048))
+    q = eqquant.quantize(w, INT4)
+    model = {f"l{i}": {"weight": q * 2.0**i} for i in range(12)}
+    eqquant.save(tmp_path / "src", model)
+
+    def command(target):
+        arguments = ["convert", tmp_path / "src", tmp_path / target, "--to", to]
+        more = ["--resume", "--max-shard-size", "1"]
+        return [sys.executable, "-m", "eqquant", *map(str, arguments), *more]
+
+    notes = lambda: list(tmp_path.rglob(".*unfinished-*/*.json"))
+    with subprocess.Popen(command("parts")) as process:
+        while len(notes()) < 2:
+            assert process.poll() is None
+            time.sleep(0.001)
+        process.kill()
+    finished = {file: file.stat().st_mtime_ns for file in notes()}
+    assert 2 <= len(finished) < 12
+    with subprocess.Popen(command("parts")) as process:
+        while len(now := notes()) <= len(finished) and process.poll() is None:
+            time.sleep(0.001)
+        process.kill()  # Again, while it continues.
+    if process.returncode:
+        for file in now:
+            assert (
+                finished.get(file, file.stat().st_mtime_ns) == file.stat().st_mtime_ns
+            )
+    subprocess.run(command("parts"), check=True)
+    subprocess.run(command("whole"), check=True)
     assert contents(tmp_path / "parts") == contents(tmp_path / "whole")
+    assert {x.name for x in tmp_path.iterdir()} == {"src", "parts", "whole"}
 
 
 def test_shards_of_an_earlier_conversion_are_removed(ours, tmp_path):
@@ -197,8 +319,14 @@ def test_wrong_arguments(ours, tmp_path):
         convert_checkpoint(path, tmp_path / "x", "vllm")
     with pytest.raises(ValueError, match="must be different"):
         convert_checkpoint(path, path, "mlx")
-    with pytest.raises(ValueError, match="resume must be False for GGUF"):
-        convert_checkpoint(path, tmp_path / "x.gguf", "gguf", resume=True)
+    with pytest.raises(ValueError, match="src and dst must be different"):
+        convert_checkpoint(
+            path / "model.safetensors", path / "model.safetensors", "gguf"
+        )
+    long = tmp_path / "long"
+    eqquant.save(long, {"n" * 64: weight()})
+    with pytest.raises(ValueError, match="more than 63 bytes"):
+        convert_checkpoint(long, tmp_path / "x.gguf", "gguf")
 
 
 def test_gguf(tmp_path):
@@ -226,6 +354,4 @@ def test_progress_is_shown(to, ours, tmp_path, capsys):
     how = {"requantize": "nf4" if to == "bitsandbytes" else INT4, "progress": True}
     convert_checkpoint(ours[0], tmp_path / f"{to}.file", to, **how)
     shown = capsys.readouterr().err
-    titles = ["checking", "writing"] if to == "gguf" else ["converting"]
-    for title in titles:
-        assert re.search(rf"{title}: 100%.*3/3", shown)
+    assert re.search(r"converting: 100%.*3/3", shown)

@@ -108,6 +108,36 @@ def test_quantize_checkpoint_resumes(checkpoint, tmp_path, monkeypatch):
     assert eqquant.load(dst)["l0"]["weight"].format == eqquant.NF4()
 
 
+def test_quantize_checkpoint_to_gguf_resumes(checkpoint, tmp_path, monkeypatch):
+    _, weights = checkpoint
+    src, calls = tmp_path / "src.gguf", []
+    named = {f"{name}.weight": layer["weight"] for name, layer in weights.items()}
+    eqquant.checkpoints.write_gguf(src, named)
+    quantize = _convert.quantize_in_pieces
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 3 and stop:
+            raise KeyboardInterrupt
+        return quantize(*args, **kwargs)
+
+    monkeypatch.setattr(_convert, "quantize_in_pieces", counted)
+    kwargs = {"format": eqquant.Int8(32, "float16"), "max_shard_size": 1}
+    stop = False
+    eqquant.checkpoints.quantize_checkpoint(src, tmp_path / "whole.gguf", **kwargs)
+    calls.clear()
+    stop, dst = True, tmp_path / "new/dst.gguf"
+    with pytest.raises(KeyboardInterrupt):
+        eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
+    assert not dst.exists()
+    stop = False
+    calls.clear()
+    eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
+    assert len(calls) == 3  # The first shard is finished when the second starts.
+    assert dst.read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+    assert list(dst.parent.iterdir()) == [dst]
+
+
 @pytest.mark.slow
 def test_a_killed_command_resumes(tmp_path, rng):
     """Kill the command after its second shard, then run it again."""

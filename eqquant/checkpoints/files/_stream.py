@@ -1,12 +1,14 @@
 """Write safetensors files one tensor at a time, without the manifest of eqquant."""
 
 import contextlib
+import glob
 import os
 import pathlib
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -19,7 +21,6 @@ from ._safetensors import DTYPES, Tensor, TensorFile
 from ._source import INDEX, SUFFIX
 
 
-_UNFINISHED = ".unfinished-"
 _shard_name = re.compile(rf"model-\d{{5}}-of-\d{{5}}{re.escape(SUFFIX)}")
 
 
@@ -38,8 +39,9 @@ class ShardWriter(contextlib.AbstractContextManager):
     the largest tensor determines the peak memory. If the block ends before `finish`,
     the folder contains nothing new.
 
-    With `key`, an interrupted block leaves its finished shards in a hidden folder. The
-    next writer with the same key continues after them.
+    With `key`, an interrupted block leaves its finished shards in a hidden folder,
+    whose name is `hidden` and the key. The next writer with the same key compares their
+    checksums and continues after them.
 
     **Fields:**
 
@@ -52,19 +54,20 @@ class ShardWriter(contextlib.AbstractContextManager):
         max_size: int | None,
         metadata: dict[str, str],
         key: str | None = None,
+        hidden: str = ".unfinished-",
     ):
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._max_size, self._metadata = folder, max_size, metadata
         self.notes: dict[str, Any] = {}
         self._places: dict[str, int] = {}
         self._shards: list[pathlib.Path] = []
-        self._is_kept = key is not None
+        self._is_kept, self._hidden = key is not None, hidden
         if key is None:
             self._temporary = pathlib.Path(
                 tempfile.mkdtemp(prefix=".part-", dir=folder)
             )
         else:
-            self._temporary = folder / f".unfinished-{key}"
+            self._temporary = folder / f"{hidden}{key}"
             self._temporary.mkdir(exist_ok=True)
             self._adopt()
         self._start_shard()
@@ -75,7 +78,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         if not (self._is_kept and is_interrupted):
             shutil.rmtree(self._temporary)
         if kind is None:
-            for path in self.folder.glob(f"{_UNFINISHED}*"):
+            for path in self.folder.glob(f"{glob.escape(self._hidden)}*"):
                 shutil.rmtree(path)
 
     def _adopt(self) -> None:
@@ -85,10 +88,12 @@ class ShardWriter(contextlib.AbstractContextManager):
             try:
                 notes = parse_object(path.with_suffix(".json").read_bytes(), str(path))
                 with TensorFile(path) as file:
-                    is_whole = set(notes["tensors"]) == set(file.tensors)
+                    file.checksums = notes["tensors"]
+                    if file.checksums.keys() != file.tensors.keys():
+                        break
+                    for name in file.tensors:
+                        release(file.view(name))
             except (OSError, ValueError, KeyError):  # It is absent or damaged.
-                break
-            if not is_whole:
                 break
             self._places |= dict.fromkeys(notes["tensors"], len(self._shards))
             self.notes |= notes["notes"]
@@ -101,6 +106,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     def _start_shard(self) -> None:
         self._data: BinaryIO = open(self._temporary / "data", "w+b")  # noqa: SIM115
         self._tensors: list[tuple[Tensor, int]] = []
+        self._checksums: dict[str, int] = {}
         self._new_notes: dict[str, Any] = {}
 
     def add(self, tensors: Mapping[str, np.ndarray], note: str, value: Any = None):
@@ -123,15 +129,16 @@ class ShardWriter(contextlib.AbstractContextManager):
         for name, array in tensors.items():
             tensor = Tensor(name, array.dtype, array.shape)
             self._tensors.append((tensor, self._data.tell()))
-            raw = np.ascontiguousarray(array).reshape(-1)
-            self._data.write(raw.view(np.uint8).data)
+            raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self._data.write(raw.data)
+            self._checksums[name] = zlib.crc32(raw.data) if self._is_kept else 0
             release(raw)
             self._places[name] = len(self._shards)
         self._new_notes[note] = value
 
     def _finish_shard(self) -> None:
         path = self._temporary / f"{len(self._shards)}{SUFFIX}"
-        used = dict((tensor.name, start) for tensor, start in self._tensors)
+        used = {tensor.name: start for tensor, start in self._tensors}
         entries, starts = place([tensor for tensor, _ in self._tensors])
         with replacing(path) as file:
             header = {"__metadata__": self._metadata, **entries}
@@ -143,15 +150,28 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._data.close()
         if self._is_kept:
             with replacing(path.with_suffix(".json")) as file:
-                notes = {"tensors": list(used), "notes": self._new_notes}
+                notes = {"tensors": self._checksums, "notes": self._new_notes}
                 file.write(to_json(notes))
         self._shards.append(path)
+
+    @contextlib.contextmanager
+    def tensors(self) -> Iterator[Callable[[str], np.ndarray]]:
+        """Yield a function that returns a tensor in the memory of its shard."""
+        self._finish_last_shard()
+        with contextlib.ExitStack() as stack:
+            files = [stack.enter_context(TensorFile(path)) for path in self._shards]
+            yield lambda name: files[self._places[name]].view(name)
+
+    def _finish_last_shard(self) -> None:
+        # If an interrupted writer finished all shards, no tensor follows them.
+        if self._tensors or not self._shards:
+            self._finish_shard()
 
     def finish(self) -> None:
         """Move the shards into place. The index, which makes several shards a
         checkpoint, is written last. Then shards of an earlier checkpoint are removed,
         because some libraries read all shards in a folder."""
-        self._finish_shard()
+        self._finish_last_shard()
         count = len(self._shards)
         names = [f"model-{i + 1:05}-of-{count:05}{SUFFIX}" for i in range(count)]
         if count == 1:

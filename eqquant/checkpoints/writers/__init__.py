@@ -11,7 +11,7 @@ from ._compressed_tensors import (
     write_compressed_tensors as write_compressed_tensors,
 )
 from ._floats import Floats as Floats
-from ._ggml import type_of as type_of
+from ._ggml import to_ggml as to_ggml, type_of as type_of
 from ._gguf import write_gguf as write_gguf, write_gguf_like as write_gguf_like
 from ._gguf_file import (
     GGUFTensor as GGUFTensor,
@@ -23,6 +23,7 @@ from ._mlx import MLX as MLX, write_mlx as write_mlx
 from ._write import (
     check_target as check_target,
     METADATA as METADATA,
+    pack_arrays as pack_arrays,
     write_arrays as write_arrays,
     Written as Written,
 )

@@ -88,10 +88,11 @@ def named_arrays(
 
 
 class Written(NamedTuple):
-    """A quantized weight in a file of a library."""
+    """A quantized weight in a file of a library. The fields are fields of `Packed`."""
 
     layout: str
     is_exact: bool
+    settings: Any = None
 
 
 def write_arrays(
@@ -103,20 +104,36 @@ def write_arrays(
 ) -> dict[str, Written]:
     """Write named arrays one at a time, and the configuration of the library. Return
     how each quantized array is stored, including arrays in adopted shards."""
+    written = pack_arrays(library, writer, arrays, caller)
+    settings = {name: packed.settings for name, packed in written.items()}
     notes = writer.notes
-    for name, array in arrays:
-        with errors_at(f"{caller}: {name!r}"):
-            tensors, notes[name] = _packed(library, name, array)
-            writer.add(tensors, name, notes[name])
-    packed = {name: note for name, note in notes.items() if isinstance(note, list)}
-    settings = {name: _as_tuples(note[2]) for name, note in packed.items()}
     with errors_at(caller):
         config = library.config(settings, [n for n in notes if notes[n] == "matrix"])
     writer.finish()
     if source is not None and source.is_dir():
         copy_others(source, writer.folder, without=["config.json"])
     _write_config(writer.folder, source, config)
-    return {name: Written(*note[:2]) for name, note in packed.items()}
+    return written
+
+
+def pack_arrays(
+    library: Library,
+    writer: ShardWriter,
+    arrays: Iterable[tuple[str, Any]],
+    caller: str,
+) -> dict[str, Written]:
+    """Pack named arrays one at a time, and add their tensors to the writer. Return how
+    each quantized array is stored, including arrays in adopted shards."""
+    notes = writer.notes
+    for name, array in arrays:
+        with errors_at(f"{caller}: {name!r}"):
+            tensors, notes[name] = _packed(library, name, array)
+            writer.add(tensors, name, notes[name])
+    return {
+        name: Written(note[0], note[1], _as_tuples(note[2]))
+        for name, note in notes.items()
+        if isinstance(note, list)
+    }
 
 
 def _packed(library: Library, name: str, array: Any) -> tuple[dict, Any]:
