@@ -6,15 +6,16 @@ packed. So packed tensors wait in shards, which an interrupted call also resumes
 
 import contextlib
 import functools as ft
+import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 import jax
 
 from ..arrays import quantize, QuantizedArray
 from ..trees import Choice, errors_at
-from .files import ShardWriter
+from .files import ShardWriter, sync_folder
 from .foreign import GGUFFile, is_gguf, TYPES
 from .writers import (
     GGUFTensor,
@@ -60,7 +61,7 @@ def write_converted(
     target: pathlib.Path,
     source: pathlib.Path,
     described: dict[str, Any],
-    arrays: Callable[[Iterable[str]], Iterator[tuple[str, Any]]],
+    arrays: Callable[[Container[str]], Iterator[tuple[str, Any]]],
     library: Library,
     max_shard_size: int | None,
     key: str | None,
@@ -77,9 +78,9 @@ def write_converted(
     with _shards(target, max_shard_size, key) as writer:
         rest = arrays(frozenset(writer.notes))
         written = pack_arrays(library, writer, rest, caller)
-        with _packed_tensors(writer, written, caller) as tensors:
-            original = source if is_gguf(source) else None
-            write_gguf_like(target, list(tensors.values()), original, {}, caller)
+        original = source if is_gguf(source) else None
+        with _assembling(target, writer, written, caller) as (part, tensors):
+            write_gguf_like(part, list(tensors.values()), original, {}, caller)
     return written
 
 
@@ -115,12 +116,12 @@ def write_quantized(
             rest = [name for name in choices if name not in writer.notes]
             arrays = ((name, make(name)) for name in show(rest))
             written = pack_arrays(GGUFLibrary(), writer, arrays, caller)
-            with _packed_tensors(writer, written, caller) as packed:
+            with _assembling(dst, writer, written, caller) as (part, packed):
                 tensors = [
                     packed.get(name) or GGUFTensor.copy(source, name)
                     for name in source.tensors
                 ]
-                write_gguf_tensors(dst, tensors, source, {}, caller)
+                write_gguf_tensors(part, tensors, source, {}, caller)
 
 
 def _shards(path: pathlib.Path, max_size: int | None, key: str | None) -> ShardWriter:
@@ -128,10 +129,12 @@ def _shards(path: pathlib.Path, max_size: int | None, key: str | None) -> ShardW
 
 
 @contextlib.contextmanager
-def _packed_tensors(
-    writer: ShardWriter, written: dict[str, Written], caller: str
-) -> Iterator[dict[str, GGUFTensor]]:
-    """Yield the tensors of all shards."""
+def _assembling(
+    path: pathlib.Path, writer: ShardWriter, written: dict[str, Written], caller: str
+) -> Iterator[tuple[pathlib.Path, dict[str, GGUFTensor]]]:
+    """Yield a path in the hidden folder, and the tensors of all shards. The file at
+    this path becomes `path` at the end."""
+    part = writer.temporary / "whole"
     with writer.tensors() as read:
         tensors = {}
         for name in writer.notes:
@@ -142,7 +145,9 @@ def _packed_tensors(
             else:
                 with errors_at(caller):
                     tensors[name] = GGUFTensor.of(name, read(name), make, caller)
-        yield tensors
+        yield part, tensors
+    os.replace(part, path)
+    sync_folder(path.parent)
 
 
 def write_metadata(src: pathlib.Path, dst: pathlib.Path, caller: str) -> None:

@@ -46,6 +46,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     **Fields:**
 
     - `notes`: the notes of the tensors in finished shards, by the name of the note.
+    - `temporary`: a hidden folder, which is removed at the end.
     """
 
     def __init__(
@@ -63,12 +64,10 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._shards: list[pathlib.Path] = []
         self._is_kept, self._hidden = key is not None, hidden
         if key is None:
-            self._temporary = pathlib.Path(
-                tempfile.mkdtemp(prefix=".part-", dir=folder)
-            )
+            self.temporary = pathlib.Path(tempfile.mkdtemp(prefix=".part-", dir=folder))
         else:
-            self._temporary = folder / f"{hidden}{key}"
-            self._temporary.mkdir(exist_ok=True)
+            self.temporary = folder / f"{hidden}{key}"
+            self.temporary.mkdir(exist_ok=True)
             self._adopt()
         self._start_shard()
 
@@ -76,7 +75,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._data.close()
         is_interrupted = kind is not None and self._shards
         if not (self._is_kept and is_interrupted):
-            shutil.rmtree(self._temporary)
+            shutil.rmtree(self.temporary)
         if kind is None:
             for path in self.folder.glob(f"{glob.escape(self._hidden)}*"):
                 shutil.rmtree(path)
@@ -84,7 +83,7 @@ class ShardWriter(contextlib.AbstractContextManager):
     def _adopt(self) -> None:
         """Take over the finished shards of an interrupted writer."""
         while True:
-            path = self._temporary / f"{len(self._shards)}{SUFFIX}"
+            path = self.temporary / f"{len(self._shards)}{SUFFIX}"
             try:
                 notes = parse_object(path.with_suffix(".json").read_bytes(), str(path))
                 with TensorFile(path) as file:
@@ -99,12 +98,12 @@ class ShardWriter(contextlib.AbstractContextManager):
             self.notes |= notes["notes"]
             self._shards.append(path)
         adopted = {path.stem for path in self._shards}
-        for path in self._temporary.iterdir():
+        for path in self.temporary.iterdir():
             if path.stem not in adopted:
                 path.unlink()
 
     def _start_shard(self) -> None:
-        self._data: BinaryIO = open(self._temporary / "data", "w+b")  # noqa: SIM115
+        self._data: BinaryIO = open(self.temporary / "data", "w+b")  # noqa: SIM115
         self._tensors: list[tuple[Tensor, int]] = []
         self._checksums: dict[str, int] = {}
         self._new_notes: dict[str, Any] = {}
@@ -137,7 +136,7 @@ class ShardWriter(contextlib.AbstractContextManager):
         self._new_notes[note] = value
 
     def _finish_shard(self) -> None:
-        path = self._temporary / f"{len(self._shards)}{SUFFIX}"
+        path = self.temporary / f"{len(self._shards)}{SUFFIX}"
         used = {tensor.name: start for tensor, start in self._tensors}
         entries, starts = place([tensor for tensor, _ in self._tensors])
         with replacing(path) as file:
