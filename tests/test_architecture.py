@@ -135,7 +135,7 @@ def test_tests_are_in_matching_folders():
 def test_imports_are_found():
     # Otherwise the tests above would pass if no import was ever found.
     assert "kernels/__init__.py" in imported_files("primitives/_lowering.py")
-    assert "formats/_format.py" in imported_files("formats/_int8.py")
+    assert "formats/_fitted.py" in imported_files("formats/_int8.py")
     assert "dispatch/rules/_registry.py" in imported_files("dispatch/rules/__init__.py")
     assert "arrays/_plain.py" in imported_files("arrays/lora/_structure.py")
     assert imported_files("__init__.py")

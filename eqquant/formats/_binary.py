@@ -4,7 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ._format import bound_scales, divide_blocks, Format, sum_blocks, true_divide
+from ._divide import divide_blocks, true_divide
+from ._format import bound_scales, Format, sum_blocks
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

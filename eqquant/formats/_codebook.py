@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from ._divide import divide_blocks
 from ._fitted import DoubleQuantization, Fit, FittedFormat, LowBitFormat
-from ._format import divide_blocks
 from ._table import count_below, midpoints
 
 

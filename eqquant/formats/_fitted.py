@@ -13,15 +13,8 @@ from jax import lax
 from jaxtyping import Array, Float, Integer
 
 from .._jax import check_one_of
-from ._format import (
-    bound_scales,
-    divide_blocks,
-    Format,
-    max_blocks,
-    square,
-    sum_blocks,
-    true_divide,
-)
+from ._divide import divide_blocks, true_divide
+from ._format import bound_scales, Format, max_blocks, square, sum_blocks
 from ._two_level_scales import (
     integer_scales,
     num_groups,

@@ -368,29 +368,6 @@ def largest_scale(scale_dtype, limit: float, largest: int | float) -> float:
     return float(top)
 
 
-def true_divide(x: Float[Array, "*shape"], by) -> Float[Array, "*shape"]:
-    """Return `x / by`, correctly rounded.
-
-    XLA replaces a division by a constant or a broadcast array by a product with the
-    reciprocal, which can be wrong in the last place. Then `x / x` is not 1, and
-    quantizing a dequantized array is not the identity. The comparison is true for every
-    number. XLA cannot simplify it, and divides.
-    """
-    return x / jnp.where(x == x, jnp.asarray(by, x.dtype), 1)
-
-
-def divide_blocks(
-    blocks: Float[Array, "*lead size"], by: Float[Array, "*lead"]
-) -> Float[Array, "*lead size"]:
-    """Divide each block by its number, or by 1 if the number is zero."""
-    by = jnp.where(by != 0, by, 1).astype(blocks.dtype)[..., None]
-    # CUDA divides correctly by a reciprocal. With `true_divide` it would compute the
-    # reciprocal for each value instead of once per block.
-    return lax.platform_dependent(
-        blocks, by, cuda=lambda x, by: x / by, default=true_divide
-    )
-
-
 def max_blocks(blocks: Shaped[Array, "*lead size"]) -> Shaped[Array, "*lead"]:
     """Return `jnp.max(blocks, -1)`. Long blocks are first reduced to 64 lanes, because
     XLA:CPU vectorises that."""

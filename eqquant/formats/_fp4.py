@@ -6,7 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._format import divide_blocks, Format, true_divide
+from ._divide import divide_blocks, true_divide
+from ._format import Format
 from ._fp8 import to_float8
 from ._scales import PowerOfTwoScales
 from ._table import count_below

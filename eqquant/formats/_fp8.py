@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Integer, UInt8
 
 from .._jax import check_one_of
-from ._format import bound_scales, divide_blocks, Float8, Format, true_divide
+from ._divide import divide_blocks, true_divide
+from ._format import bound_scales, Float8, Format
 
 
 # Mantissa bits, exponent bias, and the code of the largest number.

@@ -4,8 +4,8 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from ._divide import divide_blocks
 from ._fitted import FittedFormat
-from ._format import divide_blocks
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

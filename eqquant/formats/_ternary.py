@@ -7,14 +7,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._jax import check_one_of
-from ._format import (
-    bound_scales,
-    divide_blocks,
-    Format,
-    square,
-    sum_blocks,
-    true_divide,
-)
+from ._divide import divide_blocks, true_divide
+from ._format import bound_scales, Format, square, sum_blocks
 from ._pack import DIGIT
 
 

@@ -10,7 +10,8 @@ from jax import lax
 from jaxtyping import Array, Float, UInt8
 
 from .._jax import check_one_of
-from ._format import bound_scales, divide_blocks, Format, sum_blocks, true_divide
+from ._divide import divide_blocks, true_divide
+from ._format import bound_scales, Format, sum_blocks
 
 
 # The bits of a state: a code, and the codes before it.

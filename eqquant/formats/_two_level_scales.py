@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float16, Int8, Integer, UInt8
 
-from ._format import true_divide
+from ._divide import true_divide
 from ._fp8 import from_float8, to_float8
 from ._scales import power_of_two, ShortScales
 

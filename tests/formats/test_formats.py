@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
+from eqquant.formats._divide import correct_quotient
 from helpers import assert_identical, in_blocks, pairs, sqnr, unpacked
 
 
@@ -118,6 +119,20 @@ def test_int8_rounds_half_to_even():
     w = jnp.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5, -126.5, -127.0]])
     expected = [127, 0, 2, 2, 0, -2, -2, 126, -126, -127]
     assert unpacked(eqquant.quantize(w, "int8"))[0].tolist() == expected
+
+
+@pytest.mark.parametrize("by", [127, 448, 6, "any"])
+def test_quotients_of_cuda_are_corrected(by, rng):
+    # CUDA divides with an error of up to two units in the last place.
+    x = rng.uniform(1, 2, 2**16) * 2.0 ** rng.integers(-40, 40)
+    x = x.astype(np.float32)
+    by = rng.uniform(1, 2, x.size) if by == "any" else np.full(x.size, by)
+    by = by.astype(np.float32)
+    for units in range(-2, 3):
+        near = ((x / by).view(np.int32) + units).view(np.float32)
+        assert_identical(correct_quotient(*map(jnp.asarray, (near, x, by))), x / by)
+    special = jnp.array([np.inf, np.nan, 0])
+    assert_identical(correct_quotient(special, special, jnp.ones(3)), special)
 
 
 def test_int8_of_what_it_decoded_is_the_same_for_every_scale(rng):
