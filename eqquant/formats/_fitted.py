@@ -58,6 +58,11 @@ class FittedFormat(Format):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.unsigned and not self.affine:
+            raise ValueError(
+                f"{type(self).__name__}: affine must be True with unsigned, got False: "
+                "levels from 0 to the highest one need an offset."
+            )
         default = jnp.dtype(type(self).scale_dtype)
         if self.double_quantization and self.scale_dtype == default:
             # 8-bit scales decode to float32.
@@ -147,6 +152,12 @@ class FittedFormat(Format):
     @property
     def has_offsets(self):
         return self.affine
+
+    @property
+    def centred(self):
+        if not self.unsigned:
+            return self, 0
+        return dataclasses.replace(self, unsigned=False), 2 ** (self.bits - 1)
 
     @property
     def shares(self):

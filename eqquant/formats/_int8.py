@@ -34,26 +34,42 @@ class Int8(FittedFormat):
     - `scale_dtype`: the dtype of scales: float32 (whatever the dtype of the weight),
         bfloat16, float16 or float64.
     - `affine`: add an offset to each block, as in [`eqquant.Int4`][].
+    - `unsigned`: use the integers [0, 255] instead, as in [`eqquant.Int4`][].
     """
 
     affine: bool = False
+    unsigned: bool = False
 
     name = "int8"
     bits = 8
     integer_levels = True
-    highest_level = 127
 
     @property
     def lowest_level(self):
+        if self.unsigned:
+            return 0
         return -128 if self.affine else -127
 
     @property
+    def highest_level(self):
+        return 127 + self._shift
+
+    @property
     def largest_level(self):
-        return -self.lowest_level
+        return max(self.highest_level, -self.lowest_level)
+
+    @property
+    def padding_code(self):
+        return -self._shift
+
+    @property
+    def _shift(self) -> int:
+        """A level minus its code."""
+        return 128 if self.unsigned else 0
 
     @property
     def table(self):
-        return range(self.lowest_level, 128)
+        return range(self.lowest_level, self.highest_level + 1)
 
     @property
     def unused_codes(self):
@@ -62,7 +78,7 @@ class Int8(FittedFormat):
     def nearest(self, blocks, scales):
         codes = jnp.round(divide_blocks(blocks, scales))
         codes = jnp.clip(codes, self.lowest_level, self.highest_level)
-        return codes.astype(jnp.int8)
+        return (codes - self._shift).astype(jnp.int8)
 
     def levels(self, codes, dtype):
-        return codes.astype(dtype)
+        return codes.astype(dtype) + self._shift if self._shift else codes.astype(dtype)

@@ -21,14 +21,6 @@ class _Integers(FittedFormat):
 
     integer_levels = True
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.unsigned and not self.affine:
-            raise ValueError(
-                f"{type(self).__name__}: affine must be True with unsigned, got False: "
-                "levels from 0 to the highest one need an offset."
-            )
-
     @property
     def lowest_level(self):
         return 0 if self.unsigned else -(2 ** (self.bits - 1))
@@ -48,12 +40,6 @@ class _Integers(FittedFormat):
     @property
     def table(self):
         return range(self.lowest_level, self.highest_level + 1)
-
-    @property
-    def centred(self):
-        if not self.unsigned:
-            return self, 0
-        return dataclasses.replace(self, unsigned=False), 2 ** (self.bits - 1)
 
     def nearest(self, blocks, scales):
         lowest, highest = self.lowest_level, self.highest_level

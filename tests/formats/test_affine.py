@@ -26,6 +26,7 @@ AFFINE = [
     slow(Int4(affine=True, block_size=64, scale_dtype="bfloat16", fit="search")),
     slow(Int3(affine=True)),
     Int8(block_size=32, affine=True),
+    slow(Int8(block_size=64, affine=True, unsigned=True)),
     slow(Int2(affine=True, block_size=32, fit="least_squares")),
     slow(NF3(affine=True)),
     slow(Codebook((0, 1, 3), affine=True)),
@@ -40,9 +41,9 @@ def q(request, normal):
 def test_values_against_numpy(q):
     format = q.format
     blocks = unpacked(q).astype(int).reshape(*q.scales.shape, -1)
-    # Codes of 8 bits are levels. Other codes are places in the table.
-    first = format.lowest_level if format.bits == 8 else 0
-    levels = np.asarray(format.table, np.float64)[blocks - int(first)]
+    # Codes are places in the table. Codes of 8 bits start at -128.
+    first = -128 if format.bits == 8 else 0
+    levels = np.asarray(format.table, np.float64)[blocks - first]
     part = lambda a: np.asarray(a.astype(jnp.float32), np.float64)[..., None]
     dense = (levels * part(q.scales) + part(q.offsets)).reshape(24, 192)
     np.testing.assert_allclose(q.dequantize(), dense, rtol=1e-6, atol=1e-6)
@@ -76,17 +77,19 @@ def test_products(q, normal):
     assert relative(out, expected) < 1e-4
 
 
-@pytest.mark.parametrize("make", [Int6, Int4, Int2])
+@pytest.mark.parametrize("make", [Int8, Int6, Int4, Int2])
 def test_unsigned_levels(make, normal):
     """The smallest value of a block becomes its offset. Products and gradients equal
     those of the dequantized array."""
-    format = make(32, "float16", "absmax", affine=True, unsigned=True)
+    fit = {} if make is Int8 else {"fit": "absmax"}
+    format = make(32, "float16", affine=True, unsigned=True, **fit)
     assert (format.table[0], format.table[-1]) == (0, 2**format.bits - 1)
     w, x = normal(24, 64) - 3, normal(5, 64)
     q = eqquant.quantize(w, format)
     smallest = np.asarray(w).reshape(24, 2, 32).min(-1)
     assert_identical(q.offsets, smallest.astype(np.float16))
-    assert (unpacked(q).reshape(24, 2, 32).min(-1) == 0).all()
+    lowest = -128 if make is Int8 else 0
+    assert (unpacked(q).reshape(24, 2, 32).min(-1) == lowest).all()
     by_scale = lambda fn: jax.grad(lambda s: fn(q.replace(scales=s)))(q.scales)
     actual = by_scale(lambda q: jnp.sum(jnp.sin(strict(lambda q: x @ q.T)(q))))
     expected = by_scale(lambda q: jnp.sum(jnp.sin(x @ q.dequantize().T)))

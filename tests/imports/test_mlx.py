@@ -1,8 +1,8 @@
 """Compare files with MLX, whose CPU build runs on x86-64: `mx.dequantize` decodes what
 `write_mlx` wrote, and `read_checkpoint` reads what `mx.quantize` made.
 
-`mx.dequantize` rounds both the product and the sum to the dtype of the scales, and
-eqquant rounds once. So affine values are compared in float32, which rounds neither.
+`mx.dequantize` rounds both the product and the sum to the dtype of the scales. eqquant
+computes both in float32. So affine values are compared in float32.
 """
 
 import json
@@ -116,15 +116,22 @@ def test_integers_of_mlx(bits, group, dtype, tmp_path):
 
 @pytest.mark.parametrize("bits, group", AFFINE)
 def test_float32_scales_of_mlx(bits, group, tmp_path):
-    """MLX rounds `code * scale` before it adds the bias, so that only floats have its
-    values."""
+    """MLX rounds `code * scale` before it adds the bias, and so does eqquant. The same
+    codes, scales and biases are written again."""
     folder = made(tmp_path / "made", "affine", group, bits)
-    with pytest.raises(ValueError, match="would be rounded"):
-        read(folder)
     tensors = mx.load(str(folder / "model.safetensors"))
-    found = read(folder, decode=True)
-    values = decoded(tensors, "a", settings_of(folder, "a"))
-    np.testing.assert_array_equal(np.asarray(found), values)
+    settings = settings_of(folder, "a")
+    q = read(folder)
+    assert q.format.unsigned and q.format.bits == bits
+    values = decoded(tensors, "a", settings)
+    np.testing.assert_array_equal(q.dequantize(), values)
+    np.testing.assert_array_equal(jax.jit(eqquant.dequantize)(q), values)
+
+    write_mlx(tmp_path / "again", {"a.weight": q})
+    again = mx.load(str(tmp_path / "again/model.safetensors"))
+    assert settings_of(tmp_path / "again", "a") == settings
+    for name, tensor in tensors.items():
+        assert mx.array_equal(tensor, again[name]).item(), name
 
 
 @pytest.mark.parametrize("mode, group", [("mxfp4", 32), ("nvfp4", 16)])

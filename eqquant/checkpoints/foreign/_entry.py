@@ -16,6 +16,7 @@ from ...formats import (
     abstract_scales,
     Codebook,
     DenseTernary,
+    FittedFormat,
     Format,
     FourBitScales,
     FP8,
@@ -142,7 +143,8 @@ def codes_of_levels(format: Format) -> tuple[Callable, int, int]:
     """Return a function from levels to codes, the lowest and the highest level."""
     lowest = int(format.lowest_level)
     if isinstance(format, Int8):
-        return lambda levels: levels.astype(np.int8), lowest, 127
+        code = lambda level: (level + format.padding_code).astype(np.int8)
+        return code, lowest, format.highest_level
     shift = lambda levels: (levels - lowest).astype(np.uint8)
     return _levels.get(type(format), (shift, lowest, lowest + 2**format.code_bits - 1))
 
@@ -262,20 +264,19 @@ def stored_scales(scales: Any, offsets: Any, format: Format) -> tuple[Any, Any]:
         return _stored_scales(scales, format), None
     with np.errstate(over="ignore"):
         shifts = _float32(offsets).astype(format.scale_dtype)
-    check_exact_sums(scales)
-    if np.any(shifts != offsets):
-        raise NotExact(_rounded)
+    # The offset of unsigned levels is a bias in the file. Libraries also add it to
+    # rounded products. Other offsets are zero points times scales.
+    is_unsigned = isinstance(format, FittedFormat) and format.unsigned
+    is_exact = is_unsigned or have_exact_products(scales)
+    if not is_exact or np.any(shifts != offsets):
+        raise NotExact("has scales and offsets whose float32 sums would be rounded.")
     return _stored_scales(scales, format), shifts
 
 
-_rounded = "has scales and offsets whose float32 sums would be rounded."
-
-
-def check_exact_sums(scales: np.ndarray) -> None:
-    """Raise [`NotExact`][] if float32 scales have more digits than 16-bit scales, so
-    that a library rounds `code * scale` before it adds an offset."""
-    if np.any(scales.view(np.uint32) & _low_bits):
-        raise NotExact(_rounded)
+def have_exact_products(scales: np.ndarray) -> bool:
+    """Return whether float32 scales have no more digits than 16-bit scales. Then
+    products with codes are exact in float32."""
+    return not np.any(scales.view(np.uint32) & _low_bits)
 
 
 def _stored_scales(scales: np.ndarray, format: Format) -> Any:

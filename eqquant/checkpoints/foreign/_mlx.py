@@ -14,7 +14,7 @@ import numpy as np
 
 from ...formats import Format, Int2, Int3, Int4, Int5, Int6, Int8
 from ..files import Source
-from ._entry import check_exact_sums, Entry, from_codes, from_levels
+from ._entry import Entry, from_levels, have_exact_products
 from ._fp4 import mxfp4_entry, nvfp4_entry
 from ._packed import unpack_int32
 from ._parts import find_parts, Parts, SCALE_DTYPES
@@ -97,16 +97,20 @@ def _affine(
 
     def quantized():
         codes, scales, biases = read()
-        half = 2 ** (bits - 1)
-        options: dict[str, Any] = {"block_size": group, "scale_dtype": "float32"}
+        half, make = 2 ** (bits - 1), _formats[bits]
+        options: dict[str, Any] = {"block_size": group, "scale_dtype": dtype.name}
         options |= {"fit": "absmax"} if bits < 8 else {}
-        if np.array_equal(biases, -half * scales):
-            check_exact_sums(scales)
-            levels = codes.astype(np.int16) - np.int16(half)
-            if levels.min(initial=0) > -128:  # Int8 without offsets has no -128.
-                return from_levels(levels, scales, _formats[bits](**options), dtype)
-        format = _formats[bits](**options | {"affine": True})
-        return from_codes(codes, scales, biases.astype(np.float64), format, dtype)
+        levels = codes.astype(np.int16)
+        # Int8 without offsets has no -128.
+        if (
+            np.array_equal(biases, -half * scales)
+            and have_exact_products(scales)
+            and (bits < 8 or levels.min(initial=1))
+        ):
+            return from_levels(levels - half, scales, make(**options), dtype)
+        # The bias is the value of the code 0, and stays as it is.
+        format = make(**options | {"affine": True, "unsigned": True})
+        return from_levels(levels, scales, format, dtype, biases)
 
     kind = f"MLX, {_formats[bits].__name__} in groups of {group}", True
     return parts.entry(shape, dtype, decode, quantized, kind)

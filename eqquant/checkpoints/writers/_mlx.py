@@ -85,7 +85,9 @@ def _affine(matrix: Matrix) -> tuple[dict[str, np.ndarray], str]:
             "with block_size=64."
         )
     format = matrix.q.format
-    lowest = -128 if format.bits == 8 else format.lowest_level
+    lowest = format.lowest_level
+    if format.bits == 8 and not format.has_offsets:
+        lowest = -128  # The lowest code of MLX, which such a weight does not have.
     biases = lowest * matrix.scales.astype(np.float64)
     if matrix.offsets is not None:
         biases += matrix.offsets

@@ -7,12 +7,14 @@ scale + bias`, and rounds the product and the sum in 16 bits.
 
 import json
 
+import eqquant
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Int4, Int8, MXFP4, NVFP4
 from eqquant.checkpoints import read_checkpoint, write_mlx
-from eqquant.checkpoints.files import write_plain
+from eqquant.checkpoints.files import TensorFile, write_plain
 from helpers import assert_identical
 
 
@@ -21,6 +23,7 @@ RNG = np.random.default_rng(0)
 
 
 def save(folder, config=None, **tensors):
+    folder.mkdir(exist_ok=True)
     write_plain(folder / "model.safetensors", tensors, {})
     if config is not None:
         (folder / "config.json").write_text(json.dumps(config))
@@ -122,7 +125,9 @@ def test_affine_of_mlx(dtype, tmp_path):
     named = {f"a.{name}": part for name, part in parts.items()}
     save(tmp_path, {"quantization": AFFINE}, **named)
     q = read_checkpoint(tmp_path)["a.weight"]
-    assert q.format == Int4(block_size=32, affine=True) and q.dtype == dtype
+    format = Int4(block_size=32, scale_dtype=dtype, affine=True, unsigned=True)
+    assert q.format == format and q.dtype == dtype
+    np.testing.assert_array_equal(q.offsets, parts["biases"])
     packed = parts["weight"].view(np.uint8)
     codes = np.stack([packed & 15, packed >> 4], -1).reshape(4, 64)
     scales, biases = (np.float32(parts[n]).repeat(32, 1) for n in ("scales", "biases"))
@@ -130,9 +135,30 @@ def test_affine_of_mlx(dtype, tmp_path):
     np.testing.assert_array_equal(q.dequantize(), expected)
 
 
+def test_scales_of_mlx_with_all_digits(tmp_path):
+    """Products with codes are rounded, and then the sums. Writing the weight gives the
+    same tensors."""
+    numbers = [RNG.standard_normal((4, 2)).astype(np.float32) for _ in range(2)]
+    for bits in (2, 3, 4, 5, 6, 8):
+        weight = random_bytes(4, 64 * bits // 8).view(np.uint32)
+        named = {"a.weight": weight, "a.scales": numbers[0], "a.biases": numbers[1]}
+        settings = AFFINE | {"bits": bits}
+        save(tmp_path / "made", {"quantization": settings}, **named)
+        q = read_checkpoint(tmp_path / "made")["a.weight"]
+        digits = np.unpackbits(weight.view(np.uint8), bitorder="little")
+        codes = digits.reshape(4, 64, bits) @ (1 << np.arange(bits))
+        scales, biases = (x.repeat(32, 1) for x in numbers)
+        expected = np.float32(codes) * scales + biases
+        np.testing.assert_array_equal(q.dequantize(), expected)
+        np.testing.assert_array_equal(jax.jit(eqquant.dequantize)(q), expected)
+        write_mlx(tmp_path / "again", {"a.weight": q})
+        with TensorFile(tmp_path / "again/model.safetensors") as again:
+            assert_identical({name: again.read(name) for name in named}, named)
+
+
 def test_layers_of_mlx_with_their_own_settings(tmp_path):
     first = {f"a.{name}": part for name, part in mlx().items()}
-    scales = RNG.integers(100, 130, (4, 2), np.uint8)
+    scales = RNG.integers(100, 127, (4, 2), np.uint8)
     second = {"b.weight": first["a.weight"], "b.scales": scales}
     third = {"c.weight": first["a.weight"], "c.scales": scales.repeat(2, 1)}
     config = AFFINE | {
@@ -174,7 +200,7 @@ def test_8_bits_with_biases(tmp_path):
     parts = {f"a.{name}": part for name, part in parts.items()}
     save(tmp_path, {"quantization": AFFINE | {"bits": 8}}, **parts)
     found = read_checkpoint(tmp_path)["a.weight"]
-    assert found.format == Int8(block_size=32, affine=True)
+    assert found.format == Int8(32, "float16", affine=True, unsigned=True)
     codes = parts["a.weight"].view(np.uint8)
     scales, biases = (
         np.float32(parts[f"a.{name}"]).repeat(32, 1) for name in ("scales", "biases")
