@@ -40,6 +40,7 @@ FORMATS = {
     "int4": Int4(affine=True),
     "int8": Int8(64, affine=True),
     "int8 rows": Int8(None, affine=True),
+    "int8 unsigned": Int8(64, "bfloat16", affine=True, unsigned=True),
 }
 
 
