@@ -99,8 +99,8 @@ def platforms() -> list[list[str]]:
             "Pallas: Triton, Mosaic",
             f"{gpu['nf4', '16']['dense / eqquant']} times as fast as dense bfloat16 on "
             "H200 (16 rows)",
-            "measured on an H200 and compiled for the others: 4096 x 14336, "
-            "`benchmarks/gpu.py`",
+            "measured on an H200 and an H100, and compiled for the others: 4096 x "
+            "14336, `benchmarks/gpu.py`",
         ],
     ]
 
