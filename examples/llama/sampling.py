@@ -57,14 +57,16 @@ class Sampling:
         logits = logits / self.temperature
         vocabulary = logits.shape[-1]
         count = min(self.top_k or vocabulary, vocabulary)
-        if count == vocabulary and self.top_p == 1:
-            return jax.random.categorical(key, logits)
+        # `jax.random.categorical` draws a number for each token: 1.1 ms for 49,152.
         uniform = jax.random.uniform(key, (*logits.shape[:-1], 1))
         draw = lambda logits, tokens: self._draw(jnp.exp(logits), tokens, uniform)
         if count < vocabulary:
             logits, tokens = lax.top_k(logits, count)
             return draw(jax.nn.log_softmax(logits), tokens)
         logits = jax.nn.log_softmax(logits)
+        if self.top_p == 1:
+            tokens = jnp.arange(vocabulary, dtype=jnp.int32)
+            return draw(logits, jnp.broadcast_to(tokens, logits.shape))
         everything = lambda: draw(*lax.top_k(logits, vocabulary))
         if vocabulary <= _few:
             return everything()
@@ -74,11 +76,11 @@ class Sampling:
         return lax.cond(is_enough, lambda: draw(likely, tokens), everything)
 
     def _draw(self, probabilities, tokens, uniform):
-        """Draw one of the most likely tokens, whose probabilities decrease, by a number
-        between 0 and 1."""
+        """Draw one of `tokens` by a number between 0 and 1. Probabilities decrease, or
+        `top_p` is 1."""
         sums = jnp.cumsum(probabilities, -1)
-        # The most likely token is always included.
-        is_likely = sums - probabilities < self.top_p
+        # The most likely token is always included. Sums can round to more than 1.
+        is_likely = (sums - probabilities < self.top_p) | (self.top_p == 1)
         total = jnp.where(is_likely, probabilities, 0).sum(-1, keepdims=True)
         place = (sums <= uniform * total).sum(-1, keepdims=True)
         place = jnp.minimum(place, is_likely.sum(-1, keepdims=True) - 1)

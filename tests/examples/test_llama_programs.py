@@ -263,33 +263,34 @@ def test_programs_take_a_gguf_file(file, few_documents, tmp_path, monkeypatch, c
     assert "tokens/s" in capsys.readouterr().out
 
 
-def test_a_step_reads_layers_and_cache_in_place():
-    """The program of a token copies nothing of the size of a weight or of the
-    cache."""
-    config = dataclasses.replace(TINY, layers=3, size=256, head_size=64, hidden=1024)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(),
+        slow(GREEDY),
+        slow(Sampling(top_k=40)),
+        slow(Sampling(top_k=40, top_p=1.0)),
+        slow(Sampling(top_p=1.0)),
+    ],
+    ids=str,
+)
+def test_a_step_reads_layers_and_cache_in_place(sampling):
+    """The program of a token copies nothing of the size of a weight, of the cache or
+    of the logits."""
+    config = dataclasses.replace(
+        TINY, layers=3, size=256, head_size=64, hidden=1024, vocabulary=2**15
+    )
 
     def make(key):
-        model = eqquant.quantize_tree(Decoder(config, key=key), "nf4", progress=False)
-        return model, generate.quantize_cache(empty_cache(model, 1, 1024), "int8")
+        return eqquant.quantize_tree(Decoder(config, key=key), "nf4", progress=False)
 
-    model, cache = eqx.filter_eval_shape(make, jax.random.key(0))
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays, static = eqx.partition(model, is_described)
-
-    @strict
-    def extend(model, cache, token, start):
-        hidden, cache = model.extend(token, cache, start)
-        return model.logits(hidden), cache
-
-    step = lambda arrays, *args: extend(eqx.combine(arrays, static), *args)
-    lowered = jax.jit(step, donate_argnums=1).lower(arrays, cache, token, start)
-    text = lowered.compile().as_text()
+    model = eqx.filter_eval_shape(make, jax.random.key(0))
+    generator = generate.Generator(model, 1024, "int8", sampling)
+    text = generator._program(1).as_text()
     if "eqquant_dot" not in text:
         pytest.skip("NATIVE KERNELS NOT RUN")
-    layer = 256 * 1024 // 2
-    assert layer > 2**16 and not large_copies(text)
+    weight, logits = 256 * 1024 // 2, 4 * config.vocabulary
+    assert min(weight, logits) > 2**16 and not large_copies(text)
 
 
 @pytest.mark.slow
