@@ -1,6 +1,6 @@
-"""Products of very large and very small numbers by one row, whose results are checked.
+"""Products of very large and very small numbers.
 
-`test_cpu.py` has products by more rows, whose operands are checked.
+`test_cpu.py` has products by each kernel.
 """
 
 from typing import Any
@@ -26,3 +26,16 @@ def test_one_row(format, contract_rows, normal):
             assert relative(got, expected) < 1e-2
         else:
             assert (got == 0).all()
+
+
+@pytest.mark.parametrize("rows", [4, 64])
+@pytest.mark.parametrize("contract_rows", [False, True])
+@pytest.mark.parametrize("format", ["nf4", "int8", "ternary"])
+def test_two_small_operands(format, contract_rows, rows, normal):
+    q: Any = eqquant.quantize(normal(96, 128), format)
+    x = normal(rows, 96 if contract_rows else 128) * np.float32(1e-18)
+    w = q.replace(scales=q.scales * np.float32(1e-18))
+    weight = np.asarray(w.dequantize(), np.float64)
+    expected = np.asarray(x, np.float64) @ (weight if contract_rows else weight.T)
+    # Terms of sums near 1e-36 may be subnormal, and lose 1e-38.
+    assert relative(x @ w if contract_rows else x @ w.T, expected) < 1e-3

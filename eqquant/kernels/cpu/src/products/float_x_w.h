@@ -207,6 +207,11 @@ inline void run_x_w(const Product& p, const char* scratch, int64_t begin, int64_
   with_codes(p, [&](auto bits) { run_x_w_bits<bits>(p, plain_x(p, scratch), begin, end); });
 }
 
-constexpr Routine float_x_w_routine = {prepare_plain, run_x_w, plain_scratch, always<64>};
+inline void prepare_x_w(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  check_rows(p, begin, end);
+  prepare_plain(p, scratch, begin, end);
+}
+
+constexpr Routine float_x_w_routine = {prepare_x_w, run_x_w, plain_scratch, always<64>};
 
 EQQUANT_END

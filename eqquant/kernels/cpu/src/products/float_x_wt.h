@@ -25,6 +25,7 @@ inline int64_t x_wt_scratch(const Product& p) {
   return fits_transposed_panels(p) ? plain_scratch(p) : activation_scratch(p);
 }
 inline void prepare_x_wt(const Product& p, char* scratch, int64_t begin, int64_t end) {
+  check_rows(p, begin, end);
   const auto prepare = fits_transposed_panels(p) ? prepare_plain : prepare_activation;
   prepare(p, scratch, begin, end);
 }

@@ -88,7 +88,7 @@ inline void prepare(const Product& p, char* scratch, int64_t begin, int64_t end)
     const float* x = activation.row(i);
     int8_t* parts = int8_in(scratch) + i * p.parts * layout.row;
     RowUnit& row = units_in(p, layout, scratch)[i];
-    const Units units(absmax_of(x, columns), 127);
+    const Units units(check_row(p, x), 127);
     row.unit = units.unit;
     for (int part = 0; part < p.parts; part++) {
       int8_t* const of = parts + part * layout.row;

@@ -6,6 +6,7 @@
 #include <memory>
 
 #include "products/float_activation.h"
+#include "runtime/absmax.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -40,6 +41,13 @@ inline void prepare_plain(const Product& p, char* scratch, int64_t begin, int64_
 }
 inline const float* plain_x(const Product& p, const char* scratch) {
   return static_cast<const float*>(p.bfloat16_x ? scratch : p.x);
+}
+
+// Reports rows out of range in the same way as rounding kernels, unless results are checked.
+inline void check_rows(const Product& p, int64_t begin, int64_t end) {
+  if (p.checks_results()) return;
+  Activation activation(p);
+  for (int64_t i = begin; i < end; i++) check_row(p, activation.row(i));
 }
 
 // The arithmetic of a panel. Its element type provides:

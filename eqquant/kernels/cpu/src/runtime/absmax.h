@@ -1,10 +1,11 @@
-// The largest magnitude of floats, and the unit in which they are rounded to integers.
+// The largest magnitude of floats, its check, and the unit in which floats are rounded to integers.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 
+#include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -20,6 +21,16 @@ inline float absmax_of(const float* x, int64_t size) {
   }
   float absmax;
   std::memcpy(&absmax, &most, sizeof absmax);
+  return absmax;
+}
+
+// Returns the largest magnitude of a row of the activation. If kernels are inaccurate for rows of this magnitude, sets
+// the flag of the product (range.h). Zeros, infinity and NaN are usual.
+inline float check_row(const Product& p, const float* row) {
+  const float absmax = absmax_of(row, p.contracted());
+  uint32_t bits;
+  std::memcpy(&bits, &absmax, sizeof bits);
+  if (is_out_of_range(bits)) p.unusual->store(true, std::memory_order_relaxed);
   return absmax;
 }
 

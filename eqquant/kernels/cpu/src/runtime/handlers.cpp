@@ -1,5 +1,6 @@
 // The handlers that XLA calls: they check operands and distribute the work.
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <iterator>
 #include <string>
@@ -263,19 +264,18 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     q.scales = p.scales.from(scales_before, q.blocks);
     if (has_offsets) q.offsets = p.offsets.from(scales_before, q.blocks);
     q.y = y->typed_data() + i * q.m * out;
-    RowFlags unusual(q.m);
-    // Rows with unusual results are found before offsets are added.
+    std::atomic<bool> unusual = false;
+    q.unusual = &unusual;
     const auto prepare = [&](int64_t begin, int64_t end) {
       routine->prepare(q, space, begin, end);
       if (has_offsets) of_offsets.prepare(q, sums, begin, end);
-      if (!checks_results(q)) find_unusual_rows(q, begin, end, unusual);
     };
     const auto add_offsets = [&](int64_t begin, int64_t end) {
       if (has_offsets) of_offsets.run(q, sums, begin, end);
     };
     const auto multiply = [&](int64_t begin, int64_t end) {
       run_units(*routine, q, space, begin, end);
-      if (checks_results(q)) find_unusual_results(q, begin, end, unusual);
+      if (q.checks_results()) check_results(q, begin, end);  // Before offsets are added.
       add_offsets(begin, end);
     };
     if (alone) {
@@ -285,7 +285,8 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
       parallel_for(pool, q.m, 16, prepare);
       parallel_for(pool, units, grain, multiply);
     }
-    const InRange again(q, unusual);
+    if (!may_be_out_of_range(q)) return;
+    const InRange again(q);
     if (!again.is_needed()) return;
     again.run(*routine);
     add_offsets(0, units);

@@ -2,12 +2,21 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 #include <vector>
 
 namespace eqquant {
+
+// Kernels are accurate for rows with a largest value between 2^-64 and 2^64.
+constexpr int largest_exponent = 64;
+// True if these bits of a largest magnitude are out of this range. Zero, infinity and NaN are not.
+inline bool is_out_of_range(uint32_t magnitude) {
+  constexpr uint32_t least = uint32_t{127 - largest_exponent} << 23, most = uint32_t{128 + largest_exponent} << 23;
+  return magnitude - least >= most - least && magnitude - 1 < (uint32_t{255} << 23) - 1;
+}
 
 // The type of stored scales. `low_nibble` and `high_nibble` are half a byte, as GGUF's Q2_K stores scales and
 // minima; `exponent` is a biased power of two (E8M0), and `float8` is E4M3.
@@ -77,10 +86,14 @@ struct Product {
   int parts;              // 1 or 2: the number of int8 parts of a value of the activation
   // The approximate common divisor of levels; 0 for a fraction of the largest level.
   float level_unit;
+  // Set if results may be inaccurate because of very large or very small numbers (range.h).
+  std::atomic<bool>* unusual;
 
   int planes() const { return 8 / bits; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
+  // True if few results are checked for numbers out of range, because that takes less time than operands.
+  bool checks_results() const { return m <= blocks; }
   // Values per row of the activation.
   int64_t contracted() const { return contract_rows ? rows : columns(); }
   int64_t x_size() const { return bfloat16_x ? 2 : 4; }
@@ -116,7 +129,7 @@ inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 12), 0, 3);
 }
 
-// One way to compute products: `prepare` for each row of the activation, then `run` for each unit of the
+// One way to compute products: `prepare` for each row of the activation, which calls `check_row`, then `run` for each unit of the
 // result (rows of the weight, or bytes of all rows in x @ w). Several threads may call both on disjoint
 // ranges.
 struct Routine {

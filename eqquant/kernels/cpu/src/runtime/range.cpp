@@ -14,9 +14,7 @@ EQQUANT_TARGET_BEGIN(EQQUANT_FEATURES)
 namespace eqquant {
 namespace {
 
-// Kernels are accurate for rows with a largest value between 2^-64 and 2^64.
-constexpr int most = 64;
-constexpr uint32_t least_usual = (127 - most) << 23, infinity = 255u << 23;
+constexpr uint32_t least_usual = (127 - largest_exponent) << 23, infinity = 255u << 23;
 
 // The bits of a magnitude. Their order equals the order of magnitudes, and NaN is the largest. Loops over bits become
 // vector instructions.
@@ -39,12 +37,10 @@ uint32_t largest_of(const float* values, int64_t size) {
 }
 
 // Returns the exponent of the largest magnitude; 0 if all values are 0, or one is not finite.
-int exponent_of(uint32_t largest) {
+int exponent_of(const float* values, int64_t size) {
+  const uint32_t largest = largest_of(values, size);
   return largest && largest < infinity ? static_cast<int>(largest >> 23) - 127 : 0;
 }
-int exponent_of(const float* values, int64_t size) { return exponent_of(largest_of(values, size)); }
-
-bool is_large(int exponent) { return std::abs(exponent) > most; }
 
 // True if no value of the type is tiny or large: the products of two such values are in the range of the kernels.
 bool is_bounded(ScaleType type) {
@@ -68,50 +64,52 @@ bool are_usual(const Product& p) {
       least = std::min(least, value - 1);  // 0 wraps around.
     }
   }
-  return least + 1 >= least_usual && largest <= (127u + most) << 23;
+  return least + 1 >= least_usual && largest <= (127u + largest_exponent) << 23;
 }
 
 }  // namespace
 
-void find_unusual_results(const Product& p, int64_t begin, int64_t end, RowFlags& rows) {
+void check_results(const Product& p, int64_t begin, int64_t end) {
   const int64_t row = p.contract_rows ? p.columns() : p.rows;
-  for (int64_t i = 0; i < p.m; i++) {
-    const float* y = p.y + i * row;
-    bool found = false;
-    if (!p.contract_rows)
-      found = is_any_unusual(y + begin, end - begin);
-    else
-      for_each_run(p, begin, end, [&](int64_t logical, int64_t, int64_t length) {
-        found |= is_any_unusual(y + logical, length);
-      });
-    if (found) rows[i].store(true, std::memory_order_relaxed);
+  bool found = false;
+  if (end - begin == (p.contract_rows ? p.packed : p.rows)) {
+    found = is_any_unusual(p.y, p.m * row);
+  } else {
+    for (int64_t i = 0; i < p.m; i++) {
+      const float* y = p.y + i * row;
+      if (!p.contract_rows)
+        found |= is_any_unusual(y + begin, end - begin);
+      else
+        for_each_run(p, begin, end, [&](int64_t logical, int64_t, int64_t length) {
+          found |= is_any_unusual(y + logical, length);
+        });
+    }
   }
+  if (found) p.unusual->store(true, std::memory_order_relaxed);
 }
 
-void find_unusual_rows(const Product& p, int64_t begin, int64_t end, RowFlags& rows) {
-  Activation activation(p);
-  for (int64_t i = begin; i < end; i++)
-    if (is_large(exponent_of(activation.row(i), p.contracted())))
-      rows[i].store(true, std::memory_order_relaxed);
+bool may_be_out_of_range(const Product& p) {
+  const bool found = p.unusual->load(std::memory_order_relaxed);
+  return p.checks_results() ? found : found || !are_usual(p);
 }
 
-InRange::InRange(const Product& p, const RowFlags& unusual) : scaled(p) {
+InRange::InRange(const Product& p) : scaled(p) {
   const int64_t size = p.contracted();
   Activation activation(p);
-  bool any = !checks_results(p), needed = false;
+  // Kernels may check products of rows and scales.
+  bool all_zero = true, needed = !p.checks_results() && p.unusual->load(std::memory_order_relaxed);
   for (int64_t i = 0; i < p.m; i++) {
-    if (!unusual[i].load(std::memory_order_relaxed)) continue;
-    // The results of zeros are zeros.
     const uint32_t largest = largest_of(activation.row(i), size);
-    any |= largest > 0;
-    needed |= is_large(exponent_of(largest));
+    all_zero &= largest == 0;
+    needed |= is_out_of_range(largest);
   }
-  if (!any || (!needed && are_usual(p))) return;
+  // The results of zeros are zeros.
+  if (all_zero || (!needed && are_usual(p))) return;
   std::vector<float> buffer(p.scale_buffer(1));
   of_w.resize(p.rows);
   for (int64_t j = 0; j < p.rows; j++) {
     of_w[j] = exponent_of(scales_of(p, j, 1, buffer.data()), p.blocks);
-    needed |= is_large(of_w[j]);
+    needed |= std::abs(of_w[j]) > largest_exponent;
   }
   if (!needed) return;
   of_x.resize(p.m);

@@ -7,6 +7,7 @@
 
 #include "decode/scales.h"
 #include "microkernels/amx/x_wt.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -30,6 +31,7 @@ class Bfloat16Element {
   bool low_parts() const { return false; }
 
   void round(const Layout<uint16_t>& layout, int64_t, const float* x, uint16_t* row, int64_t) {
+    check_row(p, x);
     layout.for_each_run([&](int64_t logical, int64_t place, int64_t length) {
       for (int64_t j = 0; j < length; j += 16) {
         const __mmask16 some = first(length - j);

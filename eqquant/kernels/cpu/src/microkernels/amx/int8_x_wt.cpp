@@ -60,7 +60,7 @@ class Int8Element {
 
   void round(const Layout<int8_t>& layout, int64_t i, const float* x, int8_t* row,
              int64_t stride) {
-    const Units of(absmax_of(x, p.columns()), largest_of(p.parts));
+    const Units of(check_row(p, x), largest_of(p.parts));
     units[i] = of.unit;
     const __m512 per_unit = _mm512_set1_ps(of.per_unit);
     layout.for_each_run([&](int64_t logical, int64_t place, int64_t length) {

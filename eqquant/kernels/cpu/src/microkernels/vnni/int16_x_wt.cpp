@@ -119,7 +119,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     const float* x = activation.row(i);
     const int64_t in_group = i % most_at_once, stride = group_of(p, i) * (chunk / 2);
     int16_t* row = int16_in(scratch) + (i - in_group) * row_size(p) + in_group * (chunk / 2);
-    const float absmax = absmax_of(x, p.columns());
+    const float absmax = check_row(p, x);
     units_in(p, row_size(p), scratch)[i] = round_to_int16(
         absmax, most, [&](float per_unit) { round_row(p, x, per_unit, row, stride); },
         [&] { return norm_of_lanes(row, stride, chunks_of(p) * steps_of(p), steps); });
