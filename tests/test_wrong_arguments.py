@@ -89,6 +89,14 @@ CALLS = {
         lambda stats: allocated(stats, 40_000.5),
         ("allocate: budget is 40000.5", "a whole number of bytes"),
     ),
+    "a budget that is not a number": (
+        lambda stats: allocated(stats, float("nan")),
+        ("allocate: budget is nan", "a whole number of bytes"),
+    ),
+    "a budget without a limit": (
+        lambda stats: allocated(stats, float("inf")),
+        ("allocate: budget is inf", "a whole number of bytes"),
+    ),
     "a budget in words": (
         lambda stats: allocated(stats, "1 GB"),
         ("allocate: budget is '1 GB'", "an int or a float"),
@@ -100,6 +108,14 @@ CALLS = {
     "one instance for formats": (
         lambda stats: allocated(stats, formats=eqquant.NF4()),
         ("formats is NF4(block_size=64)", "a sequence of", "Pass a list"),
+    ),
+    "a class in a list of formats": (
+        lambda stats: allocated(stats, formats=[eqquant.NF4]),
+        (
+            "formats is the list [<class 'eqquant.NF4",
+            "of Format or str",
+            "mean `NF4()`?",
+        ),
     ),
     "a model for statistics": (
         lambda _: allocated(MODEL),
@@ -148,6 +164,10 @@ CALLS = {
     "a model of another structure": (
         lambda _: eqquant.report(QUANTIZED, MODEL.layers[0]),
         ("original must be", "layers.0.weight is in model only", "Pass the model"),
+    ),
+    "a function instead of a model": (
+        lambda _: eqquant.report(fn),
+        ("report: model is the function fn", "a pytree with floating-point arrays"),
     ),
     "swapped models": (
         lambda _: eqquant.report(MODEL, QUANTIZED),

@@ -53,7 +53,7 @@ from ._compat import (
 from ._dtypes import wide_dtype
 from ._eager import define_impl
 from ._gpu import GPU, gpu_device, gpus, has_gpu_compiler
-from ._messages import check_one_of, given, is_class_of, not_accepted, wrong
+from ._messages import check_one_of, counted, given, is_class_of, not_accepted, wrong
 from ._pipeline import pipeline
 from ._rowwise import rowwise
 from ._typing import typed

@@ -61,6 +61,11 @@ def given(value: Any) -> str:
     return f"the {kind} {value!r}" if short else _with_article(kind)
 
 
+def counted(count: int, one: str, several: str) -> str:
+    """Return a number and its noun: `counted(2, "array", "arrays")` is "2 arrays"."""
+    return f"{count:,} {one if count == 1 else several}"
+
+
 def is_class_of(value: Any, *classes: type) -> TypeGuard[type]:
     """Return whether a value is a class whose instances are accepted."""
     return isinstance(value, type) and issubclass(value, classes)
@@ -134,5 +139,9 @@ def _advice(value: Any, options: Sequence) -> str:
     if accepts_array and not jax.tree_util.all_leaves([value]):
         return "Functions with names that end in `_tree` accept whole models."
     if [get_origin(option) for option in options] == [Sequence]:
-        return "Pass a list, also for one item."
+        if not isinstance(value, list | tuple):
+            return "Pass a list, also for one item."
+        items = [o for o in _options(get_args(options[0])[0]) if isinstance(o, type)]
+        wrong_items = (v for v in value if is_class_of(v, *items))
+        return next((f"Did you mean `{v.__name__}()`?" for v in wrong_items), "")
     return ""

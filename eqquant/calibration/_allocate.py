@@ -261,7 +261,7 @@ def _chosen(options: tuple[Options, ...], others: int, budget: int) -> Allocatio
 
 
 def _whole_bytes(budget: Any) -> int:
-    if isinstance(budget, bool) or budget != int(budget):
+    if isinstance(budget, bool) or budget % 1 != 0:
         raise ValueError(wrong(_caller, "budget", budget, "a whole number of bytes"))
     return int(budget)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._jax import typed, warn
+from .._jax import counted, typed, warn
 from ..arrays import is_quantized
 from ..trees import check_forward, choose
 from ._collect import collect
@@ -135,8 +135,8 @@ def _warn_of_data(stats: Mapping[str, WeightStatistics]) -> None:
         )
     if few:
         warn(
-            f"{_caller}: {len(few)} weights have fewer rows than inputs, such as "
-            f"{few[0]}. GPTQ then fits the data rather than its distribution. Use more "
-            "batches.",
+            f"{_caller}: {counted(len(few), 'weight has', 'weights have')} fewer rows "
+            f"than inputs, such as {few[0]}. GPTQ then fits the data rather "
+            "than its distribution. Use more batches.",
             UserWarning,
         )

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from .._jax import warn
+from .._jax import counted, warn
 from ._size import bytes_as, likely_axes, row_size
 
 
@@ -13,10 +13,15 @@ def warn_of_quantized(choices: Sequence[Any], leaves: Sequence, caller: str) -> 
     others = [c for c in choices if leaves[c.index].format != c.format]
     if others:
         first = others[0]
+        skipped = counted(
+            len(others),
+            "array is quantized already and is skipped",
+            "arrays are quantized already and are skipped",
+        )
         warn(
-            f"{caller}: {len(others)} arrays are quantized already and are skipped, "
-            f"such as {first.path or 'the array'} in {leaves[first.index].format!r}. "
-            "Dequantize them first, with `eqquant.dequantize_tree`.",
+            f"{caller}: {skipped}, such as {first.path or 'the array'} in "
+            f"{leaves[first.index].format!r}. Dequantize them first, with "
+            "`eqquant.dequantize_tree`.",
             UserWarning,
         )
 
@@ -34,8 +39,9 @@ def warn_of_larger(choices: Sequence[Any], leaves: Sequence, caller: str) -> Non
             f" Name the axes that its product contracts, probably {axes}: "
             f"`rules={{{first.path!r}: ({first.format.name!r}, {axes})}}`."
         )
+    arrays = counted(len(larger), "array", "arrays")
     warn(
-        f"{caller}: quantization makes {len(larger)} arrays larger, such as "
+        f"{caller}: quantization makes {arrays} larger, such as "
         f"{first.path or 'the array'} of shape {tuple(leaf.shape)}: "
         f"{leaf.size * leaf.dtype.itemsize:,} bytes become {new:,} as "
         f"{first.format!r}, because rows along axis {first.axis} have "

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._jax import typed
+from .._jax import typed, wrong
 from ..arrays import ImplicitArray, is_implicit, is_quantized
 from ..formats import as_format, Format
 from ._calibration import AbstractCalibration
@@ -231,9 +231,9 @@ def report(
 
     **Raises:**
 
-    `ValueError` if `original` and `model` have different structures; if `calibration`
-    or `fn` is given without `original`; if only one of `fn` and `batches` is given; or
-    if there are no batches.
+    `ValueError` if `model` has no arrays; if `original` and `model` have different
+    structures; if `calibration` or `fn` is given without `original`; if only one of
+    `fn` and `batches` is given; or if there are no batches.
     """
     if calibration is not None and original is None:
         raise ValueError("report: calibration requires original, to compute errors.")
@@ -254,6 +254,9 @@ def report(
         for site, source in zip(found, sources, strict=True)
         if is_implicit(site.leaf) or eqx.is_inexact_array(site.leaf)
     ]
+    if not rows:
+        accepted = "a pytree with floating-point arrays or quantized arrays"
+        raise ValueError(wrong("report", "model", model, accepted))
     if fn is None or batches is None:
         return Report(tuple(rows))
     error = results_error(fn, model, original, batches, "report")
