@@ -18,6 +18,7 @@ from ._load_quantized import load_quantized
 from ._save import save
 from .foreign import read_checkpoint
 from .writers import (
+    quantize_in_tiles,
     quantize_with_zero_points,
     write_bitsandbytes,
     write_compressed_tensors,
@@ -37,6 +38,7 @@ __all__ = [
     "load_metadata",
     "load_quantized",
     "quantize_checkpoint",
+    "quantize_in_tiles",
     "quantize_with_zero_points",
     "read_checkpoint",
     "save",

@@ -36,9 +36,8 @@ def arrays(bits, group):
     yield "symmetric", eqquant.quantize(weight("bfloat16"), INTEGERS[bits](**options))
     format = INTEGERS[bits](affine=True, **options)
     yield "affine", eqquant.quantize(weight("bfloat16"), format)
-    if bits < 8:
-        q = quantize_with_zero_points(weight(), bits, block_size=group)
-        yield "zero_points", q
+    q = quantize_with_zero_points(weight(), bits, block_size=group)
+    yield "zero_points", q
 
 
 def read(folder, **options) -> Any:

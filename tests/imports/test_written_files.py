@@ -4,10 +4,10 @@ import json
 
 import eqquant
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.checkpoints import (
+    quantize_in_tiles,
     quantize_with_zero_points,
     read_checkpoint,
     write_compressed_tensors,
@@ -25,14 +25,6 @@ def weight(dtype="float32"):
     return jax.random.normal(jax.random.key(0), (ROWS, COLUMNS)).astype(dtype)
 
 
-def tiled_fp8(dtype):
-    """Quantize to FP8 with the same scale for 128 rows."""
-    w = weight(dtype)
-    q = eqquant.quantize(w, eqquant.FP8(block_size=128))
-    scales = [jnp.broadcast_to(s.max(0), s.shape) for s in jnp.split(q.scales, [128])]
-    return eqquant.quantize(w, q.format, scales=jnp.concatenate(scales))
-
-
 def quantized(dtype):
     """Return an array for each layout."""
     to = lambda *args, **kwargs: eqquant.quantize(weight(dtype), *args, **kwargs)
@@ -48,10 +40,11 @@ def quantized(dtype):
         "int3": to(eqquant.Int3(block_size=64)),
         "int2": to(eqquant.Int2(block_size=64)),
         "int4_affine": quantize_with_zero_points(weight(dtype), 4, block_size=128),
+        "int8_affine": quantize_with_zero_points(weight(dtype), 8, block_size=128),
         "int3_affine": quantize_with_zero_points(weight(dtype), 3, block_size=32),
         "fp8_rows": to("fp8"),
         "fp8_tensor": to("fp8", axis=(0, 1)),
-        "fp8_tiles": tiled_fp8(dtype),
+        "fp8_tiles": quantize_in_tiles(weight(dtype)),
         "mxfp4": to("mxfp4"),
         "nvfp4": to("nvfp4", axis=(0, 1)),
     }
@@ -140,8 +133,6 @@ def test_gptqmodel_dequantizes_the_same_bits(bits, symmetric, tmp_path):
     from gptqmodel.utils.model import convert_gptq_v1_to_v2_format_module
     from safetensors.torch import load_file
 
-    if not symmetric and bits == 8:
-        pytest.skip("Int8 has no offsets")
     formats = {2: eqquant.Int2, 3: eqquant.Int3, 4: eqquant.Int4, 8: eqquant.Int8}
     if symmetric:
         format = formats[bits](block_size=32, scale_dtype="float16")

@@ -18,6 +18,7 @@ from ._gguf_file import (
     write_gguf_tensors as write_gguf_tensors,
 )
 from ._gptq import GPTQ as GPTQ, write_gptq as write_gptq
+from ._in_tiles import quantize_in_tiles as quantize_in_tiles
 from ._library import Library as Library, NotHeld as NotHeld, Packed as Packed
 from ._mlx import MLX as MLX, write_mlx as write_mlx
 from ._write import (

@@ -21,6 +21,7 @@ from ...formats import (
 )
 from ..files import Path
 from ..leaves import MAX_SHARD_SIZE
+from ._in_tiles import TILE
 from ._library import (
     as_matrix,
     check_block,
@@ -39,7 +40,6 @@ from ._write import write_model
 
 Activations = Literal["auto", "float", "int8", "fp8"]
 _integers = (Int2, Int3, Int4, Int5, Int6, Int8)
-_tile = 128
 
 
 class CompressedTensors(Library):
@@ -187,8 +187,8 @@ def _fp8(matrix: Matrix, activations: str) -> _Layout:
         words = f"per {strategy}"
     else:
         scales, strategy = _tiles(matrix, scales), "block"
-        others = {"block_structure": (_tile, _tile)}
-        words = f"by blocks of {_tile} x {_tile}"
+        others = {"block_structure": (TILE, TILE)}
+        words = f"by blocks of {TILE} x {TILE}"
     tensors = {"weight": matrix.codes.view(jnp.float8_e4m3fn), "weight_scale": scales}
     inputs = _per_token["fp8" if activations == "fp8" else "float"]
     weights = _arguments(8, "float", strategy, **others)
@@ -197,13 +197,13 @@ def _fp8(matrix: Matrix, activations: str) -> _Layout:
 
 def _tiles(matrix: Matrix, scales: np.ndarray) -> np.ndarray:
     """Return the scale of each tile of 128 rows and 128 columns."""
-    tiles = scales[::_tile]
-    same = np.repeat(tiles, _tile, axis=0)[: len(scales)] == scales
-    if matrix.block != _tile or not np.all(same):
+    tiles = scales[::TILE]
+    same = np.repeat(tiles, TILE, axis=0)[: len(scales)] == scales
+    if matrix.block != TILE or not np.all(same):
         raise NotHeld(
             f"has FP8 in blocks of {matrix.block} columns; the library has one scale "
-            f"per row, tensor, or tile of {_tile} rows and {_tile} columns. Quantize "
-            "it with block_size=None."
+            f"per row, tensor, or tile of {TILE} rows and {TILE} columns. Quantize "
+            "it with block_size=None, or with eqquant.checkpoints.quantize_in_tiles."
         )
     return np.ascontiguousarray(tiles)
 
@@ -292,7 +292,8 @@ def write_compressed_tensors(
         `pack-quantized`. Offsets must be zero points: see
         [`eqquant.checkpoints.quantize_with_zero_points`][].
     - [`eqquant.FP8`][] per channel, per tensor, or with equal scales in tiles of
-        128 x 128 becomes `float-quantized`.
+        128 x 128 (see [`eqquant.checkpoints.quantize_in_tiles`][]) becomes
+        `float-quantized`.
     - [`eqquant.MXFP4`][] becomes `mxfp4-pack-quantized`.
     - [`eqquant.NVFP4`][] that was quantized with `axis=(0, 1)`, which gives one
         float32 factor per tensor, becomes `nvfp4-pack-quantized`.

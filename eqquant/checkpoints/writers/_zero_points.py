@@ -8,18 +8,18 @@ from jaxtyping import Array, Float
 
 from ..._jax import typed
 from ...arrays import QuantizedArray
-from ...formats import Int2, Int3, Int4, Int5, Int6
+from ...formats import Int2, Int3, Int4, Int5, Int6, Int8
 from ..files import to_numpy
 from ..foreign import from_codes
 
 
-_formats = {2: Int2, 3: Int3, 4: Int4, 5: Int5, 6: Int6}
+_formats = {2: Int2, 3: Int3, 4: Int4, 5: Int5, 6: Int6, 8: Int8}
 
 
 @typed
 def quantize_with_zero_points(
     array: Float[Array, "*lead size"] | Float[np.ndarray, "*lead size"],
-    bits: Literal[2, 3, 4, 5, 6] = 4,
+    bits: Literal[2, 3, 4, 5, 6, 8] = 4,
     *,
     block_size: int | None = 128,
 ) -> QuantizedArray:
@@ -83,7 +83,7 @@ def quantize_with_zero_points(
     format = _formats[bits](
         block_size=block_size if block < size else None,
         scale_dtype="float32",
-        fit="absmax",
         affine=True,
+        **{} if bits == 8 else {"fit": "absmax"},
     )
     return from_codes(codes, scales, -zeros * scales, format, array.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from eqquant import Int3, Int4, Int8
 from eqquant.checkpoints import (
+    quantize_in_tiles,
     quantize_with_zero_points,
     read_checkpoint,
     write_compressed_tensors,
@@ -52,12 +53,15 @@ ARRAYS = {
         eqquant.quantize(weight(), "nvfp4", axis=(0, 1)),
         eqquant.quantize(weight(), "int8", activations="int8"),
         quantize_with_zero_points(weight(), 4),
+        quantize_with_zero_points(weight(), 8),
+        quantize_in_tiles(weight()),
     ],
     write_gptq: [
         *packed(Int4(**SHORT)),
         *packed(Int8(block_size=64, **SHORT)),
         *packed(Int3(block_size=32)),
         quantize_with_zero_points(weight(), 2),
+        quantize_with_zero_points(weight(), 8),
     ],
     write_mlx: [
         *packed(*(f(block_size=64, **SHORT) for f in (eqquant.Int2, Int3, Int4, Int5))),
@@ -265,7 +269,33 @@ def load_shapes(folder):
         return {name: tensor.shape for name, tensor in source.tensors.items()}
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("shape", [(256, 256), (300, 128), (3, 130, 200), (1, 1)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_one_scale_for_each_tile(shape, dtype):
+    w = jax.random.normal(jax.random.key(0), shape).astype(dtype)
+    w = w.at[..., :128, :128].multiply(100)
+    q = quantize_in_tiles(w)
+    assert q.format == eqquant.FP8(block_size=128) and q.dtype == dtype
+    *_, rows, columns = shape
+    for i in range(0, rows, 128):
+        for j in range(0, columns, 128):
+            tile = np.asarray(w[..., i : i + 128, j : j + 128], np.float32)
+            largest = np.abs(tile).max((-2, -1), keepdims=True)
+            scales = np.asarray(q.scales[..., i : i + 128, j // 128, None])
+            np.testing.assert_allclose(
+                scales, np.broadcast_to(largest / 448, scales.shape), rtol=1e-6
+            )
+    # Half a step of a float with 3 mantissa bits, and the rounding to the dtype.
+    error = np.abs(values(q) - np.asarray(w, np.float32))
+    steps = {"float32": 2**-4, "bfloat16": 2**-4 + 2**-8}[dtype]
+    subnormal = np.asarray(q.scales, np.float32).max() * 2**-10
+    assert (error <= np.abs(np.asarray(w, np.float32)) * steps + subnormal).all()
+    assert (values(quantize_in_tiles(w * 0)) == 0).all()
+    with pytest.raises(TypeError, match="array"):
+        quantize_in_tiles(w.reshape(-1))
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_zero_points_are_nearest(bits, dtype):
     w = weight(8, 96, dtype)
