@@ -6,7 +6,7 @@ from jaxtyping import Array, Float
 
 from ..._jax import typed
 from ...arrays import quantize, QuantizedArray
-from ...formats import FP8
+from ...formats import float_scales, FP8
 
 
 TILE = 128
@@ -51,7 +51,7 @@ def quantize_in_tiles(
     [`eqquant.quantize`][].
     """
     format = FP8(block_size=TILE)
-    scales = quantize(array, format).scales
+    scales = float_scales(quantize(array, format).scales)
     *lead, rows, blocks = scales.shape
     padding = [(0, 0)] * len(lead) + [(0, -rows % TILE), (0, 0)]
     tiles = jnp.pad(scales, padding).reshape(*lead, -1, TILE, blocks).max(-2)
