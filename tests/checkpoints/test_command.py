@@ -202,5 +202,6 @@ def test_the_command_prints_the_rules_for_kernels(capsys):
     out = capsys.readouterr().out
     assert out.startswith(cpu.status()) and cpu.describe_rules() in out
     assert main(["kernels"]) == 0
-    rules = capsys.readouterr().out.splitlines()[3:]
-    assert set(rules) <= set(cpu.describe_rules().splitlines())
+    rules, _, limits = capsys.readouterr().out.partition("Limits within kernels:\n\n")
+    assert set(rules.splitlines()[3:]) <= {"", *cpu.describe_rules().splitlines()}
+    assert limits.rstrip() == cpu.describe_limits()

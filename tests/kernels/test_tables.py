@@ -33,10 +33,26 @@ def with_tables(text: str) -> str:
 
 
 def with_rules(text: str) -> str:
-    start, found, rest = text.partition("<!-- rules: cpu -->\n")
-    assert found, "the page has no place for the rules"
-    rest = re.sub(r"\A\n```text\n.*?\n```\n", "", rest, flags=re.DOTALL)
-    return f"{start}{found}\n```text\n{cpu.describe_rules()}\n```\n{rest}"
+    for name, lines in (
+        ("rules", cpu.describe_rules()),
+        ("limits", cpu.describe_limits()),
+    ):
+        start, found, rest = text.partition(f"<!-- {name}: cpu -->\n")
+        assert found, f"the page has no place for the {name}"
+        rest = re.sub(r"\A\n```text\n.*?\n```\n", "", rest, flags=re.DOTALL)
+        text = f"{start}{found}\n```text\n{lines}\n```\n{rest}"
+    return text
+
+
+def test_cpp_and_python_read_the_same_limits():
+    header = (pathlib.Path(cpu.__file__).parent / "src/runtime/limits.h").read_text()
+    rows = [line for line in header.splitlines() if line.startswith("EQQUANT_LIMIT(")]
+    assert [limit.name for limit in cpu.LIMITS] == [
+        row[14:].split(",")[0] for row in rows
+    ]
+    sources = pathlib.Path(cpu.__file__).parent.glob("src/**/*.*")
+    used = set(re.findall(r"limits::(\w+)", "".join(p.read_text() for p in sources)))
+    assert used == {limit.name for limit in cpu.LIMITS}
 
 
 def test_the_page_of_rules_has_the_rules_of_the_code():

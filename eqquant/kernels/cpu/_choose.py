@@ -9,7 +9,7 @@ from .._product import Kernel, Product
 from ..xla import longest_int8_sum
 from ._call import call, row_bytes, run_of, unpacked_bits
 from ._library import INT8_SETS, Library, load, status
-from ._rules import describe_rules, Fact, first_rule, Rule
+from ._rules import describe_limits, describe_rules, Fact, first_rule, Rule
 
 
 # The rounding of each arithmetic; the bits of an activation that it keeps, or None for
@@ -215,12 +215,14 @@ def _fits(product: Product) -> frozenset[str]:
 
 
 def describe(everywhere: bool = False) -> str:
-    """Describe the library, and the rules that choose a kernel: on this CPU, or on
-    every CPU."""
+    """Describe the library, the rules that choose a kernel (on this CPU, or on every
+    CPU), and the limits within kernels."""
     library = load()
     cpu = None if everywhere or isinstance(library, str) else cpu_of(library)
     head = f"{status()}\nThe first rule that holds serves a product:\n\n"
-    return head + describe_rules(cpu)
+    return (
+        f"{head}{describe_rules(cpu)}\n\nLimits within kernels:\n\n{describe_limits()}"
+    )
 
 
 _SETS = {

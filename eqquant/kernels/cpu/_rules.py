@@ -21,12 +21,16 @@ rule that holds serves. `XLA` means that XLA is faster. The facts in conditions 
   `sixteen` if the bytes of a block are a multiple of 16.
 - `cpu`: the instruction sets, and `bfloat16` if XLA multiplies bfloat16 fast.
 
+A kernel works in several ways, for few and for many rows. `src/runtime/limits.h` is the
+table of these limits, which C++ includes.
+
 `benchmarks/tune_cpu.py` measures the bounds on `m`; docs/internals/cpu-kernels.md has
 the machines.
 """
 
 import functools as ft
 import operator
+import pathlib
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -189,3 +193,32 @@ def describe_rules(cpu: frozenset[str] | None = None) -> str:
             start = f"{rule.number:2} {rule.kernel:8} {','.join(rule.sets):18}"
             lines.append(" ".join((start, *map(str, rule.conditions))).rstrip())
     return "\n".join(lines)
+
+
+class Limit(NamedTuple):
+    """A row of the table of limits within kernels."""
+
+    name: str
+    value: int
+    meaning: str
+
+
+def _parse_limits() -> tuple[Limit, ...]:
+    path = pathlib.Path(__file__).parent / "src" / "runtime" / "limits.h"
+    rows = re.findall(
+        r'^EQQUANT_LIMIT\((\w+), (\d+)(?: << (\d+))?, "(.*)"\)$',
+        path.read_text(),
+        re.MULTILINE,
+    )
+    return tuple(
+        Limit(name, int(value) << int(shift or 0), meaning)
+        for name, value, shift, meaning in rows
+    )
+
+
+LIMITS = _parse_limits()
+
+
+def describe_limits() -> str:
+    """Return the table of limits within kernels as text."""
+    return "\n".join(f"{n:26}{v:>9}  {meaning}".rstrip() for n, v, meaning in LIMITS)

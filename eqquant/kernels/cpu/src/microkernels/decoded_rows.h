@@ -39,7 +39,7 @@ void multiply_rows(const uint8_t* w, int64_t length, const int8_t* x, int64_t st
 
 struct DecodedRows {
   static constexpr int lanes = 4, most_vectors = 1, most_at_once = 6;
-  static constexpr int64_t most_in_registers = 8, short_row = 0;
+  static constexpr int64_t short_row = 0;
   // Bytes of the activation that stay in the second-level cache, because every four rows read them again.
   static constexpr int64_t cached_bytes = 1 << 19;
   const uint8_t* rows = nullptr;

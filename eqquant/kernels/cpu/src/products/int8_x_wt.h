@@ -18,6 +18,7 @@
 #include "microkernels/int8_panel.h"
 #include "microkernels/int8_vector.h"
 #include "runtime/absmax.h"
+#include "runtime/limits.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -38,7 +39,6 @@ using Sums = Int8Vector::Sums;
 // weight are decoded first, and multiplied as a `Panel` or as `DecodedRows`. Both provide:
 //
 // - `lanes` of the rows, in up to `most_vectors`; `most_at_once` rows of the activation are multiplied at once
-// - `most_in_registers`: the largest number of rows of the activation for which the weight is decoded in registers
 // - `short_row`: the bytes of rows of the weight that are not decoded in registers if the panel pays. Horizontal sums
 //   take most of the time of such rows.
 // - `vectors_for(length)`: the number of vectors for rows of `length` bytes
@@ -59,7 +59,7 @@ struct Layout {
   int64_t length;      // Bytes per row, without padding.
 
   explicit Layout(const Product& p)
-      : few(p.m * p.parts <= Panel::most_in_registers && is_exact_int8(p) &&
+      : few(p.m * p.parts <= limits::int8_in_registers && is_exact_int8(p) &&
             (p.columns() > Panel::short_row || !Panel::pays(p.m * p.parts, p.columns()))),
         plane(round_up(p.packed, few ? Int8Vector::size : 4)),
         row(0),

@@ -12,14 +12,12 @@
 #include "decode/scales.h"
 #include "products/panel_product.h"
 #include "runtime/absmax.h"
+#include "runtime/limits.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
 
-// Rows of the activation for which rows of offsets are multiplied as they are stored. For more rows, they are
-// transposed to a panel.
-constexpr int64_t most_unturned = 4;
 // Rows of the weight per panel in x @ w, and columns per panel.
 constexpr int64_t rows_of_offsets = 128, offsets_at_once = side_by_side * Vector::size;
 
@@ -95,7 +93,7 @@ inline void add_unturned(const Product& p, const float* sums, int64_t begin, int
   }
 }
 
-// x @ w.T for more rows of the activation.
+// x @ w.T for more rows of the activation: rows of offsets are transposed to a panel.
 inline void add_turned(const Product& p, const float* sums, int64_t begin, int64_t end) {
   constexpr int64_t size = Vector::size;
   const int64_t stride = whole_vectors(p.blocks);
@@ -156,7 +154,7 @@ inline void add_contracted(const Product& p, const float* x, int64_t begin, int6
 
 inline void add_offsets(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   if (p.contract_rows) return add_contracted(p, plain_x(p, scratch), begin, end);
-  const auto add = p.m <= most_unturned ? add_unturned : add_turned;
+  const auto add = p.m <= limits::offsets_by_rows ? add_unturned : add_turned;
   add(p, reinterpret_cast<const float*>(scratch), begin, end);
 }
 

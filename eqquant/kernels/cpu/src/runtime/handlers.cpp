@@ -11,6 +11,7 @@
 #include "decode/unpack.h"
 #include "encode/transpose.h"
 #include "runtime/huge_pages.h"
+#include "runtime/limits.h"
 #include "runtime/machine.h"
 #include "runtime/parallel.h"
 #include "runtime/range.h"
@@ -19,14 +20,6 @@ namespace ffi = xla::ffi;
 
 namespace eqquant {
 namespace {
-
-// Work below these sizes runs on one thread, because waking another takes longer: values to encode, and
-// multiplications. Decoding a weight costs as much as several rows of multiplications.
-constexpr int64_t worth_a_thread = 1 << 17, multiplications_worth_a_thread = 5 << 20,
-                  rows_worth_decoding = 16;
-// In x @ w, each thread processes a part of every row. With few rows of the activation, reading these parts
-// dominates, and long parts are faster.
-constexpr int64_t long_part = 1 << 10, few = 16;
 
 ffi::Error invalid(const std::string& what) {
   return ffi::Error::InvalidArgument("eqquant: " + what);
@@ -88,14 +81,14 @@ const char* set_scales(Scales& s, const ffi::AnyBuffer& inner, const ffi::AnyBuf
 int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The multiplications of a product, including what decoding costs.
-int64_t multiplications(const Product& p) { return (p.m + rows_worth_decoding) * p.rows * p.columns(); }
+int64_t multiplications(const Product& p) { return (p.m + limits::rows_of_decoding) * p.rows * p.columns(); }
 int64_t units_of(const Product& p) { return p.contract_rows ? p.packed : p.rows; }
 
 // True if each thread computes whole products of a batch, because threads cannot share one, or it is too small.
 bool splits_batch(const Routine& routine, const Product& p, int64_t batch) {
   const int64_t each = multiplications(p);
-  if (batch < 2 || batch * each < 2 * multiplications_worth_a_thread) return false;
-  return each < multiplications_worth_a_thread || units_of(p) <= routine.grain(p);
+  if (batch < 2 || batch * each < 2 * limits::work_of_a_thread) return false;
+  return each < limits::work_of_a_thread || units_of(p) <= routine.grain(p);
 }
 
 // Bytes of scratch of each product of a batch.
@@ -248,10 +241,12 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
   const Routine& of_offsets = offsets_routine(found->needs);
   const int64_t units = units_of(p);
   int64_t grain = routine->grain(p);
-  if (contract_rows && p.m < few)
+  // In x @ w, each thread processes a part of every row. With few rows of the activation, reading these parts
+  // dominates, and long parts are faster.
+  if (contract_rows && p.m < limits::rows_of_long_parts)
     grain *= std::max<int64_t>(
-        1, std::min(long_part, units / std::max<int64_t>(1, pool.num_threads())) / grain);
-  const bool alone = splits || multiplications(p) < multiplications_worth_a_thread;
+        1, std::min(limits::long_part, units / std::max<int64_t>(1, pool.num_threads())) / grain);
+  const bool alone = splits || multiplications(p) < limits::work_of_a_thread;
   const auto run_one = [&](int64_t i) {
     Product q = p;
     char* const space = reinterpret_cast<char*>(scratch->typed_data()) + (splits ? i * bytes : 0);
@@ -295,7 +290,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     for (int64_t i = begin; i < end; i++) run_one(i);
   };
   if (splits)
-    parallel_for(pool, batch, 1 + multiplications_worth_a_thread / multiplications(p), run_some);
+    parallel_for(pool, batch, 1 + limits::work_of_a_thread / multiplications(p), run_some);
   else
     run_some(0, batch);
   return ffi::Error::Success();
@@ -333,7 +328,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    rows,
                    size,
                    block};
-  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  const int64_t grain = std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain,
                [&](int64_t begin, int64_t end) { run(e, begin, end); });
   return ffi::Error::Success();
@@ -367,7 +362,7 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    by_deviation,
                    least_squares};
   Rounder* const run = rounder(static_cast<int>(best));
-  const int64_t grain = std::max<int64_t>(1, worth_a_thread / 8 / std::max<int64_t>(size, 1));
+  const int64_t grain = std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
   parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
   return ffi::Error::Success();
 }
@@ -384,7 +379,7 @@ ffi::Error transpose(ffi::ThreadPool pool, ffi::Buffer<ffi::S8> x, ffi::ResultBu
     const auto work = [&](int64_t begin, int64_t end) {
       transpose_bytes(from + i * size, to + i * size, rows, columns, begin, end);
     };
-    if (size < worth_a_thread) work(0, columns);
+    if (size < limits::values_of_a_thread) work(0, columns);
     else parallel_for(pool, columns, transpose_tile, work);
   }
   return ffi::Error::Success();

@@ -8,6 +8,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "runtime/limits.h"
+
 namespace eqquant {
 
 // Kernels are accurate for rows with a largest value between 2^-64 and 2^64.
@@ -109,7 +111,7 @@ struct Product {
   const uint8_t* stored(int64_t row) const { return codes + row * stored_bytes(); }
   // True if the codes may be in a cache. From memory, sequential reads of one row at a time are fastest; from
   // a cache, several rows at once.
-  bool is_small() const { return rows * packed <= 1 << 24; }
+  bool is_small() const { return rows * packed <= limits::bytes_in_cache; }
   // True if this number of bytes, loaded at once, holds whole blocks (of whole 32-bit lanes) or a part of one.
   bool fits_in_lanes(int64_t bytes) const {
     const int64_t block = block_bytes();

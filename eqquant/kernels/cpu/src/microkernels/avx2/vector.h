@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "runtime/limits.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -15,14 +16,15 @@ struct Vector {
   static constexpr int size = 8;
   // The number of registers for sums beside decoding; the rows of the activation that are multiplied at once with
   // four decoded rows; and the largest number of rows for the GEMV.
-  static constexpr int sums = 8, most_at_once = 3, few = 4;
+  static constexpr int sums = 8, most_at_once = 3, few = limits::float_in_registers_avx2;
   // The rows of the activation that x @ w multiplies at once.
   static constexpr int most_of_rows = 4;
   // x @ w decodes the weight once for all rows from this number of rows on.
-  static constexpr int rows_for_panels = 16;
+  static constexpr int rows_for_panels = limits::x_w_panels_avx2;
   // The same for x @ w.T. It is smaller for short rows, because their horizontal sums take more of the time.
   static int64_t rows_for_transposed_panels(int64_t columns) {
-    return columns <= 64 ? 5 : std::clamp<int64_t>(columns / 8, 48, 96);
+    if (columns <= limits::x_wt_short_row) return limits::x_wt_short_avx2;
+    return std::clamp(columns / limits::x_wt_columns_avx2, limits::x_wt_least_avx2, limits::x_wt_most_avx2);
   }
   using Floats = __m256;
   using Codes = __m256i;

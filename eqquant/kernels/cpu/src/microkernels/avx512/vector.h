@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "microkernels/avx512/transpose.h"
+#include "runtime/limits.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -15,14 +16,15 @@ struct Vector {
   static constexpr int size = 16;
   // The number of registers for sums beside decoding; the rows of the activation that are multiplied at once with
   // four decoded rows; and the largest number of rows for the GEMV.
-  static constexpr int sums = 24, most_at_once = 6, few = 12;
+  static constexpr int sums = 24, most_at_once = 6, few = limits::float_in_registers_avx512;
   // The rows of the activation that x @ w multiplies at once.
   static constexpr int most_of_rows = 8;
   // x @ w decodes the weight once for all rows from this number of rows on.
-  static constexpr int rows_for_panels = 13;
+  static constexpr int rows_for_panels = limits::x_w_panels_avx512;
   // The same for x @ w.T. It is smaller for short rows, because their horizontal sums take more of the time.
   static int64_t rows_for_transposed_panels(int64_t columns) {
-    return columns <= 64 ? 6 : std::clamp<int64_t>(columns / 20, 14, 56);
+    if (columns <= limits::x_wt_short_row) return limits::x_wt_short_avx512;
+    return std::clamp(columns / limits::x_wt_columns_avx512, limits::x_wt_least_avx512, limits::x_wt_most_avx512);
   }
   using Floats = __m512;
   using Codes = __m512i;

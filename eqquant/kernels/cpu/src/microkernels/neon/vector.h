@@ -8,6 +8,7 @@
 #include <cstring>
 #include <utility>
 
+#include "runtime/limits.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN
@@ -16,14 +17,14 @@ struct Vector {
   static constexpr int size = 8;
   // The number of registers for sums beside decoding; the rows of the activation that are multiplied at once with
   // four decoded rows; and the largest number of rows for the GEMV.
-  static constexpr int sums = 8, most_at_once = 3, few = 4;
+  static constexpr int sums = 8, most_at_once = 3, few = limits::float_in_registers_neon;
   // The rows of the activation that x @ w multiplies at once.
   static constexpr int most_of_rows = 4;
   // x @ w decodes the weight once for all rows from this number of rows on.
-  static constexpr int rows_for_panels = 16;
+  static constexpr int rows_for_panels = limits::x_w_panels_neon;
   // The same for x @ w.T. It is smaller for short rows, because their horizontal sums take more of the time.
   static int64_t rows_for_transposed_panels(int64_t columns) {
-    return std::clamp<int64_t>(columns / 8, 48, 96);
+    return std::clamp(columns / limits::x_wt_columns_neon, limits::x_wt_least_neon, limits::x_wt_most_neon);
   }
   using Four = float32x4_t;
   struct Floats {

@@ -25,6 +25,7 @@
 #include "microkernels/avx512/vector.h"
 #include "microkernels/vnni/int16_levels.h"
 #include "runtime/absmax.h"
+#include "runtime/limits.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -46,7 +47,9 @@ int64_t group_of(const Product& p, int64_t row) {
 
 // The number of rows of the activation from which the weight is decoded once for all rows. The more codes a lookup
 // decodes at once, the larger is the measured number.
-int64_t many(const Product& p) { return most_at_once * (p.bits == 8 ? 7 : p.bits == 4 ? 14 : 32); }
+int64_t many(const Product& p) {
+  return p.bits == 8 ? limits::int16_panels_8_bits : p.bits == 4 ? limits::int16_panels_4_bits : limits::int16_panels;
+}
 
 // The largest number of values of a row that are decoded at once, and the bytes of the activation that stay in the
 // second-level cache. A larger activation takes several passes.

@@ -9,6 +9,7 @@
 
 #include "microkernels/avx512/transpose.h"
 #include "microkernels/vnni/int8_vector.h"
+#include "runtime/limits.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
@@ -18,7 +19,7 @@ EQQUANT_BEGIN
 // the sum of one result, so no horizontal sums are needed.
 struct Panel {
   static constexpr int lanes = 16, most_vectors = 4, most_at_once = 6;
-  static constexpr int64_t most_in_registers = 8, short_row = 128;
+  static constexpr int64_t short_row = limits::int8_short_row;
   // Bytes of the activation per pass. They are read rarely, so they may stay in a cache that cores share.
   static constexpr int64_t cached_bytes = 1 << 22;
   struct alignas(64) Vector {
@@ -28,8 +29,10 @@ struct Panel {
 
   explicit Panel(int64_t bytes) : panel(bytes / 64) {}
 
-  // True if the panel pays for its transpose, which takes as long as 40 horizontal sums per byte of a row.
-  static bool pays(int64_t count, int64_t length) { return 40 * count >= length; }
+  // True if the panel pays for its transpose, which replaces horizontal sums.
+  static bool pays(int64_t count, int64_t length) {
+    return limits::int8_transposed * count >= length;
+  }
 
   // The number of vectors, so that the second-level cache holds them and the activation.
   static int vectors_for(int64_t length) {
