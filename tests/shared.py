@@ -47,7 +47,7 @@ OPTIMISED = {
 
 # Of a test with at least this many fast cases, one in three stays fast. The others are
 # slow, so `make test-slow` runs them. `make coverage` keeps all of them.
-MANY_CASES = 4
+MANY_CASES = 3
 
 
 @pytest.hookimpl(tryfirst=True)  # Before `-m 'not slow'` selects.

@@ -277,6 +277,7 @@ def test_the_native_search_of_rows_of_zeros_and_of_zero_scales():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fit", ["search", "least_squares"])
 def test_offsets_and_scales_are_fitted_to_the_data(fit):
     format = eqquant.Int3(affine=True, block_size=64, fit=fit)

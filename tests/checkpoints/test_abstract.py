@@ -31,6 +31,7 @@ def check(*args, **options):
     assert all(isinstance(x, jax.ShapeDtypeStruct) for x in arrays)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 @pytest.mark.parametrize("names", ["one", "stack"])
 def test_types_of_gguf(name, names):
@@ -43,6 +44,7 @@ def test_types_of_gguf(name, names):
         check(GGUF, like, "nf4", rules={"*": "nf4"}, decode="all", **options)
 
 
+@pytest.mark.slow
 def test_floats_and_files_of_eqquant(tmp_path):
     model = eqx.nn.MLP(64, 10, 128, 2, key=jax.random.key(0))
     eqquant.save(tmp_path / "float.safetensors", model)

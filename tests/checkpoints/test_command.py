@@ -162,6 +162,7 @@ def metadata_of(path):
     return repr({k: v for k, v in found.items() if k != "general.quantization_version"})
 
 
+@pytest.mark.slow
 def test_from_gguf_to_gguf(tmp_path, capsys):
     dst = tmp_path / "small.gguf"
     k = "affine=true,unsigned=true,double_quantization=k"

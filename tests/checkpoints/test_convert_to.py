@@ -32,6 +32,7 @@ def values(q):
     return np.asarray(q.with_dtype("float32").dequantize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["gptq_zeros", "gptq_awq"])
 @pytest.mark.parametrize("to", ["compressed-tensors", "mlx", "gptq"])
 def test_codes_and_scales_are_kept(source, to, tmp_path):
@@ -64,6 +65,7 @@ def ours(tmp_path):
     return tmp_path / "ours", model
 
 
+@pytest.mark.slow
 def test_requantized_weights_are_reported(ours, tmp_path, capsys):
     path, model = ours
     to = str(tmp_path / "gptq")
@@ -85,6 +87,7 @@ def test_requantized_weights_are_reported(ours, tmp_path, capsys):
     np.testing.assert_array_equal(found["b.weight"].codes, again.codes)
 
 
+@pytest.mark.slow
 def test_weights_that_eqquant_cannot_hold(tmp_path):
     """A file of GPTQ in the order of activations is decoded, and quantized again."""
     with pytest.raises(ValueError, match="desc_act.*--requantize"):

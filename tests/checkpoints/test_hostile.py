@@ -61,6 +61,7 @@ def test_metadata_may_be_null(folder):
     assert load(folder, join_file(header, bytes(8)))["a"].tolist() == [0, 0]
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(at=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_every_changed_bit_is_detected(folder, saved, at, bit):

@@ -78,6 +78,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_equals_quantizing_after_loading(folder, model, options):
     expected = eqquant.quantize_tree(model, **options)

@@ -354,6 +354,7 @@ def test_loops_of_different_lengths_carry_arrays(axis, normal):
     assert_identical(got[0], caches[0].dequantize())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", ["cg", slow("gmres"), slow("bicgstab")])
 def test_linear_solves(solver, normal):
     w, b = normal(64, 64), normal(64)
@@ -369,6 +370,7 @@ def test_linear_solves(solver, normal):
     assert relative(of_scales, jax.grad(by_hand)(q.scales)) < 1e-3
 
 
+@pytest.mark.slow
 def test_a_linear_solve_for_each_right_hand_side(normal):
     """Each takes another number of steps."""
     q = eqquant.quantize(jnp.eye(64) + 0.01 * jnp.ones((64, 64)), "int8")

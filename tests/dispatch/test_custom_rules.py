@@ -79,6 +79,7 @@ def test_gradients_of_equinox_loops(name, model, x):
     assert relative(inside, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_gradients_of_biases(model, x):
     fn = LOOPS["checkpointed"]
     with_bias = lambda m, b: eqx.tree_at(lambda m: m.layers[0].bias, m, b)
@@ -88,6 +89,7 @@ def test_gradients_of_biases(model, x):
     assert relative(outside, expected) < 1e-4
 
 
+@pytest.mark.slow
 def test_gradients_under_vmap(model, x):
     fn = LOOPS["checkpointed"]
     expected = gradient(fn, dense(model), x)
@@ -139,10 +141,12 @@ def check_gradients(array, x):
         jax.eval_shape(jax.grad(ft.partial(loss, strict(steps))), trained, x)
 
 
+@pytest.mark.slow
 def test_scales_get_the_gradient_of_a_rule(w, x):
     check_gradients(w, x)
 
 
+@pytest.mark.slow
 def test_adapters_get_the_gradient_of_a_rule(w, x):
     key = jax.random.key(1)
     tuned = eqquant.lora_tree({"w": w}, 2, key=key, min_size=0, where=lambda _: True)

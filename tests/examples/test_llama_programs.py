@@ -372,6 +372,7 @@ def test_bad_data(small, tmp_path, capsys):
         finetune.main([str(small), str(tmp_path / "nowhere")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stacked", [True, slow(False)])
 @pytest.mark.parametrize("name", ["gemma3", slow("gemma2"), slow("mistral")])
 def test_layers_with_a_window_have_ring_buffers(name, stacked, monkeypatch):

@@ -318,6 +318,7 @@ def calibrated(format, **options):
     return float(jnp.sum((x @ error.T) ** 2)), weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rotate", [False, True])
 def test_gptq_searches_along_the_trellis(rotate):
     format = Trellis(bits=2, block_size=64)

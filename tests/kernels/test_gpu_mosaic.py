@@ -43,6 +43,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", FORMATS, ids=str)
 def test_ragged_products(format, on, normal, monkeypatch):
     """Use two programs, two tiles in one of them, and more steps than stages."""
@@ -63,6 +64,7 @@ def test_ragged_products(format, on, normal, monkeypatch):
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("m", [30, slow(260)])
 def test_integers_are_multiplied_exactly(m, on, monkeypatch):
     """Use up to nine tiles of rows; groups have eight."""

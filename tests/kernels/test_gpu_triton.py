@@ -45,6 +45,7 @@ def small(m: int, contract_rows: bool, split: int):
     return tiles_for
 
 
+@pytest.mark.slow
 @pairs(
     "format, dtypes, m, contract_rows, split",
     FORMATS,

@@ -79,6 +79,7 @@ def check(
     assert relative(out, expected) < tolerance
 
 
+@pytest.mark.slow
 @pairs(
     "format, m, contract_rows, stacked_scales",
     [NF4(), Int8(), *map(slow, (Ternary(), Int3(), Binary()))],

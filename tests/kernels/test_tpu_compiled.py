@@ -197,6 +197,7 @@ def test_explain(normal):
     assert "XLA" in why and "too long" in why
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize(
     "chip, format, m",

@@ -97,6 +97,7 @@ def test_rows_of_a_vocabulary_are_looked_up_where_they_are():
     assert largest_float(program) <= 32 * SIZE
 
 
+@pytest.mark.slow
 @needs_compiler
 @pytest.mark.parametrize("chip", ["v5e:2x4", slow("v6e:2x4")])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

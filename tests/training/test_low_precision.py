@@ -387,6 +387,7 @@ def test_eight_devices_compute_the_bits_of_one(recipe, kind, normal):
         assert relative(a, b) < SUMS
 
 
+@pytest.mark.slow
 def test_devices_sum_weight_gradients_in_float32(normal):
     model = jax.tree.map(
         lambda a: a.astype(jnp.bfloat16) if eqx.is_array(a) else a, mlp()

@@ -24,6 +24,7 @@ def by_operand(counts):
     return {(c.product, c.operand): c for c in counts}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["int8", "fp8", "mxfp8"])
 def test_no_finite_value_saturates(preset, normal):
     """The largest float32 numbers do not become infinite either."""
@@ -54,6 +55,7 @@ def test_values_that_are_not_finite_are_counted(bad, normal):
     assert found["wgrad", "gradient"].not_finite == 32
 
 
+@pytest.mark.slow
 def test_saturated_values_equal_numpy(normal):
     x = normal(48, 64)
     model = low_precision(layer(), Recipe("nvfp4"))

@@ -262,6 +262,7 @@ def test_structure():
     assert type(cache_of(tokens(), -1, window=99)) is eqquant.QuantizedArray
 
 
+@pytest.mark.slow
 def test_other_orders_of_axes():
     """Tokens first, as in Flax: `(tokens, heads, size)`."""
     x = jnp.moveaxis(tokens(), 1, 0)

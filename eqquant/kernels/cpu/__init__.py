@@ -12,6 +12,6 @@ from ._encode import encode, encodes
 from ._library import load, status
 from ._relayout import find_layouts, Layout, relayout
 from ._round import round_trip, rounds
-from ._rules import describe_limits, describe_rules, LIMITS, RULES
+from ._rules import describe_limits, describe_rules, limits, RULES
 from ._search import search, searches
 from ._transpose import transposed

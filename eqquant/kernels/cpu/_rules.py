@@ -203,7 +203,9 @@ class Limit(NamedTuple):
     meaning: str
 
 
-def _parse_limits() -> tuple[Limit, ...]:
+@ft.cache
+def limits() -> tuple[Limit, ...]:
+    """Return the table of limits within kernels."""
     path = pathlib.Path(__file__).parent / "src" / "runtime" / "limits.h"
     rows = re.findall(
         r'^EQQUANT_LIMIT\((\w+), (\d+)(?: << (\d+))?, "(.*)"\)$',
@@ -216,9 +218,6 @@ def _parse_limits() -> tuple[Limit, ...]:
     )
 
 
-LIMITS = _parse_limits()
-
-
 def describe_limits() -> str:
     """Return the table of limits within kernels as text."""
-    return "\n".join(f"{n:26}{v:>9}  {meaning}".rstrip() for n, v, meaning in LIMITS)
+    return "\n".join(f"{n:26}{v:>9}  {meaning}".rstrip() for n, v, meaning in limits())

@@ -57,6 +57,7 @@ def test_round_trip(tmp_path):
     assert again.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_weights_that_are_quantized_here(normal, tmp_path):
     w = normal(4, 512)
     k = {"affine": True, "unsigned": True, "double_quantization": "k"}
@@ -81,6 +82,7 @@ def test_weights_that_are_quantized_here(normal, tmp_path):
         assert_identical(*(eqquant.dequantize_tree(x) for x in (found, model[name])))
 
 
+@pytest.mark.slow
 def test_centred_offsets_become_minima(tmp_path):
     """The minimum of Q4_1 is the value of the lowest level."""
     w = jnp.tile(jnp.arange(32.0) / 8, (2, 1))
@@ -93,6 +95,7 @@ def test_centred_offsets_become_minima(tmp_path):
     assert (found.offsets == offsets - 2).all() and (found.codes == q.codes).all()
 
 
+@pytest.mark.slow
 def test_names_of_a_stack(normal, tmp_path):
     layers = eqquant.quantize(normal(3, 8, 64), Int4(scale_dtype="float16"))
     names = lambda path: [f"blk.{i}.w" for i in range(3)] if path == "layers" else None
