@@ -48,7 +48,7 @@ def _entry(parts: Parts, settings: dict[str, Any]) -> Entry:
     own = settings.get(parts.weight.removesuffix(".weight"))
     settings = settings | own if isinstance(own, dict) else settings
     mode = settings.get("mode", "affine")
-    if mode not in _groups_of_modes:
+    if not isinstance(mode, str) or mode not in _groups_of_modes:
         parts.fail(f"has the mode {mode!r}, not one of {', '.join(_groups_of_modes)}.")
     bits, group = (settings.get(name, 0) for name in ("bits", "group_size"))
     allowed = tuple(_formats) if mode == "affine" else (4,)

@@ -3,8 +3,10 @@ fine-grained FP8 store them.
 
 `weight` is `(outputs, inputs)`. `weight_scale` or `weight_scale_inv` holds one scale,
 one scale per output, or one scale per tile of 128 outputs and 128 inputs. Both multiply
-the weight, in spite of the name.
+the weight, in spite of the name. `config.json` may have the size of tiles.
 """
+
+from typing import Any
 
 import numpy as np
 
@@ -19,15 +21,28 @@ _tile = 128
 
 
 def scaled_byte_entries(source: Source) -> dict[str, Entry]:
-    return {
-        parts.weight: _entry(parts, name)
+    found = [
+        (parts, name)
         for name in ("weight_scale", "weight_scale_inv")
         for parts in find_parts(source, name, "bytes with scales")
         if "weight" in parts and parts.tensor("weight").dtype.name in _formats
-    }
+    ]
+    others = _other_tiles(source.config()) if found else []
+    return {parts.weight: _entry(parts, name, others) for parts, name in found}
 
 
-def _entry(parts: Parts, name: str) -> Entry:
+def _other_tiles(config: Any) -> list[Any]:
+    """Return the sizes of tiles in a configuration that are not 128 x 128."""
+    get = lambda values, name: values.get(name) if isinstance(values, dict) else None
+    settings = get(config, "quantization_config")
+    groups = get(settings, "config_groups")
+    groups = groups.values() if isinstance(groups, dict) else ()
+    sizes = [get(settings, "weight_block_size")]
+    sizes += [get(get(group, "weights"), "block_structure") for group in groups]
+    return [size for size in sizes if size not in (None, [_tile, _tile])]
+
+
+def _entry(parts: Parts, name: str, other_tiles: list[Any]) -> Entry:
     stored = parts.look_up("weight", tuple(_formats), (None, None))
     rows, columns = stored.shape
     if not rows or not columns:
@@ -36,6 +51,11 @@ def _entry(parts: Parts, name: str) -> Entry:
     untiled = (), (1,), (1, 1), (rows,), (rows, 1)
     scale = parts.look_up(name, SCALE_DTYPES, *untiled, tiles)
     is_tiled = scale.shape not in untiled
+    if is_tiled and other_tiles:
+        parts.fail(
+            f"has tiles of {other_tiles[0]!r} in config.json; eqquant reads tiles of "
+            f"{_tile} x {_tile}."
+        )
     format = _formats[stored.dtype.name](block_size=_tile if is_tiled else None)
 
     def scales() -> np.ndarray:

@@ -1,5 +1,6 @@
 """Weights of compressed-tensors, from `make_compressed_tensors.py`."""
 
+import json
 import pathlib
 
 import eqquant
@@ -117,6 +118,26 @@ def test_fp8_in_tiles(tmp_path):
     repeated = scales.repeat(128, 0)[:rows].repeat(128, 1)[:, :columns]
     expected = weight.astype(np.float32) * repeated
     assert np.asarray(q.dequantize()).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("size", [[128, 128], [96, 128], "x"])
+@pytest.mark.parametrize("library", ["hugging face", "compressed-tensors"])
+def test_fp8_in_other_tiles_is_an_error(library, size, tmp_path):
+    """Two tiles of 96 rows have as many scales as two tiles of 128 rows."""
+    path = tmp_path / "model.safetensors"
+    save(path, weight=float8(192, 256), weight_scale_inv=np.ones((2, 2), np.float32))
+    settings: dict = {"weight_block_size": size}
+    if library == "compressed-tensors":
+        settings = {"config_groups": {"g": {"weights": {"block_structure": size}}}}
+    config = json.dumps({"quantization_config": settings})
+    (tmp_path / "config.json").write_text(config)
+    if size == [128, 128]:
+        assert eqquant.is_quantized(
+            eqquant.checkpoints.read_checkpoint(path)["a.weight"]
+        )
+        return
+    with pytest.raises(ValueError, match="'a.weight'.*has tiles of.*128 x 128"):
+        eqquant.checkpoints.read_checkpoint(path)
 
 
 def test_inexact_bytes(tmp_path):

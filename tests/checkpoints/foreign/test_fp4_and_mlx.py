@@ -181,6 +181,7 @@ INVALID_MLX = {
     "no bits": ({"group_size": 32}, {}, "has 0 bits"),
     "group": (AFFINE | {"group_size": 48}, {}, "group size 48"),
     "mode": (AFFINE | {"mode": "ternary"}, {}, "mode 'ternary'"),
+    "list": (AFFINE | {"mode": ["affine"]}, {}, "mode .'affine'."),
     "scales": (AFFINE, {"scales": np.ones((4, 3), np.float16)}, "'scales' must be"),
     "biases": (AFFINE, {"biases": np.ones((4, 2), np.float32)}, "'biases' must be"),
 }
