@@ -42,9 +42,15 @@ def _by_prefix(tree: Any, specs: Any, caller: str) -> list[PartitionSpec]:
     except ValueError as error:
         raise ValueError(
             f"{caller}: specs must be a prefix of the tree, such as the specs of the "
-            f"model before it was quantized: {error}"
+            f"model before it was quantized.{_are_rules(specs)} {error}"
         ) from None
     return jax.tree.leaves(full, is_leaf=_is_spec)
+
+
+def _are_rules(specs: Any) -> str:
+    """Return advice if specs seem to be rules."""
+    is_like_rules = isinstance(specs, Mapping) and all(map(_is_spec, specs.values()))
+    return f" Did you mean `rules={specs}`?" if is_like_rules else ""
 
 
 def _by_rules(
@@ -78,7 +84,10 @@ def check_spec(
     if repeated := [name for name in names if names.count(name) > 1]:
         raise ValueError(f"{where}: {spec} uses {repeated[0]!r} twice.")
     if len(entries) > leaf.ndim:
-        raise ValueError(f"{where}: {spec} is for {len(entries)} axes.")
+        raise ValueError(
+            f"{where}: {spec} is for {len(entries)} axes. Give each array its own spec, "
+            "or use `rules`."
+        )
     for axis, entry in enumerate(entries):
         parts = parts_of(mesh, entry)
         if _fits(leaf, axis, parts):
