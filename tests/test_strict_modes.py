@@ -19,7 +19,9 @@ MODES = {
     "x64": lambda: jax.enable_x64(True),
 }
 # Rank and dtype concern tracing, so every format is traced. Other modes run.
-TRACED = [(mode, format) for mode in ("rank", "dtype") for format in FORMATS]
+TRELLIS = eqquant.formats.Trellis(bits=2, block_size=128)
+ALL = [*FORMATS, TRELLIS]
+TRACED = [(mode, format) for mode in ("rank", "dtype", "x64") for format in ALL]
 AFFINE = eqquant.Int3(double_quantization=True, affine=True)
 RUN = [("nans", AFFINE), ("checks", eqquant.Int8()), ("x64", eqquant.NF4())]
 

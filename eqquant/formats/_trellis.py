@@ -186,7 +186,8 @@ def _viterbi(
     # code. So the costs of windows that end in the same state are far apart in memory.
     newest_low = _reversed(np.arange(2**_window), bits)
     table = jnp.asarray(_table(bits)[newest_low], jnp.float32)
-    by_oldest = table.reshape(count, kept // count, count)
+    by_oldest = table.reshape(1, count, kept // count, count)
+    codes_of_keys = jnp.arange(count, dtype=jnp.int32)[None, :, None, None]
 
     def step(cost, x):
         before = cost.reshape(rows, count, kept // count, 1)
@@ -194,7 +195,7 @@ def _viterbi(
         # XLA:CPU does not vectorise `argmin`. So the lowest bits of a cost are a code.
         # They change it by less than 2**-18.
         keys = lax.bitcast_convert_type(costs, jnp.int32) & ~(count - 1)
-        best = jnp.min(keys | jnp.arange(count)[:, None, None], 1).reshape(rows, kept)
+        best = jnp.min(keys | codes_of_keys, 1).reshape(rows, kept)
         cost = lax.bitcast_convert_type(best & ~(count - 1), jnp.float32)
         return cost, (best & (count - 1)).astype(jnp.uint8)
 
@@ -203,7 +204,8 @@ def _viterbi(
         window = (first.astype(jnp.int32) << (_window - bits)) | state
         return window >> bits, window
 
-    start = jnp.where(jnp.arange(kept) == 0, 0.0, 1e30) + jnp.zeros_like(x[:, :1])
+    start = jnp.where(jnp.arange(kept) == 0, 0.0, 1e30)
+    start = jnp.broadcast_to(start.astype(x.dtype)[None], (x.shape[0], kept))
     cost, oldest = lax.scan(step, start, x.T)
     last = jnp.argmin(cost, 1).astype(jnp.int32)
     _, windows = lax.scan(back, last, oldest, reverse=True)
