@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 
-from ..formats import as_format, Format, formats
+from ..formats import as_format, Format, format_names, formats
 from ..kernels import cpu
 from ._convert import quantize_checkpoint
 from ._convert_to import convert_checkpoint, TARGETS
@@ -15,7 +15,7 @@ from ._open import open_contents
 from .leaves import format_from_json, MAX_SHARD_SIZE
 
 
-_formats = f"{', '.join(formats)}; options: nf4:block_size=32,fit=search"
+_formats = f"{', '.join(format_names)}; options: nf4:block_size=32,fit=search"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

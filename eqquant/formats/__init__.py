@@ -27,7 +27,7 @@ from ._pack import (
     unpack_planes,
 )
 from ._problems import abstract_scales, problems_of, problems_of_scales
-from ._registry import as_format, every_format, formats
+from ._registry import as_format, every_format, format_names, formats
 from ._scales import (
     float_scales,
     gather_scales,

@@ -31,6 +31,7 @@ every_format: dict[str, type[Format]] = {
     **{format.name: format for format in _others},
 }
 _with_bits = {f"trellis{bits}": Trellis(bits=bits) for bits in (2, 3, 4)}
+format_names = (*formats, *_with_bits)
 
 
 def as_format(format: Any, caller: str = "") -> Format:
@@ -42,7 +43,7 @@ def as_format(format: Any, caller: str = "") -> Format:
         return formats[format]()
     if isinstance(format, str) and format in _with_bits:
         return _with_bits[format]
-    known = sorted((*formats, *_with_bits))
+    known = sorted(format_names)
     names = ", ".join(map(repr, known))
     accepted = f"a format such as `eqquant.NF4()`, or one of the names {names}"
     advice = ""

@@ -85,8 +85,8 @@ def check_spec(
         raise ValueError(f"{where}: {spec} uses {repeated[0]!r} twice.")
     if len(entries) > leaf.ndim:
         raise ValueError(
-            f"{where}: {spec} is for {len(entries)} axes. Give each array its own spec, "
-            "or use `rules`."
+            f"{where}: {spec} is for {len(entries)} axes. Give each array its own "
+            "spec, or use `rules`."
         )
     for axis, entry in enumerate(entries):
         parts = parts_of(mesh, entry)

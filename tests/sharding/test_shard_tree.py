@@ -96,6 +96,7 @@ WRONG = {
     "both": ({"specs": P(), "rules": {}}, "not both"),
     "not a spec": ({"specs": "m"}, "PartitionSpec"),
     "not a prefix": ({"specs": {"x": P()}}, "prefix"),
+    "rules as specs": ({"specs": {"*": P("d")}}, "Did you mean `rules={'\\*': P"),
     "no such batch": ({"batch": "z"}, "batch must name"),
 }
 
