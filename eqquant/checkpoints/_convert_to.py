@@ -2,9 +2,9 @@
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import os
 import pathlib
+import sys
 from collections.abc import Container, Iterator
 from typing import Any
 
@@ -227,7 +227,8 @@ def _key(
         for x in files
         for s in [x.stat()]
     ]
-    version = importlib.metadata.version("eqquant")
+    # The package may run from a folder, where `importlib.metadata` does not find it.
+    version = getattr(sys.modules["eqquant"], "__version__", "")
     parts = version, str(source.resolve()), seen, to, format, max_shard_size
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 

@@ -114,16 +114,16 @@ def contents(path):
     return {file.name: file.read_bytes() for file in path.iterdir()}
 
 
-RESUMED = ["compressed-tensors", "gptq", "mlx", "safetensors", "gguf"]
+AGAIN = dict.fromkeys(TARGETS, INT4) | {"bitsandbytes": "nf4"}
 
 
-@pytest.mark.parametrize("to", RESUMED)
+@pytest.mark.parametrize("to", TARGETS)
 def test_an_interrupted_conversion_continues(to, tmp_path, monkeypatch):
     """The second call packs only the weights without a finished file. All files equal
     the files of an uninterrupted call."""
     options: dict[str, Any] = {"max_shard_size": 12_000}
-    if to == "gguf":
-        options["requantize"] = INT4
+    if to in ("gguf", "bitsandbytes"):
+        options["requantize"] = AGAIN[to]
     whole = convert_checkpoint(DATA / "gptq_zeros", tmp_path / "whole", to, **options)
     count = sum(x.before != x.after for x in whole.values())
     options["resume"] = True
@@ -154,11 +154,11 @@ def test_an_interrupted_conversion_continues(to, tmp_path, monkeypatch):
     assert not list(hidden.glob(".*"))
 
 
-@pytest.mark.parametrize("to", RESUMED)
+@pytest.mark.parametrize("to", TARGETS)
 def test_an_interruption_after_the_last_weight(to, ours, tmp_path):
     """All shards are finished then: no empty shard follows."""
     path, _ = ours
-    options: dict[str, Any] = {"requantize": INT4, "max_shard_size": 1000}
+    options: dict[str, Any] = {"requantize": AGAIN[to], "max_shard_size": 1000}
     convert_checkpoint(path, tmp_path / "whole", to, **options)
     options["resume"] = True
     unfinished(path, tmp_path / "parts", to, **options)
@@ -354,7 +354,7 @@ def test_gguf(tmp_path):
 @pytest.mark.parametrize("to", TARGETS)
 def test_progress_is_shown(to, ours, tmp_path, capsys):
     pytest.importorskip("tqdm")
-    how = {"requantize": "nf4" if to == "bitsandbytes" else INT4, "progress": True}
+    how = {"requantize": AGAIN[to], "progress": True}
     convert_checkpoint(ours[0], tmp_path / f"{to}.file", to, **how)
     shown = capsys.readouterr().err
     assert re.search(r"converting: 100%.*3/3", shown)
