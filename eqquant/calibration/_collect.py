@@ -30,6 +30,7 @@ from .observed import Observed, ObservedArray, symmetric, Uses
 # Inputs are scaled if the mean of the largest magnitude of each row is outside of these
 # bounds: squares in float32 would lose precision or overflow.
 _smallest, _largest = 2.0**-20, 2.0**30
+_tiny_unit = 2.0**-64
 # Statistics of products and lookups, by the path of the weight.
 _Sums = Mapping[str, tuple[Observed | None, Observed | None]]
 
@@ -88,8 +89,11 @@ class ObservedWeight:
 
     def better_unit(self, peak: float, rows: float) -> float:
         """Return the unit for a batch with a sum of peaks, in the current unit."""
-        if not math.isfinite(peak):
-            return 1.0
+        if math.isinf(peak):
+            # The sum may overflow although all inputs are finite.
+            return min(self.unit, _tiny_unit)
+        if math.isnan(peak):
+            return self.unit
         mean = peak / rows if rows else 0.0
         assert self.products is not None
         is_new = not np.any(np.asarray(self.products.rows))

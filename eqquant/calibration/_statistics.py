@@ -184,6 +184,13 @@ class Statistics(AbstractCalibration):
                     f"{caller}: calibration must be finite, but the Gram matrix of "
                     f"{path!r} is not. Calibrate again."
                 )
+            asymmetry = jnp.max(jnp.abs(known.gram - jnp.swapaxes(known.gram, -2, -1)))
+            if asymmetry > 1e-3 * jnp.max(jnp.abs(known.gram)):
+                raise ValueError(
+                    f"{caller}: calibration must have symmetric Gram matrices, but "
+                    f"that of {path!r} differs from its transpose by up to "
+                    f"{float(asymmetry):.3g}. Calibrate again."
+                )
         plain = [c for c in choices if not self._serves(c, leaves[c.path].ndim)]
         unknown = [c.path for c in plain if not c.is_table]
         if unknown:

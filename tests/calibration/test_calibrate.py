@@ -1,5 +1,6 @@
 """`calibrate`: exact statistics of inputs, from unchanged model code."""
 
+import dataclasses
 import warnings
 
 import eqquant
@@ -303,6 +304,29 @@ def test_batches_of_different_magnitudes(normal):
         np.asarray(known.gram, float) / known.unit**2, gram(x * 1e15), rtol=1e-3
     )
     assert known.rows == 24
+
+
+def test_the_sum_of_peaks_may_overflow(normal):
+    layer = eqx.nn.Linear(16, 16, use_bias=False, key=jax.random.key(0))
+    layer = eqx.tree_at(lambda m: m.weight, layer, layer.weight * 1e-20)
+    x = normal(64, 16)
+    known = eqquant.calibrate(rows_of, layer, [x * 3e37]).weights["weight"]
+    np.testing.assert_allclose(
+        np.asarray(known.gram, float) / known.unit**2, gram(x * 3e37), rtol=1e-3
+    )
+    for bad in (np.inf, np.nan):
+        with pytest.raises(ValueError, match=r"must be finite, but batch 0.*weight"):
+            eqquant.calibrate(rows_of, layer, [x.at[3, 4].set(bad)])
+
+
+def test_gram_matrices_are_symmetric(normal):
+    layer = eqx.nn.Linear(16, 16, key=jax.random.key(0))
+    stats = eqquant.calibrate(rows_of, layer, [normal(64, 16)])
+    stats.weights["weight"] = dataclasses.replace(
+        stats.weights["weight"], gram=jnp.triu(stats.weights["weight"].gram)
+    )
+    with pytest.raises(ValueError, match="symmetric.*weight.*transpose"):
+        eqquant.quantize_tree(layer, "nf4", calibration=stats)
 
 
 def tied(table, ids):
