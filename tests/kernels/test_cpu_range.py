@@ -8,6 +8,7 @@ from typing import Any
 import eqquant
 import numpy as np
 import pytest
+from eqquant.kernels import cpu
 from helpers import relative
 
 
@@ -28,6 +29,8 @@ def test_one_row(format, contract_rows, normal):
             assert (got == 0).all()
 
 
+# XLA rounds products of activations and row scales, whose units overflow here.
+@pytest.mark.skipif("none" in cpu.status(), reason=f"NOT RUN: {cpu.status()}")
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("contract_rows", [False, True])
 @pytest.mark.parametrize("format", ["nf4", "int8", "ternary"])
