@@ -15,7 +15,8 @@ from ._gguf import GGUFFile, Tensor
 
 
 # The number of values that are decoded at once, and that are repacked at once.
-_chunk, _part = 2**22, 2**19
+# Repacking 1.1 GB of Q4_1 in parts of 2**19 takes 1.7 s of a Zen 4 core instead of 1.3.
+_chunk, _part = 2**22, 2**21
 
 
 def gguf_entries(file: GGUFFile) -> dict[str, Entry]:
