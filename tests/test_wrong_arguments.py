@@ -41,6 +41,10 @@ CALLS = {
         lambda _: eqquant.quantize(W, eqquant.NF4),
         ("quantize: format is the class NF4", "a format such as", "mean `NF4()`?"),
     ),
+    "a dtype": (
+        lambda _: eqquant.quantize(W, jnp.int8),
+        ("quantize: format is the class int8", "a format", "a name such as 'int8'"),
+    ),
     "a class for a model": (
         lambda _: eqquant.quantize_tree(MODEL, eqquant.Int8),
         ("quantize_tree: format is the class Int8", "a format", "mean `Int8()`?"),
@@ -140,6 +144,15 @@ CALLS = {
     "swapped arguments": (
         lambda _: eqquant.calibrate(MODEL, fn, [X]),
         ("fn is an MLP and model is the function fn", "`calibrate(fn, model, "),
+    ),
+    "a model after batches": (
+        lambda _: eqquant.calibrate(fn, [X], MODEL),
+        (
+            "calibrate: batches is an MLP",
+            "an iterable",
+            "Are model and batches swapped?",
+            "`calibrate(fn, model, batches)`",
+        ),
     ),
     "one batch": (
         lambda _: eqquant.calibrate(fn, MODEL, X),

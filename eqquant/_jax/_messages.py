@@ -32,12 +32,16 @@ def check_one_of(caller: str, name: str, value: Any, accepted: Iterable[Any]) ->
         raise ValueError(f"{prefix}{name} must be one of {accepted}, got {value!r}.")
 
 
-def not_accepted(caller: str, name: str, value: Any, hint: Any) -> str:
-    """Return the text of an error about an argument that violates its annotation."""
+def not_accepted(
+    caller: str, name: str, value: Any, hint: Any, otherwise: str = ""
+) -> str:
+    """Return the text of an error about an argument that violates its annotation.
+    `otherwise` is advice if the value itself suggests none."""
     options = _options(hint)
     *most, last = dict.fromkeys(map(_words, options))
     accepted = f"{', '.join(most)} or {last}" if most else last
-    return wrong(caller, name, value, accepted, _advice(value, options))
+    advice = _advice(value, options) or otherwise
+    return wrong(caller, name, value, accepted, advice)
 
 
 def given(value: Any) -> str:
@@ -123,11 +127,19 @@ def _words(option: Any) -> str:
     return noun
 
 
+def _is_dtype(value: Any) -> bool:
+    is_class = isinstance(value, type) and issubclass(value, np.generic)
+    is_class = is_class or (callable(value) and hasattr(value, "dtype"))  # jnp.int8
+    return is_class or isinstance(value, np.dtype)
+
+
 def _advice(value: Any, options: Sequence) -> str:
     classes = [option for option in options if isinstance(option, type)]
     accepts_array = any(issubclass(cls, AbstractArray) for cls in classes)
     if is_class_of(value, *classes):
         return f"Did you mean `{value.__name__}()`?"
+    if str in classes and _is_dtype(value):
+        return "Pass a name such as 'int8' instead of a dtype."
     if misplaced := getattr(value, "_misplaced", None):
         return misplaced
     if accepts_array and isinstance(value, list | tuple):

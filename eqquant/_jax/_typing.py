@@ -47,11 +47,29 @@ def _first_problem(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> str | N
     hints = get_type_hints(fn, include_extras=True)
     caller = fn.__qualname__.removesuffix(".__init__")
     with jaxtyped("context"):
-        for name, value in _arguments(fn, args, kwargs):
+        given = list(_arguments(fn, args, kwargs))
+        for name, value in given:
             hint = hints.get(name, Any)
             if not is_bearable(value, hint):
-                return not_accepted(caller, name, value, hint)
+                swapped = _swapped(fn, name, given, hints)
+                return not_accepted(caller, name, value, hint, swapped)
     return None
+
+
+def _swapped(fn: Callable, name: str, given: list, hints: dict[str, Any]) -> str:
+    """Return advice if the value of another argument is accepted as `name`, and the
+    value of `name` as the other argument."""
+    values = dict(given)
+    fits = lambda value, name: is_bearable(value, hints.get(name, Any))
+    for other, value in given:
+        if other != name and fits(value, name) and fits(values[name], other):
+            parameters = inspect.signature(fn).parameters.values()
+            order = [p.name for p in parameters if p.default is p.empty]
+            return (
+                f"Are {other} and {name} swapped? The order is "
+                f"`{fn.__qualname__}({', '.join(order)})`."
+            )
+    return ""
 
 
 def _arguments(
