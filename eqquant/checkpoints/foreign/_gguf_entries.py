@@ -15,7 +15,7 @@ from ._gguf import GGUFFile, Tensor
 
 
 # The number of values that are decoded at once, and that are repacked at once.
-# Repacking 1.1 GB of Q4_1 in parts of 2**19 takes 1.7 s of a Zen 4 core instead of 1.3.
+# On a Zen 4, repacking 1.1 GB of Q4_1 takes a quarter less time than in parts of 2**19.
 _chunk, _part = 2**22, 2**21
 
 
