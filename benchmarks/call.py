@@ -25,12 +25,17 @@ import os
 import subprocess
 import sys
 
+from _interleaved import interleaved
+from _tables import add_output_options, output, print_table
 
-def measure(options: argparse.Namespace) -> dict[str, dict[str, float]]:
+
+# JAX is imported in functions: when it starts, it counts the cores that it may use.
+
+
+def measure(options: argparse.Namespace) -> dict[str, float]:
     """Return times by format and size, and of an empty call, in microseconds."""
     import eqquant
     import jax
-    from _interleaved import interleaved
     from _timing import median
 
     found = {}
@@ -93,8 +98,6 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=16)
     parser.add_argument("--seconds", type=float, default=2, help="per size")
     parser.add_argument("--core", type=int, help=argparse.SUPPRESS)
-    from _tables import add_output_options, output, print_table
-
     add_output_options(parser)
     options = parser.parse_args()
     if options.core is not None:

@@ -9,7 +9,7 @@ loss on held-out text, computed in float32 with the trained weights. "difference
 mean difference to float32 with the same seed, and its range over seeds. Results are
 stored in `--folder`: a repeated command continues where an interrupted one stopped.
 `--table` prints the stored results only. `--vmap` trains all seeds of a row in one
-program, which a GPU does in little more time than one seed.
+program.
 """
 
 import argparse

@@ -51,12 +51,14 @@ def _first_problem(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> str | N
         for name, value in given:
             hint = hints.get(name, Any)
             if not is_bearable(value, hint):
-                swapped = _swapped(fn, name, given, hints)
+                swapped = _swapped(fn, caller, name, given, hints)
                 return not_accepted(caller, name, value, hint, swapped)
     return None
 
 
-def _swapped(fn: Callable, name: str, given: list, hints: dict[str, Any]) -> str:
+def _swapped(
+    fn: Callable, caller: str, name: str, given: list, hints: dict[str, Any]
+) -> str:
     """Return advice if the value of another argument is accepted as `name`, and the
     value of `name` as the other argument."""
     values = dict(given)
@@ -65,9 +67,10 @@ def _swapped(fn: Callable, name: str, given: list, hints: dict[str, Any]) -> str
         if other != name and fits(value, name) and fits(values[name], other):
             parameters = inspect.signature(fn).parameters.values()
             order = [p.name for p in parameters if p.default is p.empty]
+            order = [name for name in order if name != "self"]
             return (
                 f"Are {other} and {name} swapped? The order is "
-                f"`{fn.__qualname__}({', '.join(order)})`."
+                f"`{caller}({', '.join(order)})`."
             )
     return ""
 

@@ -30,6 +30,7 @@ from .observed import Observed, ObservedArray, symmetric, Uses
 # Inputs are scaled if the mean of the largest magnitude of each row is outside of these
 # bounds: squares in float32 would lose precision or overflow.
 _smallest, _largest = 2.0**-20, 2.0**30
+# The unit if the sum of the largest magnitudes overflows.
 _tiny_unit = 2.0**-64
 # Statistics of products and lookups, by the path of the weight.
 _Sums = Mapping[str, tuple[Observed | None, Observed | None]]
@@ -89,11 +90,10 @@ class ObservedWeight:
 
     def better_unit(self, peak: float, rows: float) -> float:
         """Return the unit for a batch with a sum of peaks, in the current unit."""
-        if math.isinf(peak):
-            # The sum may overflow although all inputs are finite.
-            return min(self.unit, _tiny_unit)
         if math.isnan(peak):
             return self.unit
+        if math.isinf(peak):  # Maybe the sum only: all inputs may be finite.
+            return min(self.unit, _tiny_unit)
         mean = peak / rows if rows else 0.0
         assert self.products is not None
         is_new = not np.any(np.asarray(self.products.rows))

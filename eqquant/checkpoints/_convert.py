@@ -154,8 +154,9 @@ def quantize_checkpoint(
         show = lambda shown: with_progress(shown, elements, progress, caller=_caller)
         task = _task(src_description, choices, max_shard_size)
         if to_gguf:
-            how = choices, make, max_shard_size, task, show, _caller
-            write_quantized(source_path, target, *how)
+            write_quantized(
+                source_path, target, choices, make, max_shard_size, task, show, _caller
+            )
             return
         leaves = [
             _leaf(name, contents, choices.get(name), make)

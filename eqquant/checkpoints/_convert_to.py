@@ -202,8 +202,16 @@ def convert_checkpoint(
             return _read(shown, contents, library)
 
         if to == "gguf":
-            how = contents.described, arrays, library, max_shard_size, key, _caller
-            written = write_converted(target, source, *how)
+            written = write_converted(
+                target,
+                source,
+                contents.described,
+                arrays,
+                library,
+                max_shard_size,
+                key,
+                _caller,
+            )
         else:
             others = source if source.is_dir() else None
             check_target(target, others, max_shard_size, _caller)

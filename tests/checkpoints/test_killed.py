@@ -72,27 +72,38 @@ def checkpoint(tmp_path, rng):
     return tmp_path / "src", weights
 
 
-def test_quantize_checkpoint_resumes(checkpoint, tmp_path, monkeypatch):
-    src, weights = checkpoint
-    dst, calls = tmp_path / "dst", []
+@pytest.fixture
+def calls(monkeypatch):
+    """Count quantizations in `calls`. With `calls.stop`, the third is interrupted."""
     quantize = _convert.quantize_in_pieces
 
     def counted(*args, **kwargs):
         calls.append(1)
-        if len(calls) == 3 and stop:
+        if len(calls) == 3 and calls.stop:
             raise KeyboardInterrupt
         return quantize(*args, **kwargs)
 
+    calls = Calls()
     monkeypatch.setattr(_convert, "quantize_in_pieces", counted)
+    return calls
+
+
+class Calls(list):
+    stop = False
+
+
+def test_quantize_checkpoint_resumes(checkpoint, tmp_path, calls):
+    src, weights = checkpoint
+    dst = tmp_path / "dst"
     kwargs = {"format": "int8", "max_shard_size": 1}
-    stop = True
+    calls.stop = True
     with pytest.raises(KeyboardInterrupt):
         eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
     finished = {file: file.stat().st_mtime_ns for file in dst.iterdir()}
     assert len(finished) == 2
     with pytest.raises(ValueError, match="found model-"):
         eqquant.load(dst)
-    stop = False
+    calls.stop = False
     calls.clear()
     eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
     assert len(calls) == 2
@@ -108,29 +119,19 @@ def test_quantize_checkpoint_resumes(checkpoint, tmp_path, monkeypatch):
     assert eqquant.load(dst)["l0"]["weight"].format == eqquant.NF4()
 
 
-def test_quantize_checkpoint_to_gguf_resumes(checkpoint, tmp_path, monkeypatch):
+def test_quantize_checkpoint_to_gguf_resumes(checkpoint, tmp_path, calls):
     _, weights = checkpoint
-    src, calls = tmp_path / "src.gguf", []
+    src = tmp_path / "src.gguf"
     named = {f"{name}.weight": layer["weight"] for name, layer in weights.items()}
     eqquant.checkpoints.write_gguf(src, named)
-    quantize = _convert.quantize_in_pieces
-
-    def counted(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == 3 and stop:
-            raise KeyboardInterrupt
-        return quantize(*args, **kwargs)
-
-    monkeypatch.setattr(_convert, "quantize_in_pieces", counted)
     kwargs = {"format": eqquant.Int8(32, "float16"), "max_shard_size": 1}
-    stop = False
     eqquant.checkpoints.quantize_checkpoint(src, tmp_path / "whole.gguf", **kwargs)
     calls.clear()
-    stop, dst = True, tmp_path / "new/dst.gguf"
+    calls.stop, dst = True, tmp_path / "new/dst.gguf"
     with pytest.raises(KeyboardInterrupt):
         eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
     assert not dst.exists()
-    stop = False
+    calls.stop = False
     calls.clear()
     eqquant.checkpoints.quantize_checkpoint(src, dst, **kwargs)
     assert len(calls) == 3  # The first shard is finished when the second starts.

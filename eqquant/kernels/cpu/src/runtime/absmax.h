@@ -10,7 +10,8 @@
 
 EQQUANT_BEGIN
 
-// Compilers turn the loop into vector instructions. Compares bits: their order equals the order of magnitudes, and NaN is above infinity.
+// Compilers turn the loop into vector instructions. Compares bits: their order equals the order of magnitudes, and NaN
+// is above infinity.
 inline float absmax_of(const float* x, int64_t size) {
   int32_t most = 0;
   for (int64_t i = 0; i < size; i++) {

@@ -131,8 +131,8 @@ inline __attribute__((always_inline)) void prefetch_near(const uint8_t* codes) {
   __builtin_prefetch(codes + (1 << 12), 0, 3);
 }
 
-// One way to compute products: `prepare` for each row of the activation, which calls `check_row`, then `run` for each unit of the
-// result (rows of the weight, or bytes of all rows in x @ w). Several threads may call both on disjoint
+// One way to compute products: `prepare` for each row of the activation, which calls `check_row`, then `run` for each
+// unit of the result (rows of the weight, or bytes of all rows in x @ w). Several threads may call both on disjoint
 // ranges.
 struct Routine {
   void (*prepare)(const Product&, char* scratch, int64_t begin, int64_t end);
