@@ -6,10 +6,10 @@ The model, the data and their order are those of `examples/llama/train_small.py`
 determines the first weights and the order of the rows, so all rows of the table start
 from the same weights for one seed. "bits per character" is the mean over seeds of the
 loss on held-out text, computed in float32 with the trained weights. "difference" is the
-mean difference to float32 with the same seed, and its range over seeds. Results are
-stored in `--folder`: a repeated command continues where an interrupted one stopped.
-`--table` prints the stored results only. `--vmap` trains all seeds of a row in one
-program.
+mean difference to float32 with the same seed, with its standard error and its range
+over seeds. Results are stored in `--folder`: a repeated command continues where an
+interrupted one stopped. `--table` prints the stored results only. `--vmap` trains all
+seeds of a row in one program.
 """
 
 import argparse
@@ -27,7 +27,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import matplotlib
-import numpy as np
 from _tables import add_output_options, output, print_table
 from _timing import machine
 
@@ -67,12 +66,11 @@ BASELINE = "float32", 32
 
 
 class Result(NamedTuple):
-    """A finished run: the loss on held-out text in bits per character, seconds of CPU,
-    and the loss of each step in nats per token."""
+    """A finished run: the loss on held-out text in bits per character, and seconds of
+    CPU."""
 
     bits: float
     seconds: float
-    history: list[float]
 
 
 def path_of(folder: pathlib.Path, key: tuple[str, int], seed: int, steps: int):
@@ -94,13 +92,13 @@ def run(row: Row, seed: int, steps: int, path: pathlib.Path, data: tuple) -> Res
     rows, held_out, characters = data
     recipe = row.preset and train_small.recipe_of(row.preset, row.stochastic)
     begin, checkpoint = time.process_time(), path.with_suffix(".eqx")
-    model, history = train_small.train(
+    model, _ = train_small.train(
         rows, train_small.CONFIG, steps, checkpoint, recipe, row.states, seed
     )
     seconds = time.process_time() - begin
     bits = train_small.bits(model, held_out) / characters
     checkpoint.unlink(missing_ok=True)
-    return Result(bits, seconds, np.asarray(history).tolist())
+    return Result(bits, seconds)
 
 
 def run_together(row: Row, seeds: list[int], steps: int, data: tuple) -> list[Result]:
@@ -113,20 +111,18 @@ def run_together(row: Row, seeds: list[int], steps: int, data: tuple) -> list[Re
     model, state = eqx.filter_vmap(init)(keys)
     step = eqx.filter_jit(eqx.filter_vmap(step), donate="all-except-first")
     stack = lambda *leaves: jnp.stack(leaves)
-    history = []
     for i in range(steps):
         batches = [train_small.numbered_batch(rows, i, seed) for seed in seeds]
-        model, state, loss = step(jax.tree.map(stack, *batches), model, state)
-        history.append(loss)
-    history = np.asarray(jnp.stack(history, 1))
+        model, state, _ = step(jax.tree.map(stack, *batches), model, state)
+    jax.block_until_ready(model)
     seconds = (time.process_time() - begin) / len(seeds)
     model = eqquant.training.master_weights(model)
     results = []
-    for index, losses in enumerate(history):
+    for index in range(len(seeds)):
         take = lambda x, index=index: x[index] if eqx.is_array(x) else x
         trained = jax.tree.map(take, model)
         bits = train_small.bits(trained, held_out) / characters
-        results.append(Result(bits, seconds, losses.tolist()))
+        results.append(Result(bits, seconds))
     return results
 
 
@@ -161,6 +157,16 @@ def stored(options: argparse.Namespace, key: tuple[str, int]) -> dict[int, Resul
     }
 
 
+def differences(runs: dict[int, Result], exact: dict[int, Result]) -> list[float]:
+    """Return the differences in bits to the runs in float32 with the same seeds."""
+    return [run.bits - exact[seed].bits for seed, run in runs.items() if seed in exact]
+
+
+def standard_error(losses: list[float]) -> float:
+    """Return the standard error of the mean; zero for one value."""
+    return statistics.stdev(losses) / len(losses) ** 0.5 if len(losses) > 1 else 0.0
+
+
 def cells_of(key: tuple[str, int], runs: dict[int, Result], exact: dict[int, Result]):
     head = (
         key[0],
@@ -168,12 +174,11 @@ def cells_of(key: tuple[str, int], runs: dict[int, Result], exact: dict[int, Res
         str(len(runs)),
         f"{_mean(r.bits for r in runs.values()):.4f}",
     )
-    losses = [
-        run.bits - exact[seed].bits for seed, run in runs.items() if seed in exact
-    ]
+    losses = differences(runs, exact)
     if key == BASELINE or not losses:
         return *head, "", ""
-    return *head, f"{_mean(losses):+.4f}", f"{min(losses):+.4f} to {max(losses):+.4f}"
+    difference = f"{_mean(losses):+.4f} ± {standard_error(losses):.4f}"
+    return *head, difference, f"{min(losses):+.4f} to {max(losses):+.4f}"
 
 
 def _mean(values) -> float:
@@ -181,24 +186,20 @@ def _mean(values) -> float:
 
 
 def plot(found: dict, path: pathlib.Path) -> None:
-    """Plot each row's smoothed loss of training minus that of float32."""
-    figure, axis = plt.subplots(figsize=(6.4, 3.8), layout="constrained")
+    """Plot each row's differences to float32, and their means with standard errors."""
     exact = found[BASELINE]
-    for key, runs in found.items():
-        shared = [seed for seed in runs if seed in exact]
-        if key == BASELINE or not shared:
-            continue
-        each = [np.subtract(runs[s].history, exact[s].history) for s in shared]
-        width = min(20, len(each[0]))
-        smooth = np.convolve(np.mean(each, 0), np.ones(width) / width, "valid")
-        style = {32: "-", 8: "--", 4: ":"}[key[1]]
-        label = f"{key[0]}, {key[1]}-bit states"
-        steps = np.arange(len(smooth)) + (width - 1) / 2
-        color = f"C{list(PRODUCTS).index(key[0])}"
-        axis.plot(steps, smooth, style, color=color, label=label, linewidth=1)
-    axis.axhline(0, color="k", linewidth=0.8)
-    axis.set(xlabel="Step", ylabel="Loss minus that of float32, nats per token")
-    axis.legend(frameon=False, fontsize=7, ncols=2)
+    rows = {key: differences(runs, exact) for key, runs in found.items()}
+    rows = {key: losses for key, losses in rows.items() if losses and key != BASELINE}
+    size = 6.4, 0.9 + 0.24 * len(rows)
+    figure, axis = plt.subplots(figsize=size, layout="constrained")
+    for place, losses in enumerate(rows.values()):
+        axis.plot(losses, [place] * len(losses), "o", color="0.75", markersize=3)
+        error = standard_error(losses)
+        axis.errorbar(_mean(losses), place, xerr=error, fmt="o", color="C0", capsize=3)
+    axis.set_yticks(range(len(rows)), [f"{x}, {bits}-bit states" for x, bits in rows])
+    axis.invert_yaxis()
+    axis.axvline(0, color="k", linewidth=0.8)
+    axis.set_xlabel("Difference to float32, bits per character")
     axis.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
 
