@@ -244,5 +244,6 @@ def _stack(names: np.ndarray, make: Callable[[str], Any], threads: int = 1) -> A
     several threads."""
     if not names.ndim:
         return make(names.item())
-    parts = [Part(name, i, ft.partial(make, name)) for i, name in np.ndenumerate(names)]
+    reader = lambda name: lambda out: make(name)
+    parts = [Part(name, i, reader(name)) for i, name in np.ndenumerate(names)]
     return fill(names.shape, parts, threads=threads)

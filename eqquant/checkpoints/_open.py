@@ -71,9 +71,9 @@ class ForeignContents:
         if by_rows is None:
             return None
 
-        def read(rows: slice) -> Any:
+        def read(rows: slice, out: Any) -> Any:
             try:
-                return by_rows.read(rows)
+                return by_rows.read(rows, out)
             except NotExact as error:
                 way_out = 'decode="all"' if self._decode else "decode=True"
                 raise entry.not_exact(error, way_out) from None

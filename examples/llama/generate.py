@@ -18,7 +18,7 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence, Set
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import eqquant
@@ -30,7 +30,12 @@ from chat import chat
 from load import load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Caches, Decoder, empty_cache
-from program_cache import keep_programs, release_freed, without_collections
+from program_cache import (
+    keep_programs,
+    release_freed,
+    short_turns,
+    without_collections,
+)
 from sampling import Sampling
 from text import Text
 from tokenizers.decoders import DecodeStream
@@ -166,25 +171,41 @@ class Generator:
         self.seconds_compiling += time.perf_counter() - begin
         return program
 
-    def _start_compiling(self, length: int) -> None:
+    def _start_compiling(self, length: int, after: Future | None = None) -> None:
+        """Start to trace and compile a program, if possible when `after` is done."""
         if length in self._programs:
             return
         tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
         args = self._arrays, self.cache, tokens, np.int32(0), np.int32(0), self._seed
-        lower = lambda args: self._step.trace(*args).lower()
+
+        def lower(args):
+            if after is not None:
+                wait([after], timeout=1)
+            return self._step.trace(*args).lower()
+
         lowered = self._tracer.submit(lower, jax.tree.map(_abstract, args))
         compile = lambda: release_freed(lowered.result().compile())
         self._programs[length] = self._compilers.submit(compile)
 
-    def compile(self, prompt_length: int, wait: bool = True) -> None:
+    def compile(self, prompt_length: int) -> None:
         """Compile the programs for a prompt of this length and for each token, side by
         side."""
-        pieces = {piece for _, piece, _ in self._pieces(prompt_length)}
-        lengths = [*sorted(pieces, reverse=True), 1]
-        for length in lengths:
-            self._start_compiling(length)
-        for length in lengths if wait else ():
+        self.start_compiling(prompt_length)
+        for length in self._programs:
             self._program(length)
+
+    def start_compiling(
+        self, prompt_length: int, loading: Future | None = None
+    ) -> None:
+        """Compile programs like `compile`, in other threads.
+
+        Only one thread of Python runs at a time. So the program for each token is
+        traced after `loading`, or a second after the program for the prompt.
+        """
+        pieces = {piece for _, piece, _ in self._pieces(prompt_length)}
+        for length in sorted(pieces, reverse=True):
+            self._start_compiling(length)
+        self._start_compiling(1, loading)
 
     def _pieces(self, length: int, start: int = 0) -> list[tuple[int, int, int]]:
         """Return the start, the padded length and the length of each piece of a
@@ -224,12 +245,12 @@ class Generator:
             piece = np.zeros(padded, np.int32)
             piece[:length] = prompt[start : start + length]
             token = self._run(piece, start, length - 1)
-        return int(token[0])
+        return _first(token)
 
     def decode(self, token: int, start: int) -> Iterator[int]:
         """Yield tokens after the token at position `start`, up to the capacity."""
         for position in range(start, self.capacity):
-            token = int(self._run(np.array([token], np.int32), position, 0)[0])
+            token = _first(self._run(np.array([token], np.int32), position, 0))
             yield token
 
     def __call__(
@@ -244,6 +265,11 @@ class Generator:
                 token = next(rest)
             except StopIteration:
                 return
+
+
+def _first(tokens: jax.Array | np.ndarray) -> int:
+    """Return the first of several tokens. XLA would compile a program for an index."""
+    return int(np.asarray(tokens)[0])
 
 
 def _is_array(x) -> bool:
@@ -415,6 +441,7 @@ def encode(text: Text, options) -> list[int] | None:
 
 
 @without_collections()
+@short_turns()
 def start(options) -> tuple[Generator, Decoder, Text, list[int] | None]:
     """Return a generator whose programs are being compiled, its model, the text tools,
     and the tokens of the prompt. Weights are loaded at the same time."""
@@ -434,7 +461,7 @@ def start(options) -> tuple[Generator, Decoder, Text, list[int] | None]:
     sampling = Sampling(options.temperature, options.top_k, options.top_p)
     how = capacity, kv, sampling, options.seed, bool(rotated)
     generator = Generator(skeleton or loading.result(), *how)
-    generator.compile(len(prompt or [0]), wait=False)
+    generator.start_compiling(len(prompt or [0]), loading)
     model = loading.result()
     generator.put(model)
     return generator, model, text, prompt

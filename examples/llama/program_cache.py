@@ -91,6 +91,19 @@ def without_collections() -> Iterator[None]:
             gc.enable()
 
 
+@contextlib.contextmanager
+def short_turns(seconds: float = 0.001) -> Iterator[None]:
+    """Let Python threads take turns of a millisecond instead of five. A thread that
+    loads weights waits for its turn after each part of a file, while another thread
+    traces programs."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
 def release_freed(program: Program) -> Program:
     """Return `program`, after returning free memory to the system. The compiler
     allocates and frees 50 MB for a program. The allocator of glibc keeps them."""

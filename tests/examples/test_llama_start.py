@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import eqquant
 import jax
@@ -73,6 +74,9 @@ def test_programs_are_compiled_before_weights_arrive(format, tmp_path):
     is_real = [isinstance(x, jax.Array) for x in jax.tree.leaves(skeleton)]
     assert not any(is_real)
     early = Generator(skeleton, 32)
+    loading = Future()
+    early.start_compiling(3, loading)
+    loading.set_result(model)
     early.compile(3)
     early.put(model)
     assert early.prefill([1, 2, 3]) == Generator(model, 32).prefill([1, 2, 3])
@@ -111,5 +115,7 @@ def test_a_second_start_compiles_nothing(tmp_path):
     assert not programs
     assert start()[0] == text
     text, programs = start()
-    assert sum(name.startswith("jit_step") for name in programs) == 2
+    # For the prompt and for each token. Indexing an array would compile another one.
+    assert len(programs) == 2
+    assert all(name.startswith("jit_step") for name in programs)
     assert start() == (text, programs)

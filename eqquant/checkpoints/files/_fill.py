@@ -19,12 +19,14 @@ class Part(NamedTuple):
 
     - `name`: its name in errors.
     - `place`: the indices of its leading axes, and possibly a slice of the next axis.
-    - `read`: returns an array, or a pytree of arrays with the same leading axes.
+    - `read`: returns an array, or a pytree of arrays with the same leading axes. Its
+        argument is `None` or has contiguous arrays for the result, if the part has the
+        format of the first part. `read` may write to them and return their memory.
     """
 
     name: str
     place: tuple[int | slice, ...]
-    read: Callable[[], Any]
+    read: Callable[[Any], Any]
 
 
 def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> Any:
@@ -38,19 +40,23 @@ def fill(lead: tuple[int, ...], parts: Sequence[Part], *, threads: int = 0) -> A
     """
     first, *rest = parts
     if not first.place:
-        return jax.tree.map(np.asarray, first.read())
-    leaves, treedef = jax.tree.flatten(first.read())
+        return jax.tree.map(np.asarray, first.read(None))
+    leaves, treedef = jax.tree.flatten(first.read(None))
     sliced = sum(isinstance(index, slice) for index in first.place)
     kinds = [(leaf.shape[sliced:], leaf.dtype) for leaf in leaves]
     wholes = [empty((*lead, *shape), dtype) for shape, dtype in kinds]
 
     def put(part: Part, leaves: Sequence[Any]) -> None:
         for whole, leaf in zip(wholes, leaves, strict=True):
-            whole[(*part.place, ...)] = leaf
-            release(leaf)
+            place = whole[(*part.place, ...)]
+            if not np.may_share_memory(place, leaf):
+                place[...] = leaf
+                release(leaf)
 
     def read(part: Part) -> None:
-        leaves, found = jax.tree.flatten(part.read())
+        places = [whole[(*part.place, ...)] for whole in wholes]
+        out = jax.tree.unflatten(treedef, places)
+        leaves, found = jax.tree.flatten(part.read(out))
         if found != treedef or kinds != [(x.shape[sliced:], x.dtype) for x in leaves]:
             raise ValueError(
                 f"{part.name!r} and {first.name!r} have different formats, so they "

@@ -41,12 +41,12 @@ class ByRows:
     **Fields:**
 
     - `read`: reads some rows as codes, scales and offsets, in NumPy, or raises
-        [`NotExact`][].
+        [`NotExact`][]. It may write them into its second argument: see [`Part`][].
     - `build`: makes an array of the parts of all rows, which may be stacked.
     - `places`: slices of rows. The parts of a slice stay in the cache of a core.
     """
 
-    read: Callable[[slice], Any]
+    read: Callable[[slice, Any], Any]
     build: Callable[[Any], QuantizedArray]
     places: Sequence[slice]
 

@@ -23,19 +23,29 @@ _bytes = np.arange(256, dtype=np.uint8).view(np.int8)
 _types = {kind.name: kind for kind in TYPES.values()}
 
 
-def repacked(kind: Type, raw: np.ndarray) -> tuple:
+def repacked(kind: Type, raw: np.ndarray, out: Any = None) -> tuple:
     """Return codes, scales and offsets of blocks of bytes, `(count, nbytes)`, as the
-    format stores them: arrays `(count, n)`. Raise [`NotExact`][] if it cannot."""
+    format stores them: arrays `(count, n)`. Raise [`NotExact`][] if it cannot.
+
+    `out` has contiguous arrays of any shapes for the result. A native kernel writes
+    into them if they have the right sizes.
+    """
     native = _native(kind.name)
     if native is None:
         parts = _repacked(kind, raw)
     else:
-        layouts, like = native, parts_of_block(kind.name)
+        like, treedef = jax.tree.flatten(parts_of_block(kind.name))
+        outs, found = jax.tree.flatten(out)
+        sizes = [len(raw) * leaf.nbytes for leaf in like]
+        if found == treedef and [out.nbytes for out in outs] == sizes:
+            outs = [out.reshape(len(raw), -1).view(np.uint8) for out in outs]
+        else:
+            outs = [None] * len(like)
         leaves = [
-            relayout(layout, raw).view(leaf.dtype)
-            for layout, leaf in zip(layouts, jax.tree.leaves(like), strict=True)
+            relayout(layout, raw, out).view(leaf.dtype)
+            for layout, leaf, out in zip(native, like, outs, strict=True)
         ]
-        parts = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        parts = jax.tree.unflatten(treedef, leaves)
     if _has_bytes(kind):
         assert kind.format is not None
         check_levels(parts[0], kind.format)

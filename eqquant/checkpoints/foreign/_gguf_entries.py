@@ -95,8 +95,9 @@ def _decode_elsewhere(raw: np.ndarray, tensor: Tensor, where: str) -> np.ndarray
     return values.reshape(tensor.shape)
 
 
-def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
-    """Read the codes, scales and offsets of some rows."""
+def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice, out: Any = None) -> tuple:
+    """Read the codes, scales and offsets of some rows, into `out` if it is given and a
+    native kernel repacks them."""
     kind = tensor.type
     if kind.unpack is None:
         raise NotExact(f"is in {kind.name}, whose grids of levels have no format.")
@@ -107,7 +108,8 @@ def _read_rows(file: GGUFFile, tensor: Tensor, rows: slice) -> tuple:
     raw = _blocks(file, tensor, rows)
     lead = (rows.stop - rows.start, *tensor.shape[1:-1])
     # Fields of blocks are copied here.
-    parts = jax.tree.map(lambda part: part.reshape(*lead, -1), repacked(kind, raw))
+    parts = repacked(kind, raw, out)
+    parts = jax.tree.map(lambda part: part.reshape(*lead, -1), parts)
     release(raw)
     return parts
 

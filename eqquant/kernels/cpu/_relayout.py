@@ -84,13 +84,19 @@ def _moves(masks: dict[tuple[int, int, int], int]) -> list[tuple[int, ...]]:
 
 
 def relayout(
-    layout: Layout, blocks: UInt8[np.ndarray, "blocks n"]
+    layout: Layout,
+    blocks: UInt8[np.ndarray, "blocks n"],
+    out: UInt8[np.ndarray, "blocks m"] | None = None,
 ) -> UInt8[np.ndarray, "blocks m"]:
-    """Return the blocks in the new layout. Other threads can run meanwhile."""
+    """Return the blocks in the new layout, in the memory of `out` if it is given. Other
+    threads can run meanwhile."""
     library = load()
     assert not isinstance(library, str) and blocks.shape[-1] == layout.from_bytes
     blocks = np.ascontiguousarray(blocks)
-    out = np.empty((len(blocks), len(layout.start)), np.uint8)
+    shape = len(blocks), len(layout.start)
+    if out is None:
+        out = np.empty(shape, np.uint8)
+    assert out.shape == shape and out.dtype == np.uint8 and out.flags.c_contiguous
     done = library.relayout(
         blocks.ctypes.data,
         layout.from_bytes,

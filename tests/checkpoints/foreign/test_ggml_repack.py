@@ -44,6 +44,12 @@ def test_native_repacking_equals_numpy(name, rng):
         for part, other in leaves:
             assert part.dtype == other.dtype and part.shape == other.shape
             assert part.tobytes() == other.tobytes()
+        out = jax.tree.map(lambda part: np.zeros(part.size, part.dtype), expected)
+        again = repack.repacked(kind, raw, out)
+        for part, other in zip(*map(jax.tree.leaves, (again, out)), strict=True):
+            assert np.may_share_memory(part, other)
+        same = lambda part, other: part.tobytes() == other.tobytes()
+        assert jax.tree.all(jax.tree.map(same, out, expected))
         np.testing.assert_array_equal(raw, before)
 
 
