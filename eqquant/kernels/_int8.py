@@ -27,14 +27,13 @@ def scale_of_rows(
 
 def split_int8(
     x: Float[Array, "m size"],
-) -> tuple[Int8[Array, "twice_m size"], Float[Array, "twice_m 1"]]:
-    """Split `x` into two stacked int8 matrices: `high * scale + low * scale / 254`."""
+) -> tuple[Int8[Array, "twice_m size"], Float[Array, "m 1"]]:
+    """Split `x` into two stacked int8 matrices: `(high + low / 254) * scale`."""
     scale = scale_of_rows(x)
     x = x * (1 / scale)
     high = jnp.round(x)
     low = jnp.round((x - high) * 254)
-    rows = jnp.concatenate([high, low]).astype(jnp.int8)
-    return rows, jnp.concatenate([scale, scale / 254])
+    return jnp.concatenate([high, low]).astype(jnp.int8), scale
 
 
 def round_int8(

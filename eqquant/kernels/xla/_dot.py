@@ -98,7 +98,6 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     if not exact:
         row_scale = jnp.max(jnp.abs(scales), 1) / _int8_max(format)
     row_scale = row_scale[None]
-
     def decode(codes, scales):
         if exact:
             return format.levels(format.states(codes), jnp.int8)
@@ -111,8 +110,11 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
         x_unit = jnp.ones((rows, 1), jnp.float32)
     else:
         x = x.astype(jnp.float32)
-        to_int8 = split_int8 if recipe == "split" else round_int8
-        x, x_unit = to_int8(x * row_scale if contract_rows else x)
+        if contract_rows:
+            # Products of small activations and small scales would be zero.
+            unit = _power_of_two(jnp.max(jnp.abs(row_scale)))
+            x, row_scale = x * (row_scale / unit), unit
+        x, x_unit = split_int8(x) if recipe == "split" else round_int8(x)
     if x.shape[0] == 1:  # XLA:CPU is slow at int8 matrix-vector products.
         x = jnp.pad(x, ((0, 1), (0, 0)))
     if exact and format.bits == 8 and not contract_rows:
@@ -122,14 +124,11 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     else:
         out = tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
 
-    def in_floats(out, x_unit):
-        out = out.astype(jnp.float32) * x_unit
-        return out if contract_rows else out * row_scale
-
-    high = in_floats(out[:rows], x_unit[:rows])
-    if recipe != "split":
-        return high
-    return high + in_floats(out[rows:], x_unit[rows:])
+    out, low = out[:rows].astype(jnp.float32), out[rows:]
+    if recipe == "split":
+        out = out + low.astype(jnp.float32) * (1 / 254)
+    # In this order, intermediate values overflow and underflow only if the result does.
+    return out * jnp.minimum(x_unit, 1) * row_scale * jnp.maximum(x_unit, 1)
 
 
 def _multiply(x, tile, *, contract_rows, dtype):
@@ -140,6 +139,13 @@ def _multiply(x, tile, *, contract_rows, dtype):
         precision=lax.Precision.HIGHEST,
         preferred_element_type=dtype,
     )
+
+
+def _power_of_two(x: Float[Array, ""]) -> Float[Array, ""]:
+    """Round a magnitude down to a power of two, which is at least the smallest normal
+    number."""
+    bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7F800000)
+    return lax.bitcast_convert_type(jnp.maximum(bits, 0x00800000), jnp.float32)
 
 
 def _int8_max(format: Format) -> float:
