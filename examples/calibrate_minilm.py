@@ -121,7 +121,10 @@ def plot(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"Rows: {'; '.join(ROWS)}.",
+    )
     parser.add_argument(
         "--sentences",
         type=int,
@@ -132,6 +135,7 @@ def main() -> None:
         "--rows",
         nargs="*",
         choices=ROWS,
+        metavar="ROW",
         default=list(ROWS),
         help="Measure these formats and methods. The default is all of them.",
     )

@@ -342,11 +342,15 @@ def summarise(row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog=f"Formats: {'; '.join(FORMATS)}.",
+    )
     parser.add_argument(
         "--formats",
         nargs="+",
         choices=FORMATS,
+        metavar="FORMAT",
         default=list(FORMATS),
         help="Quantize to these formats. The default is all of them.",
     )

@@ -1,7 +1,11 @@
 """The `--help` of each example: whole sentences, with the defaults."""
 
 import ast
+import os
 import pathlib
+import re
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +38,14 @@ def test_options_have_sentences_and_defaults(path):
         elif name.startswith("--") and "action" not in call:
             # Defaults that are paths depend on the machine: the text has their end.
             assert "default" in text and "%(default)s" not in text, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_choices_are_apart(path):
+    """The commas between choices are the only commas, so that each can be copied."""
+    env = os.environ | {"COLUMNS": "1000"}
+    command = [sys.executable, path, "--help"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, env=env)
+    for choices in re.findall("{(.*?)}", done.stdout):
+        assert ", " not in choices

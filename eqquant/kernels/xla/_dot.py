@@ -98,6 +98,7 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     if not exact:
         row_scale = jnp.max(jnp.abs(scales), 1) / _int8_max(format)
     row_scale = row_scale[None]
+
     def decode(codes, scales):
         if exact:
             return format.levels(format.states(codes), jnp.int8)
