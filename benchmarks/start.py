@@ -2,6 +2,7 @@
 
     python benchmarks/start.py MODEL.gguf
     python benchmarks/start.py MODEL.gguf --rounds 5 --plot start.png
+    python benchmarks/start.py MODEL.gguf --random
 
 The script runs `examples/llama/generate.py`, without and with the compiled programs of
 an earlier start in the cache of compiled programs ("first start" and "second start"),
@@ -13,6 +14,9 @@ Stages overlap: a model loads while its programs are compiled. Columns:
 - "parts" is the number of traces, programs or other parts.
 - "begin" and "end" are seconds after the command, and "s" is their sum over the parts.
 - "CPU s" are the CPU seconds of the process until the end of the stage, on all threads.
+
+`--random` starts a random model of 1.2 billion parameters in Q4_1 (732 MB), with the
+tokenizer of the file.
 
 The table shows the round with the earliest first token, and then the range over
 all rounds.
@@ -28,6 +32,7 @@ import tempfile
 import time
 from typing import NamedTuple
 
+import _random_gguf
 from _environments import CACHE, install, last_line, run
 from _peers import llama_cpp
 from _tables import add_output_options, output, print_table
@@ -126,14 +131,20 @@ def plot(found: dict[str, list[Start]], path: pathlib.Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=pathlib.Path, help="a GGUF file")
+    parser.add_argument("--random", action="store_true", help="start a random model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     parser.add_argument("--plot", type=pathlib.Path, help="write a plot to this file")
     add_output_options(parser)
     options = parser.parse_args()
-    options.model.read_bytes()  # Now it is in the page cache.
-    found = measure(options)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.random:
+            path = pathlib.Path(folder, "random.gguf")
+            _random_gguf.write(path, options.model)
+            options.model = path
+        options.model.read_bytes()  # Now it is in the page cache.
+        found = measure(options)
     with output(options):
         for title, starts in found.items():
             print(f"\n{title}, {starts[0].version}, {options.threads} threads\n")

@@ -19,7 +19,7 @@ EXAMPLE = pathlib.Path(__file__).parents[2] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
 from generate import Generator  # noqa: E402 # pyright: ignore
-from load import load_model  # noqa: E402 # pyright: ignore
+from load import load_model, open_model  # noqa: E402 # pyright: ignore
 from program_cache import keep_programs  # noqa: E402 # pyright: ignore
 
 
@@ -82,6 +82,22 @@ def test_programs_are_compiled_before_weights_arrive(format, tmp_path):
     assert early.prefill([1, 2, 3]) == Generator(model, 32).prefill([1, 2, 3])
     with pytest.raises(ValueError, match="other formats or shapes"):
         early.put(load(dtype=jnp.bfloat16))
+
+
+def test_a_random_model_has_the_tokenizer_of_another_file(tmp_path):
+    import _random_gguf  # pyright: ignore
+
+    given, path = tmp_path / "given.gguf", tmp_path / "random.gguf"
+    write_gguf(given, metadata_of("llama3"), tensors_of("llama3"))
+    sizes = dict(layers=2, size=64, hidden=96, heads=4, kv_heads=2)
+    _random_gguf.write(path, given, **sizes)
+    text, expected = (open_model(x).vocabulary() for x in (path, given))
+    assert text.tokenizer.get_vocab() == expected.tokenizer.get_vocab()
+    weight = load_model(path, progress=False).layers.mlp.up.weight
+    assert eqquant.is_quantized(weight) and weight.shape == (2, 96, 64)
+    largest = jnp.abs(weight.dequantize()).max()
+    # Scales and offsets are rounded to float16, by at most 2**-11 each.
+    assert abs(largest / (1 / 8) - 1) < 3 * 2**-11
 
 
 @pytest.mark.slow
