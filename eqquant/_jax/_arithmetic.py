@@ -9,6 +9,7 @@ from ._compat import equation_of, Literal, open_jaxpr, split_scan, subjaxprs
 _ARITHMETIC = {"add", "sub", "mul", "div", "rem", "pow", "integer_pow", "square", "neg"}
 _ARITHMETIC |= {"round", "floor", "ceil", "reduce_sum", "dot_general", "add_any"}
 _ARITHMETIC |= {"cumsum", "scatter-add", "scatter-sub", "scatter-mul", "psum"}
+_ARITHMETIC |= {"psum_invariant", "and", "or", "xor", "not"}
 # Operands that contain values, and not indices or conditions.
 _MOVES = {"select_n": slice(1, None), "gather": slice(1), "dynamic_slice": slice(1)}
 _MOVES |= dict.fromkeys(["reshape", "squeeze", "transpose", "rev", "slice"], slice(1))

@@ -231,9 +231,37 @@ def test_leaves_added_by_hand_are_not_checked(models):
     assert jax.tree.structure(got) == tree
 
 
-def test_models_of_a_stack_added_by_hand_are_not_checked(models):
-    """A limit that docs/when-training-fails.md states."""
-    model = models[0]
-    stack = jax.tree.map(lambda a, b: jnp.stack([a, b]), *models)
-    got = jax.tree.map(lambda x: x.sum(0).astype(x.dtype), stack)
-    assert jax.tree.structure(got) == jax.tree.structure(model)
+ALONE = {
+    "models of a stack": lambda x: x.sum(0).astype(x.dtype),
+    "a product": lambda x: (0.9 * x).astype(x.dtype),
+    "a moving average over layers": lambda x: (0.9 * x + 0.1 * x[::-1]).astype(x.dtype),
+    "bits": lambda x: x ^ x[::-1] if x.dtype == jnp.uint8 else x,
+    "a scan": lambda x: lax.scan(lambda c, y: (c + y, None), x[0], x[1:])[0],
+}
+CHOICES_ALONE = {
+    "a layer": lambda x: x[0],
+    "an order": lambda x: x[::-1],
+    "a repeated layer": lambda x: jnp.repeat(x, 2, 0),
+    "a mask": lambda x: jnp.where(jnp.arange(len(x)) % 2 > 0, x.T, x[:1].T).T,
+    "a barrier": lax.optimization_barrier,
+}
+
+
+@pytest.mark.parametrize("fn", ALONE.values(), ids=ALONE)
+def test_one_model_is_checked_in_jit(fn, models):
+    """Outside of `jit`, the check would read all codes of a model."""
+    model, wanted = models[0][0], models[0][0].format.code_dtype
+    if fn is ALONE["bits"] and wanted != jnp.uint8:
+        return
+    stack = jax.tree.map(lambda a, b: jnp.stack([a, b]), model, models[1][0])
+    with pytest.raises(TypeError, match="average_trees"):
+        jax.jit(ft.partial(jax.tree.map, fn))(stack)
+    assert jax.tree.structure(jax.tree.map(fn, stack)) == jax.tree.structure(model)
+
+
+@pytest.mark.parametrize("fn", CHOICES_ALONE.values(), ids=CHOICES_ALONE)
+def test_choices_from_one_model_are_kept(fn, models):
+    stack = jax.tree.map(lambda a, b: jnp.stack([a, b]), models[0][0], models[1][0])
+    got = jax.jit(ft.partial(jax.tree.map, fn))(stack)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(stack), strict=True):
+        assert_identical(a, fn(b))

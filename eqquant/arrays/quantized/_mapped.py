@@ -2,7 +2,7 @@
 
 `jax.vmap` counts the axes of codes and scales, in which the blocked axis is last. These
 are also the axes of the array, up to the first blocked axis. Behind it, `vmap` would
-map another axis without an error. `jax.tree.map` of two models may compute with codes.
+map another axis without an error. `jax.tree.map` may compute with codes.
 """
 
 import functools as ft
@@ -47,10 +47,16 @@ class CheckedAxes:
         parts = lambda: jax.tree.leaves((q.codes, q.scales, q.offsets))
         if vmapped := vmapped_axes(parts):
             _check_axes(q, *vmapped)
-        if len(arguments := mapped_leaves()) > 1:
+        arguments, are_codes = mapped_leaves(), _are_codes(q)
+        # One model is checked only inside of `jit`, where no values are read.
+        if len(arguments) > 1 or (arguments and are_codes and is_traced(q.codes)):
             _check_codes(q, arguments)
-        if is_psum() and getattr(q.codes, "dtype", None) == q.format.code_dtype:
+        if are_codes and is_psum():
             raise TypeError(f"psum: codes of {q.format!r} cannot be added. {_ADVICE}")
+
+
+def _are_codes(q: Any) -> bool:
+    return getattr(q.codes, "dtype", None) == q.format.code_dtype
 
 
 def _check_axes(q: Any, argument: str, mapped: list[int | None]) -> None:
@@ -71,8 +77,8 @@ def _check_axes(q: Any, argument: str, mapped: list[int | None]) -> None:
 
 
 def _check_codes(q: Any, arguments: Sequence[list]) -> None:
-    """Raise an error if `jax.tree.map` of several models has computed new codes from
-    theirs, for example their sum. `arguments` contains the leaves of each model.
+    """Raise an error if `jax.tree.map` of models has computed new codes from theirs,
+    for example their sum. `arguments` contains the leaves of each model.
 
     Codes may be chosen from the models, one by one or by rows. The values of traced
     codes are unknown: their last operations are checked.
@@ -82,14 +88,15 @@ def _check_codes(q: Any, arguments: Sequence[list]) -> None:
         return
     kind = lambda x: (getattr(x, "shape", None), getattr(x, "dtype", None))
     is_like = lambda x: kind(x) == kind(codes)
-    any_like = any(is_like(leaf) for leaves in arguments for leaf in leaves)
     codes = unmapped(codes)
     arguments = [[unmapped(leaf) for leaf in leaves] for leaves in arguments]
     inputs = [leaf for leaves in arguments for leaf in leaves]
     if any(codes is leaf for leaf in inputs):
         return
     if is_traced(codes):
-        if any_like and (name := arithmetic_of(codes, inputs)):
+        if (_are_codes(q) or any(map(is_like, inputs))) and (
+            name := arithmetic_of(codes, inputs)
+        ):
             got = f"the results of `{name}`. To choose between models, use `jnp.where`"
             raise _computed(q, arguments, got)
         return

@@ -121,7 +121,8 @@ def quantize(
         zero = no_problem(problem, array, format, given)
         if zero is not None:
             # Attach the check to codes and scales, so that it runs if either is used.
-            q = jax.tree.map(lambda a: a + zero.astype(a.dtype), q)
+            leaves, tree = jax.tree.flatten(q)
+            q = jax.tree.unflatten(tree, [a + zero.astype(a.dtype) for a in leaves])
     return q.with_static(compute=compute)
 
 
