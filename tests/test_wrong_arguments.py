@@ -209,6 +209,13 @@ def test_errors_name_argument_value_accepted_and_way_out(name, stats):
     assert len(message) < 400 and "\n" not in message
 
 
+def test_missing_and_unknown_arguments(stats):
+    with pytest.raises(TypeError, match=r"^allocate: .*'formats'.*\(model, budget, fo"):
+        eqquant.calibration.allocate(MODEL, 20_000, stats=stats)  # pyright: ignore
+    with pytest.raises(TypeError, match=r"^quantize: .*'block'.*format, axis"):
+        eqquant.quantize(jnp.ones(64), block=32)  # pyright: ignore
+
+
 def test_a_whole_number_of_bytes_may_be_a_float(stats):
     assert allocated(stats, 4e4).budget == 40_000
     assert allocated(stats, 4e4).within(3e4).budget == 30_000

@@ -38,14 +38,33 @@ def typed(fn: _Function) -> _Function:
             message = _first_problem(fn, args, kwargs)
             if message is None:  # The error is about a result.
                 raise
+        except TypeError:
+            message = _wrong_call(fn, args, kwargs)
+            if message is None:  # `fn` has raised the error.
+                raise
         raise TypeError(message)
 
     return call  # pyright: ignore[reportReturnType]
 
 
+def _name(fn: Callable) -> str:
+    return fn.__qualname__.removesuffix(".__init__")
+
+
+def _wrong_call(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
+    """Return what is wrong with the number or the names of arguments."""
+    signature = inspect.signature(fn)
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        names = ", ".join(name for name in signature.parameters if name != "self")
+        return f"{_name(fn)}: {error}. The arguments are `{_name(fn)}({names})`."
+    return None
+
+
 def _first_problem(fn: Callable, args: tuple, kwargs: dict[str, Any]) -> str | None:
     hints = get_type_hints(fn, include_extras=True)
-    caller = fn.__qualname__.removesuffix(".__init__")
+    caller = _name(fn)
     with jaxtyped("context"):
         given = list(_arguments(fn, args, kwargs))
         for name, value in given:
