@@ -49,18 +49,21 @@ class Partitioned(eqx.Module):
         if not all(self.can_split(i, parts_of(mesh, n)) for i, n in enumerate(entries)):
             return NotImplemented
         axes, specs = self.axes_of_parts(self.ndim, self.groups), []
+        entry_of = lambda axis: entries[axis] if isinstance(axis, int) else None
 
         def spec_of_leaf(axes, leaf) -> PartitionSpec:
             # Storage is split like the first blocked axis, but not the scales of rows.
             whole = not self.blocked_axes or leaf.shape[-1:] == (1,)
             storage = None if whole else entries[self.blocked_axes[0]]
-            entry = lambda axis: entries[axis] if isinstance(axis, int) else None
-            return PartitionSpec(*(storage if i is ... else entry(i) for i in axes))
+            return PartitionSpec(*(storage if i is ... else entry_of(i) for i in axes))
 
         for field in dataclasses.fields(self):
             part = getattr(self, field.name)
             if isinstance(part, Partitioned):
-                part = part.split_specs(spec, mesh)
+                on_part = spec
+                if ... not in axes[field.name]:
+                    on_part = PartitionSpec(*map(entry_of, axes[field.name]))
+                part = part.split_specs(on_part, mesh)
                 if part is NotImplemented:
                     return NotImplemented
                 specs += jax.tree.leaves(part)

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array
 
 from ._axes import (
+    Axes,
     Broadcast,
     DynamicSlice,
     Gather,
@@ -95,8 +96,12 @@ class ArrayInParts(Partitioned):
         for name, axes in before.items():
             part = getattr(self, name)
             # With other axes than the array, an array in parts is any other pytree.
-            if isinstance(part, ArrayInParts) and ... not in axes:
+            if isinstance(part, ArrayInParts) and axes == tuple(range(self.ndim)):
                 part = part.move(operation)
+            elif isinstance(part, ArrayInParts) and ... not in axes:
+                if any(len(moved[n]) != len(groups[n]) for n in groups):
+                    return NotImplemented  # Its fields hold these axes.
+                part = part.move_within(operation, axes, after[name])
             elif part is not None:
                 part = operation.on_part(part, axes, after[name])
             if part is NotImplemented:
@@ -104,6 +109,27 @@ class ArrayInParts(Partitioned):
             parts[name] = part
         static = {n: tuple(axis - ndim for axis in axes) for n, axes in order.items()}
         return self.replace(**parts, **static)
+
+    def move_within(self, operation: Operation, axes: Axes, new: Axes) -> Any:
+        """Move an array that has some of the axes of a larger array. Its last axes,
+        which the fields in `roles` hold, stay last."""
+        before, after = self._parts_within(axes), self._parts_within(new)
+        parts = {}
+        for name in before:
+            part = getattr(self, name)
+            if part is not None:
+                part = operation.on_part(part, before[name], after[name])
+            if part is NotImplemented:
+                return NotImplemented
+            parts[name] = part
+        return self.replace(**parts)
+
+    def _parts_within(self, axes: Axes) -> dict[str, Axes]:
+        """Return the axes of each part, as entries of `axes`."""
+        n = len(axes)
+        groups = {name: [i + n for i in getattr(self, name)] for name in self.roles}
+        own = self.axes_of_parts(n, groups)
+        return {name: tuple(axes[i] for i in places) for name, places in own.items()}
 
     def permute(self, permutation: Sequence[int]) -> Any:
         """As `lax.transpose`."""
@@ -191,10 +217,10 @@ class ArrayInParts(Partitioned):
             first, *rest = (getattr(x, name) for x in (self, *others))
             if dimension not in axes:
                 return NotImplemented  # The parts of each array would need their own.
+            place = axes.index(dimension)
             if isinstance(first, ArrayInParts) and ... not in axes:
-                part = first.concatenate(rest, dimension)
+                part = first.concatenate(rest, place)
             else:
-                place = axes.index(dimension)
                 join = lambda *arrays, place=place: lax.concatenate(arrays, place)
                 part = jax.tree.map(join, first, *rest)
             if part is NotImplemented:

@@ -10,7 +10,7 @@ import numpy as np
 from .._jax import typed
 from ..dispatch import substitute
 from ..training import LowPrecisionArray
-from ..trees import replace_base
+from ..trees import map_weights
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ def saturated(fn: Callable, *args: Any, **kwargs: Any) -> tuple[Saturation, ...]
             return leaf.replace(recipe=recipe)
         return leaf
 
-    watch = lambda leaf: replace_base(observed, leaf)
+    watch = lambda leaf: map_weights(observed, leaf)
     fn, args, kwargs = substitute((fn, args, kwargs), watch, watch)
     if not found:
         raise ValueError(

@@ -9,7 +9,15 @@ from ._average_trees import average_trees
 from ._cache import quantize_cache
 from ._calibration import AbstractCalibration, Rounder
 from ._cast_tree import cast_tree
-from ._choice import base_of, Choice, choose, choose_among, replace_base, replace_chosen
+from ._choice import (
+    base_of,
+    Choice,
+    choose,
+    choose_among,
+    map_weights,
+    replace_base,
+    replace_chosen,
+)
 from ._conventions import Axis, register_weights, WeightAxes
 from ._errors import errors_at
 from ._forward import check_forward, each_batch

@@ -180,6 +180,17 @@ def replace_base(fn: Callable[[Any], Any], leaf: Any) -> Any:
     return fn(leaf)
 
 
+def map_weights(fn: Callable, leaf: Any, *others: Any) -> Any:
+    """Replace a leaf, or the base, `a` and `b` of an adapter, by `fn` of it and of the
+    same weights of the others."""
+    if not isinstance(leaf, LoraArray):
+        return fn(leaf, *others)
+    weights = lambda x: (x.base, x.a, x.b)
+    new = tuple(map(fn, *map(weights, (leaf, *others))))
+    # Parts may be abstract or missing.
+    return eqx.tree_at(weights, leaf, new, is_leaf=lambda x: x is None)
+
+
 def replace_chosen(
     fn: Callable[[Any, Choice], Any],
     model: Any,

@@ -4,6 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 
 from .._jax import typed
 from ..arrays import is_implicit, is_quantized, LoraArray
@@ -45,7 +46,9 @@ def trainable_mask(model: Any) -> Any:
     def mask(x):
         if _is_lora(x):
             nothing = jax.tree.map(lambda _: False, x)
-            return eqx.tree_at(lambda x: (x.a, x.b), nothing, (True, True))
+            is_float = lambda leaf: jnp.issubdtype(leaf.dtype, jnp.floating)
+            adapter = jax.tree.map(is_float, (x.a, x.b))
+            return eqx.tree_at(lambda x: (x.a, x.b), nothing, adapter)
         if is_implicit(x) and not is_quantized(x):
             return jax.tree.map(
                 mask, x, is_leaf=lambda y: y is not x and is_implicit(y)

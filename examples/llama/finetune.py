@@ -3,6 +3,8 @@
     python examples/llama/finetune.py FOLDER notes.txt --output ADAPTERS
     python examples/llama/finetune.py FOLDER chats.jsonl --format nf4 --rank 16
     python examples/llama/finetune.py MODEL.gguf notes.txt
+    python examples/llama/finetune.py MODEL.gguf notes.txt --low-precision int8 \
+        --states fp8
 
 Without `--format`, the weights of a GGUF file keep their formats.
 
@@ -29,6 +31,7 @@ from load import load_in, open_model
 from lora import add_adapters, save_adapters
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
+from rounding import parse_with_precision
 from text import Text
 
 
@@ -69,20 +72,20 @@ def read_texts(path: pathlib.Path) -> list:
     return texts
 
 
-def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
-    """Return the model with trained adapters, and the loss of each step in nats per
-    token."""
-    key, dropout_key = jax.random.split(jax.random.key(options.seed))
-    model = add_adapters(
-        model, options.rank, alpha=options.alpha, dropout=options.dropout, key=key
-    )
-    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+def optimiser_of(options):
     schedule = optax.warmup_cosine_decay_schedule(
         0, options.rate, max(1, options.steps // 10), options.steps
     )
     optimiser = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, weight_decay=0.0)
     )
+    if options.states:
+        optimiser = eqquant.training.quantized_state(optimiser, options.states)
+    return optimiser
+
+
+def make_step(optimiser, options):
+    """Return `step(trainable, frozen, state, rows, key)`."""
     strict = eqquant.quaxify(losses, on_materialise="error")
 
     @eqx.filter_jit
@@ -91,6 +94,8 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
             model = eqx.combine(trainable, frozen)
             if options.dropout:
                 model = eqquant.training.with_dropout_key(model, key)
+            if options.stochastic:
+                model = eqquant.training.with_rounding_key(model, key)
             total, count = strict(model, rows, remat=True)
             return total / jnp.maximum(count, 1)
 
@@ -98,16 +103,47 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
         updates, state = optimiser.update(gradients, state, trainable)
         return eqx.apply_updates(trainable, updates), state, loss
 
-    def numbered(i, trainable, state):
+    return step
+
+
+def print_memory(trainable, state, step) -> None:
+    """Print the memory of training, except the frozen weights."""
+    sizes = [eqquant.trees.nbytes(x) / 1e6 for x in (trainable, state)]
+    temporary = step.compiled.memory_analysis().temp_size_in_bytes / 1e6
+    print(
+        f"Adapters: {sizes[0]:.2f} MB. States of the optimiser: {sizes[1]:.2f} MB. "
+        f"Temporary arrays of a step: {temporary:.1f} MB"
+    )
+
+
+def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
+    """Return the model with trained adapters, and the loss of each step in nats per
+    token."""
+    key, step_key = jax.random.split(jax.random.key(options.seed))
+    model = add_adapters(
+        model, options.rank, alpha=options.alpha, dropout=options.dropout, key=key
+    )
+    if options.recipe is not None:
+        is_adapted = lambda x: isinstance(x, eqquant.arrays.LoraArray)
+        model = eqquant.training.low_precision(model, options.recipe, where=is_adapted)
+    trainable, frozen = eqx.partition(model, eqquant.trainable_mask(model))
+    optimiser = optimiser_of(options)
+    state = optimiser.init(trainable)
+
+    def arguments(i, trainable, state):
         batch = batch_at(rows, i, options.batch, options.seed)
-        key = jax.random.fold_in(dropout_key, i)
-        return step(trainable, frozen, state, batch, key)
+        return trainable, frozen, state, batch, jax.random.fold_in(step_key, i)
+
+    step = make_step(optimiser, options).lower(*arguments(0, trainable, state))
+    step = step.compile()
+    print_memory(trainable, state, step)
 
     fields = ["format", "rank", "alpha", "dropout", "rate", "batch", "length", "seed"]
+    fields += ["low_precision", "stochastic", "states"]
     trainable, history = fit(
-        numbered,
+        lambda *numbered: step(*arguments(*numbered)),
         trainable,
-        optimiser.init(trainable),
+        state,
         path=options.output / "training.eqx",
         steps=options.steps,
         save_every=options.save_every,
@@ -115,7 +151,8 @@ def train(model: Decoder, rows: Rows, options) -> tuple[Decoder, list[float]]:
         model=repr(model.config),
         **{name: getattr(options, name) for name in fields},
     )
-    return eqx.combine(trainable, frozen), history.tolist()
+    model = eqquant.training.master_weights(eqx.combine(trainable, frozen))
+    return model, history.tolist()
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -199,7 +236,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         default=HERE.parent / "output" / "adapters",
         help="Write the adapters to this folder (default: examples/output/adapters).",
     )
-    options = parser.parse_args(arguments)
+    options = parse_with_precision(parser, arguments)
     for name in ("rank", "steps", "batch", "length", "save_every"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be 1 or more")

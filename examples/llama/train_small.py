@@ -31,6 +31,7 @@ from fitting import fit
 from model import Decoder, unstack
 from names import apart, path_of, tensor_names
 from packing import batch_at, losses, pack, Rows
+from rounding import parse_with_precision
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
 
@@ -124,18 +125,6 @@ def adamw(steps: int) -> optax.GradientTransformation:
     return optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.95, weight_decay=0.1)
     )
-
-
-def recipe_of(name: str, stochastic: bool) -> eqquant.training.Recipe:
-    """Return the numbers of all products with a weight."""
-    specs = {
-        "bf16": ("bfloat16",) * 3,
-        "int8": ("int8",) * 3,
-        "fp8": ("float8_e4m3fn", "float8_e5m2", "float8_e5m2"),
-        "mxfp8": ("mxfp8",) * 3,
-        "nvfp4": ("nvfp4",) * 3,
-    }
-    return eqquant.training.Recipe(*specs[name], stochastic=stochastic)
 
 
 def make_step(
@@ -255,24 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
         help="Write the model, checkpoints and the plot to this folder (default: "
         "examples/output/small).",
     )
-    parser.add_argument(
-        "--low-precision",
-        choices=["bf16", "int8", "fp8", "mxfp8", "nvfp4"],
-        help="Round the operands of products, forward and backward (default: float32).",
-    )
-    parser.add_argument(
-        "--stochastic",
-        action="store_true",
-        help="Round gradients stochastically in products of low precision.",
-    )
-    parser.add_argument(
-        "--states",
-        choices=["fp8", "int8", "fp4"],
-        help="Keep the moments of AdamW in 8 or 4 bits (default: float32).",
-    )
-    options = parser.parse_args(arguments)
-    if options.stochastic and not options.low_precision:
-        parser.error("--stochastic needs --low-precision")
+    options = parse_with_precision(parser, arguments)
     if options.steps < 1:
         parser.error(f"--steps must be 1 or more, got {options.steps}")
 
@@ -299,10 +271,9 @@ def main(arguments: list[str] | None = None) -> None:
     )
     begin = time.perf_counter(), time.process_time()
     path = options.output / "training.eqx"
-    recipe = None
-    if options.low_precision:
-        recipe = recipe_of(options.low_precision, options.stochastic)
-    model, history = train(rows, CONFIG, options.steps, path, recipe, options.states)
+    model, history = train(
+        rows, CONFIG, options.steps, path, options.recipe, options.states
+    )
     seconds = time.perf_counter() - begin[0], time.process_time() - begin[1]
     write_folder(options.output, model)
     print(

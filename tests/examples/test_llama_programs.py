@@ -348,6 +348,12 @@ def test_finetune(small, tmp_path, monkeypatch, capsys, format):
             for name in ("whole", "parts")
         ]
         assert_identical(*saved)
+        arguments += ["--low-precision", "int8", "--stochastic", "--states", "fp8"]
+        rounded = run("rounded")
+        assert rounded != history
+        # The products with adapters are a small part of the model.
+        np.testing.assert_allclose(rounded, history, rtol=0.05)
+        assert "States of the optimiser" in capsys.readouterr().out
     adapters = tmp_path / "whole"
     arguments = [str(small), "The answer", "--tokens", "4", "--format", format]
     generate.main([*arguments, "--adapters", str(adapters)])

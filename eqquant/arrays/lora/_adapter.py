@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, Shaped
 
 from ..._jax import has_explicit_axes
-from ...partition import dense_dot, reshard_to
+from ...partition import reshard_to
 from ...primitives import rows_dot
+from .. import _plain as plain
 from .._contraction import Contraction
+from .._implicit import is_implicit
 from ._structure import AbstractLoraArray
 
 
@@ -26,9 +28,8 @@ def add_adapter(w: AbstractLoraArray, base: Float[Array, "..."]) -> Float[Array,
     wide = jnp.promote_types(w.dtype, w.b.dtype)
     axes = w.factors
     spec = f"{_spell(axes['b'])},{_spell(axes['a'])}->{_spell(range(w.ndim))}"
-    product = jnp.einsum(
-        spec, w.b, w.a, precision="highest", preferred_element_type=wide
-    )
+    b, a = (x.dequantize() if is_implicit(x) else x for x in (w.b, w.a))
+    product = jnp.einsum(spec, b, a, precision="highest", preferred_element_type=wide)
     return (base.astype(wide) + w.scale * product).astype(w.dtype)
 
 
@@ -50,8 +51,9 @@ def contract_adapter(
     ins, outs = ([i + w.ndim for i in axes] for axes in (w.in_axes, w.out_axes))
     forwards = bool(set(ins) & set(contracted))
     factor_axes = ins if forwards else outs
-    explicit = has_explicit_axes()  # Sharded axes are not merged.
-    if not (w.lead_axes or batch or explicit) and set(contracted) == set(factor_axes):
+    # Sharded axes, and axes of implicit arrays, are not merged.
+    general = has_explicit_axes() or is_implicit(w.a)
+    if not (w.lead_axes or batch or general) and set(contracted) == set(factor_axes):
         return _multiply_rows(
             w, x, [x_axis_of[i] for i in factor_axes], forwards, precision
         )
@@ -68,8 +70,8 @@ def contract_adapter(
 
     def multiply(x, x_axes, name, out_axes):
         part = getattr(w, name)
-        if explicit:
-            return _dense_dot(x, x_axes, part, axes[name], out_axes, precision)
+        if general:
+            return _contract(x, x_axes, part, axes[name], out_axes, precision)
         spec = f"{_spell(x_axes)},{_spell(axes[name])}->{_spell(out_axes)}"
         return jnp.einsum(spec, x, part, precision=precision)
 
@@ -80,13 +82,12 @@ def contract_adapter(
     return reshard_to(multiply(y, between, second, out), out_sharding)
 
 
-def _dense_dot(x, x_axes, part, axes, out_axes, precision):
-    """Return an `einsum` of two arrays, on a mesh with explicit axes."""
+def _contract(x, x_axes, part, axes, out_axes, precision):
+    """Return an `einsum` of two arrays, without merging axes of either."""
     shared = [i for i in x_axes if i in axes]
-    pairs = [(x_axes.index(i), axes.index(i)) for i in shared if i not in out_axes]
-    batch = [(x_axes.index(i), axes.index(i)) for i in shared if i in out_axes]
-    numbers: Any = [tuple(zip(*of, strict=True)) or ((), ()) for of in (pairs, batch)]
-    out = dense_dot(x, part, numbers, precision=precision)
+    over = [(axes.index(i), x_axes.index(i)) for i in shared if i not in out_axes]
+    batch = [(axes.index(i), x_axes.index(i)) for i in shared if i in out_axes]
+    out = plain.contract(part, x, Contraction(over, batch, precision))
     order = [i for i in shared if i in out_axes]
     order += [i for i in (*x_axes, *axes) if i not in shared]
     return jnp.transpose(out, [order.index(i) for i in out_axes])

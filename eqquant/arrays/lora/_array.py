@@ -43,7 +43,7 @@ class LoraArray(AbstractLoraArray):
 
     - `base`: the weight, quantized or floating point.
     - `a`: `(*lead, rank, *in)`, where `in` are the axes that the layer contracts.
-    - `b`: `(*lead, *out, rank)`.
+    - `b`: `(*lead, *out, rank)`. Both may be in low precision.
     - `key`: `(*lead)`, the key of the dropout; `None` for no dropout. See
         [`eqquant.training.with_dropout_key`][].
     - `scale`: the factor of the adapter, `alpha / rank`.

@@ -27,8 +27,8 @@ class AbstractLoraArray(ArrayOperators):
     }
 
     base: Any
-    a: Float[Array, "..."]
-    b: Float[Array, "..."]
+    a: Float[Array, "..."] | ImplicitArray
+    b: Float[Array, "..."] | ImplicitArray
     key: Key[Array, "*lead"] | None
     scale: float = eqx.field(static=True)
     dropout: float = eqx.field(static=True)

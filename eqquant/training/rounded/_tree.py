@@ -10,12 +10,11 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from ..._jax import typed
-from ...arrays import is_implicit, MatrixAxes
+from ...arrays import is_implicit, LoraArray, MatrixAxes
 from ...trees import (
-    base_of,
     Choice,
     choose_among,
-    replace_base,
+    map_weights,
     replace_chosen,
     Rules,
     Site,
@@ -89,7 +88,8 @@ def low_precision(
     - `recipe`: a preset, or a [`eqquant.training.Recipe`][] with a spec for each
         product.
     - `where`, `min_size`: as in [`eqquant.quantize_tree`][]. Embeddings are not chosen
-        by default. The weight below an adapter may also be chosen.
+        by default. A weight with an adapter counts as one weight: both factors of the
+        adapter are wrapped, and the weight below it unless it is quantized.
     - `rules`: as in [`eqquant.quantize_tree`][], with recipes instead of formats.
 
     **Returns:**
@@ -104,7 +104,8 @@ def low_precision(
     whole = _as_recipe(recipe)
 
     def is_candidate(leaf):
-        leaf = base_of(leaf)
+        if isinstance(leaf, LoraArray):
+            return True
         is_array = eqx.is_array(leaf) or isinstance(leaf, np.ndarray)
         return is_array or isinstance(leaf, LowPrecisionArray)
 
@@ -125,8 +126,7 @@ def low_precision(
             f"{_name}: no weight is chosen, so this would train in floating point. See "
             "where, rules and min_size."
         )
-    wrap = lambda leaf, choice: replace_base(lambda base: _wrap(base, choice), leaf)
-    return replace_chosen(wrap, model, choices, caller=_name)
+    return replace_chosen(_wrap_leaf, model, choices, caller=_name)
 
 
 def _as_recipe(recipe: Any) -> Recipe:
@@ -145,7 +145,22 @@ def _parse_rule(rule: Any) -> tuple[Recipe | None, Any, None]:
     return None if recipe is None else _as_recipe(recipe), axis, None
 
 
-def _wrap(weight: Any, choice: Choice) -> LowPrecisionArray:
+def _wrap_leaf(leaf: Any, choice: Choice) -> Any:
+    recipe, axes = choice.what, MatrixAxes.of(leaf.ndim, choice.axis, choice.out)
+    if not isinstance(leaf, LoraArray):
+        return _wrap(leaf, recipe, axes.inputs, axes.outputs)
+    base, ins, outs = leaf.base, len(leaf.in_axes), len(leaf.out_axes)
+    # A quantized weight is frozen, and has products of its own.
+    if not is_implicit(base) or isinstance(base, LowPrecisionArray):
+        base = _wrap(base, recipe, axes.inputs, axes.outputs)
+    a = _wrap(leaf.a, recipe, tuple(range(-ins, 0)), (-ins - 1,))
+    b = _wrap(leaf.b, recipe, (-1,), tuple(range(-outs - 1, -1)))
+    return leaf.replace(base=base, a=a, b=b)
+
+
+def _wrap(
+    weight: Any, recipe: Recipe, in_axes: tuple[int, ...], out_axes: tuple[int, ...]
+) -> LowPrecisionArray:
     if isinstance(weight, LowPrecisionArray):
         raise ValueError(
             "it is in low precision already. Call `eqquant.training.master_weights` "
@@ -153,9 +168,7 @@ def _wrap(weight: Any, choice: Choice) -> LowPrecisionArray:
         )
     if not jnp.issubdtype(weight.dtype, jnp.floating):
         raise TypeError(f"the weight must be floating point, not {weight.dtype}.")
-    axes = MatrixAxes.of(weight.ndim, choice.axis, choice.out)
-    fields = None, choice.what, axes.inputs, axes.outputs
-    return LowPrecisionArray(jnp.asarray(weight), *fields)
+    return LowPrecisionArray(jnp.asarray(weight), None, recipe, in_axes, out_axes)
 
 
 @typed
@@ -180,10 +193,8 @@ def master_weights(model: Tree) -> Tree:
     - `model`: any pytree. Other arrays do not change.
     """
 
-    def plain(leaf):
-        unwrap = lambda x: x.master if isinstance(x, LowPrecisionArray) else x
-        return replace_base(unwrap, leaf)
-
+    unwrap = lambda x: x.master if isinstance(x, LowPrecisionArray) else x
+    plain = lambda leaf: map_weights(unwrap, leaf)
     return jax.tree.map(plain, model, is_leaf=is_implicit)
 
 
@@ -233,14 +244,13 @@ def with_rounding_key(model: Tree, key: PRNGKeyArray | None) -> Tree:
     """
 
     def renew(x, key_of):
-        if isinstance(base := base_of(x), LowPrecisionArray) and base.recipe.stochastic:
-            lead = [base.shape[axis] for axis in base.lead_axes]
-            new = base.replace(key=split_key(key_of(), lead))
-            return replace_base(lambda _: new, x)
-        return x
+        if not isinstance(x, LowPrecisionArray) or not x.recipe.stochastic:
+            return x
+        lead = [x.shape[axis] for axis in x.lead_axes]
+        return x.replace(key=split_key(key_of(), lead))
 
     return renew_keys(
-        renew,
+        lambda leaf, key_of: map_weights(lambda x: renew(x, key_of), leaf),
         model,
         key,
         "with_rounding_key: no weight of model is rounded stochastically: pass a "
