@@ -55,4 +55,11 @@ def call(
     run = pl.pallas_call(
         lambda positions, *refs: kernel(*refs), grid_spec=grid_spec, **options
     )
-    return lambda *operands: run(index, *operands)
+
+    def in_hbm(x: Array, is_stacked: bool) -> Array:
+        # XLA moves operands that fit to VMEM. Each layer would move the whole stack.
+        if not is_stacked or options.get("interpret"):
+            return x
+        return pltpu.with_memory_space_constraint(x, pltpu.HBM)
+
+    return lambda *operands: run(index, *map(in_hbm, operands, stacked))
