@@ -216,11 +216,11 @@ def plot(table: list[dict], path: pathlib.Path) -> None:
     for marker, is_budget in (("o", False), ("s-", True)):
         some = [place(row) for row in table if (row["format"] in BITS) == is_budget]
         axis.plot(*zip(*some, strict=True) if some else ([], []), marker)
-    # Labels of budgets are below their points. Other labels alternate between sides.
+    # Labels alternate between sides of their points.
     for i, row in enumerate(sorted(table, key=place)):
         at, side = ((5, 4), "left") if i % 2 else ((-5, -4), "right")
         if row["format"] in BITS:
-            at, side = (0, -11), "center"
+            at, side = (0, -11 if i % 2 else 11), "center"
         axis.annotate(
             row["format"],
             place(row),
