@@ -126,6 +126,7 @@ class QuantizedMoment(eqx.Module):
 
 def _quantized(x, numbers, is_second: bool, block_size: int, seed) -> QuantizedMoment:
     size, wide = x.shape[-1], x.astype(jnp.float32)
+    block_size = max(1, min(block_size, size))  # No padding of a short axis.
     blocks = in_blocks(jnp.sqrt(wide) if is_second else wide, -1, block_size)
     scales = absmax(blocks, -1) * jnp.float32(1 / numbers.largest)
     y = from_blocks(blocks * jnp.where(scales != 0, 1 / scales, 0), -1, size)

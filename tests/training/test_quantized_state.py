@@ -137,6 +137,17 @@ def test_bytes_of_a_model_with_a_billion_weights():
         assert size / weights < expected
 
 
+def test_a_short_last_axis_is_not_padded(normal):
+    """The factors of adapters have 8 values in a row, and blocks have 256."""
+    x = normal(2048, 8)
+    first, _ = _FORMATS["fp8"]
+    assert eqx.tree_equal(*(_quantized(x, first, False, n, None) for n in (256, 8)))
+    optimiser = quantized_state(optax.adam(1e-3), "fp8")
+    update = jax.jit(optimiser.update).lower(x, optimiser.init(x)).compile()
+    # Padded rows take 32 times the bytes of `x`.
+    assert update.memory_analysis().temp_size_in_bytes < 16 * x.nbytes
+
+
 def test_states_are_saved_and_donated(tmp_path, normal):
     params = {"w": normal(64, 128), "b": normal(8)}
     optimiser = quantized_state(optax.adamw(1e-2))
