@@ -17,6 +17,7 @@ import tempfile
 import _tpu_bundles
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 
@@ -246,6 +247,72 @@ def _seconds_of_call(eqn, text: str, files: list[str], device: Device) -> Estima
     return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, device)
 
 
+@contextlib.contextmanager
+def _kernels_of_primitives():
+    """Record in a list the equation of every kernel that the compiler lowers inside the
+    context, also those inside of primitives."""
+    found: list = []
+    pallas_call = pl.pallas_call
+
+    def spy(*args, **options):
+        run = pallas_call(*args, **options)
+
+        def recorded(*operands):
+            of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
+            found.extend(_pallas_calls(jax.make_jaxpr(run)(*map(of, operands)).jaxpr))
+            return run(*operands)
+
+        return recorded
+
+    pl.pallas_call = spy
+    try:
+        yield found
+    finally:
+        pl.pallas_call = pallas_call
+
+
+def _seconds_of_primitives(
+    eqns: list, text: str, files: list[str], device: Device
+) -> list[Estimate]:
+    """Estimate each call of a kernel in the text of a program."""
+    call = (
+        r"%(\S+) = (.*?) custom-call\((.*?)\), "
+        r'custom_call_target="tpu_custom_call", (operand_layout_constraints=.*?}}), '
+    )
+    calls = re.findall(call, text)
+
+    def kind(name: str, results: str, _: str, types: str):
+        """The name of the kernel, and the shapes of results and operands."""
+        return re.sub(r"[.\d]+$", "", name), _shapes(f"{results} {types}")
+
+    # The compiler dumps one of several equal kernels.
+    dumped = {
+        kind(*call): call[0]
+        for call in calls
+        if any(f"-{call[0]}-" in file for file in files)
+    }
+    by_kind = {}
+    for eqn in eqns:
+        shapes = [x.aval.shape for x in (*eqn.outvars, *eqn.invars)]
+        by_kind[eqn.params["name"], tuple(shapes)] = eqn
+    estimates = []
+    for call in calls:
+        _, results, operands, _ = call
+        names = re.findall(r"%[^\s,]+", operands)
+        kept = [_is_kept(operand, text) for operand in names]
+        kept += ["S(1)" in result for result in re.findall(r"\w+\[[^ ]*", results)]
+        eqn = by_kind[kind(*call)]
+        moved = bytes_moved(eqn, [i for i, is_kept in enumerate(kept) if is_kept])
+        grid = eqn.params["grid_mapping"].grid
+        estimates.append(_seconds(dumped[kind(*call)], grid, moved, files, device))
+    return estimates
+
+
+def _shapes(types: str) -> tuple[tuple[int, ...], ...]:
+    found = re.findall(r"\b[a-z]+\d+\[([\d,]*)\]", types)
+    return tuple(tuple(map(int, filter(None, x.split(",")))) for x in found)
+
+
 def _cycles_around(text: str) -> int:
     """Sum the compiler's own estimates for the other operations of a program."""
     entry = text[text.index("ENTRY ") :]
@@ -260,7 +327,7 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
     own estimate.
     """
     before = set(os.listdir(_dump))
-    jaxprs, pipelines = [], []
+    jaxprs, pipelines, eqns = [], [], []
 
     def spy(*traced):
         with _pipelines() as found:
@@ -271,7 +338,8 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
         return fn(*traced)
 
     try:
-        compiled = compile(spy, *args, chip=chip)
+        with _kernels_of_primitives() as eqns:
+            compiled = compile(spy, *args, chip=chip)
         files = sorted(set(os.listdir(_dump)) - before)
         device = DEVICES[chip]
         text = compiled.as_text()
@@ -289,6 +357,8 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
         else:
             calls = _pallas_calls(jaxprs[0].jaxpr)
             kernels = [_seconds_of_call(eqn, text, files, device) for eqn in calls]
+            if not calls:
+                kernels = _seconds_of_primitives(eqns, text, files, device)
     finally:
         for file in glob.glob(os.path.join(_dump, "*")):
             os.remove(file)

@@ -219,7 +219,7 @@ def allocate(
     if not choices:
         raise ValueError(f"{_caller}: no weight is chosen. See where and rules.")
     leaves = {site.path: site.leaf for site in sites(model)}
-    stats.check(leaves, choices, _caller)
+    stats.check(leaves, choices, _caller, "stats")
     if any(np.any(np.isnan(known.power)) for known in stats.weights.values()):
         raise ValueError(
             f"{_caller}: stats must contain gradients, but `calibrate` ran with "

@@ -160,34 +160,40 @@ class Statistics(AbstractCalibration):
     weights: dict[str, WeightStatistics]
 
     def check(
-        self, leaves: Mapping[str, Any], choices: Sequence[Choice], caller: str
+        self,
+        leaves: Mapping[str, Any],
+        choices: Sequence[Choice],
+        caller: str,
+        name: str = "calibration",
     ) -> None:
+        """Raise an error unless these are statistics of the chosen leaves. `name` is
+        the argument of the caller."""
+        argument = f"{caller}: {name}"
         for path, known in self.weights.items():
             if is_traced(known.gram):
                 raise TypeError(
-                    f"{caller}: calibration cannot be traced: call this outside of "
-                    "`jit`."
+                    f"{argument} cannot be traced: call this outside of `jit`."
                 )
             if path not in leaves:
                 raise ValueError(
-                    f"{caller}: calibration must be statistics of this model, but it "
+                    f"{argument} must be statistics of this model, but it "
                     f"has {path!r}, which the model lacks."
                 )
             shape = tuple(leaves[path].shape)
             if shape != known.shape:
                 raise ValueError(
-                    f"{caller}: calibration must be statistics of this model, but for "
+                    f"{argument} must be statistics of this model, but for "
                     f"{path!r} it has the shape {known.shape}, and the model {shape}."
                 )
             if not bool(jnp.all(jnp.isfinite(known.gram))):
                 raise ValueError(
-                    f"{caller}: calibration must be finite, but the Gram matrix of "
+                    f"{argument} must be finite, but the Gram matrix of "
                     f"{path!r} is not. Calibrate again."
                 )
             asymmetry = jnp.max(jnp.abs(known.gram - jnp.swapaxes(known.gram, -2, -1)))
             if asymmetry > 1e-3 * jnp.max(jnp.abs(known.gram)):
                 raise ValueError(
-                    f"{caller}: calibration must have symmetric Gram matrices, but "
+                    f"{argument} must have symmetric Gram matrices, but "
                     f"that of {path!r} differs from its transpose by up to "
                     f"{float(asymmetry):.3g}. Calibrate again."
                 )

@@ -244,8 +244,11 @@ def test_statistics_of_another_model(normal):
     model = eqx.nn.Linear(16, 16, key=jax.random.key(0))
     stats = eqquant.calibrate(rows_of, model, [normal(8, 16)])
     other = eqx.nn.Linear(16, 32, key=jax.random.key(0))
-    with pytest.raises(ValueError, match=r"'weight' it has the shape \(16, 16\)"):
+    shape = r"'weight' it has the shape \(16, 16\)"
+    with pytest.raises(ValueError, match=f"calibration must .* {shape}"):
         eqquant.quantize_tree(other, calibration=stats)
+    with pytest.raises(ValueError, match=f"allocate: stats must .* {shape}"):
+        eqquant.allocate(other, 1000, ["nf4", "int8"], stats)
     with pytest.raises(ValueError, match="has 'weight', which the model lacks"):
         eqquant.quantize_tree({"layer": model}, calibration=stats)
     with pytest.raises(ValueError, match="method must be one of"):

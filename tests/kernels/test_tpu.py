@@ -13,7 +13,7 @@ from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
 from eqquant.kernels import choose, Compute, Matmul, tpu, TPUKernel, View
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
-from eqquant.primitives import _lowering
+from eqquant.primitives import _codes_dot, _lowering
 from helpers import (
     assert_identical,
     FORMATS as EVERY_FORMAT,
@@ -259,6 +259,75 @@ def test_rounding_rows(shape, normal):
     rows, unit = tpu._round.round_rows(x, interpret=True)
     expected_rows, expected_unit = round_int8(x)
     assert (rows == expected_rows).all() and (unit == expected_unit).all()
+
+
+@pytest.mark.parametrize("axis", [-1, -2])
+@pytest.mark.parametrize(
+    "shape, dtype", [((256, 384), "float32"), ((2, 384, 128), "bfloat16")]
+)
+def test_rounding_along_an_axis_times_a_factor(shape, dtype, axis, normal):
+    x = normal(*shape).at[..., 3, :].set(0).astype(dtype)
+    of_factor = list(shape)
+    of_factor[-3 - axis] = 1
+    factor = jnp.exp(normal(*of_factor))
+    assert tpu.can_round_along(shape, axis)
+    for given in (None, factor):
+        codes, scales = tpu.round_along(x, given, axis, interpret=True)
+        y = x.astype(jnp.float32)
+        y = y if given is None else y * given
+        expected = round_int8(jnp.moveaxis(y, axis, -1))
+        for got, want in zip((codes, scales), expected, strict=True):
+            assert_identical(jnp.moveaxis(got, axis, -1), want)
+
+
+def test_which_arrays_are_rounded_along_an_axis():
+    assert tpu.can_round_along((2, 4096, 14336), -1)
+    assert tpu.can_round_along((4096, 14336), -2)
+    assert not tpu.can_round_along((4096, 130), -1)
+    assert not tpu.can_round_along((100, 128), -2)
+    # A tile has 128 rows of the transpose, which must fit in vector memory.
+    assert not tpu.can_round_along((32768, 128), -2)
+
+
+@pytest.mark.parametrize("over", [(-1, -1), (-1, -2), (-2, -2)])
+def test_products_of_two_arrays_of_int8_codes(over, monkeypatch):
+    monkeypatch.setattr(_chips, "device_kind", lambda: "TPU v6e")
+    lower = tpu.GeneralKernel.lower
+    monkeypatch.setattr(
+        tpu.GeneralKernel, "lower", ft.partialmethod(lower, interpret=True)
+    )
+    rng = np.random.default_rng(0)
+    m, n, k = 128, 256, 384
+    codes = lambda rows, axis: rng.integers(
+        -127, 128, (2, rows, k) if axis == -1 else (2, k, rows), np.int8
+    )
+    a, b = codes(m, over[0]), codes(n, over[1])
+    scales = [np.exp(rng.standard_normal((2, rows, 1), np.float32)) for rows in (m, n)]
+    has = True, over[1] == -1
+    assert tpu.multiplies_int8(a.shape, b.shape, over)
+    static = {"over": over, "has": has, "out_dtype": jnp.dtype("float32")}
+    operands = map(jnp.asarray, (a, b, *scales[: 1 + has[1]]))
+    out = _codes_dot._on_tpu(*operands, **static)
+    exact = np.einsum(
+        "smk,snk->smn",
+        *(
+            np.asarray(x if axis == -1 else np.swapaxes(x, -1, -2), np.float64)
+            for x, axis in zip((a, b), over, strict=True)
+        ),
+    )
+    exact = exact * scales[0]
+    exact = exact * np.swapaxes(scales[1], -1, -2) if has[1] else exact
+    # The sums are exact: only the scales round.
+    assert relative(out, exact) < 1e-6
+
+
+@pytest.mark.parametrize("chip, takes", [("TPU v5e", True), ("TPU7x", False)])
+def test_which_products_of_codes_have_a_kernel(chip, takes, monkeypatch):
+    monkeypatch.setattr(_chips, "device_kind", lambda: chip)
+    assert tpu.multiplies_int8((256, 128), (384, 128), (-1, -1)) == takes
+    assert not tpu.multiplies_int8((256, 130), (384, 130), (-1, -1))
+    # 127**2 times this length overflows int32.
+    assert not tpu.multiplies_int8((128, 2**18), (128, 2**18), (-1, -1))
 
 
 @pytest.fixture

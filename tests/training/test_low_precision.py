@@ -1,5 +1,6 @@
 """Low-precision products: values, both gradients, and the codes that they keep."""
 
+import collections
 import functools as ft
 import re
 
@@ -341,14 +342,13 @@ def test_checkpoints_save_codes_so_that_nothing_is_rounded_twice(preset, normal)
         for got, want in zip(*map(jax.tree.leaves, gradients), strict=True):
             assert relative(got, want) < SUMS
 
-    def scales(policy):
-        """Count the largest magnitudes that a step computes."""
-        text = str(eqx.filter_make_jaxpr(compiled(policy))(model, x)[0])
-        return text.count("reduce_max")
+    def roundings(step):
+        """Count the arrays that a step rounds."""
+        text = str(eqx.filter_make_jaxpr(step)(model, x)[0])
+        return text.count("reduce_max") + text.count("= round_int8[")
 
-    with_policy = eqx.filter_make_jaxpr(plain)(model, x)[0]
-    assert scales(save_quantized) <= str(with_policy).count("reduce_max")
-    assert scales(None) > scales(save_quantized)
+    assert 0 < roundings(compiled(save_quantized)) <= roundings(plain)
+    assert roundings(compiled(None)) > roundings(compiled(save_quantized))
 
 
 #
@@ -416,17 +416,11 @@ def test_devices_sum_weight_gradients_in_float32(normal):
 #
 
 
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "chip, preset, type",
-    [("v5e", "int8", "s8"), ("v6e", "int8", "s8"), ("TPU7x", "fp8", "f8")],
-)
-def test_all_three_products_are_native_on_tpus(chip, preset, type):
-    """Both operands of each product are codes, and no other product is left."""
-    layer = eqx.nn.Linear(512, 1024, use_bias=False, key=jax.random.key(0))
-    w = jax.ShapeDtypeStruct((1024, 512), jnp.bfloat16)
-    x = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
+def compiled_gradients(chip, preset, tokens, size):
+    """Return the text of a compiled program for both gradients of a layer."""
+    layer = eqx.nn.Linear(size, 1024, use_bias=False, key=jax.random.key(0))
+    w = jax.ShapeDtypeStruct((1024, size), jnp.bfloat16)
+    x = jax.ShapeDtypeStruct((tokens, size), jnp.bfloat16)
 
     def gradients(w, x):
         model = eqx.tree_at(lambda m: m.weight, layer, w)
@@ -434,13 +428,53 @@ def test_all_three_products_are_native_on_tpus(chip, preset, type):
         value = lambda m, x: loss(m, x).astype(jnp.float32)
         return jax.grad(value, (0, 1))(model, x)
 
-    text = eqquant.debug.compile_for_tpu(gradients, w, x, chip=chip).as_text()
+    return eqquant.debug.compile_for_tpu(gradients, w, x, chip=chip).as_text()
+
+
+def products_of_xla(text):
+    """Return the types of the operands of each product."""
     types = dict(re.findall(r"(%[\w.-]+) = (\w+)\[", text))
     products = re.findall(
         r"= \w+\[.* (?:convolution|dot)\((%[\w.-]+), (%[\w.-]+)\)", text
     )
+    return [tuple(types[name] for name in pair) for pair in products]
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chip, preset, type",
+    [("v5e", "int8", "s8"), ("v6e", "int8", "s8"), ("TPU7x", "fp8", "f8")],
+)
+def test_all_three_products_are_native_on_tpus(chip, preset, type):
+    """Both operands of each product are codes, and no other product is left.
+
+    No size of the layer is a multiple of 128, which the kernels require.
+    """
+    products = products_of_xla(compiled_gradients(chip, preset, 248, 520))
     assert len(products) == 3
-    assert all(types[name].startswith(type) for pair in products for name in pair)
+    assert all(name.startswith(type) for pair in products for name in pair)
+
+
+@needs_compiler
+@pytest.mark.parametrize("chip", ["v6e", slow("v5e")])
+def test_kernels_compute_the_products_of_int8_on_tpus(chip):
+    text = compiled_gradients(chip, "int8", 256, 512)
+    calls = re.findall(r"%([a-z_0-9]+)\S* = .*custom_call_target=\"tpu_custom", text)
+    # Activation and weight, and the gradient for each of its products.
+    counts = {"round_rows": 3, "round_columns": 1, "int8_columns": 1, "int8_rows": 2}
+    assert collections.Counter(calls) == counts
+    assert not products_of_xla(text)
+    # The codes of a transposed gradient are read as they are written.
+    assert not re.search(r"= s8\[\S+ (?:copy|transpose)\(", text)
+
+
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["v4", "v5e", "v5p", "v6e", "TPU7x"])
+def test_no_tpu_lacks_a_preset(chip):
+    for preset in PRESETS:
+        assert compiled_gradients(chip, PRESETS_OF[preset], 128, 256)
 
 
 #

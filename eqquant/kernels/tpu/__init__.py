@@ -16,10 +16,12 @@ import jax.numpy as jnp
 
 from .._int8 import rounding
 from .._product import Kernel, Product, View
+from ..xla import longest_int8_sum
 from . import _decode, _general, _tile_sizes
 from ._chips import chip
 from ._operands import choose_operands, kind_of
-from ._round import round_rows
+from ._round import can_round_along, round_along, round_rows
+from ._tiles import lanes
 from ._weights import can_become, is_exact
 
 
@@ -168,8 +170,25 @@ def _unsupported(product: Product) -> str | None:
     return None
 
 
+def multiplies_int8(a: tuple, b: tuple, over: tuple[int, int]) -> bool:
+    """Check whether [`INT8`][] takes int8 operands of these shapes, which contract axis
+    `over[0]` of `a` with axis `over[1]` of `b`."""
+    sizes = *a[-2:], *b[-2:]
+    if not chip().int8 or not all(isinstance(size, int) for size in (*a, *b)):
+        return False
+    # The kernel would pad a copy of other operands, and the sum would overflow int32.
+    return all(s % lanes == 0 for s in sizes) and a[over[0]] <= longest_int8_sum
+
+
 _FEW = "up to 32 rows in `x @ w.T`"
 _MANY = "any shape"
+INT8 = GeneralKernel(
+    "int8",
+    "int8 activations, integer levels with one scale per row, in `x @ w.T`",
+    "nothing",
+    "float32 rounding of the result",
+    operand="int8",
+)
 # The first kernel that serves a product computes it.
 KERNELS = (
     DecodeKernel(
@@ -193,13 +212,7 @@ KERNELS = (
         exact_table=False,
         exact=False,
     ),
-    GeneralKernel(
-        "int8",
-        "int8 activations, integer levels with one scale per row, in `x @ w.T`",
-        "nothing",
-        "float32 rounding of the result",
-        operand="int8",
-    ),
+    INT8,
     GeneralKernel("float32", f"{_MANY}, float32", "nothing", "1e-6"),
     GeneralKernel(
         "bfloat16",

@@ -308,7 +308,7 @@ def dot(
 
     # The columns of the weight are in plane order. The activation is permuted to it, or
     # the result from it. Scales of rows likewise multiply the activation or the result.
-    if contract_rows and not plan.blocked:
+    if contract_rows and not plan.blocked and operand != jnp.int8:
         own = scales[index] if stacked else scales
         x = x * own[..., 0][:, None, :]
     x = x.astype(operand)

@@ -64,8 +64,8 @@ def _spec(x, w):
 def _dot(x, w, *_, recipe: Recipe, out_dtype):
     def run(x, w):
         of_x, of_w, _, _ = encode(flat(x, w.ndim - 2), w, recipe, keep=False)
-        out = forward(of_x, of_w, recipe)
-        return out.reshape(*x.shape[:-1], w.shape[-2]).astype(out_dtype)
+        out = forward(of_x, of_w, recipe, out_dtype)
+        return out.reshape(*x.shape[:-1], w.shape[-2])
 
     return split(run, _spec(x, w), x, w)
 
@@ -82,7 +82,7 @@ def _dgrad(x_dot, *args, recipe: Recipe, tree, out_dtype):
 
     def run(x_dot, kept):
         w = decoded(kept, recipe, "dgrad", kept.codes.shape[-2])
-        out = _dense(flat(x_dot, w.ndim - 2), w)
+        out = _dense(flat(x_dot, w.ndim - 2).astype(jnp.float32), w)
         return out.reshape(*x_dot.shape[:-1], w.shape[-2]).astype(out_dtype)
 
     return split(run, _spec(x_dot, kept.codes), x_dot, kept)
@@ -186,8 +186,8 @@ def _jvp(primals, tangents, *, recipe: Recipe, out_dtype):
     of_x, of_w, kept_x, kept_w = map(named, _differentiable_once(run, x, w))
 
     def multiplied(of_x, of_w):
-        out = forward(of_x, of_w, recipe)
-        return out.reshape(*x.shape[:-1], w.shape[-2]).astype(out_dtype)
+        out = forward(of_x, of_w, recipe, out_dtype)
+        return out.reshape(*x.shape[:-1], w.shape[-2])
 
     out = split(multiplied, _spec(x, w), of_x, of_w)
     static = {"recipe": recipe, "out_dtype": out_dtype}
@@ -233,8 +233,8 @@ def _transpose(product, ct, tangent, *args, recipe: Recipe, tree, **_):
         if recipe.stochastic:
             seed = seed_of(*keys, salt=product == "wgrad")
         g = flat(ct, kept.codes.ndim - 2)
-        out = backward(g, kept, recipe, product, seed)
-        return out.reshape(aval.shape).astype(aval.dtype)
+        out = backward(g, kept, recipe, product, seed, aval.dtype)
+        return out.reshape(aval.shape)
 
     whole = lambda *args: split(run, jax.sharding.PartitionSpec(*spec_of(aval)), *args)
     return _differentiable_once(whole, ct, kept, *keys), *nothing

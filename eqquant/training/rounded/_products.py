@@ -4,6 +4,7 @@ All are products of two matrices, which are rounded along the contracted axis.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, UInt32
 
 from ...primitives import codes_dot
-from ._specs import BFloat16, Coded, NVFP4, Recipe
+from ._specs import BFloat16, Coded, NVFP4, Recipe, times
 
 
 # The name of the codes that the backward pass needs, for checkpoint policies.
@@ -20,9 +21,9 @@ NAME = "eqquant.low_precision"
 
 
 def flat(x: Float[Array, "..."], stack: int) -> Float[Array, "*stack tokens size"]:
-    """Merge the tokens, in float32."""
-    shape = x.shape[:stack], math.prod(x.shape[stack:-1]), x.shape[-1]
-    return x.reshape(*shape[0], *shape[1:]).astype(jnp.float32)
+    """Merge the tokens."""
+    tokens = math.prod(x.shape[stack:-1])
+    return x.reshape(*x.shape[:stack], tokens, x.shape[-1])
 
 
 def encode(
@@ -36,8 +37,7 @@ def encode(
     With `keep`, also return codes for the backward products, or None where these use
     the codes of the forward product.
     """
-    numbers, w = recipe.numbers("forward"), w.astype(jnp.float32)
-    shape = w.shape[-2:]
+    numbers, shape = recipe.numbers("forward"), w.shape[-2:]
 
     def seen(product, operand, numbers, x, coded, axis):
         return recipe.observe((shape, product, operand), numbers, x, coded, axis)
@@ -84,14 +84,12 @@ def _named(x: Array) -> Array:
     return lax.bitcast_convert_type(bits, x.dtype)
 
 
-def forward(of_x: Coded, of_w: Coded, recipe: Recipe):
-    """Return `x @ w.T` in float32."""
+def forward(of_x: Coded, of_w: Coded, recipe: Recipe, out_dtype):
+    """Return `x @ w.T`."""
     numbers = recipe.numbers("forward")
     x, x_unit = numbers.operand(of_x, -1)
     w, w_unit = numbers.operand(of_w, -1)
-    out = codes_dot(x, w, (-1, -1))
-    out = out if x_unit is None else out * x_unit
-    return out if w_unit is None else out * jnp.swapaxes(w_unit, -1, -2)
+    return codes_dot(x, w, (-1, -1), (x_unit, w_unit), out_dtype)
 
 
 def backward(
@@ -100,10 +98,11 @@ def backward(
     recipe: Recipe,
     product: str,
     seed: UInt32[Array, "*stack 2"] | None,
+    out_dtype: Any,
 ) -> Float[Array, "*stack free size"]:
-    """Return `g @ w` ("dgrad") or `g.T @ x` ("wgrad") in float32."""
+    """Return `g @ w` ("dgrad") or `g.T @ x` ("wgrad")."""
     axis, shape = -1 if product == "dgrad" else -2, (g.shape[-1], kept.codes.shape[-1])
-    numbers, unit = recipe.numbers(product), None
+    numbers, unit, factor = recipe.numbers(product), None, None
     first = recipe.numbers("forward")
     if not keeps_forward(recipe, product):
         if product == "wgrad":
@@ -113,7 +112,7 @@ def backward(
         # The scales are along the contracted axis: the gradient takes them.
         scales = kept.scales
         assert scales is not None
-        g = g * (scales if product == "wgrad" else jnp.swapaxes(scales, -1, -2))
+        factor = scales if product == "wgrad" else jnp.swapaxes(scales, -1, -2)
         values = kept.codes
     elif isinstance(numbers, BFloat16):
         values = first.decode(kept, -1).astype(jnp.bfloat16)
@@ -121,13 +120,11 @@ def backward(
         values, unit = first.operand(kept, -1)
     if isinstance(numbers, BFloat16):
         seed = None
-    coded = numbers.encode(g, axis, seed)
-    recipe.observe((shape, product, "gradient"), numbers, g, coded, axis)
+    coded = numbers.encode(g, axis, seed, factor)
+    label = shape, product, "gradient"
+    recipe.observe(label, numbers, times(g, factor), coded, axis)
     g_values, g_unit = numbers.operand(coded, axis)
-    out = codes_dot(g_values, values, (axis, -2))
-    if g_unit is not None:
-        out = out * (g_unit if axis == -1 else jnp.swapaxes(g_unit, -1, -2))
-    return out if unit is None else out * unit
+    return codes_dot(g_values, values, (axis, -2), (g_unit, unit), out_dtype)
 
 
 def decoded(kept: Coded, recipe: Recipe, product: str, size: int):

@@ -22,6 +22,7 @@ from ._codes import (
     rounding_by,
     unit_of,
 )
+from ._int8 import round_int8
 
 
 class Coded(NamedTuple):
@@ -51,13 +52,24 @@ class Numbers(abc.ABC):
         self.other = self
 
     @abc.abstractmethod
-    def encode(
+    def _encode(
         self,
         x: Float[Array, "*stack rows columns"],
         axis: int,
         seed: UInt32[Array, "*stack 2"] | None = None,
     ) -> Coded:
-        """Round along an axis; with a seed, stochastically."""
+        """Round an array in float32."""
+
+    def encode(
+        self,
+        x: Float[Array, "*stack rows columns"],
+        axis: int,
+        seed: UInt32[Array, "*stack 2"] | None = None,
+        factor: Float[Array, "*stack _ _"] | None = None,
+    ) -> Coded:
+        """Round `x`, times a factor for each row or column, along an axis; with a seed,
+        stochastically."""
+        return self._encode(times(x, factor), axis, seed)
 
     def encode_weight(self, w: Float[Array, "*stack rows columns"]) -> Coded:
         """Round a weight along its last axis."""
@@ -92,6 +104,7 @@ class Numbers(abc.ABC):
         most = self.decode(
             coded._replace(codes=jnp.full_like(coded.codes, self.largest)), axis
         )
+        x = times(x, None)
         is_finite = jnp.isfinite(x)
         # Scales are rounded, so the largest value of a row can be above its number.
         is_beyond = is_finite & (jnp.abs(x) > most * jnp.float32(1 + 2**-20))
@@ -99,10 +112,16 @@ class Numbers(abc.ABC):
         return jnp.stack([jnp.sum(a) for a in (is_beyond, is_lost, ~is_finite)])
 
 
+def times(x: Float[Array, "..."], factor: Float[Array, "..."] | None):
+    """Return `x * factor` in float32."""
+    x = x.astype(jnp.float32)
+    return x if factor is None else x * factor
+
+
 class BFloat16(Numbers):
     largest = float(jnp.finfo(jnp.bfloat16).max)
 
-    def encode(self, x, axis, seed=None):
+    def _encode(self, x, axis, seed=None):
         return Coded(lax.reduce_precision(x, 8, 7).astype(jnp.bfloat16))
 
     def operand(self, coded, axis):
@@ -119,7 +138,12 @@ class PerRow(Numbers):
         self.dtype = jnp.dtype(dtype)
         self.mantissa, self.lowest, self.largest = mantissa, lowest, largest
 
-    def encode(self, x, axis, seed=None):
+    def encode(self, x, axis, seed=None, factor=None):
+        if self.dtype == jnp.int8 and seed is None:
+            return Coded(*round_int8(x, axis, factor))
+        return super().encode(x, axis, seed, factor)
+
+    def _encode(self, x, axis, seed=None):
         scales = unit_of(x, axis, self.largest)
         y = x * (1 / scales)
         if seed is not None:
@@ -143,7 +167,7 @@ class MXFP8(Numbers):
     block: ClassVar[int] = 32
     largest = 448.0
 
-    def encode(self, x, axis, seed=None):
+    def _encode(self, x, axis, seed=None):
         # Otherwise infinity would become the largest code.
         x = jnp.where(jnp.isfinite(x), x, jnp.nan)
         blocks = in_blocks(x, axis, self.block)
@@ -168,13 +192,10 @@ class NVFP4(Numbers):
     block: ClassVar[int] = 16
     largest = 12.0
 
-    def encode(self, x, axis, seed=None):
-        return self._encode(x, axis, seed, square=False)
-
     def encode_weight(self, w):
-        return self._encode(w, -1, None, square=True)
+        return self._encode(times(w, None), -1, square=True)
 
-    def _encode(self, x, axis, seed, square: bool):
+    def _encode(self, x, axis, seed=None, square: bool = False):
         unit = unit_of(absmax(x, -1), -2, 6.0 * 448.0)
         blocks = in_blocks(x * (1 / unit), axis, self.block)
         most = jnp.squeeze(absmax(blocks, axis), axis)
@@ -193,7 +214,7 @@ class NVFP4(Numbers):
         return Coded(codes, scales.astype(jnp.float8_e4m3fn), unit)
 
     def spread(self, x, axis):
-        return random_hadamard(x, axis)
+        return random_hadamard(times(x, None), axis)
 
     def gathered(self, x, axis, size):
         return random_hadamard(x, axis, inverse=True)[..., :size, :]
