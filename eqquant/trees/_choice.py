@@ -182,10 +182,13 @@ def replace_base(fn: Callable[[Any], Any], leaf: Any) -> Any:
 
 def map_weights(fn: Callable, leaf: Any, *others: Any) -> Any:
     """Replace a leaf, or the base, `a` and `b` of an adapter, by `fn` of it and of the
-    same weights of the others."""
+    same weights of the others. A weight without an adapter is a base, and its `a` and
+    `b` are None."""
     if not isinstance(leaf, LoraArray):
-        return fn(leaf, *others)
-    weights = lambda x: (x.base, x.a, x.b)
+        return fn(leaf, *map(base_of, others))
+    weights = lambda x: (
+        (x.base, x.a, x.b) if isinstance(x, LoraArray) else (x, None, None)
+    )
     new = tuple(map(fn, *map(weights, (leaf, *others))))
     # Parts may be abstract or missing.
     return eqx.tree_at(weights, leaf, new, is_leaf=lambda x: x is None)
