@@ -37,6 +37,7 @@ import matplotlib.pyplot as plt
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
 train_small = importlib.import_module("train_small")
+precision = importlib.import_module("precision")
 
 
 class Row(NamedTuple):
@@ -73,6 +74,10 @@ class Result(NamedTuple):
     seconds: float
 
 
+def recipe_of(row: Row) -> eqquant.training.Recipe | None:
+    return precision.recipe_of(row.preset, row.stochastic) if row.preset else None
+
+
 def path_of(folder: pathlib.Path, key: tuple[str, int], seed: int, steps: int):
     name = f"{key[0].replace(', ', '-')}-states{key[1]}-seed{seed}-steps{steps}"
     return folder / f"{name}.json"
@@ -90,7 +95,7 @@ def data() -> tuple:
 
 def run(row: Row, seed: int, steps: int, path: pathlib.Path, data: tuple) -> Result:
     rows, held_out, characters = data
-    recipe = row.preset and train_small.recipe_of(row.preset, row.stochastic)
+    recipe = recipe_of(row)
     begin, checkpoint = time.process_time(), path.with_suffix(".eqx")
     model, _ = train_small.train(
         rows, train_small.CONFIG, steps, checkpoint, recipe, row.states, seed
@@ -104,7 +109,7 @@ def run(row: Row, seed: int, steps: int, path: pathlib.Path, data: tuple) -> Res
 def run_together(row: Row, seeds: list[int], steps: int, data: tuple) -> list[Result]:
     """Train one model per seed, in one program."""
     rows, held_out, characters = data
-    recipe = row.preset and train_small.recipe_of(row.preset, row.stochastic)
+    recipe = recipe_of(row)
     init, step = train_small.make_step(train_small.CONFIG, steps, recipe, row.states)
     keys = jnp.stack([jax.random.key(seed) for seed in seeds])
     begin = time.process_time()

@@ -1,13 +1,12 @@
 """Write a GGUF file, and run it with llama.cpp."""
 
-import functools as ft
 import importlib.metadata
 import pathlib
-from collections.abc import Iterator
 
 import _gguf
+import _llama_gguf
 import numpy as np
-from _peers.llama_cpp import about_amx, FLOAT32, ggml_of, quantized, row_bytes, TYPES
+from _peers.llama_cpp import about_amx, ggml_of, quantized, row_bytes, TYPES
 
 from . import prompt, random_ends, random_layer, Shape
 
@@ -15,64 +14,28 @@ from . import prompt, random_ends, random_layer, Shape
 variants = tuple(TYPES)
 suffix = ".gguf"
 
-_names = {
-    "query": "attn_q",
-    "key": "attn_k",
-    "value": "attn_v",
-    "output": "attn_output",
-    "gate": "ffn_gate",
-    "up": "ffn_up",
-    "down": "ffn_down",
-    "embedding": "token_embd",
-    "head": "output",
-}
-
 
 def make(shape: Shape, variant: str, path: pathlib.Path) -> None:
     """Write the file of a variant: matrices in its type, norms in float32."""
     import llama_cpp
 
     ggml, kind = ggml_of(llama_cpp), TYPES[variant]
-    metadata = {
-        "general.architecture": "llama",
-        "llama.context_length": 8 * (shape.prompt + shape.room),
-        "llama.embedding_length": shape.size,
-        "llama.block_count": shape.layers,
-        "llama.feed_forward_length": shape.hidden,
-        "llama.attention.head_count": shape.heads,
-        "llama.attention.head_count_kv": shape.kv_heads,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.dimension_count": shape.head_size,
-        "llama.vocab_size": shape.vocabulary,
-        "tokenizer.ggml.model": "no_vocab",
-    }
+    context = 8 * (shape.prompt + shape.room)
+    metadata = _llama_gguf.metadata(shape, context)
+    metadata["tokenizer.ggml.model"] = "no_vocab"
+    # Matrices are written in the order of the generators.
+    drawn = {i: random_layer(shape, i) for i in range(shape.layers)}
+    ends = random_ends(shape)
 
-    def matrix(name: str, rows: int, columns: int, drawn: Iterator) -> _gguf.Tensor:
+    def matrix(layer: int | None, name: str, rows: int, columns: int) -> _gguf.Tensor:
         def data():
-            _, w = next(drawn)  # Matrices are written in the order of the generator.
+            _, w = next(ends if layer is None else drawn[layer])
             return quantized(ggml, kind, w)
 
         nbytes = rows * row_bytes(ggml, kind, columns)
-        return _gguf.Tensor(f"{name}.weight", (rows, columns), kind, nbytes, data)
+        return _gguf.Tensor(name, (rows, columns), kind, nbytes, data)
 
-    def norm(name: str) -> _gguf.Tensor:
-        ones = ft.partial(np.ones, shape.size, np.float32)
-        return _gguf.Tensor(
-            f"{name}.weight", (shape.size,), FLOAT32, 4 * shape.size, ones
-        )
-
-    ends = random_ends(shape)
-    tensors = [
-        matrix(_names[name], shape.vocabulary, shape.size, ends)
-        for name in ("embedding", "head")
-    ]
-    tensors.append(norm("output_norm"))
-    for i in range(shape.layers):
-        drawn = random_layer(shape, i)
-        for name, size in shape.matrices().items():
-            tensors.append(matrix(f"blk.{i}.{_names[name]}", *size, drawn))
-        tensors += [norm(f"blk.{i}.attn_norm"), norm(f"blk.{i}.ffn_norm")]
-    _gguf.write(path, metadata, tensors)
+    _gguf.write(path, metadata, _llama_gguf.tensors(shape, matrix))
 
 
 class Runs:

@@ -236,21 +236,10 @@ def _is_kept(operand: str, text: str) -> bool:
     return "S(1)" in made[1] and made[2] != "copy-done"
 
 
-def _seconds_of_call(eqn, text: str, files: list[str], device: Device) -> Estimate:
-    name = eqn.params["name"] or str(eqn.params["name_and_src_info"].name)
-    # Operands in vector memory, S(1), are not transferred from HBM.
-    call = re.search(rf"%{re.escape(name)}[.\d]* = (.*?) custom-call\((.*?)\)", text)
-    assert call is not None
-    operands = re.findall(r"%[^\s,]+", call[2])
-    kept = [i for i, operand in enumerate(operands) if _is_kept(operand, text)]
-    moved = bytes_moved(eqn, kept, results="S(1)" not in call[1])
-    return _seconds(name, eqn.params["grid_mapping"].grid, moved, files, device)
-
-
 @contextlib.contextmanager
-def _kernels_of_primitives():
-    """Record in a list the equation of every kernel that the compiler lowers inside the
-    context, also those inside of primitives."""
+def _kernels():
+    """Record in a list the equations of kernels in the lowerings of primitives, which
+    are traced inside the context."""
     found: list = []
     pallas_call = pl.pallas_call
 
@@ -271,13 +260,14 @@ def _kernels_of_primitives():
         pl.pallas_call = pallas_call
 
 
-def _seconds_of_primitives(
+def _seconds_of_calls(
     eqns: list, text: str, files: list[str], device: Device
 ) -> list[Estimate]:
     """Estimate each call of a kernel in the text of a program."""
     call = (
         r"%(\S+) = (.*?) custom-call\((.*?)\), "
-        r'custom_call_target="tpu_custom_call", (operand_layout_constraints=.*?}}), '
+        r'custom_call_target="tpu_custom_call", '
+        r"operand_layout_constraints=(.*?), [a-z_]+="
     )
     calls = re.findall(call, text)
 
@@ -294,11 +284,13 @@ def _seconds_of_primitives(
     by_kind = {}
     for eqn in eqns:
         shapes = [x.aval.shape for x in (*eqn.outvars, *eqn.invars)]
-        by_kind[eqn.params["name"], tuple(shapes)] = eqn
+        name = eqn.params["name"] or str(eqn.params["name_and_src_info"].name)
+        by_kind[name, tuple(shapes)] = eqn
     estimates = []
     for call in calls:
         _, results, operands, _ = call
         names = re.findall(r"%[^\s,]+", operands)
+        # Arrays in vector memory, S(1), are not transferred from HBM.
         kept = [_is_kept(operand, text) for operand in names]
         kept += ["S(1)" in result for result in re.findall(r"\w+\[[^ ]*", results)]
         eqn = by_kind[kind(*call)]
@@ -327,18 +319,19 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
     own estimate.
     """
     before = set(os.listdir(_dump))
-    jaxprs, pipelines, eqns = [], [], []
+    pipelines = []
 
     def spy(*traced):
         with _pipelines() as found:
             # Trace here, where the chip is set. Wrap `fn`, because JAX caches traces
             # by function and the table of the chip may have changed.
-            jaxprs.append(jax.make_jaxpr(lambda *args: fn(*args))(*args))
+            traced_fn = jax.make_jaxpr(lambda *args: fn(*args))(*args)
+        eqns.extend(_pallas_calls(traced_fn.jaxpr))
         pipelines.extend(found)
         return fn(*traced)
 
     try:
-        with _kernels_of_primitives() as eqns:
+        with _kernels() as eqns:
             compiled = compile(spy, *args, chip=chip)
         files = sorted(set(os.listdir(_dump)) - before)
         device = DEVICES[chip]
@@ -355,10 +348,7 @@ def estimate(fn, *args, chip: str, compile) -> Estimate:
             grid, moved = pipeline.grid, pipeline.bytes_moved
             kernels = [_seconds(name, grid, moved, files, device)]
         else:
-            calls = _pallas_calls(jaxprs[0].jaxpr)
-            kernels = [_seconds_of_call(eqn, text, files, device) for eqn in calls]
-            if not calls:
-                kernels = _seconds_of_primitives(eqns, text, files, device)
+            kernels = _seconds_of_calls(eqns, text, files, device)
     finally:
         for file in glob.glob(os.path.join(_dump, "*")):
             os.remove(file)

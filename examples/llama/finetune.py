@@ -31,7 +31,7 @@ from load import load_in, open_model
 from lora import add_adapters, save_adapters
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
-from rounding import parse_with_precision
+from precision import parse_with_precision
 from text import Text
 
 

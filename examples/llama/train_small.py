@@ -31,7 +31,7 @@ from fitting import fit
 from model import Decoder, unstack
 from names import apart, path_of, tensor_names
 from packing import batch_at, losses, pack, Rows
-from rounding import parse_with_precision
+from precision import parse_with_precision
 from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
 

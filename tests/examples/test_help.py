@@ -41,7 +41,11 @@ def test_options_have_sentences_and_defaults(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [path for path in PROGRAMS if "choices=" in path.read_text()],
+    ids=lambda path: path.stem,
+)
 def test_choices_are_apart(path):
     """The commas between choices are the only commas, so that each can be copied."""
     env = os.environ | {"COLUMNS": "1000"}
