@@ -16,15 +16,23 @@ from .._jax import (
     typed,
 )
 from ..kernels import Compute
-from ..primitives import lowering_of, quantized_dot_p, unflatten
-from ._inspect import on_arrays
+from ..primitives import (
+    codes_dot_p,
+    lowering_of,
+    lowering_of_codes,
+    quantized_dot_p,
+    unflatten,
+)
+from ..training.rounded import low_precision_dot_p, opened
+from ._inspect import on_arrays, path_of
 
 
 @typed
 def explain(
     fn: Callable, *args: Any, platform: str | None = None, **kwargs: Any
 ) -> str:
-    """Describe the kernel of each product with a quantized weight in a function.
+    """Describe the kernel of each product with a quantized weight, and of each product
+    in low precision, in a function.
 
     !!! Example
 
@@ -51,6 +59,11 @@ def explain(
     the reason for the choice, and the bits of rounded activations. A line ends with the
     number of equal products, if there are several, and the paths of their weights in
     the arguments. A product that rounds activations is not exactly linear.
+
+    For a training step in low precision (see [`eqquant.training.low_precision`][]),
+    each line has the types of both operands. It states which numbers the chip
+    multiplies, if these are others: every chip computes every recipe, but not faster.
+
     `docs/internals/kernels.md` lists the kernels.
     """
     platform = jax.default_backend() if platform is None else platform
@@ -61,8 +74,17 @@ def explain(
     weights = [_Codes(path) for path in paths]
     for eqn, weight in _products(jax.make_jaxpr(call)(dynamic), weights):
         x, codes, *parts = (var.aval for var in eqn.invars)
-        (scales, _), view = unflatten(codes, parts, eqn.params["stored"])
         out = eqn.outvars[0].aval
+        here = 1 if is_manual(x) else devices
+        if eqn.primitive is codes_dot_p:
+            over, has = eqn.params["over"], eqn.params["has"]
+            by = lowering_of_codes(
+                x, codes, over=over, has=has, platform=platform, devices=here
+            )
+            line = f"{x.str_short()} by {codes.str_short()} gives {out.str_short()}"
+            lines.setdefault(f"{line}: {by}", []).append("")
+            continue
+        (scales, _), view = unflatten(codes, parts, eqn.params["stored"])
         matmul = eqn.params["matmul"]
         by = repr(matmul.format)
         if matmul.compute != Compute():
@@ -72,7 +94,7 @@ def explain(
             codes,
             scales,
             platform=platform,
-            devices=1 if is_manual(x) else devices,
+            devices=here,
             matmul=matmul,
             plan=eqn.params["plan"],
             view=view,
@@ -81,7 +103,7 @@ def explain(
             line += ", copies its weight out of a stack (see eqquant.trees.scan_layers)"
         lines.setdefault(line, []).append(weight.path)
     if not lines:
-        return "no product with a quantized weight"
+        return "no product with a quantized weight, or in low precision"
     return "\n".join(line + _weights(paths) for line, paths in lines.items())
 
 
@@ -96,13 +118,8 @@ def _weights(paths: Sequence[str]) -> str:
 def _path(keys: Sequence[Any]) -> str:
     """Return the path of a quantized array from the path of its codes in `(args,
     kwargs)`; otherwise an empty string."""
-    names = [
-        str(next(getattr(k, a) for a in ("name", "key", "idx") if hasattr(k, a)))
-        for k in keys
-    ]
-    if names[-1] != "codes":
-        return ""
-    return ".".join(names[2:-1]) or f"argument {names[1]}"
+    *array, part = keys
+    return path_of(array) if getattr(part, "name", None) == "codes" else ""
 
 
 class _Codes(NamedTuple):
@@ -121,8 +138,11 @@ def _products(jaxpr: Any, inputs: Sequence[_Codes]) -> Iterator[tuple[Any, _Code
     read = lambda var: none if isinstance(var, Literal) else known.get(var, none)
     for eqn in jaxpr.eqns:
         operands, name = list(map(read, eqn.invars)), eqn.primitive.name
-        if eqn.primitive is quantized_dot_p:
+        if eqn.primitive in (quantized_dot_p, codes_dot_p):
             yield eqn, operands[1]
+            continue
+        if eqn.primitive is low_precision_dot_p:
+            yield from _products(opened(eqn), operands)
             continue
         # Slices and reshapes of codes have 8 bits. Results of products do not.
         moved = next((codes for codes in operands if codes.path), none)

@@ -1,7 +1,7 @@
 """Checks and explanations of functions with quantized arrays."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -178,3 +178,12 @@ def on_arrays(fn: Callable, args: tuple, kwargs: dict) -> tuple[Callable, Any]:
         return _arrays(fn(*args, **kwargs))
 
     return call, dynamic
+
+
+def path_of(keys: Sequence[Any]) -> str:
+    """Return the path of an array from its keys in `(args, kwargs)`."""
+    names = [
+        str(next(getattr(k, a) for a in ("name", "key", "idx") if hasattr(k, a)))
+        for k in keys
+    ]
+    return ".".join(names[2:]) or f"argument {names[1]}"

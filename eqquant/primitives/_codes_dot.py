@@ -115,38 +115,49 @@ def _on_cpu(a, b, *scales, **static):
     if a.dtype != jnp.int8:
         return _in_float32(a, b, *scales, **static)
     over = static["over"]
-    ones = jnp.ones((*b.shape[:-2], b.shape[-3 - over[1]], 1), jnp.float32)
-    product = _product(a, b, ones, over)
-    kernel = (
-        "a size is a symbol" if product.is_symbolic else choose(cpu.KERNELS, product)
-    )
-    if isinstance(kernel, str) or not kernel.rounds_to_int8(product):
+    product, kernel = _on_int8(a, b, over)
+    if isinstance(kernel, str):
         return _in_float32(a, b, *scales, **static)
     a, b = (
         x if axis == -1 else cpu.transposed(x)
         for x, axis in zip((a, b), over, strict=True)
     )
     # The kernel rounds again, which changes nothing: the largest code is 127.
+    ones = jnp.ones((*b.shape[:-1], 1), jnp.float32)
     out = kernel.lower(product, a.astype(jnp.float32), b, ones)
     return _scaled(out, scales, static["has"], static["out_dtype"])
 
 
-def _product(a, b, ones, over):
-    """Return the product of rows of `a` with rows of `b`."""
+def _on_int8(a, b, over):
+    """Return the product of rows of `a` with rows of `b`, and the native kernel that
+    multiplies int8, or the reason why there is none."""
     shape = lambda x, axis: (*x.shape[:-2], x.shape[-3 - axis], x.shape[axis])
-    of = lambda shape, dtype: jax.ShapeDtypeStruct(shape, dtype)
+    of = jax.ShapeDtypeStruct
     of_a, of_b = map(shape, (a, b), over)
-    return _matmul.of(of(of_a, jnp.float32), of(of_b, jnp.int8), ones)
+    ones = of((*of_b[:-1], 1), jnp.float32)
+    product = _matmul.of(of(of_a, jnp.float32), of(of_b, jnp.int8), ones)
+    if product.is_symbolic:
+        return product, "a size is a symbol"
+    kernel = choose(cpu.KERNELS, product)
+    if not isinstance(kernel, str) and not kernel.rounds_to_int8(product):
+        kernel = "this CPU does not multiply int8"
+    return product, kernel
+
+
+def _has_tpu_kernel(a, b, over, has) -> bool:
+    from ..kernels import tpu
+
+    # The kernel multiplies the scales of `b` only if these are not contracted.
+    fits = not has[1] or over[1] == -1
+    is_int8 = a.dtype == jnp.int8 == b.dtype
+    return is_int8 and fits and tpu.multiplies_int8(a.shape, b.shape, over)
 
 
 def _on_tpu(a, b, *scales, over, has, out_dtype):
     from ..kernels import tpu
 
     left, right = _both(scales, has)
-    # The kernel multiplies the scales of `b` only if these are not contracted.
-    fits = right is None or over[1] == -1
-    is_int8 = a.dtype == jnp.int8 == b.dtype
-    if not (is_int8 and fits and tpu.multiplies_int8(a.shape, b.shape, over)):
+    if not _has_tpu_kernel(a, b, over, has):
         return _by_xla(a, b, *scales, over=over, has=has, out_dtype=out_dtype)
     # The kernel that rounds along rows writes them as columns, so nothing moves here.
     a = a if over[0] == -1 else jnp.swapaxes(a, -1, -2)
@@ -157,6 +168,38 @@ def _on_tpu(a, b, *scales, over, has, out_dtype):
         _matmul, contract_rows=over[1] == -2, out_dtype=out_dtype
     )
     return tpu.INT8.lower(matmul.of(a, b, right), a, b, right, left)
+
+
+def lowering_of_codes(a, b, *, over, has, platform: str, devices: int) -> str:
+    """Describe how a platform multiplies two arrays of codes."""
+    is_int8 = a.dtype == jnp.int8 == b.dtype
+    if platform == "cpu":
+        if devices > 1:
+            return "XLA, in float32, because the compiler partitions the product"
+        library = cpu.load()
+        if a.dtype == jnp.bfloat16 == b.dtype and getattr(library, "bfloat16", False):
+            return "XLA, in bfloat16"
+        if not is_int8:
+            return "XLA, in float32, because CPUs multiply no such numbers"
+        _, kernel = _on_int8(a, b, over)
+        if isinstance(kernel, str):
+            return f"XLA, in float32, because {kernel}"
+        return f"native kernel {kernel.name!r}"
+    units = ()
+    if platform == "tpu":
+        from ..kernels import tpu
+
+        if devices == 1 and _has_tpu_kernel(a, b, over, has):
+            return "Pallas kernel, in int8"
+        units = tpu.matrix_units()
+    elif platform == "gpu":
+        from ..kernels import gpu
+
+        units = gpu.matrix_units()
+    kind = "int8" if is_int8 else "float8" if a.dtype.itemsize == 1 else "bfloat16"
+    if kind == "bfloat16" or kind in units:
+        return f"XLA, in {kind}"
+    return f"XLA, in bfloat16, because the chip does not multiply {kind}"
 
 
 @codes_dot_p.def_abstract_eval

@@ -1,7 +1,9 @@
 """Tests of `explain`, in particular of the rounding of activations."""
 
 import eqquant
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from eqquant.kernels.tpu import _chips
 from helpers import pairs, relative
@@ -103,3 +105,33 @@ def test_tpu_with_float8_matrix_units(monkeypatch, normal):
     rounded = explain(normal, "int8", 5, "default", "float32", "tpu")
     expected = "'decode, rounded', weights as bfloat16 (activations rounded to 8 bits)"
     assert expected in rounded
+
+
+@pytest.mark.parametrize(
+    "chip, preset, expected",
+    [
+        ("TPU v5e", "int8", "Pallas kernel, in int8"),
+        ("TPU7x", "int8", "XLA, in bfloat16, because the chip does not multiply int8"),
+        ("TPU7x", "fp8", "XLA, in float8"),
+        ("TPU v6e", "fp8", "XLA, in bfloat16, because the chip does not multiply"),
+        ("TPU v6e", "mxfp8", "XLA, in bfloat16"),
+    ],
+)
+def test_low_precision_names_the_numbers_that_a_chip_multiplies(
+    chip, preset, expected, monkeypatch, normal
+):
+    monkeypatch.setattr(_chips, "device_kind", lambda: chip)
+    linear = eqx.nn.Linear(128, 256, use_bias=False, key=jax.random.key(0))
+    model = eqquant.training.low_precision(linear, preset)
+    step = eqx.filter_grad(lambda m, x: jnp.sum(jax.vmap(m)(x) ** 2))
+    lines = eqquant.debug.explain(step, model, normal(384, 128), platform="tpu")
+    assert lines.count("\n") == 1  # Forward, and for the weight.
+    assert all(f": {expected}" in line for line in lines.splitlines())
+
+
+def test_low_precision_on_cpus_and_without_a_gradient(normal):
+    linear = eqx.nn.Linear(128, 256, use_bias=False, key=jax.random.key(0))
+    model = eqquant.training.low_precision(linear, "fp8")
+    line = eqquant.debug.explain(jax.vmap(model), normal(8, 128), platform="cpu")
+    assert line.startswith("float8_e4m3fn[8,128] by float8_e4m3fn[256,128] gives")
+    assert line.endswith("XLA, in float32, because CPUs multiply no such numbers")

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int8, NF4, Ternary
 from eqquant.kernels import cpu
+from eqquant.kernels.cpu import _round
+from eqquant.training.rounded._int8 import _by_xla, round_int8
 from helpers import assert_identical
 
 
@@ -102,3 +104,37 @@ def test_arguments_of_rounding_are_checked(normal):
     ):
         with pytest.raises(Exception, match=message):
             jax.block_until_ready(call(**dict(x=normal(4, 16)) | changed))
+
+
+@needs_library
+@pytest.mark.parametrize(
+    "instructions", range(1, len(getattr(library, "instructions", "")) + 1)
+)
+def test_int8_codes_of_low_precision_equal_those_of_xla(
+    instructions, normal, monkeypatch
+):
+    usable = library._replace(instructions=library.instructions[:instructions])
+    monkeypatch.setattr(_round, "load", lambda: usable)
+    x = normal(7, 3, 299) * 10.0 ** jnp.arange(-30, 33, 3).reshape(7, 3, 1)
+    x = x.at[1, 1].set(0).at[2, 0, 5].set(3e38).at[2, 1].set(1e-40)
+    x = x.at[3, 2, :256].set(jnp.arange(256) / 2 - 64).at[3, 2, 256:].set(63.5)  # Ties.
+    lowered = jax.jit(ft.partial(round_int8, axis=-1)).lower(x)
+    assert "eqquant_round_int8" in lowered.as_text()
+    codes, scales = lowered.compile()(x)
+    expected_codes, expected_scales = jax.jit(ft.partial(_by_xla, axis=-1))(x)
+    assert_identical(codes, expected_codes)
+    assert_identical(scales, expected_scales)
+    bad = x.at[4, 1, 7].set(jnp.nan).at[5, 0, 298].set(-jnp.inf)
+    _, scales = round_int8(bad, -1)
+    assert jnp.isnan(scales).sum() == 2 and jnp.isnan(scales[4, 1, 0])
+
+
+@needs_library
+def test_int8_codes_on_a_mesh_or_exported_are_by_xla(normal):
+    run = jax.jit(ft.partial(round_int8, axis=-1))
+    x = normal(8, 64)
+    assert "eqquant_round" not in jax.export.export(run)(x).mlir_module()
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.device_put(x, jax.NamedSharding(mesh, jax.P("data")))
+    assert "eqquant_round" not in run.lower(spread).as_text()
+    assert_identical(run(spread)[0], run(x)[0])

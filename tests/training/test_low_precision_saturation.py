@@ -90,12 +90,59 @@ def test_a_whole_step_with_adapters_and_a_scan(normal):
         updates, state = optimiser.update(gradients, state)
         return eqx.apply_updates(stack, updates), state
 
-    found = by_operand(saturated(step, stack, state, normal(8, 32)))
+    counts = saturated(step, stack, state, normal(8, 32))
+    assert {c.path for c in counts} == {"weight"}
+    found = by_operand(counts)
     assert found["dgrad", "gradient"].values == 3 * 8 * 32
     adapted = eqquant.lora_tree(layer(), 4, key=jax.random.key(1))
     adapted = low_precision(adapted, "int8")
     found = by_operand(saturated(eqx.filter_jit(loss), adapted, normal(8, 64)))
     assert set(found) == {("forward", "activation"), ("forward", "weight")}
+
+
+def test_weights_of_one_shape_are_counted_apart(normal):
+    """The infinity is in the second layer only, and the optimiser's moments have the
+    paths of the model."""
+    model = low_precision([layer(), layer(1), layer(2)], "int8")
+    optimiser = optax.adam(1e-3)
+    state = optimiser.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(state, model, x):
+        def value(model):
+            first, second, third = model
+            return (
+                loss(first, x) + loss(second, x.at[0, 0].set(jnp.inf)) + loss(third, x)
+            )
+
+        gradients = eqx.filter_grad(value)(model)
+        updates, state = optimiser.update(gradients, state)
+        return eqx.apply_updates(model, updates), state
+
+    counts = saturated(step, state, model, normal(8, 64))
+    activations = [c for c in counts if c.operand == "activation"]
+    assert len(activations) == 3
+    assert [c.path for c in activations] == ["0.weight", "1.weight", "2.weight"]
+    assert [c.not_finite for c in activations] == [0, 1, 0]
+    closed = saturated(lambda x: loss(model[0], x), normal(8, 64))
+    assert {c.path for c in closed} == {""}
+
+
+def test_weights_that_a_function_combines_have_no_path(normal):
+    model = low_precision([layer(), layer(1)], "int8")
+
+    def averaged(model, x):
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, *model)
+        return loss(mean, x)
+
+    assert {c.path for c in saturated(averaged, model, normal(8, 64))} == {""}
+    # An error of the function itself is not hidden.
+    with pytest.raises(TypeError, match="of the function"):
+        saturated(_failing, model, normal(8, 64))
+
+
+def _failing(model, x):
+    raise TypeError("of the function")
 
 
 def test_a_model_without_low_precision_is_an_error(normal):

@@ -11,7 +11,7 @@ from ._choose import cpu_of, describe, KERNELS, rule_of, why_unsupported
 from ._encode import encode, encodes
 from ._library import load, status
 from ._relayout import find_layouts, Layout, relayout
-from ._round import round_trip, rounds
+from ._round import round_rows, round_trip, rounds
 from ._rules import describe_limits, describe_rules, limits, RULES
 from ._search import search, searches
 from ._transpose import transposed

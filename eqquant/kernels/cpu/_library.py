@@ -57,7 +57,7 @@ def load() -> Library | str:
             return "the native kernels are older than their sources (reinstall eqquant)"
         if native.eqquant_interface() > _interface_of_xla():
             return "the native kernels were built for a later JAX (reinstall eqquant)"
-        for name in ("dot", "encode", "round", "search", "transpose"):
+        for name in ("dot", "encode", "round", "round_int8", "search", "transpose"):
             handler = jax.ffi.pycapsule(getattr(native, f"eqquant_{name}"))
             jax.ffi.register_ffi_target(f"eqquant_{name}", handler, platform="cpu")
     except Exception as error:  # XLA computes the products.

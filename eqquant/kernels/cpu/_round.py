@@ -1,12 +1,11 @@
-"""Quantize and dequantize on CPUs, by a native kernel that reads and writes an array
-once."""
+"""Round on CPUs, by native kernels that read and write an array once."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int8 as Int8Array
 
 from ...formats import Binary, Format, Int8, largest_scale, NF4, Ternary
 from ._library import load
@@ -61,3 +60,21 @@ def round_trip(
         instructions=np.int64(len(library.instructions)),
     )
     return values.reshape(array.shape), problems.reshape(lead)
+
+
+def round_rows(
+    x: Float[Array, "*lead size"],
+) -> tuple[Int8Array[Array, "*lead size"], Float[Array, "*lead 1"]]:
+    """Round float32 rows to int8, with one scale per row. The native library must be
+    available."""
+    *lead, size = x.shape
+    rows, library = math.prod(lead), load()
+    assert not isinstance(library, str), library
+    codes, scales = jax.ffi.ffi_call(
+        "eqquant_round_int8",
+        (
+            jax.ShapeDtypeStruct((rows, size), jnp.int8),
+            jax.ShapeDtypeStruct((rows,), jnp.float32),
+        ),
+    )(x.reshape(rows, size), instructions=np.int64(len(library.instructions)))
+    return codes.reshape(x.shape), scales.reshape(*lead, 1)

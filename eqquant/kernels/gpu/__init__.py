@@ -11,6 +11,7 @@ from typing import Literal
 
 from .._int8 import rounding
 from .._product import Kernel, Product
+from ._chips import matrix_units
 from ._choose import bits_kept, choose
 from ._kernel import TensorCoreKernel
 from ._lookup import decoding_of

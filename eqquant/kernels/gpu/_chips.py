@@ -69,6 +69,14 @@ def chip() -> tuple[Chip | None, str, bool]:
     return found, kind, capability is not None
 
 
+def matrix_units() -> tuple[str, ...]:
+    """Return the narrow numbers that the tensor cores of the target chip multiply."""
+    kind, capability = gpu_capability()
+    capability = capability or _described.get(kind, "0.0")
+    has_float8 = tuple(map(int, capability.split("."))) >= (8, 9)
+    return ("int8", "float8") if has_float8 else ("int8",)
+
+
 def is_large(chip: Chip, product: Product, native: str | None) -> bool:
     """Return whether tiles have 256 rows of the activation.
 

@@ -180,6 +180,12 @@ def multiplies_int8(a: tuple, b: tuple, over: tuple[int, int]) -> bool:
     return all(s % lanes == 0 for s in sizes) and a[over[0]] <= longest_int8_sum
 
 
+def matrix_units() -> tuple[str, ...]:
+    """Return the narrow numbers that the matrix units of the chip multiply."""
+    units = {"int8": chip().int8, "float8": chip().float8 == jnp.float8_e4m3fn}
+    return tuple(name for name, is_there in units.items() if is_there)
+
+
 _FEW = "up to 32 rows in `x @ w.T`"
 _MANY = "any shape"
 INT8 = GeneralKernel(

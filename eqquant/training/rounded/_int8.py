@@ -1,11 +1,18 @@
-"""Rounding to int8 with one scale per row, as a primitive with a kernel for TPUs."""
+"""Rounding to int8 with one scale per row, as a primitive with kernels for CPUs and
+TPUs."""
 
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float, Int8
 
-from ..._jax import define_impl, is_automatically_partitioned, match_varying
+from ..._jax import (
+    define_impl,
+    is_automatically_partitioned,
+    is_exported,
+    match_varying,
+)
+from ...kernels import cpu
 from ...primitives import map_all_first
 from ._codes import unit_of
 
@@ -36,6 +43,13 @@ def _by_xla(x, *factors, axis):
     return codes, scales
 
 
+def _on_cpu(x, *factors, axis):
+    is_native = axis == -1 and not factors and x.dtype == jnp.float32 and x.size
+    if not is_native or isinstance(cpu.load(), str):
+        return _by_xla(x, *factors, axis=axis)
+    return cpu.round_rows(x)
+
+
 def _on_tpu(x, *factors, axis):
     from ...kernels import tpu
 
@@ -55,8 +69,15 @@ def _abstract_eval(x, *_, axis):
 
 
 define_impl(round_int8_p, _by_xla)
-_lower_by_xla = mlir.lower_fun(_by_xla, multiple_results=True)
-_lower_on_tpu = mlir.lower_fun(_on_tpu, multiple_results=True)
+_lower = lambda fn: mlir.lower_fun(fn, multiple_results=True)
+_lower_by_xla, _lower_on_cpu, _lower_on_tpu = map(_lower, (_by_xla, _on_cpu, _on_tpu))
+
+
+def _lower_for_cpu(ctx, *args, axis):
+    # As in `codes_dot`.
+    is_portable = is_automatically_partitioned(ctx) or is_exported(ctx)
+    lower = _lower_by_xla if is_portable else _lower_on_cpu
+    return lower(ctx, *args, axis=axis)
 
 
 def _lower_for_tpu(ctx, *args, axis):
@@ -65,6 +86,7 @@ def _lower_for_tpu(ctx, *args, axis):
 
 
 mlir.register_lowering(round_int8_p, _lower_by_xla)
+mlir.register_lowering(round_int8_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(round_int8_p, _lower_for_tpu, platform="tpu")
 
 

@@ -22,4 +22,12 @@ struct Rounding {
   bool by_deviation, least_squares;
 };
 
+// Rounds rows to int8, with a scale per row, as products in low precision do (`training/rounded/_int8.py`).
+struct Int8Rounding {
+  const float* x;  // (rows, size)
+  int8_t* codes;   // (rows, size)
+  float* scales;   // (rows)
+  int64_t size;
+};
+
 }  // namespace eqquant

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cfloat>
+#include <cstring>
 #include <limits>
 #include <vector>
 
@@ -124,6 +125,28 @@ inline void round_rows(const Rounding& r, int64_t begin, int64_t end) {
       }
     }
     r.problems[row] = bad;
+  }
+}
+
+// The scale is NaN if a value is not finite. It is 1 if it would be subnormal: all codes are then zero.
+inline void round_int8_rows(const Int8Rounding& r, int64_t begin, int64_t end) {
+  // In this sum the lowest bits are the code, rounded to nearest. Compilers vectorise this, but not `rintf`.
+  constexpr float shift = 3 << 22;
+  for (int64_t row = begin; row < end; row++) {
+    const float* __restrict x = r.x + row * r.size;
+    int8_t* __restrict codes = r.codes + row * r.size;
+    const float absmax = absmax_of(x, r.size);
+    float scale = absmax * (1 / 127.0f);
+    if (absmax < 127 * FLT_MIN) scale = 1;
+    if (!(absmax <= FLT_MAX)) scale = std::numeric_limits<float>::quiet_NaN();
+    r.scales[row] = scale;
+    const float per_scale = 1 / scale;
+    for (int64_t i = 0; i < r.size; i++) {
+      const float shifted = x[i] * per_scale + shift;
+      int32_t bits;
+      std::memcpy(&bits, &shifted, sizeof bits);
+      codes[i] = static_cast<int8_t>(bits);
+    }
   }
 }
 

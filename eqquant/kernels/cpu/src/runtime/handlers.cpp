@@ -82,6 +82,10 @@ int64_t in_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 // The multiplications of a product, including what decoding costs.
 int64_t multiplications(const Product& p) { return (p.m + limits::rows_of_decoding) * p.rows * p.columns(); }
+// Rows of `size` values that one thread encodes or rounds at once.
+int64_t rows_of_a_piece(int64_t size) {
+  return std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
+}
 int64_t units_of(const Product& p) { return p.contract_rows ? p.packed : p.rows; }
 
 // True if each thread computes whole products of a batch, because threads cannot share one, or it is too small.
@@ -328,9 +332,7 @@ ffi::Error encode(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    rows,
                    size,
                    block};
-  const int64_t grain = std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
-  parallel_for(pool, rows, grain,
-               [&](int64_t begin, int64_t end) { run(e, begin, end); });
+  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(e, begin, end); });
   return ffi::Error::Success();
 }
 
@@ -362,8 +364,22 @@ ffi::Error round(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x,
                    by_deviation,
                    least_squares};
   Rounder* const run = rounder(static_cast<int>(best));
-  const int64_t grain = std::max<int64_t>(1, limits::values_of_a_thread / 8 / std::max<int64_t>(size, 1));
-  parallel_for(pool, rows, grain, [&](int64_t begin, int64_t end) { run(r, begin, end); });
+  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(r, begin, end); });
+  return ffi::Error::Success();
+}
+
+ffi::Error round_int8(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::ResultBuffer<ffi::S8> codes,
+                      ffi::ResultBuffer<ffi::F32> scales, int64_t best) {
+  best = std::min<int64_t>(best, instructions());
+  if (best < 1) return invalid("this CPU cannot round");
+  const auto of_x = x.dimensions();
+  if (of_x.size() != 2) return invalid("x must have two axes");
+  const int64_t rows = of_x[0], size = of_x[1];
+  if (codes->element_count() != x.element_count() || int64_t(scales->element_count()) != rows)
+    return invalid("shapes of results do not fit");
+  const Int8Rounding r{x.typed_data(), codes->typed_data(), scales->typed_data(), size};
+  Int8Rounder* const run = int8_rounder(static_cast<int>(best));
+  parallel_for(pool, rows, rows_of_a_piece(size), [&](int64_t begin, int64_t end) { run(r, begin, end); });
   return ffi::Error::Success();
 }
 
@@ -450,6 +466,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round, eqquant::round,
                                   .Attr<float>("largest_scale")
                                   .Attr<bool>("by_deviation")
                                   .Attr<bool>("least_squares")
+                                  .Attr<int64_t>("instructions"));
+
+EQQUANT_EXPORT XLA_FFI_Error* eqquant_round_int8(XLA_FFI_CallFrame*);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_round_int8, eqquant::round_int8,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::S8>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
                                   .Attr<int64_t>("instructions"));
 
 EQQUANT_EXPORT XLA_FFI_Error* eqquant_transpose(XLA_FFI_CallFrame*);

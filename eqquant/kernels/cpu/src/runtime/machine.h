@@ -32,8 +32,10 @@ const Routine& offsets_routine(int instructions);
 
 // Indexed by the instruction set, at least 1. Null without an encoder.
 using Rounder = void(const Rounding&, int64_t begin, int64_t end);
+using Int8Rounder = void(const Int8Rounding&, int64_t begin, int64_t end);
 using Encoder = void(const Encoding&, int64_t begin, int64_t end);
 Rounder* rounder(int instructions);
+Int8Rounder* int8_rounder(int instructions);
 Encoder* encoder(int instructions);
 // Null without a search.
 using Searcher = void(const Searching&, int64_t begin, int64_t end);

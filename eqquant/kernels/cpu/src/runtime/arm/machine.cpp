@@ -49,6 +49,8 @@ const Routine& offsets_routine(int) { return offsets_neon; }
 
 Rounder round_neon;
 Rounder* rounder(int) { return round_neon; }
+Int8Rounder round_int8_neon;
+Int8Rounder* int8_rounder(int) { return round_int8_neon; }
 
 Encoder* encoder(int) { return nullptr; }
 

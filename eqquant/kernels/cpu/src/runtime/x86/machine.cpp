@@ -81,6 +81,10 @@ const Routine& offsets_routine(int instructions) { return instructions < avx512 
 
 Rounder round_avx2, round_avx512;
 Rounder* rounder(int instructions) { return instructions < avx512 ? round_avx2 : round_avx512; }
+Int8Rounder round_int8_avx2, round_int8_avx512;
+Int8Rounder* int8_rounder(int instructions) {
+  return instructions < avx512 ? round_int8_avx2 : round_int8_avx512;
+}
 
 Encoder encode_avx512;
 Encoder* encoder(int instructions) { return instructions < avx512 ? nullptr : encode_avx512; }
