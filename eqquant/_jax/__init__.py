@@ -9,6 +9,7 @@ Imports no other folder.
 from ._apart import apart
 from ._arithmetic import arithmetic_of
 from ._compat import (
+    as_varying,
     bind_equation,
     by_compiler,
     called_jaxpr,
@@ -46,6 +47,7 @@ from ._compat import (
     subjaxprs,
     type_of_first,
     unmapped,
+    varying_axes,
     vmapped_axes,
     zero_of,
     zero_tangent,

@@ -171,12 +171,13 @@ def match_varying(*args):
     misses a psum.
     """
     axes = frozenset().union(*map(varying_axes, args))
+    return tuple(as_varying(x, axes) for x in args)
 
-    missing = [tuple(axes - varying_axes(x)) for x in args]
-    return tuple(
-        lax.pcast(x, names, to="varying") if names else x
-        for x, names in zip(args, missing, strict=True)
-    )
+
+def as_varying(x, axes: frozenset):
+    """Cast `x` to vary over at least these mesh axes."""
+    missing = tuple(axes - varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 #

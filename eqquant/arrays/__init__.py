@@ -22,7 +22,14 @@ from ._operators import ArrayOperators, UnsupportedError
 from ._plain import contract, scaled, with_shape
 from ._rotated import dequantize, is_quantized, RotatedArray
 from ._slots import last_tokens
-from ._views import as_views, exposed, restored
+from ._views import (
+    as_views,
+    exposed,
+    restored,
+    with_stacks,
+    without_origins,
+    without_views,
+)
 from .lora import LoraArray
 from .quantized import (
     encode,

@@ -5,6 +5,7 @@ This is the only file in this folder that uses plans and meshes.
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -41,12 +42,27 @@ class Partitioned(eqx.Module):
         del axis, parts
         return True
 
+    def can_join(self, axis: int) -> bool:
+        """Return whether arrays of this structure can be concatenated along an axis,
+        part by part."""
+        return axis not in self.blocked_axes  # pyright: ignore
+
     def split_specs(self: Any, spec: PartitionSpec, mesh) -> Any:
         """Return a tree of the same structure with a `PartitionSpec` for each part,
         which split the parts over the mesh as `spec` splits the array. Return
         `NotImplemented` if the parts cannot be split like this."""
+        can = lambda x, axis, names: x.can_split(axis, parts_of(mesh, names))
+        return self._specs(spec, can)
+
+    def join_specs(self: Any, spec: PartitionSpec, mesh) -> Any:
+        """As [`split_specs`][], if this array is the part on one device."""
+        can = lambda x, axis, names: parts_of(mesh, names) == 1 or x.can_join(axis)
+        return self._specs(spec, can)
+
+    def _specs(self: Any, spec: PartitionSpec, can: Callable) -> Any:
+        """Return the specs of the parts if `can(array, axis, names)` for each axis."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]
-        if not all(self.can_split(i, parts_of(mesh, n)) for i, n in enumerate(entries)):
+        if not all(can(self, i, names) for i, names in enumerate(entries)):
             return NotImplemented
         axes, specs = self.axes_of_parts(self.ndim, self.groups), []
         entry_of = lambda axis: entries[axis] if isinstance(axis, int) else None
@@ -63,7 +79,7 @@ class Partitioned(eqx.Module):
                 on_part = spec
                 if ... not in axes[field.name]:
                     on_part = PartitionSpec(*map(entry_of, axes[field.name]))
-                part = part.split_specs(on_part, mesh)
+                part = part._specs(on_part, can)
                 if part is NotImplemented:
                     return NotImplemented
                 specs += jax.tree.leaves(part)

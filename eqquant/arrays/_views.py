@@ -10,6 +10,7 @@ calls and branches that it rebuilds, by [`exposed`][] and
 """
 
 import abc
+import itertools
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from .._jax import is_traced
+from .._jax import as_varying, is_traced, varying_axes
 from ..kernels import View
 from ..partition import merge, split_by_type
 from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
@@ -26,10 +27,12 @@ from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
 
 class _Note(eqx.Module):
     """Where an array was sliced from. With `keeps_axis`, the array still has the axis
-    of the stack, of size 1, after the axes of the index."""
+    of the stack, of size 1, after the axes of the index. `origin` identifies the stack
+    of a loop, for [`without_views`][]."""
 
     view: View
     keeps_axis: bool = eqx.field(static=True, default=False)
+    origin: Any = eqx.field(static=True, default=None)
 
 
 class Viewable(eqx.Module):
@@ -90,7 +93,9 @@ class Viewable(eqx.Module):
         return out
 
 
-def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
+def noted(
+    part: Any, stack: Any, index: Any, keeps_axis: bool = False, origin: Any = None
+) -> Any:
     """Return `part`, which is `stack[index]`, as a view if that can be one.
 
     Outside of a traced function it cannot, because it would keep the stack alive.
@@ -113,21 +118,72 @@ def noted(part: Any, stack: Any, index: Any, keeps_axis: bool = False) -> Any:
         join = lambda a: merge(a, [2, *[1] * (a.ndim - 2)])
         stacks = outer.codes, outer.scales, outer.offsets
         codes, *numbers = jax.tree.map(join, stacks)
-    return part._with_note(_Note(View(place, codes, *numbers), keeps_axis))
+    return part._with_note(_Note(View(place, codes, *numbers), keeps_axis, origin))
 
 
 def as_views(
-    parts: Any, stacks: Any, index: Int[Array, "*first"], keeps_axis: bool = False
+    parts: Any,
+    stacks: Any,
+    index: Int[Array, "*first"],
+    keeps_axis: bool = False,
+    loop: Any = None,
 ) -> Any:
     """Return a pytree that is `stacks[index]`, leaf by leaf, with its arrays as views.
 
     With `keeps_axis`, each part has an axis of size 1 after the axes of the index.
+    `loop` identifies the loop whose counter is the index, for [`without_views`][].
     """
+    count = itertools.count()
 
     def note(part, stack):
-        return noted(part, stack, index, keeps_axis) if _is_viewable(part) else part
+        origin = None if loop is None else (loop, next(count))
+        return (
+            noted(part, stack, index, keeps_axis, origin)
+            if _is_viewable(part)
+            else part
+        )
 
     return jax.tree.map(note, parts, stacks, is_leaf=_is_viewable)
+
+
+def without_views(tree: Any, loop: Any) -> tuple[Any, Any]:
+    """Remove the views of the stacks of a loop from a result of its body, so that the
+    loop does not copy them. Return the rest, and the argument of [`with_stacks`][].
+    """
+
+    def origin_of(x):
+        note = x._note if _is_viewable(x) else None
+        of_loop = note is not None and note.origin is not None
+        return note.origin if of_loop and note.origin[0] is loop else None
+
+    leaves, tree_of = jax.tree.flatten(tree, is_leaf=_is_viewable)
+    origins = [origin_of(x) for x in leaves]
+    removed = [
+        None
+        if origin is None
+        else (
+            origin[1],
+            jax.tree.structure(x),
+            [*map(varying_axes, jax.tree.leaves(x))],
+        )
+        for x, origin in zip(leaves, origins, strict=True)
+    ]
+    kept = [x for x, of in zip(leaves, removed, strict=True) if of is None]
+    return kept, (tree_of, removed)
+
+
+def with_stacks(kept: list, removed: Any, stacks: Any) -> Any:
+    """Invert [`without_views`][] after the loop: the views are their stacks."""
+    tree_of, places = removed
+    rest, leaves = iter(kept), jax.tree.leaves(stacks, is_leaf=_is_viewable)
+
+    def stack_of(place, structure, axes):
+        return structure.unflatten(
+            map(as_varying, jax.tree.leaves(leaves[place]), axes)
+        )
+
+    filled = [next(rest) if of is None else stack_of(*of) for of in places]
+    return tree_of.unflatten(filled)
 
 
 class _Exposed(eqx.Module):
@@ -135,6 +191,18 @@ class _Exposed(eqx.Module):
 
     array: Any
     note: _Note
+
+
+def without_origins(tree: Any) -> Any:
+    """Return a pytree whose views differ from the slices of their loops."""
+
+    def forget(x):
+        note = x._note if _is_viewable(x) else None
+        if note is None:
+            return x
+        return x._with_note(_Note(note.view, note.keeps_axis))
+
+    return jax.tree.map(forget, tree, is_leaf=_is_viewable)
 
 
 def exposed(tree: Any) -> Any:

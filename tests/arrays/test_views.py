@@ -480,3 +480,48 @@ def test_the_compiled_program_has_no_copies(normal):
     assert large_copies(text(by_slices))
     assert not large_copies(text(in_place))
     assert not large_copies(text(dispatched))
+
+
+def split_by_rows(fn, check_vma=True):
+    mesh = jax.make_mesh((3,), ("d",), axis_types=(AxisType.Auto,))
+    specs = dict(in_specs=(P(), P("d")), out_specs=P("d"))
+    return jax.shard_map(fn, mesh=mesh, check_vma=check_vma, **specs)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "lora"])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_gradients_of_shard_map_read_in_place(kind, check_vma, weight, x):
+    """JAX splits the derivative of a `shard_map` in two, which exchange the stack."""
+    stack, split = KINDS[kind](weight), split_by_rows(by_slices, check_vma)
+    gradient = jax.grad(lambda stack, x: split(stack, x).sum(), argnums=1)
+    program = jax.jit(strict(gradient))
+    views = views_in(program, stack, x)
+    assert len(views) >= 2 and all(views)
+    assert relative(program(stack, x), gradient(stack.dequantize(), x)) < 1e-2
+    text = program.lower(stack, x).compile().as_text()
+    if "eqquant_dot" not in text:
+        pytest.skip("NATIVE KERNELS NOT RUN")
+    assert not large_copies(text, weight[0].size // 2 - 1)  # The codes of a layer.
+
+
+def test_gradients_of_shard_map_with_one_layer(stack, x):
+    """The second half receives the codes of the layer, joined along the blocked axis."""
+    split = split_by_rows(lambda stack, x: x @ stack[1].T)
+    gradient = jax.grad(lambda stack, x: jnp.sin(split(stack, x)).sum(), argnums=1)
+    result = jax.jit(strict(gradient))(stack, x)
+    assert relative(result, gradient(stack.dequantize(), x)) < 1e-2
+
+
+def test_loops_return_stacks(stack, x):
+    """A loop that returns its layers returns the stack, and the scales keep their
+    gradients, except behind `stop_gradient`."""
+
+    def loss(scales, change):
+        scan = lambda q: lax.scan(lambda x, w: (step(x, w)[0], change(w.T)), x, q)[1]
+        ys = strict(scan)(eqx.tree_at(lambda q: q.scales, stack, scales))
+        assert isinstance(ys, eqquant.QuantizedArray)
+        return (ys.dequantize() ** 2).sum()
+
+    for change, flows in ((lambda w: w, True), (lax.stop_gradient, False)):
+        gradient = jax.grad(loss)(stack.scales, change)
+        assert bool(gradient[2].any()) == flows

@@ -231,6 +231,15 @@ class AbstractQuantizedArray(Viewable, PartitionedCodes, ArrayOperators):
         even = self.codes.shape[-1] % (parts * group_bytes) == 0
         return even and scales_split(self.scales, parts)
 
+    def can_join(self, axis: int) -> bool:
+        """Return whether rows can be joined: they have whole blocks, and not one scale
+        per row."""
+        if axis not in self.blocked_axes:
+            return True
+        whole = not self.padding and not self.inner
+        is_short = isinstance(self.scales, ShortScales)  # Some parts are per row.
+        return whole and not is_short and self.scales.shape[-1] > 1
+
     def unflatten(self):
         """Return the same array with only the last of several blocked axes blocked.
 

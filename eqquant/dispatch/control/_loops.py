@@ -10,7 +10,15 @@ from jax import lax
 from jax.extend.core import jaxpr_as_fun
 
 from ..._jax import Literal, open_jaxpr, split_scan, type_of_first
-from ...arrays import as_views, exposed, ImplicitArray, is_implicit, restored
+from ...arrays import (
+    as_views,
+    exposed,
+    ImplicitArray,
+    is_implicit,
+    restored,
+    with_stacks,
+    without_views,
+)
 from .._interpreter import Interpreter
 from ..rules import control_rule_for
 
@@ -75,11 +83,13 @@ def _scan(interpreter: Interpreter, eqn, args):
     slices = lambda x: not isinstance(x, ImplicitArray) or x.is_scannable
     xs = [x if slices(x) else interpreter.dense(eqn, x) for x in xs]
     n, indices = len(carry), jnp.arange(params["length"], dtype=jnp.int32)
+    loop, removed = object(), []
 
     def body(carry, inputs):
         index, parts = inputs
-        out = fn(*consts, *carry, *as_views(parts, xs, index))
-        return out[:n], out[n:]
+        out = fn(*consts, *carry, *as_views(parts, xs, index, loop=loop))
+        kept, removed[:] = without_views(out[n:], loop)
+        return out[:n], kept
 
     first = jax.tree.map(type_of_first, (indices, xs))
     carry, step = _settle(interpreter, eqn, body, carry, first)
@@ -91,7 +101,7 @@ def _scan(interpreter: Interpreter, eqn, args):
         reverse=params["reverse"],
         unroll=params["unroll"],
     )
-    return [*carry, *ys]
+    return [*carry, *with_stacks(ys, removed, xs)]
 
 
 @control_rule_for("while")

@@ -23,11 +23,25 @@ def _shard_map(interpreter: Interpreter, eqn, args):
         in_specs.append(spec)
         operands.append(x)
     fn = interpreter.function(params["jaxpr"])
+    out_specs = list(params["out_specs"])
+
+    def local(*args):
+        results = fn(*args)
+        for i, x in enumerate(results):
+            if is_implicit(x):
+                specs = x.join_specs(params["out_specs"][i], mesh)
+                if specs is NotImplemented:
+                    results[i] = interpreter.dense(eqn, x)
+                else:
+                    # `jax.shard_map` reads `out_specs` after it has called this.
+                    out_specs[i] = specs
+        return results
+
     return jax.shard_map(
-        lambda *args: [interpreter.dense(eqn, x) for x in fn(*args)],
+        local,
         mesh=mesh,
         in_specs=tuple(in_specs),
-        out_specs=list(params["out_specs"]),
+        out_specs=out_specs,
         check_vma=params["check_vma"],
         axis_names=shard_map_manual_axes(params),
     )(*operands)

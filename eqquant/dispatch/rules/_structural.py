@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...arrays import exposed, ImplicitArray, restored
+from ...arrays import exposed, ImplicitArray, restored, without_origins
 from ._registry import register_names, rule_for
 
 
@@ -108,7 +108,7 @@ def _copy(q):
 
 @register_names("stop_gradient")
 def _stop_gradient(q):
-    return _with_stacks(lax.stop_gradient, q)
+    return without_origins(_with_stacks(lax.stop_gradient, q))
 
 
 @rule_for(lax.reduce_precision_p)
