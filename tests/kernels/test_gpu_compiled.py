@@ -13,6 +13,7 @@ from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import in_table
 from eqquant.kernels.gpu._table import size_of
+from eqquant.trees import scan_layers
 from helpers import load_benchmark, needs_gpu_compiler
 
 
@@ -167,6 +168,20 @@ def test_compiled_mosaic_kernel_overlaps_decoding(format, dtype, most, between, 
     # All codes are loaded between the start of the products and the wait.
     during = (step + step)[last : last + (wait - last) % len(step)]
     assert during.count("LDS.U16") == (0 if integers else 2 * format.bits)
+
+
+@needs_gpu_compiler
+@pytest.mark.parametrize("format", ["nf4", "int8"])
+def test_compiled_mosaic_kernel_reads_a_stack_in_place(format):
+    """Only scales of whole rows, 4 bytes per row of the weight, are copied."""
+    quantize = ft.partial(eqquant.quantize, format=format, check_finite=False)
+    stack = jax.eval_shape(quantize, jax.ShapeDtypeStruct((4, 2048, 2048), "bfloat16"))
+    x = jax.ShapeDtypeStruct((512, 2048), "bfloat16")
+    layers = lambda x, q: scan_layers(lambda x, w: (x @ w.T, None), x, q)[0]
+    names = [k.name for k in compile_for_gpu(layers, x, stack, chip="h100").kernels]
+    assert f"{format}_columns_mosaic_gpu_kernel" in names
+    copies = [name for name in names if "slice" in name or "copy" in name]
+    assert len(copies) == (format == "int8")
 
 
 WAITS = "GMMA", "WARPGROUP.DEPBAR"

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from eqquant import Binary, Int4, Int8, NF4, Ternary
 from eqquant.formats import Codebook
-from eqquant.kernels import Compute, gpu, GPUKernel, Matmul
+from eqquant.kernels import Compute, gpu, GPUKernel, Matmul, View
 from eqquant.kernels.gpu import (
     _check,
     _chips,
@@ -22,7 +22,7 @@ from eqquant.kernels.gpu import (
     _pipeline,
     _table,
 )
-from helpers import multiply_by, relative, slow
+from helpers import assert_identical, multiply_by, relative, slow
 from test_gpu_ptx import _parsed, BASE, Emulator
 from test_gpu_triton import correct, H100, on as on
 
@@ -62,6 +62,27 @@ def test_ragged_products(format, on, normal, monkeypatch):
     blocked = q.scales.shape[1] > 1
     bound = 4e-3 if blocked else 2.5e-3
     assert relative(out, np.asarray(x, np.float64) @ w.T) < bound
+
+
+@pytest.mark.parametrize("stacked_scales", [True, slow(False)])
+@pytest.mark.parametrize(
+    "format", [NF4(), *map(slow, [Int8(), Int8(block_size=64), Ternary()])], ids=str
+)
+def test_layers_of_a_stack_are_read_in_place(
+    format, stacked_scales, on, normal, monkeypatch
+):
+    """Results equal the results for slices, bit for bit. The last tile of rows is
+    partial, and copies rows of the next matrix of the stack."""
+    small = ft.partial(_pipeline.Pipeline, m=32, stages=2)
+    monkeypatch.setattr(_pipeline, "pipeline_for", lambda *_: small(cores=2))
+    q = eqquant.quantize(normal(3, 192, 256).astype("bfloat16"), format)
+    x = normal(30, 256).astype("bfloat16")
+    matmul = Matmul(format, False, MOSAIC, *2 * [q.dtype])
+    for i in (0, 2):
+        view = View(jnp.int32(i), q.codes, q.scales if stacked_scales else None)
+        own = view.take((q.codes, q.scales))
+        multiply = ft.partial(multiply_by, gpu.KERNELS, matmul, x, *own, interpret=True)
+        assert_identical(multiply(view=view), multiply())
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ class TensorCoreKernel:
                 operand=self.operand,
                 pipeline=self.tiles,
                 interpret=interpret,
+                **stacks,
             )
         return _triton.dot(
             product,

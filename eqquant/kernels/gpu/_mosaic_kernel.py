@@ -35,8 +35,9 @@ from ._table import size_of
 class _Refs:
     """The references of a program. `warpgroup` is 2 in the one that copies.
 
-    - `x`, `codes`, `scales`, `x_scales`, `out`: in global memory. `x_scales` is None
-        unless operands are integers.
+    - `x`, `codes`, `scales`, `x_scales`, `index`, `out`: in global memory. `x_scales`
+        is None unless operands are integers. `index` is the position in a stack, or
+        None.
     - `x_slots`, `code_slots`, `scale_slots`: circular buffers of pipeline steps. If a
         row has one scale, `scale_slots` is None.
     - `out_slots`: two buffers per warpgroup.
@@ -49,6 +50,7 @@ class _Refs:
     codes: Any
     scales: Any
     x_scales: Any
+    index: Any
     out: Any
     x_slots: Any
     code_slots: Any
@@ -70,6 +72,7 @@ class _Refs:
             codes=take(),
             scales=take(),
             x_scales=take(plan.integers),
+            index=take(plan.stacked[0]),
             out=take(),
             x_slots=take(),
             code_slots=take(),
@@ -170,6 +173,9 @@ def _prefetch_tile(plan: MosaicPlan, refs: _Refs, tile: _Tile) -> None:
     """Copy the operands of a tile to shared memory, one pipeline step at a time."""
     tile_m, tile_rows = plan.pipeline.m, plan.pipeline.rows
     multicast = {"collective_axes": "block"} if plan.pipeline.cluster > 1 else {}
+    # The rows of a stack before those of this matrix. The last tile may copy rows of
+    # the next matrix, whose results are not written.
+    before = refs.index[0] * plan.product.rows if refs.index is not None else 0
 
     def step(k, _):
         slot = plan.slot(tile.start + k)
@@ -184,10 +190,11 @@ def _prefetch_tile(plan: MosaicPlan, refs: _Refs, tile: _Tile) -> None:
 
         rows, columns = (tile.m, tile_m), (k * plan.columns, plan.columns)
         copy(refs.x, rows, columns, refs.x_slots, **multicast)
-        rows = tile.row, tile_rows
+        rows = tile.row + (before if plan.stacked[0] else 0), tile_rows
         byte = lax.div(k * plan.step_bytes, jnp.int32(plan.width)) * plan.width
         copy(refs.codes, rows, (byte, plan.width), refs.code_slots)
         if plan.blocked:  # A copy has at least 16 bytes per row.
+            rows = tile.row + (before if plan.stacked[1] else 0), tile_rows
             column = lax.div(plan.first_scale(k), jnp.int32(4)) * 4
             copy(refs.scales, rows, (column, 4), refs.scale_slots)
 

@@ -16,12 +16,13 @@ from ._pipeline import LINE, Pipeline, STEP, width_of
 @dataclasses.dataclass(frozen=True)
 class MosaicPlan:
     """The static choices for one product. `operand` is the dtype of both operands of
-    the tensor cores."""
+    the tensor cores. `stacked` is whether codes and scales are the rows of a stack."""
 
     product: Product
     pipeline: Pipeline
     operand: Any
     interpret: bool
+    stacked: tuple[bool, bool] = (False, False)
 
     @ft.cached_property
     def decoder(self) -> Decoder:
