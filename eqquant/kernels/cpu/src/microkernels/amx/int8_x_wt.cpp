@@ -163,7 +163,8 @@ class Int8Element {
         write(0, float8_tables.high);
         if (parts > 1) write(1, float8_tables.low);
       });
-    return of.unit * 256 * most;
+    // The scale of a row may be negative.
+    return of.unit * 256 * (p.blocks > 1 ? most : *of_row);
   }
 
   // Rounds 8-bit codes. Sixteen codes share a scale.
