@@ -131,7 +131,9 @@ class Compute:
         TPUs, see [`eqquant.kernels.TPUKernel`][].) `"default"` is the fastest.
     - `activations`: `"int8"` rounds each row of an activation (each token) to int8
         before a product, whatever the precision. The scale of a row is `absmax / 127`.
-        With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding.
+        With [`eqquant.Int8`][] this is W8A8. Gradients ignore the rounding. If `x @ w`
+        contracts the axis of per-row scales, CPUs with AMX multiply `x` by the scales
+        before they round it.
     - `tpu`: an [`eqquant.kernels.TPUKernel`][], which chooses the kernel and its tiles.
     - `gpu`: an [`eqquant.kernels.GPUKernel`][], which chooses the kernel.
     """

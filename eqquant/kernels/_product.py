@@ -266,11 +266,8 @@ class Kernel(abc.ABC):
     reads_offsets: ClassVar[bool] = False
     # True if `round_int8` is the only rounding of an int8 activation.
     rounds_once: ClassVar[bool] = False
-
-    def rounds_to_int8(self, product: Product) -> bool:
-        """Return whether the kernel itself rounds each row of the activation to
-        int8."""
-        return False
+    # True if the kernel itself rounds each row of the activation to int8.
+    rounds_to_int8: ClassVar[bool] = False
 
 
 def choose(kernels: Sequence[Kernel], product: Product) -> Kernel | str:

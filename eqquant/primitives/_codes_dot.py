@@ -139,7 +139,7 @@ def _on_int8(a, b, over):
     if product.is_symbolic:
         return product, "a size is a symbol"
     kernel = choose(cpu.KERNELS, product)
-    if not isinstance(kernel, str) and not kernel.rounds_to_int8(product):
+    if isinstance(kernel, cpu.NativeKernel) and kernel.arithmetic != "int8":
         kernel = "this CPU does not multiply int8"
     return product, kernel
 

@@ -102,7 +102,7 @@ def dot_by(tiers: Tiers) -> Callable:
             out = dot(x, codes, scales, None, view, matmul=matmul.wide, over=over)
             return add_offsets(out, x, scales, offsets, matmul)
         x_unit = None
-        rounded = not over and kernel.rounds_to_int8(product)
+        rounded = not over and kernel.rounds_to_int8
         if matmul.compute.activations == "int8" and not rounded:
             x, x_unit = kernel.round_int8(x, over)
         if not kernel.reads_short_scales:

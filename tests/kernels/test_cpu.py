@@ -137,6 +137,9 @@ def draw_product(data, kernel):
     stored = format.padded(columns)
     dtype = format.code_dtype
     codes = rng.integers(0, 256, (*batch, rows, stored * format.bits // 8))
+    if format.float8:
+        codes[codes & 127 == 127] = 0  # NaN.
+        codes[..., 0] = 0x77  # Quantized rows contain a large value.
     scales = 0.5 + rng.random((*batch, rows, format.num_blocks(columns)))
     scales *= rng.choice([-1, 1], scales.shape)  # Like GGUF's Q4_0.
     x = rng.standard_normal((*batch, m, rows if contract_rows else stored))
@@ -512,16 +515,28 @@ def test_an_activation_in_bfloat16_is_read_as_it_is(contract_rows, normal):
     assert relative(product(narrow), wide) < 3e-3
 
 
-@pytest.mark.skipif(not runs("VNNI"), reason="no int8 kernel")
-def test_int8_activations_are_rounded_once(normal):
-    """The int8 kernel rounds the activation, so XLA does not."""
-    q = eqquant.quantize(normal(64, 128), Int8(), activations="int8")
-    x = normal(5, 128)
-    product = jax.jit(lambda x: x @ q.T)
-    assert "stablehlo.round" not in product.lower(x).as_text()
-    codes, unit = round_int8(x)
-    expected = (codes.astype(jnp.float32) @ q.dequantize().T) * unit
-    assert relative(product(x), expected) < 1e-3
+@needs_library
+@pytest.mark.parametrize("m", [1, 20])
+@pytest.mark.parametrize("format", [Int8(), NF4(), Int4(affine=True)], ids=str)
+def test_kernels_round_int8_activations(format, m, normal):
+    """Kernels round the activation, so XLA does not, in both directions."""
+    q = eqquant.quantize(normal(64, 128), format, activations="int8")
+    for fn, size in ((lambda x: x @ q.T, 128), (lambda x: x @ q, 64)):
+        x = normal(m, size)
+        text = jax.jit(fn).lower(x).as_text()
+        assert "eqquant_dot" in text and "round" not in text.replace("rounds_x", "")
+        codes, unit = round_int8(x)
+        weight = q.dequantize().T if size == 128 else q.dequantize()
+        expected = (codes.astype(jnp.float32) @ weight) * unit
+        # Tiles round after a multiplication by scales.
+        assert relative(fn(x), expected) < (1e-3 if size == 128 else 2e-2)
+
+
+@pytest.mark.parametrize("kernel", [p for p in KERNELS if p.values[0] in IN_TILES])
+def test_negative_scales_of_float8(kernel, normal):
+    q = -eqquant.quantize(normal(20, 64), FP8())
+    got, expected = both(kernel, normal(16, 64), q.codes, q.scales, q.format, False)
+    assert relative(got, expected) < TOLERANCE[kernel]
 
 
 @needs_library

@@ -7,7 +7,7 @@ formats.
 """
 
 from .._int8 import round_int8
-from ._choose import cpu_of, describe, KERNELS, rule_of, why_unsupported
+from ._choose import cpu_of, describe, KERNELS, NativeKernel, rule_of, why_unsupported
 from ._encode import encode, encodes
 from ._library import load, status
 from ._relayout import find_layouts, Layout, relayout

@@ -44,7 +44,7 @@ def call(
     view: View | None = None,
 ) -> Array:
     """Compute a product by the native kernel of a name. With `rounds`, the kernel
-    multiplies offsets by the activation that it rounds to int8."""
+    rounds each row of the activation to int8."""
     library = load()
     assert not isinstance(library, str), library
     format = product.format
@@ -62,6 +62,7 @@ def call(
         product.blocks,
         run,
         format.bits,
+        rounds,
         offsets is not None,
         format.history > 0,
     )

@@ -83,10 +83,7 @@ class NativeKernel(Kernel):
     reads_short_scales = True
     reads_offsets = True
     reads_views = True
-
-    def rounds_to_int8(self, product):
-        # In `x @ w`, kernels multiply the activation by scales before they round it.
-        return self.arithmetic == "int8" and not product.contract_rows
+    rounds_to_int8 = True
 
     def lower(
         self,
@@ -154,7 +151,7 @@ def facts_of(product: Product, cpu: frozenset[str]) -> dict[str, Fact]:
     m, k, rows, columns = product.m, product.size, product.rows, product.columns
     int32 = k <= longest_int8_sum
     is_exact = product.has_integer_rows and int32
-    rounds = is_exact and product.is_int8 and not product.contract_rows
+    rounds = is_exact and product.is_int8
     activation = "int8" if product.precision == "default" or rounds else "int16"
     dtype = "bfloat16" if product.is_all("bfloat16") else "float"
     return {

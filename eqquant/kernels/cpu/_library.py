@@ -72,7 +72,7 @@ def load() -> Library | str:
         ctypes.c_int,
         ctypes.c_int,
         *[ctypes.c_int64] * 6,
-        *[ctypes.c_int] * 3,
+        *[ctypes.c_int] * 4,
     ]
     relayout = native.eqquant_relayout
     array, number = ctypes.c_void_p, ctypes.c_int64

@@ -85,7 +85,6 @@ int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=p
 int16|vnni|product=x@w activation=int8,int16 weight!=float8,float8-blocks fits=panels bits>3 m>=12
 # XLA multiplies int8 codes without decoding them.
 XLA||weight=int8 activation=int8 cpu!=vnni,dotprod m>32
-XLA||weight=int8 activation=int16 operands=int8 cpu!=vnni,dotprod m>32
 XLA||product=x@w weight=int8,integers activation=int8,int16 cpu=dotprod m>8
 # Parts of registers.
 XLA||product=x@w.T fits!=vectors cpu=avx512 m>128

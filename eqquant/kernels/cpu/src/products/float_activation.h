@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "decode/float_decoder.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 

@@ -4,7 +4,6 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -29,24 +28,13 @@ inline int64_t offset_scratch(const Product& p) {
   return p.contract_rows ? plain_scratch(p) : p.m * whole_vectors(p.blocks) * int64_t{sizeof(float)};
 }
 
-// Rounds a row of the activation like products/int8_x_wt.h.
-inline void round_like_int8(const float* __restrict x, int64_t size, float* __restrict to) {
-  const Units units(absmax_of(x, size), 127);
-  for (int64_t i = 0; i < size; i++) to[i] = std::rint(x[i] * units.per_unit) * units.unit;
-}
-
 inline void prepare_offsets(const Product& p, char* scratch, int64_t begin, int64_t end) {
   if (p.contract_rows) return prepare_plain(p, scratch, begin, end);
   const int64_t size = p.columns(), stride = whole_vectors(p.blocks), block = size / p.blocks;
-  Activation x(p);
-  std::vector<float> rounded(p.rounds_x ? size : 0);
+  Activation x(p, p.rounds_x);
   for (int64_t i = begin; i < end; i++) {
     const float* row = x.row(i);
     float* const to = reinterpret_cast<float*>(scratch) + i * stride;
-    if (p.rounds_x) {
-      round_like_int8(row, size, rounded.data());
-      row = rounded.data();
-    }
     for (int64_t b = 0; b < p.blocks; b++) {
       const float* const of = row + b * block;
       Vector::Floats sum = Vector::zero();

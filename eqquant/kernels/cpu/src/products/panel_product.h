@@ -30,23 +30,23 @@ struct Space {
 };
 
 // The activation as floats: in place, or converted to scratch.
+inline bool is_plain(const Product& p) { return !p.bfloat16_x && !p.rounds_before(); }
 inline int64_t plain_scratch(const Product& p) {
-  return p.bfloat16_x ? p.m * p.contracted() * static_cast<int64_t>(sizeof(float)) : 0;
+  return is_plain(p) ? 0 : p.m * p.contracted() * static_cast<int64_t>(sizeof(float));
 }
 inline void prepare_plain(const Product& p, char* scratch, int64_t begin, int64_t end) {
-  if (!p.bfloat16_x) return;
-  const int64_t size = p.contracted();
-  from_bfloat16(p.x, begin * size, (end - begin) * size,
-                reinterpret_cast<float*>(scratch) + begin * size);
+  if (is_plain(p)) return;
+  const Activation x(p);
+  for (int64_t i = begin; i < end; i++) x.row(i, reinterpret_cast<float*>(scratch) + i * p.contracted());
 }
 inline const float* plain_x(const Product& p, const char* scratch) {
-  return static_cast<const float*>(p.bfloat16_x ? scratch : p.x);
+  return static_cast<const float*>(is_plain(p) ? p.x : scratch);
 }
 
 // Reports rows out of range in the same way as rounding kernels, unless results are checked.
 inline void check_rows(const Product& p, int64_t begin, int64_t end) {
   if (p.checks_results()) return;
-  Activation activation(p);
+  Activation activation(p, false);
   for (int64_t i = begin; i < end; i++) check_row(p, activation.row(i));
 }
 

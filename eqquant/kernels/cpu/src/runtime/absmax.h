@@ -1,9 +1,10 @@
-// The largest magnitude of floats, its check, and the unit in which floats are rounded to integers.
+// Rows of the activation, their largest magnitude, its check, and the unit in which floats are rounded to integers.
 #pragma once
 
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #include "runtime/product.h"
 #include "runtime/target.h"
@@ -45,6 +46,33 @@ struct Units {
     const bool fits = std::isfinite(per_unit);
     if (!fits) per_unit = 0;
     unit = !std::isfinite(absmax) ? NAN : fits ? absmax / largest : 0;
+  }
+};
+
+// Rows of the activation as floats: in place, or converted from bfloat16, or rounded to int8 with one unit for each
+// row.
+class Activation {
+  const Product& p;
+  const bool rounds;
+  std::vector<float> buffer;
+
+ public:
+  Activation(const Product& p, bool rounds)
+      : p(p), rounds(rounds), buffer(p.bfloat16_x || rounds ? p.contracted() : 0) {}
+  explicit Activation(const Product& p) : Activation(p, p.rounds_before()) {}
+
+  const float* row(int64_t i) { return row(i, buffer.data()); }
+  // Writes the row to `to` if it is not in place.
+  const float* row(int64_t i, float* __restrict to) const {
+    const int64_t size = p.contracted();
+    const float* x = static_cast<const float*>(p.x) + i * size;
+    if (p.bfloat16_x) from_bfloat16(p.x, i * size, size, to), x = to;
+    if (!rounds) return x;
+    const Units units(absmax_of(x, size), 127);
+    // This sum has no fraction. Compilers vectorise this, but not `rint`.
+    constexpr float shift = 3 << 22;
+    for (int64_t k = 0; k < size; k++) to[k] = (x[k] * units.per_unit + shift - shift) * units.unit;
+    return to;
   }
 };
 

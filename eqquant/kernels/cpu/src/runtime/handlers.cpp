@@ -493,8 +493,8 @@ EQQUANT_EXPORT int eqquant_bfloat16() { return eqquant::has_bfloat16(); }
 // Returns the scratch bytes of a batch of products; -1 if the kernel does not exist.
 EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, int bfloat16_x,
                                        int64_t batch, int64_t m, int64_t rows, int64_t packed,
-                                       int64_t blocks, int64_t run, int bits, int has_offsets,
-                                       int has_history) {
+                                       int64_t blocks, int64_t run, int bits, int rounds_x,
+                                       int has_offsets, int has_history) {
   const eqquant::Kernel* found = eqquant::find(kernel);
   const eqquant::Routine* routine =
       !found ? nullptr : contract_rows ? found->x_w : found->x_wt;
@@ -502,7 +502,7 @@ EQQUANT_EXPORT int64_t eqquant_scratch(const char* kernel, int contract_rows, in
   eqquant::Product p{};
   p.m = m, p.rows = rows, p.blocks = blocks, p.run = run;
   eqquant::set_codes(p, bits, packed, has_history);
-  p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x;
+  p.contract_rows = contract_rows, p.bfloat16_x = bfloat16_x, p.rounds_x = rounds_x;
   p.parts = found->parts;
   const int64_t bytes = eqquant::scratch_of(*routine, p, found->needs, has_offsets);
   return bytes * (eqquant::splits_batch(*routine, p, batch) ? batch : 1);

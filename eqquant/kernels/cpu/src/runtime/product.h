@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
-#include <vector>
 
 #include "runtime/limits.h"
 
@@ -66,7 +65,7 @@ struct Product {
   // ignore them: products/offsets.h adds their part of the product. `offsets.inner` is null if there are none.
   Scales offsets;
   float shift;
-  bool rounds_x;  // The part of the offsets is computed with an activation that is rounded to int8.
+  bool rounds_x;  // Each row of the activation is rounded to int8.
   float* y;               // (m, rows), or (m, columns)
   int64_t m, rows, packed, blocks;
   int bits;               // of a code: 1, 2, 4 or 8
@@ -99,6 +98,8 @@ struct Product {
   // Values per row of the activation.
   int64_t contracted() const { return contract_rows ? rows : columns(); }
   int64_t x_size() const { return bfloat16_x ? 2 : 4; }
+  // True if the activation is rounded to int8 when it is read. The int8 kernels round it themselves.
+  bool rounds_before() const { return rounds_x && parts != 1; }
   // The number of floats that decoded scales of `count` rows take; 0 if scales are floats already.
   int64_t scale_buffer(int64_t count) const {
     return scales.are_floats() ? 0 : count * blocks;
@@ -181,21 +182,6 @@ inline void from_bfloat16(const void* from, int64_t begin, int64_t size, float* 
   const uint16_t* bits = static_cast<const uint16_t*>(from) + begin;
   for (int64_t i = 0; i < size; i++) to[i] = from_bfloat16(bits[i]);
 }
-
-// Rows of the activation as floats: in place, or converted.
-class Activation {
-  const Product& p;
-  std::vector<float> buffer;
-
- public:
-  explicit Activation(const Product& p) : p(p), buffer(p.bfloat16_x ? p.contracted() : 0) {}
-  const float* row(int64_t i) {
-    const int64_t size = p.contracted();
-    if (!p.bfloat16_x) return static_cast<const float*>(p.x) + i * size;
-    from_bfloat16(p.x, i * size, size, buffer.data());
-    return buffer.data();
-  }
-};
 
 // Calls `use(logical, planar, length)` with the position of each run of a row in both orders.
 template <class Use>

@@ -8,6 +8,7 @@
 
 #include "decode/scales.h"
 #include "decode/unpack.h"
+#include "runtime/absmax.h"
 #include "runtime/target.h"
 
 EQQUANT_TARGET_BEGIN(EQQUANT_FEATURES)
@@ -95,7 +96,7 @@ bool may_be_out_of_range(const Product& p) {
 
 InRange::InRange(const Product& p) : scaled(p) {
   const int64_t size = p.contracted();
-  Activation activation(p);
+  EQQUANT_NAMESPACE::Activation activation(p);
   // Kernels may check products of rows and scales.
   bool all_zero = true, needed = !p.checks_results() && p.unusual->load(std::memory_order_relaxed);
   for (int64_t i = 0; i < p.m; i++) {
@@ -139,6 +140,7 @@ InRange::InRange(const Product& p) : scaled(p) {
   }
   scaled.x = x.data();
   scaled.bfloat16_x = false;
+  scaled.rounds_x = false;
   scaled.scales = {scales.data(), nullptr, ScaleType::float32, ScaleType::float32, 0};
 }
 

@@ -21,6 +21,8 @@
 #include "microkernels/amx/tiles.h"
 #include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/transpose.h"
+#include "runtime/absmax.h"
+#include "runtime/product.h"
 #include "runtime/target.h"
 
 EQQUANT_BEGIN

@@ -9,6 +9,7 @@
 
 #include "decode/scales.h"
 #include "microkernels/avx512/mask.h"
+#include "runtime/absmax.h"
 #include "runtime/product.h"
 #include "runtime/target.h"
 
