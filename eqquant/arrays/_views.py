@@ -153,8 +153,8 @@ def without_views(tree: Any, loop: Any) -> tuple[Any, Any]:
 
     def origin_of(x):
         note = x._note if _is_viewable(x) else None
-        of_loop = note is not None and note.origin is not None
-        return note.origin if of_loop and note.origin[0] is loop else None
+        origin = None if note is None else note.origin
+        return origin if origin is not None and origin[0] is loop else None
 
     leaves, tree_of = jax.tree.flatten(tree, is_leaf=_is_viewable)
     origins = [origin_of(x) for x in leaves]

@@ -505,7 +505,7 @@ def test_gradients_of_shard_map_read_in_place(kind, check_vma, weight, x):
 
 
 def test_gradients_of_shard_map_with_one_layer(stack, x):
-    """The second half receives the codes of the layer, joined along the blocked axis."""
+    """The second half receives the codes of the layer, joined along the last axis."""
     split = split_by_rows(lambda stack, x: x @ stack[1].T)
     gradient = jax.grad(lambda stack, x: jnp.sin(split(stack, x)).sum(), argnums=1)
     result = jax.jit(strict(gradient))(stack, x)
