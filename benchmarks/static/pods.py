@@ -7,8 +7,9 @@
 
 The weights of the models are abstract: nothing is downloaded or allocated. For each
 case the script prints the memory per device and whether it fits, the kernels, the
-traffic of collectives, and the time to compile. If a program does not fit, the script
-prints the memory that the compiler reports.
+traffic of collectives, and the time to compile. For decoding it also prints the bytes
+that a step reads and writes in HBM, relative to the cache and the weights. If a program
+does not fit, the script prints the memory that the compiler reports.
 
 It needs libtpu, on Linux: `pip install libtpu`.
 """
@@ -24,6 +25,7 @@ from collections import Counter
 
 import _paths  # noqa: F401
 import ahead
+import equinox as eqx
 import jax
 from _decoded_on_devices import decoded_on_devices
 from _programs import Program
@@ -130,11 +132,33 @@ def measure(case: Case, options) -> dict:
         decoded=decoded_on_devices(text, args),
         collectives=count,
         moved={f"{kind} {dtype}": n / GIB for (kind, dtype), n in moved.items()},
+        traffic=traffic(case, parsed, args),
         seconds=sum(clock.seconds.values()),
         cpu=sum(clock.cpu.values()),
         steps=clock.cpu,
     )
     return out | dict(largest=largest(case, options, out))
+
+
+def traffic(case: Case, program: Program, args: tuple) -> dict | None:
+    """Return the GiB that a decode step reads and writes in HBM, and the GiB of the
+    cache and the weights that it multiplies."""
+    if case.task != "decode":
+        return None
+    by_kind = program.memory_traffic()
+    cache, model, *_ = args
+    if model.head is not None:  # A step reads only rows of the embedding.
+        model = eqx.tree_at(lambda m: m.embedding, model, None)
+    return dict(
+        moved=sum(by_kind.values()) / GIB,
+        needed=ahead.bytes_of((cache, model)) / GIB,
+        by_kind={kind: n / GIB for kind, n in by_kind.most_common(5)},
+    )
+
+
+def _ratio(row: dict) -> str:
+    found = row["traffic"]
+    return f"{found['moved'] / found['needed']:.3f}" if found else ""
 
 
 def largest(case: Case, options, measured: dict) -> dict:
@@ -172,6 +196,7 @@ def described(row: dict) -> str:
         "  kernels: " + _listed(row["kernels"]),
         "  collectives: " + _listed(row["collectives"]),
         "  GiB moved: " + (", ".join(moved) or "none"),
+        *_traffic_lines(row["traffic"]),
         "  weights in floating point: " + ("; ".join(row["decoded"]) or "none"),
         f"  compiled in {row['seconds']:.0f} s, {row['cpu']:.0f} s of CPU: "
         + ", ".join(f"{step} {n:.0f}" for step, n in row["steps"].items()),
@@ -181,8 +206,19 @@ def described(row: dict) -> str:
     return "\n".join(lines)
 
 
+def _traffic_lines(found: dict | None) -> list[str]:
+    if not found:
+        return []
+    ratio = found["moved"] / found["needed"]
+    kinds = ", ".join(f"{kind} {n:.3f}" for kind, n in found["by_kind"].items())
+    return [
+        f"  GiB in HBM: {found['moved']:.3f} read and written, {ratio:.3f} of "
+        f"{found['needed']:.3f} of cache and weights ({kinds})"
+    ]
+
+
 HEAD = ["case", "mesh", "weights", "GiB of arguments", "GiB of temporaries"]
-HEAD += ["GiB available", "kernels", "moved", "largest, billions", "CPU s"]
+HEAD += ["GiB available", "kernels", "HBM", "moved", "largest, billions", "CPU s"]
 
 
 def table_row(row: dict) -> list[str]:
@@ -191,7 +227,7 @@ def table_row(row: dict) -> list[str]:
     start = [row["case"], mesh, row["weights"]]
     if not row["fits"]:
         needs = f"does not fit: {row['needs']:.2f}"
-        return [*start, needs, "", f"{row['memory']:.2f}", "", "", "", ""]
+        return [*start, needs, "", f"{row['memory']:.2f}", *[""] * 5]
     moved = (f"{kind} {n:.3f} GiB" for kind, n in sorted(row["moved"].items()))
     return [
         *start,
@@ -199,6 +235,7 @@ def table_row(row: dict) -> list[str]:
         f"{row['temporaries']:.2f}",
         f"{row['memory']:.2f}",
         str(sum(row["kernels"].values())),
+        _ratio(row),
         ", ".join(moved) or "none",
         f"{row['largest']['billions']:.0f}",
         f"{row['cpu']:.0f}",

@@ -33,6 +33,8 @@ def attend(
         # Queries that share a key are rows of one product, so that no key is repeated.
         rows = q.reshape(len(k), -1, size)
         scores = jnp.einsum("hqd,hdk->hqk", rows, k, preferred_element_type=jnp.float32)
+        # XLA for TPU may otherwise compute scores twice, and read the keys twice.
+        scores = lax.optimization_barrier(scores) if in_turns else scores
         scores = softcap(scores, cap)
         by_sequence = scores.reshape(batch, heads, *mask.shape[1:])
         weights = jax.nn.softmax(jnp.where(mask[:, None], by_sequence, -jnp.inf))

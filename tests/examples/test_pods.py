@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 
 decoded_on_devices = load_benchmark("_decoded_on_devices").decoded_on_devices
+Program = load_benchmark("_programs").Program
 EXAMPLES = pathlib.Path(__file__).parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES / "llama"))
 
@@ -75,8 +76,55 @@ def test_decode_step_compiles_for_a_pod():
     assert decoded_on_devices(text, args) == []
     # XLA joins slices that it moved to VMEM. A layer does not move the whole stack.
     assert not re.search(r"u8\[2,\S+ custom-call\(.*ConcatBitcast", text)
+    # A step reads the cache and the codes and scales of the weights once.
+    _, model, *_ = args
+    read = eqx.tree_at(lambda m: m.embedding, model, None)
+    needed = ahead.bytes_of((args[0], read))
+    assert needed < sum(Program(text).memory_traffic().values()) < 1.05 * needed
     # There is only one copy of the cache.
     cache = ahead.bytes_of(args[0])
     memory = program.memory_analysis()
     assert memory.alias_size_in_bytes == cache
     assert memory.temp_size_in_bytes < cache / 8
+
+
+PROGRAM = """\
+%sliced (p.0: f32[4,1024], p.1: s32[]) -> f32[1024] {
+  %p.0 = f32[4,1024]{1,0:T(8,128)} parameter(0)
+  %p.1 = s32[]{:T(128)} parameter(1)
+  %zero = s32[]{:T(128)} constant(0)
+  %row = f32[1,1024]{1,0:T(1,128)} dynamic-slice(%p.0, %p.1, %zero), dynamic_slice_sizes={1,1024}
+  ROOT %flat = f32[1024]{0:T(1024)S(1)} bitcast(%row)
+}
+%less (p.2: s32[]) -> pred[] {
+  %p.2 = s32[]{:T(128)} parameter(0)
+  %four = s32[]{:T(128)} constant(4)
+  ROOT %lt = pred[]{:T(512)} compare(%p.2, %four), direction=LT
+}
+%body (p.3: s32[]) -> s32[] {
+  %p.3 = s32[]{:T(128)} parameter(0)
+  %stack = u8[4,32,128]{2,1,0:T(32,128)(4,1)} constant({...})
+  %x = bf16[1,8,128]{2,1,0:T(8,128)(2,1)S(1)} constant({...})
+  %place = s32[1]{0:T(128)} bitcast(%p.3)
+  ROOT %nf4_decode = f32[1,8,32]{2,1,0:T(8,128)S(1)} custom-call(%place, %x, %stack), custom_call_target="tpu_custom_call"
+}
+ENTRY %main (a: f32[4,1024], i: s32[]) -> f32[1024] {
+  %a = f32[4,1024]{1,0:T(8,128)} parameter(0)
+  %i = s32[]{:T(128)} parameter(1)
+  %vmem = (f32[4,1024]{1,0:T(8,128)S(1)}, f32[4,1024]{1,0:T(8,128)}, u32[]{:S(2)}) copy-start(%a)
+  %done = f32[4,1024]{1,0:T(8,128)S(1)} copy-done(%vmem)
+  %one = f32[1024]{0:T(1024)S(1)} fusion(%a, %i), kind=kLoop, calls=%sliced
+  %loop = s32[]{:T(128)} while(%i), condition=%less, body=%body
+  ROOT %out = f32[1024]{0:T(1024)} add(%one, %one)
+}
+"""  # noqa: E501
+
+
+def test_bytes_that_move():
+    moved = Program(PROGRAM).memory_traffic()
+    # A copy reads HBM once, because it writes to VMEM. A fusion reads one row.
+    assert moved["copy-start"] == 16384
+    assert moved["fusion"] == 4096 + 4
+    # A kernel reads one entry of its stack in each of four turns.
+    assert moved["custom-call"] == 4 * (32 * 128 + 4)
+    assert moved["add"] == 4096

@@ -110,14 +110,31 @@ def _flat(a):
 def _operands(x, codes, scales, view: View | None) -> tuple:
     """Return the activation, codes, scales and index, each with one axis of matrices
     in front."""
+    if view is not None and not _has_stacked_codes(view):
+        codes, view = view.take(codes), None
     if view is None:
         return *map(_flat, (x, codes, scales)), None
     scales = view.scales if _has_stacked_scales(view) else scales
     return *map(_flat, (x, view.codes, scales)), view.flat_index
 
 
+# TPUs store a matrix transposed if that needs less padding. Kernels read scales like
+# this, but not codes, and not if XLA puts the axis of layers between the other axes.
+# Otherwise XLA would copy the whole stack, so that a slice of one layer is faster.
+_sublanes = 8  # Rows of a tile of 32-bit numbers.
+
+
+def _has_stacked_codes(view: View) -> bool:
+    """Return whether the kernel reads the codes of a layer in the stack."""
+    return view.codes.shape[-1] % lanes == 0
+
+
 def _has_stacked_scales(view: View | None) -> bool:
-    return view is not None and view.scales is not None
+    """Return whether the kernel reads the scales of a layer in the stack."""
+    if view is None or view.scales is None or not _has_stacked_codes(view):
+        return False
+    blocks = view.scales.shape[-1]
+    return blocks <= _sublanes or blocks % _sublanes == 0
 
 
 def _variant_of(product: Product) -> str:

@@ -72,7 +72,8 @@ def dot(
         out_shape=result_like(x, plan.m, product.rows, out_dtype),
         scratch_shapes=plan.scratch_shapes,
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary", "parallel", "arbitrary")
+            dimension_semantics=("arbitrary", "parallel", "arbitrary"),
+            vmem_limit_bytes=plan.memory,
         ),
         interpret=interpret,
         name=f"{product.format.name}_decode",

@@ -121,6 +121,13 @@ class DecodePlan:
         return min(pl.cdiv(most, multiple), pl.cdiv(rows, multiple)) * multiple
 
     @property
+    def memory(self) -> int | None:
+        """The bytes of vector memory of the kernel, or None for the default of 16 MB,
+        half of which two tiles may fill."""
+        large = self.tile_rows * self.size >= 2**22
+        return min(2**25, self.chip.memory) if large else None
+
+    @property
     def steps(self) -> int:
         """Tiles of the weight."""
         return pl.cdiv(self.product.rows, self.tile_rows)
