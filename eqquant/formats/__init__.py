@@ -21,6 +21,7 @@ from ._pack import (
     num_bytes,
     num_codes,
     pack,
+    parts_of,
     planes_of,
     to_plane_order,
     unpack,

@@ -30,29 +30,34 @@ from jaxtyping import Array, Integer, Shaped
 
 
 # The bits of the low and the high part of codes with two parts.
-_parts_of: dict[Any, tuple[int, int]] = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
+_parts: dict[Any, tuple[int, int]] = {3: (2, 1), 5: (4, 1), 6: (4, 2)}
 # The bits of a ternary digit.
 DIGIT = Fraction(13, 8)
+
+
+def parts_of(bits: int) -> tuple[int, int]:
+    """Return the bits of the low and the high part of codes with two parts."""
+    return _parts[bits]
 
 
 def is_in_two_parts(bits: int | Fraction) -> bool:
     """Return whether some codes are not in the byte at their position in a plane: their
     high part, or digits that are the fifth of a byte."""
-    return bits in _parts_of or bits == DIGIT
+    return bits in _parts or bits == DIGIT
 
 
 def planes_of(bits: int | Fraction) -> int:
     """Return the number of codes in a byte, or in a byte of the low part."""
     if bits == DIGIT:
         return 4
-    return 8 // (_parts_of[bits][0] if bits in _parts_of else bits)
+    return 8 // (_parts[bits][0] if bits in _parts else bits)
 
 
 def group_multiple(bits: int | Fraction) -> int:
     """Return the divisor of group sizes that fill whole bytes."""
     if bits == DIGIT:
         return 64
-    return 8 // _parts_of[bits][1] if bits in _parts_of else planes_of(bits)
+    return 8 // _parts[bits][1] if bits in _parts else planes_of(bits)
 
 
 def num_codes(size: int, bits: int | Fraction) -> int:
@@ -72,8 +77,8 @@ def pack(
     """Pack groups of codes below `2**bits`, for JAX or NumPy arrays."""
     if isinstance(bits, Fraction):
         return _pack_digits(codes)
-    if bits in _parts_of:
-        low_bits, high_bits = _parts_of[bits]
+    if bits in _parts:
+        low_bits, high_bits = _parts[bits]
         low = pack(codes & np.uint8(2**low_bits - 1), low_bits)
         high = pack(codes >> np.uint8(low_bits), high_bits)
         xp = np if isinstance(codes, np.ndarray) else jnp
@@ -93,7 +98,7 @@ def unpack_planes(
     """Unpack codes in plane order, with one shift and one mask per plane."""
     if isinstance(bits, Fraction):
         return _unpack_digits(packed, group)
-    if bits in _parts_of:
+    if bits in _parts:
         return _unpack_parts(packed, bits, group)
     planes = planes_of(bits)
     if planes == 1:
@@ -105,7 +110,7 @@ def unpack_planes(
 
 def _unpack_parts(packed, bits: int, group: int):
     *lead, size = packed.shape
-    low_bits, high_bits = _parts_of[bits]
+    low_bits, high_bits = _parts[bits]
     groups = num_codes(size, bits) // group
     low_bytes, high_bytes = num_bytes(group, low_bits), num_bytes(group, high_bits)
     parts = packed.reshape(*lead, groups, low_bytes + high_bytes)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF4, Ternary
+from eqquant.formats import Int5, Int6
 from eqquant.kernels import choose, Compute, Matmul, tpu, TPUKernel, View
 from eqquant.kernels._int8 import round_int8
 from eqquant.kernels.tpu import _chips, _weights
@@ -108,7 +109,7 @@ def test_layers_of_a_stack_are_read_in_place(
 
 @pairs(
     "format, precision, dtype, m, contract_rows",
-    [f for f in EVERY_FORMAT if not f.quantized_scales and f.bits not in (5, 6)],
+    [f for f in EVERY_FORMAT if not f.quantized_scales],
     ["high", "default", "highest"],
     ["float32", "bfloat16"],
     [8, 40],
@@ -176,7 +177,7 @@ def test_as_many_blocks_as_a_register_has_lanes():
     ["TPU v5e", "TPU7x", slow("TPU v4"), slow("TPU v6e")],
     [NF4(), Ternary(block_size=128), Binary(), Int8(block_size=64)]
     + [slow(f) for f in (Int8(), Ternary(), Binary(block_size=256))]
-    + [Int4(), Int3(), FP8()],
+    + [Int4(), Int3(), Int5(), Int6(), FP8()],
     [(8, "float32"), (40, "bfloat16")],
 )
 def test_products_on_each_chip(kind, format, operand, monkeypatch):

@@ -7,26 +7,33 @@ import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, MXFP4, NF2, NF4
 from eqquant.debug import compile_for_tpu
-from eqquant.formats import Codebook
-from eqquant.kernels.tpu import _chips, _circuit, _three_bits, _tiles, _weights
+from eqquant.formats import Codebook, Int5, Int6
+from eqquant.kernels.tpu import _chips, _circuit, _tiles, _two_parts, _weights
 from helpers import kernels_in, needs_compiler, slow, unpacked
 from jax.experimental import pallas as pl
 
 
-@pytest.mark.parametrize("block_size", [64, 96])
-def test_three_bits_are_unpacked_to_four(block_size, normal):
-    q = eqquant.quantize(normal(32, 3072), Int3(block_size=block_size))
-    used = _three_bits.used_bytes(q.codes.shape[1], q.format)
-    assert used == 1536 and used % _tiles.tile_multiple(q.format) == 0
-    assert _three_bits.stored_bytes(used, q.format) == q.codes.shape[1]
+@pytest.mark.parametrize("block_size", [64, 96, 16])
+@pytest.mark.parametrize("format", [Int3, Int5, Int6])
+def test_codes_in_two_parts_are_unpacked(format, block_size, normal):
+    if format is Int3 and block_size == 16:
+        pytest.skip("blocks of 3-bit codes are whole words")
+    q = eqquant.quantize(normal(32, 3072), format(block_size=block_size))
+    used = _two_parts.used_bytes(q.codes.shape[1], q.format)
+    assert used == 3072 // _tiles.planes_of(q.format)
+    assert used % _tiles.tile_multiple(q.format) == 0
+    assert _two_parts.stored_bytes(used, q.format) == q.codes.shape[1]
 
     def kernel(codes, out):
-        out[...] = _three_bits.read(codes, 0, used, q.format)
+        out[...] = _two_parts.read(codes, 0, used, q.format)
 
     out = jax.ShapeDtypeStruct((32, used), jnp.uint8)
-    got = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes)
-    got = np.asarray(got).reshape(32, -1, block_size // 2)
-    codes = np.concatenate([got >> 1 & 7, got >> 5], -1).reshape(32, -1)
+    got = np.asarray(pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes))
+    if format is Int3:
+        got = got.reshape(32, -1, block_size // 2)
+        codes = np.concatenate([got >> 1 & 7, got >> 5], -1).reshape(32, -1)
+    else:
+        codes = got >> (8 - q.format.bits)
     np.testing.assert_array_equal(codes, unpacked(q))
 
 
@@ -91,6 +98,9 @@ def test_subclasses_with_other_levels_are_not_decoded_as_integers():
         slow(("v6e", Binary(), 24)),
         slow(("v5e", Int3(), 8)),
         slow(("v5e", Int3(), 256)),
+        slow(("v5e", Int5(), 8)),
+        slow(("v6e", Int6(), 8)),
+        slow(("v5e", Int6(block_size=16), 256)),
         slow(("v6e", Int4(), 8)),
         slow(("v6e", Int3(), 8)),
         slow(("v5p", FP8(), 8)),

@@ -178,7 +178,7 @@ def _unsupported(product: Product) -> str | None:
         return f"there are no kernels for TPU for codes like those of {format.name}"
     if format.centred[1]:
         return "the levels are not centred"
-    if format.bits not in (1, 2, 3, 4, 8):
+    if format.bits not in (1, 2, 3, 4, 5, 6, 8):
         return f"there are no kernels for TPU for codes of {format.bits} bits"
     if format.bits == 3 and format.group % 32:
         return f"blocks of {format.block_size} are no whole words"

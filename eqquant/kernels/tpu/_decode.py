@@ -21,8 +21,8 @@ from ._decode_plan import blocks_in_register, DecodePlan
 from ._loop import loop, part_of
 from ._operands import padded_shape
 from ._spread import interleave, spread, transpose_codes
-from ._three_bits import read, stored_bytes
 from ._tiles import lanes, pad_to, planes_of, result_like
+from ._two_parts import read, stored_bytes
 from ._weights import can_become
 
 

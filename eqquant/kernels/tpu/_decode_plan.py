@@ -13,8 +13,8 @@ from ...formats import Format
 from .._product import Product
 from ._chips import Chip
 from ._operands import choose_operands, Operands, padded_shape
-from ._three_bits import stored_bytes, used_bytes
 from ._tiles import lanes, planes_of, tile_multiple
+from ._two_parts import stored_bytes, used_bytes
 from ._weights import Decoder, is_exact
 
 

@@ -24,7 +24,6 @@ from ._arrange import arrange, from_planes, is_simple, to_planes
 from ._call import call
 from ._chips import Chip, chip
 from ._loop import loop, part_of
-from ._three_bits import read, stored_bytes, used_bytes
 from ._tile_sizes import budget_of, choose_tiles, TileSizes
 from ._tiles import (
     bits_of,
@@ -36,6 +35,7 @@ from ._tiles import (
     result_like,
     tile_multiple,
 )
+from ._two_parts import read, stored_bytes, used_bytes
 from ._weights import can_become, Decoder, is_exact, is_shifted
 
 

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from ...formats import Format
 from .._product import Product
 from ._chips import Chip
-from ._three_bits import used_bytes
 from ._tiles import bits_of, lanes, planes_of, tile_multiple
+from ._two_parts import used_bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,9 +44,10 @@ def pad_to(x: Array, axis: int, multiple: int) -> Array:
 
 
 def bits_of(format: Format) -> int:
-    """Return the bits of a code in vector memory: kernels unpack 3-bit codes to 4 bits
-    in `_three_bits.py`. Numbers of bytes refer to unpacked codes by default."""
-    return 4 if format.bits == 3 else format.bits
+    """Return the bits of a code in vector memory: kernels unpack codes of 3, 5 and 6
+    bits in `_two_parts.py`. Numbers of bytes refer to unpacked codes by default."""
+    bits = format.bits
+    return 4 if bits == 3 else 8 if bits in (5, 6) else bits
 
 
 def planes_of(format: Format) -> int:
@@ -63,7 +64,8 @@ def chunk_bytes(format: Format) -> int:
 def tile_multiple(format: Format) -> int:
     """Return the multiple of bytes per row of a tile. It is a multiple of whole
     registers of stored bytes as well."""
-    return math.lcm(chunk_bytes(format), 4 * lanes if format.bits == 3 else lanes)
+    whole = lanes * bits_of(format) // math.gcd(bits_of(format), format.bits)
+    return math.lcm(chunk_bytes(format), whole)
 
 
 def to_tiles(

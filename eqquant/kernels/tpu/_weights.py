@@ -116,6 +116,8 @@ def _by_logic(circuit: Circuit, codes) -> list[Shaped[Array, "rows bytes"]]:
 _Decoding = tuple[Callable, tuple[Kind, ...], int]
 _decodings: dict[str, _Decoding] = {
     "int8": (_unchanged, ("int8",), 1),
+    "int6": (_integers, ("int8",), 0x04),
+    "int5": (_integers, ("int8",), 0x08),
     "int4": (_integers, ("int8", "float8"), 0x10),
     "int3": (_integers, ("int8", "float8"), 0x20),
     "int2": (_integers, ("int8", "float8"), 0x40),

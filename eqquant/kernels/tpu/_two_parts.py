@@ -1,11 +1,17 @@
-"""Read codes into registers. 3-bit codes are unpacked to 4 bits in vector memory.
+"""Read codes into registers. Codes of 3 bits are unpacked to 4 bits in vector memory,
+and codes of 5 and 6 bits to 8 bits.
 
-A group of 64 codes is stored as 16 bytes with the low two bits of each code, in four
-planes, and 8 bytes with the high bits, in eight planes. The unpacked group is 32 bytes
-in two planes. Each code is in the upper three bits of its half of a byte.
+A group of 64 codes of 3 bits is stored as 16 bytes with the low two bits of each code,
+in four planes, and 8 bytes with the high bits, in eight planes. The unpacked group is
+32 bytes in two planes. Each code is in the upper three bits of its half of a byte.
+
+A group of 64 codes of 5 or 6 bits is stored as 32 bytes with the low four bits, in two
+planes, and 8 or 16 bytes with the high bits. The unpacked group is 64 bytes, one plane.
+Each code is in the upper bits of its byte.
 """
 
 import functools as ft
+from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +19,7 @@ from jax import lax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Shaped
 
-from ...formats import Format, num_bytes
+from ...formats import Format, is_in_two_parts, num_bytes, parts_of
 from ._tiles import bits_of, lanes, look_up
 
 
@@ -30,7 +36,7 @@ def used_bytes(stored: int, format: Format) -> int:
 def read(codes, start: int, size: int, format: Format) -> Shaped[Array, "rows size"]:
     """Return `size` unpacked bytes of each row from byte `start` on, which starts a
     register."""
-    if format.bits != 3:
+    if not is_in_two_parts(format.bits):
         return codes[:, start : start + size]
     parts = [_unpack(codes, at, format) for at in range(start, start + size, lanes)]
     return jnp.concatenate(parts, 1) if len(parts) > 1 else parts[0]
@@ -46,8 +52,10 @@ def _rem(x: Array, by: int) -> Array:
 
 def _unpack(codes, start: int, format: Format):
     """Unpack one register, from unpacked byte `start` on."""
-    rows = codes.shape[0]
-    quarter = format.group // 8  # A quarter of the unpacked bytes of a group.
+    rows, group = codes.shape[0], format.group
+    # The bytes of the low and of the high part of a group, and of the unpacked group.
+    sizes = [num_bytes(group, bits) for bits in parts_of(format.bits)]
+    stored, unpacked = sum(sizes), num_bytes(group, bits_of(format))
     lane = lax.broadcasted_iota(jnp.int32, (rows // 4, lanes), 1)
     # The lane of the first stored byte.
     edge = stored_bytes(start, format) % lanes
@@ -67,8 +75,7 @@ def _unpack(codes, start: int, format: Format):
 
         def source(lane, div, rem):
             at = lane + start
-            group, within = div(at, 4 * quarter), rem(at, 4 * quarter)
-            return group * (3 * quarter) + first + rem(within, repeat)
+            return div(at, unpacked) * stored + first + rem(rem(at, unpacked), repeat)
 
         index = source(lane, _div, _rem)
         used = source(np.arange(lanes), np.floor_divide, np.remainder)
@@ -84,11 +91,36 @@ def _unpack(codes, start: int, format: Format):
             out = jnp.where(index >= register * lanes, part, out)
         return out
 
-    low, high = gather(0, 2 * quarter), gather(2 * quarter, quarter)
-    # Move bits to the top of each half. The masks clear bits of other bytes.
-    position = _rem(_div(lane + start % (4 * quarter), quarter), 4)
-    later = lax.convert_element_type(position >= 2, jnp.uint32)
-    low = lax.shift_right_logical(lax.shift_left(low, 1 - later), later)
-    high = lax.shift_left(high, lax.convert_element_type(3 - position, jnp.uint32))
-    whole = (low & jnp.uint32(0x66666666)) | (high & jnp.uint32(0x88888888))
+    low, high = gather(0, sizes[0]), gather(*sizes)
+    within = _rem(lane + start % unpacked, unpacked)
+    merge = _in_half_bytes if format.bits == 3 else _in_bytes
+    whole = merge(low, high, [_div(within, size) for size in sizes], format)
     return pltpu.bitcast(whole, jnp.uint8)
+
+
+def _shift(shift: Callable, words: Array, by: Array | int) -> Array:
+    return shift(words, lax.convert_element_type(by, jnp.uint32))
+
+
+# Both parts are in the plane `planes` of their bytes. These functions move the bits to
+# the top of each half byte or byte. The masks clear bits of other bytes.
+
+
+def _in_half_bytes(low, high, planes: list, format: Format) -> Array:
+    del format
+    low = _shift(lax.shift_left, low, 1 - planes[0])
+    low = _shift(lax.shift_right_logical, low, planes[0])
+    high = _shift(lax.shift_left, high, 3 - planes[1])
+    return (low & jnp.uint32(0x66666666)) | (high & jnp.uint32(0x88888888))
+
+
+def _in_bytes(low, high, planes: list, format: Format) -> Array:
+    unused = 8 - format.bits
+    shifts = unused, unused + parts_of(format.bits)[0]
+    words = jnp.zeros_like(low)
+    parts = zip((low, high), parts_of(format.bits), planes, shifts, strict=True)
+    for part, bits, plane, shift in parts:
+        part = _shift(lax.shift_right_logical, part, plane * bits)
+        mask = jnp.uint32(((1 << bits) - 1) * 0x01010101)
+        words = words | ((part & mask) << shift)
+    return words
