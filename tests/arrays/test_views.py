@@ -328,7 +328,8 @@ def test_experts_of_a_layer(normal):
     gradient = lambda stack, x: jax.grad(lambda x: jnp.sum(run(stack, x)))(x)
     for fn, products in ((run, 1), (gradient, 2)):
         expected = fn(stack.dequantize(), x)
-        assert relative(jax.jit(strict(fn))(stack, x), expected) < 1e-4
+        # Several products in a row.
+        assert relative(jax.jit(strict(fn))(stack, x), expected) < 3e-4
         found = equations_of(jax.make_jaxpr(strict(fn))(stack, x), "quantized_dot")
         shapes = [product.invars[1].aval.shape for product in found]
         assert shapes == [(6, SIZE, SIZE // 2)] * products
