@@ -192,15 +192,27 @@ struct InRegisters {
   Place place;
   __m512i table, lanes, of[rows];
   __m512 some_scales[rows];
-  float unit;
+  alignas(16) float units[4];
 
   InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, float* buffer, int64_t row)
       : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
         scales(blocks.exponents ? nullptr : wide_scales_of(p, row, rows, buffer)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
         exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0),
-        table(_mm512_load_si512(levels.values)), unit(levels.unit) {
+        table(_mm512_load_si512(levels.values)) {
+    // A power of two for the whole row is part of the unit.
+    const __m128 unit = _mm_set1_ps(levels.unit);
+    _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
     read_scales();
+  }
+  // Decodes the powers of two of `count` rows, one byte each. 255 is NaN.
+  template <int count>
+  static EQQUANT_INLINE __m128 powers(const uint8_t* exponents) {
+    uint32_t bytes = 0;
+    std::memcpy(&bytes, exponents, count);
+    const __m128i wide = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(static_cast<int>(bytes)));
+    const __m128i nan = _mm_cmpeq_epi32(wide, _mm_set1_epi32(255));
+    return _mm_castsi128_ps(_mm_or_si128(_mm_slli_epi32(wide, 23), nan));
   }
   // Reads sixteen scales of each row. A chunk has fewer, and looks them up. The scales of all rows are a stream of
   // their own, which is prefetched step by step.
@@ -218,9 +230,10 @@ struct InRegisters {
     __builtin_prefetch(integers + rows * from + 2048, 0, 2);
     for (int r = 0; r < rows; r++) {
       const __m128i bytes = _mm_maskz_loadu_epi8(some, integers + r * blocks.blocks + from);
-      const int exponent = exponents[r * blocks.exponents + from / ChunkScales::blocks_of_exponent];
-      const __m512i outer = _mm512_set1_epi32(exponent == 255 ? 0x7FC00000 : exponent << 23);  // 255 is NaN.
-      some_scales[r] = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes)), _mm512_castsi512_ps(outer));
+      some_scales[r] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+      if (blocks.exponents == 1) continue;
+      const __m128 power = powers<1>(exponents + r * blocks.exponents + from / ChunkScales::blocks_of_exponent);
+      some_scales[r] = _mm512_mul_ps(some_scales[r], _mm512_broadcastss_ps(power));
     }
   }
   EQQUANT_INLINE void read() {
@@ -253,7 +266,7 @@ struct InRegisters {
     lanes = _mm512_add_epi32(lanes, blocks.step);
     if (place.block % scales_at_once == 0 && place.block < blocks.blocks) read_scales();
   }
-  EQQUANT_INLINE float unit_of(int) const { return unit; }
+  EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
 };
 
 // Decoded rows: (chunk, step, row, lane).
