@@ -58,6 +58,8 @@ FORMATS = {
     "mxfp4": eqquant.MXFP4(),
     "int4": eqquant.Int4(),
     "nf3": eqquant.NF3(),
+    "int6": eqquant.formats.Int6(),
+    "int5": eqquant.formats.Int5(),
     "int3": eqquant.Int3(),
     "nf2": eqquant.NF2(),
     "int2": eqquant.Int2(),
