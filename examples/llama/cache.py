@@ -32,6 +32,9 @@ class Cache(eqx.Module):
 
     keys: Float[Array, "*layers heads size capacity"]
     values: Float[Array, "*layers heads capacity size"]
+    # Whether attention reads a stack in pieces when it adds a token. XLA:CPU would copy
+    # all keys and values of the layer.
+    in_pieces: bool = eqx.field(static=True, default=False)
 
     def append(self, keys, values, layer, start):
         """Write new tokens of one layer, in place if the cache is donated.
@@ -52,5 +55,5 @@ class Cache(eqx.Module):
 
         keys = write(self.keys, keys, 0, 0, start)
         values = write(self.values, values, 0, start, 0)
-        cache = Cache(keys, values)
+        cache = Cache(keys, values, self.in_pieces)
         return cache, read(cache.keys), read(cache.values)

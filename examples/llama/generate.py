@@ -146,8 +146,11 @@ class Generator:
         self._arrays = arrays
 
     def _empty(self):
-        cache = empty_cache(self._skeleton, 1, self.capacity, self._dtype)
-        if self._kv is None:
+        is_float = self._kv is None
+        in_pieces = is_float and jax.default_backend() == "cpu"
+        sizes = 1, self.capacity, self._dtype, in_pieces
+        cache = empty_cache(self._skeleton, *sizes)
+        if is_float:
             return cache
         windows = windows_of(self._skeleton)
         return quantize_cache(cache, self._kv, self._rotate, windows, PIECES[0])

@@ -23,7 +23,7 @@ import math
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from attention import attend, softcap
+from attention import attend, attend_in_pieces, softcap
 from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
@@ -128,12 +128,16 @@ class Attention(eqx.Module):
         q, k = view.rotate(q), view.rotate(k)
         k, v = (x.reshape(-1, x.shape[2], config.head_size) for x in (k, v))
         k = k.swapaxes(1, 2)
+        q = q * (config.attention_scale or 1 / math.sqrt(config.head_size))
+        one = q.shape[2] == 1
         if cache is not None:
             cache, k, v = cache.append(k, v, layer, start)
-        scale = config.attention_scale or 1 / math.sqrt(config.head_size)
         # Training would keep the residuals of a loop for the backward pass.
         cap, in_turns = config.attention_softcap, cache is not None
-        return attend(q * scale, k, v, view.mask, cap, in_turns), cache
+        if cache is not None and cache.in_pieces and one and layer is not None:
+            stacks = cache.keys, cache.values
+            return attend_in_pieces(q, *stacks, layer, view.mask, cap, start), cache
+        return attend(q, k, v, view.mask, cap, in_turns), cache
 
 
 _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
@@ -361,15 +365,25 @@ class Decoder(eqx.Module):
         return x, cache
 
 
-def empty_cache(model: Decoder, batch: int, capacity: int, dtype=jnp.float32) -> Caches:
+def empty_cache(
+    model: Decoder,
+    batch: int,
+    capacity: int,
+    dtype=jnp.float32,
+    in_pieces: bool = False,
+) -> Caches:
     """Return an empty cache for `capacity` tokens per sequence. A stack of global and
-    local layers has a cache for the global layers and one for the local layers."""
+    local layers has a cache for the global layers and one for the local layers.
+
+    `in_pieces` is the field of [`Cache`][], for a cache that stays in floating point on
+    a CPU.
+    """
     config = model.config
 
     def make(*layers: int) -> Cache:
         values = (*layers, batch * config.kv_heads, capacity, config.head_size)
         keys = (*values[:-2], config.head_size, capacity)
-        return Cache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype))
+        return Cache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype), in_pieces)
 
     if isinstance(model.layers, tuple):
         return tuple(make() for _ in range(config.layers))

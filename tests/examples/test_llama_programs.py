@@ -106,7 +106,8 @@ def test_text_of_folder_quantized_by_another_library(name):
 @pytest.mark.parametrize("stacked", [False, slow(True)])
 @pytest.mark.parametrize("name", ["llama3", slow("gemma3")])
 def test_cache_is_updated_in_place(name, kv, stacked):
-    """A step appends to the cache. XLA copies a layer of a stacked float cache."""
+    """A step appends to the cache, and copies nothing. It reads a stacked float cache
+    in pieces."""
     values = json.loads((DATA / name / "config.json").read_text())
     config = dataclasses.replace(config_of(values), layers=8)
     if config.local:
@@ -118,7 +119,7 @@ def test_cache_is_updated_in_place(name, kv, stacked):
         return model if stacked else unstack(model)
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
-    cache = empty_cache(model, 1, capacity)
+    cache = empty_cache(model, 1, capacity, in_pieces=kv is None)
     if kv is not None:
         cache = generate.quantize_cache(cache, kv)
     is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
@@ -130,13 +131,15 @@ def test_cache_is_updated_in_place(name, kv, stacked):
     token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     start = jax.ShapeDtypeStruct((), jnp.int32)
     step = jax.jit(strict(step), donate_argnums=1)
-    memory = step.lower(arrays, cache, token, start).compile().memory_analysis()
+    compiled = step.lower(arrays, cache, token, start).compile()
+    memory = compiled.memory_analysis()
     size = eqquant.trees.nbytes(cache)
     assert memory.alias_size_in_bytes == size
     # Several float32 scores are alive at the same time.
     scores = 4 * config.heads * capacity
-    copied = size / config.layers if stacked and kv is None else 0
-    assert memory.temp_size_in_bytes < copied + 8 * scores + 100_000 < size
+    assert memory.temp_size_in_bytes < 8 * scores + 100_000 < size
+    if stacked and kv is None:
+        assert not large_copies(compiled.as_text())
 
 
 @pytest.mark.slow
@@ -274,7 +277,8 @@ def test_programs_take_a_gguf_file(file, few_documents, tmp_path, monkeypatch, c
     ],
     ids=str,
 )
-def test_a_step_reads_layers_and_cache_in_place(sampling):
+@pytest.mark.parametrize("kv", ["int8", None])
+def test_a_step_reads_layers_and_cache_in_place(kv, sampling):
     """The program of a token copies nothing of the size of a weight, of the cache or
     of the logits."""
     config = dataclasses.replace(
@@ -285,7 +289,7 @@ def test_a_step_reads_layers_and_cache_in_place(sampling):
         return eqquant.quantize_tree(Decoder(config, key=key), "nf4", progress=False)
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
-    generator = generate.Generator(model, 1024, "int8", sampling)
+    generator = generate.Generator(model, 1024, kv, sampling)
     text = generator._program(1).as_text()
     if "eqquant_dot" not in text:
         pytest.skip("NATIVE KERNELS NOT RUN")
