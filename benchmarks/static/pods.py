@@ -228,7 +228,10 @@ def table_row(row: dict) -> list[str]:
     if not row["fits"]:
         needs = f"does not fit: {row['needs']:.2f}"
         return [*start, needs, "", f"{row['memory']:.2f}", *[""] * 5]
-    moved = (f"{kind} {n:.3f} GiB" for kind, n in sorted(row["moved"].items()))
+    moved: Counter = Counter()
+    for kind, size in row["moved"].items():
+        moved[kind.split()[0]] += size
+    sizes = (f"{kind} {_size(size)}" for kind, size in sorted(moved.items()))
     return [
         *start,
         f"{row['arguments']:.2f}",
@@ -236,10 +239,14 @@ def table_row(row: dict) -> list[str]:
         f"{row['memory']:.2f}",
         str(sum(row["kernels"].values())),
         _ratio(row),
-        ", ".join(moved) or "none",
-        f"{row['largest']['billions']:.0f}",
+        ", ".join(sizes) or "none",
+        f"{row['largest']['billions']:,.0f}",
         f"{row['cpu']:.0f}",
     ]
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.0f} GiB" if gib >= 1 else f"{gib * 1024:.0f} MiB"
 
 
 def largest_of_each(rows: list[dict]) -> list[str]:
