@@ -13,16 +13,29 @@ def scale_of_rows(
     x: Float[Array, "*m size"], over: tuple[str, ...] = ()
 ) -> Float[Array, "*m 1"]:
     """Return the scale of each row for int8: `absmax / 127`."""
+    absmax = _absmax(x, over)
+    # Below this limit, `absmax / 127` is subnormal, and flushed to zero.
+    is_zero = absmax < 127 * jnp.finfo(jnp.float32).tiny
+    return jnp.where(is_zero, 1, absmax * jnp.float32(1 / 127))
+
+
+def lift_tiny_rows(
+    x: Float[Array, "m size"],
+) -> tuple[Float[Array, "m size"], Float[Array, "m 1"]]:
+    """Multiply the rows that [`scale_of_rows`][] takes for zeros, and slightly larger
+    rows, by a power of two. Return also the factors that undo this."""
+    down = jnp.where(_absmax(x, ()) < 2**-115, jnp.float32(2**-24), 1)
+    return x * (1 / down), down
+
+
+def _absmax(x: Float[Array, "*m size"], over: tuple[str, ...]) -> Float[Array, "*m 1"]:
     # Compare bits, because the float maximum of XLA:CPU may drop a NaN. The scale of a
     # row with a NaN must be NaN.
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7FFFFFFF)
     largest = jnp.max(bits, -1, keepdims=True)
     largest = lax.pmax(largest, over) if over else largest
     absmax = lax.bitcast_convert_type(largest, jnp.float32)
-    absmax = jnp.where(jnp.isfinite(absmax), absmax, jnp.nan)
-    # Below this limit, `absmax / 127` is subnormal, and flushed to zero.
-    is_zero = absmax < 127 * jnp.finfo(jnp.float32).tiny
-    return jnp.where(is_zero, 1, absmax * jnp.float32(1 / 127))
+    return jnp.where(jnp.isfinite(absmax), absmax, jnp.nan)
 
 
 def split_int8(

@@ -365,10 +365,11 @@ def test_weights_that_are_not_finite_stay_in_their_block(kernel, contract_rows, 
 
 # Smaller numbers are subnormal.
 MAGNITUDES = [(0, 1), (1e-35, 1), (1e34, 1), (1, 1e-34), (1, 1e34), (1e-30, 1e30)]
+MAGNITUDES += [(1e-16, 1e-19), (1e-19, 1e-16)]
 
 
 @pytest.mark.parametrize("kernel, contract_rows", DIRECTIONS)
-@pytest.mark.parametrize("format", [NF4(), Int8()], ids=repr)
+@pytest.mark.parametrize("format", [NF4(), Int8(), FP8()], ids=repr)
 def test_extreme_magnitudes(kernel, contract_rows, format, normal):
     q = eqquant.quantize(normal(96, 128), format)
     if not serves(kernel, format, q.scales.shape[-1], 128, contract_rows):

@@ -30,6 +30,23 @@ def test_one_row(format, contract_rows, normal):
             assert (got == 0).all()
 
 
+# Kernels decode E4M3 too small by 2**8.
+@pytest.mark.parametrize("rows", [1, 3, 64])
+@pytest.mark.parametrize("contract_rows", [False, True])
+def test_small_results_of_fp8(contract_rows, rows, normal):
+    q: Any = eqquant.quantize(normal(96, 128), "fp8")
+    x = normal(rows, 96 if contract_rows else 128)
+    for of_x, of_w in [(3e-37, 1), (1e-18, 3e-19), (3e-17, 1e-20), (1e-4, 3e-33)]:
+        of_x, of_w = map(np.float32, (of_x, of_w))
+        w = q.replace(scales=q.scales * of_w)
+        weight = np.asarray(q.dequantize(), np.float64) * of_w
+        expected = np.asarray(x * of_x, np.float64) @ (
+            weight if contract_rows else weight.T
+        )
+        got = x * of_x @ w if contract_rows else x * of_x @ w.T
+        assert relative(got, expected) < 2e-2
+
+
 @pytest.mark.parametrize("rows", [4, 64])
 @pytest.mark.parametrize("contract_rows", [False, True])
 @pytest.mark.parametrize("format", ["nf4", "int8", "ternary"])
@@ -45,6 +62,7 @@ def test_two_small_operands(format, contract_rows, rows, normal):
 
 # Intermediate values must neither overflow nor underflow if the result does not.
 MAGNITUDES = [(1e-18, 1e-18), (1e-34, 1e34), (1e33, 1e-33), (1, 1e33), (1e33, 1)]
+TINY = [(2e-37, 1e5), (2e-37, 1e35)]
 
 
 @pytest.mark.parametrize("activations", ["float", "int8"])
@@ -70,3 +88,7 @@ def test_without_native_kernels(format, contract_rows, precision, activations, n
         of_x, of_w = map(np.float32, pair)
         # Terms of sums near 1e-36 may be subnormal, and lose 1e-38.
         assert relative(product(of_x, of_w), usual * np.float64(of_x) * of_w) < 1e-3
+    for pair in TINY if activations == "float" else ():
+        of_x, of_w = map(np.float32, pair)
+        # A part of the activation is subnormal, and flushed to zero.
+        assert relative(product(of_x, of_w), usual * np.float64(of_x) * of_w) < 2e-2

@@ -71,9 +71,6 @@ def call(
         # XLA allocates the memory of the kernel, and accounts for it.
         jax.ShapeDtypeStruct((max(scratch, 1),), jnp.uint8),
     )
-    # The kernels decode floats with four exponent bits too small by 2**8.
-    if format.float8 == "e4m3fn":
-        x_unit = 2.0**8 * (1 if x_unit is None else x_unit)
     index, own_scales = (), True
     if view is not None:
         index, codes = (view.index.astype(jnp.int32),), view.codes

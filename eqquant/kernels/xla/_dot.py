@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int8, UInt8
 
 from ..._jax import wide_dtype
 from ...formats import Format, from_plane_order, to_plane_order
-from .._int8 import round_int8, split_int8
+from .._int8 import lift_tiny_rows, round_int8, split_int8
 from .._product import Product
 from ._tiles import decode_tile, tiled
 
@@ -108,9 +108,9 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
 
     multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=jnp.int32)
     if recipe == "int8":
-        x_unit = jnp.ones((rows, 1), jnp.float32)
+        x_unit = down = jnp.ones((rows, 1), jnp.float32)
     else:
-        x = x.astype(jnp.float32)
+        x, down = lift_tiny_rows(x.astype(jnp.float32))
         if contract_rows:
             # Products of small activations and small scales would be zero.
             unit = _power_of_two(jnp.max(jnp.abs(row_scale)))
@@ -129,7 +129,8 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     if recipe == "split":
         out = out + low.astype(jnp.float32) * (1 / 254)
     # In this order, intermediate values overflow and underflow only if the result does.
-    return out * jnp.minimum(x_unit, 1) * row_scale * jnp.maximum(x_unit, 1)
+    last = jnp.maximum(x_unit, 1) * down
+    return out * jnp.minimum(x_unit, 1) * row_scale * last
 
 
 def _multiply(x, tile, *, contract_rows, dtype):

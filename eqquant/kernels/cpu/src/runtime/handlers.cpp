@@ -274,7 +274,7 @@ ffi::Error dot(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer codes,
     };
     const auto multiply = [&](int64_t begin, int64_t end) {
       run_units(*routine, q, space, begin, end);
-      if (q.checks_results()) check_results(q, begin, end);  // Before offsets are added.
+      finish_results(q, begin, end);
       add_offsets(begin, end);
     };
     if (alone) {

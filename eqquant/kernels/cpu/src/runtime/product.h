@@ -11,11 +11,12 @@
 
 namespace eqquant {
 
-// Kernels are accurate for rows with a largest value between 2^-64 and 2^64.
-constexpr int largest_exponent = 64;
-// True if these bits of a largest magnitude are out of this range. Zero, infinity and NaN are not.
+// Kernels are accurate if the largest values of both rows are between 2^-50 and 2^50. One row may also be between
+// 2^-64 and 2^64 if the other is near 1.
+constexpr int largest_exponent = 64, usual_exponent = 50;
+// True if these bits of a largest magnitude are outside of 2^-50 to 2^50. Zero, infinity and NaN are not.
 inline bool is_out_of_range(uint32_t magnitude) {
-  constexpr uint32_t least = uint32_t{127 - largest_exponent} << 23, most = uint32_t{128 + largest_exponent} << 23;
+  constexpr uint32_t least = uint32_t{127 - usual_exponent} << 23, most = uint32_t{128 + usual_exponent} << 23;
   return magnitude - least >= most - least && magnitude - 1 < (uint32_t{255} << 23) - 1;
 }
 
@@ -91,6 +92,9 @@ struct Product {
   std::atomic<bool>* unusual;
 
   int planes() const { return 8 / bits; }
+  // Routines decode floats with four exponent bits too small by two to this power (decode/float_decoder.h). So are
+  // their results, which the handler multiplies by it.
+  int result_exponent() const { return exponent == 4 ? 8 : 0; }
   int64_t columns() const { return packed * planes(); }
   int64_t block_bytes() const { return packed / blocks; }
   // True if few results are checked for numbers out of range, because that takes less time than operands.

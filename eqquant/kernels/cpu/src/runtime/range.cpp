@@ -65,25 +65,30 @@ bool are_usual(const Product& p) {
       least = std::min(least, value - 1);  // 0 wraps around.
     }
   }
-  return least + 1 >= least_usual && largest <= (127u + largest_exponent) << 23;
+  return least + 1 >= (127u - usual_exponent) << 23 && largest <= (127u + usual_exponent) << 23;
 }
 
 }  // namespace
 
-void check_results(const Product& p, int64_t begin, int64_t end) {
+void finish_results(const Product& p, int64_t begin, int64_t end) {
+  if (!p.checks_results() && !p.result_exponent()) return;
   const int64_t row = p.contract_rows ? p.columns() : p.rows;
+  const float factor = std::ldexp(1.0f, p.result_exponent());
   bool found = false;
+  const auto finish = [&](float* y, int64_t size) {
+    if (p.checks_results()) found |= is_any_unusual(y, size);
+    if (p.result_exponent())
+      for (int64_t i = 0; i < size; i++) y[i] *= factor;
+  };
   if (end - begin == (p.contract_rows ? p.packed : p.rows)) {
-    found = is_any_unusual(p.y, p.m * row);
+    finish(p.y, p.m * row);
   } else {
     for (int64_t i = 0; i < p.m; i++) {
-      const float* y = p.y + i * row;
+      float* y = p.y + i * row;
       if (!p.contract_rows)
-        found |= is_any_unusual(y + begin, end - begin);
+        finish(y + begin, end - begin);
       else
-        for_each_run(p, begin, end, [&](int64_t logical, int64_t, int64_t length) {
-          found |= is_any_unusual(y + logical, length);
-        });
+        for_each_run(p, begin, end, [&](int64_t logical, int64_t, int64_t length) { finish(y + logical, length); });
     }
   }
   if (found) p.unusual->store(true, std::memory_order_relaxed);
@@ -98,23 +103,29 @@ InRange::InRange(const Product& p) : scaled(p) {
   const int64_t size = p.contracted();
   EQQUANT_NAMESPACE::Activation activation(p);
   // Kernels may check products of rows and scales.
-  bool all_zero = true, needed = !p.checks_results() && p.unusual->load(std::memory_order_relaxed);
+  bool all_zero = true, unusual = !p.checks_results() && p.unusual->load(std::memory_order_relaxed);
   for (int64_t i = 0; i < p.m; i++) {
     const uint32_t largest = largest_of(activation.row(i), size);
     all_zero &= largest == 0;
-    needed |= is_out_of_range(largest);
+    unusual |= is_out_of_range(largest);
   }
   // The results of zeros are zeros.
-  if (all_zero || (!needed && are_usual(p))) return;
+  if (all_zero || (!unusual && are_usual(p))) return;
+  bool needed = false;
   std::vector<float> buffer(p.scale_buffer(1));
+  // The least exponents.
+  int of_rows = largest_exponent, of_scales = largest_exponent;
+  const auto add = [&](int exponent, int& least) {
+    least = std::min(least, exponent);
+    needed |= std::abs(exponent) > largest_exponent;
+    return exponent;
+  };
   of_w.resize(p.rows);
-  for (int64_t j = 0; j < p.rows; j++) {
-    of_w[j] = exponent_of(scales_of(p, j, 1, buffer.data()), p.blocks);
-    needed |= std::abs(of_w[j]) > largest_exponent;
-  }
-  if (!needed) return;
+  for (int64_t j = 0; j < p.rows; j++)
+    of_w[j] = add(exponent_of(scales_of(p, j, 1, buffer.data()), p.blocks), of_scales);
   of_x.resize(p.m);
-  for (int64_t i = 0; i < p.m; i++) of_x[i] = exponent_of(activation.row(i), size);
+  for (int64_t i = 0; i < p.m; i++) of_x[i] = add(exponent_of(activation.row(i), size), of_rows);
+  if (!needed && of_rows + of_scales >= -2 * usual_exponent) return;
   x.resize(p.m * size);
   scales.resize(p.rows * p.blocks);
   for (int64_t j = 0; j < p.rows; j++) {
@@ -152,7 +163,7 @@ void InRange::run(const Routine& routine) const {
   for (int64_t i = 0; i < scaled.m; i++)
     for (int64_t j = 0; j < row; j++) {
       float& y = scaled.y[i * row + j];
-      y = std::ldexp(y, of_x[i] + (scaled.contract_rows ? 0 : of_w[j]));
+      y = std::ldexp(y, of_x[i] + (scaled.contract_rows ? 0 : of_w[j]) + scaled.result_exponent());
     }
 }
 

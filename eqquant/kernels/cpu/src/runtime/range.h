@@ -14,8 +14,9 @@
 
 namespace eqquant {
 
-// Sets the flag of the product if a result in units `begin` to `end` is zero, tiny, infinite or NaN.
-void check_results(const Product& p, int64_t begin, int64_t end);
+// Finishes the results of units `begin` to `end`, before offsets are added: multiplies them by a power of two if the
+// codes require it, and, if results are checked, sets the flag of the product if one is zero, tiny, infinite or NaN.
+void finish_results(const Product& p, int64_t begin, int64_t end);
 // True if operands may be out of the range of the kernels, after all rows or all results were checked.
 bool may_be_out_of_range(const Product& p);
 

@@ -47,7 +47,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
   ScaledActivation activation(p);
   for (int64_t i = begin; i < end; i++) {
     const float* x = activation.row(i);
-    const Units units(check_row(p, x), largest_of(p.parts));
+    const Units units(activation.check(p, i), largest_of(p.parts));
     units_in(p, scratch)[i] = units.unit;
     const __m512 per_unit = _mm512_set1_ps(units.per_unit);
     int8_t* const to = reinterpret_cast<int8_t*>(scratch) + i * row_bytes(p);

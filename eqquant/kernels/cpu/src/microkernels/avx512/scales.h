@@ -143,6 +143,13 @@ class ScaledActivation {
     for (int64_t r = 0; r < rows; r++) scaled[r] = x[r] * scales[r];
     return scaled.data();
   }
+  // Like `check_row`, for the row that was computed last. If all products with scales are zero, checks the activation.
+  float check(const Product& p, int64_t i) {
+    if (!one_scale) return check_row(p, activation.row(i));
+    const float absmax = check_row(p, scaled.data());
+    if (absmax == 0) check_row(p, activation.row(i));
+    return absmax;
+  }
 };
 
 EQQUANT_END

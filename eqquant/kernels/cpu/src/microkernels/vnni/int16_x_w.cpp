@@ -88,7 +88,7 @@ void prepare(const Product& p, char* scratch, int64_t begin, int64_t end) {
     const float* x = activation.row(i);
     int16_t* const row = int16_in(scratch) + i * row_size(p);
     units_in(p, row_size(p), scratch)[i] = round_to_int16(
-        check_row(p, x), most, [&](float per_unit) { round_row(p, x, per_unit, row); },
+        activation.check(p, i), most, [&](float per_unit) { round_row(p, x, per_unit, row); },
         [&] { return may_be_larger ? norm_of_sums(row, row_size(p)) : 0; });
   }
 }
