@@ -146,8 +146,9 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", NF4(), 12, {**ROUNDED, "contract_rows": True}, "int16, VNNI"),
         ("VNNI", NF4(), 64, {**EXACT, "contract_rows": True}, "float, AVX-512"),
         # Tiles serve both directions, any number of rows, and small weights.
-        ("AMX", Int8(), 3, {"contract_rows": True}, "float, AVX-512"),
-        ("AMX", Int8(), 4, {"contract_rows": True}, "int8x2, AMX"),
+        ("AMX", Int8(), 5, {"contract_rows": True}, "float, AVX-512"),
+        ("AMX", Int8(), 6, {"contract_rows": True}, "int8x2, AMX"),
+        ("AMX", Int8(), 5, {**ROUNDED, "contract_rows": True}, "int8, AMX"),
         ("AMX", Binary(), 2, {"contract_rows": True}, "float, AVX-512"),
         ("AMX", Binary(), 3, {"contract_rows": True}, "int8x2, AMX"),
         ("AMX", NF4(), 5, {"contract_rows": True}, "float, AVX-512"),

@@ -44,7 +44,8 @@ int8|amx|product=x@w.T activation=int8 weight=int8 fits=tiles m>=6
 int8|amx|product=x@w.T activation=int8 weight=integers,values,float8-blocks fits=tiles m>=9
 int8|amx|product=x@w.T activation=int8 weight=table fits=tiles m>=4
 int8|amx|product=x@w.T activation=int8 weight=float8 fits=tiles m>=2
-int8|amx|product=x@w activation=int8 weight=int8,table fits=tiles m>=4
+int8|amx|product=x@w activation=int8 weight=int8 fits=tiles m>=5
+int8|amx|product=x@w activation=int8 weight=table fits=tiles m>=4
 int8|amx|product=x@w activation=int8 weight=integers,float8 fits=tiles m>=3
 int8|amx|product=x@w activation=int8 weight=values,float8-blocks fits=tiles m>=8
 int8x2|amx|product=x@w.T activation=int16 weight=int8 fits=tiles m>=4
@@ -52,7 +53,7 @@ int8x2|amx|product=x@w.T activation=int16 weight=integers fits=tiles m>=7
 int8x2|amx|product=x@w.T activation=int16 weight=table fits=tiles m>=8
 int8x2|amx|product=x@w.T activation=int16 weight=float8 fits=tiles m>=5
 int8x2|amx|product=x@w.T activation=int16 weight=values,float8-blocks fits=tiles m>=13
-int8x2|amx|product=x@w activation=int16 weight=int8 fits=tiles m>=4
+int8x2|amx|product=x@w activation=int16 weight=int8 fits=tiles m>=6
 int8x2|amx|product=x@w activation=int16 weight=integers fits=tiles m>=3
 int8x2|amx|product=x@w activation=int16 weight=table fits=tiles m>=6
 int8x2|amx|product=x@w activation=int16 weight=float8 fits=tiles m>=5
