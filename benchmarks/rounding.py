@@ -3,6 +3,9 @@
     python benchmarks/rounding.py                   # time, against a copy
     python benchmarks/rounding.py --chips v5e v6e   # additional bytes on a TPU
 
+The row "int8, low precision" rounds to the codes of `eqquant.training.low_precision`.
+"GB/s" is the rate at which float32 weights are read.
+
 With `--chips`, entries are the additional bytes per weight that the compiler counts in
 the value and gradients of a 2048 x 2048 layer with 64 tokens. One read and one write of
 a float32 are 8 bytes. This needs libtpu, but no TPU. The script emulates several
@@ -18,6 +21,7 @@ import jax.numpy as jnp
 from _tables import add_output_options, output, print_table
 from _timing import interleaved, machine, median
 from eqquant.debug import compile_for_tpu
+from eqquant.training.rounded._int8 import round_int8
 
 
 FORMATS = ("int8", "nf4", "ternary", "binary")
@@ -27,18 +31,20 @@ def rounded(format: str):
     return ft.partial(eqquant.straight_through, format=format, check_finite=False)
 
 
-def print_times(markdown: bool) -> None:
-    weight = jax.random.normal(jax.random.key(0), (4096, 4096))
-    print(f"{machine()}; 4096 x 4096 float32\n")
+def print_times(size: int, markdown: bool) -> None:
+    weight = jax.random.normal(jax.random.key(0), (size, size))
+    print(f"{machine()}; {size} x {size} float32\n")
     # The addition prevents XLA from replacing the copy with an alias or a memcpy.
     compiled = {"copy": jax.jit(lambda weight: weight + 1)}
     compiled |= {format: jax.jit(rounded(format)) for format in FORMATS}
+    compiled["int8, low precision"] = jax.jit(ft.partial(round_int8, axis=-1))
     runs = {name: ft.partial(fn, weight) for name, fn in compiled.items()}
     times = interleaved(runs, seconds=5)
-    table = [["format", "ms", "vs copy"]]
+    table = [["format", "ms", "GB/s", "vs copy"]]
     for name, runs in times.items():
-        ratio = median(runs) / median(times["copy"])
-        table.append([name, f"{median(runs) * 1e3:.1f}", f"{ratio:.2f}"])
+        seconds = median(runs)
+        ratio, rate = seconds / median(times["copy"]), weight.nbytes / seconds / 1e9
+        table.append([name, f"{seconds * 1e3:.2f}", f"{rate:.1f}", f"{ratio:.2f}"])
     print_table(table, markdown)
 
 
@@ -64,6 +70,7 @@ def print_bytes(chips: list[str], markdown: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", type=int, default=4096, help="rows and columns")
     parser.add_argument("--chips", nargs="+", default=[], help="names of TPUs")
     add_output_options(parser)
     options = parser.parse_args()
@@ -71,7 +78,7 @@ def main() -> None:
         if options.chips:
             print_bytes(options.chips, options.markdown)
         else:
-            print_times(options.markdown)
+            print_times(options.size, options.markdown)
 
 
 if __name__ == "__main__":

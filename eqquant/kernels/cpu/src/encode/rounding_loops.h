@@ -40,13 +40,16 @@ inline void divide(const float* __restrict x, int64_t size, float by, float* __r
   for (int64_t i = 0; i < size; i++) out[i] = x[i] / by;
 }
 
+// A float of up to 2^22 plus this number is rounded to nearest. Compilers vectorise this, but not `rintf`.
+constexpr float without_fraction = 3 << 22;
+
 inline void to_int8(const float* __restrict x, int64_t size, float scale, float* __restrict y) {
   const float by = scale > 0 ? scale : 1;
   for (int64_t i = 0; i < size; i++) {
-    float code = __builtin_rintf(x[i] / by);
+    float code = x[i] / by;
     code = code < -127 ? -127 : code > 127 ? 127 : code;
-    code = code == code ? code : 0;
-    y[i] = (code + 0.0f) * scale;  // No negative zero.
+    code = code + without_fraction - without_fraction;  // No negative zero.
+    y[i] = (code == code ? code : 0) * scale;
   }
 }
 
@@ -130,8 +133,6 @@ inline void round_rows(const Rounding& r, int64_t begin, int64_t end) {
 
 // The scale is NaN if a value is not finite. It is 1 if it would be subnormal: all codes are then zero.
 inline void round_int8_rows(const Int8Rounding& r, int64_t begin, int64_t end) {
-  // In this sum the lowest bits are the code, rounded to nearest. Compilers vectorise this, but not `rintf`.
-  constexpr float shift = 3 << 22;
   for (int64_t row = begin; row < end; row++) {
     const float* __restrict x = r.x + row * r.size;
     int8_t* __restrict codes = r.codes + row * r.size;
@@ -142,7 +143,7 @@ inline void round_int8_rows(const Int8Rounding& r, int64_t begin, int64_t end) {
     r.scales[row] = scale;
     const float per_scale = 1 / scale;
     for (int64_t i = 0; i < r.size; i++) {
-      const float shifted = x[i] * per_scale + shift;
+      const float shifted = x[i] * per_scale + without_fraction;  // The lowest bits are the code.
       int32_t bits;
       std::memcpy(&bits, &shifted, sizeof bits);
       codes[i] = static_cast<int8_t>(bits);
