@@ -16,7 +16,7 @@ Stages overlap: a model loads while its programs are compiled. Columns:
 - "CPU s" are the CPU seconds of the process until the end of the stage, on all threads.
 
 `--random` starts a random model of 1.2 billion parameters in Q4_1 (732 MB), with the
-tokenizer of the file.
+tokenizer of the file. `--alone` leaves llama.cpp out.
 
 The table shows the round with the earliest first token, and then the range over
 all rounds.
@@ -69,16 +69,18 @@ def start(python: str, library: str, folder: str, options) -> Start:
 
 def measure(options) -> dict[str, list[Start]]:
     """Return the starts of all rounds."""
-    peer = llama_cpp.peer
-    python = install(peer.name, peer.packages, options.cache, peer.header)
+    peer, python = llama_cpp.peer, None
+    if not options.alone:
+        python = install(peer.name, peer.packages, options.cache, peer.header)
     found: dict[str, list[Start]] = {}
     for turn in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
             ours = ft.partial(start, sys.executable, "eqquant", folder, options)
             found.setdefault("first start", []).append(ours())
             found.setdefault("second start", []).append(ours())
-        theirs = start(python, "llama_cpp", os.devnull, options)
-        found.setdefault("llama.cpp", []).append(theirs)
+        if python is not None:
+            theirs = start(python, "llama_cpp", os.devnull, options)
+            found.setdefault("llama.cpp", []).append(theirs)
         print(f"round {turn + 1} of {options.rounds}", file=sys.stderr, flush=True)
     return found
 
@@ -132,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=pathlib.Path, help="a GGUF file")
     parser.add_argument("--random", action="store_true", help="start a random model")
+    parser.add_argument("--alone", action="store_true", help="without llama.cpp")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
