@@ -298,6 +298,25 @@ def test_formats_that_break_the_contract(name):
         jax.jit(lambda w: eqquant.quantize(w, format_with(**fields)))(W)
 
 
+def test_formats_that_are_not_complete():
+    weight = jnp.ones((4, 64))
+    cls = type("Half", (eqquant.formats.Format,), {"name": "half", "bits": 1})
+    with pytest.raises(
+        TypeError, match=r"Half is no.*not define encode.*`encode\(self"
+    ):
+        cls()
+    encode = type(format_with()).encode
+    own = {"encode": encode, "codebook": (0, 1)}
+    for other, message in [
+        ("bits", "name is None, but must be a str"),
+        ("name", "bits must be a positive integer, got None"),
+    ]:
+        value = {"bits": 1, "name": "half"}[other]
+        cls = type("Half", (eqquant.formats.Format,), {**own, other: value})
+        with pytest.raises(TypeError, match=message):
+            eqquant.quantize(weight, cls())
+
+
 def test_a_format_that_keeps_the_contract():
     values = eqquant.quantize(W, format_with()).dequantize()
     np.testing.assert_array_equal(values, 1)

@@ -37,8 +37,8 @@ def problem_of(format: Format) -> str | None:
     """Return a sentence about the first part of the contract that is violated."""
     if format.bits not in _bits:
         return f"bits is {format.bits}, but must be one of {_bits}."
-    if not isinstance(format.name, str):
-        return f"name is {format.name!r}, but must be a str."
+    if not isinstance(name := getattr(format, "name", None), str):
+        return f"name is {name!r}, but must be a str."
     count, codebook = 2**format.bits, format.codebook
     if codebook is None and type(format).levels is Format.levels:
         return "it has neither a codebook nor a method levels."

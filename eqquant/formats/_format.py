@@ -106,7 +106,8 @@ class Format(abc.ABC):
                     setattr(cls, claim, default)
 
     def __new__(cls, *args, **kwargs):
-        """Reject keywords of [`eqquant.kernels.Compute`][], for every subclass."""
+        """Reject keywords of [`eqquant.kernels.Compute`][], and classes that are not
+        complete, for every subclass."""
         del args
         moved = _compute_fields & kwargs.keys()
         moved -= {field.name for field in dataclasses.fields(cls)}
@@ -119,15 +120,24 @@ class Format(abc.ABC):
                 "eqquant.quantize_tree, or call `eqquant.with_compute(model, "
                 f"{given})` for a quantized model."
             )
+        if cls.__abstractmethods__:
+            names = " and ".join(sorted(cls.__abstractmethods__))
+            raise TypeError(
+                f"{cls.__name__} is no complete format: it does not define {names}. A "
+                "format defines `name`, `bits`, `codebook` or `levels`, and "
+                "`encode(self, blocks, absmax, counts, limit)`, which returns a pair "
+                "(codes, scales). See `eqquant.formats.Format`, and "
+                "`eqquant.formats.Codebook` for other levels without a class."
+            )
         return super().__new__(cls)
 
     def __post_init__(self):
-        if not isinstance(self.bits, int | Fraction) or self.bits <= 0:
+        bits = getattr(self, "bits", None)
+        if not isinstance(bits, int | Fraction) or bits <= 0:
             raise TypeError(
-                f"{type(self).__name__}: bits must be a positive integer, got "
-                f"{self.bits!r}."
+                f"{type(self).__name__}: bits must be a positive integer, got {bits!r}."
             )
-        multiple = group_multiple(self.bits)
+        multiple = group_multiple(bits)
         block_size = self.block_size
         if block_size is not None:
             if isinstance(block_size, bool) or not isinstance(
