@@ -145,6 +145,10 @@ CALLS = {
         lambda _: eqquant.calibrate(MODEL, fn, [X]),
         ("fn is an MLP and model is the function fn", "`calibrate(fn, model, "),
     ),
+    "a format before the array": (
+        lambda _: eqquant.quantize("nf4", W),
+        ("Are format and array swapped?", "`quantize(array, format)`"),
+    ),
     "a model after batches": (
         lambda _: eqquant.calibrate(fn, [X], MODEL),
         (

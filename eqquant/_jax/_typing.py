@@ -85,8 +85,9 @@ def _swapped(
     for other, value in given:
         if other != name and fits(value, name) and fits(values[name], other):
             parameters = inspect.signature(fn).parameters.values()
-            order = [p.name for p in parameters if p.default is p.empty]
-            order = [name for name in order if name != "self"]
+            required = {p.name for p in parameters if p.default is p.empty}
+            shown = required - {"self"} | {name, other}
+            order = [p.name for p in parameters if p.name in shown]
             return (
                 f"Are {other} and {name} swapped? The order is "
                 f"`{caller}({', '.join(order)})`."
