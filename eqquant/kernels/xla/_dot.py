@@ -93,18 +93,22 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     rows = x.shape[0]
     scales = scales.astype(jnp.float32)
     exact = format.integer_levels and scales.shape[1] == 1
-    # The scale of the int8 values of each row of the weight.
-    row_scale = scales[:, 0]
+    # A weight is an int8 value, divided by `steps`, times the scale of its row. Divided
+    # scales, and their reciprocals, might not be normal numbers.
+    row_scale, steps = scales[:, 0], 1
     if not exact:
-        row_scale = jnp.max(jnp.abs(scales), 1) / _int8_max(format)
+        row_scale, steps = jnp.max(jnp.abs(scales), 1), _int8_max(format)
     row_scale = row_scale[None]
 
     def decode(codes, scales):
         if exact:
             return format.levels(format.states(codes), jnp.int8)
-        per_unit = _int8_max(format) / jnp.max(jnp.abs(scales), 1, keepdims=True)
-        per_unit = jnp.where(jnp.isfinite(per_unit), per_unit, 0)
-        return _round(decode_tile(codes, scales * per_unit, format, jnp.float32))
+        most = jnp.max(jnp.abs(scales), 1, keepdims=True)
+        # XLA could compute `steps / most`, which overflows, if this divided by `most`.
+        down = 1 / jnp.minimum(_power_of_two(most), 2.0**126)
+        shares = scales * down * (steps / (most * down))
+        shares = jnp.where(jnp.isfinite(shares), shares, 0)
+        return _round(decode_tile(codes, shares, format, jnp.float32))
 
     multiply = ft.partial(_multiply, contract_rows=contract_rows, dtype=jnp.int32)
     if recipe == "int8":
@@ -125,9 +129,9 @@ def _integer_dot(x, codes, scales, format, contract_rows, recipe):
     else:
         out = tiled(x, codes, scales, decode, multiply, contract_rows, jnp.int32)
 
-    out, low = out[:rows].astype(jnp.float32), out[rows:]
+    out, low = out[:rows].astype(jnp.float32) * (1 / steps), out[rows:]
     if recipe == "split":
-        out = out + low.astype(jnp.float32) * (1 / 254)
+        out = out + low.astype(jnp.float32) * (1 / 254 / steps)
     # In this order, intermediate values overflow and underflow only if the result does.
     last = jnp.maximum(x_unit, 1) * down
     return out * jnp.minimum(x_unit, 1) * row_scale * last
@@ -143,7 +147,7 @@ def _multiply(x, tile, *, contract_rows, dtype):
     )
 
 
-def _power_of_two(x: Float[Array, ""]) -> Float[Array, ""]:
+def _power_of_two(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """Round a magnitude down to a power of two, which is at least the smallest normal
     number."""
     bits = lax.bitcast_convert_type(x, jnp.int32) & jnp.int32(0x7F800000)
