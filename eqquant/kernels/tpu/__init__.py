@@ -111,7 +111,7 @@ def _operands(x, codes, scales, view: View | None) -> tuple:
     """Return the activation, codes, scales and index, each with one axis of matrices
     in front."""
     if view is not None and not _has_stacked_codes(view):
-        codes, view = view.take(codes), None
+        codes, view = view.take(view.codes), None
     if view is None:
         return *map(_flat, (x, codes, scales)), None
     scales = view.scales if _has_stacked_scales(view) else scales
