@@ -23,7 +23,7 @@ from ..primitives import (
     quantized_dot_p,
     unflatten,
 )
-from ..training.rounded import low_precision_dot_p, opened
+from ..training.rounded import jaxpr_of_product, low_precision_dot_p
 from ._inspect import on_arrays, path_of
 
 
@@ -61,8 +61,8 @@ def explain(
     the arguments. A product that rounds activations is not exactly linear.
 
     For a training step in low precision (see [`eqquant.training.low_precision`][]),
-    each line has the types of both operands. It states which numbers the chip
-    multiplies, if these are others: every chip computes every recipe, but not faster.
+    each line has the types of both operands. If the chip does not multiply these
+    types, the line states the type to which XLA converts them.
 
     `docs/internals/kernels.md` lists the kernels.
     """
@@ -142,7 +142,7 @@ def _products(jaxpr: Any, inputs: Sequence[_Codes]) -> Iterator[tuple[Any, _Code
             yield eqn, operands[1]
             continue
         if eqn.primitive is low_precision_dot_p:
-            yield from _products(opened(eqn), operands)
+            yield from _products(jaxpr_of_product(eqn), operands)
             continue
         # Slices and reshapes of codes have 8 bits. Results of products do not.
         moved = next((codes for codes in operands if codes.path), none)

@@ -109,18 +109,14 @@ def _in_float32(a, b, *scales, over, has, out_dtype):
 
 
 def _on_cpu(a, b, *scales, **static):
-    library = cpu.load()
-    if a.dtype == jnp.bfloat16 == b.dtype and getattr(library, "bfloat16", False):
+    product, kernel = _choose_on_cpu(a, b, static["over"])
+    if kernel is None:
         return _by_xla(a, b, *scales, **static)
-    if a.dtype != jnp.int8:
-        return _in_float32(a, b, *scales, **static)
-    over = static["over"]
-    product, kernel = _on_int8(a, b, over)
     if isinstance(kernel, str):
         return _in_float32(a, b, *scales, **static)
     a, b = (
         x if axis == -1 else cpu.transposed(x)
-        for x, axis in zip((a, b), over, strict=True)
+        for x, axis in zip((a, b), static["over"], strict=True)
     )
     # The kernel rounds again, which changes nothing: the largest code is 127.
     ones = jnp.ones((*b.shape[:-1], 1), jnp.float32)
@@ -128,9 +124,18 @@ def _on_cpu(a, b, *scales, **static):
     return _scaled(out, scales, static["has"], static["out_dtype"])
 
 
-def _on_int8(a, b, over):
+def _choose_on_cpu(a, b, over) -> tuple[Any, Any]:
     """Return the product of rows of `a` with rows of `b`, and the native kernel that
-    multiplies int8, or the reason why there is none."""
+    multiplies int8.
+
+    Instead of the kernel, return None if XLA multiplies the operands as they are, or
+    the reason why it multiplies in float32.
+    """
+    is_bfloat16 = a.dtype == jnp.bfloat16 == b.dtype
+    if is_bfloat16 and getattr(cpu.load(), "bfloat16", False):
+        return None, None
+    if a.dtype != jnp.int8:
+        return None, "CPUs multiply no such numbers"
     shape = lambda x, axis: (*x.shape[:-2], x.shape[-3 - axis], x.shape[axis])
     of = jax.ShapeDtypeStruct
     of_a, of_b = map(shape, (a, b), over)
@@ -172,16 +177,12 @@ def _on_tpu(a, b, *scales, over, has, out_dtype):
 
 def lowering_of_codes(a, b, *, over, has, platform: str, devices: int) -> str:
     """Describe how a platform multiplies two arrays of codes."""
-    is_int8 = a.dtype == jnp.int8 == b.dtype
     if platform == "cpu":
         if devices > 1:
             return "XLA, in float32, because the compiler partitions the product"
-        library = cpu.load()
-        if a.dtype == jnp.bfloat16 == b.dtype and getattr(library, "bfloat16", False):
+        _, kernel = _choose_on_cpu(a, b, over)
+        if kernel is None:
             return "XLA, in bfloat16"
-        if not is_int8:
-            return "XLA, in float32, because CPUs multiply no such numbers"
-        _, kernel = _on_int8(a, b, over)
         if isinstance(kernel, str):
             return f"XLA, in float32, because {kernel}"
         return f"native kernel {kernel.name!r}"
@@ -196,7 +197,8 @@ def lowering_of_codes(a, b, *, over, has, platform: str, devices: int) -> str:
         from ..kernels import gpu
 
         units = gpu.matrix_units()
-    kind = "int8" if is_int8 else "float8" if a.dtype.itemsize == 1 else "bfloat16"
+    kind = "float8" if a.dtype.itemsize == 1 else "bfloat16"
+    kind = "int8" if a.dtype == jnp.int8 else kind
     if kind == "bfloat16" or kind in units:
         return f"XLA, in {kind}"
     return f"XLA, in bfloat16, because the chip does not multiply {kind}"

@@ -138,7 +138,7 @@ for _primitive, _value, _type in (
     mlir.register_lowering(_primitive, mlir.lower_fun(_value, multiple_results=False))
 
 
-def opened(eqn: Any) -> Any:
+def jaxpr_of_product(eqn: Any) -> Any:
     """Return the jaxpr of a product, which has the operands of its equation."""
     value = ft.partial(_dot, **eqn.params)
     return jax.make_jaxpr(value)(*(var.aval for var in eqn.invars))

@@ -40,9 +40,6 @@ inline void divide(const float* __restrict x, int64_t size, float by, float* __r
   for (int64_t i = 0; i < size; i++) out[i] = x[i] / by;
 }
 
-// A float of up to 2^22 plus this number is rounded to nearest. Compilers vectorise this, but not `rintf`.
-constexpr float without_fraction = 3 << 22;
-
 inline void to_int8(const float* __restrict x, int64_t size, float scale, float* __restrict y) {
   const float by = scale > 0 ? scale : 1;
   for (int64_t i = 0; i < size; i++) {

@@ -49,6 +49,9 @@ struct Units {
   }
 };
 
+// A float of up to 2^22 plus this number is rounded to nearest. Compilers vectorise this, but not `rintf`.
+constexpr float without_fraction = 3 << 22;
+
 // Rows of the activation as floats: in place, or converted from bfloat16, or rounded to int8 with one unit for each
 // row.
 class Activation {
@@ -69,9 +72,8 @@ class Activation {
     if (p.bfloat16_x) from_bfloat16(p.x, i * size, size, to), x = to;
     if (!rounds) return x;
     const Units units(absmax_of(x, size), 127);
-    // This sum has no fraction. Compilers vectorise this, but not `rint`.
-    constexpr float shift = 3 << 22;
-    for (int64_t k = 0; k < size; k++) to[k] = (x[k] * units.per_unit + shift - shift) * units.unit;
+    for (int64_t k = 0; k < size; k++)
+      to[k] = (x[k] * units.per_unit + without_fraction - without_fraction) * units.unit;
     return to;
   }
 };
