@@ -27,6 +27,9 @@ def pytest_configure(config):
         os.environ["XLA_FLAGS"] = flags + " --xla_cpu_use_fusion_emitters=false"
         jax.devices()
         os.environ["XLA_FLAGS"] = flags
+    if jax.default_backend() == "gpu":
+        # XLA rounds the operands of float32 references to TF32 otherwise.
+        jax.config.update("jax_default_matmul_precision", "float32")
     programs.share_contexts()
     if os.environ.get("EQQUANT_TEST_CACHE") != "off":
         programs.keep_on_disk(older)
@@ -83,6 +86,26 @@ def pytest_collection_finish():
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup():
+    return (yield from _skip_without_devices())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    return (yield from _skip_without_devices())
+
+
+def _skip_without_devices():
+    """Skip tests of meshes where there are not eight devices, as on a GPU."""
+    try:
+        return (yield)
+    except ValueError as error:
+        if len(jax.devices()) < 8 and "Number of devices" in str(error):
+            pytest.skip(str(error))
+        raise
 
 
 def pytest_runtest_teardown():

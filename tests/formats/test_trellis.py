@@ -277,6 +277,7 @@ def test_kernels_for_single_codes_decline(kernels, normal):
 
 
 @pytest.mark.skipif(isinstance(cpu.load(), str), reason="no native kernels here")
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="kernels for CPUs")
 @pairs(
     "bits, precision, m, block_size, blocks",
     *([2, 3, 4], ["high", "highest", "default"], [1, 3, 40], [256, 24, 64], [2, 1]),

@@ -69,7 +69,7 @@ def test_activations_in_int8(format, precision, normal):
     tolerance = 1e-6 if integers else TOLERANCE[precision]
     assert relative(x @ q.T, rounded_rows(x) @ exact.T) < tolerance
     explained = debug.explain(lambda y, q: y @ q, y, q, platform="cpu")
-    if integers and "'int8, AMX'" in explained:
+    if integers and "'int8, AMX'" in explained and jax.default_backend() == "cpu":
         # Tiles multiply the activation by the scales of the weight, and round once.
         scales = np.asarray(q.scales)[:, 0]
         expected = rounded_rows(y * scales) @ (exact / scales[:, None])
