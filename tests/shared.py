@@ -43,8 +43,7 @@ OPTIMISED = {
     "test_tpu_compiled.py",
     "test_gpu_compiled.py",
     "test_examples.py",
-    "test_training_examples.py",
-    "test_llama_programs.py",
+    "test_llama_steps.py",
 }
 
 

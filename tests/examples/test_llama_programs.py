@@ -1,6 +1,5 @@
 """The programs of examples/llama, in sequence, with minimal sizes."""
 
-import dataclasses
 import json
 import pathlib
 import sys
@@ -15,7 +14,6 @@ from gguf_models import metadata_of, tensors_of, write_gguf
 from helpers import (
     assert_identical,
     interrupt_after_saving,
-    large_copies,
     slow,
     strict,
 )
@@ -33,11 +31,10 @@ import finetune  # noqa: E402
 import fitting  # noqa: E402
 import generate  # noqa: E402
 import train_small  # noqa: E402
-from architectures import config_of  # noqa: E402
 from config import Config  # noqa: E402
 from documentation import read_documents  # noqa: E402
 from load import load_model  # noqa: E402
-from model import Decoder, empty_cache, unstack  # noqa: E402
+from model import empty_cache  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 
@@ -100,46 +97,6 @@ def test_text_of_folder_quantized_by_another_library(name):
     assert model.layers.mlp.up.weight.format.name == "int4"
     generator = generate.Generator(model, 64, None, GREEDY)
     assert take(generator([5, 9, 30]), 4) == by_hand(model, [5, 9, 30], 4)
-
-
-@pytest.mark.parametrize("kv", [None, slow("int8")])
-@pytest.mark.parametrize("stacked", [False, slow(True)])
-@pytest.mark.parametrize("name", ["llama3", slow("gemma3")])
-def test_cache_is_updated_in_place(name, kv, stacked):
-    """A step appends to the cache, and copies nothing. It reads a stacked float cache
-    in pieces."""
-    values = json.loads((DATA / name / "config.json").read_text())
-    config = dataclasses.replace(config_of(values), layers=8)
-    if config.local:
-        config = dataclasses.replace(config, local=(True, True, True, False) * 2)
-    capacity = 4096
-
-    def make(key):
-        model = Decoder(config, key=key)
-        return model if stacked else unstack(model)
-
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
-    cache = empty_cache(model, 1, capacity, in_pieces=kv is None)
-    if kv is not None:
-        cache = generate.quantize_cache(cache, kv)
-    is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-    arrays, static = eqx.partition(model, is_described)
-
-    def step(arrays, cache, token, start):
-        return eqx.combine(arrays, static).extend(token, cache, start)
-
-    token = jax.ShapeDtypeStruct((1, 1), jnp.int32)
-    start = jax.ShapeDtypeStruct((), jnp.int32)
-    step = jax.jit(strict(step), donate_argnums=1)
-    compiled = step.lower(arrays, cache, token, start).compile()
-    memory = compiled.memory_analysis()
-    size = eqquant.trees.nbytes(cache)
-    assert memory.alias_size_in_bytes == size
-    # Several float32 scores are alive at the same time.
-    scores = 4 * config.heads * capacity
-    assert memory.temp_size_in_bytes < 8 * scores + 100_000 < size
-    if stacked and kv is None:
-        assert not large_copies(compiled.as_text())
 
 
 @pytest.mark.slow
@@ -264,37 +221,6 @@ def test_programs_take_a_gguf_file(file, few_documents, tmp_path, monkeypatch, c
     assert history[-1] < history[0]
     generate.main([str(file), "a", "--tokens", "4", "--adapters", str(adapters)])
     assert "tokens/s" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        Sampling(),
-        slow(GREEDY),
-        slow(Sampling(top_k=40)),
-        slow(Sampling(top_k=40, top_p=1.0)),
-        slow(Sampling(top_p=1.0)),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("kv", ["int8", None])
-def test_a_step_reads_layers_and_cache_in_place(kv, sampling):
-    """The program of a token copies nothing of the size of a weight, of the cache or
-    of the logits."""
-    config = dataclasses.replace(
-        TINY, layers=3, size=256, head_size=64, hidden=1024, vocabulary=2**15
-    )
-
-    def make(key):
-        return eqquant.quantize_tree(Decoder(config, key=key), "nf4", progress=False)
-
-    model = eqx.filter_eval_shape(make, jax.random.key(0))
-    generator = generate.Generator(model, 1024, kv, sampling)
-    text = generator._program(1).as_text()
-    if "eqquant_dot" not in text:
-        pytest.skip("NATIVE KERNELS NOT RUN")
-    weight, logits = 256 * 1024 // 2, 4 * config.vocabulary
-    assert min(weight, logits) > 2**16 and not large_copies(text)
 
 
 @pytest.mark.slow
