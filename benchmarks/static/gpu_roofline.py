@@ -56,6 +56,7 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from _tables import add_output_options, format_row, output, print_head
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
+from eqquant.formats import Int5, Int6, num_codes, planes_of
 from eqquant.kernels import gpu, Matmul, xla
 from eqquant.kernels.gpu import _chips, _choose, _pipeline
 from eqquant.primitives import dot_by
@@ -68,6 +69,11 @@ FORMATS = {
     "ternary": {"format": "ternary"},
     "binary": {"format": "binary"},
     "int4": {"format": "int4"},
+    "int3": {"format": "int3"},
+    "int5": {"format": "int5"},
+    "int6": {"format": "int6"},
+    "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
+    "q6_k": {"format": Int6(block_size=16, double_quantization="k")},
 }
 
 
@@ -114,7 +120,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     tiles = chosen.tiles
     if isinstance(tiles, _pipeline.Pipeline):
         return tiles, 0.0
-    count = tiles.rows * tiles.bytes * tiles.subtiles * 8 / q.format.bits
+    count = tiles.rows * tiles.bytes * tiles.subtiles * planes_of(q.format.bits)
     return tiles, count / (32 * tiles.warps)
 
 
@@ -123,7 +129,9 @@ def steps_of(tiles, q, contract_rows) -> int:
     rows, packed = q.codes.shape
     if contract_rows:
         return -(-rows // (tiles.rows * tiles.split))
-    return -(-packed // (tiles.bytes * tiles.subtiles * tiles.split))
+    columns = num_codes(packed, q.format.bits)
+    step = tiles.bytes * tiles.subtiles * planes_of(q.format.bits)
+    return -(-columns // (step * tiles.split))
 
 
 def pipelined_in(kernel, tiles, q):
@@ -213,7 +221,7 @@ def main() -> None:
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048], help="rows")
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
-    default_formats = list(FORMATS)[:-1]
+    default_formats = ["int8", "w8a8", "nf4", "ternary", "binary"]
     parser.add_argument(
         "--formats", nargs="+", default=default_formats, choices=FORMATS
     )

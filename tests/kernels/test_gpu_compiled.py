@@ -9,10 +9,10 @@ import pytest
 from eqquant import Binary, Int4, Int8, MXFP4, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
+from eqquant.formats import planes_of
 from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose
-from eqquant.kernels.gpu._lookup import in_table
-from eqquant.kernels.gpu._table import size_of
+from eqquant.kernels.gpu._lookup import table_bytes
 from eqquant.trees import scan_layers
 from helpers import load_benchmark, needs_gpu_compiler
 
@@ -84,7 +84,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     if compute.activations == "int8":
         x = jax.ShapeDtypeStruct(x.shape, "int8")
     # The table is declared once and fits in shared memory.
-    table = size_of(format.bits) if in_table(format) else 0
+    table = table_bytes(format)
     assert kernel.ptx.count(" levels[") == (table > 0)
     launched = re.search(rf"{kernel.name} .*shared_memory: (\d+)", program.launches)
     assert launched is not None
@@ -98,7 +98,7 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps
     loop = [name for name in max(sass.loops_in(kernel), key=len) if name != "NOP"]
-    each = len(loop) * threads / (codes * 8 / format.bits)
+    each = len(loop) * threads / (codes * planes_of(format.bits))
     programs = gpus[chip].registers // (-(-kernel.registers // 8) * 8 * threads)
     in_flight = programs * codes * (tiles.stages - 1)
     with capsys.disabled():

@@ -6,9 +6,10 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int4, Int8, NF4, Ternary
-from eqquant.formats import Codebook
-from eqquant.kernels.gpu import _lookup, _ptx, _table
+from eqquant import Binary, Int3, Int4, Int8, NF3, NF4, Ternary
+from eqquant.formats import Codebook, Int5, Int6, is_in_two_parts, pack, planes_of
+from eqquant.formats import unpack_planes
+from eqquant.kernels.gpu import _lookup, _ptx, _table, _two_parts
 
 
 BASE = 0x400  # An arbitrary address of the table.
@@ -127,10 +128,16 @@ OPERATIONS = {
     "shl.b32": lambda a, b: a << b,
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
-    "lop3.b32": lambda a, b, c, table: {0xEA: (a & b) | c}[table],
+    "lop3.b32": lambda a, b, c, table: {
+        0xEA: (a & b) | c,
+        0xE2: (a & b) | (c & ~b),
+    }[table],
+    # A funnel shift of equal halves is a rotation.
+    "shf.r.wrap.b32": lambda a, b, n: (b << 32 | a) >> (n & 31),
     "prmt.b32": _prmt,
     "fma.rn.bf16x2": _floats(jnp.bfloat16, lambda a, b, c: a * b + c),
     "fma.rn.f32": _floats(np.float32, lambda a, b, c: a * b + c),
+    "fma.rn.f16x2": _floats(np.float16, lambda a, b, c: a * b + c),
     "add.rn.f16x2": _floats(np.float16, lambda a, b: a + b),
 }
 
@@ -143,7 +150,8 @@ def emulator(monkeypatch):
 
 
 TWO, FOUR = Codebook((-0.5, 1.0)), Codebook((-1.0, -0.3, 0.5, 1.0))
-FORMATS = [NF4(), Int4(), FOUR, TWO, Int8(), Ternary(), Binary()]
+IN_TWO_PARTS = [Int3(), NF3(), Int5(), Int5(block_size=64), Int6(block_size=16)]
+FORMATS = [NF4(), Int4(), FOUR, TWO, Int8(), Ternary(), Binary(), *IN_TWO_PARTS]
 CASES = [(f, "bfloat16", parts) for f in FORMATS for parts in (1, 2)]
 CASES = [case for case in CASES if case[2] == 1 or not case[0].integer_levels]
 CASES += [(f, "float16", 1) for f in FORMATS]
@@ -157,22 +165,56 @@ CASES += [(f, "bfloat16", 1, pairs, True) for f in FORMATS for pairs in (1, 2)]
 def test_decoding_matches_interpret_mode(
     format, dtype, parts, pairs, scaled, emulator, normal
 ):
-    codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
-    if format.unused_codes and format.bits < 8:
-        low, high = codes & 0x55, codes & 0xAA
-        codes = codes[high & ~(low << 1) == 0]  # Drop bytes with an unused code 10.
-        codes = codes[: len(codes) // 4 * 4]
-    codes = jnp.asarray(codes[None].view(format.code_dtype))
+    if is_in_two_parts(format.bits):
+        codes = _in_two_parts(format)
+    else:
+        codes = [_all_bytes(format)]
     by_ptx = _lookup.Decoder(format, dtype, parts, interpret=False, pairs=pairs)
     by_jax = _lookup.Decoder(format, dtype, parts, interpret=True)
     assert by_ptx.prepare(128) == 0
-    scale = normal(*codes.shape).astype(dtype) if scaled else None
-    for plane in range(8 // format.bits):
+    scale = normal(*codes[0].shape).astype(dtype) if scaled else None
+    for plane in range(planes_of(format.bits)):
         got, expected = by_ptx(codes, plane, scale), by_jax(codes, plane, scale)
         assert len(got) == len(expected) == parts
         for a, b in zip(got, expected, strict=True):
             assert a.dtype == b.dtype == dtype
             assert np.array_equal(np.asarray(a).view("<u2"), np.asarray(b).view("<u2"))
+
+
+def _all_bytes(format):
+    codes = np.random.default_rng(0).permutation(256).astype(np.uint8)
+    if format.unused_codes and format.bits < 8:
+        low, high = codes & 0x55, codes & 0xAA
+        codes = codes[high & ~(low << 1) == 0]  # Drop bytes with an unused code 10.
+        codes = codes[: len(codes) // 4 * 4]
+    return jnp.asarray(codes[None].view(format.code_dtype))
+
+
+def _in_two_parts(format, groups: int = 4):
+    """Return tiles of random codes, as the kernel loads them."""
+    codes = np.random.default_rng(0).integers(
+        0, 2**format.bits, (groups, format.group), np.uint8
+    )
+    packed = pack(codes, format.bits)
+    high = _two_parts.high_bytes(format)
+    run = packed.shape[1] - high
+    rotations = np.tile(_two_parts.rotations(format, run), groups)
+    parts = packed[:, :run], np.tile(packed[:, run:], run // high)
+    return [jnp.asarray(part.reshape(1, -1)) for part in (*parts, rotations)]
+
+
+@pytest.mark.parametrize("format", IN_TWO_PARTS, ids=str)
+def test_parts_of_codes_are_joined(format):
+    low, high, rotations = _in_two_parts(format)
+    run = format.group // planes_of(format.bits)
+    stored = _two_parts.high_bytes(format) + run
+    packed = np.concatenate(
+        [low.reshape(-1, run), high.reshape(-1, run)[:, : stored - run]], 1
+    ).reshape(1, -1)
+    expected = unpack_planes(jnp.asarray(packed), format.bits, format.group)
+    for plane in range(planes_of(format.bits)):
+        joined = _two_parts.joined(low, high, rotations, format.bits, plane)
+        assert np.array_equal(joined, expected[:, plane])
 
 
 @pytest.mark.parametrize(

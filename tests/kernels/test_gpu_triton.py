@@ -5,14 +5,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from eqquant import Binary, Int4, Int8, NF4, Ternary
-from eqquant.formats import Codebook
+from eqquant import Binary, FP8, Int3, Int4, Int8, NF3, NF4, NVFP4, Ternary
+from eqquant.formats import Codebook, Int5, Int6
 from eqquant.kernels import choose, Compute, gpu, GPUKernel, Matmul, View
 from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import assert_identical, multiply_by, pairs, relative, slow
 
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary(), Int4(), Int8(block_size=64)]
+FORMATS += [Int3(), NF3(), Int5(), Int6(), Int5(block_size=None)]
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -63,7 +64,10 @@ def test_ragged_products(
 
 @pairs(
     "format, bytes, dtypes, split",
-    [Int4(), NF4(block_size=32), Int8(block_size=16), Ternary(block_size=64)],
+    [
+        *[Int4(), NF4(block_size=32), Int8(block_size=16), Ternary(block_size=64)],
+        *[Int5(), Int6(block_size=16), NF4(block_size=16)],
+    ],
     [32, slow(64)],
     ["float32 high", "bfloat16 high", "float16 high"],
     [1, 2],
@@ -100,7 +104,7 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
 
 @pairs(
     "format, contract_rows, stacked_scales, split",
-    [NF4(), Int8()],
+    [NF4(), Int8(), Int5()],
     [False, True],
     [True, False],
     [1, 2],
@@ -149,6 +153,7 @@ def test_many_rows_of_blocks_that_are_scaled_in_16_bits(
 
 
 LONG = [NF4(), Int4(), Int8(block_size=64), Ternary(block_size=64), Int8(), Binary()]
+LONG += [Int3(), Int5(), Int6(), Int6(block_size=16)]
 
 
 @pairs("format, m, width", LONG, [3, slow(21), slow(40)], [200, slow(1300)])
@@ -223,7 +228,8 @@ def test_few_rows_have_several_short_blocks_in_a_subtile():
     spanned = {m: of(m, Int4()).bytes // 16 for m in (1, 16, 64, 65)}
     assert spanned == {1: 2, 16: 2, 64: 2, 65: 1}
     assert of(1, Int8(block_size=16)).bytes == 32
-    assert of(1, Int4(block_size=16)) is None
+    assert of(1, Int4(block_size=16)).bytes == 16
+    assert of(1, Int4(block_size=8)) is None
     # The activation of 64 rows exceeds shared memory.
     chip = _chips.known("NVIDIA GeForce RTX 4090", "8.9")
     assert chip is not None and of(64, Int4()).m == 32
@@ -272,8 +278,22 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "for more than 128 rows" in explained(**many)
     assert "256 rows" not in explained(**many, dtype="bfloat16", rows=True)
     assert "compute.gpu" in explained(gpu=GPUKernel("xla"))
-    assert "too short for tensor cores" in explained(format=NF4(block_size=16))
-    assert "no kernels for codes like those of int3" in explained(format="int3")
+    assert "too short for tensor cores" in explained(format=NF4(block_size=8))
+    assert "no kernels for codes like those of fp8" in explained(format=FP8())
+    # The four codes of a register do not have the same position.
+    few = "no kernels for codes like those of int5"
+    assert few in explained(format=Int5(block_size=8))
+    for format in Int3(), Int5(), Int6(), Int6(16, double_quantization="k"):
+        assert "bfloat16 twice" in explained(format=format)
+        assert "codes converted" in explained(format=format)
+    assert "bfloat16 three times" in explained(format=NVFP4())
+    assert "in shared memory" in explained(format=NF3())
+    how = explained(format=Int6(block_size=16), rows=True)
+    assert "blocks of 16 are too short for tensor cores" in how
+    assert "Triton" in explained(format=Int5(), rows=True)
+    assert "does not decode codes of 6 bits" in explained(
+        format=Int6(), dtype="bfloat16", gpu=GPUKernel("mosaic")
+    )
     assert "do not multiply float32" in explained(precision="highest")
     rounded = dict(format="int8", activations="int8")
     assert "few rows, int8 (activations rounded to 8 bits)" in explained(**rounded)

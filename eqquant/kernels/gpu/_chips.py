@@ -6,11 +6,10 @@ import functools as ft
 import math
 
 from ..._jax import gpu_capability, gpu_cores, gpus
-from ...formats import Format
+from ...formats import Format, is_in_two_parts, planes_of
 from .._product import Product
-from ._lookup import in_table, is_signed
-from ._table import size_of
-from ._triton import subtile_bytes, Tiles
+from ._lookup import in_table, is_signed, table_bytes
+from ._triton import row_bytes, subtile_bytes, Tiles
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ def hides_decoding(chip: Chip, product: Product, native: str | None) -> bool:
         return False
     if product.x.dtype != product.weight_dtype:
         return False
-    if in_table(format) and format.bits < 4:
+    if is_in_two_parts(format.bits) or (in_table(format) and format.bits < 4):
         return False  # There are not enough registers for these planes.
     if format.block_size is None:
         return True
@@ -132,7 +131,7 @@ def tiles_for(
         sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
         if _has_long_rows(chip, product, native, parts):
             of_size = ft.partial(_of_long_rows, product=product, integers=integers)
-    room = chip.shared - (size_of(format.bits) if in_table(format) else 0)
+    room = chip.shared - table_bytes(format)
     candidates = [
         dataclasses.replace(tiles, stages=stages)
         for tiles in map(of_size, sizes)
@@ -154,7 +153,7 @@ def _split_of(tiles: Tiles, chip: Chip, product: Product) -> int:
     contract_rows = product.contract_rows
     if tiles.m > (64 if chip.large_products else 16):
         return 1
-    axes = (product.rows, tiles.rows), (product.packed, tiles.step_bytes)
+    axes = (product.rows, tiles.rows), (row_bytes(product), tiles.step_bytes)
     (length, step), (free, tile) = axes if contract_rows else axes[::-1]
     tiles_m = -(-product.m // tiles.m)
     programs = -(-free // tile) * tiles_m * math.prod(product.batch)
@@ -197,15 +196,15 @@ def _of_long_rows(m: int, product: Product, integers: bool) -> Tiles:
     elif format.bits == 4 and m == 16 and (format.block_size or 64) >= 64:
         # There are not enough registers for the scales of shorter blocks.
         size, stages = 256, 3
-    elif format.bits == 4 and m == 64:
+    elif format.bits in (4, 5, 6) and m == 64:
         rows, warps = 128, 8
-    elif format.bits == 4 and m == 128:
+    elif format.bits in (4, 5, 6) and m == 128:
         size = 64
     elif format.bits < 4 and product.m > 4:
         # The activation takes more bytes than the codes.
         rows, size = 128, 64
     if blocked:
-        block = product.packed // product.blocks
+        block = row_bytes(product) // product.blocks
         size = size if size % block == 0 else math.gcd(size, block)
     return Tiles(m, rows, size, 1, 1, warps, stages, scaled=blocked)
 
@@ -226,13 +225,13 @@ def _of_size(m: int, product: Product, integers: bool) -> Tiles:
         most = 64
     width = subtile_bytes(format, most)
     subtiles = max(1, 64 // max(width, 1))
-    short = width == 16 == (format.block_size or 0) * format.bits // 8
-    short = short and not contract_rows
-    if short and m <= 64:
+    block = (format.block_size or 0) // planes_of(format.bits)
+    short = width == block and width in (8, 16) and not contract_rows
+    if short and width == 16 and m <= 64:
         # Two blocks: Triton would permute narrower subtiles byte by byte.
         width, subtiles = 32, 2
     elif short:  # There are not enough registers for more accumulators.
-        subtiles = 2
+        width, subtiles = 16, 2
     tiles = Tiles(
         m=m,
         rows=64 if contract_rows else 128,
@@ -269,11 +268,14 @@ def _staged(tiles: Tiles, product: Product) -> int:
     """Return an estimate of the bytes of shared memory for pipelined loads."""
     format, contract_rows = product.format, product.contract_rows
     codes = tiles.rows * tiles.step_bytes
-    columns = tiles.step_bytes * 8 // format.bits
+    columns = tiles.step_bytes * planes_of(format.bits)
+    if is_in_two_parts(format.bits):
+        codes *= 2
     x = tiles.m * (tiles.rows if contract_rows else columns) * product.x.dtype.itemsize
     blocks = 1
     if format.block_size is not None and not contract_rows:
-        blocks = max(tiles.bytes * 8 // format.bits // format.block_size, 1)
+        columns_of_subtile = tiles.bytes * planes_of(format.bits)
+        blocks = max(columns_of_subtile // format.block_size, 1)
     if not tiles.scaled:  # One copy per block of a subtile.
         x *= blocks
     scales = 2 * tiles.rows * tiles.subtiles * blocks

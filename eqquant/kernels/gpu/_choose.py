@@ -41,8 +41,6 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     format = product.format
     if not can_decode(format):
         return f"there are no kernels for codes like those of {format.name}"
-    if format.bits not in (1, 2, 3, 4, 8):
-        return f"there are no kernels for GPUs for codes of {format.bits} bits"
     if product.is_int8:
         if reason := _no_integers(product):
             return reason

@@ -19,7 +19,7 @@ def decode(
     """Return the levels of a step in the rows of a warpgroup, and the scale of each."""
     q = lax.dynamic_slice_in_dim(codes, thread * 64, 64)
     planes = jnp.stack(
-        [decoder(q, plane)[0] for plane in range(planes_of(format.bits))], 1
+        [decoder([q], plane)[0] for plane in range(planes_of(format.bits))], 1
     )
     w = jnp.zeros((64, 8, 8), decoder.dtype)
     for i, columns in enumerate(columns_of(format)):

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from ...formats import num_bytes, planes_of
 from .._compute import Compute
 from .._product import Operand, Product
 from . import _mosaic, _triton
@@ -45,20 +46,20 @@ class TensorCoreKernel:
         if isinstance(self.tiles, Pipeline):
             # One cluster computes two tiles, with more steps than stages.
             tiles = dataclasses.replace(self.tiles, cores=self.tiles.cluster)
-            rows, packed = tiles.rows * tiles.cluster + STEP, 512 * format.bits // 8
+            rows, columns = tiles.rows * tiles.cluster + STEP, 512
             out_dtype = "bfloat16" if self.operand == "int8" else self.operand
         else:
             # A split in two covers larger splits.
             tiles = dataclasses.replace(self.tiles, split=min(self.tiles.split, 2))
-            rows, packed = tiles.rows * tiles.split + 8, tiles.step_bytes * tiles.split
-            packed += format.group * format.bits // 8 if format.bits < 8 else 16
+            rows = tiles.rows * tiles.split + 8
+            columns = tiles.step_bytes * tiles.split * planes_of(format.bits)
+            columns += format.group if format.bits < 8 else 16
             out_dtype = "float32"
-        columns = packed * 8 // format.bits
-        blocks = 1
+        blocks, multiple = 1, format.group
         if format.block_size and product.blocks > 1:
-            blocks = -(-columns // format.block_size)
-            columns = blocks * format.block_size
-            packed = columns * format.bits // 8
+            blocks, multiple = -(-columns // format.block_size), format.block_size
+        columns = -(-columns // multiple) * multiple
+        packed = num_bytes(columns, format.bits)
         x = max(tiles.m - 3, 1), rows if product.contract_rows else columns
         sample = dataclasses.replace(
             product,

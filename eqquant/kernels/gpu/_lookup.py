@@ -1,8 +1,9 @@
 """Decode codes to the 16-bit numbers that tensor cores multiply.
 
-int8 codes become the mantissa of a number with a fixed exponent, and the bias is then
-subtracted. The bits of ternary and binary codes become the sign and the highest
-exponent bit. Other codes are looked up in the table of `_table.py`.
+int8 codes, and integers of 3, 5 and 6 bits, become the mantissa of a number with a
+fixed exponent, and the bias is then subtracted. The bits of ternary and binary codes
+become the sign and the highest exponent bit. Other codes are looked up in the table of
+`_table.py`. Before that, `_two_parts.py` joins the parts of codes of 3, 5 and 6 bits.
 
 Each method is inline PTX, with one text per plane. NVIDIA's assembler merges the
 common subexpressions of planes. Interpret mode computes the same numbers in JAX.
@@ -14,15 +15,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
-from ...formats import Format
-from . import _table
+from ...formats import Format, is_in_two_parts
+from . import _table, _two_parts
 from ._levels import table_of
 from ._ptx import decoding, on_bytes
 
 
 def can_decode(format: Format) -> bool:
     """Return whether codes of a format can be decoded to 16-bit numbers."""
+    if format.bits in (3, 5, 6):
+        joins = _two_parts.can_join(format)
+        return joins and (format.bits == 3 or _counts(format))
     return format.bits in (1, 2, 4) or (format.bits == 8 and format.integer_levels)
+
+
+def _counts(format: Format) -> bool:
+    """Return whether the levels of codes in two parts are consecutive integers."""
+    if not (is_in_two_parts(format.bits) and format.integer_levels):
+        return False
+    levels = table_of(format)
+    return bool(np.all(levels == levels[0] + np.arange(len(levels))))
 
 
 # Levels of codes whose highest bit is a sign, by the number of bits.
@@ -40,12 +52,17 @@ def is_signed(format: Format) -> bool:
 
 def in_table(format: Format) -> bool:
     """Return whether codes are looked up in a table."""
-    return format.bits < 8 and not is_signed(format)
+    return format.bits < 8 and not (is_signed(format) or _counts(format))
+
+
+def table_bytes(format: Format) -> int:
+    """Return the bytes of shared memory that the table of a format takes."""
+    return _table.size_of(_table.index_bits(format.bits)) if in_table(format) else 0
 
 
 def decoding_of(format: Format) -> str:
     """Describe how codes are decoded."""
-    if format.bits == 8:
+    if format.bits == 8 or _counts(format):
         return "codes converted"
     return "codes looked up in shared memory" if in_table(format) else "codes as signs"
 
@@ -60,10 +77,15 @@ class Decoder:
         self.bits, self.dtype, self.pairs = format.bits, jnp.dtype(dtype), pairs
         self.interpret, self.scale = interpret, 1.0
         self.looks_up = in_table(format)
+        self.in_two_parts = is_in_two_parts(self.bits)
         self.tables: list[np.ndarray] = []
         if self.bits == 8:
             return
         levels = np.asarray(table_of(format), np.float32)
+        self.lowest = int(levels[0]) if _counts(format) else None
+        if self.lowest is not None:
+            return
+        levels = np.resize(levels, 2 ** _table.index_bits(self.bits))
         if not self.looks_up:
             # A number with only the highest exponent bit set is 2.
             levels, self.scale = levels * 2, 0.5
@@ -76,29 +98,38 @@ class Decoder:
         zero on which the loads of codes must depend."""
         if self.interpret or not self.looks_up:
             return 0
-        return _table.fill(self.tables, self.bits, threads)
+        return _table.fill(self.tables, _table.index_bits(self.bits), threads)
 
     def __call__(
         self,
-        codes: Shaped[Array, "rows bytes"],
+        codes: list[Shaped[Array, "rows bytes"]],
         plane: int,
         scale: Shaped[Array, "rows bytes"] | None = None,
     ) -> list[Shaped[Array, "rows bytes"]]:
         """Return the parts of a plane of a tile, the largest first. A plane with a
-        `scale`, of the dtype `dtype`, has one part, which the scale multiplies."""
+        `scale`, of the dtype `dtype`, has one part, which the scale multiplies.
+
+        `codes` is one array, or three for codes in two parts: the bytes of each part,
+        and the rotations of `_two_parts.py`.
+        """
         assert scale is None or len(self.tables) < 2
         if self.interpret:
             out = self._interpreted(codes, plane)
             return out if scale is None else [out[0] * scale]
-        args = [codes] if scale is None else [codes, scale]
+        args = codes if scale is None else [*codes, scale]
         texts = self.texts(plane, scale is not None)
         return [on_bytes(text, args, self.dtype, self.pairs) for text in texts]
 
     def _interpreted(self, codes, plane: int) -> list:
         if self.bits == 8:
-            return [codes.astype(self.dtype)]
-        index = codes >> jnp.uint8(plane * self.bits)
-        index = index & jnp.uint8(2**self.bits - 1)
+            return [codes[0].astype(self.dtype)]
+        if self.in_two_parts:
+            index = _two_parts.joined(*codes, self.bits, plane)
+        else:
+            index = codes[0] >> jnp.uint8(plane * self.bits)
+            index = index & jnp.uint8(2**self.bits - 1)
+        if self.lowest is not None:
+            return [(index.astype(jnp.int32) + self.lowest).astype(self.dtype)]
         return [_select(table, index) for table in self.tables]
 
     def texts(self, plane: int, scaled: bool = False) -> list[str]:
@@ -109,10 +140,18 @@ class Decoder:
     def _text(self, plane: int, part: int, scaled: bool) -> str:
         if self.bits == 8:
             return integers(self.dtype, self.pairs, scaled)
+        join = ()
+        if self.in_two_parts:
+            # The joined codes are the only plane.
+            join, plane = _two_parts.join(self.bits, plane), 0
+        if self.lowest is not None:
+            return counted(
+                self.dtype, self.bits, self.lowest, join, self.pairs, scaled
+            )
         if not self.looks_up:
             return signed(self.bits, plane, self.pairs, scaled)
         parts = len(self.tables)
-        return _table.looked_up(self.bits, plane, part, parts, self.pairs, scaled)
+        return _table.looked_up(self.bits, plane, part, parts, self.pairs, scaled, join)
 
 
 def _select(table: np.ndarray, index: Shaped[Array, "..."]):
@@ -157,3 +196,31 @@ def integers(dtype, pairs: int = 1, scaled: bool = False) -> str:
             f"fma.rn.bf16x2 ${i}, p, one, q;",
         ]
     return decoding("t, p, q, one", lines, pairs, scaled)
+
+
+@ft.cache
+def counted(
+    dtype,
+    bits: int,
+    lowest: int,
+    join: tuple[str, ...],
+    pairs: int = 1,
+    scaled: bool = False,
+) -> str:
+    """Return PTX that joins codes in two parts to integers from `lowest` on.
+
+    The low byte of 1024 + i in float16, or of 128 + i in bfloat16, is i.
+    """
+    dtype = jnp.dtype(dtype)
+    base = np.array(1024 if dtype == jnp.float16 else 128, dtype)
+    both = lambda number: f"{int(number.view(np.uint16)) * 0x10001:#010x}"
+    lines = [f"mov.u32 c, {both((lowest - base).astype(dtype))};"]
+    lines += [f"mov.u32 one, {both(np.array(1, dtype))};"]
+    add = "fma.rn.f16x2" if dtype == jnp.float16 else "fma.rn.bf16x2"
+    for i, bytes in enumerate(["0x4140", "0x4342"][:pairs]):
+        lines += [
+            f"prmt.b32 t, s, 0, {bytes};",
+            f"lop3.b32 t, t, {(2**bits - 1) * 0x10001:#010x}, {both(base)}, 0xea;",
+            f"{add} ${i}, t, one, c;",
+        ]
+    return decoding("c, t, one", lines, pairs, scaled, join)

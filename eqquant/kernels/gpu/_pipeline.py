@@ -4,10 +4,9 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ...formats import Format
+from ...formats import Format, is_in_two_parts
 from .._product import Product
-from ._lookup import in_table
-from ._table import size_of
+from ._lookup import in_table, table_bytes
 
 
 LINE = 128  # Bytes per row of the activation and step.
@@ -49,6 +48,8 @@ def why_not(product: Product, shared: int) -> str | None:
     `shared` bytes of shared memory.
     """
     format, dtype, blocks = product.format, product.x.dtype, product.blocks
+    if is_in_two_parts(format.bits):
+        return f"it does not decode codes of {format.bits} bits"
     if any(size > 1 for size in product.batch):
         return "it does not multiply stacks"
     if product.out_dtype.itemsize != 2:
@@ -79,8 +80,7 @@ def why_not(product: Product, shared: int) -> str | None:
 def bytes_of(pipeline: Pipeline, format: Format, blocks: int, itemsize: int) -> int:
     """Return the bytes of shared memory, for activations of `itemsize` bytes."""
     step = bytes_of_step(pipeline, format, blocks, itemsize)
-    table = size_of(format.bits) if in_table(format) else 0
-    return pipeline.stages * step + pipeline.m * 128 + table + 4096
+    return pipeline.stages * step + pipeline.m * 128 + table_bytes(format) + 4096
 
 
 def bytes_of_step(

@@ -29,26 +29,45 @@ def run(
 
 def on_bytes(asm: str, args: list[Shaped[Array, "*shape"]], dtype, pairs: int):
     """Decode `pairs` pairs of bytes at a time to 16-bit numbers, by PTX of
-    [`decoding`][]. `args` are the codes and, optionally, their scales in `dtype`.
+    [`decoding`][]. `args` are the bytes of each part of the codes, rotations in int32
+    if there are two parts, and, optionally, scales in `dtype`.
 
     Tensor cores take pairs of numbers, so Triton moves pairs of codes. It would have to
     assemble a register of four. For many rows it moves four codes.
     """
-    results, codes = ["=r"] * pairs, "h" if pairs == 1 else "r"
-    constraints = [*results, codes, *["r"] * pairs * (len(args) - 1)]
+    constraints = ["=r"] * pairs
+    for arg in args:
+        size = 2 * pairs * arg.dtype.itemsize
+        constraints += ["h"] if size == 2 else ["r"] * (size // 4)
     return run(asm, args, dtype, ",".join(constraints), pack=2 * pairs)
 
 
-def decoding(registers: str, lines: list[str], pairs: int, scaled: bool) -> str:
+def decoding(
+    registers: str,
+    lines: list[str],
+    pairs: int,
+    scaled: bool,
+    join: tuple[str, ...] = (),
+) -> str:
     """Return PTX that decodes the codes in `s` by `lines`, to pairs of numbers from
-    `$0` on. If `scaled`, bfloat16 scales follow the codes and multiply the numbers."""
-    named = ", ".join(filter(None, ["s", registers, "z" if scaled else ""]))
-    load = "cvt.u32.u16 s, $1;" if pairs == 1 else f"mov.b32 s, ${pairs};"
-    lines = [load, *lines]
+    `$0` on. If `scaled`, bfloat16 scales follow the codes and multiply the numbers.
+
+    Codes in two parts have another operand with high parts, and one rotation for each
+    code. `join` are lines that move the high parts in `h` by the rotation `n` into `s`.
+    """
+    load = "cvt.u32.u16" if pairs == 1 else "mov.b32"
+    loads, scales = [f"{load} s, ${pairs};"], pairs + 1
+    if join:
+        # The codes of a register share a rotation.
+        loads += [f"{load} h, ${pairs + 1};", f"mov.u32 n, ${pairs + 2};", *join]
+        scales += 1 + 2 * pairs
+    named = ["s", registers, "h, n" if join else "", "z" if scaled else ""]
+    named = ", ".join(filter(None, named))
+    lines = [*loads, *lines]
     if scaled:
         lines.append("mov.u32 z, 0x80008000;")  # -0, the neutral addend of a product.
     for i in range(pairs if scaled else 0):
-        lines.append(f"fma.rn.bf16x2 ${i}, ${i}, ${pairs + 1 + i}, z;")
+        lines.append(f"fma.rn.bf16x2 ${i}, ${i}, ${scales + i}, z;")
     return block(named, lines)
 
 

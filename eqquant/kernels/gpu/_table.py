@@ -25,6 +25,12 @@ _entry = 128  # Bytes: one word per bank.
 _block = 16 * _entry  # Bytes that all threads fill at once.
 
 
+def index_bits(bits: int) -> int:
+    """Return the bits of a code in the index. Codes of 3 bits use a table of 4 bits,
+    in which 16 consecutive entries have the same second code."""
+    return 4 if bits == 3 else bits
+
+
 def size_of(bits: int) -> int:
     """Return the bytes of a table."""
     return max(_entry * 4**bits, _block)
@@ -96,16 +102,23 @@ def filling(changes: tuple[tuple[int, ...], ...], each: int) -> str:
 
 @ft.cache
 def looked_up(
-    bits: int, plane: int, part: int, parts: int, pairs: int = 1, scaled: bool = False
+    bits: int,
+    plane: int,
+    part: int,
+    parts: int,
+    pairs: int = 1,
+    scaled: bool = False,
+    join: tuple[str, ...] = (),
 ) -> str:
     """Return PTX that looks up a plane of `pairs` pairs of bytes in table `part` of
     `parts`."""
     mask = 0x01010101 * (2**bits - 1)
+    shift, bits = plane * bits, index_bits(bits)
     lines = [
         "mov.u32 l, %laneid;",
         f"and.b32 l, l, {32 // parts - 1};",
         f"shl.b32 l, l, {1 + parts};",
-        f"shr.u32 s, s, {plane * bits};",
+        f"shr.u32 s, s, {shift};",
         f"and.b32 s, s, {mask:#010x};",
         # Codes are eight bits apart. Move one to bit 7 and the other next to it.
         f"mul.lo.u32 s, s, {1 << 7 | 1 << (bits - 1):#x};",
@@ -118,4 +131,4 @@ def looked_up(
             "add.u32 a, a, t;",
             f"ld.shared.b32 ${i}, [a+{4 * part}];",
         ]
-    return _ptx.decoding("t, a, l", lines, pairs, scaled)
+    return _ptx.decoding("t, a, l", lines, pairs, scaled, join)

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int8, Int32, Shaped
 
+from ...formats import is_in_two_parts
 from .._product import Product
-from ._triton_plan import subtile_bytes as subtile_bytes, Tiles as Tiles, TritonPlan
+from ._triton_plan import (
+    row_bytes as row_bytes,
+    subtile_bytes as subtile_bytes,
+    Tiles as Tiles,
+    TritonPlan,
+)
+from ._two_parts import rotations
 
 
 def dot(
@@ -50,6 +57,8 @@ def dot(
 
     others = () if x_unit is None else (x_unit.astype(jnp.float32),)
     others = others if index is None else (*others, index)
+    if is_in_two_parts(product.format.bits):
+        others = (*others, jnp.asarray(rotations(product.format, tiles.bytes)))
     stacked = index is not None, stacked_scales
     out = pl.pallas_call(
         ft.partial(_triton_kernel.kernel, plan, stacked),

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ...formats import is_in_two_parts
 from ._ptx import multiply_add
 from ._triton_plan import iota, TritonPlan
 
@@ -38,6 +39,7 @@ class _Program:
     - `start`: the first row of the weight, or byte of a row, of its tile.
     - `m`: the rows of the activation in its tile.
     - `ready`: a zero that depends on the lookup table.
+    - `rotations`: the rotations of `_two_parts.py`, if codes have two parts.
     """
 
     x: Any
@@ -51,14 +53,20 @@ class _Program:
     start: Any
     m: Any
     ready: Any
+    rotations: list
 
 
 def kernel(
     plan: TritonPlan, stacked: tuple[bool, bool], x, codes, scales, *refs
 ) -> None:
-    """Compute a tile. `stacked` is whether codes and scales are stacks, in which the
-    last operand has the positions of matrices."""
+    """Compute a tile. `stacked` is whether codes and scales are stacks, in which an
+    operand has the positions of matrices. The last operand has the rotations of codes
+    in two parts."""
     *x_scales, out = refs
+    rotations = []
+    if is_in_two_parts(plan.product.format.bits):
+        *x_scales, rotation = x_scales
+        rotations = [rotation]
     tile, part, index = (pl.program_id(i) for i in range(3))
     start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
     start = lax.div(tile, jnp.int32(plan.num_m)) * plan.tile_size
@@ -72,7 +80,18 @@ def kernel(
         position = positions[index]
     of_codes, of_scales = (position if is_stack else index for is_stack in stacked)
     program = _Program(
-        x, codes, scales, out, part, index, of_codes, of_scales, start, m, ready
+        x,
+        codes,
+        scales,
+        out,
+        part,
+        index,
+        of_codes,
+        of_scales,
+        start,
+        m,
+        ready,
+        rotations,
     )
     if plan.product.contract_rows:
         _contract_rows(plan, program)
@@ -118,9 +137,10 @@ def _columns_step(plan: TritonPlan, program: _Program, i, total):
             if plan.subtile_blocks > 1:
                 shape = *weight_scale.shape, plan.block_bytes
                 weight_scale = lax.broadcast_in_dim(weight_scale, shape, (0, 1))
-                weight_scale = weight_scale.reshape(codes.shape)
+                weight_scale = weight_scale.reshape(codes[0].shape)
             else:
-                weight_scale = lax.broadcast_in_dim(weight_scale, codes.shape, (0,))
+                shape = codes[0].shape
+                weight_scale = lax.broadcast_in_dim(weight_scale, shape, (0,))
         # A product that is scaled needs accumulators of its own.
         separate = plan.blocked and weight_scale is None
         products: list = [None if separate else total for _ in scales]
@@ -234,8 +254,9 @@ def _load_scale(ref, index, row, rows: int):
     return plgpu.load(ref.at[index, row, jnp.zeros_like(row)])
 
 
-def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, list]:
-    """Load the codes of a subtile and the scales of each of its blocks.
+def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[list, list]:
+    """Load the codes of a subtile, as [`Decoder`][] accepts them, and the scales of
+    each of its blocks.
 
     Out-of-bounds rows repeat the last row, and out-of-bounds bytes are zero. The mask
     is the same for adjacent bytes, so that one load can read several.
@@ -244,11 +265,17 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
     product = plan.product
     if product.rows % plan.tiles.rows or not plan.whole:
         row = jnp.minimum(row, product.rows - 1)
-    r, c = _grid(row, byte + iota(plan.tiles.bytes))
+    r, i = _grid(row, byte + iota(plan.tiles.bytes))
     mask = None
-    if product.packed % plan.tiles.step_bytes or not plan.whole:
-        mask = c < product.packed
-    codes = _load(program.codes, program.codes_index, r, c, mask)
+    if plan.row_bytes % plan.tiles.step_bytes or not plan.whole:
+        mask = i < plan.row_bytes
+    codes = []
+    for column in plan.codes_of(byte):
+        column = lax.broadcast_in_dim(column, r.shape, (1,))
+        codes.append(_load(program.codes, program.codes_index, r, column, mask))
+    for rotations in program.rotations:
+        rotation = plgpu.load(rotations.at[plan.rotations_at(byte)])
+        codes.append(lax.broadcast_in_dim(rotation, r.shape, (1,)))
     if not plan.blocked:
         return codes, [None]
     scales = []
@@ -266,9 +293,9 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[Any, 
     return codes, scales
 
 
-def _decode(plan: TritonPlan, codes, plane: int, scale=None) -> list:
+def _decode(plan: TritonPlan, codes: list, plane: int, scale=None) -> list:
     """Return the operands whose sum is a plane of the weight."""
-    return [codes] if plan.decoder is None else plan.decoder(codes, plane, scale)
+    return codes if plan.decoder is None else plan.decoder(codes, plane, scale)
 
 
 def _split(plan: TritonPlan, x) -> list:

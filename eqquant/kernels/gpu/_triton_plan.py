@@ -10,9 +10,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from ...formats import Format, planes_of
+from ...formats import Format, is_in_two_parts, num_bytes, planes_of
 from .._product import Product
 from ._lookup import Decoder
+from ._two_parts import high_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Tiles:
     - `m`: rows of the activation in a tile.
     - `rows`: rows of the weight in a subtile.
     - `bytes`: bytes of a row in a subtile: a part of a block or, for `x @ w.T`, one or
-        several whole blocks.
+        several whole blocks. The high part of codes in two parts does not count.
     - `subtiles`: subtiles of a step, along a row.
     - `split`: programs that share a sum (split-K).
     - `warps`: warps of a program.
@@ -51,7 +52,7 @@ def subtile_bytes(format: Format, most: int) -> int:
     two, at most `most`. Tensor cores need at least 16."""
     if format.block_size is None:
         return most
-    width = format.block_size * format.bits // 8
+    width = format.block_size // planes_of(format.bits)
     return math.gcd(width, most)
 
 
@@ -101,9 +102,14 @@ class TritonPlan:
         return 1.0 if self.decoder is None else self.decoder.scale
 
     @property
+    def row_bytes(self) -> int:
+        """Bytes of a row. The high part of codes in two parts does not count."""
+        return row_bytes(self.product)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of a block, if there are several."""
-        return self.product.packed // self.product.blocks
+        return self.row_bytes // self.product.blocks
 
     @property
     def subtile_blocks(self) -> int:
@@ -121,7 +127,7 @@ class TritonPlan:
         """The size of the contracted axis of the codes, and of a step along it."""
         if self.product.contract_rows:
             return self.product.rows, self.tiles.rows
-        return self.product.packed, self.tiles.step_bytes
+        return self.row_bytes, self.tiles.step_bytes
 
     @property
     def steps(self) -> int:
@@ -143,7 +149,7 @@ class TritonPlan:
     @property
     def grid(self) -> tuple[int, int, int]:
         product = self.product
-        size = product.packed if product.contract_rows else product.rows
+        size = self.row_bytes if product.contract_rows else product.rows
         tiles = self.num_m * pl.cdiv(size, self.tile_size)
         return tiles, self.tiles.split, self.batch
 
@@ -154,12 +160,44 @@ class TritonPlan:
         run = stride // self.planes
         if self.planes == 1:
             run = stride = self.tiles.bytes
+        group, within = self._in_groups(start, run)
+        return group * stride + plane * run + within
+
+    def codes_of(self, start) -> list[Int[Array, " bytes"]]:
+        """Return the positions of the bytes of a subtile in a row of codes, for each
+        part of the codes."""
+        format = self.product.format
+        if not is_in_two_parts(format.bits):
+            return [start + iota(self.tiles.bytes)]
+        run, high = format.group // self.planes, high_bytes(format)
+        group, within = self._in_groups(start, run)
+        first = group * num_bytes(format.group, format.bits)
+        # This equals the remainder of `within`, but shows Triton which are adjacent.
+        in_high = lax.rem(start + iota(self.tiles.bytes), jnp.int32(high))
+        return [first + within, first + run + in_high]
+
+    def rotations_at(self, start) -> Int[Array, " bytes"]:
+        """Return the positions of the rotations of a subtile in `_two_parts.rotations`."""
+        run = self.product.format.group // self.planes
         i = iota(self.tiles.bytes)
-        within = start % run if run > self.tiles.bytes else 0
-        first = lax.div(start, jnp.int32(run)) * stride + within + plane * run
-        if run >= self.tiles.bytes:
-            return first + i
-        return first + lax.div(i, jnp.int32(run)) * stride + lax.rem(i, jnp.int32(run))
+        return lax.rem(start, jnp.int32(run)) + i if run > self.tiles.bytes else i
+
+    def _in_groups(self, start, run: int) -> tuple[Any, Int[Array, " bytes"]]:
+        """Return the group of each byte of a subtile, and the position in its group.
+        Groups have `run` bytes."""
+        i, size = iota(self.tiles.bytes), jnp.int32(run)
+        group = lax.div(start, size)
+        if run > self.tiles.bytes:
+            return group, lax.rem(start, size) + i
+        if run == self.tiles.bytes:
+            return group, i
+        return group + lax.div(i, size), lax.rem(i, size)
+
+
+def row_bytes(product: Product) -> int:
+    """Return the bytes of a row of the weight, without the high part of codes in two
+    parts."""
+    return product.columns // planes_of(product.format.bits)
 
 
 def iota(size: int) -> Int[Array, " size"]:
