@@ -39,6 +39,7 @@ from _environments import CACHE, install, last_line, run
 from _rotation import rotation, sizes_for, summary
 from _tables import add_output_options, format_row, output, print_head
 from _timing import interleaved, machine
+from eqquant.formats import Int5, Int6
 from jax import lax
 
 
@@ -49,6 +50,16 @@ FORMATS = {
     "ternary": {"format": "ternary"},
     "binary": {"format": "binary"},
     "w8a8": {"format": "int8", "activations": "int8"},
+}
+# These are timed on request.
+DEFAULT = list(FORMATS)
+FORMATS |= {
+    "int4": {"format": "int4"},
+    "int3": {"format": "int3"},
+    "int5": {"format": Int5()},
+    "int6": {"format": Int6()},
+    "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
+    "q6_k": {"format": Int6(block_size=16, double_quantization="k")},
 }
 HEAD = "K x N", "M", "format", "variant", "us (best)", "GB/s", "vs dense", "error"
 WIDTHS = 12, 5, 8, 26, 20, 7, 8, 8
@@ -168,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--m", type=int, nargs="+", default=[1, 16, 64, 2048], help="rows of x"
     )
-    parser.add_argument("--formats", nargs="+", default=list(FORMATS), choices=FORMATS)
+    parser.add_argument("--formats", nargs="+", default=DEFAULT, choices=FORMATS)
     parser.add_argument(
         "--gigabytes", type=float, default=4, help="size of the weights in rotation"
     )

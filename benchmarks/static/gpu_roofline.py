@@ -70,8 +70,8 @@ FORMATS = {
     "binary": {"format": "binary"},
     "int4": {"format": "int4"},
     "int3": {"format": "int3"},
-    "int5": {"format": "int5"},
-    "int6": {"format": "int6"},
+    "int5": {"format": Int5()},
+    "int6": {"format": Int6()},
     "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
     "q6_k": {"format": Int6(block_size=16, double_quantization="k")},
 }

@@ -6,10 +6,10 @@ import re
 import eqquant
 import jax
 import pytest
-from eqquant import Binary, Int4, Int8, MXFP4, NF4, Ternary
+from eqquant import Binary, Int3, Int4, Int8, MXFP4, NF3, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.formats import planes_of
+from eqquant.formats import float_scales, Int5, Int6, planes_of
 from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose
 from eqquant.kernels.gpu._lookup import table_bytes
@@ -21,7 +21,17 @@ sass = load_benchmark("_gpu_sass")
 TRITON = Compute(gpu=GPUKernel("triton"))
 W8A8 = Compute(activations="int8")
 W8A8_TRITON = Compute(activations="int8", gpu=GPUKernel("triton"))
+Q5_K = Int5(affine=True, double_quantization="k", unsigned=True)
+Q6_K = Int6(block_size=16, double_quantization="k")
 MORE = [
+    (Int5(), 16, False, "bfloat16", "a100", 9.7),
+    (Q6_K, 16, False, "bfloat16", "a100", 10.5),
+    (Int6(), 16, False, "bfloat16", "a100", 7.4),
+    (Int5(), 64, False, "bfloat16", "h100", 6.4),
+    (Q6_K, 128, False, "bfloat16", "h100", 9.1),
+    (Int6(), 16, True, "bfloat16", "h100", 9.3),
+    (Int5(), 16, False, "float32", "h100", 10.0),
+    (NF3(), 1, False, "bfloat16", "h100", 5.8),
     (Int8(), 1, False, "bfloat16", "a100", 6.3),
     (Int8(), 16, True, "bfloat16", "h100", 7.3),
     (Ternary(), 16, False, "float16", "a100", 5.0),
@@ -58,6 +68,9 @@ MORE = [
         (NF4(), 16, False, "bfloat16", "a100", 5.5),
         (Int4(), 1, False, "bfloat16", "h200", 5.7),
         (Int8(), 1, False, "bfloat16", "h100", 4.7),
+        (Q5_K, 16, False, "bfloat16", "h200", 6.4),
+        (Q6_K, 1, False, "bfloat16", "h100", 6.7),
+        (Int3(), 16, False, "bfloat16", "h100", 5.0),
         (Ternary(), 16, False, "bfloat16", "h100", 2.0),
         (Binary(), 1, False, "bfloat16", "h100", 1.8),
         (NF4(), 16, True, "bfloat16", "a100", 7.6),
@@ -92,8 +105,9 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     assert kernel.shared == table and table + dynamic < gpus[chip].shared - 1024
     # Below 48 KiB, some versions of JAX do not request more shared memory.
     assert not table or dynamic > 49152 or table + dynamic <= 49152
-    matmul = Matmul(format, contract_rows, compute, q.dtype, dtype)
-    product = matmul.of(x, q.codes, q.scales)
+    centred = format.centred[0] if format.has_offsets else format
+    matmul = Matmul(centred, contract_rows, compute, q.dtype, dtype)
+    product = matmul.of(x, q.codes, jax.eval_shape(float_scales, q.scales))
     tiles = _choose.kernel_on(_chips.known(gpus[chip].name), product).tiles
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps

@@ -7,8 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, Int3, Int4, Int8, NF3, NF4, Ternary
-from eqquant.formats import Codebook, Int5, Int6, is_in_two_parts, pack, planes_of
-from eqquant.formats import unpack_planes
+from eqquant.formats import (
+    Codebook,
+    Int5,
+    Int6,
+    is_in_two_parts,
+    pack,
+    planes_of,
+    unpack_planes,
+)
 from eqquant.kernels.gpu import _lookup, _ptx, _table, _two_parts
 
 

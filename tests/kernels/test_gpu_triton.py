@@ -394,6 +394,19 @@ def test_a_correct_kernel_is_used(on, monkeypatch):
     assert _check._failure_of.cache_info().misses == before  # Cached.
 
 
+@pairs(
+    "format, dtype, rows",
+    [Int3(), Int5(), Int6(block_size=64), Int5(block_size=None)],
+    ["float32", "bfloat16"],
+    [False, True],
+)
+def test_the_check_passes_for_codes_in_two_parts(format, dtype, rows, on):
+    on(H100, "9.0")
+    how = explained(format=format, dtype=dtype, rows=rows)
+    assert "Triton kernel for sm_90" in how
+    assert _check._failure_of.cache_info().misses == 1
+
+
 def raises(*_, **__):
     raise NotImplementedError("no such instruction")
 

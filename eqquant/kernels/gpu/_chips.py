@@ -231,7 +231,7 @@ def _of_size(m: int, product: Product, integers: bool) -> Tiles:
         # Two blocks: Triton would permute narrower subtiles byte by byte.
         width, subtiles = 32, 2
     elif short:  # There are not enough registers for more accumulators.
-        width, subtiles = 16, 2
+        width, subtiles = 16, 1 if width == 8 and m == 128 else 2
     tiles = Tiles(
         m=m,
         rows=64 if contract_rows else 128,

@@ -24,8 +24,8 @@ from ._ptx import decoding, on_bytes
 def can_decode(format: Format) -> bool:
     """Return whether codes of a format can be decoded to 16-bit numbers."""
     if format.bits in (3, 5, 6):
-        joins = _two_parts.can_join(format)
-        return joins and (format.bits == 3 or _counts(format))
+        # There is no table of five bits: two codes would have 2**10 entries.
+        return _two_parts.can_join(format) and (format.bits == 3 or _counts(format))
     return format.bits in (1, 2, 4) or (format.bits == 8 and format.integer_levels)
 
 
@@ -79,12 +79,11 @@ class Decoder:
         self.looks_up = in_table(format)
         self.in_two_parts = is_in_two_parts(self.bits)
         self.tables: list[np.ndarray] = []
-        if self.bits == 8:
+        # The level of the first code, if codes in two parts are integers.
+        self.lowest = int(table_of(format)[0]) if _counts(format) else None
+        if self.bits == 8 or self.lowest is not None:
             return
         levels = np.asarray(table_of(format), np.float32)
-        self.lowest = int(levels[0]) if _counts(format) else None
-        if self.lowest is not None:
-            return
         levels = np.resize(levels, 2 ** _table.index_bits(self.bits))
         if not self.looks_up:
             # A number with only the highest exponent bit set is 2.
@@ -124,7 +123,8 @@ class Decoder:
         if self.bits == 8:
             return [codes[0].astype(self.dtype)]
         if self.in_two_parts:
-            index = _two_parts.joined(*codes, self.bits, plane)
+            low, high, rotation = codes
+            index = _two_parts.joined(low, high, rotation, self.bits, plane)
         else:
             index = codes[0] >> jnp.uint8(plane * self.bits)
             index = index & jnp.uint8(2**self.bits - 1)
@@ -145,9 +145,7 @@ class Decoder:
             # The joined codes are the only plane.
             join, plane = _two_parts.join(self.bits, plane), 0
         if self.lowest is not None:
-            return counted(
-                self.dtype, self.bits, self.lowest, join, self.pairs, scaled
-            )
+            return counted(self.dtype, self.bits, self.lowest, join, self.pairs, scaled)
         if not self.looks_up:
             return signed(self.bits, plane, self.pairs, scaled)
         parts = len(self.tables)

@@ -115,7 +115,10 @@ _DOTS = {"reduce": _reduce.dot, "fused": _fused.dot, "tiles": _tiles.dot}
 _OPERANDS = "activations and weights to the dtype of the operands"
 KERNELS = (
     PortableKernel(
-        "reduce", "up to 4 rows in `x @ w.T`, except for 3 bits", "nothing", "6e-7"
+        "reduce",
+        "up to 4 rows in `x @ w.T`, except for 3, 5 and 6 bits",
+        "nothing",
+        "6e-7",
     ),
     PortableKernel(
         "fused", "INT8 codes with one scale per row", _OPERANDS, "6e-7 to 3e-3"

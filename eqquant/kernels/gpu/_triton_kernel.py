@@ -63,10 +63,8 @@ def kernel(
     operand has the positions of matrices. The last operand has the rotations of codes
     in two parts."""
     *x_scales, out = refs
-    rotations = []
-    if is_in_two_parts(plan.product.format.bits):
-        *x_scales, rotation = x_scales
-        rotations = [rotation]
+    in_two_parts = is_in_two_parts(plan.product.format.bits)
+    rotations = [x_scales.pop()] if in_two_parts else []
     tile, part, index = (pl.program_id(i) for i in range(3))
     start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
     start = lax.div(tile, jnp.int32(plan.num_m)) * plan.tile_size

@@ -172,12 +172,12 @@ class TritonPlan:
         run, high = format.group // self.planes, high_bytes(format)
         group, within = self._in_groups(start, run)
         first = group * num_bytes(format.group, format.bits)
-        # This equals the remainder of `within`, but shows Triton which are adjacent.
+        # This equals the remainder of `within`, but Triton finds adjacent bytes.
         in_high = lax.rem(start + iota(self.tiles.bytes), jnp.int32(high))
         return [first + within, first + run + in_high]
 
     def rotations_at(self, start) -> Int[Array, " bytes"]:
-        """Return the positions of the rotations of a subtile in `_two_parts.rotations`."""
+        """Return the positions of a subtile in `_two_parts.rotations`."""
         run = self.product.format.group // self.planes
         i = iota(self.tiles.bytes)
         return lax.rem(start, jnp.int32(run)) + i if run > self.tiles.bytes else i
