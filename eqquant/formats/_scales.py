@@ -114,8 +114,9 @@ def power_of_two(exponents: UInt8[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jnp.where(exponents == 255, jnp.nan, powers)
 
 
-def float_scales(scales) -> Float[Array, "*lead blocks"]:
-    return scales.astype(scales.dtype)
+def float_scales(scales, dtype=None) -> Float[Array, "*lead blocks"]:
+    """Return scales as an array of a dtype, or of their own dtype."""
+    return scales.astype(dtype or scales.dtype)
 
 
 def scales_and_offsets(parts: Any, format: Any) -> tuple[Any, Any]:

@@ -256,6 +256,10 @@ class Kernel(abc.ABC):
         """Round the activation, whose rows are split over the mesh axes `over`."""
         return round_int8(x, over)
 
+    def scale_dtype(self, product: Product) -> np.dtype:
+        """Return the dtype to which scales of two levels are decoded for `lower`."""
+        return product.scales.dtype
+
     # True if `lower` accepts scales as they are stored, rather than decoded.
     reads_short_scales: ClassVar[bool] = False
     # True if `lower` accepts the keyword argument `view`, and reads codes and scales in

@@ -106,7 +106,9 @@ def dot_by(tiers: Tiers) -> Callable:
         if matmul.compute.activations == "int8" and not rounded:
             x, x_unit = kernel.round_int8(x, over)
         if not kernel.reads_short_scales:
-            scales = float_scales(scales)
+            short = isinstance(scales, ShortScales)
+            dtype = kernel.scale_dtype(product) if short else scales.dtype
+            scales = float_scales(scales, dtype)
         added: dict[str, Any] = {} if offsets is None else {"offsets": offsets}
         if view is not None and not kernel.reads_views:
             codes, view = view.take(codes), None

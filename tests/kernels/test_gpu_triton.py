@@ -331,6 +331,26 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "because EQQUANT_GPU=xla" in explained()
 
 
+@pytest.mark.parametrize(
+    "chip, dtype, expected",
+    [
+        (H100, "bfloat16", "bfloat16"),
+        (H100, "float32", "float32"),
+        ("NVIDIA A100-SXM4-80GB", "bfloat16", "float32"),
+    ],
+)
+def test_scales_that_multiply_the_weight_are_decoded_to_its_dtype(
+    chip, dtype, expected, on
+):
+    on(chip)
+    q = eqquant.quantize(jnp.ones((64, 256), dtype), Int6(16, double_quantization="k"))
+    product = Matmul(q.format, weight_dtype=q.dtype, out_dtype=dtype).of(
+        jnp.ones((8, 256), dtype), q.codes, q.scales
+    )
+    kernel = choose(gpu.KERNELS, product)
+    assert kernel.name == "Triton" and kernel.scale_dtype(product) == expected
+
+
 def test_arrays_that_exceed_32_bit_indices_use_xla(on):
     shapes = ((8, 2**16), "float32"), ((2**16, 2**15), "uint8"), ((2**16, 2**10), "f4")
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]

@@ -9,6 +9,8 @@ other products, and exported ones, in the ways of `PORTABLE`.
 import dataclasses
 from typing import Literal
 
+import jax.numpy as jnp
+
 from .._int8 import rounding
 from .._product import Kernel, Product
 from ._chips import matrix_units
@@ -47,6 +49,14 @@ class PallasKernel(Kernel):
         flat = [a.reshape(-1, *a.shape[-2:]) for a in arrays]
         out = _chosen(product).dot(product, *flat, interpret=interpret, **stacks)
         return out.reshape(*x.shape[:-1], out.shape[-1])
+
+    def scale_dtype(self, product):
+        """Return the dtype of the operands, if scales multiply the weight in it. The
+        kernel that decodes the scales then writes half of the bytes."""
+        kernel = _chosen(product)
+        if kernel.scales_weights:
+            return jnp.dtype(kernel.operand)
+        return super().scale_dtype(product)
 
     def describe(self, product):
         kernel = _chosen(product)
