@@ -30,6 +30,8 @@ MORE = [
     (Int5(), 64, False, "bfloat16", "h100", 6.4),
     (Q6_K, 128, False, "bfloat16", "h100", 9.1),
     (Int6(), 16, True, "bfloat16", "h100", 9.3),
+    (Int5(), 1, True, "bfloat16", "h100", 8.1),
+    (Int3(), 16, True, "float32", "h100", 8.0),
     (Int5(), 16, False, "float32", "h100", 10.0),
     (NF3(), 1, False, "bfloat16", "h100", 5.8),
     (Int8(), 1, False, "bfloat16", "a100", 6.3),

@@ -240,6 +240,13 @@ def _of_size(m: int, product: Product, integers: bool) -> Tiles:
         warps=8 if (m == 128 and not integers) or (m == 64 and short) else 4,
         stages=5 if m == 128 and short else 3,
     )
+    shared = in_table(format) or planes_of(format.bits) > 4
+    if contract_rows and width == m == 16 and not shared:
+        # Other warps would decode the same narrow subtile again. Tables and eight
+        # planes need the shared memory or the registers of several warps.
+        tiles = dataclasses.replace(
+            tiles, subtiles=4 // planes_of(format.bits), warps=1
+        )
     if in_table(format) and m <= 32 and not contract_rows:
         # Above 48 KiB, every launcher requests the maximum of shared memory. XLA's
         # always does. JAX's launcher ignores the static memory of the table.
