@@ -159,8 +159,12 @@ def test_formats_use_no_primitives(file):
         assert not (isinstance(name, str) and name.endswith("_p")), name
 
 
-# The hook of arrays, and the rule of the primitive of JAX.
-USES_MESHES = {"arrays/_partition.py", "dispatch/control/_shard_map.py"}
+# The hooks of arrays, and the rule of the primitive of JAX.
+USES_MESHES = {
+    "arrays/_boundary.py",
+    "arrays/_partition.py",
+    "dispatch/control/_shard_map.py",
+}
 MESHES = r"plan|mesh|partition_?spec|(spec|names|parts)_of|manual_axes|\bshard_map"
 
 

@@ -7,6 +7,7 @@ and `_jax`.
 """
 
 from ._axes import Axes, Cut, Gather, Operation, Role
+from ._boundary import Boundary, PassedArray
 from ._cached import CachedArray
 from ._contraction import Contraction
 from ._hadamard import hadamard, hadamard_block, rotated

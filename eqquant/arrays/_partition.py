@@ -51,18 +51,18 @@ class Partitioned(eqx.Module):
         """Return a tree of the same structure with a `PartitionSpec` for each part,
         which split the parts over the mesh as `spec` splits the array. Return
         `NotImplemented` if the parts cannot be split like this."""
-        can = lambda x, axis, names: x.can_split(axis, parts_of(mesh, names))
-        return self._specs(spec, can)
+        return self._specs(spec, mesh, lambda x, axis, n: x.can_split(axis, n))
 
     def join_specs(self: Any, spec: PartitionSpec, mesh) -> Any:
         """As [`split_specs`][], if this array is the part on one device."""
-        can = lambda x, axis, names: parts_of(mesh, names) == 1 or x.can_join(axis)
-        return self._specs(spec, can)
+        return self._specs(spec, mesh, lambda x, axis, n: n == 1 or x.can_join(axis))
 
-    def _specs(self: Any, spec: PartitionSpec, can: Callable) -> Any:
-        """Return the specs of the parts if `can(array, axis, names)` for each axis."""
+    def _specs(self: Any, spec: PartitionSpec, mesh, can: Callable) -> Any:
+        """Return the specs of the parts if `can(array, axis, count)` for each axis and
+        the number of its parts."""
         entries = [*spec, *[None] * (self.ndim - len(spec))]
-        if not all(can(self, i, names) for i, names in enumerate(entries)):
+        counts = [parts_of(mesh, names) for names in entries]
+        if not all(can(self, i, n) for i, n in enumerate(counts)):
             return NotImplemented
         axes, specs = self.axes_of_parts(self.ndim, self.groups), []
         entry_of = lambda axis: entries[axis] if isinstance(axis, int) else None
@@ -79,7 +79,7 @@ class Partitioned(eqx.Module):
                 on_part = spec
                 if ... not in axes[field.name]:
                     on_part = PartitionSpec(*map(entry_of, axes[field.name]))
-                part = part._specs(on_part, can)
+                part = part._specs(on_part, mesh, can)
                 if part is NotImplemented:
                     return NotImplemented
                 specs += jax.tree.leaves(part)

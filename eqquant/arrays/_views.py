@@ -25,14 +25,17 @@ from ..partition import merge, split_by_type
 from ._axes import DynamicSlice, Operation, Reshape, Slice, Squeeze
 
 
-class _Note(eqx.Module):
+class Note(eqx.Module):
     """Where an array was sliced from. With `keeps_axis`, the array still has the axis
     of the stack, of size 1, after the axes of the index. `origin` identifies the stack
-    of a loop, for [`without_views`][]."""
+    of a loop, for [`without_views`][], or an operand of a `shard_map`."""
 
     view: View
     keeps_axis: bool = eqx.field(static=True, default=False)
     origin: Any = eqx.field(static=True, default=None)
+
+    def with_origin(self, origin: Any) -> "Note":
+        return Note(self.view, self.keeps_axis, origin)
 
 
 class Viewable(eqx.Module):
@@ -54,17 +57,17 @@ class Viewable(eqx.Module):
     @property
     def stack_view(self) -> View | None:
         """The stack of the codes and scales, or None."""
-        note = self._note
+        note = self.note
         return None if note is None or note.keeps_axis else note.view
 
     @property
-    def _note(self) -> _Note | None:
+    def note(self) -> Note | None:
         return getattr(self, "_slot", None)
 
     def __getstate__(self):
         return self.__dict__  # Copies and pickles drop the note.
 
-    def _with_note(self: Any, note: _Note | None) -> Any:
+    def with_note(self: Any, note: Note | None) -> Any:
         """Return a copy with another note."""
         new = self.with_static()
         object.__setattr__(new, "_slot", note)
@@ -79,17 +82,17 @@ class Viewable(eqx.Module):
         is_one = out.shape == (1, *self.shape[1:]) and self.shape[0] > 1
         if isinstance(operation, Slice | DynamicSlice) and is_one:
             return noted(out, self, operation.start[0], keeps_axis=True)
-        note = self._note
+        note = self.note
         if note is None:
             return out
         before, after = map(jax.tree.leaves, (self, out))
         if all(a is b for a, b in zip(before, after, strict=True)):
-            return out._with_note(note)
+            return out.with_note(note)
         n = note.view.index.ndim
         with_axis = (*out.shape[:n], 1, *out.shape[n:])
         drops_axis = note.keeps_axis and self.shape == with_axis
         if drops_axis and isinstance(operation, Squeeze | Reshape):
-            return out._with_note(_Note(note.view))
+            return out.with_note(Note(note.view))
         return out
 
 
@@ -118,7 +121,7 @@ def noted(
         join = lambda a: merge(a, [2, *[1] * (a.ndim - 2)])
         stacks = outer.codes, outer.scales, outer.offsets
         codes, *numbers = jax.tree.map(join, stacks)
-    return part._with_note(_Note(View(place, codes, *numbers), keeps_axis, origin))
+    return part.with_note(Note(View(place, codes, *numbers), keeps_axis, origin))
 
 
 def as_views(
@@ -137,13 +140,11 @@ def as_views(
 
     def note(part, stack):
         origin = None if loop is None else (loop, next(count))
-        return (
-            noted(part, stack, index, keeps_axis, origin)
-            if _is_viewable(part)
-            else part
-        )
+        if not is_viewable(part):
+            return part
+        return noted(part, stack, index, keeps_axis, origin)
 
-    return jax.tree.map(note, parts, stacks, is_leaf=_is_viewable)
+    return jax.tree.map(note, parts, stacks, is_leaf=is_viewable)
 
 
 def without_views(tree: Any, loop: Any) -> tuple[Any, Any]:
@@ -152,11 +153,11 @@ def without_views(tree: Any, loop: Any) -> tuple[Any, Any]:
     """
 
     def origin_of(x):
-        note = x._note if _is_viewable(x) else None
+        note = x.note if is_viewable(x) else None
         origin = None if note is None else note.origin
         return origin if origin is not None and origin[0] is loop else None
 
-    leaves, tree_of = jax.tree.flatten(tree, is_leaf=_is_viewable)
+    leaves, tree_of = jax.tree.flatten(tree, is_leaf=is_viewable)
     origins = [origin_of(x) for x in leaves]
     removed = [
         None
@@ -175,7 +176,7 @@ def without_views(tree: Any, loop: Any) -> tuple[Any, Any]:
 def with_stacks(kept: list, removed: Any, stacks: Any) -> Any:
     """Invert [`without_views`][] after the loop: the views are their stacks."""
     tree_of, places = removed
-    rest, leaves = iter(kept), jax.tree.leaves(stacks, is_leaf=_is_viewable)
+    rest, leaves = iter(kept), jax.tree.leaves(stacks, is_leaf=is_viewable)
 
     def stack_of(place, structure, axes):
         return structure.unflatten(
@@ -186,43 +187,43 @@ def with_stacks(kept: list, removed: Any, stacks: Any) -> Any:
     return tree_of.unflatten(filled)
 
 
-class _Exposed(eqx.Module):
+class Exposed(eqx.Module):
     """A view as a pytree."""
 
     array: Any
-    note: _Note
+    note: Note
 
 
 def without_origins(tree: Any) -> Any:
     """Return a pytree whose views differ from the slices of their loops."""
 
     def forget(x):
-        note = x._note if _is_viewable(x) else None
+        note = x.note if is_viewable(x) else None
         if note is None:
             return x
-        return x._with_note(_Note(note.view, note.keeps_axis))
+        return x.with_note(note.with_origin(None))
 
-    return jax.tree.map(forget, tree, is_leaf=_is_viewable)
+    return jax.tree.map(forget, tree, is_leaf=is_viewable)
 
 
 def exposed(tree: Any) -> Any:
     """Replace views by pytrees that contain their stacks."""
 
     def expose(x):
-        note = x._note if _is_viewable(x) else None
-        return x if note is None else _Exposed(x._with_note(None), note)
+        note = x.note if is_viewable(x) else None
+        return x if note is None else Exposed(x.with_note(None), note)
 
-    return jax.tree.map(expose, tree, is_leaf=_is_viewable)
+    return jax.tree.map(expose, tree, is_leaf=is_viewable)
 
 
 def restored(tree: Any) -> Any:
     """Invert [`exposed`][]."""
-    is_leaf = lambda x: isinstance(x, _Exposed)
-    restore = lambda x: x.array._with_note(x.note) if is_leaf(x) else x
+    is_leaf = lambda x: isinstance(x, Exposed)
+    restore = lambda x: x.array.with_note(x.note) if is_leaf(x) else x
     return jax.tree.map(restore, tree, is_leaf=is_leaf)
 
 
-def _is_viewable(x: Any) -> bool:
+def is_viewable(x: Any) -> bool:
     return isinstance(x, Viewable) and all(
         hasattr(part, "shape") for part in x.stacked_parts[:2]
     )

@@ -9,7 +9,13 @@ import equinox as eqx
 import jax
 
 from .._jax import bind_equation, finish, is_stale, Literal, open_jaxpr, source_of
-from ..arrays import ImplicitArray, is_implicit, materialise, OnMaterialise
+from ..arrays import (
+    ImplicitArray,
+    is_implicit,
+    materialise,
+    OnMaterialise,
+    PassedArray,
+)
 from ._callables import remove_partners, substitute
 from .rules import control_rule_of, Decoded, rules_of
 
@@ -54,7 +60,7 @@ class Interpreter:
             return [x for x in results if _is_traced(x)]
 
         jaxpr = jax.make_jaxpr(flat)([q.struct() for q in found], dynamic)
-        results = iter(self.function(jaxpr)(*found, *dynamic))
+        results = map(self._returned, self.function(jaxpr)(*found, *dynamic))
         filled = [next(results) if x is None else x for x in out["static"]]
         return jax.tree.unflatten(out["treedef"], filled)
 
@@ -103,6 +109,13 @@ class Interpreter:
                 _check_results(eqn, results)
                 return results
         return bind_equation(eqn, [self.dense(eqn, x) for x in args])
+
+    def _returned(self, x: Any) -> Any:
+        """Return a result that users can use."""
+        is_passed = lambda x: isinstance(x, PassedArray)
+        if any(map(is_passed, jax.tree.leaves(x, is_leaf=is_passed))):
+            return materialise(x, "the result of `shard_map`", self.policy)
+        return x
 
     def dense(self, eqn, x: Any) -> Any:
         """Return `x` as a plain array, if the policy allows decoding it."""

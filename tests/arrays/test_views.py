@@ -1,6 +1,7 @@
 """Views: layers of a stack that products read in place."""
 
 import functools as ft
+import re
 
 import eqquant
 import equinox as eqx
@@ -511,6 +512,127 @@ def test_gradients_of_shard_map_with_one_layer(stack, x):
     gradient = jax.grad(lambda stack, x: jnp.sin(split(stack, x)).sum(), argnums=1)
     result = jax.jit(strict(gradient))(stack, x)
     assert relative(result, gradient(stack.dequantize(), x)) < 1e-2
+
+
+def over_shards(x_spec, w_spec, out_spec, remat=False, check_vma=True):
+    """Return a loop over layers, each of which is a `shard_map`."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+
+    def part(x, w):
+        y = x @ w.T
+        return jnp.tanh(lax.psum(y, "m") if w_spec[-1:] == ("m",) else y)
+
+    specs = dict(in_specs=(x_spec, w_spec), out_specs=out_spec)
+    split = jax.shard_map(part, mesh=mesh, check_vma=check_vma, **specs)
+    body = lambda x, w: (split(x, w), None)
+    body = jax.checkpoint(body) if remat else body
+    return lambda stack, x: lax.scan(body, x, stack)[0]
+
+
+def check_gradient_of_loop(fn, stack, x):
+    """Neither the jaxpr nor the compiled program has a copy of the codes of a layer, no
+    weight is decoded, and the gradient is the gradient of the decoded stack."""
+    gradient = jax.grad(lambda stack, x: fn(stack, x).sum(), argnums=1)
+    program = jax.jit(strict(gradient))
+    views = views_in(program, stack, x)
+    assert len(views) >= 2 and all(views)
+    jaxpr = jax.make_jaxpr(program)(stack, x)
+    equations = [*equations_of(jaxpr, "scan"), *equations_of(jaxpr, "shard_map")]
+    kept = {var.aval.dtype for eqn in equations for var in eqn.outvars}
+    assert kept <= {jnp.dtype("float32"), jnp.dtype("int32")}
+    # Results of the product with codes differ by 1e-2 if it rounds activations.
+    assert relative(program(stack, x), gradient(stack.dequantize(), x)) < 3e-2
+    text = program.lower(stack, x).compile().as_text()
+    if "eqquant_dot" not in text:
+        pytest.skip("NATIVE KERNELS NOT RUN")
+    copies = large_copies(text, 512)  # Activations of all layers are larger.
+    assert not [line for line in copies if re.search(r" = [us]8\[", line)]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *map(slow, SLOW_KINDS)])
+def test_loops_over_shard_map(kind, weight, normal):
+    """The residuals of a layer hold its index. In transposed layers with one scale per
+    row the parts of devices could not be joined."""
+    stack, x = {**KINDS, **SLOW_KINDS}[kind](weight), normal(4, SIZE)
+    check_gradient_of_loop(over_shards(P("d"), P(), P("d")), stack, x)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P("d"), P(), P("d")),
+        (P(), P("m"), P(None, "m")),
+        (P(None, "m"), P(None, "m"), P()),
+        (P(("d", "m")), P(), P(("d", "m"))),
+    ],
+)
+def test_loops_over_shard_map_with_parts_of_layers(
+    specs, remat, check_vma, weight, normal
+):
+    stack = eqquant.quantize(weight, "int8")
+    fn = over_shards(*specs, remat, check_vma)
+    check_gradient_of_loop(fn, stack, normal(4, SIZE))
+
+
+def test_loops_over_shard_map_with_padding(normal):
+    stack = eqquant.quantize(normal(LAYERS, 120, 120) / 8, "nf4")
+    fn = over_shards(P("d"), P(), P("d"))
+    gradient = jax.grad(lambda stack, x: fn(stack, x).sum(), argnums=1)
+    x, program = normal(4, 120), jax.jit(strict(gradient))
+    assert all(views_in(program, stack, x))
+    assert relative(program(stack, x), gradient(stack.dequantize(), x)) < 1e-2
+
+
+def test_loops_over_shard_map_equal_loops_in_shard_map(stack, x):
+    step_by_rows = split_by_rows(lambda w, x: step(x, w)[0])
+    loop = lambda stack, x: lax.scan(lambda x, w: (step_by_rows(w, x), None), x, stack)
+    outside = lambda stack, x: loop(stack, x)[0].sum()
+    inside = lambda stack, x: split_by_rows(by_slices)(stack, x).sum()
+    gradients = [
+        jax.jit(strict(jax.value_and_grad(fn, argnums=1)))(stack, x)
+        for fn in (outside, inside)
+    ]
+    assert_identical(*gradients)
+
+
+def test_derivatives_of_derivatives_of_shard_map(stack, normal):
+    fn, x = over_shards(P("d"), P(), P("d")), normal(4, SIZE)
+    gradient = jax.grad(lambda stack, x: jnp.sin(fn(stack, x)).sum(), argnums=1)
+    product = lambda stack, x: jax.jvp(lambda x: gradient(stack, x), (x,), (x,))[1]
+    assert all(views_in(strict(product), stack, x))
+    result = jax.jit(strict(product))(stack, x)
+    assert relative(result, product(stack.dequantize(), x)) < 1e-2
+
+
+def test_a_result_of_shard_map_that_is_an_operand(stack, x):
+    """Inside of a loop it stays outside of the `shard_map`. A user receives an
+    array."""
+    mesh = jax.make_mesh((3,), ("d",), axis_types=(AxisType.Auto,))
+    transpose = jax.shard_map(
+        lambda w: w.T, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
+    )
+    body = lambda x, w: (x, transpose(w))
+    fn = lambda stack, x: lax.scan(body, x, stack)[1]
+    expected = jnp.swapaxes(stack.dequantize(), 1, 2)
+    with pytest.raises(eqquant.MaterialiseError, match="shard_map"):
+        strict(fn)(stack, x)
+    result = eqquant.quaxify(fn, on_materialise="allow")(stack, x)
+    assert_identical(result, expected)
+
+
+def test_a_plan_that_shard_map_does_not_follow(normal):
+    """A view would gather the whole stack rather than one layer."""
+    mesh = jax.make_mesh((2, 2), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+    stack = eqquant.quantize(normal(LAYERS, SIZE, SIZE) / 8, "nf4")
+    x = normal(4, SIZE)
+    expected = jax.jit(by_slices)(stack, x)
+    for spec, in_place in ((P(), True), (P(None, "d"), False)):
+        split = eqquant.shard_tree(stack, mesh, spec)
+        program = jax.jit(strict(over_shards(P("d"), P(), P("d"))))
+        assert views_in(program, split, x) == [in_place]
+        assert relative(program(split, x), expected) < 2e-3
 
 
 def test_loops_return_stacks(stack, x):

@@ -133,7 +133,7 @@ class AbstractQuantizedArray(Viewable, PartitionedCodes, ArrayOperators):
         for field in dataclasses.fields(self):
             value = static.get(field.name, getattr(self, field.name))
             object.__setattr__(new, field.name, value)
-        object.__setattr__(new, "_slot", self._note)
+        object.__setattr__(new, "_slot", self.note)
         return new
 
     @property
