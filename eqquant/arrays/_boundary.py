@@ -214,8 +214,8 @@ class Boundary:
     def _place(self, x: Any) -> int | None:
         """Return the place of an array among the views that entered, or None."""
         note = x.note if is_viewable(x) else None
-        is_own = note is not None and note.origin is not None
-        return note.origin[1] if is_own and note.origin[0] is self else None
+        boundary, place = (note and note.origin) or (None, None)
+        return place if boundary is self else None
 
 
 def _split_note(note: Note, specs: Any) -> Note:
