@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 
-# Bytes of keys that one step of a loop reads, and the least number of tokens.
-_piece, _least = 2**16, 64
+# Bytes of keys or values that one step of a loop reads at most, and the number of
+# tokens that it reads at the end.
+_piece, _last = 2**16, 64
 # The scores of all queries of a long prompt would exceed every cache.
 _at_once = 128
 
@@ -43,7 +44,8 @@ def attend(
         by_sequence = scores.reshape(batch, heads, *mask.shape[1:])
         weights = jax.nn.softmax(jnp.where(mask[:, None], by_sequence, -jnp.inf))
         weights = weights.reshape(scores.shape).astype(q.dtype)
-        return jnp.einsum("hqk,hkd->hqd", weights, v).reshape(q.shape)
+        y = jnp.einsum("hqk,hkd->hqd", weights, v)
+        return y.astype(q.dtype).reshape(q.shape)
 
     if not in_turns or length <= _at_once or length % _at_once:
         return of_some(q, mask)
@@ -65,28 +67,50 @@ def attend_in_pieces(
 ) -> Float[Array, "batch heads 1 size"]:
     """Compute attention for one token per sequence, at position `start`.
 
-    Loops read the keys and values of earlier tokens in pieces from the stack.
+    Loops read the keys and values of earlier tokens in pieces from the stack. A piece
+    belongs to one head, so that its rows are long. The last tokens are read from
+    several heads at once.
     """
     _, count, size, capacity = keys.shape
-    fits = _piece // (count * size * keys.dtype.itemsize)
-    piece = math.gcd(capacity, max(1 << fits.bit_length() - 1 if fits else 0, _least))
-    rows, pieces = q.reshape(count, -1, size), start // piece + 1
+    fits = max(_piece // (size * keys.dtype.itemsize), 1)  # Tokens of one head.
+    most, last = min(fits, capacity), math.gcd(capacity, _last)
+    some = max(n for n in range(1, count + 1) if count % n == 0 and n * last <= fits)
+    whole = (start + 1) // most
+    end = whole * most
+    runs = (1, most, 0, whole), (some, last, end, (start - end) // last + 1)
+    rows = q.reshape(count, -1, size)
     product = lambda how, a, b: jnp.einsum(how, a, b, preferred_element_type="float32")
 
-    def score(i, scores):
-        where, shape = (layer, 0, 0, i * piece), (1, count, size, piece)
-        some = product("hqd,hdk->hqk", rows, lax.dynamic_slice(keys, where, shape)[0])
-        return lax.dynamic_update_slice(scores, some, (0, 0, i * piece))
+    def for_each_piece(fn, carry):
+        for heads, tokens, first, pieces in runs:
+
+            def step(i, carry, heads=heads, tokens=tokens, first=first):
+                groups = count // heads
+                where = i % groups * heads, first + i // groups * tokens
+                return fn(*where, heads, tokens, carry)
+
+            carry = lax.fori_loop(0, count // heads * pieces, step, carry)
+        return carry
+
+    def score(head, token, heads, tokens, scores):
+        shape = 1, heads, size, tokens
+        piece = lax.dynamic_slice(keys, (layer, head, 0, token), shape)[0]
+        queries = lax.dynamic_slice_in_dim(rows, head, heads)
+        new = product("hqd,hdk->hqk", queries, piece)
+        return lax.dynamic_update_slice(scores, new, (head, 0, token))
 
     scores = jnp.zeros((*rows.shape[:2], capacity), jnp.float32)
-    scores = softcap(lax.fori_loop(0, pieces, score, scores), cap)
+    scores = softcap(for_each_piece(score, scores), cap)
     weights = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf)).astype(q.dtype)
 
-    def add(i, total):
-        where, shape = (layer, 0, i * piece, 0), (1, count, piece, size)
-        some = lax.dynamic_slice_in_dim(weights, i * piece, piece, 2)
-        part = lax.dynamic_slice(values, where, shape)[0]
-        return total + product("hqk,hkd->hqd", some, part)
+    def add(head, token, heads, tokens, totals):
+        shape = 1, heads, tokens, size
+        piece = lax.dynamic_slice(values, (layer, head, token, 0), shape)[0]
+        shape = heads, rows.shape[1], tokens
+        weight = lax.dynamic_slice(weights, (head, 0, token), shape)
+        total = lax.dynamic_slice_in_dim(totals, head, heads)
+        total = total + product("hqk,hkd->hqd", weight, piece)
+        return lax.dynamic_update_slice_in_dim(totals, total, head, 0)
 
-    total = lax.fori_loop(0, pieces, add, jnp.zeros(rows.shape, jnp.float32))
-    return total.astype(q.dtype).reshape(q.shape)
+    totals = for_each_piece(add, jnp.zeros(rows.shape, jnp.float32))
+    return totals.astype(q.dtype).reshape(q.shape)

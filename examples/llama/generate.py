@@ -148,8 +148,9 @@ class Generator:
     def _empty(self):
         is_float = self._kv is None
         in_pieces = is_float and jax.default_backend() == "cpu"
-        sizes = 1, self.capacity, self._dtype, in_pieces
-        cache = empty_cache(self._skeleton, *sizes)
+        # XLA:CPU would convert a whole cache of shorter floats for each new token.
+        dtype = jnp.float32 if in_pieces else self._dtype
+        cache = empty_cache(self._skeleton, 1, self.capacity, dtype, in_pieces)
         if is_float:
             return cache
         windows = windows_of(self._skeleton)

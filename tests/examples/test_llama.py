@@ -18,7 +18,7 @@ DATA = HERE / "data" / "llama"
 EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
-from attention import attend  # noqa: E402
+from attention import attend, attend_in_pieces  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
@@ -126,6 +126,25 @@ def test_queries_of_long_prompts_are_processed_in_groups(format):
     pieces = [run(q[:, :, i : i + 64], mask[i : i + 64]) for i in range(0, 256, 64)]
     # Products have fewer rows in one case, so rounding may differ.
     assert_close(run(q, mask), jnp.concatenate(pieces, 2), 1e-4)
+
+
+@pytest.mark.parametrize("capacity", [24, 544, slow(1024)])
+@pytest.mark.parametrize("dtype", ["float32", slow("bfloat16")])
+def test_attention_in_pieces(capacity, dtype):
+    """Pieces have 256 tokens or, at the end, 64 or fewer. The cache of a bfloat16 model
+    is float32."""
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+    q = normal(0, 2, 6, 1, 64).astype(dtype)
+    keys, values = normal(1, 3, 4, 64, capacity), normal(2, 3, 4, capacity, 64)
+    run = jax.jit(attend_in_pieces, static_argnums=5)
+    for start in {0, 5, 23, 63, 64, 255, 256, 511, 543, capacity - 1}:
+        if start < capacity:
+            mask = (jnp.arange(capacity) <= start)[None, None]
+            expected = attend(q, keys[1], values[1], mask, 5.0)
+            got = run(q, keys, values, 1, mask, 5.0, start)
+            assert got.dtype == expected.dtype == dtype
+            # The order of additions differs.
+            assert relative(got, expected) < (1e-5 if dtype == "float32" else 1e-2)
 
 
 def test_packed_texts_do_not_attend_to_each_other():
