@@ -1,5 +1,7 @@
 """The inputs of attention: positions, masks, and keys and values of earlier tokens."""
 
+from typing import Literal
+
 import equinox as eqx
 import jax.numpy as jnp
 from jax import lax
@@ -32,9 +34,11 @@ class Cache(eqx.Module):
 
     keys: Float[Array, "*layers heads size capacity"]
     values: Float[Array, "*layers heads capacity size"]
-    # Whether attention reads a stack in pieces when it adds a token. XLA:CPU would copy
-    # all keys and values of the layer.
-    in_pieces: bool = eqx.field(static=True, default=False)
+    # How attention reads a stack when it adds a token: by a slice for all keys and for
+    # all values of a layer, in pieces, or by a kernel for TPUs. XLA:CPU copies slices.
+    reads: Literal["slices", "pieces", "kernel"] = eqx.field(
+        static=True, default="slices"
+    )
 
     def append(self, keys, values, layer, start):
         """Write new tokens of one layer, in place if the cache is donated.
@@ -55,5 +59,5 @@ class Cache(eqx.Module):
 
         keys = write(self.keys, keys, 0, 0, start)
         values = write(self.values, values, 0, start, 0)
-        cache = Cache(keys, values, self.in_pieces)
+        cache = Cache(keys, values, self.reads)
         return cache, read(cache.keys), read(cache.values)

@@ -150,7 +150,8 @@ class Generator:
         in_pieces = is_float and jax.default_backend() == "cpu"
         # XLA:CPU would convert a whole cache of shorter floats for each new token.
         dtype = jnp.float32 if in_pieces else self._dtype
-        cache = empty_cache(self._skeleton, 1, self.capacity, dtype, in_pieces)
+        reads = "pieces" if in_pieces else "slices"
+        cache = empty_cache(self._skeleton, 1, self.capacity, dtype, reads)
         if is_float:
             return cache
         windows = windows_of(self._skeleton)

@@ -24,6 +24,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from attention import attend, attend_in_pieces, softcap
+from attention_kernel import attend_by_kernel
 from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
@@ -134,12 +135,13 @@ class Attention(eqx.Module):
             cache, k, v = cache.append(k, v, layer, start)
         # Training would keep the residuals of a loop for the backward pass.
         cap, in_turns = config.attention_softcap, cache is not None
-        if cache is not None and cache.in_pieces and one and layer is not None:
-            stacks = cache.keys, cache.values
-            return attend_in_pieces(q, *stacks, layer, view.mask, cap, start), cache
+        if cache is not None and cache.reads in _readers and one and layer is not None:
+            read, stacks = _readers[cache.reads], (cache.keys, cache.values)
+            return read(q, *stacks, layer, view.mask, cap, start), cache
         return attend(q, k, v, view.mask, cap, in_turns), cache
 
 
+_readers = {"pieces": attend_in_pieces, "kernel": attend_by_kernel}
 _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
 
 
@@ -370,20 +372,19 @@ def empty_cache(
     batch: int,
     capacity: int,
     dtype=jnp.float32,
-    in_pieces: bool = False,
+    reads: str = "slices",
 ) -> Caches:
     """Return an empty cache for `capacity` tokens per sequence. A stack of global and
     local layers has a cache for the global layers and one for the local layers.
 
-    `in_pieces` is the field of [`Cache`][], for a cache that stays in floating point on
-    a CPU.
+    `reads` is the field of [`Cache`][]. It is for a cache that stays in floating point.
     """
     config = model.config
 
     def make(*layers: int) -> Cache:
         values = (*layers, batch * config.kv_heads, capacity, config.head_size)
         keys = (*values[:-2], config.head_size, capacity)
-        return Cache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype), in_pieces)
+        return Cache(jnp.zeros(keys, dtype), jnp.zeros(values, dtype), reads)
 
     if isinstance(model.layers, tuple):
         return tuple(make() for _ in range(config.layers))

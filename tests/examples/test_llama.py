@@ -19,6 +19,7 @@ EXAMPLE = HERE.parents[1] / "examples" / "llama"
 sys.path.insert(0, str(EXAMPLE))
 
 from attention import attend, attend_in_pieces  # noqa: E402
+from attention_kernel import attend_by_kernel  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
@@ -126,6 +127,33 @@ def test_queries_of_long_prompts_are_processed_in_groups(format):
     pieces = [run(q[:, :, i : i + 64], mask[i : i + 64]) for i in range(0, 256, 64)]
     # Products have fewer rows in one case, so rounding may differ.
     assert_close(run(q, mask), jnp.concatenate(pieces, 2), 1e-4)
+
+
+@pytest.mark.parametrize(
+    "capacity, masks", [(256, 2), pytest.param(4096, 1, marks=pytest.mark.slow)]
+)
+def test_attention_by_a_kernel(capacity, masks):
+    """The TPU kernel, interpreted on the CPU, gives the same results."""
+    normal = lambda i, *shape: jax.random.normal(jax.random.key(i), shape)
+    q = normal(0, 2, 6, 1, 64)
+    keys, values = normal(1, 3, 4, 64, capacity), normal(2, 3, 4, capacity, 64)
+    run = jax.jit(attend_by_kernel, static_argnums=(5, 7))
+    for start in (0, 5, capacity // 2, capacity - 1):
+        tokens = jnp.arange(capacity)
+        mask = [(tokens <= start) & (tokens >= start - 99 * i) for i in (9999, 1)]
+        mask = jnp.stack(mask[:masks])[:, None]
+        for cap in (None, 5.0):
+            expected = attend(q, keys[1], values[1], mask, cap)
+            got = run(q, keys, values, 1, mask, cap, start, True)
+            assert relative(got, expected) < 1e-5
+
+
+def test_a_capacity_that_the_kernel_cannot_read():
+    q, keys, values = (
+        jnp.ones(s) for s in [(1, 1, 1, 8), (1, 1, 8, 3000), (1, 1, 3000, 8)]
+    )
+    with pytest.raises(ValueError, match="capacity of 3000 .* multiple of 2048"):
+        attend_by_kernel(q, keys, values, 0, jnp.ones((1, 1, 3000), bool), None, 0)
 
 
 @pytest.mark.parametrize("capacity", [24, 544, slow(1024)])

@@ -44,7 +44,8 @@ def test_cache_is_updated_in_place(name, kv, stacked):
         return model if stacked else unstack(model)
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
-    cache = empty_cache(model, 1, capacity, in_pieces=kv is None)
+    reads = "pieces" if kv is None else "slices"
+    cache = empty_cache(model, 1, capacity, reads=reads)
     if kv is not None:
         cache = generate.quantize_cache(cache, kv)
     is_described = lambda x: isinstance(x, jax.ShapeDtypeStruct)

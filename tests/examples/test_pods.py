@@ -65,22 +65,27 @@ def test_model_on_a_mesh_gives_the_same_results():
 
 @needs_compiler
 @pytest.mark.slow
-def test_decode_step_compiles_for_a_pod():
-    layout = Layout(ahead.mesh_of("v5e:2x4", (1, 8, 1)))
+@pytest.mark.parametrize(
+    "topology, attention, ratio",
+    [("v5e:2x4", [], 1.05), ("v5p:2x2x2", ["attend_to_cache"], 1.12)],
+)
+def test_decode_step_compiles_for_a_pod(topology, attention, ratio):
+    layout = Layout(ahead.mesh_of(topology, (1, 8, 1)))
     config = ahead.config_of("8b", layers=2, vocabulary=8192)
     model = ahead.abstract_model(config, layout, "nf4")
     fn, args = ahead.serving(model, layout, batch=32, length=4096)
     program = ahead.compile_ahead(fn, args, layout)
-    assert kernels_in(program) == ["nf4_decode"] * 8
+    assert sorted(kernels_in(program)) == [*attention, *["nf4_decode"] * 8]
     text = program.as_text()
     assert decoded_on_devices(text, args) == []
     # XLA joins slices that it moved to VMEM. A layer does not move the whole stack.
     assert not re.search(r"u8\[2,\S+ custom-call\(.*ConcatBitcast", text)
-    # A step reads the cache and the codes and scales of the weights once.
+    # A step reads the cache and the codes and scales of the weights once. On v5p, XLA
+    # keeps activations in HBM.
     _, model, *_ = args
     read = eqx.tree_at(lambda m: m.embedding, model, None)
     needed = ahead.bytes_of((args[0], read))
-    assert needed < sum(Program(text).memory_traffic().values()) < 1.05 * needed
+    assert needed < sum(Program(text).memory_traffic().values()) < ratio * needed
     # There is only one copy of the cache.
     cache = ahead.bytes_of(args[0])
     memory = program.memory_analysis()
