@@ -147,6 +147,8 @@ class Boundary:
         self._call = tuple(call.items())
         self._mesh = call["mesh"]
         self._views: list[tuple[Viewable, tuple[PartitionSpec, ...]]] = []
+        # Structures of pytrees contain origins, and caches of `jax.jit` keep them.
+        self._identity = object()
 
     def split(self, x: ImplicitArray, spec: PartitionSpec) -> Any:
         """Return the parts of an operand and their specs, or `NotImplemented` if `spec`
@@ -162,7 +164,7 @@ class Boundary:
             if not _is_split_like_plan(array, of_array):
                 arrays[i] = array.with_note(None)
                 continue
-            note = array.note.with_origin((self, len(self._views)))
+            note = array.note.with_origin((self._identity, len(self._views)))
             arrays[i] = Exposed(array.with_note(None), note)
             split[i] = Exposed(of_array, _split_note(note, of_array))
             self._views.append((array, tuple(jax.tree.leaves(of_array))))
@@ -214,8 +216,8 @@ class Boundary:
     def _place(self, x: Any) -> int | None:
         """Return the place of an array among the views that entered, or None."""
         note = x.note if is_viewable(x) else None
-        boundary, place = (note and note.origin) or (None, None)
-        return place if boundary is self else None
+        identity, place = (note and note.origin) or (None, None)
+        return place if identity is self._identity else None
 
 
 def _split_note(note: Note, specs: Any) -> Note:

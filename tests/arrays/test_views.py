@@ -597,6 +597,14 @@ def test_loops_over_shard_map_equal_loops_in_shard_map(stack, x):
     assert_identical(*gradients)
 
 
+def test_no_cache_keeps_the_arrays_of_a_shard_map(stack, x):
+    """The structure of a view, which `jax.jit` caches, contains no tracers."""
+    step_by_rows = split_by_rows(jax.jit(lambda w, x: step(x, w)[0]))
+    loop = lambda stack, x: lax.scan(lambda x, w: (step_by_rows(w, x), None), x, stack)
+    with jax.checking_leaks():
+        jax.jit(strict(jax.grad(lambda x: loop(stack, x)[0].sum())))(x)
+
+
 def test_derivatives_of_derivatives_of_shard_map(stack, normal):
     fn, x = over_shards(P("d"), P(), P("d")), normal(4, SIZE)
     gradient = jax.grad(lambda stack, x: jnp.sin(fn(stack, x)).sum(), argnums=1)
