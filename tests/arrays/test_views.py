@@ -605,6 +605,19 @@ def test_no_cache_keeps_the_arrays_of_a_shard_map(stack, x):
         jax.jit(strict(jax.grad(lambda x: loop(stack, x)[0].sum())))(x)
 
 
+@pytest.mark.parametrize("check_vma", [True, slow(False)])
+@pytest.mark.parametrize("remat", [False, slow(True)])
+def test_derivatives_outside_of_quaxify_copy_no_layer(check_vma, remat, stack, normal):
+    """There JAX keeps the stack, at most, and not the codes of each layer."""
+    fn, x = over_shards(P("d"), P(), P("d"), remat, check_vma), normal(4, SIZE)
+    gradient = lambda fn: jax.grad(lambda stack, x: fn(stack, x).sum(), argnums=1)
+    program = jax.jit(gradient(strict(fn)))
+    expected = gradient(fn)(stack.dequantize(), x)
+    assert relative(program(stack, x), expected) < 1e-2
+    copies = large_copies(program.lower(stack, x).compile().as_text(), 512)
+    assert not [line for line in copies if re.search(r" = u8\[", line)]
+
+
 def test_derivatives_of_derivatives_of_shard_map(stack, normal):
     fn, x = over_shards(P("d"), P(), P("d")), normal(4, SIZE)
     gradient = jax.grad(lambda stack, x: jnp.sin(fn(stack, x)).sum(), argnums=1)

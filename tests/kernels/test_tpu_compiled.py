@@ -1,6 +1,7 @@
 """Test the TPU kernels with the TPU compiler, and the reports of `debug`."""
 
 import functools as ft
+import re
 
 import eqquant
 import equinox as eqx
@@ -17,6 +18,7 @@ from helpers import (
     pairs,
     slow,
 )
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 
@@ -159,6 +161,32 @@ def test_shard_map_has_the_kernel_on_every_device(check_vma):
 
     for f in (fn, jax.grad(lambda x, q: jnp.sum(fn(x, q) ** 2))):
         assert kernels_in(compile_for_tpu(f, x, q, devices=4))
+
+
+@needs_compiler
+@pytest.mark.parametrize("format", [NF4(), slow(Int8())])
+def test_loops_over_shard_map_read_layers_in_place(format):
+    """The gradient has a kernel in each direction, and no copy of codes."""
+    q = jax.eval_shape(
+        lambda w: eqquant.quantize(w, format),
+        jax.ShapeDtypeStruct((4, 512, 512), jnp.float32),
+    )
+    x = jax.ShapeDtypeStruct((16, 512), jnp.float32)
+
+    def fn(x, q):
+        layer = jax.shard_map(
+            lambda x, w: jnp.tanh(x @ w.T),
+            in_specs=(P("devices"), P()),
+            out_specs=P("devices"),
+            check_vma=False,
+        )
+        return jnp.sum(lax.scan(lambda x, w: (layer(x, w), None), x, q)[0])
+
+    gradient = eqquant.quaxify(jax.grad(fn), on_materialise="error")
+    program = compile_for_tpu(gradient, x, q, devices=4)
+    assert len(kernels_in(program)) == 2
+    copies = large_copies(program.as_text(), 1024)
+    assert not [line for line in copies if re.search(r" = [us]8\[", line)]
 
 
 @pytest.mark.slow
