@@ -166,7 +166,8 @@ def test_long_rows_with_several_blocks(format, m, width, on, normal, monkeypatch
     x = jnp.pad(normal(m, width), ((0, 0), (0, missing))).astype("bfloat16")
     matmul, args = Matmul(format, weight_dtype=q.dtype), (x, q.codes, q.scales)
     chosen = gpu.choose(matmul.of(*args)).tiles
-    assert chosen.step_bytes >= 64 and chosen.scaled == bool(format.block_size)
+    # Binary codes take 32 bytes for 64 rows.
+    assert chosen.step_bytes >= 32 and chosen.scaled == bool(format.block_size)
     out = multiply_by(gpu.KERNELS, matmul, *args, interpret=True)
     w = np.asarray(_exact(q), np.float64)
     expected = np.asarray(x[:, :width], np.float64) @ w.T

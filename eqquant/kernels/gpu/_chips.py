@@ -200,9 +200,12 @@ def _of_long_rows(m: int, product: Product, integers: bool) -> Tiles:
         rows, warps = 128, 8
     elif format.bits in (4, 5, 6) and m == 128:
         size = 64
+    elif format.bits == 1 and m == 64:
+        rows, size, warps, stages = 256, 32, 8, 4
     elif format.bits < 4 and product.m > 4:
-        # The activation takes more bytes than the codes.
-        rows, size = 128, 64
+        # The activation takes more bytes than the codes. Codes in two parts need more
+        # registers.
+        rows, size = 128, 32 if format.bits == 3 and m == 128 else 64
     if blocked:
         block = row_bytes(product) // product.blocks
         size = size if size % block == 0 else math.gcd(size, block)
