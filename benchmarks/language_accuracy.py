@@ -12,10 +12,15 @@ embedding is in INT8 in all rows.
 means GPTQ only. "distilled" then trains scales and norms with another part of the first
 text. The float model runs once, and its 64 most probable tokens per position are
 stored. "at most N bits" allocates N bits per weight of the whole model, including the
-embedding, to the matrices of each layer. The second text must be another one.
+embedding, to the matrices of each layer; "with trellis" among trellis codes as well.
+The second text must be another one.
+
+The seconds of each step are printed on standard error: of the processors, and in
+parentheses by the clock.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import pathlib
@@ -24,7 +29,7 @@ import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import eqquant
@@ -45,17 +50,21 @@ unstack = importlib.import_module("model").unstack
 class Row(NamedTuple):
     """The format of the matrices, options of `quantize_tree`, and the largest change of
     an array in a step of distillation, relative to its magnitude; or the number of bits
-    to allocate."""
+    to allocate, and the formats to choose from."""
 
     format: eqquant.formats.Format | str | None
     is_calibrated: bool = False
     options: Mapping[str, Any] = types.MappingProxyType({})
     rate: float | None = None
     bits: float | None = None
+    formats: Sequence[eqquant.formats.Format] = ()
 
 
 _rotated = {"rotate": True}
 _nf4 = eqquant.NF4(scale_dtype="bfloat16", fit="search")
+# Blocks that divide the rows of SmolLM2: 576 and 1536 values.
+_trellis = [eqquant.formats.Trellis(bits=bits, block_size=192) for bits in (4, 3, 2)]
+_tables = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
 ROWS = {
     "float": Row(None),
     "int8": Row("int8"),
@@ -68,24 +77,32 @@ ROWS = {
     "nf3, calibrated": Row("nf3", True, _rotated),
     "nf3, calibrated, search 8": Row("nf3", True, _rotated | {"search": 8}),
     "nf2, calibrated": Row("nf2", True, _rotated),
-    # Blocks that divide the rows of SmolLM2: 576 and 1536 values.
     **{
-        f"trellis{bits}, calibrated": Row(
-            eqquant.formats.Trellis(bits=bits, block_size=192), True, _rotated
-        )
-        for bits in (4, 3, 2)
+        f"trellis{format.bits}, calibrated": Row(format, True, _rotated)
+        for format in _trellis
     },
     "nf4, calibrated, distilled": Row(_nf4, True, _rotated, rate=5e-4),
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
     **{
-        f"at most {bits} bits": Row(None, True, _rotated, bits=bits)
+        f"at most {bits} bits{name}": Row(
+            None, True, _rotated, bits=bits, formats=(*more, *_tables)
+        )
+        for name, more in (("", ()), (", with trellis", _trellis))
         for bits in (3.25, 4.25, 5.05)
     },
 }
-FORMATS = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
+
+
+@contextlib.contextmanager
+def timed(name: str) -> Iterator[None]:
+    clocks = time.process_time, time.perf_counter
+    begin = [clock() for clock in clocks]
+    yield
+    cpu, wall = (clock() - start for clock, start in zip(clocks, begin, strict=True))
+    print(f"{name}: {cpu:.0f} s CPU ({wall:.0f} s)", file=sys.stderr)
 
 
 def calibration(
@@ -116,11 +133,13 @@ def per_layer(
     return eqquant.calibration.Statistics(weights)
 
 
-def allocated(model, bits: float, stats: eqquant.calibration.Statistics):
-    """Quantize each matrix of each layer to one of `FORMATS`, within a budget."""
+def allocated(model, row: Row, stats: eqquant.calibration.Statistics):
+    """Quantize each matrix of each layer to one of the formats, within a budget."""
     model, stats = unstack(model), per_layer(stats)
     size = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    rules = eqquant.allocate(model, int(bits * size / 8), FORMATS, stats, rotate=True)
+    assert row.bits is not None
+    budget = int(row.bits * size / 8)
+    rules = eqquant.allocate(model, budget, row.formats, stats, rotate=True)
     print(rules, file=sys.stderr)
     return eqquant.quantize_tree(model, rules=rules, calibration=stats, rotate=True)
 
@@ -153,7 +172,7 @@ def cells_of(found: Any) -> tuple[str, ...]:
 
 def quantized(model, row: Row, stats: Any) -> Any:
     if row.bits is not None:
-        return allocated(model, row.bits, stats)
+        return allocated(model, row, stats)
     if row.format is None:
         return model
     if stats is not None:  # The embedding is rounded to nearest.
@@ -176,15 +195,15 @@ def rows_of(
     expected = [comparison.log_probabilities(model, row) for row in held_out]
     rows, stats = [ROWS[name] for name in names], None
     if any(row.is_calibrated for row in rows):
-        begin = time.process_time()
-        stats = calibration(model, tokens, any(row.bits for row in rows))
-        print(f"statistics: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
+        with timed("statistics"):
+            stats = calibration(model, tokens, any(row.bits for row in rows))
+            jax.block_until_ready(stats)
     for name, row in zip(names, rows, strict=True):
-        begin = time.process_time()
-        result = quantized(model, row, stats)
-        if row.rate is not None:
-            result = distilled(result, model, training, folder, row.rate)
-        print(f"{name}: {time.process_time() - begin:.0f} s CPU", file=sys.stderr)
+        with timed(name):
+            result = quantized(model, row, stats)
+            if row.rate is not None:
+                result = distilled(result, model, training, folder, row.rate)
+            jax.block_until_ready(eqx.filter(result, eqx.is_array))
         is_float = result is model
         found = comparison.compare(result, held_out, expected, is_float)
         yield name, *cells_of(found)

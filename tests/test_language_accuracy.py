@@ -5,6 +5,7 @@ import pathlib
 
 import numpy as np
 import pytest
+from eqquant.formats import Trellis
 
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -21,7 +22,8 @@ def test_rows(monkeypatch, tmp_path):
     tokens = rng.integers(0, model.config.vocabulary, (12, 64), np.int32)
     names = ["float", "int8", "nf3, calibrated", "nf3, calibrated, search 8"]
     names += ["nf3, calibrated, distilled", "at most 8.5 bits"]
-    budget = script.Row(None, True, bits=8.5)
+    formats = Trellis(bits=4, block_size=32), *script.ROWS["at most 4.25 bits"].formats
+    budget = script.Row(None, True, bits=8.5, formats=formats)
     monkeypatch.setitem(script.ROWS, "at most 8.5 bits", budget)
     # Random tokens: training on other rows cannot help, so train on these rows.
     how = tokens[:8], tokens[8:], np.tile(tokens[8:], (10, 1)), tmp_path
