@@ -24,7 +24,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from attention import attend, attend_in_pieces, softcap
-from attention_kernel import attend_by_kernel
 from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
@@ -141,7 +140,14 @@ class Attention(eqx.Module):
         return attend(q, k, v, view.mask, cap, in_turns), cache
 
 
-_readers = {"pieces": attend_in_pieces, "kernel": attend_by_kernel}
+def _attend_by_kernel(*args):
+    # Importing Pallas takes a tenth of a second.
+    from attention_kernel import attend_by_kernel
+
+    return attend_by_kernel(*args)
+
+
+_readers = {"pieces": attend_in_pieces, "kernel": _attend_by_kernel}
 _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate=True)}
 
 

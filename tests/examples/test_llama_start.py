@@ -27,6 +27,19 @@ def folder_of_programs() -> str:
     return getattr(jax.config, "jax_compilation_cache_dir")  # noqa: B009
 
 
+@pytest.mark.slow
+def test_import_leaves_out_pallas():
+    code = "import sys, generate; print('jax.experimental.pallas' in sys.modules)"
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=EXAMPLE,
+    )
+    assert ran.stdout == "False\n"
+
+
 def test_program_cache_is_in_the_folder_of_the_user(monkeypatch, tmp_path):
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
     before = {name: getattr(jax.config, name) for name in names}
