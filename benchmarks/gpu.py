@@ -36,31 +36,14 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _environments import CACHE, install, last_line, run
+from _gpu_formats import DEFAULT, FORMATS
 from _rotation import rotation, sizes_for, summary
 from _tables import add_output_options, format_row, output, print_head
 from _timing import interleaved, machine
-from eqquant.formats import Int5, Int6
 from jax import lax
 
 
 HERE = pathlib.Path(__file__).resolve().parent
-FORMATS = {
-    "int8": {"format": "int8"},
-    "nf4": {"format": "nf4"},
-    "ternary": {"format": "ternary"},
-    "binary": {"format": "binary"},
-    "w8a8": {"format": "int8", "activations": "int8"},
-}
-# These are timed on request.
-DEFAULT = list(FORMATS)
-FORMATS |= {
-    "int4": {"format": "int4"},
-    "int3": {"format": "int3"},
-    "int5": {"format": Int5()},
-    "int6": {"format": Int6()},
-    "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
-    "q6_k": {"format": Int6(block_size=16, double_quantization="k")},
-}
 HEAD = "K x N", "M", "format", "variant", "us (best)", "GB/s", "vs dense", "error"
 WIDTHS = 12, 5, 8, 26, 20, 7, 8, 8
 

@@ -49,6 +49,7 @@ import eqquant
 import jax
 import jax.numpy as jnp
 from _gpu_bytes import cost, steps
+from _gpu_formats import DEFAULT, FORMATS
 from _gpu_sass import loops_in
 from _gpu_schedule import can_schedule, seconds
 from _gpu_times import dense, kernel_time, pipelined_time, scheduled_time, xla_time
@@ -56,25 +57,10 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from _tables import add_output_options, format_row, output, print_head
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.formats import Int5, Int6, num_codes, planes_of
+from eqquant.formats import num_codes, planes_of
 from eqquant.kernels import gpu, Matmul, xla
 from eqquant.kernels.gpu import _chips, _choose, _pipeline
 from eqquant.primitives import dot_by
-
-
-FORMATS = {
-    "int8": {"format": "int8"},
-    "w8a8": {"format": "int8", "activations": "int8"},
-    "nf4": {"format": "nf4"},
-    "ternary": {"format": "ternary"},
-    "binary": {"format": "binary"},
-    "int4": {"format": "int4"},
-    "int3": {"format": "int3"},
-    "int5": {"format": Int5()},
-    "int6": {"format": Int6()},
-    "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
-    "q6_k": {"format": Int6(block_size=16, double_quantization="k")},
-}
 
 
 def matmul_of(q, dtype, contract_rows) -> Matmul:
@@ -221,10 +207,7 @@ def main() -> None:
     parser.add_argument("--chip", default=["h100"], choices=gpus, nargs="+")
     parser.add_argument("--m", type=int, nargs="+", default=[1, 16, 2048], help="rows")
     parser.add_argument("--sizes", nargs="+", default=["4096x14336"], help="KxN")
-    default_formats = ["int8", "w8a8", "nf4", "ternary", "binary"]
-    parser.add_argument(
-        "--formats", nargs="+", default=default_formats, choices=FORMATS
-    )
+    parser.add_argument("--formats", nargs="+", default=DEFAULT, choices=FORMATS)
     parser.add_argument("--products", nargs="+", default=list(PRODUCTS))
     parser.add_argument("--encode", action="store_true", help="estimate quantization")
     parser.add_argument("--rows", action="store_true", help="x @ w instead of x @ w.T")

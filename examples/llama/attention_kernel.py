@@ -8,6 +8,7 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
+from attention import softcap
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -34,8 +35,7 @@ def _kernel(where, q, keys, values, mask, out, top, sums, total, *, cap: float |
     @pl.when(block <= where[1])
     def _():
         product = ft.partial(jnp.dot, preferred_element_type=jnp.float32)
-        scores = product(q[0], keys[0, 0])
-        scores = scores if cap is None else cap * jnp.tanh(scores / cap)
+        scores = softcap(product(q[0], keys[0, 0]), cap)
         scores = jnp.where(mask[0] != 0, scores, _masked)
         new = jnp.maximum(top[...], jnp.max(scores, -1, keepdims=True))
         weights = jnp.exp(scores - new[:, :1])

@@ -13,13 +13,13 @@ rotations are an array in memory.
 import numpy as np
 from jaxtyping import Array, Int32, Integer
 
-from ...formats import Format, is_in_two_parts, num_bytes, parts_of, planes_of
+from ...formats import Format, num_bytes, parts_of, planes_of
 
 
 def can_join(format: Format) -> bool:
-    """Return whether each four adjacent low bytes have the same rotation, and adjacent
-    high bytes."""
-    return is_in_two_parts(format.bits) and high_bytes(format) % 4 == 0
+    """Return whether codes in two parts can be joined: each four adjacent low bytes
+    need the same rotation, and adjacent high bytes."""
+    return high_bytes(format) % 4 == 0
 
 
 def high_bytes(format: Format) -> int:
