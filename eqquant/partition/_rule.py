@@ -109,10 +109,17 @@ class Partition:
             text += f", {what.format(', '.join(names))}" if names else ""
         return text
 
-    def sharded(self, fn: Callable, out_dtype: Any) -> Callable:
+    def sharded(
+        self, fn: Callable, out_dtype: Any, round_parts: bool = False
+    ) -> Callable:
         """Run `fn(*operands, dtype)` on the gathered parts of each device, and sum the
-        results in at least float32."""
-        dtype = wide_dtype(out_dtype) if self.over else out_dtype
+        results in at least float32.
+
+        With `round_parts`, each device rounds its part of a sum to `out_dtype` first,
+        unless the sum is scattered.
+        """
+        wide = wide_dtype(out_dtype) if self.over else out_dtype
+        dtype = out_dtype if round_parts and not any(self.scatter) else wide
 
         def gather(part, gathers):
             for axis, names in enumerate(gathers):
@@ -121,7 +128,7 @@ class Partition:
             return part
 
         def local(*operands):
-            out = fn(*map(gather, operands, self.gathers), dtype)
+            out = fn(*map(gather, operands, self.gathers), dtype).astype(wide)
             for i, names in enumerate(self.scatter):
                 if names:
                     out = lax.psum_scatter(out, names, scatter_dimension=i, tiled=True)

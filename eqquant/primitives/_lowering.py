@@ -132,7 +132,7 @@ def partition_of(matmul: Matmul, plan: Plan, x, codes, scales) -> Partition:
     return partition_product(rule, plan, shapes, (*x.shape[:-1], free), group)
 
 
-def _sharded(dot: Callable, plan: Plan) -> Callable:
+def _sharded(dot: Callable, plan: Plan, round_parts: bool) -> Callable:
     """Run a product on each device, by a plan."""
 
     def call(x, codes, scales, offsets=None, view=None, *, matmul: Matmul):
@@ -156,7 +156,7 @@ def _sharded(dot: Callable, plan: Plan) -> Callable:
             numbers, view = unflatten(codes, parts, stored)
             return dot(x, codes, *numbers, view, matmul=part, over=partition.over)
 
-        return partition.sharded(local, matmul.out_dtype)(x, *operands)
+        return partition.sharded(local, matmul.out_dtype, round_parts)(x, *operands)
 
     return call
 
@@ -187,7 +187,10 @@ def _lower_on(platform: str | None) -> Callable:
         if is_automatically_partitioned(ctx):
             plan = plan_for(ctx, plan, *ctx.avals_in[:3])
             # The compiler can split programs of XLA over devices, but not a kernel.
-            dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan)
+            # XLA for TPU sums float32 parts in bfloat16 if the sum is rounded to it. A
+            # kernel that rounds its part writes half of the bytes.
+            rounds = platform == "tpu"
+            dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan, rounds)
 
         def run(x, codes, *parts):
             numbers, view = unflatten(codes, parts, stored)

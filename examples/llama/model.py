@@ -244,6 +244,9 @@ class Layer(eqx.Module):
         y, cache = self.attention(y, view, cache, layer, start, layout)
         y = leave(y)
         x = x + (y if self.attention_post_norm is None else self.attention_post_norm(y))
+        if layout is not None and cache is not None:
+            # XLA for TPU may otherwise repeat the addition in each use of the sum.
+            x = lax.optimization_barrier(x)
         y = leave(self.mlp(enter(self.mlp_norm(x))))
         x = x + (y if self.mlp_post_norm is None else self.mlp_post_norm(y))
         return x, cache
@@ -357,11 +360,17 @@ class Decoder(eqx.Module):
 
         arrays, static = eqx.partition(self.layers, eqx.is_array)
 
+        # One token per sequence: XLA for TPU keeps a carry with two axes on the chip.
+        flat = cache is not None and x.shape[1] == 1
+
         # The scan carries the cache, which is updated in place. As a scanned input
         # and output it would be copied.
         def step(carry, inputs):
-            arrays, index, kind = inputs
-            return apply(eqx.combine(arrays, static), *carry, index, kind), None
+            (x, cache), (arrays, index, kind) = carry, inputs
+            x = x[:, None] if flat else x
+            layer = eqx.combine(arrays, static)
+            x, cache = apply(layer, x, cache, index, kind)
+            return (x[:, 0] if flat else x, cache), None
 
         step = jax.checkpoint(step) if remat else step
         layers = jnp.arange(config.layers)
@@ -369,8 +378,9 @@ class Decoder(eqx.Module):
             places = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
             layers = jnp.array(kinds), jnp.array(places)
         inputs = arrays, layers, jnp.array(kinds)
+        x = x[:, 0] if flat else x
         (x, cache), _ = lax.scan(step, (x, cache), inputs)
-        return x, cache
+        return x[:, None] if flat else x, cache
 
 
 def empty_cache(

@@ -67,7 +67,7 @@ def test_model_on_a_mesh_gives_the_same_results():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "topology, attention, ratio",
-    [("v5e:2x4", [], 1.05), ("v5p:2x2x2", ["attend_to_cache"], 1.12)],
+    [("v5e:2x4", [], 1.05), ("v5p:2x2x2", ["attend_to_cache"], 1.1)],
 )
 def test_decode_step_compiles_for_a_pod(topology, attention, ratio):
     layout = Layout(ahead.mesh_of(topology, (1, 8, 1)))

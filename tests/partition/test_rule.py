@@ -1,6 +1,7 @@
 """Specs and collectives of products, derived from rules and plans without arrays."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from eqquant.partition import (
     DOT,
@@ -9,7 +10,8 @@ from eqquant.partition import (
     Plan,
     SCALE_GRADIENT,
 )
-from jax.sharding import AbstractMesh, PartitionSpec as P
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec as P
 
 
 MESH = AbstractMesh((2, 4), ("d", "m"))
@@ -61,6 +63,26 @@ def test_a_requested_sum_is_scattered_if_parts_are_equal():
     assert spell(found.out_spec) == "dm," and found.all_reduced == ()
     found = partition(DOT, axes, ((6, 256), *shapes[1:]), (6, 256), scatter=scatter)
     assert spell(found.out_spec) == "d," and found.all_reduced == ("m",)
+
+
+@pytest.mark.parametrize("round_parts", [False, True])
+@pytest.mark.parametrize("scatter", [(), ("m",)])
+def test_parts_of_a_sum_are_rounded_on_request(scatter, round_parts):
+    mesh = jax.make_mesh((2, 4), ("d", "m"), axis_types=(AxisType.Auto,) * 2)
+    plan = Plan(mesh.abstract_mesh, ((), ("m",)), ("d",), scatter=(scatter, ()))
+    found = partition_product(DOT, plan, (X, CODES, SCALES), OUT, 32)
+
+    def part(x, codes, scales, dtype):
+        # In bfloat16, the first part is 1.
+        parts = jnp.array([1 + 2.0**-9, -1, 0, 0], dtype)
+        return jnp.full((len(x), len(codes)), parts[lax.axis_index("m")])
+
+    operands = (jnp.zeros(shape) for shape in (X, CODES, SCALES))
+    with jax.set_mesh(mesh):
+        fn = found.sharded(part, jnp.bfloat16, round_parts)
+        out = jax.jit(fn)(*operands)
+    assert out.dtype == jnp.bfloat16
+    assert jnp.all(out == (0 if round_parts and not scatter else 2.0**-9))
 
 
 def test_a_stack_is_split_and_parts_of_blocks_are_not():

@@ -1,6 +1,7 @@
 """Products compiled for TPU meshes: kernels and collectives."""
 
 import os
+import re
 
 import eqquant
 import equinox as eqx
@@ -57,6 +58,19 @@ def test_every_device_has_kernels(chip, kind):
     assert {dtype for op, dtype in found if op == "all-gather"} == {"u8", "f32"}
     assert "all-reduce" in dict(found)
     assert largest_float(program) < SIZE * SIZE / 8
+
+
+@needs_compiler
+@pytest.mark.parametrize("dtype, part", [("bfloat16", "bf16"), ("float32", "f32")])
+def test_kernels_round_their_parts_of_a_sum(dtype, part):
+    mesh = mesh_of("v5e:2x4", AxisType.Auto)
+    (w,) = weights(mesh, P(None, "m"))
+    x = activation(mesh)
+    x = jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding)
+    program = compiled(lambda x, w: x @ w.T, mesh, x, w)
+    (kernel,) = re.findall(r"%nf4_decode\S* = (\w+)\[", program.as_text())
+    assert kernel == part
+    assert dict.fromkeys(collectives(program)) == {("all-reduce", part): None}
 
 
 @needs_compiler
