@@ -9,11 +9,11 @@ same most probable next token. The float model has the decoded weights of the fi
 embedding is in INT8 in all rows.
 
 "calibrated" means GPTQ with statistics of the first text, and rotation; "not rotated"
-means GPTQ only. "distilled" then trains scales and norms with another part of the first
-text. The float model runs once, and its 64 most probable tokens per position are
-stored. "at most N bits" allocates N bits per weight of the whole model, including the
-embedding, to the matrices of each layer; "with trellis" among trellis codes as well.
-The second text must be another one.
+means GPTQ only, and "rotated by N" a rotation of N values each. "distilled" then trains
+scales and norms with another part of the first text. The float model runs once, and its
+64 most probable tokens per position are stored. "at most N bits" allocates N bits per
+weight of the whole model, including the embedding, to the matrices of each layer; "with
+trellis" among trellis codes as well. The second text must be another one.
 
 The seconds of each step are printed on standard error: of the processors, and in
 parentheses by the clock.
@@ -74,6 +74,10 @@ ROWS = {
     "nvfp4": Row("nvfp4"),
     "nvfp4, calibrated": Row("nvfp4", True, _rotated),
     "nvfp4, not rotated": Row("nvfp4", True),
+    "nvfp4, rotated by 16": Row("nvfp4", True, {"rotate": 16}),
+    "mxfp4, calibrated": Row("mxfp4", True, _rotated),
+    "mxfp4, not rotated": Row("mxfp4", True),
+    "mxfp4, rotated by 32": Row("mxfp4", True, {"rotate": 32}),
     "nf3, calibrated": Row("nf3", True, _rotated),
     "nf3, calibrated, search 8": Row("nf3", True, _rotated | {"search": 8}),
     "nf2, calibrated": Row("nf2", True, _rotated),

@@ -10,7 +10,7 @@ from ._axes import Axes, Cut, Gather, Operation, Role
 from ._boundary import Boundary, PassedArray
 from ._cached import CachedArray
 from ._contraction import Contraction
-from ._hadamard import hadamard, hadamard_block, rotated
+from ._hadamard import check_rotation, hadamard, hadamard_block, rotated
 from ._implicit import ImplicitArray, is_implicit, stored, stored_classes
 from ._materialise import (
     materialise,

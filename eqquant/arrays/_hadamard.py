@@ -29,13 +29,26 @@ def hadamard(x: Float[Array, "..."], axis: int, block: int) -> Float[Array, "...
     return _hadamard(x, axis % x.ndim, block)
 
 
-def rotated(array, axis: int) -> tuple[Float[Array, "..."], int]:
-    """Rotate an axis with the largest possible block. Return the array and the block.
+def check_rotation(caller: str, rotate: bool | int) -> None:
+    """Raise a `ValueError` if `rotate` is neither a bool nor a block size."""
+    if type(rotate) is int and (rotate < 2 or hadamard_block(rotate) != rotate):
+        raise ValueError(
+            f"{caller}: rotate must be True, False or the number of values that are "
+            f"rotated together, a power of two of at least 2, got {rotate}."
+        )
+
+
+def rotated(
+    array, axis: int, largest: bool | int = True
+) -> tuple[Float[Array, "..."], int]:
+    """Rotate an axis with the largest possible block, or the largest one of at most
+    `largest` values. Return the array and the block.
 
     If the size of the axis is odd, return the unchanged array and 1.
     """
     array = jnp.asarray(array)
     block = hadamard_block(array.shape[axis]) if array.ndim and array.size else 1
+    block = block if largest is True else min(block, largest)
     if block == 1:
         return array, 1
     # A shorter dtype would round rotated values a second time.

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 
 from .._jax import check_one_of, typed, wrong
+from ..arrays import check_rotation
 from ..formats import as_format, Format
 from ..trees import as_text, base_of, choose, Method, nbytes, sites
 from ._options import gain, Option, Options, options_of
@@ -149,7 +150,7 @@ def allocate(
     rules: Mapping | None = None,
     min_size: int = 256,
     method: str = "gptq",
-    rotate: bool = False,
+    rotate: bool | int = False,
 ) -> Allocation:
     """Choose a format for each weight within a byte budget, with the least change of
     the model's results.
@@ -204,6 +205,7 @@ def allocate(
     no weight is chosen, if `method` is unknown, or if `stats` belong to another model.
     """
     check_one_of(_caller, "method", method, get_args(Method))
+    check_rotation(_caller, rotate)
     budget = _whole_bytes(budget)
     if isinstance(formats, str):
         accepted = "a sequence of formats"

@@ -51,13 +51,13 @@ def options_of(
     formats: Sequence[Format],
     stats: Statistics,
     by_gptq: bool,
-    rotate: bool,
+    rotate: bool | int,
 ) -> Options:
     array = jnp.asarray(base_of(leaf))
     axes = matrix_axes_of(choice, array.ndim)
     sample, block = _some_outputs(array, axes), 1
     if rotate:
-        sample, block = rotated(sample, axes.inputs[-1])
+        sample, block = rotated(sample, axes.inputs[-1], rotate)
     known = stats.weights.get(choice.path)
     loss_of = lambda error, by_gptq: 0.0
     if known is not None and known.is_reached and known.axes == axes:

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from .._jax import typed
 from ..arrays import (
     canonical_axes,
+    check_rotation,
     hadamard,
     is_implicit,
     quantize,
@@ -164,7 +165,7 @@ class FakeQuantized(QuantizesLater):
     choices: tuple[Choice, ...] = eqx.field(static=True)
     clip: bool = eqx.field(static=True)
     quantized_products: bool = eqx.field(static=True)
-    rotate: bool = eqx.field(static=True)
+    rotate: bool | int = eqx.field(static=True)
     check_finite: bool = eqx.field(static=True)
     compute: Compute = eqx.field(static=True)
     splits: tuple[Split, ...] | None = eqx.field(static=True, metadata={"saved": False})
@@ -181,7 +182,7 @@ class FakeQuantized(QuantizesLater):
         clip: bool = False,
         learn_scales: bool = False,
         quantized_products: bool = False,
-        rotate: bool = False,
+        rotate: bool | int = False,
         check_finite: bool = True,
         precision: str | None = None,
         activations: str | None = None,
@@ -191,6 +192,7 @@ class FakeQuantized(QuantizesLater):
             model, format, where=where, rules=rules, min_size=min_size, caller=_name
         )
         _check_some(choices, _name)
+        check_rotation(_name, rotate)
         compute = as_compute(compute, precision, activations)
         rounds = any((c.compute or compute).activations != "float" for c in choices)
         if rotate and (quantized_products or rounds):
@@ -280,7 +282,7 @@ class FakeQuantized(QuantizesLater):
         if not self.rotate or not leaf.ndim:
             return leaf, same
         axis = canonical_axes(choice.axis, leaf.ndim)[-1]
-        weight, block = rotated(leaf, axis)
+        weight, block = rotated(leaf, axis, self.rotate)
         if block == 1:
             return leaf, same
 

@@ -10,6 +10,7 @@ from .._jax import typed
 from ..arrays import (
     CachedArray,
     canonical_axes,
+    check_rotation,
     is_implicit,
     last_tokens,
     quantize,
@@ -33,7 +34,7 @@ def quantize_cache(
     *,
     axis: Any = -1,
     tokens: Any = None,
-    rotate: bool = False,
+    rotate: bool | int = False,
     per_channel: Any = False,
     recent: int | None = None,
     sinks: int | None = None,
@@ -85,7 +86,7 @@ def quantize_cache(
         tokens stay in floating point, it must be right: `-3` for an array `(tokens,
         heads, size)`.
     - `rotate`: whether to rotate. The block is the largest power of two that divides
-        the head size.
+        the head size, and at most `rotate` if it is a number.
     - `per_channel`: whether scales run along tokens, in groups of the block size of the
         format, which suits keys (KIVI, arXiv 2402.02750). By default, scales run along
         `axis`, so each token and head has its own. The newest group stays in floating
@@ -121,6 +122,7 @@ def quantize_cache(
     """
     compute = as_compute(compute, precision, activations)
     format = as_format(format, "quantize_cache")
+    check_rotation("quantize_cache", rotate)
     for name, count, least in (
         ("recent", recent, 0),
         ("sinks", sinks, 0),
@@ -169,7 +171,7 @@ class _Layout:
     tokens: int
     per_channel: bool
     window: int
-    rotate: bool
+    rotate: bool | int
     recent: int
     sinks: int
 
@@ -237,7 +239,7 @@ class _Layout:
 
 def _quantize_one(array, layout: _Layout, longest: int, compute: Compute) -> Any:
     rotate = layout.rotate
-    stored, block = rotated(array, layout.axis) if rotate else (array, 1)
+    stored, block = rotated(array, layout.axis, rotate) if rotate else (array, 1)
     if rotate and block == 1:
         raise ValueError(
             "quantize_cache: rotate needs an even head size, but axis "

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from .._jax import check_one_of, typed
 from ..arrays import (
     canonical_axes,
+    check_rotation,
     dequantize,
     is_quantized,
     quantize,
@@ -38,7 +39,7 @@ def quantize_tree(
     min_size: int = 256,
     calibration: AbstractCalibration | None = None,
     method: str = "gptq",
-    rotate: bool = False,
+    rotate: bool | int = False,
     search: int = 1,
     check_finite: bool = True,
     progress: bool | None = None,
@@ -107,8 +108,10 @@ def quantize_tree(
         Formats without `nearest` are rounded to nearest.
     - `rotate`: rotate the contracted axis by Hadamard matrices before rounding, which
         spreads outliers. Products rotate the activation. The block is the largest power
-        of two that divides the axis. This is most accurate with `calibration`; without
-        it, the gain may be small.
+        of two that divides the axis, and at most `rotate` if it is a number: with the
+        block size of a format such as MXFP4, values are only rotated within their
+        block. This is most accurate with `calibration`; without it, the gain may be
+        small.
     - `search`: the number of roundings of each row that GPTQ keeps while it rounds a
         block (the M-algorithm), for example 16. Each has its own error feedback. The
         time grows with the number. Formats of eight bits are not searched.
@@ -137,6 +140,7 @@ def quantize_tree(
     choices = choose(model, format, caller=caller, **options)
     warn_of_left_out(model, choices, format, caller=caller, **options)
     check_one_of(caller, "method", method, get_args(Method))
+    check_rotation(caller, rotate)
     if not 1 <= search <= 1024:
         raise ValueError(f"{caller}: search must be from 1 to 1024, got {search}.")
     leaves, round_by_data = leaves_of(model), None
@@ -164,7 +168,7 @@ def quantize_tree(
         if not rotate or not weight.ndim:
             return rounded(weight, choice, 1)
         axis = canonical_axes(choice.axis, weight.ndim)[-1]
-        rotated_weight, block = rotated(weight, axis)
+        rotated_weight, block = rotated(weight, axis, rotate)
         if block == 1:
             return rounded(weight, choice, 1)
         q = rounded(rotated_weight, choice, block)

@@ -137,6 +137,27 @@ def test_outliers_are_spread():
     assert errors[1] < 0.8 * errors[0]
 
 
+@pytest.mark.parametrize("rotate, block", [(16, 16), (128, 32), (True, 32)])
+def test_the_block_of_a_rotation_is_at_most_a_number(rotate, block):
+    model = eqx.nn.Linear(96, 64, key=jax.random.key(0))
+    q = eqquant.quantize_tree(model, "nf4", rotate=rotate)
+    basis = np.kron(np.eye(96 // block), sylvester(block)) / np.sqrt(block)
+    expected = eqquant.quantize(model.weight @ basis, "nf4").dequantize() @ basis
+    assert q.weight.block == block
+    assert relative(q.weight.dequantize(), expected) < ROUNDING
+    trained = eqquant.FakeQuantized(model, "nf4", rotate=rotate)
+    assert eqx.tree_equal(trained.quantized(), q)
+
+
+@pytest.mark.parametrize("rotate", [-2, 0, 1, 24])
+def test_blocks_of_rotations_are_powers_of_two(normal, rotate):
+    match = f"rotate must be True, False or .*, got {rotate}"
+    with pytest.raises(ValueError, match=match):
+        eqquant.quantize_tree({"w": normal(4, 64)}, rules={"w": "int8"}, rotate=rotate)
+    with pytest.raises(ValueError, match=match):
+        eqquant.trees.quantize_cache(normal(4, 64), "int8", rotate=rotate)
+
+
 def test_an_axis_of_odd_size_is_not_rotated(normal):
     q = eqquant.quantize_tree(
         {"table": normal(64, 63)}, None, rules={"table": "int8"}, rotate=True
