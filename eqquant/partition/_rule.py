@@ -115,11 +115,12 @@ class Partition:
         """Run `fn(*operands, dtype)` on the gathered parts of each device, and sum the
         results in at least float32.
 
-        With `round_parts`, each device rounds its part of a sum to `out_dtype` first,
-        unless the sum is scattered.
+        With `round_parts`, parts are rounded to `out_dtype` and summed in it, unless
+        the sum is scattered.
         """
-        wide = wide_dtype(out_dtype) if self.over else out_dtype
-        dtype = out_dtype if round_parts and not any(self.scatter) else wide
+        dtype = wide_dtype(out_dtype) if self.over else out_dtype
+        if round_parts and not any(self.scatter):
+            dtype = out_dtype
 
         def gather(part, gathers):
             for axis, names in enumerate(gathers):
@@ -128,7 +129,7 @@ class Partition:
             return part
 
         def local(*operands):
-            out = fn(*map(gather, operands, self.gathers), dtype).astype(wide)
+            out = fn(*map(gather, operands, self.gathers), dtype)
             for i, names in enumerate(self.scatter):
                 if names:
                     out = lax.psum_scatter(out, names, scatter_dimension=i, tiled=True)
