@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
@@ -189,7 +190,7 @@ def _lower_on(platform: str | None) -> Callable:
             # The compiler can split programs of XLA over devices, but not a kernel.
             # XLA for TPU sums float32 parts in bfloat16 if the sum is rounded to it. A
             # kernel that rounds its part writes half of the bytes.
-            rounds = platform == "tpu"
+            rounds = platform == "tpu" and matmul.out_dtype == jnp.bfloat16
             dot = dot_by(PORTABLE) if plan is None else _sharded(dot, plan, rounds)
 
         def run(x, codes, *parts):
