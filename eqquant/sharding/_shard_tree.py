@@ -33,7 +33,8 @@ def shard_tree(
     the collectives of a dense model:
 
     - a weight that is split by its outputs needs no collective;
-    - a weight that is split by its contracted axis needs a sum, in float32;
+    - a weight that is split by its contracted axis needs a sum, in float32 (bfloat16
+        results on TPUs: in bfloat16);
     - a weight that is also split over axes of `batch` (FSDP) is gathered first, as
         packed codes.
 
