@@ -32,6 +32,6 @@ def check_types(config):
     These checks take a quarter of the time. Public functions are checked in any case.
     """
     if config.option.markexpr != "not slow":
-        from jaxtyping import install_import_hook
+        import type_checks
 
-        install_import_hook("eqquant", "beartype.beartype")
+        type_checks.install()
