@@ -29,7 +29,7 @@ def pytest_configure(config):
 def check_types(config):
     """Check the types of all functions at run time, except in `make test`.
 
-    These checks take a quarter of the time. Public functions are checked in any case.
+    These checks take a tenth of the time. Public functions are checked in any case.
     """
     if config.option.markexpr != "not slow":
         import type_checks
