@@ -20,6 +20,9 @@ def install() -> None:
     """
     jaxtyping.jaxtyped = _replaced
     jaxtyping.install_import_hook("eqquant", f"{__name__}.checked")
+    from eqquant._jax import _warn
+
+    _warn._internal += (__name__,)  # Warnings skip the frames of `call`.
 
 
 def _replaced(*args, **options):

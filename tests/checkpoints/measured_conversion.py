@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from measured import peak
 
 
-COUNT, ROWS, COLUMNS = 64, 2048, 2048
+COUNT, ROWS, COLUMNS = 32, 2048, 2048
 FORMATS = {
     "bitsandbytes": eqquant.NF4(),
     "gguf": eqquant.Int4(block_size=32, scale_dtype="float16"),
