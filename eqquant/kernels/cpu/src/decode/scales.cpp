@@ -129,9 +129,11 @@ void decode(const Scales& s, int64_t blocks, int64_t row, int64_t begin, int64_t
   }
 }
 
-// Decodes whole rows: in one piece, if a row has at most one outer number.
+// Decodes whole rows.
 void decode_rows(const Scales& s, int64_t blocks, int64_t row, int64_t rows, float* to) {
   if (s.outer_blocks && s.outer_blocks < blocks) {
+    // Without a partial group at the end, several rows are like one long row.
+    if (blocks % s.outer_blocks == 0) return decode(s, blocks, row, 0, rows * blocks, to);
     for (int64_t r = 0; r < rows; r++) decode(s, blocks, row + r, 0, blocks, to + r * blocks);
     return;
   }

@@ -135,6 +135,23 @@ void unpack_32(const uint8_t* from, int64_t, uint8_t* to) {
 }
 #endif
 
+// Codes of 6 bits in groups of 16, as in Q6_K of GGUF.
+void unpack_six_16(const uint8_t* from, int64_t, uint8_t* to) {
+#if defined(__x86_64__)
+  int64_t lows;
+  int32_t highs;
+  std::memcpy(&lows, from, sizeof lows);
+  std::memcpy(&highs, from + sizeof lows, sizeof highs);
+  const __m128i low = _mm_and_si128(_mm_srlv_epi64(_mm_set1_epi64x(lows), _mm_set_epi64x(4, 0)), _mm_set1_epi8(15));
+  const __m128i high =
+      _mm_and_si128(_mm_srlv_epi32(_mm_set1_epi32(highs), _mm_setr_epi32(0, 2, 4, 6)), _mm_set1_epi8(3));
+  const __m128i code = _mm_or_si128(low, _mm_slli_epi16(high, 4));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm_sub_epi8(code, _mm_set1_epi8(32)));
+#else
+  unpack_to_int8<6, uint32_t>(from, 16, to);  // The constant removes divisions.
+#endif
+}
+
 // Unpacks groups by a function that is inlined.
 using Unpacker = void(const uint8_t* from, int64_t groups, int64_t bytes, int64_t run, uint8_t* to);
 template <void (*unpack_group)(const uint8_t*, int64_t, uint8_t*)>
@@ -152,6 +169,7 @@ Unpacker* unpacker_to_int8(int64_t run) {
   if (run == 64) return unpack_all<unpack_32<bits, 64>>;
   if (run == 128) return unpack_all<unpack_32<bits, 128>>;
 #endif
+  if (bits == 6 && run == 16) return unpack_all<unpack_six_16>;
   const int64_t part = run * (bits - 4) / 8;
   if (part % 8 == 0) return unpack_all<unpack_to_int8<bits, uint64_t>>;
   return part % 4 == 0 ? unpack_all<unpack_to_int8<bits, uint32_t>> : unpack_all<unpack_to_int8<bits, uint8_t>>;

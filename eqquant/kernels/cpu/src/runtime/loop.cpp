@@ -55,7 +55,13 @@ Board& board() {
 }  // namespace
 
 void Loop::work() {
-  for (int64_t i; (i = next.fetch_add(1)) < pieces;) {
+  const int64_t lanes = next.size(), own = threads.fetch_add(1);
+  for (int64_t i = 0; i < lanes; i++) work_on((own + i) % lanes);
+}
+
+void Loop::work_on(int64_t lane) {
+  const int64_t lanes = next.size(), begin = pieces * lane / lanes, end = pieces * (lane + 1) / lanes;
+  for (int64_t i; (i = begin + next[lane].fetch_add(1)) < end;) {
     call(use, i * piece, std::min(count, (i + 1) * piece));
     if (done.fetch_add(1, std::memory_order_acq_rel) + 1 < pieces) continue;
     // Lock between the two, so that the waiting thread has seen the change or is waiting.

@@ -9,21 +9,29 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <vector>
 
 namespace eqquant {
 
 // A loop over `pieces` pieces of [0, count). Each piece except the last has `piece` elements.
+//
+// A thread processes the consecutive pieces of its own lane, and then the remaining pieces of other lanes. So a thread
+// prefetches the memory that it reads itself. If threads take pieces in turn, a token of SmolLM2 takes a quarter longer
+// (Zen 5, two cores).
 struct Loop {
   void (*call)(const void* use, int64_t begin, int64_t end);
   const void* use;
   int64_t count, piece, pieces;
-  std::atomic<int64_t> next{0}, done{0};
+  std::vector<std::atomic<int64_t>> next;  // The number of pieces of each lane that a thread has started.
+  std::atomic<int64_t> threads{0}, done{0};
   std::mutex mutex;
   std::condition_variable all_done;
 
+  Loop(int64_t lanes) : next(lanes) {}
   bool is_done() const { return done.load(std::memory_order_acquire) == pieces; }
   // Processes pieces until none is left. A late call finds no piece, and touches nothing except the counters.
   void work();
+  void work_on(int64_t lane);
   // Waits for pieces that other threads have started.
   void wait();
 };

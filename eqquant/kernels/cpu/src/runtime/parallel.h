@@ -23,7 +23,7 @@ void parallel_for(xla::ffi::ThreadPool& pool, int64_t count, int64_t grain, cons
   const int64_t pieces = (count + piece - 1) / piece;
   if (threads == 1 || pieces <= 1) return use(0, count);
 
-  auto loop = std::make_shared<Loop>();
+  auto loop = std::make_shared<Loop>(std::min(threads, pieces));
   loop->call = [](const void* use, int64_t begin, int64_t end) {
     (*static_cast<const Use*>(use))(begin, end);
   };
