@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from fitting import fit
-from load import load_in, open_model
+from load import can_stack, load_in, open_model
 from lora import add_adapters, save_adapters
 from model import Decoder
 from packing import batch_at, losses, pack, Rows
@@ -249,7 +249,8 @@ def run(options) -> list[float]:
     text = Text(source)
     texts = read_texts(options.data)
     rows = pack([text.encode_document(x) for x in texts], options.length)
-    model = load_in(source, options.format, FORMATS, stacked=True)
+    is_stack = options.format is not None or can_stack(source)
+    model = load_in(source, options.format, FORMATS, stacked=is_stack)
     print(f"{len(texts)} texts in {len(rows.tokens)} rows of {options.length} tokens")
     if options.fresh:
         (options.output / "training.eqx").unlink(missing_ok=True)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from chat import chat
-from load import load_in, Model, open_model
+from load import can_stack, load_in, Model, open_model
 from lora import load_adapters
 from model import Cache, Caches, Decoder, empty_cache
 from program_cache import (
@@ -414,8 +414,9 @@ def load(model: Model, options, abstract: bool = False) -> Decoder:
     dtype = jnp.bfloat16 if options.format == "bfloat16" else jnp.float32
     formats = {name: None if "float" in name else name for name in FORMATS}
     how: dict[str, Any] = {"dtype": dtype, "abstract": abstract}
-    if options.apart:
-        how["stacked"] = False
+    is_kept = options.format is None
+    if options.apart or (is_kept and options.adapters and not can_stack(model)):
+        how["stacked"] = False  # Adapters have names for layers.
     loaded = load_in(model, options.format, formats, **how)
     if options.adapters is not None:
         loaded = load_adapters(options.adapters, loaded, model.kind)

@@ -12,7 +12,7 @@ from config import DividedFrequencies
 from gguf_config import config_of_gguf
 from gguf_text import vocabulary_of_gguf
 from gguf_values import Values
-from model import Decoder, Layer
+from model import Decoder, Layer, Linear, Mixed
 from names import gguf_names, Names
 from vocabulary import Vocabulary
 
@@ -70,7 +70,10 @@ class GGUF:
             order = pairs.swapaxes(1, 2).reshape(-1)
             return jax.device_put(np.take(np.asarray(part), order, axis))
 
-        def rearrange(linear: eqx.nn.Linear, heads: int) -> eqx.nn.Linear:
+        def rearrange(linear: Linear, heads: int) -> Linear:
+            if isinstance(linear, Mixed):
+                stacks = tuple(rearrange(stack, heads) for stack in linear.stacks)
+                return Mixed(stacks, linear.kinds)
             # The rows of all parts of a quantized array have the same axis.
             weight = jax.tree.map(lambda x: apart(x, heads, -2), linear.weight)
             bias = jax.tree.map(lambda x: apart(x, heads, -1), linear.bias)

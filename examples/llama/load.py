@@ -11,7 +11,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import eqquant
 import equinox as eqx
@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from folder import Folder
 from gguf_file import GGUF
-from model import Decoder, unstack
+from model import Decoder, Mixed, unstack
+from names import Names, path_of
 
 
 # The router is small, and its errors select wrong experts.
@@ -56,23 +57,26 @@ def load_model(
         [`eqquant.load_quantized`][].
     - `dtype`: of all other arrays and of activations.
     - `stacked`: stack the layers, so that only one layer is compiled. By default, they
-        are stacked unless the file stores them in different formats.
+        are stacked, with [`Mixed`][] for weights that the file stores in different
+        formats. Only mixtures of experts cannot have these.
     """
     source = open_model(model)
     config = source.config
-    if stacked is None:
-        stacked = can_stack(source, decode)
+    is_mixed = stacked is None and not can_stack(source, decode)
 
     def make():
         model = Decoder(config, dtype, key=jax.random.key(0))
-        return model if stacked else unstack(model)
+        if stacked is False or (is_mixed and config.experts):
+            return unstack(model)
+        return with_mixed(model, source, decode) if is_mixed else model
 
+    like = eqx.filter_eval_shape(make)
     loaded = eqquant.load_quantized(
         source.path,
-        eqx.filter_eval_shape(make),
+        like,
         format,
         rules={**(rules or {}), **(RULES if config.experts else {})},
-        names=source.names,
+        names=names_of_mixed(source.names, like),
         ignore=source.ignore,
         decode=decode,
         abstract=abstract,
@@ -81,17 +85,58 @@ def load_model(
     return loaded if abstract else source.arrange(loaded)
 
 
-def can_stack(source: Model, decode: bool | Literal["all"]) -> bool:
-    """Return whether the arrays of all layers have the same formats."""
+def can_stack(source: Model, decode: bool | Literal["all"] | None = None) -> bool:
+    """Return whether the arrays of all layers have the same formats. By default, only
+    inexact ones are decoded, as `load_in` does without a name."""
+    if decode is None:
+        decode = bool(source.inexact)
     if decode == "all":
         return True
     formats: dict[str, set[str]] = {}
     for name, tensor in source.tensors.items():
-        is_decoded = not tensor.is_quantized or (decode and not tensor.is_exact)
         in_any_layer = re.sub(r"\.\d+\.", ".*.", name, count=1)
-        found = formats.setdefault(in_any_layer, set())
-        found.add("float" if is_decoded else tensor.type)
+        formats.setdefault(in_any_layer, set()).add(_format_of(tensor, decode))
     return all(len(found) == 1 for found in formats.values())
+
+
+def _format_of(tensor: Any, decode: bool) -> str:
+    is_decoded = not tensor.is_quantized or (decode and not tensor.is_exact)
+    return "float" if is_decoded else tensor.type
+
+
+def with_mixed(model: Decoder, source: Model, decode: bool) -> Decoder:
+    """Split stacks of linear layers that the file stores in different formats."""
+
+    def split(path, linear):
+        if not isinstance(linear, eqx.nn.Linear):
+            return linear
+        names = source.names(f"layers.{path_of(path)}.weight")
+        formats = [_format_of(source.tensors[name], decode) for name in names]
+        order = list(dict.fromkeys(formats))
+        kinds = [order.index(format) for format in formats]
+        return Mixed.split(linear, kinds) if len(order) > 1 else linear
+
+    layers = jax.tree_util.tree_map_with_path(
+        split, model.layers, is_leaf=lambda x: isinstance(x, eqx.nn.Linear)
+    )
+    return eqx.tree_at(lambda m: m.layers, model, layers)
+
+
+def names_of_mixed(names: Names, model: Decoder) -> Names:
+    """Extend the names of tensors to the stacks of each [`Mixed`][] of a model."""
+    is_mixed = lambda x: isinstance(x, Mixed)
+    leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_mixed)
+    kinds = {path_of(path): leaf.kinds for path, leaf in leaves if is_mixed(leaf)}
+
+    def call(path: str) -> str | list:
+        found = re.fullmatch(r"(.+)\.stacks\.(\d+)\.(.+)", path)
+        if found is None:
+            return names(path)
+        linear, kind, field = found.groups()
+        of_layers = zip(names(f"{linear}.{field}"), kinds[linear], strict=True)
+        return [name for name, other in of_layers if other == int(kind)]
+
+    return call
 
 
 def load_in(

@@ -14,15 +14,18 @@ Text generation keeps the keys and values of earlier tokens in a cache:
 
 The layers are stacked and run under `lax.scan`, so that only one layer is compiled.
 Under `eqquant.quaxify`, products read quantized weights of a layer in the stack.
-`unstack` separates layers, for a file that stores them in different formats.
+`Mixed` stacks the weights of layers that a file stores in different formats, and
+`unstack` separates layers.
 """
 
 import functools as ft
 import math
+from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 from attention import attend, attend_in_pieces, softcap
 from cache import Cache, View
 from config import Config, rope_frequencies
@@ -47,6 +50,51 @@ def _project(
     return jax.vmap(jax.vmap(linear))(x)
 
 
+class Mixed(eqx.Module):
+    """A linear layer of each layer of a model, in several formats: a stack for each
+    format."""
+
+    stacks: tuple[eqx.nn.Linear, ...]
+    kinds: tuple[int, ...] = eqx.field(static=True)  # The stack of each layer.
+
+    @classmethod
+    def split(cls, stack: eqx.nn.Linear, kinds: Sequence[int]) -> "Mixed":
+        """Split one stack."""
+        of_kind = lambda kind: np.flatnonzero(np.array(kinds) == kind)
+        take = lambda x, kind: x[of_kind(kind)] if eqx.is_array(x) else x
+        stacks = (
+            jax.tree.map(ft.partial(take, kind=kind), stack)
+            for kind in range(max(kinds) + 1)
+        )
+        return cls(tuple(stacks), tuple(kinds))
+
+    def where(self, layer: int) -> tuple[int, int]:
+        """Return the stack of a layer, and its index in the stack."""
+        return self.kinds[layer], self.kinds[:layer].count(self.kinds[layer])
+
+    def of_layer(self, layer: int) -> eqx.nn.Linear:
+        kind, i = self.where(layer)
+        return _at(self.stacks[kind], i)
+
+    def scanned(self, layer: Int[Array, ""]) -> Callable:
+        """Return the linear layer of a layer whose number is traced."""
+        where = jnp.array([self.where(i) for i in range(len(self.kinds))])
+        kind, i = where[layer]
+        branches = [lambda x, s=s: _at(s, i)(x) for s in self.stacks]
+        return lambda x: lax.switch(kind, branches, x)
+
+
+def _is_mixed(x) -> bool:
+    return isinstance(x, Mixed)
+
+
+def _at(stack, i):
+    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, stack)
+
+
+Linear = eqx.nn.Linear | Mixed
+
+
 class RMSNorm(eqx.Module):
     weight: Float[Array, " size"]
     eps: float = eqx.field(static=True)
@@ -64,10 +112,10 @@ class RMSNorm(eqx.Module):
 
 
 class Attention(eqx.Module):
-    query: eqx.nn.Linear
-    key: eqx.nn.Linear
-    value: eqx.nn.Linear
-    output: eqx.nn.Linear
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
     query_norm: RMSNorm | None
     key_norm: RMSNorm | None
     config: Config = eqx.field(static=True)
@@ -154,9 +202,9 @@ _activations = {"silu": jax.nn.silu, "gelu": ft.partial(jax.nn.gelu, approximate
 class MLP(eqx.Module):
     """SwiGLU, or GeGLU."""
 
-    gate: eqx.nn.Linear
-    up: eqx.nn.Linear
-    down: eqx.nn.Linear
+    gate: Linear
+    up: Linear
+    down: Linear
     activation: str = eqx.field(static=True)
 
     def __init__(self, config: Config, dtype, *, key: PRNGKeyArray):
@@ -358,7 +406,7 @@ class Decoder(eqx.Module):
                 new.append(part)
             return x, tuple(new) if cache is not None else None
 
-        arrays, static = eqx.partition(self.layers, eqx.is_array)
+        arrays, static = eqx.partition(self.layers, eqx.is_array, is_leaf=_is_mixed)
 
         # One token per sequence: XLA for TPU keeps a carry with two axes on the chip.
         flat = cache is not None and x.shape[1] == 1
@@ -366,18 +414,20 @@ class Decoder(eqx.Module):
         # The scan carries the cache, which is updated in place. As a scanned input
         # and output it would be copied.
         def step(carry, inputs):
-            (x, cache), (arrays, index, kind) = carry, inputs
+            (x, cache), (arrays, number, index, kind) = carry, inputs
             x = x[:, None] if flat else x
-            layer = eqx.combine(arrays, static)
+            layer = eqx.combine(arrays, static, is_leaf=_is_mixed)
+            choose = lambda x: x.scanned(number) if _is_mixed(x) else x
+            layer = jax.tree.map(choose, layer, is_leaf=_is_mixed)
             x, cache = apply(layer, x, cache, index, kind)
             return (x[:, 0] if flat else x, cache), None
 
         step = jax.checkpoint(step) if remat else step
-        layers = jnp.arange(config.layers)
+        layers = numbers = jnp.arange(config.layers)
         if isinstance(cache, tuple):  # A layer has a place in the stack of its kind.
             places = [kinds[:i].count(kind) for i, kind in enumerate(kinds)]
             layers = jnp.array(kinds), jnp.array(places)
-        inputs = arrays, layers, jnp.array(kinds)
+        inputs = arrays, numbers, layers, jnp.array(kinds)
         x = x[:, 0] if flat else x
         (x, cache), _ = lax.scan(step, (x, cache), inputs)
         return x[:, None] if flat else x, cache
@@ -414,10 +464,10 @@ def unstack(model: Decoder) -> Decoder:
     """Return the same model with a tuple of layers instead of a stack."""
     if isinstance(model.layers, tuple):
         return model
-    arrays, static = eqx.partition(model.layers, eqx.is_array)
+    of_layer = lambda x, i: x.of_layer(i) if _is_mixed(x) else _at(x, i)
 
     def layer(i: int) -> Layer:
-        return eqx.combine(jax.tree.map(lambda x: x[i], arrays), static)
+        return jax.tree.map(lambda x: of_layer(x, i), model.layers, is_leaf=_is_mixed)
 
     layers = tuple(layer(i) for i in range(model.config.layers))
     return eqx.tree_at(lambda m: m.layers, model, layers)

@@ -4,7 +4,9 @@ import dataclasses
 import pathlib
 import sys
 
+import eqquant
 import equinox as eqx
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from gguf_models import DATA, metadata_of, tensors_of, write_gguf
@@ -18,6 +20,7 @@ sys.path.insert(0, str(EXAMPLE))
 from config import DividedFrequencies  # noqa: E402
 from folder import Folder  # noqa: E402
 from load import load_model, open_model  # noqa: E402
+from model import empty_cache, Mixed, unstack  # noqa: E402
 
 
 NAMES = sorted(path.name for path in DATA.iterdir())
@@ -54,6 +57,46 @@ def test_weights_equal_those_of_the_folder(name, tmp_path):
         got = load_model(source, "nf4", stacked=stacked, progress=False)
         expected = load_model(DATA / name, "nf4", stacked=stacked, progress=False)
         assert_identical(arrays(got), arrays(expected))
+
+
+@pytest.mark.parametrize("name", ["llama_linear", slow("gemma3"), slow("qwen2")])
+def test_layers_of_different_formats(name, tmp_path):
+    """Weights in several formats have a stack for each. Results and weights are those
+    of separate layers."""
+    int8 = eqquant.Int8(block_size=32, scale_dtype="float16")
+    int4 = eqquant.Int4(block_size=32, scale_dtype="float16")
+    formats = {"blk.0.attn_q": int4, "blk.1.attn_q": int8, "blk.1.attn_v": int8}
+    arrays = {
+        key: eqquant.quantize(jnp.asarray(array), formats[key.removesuffix(".weight")])
+        if key.removesuffix(".weight") in formats
+        else array
+        for key, array in tensors_of(name).items()
+    }
+    path = tmp_path / "mixed.gguf"
+    eqquant.checkpoints.write_gguf(path, arrays, metadata=metadata_of(name))
+    mixed = load_model(path, progress=False)
+    apart = load_model(path, stacked=False, progress=False)
+    attention = mixed.layers.attention
+    assert [isinstance(x, Mixed) for x in (attention.query, attention.value)] == [1, 1]
+    assert isinstance(attention.key, eqx.nn.Linear)
+    found = [stack.weight.format for stack in attention.query.stacks]
+    assert found == [int4, int8] and attention.query.kinds == (0, 1)
+    leaves = lambda m: eqx.filter(m, eqx.is_array)
+    assert_identical(leaves(unstack(mixed)), leaves(apart))
+
+    @eqx.filter_jit
+    @strict
+    def run(model, tokens, cache):
+        first, cache = model.extend(tokens[:, :-1], cache, 0)
+        last, _ = model.extend(tokens[:, -1:], cache, tokens.shape[1] - 1)
+        return model(tokens)[:, -1], model.logits(last)[:, 0], model.logits(first)
+
+    tokens = jnp.arange(8)[None]
+    caches = [empty_cache(model, 1, 8) for model in (mixed, apart)]
+    got, expected = run(mixed, tokens, caches[0]), run(apart, tokens, caches[1])
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-4)  # Float32 sums in another order.
+    np.testing.assert_allclose(*got[:2], atol=1e-4)
 
 
 def test_frequencies_of_llama_3(tmp_path):

@@ -176,7 +176,7 @@ def test_stacked_and_separate_layers_have_equal_weights():
     assert load(DATA / "qwen2", dtype=jnp.bfloat16).norm.weight.dtype == jnp.bfloat16
 
 
-def test_layers_of_different_formats_stay_apart(tmp_path):
+def test_layers_of_different_formats_are_no_single_stack(tmp_path):
     weight = jnp.ones((64, 64))
     for formats, expected in ((["nf4", "nf4"], True), (["nf4", "int8"], False)):
         layers = [{"w": eqquant.quantize(weight, format)} for format in formats]

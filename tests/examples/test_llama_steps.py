@@ -20,12 +20,12 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 import generate  # noqa: E402
 from architectures import config_of  # noqa: E402
 from config import Config  # noqa: E402
-from model import Decoder, empty_cache, unstack  # noqa: E402
+from model import Decoder, empty_cache, Mixed, unstack  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 
 @pytest.mark.parametrize("kv", [None, slow("int8")])
-@pytest.mark.parametrize("stacked", [False, slow(True)])
+@pytest.mark.parametrize("stacked", [False, slow(True), slow("mixed")])
 @pytest.mark.parametrize("name", ["llama3", slow("gemma3"), slow("wide")])
 def test_cache_is_updated_in_place(name, kv, stacked):
     """A step appends to the cache, and copies nothing. It reads a stacked float cache
@@ -41,6 +41,9 @@ def test_cache_is_updated_in_place(name, kv, stacked):
 
     def make(key):
         model = Decoder(config, key=key)
+        if stacked == "mixed":
+            down = Mixed.split(model.layers.mlp.down, (0, 1) * 4)
+            model = eqx.tree_at(lambda m: m.layers.mlp.down, model, down)
         return model if stacked else unstack(model)
 
     model = eqx.filter_eval_shape(make, jax.random.key(0))
