@@ -51,6 +51,8 @@ class Case:
 CASES = [
     Case("8b", "prefill", "v5e:2x4", (1, 8, 1), 4, 2048),
     Case("8b", "prefill", "v6e:2x4", (1, 8, 1), 4, 2048),
+    Case("70b", "prefill", "v5e:4x4", (1, 8, 2), 4, 2048),
+    Case("405b", "prefill", "v6e:16x16", (8, 8, 4), 32, 2048),
     Case("8b", "decode", "v5e:2x4", (1, 8, 1), 32, 4096),
     Case("8b", "decode", "v6e:2x4", (1, 8, 1), 32, 4096),
     Case("70b", "decode", "v5e:4x4", (1, 8, 2), 32, 4096),
