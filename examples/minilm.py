@@ -57,6 +57,11 @@ CALIBRATED = {"nf4, calibrated"}
 #
 
 
+def _each(layer: eqx.Module, x: Array) -> Array:
+    """Apply a layer to each row. JAX would print the layer itself in each trace."""
+    return jax.vmap(lambda row: layer(row))(x)
+
+
 class Embeddings(eqx.Module):
     words: eqx.nn.Embedding
     positions: eqx.nn.Embedding
@@ -71,9 +76,9 @@ class Embeddings(eqx.Module):
         self.norm = eqx.nn.LayerNorm(size, eps=1e-12)
 
     def __call__(self, tokens: Int[Array, " length"]) -> Float[Array, "length size"]:
-        x = jax.vmap(self.words)(tokens)
-        x = x + jax.vmap(self.positions)(jnp.arange(tokens.shape[0]))
-        return jax.vmap(self.norm)(x + self.token_types(0))
+        x = _each(self.words, tokens)
+        x = x + _each(self.positions, jnp.arange(tokens.shape[0]))
+        return _each(self.norm, x + self.token_types(0))
 
 
 class Layer(eqx.Module):
@@ -103,9 +108,9 @@ class Layer(eqx.Module):
         self, x: Float[Array, "length size"], mask: Bool[Array, " length"]
     ) -> Float[Array, "length size"]:
         pairs = jnp.broadcast_to(mask, (x.shape[0], x.shape[0]))
-        x = jax.vmap(self.attention_norm)(x + self.attention(x, x, x, pairs))
-        hidden = jax.nn.gelu(jax.vmap(self.up)(x), approximate=False)
-        return jax.vmap(self.norm)(x + jax.vmap(self.down)(hidden))
+        x = _each(self.attention_norm, x + self.attention(x, x, x, pairs))
+        hidden = jax.nn.gelu(_each(self.up, x), approximate=False)
+        return _each(self.norm, x + _each(self.down, hidden))
 
 
 class SentenceEncoder(eqx.Module):

@@ -107,7 +107,8 @@ def load_data(held_out: int, seed: int) -> tuple[tuple, tuple]:
 
 
 def embed(model, inputs) -> Float[Array, "batch size"]:
-    return jax.vmap(model)(*inputs)
+    # JAX would print the model itself in each trace.
+    return jax.vmap(lambda *row: model(*row))(*inputs)
 
 
 def loss_of(trainable, frozen, batch, key) -> Float[Array, ""]:
