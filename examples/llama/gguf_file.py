@@ -12,7 +12,8 @@ from config import DividedFrequencies
 from gguf_config import config_of_gguf
 from gguf_text import vocabulary_of_gguf
 from gguf_values import Values
-from model import Decoder, Layer, Linear, Mixed
+from mixed import Linear, Mixed
+from model import Decoder, Layer
 from names import gguf_names, Names
 from vocabulary import Vocabulary
 

@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from folder import Folder
 from gguf_file import GGUF
-from model import Decoder, Mixed, unstack
+from mixed import is_mixed, Mixed
+from model import Decoder, unstack
 from names import Names, path_of
 
 
@@ -62,13 +63,13 @@ def load_model(
     """
     source = open_model(model)
     config = source.config
-    is_mixed = stacked is None and not can_stack(source, decode)
+    mixes = stacked is None and not can_stack(source, decode)
 
     def make():
         model = Decoder(config, dtype, key=jax.random.key(0))
-        if stacked is False or (is_mixed and config.experts):
+        if stacked is False or (mixes and config.experts):
             return unstack(model)
-        return with_mixed(model, source, decode) if is_mixed else model
+        return with_mixed(model, source, decode) if mixes else model
 
     like = eqx.filter_eval_shape(make)
     loaded = eqquant.load_quantized(
@@ -124,7 +125,6 @@ def with_mixed(model: Decoder, source: Model, decode: bool) -> Decoder:
 
 def names_of_mixed(names: Names, model: Decoder) -> Names:
     """Extend the names of tensors to the stacks of each [`Mixed`][] of a model."""
-    is_mixed = lambda x: isinstance(x, Mixed)
     leaves = jax.tree_util.tree_leaves_with_path(model, is_leaf=is_mixed)
     kinds = {path_of(path): leaf.kinds for path, leaf in leaves if is_mixed(leaf)}
 

@@ -14,24 +14,23 @@ Text generation keeps the keys and values of earlier tokens in a cache:
 
 The layers are stacked and run under `lax.scan`, so that only one layer is compiled.
 Under `eqquant.quaxify`, products read quantized weights of a layer in the stack.
-`Mixed` stacks the weights of layers that a file stores in different formats, and
-`unstack` separates layers.
+`Mixed` (mixed.py) stacks weights that a file stores in different formats, and `unstack`
+separates layers.
 """
 
 import functools as ft
 import math
-from collections.abc import Callable, Sequence
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 from attention import attend, attend_in_pieces, softcap
 from cache import Cache, View
 from config import Config, rope_frequencies
 from jax import lax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from layout import Layout
+from mixed import is_mixed, layer_at, Linear
 
 
 # One cache; or one for each layer, or for each kind of layer of a stack.
@@ -48,51 +47,6 @@ def _project(
     linear: eqx.nn.Linear, x: Float[Array, "batch length size"]
 ) -> Float[Array, "batch length out"]:
     return jax.vmap(jax.vmap(linear))(x)
-
-
-class Mixed(eqx.Module):
-    """A linear layer of each layer of a model, in several formats: a stack for each
-    format."""
-
-    stacks: tuple[eqx.nn.Linear, ...]
-    kinds: tuple[int, ...] = eqx.field(static=True)  # The stack of each layer.
-
-    @classmethod
-    def split(cls, stack: eqx.nn.Linear, kinds: Sequence[int]) -> "Mixed":
-        """Split one stack."""
-        of_kind = lambda kind: np.flatnonzero(np.array(kinds) == kind)
-        take = lambda x, kind: x[of_kind(kind)] if eqx.is_array(x) else x
-        stacks = (
-            jax.tree.map(ft.partial(take, kind=kind), stack)
-            for kind in range(max(kinds) + 1)
-        )
-        return cls(tuple(stacks), tuple(kinds))
-
-    def where(self, layer: int) -> tuple[int, int]:
-        """Return the stack of a layer, and its index in the stack."""
-        return self.kinds[layer], self.kinds[:layer].count(self.kinds[layer])
-
-    def of_layer(self, layer: int) -> eqx.nn.Linear:
-        kind, i = self.where(layer)
-        return _at(self.stacks[kind], i)
-
-    def scanned(self, layer: Int[Array, ""]) -> Callable:
-        """Return the linear layer of a layer whose number is traced."""
-        where = jnp.array([self.where(i) for i in range(len(self.kinds))])
-        kind, i = where[layer]
-        branches = [lambda x, s=s: _at(s, i)(x) for s in self.stacks]
-        return lambda x: lax.switch(kind, branches, x)
-
-
-def _is_mixed(x) -> bool:
-    return isinstance(x, Mixed)
-
-
-def _at(stack, i):
-    return jax.tree.map(lambda x: x[i] if eqx.is_array(x) else x, stack)
-
-
-Linear = eqx.nn.Linear | Mixed
 
 
 class RMSNorm(eqx.Module):
@@ -406,7 +360,7 @@ class Decoder(eqx.Module):
                 new.append(part)
             return x, tuple(new) if cache is not None else None
 
-        arrays, static = eqx.partition(self.layers, eqx.is_array, is_leaf=_is_mixed)
+        arrays, static = eqx.partition(self.layers, eqx.is_array, is_leaf=is_mixed)
 
         # One token per sequence: XLA for TPU keeps a carry with two axes on the chip.
         flat = cache is not None and x.shape[1] == 1
@@ -416,9 +370,9 @@ class Decoder(eqx.Module):
         def step(carry, inputs):
             (x, cache), (arrays, number, index, kind) = carry, inputs
             x = x[:, None] if flat else x
-            layer = eqx.combine(arrays, static, is_leaf=_is_mixed)
-            choose = lambda x: x.scanned(number) if _is_mixed(x) else x
-            layer = jax.tree.map(choose, layer, is_leaf=_is_mixed)
+            layer = eqx.combine(arrays, static, is_leaf=is_mixed)
+            choose = lambda x: x.scanned(number) if is_mixed(x) else x
+            layer = jax.tree.map(choose, layer, is_leaf=is_mixed)
             x, cache = apply(layer, x, cache, index, kind)
             return (x[:, 0] if flat else x, cache), None
 
@@ -464,10 +418,10 @@ def unstack(model: Decoder) -> Decoder:
     """Return the same model with a tuple of layers instead of a stack."""
     if isinstance(model.layers, tuple):
         return model
-    of_layer = lambda x, i: x.of_layer(i) if _is_mixed(x) else _at(x, i)
+    of_layer = lambda x, i: x.of_layer(i) if is_mixed(x) else layer_at(x, i)
 
     def layer(i: int) -> Layer:
-        return jax.tree.map(lambda x: of_layer(x, i), model.layers, is_leaf=_is_mixed)
+        return jax.tree.map(lambda x: of_layer(x, i), model.layers, is_leaf=is_mixed)
 
     layers = tuple(layer(i) for i in range(model.config.layers))
     return eqx.tree_at(lambda m: m.layers, model, layers)

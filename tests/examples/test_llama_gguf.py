@@ -20,7 +20,8 @@ sys.path.insert(0, str(EXAMPLE))
 from config import DividedFrequencies  # noqa: E402
 from folder import Folder  # noqa: E402
 from load import load_model, open_model  # noqa: E402
-from model import empty_cache, Mixed, unstack  # noqa: E402
+from mixed import Mixed  # noqa: E402
+from model import empty_cache, unstack  # noqa: E402
 
 
 NAMES = sorted(path.name for path in DATA.iterdir())

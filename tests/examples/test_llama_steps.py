@@ -20,7 +20,8 @@ sys.path.insert(0, str(HERE.parents[1] / "examples" / "llama"))
 import generate  # noqa: E402
 from architectures import config_of  # noqa: E402
 from config import Config  # noqa: E402
-from model import Decoder, empty_cache, Mixed, unstack  # noqa: E402
+from mixed import Mixed  # noqa: E402
+from model import Decoder, empty_cache, unstack  # noqa: E402
 from sampling import Sampling  # noqa: E402
 
 
