@@ -165,7 +165,8 @@ bool check(const Case& c) {
   p.exponent = kind > 6 ? kind - 3 : 0;
   p.parts = c.parts;
   p.contract_rows = c.contract_rows;
-  p.m = 1 + below(40);
+  // Products with few rows unpack codes of 5 and 6 bits in registers.
+  p.m = 1 + below((p.stored_bits == 5 || p.stored_bits == 6) && below(2) ? 3 : 40);
   if (floats && p.m > 30) p.m *= 3;  // Enough for panels, whatever the vectors.
   p.rows = 1 + below(90);
   // Blocks of whole runs. Some routines require one scale per row.

@@ -98,28 +98,51 @@ void decode(ScaleType type, const void* all, int64_t begin, int64_t count, float
   }
 }
 
-// Multiplies each `size` scales by a factor.
-template <int size>
-void multiply(float* __restrict scales, int64_t count, const float* __restrict factors) {
-  for (int64_t i = 0; i < count; i += size, factors++) {
-    const float factor = *factors;
-    for (int k = 0; k < size; k++) scales[i + k] *= factor;
-  }
+// Eight integers of 8 bits as floats, times a factor.
+template <bool is_signed>
+EQQUANT_INLINE void decode_eight(const uint8_t* from, float factor, float* to) {
+#if defined(__x86_64__)
+  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+  const __m256i wide = is_signed ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes);
+  _mm256_storeu_ps(to, _mm256_mul_ps(_mm256_cvtepi32_ps(wide), _mm256_set1_ps(factor)));
+#else
+  const uint8x8_t bytes = vld1_u8(from);
+  const int16x8_t wide = is_signed ? vmovl_s8(vreinterpret_s8_u8(bytes)) : vreinterpretq_s16_u16(vmovl_u8(bytes));
+  vst1q_f32(to, vmulq_n_f32(vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide))), factor));
+  vst1q_f32(to + 4, vmulq_n_f32(vcvtq_f32_s32(vmovl_high_s16(wide)), factor));
+#endif
+}
+
+// Decodes groups of `size` integers, with a factor for each group. Compilers turn plain loops into slow permutations.
+template <int size, bool is_signed>
+void decode_groups(const uint8_t* from, int64_t groups, const float* factors, float* to) {
+  for (int64_t i = 0; i < groups * size; i += 64) __builtin_prefetch(from + i + 2048);
+  for (int64_t g = 0; g < groups; g++, from += size, to += size)
+    for (int k = 0; k < size; k += 8) decode_eight<is_signed>(from + k, factors[g], to + k);
+}
+
+using GroupDecoder = void(const uint8_t* from, int64_t groups, const float* factors, float* to);
+// Returns null for other types and sizes.
+GroupDecoder* group_decoder(ScaleType type, int64_t size) {
+  if (type == ScaleType::uint8)
+    return size == 8 ? decode_groups<8, false> : size == 16 ? decode_groups<16, false> : nullptr;
+  if (type == ScaleType::int8)
+    return size == 8 ? decode_groups<8, true> : size == 16 ? decode_groups<16, true> : nullptr;
+  return nullptr;
 }
 
 void decode(const Scales& s, int64_t blocks, int64_t row, int64_t begin, int64_t count, float* to) {
   const int64_t first = row * blocks, size = s.outer_blocks, end = begin + count;
   if (!size) return decode(s.type, s.inner, first + begin, count, 1, to);
+  GroupDecoder* const of_groups = group_decoder(s.type, size);
   constexpr int64_t at_once = 32;
   float factors[at_once];
   for (int64_t b = begin; b < end;) {
     const int64_t group = b / size, groups = std::min(at_once, (end - 1) / size + 1 - group);
     decode(s.outer_type, s.outer, row * s.outer_count(blocks) + group, groups, 1, factors);
     const int64_t stop = std::min(end, (group + groups) * size);
-    const bool whole = b % size == 0 && stop % size == 0;
-    if (whole && (size == 8 || size == 16)) {
-      decode(s.type, s.inner, first + b, stop - b, 1, to + b - begin);
-      (size == 8 ? multiply<8> : multiply<16>)(to + b - begin, stop - b, factors);
+    if (of_groups && b % size == 0 && stop % size == 0) {
+      of_groups(static_cast<const uint8_t*>(s.inner) + first + b, groups, factors, to + b - begin);
       b = stop;
     }
     for (int64_t until; b < stop; b = until) {

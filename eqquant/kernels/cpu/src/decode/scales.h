@@ -31,7 +31,7 @@ class ScalesInOrder {
 
  public:
   ScalesInOrder(const Product& p, int64_t end)
-      : p(p), end(end), step(std::max(most_rows, at_once / p.blocks)), buffer(p.scale_buffer(step)) {}
+      : p(p), end(end), step(std::max(most_rows, at_once / p.blocks / most_rows * most_rows)), buffer(p.scale_buffer(step)) {}
   // Returns the scales of at most `most_rows` rows.
   const float* of(int64_t row, int64_t rows) {
     if (row + rows > stop) {

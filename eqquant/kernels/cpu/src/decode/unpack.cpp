@@ -222,7 +222,8 @@ void unpack(const Product& p, const uint8_t* from, int64_t groups, uint8_t* to) 
 void run_units(const Routine& routine, const Product& p, const char* scratch, int64_t begin,
                int64_t end) {
   // In x @ w a routine processes parts of all rows: unpack these parts.
-  if (!p.is_unpacked() || p.contract_rows) return routine.run(p, scratch, begin, end);
+  const bool reads_stored = p.contract_rows || (routine.reads_stored && routine.reads_stored(p));
+  if (!p.is_unpacked() || reads_stored) return routine.run(p, scratch, begin, end);
   const int64_t bytes = p.m < few ? few_bytes : many_bytes, grain = routine.grain(p);
   const int64_t at_once =
       std::min(end - begin, std::max<int64_t>(1, bytes / p.packed / grain) * grain);

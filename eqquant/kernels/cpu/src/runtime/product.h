@@ -148,6 +148,8 @@ struct Routine {
   int64_t (*grain)(const Product&);
   // The reason against a product, or null.
   const char* (*why_not)(const Product&) = nullptr;
+  // True if `run` reads codes as they are stored. Otherwise they are unpacked before (decode/unpack.h).
+  bool (*reads_stored)(const Product&) = nullptr;
 };
 
 template <int64_t grain>

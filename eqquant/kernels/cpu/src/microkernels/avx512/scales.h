@@ -72,54 +72,6 @@ EQQUANT_INLINE __m512 scales_at(const Product& p, int64_t row, int64_t b, __mmas
   return _mm512_maskz_load_ps(some, scales);
 }
 
-// Decodes the scales of a row, of a type that is known at compile time. An outer scale is loaded once, or two of them
-// if each is for eight blocks.
-template <ScaleType type>
-EQQUANT_INLINE void decode_row(const Scales& s, int64_t blocks, int64_t row, float* to) {
-  const int64_t at_once = s.outer_blocks == 8 ? 2 : 1, size = s.outer_blocks ? at_once * s.outer_blocks : blocks;
-  const __m512i index = _mm512_maskz_set1_epi32(at_once == 2 ? 0xFF00 : 0, 1);
-  for (int64_t begin = 0, outer = row * s.outer_count(blocks); begin < blocks; begin += size, outer += at_once) {
-    const int64_t end = std::min(blocks, begin + size);
-    __m512 factor = _mm512_set1_ps(1);
-    if (s.outer_blocks) {
-      const __mmask16 some = end - begin > s.outer_blocks ? 3 : 1;
-      factor = _mm512_permutexvar_ps(index, numbers_at(s.outer_type, s.outer, outer, some));
-    }
-    for (int64_t b = begin; b < end; b += 16) {
-      const __mmask16 some = first(end - b);
-      const __m512 x = numbers_at(type, s.inner, row * blocks + b, some);
-      _mm512_mask_storeu_ps(to + b, some, _mm512_mul_ps(x, factor));
-    }
-  }
-}
-
-// `scales_of` for this instruction set. Not inlined, so that it is compiled once.
-__attribute__((noinline)) inline const float* wide_scales_of(const Product& p, int64_t row, int rows,
-                                                             float* buffer) {
-  const Scales& s = p.scales;
-  if (s.are_floats()) return static_cast<const float*>(s.inner) + row * p.blocks;
-  // The scales are a stream of their own, which is read in short pieces.
-  const int64_t bytes = p.blocks * size_of(s.type);
-  const char* const stored = static_cast<const char*>(s.inner) + row * bytes;
-  for (int64_t i = 0; i < rows * bytes; i += 64) __builtin_prefetch(stored + i + 2048);
-  const bool in_registers = s.outer_blocks % 16 == 0 || s.outer_blocks == 8;
-  for (int r = 0; r < rows; r++) {
-    float* const to = buffer + r * p.blocks;
-    if (in_registers && s.type == ScaleType::uint8)
-      decode_row<ScaleType::uint8>(s, p.blocks, row + r, to);
-    else if (in_registers && s.type == ScaleType::int8)
-      decode_row<ScaleType::int8>(s, p.blocks, row + r, to);
-    else if (in_registers && s.type == ScaleType::float16)
-      decode_row<ScaleType::float16>(s, p.blocks, row + r, to);
-    else
-      for (int64_t b = 0; b < p.blocks; b += 16) {
-        const __mmask16 some = first(p.blocks - b);
-        _mm512_mask_storeu_ps(to + b, some, scales_at(p, row + r, b, some));
-      }
-  }
-  return buffer;
-}
-
 // Returns the larger magnitudes. NaN is the largest.
 EQQUANT_INLINE __m512 larger(__m512 most, __m512 x) {
   const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7FFFFFFF));

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "decode/scales.h"
+#include "microkernels/avx512/dense_codes.h"
 #include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
 #include "microkernels/avx512/vector.h"
@@ -34,13 +35,17 @@ namespace {
 
 constexpr int64_t chunk = 64;  // Bytes of codes.
 
+// Three rows of the activation are multiplied by four rows of the weight: registers hold no more sums.
+constexpr int64_t most_at_once = 3;
+
+// True if codes are unpacked in registers. For more rows of the activation, that would be repeated.
+bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && DenseCodes::fit(p); }
+
 int steps_of(const Product& p) { return 16 / p.bits; }
 int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
 // A group of rows of the activation is (chunk, step, row, lane).
 int64_t row_size(const Product& p) { return chunks_of(p) * steps_of(p) * (chunk / 2); }
 
-// Three rows of the activation are multiplied by four rows of the weight: registers hold no more sums.
-constexpr int64_t most_at_once = 3;
 int64_t group_of(const Product& p, int64_t row) {
   return std::min(most_at_once, p.m - row / most_at_once * most_at_once);
 }
@@ -180,13 +185,14 @@ EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
 }
 
 // Codes of `rows` rows, decoded in registers.
-template <int bits, int rows>
+template <int bits, int rows, class Stored>
 struct InRegisters {
   static constexpr int steps_of_sum = 16 / bits;
   static constexpr int64_t scales_at_once = 16;
   const ChunkScales& blocks;
+  const Stored stored;
   const uint8_t* codes;
-  int64_t packed, left;  // Bytes of a row, and remaining bytes.
+  int64_t row_bytes, left;  // Stored bytes of a row, and remaining unpacked bytes.
   const float* scales;      // Or null: `integers` times powers of two are read as they are stored.
   const uint8_t *integers, *exponents;
   Place place;
@@ -194,9 +200,11 @@ struct InRegisters {
   __m512 some_scales[rows];
   alignas(16) float units[4];
 
-  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, float* buffer, int64_t row)
-      : blocks(blocks), codes(p.codes + row * p.packed), packed(p.packed), left(p.packed),
-        scales(blocks.exponents ? nullptr : wide_scales_of(p, row, rows, buffer)),
+  InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const Stored& stored,
+              ScalesInOrder& in_order, int64_t row)
+      : blocks(blocks), stored(stored), codes(p.codes + row * stored.bytes_of_row(p)),
+        row_bytes(stored.bytes_of_row(p)), left(p.packed),
+        scales(blocks.exponents ? nullptr : in_order.of(row, rows)),
         integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
         exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0),
         table(_mm512_load_si512(levels.values)) {
@@ -239,13 +247,12 @@ struct InRegisters {
   EQQUANT_INLINE void read() {
     if (left >= chunk) {
       for (int r = 0; r < rows; r++) {
-        of[r] = _mm512_loadu_si512(codes + r * packed);
-        prefetch(codes + r * packed);
-        prefetch_near(codes + r * packed);  // 24% less time for rows of 288 bytes (Zen 4).
+        of[r] = stored.read(codes + r * row_bytes);
+        prefetch(codes + r * row_bytes);
+        prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).
       }
     } else {
-      const __mmask64 some = (1ull << left) - 1;
-      for (int r = 0; r < rows; r++) of[r] = _mm512_maskz_loadu_epi8(some, codes + r * packed);
+      for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes, left);
     }
   }
   template <int step>
@@ -259,7 +266,7 @@ struct InRegisters {
       sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[i]), scale, sums[i]);
   }
   EQQUANT_INLINE void next() {
-    codes += chunk, left -= chunk;
+    codes += stored.bytes, left -= chunk;
     const int64_t before = place.block;
     place.next(blocks);
     if (place.block == before) return;
@@ -439,9 +446,9 @@ struct Rows {
     }
   }
 
-  template <int rows>
-  void few(int64_t row) {
-    const InRegisters<bits, rows> weights(p, levels, blocks, buffer.data(), row);
+  template <int rows, class Stored>
+  void few(const Stored& stored, ScalesInOrder& scales, int64_t row) {
+    const InRegisters<bits, rows, Stored> weights(p, levels, blocks, stored, scales, row);
     multiply<rows>(weights, row, 0, p.m, 0, chunks_of(p));
   }
 
@@ -478,8 +485,13 @@ int64_t evenly(int64_t count, int64_t most) {
 template <int bits>
 void all_rows(const Product& p, const char* scratch, int64_t begin, int64_t end) {
   Rows<bits> of(p, const_cast<char*>(scratch));  // Only read.
-  if (p.m < many(p))
-    return by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(row); });
+  const auto few = [&](const auto& stored) {
+    ScalesInOrder scales(p, end);
+    by_fours(begin, end, [&](auto rows, int64_t row) { of.template few<rows>(stored, scales, row); });
+  };
+  if constexpr (bits == 8)
+    if (reads_stored(p)) return few(DenseCodes(p));
+  if (p.m < many(p)) return few(WholeBytes(p));
   const int64_t chunks = evenly(chunks_of(p), of.of_panel), bytes = chunks * steps_of(p) * chunk;
   const int64_t groups = (p.m + most_at_once - 1) / most_at_once;
   const int64_t in_turn = most_at_once * evenly(groups, cached_bytes / bytes / most_at_once);
@@ -510,5 +522,5 @@ EQQUANT_END
 
 namespace eqquant {
 extern const Routine int16_x_wt_vnni = {vnni::prepare, vnni::run, vnni::scratch_size, always<8>,
-                                        vnni::why_not};
+                                        vnni::why_not, vnni::reads_stored};
 }  // namespace eqquant
