@@ -187,14 +187,17 @@ def _map_chunks(fn: Callable, inputs: tuple, height: int):
 
 
 def elements_at_once(array: Array, format: Format) -> int:
-    """Return the number of elements per step. The encoder of codes with a history needs
-    a byte for each element and each state before it.
+    """Return the number of elements per step.
 
     On a CPU, 4 MB keep temporaries in cache. On a GPU, 256 MB make the launch overhead
-    of kernels negligible.
+    of kernels negligible. The encoder of codes with a history needs a byte for each
+    element and each state before it. On a CPU, it is twice as fast with 8 MB as with
+    1 MB: then a step processes the same column of 40 blocks.
     """
-    elements = 2**26 if platform_of(array) == "gpu" else 2**20
-    return elements >> format.code_bits * format.history
+    is_gpu = platform_of(array) == "gpu"
+    if format.history:
+        return (2**26 if is_gpu else 2**23) >> format.code_bits * format.history
+    return 2**26 if is_gpu else 2**20
 
 
 def in_blocks(
