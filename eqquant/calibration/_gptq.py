@@ -63,20 +63,24 @@ def gptq(
     scales = jax.tree.map(
         lambda part: axes.scales_as_matrices(part, shape), plain.scales
     )
+    packed = axes.scales_as_matrices(plain.codes, shape) if format.history else None
     grams = gram.reshape(-1, *gram.shape[-2:])
     limit = float(jnp.finfo(array.dtype).max)
-    values, new = [], []
+    results = []
     for i in range(weights.shape[0]):  # One at a time, to save memory.
-        own = jax.tree.map(operator.itemgetter(i), scales)
-        value, scale = _round_better(
-            weights[i], rounded[i], own, grams[i], factors[i], format, limit, search
+        own = jax.tree.map(operator.itemgetter(i), (rounded, scales, packed))
+        result = _round_better(
+            weights[i], *own, grams[i], factors[i], format, limit, search
         )
-        values.append(value)
-        new.append(scale)
-    given = axes.scales_from_matrices(jnp.stack(new), shape)
-    decoded = axes.from_matrices(jnp.stack(values), shape)
+        results.append(result)
+    values, new, codes = jax.tree.map(lambda *parts: jnp.stack(parts), *results)
+    given = axes.scales_from_matrices(new, shape).astype(format.scale_dtype)
+    if codes is not None:
+        # Finding codes with a history again would take longer than the search.
+        codes = axes.scales_from_matrices(codes, shape)
+        return plain.replace(codes=codes, scales=given)
     # Each value is a level times its scale, so encoding is exact.
-    given = given.astype(format.scale_dtype)
+    decoded = axes.from_matrices(values, shape)
     q, _ = encode(decoded, format, plain.axes, given)
     stored = q.scales
     if isinstance(plain.scales, ShortScales):
@@ -164,15 +168,31 @@ def _invert_lower(lower: np.ndarray) -> np.ndarray:
 
 @ft.partial(jax.jit, static_argnames=("format", "limit", "search"))
 def _round_better(
-    weights, rounded, scales, gram, factor, format: Format, limit: float, search: int
+    weights,
+    rounded,
+    scales,
+    packed,
+    gram,
+    factor,
+    format: Format,
+    limit: float,
+    search: int,
 ):
-    values, new = _round(weights, scales, factor, format, limit, search)
+    """Return decoded values, scales, and for a format with a history packed codes.
+
+    `rounded`, `scales` and `packed` are the result of rounding to nearest.
+    """
+    values, new, codes = _round(weights, scales, factor, format, limit, search)
 
     largest = largest_magnitude(weights)
     loss = lambda values: row_losses((values - weights) / largest, gram)
     better = (loss(values) < loss(rounded))[:, None]
     old = float_scales(scales).astype(jnp.float32)
-    return jnp.where(better, values, rounded), jnp.where(better, new, old)
+    values, new = jnp.where(better, values, rounded), jnp.where(better, new, old)
+    if codes is not None:
+        own = format.pack(codes).reshape(packed.shape)
+        codes = jnp.where(better, own, packed)
+    return values, new, codes
 
 
 def _round(
@@ -183,7 +203,8 @@ def _round(
     limit: float,
     search: int,
 ):
-    """Return decoded values and their scales.
+    """Return decoded values, their scales, and for a format with a history the codes
+    of blocks.
 
     The scale of a block is chosen after all earlier blocks are rounded and their errors
     compensated. `scales` are for formats whose blocks share a scale, or a part of it.
@@ -228,25 +249,29 @@ def _round(
             block = block - after[:, None] * error[None]
             return block, values.at[j].set(value), errors.at[j].set(error)
 
+        codes = None
         if paths > 1:
-            own = searched(block, scale[:, 0], within, format, paths)
-            values, errors = own
+            found = searched(block, scale[:, 0], within, format, paths)
+            values, errors = found.values, found.errors
+            codes = found.codes.T if format.history else None
         else:
             empty = jnp.zeros_like(block)
             start_of = block, empty, empty
             _, values, errors = lax.fori_loop(0, width, round_column, start_of)
         after = jnp.where(jnp.arange(padded) >= start + width, across, 0)
         spread = jnp.matmul(after.T, errors, precision="highest")
-        return columns - spread, (values, scale[:, 0])
+        return columns - spread, (values, scale[:, 0], codes)
 
     full = size // width
-    columns, (values, new) = lax.scan(round_block, columns, jnp.arange(full))
+    columns, blocks = lax.scan(round_block, columns, jnp.arange(full))
     if padded > size:  # The last block is partial.
         _, last = round_block(columns, jnp.asarray(full), padded - size)
-        values, new = jax.tree.map(
-            lambda parts, part: jnp.concatenate([parts, part[None]]),
-            (values, new),
-            last,
+        blocks = jax.tree.map(
+            lambda parts, part: jnp.concatenate([parts, part[None]]), blocks, last
         )
+    values, new, codes = blocks
     values = values.reshape(padded, rows).T[:, :size]
-    return values, float_scales(scales) if format.block_size is None else new.T
+    if codes is not None:
+        codes = codes.swapaxes(0, 1)  # (rows, blocks, width)
+    new = float_scales(scales) if format.block_size is None else new.T
+    return values, new, codes

@@ -9,12 +9,13 @@ feedback.
 
 import functools as ft
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int, UInt8
 
 from ..formats import Format
 from ..kernels import cpu
@@ -38,19 +39,31 @@ def num_paths(format: Format, search: int) -> int:
     return search if format.bits < 8 else 1
 
 
+class Found(NamedTuple):
+    """The rounding of a block that a search chose.
+
+    **Fields:**
+
+    - `values`: the rounded values.
+    - `errors`: their errors, divided by the diagonal of the factor.
+    - `codes`: their codes; without a history, the indices of their levels in ascending
+        order.
+    """
+
+    values: Float[Array, "width rows"]
+    errors: Float[Array, "width rows"]
+    codes: UInt8[Array, "width rows"]
+
+
 def searched(
     columns: Float[Array, "width rows"],
     scales: Float[Array, " rows"],
     factor: Float[Array, "width width"],
     format: Format,
     count: int,
-) -> tuple[Float[Array, "width rows"], Float[Array, "width rows"]]:
-    """Return the rounded values of a block, and their errors divided by the diagonal of
-    the factor.
-
-    The search keeps `count` roundings of a row. `factor` is the part of the factor of
-    [`inverse_factor`][] for this block.
-    """
+) -> Found:
+    """Search for the rounding of a block, and keep `count` roundings of a row. `factor`
+    is the part of the factor of [`inverse_factor`][] for this block."""
     levels = _levels(format)
     in_jax = ft.partial(_search, format=format, levels=levels, count=count)
     if not cpu.searches(format.code_bits):
@@ -63,8 +76,8 @@ def searched(
         )
         filled[: len(levels)] = levels
         args = columns.T, scales, factor, jnp.asarray(filled)
-        values, errors = cpu.search(*args, bits=format.code_bits, count=count)
-        return values.T, errors.T
+        found = cpu.search(*args, bits=format.code_bits, count=count)
+        return Found(*(part.T for part in found))
 
     return lax.platform_dependent(columns, scales, factor, cpu=natively, default=in_jax)
 
@@ -86,8 +99,10 @@ def _search(columns, scales, factor, *, format: Format, levels, count: int):
     search = ft.partial(_search_row, factor=factor, branch=branch, count=count)
     of_row = lambda inputs: search(*inputs)
     size = max(1, _at_once // count)
-    values, errors = lax.map(of_row, (columns.T, scales), batch_size=size)
-    return values.T, errors.T
+    values, errors, states = lax.map(of_row, (columns.T, scales), batch_size=size)
+    # The highest bits of a state are the newest code.
+    codes = (states >> format.code_bits * format.history).astype(jnp.uint8)
+    return Found(values.T, errors.T, codes.T)
 
 
 def _near_levels(format: Format, table: np.ndarray) -> Callable:
@@ -122,7 +137,8 @@ def _search_row(
     factor: Float[Array, "width width"],
     branch: Callable,
     count: int,
-) -> tuple[Float[Array, " width"], Float[Array, " width"]]:
+) -> tuple[Float[Array, " width"], Float[Array, " width"], Int[Array, " width"]]:
+    """Return values, errors and states."""
     width = len(row)
     divisor = jnp.where(scale == 0, 1, scale)
 
@@ -138,12 +154,13 @@ def _search_row(
         parents, error = chosen // levels.shape[-1], errors.ravel()[chosen]
         after = jnp.where(jnp.arange(width) > j, factor[j], 0)
         residual = residual[:, parents] - after[:, None] * error
-        new = residual, -cost, states.ravel()[chosen]
-        return new, (parents, values.ravel()[chosen], error)
+        state = states.ravel()[chosen]
+        kept = parents, values.ravel()[chosen], error, state
+        return (residual, -cost, state), kept
 
     def back(path, kept):
-        parents, value, error = kept
-        return parents[path], (value[path], error[path])
+        parents, *parts = kept
+        return parents[path], tuple(part[path] for part in parts)
 
     # At first, all paths but one are copies, which cost more than every other path.
     cost = jnp.where(jnp.arange(count) == 0, 0.0, jnp.inf)

@@ -141,7 +141,7 @@ def test_a_wide_search_finds_the_best_rounding():
     factor = inverse_factor(x.T @ x)
     inverse = np.linalg.inv(factor)  # Errors are weighted by `inverse @ inverse.T`.
     args = map(jnp.asarray, (columns, scales, factor.astype(np.float32)))
-    values, errors = searched(*args, format, 2**width)
+    values, errors, _ = searched(*args, format, 2**width)
     levels = np.array(list(itertools.product(format.codebook, repeat=width)))
     for i in range(6):
         every = np.sum(((columns[:, i] - levels * scales[i]) @ inverse) ** 2, -1)
@@ -233,6 +233,15 @@ def test_a_format_without_nearest_is_rounded_plainly():
         assert_identical(q.weight, eqquant.quantize(model.weight, format))
 
 
+def decoded(codes, scales, format) -> np.ndarray:
+    """Return the values of codes `(width, rows)` that a search found."""
+    levels, codes, states = _search._levels(format), np.int64(codes), 0
+    for age in range(format.history + 1):
+        earlier = np.pad(codes, ((age, 0), (0, 0)))[: len(codes)]
+        states = states + (earlier << format.code_bits * (format.history - age))
+    return levels[states] * np.asarray(scales)
+
+
 @pytest.mark.skipif(not cpu.searches(4), reason="there is no native search here")
 @pytest.mark.parametrize(
     "format",
@@ -248,12 +257,14 @@ def test_the_native_search_finds_what_the_search_of_jax_finds(format, rng):
     scales = jnp.asarray(scales)
     x = correlated(128, 40).astype(np.float64)
     factor = jnp.asarray(inverse_factor(x.T @ x), jnp.float32)
-    native, errors = jax.jit(ft.partial(searched, format=format, count=12))(
+    native, errors, codes = jax.jit(ft.partial(searched, format=format, count=12))(
         columns, scales, factor
     )
     levels = _search._levels(format)
     in_jax = ft.partial(_search._search, format=format, levels=levels, count=12)
-    _, expected = jax.jit(in_jax)(columns, scales, factor)
+    values, expected, own = jax.jit(in_jax)(columns, scales, factor)
+    np.testing.assert_allclose(decoded(own, scales, format), values, rtol=1e-6)
+    np.testing.assert_allclose(decoded(codes, scales, format), native, rtol=1e-6)
     # The errors are the feedback of the values: the factor maps one to the other.
     difference = np.float64(columns) - np.float64(native)
     residual = np.float64(factor).T @ np.float64(errors) - difference
@@ -266,12 +277,30 @@ def test_the_native_search_finds_what_the_search_of_jax_finds(format, rng):
     assert loss.sum() < 1.05 * least.sum()
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("bits", [2, slow(3), slow(4)])
+def test_trellis_codes_of_partial_blocks_and_of_any_axis(bits, axis):
+    """The codes of the search are stored without encoding the values again."""
+    format = eqquant.formats.Trellis(bits=bits, block_size=40)
+    w, x = np.asarray(linear(16, 72).weight), correlated(256, 72)
+    model = {"w": jnp.asarray(w if axis else w.T)}
+    run = lambda m, x: x @ (m["w"].T if axis else m["w"])
+    rules = {"w": (format, axis)}
+    stats = eqquant.calibrate(run, model, [x], rules=rules)
+    q = eqquant.quantize_tree(model, rules=rules, calibration=stats)["w"]
+    plain = eqquant.quantize(model["w"], format, axis=axis)
+    assert jax.tree.structure(q) == jax.tree.structure(plain)
+    transposed = lambda q: q if axis else q.T
+    after, before = (loss(transposed(q), w, x) for q in (q, plain))
+    assert np.all(after <= before * (1 + 1e-4)) and after.sum() < 0.9 * before.sum()
+
+
 def test_the_native_search_of_rows_of_zeros_and_of_zero_scales():
     if not cpu.searches(2):
         pytest.skip("there is no native search here")
     format = eqquant.formats.Trellis(bits=2, block_size=8)
     columns = jnp.ones((8, 2)).at[:, 1].set(0)
-    values, errors = searched(columns, jnp.zeros(2), jnp.eye(8), format, 4)
+    values, errors, _ = searched(columns, jnp.zeros(2), jnp.eye(8), format, 4)
     assert (
         (values == 0).all() and (errors[:, 0] == 1).all() and (errors[:, 1] == 0).all()
     )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt8
 
 from ._library import load
 
@@ -23,12 +23,15 @@ def search(
     *,
     bits: int,
     count: int,
-) -> tuple[Float[Array, "rows width"], Float[Array, "rows width"]]:
-    """Return the chosen values of each row, and their errors divided by the diagonal of
-    `factor`. The search keeps `count` roundings of a row. `levels` has the level of
-    each state."""
+) -> tuple[
+    Float[Array, "rows width"], Float[Array, "rows width"], UInt8[Array, "rows width"]
+]:
+    """Return the chosen values of each row, their errors divided by the diagonal of
+    `factor`, and their codes. The search keeps `count` roundings of a row. `levels` has
+    the level of each state."""
     like = jax.ShapeDtypeStruct(rows.shape, jnp.float32)
-    values, errors = jax.ffi.ffi_call("eqquant_search", (like, like))(
+    codes = jax.ShapeDtypeStruct(rows.shape, jnp.uint8)
+    values, errors, codes = jax.ffi.ffi_call("eqquant_search", (like, like, codes))(
         rows, scales, factor, levels, bits=np.int64(bits), count=np.int64(count)
     )
-    return values, errors
+    return values, errors, codes

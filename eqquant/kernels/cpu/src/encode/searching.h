@@ -20,6 +20,7 @@ struct Searching {
   int64_t count;
   float* values;  // (rows, size)
   float* errors;  // (rows, size)
+  uint8_t* codes;  // (rows, size)
   int64_t rows, size;
 };
 

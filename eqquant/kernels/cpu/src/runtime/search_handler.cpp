@@ -14,13 +14,14 @@ ffi::Error invalid(const std::string& what) { return ffi::Error::InvalidArgument
 
 ffi::Error search(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> scales,
                   ffi::Buffer<ffi::F32> factor, ffi::Buffer<ffi::F32> levels,
-                  ffi::ResultBuffer<ffi::F32> values, ffi::ResultBuffer<ffi::F32> errors, int64_t bits,
-                  int64_t count) {
+                  ffi::ResultBuffer<ffi::F32> values, ffi::ResultBuffer<ffi::F32> errors,
+                  ffi::ResultBuffer<ffi::U8> codes, int64_t bits, int64_t count) {
   Searcher* const run = instructions() ? searcher(instructions()) : nullptr;
   if (!run) return invalid("this CPU cannot search");
   const auto of_x = x.dimensions(), of_factor = factor.dimensions();
   if (of_x.size() != 2) return invalid("x must have two axes");
-  if (values->element_count() != x.element_count() || errors->element_count() != x.element_count())
+  if (values->element_count() != x.element_count() || errors->element_count() != x.element_count() ||
+      codes->element_count() != x.element_count())
     return invalid("shapes of results do not fit");
   const int64_t rows = of_x[0], size = of_x[1], states = levels.element_count();
   if (int64_t(scales.element_count()) != rows) return invalid("there must be a scale for each row");
@@ -40,6 +41,7 @@ ffi::Error search(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
                     count,
                     values->typed_data(),
                     errors->typed_data(),
+                    codes->typed_data(),
                     rows,
                     size};
   if (size)
@@ -60,5 +62,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(eqquant_search, eqquant::search,
                                   .Arg<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
                                   .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::U8>>()
                                   .Attr<int64_t>("bits")
                                   .Attr<int64_t>("count"));

@@ -98,6 +98,7 @@ class Search {
       const Step step = steps_[j * s_.count + path];
       s_.values[row * s_.size + j] = levels_.data[step.state] * scale;
       s_.errors[row * s_.size + j] = step.error * unit;
+      s_.codes[row * s_.size + j] = static_cast<uint8_t>(step.state % branches);
       path = step.from;
     }
   }
