@@ -6,7 +6,7 @@ For each row, the script prints the bits per weight of the whole model, the
 Kullback-Leibler divergence of the predictions from the float model (KL, in nats: the
 mean and the 99% quantile over tokens), the perplexity, and the share of tokens with the
 same most probable next token. The float model has the decoded weights of the file. The
-embedding is in INT8 in all rows.
+embedding is in INT8 except in rows with "at most" and "llama.cpp".
 
 "calibrated" means GPTQ with statistics of the first text, and rotation; "not rotated"
 means GPTQ only, and "rotated by N" a rotation of N values each. "distilled" then trains
@@ -14,6 +14,10 @@ scales and norms with another part of the first text. The float model runs once,
 64 most probable tokens per position are stored. "at most N bits" allocates N bits per
 weight of the whole model, including the embedding, to the matrices of each layer; "with
 trellis" among trellis codes as well. The second text must be another one.
+
+"llama.cpp" is the file that `llama-quantize` writes with an importance matrix, which
+contains the mean squares of the inputs in the same statistics. Its decoded weights are
+evaluated like the others.
 
 The seconds of each step are printed on standard error: of the processors, and in
 parentheses by the clock.
@@ -23,13 +27,14 @@ import argparse
 import contextlib
 import dataclasses
 import importlib
+import math
 import pathlib
 import re
 import sys
 import tempfile
 import time
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import eqquant
@@ -37,6 +42,8 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+from _environments import CACHE
+from _llama_quantize import quantize_file
 from _tables import add_output_options, format_row, output, print_head
 
 
@@ -44,13 +51,14 @@ sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "
 comparison = importlib.import_module("comparison")
 load = importlib.import_module("load")
 Text = importlib.import_module("text").Text
+Sampling = importlib.import_module("sampling").Sampling
 unstack = importlib.import_module("model").unstack
 
 
 class Row(NamedTuple):
     """The format of the matrices, options of `quantize_tree`, and the largest change of
     an array in a step of distillation, relative to its magnitude; or the number of bits
-    to allocate, and the formats to choose from."""
+    to allocate, and the formats to choose from; or a type of llama.cpp."""
 
     format: eqquant.formats.Format | str | None
     is_calibrated: bool = False
@@ -58,13 +66,19 @@ class Row(NamedTuple):
     rate: float | None = None
     bits: float | None = None
     formats: Sequence[eqquant.formats.Format] = ()
+    llama: str | None = None
 
 
 _rotated = {"rotate": True}
 _nf4 = eqquant.NF4(scale_dtype="bfloat16", fit="search")
-# Blocks that divide the rows of SmolLM2: 576 and 1536 values.
-_trellis = [eqquant.formats.Trellis(bits=bits, block_size=192) for bits in (4, 3, 2)]
+_trellis = [eqquant.formats.Trellis(bits=bits) for bits in (4, 3, 2)]
 _tables = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
+_with_trellis = (
+    *_trellis,
+    eqquant.formats.Int5(scale_dtype="bfloat16", fit="search"),
+    eqquant.formats.Int6(scale_dtype="bfloat16", fit="search"),
+    eqquant.Int8(),
+)
 ROWS = {
     "float": Row(None),
     "int8": Row("int8"),
@@ -89,12 +103,28 @@ ROWS = {
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
     **{
         f"at most {bits} bits{name}": Row(
-            None, True, _rotated, bits=bits, formats=(*more, *_tables)
+            None, True, _rotated, rate, bits=bits, formats=formats
         )
-        for name, more in (("", ()), (", with trellis", _trellis))
+        for name, formats, rate in (
+            ("", _tables, None),
+            (", with trellis", _with_trellis, None),
+            (", with trellis, distilled", _with_trellis, 5e-4),
+        )
         for bits in (3.25, 4.25, 5.05)
     },
+    **{
+        f"llama.cpp {type}": Row(None, True, llama=type)
+        for type in ("Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS", "Q2_K", "IQ2_M")
+    },
 }
+# Greedy answers of at most 40 tokens to these questions are written with `--answers`.
+QUESTIONS = (
+    "What is the capital of France?",
+    "Write one sentence about the sea.",
+    "Why is the sky blue?",
+    "Name three primary colors.",
+    "How do I boil an egg?",
+)
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
@@ -107,6 +137,21 @@ def timed(name: str) -> Iterator[None]:
     yield
     cpu, wall = (clock() - start for clock, start in zip(clocks, begin, strict=True))
     print(f"{name}: {cpu:.0f} s CPU ({wall:.0f} s)", file=sys.stderr)
+
+
+def in_whole_blocks(row: Row, model) -> Row:
+    """Return the row with trellis codes in blocks that divide the rows of all
+    matrices: 192 values for SmolLM2, and 128 for Gemma."""
+    layer = eqx.filter(model.layers, lambda x: eqx.is_array(x) and x.ndim > 2)
+    size = math.gcd(*(leaf.shape[-1] for leaf in jax.tree.leaves(layer)))
+    block = max(block for block in range(8, 257, 8) if size % block == 0)
+
+    def fit(format):
+        if not isinstance(format, eqquant.formats.Trellis):
+            return format
+        return dataclasses.replace(format, block_size=block)
+
+    return row._replace(format=fit(row.format), formats=tuple(map(fit, row.formats)))
 
 
 def calibration(
@@ -164,6 +209,30 @@ def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path, rate: fl
     return eqquant.training.distill(student, logits, fn, batches, optimiser)[0]
 
 
+def importance(source: Any, stats: eqquant.calibration.Statistics) -> dict:
+    """Return the mean squares of the inputs of each column, by the name of a tensor."""
+    means = {}
+    for path, known in stats.weights.items():
+        if path.startswith("layers."):
+            squares = np.diagonal(known.gram, axis1=-2, axis2=-1)
+            count = np.asarray(known.rows)[:, None] * known.unit**2
+            means |= zip(source.names(path), squares / count, strict=True)
+    return means
+
+
+def by_llama(source: Any, type: str, means: dict, folder: pathlib.Path) -> tuple:
+    """Return the decoded model of a file that llama.cpp quantizes, and the bits per
+    weight of the file."""
+    target = folder / f"{type}.gguf"
+    quantize_file(source.path, target, type, means, CACHE)
+    file = load.open_model(target)
+    model = load.load_model(file, stacked=True, decode="all", progress=False)
+    tensors = file.tensors.values()
+    bits = 8 * sum(t.nbytes for t in tensors) / sum(t.size for t in tensors)
+    target.unlink()
+    return model, bits
+
+
 def cells_of(found: Any) -> tuple[str, ...]:
     return (
         f"{found.bits:.2f}",
@@ -193,24 +262,56 @@ def rows_of(
     held_out: np.ndarray,
     training: np.ndarray,
     folder: pathlib.Path,
+    source: Any = None,
+    visit: Callable[[str, Any], None] = lambda name, model: None,
 ) -> Iterator[tuple[str, ...]]:
     """Yield the cells of each row. `tokens`, `held_out` and `training` are `(rows,
-    length)`."""
+    length)`. `source` is the file of the model, for llama.cpp. `visit` is called with
+    the name and the model of each row."""
     expected = [comparison.log_probabilities(model, row) for row in held_out]
-    rows, stats = [ROWS[name] for name in names], None
+    rows, stats = [in_whole_blocks(ROWS[name], model) for name in names], None
     if any(row.is_calibrated for row in rows):
         with timed("statistics"):
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
     for name, row in zip(names, rows, strict=True):
+        bits = None
         with timed(name):
-            result = quantized(model, row, stats)
+            if row.llama is not None:
+                means = importance(source, stats)
+                result, bits = by_llama(source, row.llama, means, folder)
+            else:
+                result = quantized(model, row, stats)
             if row.rate is not None:
                 result = distilled(result, model, training, folder, row.rate)
             jax.block_until_ready(eqx.filter(result, eqx.is_array))
         is_float = result is model
         found = comparison.compare(result, held_out, expected, is_float)
+        found = found if bits is None else found._replace(bits=bits)
+        visit(name, result)
         yield name, *cells_of(found)
+
+
+class Answers:
+    """Writes the answers of models to `QUESTIONS`, as a Markdown table each."""
+
+    def __init__(self, text: Any):
+        self.text = text
+        self.tables = {question: ["| weights | answer |"] for question in QUESTIONS}
+
+    def add(self, name: str, model: Any) -> None:
+        for question, table in self.tables.items():
+            prompt = self.text.encode_chat([{"role": "user", "content": question}])
+            ids, _ = comparison.sample(model, self.text, prompt, 40, Sampling(0))
+            written = self.text.tokenizer.decode(ids)
+            answer = " ".join(written.split()).replace("|", "\\|")
+            table.append(f"| {name} | {answer} |")
+
+    def write(self, path: pathlib.Path) -> None:
+        parts = []
+        for question, (head, *rows) in self.tables.items():
+            parts += [f"**{question}**", "", head, "| --- | --- |", *rows, ""]
+        path.write_text("\n".join(parts[:-1]) + "\n")
 
 
 def tokens_of(text: Any, path: pathlib.Path, skip: int, count: int) -> np.ndarray:
@@ -251,10 +352,17 @@ def main(arguments: list[str] | None = None) -> None:
         default=2_000_000,
         help="skip this many characters of the first text for training",
     )
+    parser.add_argument(
+        "--answers",
+        type=pathlib.Path,
+        help="write the answers of each model to five questions to this file",
+    )
     add_output_options(parser)
     options = parser.parse_args(arguments)
 
     source = load.open_model(options.model)
+    if any(ROWS[name].llama for name in options.only) and options.model.is_dir():
+        parser.error("--only: llama.cpp needs a GGUF file.")
     text = Text(source)
     first, second = options.calibration, options.held_out
     parts = [
@@ -268,11 +376,15 @@ def main(arguments: list[str] | None = None) -> None:
     model = load.load_model(source, stacked=True, decode="all", progress=False)
     with output(options), tempfile.TemporaryDirectory() as folder:
         print_head(HEAD, WIDTHS, options.markdown)
-        rows = rows_of(
-            model, options.only, texts[0], texts[1], training, pathlib.Path(folder)
-        )
+        how = [texts[0], texts[1], training, pathlib.Path(folder), source]
+        answers = Answers(text)
+        if options.answers:
+            how.append(answers.add)
+        rows = rows_of(model, options.only, *how)
         for cells in rows:
             print(format_row(cells, WIDTHS, options.markdown), flush=True)
+            if options.answers:
+                answers.write(options.answers)
 
 
 if __name__ == "__main__":

@@ -3,14 +3,17 @@
     python benchmarks/summary.py
     python benchmarks/summary.py --platforms
     python benchmarks/summary.py --plot docs/images/accuracy.png
+    python benchmarks/summary.py --plot-language docs/images/language-accuracy.png
 
 With `--output`, the first two write `summary.md` and `platforms.md` in that folder. The
 home page includes these files, and a test requires that README.md contains the same
-text. The plot shows accuracy against bits per weight for all rows of `accuracy.md`.
+text. The plots show accuracy against bits per weight for all rows of `accuracy.md`, and
+divergence for the rows of `language-accuracy.md` and `language-accuracy-gemma.md`.
 """
 
 import argparse
 import pathlib
+from typing import Any
 
 from _tables import add_output_options, output, print_table
 
@@ -105,12 +108,18 @@ def platforms() -> list[list[str]]:
     ]
 
 
-def plot(path: pathlib.Path) -> None:
+def pyplot() -> Any:
+    """Import pyplot without a display."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def plot(path: pathlib.Path) -> None:
+    plt = pyplot()
     points: dict[str, list[tuple[float, float]]] = {}
     for row in read_table("accuracy"):
         library = row["library, format"].strip("*").split(" ")[0]
@@ -138,9 +147,46 @@ def plot(path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
+# The kinds of rows of a language model: the end of the name, a marker and a label.
+LANGUAGE = {
+    "at most": ("o-", "eqquant, several formats"),
+    "calibrated": ("^", "eqquant, one format, calibrated"),
+    "llama.cpp": ("s", "llama.cpp, importance matrix"),
+}
+
+
+def plot_language(path: pathlib.Path) -> None:
+    plt = pyplot()
+    models = {
+        "language-accuracy": "SmolLM2-135M-Instruct",
+        "language-accuracy-gemma": "Gemma 3 270M",
+    }
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    for axes, (table, title) in zip(panels, models.items(), strict=True):
+        points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LANGUAGE}
+        for row in read_table(table):
+            kind = next((kind for kind in LANGUAGE if kind in row["weights"]), None)
+            if kind is not None:
+                points[kind].append((float(row["bits"]), float(row["KL mean"])))
+        for kind, (marker, label) in LANGUAGE.items():
+            axes.plot(*zip(*sorted(points[kind]), strict=True), marker, label=label)
+        axes.set_yscale("log")
+        axes.set_xlabel("bits per weight, of the whole model")
+        axes.set_title(title)
+        axes.grid(alpha=0.3, which="both")
+    panels[0].set_ylabel("mean KL divergence from the float model, nats")
+    panels[0].legend()
+    figure.savefig(path, dpi=150)
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plot", type=pathlib.Path, help="write a plot to this file")
+    parser.add_argument(
+        "--plot-language",
+        type=pathlib.Path,
+        help="write a plot of language models to this file",
+    )
     parser.add_argument(
         "--platforms", action="store_true", help="print the table of platforms"
     )
@@ -148,6 +194,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.plot:
         plot(options.plot)
+    if options.plot_language:
+        plot_language(options.plot_language)
+    if options.plot or options.plot_language:
         return
     with output(options):
         print_table(platforms() if options.platforms else at_equal_bytes(), True)

@@ -1,5 +1,6 @@
 """Trellis codes: a level depends on the codes before it."""
 
+import zlib
 from typing import Any
 
 import eqquant
@@ -72,6 +73,22 @@ def test_decoding_follows_the_documented_layout(bits, block_size, rng):
     q = eqquant.arrays.from_components(jnp.asarray(packed), scales, format)
     # One rounding to float32.
     np.testing.assert_allclose(q.dequantize(), decoded(q), rtol=2.0**-23)
+
+
+# Checksums of the decoded levels of fixed codes. Files contain only codes and scales,
+# so a change of the masks or tables would decode older files to other weights.
+@pytest.mark.parametrize(
+    "bits, checksum", [(2, 1935554509), (3, 356473293), (4, 1926756381)]
+)
+def test_files_keep_their_levels(bits, checksum):
+    count = 64 * 256 * bits // 8
+    packed = (np.arange(count, dtype=np.uint32) * 2654435761 >> 13).astype(np.uint8)
+    q = eqquant.arrays.from_components(
+        jnp.asarray(packed[None]), jnp.ones((1, 64), jnp.bfloat16), Trellis(bits=bits)
+    )
+    levels = np.asarray(q.dequantize()).astype(np.int8)
+    assert len(np.unique(levels)) > 2 ** (bits + 2)
+    assert zlib.crc32(levels.tobytes()) == checksum
 
 
 # Prototypes and the documentation state these numbers. The variance of the squared

@@ -10,6 +10,7 @@ import itertools
 import json
 import pathlib
 import random
+import subprocess
 import sys
 
 import eqquant
@@ -179,6 +180,33 @@ def test_logits_equal_llama_cpp(model, tokens_and_logits, llama_cpp):
     # llama.cpp rounds activations to 8 bits. Measured: 0.004, 0.006; Qwen 0.066.
     most, least = (0.1, 0.8) if model[0] == "qwen2" else (1e-2, 0.9)
     assert mean < most and same > least, (mean, same)
+
+
+def test_llama_cpp_quantizes_with_importance(model, llama_cpp, tmp_path):
+    """The benchmark of accuracy compares with files that llama.cpp quantizes."""
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "_llama_quantize.py"
+    source = open_model(model[1])
+    name = source.names("layers.0.mlp.up.weight")
+    size = source.tensors[name].shape[-1]
+
+    def quantized(importance):
+        arrays, target = tmp_path / "importance.npz", tmp_path / "model.gguf"
+        np.savez(arrays, **importance)
+        command = [script, model[1], target, "Q4_0", arrays]
+        run = subprocess.run([sys.executable, *command], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        read = eqquant.checkpoints.read_checkpoint(target)[name]
+        return np.asarray(eqquant.dequantize(read))
+
+    plain = quantized({})
+    importance = np.ones(size)
+    importance[: size // 2] = 1e4
+    weighed = quantized({name: importance})
+    assert (plain != weighed).any()
+    source = eqquant.checkpoints.read_checkpoint(model[1])[name]
+    expected = np.asarray(eqquant.dequantize(source))
+    error = lambda w: np.square(w - expected)[:, : size // 2].sum()
+    assert error(weighed) < error(plain)
 
 
 PROMPTS = (
