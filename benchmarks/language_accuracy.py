@@ -75,7 +75,7 @@ _trellis = [eqquant.formats.Trellis(bits=bits) for bits in (4, 3, 2)]
 _tables = (eqquant.NF2(), eqquant.NF3(), _nf4, eqquant.formats.Int6(), eqquant.Int8())
 _with_trellis = (
     *_trellis,
-    eqquant.formats.Int5(scale_dtype="bfloat16", fit="search"),
+    eqquant.formats.Int5(block_size=64, scale_dtype="bfloat16", fit="search"),
     eqquant.formats.Int6(scale_dtype="bfloat16", fit="search"),
     eqquant.Int8(),
 )
@@ -105,12 +105,12 @@ ROWS = {
         f"at most {bits} bits{name}": Row(
             None, True, _rotated, rate, bits=bits, formats=formats
         )
+        for bits in (3.25, 4.25, 5.05)
         for name, formats, rate in (
             ("", _tables, None),
             (", with trellis", _with_trellis, None),
             (", with trellis, distilled", _with_trellis, 5e-4),
         )
-        for bits in (3.25, 4.25, 5.05)
     },
     **{
         f"llama.cpp {type}": Row(None, True, llama=type)
@@ -182,15 +182,28 @@ def per_layer(
     return eqquant.calibration.Statistics(weights)
 
 
-def allocated(model, row: Row, stats: eqquant.calibration.Statistics):
-    """Quantize each matrix of each layer to one of the formats, within a budget."""
-    model, stats = unstack(model), per_layer(stats)
-    size = sum(leaf.size for leaf in jax.tree.leaves(eqx.filter(model, eqx.is_array)))
-    assert row.bits is not None
-    budget = int(row.bits * size / 8)
-    rules = eqquant.allocate(model, budget, row.formats, stats, rotate=True)
-    print(rules, file=sys.stderr)
-    return eqquant.quantize_tree(model, rules=rules, calibration=stats, rotate=True)
+class Allocations:
+    """Allocates formats to each matrix of each layer, and quantizes.
+
+    Budgets for the same formats share the measurements."""
+
+    def __init__(self, model, stats: eqquant.calibration.Statistics):
+        self.model, self.stats = unstack(model), per_layer(stats)
+        arrays = jax.tree.leaves(eqx.filter(self.model, eqx.is_array))
+        self.size = sum(array.size for array in arrays)
+        self._known: dict[tuple, eqquant.calibration.Allocation] = {}
+
+    def quantized(self, bits: float, formats: tuple):
+        budget = int(bits * self.size / 8)
+        if formats not in self._known:
+            self._known[formats] = eqquant.allocate(
+                self.model, budget, formats, self.stats, rotate=True
+            )
+        rules = self._known[formats].within(budget)
+        print(rules, file=sys.stderr)
+        return eqquant.quantize_tree(
+            self.model, rules=rules, calibration=self.stats, rotate=True
+        )
 
 
 def distilled(student, model, tokens: np.ndarray, folder: pathlib.Path, rate: float):
@@ -243,9 +256,9 @@ def cells_of(found: Any) -> tuple[str, ...]:
     )
 
 
-def quantized(model, row: Row, stats: Any) -> Any:
+def quantized(model, row: Row, stats: Any, allocations: Any) -> Any:
     if row.bits is not None:
-        return allocated(model, row, stats)
+        return allocations.quantized(row.bits, row.formats)
     if row.format is None:
         return model
     if stats is not None:  # The embedding is rounded to nearest.
@@ -269,19 +282,23 @@ def rows_of(
     length)`. `source` is the file of the model, for llama.cpp. `visit` is called with
     the name and the model of each row."""
     expected = [comparison.log_probabilities(model, row) for row in held_out]
-    rows, stats = [in_whole_blocks(ROWS[name], model) for name in names], None
+    rows = [in_whole_blocks(ROWS[name], model) for name in names]
+    stats: Any = None
     if any(row.is_calibrated for row in rows):
         with timed("statistics"):
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
+    allocations = Allocations(model, stats) if any(row.bits for row in rows) else None
+    before, result = None, model
     for name, row in zip(names, rows, strict=True):
         bits = None
         with timed(name):
             if row.llama is not None:
                 means = importance(source, stats)
                 result, bits = by_llama(source, row.llama, means, folder)
-            else:
-                result = quantized(model, row, stats)
+            elif before != row._replace(rate=None):  # Otherwise only distil the result.
+                result = quantized(model, row, stats, allocations)
+            before = row
             if row.rate is not None:
                 result = distilled(result, model, training, folder, row.rate)
             jax.block_until_ready(eqx.filter(result, eqx.is_array))

@@ -180,7 +180,7 @@ def plot_language(path: pathlib.Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plot", type=pathlib.Path, help="write a plot to this file")
     parser.add_argument(
         "--plot-language",

@@ -51,8 +51,8 @@ def test_importance_of_llama_cpp(monkeypatch):
     layers = range(model.config.layers)
     assert {f"model.layers.{i}.self_attn.q_proj.weight" for i in layers} < means.keys()
     assert not any("embed" in name for name in means)
-    x = np.float64(model.embedding.weight)[tokens.reshape(-1)]
-    scale = np.float64(model.layers.attention_norm.weight)[0]
+    x = np.asarray(model.embedding.weight, float)[tokens.reshape(-1)]
+    scale = np.asarray(model.layers.attention_norm.weight, float)[0]
     x *= scale / np.sqrt((x**2).mean(-1, keepdims=True) + model.config.norm_eps)
     # Sums in float32.
     for name in ("q_proj", "v_proj"):
