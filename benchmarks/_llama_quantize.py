@@ -7,6 +7,7 @@ Run as a script, this file is in the environment of llama.cpp:
 
 import ctypes
 import importlib
+import os
 import pathlib
 import sys
 from collections.abc import Mapping
@@ -24,7 +25,8 @@ def quantize_file(
     """Write the GGUF file `target`, with the matrices of `source` in a type such as
     `"Q4_K_M"`.
 
-    llama.cpp decodes tensors that `source` stores quantized. `importance` maps names of
+    llama.cpp first decodes all tensors to float32, because it copies a tensor that has
+    the wanted type. `importance` maps names of
     tensors to the mean squares of the inputs of their columns. Raise a `RuntimeError`
     if llama.cpp cannot be installed, or fails.
     """
@@ -44,8 +46,16 @@ def quantize_file(
 def main(source: str, target: str, type: str, importance: str) -> int:
     llama_cpp = importlib.import_module("llama_cpp")
     options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.allow_requantize = llama_cpp.LLAMA_FTYPE_ALL_F32, True
+    decoded = f"{target}.float32"
+
+    def convert(source: str, target: str) -> int:
+        files = source.encode(), target.encode()
+        return llama_cpp.llama_model_quantize(*files, ctypes.byref(options))
+
+    if status := convert(source, decoded):
+        return status
     options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{type}")
-    options.allow_requantize = True
     with np.load(importance) as file:
         arrays = {name.encode(): file[name].astype(np.float32) for name in file.files}
     # llama.cpp reads entries until it finds one without a name.
@@ -55,9 +65,9 @@ def main(source: str, target: str, type: str, importance: str) -> int:
         entry.name, entry.data, entry.size = name, address, array.size
     if arrays:
         options.imatrix = entries
-    return llama_cpp.llama_model_quantize(
-        source.encode(), target.encode(), ctypes.byref(options)
-    )
+    status = convert(decoded, target)
+    os.remove(decoded)
+    return status
 
 
 if __name__ == "__main__":
