@@ -163,3 +163,11 @@ def test_an_axis_of_odd_size_is_not_rotated(normal):
         {"table": normal(64, 63)}, None, rules={"table": "int8"}, rotate=True
     )
     assert isinstance(q["table"], eqquant.QuantizedArray)
+
+
+def test_an_empty_array_is_not_rotated():
+    q = eqquant.quantize_tree(
+        {"table": jnp.zeros((0, 64))}, None, rules={"table": "int8"}, rotate=True
+    )
+    assert isinstance(q["table"], eqquant.QuantizedArray)
+    assert q["table"].dequantize().shape == (0, 64)

@@ -215,6 +215,21 @@ def test_ragged_dot(default_format, sizes, normal):
     check(fn, q, normal(300, 64))
 
 
+def test_ragged_dot_over_another_axis_has_no_rule(normal):
+    q, x, sizes = (
+        eqquant.quantize(normal(4, 6, 4), "int8"),
+        normal(8, 6),
+        jnp.array([3, 0, 4, 1]),
+    )
+    numbers = lax.RaggedDotDimensionNumbers((([1], [1]), ([], [])), [0], [2])
+
+    def fn(q, x):
+        return lax.ragged_dot_general(x, q, sizes, numbers)
+
+    with pytest.raises(eqquant.MaterialiseError):
+        strict(fn)(q, x)
+
+
 CONVOLUTIONS = {
     "valid": dict(window_strides=(1, 1), padding="VALID"),
     "same": dict(window_strides=(1, 1), padding="SAME"),
