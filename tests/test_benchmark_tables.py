@@ -30,9 +30,10 @@ def test_summary_is_up_to_date(summary, tmp_path, name, options):
     assert expected.strip() in (ROOT / "README.md").read_text()
 
 
-def test_plot(summary, tmp_path):
+@pytest.mark.parametrize("option", ["--plot", "--plot-language"])
+def test_plots(summary, tmp_path, option):
     pytest.importorskip("matplotlib")
-    summary.main(["--plot", str(tmp_path / "accuracy.png")])
+    summary.main([option, str(tmp_path / "accuracy.png")])
     assert (tmp_path / "accuracy.png").stat().st_size > 10_000
 
 
