@@ -105,7 +105,7 @@ ROWS = {
         f"at most {bits} bits{name}": Row(
             None, True, _rotated, rate, bits=bits, formats=formats
         )
-        for bits in (3.25, 4.25, 5.05)
+        for bits in (3.25, 4.25, 5.05, 6.6)
         for name, formats, rate in (
             ("", _tables, None),
             (", with trellis", _with_trellis, None),

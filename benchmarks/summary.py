@@ -147,9 +147,9 @@ def plot(path: pathlib.Path) -> None:
     figure.savefig(path, dpi=150)
 
 
-# The kinds of rows of a language model: the end of the name, a marker and a label.
+# The kinds of rows of a language model: a part of the name, a marker and a label.
 LANGUAGE = {
-    "at most": ("o-", "eqquant, several formats"),
+    "with trellis": ("o-", "eqquant, several formats"),
     "calibrated": ("^", "eqquant, one format, calibrated"),
     "llama.cpp": ("s", "llama.cpp, importance matrix"),
 }
@@ -166,8 +166,9 @@ def plot_language(path: pathlib.Path) -> None:
         points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LANGUAGE}
         for row in read_table(table):
             kind = next((kind for kind in LANGUAGE if kind in row["weights"]), None)
-            if kind is not None:
-                points[kind].append((float(row["bits"]), float(row["KL mean"])))
+            divergence = float(row["KL mean"])
+            if kind is not None and divergence > 0:  # The axis is logarithmic.
+                points[kind].append((float(row["bits"]), divergence))
         for kind, (marker, label) in LANGUAGE.items():
             axes.plot(*zip(*sorted(points[kind]), strict=True), marker, label=label)
         axes.set_yscale("log")
