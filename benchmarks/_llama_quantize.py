@@ -26,9 +26,9 @@ def quantize_file(
     `"Q4_K_M"`.
 
     llama.cpp first decodes all tensors to float32, because it copies a tensor that has
-    the wanted type. `importance` maps names of
-    tensors to the mean squares of the inputs of their columns. Raise a `RuntimeError`
-    if llama.cpp cannot be installed, or fails.
+    the wanted type. `importance` maps names of tensors to the mean squares of the
+    inputs of their columns. Raise a `RuntimeError` if llama.cpp cannot be installed, or
+    fails.
     """
     from _environments import install, last_line, run
     from _peers.llama_cpp import peer

@@ -103,14 +103,10 @@ ROWS = {
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
     **{
         f"at most {bits} bits{name}": Row(
-            None, True, _rotated, rate, bits=bits, formats=formats
+            None, True, _rotated, bits=bits, formats=formats
         )
         for bits in (3.25, 4.25, 5.05, 6.6)
-        for name, formats, rate in (
-            ("", _tables, None),
-            (", with trellis", _with_trellis, None),
-            (", with trellis, distilled", _with_trellis, 5e-4),
-        )
+        for name, formats in (("", _tables), (", with trellis", _with_trellis))
     },
     **{
         f"llama.cpp {type}": Row(None, True, llama=type)
@@ -289,16 +285,14 @@ def rows_of(
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
     allocations = Allocations(model, stats) if any(row.bits for row in rows) else None
-    before, result = None, model
     for name, row in zip(names, rows, strict=True):
         bits = None
         with timed(name):
             if row.llama is not None:
                 means = importance(source, stats)
                 result, bits = by_llama(source, row.llama, means, folder)
-            elif before != row._replace(rate=None):  # Otherwise only distil the result.
+            else:
                 result = quantized(model, row, stats, allocations)
-            before = row
             if row.rate is not None:
                 result = distilled(result, model, training, folder, row.rate)
             jax.block_until_ready(eqx.filter(result, eqx.is_array))
@@ -393,11 +387,11 @@ def main(arguments: list[str] | None = None) -> None:
     model = load.load_model(source, stacked=True, decode="all", progress=False)
     with output(options), tempfile.TemporaryDirectory() as folder:
         print_head(HEAD, WIDTHS, options.markdown)
-        how = [texts[0], texts[1], training, pathlib.Path(folder), source]
+        inputs = [texts[0], texts[1], training, pathlib.Path(folder), source]
         answers = Answers(text)
         if options.answers:
-            how.append(answers.add)
-        rows = rows_of(model, options.only, *how)
+            inputs.append(answers.add)
+        rows = rows_of(model, options.only, *inputs)
         for cells in rows:
             print(format_row(cells, WIDTHS, options.markdown), flush=True)
             if options.answers:

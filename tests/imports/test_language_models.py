@@ -182,17 +182,18 @@ def test_logits_equal_llama_cpp(model, tokens_and_logits, llama_cpp):
     assert mean < most and same > least, (mean, same)
 
 
-def test_llama_cpp_quantizes_with_importance(model, llama_cpp, tmp_path):
+def test_llama_cpp_quantizes_with_importance(llama_cpp, tmp_path):
     """The benchmark of accuracy compares with files that llama.cpp quantizes."""
+    path = smollm2()
     script = pathlib.Path(__file__).parents[2] / "benchmarks" / "_llama_quantize.py"
-    source = open_model(model[1])
+    source = open_model(path)
     name = source.names("layers.0.mlp.up.weight")
     size = source.tensors[name].shape[-1]
 
     def quantized(importance):
         arrays, target = tmp_path / "importance.npz", tmp_path / "model.gguf"
         np.savez(arrays, **importance)
-        command = [script, model[1], target, "Q4_0", arrays]
+        command = [script, path, target, "Q4_0", arrays]
         run = subprocess.run([sys.executable, *command], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         read = eqquant.checkpoints.read_checkpoint(target)[name]
@@ -203,8 +204,8 @@ def test_llama_cpp_quantizes_with_importance(model, llama_cpp, tmp_path):
     importance[: size // 2] = 1e4
     weighed = quantized({name: importance})
     assert (plain != weighed).any()
-    source = eqquant.checkpoints.read_checkpoint(model[1])[name]
-    expected = np.asarray(eqquant.dequantize(source))
+    stored = eqquant.checkpoints.read_checkpoint(path)[name]
+    expected = np.asarray(eqquant.dequantize(stored))
     error = lambda w: np.square(w - expected)[:, : size // 2].sum()
     assert error(weighed) < error(plain)
 

@@ -192,7 +192,7 @@ def elements_at_once(array: Array, format: Format) -> int:
     On a CPU, 4 MB keep temporaries in cache. On a GPU, 256 MB make the launch overhead
     of kernels negligible. The encoder of codes with a history needs a byte for each
     element and each state before it. On a CPU, it is twice as fast with 8 MB as with
-    1 MB: then a step processes the same column of 40 blocks.
+    1 MB, because a step then processes one column of 40 blocks.
     """
     is_gpu = platform_of(array) == "gpu"
     if format.history:
