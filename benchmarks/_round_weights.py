@@ -1,9 +1,10 @@
 """Quantize and dequantize weights with another library, in its own environment.
 
-    python benchmarks/_round_weights.py NAME FOLDER CHECKPOINT
+    python benchmarks/_round_weights.py NAME FOLDER CHECKPOINT [VARIANT ...]
 
-FOLDER contains the weights and the calibration batches. For each format of the library,
-the script writes the dequantized weights to a file there and prints a line of JSON.
+FOLDER contains the weights and the calibration batches. For each named variant of the
+library, or for all, the script writes the dequantized weights to a file there and
+prints a line of JSON.
 """
 
 import json
@@ -20,8 +21,11 @@ def read(file: pathlib.Path) -> dict[str, np.ndarray]:
         return {name: arrays[name] for name in arrays.files}
 
 
-def main(name: str, folder: pathlib.Path, checkpoint: pathlib.Path) -> None:
+def main(
+    name: str, folder: pathlib.Path, checkpoint: pathlib.Path, variants: list[str]
+) -> None:
     version, formats = _quantizers.find()[name].load()
+    formats = {v: formats[v] for v in variants or formats}
     weights, batches = (read(folder / f"{part}.npz") for part in ("weights", "batches"))
     numbers = range(len(batches) // 2)
     pairs = [(batches[f"tokens{i}"], batches[f"mask{i}"]) for i in numbers]
@@ -42,4 +46,5 @@ def main(name: str, folder: pathlib.Path, checkpoint: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], *map(pathlib.Path, sys.argv[2:]))
+    name, folder, checkpoint, *variants = sys.argv[1:]
+    main(name, pathlib.Path(folder), pathlib.Path(checkpoint), variants)

@@ -15,7 +15,6 @@ data; the other formats use no calibration.
 """
 
 import argparse
-import json
 import pathlib
 import subprocess
 import sys
@@ -25,12 +24,12 @@ import _quantizers
 import eqquant
 import jax
 import numpy as np
-from _environments import CACHE, install, last_line, run
+from _environments import CACHE
 from _examples import calibrate_minilm, minilm
+from _peer_weights import quantized_by, write
 from _tables import add_output_options, output, print_table
 
 
-HERE = pathlib.Path(__file__).resolve().parent
 COLUMNS = {key: calibrate_minilm.COLUMNS[key] for key in ("format", "bytes", "bits")}
 COLUMNS |= {"mean": ("mean cosine", "{:.5f}"), "top 10": ("same top 10", "{:.2%}")}
 
@@ -53,32 +52,6 @@ def with_weights(model, weights):
     return jax.tree_util.tree_map_with_path(new, model)
 
 
-def write(folder: pathlib.Path, weights, batches) -> None:
-    np.savez(folder / "weights.npz", **weights)
-    parts = {}
-    for i, (tokens, mask) in enumerate(batches):
-        parts |= {f"tokens{i}": tokens, f"mask{i}": mask}
-    np.savez(folder / "batches.npz", **parts)
-
-
-def quantized_by(name: str, folder: pathlib.Path, cache: pathlib.Path) -> list[dict]:
-    """Quantize the weights in a folder with each format of a library."""
-    quantizer = _quantizers.find()[name]
-    python = install(quantizer.environment, quantizer.packages, cache, quantizer.header)
-    ran = run(
-        python,
-        str(HERE / "_round_weights.py"),
-        *(name, str(folder), str(minilm.WEIGHTS)),
-        environment={},
-        capture_output=True,
-        timeout=1800,
-    )
-    lines = [line for line in ran.stdout.splitlines() if line.startswith('{"variant"')]
-    if ran.returncode and not lines:
-        raise RuntimeError(f"fails: {last_line(ran.stderr)}")
-    return [json.loads(line) for line in lines]
-
-
 def not_ahead(ours: list[dict], others: list[dict]) -> list[str]:
     """List the rows of other libraries that no smaller row of eqquant beats."""
     losses = []
@@ -96,7 +69,7 @@ def not_ahead(ours: list[dict], others: list[dict]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    known = list(_quantizers.find())
+    known = list(_quantizers.find("encoder"))
     parser.add_argument("--quantizers", nargs="*", choices=known, default=known)
     parser.add_argument(
         "--bits",
@@ -141,7 +114,7 @@ def compare(options: argparse.Namespace) -> None:
         write(folder, weights, batches)
         for name in options.quantizers:
             try:
-                results = quantized_by(name, folder, options.cache)
+                results = quantized_by(name, folder, minilm.WEIGHTS, options.cache)
             except (RuntimeError, subprocess.TimeoutExpired) as problem:
                 missing.append(f"{name}: {problem}")
                 continue

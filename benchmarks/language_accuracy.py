@@ -15,6 +15,10 @@ scales and norms with another part of the first text. The float model runs once,
 weight of the whole model, including the embedding, to the matrices of each layer; "with
 trellis" among trellis codes as well. The second text must be another one.
 
+HQQ and torchao quantize the matrices of the layers, each in its own environment, with a
+block size of 64. Rows of libraries that cannot be installed, or that fail, are listed
+with the reason on standard error.
+
 "llama.cpp" is the file that `llama-quantize` writes with an importance matrix, which
 contains the mean squares of the inputs in the same statistics. Its decoded weights are
 evaluated like the others.
@@ -26,10 +30,10 @@ parentheses by the clock.
 import argparse
 import contextlib
 import dataclasses
-import importlib
 import math
 import pathlib
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -42,23 +46,19 @@ import equinox as eqx
 import jax
 import numpy as np
 import optax
+from _answers import Answers
 from _environments import CACHE
+from _language_peers import Peers
+from _llama_example import comparison, load, model as llama, text as texts_of_llama
 from _llama_quantize import quantize_file
 from _tables import add_output_options, format_row, output, print_head
-
-
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / "examples" / "llama"))
-comparison = importlib.import_module("comparison")
-load = importlib.import_module("load")
-Text = importlib.import_module("text").Text
-Sampling = importlib.import_module("sampling").Sampling
-unstack = importlib.import_module("model").unstack
 
 
 class Row(NamedTuple):
     """The format of the matrices, options of `quantize_tree`, and the largest change of
     an array in a step of distillation, relative to its magnitude; or the number of bits
-    to allocate, and the formats to choose from; or a type of llama.cpp."""
+    to allocate, and the formats to choose from; or a type of llama.cpp; or another
+    library and its variant."""
 
     format: eqquant.formats.Format | str | None
     is_calibrated: bool = False
@@ -67,6 +67,7 @@ class Row(NamedTuple):
     bits: float | None = None
     formats: Sequence[eqquant.formats.Format] = ()
     llama: str | None = None
+    peer: tuple[str, str] | None = None
 
 
 _rotated = {"rotate": True}
@@ -112,15 +113,12 @@ ROWS = {
         f"llama.cpp {type}": Row(None, True, llama=type)
         for type in ("Q5_K_M", "Q4_K_M", "IQ4_XS", "Q3_K_M", "IQ3_XXS", "Q2_K", "IQ2_M")
     },
+    "torchao int8": Row(None, peer=("torchao", "int8, per row")),
+    "torchao int4": Row(None, peer=("torchao", "int4, block size 64")),
+    "torchao int4 + HQQ": Row(None, peer=("torchao", "int4 + HQQ, block size 64")),
+    "HQQ int4": Row(None, peer=("hqq", "int4, block size 64")),
+    "HQQ int3": Row(None, peer=("hqq", "int3, block size 64")),
 }
-# Greedy answers of at most 40 tokens to these questions are written with `--answers`.
-QUESTIONS = (
-    "What is the capital of France?",
-    "Write one sentence about the sea.",
-    "Why is the sky blue?",
-    "Name three primary colors.",
-    "How do I boil an egg?",
-)
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)
 LENGTH = 512
@@ -184,7 +182,7 @@ class Allocations:
     Budgets for the same formats share the measurements."""
 
     def __init__(self, model, stats: eqquant.calibration.Statistics):
-        self.model, self.stats = unstack(model), per_layer(stats)
+        self.model, self.stats = llama.unstack(model), per_layer(stats)
         arrays = jax.tree.leaves(eqx.filter(self.model, eqx.is_array))
         self.size = sum(array.size for array in arrays)
         self._known: dict[tuple, eqquant.calibration.Allocation] = {}
@@ -285,44 +283,35 @@ def rows_of(
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
     allocations = Allocations(model, stats) if any(row.bits for row in rows) else None
+    peers = None
+    if any(row.peer for row in rows):
+        peers = Peers(model, source.kind, tokens, folder)
+
+    def result_of(row: Row) -> tuple:
+        if row.peer is not None and peers is not None:
+            return peers.quantized(*row.peer)
+        if row.llama is not None:
+            return by_llama(source, row.llama, importance(source, stats), folder)
+        result = quantized(model, row, stats, allocations)
+        if row.rate is not None:
+            result = distilled(result, model, training, folder, row.rate)
+        return result, None
+
     for name, row in zip(names, rows, strict=True):
-        bits = None
         with timed(name):
-            if row.llama is not None:
-                means = importance(source, stats)
-                result, bits = by_llama(source, row.llama, means, folder)
-            else:
-                result = quantized(model, row, stats, allocations)
-            if row.rate is not None:
-                result = distilled(result, model, training, folder, row.rate)
+            try:
+                result, bits = result_of(row)
+            except (RuntimeError, subprocess.TimeoutExpired) as problem:
+                if row.peer is None and row.llama is None:
+                    raise
+                print(f"NOT MEASURED: {name}: {problem}", file=sys.stderr)
+                continue
             jax.block_until_ready(eqx.filter(result, eqx.is_array))
         is_float = result is model
         found = comparison.compare(result, held_out, expected, is_float)
         found = found if bits is None else found._replace(bits=bits)
         visit(name, result)
         yield name, *cells_of(found)
-
-
-class Answers:
-    """Writes the answers of models to `QUESTIONS`, as a Markdown table each."""
-
-    def __init__(self, text: Any):
-        self.text = text
-        self.tables = {question: ["| weights | answer |"] for question in QUESTIONS}
-
-    def add(self, name: str, model: Any) -> None:
-        for question, table in self.tables.items():
-            prompt = self.text.encode_chat([{"role": "user", "content": question}])
-            ids, _ = comparison.sample(model, self.text, prompt, 40, Sampling(0))
-            written = self.text.tokenizer.decode(ids)
-            answer = " ".join(written.split()).replace("|", "\\|")
-            table.append(f"| {name} | {answer} |")
-
-    def write(self, path: pathlib.Path) -> None:
-        parts = []
-        for question, (head, *rows) in self.tables.items():
-            parts += [f"**{question}**", "", head, "| --- | --- |", *rows, ""]
-        path.write_text("\n".join(parts[:-1]) + "\n")
 
 
 def tokens_of(text: Any, path: pathlib.Path, skip: int, count: int) -> np.ndarray:
@@ -366,7 +355,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument(
         "--answers",
         type=pathlib.Path,
-        help="write the answers of each model to five questions to this file",
+        help="write the answers of each model to five questions to this file, beside "
+        "the answers that it has",
     )
     add_output_options(parser)
     options = parser.parse_args(arguments)
@@ -374,7 +364,7 @@ def main(arguments: list[str] | None = None) -> None:
     source = load.open_model(options.model)
     if any(ROWS[name].llama for name in options.only) and options.model.is_dir():
         parser.error("--only: llama.cpp needs a GGUF file.")
-    text = Text(source)
+    text = texts_of_llama.Text(source)
     first, second = options.calibration, options.held_out
     parts = [
         (first, options.skip[0], options.calibration_rows),
@@ -388,14 +378,10 @@ def main(arguments: list[str] | None = None) -> None:
     with output(options), tempfile.TemporaryDirectory() as folder:
         print_head(HEAD, WIDTHS, options.markdown)
         inputs = [texts[0], texts[1], training, pathlib.Path(folder), source]
-        answers = Answers(text)
         if options.answers:
-            inputs.append(answers.add)
-        rows = rows_of(model, options.only, *inputs)
-        for cells in rows:
+            inputs.append(Answers(text, options.answers).add)
+        for cells in rows_of(model, options.only, *inputs):
             print(format_row(cells, WIDTHS, options.markdown), flush=True)
-            if options.answers:
-                answers.write(options.answers)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import importlib
 import pathlib
 
+import eqquant
 import jax
 import numpy as np
 import pytest
@@ -72,26 +73,88 @@ def test_trellis_codes_are_in_whole_blocks(monkeypatch):
     assert script.in_whole_blocks(unchanged, model) == unchanged
 
 
+class _Text:
+    encode_chat = staticmethod(lambda messages: [1])
+    tokenizer = type("T", (), {"decode": staticmethod("".join)})
+
+
 def test_answers(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    script = importlib.import_module("language_accuracy")
-    written = iter(["Par|is.", *["Yes."] * 4])
-    answer = lambda *args: ([next(written)], 1.0)
+    script = importlib.import_module("_answers")
+    count = len(script.QUESTIONS)
+    written = iter(["Par|is.", *["Yes."] * (count - 1), *["Oui."] * count])
+    answer = lambda *args: (next(written), 1.0)
     monkeypatch.setattr(script.comparison, "sample", answer)
-
-    class Text:
-        encode_chat = staticmethod(lambda messages: [1])
-        tokenizer = type("T", (), {"decode": staticmethod("".join)})
-
-    answers = script.Answers(Text)
-    answers.add("nf4", None)
-    answers.write(tmp_path / "answers.md")
-    lines = (tmp_path / "answers.md").read_text().splitlines()
-    assert lines[:5] == [
+    path = tmp_path / "answers.md"
+    script.Answers(_Text, path).add("nf4", None)
+    lines = path.read_text().splitlines()
+    assert lines[:6] == [
         "**What is the capital of France?**",
         "",
         "| weights | answer |",
         "| --- | --- |",
         "| nf4 | Par\\|is. |",
+        "",
     ]
-    assert lines.count("| nf4 | Yes. |") == len(script.QUESTIONS) - 1
+    assert lines.count("| nf4 | Yes. |") == count - 1
+    # A second run keeps the rows of the first.
+    script.Answers(_Text, path).add("nf3", None)
+    again = path.read_text().splitlines()
+    assert again[:5] == lines[:5] and again[5] == "| nf3 | Oui. |"
+    assert len(again) == len(lines) + count
+    # A new answer replaces the row with the same name.
+    written = iter(["No."] * count)
+    script.Answers(_Text, path).add("nf4", None)
+    replaced = path.read_text().splitlines()
+    assert replaced[4:6] == ["| nf4 | No. |", again[5]] and len(replaced) == len(again)
+
+
+def _other_library(monkeypatch, rounded):
+    """Let the rows of other libraries contain `rounded(weight)`, in 4.5 bits."""
+    peers = importlib.import_module("_language_peers")
+
+    def quantized_by(library, folder, checkpoint, cache, variants, timeout):
+        assert (library, len(variants)) == ("hqq", 1)
+        if variants == ["int3, block size 64"]:
+            return [{"variant": variants[0], "version": "hqq 1", "failed": "No."}]
+        with np.load(folder / "weights.npz") as weights:
+            new = {name: rounded(weights[name]) for name in weights.files}
+        np.savez(folder / "new.npz", **new)
+        nbytes = sum(weight.size for weight in new.values()) * 9 // 16
+        return [{"file": folder / "new.npz", "bytes": nbytes}]
+
+    monkeypatch.setattr(peers, "quantized_by", quantized_by)
+
+
+def test_rows_of_other_libraries(monkeypatch, tmp_path, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("language_accuracy")
+    source = script.load.open_model(MODEL)
+    model = script.load.load_model(source, stacked=True, progress=False)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocabulary, (3, 32))
+    tokens = tokens.astype(np.int32)
+    models = {}
+    inputs = tokens, tokens[:1], tokens[:0], tmp_path, source, models.__setitem__
+    names = ["HQQ int4", "HQQ int3"]
+    _other_library(monkeypatch, lambda weight: weight + 0.01)
+    ((name, bits, divergence, *_),) = script.rows_of(model, names, *inputs)
+    assert name == "HQQ int4" and float(divergence) > 0
+    assert "NOT MEASURED: HQQ int3: hqq 1: No." in capsys.readouterr().err
+    layers, new = model.layers, models[name].layers
+    up = np.asarray(layers.mlp.up.weight) + np.float32(0.01)
+    np.testing.assert_array_equal(new.mlp.up.weight, up)
+    norm = layers.attention_norm.weight
+    np.testing.assert_array_equal(new.attention_norm.weight, norm)
+    assert isinstance(models[name].embedding.weight, eqquant.QuantizedArray)
+    arrays = jax.tree.leaves(model)
+    matrices = sum(x.size for x in jax.tree.leaves(layers) if x.ndim == 3)
+    norms = sum(x.size for x in arrays if x.ndim == 1 or x.shape == norm.shape)
+    ends = sum(x.size for x in arrays) - matrices - norms
+    codes = sum(
+        eqquant.quantize(x.weight, "int8").nbytes
+        for x in (model.embedding, model.head)
+        if x is not None
+    )
+    size = matrices + norms + ends
+    total = 4.5 * matrices + 32 * norms + 8 * codes
+    assert float(bits) == pytest.approx(total / size, abs=0.01)

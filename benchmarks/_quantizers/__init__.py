@@ -37,7 +37,7 @@ PYTORCH = (
     "numpy",
 )
 # The packages of an environment that several quantizers share.
-TORCH = (*PYTORCH, "torchao", "bitsandbytes")
+TORCH = (*PYTORCH, "torchao", "bitsandbytes", "hqq")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,18 @@ class Quantizer:
     """A library: the name of its environment, its packages, and its formats.
 
     `load` returns the version and the formats by name. `header` is included at the
-    start of every C++ file that pip compiles.
+    start of every C++ file that pip compiles. `models` are the kinds of models that
+    the library or its file here supports: the sentence encoder of `accuracy.py`, and
+    decoders, which are language models. `reads_checkpoint` states that it reads
+    `Model.checkpoint`.
     """
 
     environment: str
     packages: tuple[str, ...]
     load: Callable[[], tuple[str, dict[str, Quantize]]]
     header: str = ""
+    models: tuple[str, ...] = ("encoder", "decoder")
+    reads_checkpoint: bool = False
 
 
 def weight_by_weight(
@@ -67,7 +72,9 @@ def weight_by_weight(
     return quantize
 
 
-def find() -> dict[str, Quantizer]:
+def find(kind: str = "") -> dict[str, Quantizer]:
+    """Return all quantizers, or those for a kind of models."""
     files = sorted(pathlib.Path(__file__).parent.glob("[a-z]*.py"))
     modules = {f.stem: importlib.import_module(f"{__name__}.{f.stem}") for f in files}
-    return {name: module.quantizer for name, module in modules.items()}
+    found = {name: module.quantizer for name, module in modules.items()}
+    return {name: q for name, q in found.items() if not kind or kind in q.models}

@@ -84,4 +84,10 @@ def load() -> tuple[str, dict[str, Quantize]]:
     return f"llmcompressor {importlib.metadata.version('llmcompressor')}", variants
 
 
-quantizer = Quantizer("llm-compressor", (*PYTORCH, "llmcompressor"), load)
+quantizer = Quantizer(
+    "llm-compressor",
+    (*PYTORCH, "llmcompressor"),
+    load,
+    models=("encoder",),
+    reads_checkpoint=True,
+)

@@ -1,6 +1,7 @@
-"""torchao: the int4 of `Int4WeightOnlyConfig`, and HQQ.
+"""torchao: the int4 of `Int4WeightOnlyConfig`, HQQ, and the int8 of
+`Int8WeightOnlyConfig`.
 
-torchao has kernels for these formats on GPUs only. Their values do not depend on the
+torchao has kernels for int4 and HQQ on GPUs only. Their values do not depend on the
 kernels, so this file calls torchao's functions that choose scales and zero points and
 that round.
 """
@@ -13,7 +14,12 @@ from . import Quantize, Quantizer, TORCH, weight_by_weight
 def load() -> tuple[str, dict[str, Quantize]]:
     import torch
     import torchao
-    from torchao.quantization import MappingType, quant_primitives as q
+    from torchao.quantization import (
+        Int8WeightOnlyConfig,
+        MappingType,
+        quant_primitives as q,
+        quantize_,
+    )
 
     # With two threads on busy cores, HQQ took four times as long.
     torch.set_num_threads(1)
@@ -54,6 +60,14 @@ def load() -> tuple[str, dict[str, Quantize]]:
         )
         return decoded.numpy(), w.size * bits // 8 + scales.nbytes + zeros.nbytes
 
+    def int8(w):
+        layer = torch.nn.Linear(*w.shape[::-1], bias=False)
+        layer.weight.data = torch.from_numpy(w)
+        quantize_(layer, Int8WeightOnlyConfig())
+        new = layer.weight.detach()
+        decoded = new.dequantize().numpy()
+        return decoded, new.qdata.nbytes + new.scale.nbytes
+
     variants = {
         f"int{bits}{name}, block size {block}": weight_by_weight(
             ft.partial(round_trip, encode=encode, bits=bits, block=block)
@@ -61,6 +75,7 @@ def load() -> tuple[str, dict[str, Quantize]]:
         for name, encode in (("", plain), (" + HQQ", hqq))
         for bits, block in ((4, 128), (4, 64), (4, 32), (3, 64))
     }
+    variants["int8, per row"] = weight_by_weight(int8)
     return f"torchao {torchao.__version__}", variants
 
 

@@ -6,10 +6,13 @@ import pathlib
 from collections.abc import Sequence
 
 import eqquant
+import jax
+import numpy as np
 from architectures import config_of
 from config import Config
 from model import Decoder
-from names import Names, tensor_names
+from names import apart, Names, path_of, tensor_names
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer
 from vocabulary import Vocabulary
 
@@ -110,6 +113,42 @@ class Folder:
         if isinstance(source, list):  # Several named templates.
             return {entry["name"]: entry["template"] for entry in source}.get("default")
         return source
+
+
+def write_llama(folder: pathlib.Path, model: Decoder, length: int, **entries) -> None:
+    """Write `config.json` and `model.safetensors` of a Llama for at most `length`
+    tokens. `entries` are added to `config.json`.
+
+    Raises a `ValueError` for other architectures, and for scaled positions."""
+    config = model.config
+    values = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": config.vocabulary,
+        "hidden_size": config.size,
+        "intermediate_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_size,
+        "hidden_act": "silu",
+        "max_position_embeddings": length,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "torch_dtype": "float32",
+        **entries,
+    }
+    if config_of(values) != config:
+        raise ValueError(
+            "model: only a Llama without scaled positions can be written, and the "
+            f"model has {config}."
+        )
+    names, tensors = tensor_names("llama", config), {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
+        tensors.update(apart(names(path_of(path)), np.asarray(leaf)))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(values, indent=2) + "\n")
 
 
 def read_json(path: pathlib.Path) -> dict:

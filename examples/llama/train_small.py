@@ -28,11 +28,10 @@ import optax
 from config import Config
 from documentation import read_documents
 from fitting import fit
+from folder import write_llama
 from model import Decoder, unstack
-from names import apart, path_of, tensor_names
 from packing import batch_at, losses, pack, Rows
 from precision import parse_with_precision
-from safetensors.numpy import save_file
 from tokenizers import decoders, models, pre_tokenizers, processors, Tokenizer, trainers
 
 
@@ -82,37 +81,12 @@ def encode(tokenizer: Tokenizer, texts: list[str]) -> list[list[int]]:
 
 def write_folder(folder: pathlib.Path, model: Decoder) -> None:
     """Write the model in Hugging Face's layout, next to `tokenizer.json`."""
-    config = model.config
-    names = tensor_names("llama", config)
-    tensors = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(model):
-        tensors.update(apart(names(path_of(path)), np.asarray(leaf)))
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     begin, end = 0, 1
-    values = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocabulary,
-        "hidden_size": config.size,
-        "intermediate_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_size,
-        "hidden_act": "silu",
-        "max_position_embeddings": LENGTH,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        "bos_token_id": begin,
-        "eos_token_id": end,
-        "torch_dtype": "float32",
-    }
+    write_llama(folder, model, LENGTH, bos_token_id=begin, eos_token_id=end)
     tokenizer = {"bos_token": BEGIN, "eos_token": END}
     tokenizer["tokenizer_class"] = "PreTrainedTokenizerFast"
     generation = {"bos_token_id": begin, "eos_token_id": end}
     for name, content in {
-        "config.json": values,
         "tokenizer_config.json": tokenizer,
         "generation_config.json": generation,
     }.items():

@@ -20,6 +20,7 @@ sys.path.insert(0, str(EXAMPLE))
 
 from attention import attend, attend_in_pieces  # noqa: E402
 from attention_kernel import attend_by_kernel  # noqa: E402
+from folder import write_llama  # noqa: E402
 from generate import quantize_cache  # noqa: E402
 from load import load_model  # noqa: E402
 from lora import add_adapters  # noqa: E402
@@ -226,6 +227,21 @@ def test_gradients_of_adapters(name):
     assert len(jax.tree.leaves(got)) == 2 * 7
     assert all(jnp.abs(x).max() > 0 for x in jax.tree.leaves(got))
     assert_close(jax.tree.leaves(got), jax.tree.leaves(expected), 1e-3)
+
+
+@pytest.mark.parametrize("stacked", [True, False])
+def test_a_written_folder(stacked, tmp_path):
+    model = load("llama2", stacked=stacked)
+    write_llama(tmp_path, model, 64, bos_token_id=1)
+    again = load_model(tmp_path, stacked=stacked, progress=False)
+    assert eqx.tree_equal(again, model)
+
+
+def test_only_a_plain_llama_can_be_written(tmp_path):
+    for name in ("llama3", "qwen3"):
+        with pytest.raises(ValueError, match="only a Llama without scaled positions"):
+            write_llama(tmp_path, load(name), 64)
+    assert not list(tmp_path.iterdir())
 
 
 # GPTQModel made the weights, and transformers computed their logits.
