@@ -13,7 +13,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float, Integer, Shaped
 
-from ._history import states_of
+from ._history import LinearTable, states_of
 from ._pack import (
     from_plane_order,
     group_multiple,
@@ -68,6 +68,8 @@ class Format(abc.ABC):
     # The number of codes before a code, in its block, on which its level depends. A
     # table of levels has no history.
     history: ClassVar[int] = 0
+    # A table that gives the level of each state, if its index is linear.
+    linear_table: ClassVar[LinearTable | None] = None
     # The value of each code, for formats that decode through a table.
     codebook: ClassVar[tuple[float, ...] | None] = None
     # True if every level is an integer that fits into int8.
@@ -101,6 +103,7 @@ class Format(abc.ABC):
         # Reset claims about the levels if a subclass defines other levels.
         if not vars(cls).keys().isdisjoint(("levels", "codebook")):
             claims = {"integer_levels": False, "unit_levels": False, "float8": None}
+            claims["linear_table"] = None
             for claim, default in claims.items():
                 if claim not in vars(cls):
                     setattr(cls, claim, default)

@@ -4,11 +4,30 @@ Consecutive codes share a byte, and several bytes form a window of the bit strea
 one shift and one mask per code extract its state.
 """
 
+import dataclasses
 import math
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Integer, UInt
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearTable:
+    """A table of levels whose index is linear in the bits of a state: bit `i` of the
+    index is the parity of the bits that `masks[i]` selects."""
+
+    masks: tuple[int, ...]
+    levels: tuple[int, ...]
+
+    def of_states(self, bits: int) -> np.ndarray:
+        """Return the int8 level of each state of `bits` bits."""
+        states = np.arange(2**bits)
+        index = np.zeros(2**bits, int)
+        for i, mask in enumerate(self.masks):
+            parity = np.sum([(states & mask) >> bit & 1 for bit in range(bits)], 0) & 1
+            index |= parity << i
+        return np.array(self.levels, np.int8)[index]
 
 
 def states_of(

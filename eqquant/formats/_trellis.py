@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, UInt8
 from .._jax import check_one_of
 from ._divide import divide_blocks, true_divide
 from ._format import bound_scales, Format, sum_blocks
+from ._history import LinearTable
 
 
 # The bits of a state: a code, and the codes before it.
@@ -112,6 +113,10 @@ class Trellis(Format):
     def history(self):
         return _window // self.bits - 1
 
+    @property
+    def linear_table(self):
+        return _linear_table(self.bits)
+
     def levels(self, codes, dtype):
         table = jnp.asarray(_table(self.bits), dtype)
         return table.at[codes].get(mode="promise_in_bounds")
@@ -156,17 +161,18 @@ class Trellis(Format):
 
 
 @ft.cache
+def _linear_table(bits: int) -> LinearTable:
+    """Return the table for states whose highest bits are the newest code."""
+    half = _halves[bits]
+    masks = _reversed(np.array(_masks[bits][::-1]), bits)
+    levels = (*half, *(-level for level in reversed(half)))
+    return LinearTable(tuple(map(int, masks)), levels)
+
+
+@ft.cache
 def _table(bits: int) -> np.ndarray:
-    """Return the level of each state, as int8. The highest bits of a state are the
-    newest code."""
-    levels = np.array(_halves[bits], np.int8)
-    levels = np.concatenate([levels, -levels[::-1]])
-    states, index = np.arange(2**_window), np.zeros(2**_window, int)
-    newest_low = _reversed(states, bits)
-    for mask in _masks[bits]:
-        parity = np.sum([(newest_low & mask) >> i & 1 for i in range(_window)], 0) & 1
-        index = 2 * index + parity
-    return levels[index]
+    """Return the level of each state, as int8."""
+    return _linear_table(bits).of_states(_window)
 
 
 def _reversed(states: np.ndarray, bits: int) -> np.ndarray:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant.formats import Trellis
-from eqquant.kernels import choose, cpu, gpu, Matmul, tpu
+from eqquant.kernels import choose, cpu, gpu, Matmul
 from helpers import (
     assert_identical,
     exported,
@@ -286,7 +286,7 @@ def test_half_a_block_is_no_shard(normal):
     assert not q.can_split(1, 2) and q.can_split(0, 2)
 
 
-@pytest.mark.parametrize("kernels", [tpu.KERNELS, gpu.KERNELS, gpu.PORTABLE])
+@pytest.mark.parametrize("kernels", [gpu.KERNELS, gpu.PORTABLE])
 def test_kernels_for_single_codes_decline(kernels, normal):
     q = eqquant.quantize(normal(16, 64), SMALL)
     product = Matmul(SMALL).of(normal(1, 64), q.codes, q.scales)

@@ -170,10 +170,10 @@ def _unsupported(product: Product) -> str | None:
     format = product.format
     if reason := product.too_wide("kernels for TPU compute"):
         return reason
-    if reason := product.has_history:
-        return reason
     if product.is_empty:
         return "there is nothing to multiply"
+    if format.history and not can_become("int8", format, chip(product.compute.tpu)):
+        return product.has_history
     if format.bits == 8 and not (format.integer_levels or format.float8):
         return f"there are no kernels for TPU for codes like those of {format.name}"
     if format.centred[1]:

@@ -21,6 +21,7 @@ from ._tiles import (
     lanes,
     look_up,
     pad_to,
+    plane_group,
     planes_of,
     result_like,
     to_tiles,
@@ -30,7 +31,8 @@ from ._tiles import (
 def is_simple(format: Format) -> bool:
     """Return whether groups of codes end at register boundaries, in the codes and in
     the activation."""
-    whole = format.group <= lanes or format.group // planes_of(format) == lanes
+    group = plane_group(format)
+    whole = group <= lanes or group // planes_of(format) == lanes
     return whole and chunk_bytes(format) == lanes
 
 
@@ -64,20 +66,22 @@ def split_planes(
     """
     planes = planes_of(format)
     parts = [x[:, i * lanes : (i + 1) * lanes] for i in range(planes)]
-    width = format.group // planes
+    group = plane_group(format)
+    width = group // planes
     if width == lanes:
         return parts
-    parts = [_shuffle(part, lanes // format.group, planes, width) for part in parts]
+    parts = [_shuffle(part, lanes // group, planes, width) for part in parts]
     return _transpose(parts)
 
 
 def join_planes(parts: list, format: Format) -> Shaped[Array, "m columns"]:
     """Invert [`split_planes`][] and concatenate the columns."""
     planes = len(parts)
-    width = format.group // planes
+    group = plane_group(format)
+    width = group // planes
     if width < lanes:
         parts = _transpose(parts)
-        parts = [_shuffle(part, planes, lanes // format.group, width) for part in parts]
+        parts = [_shuffle(part, planes, lanes // group, width) for part in parts]
     return jnp.concatenate(parts, 1)
 
 

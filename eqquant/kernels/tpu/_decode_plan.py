@@ -13,13 +13,9 @@ from ...formats import Format
 from .._product import Product
 from ._chips import Chip
 from ._operands import choose_operands, Operands, padded_shape
-from ._tiles import lanes, planes_of, tile_multiple
+from ._tiles import block_bytes, lanes, planes_of, tile_multiple
 from ._two_parts import stored_bytes, used_bytes
 from ._weights import Decoder, is_exact
-
-
-def block_bytes(format: Format) -> int:
-    return (format.block_size or format.group) // planes_of(format)
 
 
 def blocks_in_register(format: Format) -> int:

@@ -82,7 +82,8 @@ class _Operand:
         scaled = blocked or format.codebook is not None or is_shifted(format)
         floats = dtype == jnp.bfloat16 and can_become("float8", format, chip)
         floats = floats and not scaled
-        if floats or (dtype != jnp.float32 and can_become("int8", format, chip)):
+        by_bytes = dtype != jnp.float32 or format.history
+        if floats or (by_bytes and can_become("int8", format, chip)):
             kind = "float8" if floats else "int8"
             digits = 2 if exact_table and not is_exact(format) else 1
             self.decode = Decoder(format, chip, kind, digits)
@@ -234,8 +235,9 @@ def _accumulate(plan: _GeneralPlan, x, codes, scales, total, step):
         start = step * plan.tile_scales[plan.contracted]
         num_scales = (plan.product.rows, plan.product.blocks)[plan.contracted]
         # Scales have the axes `(blocks, rows)`, so the contracted axis is `plan.free`.
-        tile_scales = _masked(scales[0], plan.free, start, num_scales)
-        tile_scales = tile_scales.astype(jnp.float32) * weight.scale
+        # In bfloat16, the compiler cannot mask columns of up to four blocks.
+        tile_scales = scales[0].astype(jnp.float32) * weight.scale
+        tile_scales = _masked(tile_scales, plan.free, start, num_scales)
         tile_scales = _by_rows(tile_scales, weight.compute)
     tables = weight.decode.tables() if weight.decode else []
     # The compiler overlaps decoding a chunk with multiplying another.

@@ -55,6 +55,17 @@ def planes_of(format: Format) -> int:
     return 8 // bits_of(format)
 
 
+def plane_group(format: Format) -> int:
+    """Return the `group` for `to_plane_order`. Unpacked codes with a history share a
+    byte with the next codes."""
+    return planes_of(format) if format.history else format.group
+
+
+def block_bytes(format: Format) -> int:
+    """Return the bytes of a block, or of a group of codes without blocks."""
+    return (format.block_size or format.group) // planes_of(format)
+
+
 def chunk_bytes(format: Format) -> int:
     """Return the bytes of a row that are permuted together: the smallest number of
     whole registers and whole groups of codes."""
@@ -74,7 +85,7 @@ def to_tiles(
     """Permute columns to plane order within each tile of `tile` bytes."""
     x = pad_to(x, -1, tile * planes_of(format))
     tiles = x.reshape(*x.shape[:-1], -1, tile * planes_of(format))
-    return to_plane_order(tiles, bits_of(format), format.group).reshape(x.shape)
+    return to_plane_order(tiles, bits_of(format), plane_group(format)).reshape(x.shape)
 
 
 def from_tiles(
@@ -82,7 +93,7 @@ def from_tiles(
 ) -> Float[Array, "batch m columns"]:
     """Invert [`to_tiles`][] and drop the padding."""
     tiles = x.reshape(*x.shape[:-1], -1, tile * planes_of(format))
-    x = from_plane_order(tiles, bits_of(format), format.group).reshape(x.shape)
+    x = from_plane_order(tiles, bits_of(format), plane_group(format)).reshape(x.shape)
     return x[..., :columns]
 
 

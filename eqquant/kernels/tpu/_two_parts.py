@@ -8,6 +8,9 @@ in four planes, and 8 bytes with the high bits, in eight planes. The unpacked gr
 A group of 64 codes of 5 or 6 bits is stored as 32 bytes with the low four bits, in two
 planes, and 8 or 16 bytes with the high bits. The unpacked group is 64 bytes, one plane.
 Each code is in the upper bits of its byte.
+
+Codes with a history have 3 bits, and two consecutive codes share an unpacked byte. Two
+bytes have the low bits of four consecutive codes from the same byte.
 """
 
 import functools as ft
@@ -70,12 +73,16 @@ def _unpack(codes, start: int, format: Format):
         """Load the lanes from the edge on, preceded by lanes of the next register."""
         return jnp.where(lane >= edge, load(register), load(register + 1))
 
+    # Unpacked bytes for one byte of the low part that are next to each other.
+    pair = 2 if format.history else 1
+
     def gather(first: int, repeat: int) -> Array:
         """Gather `repeat` bytes of each stored group from byte `first` on."""
 
         def source(lane, div, rem):
             at = lane + start
-            return div(at, unpacked) * stored + first + rem(rem(at, unpacked), repeat)
+            within = div(rem(at, unpacked), pair)
+            return div(at, unpacked) * stored + first + rem(within, repeat)
 
         index = source(lane, _div, _rem)
         used = source(np.arange(lanes), np.floor_divide, np.remainder)
@@ -94,7 +101,11 @@ def _unpack(codes, start: int, format: Format):
     low, high = gather(0, sizes[0]), gather(*sizes)
     within = _rem(lane + start % unpacked, unpacked)
     merge = _in_half_bytes if format.bits == 3 else _in_bytes
-    whole = merge(low, high, [_div(within, size) for size in sizes], format)
+    planes = [_div(within, size) for size in sizes]
+    if format.history:
+        merge, second = _in_half_bytes_of_a_pair, _rem(within, 2)
+        planes = [second, second * 4 + _div(within, 2 * sizes[1])]
+    whole = merge(low, high, planes, format)
     return pltpu.bitcast(whole, jnp.uint8)
 
 
@@ -112,6 +123,19 @@ def _in_half_bytes(low, high, planes: list, format: Format) -> Array:
     low = _shift(lax.shift_right_logical, low, planes[0])
     high = _shift(lax.shift_left, high, 3 - planes[1])
     return (low & jnp.uint32(0x66666666)) | (high & jnp.uint32(0x88888888))
+
+
+def _in_half_bytes_of_a_pair(low, high, planes: list, format: Format) -> Array:
+    """`planes` are the pair of codes in the byte of the low part, and the bit of the
+    high part that belongs to the first code of the pair."""
+    del format
+    low = _shift(lax.shift_right_logical, low, planes[0] * 4)
+    high = _shift(lax.shift_right_logical, high, planes[1])
+    low = ((low << 1) & jnp.uint32(0x06060606)) | ((low << 3) & jnp.uint32(0x60606060))
+    high = ((high << 3) & jnp.uint32(0x08080808)) | (
+        (high << 5) & jnp.uint32(0x80808080)
+    )
+    return low | high
 
 
 def _in_bytes(low, high, planes: list, format: Format) -> Array:

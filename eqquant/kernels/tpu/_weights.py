@@ -18,6 +18,7 @@ from ...formats import Format
 from ._bits import Bits
 from ._chips import Chip, Kind
 from ._circuit import Circuit, circuit_of
+from ._history import indices as indices_by_history, table_of
 from ._tiles import bits_of, lanes, look_up, planes_of
 
 
@@ -75,14 +76,14 @@ def _indices(codes, plane: int, format: Format):
     return pltpu.bitcast(words, jnp.int8)
 
 
-def _lookup(table, indices, chip: Chip):
+def _lookup(table, indices, axis: int):
     """Look up a tile of codes, one register at a time."""
     rows, columns = indices.shape
 
     def tile(i, j):
         index = indices[i : i + 32, j : j + lanes]
-        entries = table if chip.gather_axis else table[:, : index.shape[1]]
-        return look_up(entries, index, chip.gather_axis)
+        entries = table if axis else table[:, : index.shape[1]]
+        return look_up(entries, index, axis)
 
     return jnp.concatenate(
         [
@@ -129,10 +130,13 @@ _decodings: dict[str, _Decoding] = {
     ),
 }
 _by_lookup: _Decoding = (_indices, ("int8", "float8"), 0)
+_by_history: _Decoding = (_indices, ("int8",), 0)
 _from_float8: _Decoding = (_float8, ("float8",), 0x38)
 
 
 def _decoding_of(format: Format, lookup: bool = True) -> _Decoding | None:
+    if format.history:
+        return _by_history if lookup and format.linear_table else None
     if format.codebook is not None:
         return _by_lookup if lookup and _has_table(format) else None
     if format.float8 == "e4m3fn":
@@ -159,8 +163,10 @@ def is_shifted(format: Format) -> bool:
 
 
 def is_exact(format: Format) -> bool:
-    """Return whether the levels of a codebook are multiples of int8 numbers, so that
-    one digit is exact."""
+    """Return whether the levels of a table are multiples of int8 numbers, so that one
+    digit is exact."""
+    if format.history:
+        return True
     if format.codebook is None or not _has_table(format):
         return False
     levels = tuple(format.codebook)
@@ -219,6 +225,8 @@ class Decoder:
             self._entries = tables
             if logic and kind == "int8" and len(tables) == 1:
                 self._circuit = circuit_of(tuple(map(int, tables[0])))
+        elif format.history:
+            self._entries = [table_of(format)]
         else:
             # The float8 dtypes of chips differ by a factor.
             one = np.array([byte_of_one], np.uint8).view(np.dtype(self.dtype))[0]
@@ -230,7 +238,12 @@ class Decoder:
 
     def tables(self) -> list:
         """Return the tables in registers, in a kernel."""
-        return [_make_table(entries, self.chip) for entries in self._entries]
+        return [_make_table(entries, self._axis) for entries in self._entries]
+
+    @property
+    def _axis(self) -> int:
+        """The axis of lookups. Sublanes hold 32 entries, lanes 128."""
+        return 1 if any(len(t) > 32 for t in self._entries) else self.chip.gather_axis
 
     def __call__(
         self, codes: Shaped[Array, "rows bytes"], tables: list
@@ -243,9 +256,8 @@ class Decoder:
             looked_up -= codes.shape[0] // 512 * 128
             by_logic = _by_logic(self._circuit, codes[looked_up:])
         operands = []
-        for i in range(len(self.planes)):
-            extracted = self._extract(codes[:looked_up], i, self.format)
-            digits = [_lookup(table, extracted, self.chip) for table in tables]
+        for i, extracted in enumerate(self._extracted(codes[:looked_up])):
+            digits = [_lookup(table, extracted, self._axis) for table in tables]
             digits = digits if tables else [extracted]
             if self.dtype != jnp.int8:
                 digits = [pltpu.bitcast(digit, self.dtype) for digit in digits]
@@ -253,6 +265,12 @@ class Decoder:
                 digits = [jnp.concatenate([*digits, by_logic[i]])]
             operands.append(digits)
         return operands
+
+    def _extracted(self, codes: Shaped[Array, "rows bytes"]) -> list:
+        """Return each operand, or its indices into tables."""
+        if self.format.history:
+            return indices_by_history(codes, self.format)
+        return [self._extract(codes, i, self.format) for i in range(len(self.planes))]
 
     def combine(self, digits: list) -> Array:
         """Combine digits, or products with digits, to numbers."""
@@ -309,10 +327,10 @@ def _float8_digits(
     return [digit.view(np.int8) for digit in rounded(scale)], float(scale)
 
 
-def _make_table(entries: np.ndarray, chip: Chip) -> Array:
+def _make_table(entries: np.ndarray, axis: int) -> Array:
     """Return a table in a register, in a kernel. Entries are along the axis of the
     hardware's lookup."""
-    index = lax.broadcasted_iota(jnp.int32, (32, lanes), chip.gather_axis)
+    index = lax.broadcasted_iota(jnp.int32, (32, lanes), axis)
     table = jnp.zeros((32, lanes), jnp.int32)
     for i, entry in enumerate(entries):
         table = jnp.where(index == i, jnp.int32(entry), table)
