@@ -15,9 +15,10 @@ scales and norms with another part of the first text. The float model runs once,
 weight of the whole model, including the embedding, to the matrices of each layer; "with
 trellis" among trellis codes as well. The second text must be another one.
 
-HQQ and torchao quantize the matrices of the layers, each in its own environment, with a
-block size of 64. Rows of libraries that cannot be installed, or that fail, are listed
-with the reason on standard error.
+HQQ, torchao, GPTQModel and AutoRound quantize the matrices of the layers, each in its
+own environment, with a block size of 64. GPTQModel and AutoRound calibrate with the
+same tokens. Rows of libraries that cannot be installed, or that fail, are listed with
+the reason on standard error.
 
 "llama.cpp" is the file that `llama-quantize` writes with an importance matrix, which
 contains the mean squares of the inputs in the same statistics. Its decoded weights are
@@ -118,6 +119,14 @@ ROWS = {
     "torchao int4 + HQQ": Row(None, peer=("torchao", "int4 + HQQ, block size 64")),
     "HQQ int4": Row(None, peer=("hqq", "int4, block size 64")),
     "HQQ int3": Row(None, peer=("hqq", "int3, block size 64")),
+    "GPTQModel int4": Row(None, peer=("gptqmodel", "int4, block size 64")),
+    "GPTQModel int3": Row(None, peer=("gptqmodel", "int3, block size 64")),
+    **{
+        f"AutoRound int4, {steps} steps": Row(
+            None, peer=("auto_round", f"int4, {steps} steps, block size 64")
+        )
+        for steps in (50, 200)
+    },
 }
 HEAD = ("weights", "bits", "KL mean", "KL 99%", "perplexity", "same top token")
 WIDTHS = (26, 6, 9, 9, 12, 15)

@@ -152,6 +152,10 @@ LANGUAGE = {
     "with trellis": ("o-", "eqquant, several formats"),
     "calibrated": ("^", "eqquant, one format, calibrated"),
     "llama.cpp": ("s", "llama.cpp, importance matrix"),
+    "GPTQModel": ("D", "GPTQModel"),
+    "AutoRound": ("P", "AutoRound"),
+    "HQQ": ("v", "HQQ, also by torchao"),
+    "torchao int4": ("x", "torchao"),
 }
 
 
@@ -161,7 +165,7 @@ def plot_language(path: pathlib.Path) -> None:
         "language-accuracy": "SmolLM2-135M-Instruct",
         "language-accuracy-gemma": "Gemma 3 270M",
     }
-    figure, panels = plt.subplots(1, 2, figsize=(9, 4.2), layout="constrained")
+    figure, panels = plt.subplots(1, 2, figsize=(9, 4.8), layout="constrained")
     for axes, (table, title) in zip(panels, models.items(), strict=True):
         points: dict[str, list[tuple[float, float]]] = {kind: [] for kind in LANGUAGE}
         for row in read_table(table):
@@ -169,14 +173,17 @@ def plot_language(path: pathlib.Path) -> None:
             divergence = float(row["KL mean"])
             if kind is not None and divergence > 0:  # The axis is logarithmic.
                 points[kind].append((float(row["bits"]), divergence))
-        for kind, (marker, label) in LANGUAGE.items():
-            axes.plot(*zip(*sorted(points[kind]), strict=True), marker, label=label)
+        for i, (kind, (marker, label)) in enumerate(LANGUAGE.items()):
+            if points[kind]:
+                x, y = zip(*sorted(points[kind]), strict=True)
+                axes.plot(x, y, marker, label=label, color=f"C{i}")
         axes.set_yscale("log")
         axes.set_xlabel("bits per weight, of the whole model")
         axes.set_title(title)
         axes.grid(alpha=0.3, which="both")
     panels[0].set_ylabel("mean KL divergence from the float model, nats")
-    panels[0].legend()
+    labels = panels[0].get_legend_handles_labels()
+    figure.legend(*labels, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=150)
 
 

@@ -158,3 +158,18 @@ def test_rows_of_other_libraries(monkeypatch, tmp_path, capsys):
     size = matrices + norms + ends
     total = 4.5 * matrices + 32 * norms + 8 * codes
     assert float(bits) == pytest.approx(total / size, abs=0.01)
+
+
+def test_quantizers(monkeypatch):
+    """Each row names a quantizer, and each variant has the block size of the docs."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    quantizers = importlib.import_module("_quantizers")
+    script = importlib.import_module("language_accuracy")
+    decoders = quantizers.find("decoder")
+    assert decoders.keys() | quantizers.find("encoder").keys() == (
+        quantizers.find().keys()
+    )
+    peers = [row.peer for row in script.ROWS.values() if row.peer]
+    assert {library for library, _ in peers} <= decoders.keys()
+    assert "gptqmodel" not in quantizers.find("encoder")
+    assert all("block size 64" in v or "per row" in v for _, v in peers)
