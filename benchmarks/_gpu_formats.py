@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from eqquant.formats import Int5, Int6
+from eqquant.formats import Int5, Int6, Trellis
 
 
 # These are timed by default.
@@ -14,6 +14,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int3": {"format": "int3"},
     "int5": {"format": Int5()},
     "int6": {"format": Int6()},
+    **{f"trellis{bits}": {"format": Trellis(bits=bits)} for bits in (2, 3, 4)},
     # As in GGUF files.
     "q5_k": {"format": Int5(affine=True, double_quantization="k", unsigned=True)},
     "q6_k": {"format": Int6(block_size=16, double_quantization="k")},

@@ -140,8 +140,11 @@ def launched(program, kernel_name: str) -> tuple[int, int, int] | None:
     return math.prod(numbers[:3]), math.prod(numbers[3:6]), numbers[6]
 
 
-def in_flight(kernel: GPUKernel, tiles, chip: GPU, grid: int, dynamic: int) -> float:
-    """Return the KiB of codes that a core has in flight.
+def in_flight(
+    kernel: GPUKernel, tiles, unit: int, chip: GPU, grid: int, dynamic: int
+) -> float:
+    """Return the KiB of codes that a core has in flight. Tiles count units of `unit`
+    bytes.
 
     Registers, shared memory and the size of the grid limit the resident programs. A
     launch allocates `dynamic` bytes of shared memory.
@@ -154,5 +157,5 @@ def in_flight(kernel: GPUKernel, tiles, chip: GPU, grid: int, dynamic: int) -> f
         chip.shared // (kernel.shared + dynamic + 1024),
         -(-grid // chip.cores),
     )
-    tile = tiles.rows * tiles.bytes * tiles.subtiles
+    tile = tiles.rows * tiles.bytes * tiles.subtiles * unit
     return programs * tile * (tiles.stages - 1) / 2**10

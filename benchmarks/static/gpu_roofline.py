@@ -57,9 +57,9 @@ from _gpu_units import bound, in_flight, launched, pipelined, units_of
 from _tables import add_output_options, format_row, output, print_head
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.formats import num_codes, planes_of
+from eqquant.formats import num_codes
 from eqquant.kernels import gpu, Matmul, xla
-from eqquant.kernels.gpu import _chips, _choose, _pipeline
+from eqquant.kernels.gpu import _chips, _choose, _pipeline, _triton
 from eqquant.primitives import dot_by
 
 
@@ -106,7 +106,7 @@ def tiles_of(x, q, contract_rows, chip) -> tuple[Any, float]:
     tiles = chosen.tiles
     if isinstance(tiles, _pipeline.Pipeline):
         return tiles, 0.0
-    count = tiles.rows * tiles.bytes * tiles.subtiles * planes_of(q.format.bits)
+    count = tiles.rows * tiles.bytes * tiles.subtiles * _triton.planes_in(q.format)
     return tiles, count / (32 * tiles.warps)
 
 
@@ -116,7 +116,7 @@ def steps_of(tiles, q, contract_rows) -> int:
     if contract_rows:
         return -(-rows // (tiles.rows * tiles.split))
     columns = num_codes(packed, q.format.bits)
-    step = tiles.bytes * tiles.subtiles * planes_of(q.format.bits)
+    step = tiles.bytes * tiles.subtiles * _triton.planes_in(q.format)
     return -(-columns // (step * tiles.split))
 
 
@@ -183,7 +183,9 @@ def limits(
             assert launch is not None
             tiles, count = tiles_of(x, q, contract_rows, chip)
             count /= -(-x.shape[0] // tiles.m)
-            waits = f"{in_flight(kernel, tiles, chip, launch[0], launch[2]):.0f}"
+            unit = _triton.unit_bytes(q.format)
+            waits = in_flight(kernel, tiles, unit, chip, launch[0], launch[2])
+            waits = f"{waits:.0f}"
         if count:
             units = units_of(kernel, count)
             share, limit = bound(units, chip, stored / weights)

@@ -286,11 +286,17 @@ def test_half_a_block_is_no_shard(normal):
     assert not q.can_split(1, 2) and q.can_split(0, 2)
 
 
-@pytest.mark.parametrize("kernels", [gpu.KERNELS, gpu.PORTABLE])
-def test_kernels_for_single_codes_decline(kernels, normal):
-    q = eqquant.quantize(normal(16, 64), SMALL)
-    product = Matmul(SMALL).of(normal(1, 64), q.codes, q.scales)
-    assert "codes like those of trellis" in str(choose(kernels, product))
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("m, contract_rows", [(1, False), (6, False), (6, True)])
+def test_products_by_xla_for_gpus(bits, m, contract_rows, normal):
+    format = Trellis(bits=bits, block_size=24)
+    q = eqquant.quantize(normal(16, 96), format)
+    x = normal(m, 16 if contract_rows else 96)
+    matmul = Matmul(format, contract_rows)
+    out = multiply_by(gpu.PORTABLE, matmul, x, q.codes, q.scales)
+    w = np.float64(q.dequantize())
+    expected = np.float64(x) @ (w if contract_rows else w.T)
+    assert relative(out, expected) < TOLERANCE["high"]
 
 
 @pytest.mark.skipif(isinstance(cpu.load(), str), reason="no native kernels here")

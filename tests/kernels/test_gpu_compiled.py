@@ -9,9 +9,9 @@ import pytest
 from eqquant import Binary, Int3, Int4, Int8, MXFP4, NF3, NF4, Ternary
 from eqquant._jax import gpus
 from eqquant.debug import compile_for_gpu
-from eqquant.formats import float_scales, Int5, Int6, planes_of
+from eqquant.formats import float_scales, Int5, Int6, Trellis
 from eqquant.kernels import Compute, GPUKernel, Matmul
-from eqquant.kernels.gpu import _chips, _choose
+from eqquant.kernels.gpu import _chips, _choose, _triton
 from eqquant.kernels.gpu._lookup import table_bytes
 from eqquant.trees import scan_layers
 from helpers import load_benchmark, needs_gpu_compiler
@@ -28,6 +28,11 @@ MORE = [
     (Q6_K, 16, False, "bfloat16", "a100", 10.5),
     (Int6(), 16, False, "bfloat16", "a100", 7.4),
     (Int5(), 64, False, "bfloat16", "h100", 6.4),
+    (Trellis(bits=2), 16, True, "bfloat16", "h100", 4.9),
+    (Trellis(bits=3), 1, False, "float32", "a100", 12.6),
+    (Trellis(bits=4), 1, False, "bfloat16", "h200", 6.1),
+    (Trellis(bits=4), 16, True, "bfloat16", "h100", 6.0),
+    (Trellis(bits=4), 64, False, "bfloat16", "rtx4090", 8.4),
     (Q6_K, 128, False, "bfloat16", "h100", 9.1),
     (Int6(), 16, True, "bfloat16", "h100", 9.3),
     (Int5(), 1, True, "bfloat16", "h100", 8.1),
@@ -73,6 +78,8 @@ MORE = [
         (Q5_K, 16, False, "bfloat16", "h200", 6.4),
         (Q6_K, 1, False, "bfloat16", "h100", 6.7),
         (Int3(), 16, False, "bfloat16", "h100", 5.0),
+        (Trellis(bits=2), 16, False, "bfloat16", "h100", 5.4),
+        (Trellis(bits=3), 16, False, "bfloat16", "h100", 9.3),
         (Ternary(), 16, False, "bfloat16", "h100", 2.0),
         (Binary(), 1, False, "bfloat16", "h100", 1.8),
         (NF4(), 16, True, "bfloat16", "a100", 7.6),
@@ -114,9 +121,9 @@ def test_compiled_without_spills(format, m, contract_rows, dtype, chip, most, ca
     codes = tiles.rows * tiles.bytes * tiles.subtiles
     threads = 32 * tiles.warps
     loop = [name for name in max(sass.loops_in(kernel), key=len) if name != "NOP"]
-    each = len(loop) * threads / (codes * planes_of(format.bits))
+    each = len(loop) * threads / (codes * _triton.planes_in(format))
     programs = gpus[chip].registers // (-(-kernel.registers // 8) * 8 * threads)
-    in_flight = programs * codes * (tiles.stages - 1)
+    in_flight = programs * codes * _triton.unit_bytes(format) * (tiles.stages - 1)
     with capsys.disabled():
         print(
             f"\n{format} {m=} {contract_rows=} {dtype} {chip}: {each:.2f} instructions "

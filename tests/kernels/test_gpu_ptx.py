@@ -3,6 +3,7 @@
 import functools as ft
 import re
 
+import eqquant
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,9 +15,13 @@ from eqquant.formats import (
     is_in_two_parts,
     pack,
     planes_of,
+    Trellis,
     unpack_planes,
 )
-from eqquant.kernels.gpu import _lookup, _ptx, _table, _two_parts
+from eqquant.kernels import Matmul
+from eqquant.kernels.gpu import _lookup, _ptx, _table, _two_parts, _windows
+from eqquant.kernels.gpu._triton_plan import Tiles, TritonPlan
+from jax.experimental.pallas import triton as plgpu
 
 
 BASE = 0x400  # An arbitrary address of the table.
@@ -67,18 +72,25 @@ class Emulator:
         def address(text: str) -> int:
             register, _, offset = text.strip("[]").partition("+")
             found = of(register) + int(offset or 0)
-            assert BASE <= found < BASE + self.size and found % 4 == 0
+            assert BASE <= found < BASE + self.size
+            assert found % (2 if name.endswith("u16") else 4) == 0
             return found
 
         if name == ".shared":
             self.size = int(operands[0])
         elif name == "bar.sync":
             self.barriers += 1
+        elif name == "st.shared.b32":
+            self.shared[address(operands[0])] = of(operands[1])
         elif name in ("st.shared.v2.b32", "st.shared.v4.b32"):
             at, stored = address(operands[0]), operands[1].strip("{}").split(", ")
             assert at % (4 * len(stored)) == 0 and str(len(stored)) in name
             for i, word in enumerate(stored):
                 self.shared[at + 4 * i] = of(word)
+        elif name == "ld.shared.u16":
+            at = address(operands[1])
+            word = self.shared[at // 4 * 4] >> 8 * (at % 4)
+            values[operands[0]] = word & 0xFFFF
         elif name == "ld.shared.b32":
             at = address(operands[1])
             self.loaded.append((values["%laneid"], at))
@@ -131,6 +143,7 @@ OPERATIONS = {
     "xor.b32": lambda a, b: a ^ b,
     "and.b32": lambda a, b: a & b,
     "add.u32": lambda a, b: a + b,
+    "or.b32": lambda a, b: a | b,
     "shr.u32": lambda a, b: a >> b,
     "shl.b32": lambda a, b: a << b,
     "mul.lo.u32": lambda a, b: a * b,
@@ -186,6 +199,52 @@ def test_decoding_matches_interpret_mode(
         for a, b in zip(got, expected, strict=True):
             assert a.dtype == b.dtype == dtype
             assert np.array_equal(np.asarray(a).view("<u2"), np.asarray(b).view("<u2"))
+
+
+@pytest.mark.parametrize("dtype, scaled", [("bfloat16", True), ("float16", False)])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_windows_are_decoded_to_the_levels_of_states(
+    bits, dtype, scaled, emulator, normal, monkeypatch
+):
+    """With PTX and in interpret mode, for all places in a block."""
+    format = Trellis(bits=bits, block_size=128)
+    packed = np.random.default_rng(0).integers(0, 256, (4, 3 * 16 * bits), np.uint8)
+    packed = jnp.asarray(packed)
+    codes = _words_of(format, packed)
+    by_ptx = _windows.WindowDecoder(format, dtype, interpret=False)
+    by_jax = _windows.WindowDecoder(format, dtype, interpret=True)
+    monkeypatch.setattr(plgpu, "load", lambda at: at.get())
+    table = jnp.asarray(by_ptx.table)
+    assert by_ptx.prepare(128, table) == 0
+    assert emulator.size == 4 * len(emulator.shared) == _windows.table_bytes(format)
+    assert emulator.barriers == 128
+    scale = normal(*codes[0].shape).astype(dtype) if scaled else None
+    levels = format.levels(format.ordered_states(packed), jnp.float32).astype(dtype)
+    planes = levels.reshape(4, -1, _windows.planes_of_word(format))
+    for plane in range(planes.shape[-1]):
+        (got,) = by_ptx(codes, plane, scale)
+        (expected,) = by_jax([*codes, table], plane, scale)
+        assert got.dtype == expected.dtype == dtype
+        assert np.array_equal(np.asarray(got), np.asarray(expected))
+        exact = planes[..., plane] if scale is None else planes[..., plane] * scale
+        assert np.array_equal(np.asarray(got), np.asarray(exact))
+
+
+def _words_of(format, packed):
+    """Return the operands of the decoder for all words of rows."""
+    q = eqquant.quantize(jnp.ones((4, 384)), format)
+    product = Matmul(format, False).of(jnp.ones((1, 384)), packed, q.scales)
+    size = product.columns // _windows.planes_of_word(format)
+    plan = TritonPlan(product, Tiles(16, 4, size, 1), "bfloat16", (1, 1), True)
+    words = np.asarray(_windows.words(packed))
+    codes = []
+    for position, is_code in plan.codes_of(0):
+        found = words[:, np.asarray(position)]
+        codes.append(found if is_code is None else np.where(is_code, found, 0))
+    for positions in plan.positions:
+        found = positions[np.asarray(plan.positions_at(0))]
+        codes.append(np.broadcast_to(found, codes[0].shape))
+    return [*map(jnp.asarray, codes)]
 
 
 def _all_bytes(format):

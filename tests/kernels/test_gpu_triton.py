@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, NF3, NF4, NVFP4, Ternary
-from eqquant.formats import Codebook, Int5, Int6
+from eqquant.formats import Codebook, Int5, Int6, Trellis
 from eqquant.kernels import choose, Compute, gpu, GPUKernel, Matmul, View
 from eqquant.kernels.gpu import _check, _chips, _triton
 from helpers import assert_identical, multiply_by, pairs, relative, slow
@@ -14,6 +14,7 @@ from helpers import assert_identical, multiply_by, pairs, relative, slow
 
 FORMATS = [NF4(), Int8(), Ternary(), Binary(), Int4(), Int8(block_size=64)]
 FORMATS += [Int3(), NF3(), Int5(), Int6(), Int5(block_size=None)]
+FORMATS += [Trellis(bits=2), Trellis(bits=3), Trellis(bits=4, block_size=128)]
 H100 = "NVIDIA H100 80GB HBM3"
 
 
@@ -104,7 +105,7 @@ def check_ragged(format, dtypes, m, contract_rows, normal):
 
 @pairs(
     "format, contract_rows, stacked_scales, split",
-    [NF4(), Int8(), Int5()],
+    [NF4(), Int8(), Int5(), Trellis(bits=3)],
     [False, True],
     [True, False],
     [1, 2],
@@ -193,8 +194,7 @@ def test_integers_are_multiplied_exactly(m, split, on, monkeypatch):
 
 
 def _exact(q):
-    codes = eqquant.formats.unpack(q.codes, q.format.bits, q.format.group)
-    levels = q.format.levels(codes, jnp.float32)
+    levels = q.format.levels(q.format.ordered_states(q.codes), jnp.float32)
     scales = jnp.repeat(q.scales, levels.shape[1] // q.scales.shape[1], 1)
     return (levels * scales)[:, : q.shape[1]]
 
@@ -291,6 +291,9 @@ def test_by_shape_and_dtype(on, monkeypatch):
     assert "in shared memory" in explained(format=NF3())
     how = explained(format=Int6(block_size=16), rows=True)
     assert "blocks of 16 are too short for tensor cores" in how
+    assert "no multiple of 16 words" in explained(
+        format=Trellis(bits=2, block_size=192)
+    )
     assert "Triton" in explained(format=Int5(), rows=True)
     assert "does not decode codes of 6 bits" in explained(
         format=Int6(), dtype="bfloat16", gpu=GPUKernel("mosaic")
@@ -417,11 +420,14 @@ def test_a_correct_kernel_is_used(on, monkeypatch):
 
 @pairs(
     "format, dtype, rows",
-    [Int3(), Int5(), Int6(block_size=64), Int5(block_size=None)],
+    [
+        *(Int3(), Int5(), Int6(block_size=64), Int5(block_size=None)),
+        *(Trellis(bits=bits) for bits in (2, 3, 4)),
+    ],
     ["float32", "bfloat16"],
     [False, True],
 )
-def test_the_check_passes_for_codes_in_two_parts(format, dtype, rows, on):
+def test_the_check_passes_for_codes_in_several_bytes(format, dtype, rows, on):
     on(H100, "9.0")
     how = explained(format=format, dtype=dtype, rows=rows)
     assert "Triton kernel for sm_90" in how

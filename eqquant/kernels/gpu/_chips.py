@@ -9,7 +9,7 @@ from ..._jax import gpu_capability, gpu_cores, gpus
 from ...formats import Format, is_in_two_parts, planes_of
 from .._product import Product
 from ._lookup import in_table, is_signed, table_bytes
-from ._triton import row_bytes, subtile_bytes, Tiles
+from ._triton import planes_in, row_bytes, subtile_bytes, Tiles, unit_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,9 @@ def hides_decoding(chip: Chip, product: Product, native: str | None) -> bool:
         return False
     if product.x.dtype != product.weight_dtype:
         return False
-    if is_in_two_parts(format.bits) or (in_table(format) and format.bits < 4):
+    if format.history or is_in_two_parts(format.bits):
+        return False
+    if in_table(format) and format.bits < 4:
         return False  # There are not enough registers for these planes.
     if format.block_size is None:
         return True
@@ -125,6 +127,9 @@ def tiles_for(
     of_size = ft.partial(_of_size, product=product, integers=integers)
     if is_large(chip, product, native):
         sizes = [256]
+    elif format.history:
+        sizes = [size for size in (128, 64, 32, 16) if size < 2 * max(m, 16)]
+        of_size = ft.partial(_of_words, product=product)
     elif hides_decoding(chip, product, native):
         sizes, of_size = [128], ft.partial(_hiding, format=format)
     else:
@@ -260,6 +265,21 @@ def _of_size(m: int, product: Product, integers: bool) -> Tiles:
     return tiles
 
 
+def _of_words(m: int, product: Product) -> Tiles:
+    """Return tiles for codes with a history, in words.
+
+    They have few instructions per weight and spill no registers. For `x @ w`, two warps
+    would decode the same 16 words.
+    """
+    width = subtile_bytes(product.format, 32 if m <= 32 else 16)
+    rows, warps = 64, 4
+    if product.contract_rows and m == width == 16:
+        rows, warps = 16, 1
+    elif width == 16 and not product.contract_rows and m < 128:
+        rows, warps = 128, 8 if m == 64 else 4
+    return Tiles(m=m, rows=rows, bytes=width, subtiles=1, warps=warps)
+
+
 def _hiding(m: int, format: Format) -> Tiles:
     """Return tiles for [`hides_decoding`][]. Two programs with int8 codes run per core.
     Other formats run one, because of the table or the planes of the activation."""
@@ -278,13 +298,15 @@ def _staged(tiles: Tiles, product: Product) -> int:
     """Return an estimate of the bytes of shared memory for pipelined loads."""
     format, contract_rows = product.format, product.contract_rows
     codes = tiles.rows * tiles.step_bytes
-    columns = tiles.step_bytes * planes_of(format.bits)
+    columns = tiles.step_bytes * planes_in(format)
     if is_in_two_parts(format.bits):
         codes *= 2
+    if format.history:  # And the words before.
+        codes *= 2 * unit_bytes(format)
     x = tiles.m * (tiles.rows if contract_rows else columns) * product.x.dtype.itemsize
     blocks = 1
     if format.block_size is not None and not contract_rows:
-        columns_of_subtile = tiles.bytes * planes_of(format.bits)
+        columns_of_subtile = tiles.bytes * planes_in(format)
         blocks = max(columns_of_subtile // format.block_size, 1)
     if not tiles.scaled:  # One copy per block of a subtile.
         x *= blocks

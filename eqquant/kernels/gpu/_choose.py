@@ -69,8 +69,10 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
     large = _chips.is_large(chip, product, native)
     is_fast = large or hides or (native == "int8" and not chip.fast_memory)
     most = _most_rows
-    if chip.large_products and product.contract_rows:
-        most //= 2  # On an H200, 128 rows take up to five times as long as by XLA.
+    if product.contract_rows and (chip.large_products or format.history):
+        # On an H200, 128 rows take up to five times as long as by XLA. Sums of all
+        # codes of a word take as many registers.
+        most //= 2
     if product.m > most and not (is_fast or requested == "triton"):
         return f"XLA is expected to be faster for more than {most} rows"
     count = math.prod(product.batch)
@@ -79,6 +81,8 @@ def kernel_on(chip: _chips.Chip, product: Product) -> TensorCoreKernel | str:
         return "the kernels count in 32 bits, and weights of a stack in 16"
     tiles = _chips.tiles_for(chip, product, native, parts)
     if tiles is None:
+        if format.history:
+            return f"blocks of {format.block_size} are no multiple of 16 words"
         return f"blocks of {format.block_size} are too short for tensor cores"
     return TensorCoreKernel(chip.name, operand, parts, tiles)
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats import num_bytes, planes_of
+from ...formats import num_bytes
 from .._compute import Compute
 from .._product import Operand, Product
 from . import _mosaic, _triton
@@ -52,7 +52,7 @@ class TensorCoreKernel:
             # A split in two covers larger splits.
             tiles = dataclasses.replace(self.tiles, split=min(self.tiles.split, 2))
             rows = tiles.rows * tiles.split + 8
-            columns = tiles.step_bytes * tiles.split * planes_of(format.bits)
+            columns = tiles.step_bytes * tiles.split * _triton.planes_in(format)
             columns += format.group if format.bits < 8 else 16
             out_dtype = "float32"
         blocks, multiple = 1, format.group

@@ -14,7 +14,8 @@ from ...formats import Format
 def levels(
     codes: Integer[Array, "*shape"], format: Format, dtype
 ) -> Shaped[Array, "*shape"]:
-    """Look up levels in a table, which stays in the L1 cache.
+    """Look up the levels of codes, or of states, in a table, which stays in the L1
+    cache.
 
     This takes one load per code; selects take about twenty instructions. XLA fuses a
     lookup into each of its users, but writes the result of many selects to memory.
@@ -29,11 +30,14 @@ def levels(
 
 @ft.lru_cache(maxsize=64)
 def table_of(format: Format) -> np.ndarray:
-    """Return the levels of all codes as a constant, which saves a kernel launch."""
+    """Return the levels of all codes, or states, as a constant, which saves a kernel
+    launch."""
+
+    dtype = jnp.uint16 if format.history else format.code_dtype
 
     def table() -> np.ndarray:
-        codes = jnp.arange(2**format.bits, dtype=jnp.uint8)
-        return np.asarray(format.levels(codes.astype(format.code_dtype), jnp.float32))
+        states = jnp.arange(2 ** (format.bits * (format.history + 1)))
+        return np.asarray(format.levels(states.astype(dtype), jnp.float32))
 
     return apart(table)
 

@@ -16,13 +16,15 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from ...formats import Format, is_in_two_parts
-from . import _table, _two_parts
+from . import _table, _two_parts, _windows
 from ._levels import table_of
 from ._ptx import decoding, on_bytes
 
 
 def can_decode(format: Format) -> bool:
     """Return whether codes of a format can be decoded to 16-bit numbers."""
+    if format.history:
+        return _windows.can_decode(format)
     if format.bits in (3, 5, 6):
         # There is no table of five bits: two codes would have 2**10 entries.
         return _two_parts.can_join(format) and (format.bits == 3 or _counts(format))
@@ -31,7 +33,7 @@ def can_decode(format: Format) -> bool:
 
 def _counts(format: Format) -> bool:
     """Return whether the levels of codes in two parts are consecutive integers."""
-    if not (is_in_two_parts(format.bits) and format.integer_levels):
+    if format.history or not (is_in_two_parts(format.bits) and format.integer_levels):
         return False
     levels = table_of(format)
     return bool(np.all(levels == levels[0] + np.arange(len(levels))))
@@ -57,6 +59,8 @@ def in_table(format: Format) -> bool:
 
 def table_bytes(format: Format) -> int:
     """Return the bytes of shared memory that the table of a format takes."""
+    if format.history:
+        return _windows.table_bytes(format)
     return _table.size_of(_table.index_bits(format.bits)) if in_table(format) else 0
 
 

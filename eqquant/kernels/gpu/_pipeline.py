@@ -48,6 +48,8 @@ def why_not(product: Product, shared: int) -> str | None:
     `shared` bytes of shared memory.
     """
     format, dtype, blocks = product.format, product.x.dtype, product.blocks
+    if format.history:
+        return "it does not decode codes with a history"
     if is_in_two_parts(format.bits):
         return f"it does not decode codes of {format.bits} bits"
     if any(size > 1 for size in product.batch):

@@ -106,8 +106,6 @@ def why_nothing(product: Product) -> str | None:
         return "EQQUANT_GPU=off turns it off"
     if reason := product.too_wide("the lowering for GPUs computes"):
         return reason
-    if reason := product.has_history:
-        return reason
     return "there is nothing to multiply" if product.is_empty else None
 
 

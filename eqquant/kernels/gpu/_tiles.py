@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Shaped
 
-from ...formats import Format, from_plane_order, num_bytes, unpack_planes
+from ...formats import Format, num_bytes
 from .._product import Product
 from ._levels import levels, per_code
 from ._parts import multiply, num_parts, split
@@ -117,9 +117,7 @@ def step_of(columns: int, blocks: int, format: Format) -> int:
 def _decode(codes, scales, format: Format, dtype, parts: int, scaled: bool) -> list:
     """Decode a tile to logical order. Writing it in this order is free; permuting a
     large activation would take another pass."""
-    planes = unpack_planes(codes, format.bits, format.group)
-    planes = planes.reshape(codes.shape[0], -1)
-    logical = from_plane_order(planes, format.bits, format.group)
+    logical = format.ordered_states(codes)
     if not scaled:
         return [levels(logical, format, dtype)]
     w = levels(logical, format, jnp.float32) * per_code(scales, logical.shape[1])

@@ -7,15 +7,16 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int8, Int32, Shaped
 
-from ...formats import is_in_two_parts
 from .._product import Product
 from ._triton_plan import (
+    planes_in as planes_in,
     row_bytes as row_bytes,
     subtile_bytes as subtile_bytes,
     Tiles as Tiles,
     TritonPlan,
+    unit_bytes as unit_bytes,
 )
-from ._two_parts import rotations
+from ._windows import WindowDecoder, words
 
 
 def dot(
@@ -57,8 +58,12 @@ def dot(
 
     others = () if x_unit is None else (x_unit.astype(jnp.float32),)
     others = others if index is None else (*others, index)
-    if is_in_two_parts(product.format.bits):
-        others = (*others, jnp.asarray(rotations(product.format, tiles.bytes)))
+    others = (*others, *map(jnp.asarray, plan.positions))
+    if isinstance(plan.decoder, WindowDecoder):
+        codes, others = words(codes), (*others, jnp.asarray(plan.decoder.table))
+        if not product.contract_rows:
+            by_plane = x.reshape(*x.shape[:-1], -1, plan.planes)
+            x = jnp.swapaxes(by_plane, -2, -1).reshape(x.shape)
     stacked = index is not None, stacked_scales
     out = pl.pallas_call(
         ft.partial(_triton_kernel.kernel, plan, stacked),

@@ -11,8 +11,9 @@ each by tensor cores. The weight is not scaled:
     or split.
 
 The activation is loaded in plane order, so no other kernel has to permute, cast or pad
-it. If there are too few tiles for the chip, each program sums a part of the contracted
-axis, and XLA adds the parts.
+it. Only for codes with a history, whose planes are single columns, XLA permutes it. If
+there are too few tiles for the chip, each program sums a part of the contracted axis,
+and XLA adds the parts.
 """
 
 import dataclasses
@@ -24,7 +25,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ...formats import is_in_two_parts
 from ._ptx import multiply_add
 from ._triton_plan import iota, TritonPlan
 
@@ -39,7 +39,8 @@ class _Program:
     - `start`: the first row of the weight, or byte of a row, of its tile.
     - `m`: the rows of the activation in its tile.
     - `ready`: a zero that depends on the lookup table.
-    - `rotations`: the rotations of `_two_parts.py`, if codes have two parts.
+    - `positions`: references of `TritonPlan.positions`.
+    - `table`: the reference of the table of codes with a history, in interpret mode.
     """
 
     x: Any
@@ -53,29 +54,30 @@ class _Program:
     start: Any
     m: Any
     ready: Any
-    rotations: list
+    positions: list
+    table: list
 
 
 def kernel(
     plan: TritonPlan, stacked: tuple[bool, bool], x, codes, scales, *refs
 ) -> None:
     """Compute a tile. `stacked` is whether codes and scales are stacks, in which an
-    operand has the positions of matrices. The last operand has the rotations of codes
-    in two parts."""
+    operand has the positions of matrices. The last operands are `plan.positions`, and
+    the table of codes with a history."""
     *x_scales, out = refs
-    in_two_parts = is_in_two_parts(plan.product.format.bits)
-    rotations = [x_scales.pop()] if in_two_parts else []
+    table = [x_scales.pop()] if plan.product.format.history else []
+    positions = [x_scales.pop() for _ in plan.positions][::-1]
     tile, part, index = (pl.program_id(i) for i in range(3))
     start_m = lax.rem(tile, jnp.int32(plan.num_m)) * plan.tiles.m
     start = lax.div(tile, jnp.int32(plan.num_m)) * plan.tile_size
     ready = 0
     if plan.decoder is not None:
-        ready = plan.decoder.prepare(32 * plan.tiles.warps)
+        ready = plan.decoder.prepare(32 * plan.tiles.warps, *table)
     m = start_m + iota(plan.tiles.m)
     position = index
     if any(stacked):
-        *x_scales, positions = x_scales
-        position = positions[index]
+        *x_scales, indices = x_scales
+        position = indices[index]
     of_codes, of_scales = (position if is_stack else index for is_stack in stacked)
     program = _Program(
         x,
@@ -89,7 +91,8 @@ def kernel(
         start,
         m,
         ready,
-        rotations,
+        positions,
+        table if plan.interpret else [],
     )
     if plan.product.contract_rows:
         _contract_rows(plan, program)
@@ -160,10 +163,12 @@ def _columns_step(plan: TritonPlan, program: _Program, i, total):
 def _load_columns(plan: TritonPlan, program: _Program, byte, plane: int) -> list:
     """Load the activation for a plane of a subtile: once per block, with zeros in place
     of the other blocks."""
-    row, column = _grid(program.m, plan.columns_of(byte, plane))
+    column, is_column = plan.x_columns_of(byte, plane)
+    row, column = _grid(program.m, column)
     in_bounds, m = None, plan.product.m
     if m % plan.tiles.m or not plan.whole:
-        in_bounds = (row < m) & (column < plan.product.columns)
+        is_column = lax.broadcast_in_dim(is_column, row.shape, (1,))
+        in_bounds = (row < m) & is_column
     loaded = []
     copies = 1 if plan.tiles.scaled else plan.subtile_blocks
     for block in range(copies):
@@ -268,12 +273,17 @@ def _load_subtile(plan: TritonPlan, program: _Program, row, byte) -> tuple[list,
     if plan.row_bytes % plan.tiles.step_bytes or not plan.whole:
         mask = i < plan.row_bytes
     codes = []
-    for column in plan.codes_of(byte):
+    for column, is_code in plan.codes_of(byte):
         column = lax.broadcast_in_dim(column, r.shape, (1,))
-        codes.append(_load(program.codes, program.codes_index, r, column, mask))
-    for rotations in program.rotations:
-        rotation = plgpu.load(rotations.at[plan.rotations_at(byte)])
-        codes.append(lax.broadcast_in_dim(rotation, r.shape, (1,)))
+        loaded = mask
+        if is_code is not None:
+            is_code = lax.broadcast_in_dim(is_code, r.shape, (1,))
+            loaded = is_code if mask is None else mask & is_code
+        codes.append(_load(program.codes, program.codes_index, r, column, loaded))
+    for positions in program.positions:
+        position = plgpu.load(positions.at[plan.positions_at(byte)])
+        codes.append(lax.broadcast_in_dim(position, r.shape, (1,)))
+    codes += [table[...] for table in program.table]
     if not plan.blocked:
         return codes, [None]
     scales = []

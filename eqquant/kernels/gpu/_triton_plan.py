@@ -6,14 +6,16 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
-from ...formats import Format, is_in_two_parts, num_bytes, planes_of
+from ...formats import Format, is_in_two_parts, num_bytes, parts_of, planes_of
 from .._product import Product
 from ._lookup import Decoder
-from ._two_parts import high_bytes
+from ._two_parts import high_bytes, rotations
+from ._windows import odd_bits, planes_of_word, WindowDecoder, WORD
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +25,8 @@ class Tiles:
     - `m`: rows of the activation in a tile.
     - `rows`: rows of the weight in a subtile.
     - `bytes`: bytes of a row in a subtile: a part of a block or, for `x @ w.T`, one or
-        several whole blocks. The high part of codes in two parts does not count.
+        several whole blocks. The high part of codes in two parts does not count. Codes
+        with a history are read in words of four bytes, which count as bytes here.
     - `subtiles`: subtiles of a step, along a row.
     - `split`: programs that share a sum (split-K).
     - `warps`: warps of a program.
@@ -52,8 +55,17 @@ def subtile_bytes(format: Format, most: int) -> int:
     two, at most `most`. Tensor cores need at least 16."""
     if format.block_size is None:
         return most
-    width = format.block_size // planes_of(format.bits)
-    return math.gcd(width, most)
+    return math.gcd(format.block_size // planes_in(format), most)
+
+
+def unit_bytes(format: Format) -> int:
+    """Return the size of what a row of codes is read in: bytes or words."""
+    return WORD if format.history else 1
+
+
+def planes_in(format: Format) -> int:
+    """Return the number of codes in a byte, or in a word of codes with a history."""
+    return planes_of_word(format) if format.history else planes_of(format.bits)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,11 +83,13 @@ class TritonPlan:
     interpret: bool
 
     @ft.cached_property
-    def decoder(self) -> Decoder | None:
+    def decoder(self) -> Decoder | WindowDecoder | None:
         """The decoder of the weight, or None if operands are integers."""
         if self.operand == jnp.int8:
             return None
         format, pairs = self.product.format, 1
+        if format.history:
+            return WindowDecoder(format, self.operand, self.interpret)
         if self.tiles.m > 64 and not self.product.contract_rows:
             pairs = 2
         return Decoder(format, self.operand, self.parts[1], self.interpret, pairs)
@@ -90,7 +104,7 @@ class TritonPlan:
 
     @property
     def planes(self) -> int:
-        return planes_of(self.product.format.bits)
+        return planes_in(self.product.format)
 
     @property
     def sum_dtype(self) -> Any:
@@ -153,9 +167,32 @@ class TritonPlan:
         tiles = self.num_m * pl.cdiv(size, self.tile_size)
         return tiles, self.tiles.split, self.batch
 
+    def x_columns_of(self, start, plane: int) -> tuple[Int[Array, " bytes"], Any]:
+        """Return the columns of the activation of `x @ w.T` for a plane of a subtile,
+        and which of them exist."""
+        if self.product.format.history:
+            # In plane order, so that adjacent columns are loaded.
+            byte = start + iota(self.tiles.bytes)
+            return plane * self.row_bytes + byte, byte < self.row_bytes
+        column = self.columns_of(start, plane)
+        return column, column < self.product.columns
+
+    @property
+    def positions(self) -> list[np.ndarray]:
+        """Arrays by position in a group, or in a subtile, that the decoder takes after
+        the codes."""
+        format = self.product.format
+        if format.history:
+            return odd_bits(format, self.tiles.bytes)
+        if is_in_two_parts(format.bits):
+            return [rotations(format, self.tiles.bytes)]
+        return []
+
     def columns_of(self, start, plane: int) -> Int[Array, " bytes"]:
         """Return the columns of the weight that a plane of a subtile has. The subtile
         starts at byte `start`."""
+        if self.product.format.history:
+            return (start + iota(self.tiles.bytes)) * self.planes + plane
         stride = self.product.format.group
         run = stride // self.planes
         if self.planes == 1:
@@ -163,21 +200,42 @@ class TritonPlan:
         group, within = self._in_groups(start, run)
         return group * stride + plane * run + within
 
-    def codes_of(self, start) -> list[Int[Array, " bytes"]]:
+    def codes_of(self, start) -> list[tuple[Int[Array, " bytes"], Any]]:
         """Return the positions of the bytes of a subtile in a row of codes, for each
-        part of the codes."""
+        part of the codes, and which of them are codes, or None for all."""
         format = self.product.format
+        if format.history:
+            return self._words_of(start)
         if not is_in_two_parts(format.bits):
-            return [start + iota(self.tiles.bytes)]
+            return [(start + iota(self.tiles.bytes), None)]
         run, high = format.group // self.planes, high_bytes(format)
         group, within = self._in_groups(start, run)
         first = group * num_bytes(format.group, format.bits)
         # This equals the remainder of `within`, but Triton finds adjacent bytes.
         in_high = lax.rem(start + iota(self.tiles.bytes), jnp.int32(high))
-        return [first + within, first + run + in_high]
+        return [(first + within, None), (first + run + in_high, None)]
 
-    def rotations_at(self, start) -> Int[Array, " bytes"]:
-        """Return the positions of a subtile in `_two_parts.rotations`."""
+    def _words_of(self, start) -> list[tuple[Int[Array, " words"], Any]]:
+        """Return the words of a subtile and the words before them, for each part."""
+        format = self.product.format
+        run = format.group // self.planes
+        block, within = self._in_groups(start, run)
+        first, is_code = block * run, within > 0
+        if not is_in_two_parts(format.bits):
+            return [(first + within, None), (first + within - 1, is_code)]
+        low_bits, high_bits = parts_of(format.bits)
+        high = jnp.int32(run * high_bits // low_bits)
+        first = block * (run + high)
+        in_high = lax.rem(within, high), lax.rem(within + (high - 1), high)
+        return [
+            (first + within, None),
+            (first + within - 1, is_code),
+            (first + run + in_high[0], None),
+            (first + run + in_high[1], is_code),
+        ]
+
+    def positions_at(self, start) -> Int[Array, " bytes"]:
+        """Return the positions of a subtile in [`positions`][]."""
         run = self.product.format.group // self.planes
         i = iota(self.tiles.bytes)
         return lax.rem(start, jnp.int32(run)) + i if run > self.tiles.bytes else i
@@ -195,9 +253,9 @@ class TritonPlan:
 
 
 def row_bytes(product: Product) -> int:
-    """Return the bytes of a row of the weight, without the high part of codes in two
-    parts."""
-    return product.columns // planes_of(product.format.bits)
+    """Return the bytes of a row of the weight, or its words, without the high part of
+    codes in two parts."""
+    return product.columns // planes_in(product.format)
 
 
 def iota(size: int) -> Int[Array, " size"]:
