@@ -1,6 +1,7 @@
 """Write the answers of language models to a few questions as Markdown."""
 
 import pathlib
+import textwrap
 from typing import Any
 
 from _llama_example import comparison, sampling
@@ -13,15 +14,16 @@ QUESTIONS = (
     "Name three primary colors.",
     "How do I boil an egg?",
 )
-TOKENS = 40
+TOKENS, CHARACTERS = 40, 140
 _HEAD = "| weights | answer |", "| --- | --- |"
 
 
 class Answers:
     """The answers of models to `QUESTIONS`, one Markdown table per question.
 
-    Answers are greedy, and have at most `TOKENS` tokens. The rows of an existing file
-    are kept. A new answer replaces the row with the same name."""
+    Answers are greedy, and are cut after `TOKENS` tokens and at the end of a word
+    within `CHARACTERS` characters. The rows of an existing file are kept. A new answer
+    replaces the row with the same name."""
 
     def __init__(self, text: Any, path: pathlib.Path):
         self.text, self.path = text, path
@@ -35,7 +37,8 @@ class Answers:
             greedy = sampling.Sampling(0)
             ids, _ = comparison.sample(model, self.text, prompt, TOKENS, greedy)
             written = self.text.tokenizer.decode(ids)
-            rows[name] = " ".join(written.split()).replace("|", "\\|")
+            answer = textwrap.shorten(written, CHARACTERS, placeholder=" ...")
+            rows[name] = answer.replace("|", "\\|")
         self._write()
 
     def _read(self) -> None:

@@ -82,7 +82,7 @@ def test_answers(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     script = importlib.import_module("_answers")
     count = len(script.QUESTIONS)
-    written = iter(["Par|is.", *["Yes."] * (count - 1), *["Oui."] * count])
+    written = iter(["Par|is.", *["Yes."] * (count - 1), *["Oui. " * 60] * count])
     answer = lambda *args: (next(written), 1.0)
     monkeypatch.setattr(script.comparison, "sample", answer)
     path = tmp_path / "answers.md"
@@ -97,11 +97,11 @@ def test_answers(monkeypatch, tmp_path):
         "",
     ]
     assert lines.count("| nf4 | Yes. |") == count - 1
-    # A second run keeps the rows of the first.
+    # A second run keeps the rows of the first, and long answers are cut.
     script.Answers(_Text, path).add("nf3", None)
     again = path.read_text().splitlines()
-    assert again[:5] == lines[:5] and again[5] == "| nf3 | Oui. |"
-    assert len(again) == len(lines) + count
+    assert again[:5] == lines[:5] and again[5].endswith("Oui. Oui. ... |")
+    assert len(again) == len(lines) + count and len(again[5]) < 160
     # A new answer replaces the row with the same name.
     written = iter(["No."] * count)
     script.Answers(_Text, path).add("nf4", None)
