@@ -27,8 +27,13 @@ def stored(q) -> int:
     return q.codes.shape[-1] * 8 // q.format.bits
 
 
-@pairs("bits, block_size", [2, 3, 4], [256, 192, 64, slow(32), slow(512)])
-def test_levels_by_indices(bits, block_size, normal):
+@pairs(
+    "bits, block_size, axis",
+    [2, 3, 4],
+    [256, 192, 64, slow(32), slow(512)],
+    [1, 0],
+)
+def test_levels_by_indices(bits, block_size, axis, normal):
     """They equal the levels of the states."""
     format = Trellis(bits=bits, block_size=block_size)
     q = eqquant.quantize(normal(32, 3072), format)
@@ -37,7 +42,9 @@ def test_levels_by_indices(bits, block_size, normal):
 
     def kernel(codes, out):
         codes = _two_parts.read(codes, 0, used, format)
-        out[...] = jnp.concatenate(_history.indices(codes, format), 1)
+        codes = codes if axis else codes.T
+        planes = _history.indices(codes, format, axis)
+        out[...] = jnp.concatenate([p if axis else p.T for p in planes], 1)
 
     out = jax.ShapeDtypeStruct((32, used * planes), jnp.int8)
     index = pl.pallas_call(kernel, out_shape=out, interpret=True)(q.codes)

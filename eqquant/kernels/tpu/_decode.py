@@ -119,8 +119,15 @@ def _add_chunks(
     stored = stored_bytes(plan.chunks * plan.chunk, plan.format)
     codes = part_of(codes.at[0], 1, i, stored)
     x = part_of(x, 1, i, plan.chunks * plan.span)
-    for j in range(x.shape[1] // plan.span):
-        products = _multiply_chunk(plan, x, codes, tables, j)
+    count = x.shape[1] // plan.span
+    # Indices of a chunk overlap with lookups of the previous chunk only in this order:
+    # the compiler moves instructions a short distance.
+    ahead = 1 if plan.format.history else 0
+    ready = [_prepare_chunk(plan, codes, j) for j in range(min(ahead, count))]
+    for j in range(count):
+        if j + ahead < count:
+            ready.append(_prepare_chunk(plan, codes, j + ahead))
+        products = _multiply_chunk(plan, x, ready.pop(0), tables, j)
         if not plan.blocked:
             sums = list(map(jnp.add, sums, products))
             continue
@@ -137,23 +144,29 @@ def _add_chunks(
     return sums
 
 
-def _multiply_chunk(plan: DecodePlan, x, codes, tables: list, j: int) -> list:
-    """Return the products of chunk `j` with each digit of the weight."""
-    transposed, joins_planes = plan.operands.transposed, len(plan.decode.planes) > 1
+def _prepare_chunk(plan: DecodePlan, codes, j: int):
+    """Read chunk `j` and prepare it for the decoder."""
+    transposed = plan.operands.transposed
     part = read(codes, j * plan.chunk, plan.chunk, plan.format)
     part = transpose_codes(part, transposed) if transposed else part
+    return plan.decode.prepare(part, 0 if transposed else 1)
+
+
+def _multiply_chunk(plan: DecodePlan, x, prepared, tables: list, j: int) -> list:
+    """Return the products of chunk `j` with each digit of the weight."""
+    axis = 0 if plan.operands.transposed else 1
     products = []
-    for digit in zip(*plan.decode(part, tables), strict=True):
+    for digit in zip(*plan.decode(prepared, tables), strict=True):
         some_x = x[:, j * plan.span : (j + 1) * plan.span]
         w = digit[0]
-        if joins_planes:
-            w = jnp.concatenate(digit, 0 if transposed else 1)
+        if len(digit) > 1:
+            w = jnp.concatenate(digit, axis)
         if jnp.issubdtype(w.dtype, jnp.integer):  # bfloat16 holds every int8.
             w = w.astype(x.dtype)
         product = lax.dot_general(
             some_x,
             w,
-            (((1,), (0 if transposed else 1,)), ((), ())),
+            (((1,), (axis,)), ((), ())),
             preferred_element_type=plan.product_dtype,
         )
         products.append(product)

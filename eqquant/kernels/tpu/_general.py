@@ -96,7 +96,8 @@ class _Operand:
         if self.decode is None:
             planes = range(planes_of(self.format))
             return [self._scale(self._by_levels(codes, p), scales) for p in planes]
-        return [self._combine(digits, scales) for digits in self.decode(codes, tables)]
+        decoded = self.decode(self.decode.prepare(codes), tables)
+        return [self._combine(digits, scales) for digits in decoded]
 
     def _combine(self, digits: list, scales):
         assert self.decode is not None

@@ -3,7 +3,8 @@
 A bit of an index is the XOR of bits of the row before the end of a code. So the bits
 for all codes are an XOR of the bit stream of the row with delayed copies of it. The
 codes of a byte are in slots, the first in the lowest bits. A delay by whole bytes moves
-lanes. The history is zero before the start of a block.
+lanes, or sublanes if codes are transposed. The history is zero before the start of a
+block.
 """
 
 import functools as ft
@@ -126,11 +127,14 @@ def table_of(format: Format) -> np.ndarray:
 
 
 def indices(
-    codes: UInt8[Array, "rows bytes"], format: Format
+    codes: UInt8[Array, "rows bytes"], format: Format, axis: int = 1
 ) -> list[Int8[Array, "rows bytes"]]:
-    """Return the index of each code, for each plane. `codes` starts with a block."""
+    """Return the index of each code, for each plane. `codes` starts with a block.
+
+    Bytes of a row are along `axis`.
+    """
     plan, width = _plan_of(format), bits_of(format)
-    delayed = _Delays(codes, format, plan)
+    delayed = (_Delays if axis else _DelaysInWords)(codes, format, plan)
     streams = []
     for terms in plan.streams:
         every = frozenset().union(*terms.values())
@@ -155,11 +159,13 @@ def indices(
 class _Delays:
     """Delayed copies of the bit streams of rows, in words of four rows."""
 
+    _axis, _bytes = 1, 1  # The axis of a row, and its bytes in a word.
+
     def __init__(self, codes: UInt8[Array, "rows bytes"], format: Format, plan: _Plan):
         self._words = pltpu.bitcast(codes, jnp.uint32)
         self._width, self._plan = bits_of(format), plan
-        lane = lax.broadcasted_iota(jnp.int32, self._words.shape, 1)
-        self._place = lax.rem(lane, jnp.int32(block_bytes(format)))
+        index = lax.broadcasted_iota(jnp.int32, self._words.shape, self._axis)
+        self._place = lax.rem(index, jnp.int32(block_bytes(format) // self._bytes))
         self._ready = {}
 
     def __call__(self, delay: int, bits: frozenset[int]) -> Array:
@@ -178,10 +184,27 @@ class _Delays:
             now, earlier = self(whole * 8, first), self((whole + 1) * 8, first)
             now = (now << part) & jnp.uint32((before ^ 0xFF) * 0x01010101)
             return now | (earlier >> (8 - part)) & jnp.uint32(before * 0x01010101)
-        if not whole:
+        return self._moved(whole) if whole else self._words
+
+    def _moved(self, by: int) -> Array:
+        """Move words along their rows. Zeros enter at the starts of blocks."""
+        moved = pltpu.roll(self._words, by, self._axis)
+        return jnp.where(self._place >= by, moved, jnp.uint32(0))
+
+
+class _DelaysInWords(_Delays):
+    """Delayed copies of the bit streams of rows, in words of four bytes of a row."""
+
+    _axis, _bytes = 0, 4
+
+    def _compute(self, delay: int) -> Array:
+        if not delay:
             return self._words
-        moved = pltpu.roll(self._words, whole, 1)
-        return jnp.where(self._place >= whole, moved, jnp.uint32(0))
+        return (self._words << delay) | (self._before >> (32 - delay))
+
+    @ft.cached_property
+    def _before(self) -> Array:
+        return self._moved(1)
 
 
 def _shifted(words: Array, by: int) -> Array:

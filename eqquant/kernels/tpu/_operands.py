@@ -123,7 +123,7 @@ def choose_operands(
         transposed = chip.transposed_of(format)
         spread = 2 * transposed**2 * digits.count * m * columns
         pairs_with_blocks = transposed == 2 and format.block_size
-        if pairs_with_blocks or format.history or spread > 2**22:
+        if pairs_with_blocks or spread > 2**22:
             transposed = 0
         return Operands(kind, digits, transposed)
 

@@ -7,6 +7,7 @@ factor. `_bits.py` has the kinds for single bits.
 
 import functools as ft
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -245,10 +246,19 @@ class Decoder:
         """The axis of lookups. Sublanes hold 32 entries, lanes 128."""
         return 1 if any(len(t) > 32 for t in self._entries) else self.chip.gather_axis
 
+    def prepare(self, codes: Shaped[Array, "rows bytes"], axis: int = 1) -> Any:
+        """Return the operand of `__call__` for a tile of codes: table indices for a
+        history, otherwise the codes. Bytes of a row are along `axis`."""
+        if self.format.history:
+            return indices_by_history(codes, self.format, axis)
+        return codes
+
     def __call__(
-        self, codes: Shaped[Array, "rows bytes"], tables: list
+        self, codes: Any, tables: list
     ) -> list[list[Shaped[Array, "some bytes"]]]:
         """Return the digits of each operand of a tile, the highest digit first."""
+        if self.format.history:
+            return [[_lookup(tables[0], index, self._axis)] for index in codes]
         # Logic decodes the last quarter of the rows, four registers at a time.
         looked_up = codes.shape[0]
         by_logic = []
@@ -256,7 +266,8 @@ class Decoder:
             looked_up -= codes.shape[0] // 512 * 128
             by_logic = _by_logic(self._circuit, codes[looked_up:])
         operands = []
-        for i, extracted in enumerate(self._extracted(codes[:looked_up])):
+        for i in range(len(self.planes)):
+            extracted = self._extract(codes[:looked_up], i, self.format)
             digits = [_lookup(table, extracted, self._axis) for table in tables]
             digits = digits if tables else [extracted]
             if self.dtype != jnp.int8:
@@ -265,12 +276,6 @@ class Decoder:
                 digits = [jnp.concatenate([*digits, by_logic[i]])]
             operands.append(digits)
         return operands
-
-    def _extracted(self, codes: Shaped[Array, "rows bytes"]) -> list:
-        """Return each operand, or its indices into tables."""
-        if self.format.history:
-            return indices_by_history(codes, self.format)
-        return [self._extract(codes, i, self.format) for i in range(len(self.planes))]
 
     def combine(self, digits: list) -> Array:
         """Combine digits, or products with digits, to numbers."""
