@@ -1,4 +1,8 @@
-"""eqquant itself."""
+"""eqquant itself. Weights are saved and loaded, because `eqquant.load` puts the large
+arrays of a model in huge pages."""
+
+import pathlib
+import tempfile
 
 from . import Peer, Products
 from ._jax import products
@@ -13,7 +17,10 @@ def load() -> Products:
     def make(format, precision):
         def quantize(w):
             q = eqquant.quantize(w, format, precision=precision)
-            q = jax.block_until_ready(q)
+            with tempfile.TemporaryDirectory() as folder:
+                path = pathlib.Path(folder) / "weight.safetensors"
+                eqquant.save(path, q)
+                q = jax.block_until_ready(eqquant.load(path, q))
             return lambda x: product(x, q), q.nbytes
 
         return quantize

@@ -202,20 +202,20 @@ def filling(count: int, threads: int) -> str:
 @ft.cache
 def looked_up(bits: int, history: int, plane: int, scaled: bool) -> str:
     """Return PTX that looks up a plane of two words."""
-    parts = parts_of(bits) if is_in_two_parts(bits) else (bits,)
-    count, pairs = history + 1, 2 * len(parts) + (2 if len(parts) > 1 else 0)
+    low_bits, high_bits = parts_of(bits) if is_in_two_parts(bits) else (bits, 0)
+    count, pairs = history + 1, 6 if high_bits else 2
+    size, high_size = count * low_bits, count * high_bits
     lines = []
     for i, level in enumerate(["v", "w"]):
         # Operands of two words each. An index is shifted by one bit, to be in bytes.
         word, before, *high = (f"${1 + 2 * pair + i}" for pair in range(pairs))
-        size = count * parts[0]
         mask = f"{(2**size - 1) * _entry:#x}"
-        lines += _funnel("t", word, before, (plane + 1) * parts[0] - size - 1)
+        lines += _funnel("t", word, before, (plane + 1) * low_bits - size - 1)
         lines.append(f"and.b32 t, t, {mask};")
         if high:
             lines += _high_stream(*high)
-            first = 16 + (plane + 1) * parts[1] - count * parts[1] - size - 1
-            mask = f"{(2 ** (count * parts[1]) - 1) * _entry << size:#x}"
+            first = 16 + (plane + 1) * high_bits - high_size - size - 1
+            mask = f"{(2**high_size - 1) * _entry << size:#x}"
             lines.append(f"shr.u32 h, h, {first};")
             lines.append(f"lop3.b32 t, h, {mask}, t, 0xea;")
         lines += ["mov.u32 a, levels;", "add.u32 a, a, t;"]
