@@ -1,8 +1,4 @@
-"""eqquant itself. Weights are saved and loaded, because `eqquant.load` puts the large
-arrays of a model in huge pages."""
-
-import pathlib
-import tempfile
+"""eqquant itself."""
 
 from . import Peer, Products
 from ._jax import products
@@ -17,10 +13,7 @@ def load() -> Products:
     def make(format, precision):
         def quantize(w):
             q = eqquant.quantize(w, format, precision=precision)
-            with tempfile.TemporaryDirectory() as folder:
-                path = pathlib.Path(folder) / "weight.safetensors"
-                eqquant.save(path, q)
-                q = jax.block_until_ready(eqquant.load(path, q))
+            q = jax.block_until_ready(q)
             return lambda x: product(x, q), q.nbytes
 
         return quantize
