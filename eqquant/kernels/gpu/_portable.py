@@ -85,7 +85,8 @@ def _variant_of(product: Product) -> tuple[str, str]:
     whole, contract_rows = product.has_integer_rows, product.contract_rows
     # Up to four rows, the arithmetic of a sum costs less than a decoded weight. The sum
     # reads whole codes from a byte.
-    in_one_byte = not is_in_two_parts(product.format.bits)
+    format = product.format
+    in_one_byte = not (is_in_two_parts(format.bits) or format.history)
     if product.m <= 4 and not contract_rows and in_one_byte:
         return "reduce", "float32"
     name = "fused" if whole and product.format.bits == 8 else "tiles"
@@ -114,7 +115,7 @@ _OPERANDS = "activations and weights to the dtype of the operands"
 KERNELS = (
     PortableKernel(
         "reduce",
-        "up to 4 rows in `x @ w.T`, except for 3, 5 and 6 bits",
+        "up to 4 rows in `x @ w.T`, except for 3, 5 and 6 bits and trellis codes",
         "nothing",
         "6e-7",
     ),

@@ -25,10 +25,15 @@ def dot(
     format, m, packed = product.format, product.m, product.packed
     planes, blocked = planes_of(format.bits), product.blocks > 1
     scales = scales.astype(jnp.float32)
-    x = to_plane_order(x.astype(jnp.float32), format.bits, format.plane_group)
+    x = to_plane_order(x.astype(jnp.float32), format.bits, format.group)
     x = x.reshape(m, planes, packed)
-    states = format.states(codes)
-    w = [levels(states[:, plane], format, jnp.float32) for plane in range(planes)]
+    w = []
+    for plane in range(planes):
+        index = codes
+        if planes > 1:
+            index = codes >> jnp.uint8(plane * format.bits)
+            index = index & jnp.uint8(2**format.bits - 1)
+        w.append(levels(index, format, jnp.float32))
     if blocked:
         code_scales = per_code(scales, packed)
         w = [level * code_scales for level in w]

@@ -68,6 +68,8 @@ def dot(
     if is_same_dtype and parts == (1, 1) and dtype != jnp.int8:
         late = False
     each, room = dtype.itemsize * w_parts, 0
+    if format.history:  # XLA writes states to memory.
+        each += 4
     if is_same_dtype and not late and (x_parts, w_parts) == (1, 1):
         sums, room = dtype, x.shape[0] * dtype.itemsize
     if late and contract_rows:
