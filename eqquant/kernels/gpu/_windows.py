@@ -101,8 +101,8 @@ def odd_bits(format: Format, size: int) -> list[Int32[np.ndarray, " words"]]:
 
 
 class WindowDecoder:
-    """Decode words of codes with a history. The other members are those of
-    [`Decoder`][]."""
+    """Decode words of codes with a history, in the same steps as [`Decoder`][] decodes
+    other codes."""
 
     scale = 1.0
 
