@@ -327,6 +327,18 @@ def test_long_rows_are_arranged_fewer_at_a_time(kernel, m, rows, columns, rng):
     assert relative(got, expected) < TOLERANCE[kernel]
 
 
+@pytest.mark.skipif(not runs("int8, VNNI"), reason="NATIVE KERNEL NOT RUN: int8, VNNI")
+@pytest.mark.parametrize("format", [NF4(), Int4(), NF4(block_size=256)], ids=repr)
+@pytest.mark.parametrize("m", [1, 2])
+def test_an_outlier_is_rounded_with_its_block_only(m, format, normal):
+    w = normal(64, 512).at[:, :256].set(0)
+    q = eqquant.quantize(w, format)
+    x = normal(m, 512).at[:, 3].set(1e4)
+    y, reference = both("int8, VNNI", x, q.codes, q.scales, format)
+    # With one unit per row, the other values would be rounded to zero.
+    assert relative(y, reference) < TOLERANCE["int8, VNNI"]
+
+
 @pytest.mark.parametrize("kernel", [k for k in KERNELS if "int8, " in str(k)])
 def test_the_least_code_by_a_negative_scale_is_not_the_least_byte(kernel):
     # The value is 128 steps, and the largest code is 127.

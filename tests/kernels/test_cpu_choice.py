@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from eqquant import Binary, FP8, Int3, Int4, Int8, MXFP4, NF4, NVFP4, Ternary
+from eqquant.formats import Int6
 from eqquant.kernels import choose, cpu, Matmul
 from eqquant.kernels.cpu import _choose
 from eqquant.kernels.cpu._library import Library
@@ -179,6 +180,11 @@ def test_what_every_choice_keeps_to(names, on):
         ("VNNI", Int8(), 3, {"x_dtype": INT8}, "int8, VNNI"),
         ("AMX", NF4(), 4, {"precision": "default"}, "int8, AMX"),
         ("AMX", NF4(), 3, {"precision": "default"}, "int16, VNNI"),
+        # One or two rows are not worth decoding a weight for all rows.
+        ("AMX", NF4(), 2, {"precision": "default"}, "int8, VNNI"),
+        ("VNNI", NF4(), 1, {"precision": "default"}, "int8, VNNI"),
+        ("VNNI", NF4(), 1, {"precision": "default", "size": 64}, "float, AVX-512"),
+        ("VNNI", Int6(), 1, {"precision": "default"}, "int16, VNNI"),
         ("AMX", NF4(), 4096, {}, "int8x2, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16, "weight_dtype": BF16}, "bfloat16, AMX"),
         ("AMX", NF4(), 65, {"x_dtype": BF16}, "int8x2, AMX"),

@@ -65,7 +65,9 @@ int8|vnni,i8mm,dotprod|product=x@w.T activation=int8 weight=int8,integers
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers rows>256
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bits=1 m<2048 x<16M
 int8x2|vnni,i8mm,dotprod|product=x@w.T activation=int16 weight=int8,integers bits>1 x<16M
-# Other weights are rounded to int8, once for all rows of the activation.
+# One or two rows: tables are rounded to int8, without scales. For more rows, weights are
+# rounded, once for all rows of the activation.
+int8|vnni|product=x@w.T activation=int8 weight=table fits=lanes k>64 m<3
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits=lanes m>=16
 int8|vnni|product=x@w.T activation=int8 weight=table,values sums=int32 fits!=lanes m>=8
 int8|i8mm,dotprod|product=x@w.T activation=int8 weight=table,values sums=int32 m>=8

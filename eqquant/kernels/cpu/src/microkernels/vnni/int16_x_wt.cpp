@@ -24,6 +24,7 @@
 #include "microkernels/avx512/mask.h"
 #include "microkernels/avx512/scales.h"
 #include "microkernels/avx512/vector.h"
+#include "microkernels/vnni/blocked_rows.h"
 #include "microkernels/vnni/int16_levels.h"
 #include "runtime/absmax.h"
 #include "runtime/limits.h"
@@ -33,8 +34,6 @@
 EQQUANT_BEGIN
 namespace {
 
-constexpr int64_t chunk = 64;  // Bytes of codes.
-
 // Three rows of the activation are multiplied by four rows of the weight: registers hold no more sums.
 constexpr int64_t most_at_once = 3;
 
@@ -42,7 +41,6 @@ constexpr int64_t most_at_once = 3;
 bool reads_stored(const Product& p) { return p.is_unpacked() && p.m <= most_at_once && DenseCodes::fit(p); }
 
 int steps_of(const Product& p) { return 16 / p.bits; }
-int64_t chunks_of(const Product& p) { return (p.packed + chunk - 1) / chunk; }
 // A group of rows of the activation is (chunk, step, row, lane).
 int64_t row_size(const Product& p) { return chunks_of(p) * steps_of(p) * (chunk / 2); }
 
@@ -142,138 +140,30 @@ EQQUANT_INLINE __m512i decode(__m512i table, __m512i codes) {
   return _mm512_permutexvar_epi16(shifted, table);
 }
 
-// The scales of a row, chunk by chunk. A chunk has `of_chunk` blocks, or a block has `chunks_of_block` chunks.
-struct ChunkScales {
-  // Double quantization has an exponent for 256 blocks.
-  static constexpr int64_t blocks_of_exponent = 256;
-  // `exponents` are the exponents of a row; 0 for other types of scales.
-  int64_t blocks, of_chunk, chunks_of_block, exponents;
-  // The index of the scale of each lane, and the number of scales per chunk.
-  __m512i lanes, step;
-
-  explicit ChunkScales(const Product& p)
-      : blocks(p.blocks),
-        of_chunk(blocks > 1 ? std::max<int64_t>(1, chunk / p.block_bytes()) : 1),
-        chunks_of_block(std::max<int64_t>(1, (p.block_bytes() + chunk - 1) / chunk)),
-        exponents(p.scales.type == ScaleType::uint8 && p.scales.outer_type == ScaleType::exponent &&
-                          p.scales.outer_blocks == blocks_of_exponent
-                      ? p.scales.outer_count(blocks)
-                      : 0) {
-    alignas(64) int32_t of[16];
-    for (int i = 0; i < 16; i++) of[i] = static_cast<int32_t>(i * of_chunk / 16);
-    lanes = _mm512_load_si512(of);
-    step = _mm512_set1_epi32(static_cast<int>(of_chunk));
-  }
-  // Reads the scales of a chunk with the first block `block`.
-  EQQUANT_INLINE __m512 read(const float* scales, int64_t block) const {
-    const __mmask16 some = first(std::min(of_chunk, blocks - block));
-    return _mm512_permutexvar_ps(lanes, _mm512_maskz_loadu_ps(some, scales + block));
-  }
-};
-struct Place {
-  int64_t block, chunks;
-
-  Place(const ChunkScales& of, int64_t c)
-      : block(c / of.chunks_of_block * of.of_chunk), chunks(c % of.chunks_of_block) {}
-  EQQUANT_INLINE void next(const ChunkScales& of) {
-    if (++chunks == of.chunks_of_block) block += of.of_chunk, chunks = 0;
-  }
-};
-
 EQQUANT_INLINE __m512i codes_at(const Product& p, int64_t row, int64_t j) {
   return _mm512_maskz_loadu_epi8(first_bytes(p.packed - j), p.codes + row * p.packed + j);
 }
 
 // Codes of `rows` rows, decoded in registers.
 template <int bits, int rows, class Stored>
-struct InRegisters {
+struct InRegisters : BlockedRows<rows, Stored> {
   static constexpr int steps_of_sum = 16 / bits;
-  static constexpr int64_t scales_at_once = 16;
-  const ChunkScales& blocks;
-  const Stored stored;
-  const uint8_t* codes;
-  int64_t row_bytes, left;  // Stored bytes of a row, and remaining unpacked bytes.
-  const float* scales;      // Or null: `integers` times powers of two are read as they are stored.
-  const uint8_t *integers, *exponents;
-  Place place;
-  __m512i table, lanes, of[rows];
-  __m512 some_scales[rows];
-  alignas(16) float units[4];
+  __m512i table;
 
   InRegisters(const Product& p, const Levels& levels, const ChunkScales& blocks, const Stored& stored,
               ScalesInOrder& in_order, int64_t row)
-      : blocks(blocks), stored(stored), codes(p.codes + row * stored.bytes_of_row(p)),
-        row_bytes(stored.bytes_of_row(p)), left(p.packed),
-        scales(blocks.exponents ? nullptr : in_order.of(row, rows)),
-        integers(static_cast<const uint8_t*>(p.scales.inner) + row * p.blocks),
-        exponents(static_cast<const uint8_t*>(p.scales.outer) + row * blocks.exponents), place(blocks, 0),
-        table(_mm512_load_si512(levels.values)) {
-    // A power of two for the whole row is part of the unit.
-    const __m128 unit = _mm_set1_ps(levels.unit);
-    _mm_store_ps(units, blocks.exponents == 1 ? _mm_mul_ps(unit, powers<rows>(exponents)) : unit);
-    read_scales();
-  }
-  // Decodes the powers of two of `count` rows, one byte each. 255 is NaN.
-  template <int count>
-  static EQQUANT_INLINE __m128 powers(const uint8_t* exponents) {
-    uint32_t bytes = 0;
-    std::memcpy(&bytes, exponents, count);
-    const __m128i wide = _mm_cvtepu8_epi32(_mm_cvtsi32_si128(static_cast<int>(bytes)));
-    const __m128i nan = _mm_cmpeq_epi32(wide, _mm_set1_epi32(255));
-    return _mm_castsi128_ps(_mm_or_si128(_mm_slli_epi32(wide, 23), nan));
-  }
-  // Reads sixteen scales of each row. A chunk has fewer, and looks them up. The scales of all rows are a stream of
-  // their own, which is prefetched step by step.
-  EQQUANT_INLINE void read_scales() {
-    lanes = blocks.lanes;
-    const int64_t from = place.block;
-    const __mmask16 some = first(std::min(scales_at_once, blocks.blocks - from));
-    if (scales) {
-      for (int r = 0; r < rows; r++) {
-        some_scales[r] = _mm512_maskz_loadu_ps(some, scales + r * blocks.blocks + from);
-        __builtin_prefetch(scales + rows * from + r * scales_at_once + 2048, 0, 2);
-      }
-      return;
-    }
-    __builtin_prefetch(integers + rows * from + 2048, 0, 2);
-    for (int r = 0; r < rows; r++) {
-      const __m128i bytes = _mm_maskz_loadu_epi8(some, integers + r * blocks.blocks + from);
-      some_scales[r] = _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
-      if (blocks.exponents == 1) continue;
-      const __m128 power = powers<1>(exponents + r * blocks.exponents + from / ChunkScales::blocks_of_exponent);
-      some_scales[r] = _mm512_mul_ps(some_scales[r], _mm512_broadcastss_ps(power));
-    }
-  }
-  EQQUANT_INLINE void read() {
-    if (left >= chunk) {
-      for (int r = 0; r < rows; r++) {
-        of[r] = stored.read(codes + r * row_bytes);
-        prefetch(codes + r * row_bytes);
-        prefetch_near(codes + r * row_bytes);  // 24% less time for rows of 288 bytes (Zen 4).
-      }
-    } else {
-      for (int r = 0; r < rows; r++) of[r] = stored.read(codes + r * row_bytes, left);
-    }
-  }
+      : BlockedRows<rows, Stored>(p, levels.unit, blocks, stored, in_order, row),
+        table(_mm512_load_si512(levels.values)) {}
   template <int step>
   EQQUANT_INLINE __m512i weight(int r) const {
-    return decode<bits, step>(table, of[r]);
+    return decode<bits, step>(table, this->of[r]);
   }
   template <int count>
   EQQUANT_INLINE void add(int r, const __m512i (&products)[count], __m512 (&sums)[count]) const {
-    const __m512 scale = _mm512_permutexvar_ps(lanes, some_scales[r]);
+    const __m512 scale = this->scale(r);
     for (int i = 0; i < count; i++)
       sums[i] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(products[i]), scale, sums[i]);
   }
-  EQQUANT_INLINE void next() {
-    codes += stored.bytes, left -= chunk;
-    const int64_t before = place.block;
-    place.next(blocks);
-    if (place.block == before) return;
-    lanes = _mm512_add_epi32(lanes, blocks.step);
-    if (place.block % scales_at_once == 0 && place.block < blocks.blocks) read_scales();
-  }
-  EQQUANT_INLINE float unit_of(int r) const { return units[r]; }
 };
 
 // Decoded rows: (chunk, step, row, lane).
@@ -468,13 +358,6 @@ struct Rows {
     multiply<rows>(weights, row, begin, end, c, chunks);
   }
 };
-
-// Calls `use(rows, row)` for groups of four rows of the weight, and for each remaining row.
-template <class Use>
-void by_fours(int64_t begin, int64_t end, const Use& use) {
-  for (; begin + 4 <= end; begin += 4) use(std::integral_constant<int, 4>(), begin);
-  for (; begin < end; begin++) use(std::integral_constant<int, 1>(), begin);
-}
 
 // Returns the size of equal pieces of at most `most`. The last piece may be smaller.
 int64_t evenly(int64_t count, int64_t most) {
