@@ -62,10 +62,22 @@ def evaluate(quantize: Quantize, weight, x, w: np.ndarray, products: Products):
     }
 
 
-def ring(quantize: Quantize, weight, product, size: int, min_bytes: float) -> list:
-    """Return matmuls with enough copies of a weight to fill `min_bytes` bytes."""
-    others = range(math.ceil(min_bytes / size) - 1)
-    return [product, *(quantize(weight)[0] for _ in others)]
+# The largest number of matmuls of a program, because compiling more takes minutes.
+_PER_PROGRAM = 32
+
+
+class Ring:
+    """Matmuls with enough copies of a weight to fill `options["ring"]` gigabytes, as
+    one call each, or joined into programs."""
+
+    def __init__(self, quantize: Quantize, weight, first, size: int, options: dict):
+        others = range(math.ceil(options["ring"] * 1e9 / size) - 1)
+        matmuls = [first, *(quantize(weight)[0] for _ in others)]
+        self.count = len(matmuls)
+        self.calls = matmuls
+        if join := options["join"]:
+            starts = range(0, self.count, _PER_PROGRAM)
+            self.calls = [join(matmuls[i : i + _PER_PROGRAM]) for i in starts]
 
 
 def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
@@ -79,10 +91,13 @@ def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
 
 def measure(name: str, options: dict) -> None:
     products = _peers.find()[name].load()
+    if options["program"] and products.join is None:
+        raise NotImplementedError(f"--program is not supported for {name}")
+    options["join"] = products.join if options["program"] else None
 
-    def one_pass(matmuls, x):
-        for product in matmuls:
-            products.get(product(x))
+    def one_pass(calls, x):
+        for call in calls:
+            products.get(call(x))
 
     for rows, columns in options["shapes"]:
         rng = np.random.default_rng(0)
@@ -92,10 +107,8 @@ def measure(name: str, options: dict) -> None:
         }
         middle = xs[min(xs, key=lambda m: abs(m - 64))]
         weight = products.put(w)
-        min_bytes = options["ring"] * 1e9
-        calls = {
-            "dense": ring(products.dense, weight, *products.dense(weight), min_bytes)
-        }
+        dense = products.dense(weight)
+        rings = {"dense": Ring(products.dense, weight, *dense, options)}
         results: dict[str, dict] = {}
         for variant, quantize in products.quantized.items():
             report = {"variant": variant, "shape": [rows, columns]}
@@ -106,20 +119,20 @@ def measure(name: str, options: dict) -> None:
                 print(json.dumps(report | {"failed": short}), flush=True)
                 continue
             size = round(entries["bytes_per_weight"] * w.size)
-            calls[variant] = ring(quantize, weight, product, size, min_bytes)
+            rings[variant] = Ring(quantize, weight, product, size, options)
             results[variant] = {**report, **entries, "version": products.version}
         ratios, microseconds = {}, {}
         for m, x in xs.items():
             put = products.put(x)
             passes = interleaved(
                 {
-                    name: lambda matmuls=matmuls, x=put: one_pass(matmuls, x)
-                    for name, matmuls in calls.items()
+                    name: lambda calls=ring.calls, x=put: one_pass(calls, x)
+                    for name, ring in rings.items()
                 },
-                seconds=options["seconds"] * len(calls),
+                seconds=options["seconds"] * len(rings),
             )
             times = {
-                name: [seconds / len(calls[name]) for seconds in runs]
+                name: [seconds / rings[name].count for seconds in runs]
                 for name, runs in passes.items()
             }
             ratios[m] = ratios_of(times)

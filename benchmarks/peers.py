@@ -2,7 +2,7 @@
 
     python benchmarks/peers.py
     python benchmarks/peers.py --peers eqquant bitsandbytes --m 1 8 --markdown
-    python benchmarks/peers.py --peers eqquant llama.cpp --m 1 --ring 0.5
+    python benchmarks/peers.py --peers eqquant llama.cpp --m 1 --ring 0.5 --program
 
 The script installs each library into a separate environment, which is kept (`--cache`).
 The environments take about 12 GB, and the first run takes minutes. Libraries that
@@ -22,7 +22,9 @@ contains median times in microseconds, because a library's dense matmul can be s
 
 By default, each call finds the caches as the dense matmul left them, so neither the
 weight nor the dispatch code is cached. With `--ring`, a run multiplies with each of
-several weights in turn, as in a model; together, they exceed every cache.
+several weights in turn; together, they exceed every cache. With `--program` as well,
+each program multiplies with 32 of them, as in a model, for llama.cpp and JAX only. Its
+times are for one matmul.
 
 If `EQQUANT_CPU` excludes AMX, llama.cpp does not use AMX either.
 """
@@ -99,6 +101,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=0.5, help="for each entry")
     parser.add_argument("--ring", type=float, default=0, help="gigabytes of weights")
+    parser.add_argument("--program", action="store_true", help="join each ring")
     parser.add_argument("--timeout", type=float, default=1800, help="for each peer")
     parser.add_argument("--cache", type=pathlib.Path, default=CACHE)
     add_output_options(parser)
@@ -110,7 +113,7 @@ def main() -> None:
 def compare(peers: dict[str, _peers.Peer], options: argparse.Namespace) -> None:
     shapes = [list(map(int, shape.split("x"))) for shape in options.shapes]
     request = {"shapes": shapes} | {
-        k: getattr(options, k) for k in ("m", "seconds", "ring")
+        k: getattr(options, k) for k in ("m", "seconds", "ring", "program")
     }
     found, dense, missing, versions = [], [], [], {}
     for name in options.peers:

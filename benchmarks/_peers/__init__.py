@@ -8,7 +8,7 @@ import dataclasses
 import importlib
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,9 @@ class Products:
     # converts it to NumPy.
     put: Callable = lambda x: x
     get: Callable = np.asarray
+    # Joins matmuls into one program, which multiplies an activation with each weight in
+    # turn, and returns the last result.
+    join: Callable[[Sequence[Callable]], Callable] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

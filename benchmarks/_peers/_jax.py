@@ -1,6 +1,8 @@
 """Code shared by the libraries for JAX."""
 
+import functools as ft
 import importlib.metadata
+from collections.abc import Callable, Sequence
 
 from . import Products, Quantize
 
@@ -11,7 +13,21 @@ def dense(w):
 
     # The weight is the left operand, because XLA:CPU is slow at `x @ w.T` with one row.
     product = jax.jit(lambda x, w: lax.dot_general(w, x, (((1,), (1,)), ((), ()))).T)
-    return lambda x: product(x, w), w.nbytes
+    return ft.partial(product, w=w), w.nbytes
+
+
+def join(matmuls: Sequence[ft.partial]) -> Callable:
+    """Join matmuls, whose keyword arguments are their weights."""
+    import jax
+
+    @jax.jit
+    def in_turn(x, weights):
+        for weight in weights:
+            y = matmuls[0].func(x, **weight)
+            x += 0 * y[:, :1]  # Otherwise XLA may run several products at once.
+        return y
+
+    return ft.partial(in_turn, weights=[matmul.keywords for matmul in matmuls])
 
 
 def products(package: str, quantized: dict[str, Quantize]) -> Products:
@@ -19,4 +35,4 @@ def products(package: str, quantized: dict[str, Quantize]) -> Products:
     import jax.numpy as jnp
 
     version = f"{importlib.metadata.version(package)}, jax {jax.__version__}"
-    return Products(version, dense, quantized, put=jnp.asarray)
+    return Products(version, dense, quantized, put=jnp.asarray, join=join)

@@ -1,5 +1,7 @@
 """eformer, for JAX."""
 
+import functools as ft
+
 from . import Peer, Products
 from ._jax import products
 
@@ -13,7 +15,7 @@ def load() -> Products:
 
     def with_size(q):
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(q))
-        return lambda x: product(x, q), size
+        return ft.partial(product, q=q), size
 
     # eformer's weights have shape (columns, rows) and need no transpose.
     def nf4(w):

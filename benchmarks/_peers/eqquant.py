@@ -1,5 +1,7 @@
 """eqquant itself."""
 
+import functools as ft
+
 from . import Peer, Products
 from ._jax import products
 
@@ -14,7 +16,7 @@ def load() -> Products:
         def quantize(w):
             q = eqquant.quantize(w, format, precision=precision)
             q = jax.block_until_ready(q)
-            return lambda x: product(x, q), q.nbytes
+            return ft.partial(product, q=q), q.nbytes
 
         return quantize
 

@@ -5,6 +5,7 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -172,14 +173,16 @@ class _CPU:
         ggml.ggml_backend_alloc_ctx_tensors(context, self.backend)
         return weight, ggml.ggml_nbytes(weight)
 
-    def graph(self, weight, m: int, columns: int):
-        """Return the activation, the result, and the graph that computes it."""
+    def graph(self, weights: Sequence, m: int, columns: int):
+        """Return the activation, the last result, and the graph that multiplies the
+        activation with each weight."""
         ggml = self.ggml
         context = self.context()
         x = ggml.ggml_new_tensor_2d(context, FLOAT32, columns, m)
-        out = ggml.ggml_mul_mat(context, weight, x)
         graph = ggml.ggml_new_graph(context)
-        ggml.ggml_build_forward_expand(graph, out)
+        for weight in weights:
+            out = ggml.ggml_mul_mat(context, weight, x)
+            ggml.ggml_build_forward_expand(graph, out)
         ggml.ggml_backend_alloc_ctx_tensors(context, self.backend)
         return x, out, graph
 
@@ -192,22 +195,33 @@ class _CPU:
             weight, stored = self.weight(kind, rows, columns)
             data = w if kind == FLOAT32 else quantized(ggml, kind, w)
             ggml.ggml_backend_tensor_set(weight, _address(data), 0, data.nbytes)
-            graphs = {}
-
-            def product(x):
-                m = len(x)
-                if m not in graphs:
-                    graphs[m] = self.graph(weight, m, columns)
-                activation, out, graph = graphs[m]
-                ggml.ggml_backend_tensor_set(activation, _address(x), 0, x.nbytes)
-                assert ggml.ggml_backend_graph_compute(self.backend, graph) == 0
-                y = np.empty((m, rows), np.float32)
-                ggml.ggml_backend_tensor_get(out, _address(y), 0, y.nbytes)
-                return y
-
-            return product, stored
+            return _Matmul(self, [weight], rows), stored
 
         return quantize_weight
+
+
+class _Matmul:
+    """A graph with the products of an activation and some weights."""
+
+    def __init__(self, cpu: _CPU, weights: Sequence, rows: int):
+        self.cpu, self.weights, self.rows = cpu, weights, rows
+        self.graphs: dict[int, tuple] = {}
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        ggml, (m, columns) = self.cpu.ggml, x.shape
+        if m not in self.graphs:
+            self.graphs[m] = self.cpu.graph(self.weights, m, columns)
+        activation, out, graph = self.graphs[m]
+        ggml.ggml_backend_tensor_set(activation, _address(x), 0, x.nbytes)
+        assert ggml.ggml_backend_graph_compute(self.cpu.backend, graph) == 0
+        y = np.empty((m, self.rows), np.float32)
+        ggml.ggml_backend_tensor_get(out, _address(y), 0, y.nbytes)
+        return y
+
+    @staticmethod
+    def join(matmuls: Sequence["_Matmul"]) -> "_Matmul":
+        first = matmuls[0]
+        return _Matmul(first.cpu, [w for m in matmuls for w in m.weights], first.rows)
 
 
 def load() -> Products:
@@ -220,6 +234,7 @@ def load() -> Products:
         f"llama-cpp-python {version}, {about_amx(ggml)}",
         cpu.quantize(FLOAT32),
         {name: cpu.quantize(kind) for name, kind in TYPES.items()},
+        join=_Matmul.join,
     )
 
 

@@ -1,5 +1,7 @@
 """qwix, for JAX."""
 
+import functools as ft
+
 from . import Peer, Products
 from ._jax import products
 
@@ -27,7 +29,7 @@ def load() -> Products:
         def quantize(w):
             q = jax.block_until_ready(encode(w))
             size = q.qvalue.nbytes + q.scale.nbytes
-            return lambda x: product(x, q), size
+            return ft.partial(product, q=q), size
 
         return quantize
 
