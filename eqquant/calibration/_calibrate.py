@@ -27,6 +27,7 @@ def calibrate(
     min_size: int = 256,
     every_row: bool = False,
     gradients_every: int | None = 1,
+    curvature: bool = False,
     progress: bool | None = None,
 ) -> Statistics:
     """Run a model on data, and collect statistics of the inputs of each weight.
@@ -70,6 +71,11 @@ def calibrate(
         batch, for example `4`; `None` for none. GPTQ of products needs no gradients.
         [`eqquant.allocate`][], the losses of [`eqquant.report`][] and statistics of
         lookups need them.
+    - `curvature`: for each weight, sum the outer products of the rows of its gradient
+        instead of the outer products of its inputs. If `fn` returns `2 * sqrt(p)` for
+        the probabilities `p` of a language model, the sums are the second derivatives
+        of the KL divergence for changes of one output: the input side of YAQA's sketch
+        B (arXiv 2505.22988). Pass one sequence per batch.
     - `progress`: show a progress bar, which requires tqdm. The default shows it for
         large models in a terminal.
 
@@ -83,7 +89,8 @@ def calibrate(
 
     - `ValueError` if there are no batches, if no weight is chosen, if a result or an
         input of a weight is not finite, if `fn` returns no floating-point array, or if
-        `gradients_every` is not positive, or not 1 without `every_row`.
+        `gradients_every` is not positive, or not 1 without `every_row`, or None with
+        `curvature`.
     - `ImportError` if `progress=True` and tqdm is not installed.
     """
     check_forward(fn, model, batches, _caller)
@@ -93,6 +100,11 @@ def calibrate(
             f"{_caller}: gradients_every must be a positive integer or None, and 1 "
             f"without every_row, got {gradients_every}. Only gradients show which rows "
             "are padding: pass every_row=True if there is none."
+        )
+    if curvature and gradients_every is None:
+        raise ValueError(
+            f"{_caller}: curvature=True needs gradients, got gradients_every=None. "
+            "Pass a positive integer."
         )
     choices = choose(
         model, "nf4", where=where, rules=rules, min_size=min_size, caller=_caller
@@ -104,7 +116,7 @@ def calibrate(
         raise ValueError(
             f"{_caller}: no weight is chosen, so there are no inputs to observe. {hint}"
         )
-    how = every_row, gradients_every, progress
+    how = every_row, gradients_every, progress, curvature
     observed = collect(fn, model, batches, choices, *how, caller=_caller)
     stats = {one.path: one.statistics() for one in observed}
     _warn_of_data(stats)

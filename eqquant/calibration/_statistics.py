@@ -54,14 +54,16 @@ class WeightStatistics(eqx.Module):
         rows of each matrix, `X^T X`, times `unit**2`. For a table, `X` contains the
         gradients with respect to the looked-up rows. For an array with lookups and
         products, it contains both: each input of a product is multiplied by the root
-        mean square of the gradients with respect to the products.
+        mean square of the gradients with respect to the products. With
+        `curvature=True`, `X` contains the gradients with respect to the rows of each
+        weight, and 0.1 of the mean of the diagonal is added to the diagonal.
     - `rows`: `(*stack)`: the number of rows.
     - `power`: `(*stack)`: the sum of squared gradients with respect to the products,
         or to the rows of a table. The differentiated function is the sum of the model's
         results with random signs.
     - `shape`: the shape of the weight.
     - `axes`: the input axes, output axes and stacked axes of the weight.
-    - `is_table`: whether the function looks up rows.
+    - `is_table`: whether `X` contains gradients.
     - `unit`: a power of two. It is 1 unless inputs are very small or very large.
     """
 

@@ -195,6 +195,52 @@ def test_statistics_are_saved_and_loaded(normal, tmp_path):
 #
 
 
+def test_curvature_is_the_gram_matrix_of_gradients_of_each_batch(normal):
+    # With one output, random signs do not change the outer products of its gradient.
+    stack = linears(2)
+    batches = [normal(4, 16), 3 * normal(4, 16)]
+
+    def run(stack, x):
+        step = lambda x, layer: (jnp.tanh(jax.vmap(layer)(x)), None)
+        return jnp.sum(lax.scan(step, x, stack)[0])
+
+    stats = eqquant.calibrate(run, stack, batches, curvature=True).weights["weight"]
+    assert stats.gram.shape == (2, 16, 16) and stats.is_table
+    grads = [eqx.filter_grad(run)(stack, x).weight for x in batches]
+    grads = np.asarray(grads, np.float64)
+    expected = np.sum(np.swapaxes(grads, -1, -2) @ grads, 0)
+    damping = 0.1 * np.trace(expected, axis1=1, axis2=2)[:, None, None] / 16
+    assert_exact(stats.gram, expected + damping * np.eye(16))
+
+
+def test_curvature_reduces_the_change_of_results(normal):
+    model = eqx.nn.Linear(32, 32, use_bias=False, key=jax.random.key(0))
+    # The largest inputs have the least influence on the results.
+    gates = jnp.where(jnp.arange(512) % 2, 1.0, 0.01)[:, None]
+    x = normal(512, 32) @ normal(32, 32)
+    x = jnp.where(gates < 1, 30 * normal(512, 32), x)
+    batches = list(zip(x, gates, strict=True))
+
+    def gated(model, batch):
+        x, gate = batch
+        return model(x) * gate
+
+    losses = []
+    for curvature in (False, True):
+        stats = eqquant.calibrate(gated, model, batches, curvature=curvature)
+        q = eqquant.quantize_tree(model, "nf3", calibration=stats)
+        error = np.asarray(q.weight.dequantize() - model.weight, np.float64)
+        losses.append(np.sum((np.asarray(x) @ error.T * np.asarray(gates)) ** 2))
+    assert losses[1] < 0.8 * losses[0]
+
+
+def test_curvature_needs_gradients(normal):
+    model, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(8, 16)
+    options = {"every_row": True, "gradients_every": None, "curvature": True}
+    with pytest.raises(ValueError, match="curvature=True needs gradients"):
+        eqquant.calibrate(rows_of, model, [x], **options)
+
+
 def test_bad_data(normal):
     model, x = eqx.nn.Linear(16, 16, key=jax.random.key(0)), normal(8, 16)
     with pytest.raises(ValueError, match="batches must have at least one"):

@@ -93,6 +93,7 @@ class ObservedArray(ArrayOperators):
     - `looked_up`: whether this array consists of rows from a lookup.
     - `unit`: a factor of the rows of `products`, a power of two.
     - `uses`: a record of the uses while the function is traced, or None.
+    - `curvature`: whether products also observe the gradient of the weight.
     """
 
     roles: ClassVar[Mapping[str, Role]] = {"inputs": "whole", "stack": "kept"}
@@ -106,6 +107,7 @@ class ObservedArray(ArrayOperators):
     looked_up: bool = eqx.field(static=True, default=False)
     unit: float = eqx.field(static=True, default=1.0)
     uses: Uses | None = eqx.field(static=True, default=None)
+    curvature: bool = eqx.field(static=True, default=False)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,19 +128,24 @@ class ObservedArray(ArrayOperators):
         others = other_axes(self.ndim, self.inputs, self.stack)
         return tuple(axis - self.ndim for axis in others)
 
-    @property
-    def matrix_axes(self) -> MatrixAxes:
-        return MatrixAxes(self.inputs, self.outputs, self.stack)
-
     def dequantize(self) -> Float[Array, "..."]:
         """Return the weight. For rows from a lookup, also observe their gradient."""
         if self.looked_up and self.uses is not None:
             self.uses.has_lookups = True
-        if not self.looked_up or self.lookups is None:
+        return self._tied() if self.looked_up else self.base
+
+    def _tied(self) -> Float[Array, "..."]:
+        """Return the weight, and tie the statistics of its gradient to it."""
+        if self.lookups is None:
             return self.base
-        sums, order = self.lookups, self.matrix_axes.order
+        sums = self.lookups
+        # Within `vmap` and `scan`, the weight lacks stacked axes.
+        stacked = tuple(axis for axis in self.stack if axis >= -self.ndim)
+        outputs = other_axes(self.ndim, self.inputs, stacked)
+        outputs = tuple(axis - self.ndim for axis in outputs)
+        order = MatrixAxes(self.inputs, outputs, stacked).order
         transposed = jnp.transpose(self.base, order)
-        stack = transposed.shape[: len(self.stack)]
+        stack = transposed.shape[: len(stacked)]
         rows = transposed.reshape(*stack, -1, sums.gram.shape[-1])
         # For sharded arrays, JAX sums over mapped axes.
         tie = tie_lookup if has_explicit_axes() else observe_rows
@@ -214,7 +221,8 @@ class ObservedArray(ArrayOperators):
         return False
 
     def contract(self, x, contraction: Contraction) -> Any:
-        out = contract(self.base, x, contraction)
+        base = self._tied() if self.curvature else self.base
+        out = contract(base, x, contraction)
         over, batch = contraction.over, contraction.batch
         x_axis_of = {axis - self.ndim: i for axis, i in (*over, *batch)}
         batched = [axis - self.ndim for axis, _ in batch]
