@@ -8,12 +8,14 @@ mean and the 99% quantile over tokens), the perplexity, and the share of tokens 
 same most probable next token. The float model has the decoded weights of the file. The
 embedding is in INT8 except in rows with "at most" and "llama.cpp".
 
-"calibrated" means GPTQ with statistics of the first text, and rotation; "not rotated"
-means GPTQ only, and "rotated by N" a rotation of N values each. "distilled" then trains
-scales and norms with another part of the first text. The float model runs once, and its
-64 most probable tokens per position are stored. "at most N bits" allocates N bits per
-weight of the whole model, including the embedding, to the matrices of each layer; "with
-trellis" among trellis codes as well. The second text must be another one.
+"calibrated" means GPTQ with statistics of the first text, and rotation; "curvature"
+means statistics of the curvature of the KL divergence instead of the inputs; "not
+rotated" means GPTQ only, and "rotated by N" a rotation of N values each. "distilled"
+then trains scales and norms with another part of the first text. The float model runs
+once, and its 64 most probable tokens per position are stored. "at most N bits"
+allocates N bits per weight of the whole model, including the embedding, to the matrices
+of each layer; "with trellis" among trellis codes as well. The second text must be
+another one.
 
 HQQ, torchao, GPTQModel and AutoRound quantize the matrices of the layers, each in its
 own environment, with a block size of 64. GPTQModel and AutoRound calibrate with the
@@ -69,6 +71,7 @@ class Row(NamedTuple):
     formats: Sequence[eqquant.formats.Format] = ()
     llama: str | None = None
     peer: tuple[str, str] | None = None
+    curvature: bool = False
 
 
 _rotated = {"rotate": True}
@@ -86,6 +89,7 @@ ROWS = {
     "int8": Row("int8"),
     "nf4": Row(_nf4),
     "nf4, calibrated": Row(_nf4, True, _rotated),
+    "nf4, calibrated, curvature": Row(_nf4, True, _rotated, curvature=True),
     "nf4, calibrated, search 8": Row(_nf4, True, _rotated | {"search": 8}),
     "nvfp4": Row("nvfp4"),
     "nvfp4, calibrated": Row("nvfp4", True, _rotated),
@@ -100,6 +104,12 @@ ROWS = {
     **{
         f"trellis{format.bits}, calibrated": Row(format, True, _rotated)
         for format in _trellis
+    },
+    **{
+        f"trellis{format.bits}, calibrated, curvature": Row(
+            format, True, _rotated, curvature=True
+        )
+        for format in _trellis[:2]
     },
     "nf4, calibrated, distilled": Row(_nf4, True, _rotated, rate=5e-4),
     "nf3, calibrated, distilled": Row("nf3", True, _rotated, rate=3e-3),
@@ -166,6 +176,13 @@ def calibration(
         return comparison.calibrate(model, tokens)
     # The backward pass takes more memory.
     return comparison.calibrate(model, tokens, 1, rules=None, gradients_every=6)
+
+
+def curvature(model, tokens: np.ndarray) -> eqquant.calibration.Statistics:
+    options = {"gradients_every": 1, "curvature": True}
+    return comparison.calibrate(
+        model, tokens, 1, comparison.root_probabilities, **options
+    )
 
 
 def per_layer(
@@ -287,7 +304,11 @@ def rows_of(
     expected = [comparison.log_probabilities(model, row) for row in held_out]
     rows = [in_whole_blocks(ROWS[name], model) for name in names]
     stats: Any = None
-    if any(row.is_calibrated for row in rows):
+    curved: Any = None
+    if any(row.curvature for row in rows):
+        with timed("curvature"):
+            curved = jax.block_until_ready(curvature(model, tokens))
+    if any(row.is_calibrated and not row.curvature for row in rows):
         with timed("statistics"):
             stats = calibration(model, tokens, any(row.bits for row in rows))
             jax.block_until_ready(stats)
@@ -301,7 +322,8 @@ def rows_of(
             return peers.quantized(*row.peer)
         if row.llama is not None:
             return by_llama(source, row.llama, importance(source, stats), folder)
-        result = quantized(model, row, stats, allocations)
+        own = curved if row.curvature else stats
+        result = quantized(model, row, own, allocations)
         if row.rate is not None:
             result = distilled(result, model, training, folder, row.rate)
         return result, None

@@ -1,7 +1,7 @@
 """Quantize a language model, and compare its predictions with the float model."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import eqquant
@@ -25,6 +25,12 @@ def forward(model: Decoder, tokens: Int[Array, "rows length"]) -> Array:
     return model(tokens)
 
 
+def root_probabilities(model: Decoder, tokens: Int[Array, "rows length"]) -> Array:
+    """Return a function of the predictions whose squared change is, to second order,
+    twice the KL divergence."""
+    return 2 * jnp.exp(jax.nn.log_softmax(forward(model, tokens)) / 2)
+
+
 def rows_of(text: Text, characters: str, length: int, count: int) -> Tokens:
     """Return the first `count` rows of `length` tokens of a text.
 
@@ -39,14 +45,14 @@ def rows_of(text: Text, characters: str, length: int, count: int) -> Tokens:
 
 
 def calibrate(
-    model: Decoder, tokens: Tokens, batch: int = 2, **options
+    model: Decoder, tokens: Tokens, batch: int = 2, fn: Callable = forward, **options
 ) -> eqquant.calibration.Statistics:
     """Return statistics of the inputs of the layers, for batches of rows without
     padding. The options of `eqquant.calibrate` include other weights, or gradients."""
     defaults = {"rules": {"embedding.*": None}, "gradients_every": None}
     batches = np.array_split(tokens, -(-len(tokens) // batch))
     return eqquant.calibrate(
-        forward, model, batches, every_row=True, **{**defaults, **options}
+        fn, model, batches, every_row=True, **{**defaults, **options}
     )
 
 
