@@ -74,6 +74,15 @@ class ObservedWeight:
     def path(self) -> str:
         return self.choice.path
 
+    def allocate(self, uses: Uses, with_gradients: bool) -> None:
+        """Allocate statistics for the uses of the weight."""
+        # Statistics of lookups are gradients.
+        has_lookups = uses.has_lookups and (with_gradients or not uses.has_products)
+        if self.curvature or has_lookups:
+            self.lookups = self.zeros()
+        if not self.curvature and (uses.has_products or not uses.has_lookups):
+            self.products = self.zeros()
+
     def rescale(self, unit: float) -> None:
         """Change the unit of the inputs that were observed."""
         if self.products is not None:
@@ -192,16 +201,7 @@ def collect(
 
         jax.make_jaxpr(traced)(dynamic)
         for path, weight in weights.items():
-            # Statistics of lookups are gradients.
-            is_looked_up = uses[path].has_lookups and (
-                gradients_every or not uses[path].has_products
-            )
-            if curvature or is_looked_up:
-                weight.lookups = weight.zeros()
-            if curvature:
-                continue
-            if uses[path].has_products or not uses[path].has_lookups:
-                weight.products = weight.zeros()
+            weight.allocate(uses[path], bool(gradients_every))
 
     def new_step():
         @eqx.filter_jit
