@@ -92,7 +92,7 @@ def ratios_of(times: dict[str, list[float]]) -> dict[str, list[float]]:
 def measure(name: str, options: dict) -> None:
     products = _peers.find()[name].load()
     if options["program"] and products.join is None:
-        raise NotImplementedError(f"--program is not supported for {name}")
+        raise ValueError(f"--program must be used with llama.cpp or JAX, got {name}")
     options["join"] = products.join if options["program"] else None
 
     def one_pass(calls, x):

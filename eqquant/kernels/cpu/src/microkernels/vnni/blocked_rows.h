@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 #include "decode/scales.h"
 #include "microkernels/avx512/mask.h"

@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "decode/levels.h"
@@ -130,7 +129,8 @@ struct Tile {
   // Multiplies by `count` rows of the activation `x`, and writes the results to `y`.
   static void run(const BlockedRows<rows, WholeBytes>& first, __m512i table, const char* x, int64_t chunks, float* y,
                   int64_t y_stride) {
-    BlockedRows<rows, WholeBytes> weights = first;  // A local copy, because compilers leave members of arguments in memory.
+    // A local copy, because compilers leave members of arguments in memory.
+    BlockedRows<rows, WholeBytes> weights = first;
     __m512 totals[rows][count];
     for (auto& of_row : totals)
       for (auto& total : of_row) total = _mm512_setzero_ps();
