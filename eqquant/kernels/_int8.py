@@ -9,6 +9,18 @@ from jax import lax
 from jaxtyping import Array, Float, Int8
 
 
+# The longest sums of int8 products that int32 and float32 hold.
+#
+# On NVIDIA GPUs, XLA must not compute short sums in int8. A tile of its Triton matmul
+# may have only 16 int8 along the contracted axis, but the instruction of the tensor
+# cores multiplies 32. Triton then passes each operand twice, and all sums are doubled
+# (jaxlib 0.10.2 and 0.11.2). For up to 16 products, there is no other tile. bfloat16
+# is exact for sums of up to `longest_float32_sum` products. For longer sums, XLA times
+# several tiles, and these small ones are slow.
+longest_int8_sum = (2**31 - 1) // 127**2
+longest_float32_sum = 2**24 // 127**2
+
+
 def scale_of_rows(
     x: Float[Array, "*m size"], over: tuple[str, ...] = ()
 ) -> Float[Array, "*m 1"]:

@@ -1,6 +1,7 @@
 """The product of two arrays of narrow numbers: int8, 8-bit floats or bfloat16.
 
-XLA multiplies these natively on TPUs and GPUs. On TPUs with an int8 matrix unit, a
+XLA multiplies these natively on TPUs and GPUs, except for short sums of int8 on GPUs
+(see `kernels/_int8.py`). On TPUs with an int8 matrix unit, a
 Pallas kernel multiplies int8 faster: by its own estimate, XLA reaches 0.6 of the peak
 of v6e, and on v5e takes as long as in bfloat16 where it contracts rows with rows. On
 CPUs the native kernels multiply int8. XLA:CPU converts both operands element by
@@ -22,7 +23,14 @@ from jaxtyping import Array, Float, Shaped
 
 from .._jax import define_impl, is_automatically_partitioned, is_exported, match_varying
 from ..formats import Int8
-from ..kernels import choose, Compute, cpu, Matmul, xla
+from ..kernels import (
+    choose,
+    Compute,
+    cpu,
+    longest_float32_sum,
+    longest_int8_sum,
+    Matmul,
+)
 from ._batching import map_all_first
 
 
@@ -76,7 +84,7 @@ def _both(scales, has):
 
 def _sums_by_xla(a, b, over):
     is_int8 = a.dtype == jnp.int8
-    size, longest = a.shape[over[0]], xla.longest_int8_sum
+    size, longest = a.shape[over[0]], longest_int8_sum
     if is_int8 and isinstance(size, int) and size > longest:
         starts = range(0, size, longest)
         part = lambda x, axis, i: lax.slice_in_dim(
@@ -149,6 +157,18 @@ def _choose_on_cpu(a, b, over) -> tuple[Any, Any]:
     return product, kernel
 
 
+def _on_gpu(a, b, *scales, over, has, out_dtype):
+    if _is_short_sum(a, over):
+        a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return _by_xla(a, b, *scales, over=over, has=has, out_dtype=out_dtype)
+
+
+def _is_short_sum(a, over) -> bool:
+    """Return whether sums of int8 products are exact in float32."""
+    size = a.shape[over[0]]
+    return a.dtype == jnp.int8 and isinstance(size, int) and size <= longest_float32_sum
+
+
 def _has_tpu_kernel(a, b, over, has) -> bool:
     from ..kernels import tpu
 
@@ -196,6 +216,8 @@ def lowering_of_codes(a, b, *, over, has, platform: str, devices: int) -> str:
     elif platform == "gpu":
         from ..kernels import gpu
 
+        if _is_short_sum(a, over):
+            return "XLA, in bfloat16, which holds these sums"
         units = gpu.matrix_units()
     kind = "float8" if a.dtype.itemsize == 1 else "bfloat16"
     kind = "int8" if a.dtype == jnp.int8 else kind
@@ -215,6 +237,7 @@ define_impl(codes_dot_p, _by_xla)
 _lower = lambda fn: mlir.lower_fun(fn, multiple_results=False)
 _lower_by_xla, _lower_in_float32 = _lower(_by_xla), _lower(_in_float32)
 _lower_on_cpu, _lower_on_tpu = _lower(_on_cpu), _lower(_on_tpu)
+_lower_on_gpu = _lower(_on_gpu)
 
 
 def _lower_for_cpu(ctx, *args, **static):
@@ -233,6 +256,7 @@ def _lower_for_tpu(ctx, *args, **static):
 mlir.register_lowering(codes_dot_p, _lower_by_xla)
 mlir.register_lowering(codes_dot_p, _lower_for_cpu, platform="cpu")
 mlir.register_lowering(codes_dot_p, _lower_for_tpu, platform="tpu")
+mlir.register_lowering(codes_dot_p, _lower_on_gpu, platform="gpu")
 
 
 def _batch(args, dims, **static):

@@ -42,7 +42,8 @@ def tiers_of(platform: str | None, exported: bool = False) -> Tiers:
     if platform == "gpu":
         from ..kernels import gpu
 
-        portable = gpu.PORTABLE, xla.KERNELS
+        # Without those that multiply int8 (see `kernels/_int8.py`).
+        portable = gpu.PORTABLE, xla.FLOAT_KERNELS
         return portable if exported else (gpu.KERNELS, *portable)
     if platform == "tpu":
         from ..kernels import tpu
@@ -60,7 +61,7 @@ def choose_kernel(
     reason = ""
     for kernels in tiers:
         product = _for_parts(matmul, kernels, over).of(x, codes, scales)
-        if product.is_symbolic and kernels is not xla.KERNELS:
+        if product.is_symbolic and kernels not in (xla.KERNELS, xla.FLOAT_KERNELS):
             # Only the lowerings to XLA serve any size.
             reason = ", because the number of rows is a symbol"
             continue

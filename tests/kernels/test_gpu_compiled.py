@@ -4,7 +4,9 @@ import functools as ft
 import re
 
 import eqquant
+import equinox as eqx
 import jax
+import jax.numpy as jnp
 import pytest
 from eqquant import Binary, Int3, Int4, Int8, MXFP4, NF3, NF4, Ternary
 from eqquant._jax import gpus
@@ -13,8 +15,11 @@ from eqquant.formats import float_scales, Int5, Int6, Trellis
 from eqquant.kernels import Compute, GPUKernel, Matmul
 from eqquant.kernels.gpu import _chips, _choose, _triton
 from eqquant.kernels.gpu._lookup import table_bytes
+from eqquant.primitives import codes_dot
+from eqquant.training import low_precision
 from eqquant.trees import scan_layers
 from helpers import load_benchmark, needs_gpu_compiler
+from jax import lax
 
 
 sass = load_benchmark("_gpu_sass")
@@ -234,3 +239,44 @@ def test_compiled_encoding_has_no_large_temporaries(
     instructions = [name for name in sass.names_in(kernel) if name != "NOP"]
     # Each thread writes four bytes.
     assert len(instructions) / (4 * 8 // format.bits) < most
+
+
+def doubled_products_in(kernel) -> list[str]:
+    """Return the instructions for int8 that multiply the same registers twice."""
+    products = re.findall(r"mma\.sync[^;]*\.s8\.s8[^;]*;", kernel.ptx)
+    operands = lambda text: re.findall(r"{([^}]*)}", text)[1].split(",")
+    is_doubled = lambda text: len({*map(str.strip, operands(text))}) < 4
+    return list(filter(is_doubled, products))
+
+
+# A tile of XLA's Triton matmul with 16 int8 along the contracted axis doubles all sums.
+@needs_gpu_compiler
+@pytest.mark.parametrize("chip", ["h200", "a100"])
+def test_no_short_sum_is_doubled(chip):
+    shape = jax.ShapeDtypeStruct
+    codes = shape((8, 32), "int8"), shape((8, 64), "int8")
+    plain = compile_for_gpu(
+        lambda a, b: lax.dot_general(
+            a, b, (((0,), (0,)), ((), ())), preferred_element_type="int32"
+        ),
+        *codes,
+        chip=chip,
+    )
+    assert any(map(doubled_products_in, plain.kernels)), "XLA works; use int8 again"
+
+    def step(w, x):
+        layer = low_precision(eqx.nn.Linear(64, 96, key=jax.random.key(0)), "int8")
+        layer = eqx.tree_at(lambda layer: layer.weight.master, layer, w)
+        return jnp.sum(jax.vmap(layer)(x) ** 2)
+
+    floats = shape((96, 64), "float32"), shape((8, 64), "float32")
+    q = eqquant.quantize(jnp.ones((32, 256)), "int8", activations="int8")
+    programs = [
+        compile_for_gpu(lambda a, b: codes_dot(a, b, (-2, -2)), *codes, chip=chip),
+        compile_for_gpu(jax.grad(step, (0, 1)), *floats, chip=chip),
+        compile_for_gpu(
+            lambda x, q: x @ q.T, shape((150, 256), "float32"), q, chip=chip
+        ),
+    ]
+    for program in programs:
+        assert program.kernels and not any(map(doubled_products_in, program.kernels))

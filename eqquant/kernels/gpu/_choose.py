@@ -6,8 +6,8 @@ import os
 import jax.numpy as jnp
 
 from .._compute import GPUKernel
+from .._int8 import longest_int8_sum
 from .._product import Product
-from ..xla import longest_int8_sum
 from . import _check, _chips, _pipeline
 from ._kernel import TensorCoreKernel as TensorCoreKernel
 from ._lookup import can_decode

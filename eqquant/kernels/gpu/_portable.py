@@ -15,9 +15,8 @@ import jax
 import jax.numpy as jnp
 
 from ...formats import is_in_two_parts
-from .._int8 import rounding
+from .._int8 import longest_float32_sum, longest_int8_sum, rounding
 from .._product import Kernel, Product
-from ..xla import longest_int8_sum
 from . import _fused, _reduce, _tiles
 from ._parts import num_parts
 
@@ -90,9 +89,11 @@ def _variant_of(product: Product) -> tuple[str, str]:
     if product.m <= 4 and not contract_rows and in_one_byte:
         return "reduce", "float32"
     name = "fused" if whole and product.format.bits == 8 else "tiles"
-    fits = product.size <= longest_int8_sum
-    if product.is_int8 and whole and fits and not contract_rows:
-        return name, "int8"
+    if product.is_int8 and whole and not contract_rows:
+        if product.size <= longest_float32_sum:
+            return name, "bfloat16"
+        if product.size <= longest_int8_sum:
+            return name, "int8"
     # A scaled float16 activation may underflow.
     if product.is_all("float16") and not (whole and contract_rows):
         return name, "float16"

@@ -2,7 +2,7 @@
 
 from .._int8 import round_int8
 from .._product import choose, Matmul
-from ._recipes import KERNELS, longest_int8_sum
+from ._recipes import FLOAT_KERNELS as FLOAT_KERNELS, KERNELS
 from ._scale_gradient import scale_gradient
 
 

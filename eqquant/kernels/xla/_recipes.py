@@ -6,14 +6,12 @@ from typing import Literal
 
 import jax.numpy as jnp
 
-from .._int8 import rounding
+from .._int8 import longest_int8_sum, rounding
 from .._product import Kernel, Product
 from ._dot import dot
 
 
 Recipe = Literal["float", "split", "bfloat16", "round", "int8"]
-# The longest sum of int8 products that int32 holds.
-longest_int8_sum = (2**31 - 1) // 127**2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,3 +114,5 @@ KERNELS = (
         8,
     ),
 )
+# Those that do not multiply int8. GPUs use them: see `kernels/_int8.py`.
+FLOAT_KERNELS = tuple(k for k in KERNELS if k.name in ("float", "bfloat16"))
