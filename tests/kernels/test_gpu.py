@@ -16,6 +16,7 @@ from eqquant.debug._in_hlo import decoded_in_hlo
 from eqquant.debug._inspect import weight_of
 from eqquant.kernels import gpu, Matmul
 from eqquant.kernels.gpu import _tiles
+from eqquant.primitives import _codes_dot
 from eqquant.primitives._lowering import dot_by, PORTABLE, tiers_of
 from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
 
@@ -66,12 +67,23 @@ def test_16_bit_products_match_dense_products(format, dtype, contract_rows, norm
     assert relative(out, expected) < {"bfloat16": 4e-3, "float16": 5e-4}[dtype]
 
 
-@pairs("format, m", [Int8(), Ternary(), NF4()], [3, 40])
-def test_w8a8_matches_the_portable_lowering(format, m, normal):
-    q = eqquant.quantize(normal(24, 128), format, activations="int8")
-    x = normal(m, 128)
+# Short sums of int8 are computed in bfloat16, and long ones in int8.
+@pairs("format, m, size", [Int8(), Ternary(), NF4()], [3, 40], [128, 1088])
+def test_w8a8_matches_the_portable_lowering(format, m, size, normal):
+    q = eqquant.quantize(normal(24, size), format, activations="int8")
+    x = normal(m, size)
     out = product(x, q, contract_rows=False)
     assert relative(out, product(x, q, by=PORTABLE, contract_rows=False)) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 8, 1040, 1041])
+def test_sums_of_int8_are_exact(size, rng):
+    a, b = (rng.integers(-127, 128, (rows, size)) for rows in (5, 7))
+    a[0] = b[0] = 127  # The largest sum. The last bits of longer ones are rounded.
+    narrow = (jnp.asarray(x.T, jnp.int8) for x in (a, b))
+    static = {"over": (-2, -2), "has": (False, False), "out_dtype": jnp.float32}
+    out = jax.jit(ft.partial(_codes_dot._on_gpu, **static))(*narrow)
+    np.testing.assert_array_equal(out, np.float32(a @ b.T))
 
 
 @pytest.mark.parametrize("m", [2, 6])
