@@ -1,7 +1,7 @@
 """The product of two arrays of narrow numbers: int8, 8-bit floats or bfloat16.
 
 XLA multiplies these natively on TPUs and GPUs, except for short sums of int8 on GPUs
-(see `kernels/_int8.py`). On TPUs with an int8 matrix unit, a
+(see `gpu_sums_int8`). On TPUs with an int8 matrix unit, a
 Pallas kernel multiplies int8 faster: by its own estimate, XLA reaches 0.6 of the peak
 of v6e, and on v5e takes as long as in bfloat16 where it contracts rows with rows. On
 CPUs the native kernels multiply int8. XLA:CPU converts both operands element by
@@ -27,7 +27,7 @@ from ..kernels import (
     choose,
     Compute,
     cpu,
-    longest_float32_sum,
+    gpu_sums_int8,
     longest_int8_sum,
     Matmul,
 )
@@ -50,9 +50,10 @@ def codes_dot(
     `scales` multiply the sums. They have one element along the contracted axis of their
     operand, and one or as many as the operand along the other.
 
-    The products are exact. Sums are exact for int8, unless XLA:CPU computes them, and
-    have float32 precision for floats. For int8, the largest magnitude of each row of
-    `a` is 127, or all values are zero. There are no derivatives.
+    The products are exact. Sums are exact for int8, unless XLA:CPU computes them, or a
+    GPU in bfloat16. They have float32 precision for floats. For int8, the largest
+    magnitude of each row of `a` is 127, or all values are zero. There are no
+    derivatives.
     """
     given = [
         scale if axis == -1 else jnp.swapaxes(scale, -1, -2)
@@ -158,15 +159,15 @@ def _choose_on_cpu(a, b, over) -> tuple[Any, Any]:
 
 
 def _on_gpu(a, b, *scales, over, has, out_dtype):
-    if _is_short_sum(a, over):
+    if _in_bfloat16(a, over):
         a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
     return _by_xla(a, b, *scales, over=over, has=has, out_dtype=out_dtype)
 
 
-def _is_short_sum(a, over) -> bool:
-    """Return whether sums of int8 products are exact in float32."""
+def _in_bfloat16(a, over) -> bool:
+    """Return whether GPUs multiply codes in bfloat16 instead of int8."""
     size = a.shape[over[0]]
-    return a.dtype == jnp.int8 and isinstance(size, int) and size <= longest_float32_sum
+    return a.dtype == jnp.int8 and isinstance(size, int) and not gpu_sums_int8(size)
 
 
 def _has_tpu_kernel(a, b, over, has) -> bool:
@@ -216,8 +217,8 @@ def lowering_of_codes(a, b, *, over, has, platform: str, devices: int) -> str:
     elif platform == "gpu":
         from ..kernels import gpu
 
-        if _is_short_sum(a, over):
-            return "XLA, in bfloat16, which holds these sums"
+        if _in_bfloat16(a, over):
+            return "XLA, in bfloat16, because its sums of int8 may be wrong"
         units = gpu.matrix_units()
     kind = "float8" if a.dtype.itemsize == 1 else "bfloat16"
     kind = "int8" if a.dtype == jnp.int8 else kind

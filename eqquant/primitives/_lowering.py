@@ -42,7 +42,7 @@ def tiers_of(platform: str | None, exported: bool = False) -> Tiers:
     if platform == "gpu":
         from ..kernels import gpu
 
-        # Without those that multiply int8 (see `kernels/_int8.py`).
+        # Without those that multiply int8, see `gpu_sums_int8`.
         portable = gpu.PORTABLE, xla.FLOAT_KERNELS
         return portable if exported else (gpu.KERNELS, *portable)
     if platform == "tpu":

@@ -15,7 +15,7 @@ from eqquant.debug._flow import Flow
 from eqquant.debug._in_hlo import decoded_in_hlo
 from eqquant.debug._inspect import weight_of
 from eqquant.kernels import gpu, Matmul
-from eqquant.kernels.gpu import _tiles
+from eqquant.kernels.gpu import _portable, _tiles
 from eqquant.primitives import _codes_dot
 from eqquant.primitives._lowering import dot_by, PORTABLE, tiers_of
 from helpers import FORMATS, needs_gpu_compiler, pairs, relative, TOLERANCE
@@ -84,6 +84,26 @@ def test_sums_of_int8_are_exact(size, rng):
     static = {"over": (-2, -2), "has": (False, False), "out_dtype": jnp.float32}
     out = jax.jit(ft.partial(_codes_dot._on_gpu, **static))(*narrow)
     np.testing.assert_array_equal(out, np.float32(a @ b.T))
+
+
+@pytest.mark.parametrize(
+    "flags, size, multiplied",
+    [
+        ("", 1152, "int8"),
+        ("", 1024, "bfloat16"),
+        ("--xla_gpu_autotune_level=0", 1152, "bfloat16"),
+        ("--xla_gpu_deterministic_ops", 1152, "bfloat16"),
+    ],
+)
+def test_int8_needs_measured_tiles(flags, size, multiplied, normal, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    q = eqquant.quantize(normal(24, size), "int8", activations="int8")
+    variant = _portable._variant_of(
+        Matmul(q.format, compute=q.compute).of(
+            jnp.zeros((40, size), jnp.int8), q.codes, q.scales
+        )
+    )
+    assert variant == ("fused", multiplied)
 
 
 @pytest.mark.parametrize("m", [2, 6])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from ...formats import is_in_two_parts
-from .._int8 import longest_float32_sum, longest_int8_sum, rounding
+from .._int8 import gpu_sums_int8, longest_float32_sum, longest_int8_sum, rounding
 from .._product import Kernel, Product
 from . import _fused, _reduce, _tiles
 from ._parts import num_parts
@@ -90,10 +90,10 @@ def _variant_of(product: Product) -> tuple[str, str]:
         return "reduce", "float32"
     name = "fused" if whole and product.format.bits == 8 else "tiles"
     if product.is_int8 and whole and not contract_rows:
+        if gpu_sums_int8(product.size) and product.size <= longest_int8_sum:
+            return name, "int8"
         if product.size <= longest_float32_sum:
             return name, "bfloat16"
-        if product.size <= longest_int8_sum:
-            return name, "int8"
     # A scaled float16 activation may underflow.
     if product.is_all("float16") and not (whole and contract_rows):
         return name, "float16"

@@ -114,5 +114,5 @@ KERNELS = (
         8,
     ),
 )
-# Those that do not multiply int8. GPUs use them: see `kernels/_int8.py`.
+# Those that do not multiply int8, for GPUs.
 FLOAT_KERNELS = tuple(k for k in KERNELS if k.name in ("float", "bfloat16"))
