@@ -8,8 +8,9 @@ mean and the 99% quantile over tokens), the perplexity, and the share of tokens 
 same most probable next token. The float model has the decoded weights of the file. The
 embedding is in INT8 except in rows with "at most" and "llama.cpp".
 
-"calibrated" means GPTQ with statistics of the first text, and rotation; "curvature"
-means statistics of the curvature of the KL divergence instead of the inputs; "not
+"calibrated" means GPTQ with statistics of the first text, and rotation; "tuned" means
+AutoRound of one layer after the other, in 80 steps of 1,024 tokens; "curvature" means
+statistics of the curvature of the KL divergence instead of the inputs; "not
 rotated" means GPTQ only, and "rotated by N" a rotation of N values each. "distilled"
 then trains scales and norms with another part of the first text. The float model runs
 once, and its 64 most probable tokens per position are stored. "at most N bits"
@@ -55,6 +56,7 @@ from _language_peers import Peers
 from _llama_example import comparison, load, model as llama, text as texts_of_llama
 from _llama_quantize import quantize_file
 from _tables import add_output_options, format_row, output, print_head
+from _tune_layers import tuned
 
 
 class Row(NamedTuple):
@@ -72,6 +74,7 @@ class Row(NamedTuple):
     llama: str | None = None
     peer: tuple[str, str] | None = None
     curvature: bool = False
+    tuning_steps: int = 0
 
 
 _rotated = {"rotate": True}
@@ -90,6 +93,7 @@ ROWS = {
     "nf4": Row(_nf4),
     "nf4, calibrated": Row(_nf4, True, _rotated),
     "nf4, calibrated, curvature": Row(_nf4, True, _rotated, curvature=True),
+    "nf4, tuned": Row(_nf4, False, _rotated, tuning_steps=80),
     "nf4, calibrated, search 8": Row(_nf4, True, _rotated | {"search": 8}),
     "nvfp4": Row("nvfp4"),
     "nvfp4, calibrated": Row("nvfp4", True, _rotated),
@@ -324,6 +328,8 @@ def rows_of(
             return by_llama(source, row.llama, importance(source, stats), folder)
         own = curved if row.curvature else stats
         result = quantized(model, row, own, allocations)
+        if row.tuning_steps:
+            result = tuned(result, model, tokens, row.tuning_steps)
         if row.rate is not None:
             result = distilled(result, model, training, folder, row.rate)
         return result, None

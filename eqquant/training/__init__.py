@@ -18,6 +18,7 @@ from ._store_logits import store_logits
 from ._stored_logits import StoredLogits
 from ._straight_through import initial_scales, straight_through
 from ._straight_through_array import StraightThroughArray
+from ._tune_rounding import tune_rounding
 from .rounded import (
     low_precision,
     LowPrecisionArray,
@@ -47,6 +48,7 @@ __all__ = [
     "StoredLogits",
     "straight_through",
     "TopLogits",
+    "tune_rounding",
     "with_dropout_key",
     "with_rounding_key",
 ]
