@@ -145,10 +145,6 @@ class _Choice(eqx.Module):
     start: Float[Array, "..."]
     plain: QuantizedArray | RotatedArray
 
-    @property
-    def base(self) -> QuantizedArray:
-        return self.plain.base if isinstance(self.plain, RotatedArray) else self.plain
-
     def value(self, offset: Float[Array, "..."]) -> Float[Array, "..."]:
         return jnp.where(offset >= 0, self.high, self.low)
 
@@ -163,7 +159,7 @@ class _Choice(eqx.Module):
         return jnp.clip(new, self.start - 0.5, self.start + 0.5)
 
     def encoded(self, offset: Float[Array, "..."]) -> QuantizedArray | RotatedArray:
-        base = self.base
+        base = _base(self.plain)
         scales = float_scales(base.scales).astype(base.format.scale_dtype)
         # Each value is a level times its scale, so encoding is exact.
         codes = encode(self.value(offset), base.format, base.axes, scales)[0].codes
@@ -196,16 +192,16 @@ def _choices(student: Any, teacher: Any) -> Iterator[_Choice | None]:
 
 
 def _choice(weight: Any, plain: Any, name: str) -> _Choice:
-    base = plain.base if isinstance(plain, RotatedArray) else plain
+    base = _base(plain)
     format, weight = base.format, jnp.asarray(weight, jnp.float32)
     no_nearest = type(format).nearest is Format.nearest
-    if format.history or format.has_offsets or no_nearest or len(base.axes) > 1:
+    if format.history or format.has_offsets or no_nearest or len(base.axes) != 1:
         raise ValueError(
             f"{_caller}: {name} is in {format!r}. Formats with offsets, trellis codes "
             "or blocks of several axes are not supported. Quantize it in another "
             "format, such as 'nf4'."
         )
-    (axis,) = base.axes
+    axis = base.axes[-1]
     if isinstance(plain, RotatedArray):
         weight = hadamard(weight, axis, plain.block)
     scales = jnp.moveaxis(float_scales(base.scales, jnp.float32), axis, -1)
@@ -219,8 +215,14 @@ def _choice(weight: Any, plain: Any, name: str) -> _Choice:
     low, high = jnp.minimum(below, above), jnp.maximum(below, above)
     distance = jnp.where(high > low, high - low, 1)
     start = jnp.clip((weight - low) / distance, 0, 1) - 0.5
-    parts = (jnp.moveaxis(part, -1, axis) for part in (low, high, start))
-    return _Choice(*parts, plain)
+    low, high, start = (jnp.moveaxis(part, -1, axis) for part in (low, high, start))
+    return _Choice(low, high, start, plain)
+
+
+def _base(plain: QuantizedArray | RotatedArray) -> QuantizedArray:
+    base = plain.base if isinstance(plain, RotatedArray) else plain
+    assert isinstance(base, QuantizedArray)  # Weights are no caches.
+    return base
 
 
 def _levels(format: Format) -> Float[Array, " levels"]:

@@ -227,9 +227,10 @@ PROMPTS = (
 def test_answers_equal_llama_cpp(model, llama_cpp):
     """Each token of a greedy answer of llama.cpp has the largest logit here, or nearly.
 
-    llama.cpp rounds activations to 8 bits. One token of SmolLM2 is behind by 0.20, or by
-    0.36 if llama.cpp was compiled for AMX, and two of Qwen by 0.11 and 0.19; all others
-    by less than 0.1. With float32 weights, the differences are the same within 0.005.
+    llama.cpp rounds activations to 8 bits. One token of SmolLM2 is behind by 0.20, or
+    by 0.36 if llama.cpp was compiled for AMX, and two of Qwen by 0.11 and 0.19; all
+    others by less than 0.1. With float32 weights, the differences are the same within
+    0.005.
     """
     _, path = model
     source = open_model(path)
