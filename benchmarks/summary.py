@@ -151,6 +151,7 @@ def plot(path: pathlib.Path) -> None:
 LANGUAGE = {
     "with trellis": ("o-", "eqquant, several formats"),
     "calibrated": ("^", "eqquant, one format, calibrated"),
+    "tuned": ("*", "eqquant, one format, AutoRound"),
     "llama.cpp": ("s", "llama.cpp, importance matrix"),
     "GPTQModel": ("D", "GPTQModel"),
     "AutoRound": ("P", "AutoRound"),

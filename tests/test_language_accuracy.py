@@ -40,6 +40,22 @@ def test_rows(monkeypatch, tmp_path):
     assert bits[5] <= 8.5 and divergences[5] < divergences[2]
 
 
+def test_layers_are_tuned_one_after_the_other(monkeypatch, rng):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    script = importlib.import_module("language_accuracy")
+    model = script.load.load_model(MODEL, stacked=True, progress=False)
+    tokens = rng.integers(0, model.config.vocabulary, (4, 16), np.int32)
+    nearest = script.comparison.quantize(model, "nf3")
+    tuned = script.tuned(nearest, model, tokens, steps=30)
+    expected = [script.comparison.log_probabilities(model, row) for row in tokens]
+    compared = (
+        script.comparison.compare(m, tokens, expected) for m in (tuned, nearest)
+    )
+    better, worse = (found.mean for found in compared)
+    assert better < 0.8 * worse
+    assert len(tuned.layers) == model.config.layers
+
+
 def test_importance_of_llama_cpp(monkeypatch):
     """The numbers by which llama.cpp weighs the error of each column."""
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
